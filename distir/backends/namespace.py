@@ -1,0 +1,208 @@
+"""The array namespace of `executor.namespace`, on torch tensors: what ops evaluate against on a rank.
+
+Names and signatures are the array API standard's. Whatever torch already spells so is torch's own function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distir.ir.type import DType
+
+Axis = int | Sequence[int] | None
+
+_SPELLED = {"f": "float", "i": "int", "u": "uint"}
+_DTYPES: dict[str, torch.dtype] = {}
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch dtype of ours."""
+    found = _DTYPES.get(dtype.name)
+    if found is None:
+        name = dtype.name
+        spelled = {"bool": "bool", "bf16": "bfloat16"}.get(name) or _SPELLED[name[0]] + name[1:]
+        found = _DTYPES[name] = getattr(torch, spelled)
+    return found
+
+
+class TorchNamespace:
+    """torch, spelled as the array API has it, plus what ops need beyond it. New arrays are made on `device`."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.inf, self.pi, self.e, self.nan = math.inf, math.pi, math.e, math.nan
+        self.newaxis = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    # --- making arrays
+
+    def cast(self, x: Any, dtype: DType) -> torch.Tensor:
+        return torch.as_tensor(x, device=self.device).to(torch_dtype(dtype))
+
+    def full(self, shape: Sequence[int], value: Any, dtype: DType) -> torch.Tensor:
+        return torch.full(tuple(shape), value, dtype=torch_dtype(dtype), device=self.device)
+
+    def arange(self, start: int, stop: int, dtype: DType) -> torch.Tensor:
+        return torch.arange(start, stop, dtype=torch_dtype(dtype), device=self.device)
+
+    def constant(self, values: Sequence[Any], shape: Sequence[int], dtype: DType) -> torch.Tensor:
+        flat = torch.tensor(list(values), dtype=torch_dtype(dtype), device=self.device)
+        return flat.reshape(tuple(shape))
+
+    def zeros(self, shape: Sequence[int], dtype: Any = None) -> torch.Tensor:
+        return torch.zeros(tuple(shape), dtype=_any_dtype(dtype), device=self.device)
+
+    def ones(self, shape: Sequence[int], dtype: Any = None) -> torch.Tensor:
+        return torch.ones(tuple(shape), dtype=_any_dtype(dtype), device=self.device)
+
+    def asarray(self, x: Any, dtype: Any = None) -> torch.Tensor:
+        return torch.as_tensor(x, dtype=_any_dtype(dtype), device=self.device)
+
+    array = asarray
+
+    # --- moving elements
+
+    def permute_dims(self, x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        return x.permute(tuple(axes))
+
+    transpose = permute_dims
+
+    def matrix_transpose(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mT
+
+    def swapaxes(self, x: torch.Tensor, a: int, b: int) -> torch.Tensor:
+        return x.transpose(a, b)
+
+    def reshape(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        return x.reshape(tuple(shape))
+
+    def concat(self, arrays: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
+        return torch.cat(tuple(arrays), axis)
+
+    concatenate = concat
+
+    def stack(self, arrays: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
+        return torch.stack(tuple(arrays), axis)
+
+    def split(self, x: torch.Tensor, indices: int | Sequence[int], axis: int = 0) -> list[torch.Tensor]:
+        """As numpy's: into that many equal parts, or cut before each index."""
+        return list(torch.tensor_split(x, indices if isinstance(indices, int) else list(indices), axis))
+
+    def expand_dims(self, x: torch.Tensor, axis: int | Sequence[int] = 0) -> torch.Tensor:
+        axes = [axis] if isinstance(axis, int) else list(axis)
+        rank = x.ndim + len(axes)
+        for a in sorted(a % rank for a in axes):
+            x = x.unsqueeze(a)
+        return x
+
+    def squeeze(self, x: torch.Tensor, axis: Axis = None) -> torch.Tensor:
+        return x.squeeze() if axis is None else x.squeeze(axis if isinstance(axis, int) else tuple(axis))
+
+    def broadcast_to(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        return x.expand(tuple(shape))
+
+    def take(self, x: torch.Tensor, indices: torch.Tensor, axis: int = 0) -> torch.Tensor:
+        axis %= x.ndim
+        rows = x.index_select(axis, indices.reshape(-1))
+        return rows.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+
+    def take_along_axis(self, x: torch.Tensor, indices: torch.Tensor, axis: int = -1) -> torch.Tensor:
+        return torch.take_along_dim(x, indices.long(), axis)
+
+    def flip(self, x: torch.Tensor, axis: Axis = None) -> torch.Tensor:
+        axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
+        return x.flip(tuple(axes))
+
+    def roll(self, x: torch.Tensor, shift: Any, axis: Any = None) -> torch.Tensor:
+        return torch.roll(x, shift, axis)
+
+    def pad(self, x: torch.Tensor, widths: Sequence[tuple[int, int]], constant_values: Any = 0) -> torch.Tensor:
+        flat = [n for before_after in reversed(list(widths)) for n in before_after]
+        return torch.nn.functional.pad(x, flat, value=constant_values)
+
+    def scatter_add(self, rows: int, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """zeros (rows, d) with values[i] (n, d) added to row index[i]; index (n,) of integers."""
+        out = torch.zeros((rows, *values.shape[1:]), dtype=values.dtype, device=values.device)
+        return out.index_add_(0, index, values)
+
+    # --- reducing
+
+    def sum(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False, dtype: Any = None) -> torch.Tensor:
+        axes = tuple(range(x.ndim)) if axis is None else axis
+        if axes == ():
+            return x
+        kept = None if x.dtype == torch.bool else x.dtype  # torch would widen all integers to int64
+        return torch.sum(x, axes, keepdim=bool(keepdims), dtype=_any_dtype(dtype) or kept)
+
+    def mean(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
+        axes = tuple(range(x.ndim)) if axis is None else axis
+        return x if axes == () else torch.mean(x, axes, keepdim=bool(keepdims))
+
+    def max(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
+        axes = tuple(range(x.ndim)) if axis is None else axis
+        return x if axes == () else torch.amax(x, axes, keepdim=bool(keepdims))
+
+    def min(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
+        axes = tuple(range(x.ndim)) if axis is None else axis
+        return x if axes == () else torch.amin(x, axes, keepdim=bool(keepdims))
+
+    def prod(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
+        axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
+        for a in sorted((a % x.ndim for a in axes), reverse=True):
+            x = torch.prod(x, a, keepdim=bool(keepdims), dtype=x.dtype)
+        return x
+
+    def argmax(self, x: torch.Tensor, axis: int | None = None, keepdims: bool = False) -> torch.Tensor:
+        return torch.argmax(x, axis, keepdim=bool(keepdims))
+
+    def argmin(self, x: torch.Tensor, axis: int | None = None, keepdims: bool = False) -> torch.Tensor:
+        return torch.argmin(x, axis, keepdim=bool(keepdims))
+
+    def cumsum(self, x: torch.Tensor, axis: int = 0) -> torch.Tensor:
+        return torch.cumsum(x, axis, dtype=x.dtype)
+
+    def cumulative_sum(self, x: torch.Tensor, axis: int = 0) -> torch.Tensor:
+        return torch.cumsum(x, axis, dtype=x.dtype)
+
+    def any(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
+        return x.any() if axis is None else torch.any(x, axis, keepdim=bool(keepdims))
+
+    def all(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
+        return x.all() if axis is None else torch.all(x, axis, keepdim=bool(keepdims))
+
+    # --- element by element, where torch does not take Python numbers
+
+    def maximum(self, a: Any, b: Any) -> torch.Tensor:
+        if not isinstance(a, torch.Tensor):
+            a, b = b, a
+        return torch.maximum(a, b) if isinstance(b, torch.Tensor) else a.clamp(min=b)
+
+    def minimum(self, a: Any, b: Any) -> torch.Tensor:
+        if not isinstance(a, torch.Tensor):
+            a, b = b, a
+        return torch.minimum(a, b) if isinstance(b, torch.Tensor) else a.clamp(max=b)
+
+    def equal(self, a: torch.Tensor, b: Any) -> torch.Tensor:
+        return torch.eq(a, b)
+
+    def power(self, a: Any, b: Any) -> torch.Tensor:
+        return torch.pow(a, b)
+
+    def clip(self, x: torch.Tensor, low: Any = None, high: Any = None) -> torch.Tensor:
+        return x.clamp(low, high)
+
+    def __repr__(self) -> str:
+        return f"<array namespace of torch on {self.device}>"
+
+
+def _any_dtype(dtype: Any) -> torch.dtype | None:
+    return torch_dtype(dtype) if isinstance(dtype, DType) else dtype
+
+
+TORCH = TorchNamespace()

@@ -1,0 +1,189 @@
+"""One ONNX node as an import rule sees it: operands, attributes, and the ops it becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from distir.importer.tensors import Read, dtype_of_array
+from distir.ir.errors import ModelError
+from distir.ir.function import FunctionMaker, Op, Role, Value
+from distir.ir.type import DType, Tensor
+
+Result = Value | np.ndarray
+"""What a name of the ONNX graph stands for: a value of the program, or an array known at import."""
+
+
+class Scope:
+    """What the names of the graph stand for, so far.
+
+    A name is in `values` (part of the program), in `known` (arrays known at import, read when needed), or in both once
+    a known array has become an operand. `arrays` collects the arrays of inputs that are not the user's.
+    """
+
+    def __init__(self, path: Path, maker: FunctionMaker, parameters: frozenset[str]) -> None:
+        self.path, self.maker, self.parameters = path, maker, parameters
+        self.values: dict[str, Value] = {}
+        self.known: dict[str, Read] = {}
+        self.stored: dict[str, tuple[DType, tuple[int, ...]]] = {}
+        """Type and shape of the initializers, which are in `known`."""
+        self.arrays: dict[Value, Read] = {}
+        self.frozen: set[str] = set()
+        """Initializers that no rule may train: running statistics."""
+
+    def size(self, name: str) -> int:
+        """How many elements a known array has; stored ones are not read for that."""
+        return math.prod(self.stored[name][1]) if name in self.stored else self.known[name]().size
+
+    def is_known(self, name: str) -> bool:
+        """Whether its value may be computed with at import: whatever is not, or may not be, a parameter."""
+        return name in self.known and not self.trainable(name)
+
+    def trainable(self, name: str) -> bool:
+        """Whether it is a parameter: an initializer of floating type and rank 1 or more, or one asked for by name."""
+        if name in self.parameters:
+            return True
+        if name not in self.stored or name in self.frozen:
+            return False
+        dtype, shape = self.stored[name]
+        return dtype.floating and len(shape) > 0
+
+    def value(self, name: str) -> Value:
+        """The value for `name`; a known array becomes a Constant op (one element) or an input."""
+        if name in self.values:
+            return self.values[name]
+        read = self.known[name]
+        where = f"{self.path}: tensor {name!r}"
+        if name in self.stored:
+            dtype, shape = self.stored[name]
+        else:
+            array = read()
+            dtype, shape = dtype_of_array(array, where), array.shape
+        if self.trainable(name):
+            value = self.maker.add_input_value(name, Tensor(dtype, shape), Role("parameter"))
+            self.arrays[value] = read
+        elif shape.count(1) == len(shape):
+            number = (read().reshape(-1)[0].item(),)
+            attributes = {"value": number, "shape": shape, "dtype": dtype}
+            value = self.maker.add_op("Constant", name, (), attributes)
+        else:
+            value = self.maker.add_input_value(name, Tensor(dtype, shape), Role("constant"))
+            self.arrays[value] = read
+        self.values[name] = value
+        return value
+
+
+class Node:
+    """A node being imported. Attributes that no rule asked for are reported by `finish`."""
+
+    def __init__(self, scope: Scope, proto: onnx.NodeProto, attributes: Mapping[str, Any], opset: int) -> None:
+        self.scope, self.proto, self.opset = scope, proto, opset
+        self._attributes = dict(attributes)
+        self._asked: set[str] = set()
+
+    def __repr__(self) -> str:
+        first = next((o for o in self.proto.output if o), "?")
+        return f"{self.proto.op_type} node {self.proto.name or first!r}"
+
+    def error(self, message: str, hint: str | None = None) -> ModelError:
+        """An error that begins with the file and the node."""
+        return ModelError(f"{self.scope.path}: {self}: {message}", hint)
+
+    def has(self, i: int) -> bool:
+        """Whether operand `i`, which may be left out, is there."""
+        return i < len(self.proto.input) and self.proto.input[i] != ""
+
+    def operand(self, i: int) -> Value:
+        """Operand `i`, as a value."""
+        if not self.has(i):
+            raise self.error(f"operand {i} is missing")
+        return self.scope.value(self.proto.input[i])
+
+    def operands(self) -> list[Value]:
+        """All operands. None may be left out."""
+        return [self.operand(i) for i in range(len(self.proto.input))]
+
+    def known(self, i: int, what: str) -> np.ndarray:
+        """Operand `i` as an array known at import. Raises ModelError, with `what` it is, if it depends on data."""
+        name = self.proto.input[i]
+        if name not in self.scope.known:
+            raise self.error(f"{what} (operand {i}, {name!r}) depends on data", "only values known at import are supported")
+        return self.scope.known[name]()
+
+    def ints(self, i: int, what: str) -> tuple[int, ...] | None:
+        """Operand `i` as integers known at import, None if it is left out."""
+        if not self.has(i):
+            return None
+        return tuple(int(x) for x in self.known(i, what).reshape(-1))
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """An attribute: a number, string, tuple or array."""
+        self._asked.add(name)
+        return self._attributes.get(name, default)
+
+    def require(self, name: str, default: Any, *allowed: Any) -> None:
+        """Accept an attribute only with one of these values. Raises ModelError otherwise."""
+        got = self.attr(name, default)
+        if got not in allowed:
+            raise self.error(f"attribute {name}={got!r} is not supported", f"supported: {', '.join(map(repr, allowed))}")
+
+    def shape(self, i: int = 0) -> tuple[int, ...]:
+        return self.operand(i).type.global_shape  # type: ignore[union-attr]
+
+    def axis(self, default: int, i: int = 0, name: str = "axis") -> int:
+        """An attribute that is a dim of operand `i`, counted from the front."""
+        return self.wrap(self.attr(name, default), len(self.shape(i)))
+
+    def wrap(self, axis: int, rank: int) -> int:
+        """A dim counted from the front. Raises ModelError if there is none."""
+        if not -rank <= axis < rank:
+            raise self.error(f"axis {axis} is out of range for rank {rank}")
+        return axis % rank
+
+    def emit(self, op_type: str, *inputs: Value, **attributes: Any) -> Any:
+        """Append an op, named after the node's first output."""
+        return self.scope.maker.add_op(op_type, f"{self.proto.output[0]}.{op_type.lower()}", inputs, attributes)
+
+    def constant(self, number: float, like: Value) -> Value:
+        """A scalar of the type of `like`."""
+        return self.emit("Constant", value=(number,), shape=(), dtype=like.type.dtype)  # type: ignore[union-attr]
+
+    def reshape(self, x: Value, shape: tuple[int, ...]) -> Value:
+        """`x` in another shape, `x` itself if that is its own."""
+        return x if x.type.global_shape == shape else self.emit("Reshape", x, shape=shape)  # type: ignore[union-attr]
+
+    def finish(self, results: list[Result], first_op: int, folded: bool = False) -> None:
+        """Give the node's outputs their names. Raises ModelError for an attribute that no rule asked for."""
+        left = sorted(set(self._attributes) - self._asked)
+        if left and not folded:
+            raise self.error(f"attribute {left[0]} is not supported")
+        names = list(self.proto.output)
+        if len(results) < len(names):
+            if any(names[len(results) :]):
+                raise self.error(f"only its first {len(results)} outputs are supported")
+        made = {v for op in self.scope.maker.ops[first_op:] for v in op.outputs}
+        for name, result in zip(names, results, strict=False):
+            if name == "":
+                continue
+            if isinstance(result, Value):
+                if result in made:
+                    result.name = self.scope.maker.fresh(name)
+                    made.discard(result)
+                self.scope.values[name] = result
+            else:
+                self.scope.known[name] = lambda array=result: array
+
+
+def drop_unused_ops(ops: list[Op], keep: set[Value]) -> None:
+    """Remove, in place, the ops whose results nothing uses."""
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if any(v in keep for v in op.outputs):
+            keep.update(op.inputs)
+            kept.append(op)
+    ops[:] = reversed(kept)

@@ -1,0 +1,223 @@
+"""Import of ONNX files: `import_from_onnx`.
+
+- Graph inputs come first, in order. Symbolic dims are bound by `dims`. One of them, the first, is the batch's: inputs
+  that have it are data along it, the others are constants; without symbolic dims every input is data along dim 0.
+- Initializers of floating type and rank 1 or more are parameters, except running statistics (role constant).
+  Others, and results of `Constant` nodes, are known at import: with one element they become `Constant` ops where
+  they are used, larger ones inputs of role constant.
+- What is computed from known values only (shape arithmetic) is computed now. Only what the outputs need is kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from distir.importer.known import attributes_of, fold, foldable
+from distir.importer.node import Node, Result, Scope, drop_unused_ops
+from distir.importer.rules import RULES
+from distir.importer.tensors import Arrays, dtype_of, parse, parse_tensor_from_file, reader
+from distir.ir.errors import ModelError, UsageError
+from distir.ir.function import Function, FunctionMaker, Role, Value
+from distir.ir.type import Tensor
+
+__all__ = ["import_from_onnx", "parse_tensor_from_file"]
+
+OLDEST_OPSET = 13
+STATISTICS = {"BatchNormalization": (3, 4)}
+"""Operands that are statistics, not trained."""
+
+
+def import_from_onnx(
+    path: str | os.PathLike[str],
+    name: str | None = None,
+    dims: Mapping[str, int] | None = None,
+    batch: str | None = None,
+    parameters: Collection[str] = (),
+    constants: Collection[str] = (),
+) -> tuple[Function, Mapping[Value, np.ndarray]]:
+    """The Function in the ONNX file at `path`, and the arrays of its parameters and constants, read when asked for.
+
+    `name` names the Function (default: the graph). `dims` gives sizes of symbolic dims, e.g. `{"batch": 8}`; a dim
+    without a name is called `input.i`. `batch` names the symbolic dim that is the batch's, if not the first.
+    `parameters` and `constants` name initializers that are, or are not, trained, against the default.
+
+    Raises ModelError, in one line with the file and the node, if the file is broken or uses what distir does not
+    know; UsageError if `dims` leaves a symbolic dim open or names one that is not there.
+    """
+    file = Path(path)
+    model = load(file)
+    graph = model.graph
+    scope = Scope(file, FunctionMaker(name or graph.name or "main"), frozenset(parameters))
+    _add_initializers(scope, graph, constants)
+    inputs = _add_inputs(scope, graph, dict(dims or {}), batch)
+    opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    later = {o: n for n in graph.node for o in n.output}
+    for proto in graph.node:
+        _import_node(scope, proto, opset, later)
+    return _finish(scope, graph, inputs)
+
+
+def load(path: Path) -> onnx.ModelProto:
+    """The model at `path`, model-local functions inlined, external data left alone. Raises ModelError if broken."""
+    model = onnx.ModelProto()
+    parse(model, path, "ONNX model")
+    if not model.HasField("graph") or not model.graph.output:
+        raise ModelError(f"{path}: not an ONNX model: it has no graph with outputs")
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    if not OLDEST_OPSET <= opset <= onnx.defs.onnx_opset_version():
+        newest = onnx.defs.onnx_opset_version()
+        raise ModelError(f"{path}: opset {opset} is not supported", f"export with opset {OLDEST_OPSET} to {newest}")
+    if model.functions:
+        from onnx import inliner
+
+        try:
+            model = inliner.inline_local_functions(model)
+        except Exception as e:  # noqa: BLE001  (the inliner raises all kinds)
+            raise ModelError(f"{path}: its functions cannot be inlined: {str(e).splitlines()[0]}") from e
+    if model.graph.sparse_initializer:
+        raise ModelError(f"{path}: sparse initializers are not supported")
+    return model
+
+
+def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collection[str]) -> None:
+    for tensor in graph.initializer:
+        if not tensor.name or tensor.name in scope.known:
+            raise ModelError(f"{scope.path}: initializer {tensor.name!r} is there twice or has no name")
+        scope.known[tensor.name] = reader(tensor, scope.path)
+        dtype = dtype_of(tensor.data_type, f"{scope.path}: tensor {tensor.name!r}")
+        scope.stored[tensor.name] = dtype, tuple(tensor.dims)
+    for name in (*scope.parameters, *constants):
+        if name not in scope.stored:
+            raise UsageError(f"{scope.path} has no initializer {name!r}")
+    scope.frozen.update(constants)
+    for node in graph.node:
+        for i in STATISTICS.get(node.op_type, ()):
+            scope.frozen.update(node.input[i : i + 1])
+
+
+def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batch: str | None) -> list[Value]:
+    infos = [i for i in graph.input if i.name not in scope.stored]
+    symbols = {i.name: _symbolic_dims(scope, i) for i in infos}
+    free = list(dict.fromkeys(d for row in symbols.values() for d in row if isinstance(d, str)))
+    for d, size in dims.items():
+        if d not in free:
+            raise UsageError(f"{scope.path} has no symbolic dimension {d!r}", f"it has {', '.join(free) or 'none'}")
+        if size < 1:
+            raise UsageError(f"dimension {d} must be at least 1, got {size}")
+    if open_dims := [d for d in free if d not in dims]:
+        what = "dimensions are" if len(open_dims) > 1 else "dimension is"
+        hint = " ".join(f"--dim {d}=8" for d in open_dims)
+        raise UsageError(f"{scope.path}: symbolic {what} not given: {', '.join(open_dims)}", hint)
+    if batch is not None and batch not in free:
+        raise UsageError(f"{scope.path} has no symbolic dimension {batch!r}", f"it has {', '.join(free) or 'none'}")
+    batch = batch or (free[0] if free else None)
+    inputs: list[Value] = []
+    for info in infos:
+        if not info.name or info.name in scope.values:
+            raise ModelError(f"{scope.path}: input {info.name!r} is there twice or has no name")
+        row = symbols[info.name]
+        shape = tuple(dims[d] if isinstance(d, str) else d for d in row)
+        dtype = dtype_of(info.type.tensor_type.elem_type, f"{scope.path}: input {info.name!r}")
+        value = scope.maker.add_input_value(info.name, Tensor(dtype, shape), _role(row, batch))
+        scope.values[info.name] = value
+        inputs.append(value)
+    return inputs
+
+
+def _symbolic_dims(scope: Scope, info: onnx.ValueInfoProto) -> list[int | str]:
+    """The dims of a graph input: sizes, and names of symbolic ones."""
+    if info.type.WhichOneof("value") != "tensor_type" or not info.type.tensor_type.HasField("shape"):
+        raise ModelError(f"{scope.path}: input {info.name!r} is not a tensor of known rank")
+    row: list[int | str] = []
+    for i, d in enumerate(info.type.tensor_type.shape.dim):
+        row.append(d.dim_value if d.HasField("dim_value") else d.dim_param or f"{info.name}.{i}")
+        if d.dim_value < 0:
+            raise ModelError(f"{scope.path}: input {info.name!r}: dim {i} is {d.dim_value}")
+    return row
+
+
+def _role(row: list[int | str], batch: str | None) -> Role:
+    if batch is None:
+        return Role("data", 0 if row else None)
+    return Role("data", row.index(batch)) if batch in row else Role("constant")
+
+
+def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping[str, onnx.NodeProto]) -> None:
+    try:
+        attributes = attributes_of(proto)
+    except Exception as e:  # noqa: BLE001  (helper raises all kinds on malformed attributes)
+        raise ModelError(f"{scope.path}: {proto.op_type} node {proto.name!r}: bad attribute: {e}") from e
+    node = Node(scope, proto, attributes, opset)
+    _check_names(scope, node, later)
+    if foldable(scope, proto):
+        node.finish(fold(node, opset), len(scope.maker.ops), folded=True)
+        return
+    rule = RULES.get(proto.op_type) if proto.domain in ("", "ai.onnx") else None
+    if rule is None:
+        domain = f" of domain {proto.domain}" if proto.domain else ""
+        raise node.error(f"op {proto.op_type}{domain} is not supported", f"supported: {', '.join(sorted(RULES))}")
+    first = len(scope.maker.ops)
+    try:
+        result = rule(node)
+        node.finish(_results(result), first)
+    except ModelError as e:
+        if e.message.startswith(str(scope.path)):
+            raise
+        raise node.error(e.message, e.hint) from e
+    except (AttributeError, IndexError, TypeError, ValueError) as e:
+        raise node.error(f"its attributes or operands are malformed: {type(e).__name__}: {e}") from e
+
+
+def _results(result: Result | Iterable[Result]) -> list[Result]:
+    return [result] if isinstance(result, Value | np.ndarray) else list(result)
+
+
+def _check_names(scope: Scope, node: Node, later: Mapping[str, onnx.NodeProto]) -> None:
+    for name in node.proto.input:
+        if name and name not in scope.values and name not in scope.known:
+            if name in later:
+                raise node.error(f"reads {name!r} before it is made: the graph has a cycle or is not sorted")
+            raise node.error(f"reads {name!r}, which nothing makes")
+    for i, name in enumerate(node.proto.output):
+        if name and (name in scope.values or name in scope.known or name in list(node.proto.output)[:i]):
+            raise node.error(f"makes {name!r}, which is there already")
+
+
+def _output(scope: Scope, info: onnx.ValueInfoProto) -> Value:
+    """The value of a graph output. Raises ModelError if nothing makes it, or not with the type it declares."""
+    name = info.name
+    if name not in scope.values and name not in scope.known:
+        raise ModelError(f"{scope.path}: output {name!r} is made by no node")
+    value = scope.value(name)
+    declared = info.type.tensor_type
+    if declared.elem_type and dtype_of(declared.elem_type, f"{scope.path}: output {name!r}") is not value.type.dtype:
+        want = dtype_of(declared.elem_type, name)
+        raise ModelError(f"{scope.path}: output {name!r}: declared {want}, but its node makes {value.type}")
+    if declared.HasField("shape"):
+        sizes = [d.dim_value if d.HasField("dim_value") else None for d in declared.shape.dim]
+        shape = value.type.global_shape
+        if len(sizes) != len(shape) or any(a is not None and a != b for a, b in zip(sizes, shape, strict=True)):
+            raise ModelError(f"{scope.path}: output {name!r}: declared {sizes}, but its node makes {value.type}")
+    return value
+
+
+def _finish(scope: Scope, graph: onnx.GraphProto, inputs: list[Value]) -> tuple[Function, Arrays]:
+    maker = scope.maker
+    outputs: list[Value] = []
+    for info in graph.output:
+        value = _output(scope, info)
+        if value not in outputs and value not in maker.inputs and value.name != info.name:
+            value.name = maker.fresh(info.name)  # what an alias gives, such as Identity
+        outputs.append(value)
+    used = set(outputs)
+    drop_unused_ops(maker.ops, used)
+    order = {t.name: i for i, t in enumerate(graph.initializer)}
+    weights = sorted(scope.arrays, key=lambda v: order.get(v.name, len(order)))
+    maker.inputs[:] = [*inputs, *[v for v in weights if v in used]]
+    maker.set_outputs(outputs)
+    return maker.finalize(), Arrays({v: scope.arrays[v] for v in maker.inputs if v in scope.arrays})

@@ -1,0 +1,51 @@
+"""The errors distir raises on purpose. Each knows the exit code the command line ends with."""
+
+from __future__ import annotations
+
+
+class DistirError(Exception):
+    """A problem the user can do something about: one clear line, and a hint where there is one."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} (hint: {self.hint})" if self.hint else self.message
+
+
+class UsageError(DistirError):
+    """A bad flag, file name or argument."""
+
+    exit_code = 2
+
+
+class ModelError(DistirError):
+    """A model or program that is malformed or uses what distir does not know."""
+
+    exit_code = 3
+
+
+class IRTypeError(ModelError):
+    """Types, placements or devices of an op do not fit: the op, the operand, expected and got."""
+
+
+class InfeasibleError(DistirError):
+    """A plan that cannot be carried out on this program and these devices."""
+
+    exit_code = 4
+
+
+class MismatchError(DistirError):
+    """A result that differs from the one it must equal."""
+
+    exit_code = 5
+
+
+class WorkerError(DistirError):
+    """A rank failed, was killed or did not answer in time."""
+
+    exit_code = 6

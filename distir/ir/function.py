@@ -1,0 +1,238 @@
+"""Values, ops, functions, and the one way to build them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distir.ir.errors import ModelError
+from distir.ir.type import Type
+
+if TYPE_CHECKING:
+    from distir.ir.spec import Spec
+
+
+class Attributes(dict[str, Any]):
+    """An op's attributes: a mapping of hashable values that is not changed once made; its hash is kept."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash = hash(tuple(sorted(self.items(), key=lambda item: item[0])))
+            return self._hash
+
+    def without(self, *names: str) -> Attributes:
+        return Attributes({k: v for k, v in self.items() if k not in names})
+
+    def __reduce__(self) -> tuple[type[Attributes], tuple[dict[str, Any]]]:
+        return Attributes, (dict(self),)
+
+
+NO_ATTRIBUTES = Attributes()
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(_freeze(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+class Role:
+    """What an input is: "data" (with the dim of the batch), "parameter", "state" (of the optimizer) or "constant".
+
+    `source` is the shape in the model, where padding has enlarged it.
+    """
+
+    __slots__ = ("batch", "kind", "source")
+
+    def __init__(self, kind: str, batch: int | None = None, source: tuple[int, ...] | None = None) -> None:
+        if kind not in ("data", "parameter", "state", "constant"):
+            raise ModelError(f"a role is data, parameter, state or constant, got {kind!r}")
+        self.kind, self.batch, self.source = kind, batch, source
+
+    def _key(self) -> tuple[object, ...]:
+        return self.kind, self.batch, self.source
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Role) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        batch = "" if self.batch is None else f", batch={self.batch}"
+        source = "" if self.source is None else f", source={self.source}"
+        return f"Role({self.kind!r}{batch}{source})"
+
+
+class Value:
+    """A named value. `type` may be None while a function is built by hand, until `infer_types`."""
+
+    __slots__ = ("name", "role", "type")
+
+    def __init__(self, name: str, type: Type | None, role: Role | None = None) -> None:
+        self.name = name
+        self.type: Type = type  # type: ignore[assignment]  # None only before infer_types
+        self.role = role
+
+    def __repr__(self) -> str:
+        return f"%{self.name}: {self.type}"
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of its role, None without one."""
+        return self.role.kind if self.role else None
+
+
+class Op:
+    """One op. `of` is the forward op that a backward op differentiates."""
+
+    __slots__ = ("attributes", "inputs", "of", "outputs", "spec")
+
+    def __init__(
+        self,
+        spec: Spec,
+        inputs: tuple[Value, ...],
+        attributes: Attributes,
+        outputs: tuple[Value, ...],
+        of: Op | None = None,
+    ) -> None:
+        self.spec, self.inputs, self.attributes, self.outputs, self.of = spec, inputs, attributes, outputs, of
+
+    @property
+    def op_type(self) -> str:
+        return self.spec.name
+
+    @property
+    def callee(self) -> Function | None:
+        """The function a `Call` calls."""
+        return self.attributes.get("callee")
+
+    def __repr__(self) -> str:
+        outs = ", ".join(f"%{v.name}" for v in self.outputs)
+        return f"{outs} = {self.spec.name}({', '.join('%' + v.name for v in self.inputs)})"
+
+
+class Function:
+    """An immutable, typed program in SSA form. `updates` maps an output to the input whose next value it is."""
+
+    __slots__ = ("inputs", "name", "ops", "outputs", "updates")
+
+    def __init__(
+        self,
+        name: str,
+        inputs: tuple[Value, ...],
+        ops: tuple[Op, ...],
+        outputs: tuple[Value, ...],
+        updates: Mapping[Value, Value] | None = None,
+    ) -> None:
+        self.name, self.inputs, self.ops, self.outputs = name, inputs, ops, outputs
+        self.updates: dict[Value, Value] = dict(updates or {})
+
+    def __repr__(self) -> str:
+        from distir.ir.text import pformat
+
+        return pformat(self)
+
+    def producers(self) -> dict[Value, Op]:
+        """The op that makes each value that is not an input."""
+        return {v: op for op in self.ops for v in op.outputs}
+
+    def callees(self) -> list[Function]:
+        """The distinct functions called, callees of callees first."""
+        seen: dict[Function, None] = {}
+        for op in self.ops:
+            if (callee := op.callee) is not None and callee not in seen:
+                for f in callee.callees():
+                    seen.setdefault(f)
+                seen.setdefault(callee)
+        return list(seen)
+
+
+class FunctionMaker:
+    """The only mutable thing, and the only way to build a Function.
+
+    `inputs` and `ops` are lists that may be read while building. Names asked for twice get a suffix.
+    """
+
+    def __init__(self, name: str = "main") -> None:
+        self.name = name
+        self.inputs: list[Value] = []
+        self.ops: list[Op] = []
+        self.updates: dict[Value, Value] = {}
+        self._outputs: tuple[Value, ...] | None = None
+        self._names: dict[str, int] = {}
+
+    def fresh(self, name: str) -> str:
+        """`name`, or `name.1`, `name.2` ... if it is taken."""
+        names = self._names
+        if name not in names:
+            names[name] = 0
+            return name
+        k = names[name] + 1
+        while (new := f"{name}.{k}") in names:
+            k += 1
+        names[name] = k
+        names[new] = 0
+        return new
+
+    def add_input_value(self, name: str, type: Type | None, role: Role | None = None) -> Value:
+        v = Value(self.fresh(name), type, role)
+        self.inputs.append(v)
+        return v
+
+    def add_op(
+        self,
+        op_type: str | Spec,
+        name: str | None = None,
+        inputs: Sequence[Value] = (),
+        attributes: Mapping[str, Any] | None = None,
+        subfunctions: Sequence[Function] = (),
+        output_names: Sequence[str] | None = None,
+        of: Op | None = None,
+    ) -> Any:
+        """Append an op; return None, its output, or a tuple of them.
+
+        Types are inferred at once if the operands have theirs; else by `infer_types` later. `name` names the outputs
+        where `output_names` does not. Raises ModelError for an unknown op, IRTypeError if the types do not fit.
+        """
+        from distir.ir.infer import infer
+        from distir.ir.spec import lookup
+
+        spec = lookup(op_type) if isinstance(op_type, str) else op_type
+        attrs = attributes if isinstance(attributes, Attributes) else NO_ATTRIBUTES
+        if attributes and attrs is not attributes:
+            attrs = Attributes({k: _freeze(v) for k, v in attributes.items()})
+        if subfunctions:
+            attrs = Attributes({**attrs, "callee": subfunctions[0]})
+        inputs = tuple(inputs)
+        if all([v.type is not None for v in inputs]):  # pyright: ignore[reportUnnecessaryComparison]
+            types: Sequence[Type | None] = infer(spec, attrs, tuple([v.type for v in inputs]))
+        else:
+            types = [None] * (len(output_names) if output_names else spec.count(attrs))
+        if output_names is None:
+            base = name or spec.name.lower()
+            output_names = [base] if len(types) == 1 else [f"{base}.{i}" for i in range(len(types))]
+        if len(output_names) != len(types):
+            raise ModelError(f"{spec.name} has {len(types)} outputs, got names {list(output_names)}")
+        fresh = self.fresh
+        outputs = tuple([Value(fresh(n), t) for n, t in zip(output_names, types, strict=True)])
+        self.ops.append(Op(spec, inputs, attrs, outputs, of))
+        return None if not outputs else outputs[0] if len(outputs) == 1 else outputs
+
+    def emit(self, op_type: str | Spec, *inputs: Value, **attributes: Any) -> Any:
+        """`add_op` for rules and transforms: operands by position, attributes by keyword, automatic names."""
+        return self.add_op(op_type, None, inputs, attributes)
+
+    def set_outputs(self, values: Iterable[Value]) -> None:
+        self._outputs = tuple(values)
+
+    def finalize(self) -> Function:
+        """The Function. Outputs that were not set are the sinks: values that no op uses."""
+        outputs = self._outputs
+        if outputs is None:
+            used = {v for op in self.ops for v in op.inputs}
+            outputs = tuple(v for op in self.ops for v in op.outputs if v not in used)
+        return Function(self.name, tuple(self.inputs), tuple(self.ops), outputs, self.updates)

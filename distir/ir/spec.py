@@ -1,0 +1,264 @@
+"""What distir knows of an op, and the registry of them. Ops are defined in `distir.ops`, one call of `op` each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from distir.ir.axes import Factors, Shape, factors
+from distir.ir.errors import IRTypeError, ModelError
+from distir.ir.type import REPLICATE, DType, Partial, Placement, Replicate, Shard
+
+Attrs = Mapping[str, Any]
+
+
+class Strand(NamedTuple):
+    """One digit through an op: how every operand and result is placed if one of them is split so.
+
+    Operands are Shard or Replicate; results may also be Partial, where the split factor is reduced.
+    """
+
+    ins: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+
+
+ShardRule = Callable[[Attrs, Sequence[Shape], Sequence[Shape], int, Shard, int], Strand | None]
+"""(attributes, global operand shapes, global result shapes, slot, split, n) -> Strand, or None if it may not be split.
+Slot k is operand k, slot ~k result k; the strand returned must have `split` at that slot."""
+
+
+class Spec:
+    """An op. See `op` for the fields."""
+
+    __slots__ = (
+        "alias",
+        "axes",
+        "comm",
+        "decompose",
+        "donates",
+        "dtype",
+        "eval",
+        "grad",
+        "index",
+        "infer",
+        "linear",
+        "local",
+        "name",
+        "outputs",
+        "shard",
+        "sizes",
+        "torch",
+        "weight",
+        "work",
+    )
+
+    def __init__(self, name: str, **fields: Any) -> None:
+        self.name = name
+        self.axes: str | Callable[[Attrs, Sequence[Shape]], str] | None = fields.pop("axes", None)
+        self.sizes: Callable[[Attrs, Sequence[Shape]], Mapping[str, int]] | None = fields.pop("sizes", None)
+        self.infer: Callable[..., Sequence[Shape]] | None = fields.pop("infer", None)
+        self.shard: ShardRule | None = fields.pop("shard", None)
+        self.dtype: Callable[..., Sequence[DType]] | None = fields.pop("dtype", None)
+        self.comm: Callable[..., Sequence[Any]] | None = fields.pop("comm", None)
+        self.linear: tuple[frozenset[int], ...] | str = _linear(fields.pop("linear", ()))
+        self.eval: Callable[..., Any] | None = fields.pop("eval", None)
+        self.grad: Callable[..., Sequence[Any]] | None = fields.pop("grad", None)
+        self.decompose: Callable[..., Sequence[Any]] | None = fields.pop("decompose", None)
+        self.work: Callable[..., tuple[float, float]] | None = fields.pop("work", None)
+        self.weight: int | None = fields.pop("weight", None)
+        self.local: Callable[..., Attrs] | None = fields.pop("local", None)
+        self.index: tuple[int, int] | None = fields.pop("index", None)
+        self.outputs: int | Callable[[Attrs], int] = fields.pop("outputs", 1)
+        self.alias: bool = fields.pop("alias", False)
+        self.donates: tuple[int, ...] = fields.pop("donates", ())
+        self.torch: str | None = fields.pop("torch", None)
+        if fields:
+            raise TypeError(f"op {name}: unknown fields {sorted(fields)}")
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Callable[[str], Spec], tuple[str]]:
+        return lookup, (self.name,)
+
+    def count(self, attrs: Attrs) -> int:
+        """How many results the op has."""
+        return self.outputs(attrs) if callable(self.outputs) else self.outputs
+
+    def factors(self, attrs: Attrs, shapes: Sequence[Shape]) -> Factors | None:
+        """Its factors at these shapes, None if it is not said by axes."""
+        if self.axes is None:
+            return None
+        text = self.axes(attrs, shapes) if callable(self.axes) else self.axes
+        return factors(text, shapes, self.sizes(attrs, shapes) if self.sizes else None)
+
+    def shapes(self, attrs: Attrs, shapes: Sequence[Shape]) -> list[Shape]:
+        """Result shapes. Raises IRTypeError if the operand shapes do not fit."""
+        f = self.factors(attrs, shapes)
+        if f is not None:
+            return f.out_shapes()
+        if self.infer is None:
+            raise IRTypeError(f"{self.name} has no shape rule")
+        return [tuple(s) for s in self.infer(attrs, *shapes)]
+
+    def linear_sets(self, operands: int) -> tuple[frozenset[int], ...]:
+        """The sets of operands in which the op is jointly linear."""
+        if isinstance(self.linear, str):
+            return (frozenset(range(operands)),)
+        return self.linear
+
+    def strand(
+        self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
+    ) -> Strand | None:
+        """The strand that has `split` over n devices at `slot` (k: operand k, ~k: result k); None if there is none."""
+        shape = ins[slot] if slot >= 0 else outs[~slot]
+        if split.dim >= len(shape):
+            return None
+        f = self.factors(attrs, ins)
+        if f is not None:
+            found = _axes_strand(f, slot, split)
+        else:
+            found = self.shard(attrs, ins, outs, slot, split, n) if self.shard else None
+        if found is None:
+            return None
+        for p, s in zip((*found.ins, *found.outs), (*ins, *outs), strict=True):
+            if isinstance(p, Shard) and s[p.dim] % (p.outer * n):
+                return None
+        return found
+
+    def flops(self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
+        """Floating-point operations at these (local) shapes: two a point of a contraction, else one a point.
+
+        Ops that `axes` does not describe are counted by `work`, or as moving data only.
+        """
+        if self.work is not None:
+            return self.work(attrs, ins, outs)[0]
+        f = self.factors(attrs, ins)
+        if f is None:
+            return 0.0
+        contracts = len(ins) > 1 and "sum" in f.kinds.values()
+        return float(math.prod(f.sizes.values())) * (2 if contracts else 1)
+
+
+def _linear(sets: Any) -> tuple[frozenset[int], ...] | str:
+    return sets if isinstance(sets, str) else tuple(frozenset(s) for s in sets)
+
+
+def _axes_strand(f: Factors, slot: int, split: Shard) -> Strand | None:
+    name = f.ins[slot][split.dim] if slot >= 0 else f.outs[~slot][split.dim]
+    if name is None or f.kinds.get(name) == "whole":
+        return None
+    if any(row.count(name) > 1 for row in (*f.ins, *f.outs)):
+        return None
+    kind = f.kinds.get(name)
+    ins = tuple(_at(row, name, split.outer) for row in f.ins)
+    outs: list[Placement] = []
+    for row in f.outs:
+        if name in row:
+            outs.append(_at(row, name, split.outer))
+        elif kind is None:
+            return None  # not reduced and not there: every device would hold a different result
+        else:
+            outs.append(Partial(kind))
+    return Strand(ins, tuple(outs))
+
+
+def _at(row: Sequence[str | None], name: str, outer: int) -> Placement:
+    return Shard(row.index(name), outer) if name in row else REPLICATE
+
+
+_registry: dict[str, Spec] = {}
+
+
+def op(name: str, **fields: Any) -> Spec:
+    """Define an op. Fields, all optional:
+
+    - `axes`: its factors (see `distir.ir.axes`), or a function (attributes, operand shapes) -> text; `sizes`: a
+      function (attributes, operand shapes) -> sizes of factors that stand in results only.
+    - `infer(attributes, *shapes) -> shapes` and `shard` (a `ShardRule`), for ops that axes cannot say.
+    - `dtype(attributes, *dtypes) -> dtypes` of the results; the first operand's without it.
+    - `linear`: the sets of operands in which it is jointly linear, or "all": a Partial may pass there, nowhere else.
+    - `eval(xp, *arrays, **attributes)`: its meaning, on local arrays. `local(attributes, operand types, result types)
+      -> attributes` gives the attributes for one device's piece. With `index=(slot, dim)` eval gets the keyword
+      `start`, the global index at which this device's piece of that dim begins.
+    - `grad(maker, op, *gradients of the results) -> gradients of the operands`, None where there is none.
+    - `decompose(maker, op) -> results`: in ops that can be split.
+    - `work(attributes, operand shapes, result shapes) -> (FLOP, bytes)` where axes do not say it.
+    - `weight`: the operand that is a weight where it may be one.
+    - `outputs`: how many results, a number or a function of the attributes.
+    - `alias`: the result is a view of operand 0. `donates`: operands whose buffer a result may take over.
+    - `torch`: the name below `torch` of a faster kernel of the same signature.
+    - `comm(attributes, *types) -> types`: the type rule of ops that change placements or structure.
+    """
+    if name in _registry:
+        raise ModelError(f"op {name} is defined twice")
+    spec = _registry[name] = Spec(name, **fields)
+    return spec
+
+
+def lookup(name: str) -> Spec:
+    """The op of that name. Raises ModelError, with the nearest names, if there is none."""
+    spec = _registry.get(name)
+    if spec is None:
+        import difflib
+
+        near = difflib.get_close_matches(name, _registry, 3)
+        raise ModelError(f"unknown op {name!r}", f"did you mean {' or '.join(near)}?" if near else None)
+    return spec
+
+
+def all_ops() -> Iterable[Spec]:
+    """Every op that is registered."""
+    return _registry.values()
+
+
+def place(
+    spec: Spec,
+    attrs: Attrs,
+    ins: Sequence[Shape],
+    outs: Sequence[Shape],
+    placements: Sequence[Placement],
+    n: int,
+    free: Shard | None = None,
+) -> tuple[Placement, ...]:
+    """The results' placements along one mesh axis of n devices, from the operands'.
+
+    A split operand must run along a strand, and all others with it; a Partial may stand only where the op is linear,
+    the other operands replicated. `free` splits a result on a factor that no operand has.
+
+    Raises IRTypeError that names the operand, expected and got.
+    """
+    split = next((k for k, p in enumerate(placements) if isinstance(p, Shard)), None)
+    if split is None and free is None:
+        return _place_partial(spec, placements, len(outs))
+    slot, shard = (split, placements[split]) if split is not None else (~0, free)
+    assert isinstance(shard, Shard)  # noqa: S101  (for the type checker)
+    strand = spec.strand(attrs, ins, outs, slot, shard, n)
+    if strand is None or (free is not None and strand.outs[0] != free):
+        what = f"operand {slot} of shape {ins[slot]}" if slot >= 0 else f"result of shape {outs[0]}"
+        raise IRTypeError(f"{what} may not be split as {shard} over {n}")
+    for k, (want, got) in enumerate(zip(strand.ins, placements, strict=True)):
+        if want is not got:
+            raise IRTypeError(f"operand {k}: expected {want}, got {got}, with {what_split(slot, shard)}")
+    return strand.outs
+
+
+def what_split(slot: int, shard: Shard) -> str:
+    return f"operand {slot} split as {shard}" if slot >= 0 else f"the result split as {shard}"
+
+
+def _place_partial(spec: Spec, placements: Sequence[Placement], results: int) -> tuple[Placement, ...]:
+    partial = frozenset(k for k, p in enumerate(placements) if isinstance(p, Partial))
+    if not partial:
+        return (REPLICATE,) * results
+    first = placements[min(partial)]
+    if first.kind == "sum" and all(placements[k] is first for k in partial):  # type: ignore[union-attr]
+        if partial in spec.linear_sets(len(placements)):
+            return (first,) * results
+    sets = [sorted(s) for s in spec.linear_sets(len(placements))]
+    where = f"only on all operands of one of {sets}, the others replicated" if sets else "nowhere"
+    raise IRTypeError(
+        f"operand {min(partial)}: expected {Replicate()}, got {first}: {spec.name} is not linear there "
+        f"(a Partial may stand {where})"
+    )

@@ -1,0 +1,429 @@
+"""Printing: a program as text, one line an op, that `distir.ir.parse` reads back.
+
+    mesh stage0(mb=4, dp=2, tp=2) = gpu:0..3
+    bundle T0 = (f32[12{3:tp}, 8] @ stage0, ...)
+    fn fwd0(%w: T0, %x: i64[4{mb,dp}, 16] @ stage0 data(0)) {
+      %y: f32[4{mb,dp}, 8]+tp @ stage0 = MatMul(%x, %w) of %h
+      %z: f32[4{mb,dp}, 8]#3 @ stage0 = fwd0(%w, %y, mb=3)
+      return %z, %w.new -> %w
+    }
+
+- A shape is what one device holds. `{mb,dp}` names the mesh axes that split a dim, outermost digit first; `{3:tp}` gives
+  the `outer` of a digit that does not begin where the one before ended. `+tp` is a partial sum, `+max:tp` a partial
+  maximum. `#3` is the piece of microbatch 3, `#0:3` of microbatches 0, 1 and 2, `t` a body's own microbatch.
+- Devices of a mesh are runs `kind:first..last:step`, repeated by ` x8 by 16` (8 of them, 16 apart).
+- A Tuple type of more than 4 entries is a `bundle` in the head, as a body sees it; `T0#3` is how a call at mb=3 does.
+- Callees stand before callers, the program itself last. A Call is written as its callee. `of` names the first result of
+  an op's forward op (`of #3`: op number 3, which has no result). `-> %w`: this output is the next value of input %w.
+- Names that are not plain are quoted. `name#1` is the second mesh or function of that name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from io import StringIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+from distir.ir.device import Device, Mesh
+from distir.ir.errors import ModelError
+from distir.ir.function import Function, Op, Value
+from distir.ir.spec import all_ops
+from distir.ir.type import NOW, DType, Partial, Piece, Replicate, Shard, Tensor, Tuple, Type
+
+if TYPE_CHECKING:
+    Doc = Any
+
+PLAIN = r"[^\W\d][\w.\-/]*"
+"""Names of meshes, axes, device kinds, functions and attributes that need no quotes."""
+PLAIN_VALUE = r"[\w./](?:[\w.\-/:]*[\w.\-/])?"
+"""Names of values that need no quotes: they stand after a %, and may be those of an ONNX file."""
+
+_is_plain = re.compile(PLAIN).fullmatch
+_is_plain_value = re.compile(PLAIN_VALUE).fullmatch
+
+_INLINE = 4
+"""Longer bundles, parameter lists and outputs are not written on one line."""
+
+
+def pformat(x: Any) -> str:
+    """The text of a function (with its callees and meshes), an op, a value or a type; anything else as prettyprinter does.
+
+    Raises ModelError if an attribute is of a kind that has no text.
+    """
+    if isinstance(x, Tensor | Tuple):
+        return format_type(x)
+    if isinstance(x, Function | Op | Value):
+        return "\n".join(_Printer(_render_plain).text(x))
+    import prettyprinter
+
+    return prettyprinter.pformat(x)
+
+
+def cpprint(x: Any, stream: TextIO | None = None, style: Any = None) -> None:
+    """Print `pformat(x)` in colours. `stream` is stdout if None, `style` a pygments style."""
+    import sys
+
+    import prettyprinter
+    from prettyprinter.color import colored_render_to_stream
+
+    def render(sdocs: Any) -> str:
+        text = StringIO()
+        colored_render_to_stream(text, sdocs, style)
+        return text.getvalue()
+
+    stream = stream or sys.stdout
+    if isinstance(x, Function | Op | Value):
+        for line in _Printer(render).text(x):
+            stream.write(line + "\n")
+    elif isinstance(x, Tensor | Tuple):
+        stream.write(format_type(x) + "\n")
+    else:
+        prettyprinter.cpprint(x, stream=stream, style=style)
+
+
+def format_type(type: Type | None) -> str:
+    """A type as text, whole; meshes by their names."""
+    if type is None:
+        return "untyped"
+    return _type_text(type, lambda mesh: plain(mesh.name), lambda t: _row(map(format_type, t.types)))
+
+
+def quote(text: str) -> str:
+    """`text` in double quotes, on one line; what does not print is escaped as Python does."""
+    text = text.replace("\\", "\\\\").replace('"', '\\"')
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return f'"{text}"'
+
+
+def plain(name: str) -> str:
+    """The name of a mesh, an axis, a function or an attribute, quoted if need be."""
+    return name if _is_plain(name) else quote(name)
+
+
+def _row(items: Iterator[str] | Sequence[str]) -> str:
+    return f"({', '.join(items)})"
+
+
+# types
+
+
+def _type_text(t: Type, mesh_label: Callable[[Mesh], str], bundle: Callable[[Tuple], str]) -> str:
+    if isinstance(t, Tuple):
+        return bundle(t)
+    dims = [str(n) for n in t.shape]
+    partial = ""
+    at = t.device
+    if isinstance(at, Mesh):
+        for dim, digits in t.digits.items():
+            end = 1
+            parts: list[str] = []
+            for outer, n, i in digits:
+                parts.append(plain(at.axes[i]) if outer == end else f"{outer}:{plain(at.axes[i])}")
+                end = outer * n
+            dims[dim] += "{" + ",".join(parts) + "}"
+        for axis, p in zip(at.axes, t.placements, strict=True):
+            if isinstance(p, Partial):
+                partial += f"+{plain(axis)}" if p.kind == "sum" else f"+{p.kind}:{plain(axis)}"
+    where = "" if at is None else f" @ {mesh_label(at) if isinstance(at, Mesh) else _device(at)}"
+    return f"{t.dtype.name}[{', '.join(dims)}]{partial}{_piece(t.piece)}{where}"
+
+
+def _device(d: Device) -> str:
+    return f"{plain(d.kind)}:{d.index}"
+
+
+def _piece(piece: Piece | None) -> str:
+    if piece is None:
+        return ""
+    first, end = piece
+    return f"#{_moment(first)}" if end == first + 1 else f"#{_moment(first)}:{_moment(end)}"
+
+
+def _moment(k: int) -> str:
+    """A microbatch: a number, or one relative to a body's own, `t`."""
+    if k < NOW // 2:
+        return str(k)
+    return f"t{k - NOW:+d}" if k != NOW else "t"
+
+
+def _seen_by_body(t: Type, k: int) -> Type:
+    """The type that `at(k)` may have turned into `t`."""
+    if isinstance(t, Tuple):
+        return Tuple([_seen_by_body(x, k) for x in t.types])
+    if t.piece is None:
+        return t
+    first, end = t.piece
+    piece = None if (first, end) == (k, k + 1) else (first, NOW + end - k)
+    return Tensor(t.dtype, t.shape, t.device, t.placements, piece)
+
+
+def _last_microbatch(t: Type) -> int | None:
+    """The last microbatch that the first piece in `t` covers."""
+    if isinstance(t, Tensor):
+        return t.piece[1] - 1 if t.piece else None
+    return next((k for x in t.types if (k := _last_microbatch(x)) is not None), None)
+
+
+# devices of a mesh
+
+_Run = tuple[Any, ...]
+"""(kind, first index, ((count, step), ...)), the inner repetition first."""
+
+
+def _runs(devices: Sequence[Device]) -> str:
+    """Devices as runs: as short for a thousand of them as for ten."""
+    runs: list[_Run] = [(d.kind, d.index, ()) for d in devices]
+    while len(longer := _merge(runs)) < len(runs):
+        runs = longer
+    return ", ".join(map(_run_text, runs))
+
+
+def _merge(runs: list[_Run]) -> list[_Run]:
+    """Neighbours of the same form at equal distances made one."""
+    merged: list[_Run] = []
+    i = 0
+    while i < len(runs):
+        kind, first, form = runs[i]
+        j = i + 1
+        step = runs[j][1] - first if j < len(runs) else 0
+        while step and j < len(runs) and runs[j] == (kind, first + (j - i) * step, form):
+            j += 1
+        merged.append(runs[i] if j - i == 1 else (kind, first, (*form, (j - i, step))))
+        i = j
+    return merged
+
+
+def _run_text(run: _Run) -> str:
+    kind, first, form = run
+    text = f"{plain(kind)}:{first}"
+    if form:
+        count, step = form[0]
+        text += f"..{first + (count - 1) * step}" + (f":{step}" if step != 1 else "")
+    return text + "".join(f" x{count} by {step}" for count, step in form[1:])
+
+
+# functions
+
+
+def _render_plain(sdocs: Any) -> str:
+    return "".join([s for s in sdocs if isinstance(s, str)])
+
+
+class _Labels:
+    """Printed names of objects that may share one: `name`, `name#1`, `name#2`."""
+
+    def __init__(self, reserved: frozenset[str] = frozenset()) -> None:
+        self.label: dict[Mesh | Function, str] = {}
+        self._count: dict[str, int] = {}
+        self._reserved = reserved
+
+    def __call__(self, x: Mesh | Function) -> str:
+        label = self.label.get(x)
+        if label is None:
+            label = quote(x.name) if x.name in self._reserved else plain(x.name)
+            k = self._count.get(x.name, 0)
+            self._count[x.name] = k + 1
+            self.label[x] = label = f"{label}#{k}" if k else label
+        return label
+
+
+class _Printer:
+    """The state of printing one program. Lines are prettyprinter documents, laid out and rendered one at a time."""
+
+    def __init__(self, render: Callable[[Any], str]) -> None:
+        from prettyprinter.doc import annotate, concat
+        from prettyprinter.layout import layout_fast
+        from prettyprinter.syntax import Token
+
+        self._render, self._annotate, self._concat, self._layout = render, annotate, concat, layout_fast
+        self._token = Token
+        words = ("fn", "mesh", "bundle", "return", "of", "update")
+        self._keyword = {word: annotate(Token.KEYWORD_CONSTANT, word) for word in words}
+        self._mesh = _Labels()
+        self._function = _Labels(frozenset(s.name for s in all_ops()) | {"return"})
+        self._values: dict[Value, Doc] = {}
+        self._types: dict[Type, Doc] = {}
+        self._texts: dict[Type, str] = {}
+        self._bundles: dict[Tuple, str] = {}
+        self._bundle_lines: list[str] = []
+        self._operators: dict[str, Doc] = {}
+        self._lines: list[str] = []
+
+    def text(self, x: Function | Op | Value) -> list[str]:
+        """The lines, without newlines."""
+        if isinstance(x, Value):
+            return [self._line(self._definition(x))]
+        if isinstance(x, Op):
+            return [self._line(self._op(x, {}))]
+        self._print(x)
+        meshes = [self._line(self._mesh_line(m, label)) for m, label in self._mesh.label.items()]  # type: ignore[arg-type]
+        return [*meshes, *self._bundle_lines, *self._lines]
+
+    def _line(self, docs: list[Doc]) -> str:
+        return self._render(self._layout(self._concat(docs), 1 << 40))
+
+    def _mesh_line(self, mesh: Mesh, label: str) -> list[Doc]:
+        axes = ", ".join(f"{plain(a)}={n}" for a, n in zip(mesh.axes, mesh.sizes, strict=True))
+        name = self._annotate(self._token.NAME_ENTITY, label)
+        return [self._keyword["mesh"], " ", name, f"({axes}) = {_runs(mesh.devices)}"]
+
+    def _print(self, f: Function) -> None:
+        """Append the lines of `f`, after those of its callees."""
+        numbers: dict[Op, int] = {}
+        for k, op in enumerate(f.ops):
+            numbers[op] = k
+            for callee in _functions(op.attributes.values()):
+                if callee not in self._function.label:
+                    self._print(callee)
+        add, line = self._lines.append, self._line
+        head = [self._keyword["fn"], " ", self._annotate(self._token.NAME_FUNCTION, self._function(f))]
+        inputs = [self._definition(v) for v in f.inputs]
+        if len(inputs) <= _INLINE:
+            add(line([*head, "(", *_commas(inputs), ") {"]))
+        else:
+            add(line([*head, "("]))
+            for docs in inputs:
+                add(line(["  ", *docs, ","]))
+            add(") {")
+        for op in f.ops:
+            add(line(["  ", *self._op(op, numbers)]))
+        for out, of in f.updates.items():
+            if out not in f.outputs:  # not valid, and `verify` says so; but to be seen
+                add(line(["  ", self._keyword["update"], " ", self._value(out), " -> ", self._value(of)]))
+        results = [
+            [self._value(v), " -> ", self._value(f.updates[v])] if v in f.updates else [self._value(v)]
+            for v in f.outputs
+        ]
+        if len(results) <= _INLINE:
+            add(line(["  ", self._keyword["return"], " " if results else "", *_commas(results)]))
+        else:
+            add(line(["  ", self._keyword["return"], " ("]))
+            for docs in results:
+                add(line(["    ", *docs, ","]))
+            add("  )")
+        add("}")
+
+    def _value(self, v: Value) -> Doc:
+        doc = self._values.get(v)
+        if doc is None:
+            name = v.name if _is_plain_value(v.name) else quote(v.name)
+            doc = self._values[v] = self._annotate(self._token.NAME_VARIABLE, "%" + name)
+        return doc
+
+    def _definition(self, v: Value, seen: Type | None = None, moment: Any = None) -> list[Doc]:
+        """`%name: type role`; `seen` is the type the callee gives it."""
+        docs = [self._value(v)]
+        if v.type is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            type = self._types.get(v.type)
+            if type is None:
+                if isinstance(seen, Tuple) and isinstance(moment, int) and seen.at(moment) is v.type:
+                    self._texts[v.type] = self._bundle(seen, moment)
+                text = self._type(v.type)
+                type = self._types[v.type] = self._annotate(self._token.NAME_BUILTIN, text)
+            docs += ": ", type
+        if v.role is not None:
+            batch = "" if v.role.batch is None else f"({v.role.batch})"
+            source = "" if v.role.source is None else f" source={self._attribute(v.role.source)}"
+            docs += " ", self._annotate(self._token.KEYWORD_CONSTANT, v.role.kind), batch + source
+        return docs
+
+    def _type(self, t: Type) -> str:
+        text = self._texts.get(t)
+        if text is None:
+            text = self._texts[t] = _type_text(t, self._mesh, self._bundle)
+        return text
+
+    def _bundle(self, t: Tuple, moment: int | None = None) -> str:
+        """A short bundle as it is; a long one by a name, and the microbatch that it is seen at."""
+        if len(t.types) <= _INLINE:
+            whole = t if moment is None else t.at(moment)
+            return _row([self._type(x) for x in whole.types])
+        body = t
+        if moment is None and (k := _last_microbatch(t)) is not None and 0 <= k < NOW // 2:
+            body = _seen_by_body(t, k)
+            body, moment = (body, k) if isinstance(body, Tuple) and body.at(k) is t else (t, None)
+        label = self._bundles.get(body)
+        if label is None:
+            text = _row([self._type(x) for x in body.types])
+            label = self._bundles[body] = f"T{len(self._bundles)}"
+            name = self._annotate(self._token.NAME_BUILTIN, label)
+            self._bundle_lines.append(self._line([self._keyword["bundle"], " ", name, f" = {text}"]))
+        return label if moment is None else f"{label}#{moment}"
+
+    def _op(self, op: Op, numbers: dict[Op, int]) -> list[Doc]:
+        docs: list[Doc] = []
+        attributes = op.attributes
+        callee = attributes.get("callee") if op.spec.name == "Call" else None
+        if isinstance(callee, Function):
+            operator = self._operator(self._function(callee))
+            seen: Sequence[Type | None] = [v.type for v in callee.outputs]
+        else:
+            operator, callee, seen = self._operator(op.spec.name), None, ()
+        for k, v in enumerate(op.outputs):
+            if docs:
+                docs.append(", ")
+            docs += self._definition(v, seen[k] if k < len(seen) else None, attributes.get("mb"))
+        docs += (" = " if docs else ""), operator, "("
+        separator = ""
+        for v in op.inputs:
+            docs += separator, self._value(v)
+            separator = ", "
+        for name, x in attributes.items():
+            if x is not callee or name != "callee":
+                docs += f"{separator}{plain(name)}=", self._annotate(self._token.NUMBER_INT, self._attribute(x))
+                separator = ", "
+        docs.append(")")
+        if op.of is not None:
+            docs += " ", self._keyword["of"], " ", self._of(op.of, numbers)
+        return docs
+
+    def _operator(self, name: str) -> Doc:
+        doc = self._operators.get(name)
+        if doc is None:
+            doc = self._operators[name] = self._annotate(self._token.NAME_FUNCTION, name)
+        return doc
+
+    def _of(self, op: Op, numbers: dict[Op, int]) -> Doc:
+        if op.outputs:
+            return self._value(op.outputs[0])
+        return f"#{numbers.get(op, '?')}"
+
+    def _attribute(self, x: Any) -> str:
+        """The text of an attribute. Raises ModelError if its kind has none."""
+        match x:
+            case None | bool() | int() | float() if type(x) in (type(None), bool, int, float):
+                return repr(x)
+            case str() if type(x) is str:
+                return quote(x)
+            case tuple() if type(x) is tuple:
+                return _row([self._attribute(y) for y in x]) if len(x) != 1 else f"({self._attribute(x[0])},)"
+            case DType() | Shard() | Partial() | Replicate():
+                return repr(x)
+            case Mesh():
+                return f"@{self._mesh(x)}"
+            case Device():
+                return f"@{_device(x)}"
+            case Function():
+                return f"&{self._function(x)}"
+            case _:
+                raise ModelError(
+                    f"an attribute {x!r} of type {type(x).__name__} has no text",
+                    "attributes are numbers, strings, None, tuples, dtypes, placements, meshes, devices or functions",
+                )
+
+
+def _functions(attributes: Any) -> Iterator[Function]:
+    for x in attributes:
+        if isinstance(x, Function):
+            yield x
+        elif isinstance(x, tuple):
+            yield from _functions(x)
+
+
+def _commas(items: Sequence[list[Doc]]) -> list[Doc]:
+    docs: list[Doc] = []
+    for item in items:
+        docs += [", ", *item] if docs else item
+    return docs

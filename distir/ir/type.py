@@ -1,0 +1,348 @@
+"""Types: what one value is, and what each device of a mesh holds of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakValueDictionary
+
+from distir.ir.device import Device, Mesh
+from distir.ir.errors import IRTypeError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class DType:
+    """An element type. Calling one gives itself, so that `Float()` reads like a type."""
+
+    __slots__ = ("kind", "name", "size")
+    all: ClassVar[dict[str, DType]] = {}
+
+    def __init__(self, name: str, size: int, kind: str) -> None:
+        self.name, self.size, self.kind = name, size, kind
+        self.all[name] = self
+
+    def __call__(self) -> DType:
+        return self
+
+    def __reduce__(self) -> str:
+        return f"_{self.name}"
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def floating(self) -> bool:
+        return self.kind == "float"
+
+    @property
+    def numpy(self) -> np.dtype[np.generic]:
+        """The numpy dtype; bf16 comes from ml_dtypes."""
+        import numpy as np
+
+        if self.name == "bf16":
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16)
+        names = {"f": "float", "i": "int", "u": "uint"}
+        return np.dtype("bool" if self.name == "bool" else names[self.name[0]] + self.name[1:])
+
+
+Float16 = _f16 = DType("f16", 2, "float")
+BFloat16 = _bf16 = DType("bf16", 2, "float")
+Float = Float32 = _f32 = DType("f32", 4, "float")
+Float64 = _f64 = DType("f64", 8, "float")
+Bool = _bool = DType("bool", 1, "bool")
+UInt8 = _u8 = DType("u8", 1, "int")
+Int8 = _i8 = DType("i8", 1, "int")
+Int16 = _i16 = DType("i16", 2, "int")
+Int32 = _i32 = DType("i32", 4, "int")
+Int64 = _i64 = DType("i64", 8, "int")
+
+
+class Placement:
+    """What each device's piece is of the whole, along one mesh axis."""
+
+    __slots__ = ()
+
+
+class Replicate(Placement):
+    """Every device along the axis holds the whole."""
+
+    __slots__ = ()
+    _one: ClassVar[Replicate | None] = None
+
+    def __new__(cls) -> Replicate:
+        if cls._one is None:
+            cls._one = object.__new__(cls)
+        return cls._one
+
+    def __reduce__(self) -> tuple[type[Replicate], tuple[()]]:
+        return Replicate, ()
+
+    def __repr__(self) -> str:
+        return "Replicate"
+
+
+class Shard(Placement):
+    """Dimension `dim`, read as (outer, n, rest), is split on its middle digit over the n devices of the axis."""
+
+    __slots__ = ("dim", "outer")
+    _interned: ClassVar[dict[tuple[int, int], Shard]] = {}
+    dim: int
+    outer: int
+
+    def __new__(cls, dim: int, outer: int = 1) -> Shard:
+        self = cls._interned.get((dim, outer))
+        if self is None:
+            self = object.__new__(cls)
+            self.dim, self.outer = dim, outer
+            cls._interned[dim, outer] = self
+        return self
+
+    def __reduce__(self) -> tuple[type[Shard], tuple[int, int]]:
+        return Shard, (self.dim, self.outer)
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, {self.outer})"
+
+
+class Partial(Placement):
+    """The whole is the sum (or maximum) of the pieces."""
+
+    __slots__ = ("kind",)
+    _interned: ClassVar[dict[str, Partial]] = {}
+    kind: str
+
+    def __new__(cls, kind: str = "sum") -> Partial:
+        self = cls._interned.get(kind)
+        if self is None:
+            if kind not in ("sum", "max"):
+                raise IRTypeError(f"Partial is of sum or max, got {kind!r}")
+            self = object.__new__(cls)
+            self.kind = kind
+            cls._interned[kind] = self
+        return self
+
+    def __reduce__(self) -> tuple[type[Partial], tuple[str]]:
+        return Partial, (self.kind,)
+
+    def __repr__(self) -> str:
+        return "Partial" if self.kind == "sum" else f"Partial({self.kind})"
+
+
+REPLICATE = Replicate()
+SUM = Partial("sum")
+
+NOW = 1 << 40
+"""The moment a body is typed at: inside it a range (0, NOW) covers all microbatches before this one, (0, NOW + 1)
+also this one. A `Call` puts its own microbatch in its place."""
+
+Piece = tuple[int, int]
+Digit = tuple[int, int, int]
+"""(outer, n, position of the mesh axis)"""
+
+
+def _digits(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> dict[int, list[Digit]]:
+    """For each sharded dim its digits, outermost first. Raises IRTypeError if they overlap or do not divide."""
+    per: dict[int, list[Digit]] = {}
+    for i, p in enumerate(placements):
+        if isinstance(p, Shard):
+            per.setdefault(p.dim, []).append((p.outer, mesh.sizes[i], i))
+    for dim, digits in per.items():
+        digits.sort()
+        inside = 1
+        for outer, n, i in digits:
+            if dim >= len(shape) or outer % inside or shape[dim] % (outer * n):
+                size = shape[dim] if dim < len(shape) else "none"
+                raise IRTypeError(
+                    f"dim {dim} (size {size}) of shape {tuple(shape)} cannot be split {n} ways "
+                    f"with outer {outer} on mesh axis {mesh.axes[i]!r}"
+                )
+            inside = outer * n
+    return per
+
+
+class Tensor:
+    """An array on no device (None), on one `Device`, or on a `Mesh`.
+
+    `shape` is what ONE device holds; `global_shape` is the whole. On a mesh, `placements` has one entry a mesh axis.
+    `piece` is the range of microbatches (first, end) that a value of a scheduled program covers, None if the value
+    does not vary in time or belongs to a body's own microbatch. Tensors that are alike are the same object.
+
+    Raises IRTypeError if the placements do not fit the shape or the mesh.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_at",
+        "_digits",
+        "bytes",
+        "device",
+        "dtype",
+        "global_shape",
+        "piece",
+        "placements",
+        "shape",
+    )
+    _interned: ClassVar[WeakValueDictionary[tuple[object, ...], Tensor]] = WeakValueDictionary()
+    dtype: DType
+    shape: tuple[int, ...]
+    device: Device | Mesh | None
+    placements: tuple[Placement, ...]
+    piece: Piece | None
+    global_shape: tuple[int, ...]
+    bytes: int
+
+    def __new__(
+        cls,
+        dtype: DType,
+        shape: Iterable[int],
+        device: Device | Mesh | None = None,
+        placements: Iterable[Placement] | None = None,
+        piece: Piece | None = None,
+    ) -> Tensor:
+        shape = tuple(shape)
+        if placements is None:
+            placements = (REPLICATE,) * len(device.axes) if isinstance(device, Mesh) else ()
+        else:
+            placements = tuple(placements)
+        key = (dtype, shape, device, placements, piece)
+        self = cls._interned.get(key)
+        if self is not None:
+            return self
+        whole = list(shape)
+        if isinstance(device, Mesh):
+            if len(placements) != len(device.axes):
+                raise IRTypeError(f"{device} has {len(device.axes)} axes, got placements {placements}")
+            for p, n in zip(placements, device.sizes, strict=True):
+                if isinstance(p, Shard) and p.dim < len(whole):
+                    whole[p.dim] *= n
+        elif placements:
+            raise IRTypeError(f"placements {placements} need a mesh, got device {device}")
+        self = object.__new__(cls)
+        self._digits = _digits(whole, device, placements) if isinstance(device, Mesh) else {}
+        self.dtype, self.shape, self.device, self.placements, self.piece = dtype, shape, device, placements, piece
+        self.global_shape = tuple(whole)
+        self.bytes = math.prod(shape) * dtype.size
+        self._at = None
+        cls._interned[key] = self
+        return self
+
+    @staticmethod
+    def whole(
+        dtype: DType,
+        shape: Sequence[int],
+        device: Device | Mesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        piece: Piece | None = None,
+    ) -> Tensor:
+        """As the constructor, but of a global shape. Raises IRTypeError if it does not divide."""
+        if isinstance(device, Mesh) and placements is not None:
+            local = list(shape)
+            for dim, digits in _digits(shape, device, placements).items():
+                local[dim] //= math.prod(n for _, n, _ in digits)
+            shape = local
+        return Tensor(dtype, shape, device, placements, piece)
+
+    def __reduce__(self) -> tuple[type[Tensor], tuple[object, ...]]:
+        return Tensor, (self.dtype, self.shape, self.device, self.placements, self.piece)
+
+    def __repr__(self) -> str:
+        from distir.ir.text import format_type
+
+        return format_type(self)
+
+    @property
+    def digits(self) -> dict[int, list[Digit]]:
+        """For each sharded dim its (outer, n, mesh axis position), outermost first."""
+        return self._digits
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh it is on. Raises IRTypeError if it is on none."""
+        if not isinstance(self.device, Mesh):
+            raise IRTypeError(f"expected a value on a mesh, got {self}")
+        return self.device
+
+    def on(self, axis: str) -> Placement:
+        return self.placements[self.mesh.position(axis)]
+
+    def placed(self, axis: str, placement: Placement, piece: Piece | None = None) -> Tensor:
+        """The same whole with another placement along one axis."""
+        i = self.mesh.position(axis)
+        placements = (*self.placements[:i], placement, *self.placements[i + 1 :])
+        return Tensor.whole(self.dtype, self.global_shape, self.device, placements, piece)
+
+    def moved(self, device: Device | Mesh | None) -> Tensor:
+        """The same pieces on another device, or on a mesh of the same axes."""
+        return Tensor(self.dtype, self.shape, device, self.placements, self.piece)
+
+    def erased(self) -> Tensor:
+        """The whole, on no device."""
+        return Tensor(self.dtype, self.global_shape)
+
+    def at(self, moment: int) -> Tensor:
+        """A body's type as seen by a caller that calls it for microbatch `moment`."""
+        if self._at is None:
+            self._at = {}
+        t = self._at.get(moment)
+        if t is None:
+            t = self._at[moment] = self._resolve(moment)
+        return t
+
+    def _resolve(self, moment: int) -> Tensor:
+        mesh = self.device
+        if not isinstance(mesh, Mesh) or mesh.time is None or isinstance(self.placements[mesh.time], Replicate):
+            return self
+        piece = (moment, moment + 1) if self.piece is None else (0, self.piece[1] - NOW + moment)
+        return Tensor(self.dtype, self.shape, mesh, self.placements, piece)
+
+
+class Tuple:
+    """A bundle of values that travel together: parameters, residuals, gradients."""
+
+    __slots__ = ("__weakref__", "_at", "bytes", "types")
+    _interned: ClassVar[WeakValueDictionary[tuple[Type, ...], Tuple]] = WeakValueDictionary()
+    types: tuple[Type, ...]
+    bytes: int
+
+    def __new__(cls, types: Iterable[Type]) -> Tuple:
+        types = tuple(types)
+        self = cls._interned.get(types)
+        if self is None:
+            self = object.__new__(cls)
+            self.types = types
+            self.bytes = sum(t.bytes for t in types)
+            self._at = None
+            cls._interned[types] = self
+        return self
+
+    def __reduce__(self) -> tuple[type[Tuple], tuple[tuple[Type, ...]]]:
+        return Tuple, (self.types,)
+
+    def __repr__(self) -> str:
+        return "(" + ", ".join(map(repr, self.types)) + ")"
+
+    @property
+    def device(self) -> Device | Mesh | None:
+        return self.types[0].device if self.types else None
+
+    def moved(self, device: Device | Mesh | None) -> Tuple:
+        return Tuple(t.moved(device) for t in self.types)
+
+    def erased(self) -> Tuple:
+        return Tuple(t.erased() for t in self.types)
+
+    def at(self, moment: int) -> Tuple:
+        if self._at is None:
+            self._at = {}
+        t = self._at.get(moment)
+        if t is None:
+            t = self._at[moment] = Tuple(t.at(moment) for t in self.types)
+        return t
+
+
+Type = Tensor | Tuple

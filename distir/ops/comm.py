@@ -1,0 +1,190 @@
+"""Communication and structure: the only ops that change where a value is, or its placement.
+
+Each is typed by `comm`; their meaning on arrays is in `executor.collectives`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distir.ir.device import Device, Mesh
+from distir.ir.errors import IRTypeError
+from distir.ir.spec import Attrs, op
+from distir.ir.type import NOW, REPLICATE, Partial, Placement, Replicate, Shard, Tensor, Tuple, Type
+
+
+def _expect(t: Type, axis: str, kind: type[Placement]) -> Tensor:
+    if not isinstance(t, Tensor):
+        raise IRTypeError(f"operand 0: expected a tensor, got {t}")
+    if not isinstance(t.on(axis), kind):
+        raise IRTypeError(f"operand 0: expected {kind.__name__} along {axis!r}, got {t.on(axis)} in {t}")
+    return t
+
+
+def _split(attrs: Attrs) -> Shard:
+    return Shard(attrs["dim"], attrs.get("outer", 1))
+
+
+def _timed(t: Tensor, axis: str) -> bool:
+    return t.mesh.time == t.mesh.position(axis)
+
+
+def _allreduce(attrs: Attrs, t: Type) -> list[Type]:
+    t = _expect(t, attrs["axis"], Partial)
+    if _timed(t, attrs["axis"]) and t.piece is not None and t.piece != (0, t.mesh.size(attrs["axis"])):
+        whole = (0, t.mesh.size(attrs["axis"]))
+        raise IRTypeError(f"operand 0: expected a sum over all microbatches {whole}, got {t.piece}")
+    return [t.placed(attrs["axis"], REPLICATE, None if _timed(t, attrs["axis"]) else t.piece)]
+
+
+def _allgather(attrs: Attrs, *types: Type) -> list[Type]:
+    """Along the time axis of a scheduled program the operands are the microbatches, in order."""
+    axis = attrs["axis"]
+    first = _expect(types[0], axis, Shard)
+    timed = _timed(first, axis)
+    if len(types) > 1 or (timed and first.piece is not None):
+        want = [first.placed(axis, first.on(axis), (k, k + 1)) for k in range(first.mesh.size(axis))]
+        if not timed or list(types) != want:
+            raise IRTypeError(f"expected the {len(want)} microbatches in order, got {', '.join(map(repr, types))}")
+    return [first.placed(axis, REPLICATE, None if timed else first.piece)]
+
+
+def _reducescatter(attrs: Attrs, t: Type) -> list[Type]:
+    t = _expect(t, attrs["axis"], Partial)
+    if _timed(t, attrs["axis"]):
+        raise IRTypeError("a sum over microbatches cannot be scattered over them")
+    return [t.placed(attrs["axis"], _split(attrs), t.piece)]
+
+
+def _alltoall(attrs: Attrs, t: Type) -> list[Type]:
+    t = _expect(t, attrs["axis"], Shard)
+    if _timed(t, attrs["axis"]) or t.on(attrs["axis"]).dim == attrs["dim"]:  # type: ignore[union-attr]
+        raise IRTypeError(f"operand 0: expected a split of another dim than {attrs['dim']} over devices, got {t}")
+    return [t.placed(attrs["axis"], _split(attrs), t.piece)]
+
+
+def _slice(attrs: Attrs, t: Type) -> list[Type]:
+    t = _expect(t, attrs["axis"], Replicate)
+    return [t.placed(attrs["axis"], _split(attrs), t.piece)]
+
+
+op("MPIAllreduce", comm=_allreduce)
+op("MPIAllgather", comm=_allgather)
+op("MPIReduceScatter", comm=_reducescatter)
+op("MPIAlltoall", comm=_alltoall)
+op("LocalSlice", comm=_slice, alias=True)
+
+
+def _to_mesh(attrs: Attrs, t: Type, broadcast: bool) -> list[Type]:
+    to, placements = attrs["to"], attrs.get("placements", ())
+    if not isinstance(to, Mesh):
+        raise IRTypeError(f"attribute to: expected a mesh, got {to}")
+    if not isinstance(t, Tensor) or isinstance(t.device, Mesh) or t.device is None:
+        raise IRTypeError(f"operand 0: expected a tensor on one device, got {t}")
+    if broadcast:
+        placements = (REPLICATE,) * len(to.axes)
+    if any(isinstance(p, Partial) for p in placements):
+        raise IRTypeError(f"attribute placements: expected Shard or Replicate, got {placements}")
+    return [Tensor.whole(t.dtype, t.shape, to, placements)]
+
+
+def _to_device(attrs: Attrs, t: Type, reduce: bool) -> list[Type]:
+    to = attrs["to"]
+    if not isinstance(to, Device):
+        raise IRTypeError(f"attribute to: expected a device, got {to}")
+    if not isinstance(t, Tensor) or not isinstance(t.device, Mesh):
+        raise IRTypeError(f"operand 0: expected a tensor on a mesh, got {t}")
+    time = t.device.time
+    if time is not None and not isinstance(t.placements[time], Replicate):
+        raise IRTypeError(f"operand 0: expected it whole in time, got {t}")
+    if reduce != any(isinstance(p, Partial) for p in t.placements):
+        raise IRTypeError(f"operand 0: expected {'a' if reduce else 'no'} Partial, got {t}")
+    return [Tensor(t.dtype, t.global_shape, to)]
+
+
+op("MPIScatter", comm=lambda attrs, t: _to_mesh(attrs, t, False))
+op("MPIBroadcast", comm=lambda attrs, t: _to_mesh(attrs, t, True))
+op("MPIGather", comm=lambda attrs, t: _to_device(attrs, t, False))
+op("MPIReduce", comm=lambda attrs, t: _to_device(attrs, t, True))
+
+
+def _send(attrs: Attrs, t: Type) -> list[Type]:
+    to, at = attrs["to"], t.device
+    if isinstance(at, Mesh) and isinstance(to, Mesh):
+        if (at.axes, at.sizes) != (to.axes, to.sizes) or set(at.devices) & set(to.devices):
+            raise IRTypeError(f"operand 0: expected a mesh of the form of {to} apart from it, got {t}")
+    elif at is None or to is at or isinstance(at, Mesh) != isinstance(to, Mesh):
+        raise IRTypeError(f"operand 0: cannot be sent from {at} to {to}")
+    return [t.moved(to)]
+
+
+def _restrict(attrs: Attrs, t: Type) -> list[Type]:
+    """The part, on a stage's mesh, of a value that a larger mesh holds; replicated along the axes that go."""
+    to = attrs["to"]
+    if not isinstance(t, Tensor) or not isinstance(to, Mesh):
+        raise IRTypeError(f"expected a tensor and a mesh, got {t} and {to}")
+    kept: list[Placement] = []
+    where = {d: dict(zip(t.mesh.axes, c, strict=True)) for d, c in zip(t.mesh.devices, t.mesh.coords, strict=True)}
+    for axis, p in zip(t.mesh.axes, t.placements, strict=True):
+        if axis in to.axes:
+            kept.append(p)
+        elif not isinstance(p, Replicate):
+            raise IRTypeError(f"operand 0: expected Replicate along {axis!r}, got {t}")
+    for d, coord in zip(to.devices, to.coords, strict=True):
+        here = where.get(d, {})
+        if any(here.get(a) != c for a, c in zip(to.axes, coord, strict=True)):
+            raise IRTypeError(f"operand 0: {d} holds another piece in {t.mesh} than in {to}")
+    if [a for a in t.mesh.axes if a in to.axes] != list(to.axes):
+        raise IRTypeError(f"{to} is not part of {t.mesh}")
+    return [Tensor(t.dtype, t.shape, to, kept, t.piece)]
+
+
+op("Send", comm=_send)
+op("Restrict", comm=_restrict, alias=True)
+
+
+def _accumulate(attrs: Attrs, total: Type, x: Type) -> list[Type]:
+    """A running sum over microbatches, and the next one."""
+    if isinstance(total, Tuple) and isinstance(x, Tuple):
+        if len(total.types) != len(x.types):
+            raise IRTypeError(f"expected bundles of one length, got {len(total.types)} and {len(x.types)}")
+        return [Tuple(_accumulate(attrs, a, b)[0] for a, b in zip(total.types, x.types, strict=True))]
+    if not isinstance(total, Tensor) or not isinstance(x, Tensor) or total.mesh.time is None:
+        raise IRTypeError(f"expected tensors on a mesh with a time axis, got {total} and {x}")
+    axis = total.mesh.axes[total.mesh.time]
+    _expect(total, axis, Partial)
+    end = (NOW if x.piece is None else x.piece[0]) if total.piece and total.piece[0] == 0 else -1
+    now = x.piece or (NOW, NOW + 1)
+    if total.piece != (0, end) or now[1] != now[0] + 1:
+        raise IRTypeError(f"expected sums over microbatches (0, k) and (k, k + 1), got {total.piece} and {x.piece}")
+    if x.placed(axis, x.on(axis), total.piece) is not total:
+        raise IRTypeError(f"operand 1: expected it placed as operand 0, {total}, got {x}")
+    return [total.placed(axis, total.on(axis), (0, end + 1))]
+
+
+op("Accumulate", comm=_accumulate, donates=(0,))
+
+
+def _unpack(attrs: Attrs, t: Type) -> list[Type]:
+    if not isinstance(t, Tuple):
+        raise IRTypeError(f"operand 0: expected a bundle, got {t}")
+    return list(t.types)
+
+
+op("Pack", comm=lambda attrs, *types: [Tuple(types)], alias=True)
+op("Unpack", comm=_unpack, alias=True)
+
+
+def _call(attrs: Attrs, *types: Type) -> list[Any]:
+    """A callee is typed at the moment NOW; the call says which microbatch that is (none: nothing in it varies)."""
+    callee, moment = attrs["callee"], attrs.get("mb")
+    if len(types) != len(callee.inputs):
+        raise IRTypeError(f"{callee.name} takes {len(callee.inputs)} operands, got {len(types)}")
+    for k, (v, t) in enumerate(zip(callee.inputs, types, strict=True)):
+        want = v.type if moment is None else v.type.at(moment)
+        if t is not want:
+            raise IRTypeError(f"{callee.name}: operand {k} (%{v.name}): expected {want}, got {t}")
+    return [v.type if moment is None else v.type.at(moment) for v in callee.outputs]
+
+
+op("Call", comm=_call, outputs=lambda attrs: len(attrs["callee"].outputs))

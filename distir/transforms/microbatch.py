@@ -1,0 +1,70 @@
+"""Splitting the batch over time: which ops work on a microbatch, and which on the whole batch.
+
+Along the time axis nothing can be paid for but a sum: a value summed over microbatches is whole only after the last of
+them. An op that needs such a sum comes after (the update); if another op then wants the result while microbatches
+still run (the count of a mean loss), the sum and all it depends on are computed before, on the whole batch (the
+prologue).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from distir.ir.spec import Strand
+from distir.ir.type import REPLICATE, SUM, Partial, Placement, Shard
+from distir.transforms.classes import Classes
+from distir.transforms.graph import Graph, closure
+from distir.transforms.place import Placed
+
+
+def place_in_time(graph: Graph, microbatches: int, batch: Mapping[int, int]) -> Placed:
+    """Place every op along the time axis; `batch` maps each data input to its batch dim."""
+    classes = Classes(graph, microbatches, [(v, Shard(dim)) for v, dim in batch.items()])
+    options = [[strand for strand, _ in row] for row in classes.strands]
+    before: set[int] = set()
+    while True:
+        strands, conflict = _sweep(graph, options, before)
+        if conflict is None:
+            return Placed(0.0, strands, set(), {})
+        before |= closure(graph, conflict, forward=False)
+
+
+def _sweep(
+    graph: Graph, options: Sequence[Sequence[Strand]], before: Collection[int]
+) -> tuple[list[Strand | None], list[int] | None]:
+    """Each op's strand, the ops `before` unsplit; or the values that are whole too late for an op that needs them."""
+    state: list[Placement] = [REPLICATE] * len(graph.values)
+    after: set[int] = set()  # values that are whole only once all microbatches are done
+    strands: list[Strand | None] = []
+    for j, sig in enumerate(graph.sigs):
+        have = [state[v] for v in graph.ins[j]]
+        late = [v for v in graph.ins[j] if v in after]
+        if late and any(p is not REPLICATE for p in have):
+            return strands, late
+        strand = None if late or j in before else _possible(options[j], have)
+        outs: Sequence[Placement] = [REPLICATE] * len(graph.outs[j])
+        if strand is not None:
+            outs = strand.outs
+        elif _passes(sig.linear, have):
+            outs = [SUM] * len(outs)
+        elif late or any(p is not REPLICATE for p in have):
+            after.update(graph.outs[j])
+        strands.append(strand)
+        for v, p in zip(graph.outs[j], outs, strict=True):
+            state[v] = p
+    return strands, None
+
+
+def _possible(options: Sequence[Strand], have: Sequence[Placement]) -> Strand | None:
+    """A strand whose operands are there already, or whole and so free to cut; those that reduce nothing first."""
+    fits = [
+        s
+        for s in options
+        if all(h is want or (h is REPLICATE and isinstance(want, Shard)) for h, want in zip(have, s.ins, strict=True))
+    ]
+    return min(fits, key=lambda s: sum(isinstance(p, Partial) for p in s.outs), default=None)
+
+
+def _passes(linear: Sequence[Collection[int]], have: Sequence[Placement]) -> bool:
+    partial = {k for k, p in enumerate(have) if p is SUM}
+    return bool(partial) and partial in [set(s) for s in linear] and all(p in (SUM, REPLICATE) for p in have)

@@ -1,0 +1,212 @@
+"""Given the classes that are split, how every op is placed along one mesh axis, and what that costs.
+
+The price is in shares of the program's own totals, so it depends on the program and n alone: FLOPs done over all
+FLOPs, elements made over all made, weights held over all weights, and twice the elements sent over all made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from distir.ir.spec import Strand
+from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard
+from distir.transforms.graph import Graph, Signature
+
+_SWEEPS = 6
+
+
+class View(NamedTuple):
+    """A graph, or its quotient, with the strands that could be taken: `strands[j]` as (strand, group)."""
+
+    sigs: Sequence[Signature]
+    ins: Sequence[Sequence[int]]
+    outs: Sequence[Sequence[int]]
+    strands: Sequence[Sequence[tuple[Strand, int]]]
+    elements: Sequence[int]
+    users: Sequence[Sequence[tuple[int, int]]]
+    """Per value the (op, operand) that use it."""
+    times: Sequence[int]
+    """How many ops an op stands for."""
+    copies: Sequence[int]
+    """How many values a value stands for."""
+    inputs: Collection[int]
+    roles: Sequence[str | None]
+    outputs: Collection[int]
+
+
+class Cost(NamedTuple):
+    """Price of an element sent, a FLOP, an element made, and an element of a weight or state held."""
+
+    wire: float
+    flop: float
+    made: float
+    held: float
+
+
+class Placed(NamedTuple):
+    """`strands[j]`: the strand op j takes, None if its operands are replicated (or pass as Partial).
+
+    `reduce`: values whose Partial is reduced where it is made. `inputs`: how inputs are split.
+    """
+
+    price: float
+    strands: list[Strand | None]
+    reduce: set[int]
+    inputs: dict[int, Shard]
+
+
+def view(graph: Graph, strands: Sequence[Sequence[tuple[Strand, int]]]) -> View:
+    """The whole graph as a view."""
+    users = [[(j, k) for j, k in uses if k >= 0] for uses in graph.uses]
+    one = [1] * max(len(graph.sigs), len(graph.values))
+    elements = [math.prod(s) for s in graph.shapes]
+    return View(
+        graph.sigs, graph.ins, graph.outs, strands, elements, users, one, one, graph.inputs, graph.roles, graph.outputs
+    )
+
+
+def shares(v: View, wire: float = 2.0) -> Cost:
+    """Prices that make each total of the unsplit program 1, and the wire `wire` times as dear as making."""
+    made = sum(s.elements * t for s, t in zip(v.sigs, v.times, strict=False)) or 1
+    flops = sum(s.flops * t for s, t in zip(v.sigs, v.times, strict=False)) or 1
+    held = sum(v.elements[i] * v.copies[i] for i in v.inputs if v.roles[i] in ("parameter", "state")) or 1
+    return Cost(wire / made, 1 / flops, 1 / made, 1 / held)
+
+
+class _Sweep:
+    """One pass over the ops in order, choosing for each the cheapest way; `free` inputs take their first split use."""
+
+    def __init__(self, v: View, n: int, chosen: Collection[int], cost: Cost) -> None:
+        self.v, self.n, self.chosen, self.cost = v, n, chosen, cost
+        self.inputs: dict[int, Shard] = {}
+        self.reduce: set[int] = set()
+        self.state: list[Placement | None] = []
+        self.strands: list[Strand | None] = []
+        self.wants: list[Sequence[Placement]] = []
+
+    def forward(self, first: bool) -> float:
+        v, state = self.v, [None] * len(self.v.elements)
+        self.state = state  # None: an input that may still choose
+        total = 0.0
+        if not first:
+            for i in v.inputs:
+                state[i] = self.inputs.get(i, REPLICATE)  # type: ignore[call-overload]
+                if v.roles[i] in ("parameter", "state"):
+                    share = self.n if i in self.inputs else 1
+                    total += v.elements[i] / share * self.cost.held * v.copies[i]
+        self.strands, self.wants = [], []
+        paid: set[tuple[int, Placement]] = set()
+        for j, sig in enumerate(v.sigs):
+            price, strand, wants, outs = self._cheapest(j, sig, paid)
+            total += price * v.times[j]
+            for i, want in zip(v.ins[j], wants, strict=True):
+                have = self.state[i]
+                if have is None:
+                    if isinstance(want, Shard):
+                        self.state[i] = self.inputs[i] = want
+                elif have is not want:
+                    paid.add((i, want))
+            self.strands.append(strand)
+            self.wants.append(wants)
+            for i, p in zip(v.outs[j], outs, strict=True):
+                if i in self.reduce and isinstance(p, Partial):
+                    total += 2 * v.elements[i] * self._wire() * v.times[j]
+                    p = REPLICATE
+                self.state[i] = p
+        for i in v.outputs:
+            if isinstance(self.state[i], Partial):
+                total += 2 * v.elements[i] * self._wire() * v.copies[i]
+        return total
+
+    def _wire(self) -> float:
+        return (self.n - 1) / self.n * self.cost.wire
+
+    def _cheapest(
+        self, j: int, sig: Signature, paid: set[tuple[int, Placement]]
+    ) -> tuple[float, Strand | None, Sequence[Placement], Sequence[Placement]]:
+        v, cost, n = self.v, self.cost, self.n
+        have = [self.state[i] for i in v.ins[j]]
+        best = None
+        options = [strand for strand, group in v.strands[j] if group in self.chosen]
+        for strand in options or [None]:
+            if strand is None:
+                wants, out = self._pass(sig, have)
+                price = sig.flops * cost.flop + sig.elements * cost.made
+                outs: Sequence[Placement] = [out] * len(v.outs[j])
+            else:
+                wants, outs = strand.ins, strand.outs
+                reduced = isinstance(outs[0], Partial)
+                price = sig.flops / n * cost.flop + sig.elements / (1 if reduced else n) * cost.made
+            for i, h, want in zip(v.ins[j], have, wants, strict=True):
+                if (i, want) not in paid:
+                    price += self._move(h, want, v.elements[i])
+            rank = price + (2 * sig.elements * self._wire() if any(isinstance(p, Partial) for p in outs) else 0)
+            if best is None or rank < best[0] - 1e-12:
+                best = rank, price, strand, wants, outs
+        if best is None:
+            raise RuntimeError("an op has at least one option")
+        return best[1:]
+
+    def _pass(self, sig: Signature, have: Sequence[Placement | None]) -> tuple[Sequence[Placement], Placement]:
+        """A Partial on all operands of a linear set passes on, if the others are whole."""
+        for linear in sig.linear:
+            if all(have[k] is SUM for k in linear) and all(
+                h is None or isinstance(h, Replicate) for k, h in enumerate(have) if k not in linear
+            ):
+                return [SUM if k in linear else REPLICATE for k in range(len(have))], SUM
+        return [REPLICATE] * len(have), REPLICATE
+
+    def _move(self, have: Placement | None, want: Placement, elements: int) -> float:
+        if have is want or have is None:
+            return 0.0
+        if isinstance(have, Replicate):
+            return 1e-9 * elements * self.cost.wire
+        if isinstance(have, Partial):
+            return (2 if isinstance(want, Replicate) else 1) * elements * self._wire()
+        same_dim = isinstance(want, Shard) and isinstance(have, Shard) and want.dim == have.dim
+        return (elements if isinstance(want, Replicate) or same_dim else elements / self.n) * self._wire()
+
+    def settle(self) -> None:
+        """Decide which Partials are reduced at once: those that cost no more here than where they end up whole."""
+        v = self.v
+        later: dict[int, float] = {}
+        for j in range(len(v.sigs) - 1, -1, -1):
+            for i in v.outs[j]:
+                if not isinstance(self.state[i], Partial):
+                    continue
+                here = 2.0 * v.elements[i]
+                below = self._below(i, here, later)
+                if below >= here:
+                    self.reduce.add(i)
+                later[i] = min(here, below)
+
+    def _below(self, i: int, here: float, later: Mapping[int, float]) -> float:
+        v = self.v
+        wants = {self.wants[j][k] for j, k in v.users[i]}
+        if i in v.outputs:
+            return here
+        if len(wants) == 1 and isinstance(next(iter(wants)), Shard):
+            return here / 2
+        below = 0.0
+        for j, k in v.users[i]:
+            if self.wants[j][k] is not SUM:
+                return math.inf
+            passed = sum(v.elements[x] for x, w in zip(v.ins[j], self.wants[j], strict=True) if w is SUM)
+            below += sum(later.get(x, 0.0) for x in v.outs[j]) * v.elements[i] / passed
+        return below
+
+
+def place_all(v: View, n: int, chosen: Collection[int], cost: Cost) -> Placed:
+    """Place every op along an axis of n devices, the classes of the groups `chosen` being split."""
+    sweep = _Sweep(v, n, chosen, cost)
+    price = sweep.forward(first=True)
+    sweep.settle()
+    for _ in range(_SWEEPS - 1):
+        before = len(sweep.reduce)
+        price = sweep.forward(first=False)
+        sweep.settle()
+        if len(sweep.reduce) == before:
+            break
+    return Placed(price, sweep.strands, sweep.reduce, sweep.inputs)

@@ -1,0 +1,192 @@
+"""The program of one rank: of a distributed program, the ops that the rank's device takes part in.
+
+All devices that are in the same meshes share one projected Function; only their coordinates differ. So projecting for
+every rank of a large plan costs no more than for one rank a pipeline stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from distir.ir.device import Device, Mesh
+from distir.ir.errors import ModelError, UsageError
+from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.type import Tensor, Tuple, Type
+
+Home = Device | Mesh
+"""Where values are: one device, or a mesh of them."""
+
+
+class RankProgram(NamedTuple):
+    """What one rank runs. `function` is shared by all ranks of the same meshes.
+
+    `inputs` and `outputs` are the positions, among those of the distributed program, of the function's own.
+    """
+
+    rank: int
+    device: Device | None
+    function: Function
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def ranks(function: Function) -> list[Device]:
+    """The devices a distributed program runs on, in the order of their index: number r is rank r's.
+
+    Empty for a program that is on no device.
+    """
+    found = {d for home in _homes(function) for d in _devices(home)}
+    return sorted(found, key=lambda d: (d.index, d.kind))
+
+
+def project(function: Function, rank: int) -> RankProgram:
+    """The program of one rank. Raises UsageError if there is no such rank, ModelError if it needs what it lacks."""
+    devices: Sequence[Device | None] = ranks(function) or [None]
+    if not 0 <= rank < len(devices):
+        raise UsageError(f"{function.name} runs on {len(devices)} ranks, there is no rank {rank}")
+    device = devices[rank]
+    mine = frozenset(h for h in _homes(function) if device in _devices(h))
+    return RankProgram(rank, device, *_restricted(function, mine))
+
+
+def project_all(function: Function) -> list[RankProgram]:
+    """The programs of all ranks, in order; those of devices in the same meshes share their Function."""
+    devices: Sequence[Device | None] = ranks(function) or [None]
+    mine: dict[Device | None, list[Home]] = {d: [] for d in devices}
+    for home in _homes(function):
+        for d in _devices(home):
+            mine[d].append(home)
+    shared: dict[frozenset[Home], tuple[Function, tuple[int, ...], tuple[int, ...]]] = {}
+    programs: list[RankProgram] = []
+    for rank, device in enumerate(devices):
+        key = frozenset(mine[device])
+        if key not in shared:
+            shared[key] = _restricted(function, key)
+        programs.append(RankProgram(rank, device, *shared[key]))
+    return programs
+
+
+def _devices(home: Home) -> tuple[Device, ...]:
+    return home.devices if isinstance(home, Mesh) else (home,)
+
+
+def homes_of(t: Type) -> Iterator[Home]:
+    """Where a value of that type is: nowhere, on one device or mesh, or, a bundle, wherever its members are."""
+    if isinstance(t, Tuple):
+        for member in t.types:
+            yield from homes_of(member)
+    elif t.device is not None:
+        yield t.device
+
+
+def _homes(function: Function) -> dict[Home, None]:
+    values = (*function.inputs, *(v for op in function.ops for v in op.outputs))
+    return {home: None for t in dict.fromkeys(v.type for v in values) for home in homes_of(t)}
+
+
+def _restricted(
+    function: Function, mine: frozenset[Home]
+) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:
+    f = FunctionMaker(function.name)
+    held = _Held(mine)
+    env: dict[Value, Value] = {}
+    inputs = [k for k, v in enumerate(function.inputs) if held(v)]
+    for k in inputs:
+        v = function.inputs[k]
+        env[v] = f.add_input_value(v.name, v.type, v.role)
+    for message, op in enumerate(function.ops):
+        if op.spec.name in _TRANSFERS:
+            _transfer(f, op, message, env, held)
+        elif all(map(held, op.inputs)) and all(map(held, op.outputs)):
+            _keep(f, op, env, op.attributes)
+        elif op.spec.name != "Restrict" and any(map(held, (*op.inputs, *op.outputs))):
+            raise ModelError(f"{function.name}: {op}: its operands and results are on different devices")
+    outputs = [k for k, v in enumerate(function.outputs) if v in env]
+    f.set_outputs(env[function.outputs[k]] for k in outputs)
+    f.updates = {env[new]: env[old] for new, old in function.updates.items() if new in env}
+    return f.finalize(), tuple(inputs), tuple(outputs)
+
+
+class _Held:
+    """Whether a rank that is in the homes `mine` holds (a piece of) a value; what is nowhere is held by all."""
+
+    def __init__(self, mine: frozenset[Home]) -> None:
+        self.mine = mine
+        self.known: dict[Type, bool] = {}
+
+    def __call__(self, v: Value) -> bool:
+        known = self.known.get(v.type)
+        if known is None:
+            known = self.known[v.type] = all(h in self.mine for h in homes_of(v.type))
+        return known
+
+
+def _keep(f: FunctionMaker, op: Op, env: dict[Value, Value], attributes: Mapping[str, Any]) -> None:
+    f.add_op(op.spec, None, [env[v] for v in op.inputs], attributes, (), [v.name for v in op.outputs])
+    env.update(zip(op.outputs, f.ops[-1].outputs, strict=True))
+
+
+_TRANSFERS = frozenset(("Send", "MPIScatter", "MPIBroadcast", "MPIGather", "MPIReduce"))
+"""Ops whose operand and result are on different devices."""
+
+
+def _transfer(f: FunctionMaker, op: Op, message: int, env: dict[Value, Value], held: _Held) -> None:
+    """Both sides as they stand, if the rank has both; else the side it has."""
+    (x,), (y,) = op.inputs, op.outputs
+    if held(x) and held(y):
+        _keep(f, op, env, {**op.attributes, "message": message})
+    elif held(x):
+        _send(f, env[x], op.attributes, message)
+    elif held(y):
+        env[y] = _receive(f, y.name, x.type, y.type, message)
+
+
+def _send(f: FunctionMaker, x: Value, attributes: Mapping[str, Any], message: int) -> None:
+    if isinstance(x.type, Tuple):
+        for member in _unpacked(f, x):
+            _send(f, member, attributes, message)
+        return
+    to = attributes["to"]
+    extra = {"placements": attributes["placements"]} if "placements" in attributes else {}
+    f.add_op("MPISend", None, [x], {"to": to, **extra, "message": message})
+
+
+def _unpacked(f: FunctionMaker, x: Value) -> Iterable[Value]:
+    members = f.emit("Unpack", x)
+    return members if isinstance(members, tuple) else () if members is None else (members,)
+
+
+def _receive(f: FunctionMaker, name: str, sent: Type, got: Type, message: int) -> Value:
+    if isinstance(sent, Tuple) and isinstance(got, Tuple):
+        pairs = zip(sent.types, got.types, strict=True)
+        members = [_receive(f, f"{name}.{k}", a, b, message) for k, (a, b) in enumerate(pairs)]
+        return f.add_op("Pack", name, members)
+    if not isinstance(sent, Tensor) or not isinstance(got, Tensor):
+        raise ModelError(f"%{name}: cannot receive {got} of {sent}")
+    at = got if isinstance(got.device, Mesh) else sent
+    extra: dict[str, Any] = {"placements": at.placements} if isinstance(at.device, Mesh) else {}
+    if got.piece is not None:
+        extra["piece"] = got.piece
+    attributes = {"source": sent.device, "to": got.device, "dtype": got.dtype, "shape": got.global_shape, **extra}
+    return f.add_op("MPIRecv", name, (), {**attributes, "message": message})
+
+
+def coordinate(mesh: Mesh, device: Device) -> tuple[int, ...]:
+    """Where `device` is along each axis of the mesh, 0 along the time axis. Raises ModelError if it is not in it."""
+    if device not in mesh.devices:
+        raise ModelError(f"{device} is not in {mesh}")
+    place = mesh.devices.index(device)
+    coord: list[int] = []
+    for i, n in reversed(list(enumerate(mesh.sizes))):
+        coord.append(0 if i == mesh.time else place % n)
+        place //= 1 if i == mesh.time else n
+    return tuple(reversed(coord))
+
+
+def device_at(mesh: Mesh, coord: Sequence[int]) -> Device:
+    """The inverse of `coordinate`."""
+    sizes = [1 if i == mesh.time else n for i, n in enumerate(mesh.sizes)]
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    return mesh.devices[sum(c * s for c, s in zip(coord, strides, strict=True) if s)]

@@ -1,0 +1,70 @@
+"""One op of each kind: a graph's size made independent of how many equal layers it has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from distir.transforms.graph import Graph
+from distir.transforms.place import View
+
+
+def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
+    """The view with one op for each kind of op, and how often it occurs.
+
+    Ops are of a kind if signature, strands and, `rounds` steps around them, their neighbours are alike.
+    """
+    table: dict[Any, int] = {}
+
+    def colour(key: Any) -> int:
+        return table.setdefault(key, len(table))
+
+    values = [
+        colour(("value", full.roles[v] if v in full.inputs else "", graph.shapes[v], v in full.outputs))
+        for v in range(len(graph.values))
+    ]
+    ops = [
+        colour(("op", sig.number, tuple(sorted((id(s), g) for s, g in row))))
+        for sig, row in zip(full.sigs, full.strands, strict=True)
+    ]
+    for _ in range(rounds):
+        made: dict[int, tuple[int, int]] = {}
+        for j, outs in enumerate(full.outs):
+            for k, v in enumerate(outs):
+                made[v] = ops[j], k
+        values = [
+            colour((values[v], made.get(v), tuple(sorted({(ops[j], k) for j, k in full.users[v]}))))
+            for v in range(len(values))
+        ]
+        ops = [
+            colour((ops[j], tuple([values[v] for v in full.ins[j]]), tuple([values[v] for v in full.outs[j]])))
+            for j in range(len(ops))
+        ]
+    number: dict[int, int] = {}
+    kept: list[int] = []
+    for j, c in enumerate(ops):
+        if c not in number:
+            number[c] = len(kept)
+            kept.append(j)
+    times = Counter(ops)
+    renumber: dict[int, int] = {}
+    first: list[int] = []
+    for v, c in enumerate(values):
+        if c not in renumber:
+            renumber[c] = len(first)
+            first.append(v)
+    copies = Counter(values)
+    at = [renumber[c] for c in values]
+    return View(
+        sigs=[full.sigs[j] for j in kept],
+        ins=[[at[v] for v in full.ins[j]] for j in kept],
+        outs=[[at[v] for v in full.outs[j]] for j in kept],
+        strands=[full.strands[j] for j in kept],
+        elements=[full.elements[v] for v in first],
+        users=[sorted({(number[ops[j]], k) for j, k in full.users[v]}) for v in first],
+        times=[times[ops[j]] for j in kept],
+        copies=[copies[values[v]] for v in first],
+        inputs={at[v] for v in full.inputs},
+        roles=[full.roles[v] for v in first],
+        outputs={at[v] for v in full.outputs},
+    )

@@ -1,0 +1,60 @@
+"""What each input is, where a program does not say: a weight stands where an op's spec says a weight stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distir.ir.errors import InfeasibleError, UsageError
+from distir.ir.function import Function, Role, Value
+from distir.transforms.graph import whole
+
+WEIGHTS = ("parameter", "state")
+
+
+def weights(function: Function) -> list[Value]:
+    """The inputs that are parameters or optimizer state.
+
+    In a program without roles: inputs used only as operands that an op's spec names as its weight.
+    """
+    if any(v.role for v in function.inputs):
+        return [v for v in function.inputs if v.kind in WEIGHTS]
+    used: dict[Value, bool] = {}
+    for op in function.ops:
+        for k, v in enumerate(op.inputs):
+            used[v] = used.get(v, True) and op.spec.weight == k
+    return [v for v in function.inputs if used.get(v, False)]
+
+
+def batch_dims(function: Function, batch: Mapping[Value, int] | None = None) -> dict[Value, int]:
+    """The batch dim of each data input: the keyword's, the role's, else dim 0 of every input that is not a weight.
+
+    Raises UsageError for a dim an input does not have.
+    """
+    if batch is None:
+        if any(v.role for v in function.inputs):
+            batch = {v: v.role.batch for v in function.inputs if v.role and v.role.batch is not None}
+        else:
+            held = set(weights(function))
+            batch = {v: 0 for v in function.inputs if v not in held and whole(v.type)}
+    for v, dim in batch.items():
+        if not 0 <= dim < len(whole(v.type)):
+            raise UsageError(f"input %{v.name} has no dim {dim} to be the batch: its shape is {whole(v.type)}")
+    return dict(batch)
+
+
+def batch_size(function: Function, batch: Mapping[Value, int]) -> int:
+    """The number of samples. Raises InfeasibleError if the data inputs do not agree."""
+    sizes = {whole(v.type)[dim]: v for v, dim in batch.items()}
+    if len(sizes) > 1:
+        said = ", ".join(f"%{v.name} has {n}" for n, v in sizes.items())
+        raise InfeasibleError(f"{function.name}: the batch differs between inputs: {said}")
+    return next(iter(sizes), 1)
+
+
+def with_roles(function: Function, batch: Mapping[Value, int]) -> dict[Value, Role | None]:
+    """A role for every input, as far as is known."""
+    held = set(weights(function))
+    roles: dict[Value, Role | None] = {}
+    for v in function.inputs:
+        roles[v] = v.role or (Role("parameter") if v in held else Role("data", batch[v]) if v in batch else None)
+    return roles
