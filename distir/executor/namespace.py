@@ -1,15 +1,22 @@
 """The array namespace that ops evaluate against: numpy's, and the few functions numpy spells otherwise.
 
-Names are the array API standard's where it has them. `backends.namespace` offers the same on torch.
+Names are the array API standard's where it has them. `backends.namespace` offers the same on torch. Ops use
+indexing, operators (arithmetic, comparison, `&`), `.shape`, `.ndim`, `.dtype`, and of the standard abs broadcast_to
+ceil clip concat cos exp expand_dims flip floor log log1p logical_and logical_not logical_or logical_xor matmul max
+maximum min minimum moveaxis permute_dims prod reshape round sign sin sqrt sum take_along_axis tanh where zeros_like.
+Reductions take axis= and keepdims=, sum and prod also dtype= (sum counts a bool); where takes Python numbers too.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from distir.ir.type import DType
+
+_erf = np.frompyfunc(math.erf, 1, 1)
 
 
 class NumpyNamespace:
@@ -17,6 +24,9 @@ class NumpyNamespace:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
+
+    concat = staticmethod(np.concatenate)
+    permute_dims = staticmethod(np.transpose)
 
     def cast(self, x: Any, dtype: DType) -> Any:
         return np.asarray(x).astype(dtype.numpy)
@@ -30,11 +40,20 @@ class NumpyNamespace:
     def constant(self, values: tuple[Any, ...], shape: tuple[int, ...], dtype: DType) -> Any:
         return np.array(values, dtype.numpy).reshape(shape)
 
+    def erf(self, x: Any) -> Any:
+        return np.asarray(_erf(x)).astype(x.dtype)
+
     def scatter_add(self, rows: int, index: Any, values: Any) -> Any:
-        """zeros (rows, d) with values[i] (n, d) added to row index[i]; index (n,) of integers."""
+        """zeros (rows, ...) with values[i] (n, ...) added to row index[i]; index (n,) of integers."""
         out = np.zeros((rows, *values.shape[1:]), values.dtype)
         np.add.at(out, index, values)
         return out
+
+    def add_last(self, x: Any, index: Any, values: Any) -> Any:
+        """`x` (..., v), taken over, with values (...) added at index (...) of the last dim."""
+        flat = x.reshape(-1, x.shape[-1])
+        flat[np.arange(flat.shape[0]), index.reshape(-1)] += values.reshape(-1)
+        return flat.reshape(x.shape)
 
 
 NUMPY = NumpyNamespace()

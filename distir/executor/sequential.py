@@ -118,10 +118,9 @@ def evaluate(op: Op, ins: Sequence[Any], coord: tuple[int, ...] | None, xp: Any 
     attrs = {k: v for k, v in op.attributes.items() if k not in ("device", "place")}
     if spec.local:
         attrs.update(spec.local(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs]))
-    if spec.index:
-        slot, dim = spec.index
-        t = (op.inputs[slot] if slot >= 0 else op.outputs[~slot]).type
-        attrs["start"] = start_of(t, dim, coord) if coord is not None and isinstance(t, Tensor) else 0
+    indexed = spec.indexed(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs])
+    if indexed is not None:
+        attrs["start"] = start_of(*indexed, coord) if coord is not None else 0
     return spec.eval(xp, *ins, **attrs)
 
 

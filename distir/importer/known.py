@@ -15,8 +15,19 @@ LIMIT = 1 << 22
 """Elements an operand may have to be computed with at import."""
 
 NOT_PURE = frozenset(
-    "Bernoulli RandomNormal RandomNormalLike RandomUniform RandomUniformLike Multinomial Dropout If Loop Scan".split()
+    {
+        *(
+            "Bernoulli",
+            "Multinomial",
+            "RandomNormal",
+            "RandomNormalLike",
+            "RandomUniform",
+            "RandomUniformLike",
+        ),
+        *("Dropout", "If", "Loop", "Scan"),
+    }
 )
+"""Ops whose results are not determined by operands and attributes, or that hold graphs."""
 
 
 def attributes_of(proto: onnx.NodeProto) -> dict[str, Any]:
@@ -61,7 +72,7 @@ def fold(node: Node, opset: int) -> list[Result]:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             results = ReferenceEvaluator(model).run(None, arrays)
-    except Exception as e:  # noqa: BLE001  (the evaluator raises all kinds)
+    except Exception as e:  #  (the evaluator raises all kinds)
         raise node.error(f"cannot be computed from what is known at import: {e}".splitlines()[0]) from e
     made = iter(results)
     return [np.asarray(next(made)) if name else np.empty(0) for name in proto.output]

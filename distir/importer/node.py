@@ -14,6 +14,7 @@ from distir.importer.tensors import Read, dtype_of_array
 from distir.ir.errors import ModelError
 from distir.ir.function import FunctionMaker, Op, Role, Value
 from distir.ir.type import DType, Tensor
+from distir.ops.rules import shape_of, tensor
 
 Result = Value | np.ndarray
 """What a name of the ONNX graph stands for: a value of the program, or an array known at import."""
@@ -81,7 +82,9 @@ class Scope:
 class Node:
     """A node being imported. Attributes that no rule asked for are reported by `finish`."""
 
-    def __init__(self, scope: Scope, proto: onnx.NodeProto, attributes: Mapping[str, Any], opset: int) -> None:
+    def __init__(
+        self, scope: Scope, proto: onnx.NodeProto, attributes: Mapping[str, Any], opset: int
+    ) -> None:
         self.scope, self.proto, self.opset = scope, proto, opset
         self._attributes = dict(attributes)
         self._asked: set[str] = set()
@@ -112,7 +115,9 @@ class Node:
         """Operand `i` as an array known at import. Raises ModelError, with `what` it is, if it depends on data."""
         name = self.proto.input[i]
         if name not in self.scope.known:
-            raise self.error(f"{what} (operand {i}, {name!r}) depends on data", "only values known at import are supported")
+            raise self.error(
+                f"{what} (operand {i}, {name!r}) depends on data", "only values known at import are supported"
+            )
         return self.scope.known[name]()
 
     def ints(self, i: int, what: str) -> tuple[int, ...] | None:
@@ -120,6 +125,11 @@ class Node:
         if not self.has(i):
             return None
         return tuple(int(x) for x in self.known(i, what).reshape(-1))
+
+    def number(self, i: int) -> float | int | None:
+        """Operand `i` as one number, None if it is not known at import."""
+        name = self.proto.input[i]
+        return self.scope.known[name]().reshape(-1)[0].item() if self.scope.is_known(name) else None
 
     def attr(self, name: str, default: Any = None) -> Any:
         """An attribute: a number, string, tuple or array."""
@@ -130,10 +140,12 @@ class Node:
         """Accept an attribute only with one of these values. Raises ModelError otherwise."""
         got = self.attr(name, default)
         if got not in allowed:
-            raise self.error(f"attribute {name}={got!r} is not supported", f"supported: {', '.join(map(repr, allowed))}")
+            raise self.error(
+                f"attribute {name}={got!r} is not supported", f"supported: {', '.join(map(repr, allowed))}"
+            )
 
     def shape(self, i: int = 0) -> tuple[int, ...]:
-        return self.operand(i).type.global_shape  # type: ignore[union-attr]
+        return shape_of(self.operand(i))
 
     def axis(self, default: int, i: int = 0, name: str = "axis") -> int:
         """An attribute that is a dim of operand `i`, counted from the front."""
@@ -147,15 +159,29 @@ class Node:
 
     def emit(self, op_type: str, *inputs: Value, **attributes: Any) -> Any:
         """Append an op, named after the node's first output."""
-        return self.scope.maker.add_op(op_type, f"{self.proto.output[0]}.{op_type.lower()}", inputs, attributes)
+        return self.scope.maker.add_op(
+            op_type, f"{self.proto.output[0]}.{op_type.lower()}", inputs, attributes
+        )
 
     def constant(self, number: float, like: Value) -> Value:
         """A scalar of the type of `like`."""
-        return self.emit("Constant", value=(number,), shape=(), dtype=like.type.dtype)  # type: ignore[union-attr]
+        return self.emit("Constant", value=(number,), shape=(), dtype=tensor(like).dtype)
+
+    def array(self, what: str, array: np.ndarray) -> Value:
+        """An array known at import that the rule made, as a value."""
+        name = self.scope.maker.fresh(f"{self.proto.output[0]}.{what}")
+        self.scope.known[name] = lambda: array
+        return self.scope.value(name)
 
     def reshape(self, x: Value, shape: tuple[int, ...]) -> Value:
-        """`x` in another shape, `x` itself if that is its own."""
-        return x if x.type.global_shape == shape else self.emit("Reshape", x, shape=shape)  # type: ignore[union-attr]
+        """`x` in another shape, in which one dim may be -1; `x` itself if that is its own."""
+        have = shape_of(x)
+        rest = -math.prod(shape)
+        if shape.count(-1) == 1 and rest > 0:
+            full = tuple(math.prod(have) // rest if d == -1 else d for d in shape)
+        else:
+            full = shape
+        return x if full == have else self.emit("Reshape", x, shape=shape)
 
     def finish(self, results: list[Result], first_op: int, folded: bool = False) -> None:
         """Give the node's outputs their names. Raises ModelError for an attribute that no rule asked for."""
@@ -163,9 +189,8 @@ class Node:
         if left and not folded:
             raise self.error(f"attribute {left[0]} is not supported")
         names = list(self.proto.output)
-        if len(results) < len(names):
-            if any(names[len(results) :]):
-                raise self.error(f"only its first {len(results)} outputs are supported")
+        if any(names[len(results) :]):
+            raise self.error(f"only its first {len(results)} outputs are supported")
         made = {v for op in self.scope.maker.ops[first_op:] for v in op.outputs}
         for name, result in zip(names, results, strict=False):
             if name == "":

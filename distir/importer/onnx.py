@@ -24,6 +24,7 @@ from distir.importer.tensors import Arrays, dtype_of, parse, parse_tensor_from_f
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
 from distir.ir.type import Tensor
+from distir.ops.rules import tensor
 
 __all__ = ["import_from_onnx", "parse_tensor_from_file"]
 
@@ -71,13 +72,15 @@ def load(path: Path) -> onnx.ModelProto:
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
     if not OLDEST_OPSET <= opset <= onnx.defs.onnx_opset_version():
         newest = onnx.defs.onnx_opset_version()
-        raise ModelError(f"{path}: opset {opset} is not supported", f"export with opset {OLDEST_OPSET} to {newest}")
+        raise ModelError(
+            f"{path}: opset {opset} is not supported", f"export with opset {OLDEST_OPSET} to {newest}"
+        )
     if model.functions:
         from onnx import inliner
 
         try:
             model = inliner.inline_local_functions(model)
-        except Exception as e:  # noqa: BLE001  (the inliner raises all kinds)
+        except Exception as e:  #  (the inliner raises all kinds)
             raise ModelError(f"{path}: its functions cannot be inlined: {str(e).splitlines()[0]}") from e
     if model.graph.sparse_initializer:
         raise ModelError(f"{path}: sparse initializers are not supported")
@@ -106,7 +109,9 @@ def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batc
     free = list(dict.fromkeys(d for row in symbols.values() for d in row if isinstance(d, str)))
     for d, size in dims.items():
         if d not in free:
-            raise UsageError(f"{scope.path} has no symbolic dimension {d!r}", f"it has {', '.join(free) or 'none'}")
+            raise UsageError(
+                f"{scope.path} has no symbolic dimension {d!r}", f"it has {', '.join(free) or 'none'}"
+            )
         if size < 1:
             raise UsageError(f"dimension {d} must be at least 1, got {size}")
     if open_dims := [d for d in free if d not in dims]:
@@ -114,7 +119,9 @@ def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batc
         hint = " ".join(f"--dim {d}=8" for d in open_dims)
         raise UsageError(f"{scope.path}: symbolic {what} not given: {', '.join(open_dims)}", hint)
     if batch is not None and batch not in free:
-        raise UsageError(f"{scope.path} has no symbolic dimension {batch!r}", f"it has {', '.join(free) or 'none'}")
+        raise UsageError(
+            f"{scope.path} has no symbolic dimension {batch!r}", f"it has {', '.join(free) or 'none'}"
+        )
     batch = batch or (free[0] if free else None)
     inputs: list[Value] = []
     for info in infos:
@@ -147,10 +154,12 @@ def _role(row: list[int | str], batch: str | None) -> Role:
     return Role("data", row.index(batch)) if batch in row else Role("constant")
 
 
-def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping[str, onnx.NodeProto]) -> None:
+def _import_node(
+    scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping[str, onnx.NodeProto]
+) -> None:
     try:
         attributes = attributes_of(proto)
-    except Exception as e:  # noqa: BLE001  (helper raises all kinds on malformed attributes)
+    except Exception as e:  #  (helper raises all kinds on malformed attributes)
         raise ModelError(f"{scope.path}: {proto.op_type} node {proto.name!r}: bad attribute: {e}") from e
     node = Node(scope, proto, attributes, opset)
     _check_names(scope, node, later)
@@ -160,7 +169,9 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
     rule = RULES.get(proto.op_type) if proto.domain in ("", "ai.onnx") else None
     if rule is None:
         domain = f" of domain {proto.domain}" if proto.domain else ""
-        raise node.error(f"op {proto.op_type}{domain} is not supported", f"supported: {', '.join(sorted(RULES))}")
+        raise node.error(
+            f"op {proto.op_type}{domain} is not supported", f"supported: {', '.join(sorted(RULES))}"
+        )
     first = len(scope.maker.ops)
     try:
         result = rule(node)
@@ -194,15 +205,17 @@ def _output(scope: Scope, info: onnx.ValueInfoProto) -> Value:
     if name not in scope.values and name not in scope.known:
         raise ModelError(f"{scope.path}: output {name!r} is made by no node")
     value = scope.value(name)
-    declared = info.type.tensor_type
-    if declared.elem_type and dtype_of(declared.elem_type, f"{scope.path}: output {name!r}") is not value.type.dtype:
-        want = dtype_of(declared.elem_type, name)
-        raise ModelError(f"{scope.path}: output {name!r}: declared {want}, but its node makes {value.type}")
+    declared, t = info.type.tensor_type, tensor(value)
+    want = dtype_of(declared.elem_type, f"{scope.path}: output {name!r}") if declared.elem_type else t.dtype
+    if want is not t.dtype:
+        raise ModelError(f"{scope.path}: output {name!r}: declared {want}, but its node makes {t}")
     if declared.HasField("shape"):
         sizes = [d.dim_value if d.HasField("dim_value") else None for d in declared.shape.dim]
-        shape = value.type.global_shape
-        if len(sizes) != len(shape) or any(a is not None and a != b for a, b in zip(sizes, shape, strict=True)):
-            raise ModelError(f"{scope.path}: output {name!r}: declared {sizes}, but its node makes {value.type}")
+        shape = t.global_shape
+        if len(sizes) != len(shape) or any(
+            a is not None and a != b for a, b in zip(sizes, shape, strict=True)
+        ):
+            raise ModelError(f"{scope.path}: output {name!r}: declared {sizes}, but its node makes {t}")
     return value
 
 

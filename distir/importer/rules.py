@@ -15,6 +15,7 @@ import numpy as np
 from distir.importer.node import Node, Result
 from distir.importer.tensors import dtype_of
 from distir.ir.function import Value
+from distir.ops.rules import shape_of, tensor
 
 Rule = Callable[[Node], "Result | Sequence[Result]"]
 RULES: dict[str, Rule] = {}
@@ -37,11 +38,19 @@ def _same(n: Node) -> Result:
 
 
 SAME = (
-    "Abs Add And Ceil Cos Div Equal Erf Exp Floor Greater GreaterOrEqual Less LessOrEqual Log MatMul Mul Neg Not Or "
+    "Abs Add And Ceil Cos Equal Erf Exp Floor Greater GreaterOrEqual Less LessOrEqual Log MatMul Mul Neg Not Or "
     "Pow Reciprocal Relu Round Sigmoid Sign Sin Softplus Sqrt Sub Tanh Where Xor"
 ).split()
 for _name in SAME:
     RULES[_name] = _same
+
+
+@rule("Div")
+def _div(n: Node) -> Result:
+    """Of integers ONNX cuts off what is behind the point; ours divides numbers."""
+    if not tensor(n.operand(0)).dtype.floating:
+        raise n.error("a division of integers that depend on data is not supported")
+    return n.emit("Div", *n.operands())
 
 
 @rule("Identity")
@@ -58,19 +67,15 @@ def _dropout(n: Node) -> Result:
     return n.operand(0)
 
 
-def _chain(op_type: str) -> Rule:
-    """An op of any number of operands, two at a time."""
-    return lambda n: reduce(lambda a, b: n.emit(op_type, a, b), n.operands())
+BINARY = {"Sum": "Add", "Mean": "Add", "Max": "Max", "Min": "Min"}
 
 
-for _name, _binary in (("Sum", "Add"), ("Max", "Max"), ("Min", "Min")):
-    RULES[_name] = _chain(_binary)
-
-
-@rule("Mean")
-def _mean(n: Node) -> Result:
-    total = RULES["Sum"](n)
-    return n.emit("Div", total, n.constant(float(len(n.proto.input)), n.operand(0)))
+@rule(*BINARY)
+def _chain(n: Node) -> Result:
+    """Any number of operands, two at a time."""
+    xs = n.operands()
+    total = reduce(lambda a, b: n.emit(BINARY[n.proto.op_type], a, b), xs)
+    return n.emit("Div", total, n.constant(float(len(xs)), total)) if n.proto.op_type == "Mean" else total
 
 
 @rule("Cast")
@@ -79,14 +84,14 @@ def _cast(n: Node) -> Result:
     n.attr("round_mode")
     to = dtype_of(n.attr("to", 0), f"{n.scope.path}: {n}: attribute to")
     x = n.operand(0)
-    return x if x.type.dtype is to else n.emit("Cast", x, to=to)  # type: ignore[union-attr]
+    return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
 
 
 @rule("CastLike")
 def _cast_like(n: Node) -> Result:
     n.attr("saturate")
-    x, to = n.operand(0), n.operand(1).type.dtype  # type: ignore[union-attr]
-    return x if x.type.dtype is to else n.emit("Cast", x, to=to)  # type: ignore[union-attr]
+    x, to = n.operand(0), tensor(n.operand(1)).dtype
+    return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
 
 
 @rule("Gelu")
@@ -105,7 +110,11 @@ def _leaky_relu(n: Node) -> Result:
 
 @rule("Clip")
 def _clip(n: Node) -> Result:
+    """Bounds known at import become attributes."""
     x = n.operand(0)
+    bounds = {k: n.number(i) for i, k in ((1, "min"), (2, "max")) if n.has(i)}
+    if None not in bounds.values():
+        return n.emit("Clip", x, **bounds) if bounds else x
     if n.has(1):
         x = n.emit("Max", x, n.operand(1))
     return n.emit("Min", x, n.operand(2)) if n.has(2) else x
@@ -132,7 +141,22 @@ def _gemm(n: Node) -> Result:
 
 @rule("Gather")
 def _gather(n: Node) -> Result:
-    return n.emit("Gather", n.operand(0), n.operand(1), axis=n.axis(0))
+    """Known indices may count from the end; those that are data must not, as ours do not.
+
+    One known index is a Slice.
+    """
+    axis, shape = n.axis(0), n.shape()
+    if not n.scope.is_known(n.proto.input[1]):
+        return n.emit("Gather", n.operand(0), n.operand(1), axis=axis)
+    index = n.known(1, "the indices").astype(np.int64)
+    if ((index < -shape[axis]) | (index >= shape[axis])).any():
+        raise n.error(f"an index is out of range for dim {axis} of shape {shape}")
+    index = index % shape[axis]
+    if index.size != 1:
+        return n.emit("Gather", n.operand(0), n.array("indices", index), axis=axis)
+    at = int(index.reshape(-1)[0])
+    row = n.emit("Slice", n.operand(0), starts=(at,), ends=(at + 1,), axes=(axis,), steps=(1,))
+    return n.reshape(row, (*shape[:axis], *index.shape, *shape[axis + 1 :]))
 
 
 @rule("Transpose")
@@ -198,7 +222,7 @@ def _expand(n: Node) -> Result:
     except ValueError:
         raise n.error(f"shape {shape} does not expand to {want}") from None
     x = n.operand(0)
-    return x if shape == x.type.global_shape else n.emit("Expand", x, shape=shape)  # type: ignore[union-attr]
+    return x if shape == shape_of(x) else n.emit("Expand", x, shape=shape)
 
 
 @rule("Concat")
@@ -244,7 +268,7 @@ def _slice(n: Node) -> Result:
 
 def _reduce(n: Node, op_type: str, x: Value) -> Value:
     axes, keepdims = _axes(n), int(n.attr("keepdims", 1))
-    rank = len(x.type.global_shape)  # type: ignore[union-attr]
+    rank = len(shape_of(x))
     if not axes:
         if n.attr("noop_with_empty_axes", 0):
             return x

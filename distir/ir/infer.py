@@ -67,9 +67,9 @@ def _local(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Tensor, .
     for dtype, shape, placements in zip(dtypes, outs, zip(*rows, strict=True), strict=True):
         moving = device.time is not None and not isinstance(placements[device.time], Replicate)
         results.append(Tensor.whole(dtype, shape, device, placements, piece if moving else None))
-    if spec.index is not None:
-        slot, dim = spec.index
-        _contiguous(tensors[slot] if slot >= 0 else results[~slot], dim)
+    indexed = spec.indexed(attrs, tensors, results)
+    if indexed is not None:
+        _contiguous(*indexed)
     return tuple(results)
 
 

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from distir.ir.axes import Factors, Shape, factors
 from distir.ir.errors import IRTypeError, ModelError
-from distir.ir.type import REPLICATE, DType, Partial, Placement, Replicate, Shard
+from distir.ir.type import REPLICATE, DType, Partial, Placement, Replicate, Shard, Tensor, Type
 
 Attrs = Mapping[str, Any]
+LinearSets = tuple[frozenset[int], ...] | str
 
 
 class Strand(NamedTuple):
@@ -34,6 +35,7 @@ class Spec:
     __slots__ = (
         "alias",
         "axes",
+        "bundle",
         "comm",
         "decompose",
         "donates",
@@ -61,15 +63,16 @@ class Spec:
         self.shard: ShardRule | None = fields.pop("shard", None)
         self.dtype: Callable[..., Sequence[DType]] | None = fields.pop("dtype", None)
         self.comm: Callable[..., Sequence[Any]] | None = fields.pop("comm", None)
-        self.linear: tuple[frozenset[int], ...] | str = _linear(fields.pop("linear", ()))
+        self.linear: LinearSets | Callable[[Attrs], Iterable[Iterable[int]]] = _linear(fields.pop("linear", ()))
         self.eval: Callable[..., Any] | None = fields.pop("eval", None)
         self.grad: Callable[..., Sequence[Any]] | None = fields.pop("grad", None)
         self.decompose: Callable[..., Sequence[Any]] | None = fields.pop("decompose", None)
         self.work: Callable[..., tuple[float, float]] | None = fields.pop("work", None)
         self.weight: int | None = fields.pop("weight", None)
         self.local: Callable[..., Attrs] | None = fields.pop("local", None)
-        self.index: tuple[int, int] | None = fields.pop("index", None)
+        self.index: tuple[int, int] | Callable[[Attrs], tuple[int, int]] | None = fields.pop("index", None)
         self.outputs: int | Callable[[Attrs], int] = fields.pop("outputs", 1)
+        self.bundle: str | None = fields.pop("bundle", None)
         self.alias: bool = fields.pop("alias", False)
         self.donates: tuple[int, ...] = fields.pop("donates", ())
         self.torch: str | None = fields.pop("torch", None)
@@ -102,11 +105,23 @@ class Spec:
             raise IRTypeError(f"{self.name} has no shape rule")
         return [tuple(s) for s in self.infer(attrs, *shapes)]
 
-    def linear_sets(self, operands: int) -> tuple[frozenset[int], ...]:
-        """The sets of operands in which the op is jointly linear."""
+    def linear_sets(self, operands: int, attrs: Attrs | None = None) -> tuple[frozenset[int], ...]:
+        """The sets of operands in which the op is jointly linear; where attributes decide, none without them."""
         if isinstance(self.linear, str):
             return (frozenset(range(operands)),)
+        if callable(self.linear):
+            return () if attrs is None else tuple(frozenset(s) for s in self.linear(attrs))
         return self.linear
+
+    def indexed(self, attrs: Attrs, ins: Sequence[Type], outs: Sequence[Type]) -> tuple[Tensor, int] | None:
+        """Of the operands' and results' types, the one with the dim that eval's `start` counts in, and that dim."""
+        if self.index is None:
+            return None
+        slot, dim = self.index(attrs) if callable(self.index) else self.index
+        t = ins[slot] if slot >= 0 else outs[~slot]
+        if not isinstance(t, Tensor):
+            raise IRTypeError(f"{self.name}: expected a tensor, got {t}")
+        return t, dim % len(t.shape)
 
     def strand(
         self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
@@ -141,8 +156,8 @@ class Spec:
         return float(math.prod(f.sizes.values())) * (2 if contracts else 1)
 
 
-def _linear(sets: Any) -> tuple[frozenset[int], ...] | str:
-    return sets if isinstance(sets, str) else tuple(frozenset(s) for s in sets)
+def _linear(sets: Any) -> Any:
+    return sets if isinstance(sets, str) or callable(sets) else tuple(frozenset(s) for s in sets)
 
 
 def _axes_strand(f: Factors, slot: int, split: Shard) -> Strand | None:
@@ -178,10 +193,12 @@ def op(name: str, **fields: Any) -> Spec:
       function (attributes, operand shapes) -> sizes of factors that stand in results only.
     - `infer(attributes, *shapes) -> shapes` and `shard` (a `ShardRule`), for ops that axes cannot say.
     - `dtype(attributes, *dtypes) -> dtypes` of the results; the first operand's without it.
-    - `linear`: the sets of operands in which it is jointly linear, or "all": a Partial may pass there, nowhere else.
+    - `linear`: the sets of operands in which it is jointly linear, "all" of them, or a function attributes -> sets:
+      a Partial may pass there, nowhere else.
     - `eval(xp, *arrays, **attributes)`: its meaning, on local arrays. `local(attributes, operand types, result types)
-      -> attributes` gives the attributes for one device's piece. With `index=(slot, dim)` eval gets the keyword
-      `start`, the global index at which this device's piece of that dim begins.
+      -> attributes` gives the attributes for one device's piece. With `index=(slot, dim)`, or a function of the
+      attributes that gives it, eval gets the keyword `start`, the global index at which this device's piece of that
+      dim begins (a negative dim counts from the last).
     - `grad(maker, op, *gradients of the results) -> gradients of the operands`, None where there is none.
     - `decompose(maker, op) -> results`: in ops that can be split.
     - `work(attributes, operand shapes, result shapes) -> (FLOP, bytes)` where axes do not say it.
@@ -189,7 +206,8 @@ def op(name: str, **fields: Any) -> Spec:
     - `outputs`: how many results, a number or a function of the attributes.
     - `alias`: the result is a view of operand 0. `donates`: operands whose buffer a result may take over.
     - `torch`: the name below `torch` of a faster kernel of the same signature.
-    - `comm(attributes, *types) -> types`: the type rule of ops that change placements or structure.
+    - `comm(attributes, *types) -> types`: the type rule of ops that change placements or structure; `bundle`: "pack"
+      or "unpack" for the two that make and open bundles.
     """
     if name in _registry:
         raise ModelError(f"op {name} is defined twice")
@@ -231,7 +249,7 @@ def place(
     """
     split = next((k for k, p in enumerate(placements) if isinstance(p, Shard)), None)
     if split is None and free is None:
-        return _place_partial(spec, placements, len(outs))
+        return _place_partial(spec, attrs, placements, len(outs))
     slot, shard = (split, placements[split]) if split is not None else (~0, free)
     assert isinstance(shard, Shard)  # noqa: S101  (for the type checker)
     strand = spec.strand(attrs, ins, outs, slot, shard, n)
@@ -248,15 +266,17 @@ def what_split(slot: int, shard: Shard) -> str:
     return f"operand {slot} split as {shard}" if slot >= 0 else f"the result split as {shard}"
 
 
-def _place_partial(spec: Spec, placements: Sequence[Placement], results: int) -> tuple[Placement, ...]:
+def _place_partial(
+    spec: Spec, attrs: Attrs, placements: Sequence[Placement], results: int
+) -> tuple[Placement, ...]:
     partial = frozenset(k for k, p in enumerate(placements) if isinstance(p, Partial))
     if not partial:
         return (REPLICATE,) * results
     first = placements[min(partial)]
     if first.kind == "sum" and all(placements[k] is first for k in partial):  # type: ignore[union-attr]
-        if partial in spec.linear_sets(len(placements)):
+        if partial in spec.linear_sets(len(placements), attrs):
             return (first,) * results
-    sets = [sorted(s) for s in spec.linear_sets(len(placements))]
+    sets = [sorted(s) for s in spec.linear_sets(len(placements), attrs)]
     where = f"only on all operands of one of {sets}, the others replicated" if sets else "nowhere"
     raise IRTypeError(
         f"operand {min(partial)}: expected {Replicate()}, got {first}: {spec.name} is not linear there "

@@ -8,53 +8,46 @@
       return %z, %w.new -> %w
     }
 
-- A shape is what one device holds. `{mb,dp}` names the mesh axes that split a dim, outermost digit first; `{3:tp}` gives
-  the `outer` of a digit that does not begin where the one before ended. `+tp` is a partial sum, `+max:tp` a partial
-  maximum. `#3` is the piece of microbatch 3, `#0:3` of microbatches 0, 1 and 2, `t` a body's own microbatch.
+- A shape is what one device holds. `{mb,dp}` names the mesh axes that split a dim, outermost digit first;
+  `{3:tp}` gives the `outer` of a digit that does not begin where the one before ended. `+tp` is a partial
+  sum, `+max:tp` a partial maximum. `#3` is the piece of microbatch 3, `#0:3` of 0, 1 and 2, `t` a body's own.
 - Devices of a mesh are runs `kind:first..last:step`, repeated by ` x8 by 16` (8 of them, 16 apart).
-- A Tuple type of more than 4 entries is a `bundle` in the head, as a body sees it; `T0#3` is how a call at mb=3 does.
-- Callees stand before callers, the program itself last. A Call is written as its callee. `of` names the first result of
-  an op's forward op (`of #3`: op number 3, which has no result). `-> %w`: this output is the next value of input %w.
+- A Tuple type of more than 4 entries is a `bundle` in the head, as a body sees it; `T0#3` as a call at mb=3.
+- Callees stand before callers, the program itself last. A Call is written as its callee. `of` names the first
+  result of an op's forward op (`of #3`: op number 3, which has none). `-> %w`: the next value of input %w.
 - Names that are not plain are quoted. `name#1` is the second mesh or function of that name.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from io import StringIO
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
 
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Function, Op, Value
+from distir.ir.notation import plain, plain_value, quote, write_device, write_mesh, write_type
 from distir.ir.spec import all_ops
-from distir.ir.type import NOW, DType, Partial, Piece, Replicate, Shard, Tensor, Tuple, Type
+from distir.ir.type import NOW, DType, Partial, Replicate, Shard, Tensor, Tuple, Type
 
-if TYPE_CHECKING:
-    Doc = Any
-
-PLAIN = r"[^\W\d][\w.\-/]*"
-"""Names of meshes, axes, device kinds, functions and attributes that need no quotes."""
-PLAIN_VALUE = r"[\w./](?:[\w.\-/:]*[\w.\-/])?"
-"""Names of values that need no quotes: they stand after a %, and may be those of an ONNX file."""
-
-_is_plain = re.compile(PLAIN).fullmatch
-_is_plain_value = re.compile(PLAIN_VALUE).fullmatch
+Doc = Any
+"""A document of prettyprinter, or a string."""
+Line = list[Any]
+"""A document laid out: strings, and marks where colours begin and end."""
 
 _INLINE = 4
 """Longer bundles, parameter lists and outputs are not written on one line."""
 
 
 def pformat(x: Any) -> str:
-    """The text of a function (with its callees and meshes), an op, a value or a type; anything else as prettyprinter does.
+    """The text of a function (with its callees and meshes), an op, a value or a type.
 
-    Raises ModelError if an attribute is of a kind that has no text.
+    Anything else as prettyprinter does. Raises ModelError if an attribute is of a kind that has no text.
     """
     if isinstance(x, Tensor | Tuple):
         return format_type(x)
     if isinstance(x, Function | Op | Value):
-        return "\n".join(_Printer(_render_plain).text(x))
+        return "\n".join(["".join([s for s in line if isinstance(s, str)]) for line in _Printer().text(x)])
     import prettyprinter
 
     return prettyprinter.pformat(x)
@@ -64,88 +57,30 @@ def cpprint(x: Any, stream: TextIO | None = None, style: Any = None) -> None:
     """Print `pformat(x)` in colours. `stream` is stdout if None, `style` a pygments style."""
     import sys
 
-    import prettyprinter
+    from prettyprinter import python_to_sdocs
     from prettyprinter.color import colored_render_to_stream
+    from prettyprinter.sdoctypes import SLine
 
-    def render(sdocs: Any) -> str:
-        text = StringIO()
-        colored_render_to_stream(text, sdocs, style)
-        return text.getvalue()
-
-    stream = stream or sys.stdout
-    if isinstance(x, Function | Op | Value):
-        for line in _Printer(render).text(x):
-            stream.write(line + "\n")
-    elif isinstance(x, Tensor | Tuple):
-        stream.write(format_type(x) + "\n")
+    out: TextIO = stream or sys.stdout
+    if isinstance(x, Tensor | Tuple):
+        colored_render_to_stream(out, [format_type(x)], style)
+    elif isinstance(x, Function | Op | Value):
+        lines = _Printer().text(x)
+        colored_render_to_stream(out, [s for line in lines for s in (*line, SLine(0))][:-1], style)
     else:
-        prettyprinter.cpprint(x, stream=stream, style=style)
+        colored_render_to_stream(out, python_to_sdocs(x, 4, 79, 71, None, 1000, False), style)
+    out.write("\n")
 
 
 def format_type(type: Type | None) -> str:
     """A type as text, whole; meshes by their names."""
     if type is None:
         return "untyped"
-    return _type_text(type, lambda mesh: plain(mesh.name), lambda t: _row(map(format_type, t.types)))
-
-
-def quote(text: str) -> str:
-    """`text` in double quotes, on one line; what does not print is escaped as Python does."""
-    text = text.replace("\\", "\\\\").replace('"', '\\"')
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return f'"{text}"'
-
-
-def plain(name: str) -> str:
-    """The name of a mesh, an axis, a function or an attribute, quoted if need be."""
-    return name if _is_plain(name) else quote(name)
+    return write_type(type, lambda mesh: plain(mesh.name), lambda t: _row(map(format_type, t.types)))
 
 
 def _row(items: Iterator[str] | Sequence[str]) -> str:
     return f"({', '.join(items)})"
-
-
-# types
-
-
-def _type_text(t: Type, mesh_label: Callable[[Mesh], str], bundle: Callable[[Tuple], str]) -> str:
-    if isinstance(t, Tuple):
-        return bundle(t)
-    dims = [str(n) for n in t.shape]
-    partial = ""
-    at = t.device
-    if isinstance(at, Mesh):
-        for dim, digits in t.digits.items():
-            end = 1
-            parts: list[str] = []
-            for outer, n, i in digits:
-                parts.append(plain(at.axes[i]) if outer == end else f"{outer}:{plain(at.axes[i])}")
-                end = outer * n
-            dims[dim] += "{" + ",".join(parts) + "}"
-        for axis, p in zip(at.axes, t.placements, strict=True):
-            if isinstance(p, Partial):
-                partial += f"+{plain(axis)}" if p.kind == "sum" else f"+{p.kind}:{plain(axis)}"
-    where = "" if at is None else f" @ {mesh_label(at) if isinstance(at, Mesh) else _device(at)}"
-    return f"{t.dtype.name}[{', '.join(dims)}]{partial}{_piece(t.piece)}{where}"
-
-
-def _device(d: Device) -> str:
-    return f"{plain(d.kind)}:{d.index}"
-
-
-def _piece(piece: Piece | None) -> str:
-    if piece is None:
-        return ""
-    first, end = piece
-    return f"#{_moment(first)}" if end == first + 1 else f"#{_moment(first)}:{_moment(end)}"
-
-
-def _moment(k: int) -> str:
-    """A microbatch: a number, or one relative to a body's own, `t`."""
-    if k < NOW // 2:
-        return str(k)
-    return f"t{k - NOW:+d}" if k != NOW else "t"
 
 
 def _seen_by_body(t: Type, k: int) -> Type:
@@ -164,51 +99,6 @@ def _last_microbatch(t: Type) -> int | None:
     if isinstance(t, Tensor):
         return t.piece[1] - 1 if t.piece else None
     return next((k for x in t.types if (k := _last_microbatch(x)) is not None), None)
-
-
-# devices of a mesh
-
-_Run = tuple[Any, ...]
-"""(kind, first index, ((count, step), ...)), the inner repetition first."""
-
-
-def _runs(devices: Sequence[Device]) -> str:
-    """Devices as runs: as short for a thousand of them as for ten."""
-    runs: list[_Run] = [(d.kind, d.index, ()) for d in devices]
-    while len(longer := _merge(runs)) < len(runs):
-        runs = longer
-    return ", ".join(map(_run_text, runs))
-
-
-def _merge(runs: list[_Run]) -> list[_Run]:
-    """Neighbours of the same form at equal distances made one."""
-    merged: list[_Run] = []
-    i = 0
-    while i < len(runs):
-        kind, first, form = runs[i]
-        j = i + 1
-        step = runs[j][1] - first if j < len(runs) else 0
-        while step and j < len(runs) and runs[j] == (kind, first + (j - i) * step, form):
-            j += 1
-        merged.append(runs[i] if j - i == 1 else (kind, first, (*form, (j - i, step))))
-        i = j
-    return merged
-
-
-def _run_text(run: _Run) -> str:
-    kind, first, form = run
-    text = f"{plain(kind)}:{first}"
-    if form:
-        count, step = form[0]
-        text += f"..{first + (count - 1) * step}" + (f":{step}" if step != 1 else "")
-    return text + "".join(f" x{count} by {step}" for count, step in form[1:])
-
-
-# functions
-
-
-def _render_plain(sdocs: Any) -> str:
-    return "".join([s for s in sdocs if isinstance(s, str)])
 
 
 class _Labels:
@@ -230,15 +120,14 @@ class _Labels:
 
 
 class _Printer:
-    """The state of printing one program. Lines are prettyprinter documents, laid out and rendered one at a time."""
+    """The state of printing one program. Its lines are prettyprinter documents, laid out one at a time."""
 
-    def __init__(self, render: Callable[[Any], str]) -> None:
+    def __init__(self) -> None:
         from prettyprinter.doc import annotate, concat
         from prettyprinter.layout import layout_fast
         from prettyprinter.syntax import Token
 
-        self._render, self._annotate, self._concat, self._layout = render, annotate, concat, layout_fast
-        self._token = Token
+        self._annotate, self._concat, self._layout, self._token = annotate, concat, layout_fast, Token
         words = ("fn", "mesh", "bundle", "return", "of", "update")
         self._keyword = {word: annotate(Token.KEYWORD_CONSTANT, word) for word in words}
         self._mesh = _Labels()
@@ -247,27 +136,29 @@ class _Printer:
         self._types: dict[Type, Doc] = {}
         self._texts: dict[Type, str] = {}
         self._bundles: dict[Tuple, str] = {}
-        self._bundle_lines: list[str] = []
+        self._bundle_lines: list[Line] = []
         self._operators: dict[str, Doc] = {}
-        self._lines: list[str] = []
+        self._lines: list[Line] = []
+        self._inline = _INLINE
 
-    def text(self, x: Function | Op | Value) -> list[str]:
-        """The lines, without newlines."""
+    def text(self, x: Function | Op | Value) -> list[Line]:
+        """The lines, laid out but not yet rendered."""
+        if not isinstance(x, Function):
+            self._inline = 1 << 40  # there is no head to put bundles in
         if isinstance(x, Value):
             return [self._line(self._definition(x))]
         if isinstance(x, Op):
-            return [self._line(self._op(x, {}))]
+            return [self._line(self._op(x, None))]
         self._print(x)
         meshes = [self._line(self._mesh_line(m, label)) for m, label in self._mesh.label.items()]  # type: ignore[arg-type]
         return [*meshes, *self._bundle_lines, *self._lines]
 
-    def _line(self, docs: list[Doc]) -> str:
-        return self._render(self._layout(self._concat(docs), 1 << 40))
+    def _line(self, docs: list[Doc]) -> Line:
+        return list(self._layout(self._concat(docs), 1 << 40))
 
     def _mesh_line(self, mesh: Mesh, label: str) -> list[Doc]:
-        axes = ", ".join(f"{plain(a)}={n}" for a, n in zip(mesh.axes, mesh.sizes, strict=True))
         name = self._annotate(self._token.NAME_ENTITY, label)
-        return [self._keyword["mesh"], " ", name, f"({axes}) = {_runs(mesh.devices)}"]
+        return [self._keyword["mesh"], " ", name, write_mesh(mesh)]
 
     def _print(self, f: Function) -> None:
         """Append the lines of `f`, after those of its callees."""
@@ -286,7 +177,7 @@ class _Printer:
             add(line([*head, "("]))
             for docs in inputs:
                 add(line(["  ", *docs, ","]))
-            add(") {")
+            add([") {"])
         for op in f.ops:
             add(line(["  ", *self._op(op, numbers)]))
         for out, of in f.updates.items():
@@ -302,14 +193,13 @@ class _Printer:
             add(line(["  ", self._keyword["return"], " ("]))
             for docs in results:
                 add(line(["    ", *docs, ","]))
-            add("  )")
-        add("}")
+            add(["  )"])
+        add(["}"])
 
     def _value(self, v: Value) -> Doc:
         doc = self._values.get(v)
         if doc is None:
-            name = v.name if _is_plain_value(v.name) else quote(v.name)
-            doc = self._values[v] = self._annotate(self._token.NAME_VARIABLE, "%" + name)
+            doc = self._values[v] = self._annotate(self._token.NAME_VARIABLE, plain_value(v.name))
         return doc
 
     def _definition(self, v: Value, seen: Type | None = None, moment: Any = None) -> list[Doc]:
@@ -318,7 +208,12 @@ class _Printer:
         if v.type is not None:  # pyright: ignore[reportUnnecessaryComparison]
             type = self._types.get(v.type)
             if type is None:
-                if isinstance(seen, Tuple) and isinstance(moment, int) and seen.at(moment) is v.type:
+                if (
+                    isinstance(seen, Tuple)
+                    and type(moment) is int
+                    and moment >= 0
+                    and seen.at(moment) is v.type
+                ):
                     self._texts[v.type] = self._bundle(seen, moment)
                 text = self._type(v.type)
                 type = self._types[v.type] = self._annotate(self._token.NAME_BUILTIN, text)
@@ -332,12 +227,12 @@ class _Printer:
     def _type(self, t: Type) -> str:
         text = self._texts.get(t)
         if text is None:
-            text = self._texts[t] = _type_text(t, self._mesh, self._bundle)
+            text = self._texts[t] = write_type(t, self._mesh, self._bundle)
         return text
 
     def _bundle(self, t: Tuple, moment: int | None = None) -> str:
         """A short bundle as it is; a long one by a name, and the microbatch that it is seen at."""
-        if len(t.types) <= _INLINE:
+        if len(t.types) <= self._inline:
             whole = t if moment is None else t.at(moment)
             return _row([self._type(x) for x in whole.types])
         body = t
@@ -352,7 +247,8 @@ class _Printer:
             self._bundle_lines.append(self._line([self._keyword["bundle"], " ", name, f" = {text}"]))
         return label if moment is None else f"{label}#{moment}"
 
-    def _op(self, op: Op, numbers: dict[Op, int]) -> list[Doc]:
+    def _op(self, op: Op, numbers: dict[Op, int] | None) -> list[Doc]:
+        """The line of an op; `numbers` are those of all ops of its function."""
         docs: list[Doc] = []
         attributes = op.attributes
         callee = attributes.get("callee") if op.spec.name == "Call" else None
@@ -372,7 +268,8 @@ class _Printer:
             separator = ", "
         for name, x in attributes.items():
             if x is not callee or name != "callee":
-                docs += f"{separator}{plain(name)}=", self._annotate(self._token.NUMBER_INT, self._attribute(x))
+                text = self._annotate(self._token.NUMBER_INT, self._attribute(x))
+                docs += f"{separator}{plain(name)}=", text
                 separator = ", "
         docs.append(")")
         if op.of is not None:
@@ -385,10 +282,10 @@ class _Printer:
             doc = self._operators[name] = self._annotate(self._token.NAME_FUNCTION, name)
         return doc
 
-    def _of(self, op: Op, numbers: dict[Op, int]) -> Doc:
-        if op.outputs:
+    def _of(self, op: Op, numbers: dict[Op, int] | None) -> Doc:
+        if op.outputs and (numbers is None or op in numbers):
             return self._value(op.outputs[0])
-        return f"#{numbers.get(op, '?')}"
+        return f"#{numbers.get(op, '?') if numbers else '?'}"  # ?: not of this function, as `verify` says
 
     def _attribute(self, x: Any) -> str:
         """The text of an attribute. Raises ModelError if its kind has none."""
@@ -404,13 +301,13 @@ class _Printer:
             case Mesh():
                 return f"@{self._mesh(x)}"
             case Device():
-                return f"@{_device(x)}"
+                return f"@{write_device(x)}"
             case Function():
                 return f"&{self._function(x)}"
             case _:
                 raise ModelError(
                     f"an attribute {x!r} of type {type(x).__name__} has no text",
-                    "attributes are numbers, strings, None, tuples, dtypes, placements, meshes, devices or functions",
+                    "numbers, strings, None, tuples, dtypes, placements, meshes, devices and functions do",
                 )
 
 

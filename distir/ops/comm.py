@@ -171,8 +171,8 @@ def _unpack(attrs: Attrs, t: Type) -> list[Type]:
     return list(t.types)
 
 
-op("Pack", comm=lambda attrs, *types: [Tuple(types)], alias=True)
-op("Unpack", comm=_unpack, alias=True)
+op("Pack", comm=lambda attrs, *types: [Tuple(types)], bundle="pack", alias=True)
+op("Unpack", comm=_unpack, bundle="unpack", alias=True)
 
 
 def _call(attrs: Attrs, *types: Type) -> list[Any]:

@@ -2,37 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from distir.ir.function import FunctionMaker, Op
-from distir.ir.spec import op
-from distir.ops.shape import sum_to, swap_last
+from distir.ir.axes import Shape
+from distir.ir.function import FunctionMaker, Op, Value
+from distir.ir.spec import Attrs, op
+from distir.ops.rules import all_same, letters, same, scalar, shape_of, sum_to, swap_last
 
 
-def _matmul_grad(f: FunctionMaker, o: Op, d: Any) -> list[Any]:
+def _matmul_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
     a, b = o.inputs
-    if len(b.type.global_shape) == 2 and len(a.type.global_shape) > 2:
+    da = f.emit("MatMul", d, swap_last(f, b))
+    if len(shape_of(b)) == 2:
         # one large product rather than a batch of them that is summed afterwards
-        rows = f.emit("Reshape", a, shape=(-1, a.type.global_shape[-1]))
-        drows = f.emit("Reshape", d, shape=(-1, d.type.global_shape[-1]))
-        db = f.emit("MatMul", swap_last(f, rows), drows)
+        db = f.emit("MatMulGradWeight", a, d)
     else:
-        db = sum_to(f, f.emit("MatMul", swap_last(f, a), d), b)
-    return [sum_to(f, f.emit("MatMul", d, swap_last(f, b)), a), db]
+        db = f.emit("MatMul", swap_last(f, a), d)
+    return [sum_to(f, da, a), sum_to(f, db, b)]
 
 
 op(
     "MatMul",
     axes="... m k, ... k n -> ... m n | k:sum",
+    dtype=same,
     linear=[{0}, {1}],
     weight=1,
     eval=lambda xp, a, b: xp.matmul(a, b),
     grad=_matmul_grad,
+    torch="matmul",
 )
-op(
+
+
+def _weight_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    rows = letters(len(shapes[0]) - 1)
+    lead = " ".join(rows)
+    return f"{lead} y, {lead} z -> y z | {' '.join(f'{r}:sum' for r in rows)}"
+
+
+def _weight_eval(xp: Any, a: Any, d: Any) -> Any:
+    rows = xp.reshape(a, (-1, a.shape[-1]))
+    return xp.matmul(xp.permute_dims(rows, (1, 0)), xp.reshape(d, (-1, d.shape[-1])))
+
+
+op(  # of MatMul (..., k) x (k, n) the gradient of the matrix, summed over all rows
+    "MatMulGradWeight",
+    axes=_weight_axes,
+    dtype=same,
+    linear=[{0}, {1}],
+    eval=_weight_eval,
+)
+op(  # both gradients at once, for backward passes written by hand
     "MatMulGrad",
     axes="m k, k n, m n -> m k, k n | m:sum n:sum",
+    dtype=all_same(2),
     outputs=2,
+    linear=[{2}],
     weight=1,
+    work=lambda attrs, ins, outs: (4.0 * ins[0][0] * ins[1][0] * ins[1][1], 0.0),
     eval=lambda xp, x, w, d: (xp.matmul(d, w.T), xp.matmul(x.T, d)),
+)
+
+
+def _gemm_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    a = "k m" if attrs.get("transA") else "m k"
+    b = "n k" if attrs.get("transB") else "k n"
+    c = ["", ", n", ", m n"][len(shapes[2])] if len(shapes) > 2 else None
+    # with a bias, a split k would add it on every device
+    return f"{a}, {b} -> m n | k:whole" if c is None else f"{a}, {b}{c or ', '} -> m n | k:whole"
+
+
+def _gemm(xp: Any, a: Any, b: Any, c: Any = None, **attrs: Any) -> Any:
+    y = xp.matmul(a.T if attrs.get("transA") else a, b.T if attrs.get("transB") else b)
+    y = y * attrs.get("alpha", 1.0)
+    return y if c is None else y + c * attrs.get("beta", 1.0)
+
+
+def _gemm_decompose(f: FunctionMaker, o: Op) -> list[Value]:
+    attrs = o.attributes
+    a, b, *c = o.inputs
+    a = swap_last(f, a) if attrs.get("transA") else a
+    b = swap_last(f, b) if attrs.get("transB") else b
+    y = _scaled(f, f.emit("MatMul", a, b), attrs.get("alpha", 1.0))
+    return [f.emit("Add", y, _scaled(f, c[0], attrs.get("beta", 1.0))) if c else y]
+
+
+def _scaled(f: FunctionMaker, v: Value, by: float) -> Value:
+    return v if by == 1.0 else f.emit("Mul", v, scalar(f, by, v))
+
+
+op(
+    "Gemm",
+    axes=_gemm_axes,
+    dtype=same,
+    weight=1,
+    work=lambda attrs, ins, outs: (2.0 * ins[0][0] * ins[0][1] * outs[0][1], 0.0),
+    eval=_gemm,
+    decompose=_gemm_decompose,
 )

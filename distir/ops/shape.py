@@ -10,32 +10,40 @@ from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, Strand, op
-from distir.ir.type import Shard
-
-_LETTERS = "abcdefghijkl"
-
-
-def letters(rank: int) -> list[str]:
-    """Factor names for the dims of an operand of that rank."""
-    return list(_LETTERS[:rank])
+from distir.ir.type import Shard, Tensor
+from distir.ops.rules import expect_shape, known, letters, no_grad, passed, points, same, shape_of, sum_to
 
 
-def sum_to(f: FunctionMaker, d: Value, like: Value) -> Value:
-    """The gradient `d` of a result, summed over the dims along which `like` was broadcast."""
-    got, want = d.type.global_shape, like.type.global_shape
-    lead = len(got) - len(want)
-    kept = tuple(i for i in range(lead, len(got)) if want[i - lead] == 1 and got[i] != 1)
-    if kept:
-        d = f.emit("ReduceSum", d, axes=kept, keepdims=1)
-    if lead:
-        d = f.emit("ReduceSum", d, axes=tuple(range(lead)), keepdims=0)
-    return d
+def _with(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def swap_last(f: FunctionMaker, v: Value) -> Value:
-    """`v` with its last two dims swapped."""
-    n = len(v.type.global_shape)
-    return f.emit("Transpose", v, perm=(*range(n - 2), n - 1, n - 2))
+def _here(attrs: Attrs, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> Attrs:
+    """The attribute `shape` for one device's piece of the result."""
+    return {"shape": outs[0].shape}
+
+
+op("Identity", axes=points(1), linear=[{0}], eval=lambda xp, x: x, grad=lambda f, o, d: [d], alias=True)
+op("Detach", axes=points(1), linear=[{0}], eval=lambda xp, x: x, grad=no_grad, alias=True)
+op("ZerosLike", axes=points(1), linear=[{0}], eval=lambda xp, x: xp.zeros_like(x), grad=no_grad)
+
+
+def _constant_infer(attrs: Attrs) -> list[Shape]:
+    shape = attrs.get("shape", ())
+    if math.prod(shape) != len(attrs["value"]):
+        raise IRTypeError(f"attribute value: expected {math.prod(shape)} numbers, got {len(attrs['value'])}")
+    return [shape]
+
+
+op(
+    "Constant",
+    infer=_constant_infer,
+    dtype=lambda attrs: [attrs["dtype"]],
+    eval=lambda xp, value, dtype, shape=(): xp.constant(value, shape, dtype),
+    grad=no_grad,
+)
+
+# ---------------------------------------------------------------- all elements, in another order
 
 
 def _transpose_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
@@ -43,7 +51,7 @@ def _transpose_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
     return f"{' '.join(names)} -> {' '.join(names[i] for i in attrs['perm'])}"
 
 
-def _transpose_grad(f: FunctionMaker, o: Op, d: Any) -> list[Any]:
+def _transpose_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
     perm = o.attributes["perm"]
     return [f.emit("Transpose", d, perm=tuple(sorted(range(len(perm)), key=perm.__getitem__)))]
 
@@ -107,8 +115,240 @@ op(
     infer=_reshape_infer,
     shard=_reshape_shard,
     linear=[{0}],
-    local=lambda attrs, ins, outs: {"shape": outs[0].shape},
+    local=_here,
     eval=lambda xp, a, shape: xp.reshape(a, shape),
-    grad=lambda f, o, d: [f.emit("Reshape", d, shape=o.inputs[0].type.global_shape)],
+    grad=lambda f, o, d: [f.emit("Reshape", d, shape=shape_of(o.inputs[0]))],
     alias=True,
+)
+
+# ---------------------------------------------------------------- parts
+
+
+def _sizes(attrs: Attrs, size: int) -> tuple[int, ...]:
+    """The sizes of a Split's parts."""
+    sizes = attrs.get("sizes")
+    if sizes is None:
+        parts = attrs["parts"]
+        sizes = (size // parts,) * parts
+    if sum(sizes) != size:
+        raise IRTypeError(
+            f"operand 0: size {size} does not split into {attrs.get('sizes') or attrs['parts']}"
+        )
+    return sizes
+
+
+def _split_shard(
+    attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
+) -> Strand | None:
+    """Along its axis: (outer, n, rest) of the whole is (outer / parts, n, rest) of each of equal parts."""
+    whole = part = split
+    if split.dim == attrs["axis"]:
+        parts = len(outs)
+        if len({s[split.dim] for s in outs}) > 1 or (slot >= 0 and split.outer % parts):
+            return None
+        if slot >= 0:
+            part = Shard(split.dim, split.outer // parts)
+        else:
+            whole = Shard(split.dim, split.outer * parts)
+    return Strand((whole,), (part,) * len(outs))
+
+
+def _split_eval(
+    xp: Any, a: Any, axis: int, parts: int = 0, sizes: tuple[int, ...] | None = None
+) -> tuple[Any, ...]:
+    before = (slice(None),) * axis
+    pieces: list[Any] = []
+    start = 0
+    for size in sizes or (a.shape[axis] // parts,) * parts:
+        pieces.append(a[(*before, slice(start, start + size))])
+        start += size
+    return tuple(pieces)
+
+
+def _split_grad(f: FunctionMaker, o: Op, *d: Value | None) -> list[Value]:
+    return [f.emit("Concat", *known(f, o, d), axis=o.attributes["axis"])]
+
+
+op(
+    "Split",
+    infer=lambda attrs, a: [_with(a, attrs["axis"], s) for s in _sizes(attrs, a[attrs["axis"]])],
+    dtype=lambda attrs, d: [d] * (attrs.get("parts") or len(attrs["sizes"])),
+    outputs=lambda attrs: attrs.get("parts") or len(attrs["sizes"]),
+    shard=_split_shard,
+    linear=[{0}],
+    local=lambda attrs, ins, outs: (
+        {"sizes": tuple(t.shape[attrs["axis"]] for t in outs)} if "sizes" in attrs else {}
+    ),
+    eval=_split_eval,
+    grad=_split_grad,
+    alias=True,
+)
+
+
+def _concat_infer(attrs: Attrs, *shapes: Shape) -> list[Shape]:
+    axis = attrs["axis"]
+    for k, s in enumerate(shapes):
+        expect_shape(k, s, _with(shapes[0], axis, s[axis]) if len(s) == len(shapes[0]) else shapes[0])
+    return [_with(shapes[0], axis, sum(s[axis] for s in shapes))]
+
+
+def _concat_shard(
+    attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
+) -> Strand | None:
+    strand = _split_shard(attrs, outs, ins, ~slot, split, n)
+    return None if strand is None else Strand(strand.outs, strand.ins)
+
+
+def _concat_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
+    axis = o.attributes["axis"]
+    sizes = tuple(shape_of(v)[axis] for v in o.inputs)
+    if len(sizes) == 1:
+        return [d]
+    how = {"parts": len(sizes)} if len(set(sizes)) == 1 else {"sizes": sizes}
+    return list(f.emit("Split", d, axis=axis, **how))
+
+
+op(
+    "Concat",
+    infer=_concat_infer,
+    dtype=same,
+    shard=_concat_shard,
+    linear="all",
+    eval=lambda xp, *a, axis: xp.concat(a, axis=axis),
+    grad=_concat_grad,
+)
+
+
+def _ranges(attrs: Attrs) -> dict[int, range]:
+    """For each dim that a Slice cuts, the indices it takes."""
+    rows = zip(attrs["starts"], attrs["ends"], attrs["axes"], attrs["steps"], strict=True)
+    return {axis: range(start, end, step) for start, end, axis, step in rows}
+
+
+def _slice_infer(attrs: Attrs, shape: Shape) -> list[Shape]:
+    for axis, taken in _ranges(attrs).items():
+        if taken and (min(taken[0], taken[-1]) < 0 or max(taken[0], taken[-1]) >= shape[axis]):
+            raise IRTypeError(f"operand 0: {taken} is not within dim {axis} of shape {shape}")
+        shape = _with(shape, axis, len(taken))
+    return [shape]
+
+
+def _taken(xp: Any, x: Any, ranges: dict[int, range]) -> Any:
+    """The view of `x` at these indices, those of a negative step in rising order."""
+    cuts = [slice(None)] * x.ndim
+    for axis, r in ranges.items():
+        r = r if r.step > 0 else r[::-1]
+        cuts[axis] = slice(r.start, r.stop, r.step) if r else slice(0, 0)
+    return x[tuple(cuts)]
+
+
+def _turned(xp: Any, x: Any, ranges: dict[int, range]) -> Any:
+    back = tuple(axis for axis, r in ranges.items() if r.step < 0)
+    return xp.flip(x, axis=back) if back else x
+
+
+def _slice_eval(xp: Any, x: Any, **attrs: Any) -> Any:
+    ranges = _ranges(attrs)
+    return _turned(xp, _taken(xp, x, ranges), ranges)
+
+
+def _slice_grad_eval(xp: Any, d: Any, shape: Shape, **attrs: Any) -> Any:
+    """`d` where the slice was taken from zeros of `shape`."""
+    ranges = _ranges(attrs)
+    x = xp.zeros_like(xp.broadcast_to(d[(slice(0, 1),) * d.ndim], shape))
+    _taken(xp, x, ranges)[...] = _turned(xp, d, ranges)
+    return x
+
+
+op(
+    "Slice",
+    infer=_slice_infer,
+    shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, attrs["axes"]),
+    linear=[{0}],
+    eval=_slice_eval,
+    grad=lambda f, o, d: [f.emit("SliceGrad", d, shape=shape_of(o.inputs[0]), **o.attributes)],
+    alias=True,
+)
+op(
+    "SliceGrad",
+    infer=lambda attrs, d: [attrs["shape"]],
+    shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, attrs["axes"]),
+    linear=[{0}],
+    local=_here,
+    eval=_slice_grad_eval,
+    grad=lambda f, o, d: [f.add_op("Slice", None, [d], o.attributes.without("shape"))],
+)
+
+# ---------------------------------------------------------------- more elements than there were
+
+
+def _expand_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    names = letters(len(attrs["shape"]))
+    if len(shapes[0]) > len(names):
+        raise IRTypeError(f"operand 0: shape {shapes[0]} does not expand to {attrs['shape']}")
+    return f"{' '.join(names[len(names) - len(shapes[0]) :])} -> {' '.join(names)}"
+
+
+op(
+    "Expand",
+    axes=_expand_axes,
+    sizes=lambda attrs, shapes: dict(zip(letters(len(attrs["shape"])), attrs["shape"], strict=True)),
+    linear=[{0}],
+    local=_here,
+    work=lambda attrs, ins, outs: (0.0, 0.0),
+    eval=lambda xp, x, shape: xp.broadcast_to(x, shape),
+    grad=lambda f, o, d: [sum_to(f, d, o.inputs[0])],
+    alias=True,
+)
+
+
+def _pad_eval(xp: Any, x: Any, dim: int, size: int, value: float = 0.0) -> Any:
+    tail = xp.broadcast_to(x[(slice(None),) * dim + (slice(0, 1),)], _with(x.shape, dim, size - x.shape[dim]))
+    return xp.concat((x, xp.zeros_like(tail) + value), axis=dim)
+
+
+def _resized(attrs: Attrs, shape: Shape, larger: bool) -> list[Shape]:
+    if (attrs["size"] < shape[attrs["dim"]]) if larger else (attrs["size"] > shape[attrs["dim"]]):
+        raise IRTypeError(f"operand 0: dim {attrs['dim']} of shape {shape} cannot become {attrs['size']}")
+    return [_with(shape, attrs["dim"], attrs["size"])]
+
+
+op(  # dim grows to `size`, by `value` at the end
+    "PadTo",
+    infer=lambda attrs, shape: _resized(attrs, shape, True),
+    shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, (attrs["dim"],)),
+    linear=lambda attrs: [] if attrs.get("value") else [{0}],
+    eval=_pad_eval,
+    grad=lambda f, o, d: [
+        f.emit("CutTo", d, dim=o.attributes["dim"], size=shape_of(o.inputs[0])[o.attributes["dim"]])
+    ],
+)
+op(  # dim shrinks to `size`, at the end
+    "CutTo",
+    infer=lambda attrs, shape: _resized(attrs, shape, False),
+    shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, (attrs["dim"],)),
+    linear=[{0}],
+    eval=lambda xp, x, dim, size: x[(slice(None),) * dim + (slice(0, size),)],
+    grad=lambda f, o, d: [
+        f.emit("PadTo", d, dim=o.attributes["dim"], size=shape_of(o.inputs[0])[o.attributes["dim"]])
+    ],
+    alias=True,
+)
+
+
+def _fill_eval(xp: Any, x: Any, start: int, dim: int, size: int, value: float = 0.0) -> Any:
+    kept = min(max(size - start, 0), x.shape[dim])
+    head = x[(slice(None),) * dim + (slice(0, kept),)]
+    tail = x[(slice(None),) * dim + (slice(kept, None),)]
+    return xp.concat((head, xp.zeros_like(tail) + value), axis=dim)
+
+
+op(  # `value` in place of what stands in dim from index `size` on; the dim may be split
+    "FillTail",
+    axes=points(1),
+    index=lambda attrs: (0, attrs["dim"]),
+    linear=lambda attrs: [] if attrs.get("value") else [{0}],
+    donates=(0,),
+    eval=_fill_eval,
+    grad=lambda f, o, d: [f.emit("FillTail", d, dim=o.attributes["dim"], size=o.attributes["size"])],
 )

@@ -23,7 +23,7 @@ class Signature:
         self.outs: list[Shape] = [whole(v.type) for v in op.outputs]
         self.flops = op.spec.flops(op.attributes, self.ins, self.outs)
         self.elements = sum(math.prod(s) for s in self.outs)
-        self.linear = op.spec.linear_sets(len(self.ins))
+        self.linear = op.spec.linear_sets(len(self.ins), op.attributes)
         self._strands: dict[tuple[int, int, Shard], Strand | None] = {}
 
     def strand(self, slot: int, split: Shard, n: int) -> Strand | None:

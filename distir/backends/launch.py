@@ -1,0 +1,387 @@
+"""Running a distributed program on this host, or as one of torchrun's processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distir.backends.pieces import Coord, ship, whole_array
+from distir.backends.worker import Failure, Job, job_file, log_file
+from distir.ir import errors
+from distir.ir.errors import DistirError, InfeasibleError, UsageError, WorkerError
+from distir.ir.function import Function, Value
+from distir.transforms.project import ranks
+
+Arrays = Mapping[Value, Any] | Sequence[Any]
+Data = Callable[[int], Mapping[Value, Any]]
+OnStep = Callable[[int, float, dict[int, np.ndarray]], None]
+
+_GRACE_SECONDS = 1.0
+"""How long after a first failure to wait for others that may say more about the cause."""
+_AHEAD = 2
+"""Steps whose data are written before they are needed."""
+
+
+@dataclass
+class RunResult:
+    """What a run gave. Arrays are whole, in source shapes (padding cut off).
+
+    `seconds[k]`: step k, by the slowest rank, all having begun together; the data were already there. `outputs[k]`: of
+    step k, by position among the program's outputs: those of one element, after the last step all that are not
+    updates. `inputs`: after the last step, by position, the inputs that the program updates. Under torchrun only rank
+    0 has arrays.
+    """
+
+    world: int
+    rank: int
+    backend: str
+    seconds: list[float] = field(default_factory=list)
+    outputs: list[dict[int, np.ndarray]] = field(default_factory=list)
+    inputs: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def warm_up(self) -> int:
+        """How many of the first steps are not counted in `step_seconds`: one, unless there is no other."""
+        return min(1, len(self.seconds) - 1)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median time of a step, in seconds."""
+        return statistics.median(self.seconds[self.warm_up :])
+
+
+def run(
+    program: Function,
+    arrays: Arrays,
+    steps: int = 1,
+    *,
+    data: Data | None = None,
+    backend: str = "gloo",
+    nproc: int | None = None,
+    timeout: float = 600.0,
+    threads: int | None = None,
+    bytes_per_rank: int = 0,
+    every: bool = False,
+    final: bool = True,
+    on_step: OnStep | None = None,
+) -> RunResult:
+    """Run a distributed program for `steps` steps, with a process for each of its devices.
+
+    `arrays`: one whole array an input, in order, or a mapping from input Values; inputs that change from step to step
+    come from `data(step)` instead. An output that is an update replaces its input before the next step. Where the
+    environment is torchrun's, this process joins as its rank; else all ranks are started here and ended with the call,
+    whatever happens. `timeout`: seconds without any sign of progress; `threads` of a rank, the cores' share without it;
+    `bytes_per_rank` of memory needed, checked before anything starts; `every`: report all outputs after each step;
+    `final`: and the updated inputs after the last; `on_step(k, seconds, outputs)` is called after each.
+
+    Raises UsageError for arguments that do not fit, InfeasibleError if memory does not suffice, WorkerError, naming the
+    rank, if one fails, is killed or does not answer in time, and whatever DistirError a rank raises.
+    """
+    from distir.ir.verify import verify
+
+    world = max(1, len(ranks(program)))
+    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    started = int(os.environ["WORLD_SIZE"]) if joined else nproc
+    if started is not None and started != world:
+        what = "torchrun started" if joined else "nproc asks for"
+        raise UsageError(f"the plan has {world} ranks, {what} {started}")
+    if steps < 1:
+        raise UsageError(f"steps: expected at least 1, got {steps}")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else world
+    _check_backend(backend, here)
+    _check_memory(bytes_per_rank, here)
+    verify(program)
+    given = _by_position(program, arrays)
+    threads = threads or max(1, cores() // here)
+    if joined:
+        from distir.backends.torchrun import join
+
+        return join(program, given, steps, data, backend, timeout, threads, every, final, on_step)
+    return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, on_step).run()
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _by_position(program: Function, arrays: Arrays) -> dict[int, Any]:
+    if not isinstance(arrays, Mapping):
+        if len(arrays) != len(program.inputs):
+            raise UsageError(f"{program.name} has {len(program.inputs)} inputs, got {len(arrays)} arrays")
+        return {k: x for k, x in enumerate(arrays) if x is not None}
+    return {k: arrays[v] for k, v in enumerate(program.inputs) if v in arrays}
+
+
+def _check_backend(backend: str, here: int) -> None:
+    if backend not in ("gloo", "nccl"):
+        raise UsageError(f"unknown backend {backend!r}", "gloo runs on CPUs, nccl on GPUs")
+    if backend == "nccl":
+        import torch
+
+        have = torch.cuda.device_count()
+        if have < here:
+            raise UsageError(f"backend nccl needs a GPU a rank: {here} ranks, {have} GPUs here", "use --backend gloo")
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that may still be used on this host, None where it cannot be known."""
+    limits: list[int] = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        limits.append(int(rows["MemAvailable"].split()[0]) * 1024)
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
+        limits.append(int(text) - int(used.read_text()))
+    return min(limits, default=None)
+
+
+def _check_memory(bytes_per_rank: int, here: int) -> None:
+    have = available_memory()
+    need = bytes_per_rank * here
+    if have is not None and need > have:
+        raise InfeasibleError(
+            f"{here} ranks of {bytes_per_rank / 2**30:.1f} GiB need {need / 2**30:.1f} GiB, "
+            f"{have / 2**30:.1f} GiB are available on this host",
+            "more microbatches or a smaller batch need less",
+        )
+
+
+class _Run:
+    """One run on this host, and what it has heard from its ranks."""
+
+    def __init__(
+        self,
+        program: Function,
+        given: dict[int, Any],
+        steps: int,
+        data: Data | None,
+        backend: str,
+        world: int,
+        timeout: float,
+        threads: int,
+        every: bool,
+        final: bool,
+        on_step: OnStep | None,
+    ) -> None:
+        self.program, self.given, self.steps, self.data = program, given, steps, data
+        self.world, self.timeout, self.threads = world, timeout, threads
+        self.every, self.final, self.on_step = every, final, on_step
+        self.result = RunResult(world, 0, backend)
+        self.fed = 0
+        self.reports: list[dict[int, tuple[Any, ...]]] = [{} for _ in range(steps)]
+        self.finished: set[int] = set()
+        self.failures: dict[int, Failure] = {}
+        self.exits: dict[int, int] = {}
+        self.last_heard: dict[int, float] = {}
+
+    def run(self) -> RunResult:
+        self.folder = Path(tempfile.mkdtemp(prefix="distir-"))
+        supervisor: subprocess.Popen[bytes] | None = None
+        try:
+            self._write_job()
+            supervisor = self._start()
+            self._listen()
+        finally:
+            if supervisor is not None:
+                _end(supervisor)
+                for link in (self.control, *self.links):
+                    link.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return self.result
+
+    def _write_job(self) -> None:
+        arrays = {k: ship(x, self.folder / f"array{k}") for k, x in self.given.items()}
+        device = "cuda" if self.result.backend == "nccl" else "cpu"
+        patience = max(1.0, self.timeout - 2 * _GRACE_SECONDS)  # ranks notice before the whole run is given up
+        job = Job(
+            self.program,
+            self.world,
+            arrays,
+            self.steps,
+            self.result.backend,
+            device,
+            patience,
+            self.threads,
+            self.every,
+            self.final,
+        )
+        job_file(self.folder).write_bytes(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        pairs = [socket.socketpair() for _ in range(self.world + 1)]
+        theirs = [b.fileno() for _, b in pairs]
+        command = [sys.executable, "-m", "distir.backends.worker", str(self.folder), *map(str, theirs)]
+        env = dict(os.environ, OMP_NUM_THREADS=str(self.threads), MKL_NUM_THREADS=str(self.threads))
+        env["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no name need be resolved
+        # a session of its own: Ctrl-C reaches this process only, which then ends the others
+        with open(self.folder / "supervisor.log", "wb") as log:
+            supervisor = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, pass_fds=theirs, start_new_session=True
+            )
+        ends = [Connection(a.detach()) for a, _ in pairs]
+        for _, b in pairs:
+            b.close()
+        self.control, self.links = ends[0], ends[1:]
+        return supervisor
+
+    def _listen(self) -> None:
+        """Until all ranks are done. Raises for the first of them that fails."""
+        for _ in range(min(_AHEAD, self.steps)):
+            self._feed()
+        number = {link: rank for rank, link in enumerate(self.links)}
+        open_ends: list[Connection] = [self.control, *self.links]
+        heard = failed = time.monotonic()
+        while len(self.exits) < self.world:
+            now = time.monotonic()
+            limit = failed + _GRACE_SECONDS if self._failed() else heard + self.timeout
+            ready = wait(open_ends, max(0.0, limit - now))
+            if not ready and time.monotonic() >= limit:
+                raise self._error()
+            for end in ready:
+                was_failing = self._failed()
+                try:
+                    self._hear(number.get(end), end.recv())  # type: ignore[union-attr, arg-type]
+                except (EOFError, ConnectionError):
+                    open_ends.remove(end)  # type: ignore[arg-type]
+                    if end is self.control and len(self.exits) < self.world:
+                        raise self._supervisor_error() from None
+                heard = time.monotonic()
+                if self._failed() and not was_failing:
+                    failed = heard
+        if self._failed():
+            raise self._error()
+
+    def _failed(self) -> bool:
+        return bool(self.failures) or any(self.exits.values())
+
+    def _hear(self, rank: int | None, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("exit", int(who), int(code)):
+                self.exits[who] = code
+            case ("pids", pids):
+                self.pids = pids
+            case ("error", Failure() as failure) if rank is not None:
+                self.failures[rank] = failure
+            case ("done",) if rank is not None:
+                self.finished.add(rank)
+            case ("step", int(step), seconds, outputs, inputs) if rank is not None:
+                self.last_heard[rank] = time.monotonic()
+                self.reports[step][rank] = (seconds, outputs, inputs)
+                if len(self.reports[step]) == self.world:
+                    self._completed(step)
+            case _:
+                raise WorkerError(f"rank {rank} sent {message[0]!r}, which nobody expects")
+
+    def _completed(self, step: int) -> None:
+        reports = self.reports[step].values()
+        seconds = max(s for s, _, _ in reports)
+        outputs = gathered(self.program.outputs, [o for _, o, _ in reports])
+        self.result.seconds.append(seconds)
+        self.result.outputs.append(outputs)
+        self.result.inputs.update(gathered(self.program.inputs, [i for _, _, i in reports]))
+        for file in self.folder.glob(f"data*.{step}"):
+            file.unlink()
+        self._feed()
+        if self.on_step is not None:
+            self.on_step(step, seconds, outputs)
+
+    def _feed(self) -> None:
+        """Send all ranks the data of the next step that has none yet."""
+        step = self.fed
+        if step == self.steps:
+            return
+        self.fed += 1
+        fresh = _by_position(self.program, self.data(step)) if self.data else {}
+        shipped = {k: ship(x, self.folder / f"data{k}.{step}") for k, x in fresh.items()}
+        for link in self.links:
+            try:
+                link.send(shipped)
+            except OSError:
+                continue  # it is gone, and `_listen` will hear of it
+
+    def _error(self) -> DistirError:
+        """The failure that says most about the cause: a death, else an error of its own, else of communicating."""
+        killed = {r: c for r, c in self.exits.items() if c and r not in self.failures}
+        if killed:
+            rank = min(killed, key=lambda r: (killed[r] > 0, r))
+            return WorkerError(f"rank {rank} {_ending(killed[rank])}{self._last_line(rank)}", _STEP_HINT % self._step())
+        own = {r: f for r, f in self.failures.items() if not f.peer}
+        silent = [r for r in range(self.world) if r not in self.failures and r not in self.exits]
+        if not own and (silent or not self.failures):
+            names = ", ".join(map(str, silent))
+            where = f"step {self._step()}"
+            return WorkerError(f"rank{'s' * (len(silent) > 1)} {names} did not answer within {self.timeout:g} s in {where}")
+        rank, failure = min((own or self.failures).items())
+        kind = getattr(errors, failure.kind, None)
+        if isinstance(kind, type) and issubclass(kind, DistirError):
+            alike = all(f.message == failure.message for f in self.failures.values()) and len(self.failures) > 1
+            return kind(failure.message if alike else f"rank {rank}: {failure.message}", failure.hint)
+        error = WorkerError(f"rank {rank} failed: {failure.kind}: {_one_line(failure.message)}")
+        error.add_note(failure.trace)
+        return error
+
+    def _step(self) -> int:
+        return len(self.result.seconds)
+
+    def _supervisor_error(self) -> WorkerError:
+        log = self.folder / "supervisor.log"
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        return WorkerError(f"the process that starts the ranks was ended{f': {lines[-1]}' if lines else ''}")
+
+    def _last_line(self, rank: int) -> str:
+        log = log_file(self.folder, rank)
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        return f"; its last words: {lines[-1]}" if lines else ""
+
+
+_STEP_HINT = "it was in step %d; a rank that is killed without a word may have run out of memory"
+
+
+def gathered(values: Sequence[Value], reports: Sequence[Mapping[int, tuple[Coord, Any]]]) -> dict[int, np.ndarray]:
+    """The whole arrays from what each rank reported of its pieces."""
+    pieces: dict[int, dict[Coord, np.ndarray]] = {}
+    for report in reports:
+        for k, (coord, x) in report.items():
+            pieces.setdefault(k, {})[coord] = x if isinstance(x, np.ndarray) else x.array()
+    return {k: whole_array(pieces[k], values[k]) for k in sorted(pieces)}
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _one_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "no message"
+
+
+def _end(supervisor: subprocess.Popen[bytes]) -> None:
+    """End the supervisor and all ranks, which are in its session, and wait until they are gone."""
+    try:
+        os.killpg(supervisor.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # all have ended by themselves
+    supervisor.wait()

@@ -1,0 +1,410 @@
+"""From a rank's program to Python: each function becomes straight-line source over torch calls, and is compiled.
+
+    def fwd0(args, t):
+        v0, v1 = args; args.clear()
+        v2 = matmul(v1, v0)
+        h3 = allreduce_tp(v2)
+        del v2
+        v4 = gelu(v1)
+        v3 = h3(); del h3
+        ...
+
+A value is deleted at its last use; arguments come in a list that the callee empties, so that it can free them too. What
+communication returns (`h3`) is waited for at its first use, and may leave the function that issued it. `t` is the
+microbatch a body runs, None where nothing varies in time.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distir.backends.comm import Network, combine, merge
+from distir.backends.namespace import TorchNamespace
+from distir.executor.collectives import cut, local_outer, start_of, take_digit
+from distir.ir.device import Mesh
+from distir.ir.errors import ModelError, UsageError
+from distir.ir.function import Function, Op, Value
+from distir.ir.type import Partial, Shard, Tensor, Tuple, Type
+
+Compiled = Callable[[list[Any], int | None], Sequence[Any]]
+
+_KEPT_BYTES = 1 << 20
+"""A result that depends on nothing is computed once and kept, if it is no larger."""
+
+
+class Lowered:
+    """A function as Python. `pending` are the positions of outputs that are returned not yet waited for.
+
+    `varies` names a value of it that depends on the microbatch, None if there is none.
+    """
+
+    __slots__ = ("call", "name", "pending", "source", "varies")
+
+    def __init__(
+        self, name: str, source: str, call: Compiled, pending: frozenset[int], varies: str | None
+    ) -> None:
+        self.name, self.source, self.call, self.pending, self.varies = name, source, call, pending, varies
+
+
+class Lowering:
+    """Lowers the functions of one rank's program; each callee once."""
+
+    def __init__(self, network: Network, device: torch.device) -> None:
+        self.network = network
+        self.xp = TorchNamespace(device)
+        self.done: dict[Function, Lowered] = {}
+        self._names: dict[str, int] = {}
+
+    def __call__(self, function: Function) -> Lowered:
+        lowered = self.done.get(function)
+        if lowered is None:
+            lowered = self.done[function] = _Body(self, function).lower()
+        return lowered
+
+    def source(self) -> str:
+        """All the Python there is, callees first."""
+        return "\n\n".join(lowered.source for lowered in self.done.values())
+
+    def function_name(self, name: str) -> str:
+        """A name for the Python function of that name, unlike all others."""
+        plain = "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
+        plain = plain if plain and not plain[0].isdigit() else f"f{plain}"
+        k = self._names[plain] = self._names.get(plain, -1) + 1
+        return f"{plain}_{k}" if k else plain
+
+
+class _Body:
+    """One function on its way to Python."""
+
+    def __init__(self, lowering: Lowering, function: Function) -> None:
+        self.lowering, self.function = lowering, function
+        self.network, self.xp = lowering.network, lowering.xp
+        self.lines: list[str] = []
+        self.bound: dict[str, Any] = {}
+        self._bound_names: dict[Any, str] = {}
+        self.number: dict[Value, int] = {}
+        self.pending: set[Value] = set()
+        self.kept: set[Value] = set()
+        self.varies: str | None = None
+        self.last: dict[Value, int] = {}
+
+    def lower(self) -> Lowered:
+        f = self.function
+        name = self.lowering.function_name(f.name)
+        for k, op in enumerate(f.ops):
+            for v in op.inputs:
+                self.last[v] = k
+        for v in f.outputs:
+            self.last[v] = len(f.ops)
+        self._begin()
+        for k, op in enumerate(f.ops):
+            self._op(op, k)
+        pending = self._end()
+        source = f"def {name}(args, t):\n" + "\n".join("    " + line for line in self.lines) + "\n"
+        self.bound["__builtins__"] = {}
+        exec(compile(source, f"<distir {name}>", "exec"), self.bound)  # noqa: S102  (source is generated above)
+        return Lowered(name, source, self.bound[name], pending, self.varies)
+
+    # --- names
+
+    def var(self, v: Value) -> str:
+        """The Python name of a value."""
+        k = self.number.get(v)
+        if k is None:
+            k = self.number[v] = len(self.number)
+        return f"{'h' if v in self.pending else 'v'}{k}"
+
+    def use(self, v: Value) -> str:
+        """The name of a value that is needed now: what is pending is waited for first."""
+        if v in self.pending:
+            handle = self.var(v)
+            self.pending.discard(v)
+            self.lines.append(f"{self.var(v)} = {handle}(); del {handle}")
+        return self.var(v)
+
+    def bind(self, name: str, x: Any) -> str:
+        """A global of the Python function: an object that its source names."""
+        try:
+            key: Any = (name, x, type(x))
+            known = self._bound_names.get(key)
+        except TypeError:
+            key = known = None
+        if known is None:
+            known, k = name, 0
+            while known in self.bound:
+                k += 1
+                known = f"{name}_{k}"
+            self.bound[known] = x
+            if key is not None:
+                self._bound_names[key] = known
+        return known
+
+    # --- structure
+
+    def _begin(self) -> None:
+        inputs = self.function.inputs
+        if inputs:
+            self.lines.append(f"{', '.join(self.var(v) for v in inputs)}, = args; args.clear()")
+        self._free([v for v in inputs if v not in self.last], -1)
+
+    def _end(self) -> frozenset[int]:
+        outputs = self.function.outputs
+        for v in [v for v in self.pending if outputs.count(v) != 1]:
+            self.use(v)
+        row = "".join(f"{self.var(v)}, " for v in outputs)
+        self.lines.append(f"return ({row.rstrip()})")
+        return frozenset(k for k, v in enumerate(outputs) if v in self.pending)
+
+    def _free(self, values: Sequence[Value], k: int) -> None:
+        """Delete those of `values` that nothing after op number k uses."""
+        dead = [v for v in dict.fromkeys(values) if self.last.get(v, -1) <= k and v not in self.kept]
+        dead = [v for v in dead if v not in self.pending]  # what was started must end: see `_end`
+        if dead:
+            self.lines.append(f"del {', '.join(map(self.var, dead))}")
+
+    def _op(self, op: Op, k: int) -> None:
+        name = op.spec.name
+        if op.callee is not None:
+            self._call(op, op.callee, k)
+        elif op.spec.comm is None:
+            self._compute(op)
+        elif (rule := _RULES.get(name)) is not None:
+            rule(self, op)
+        else:
+            raise ModelError(f"{self.function.name}: the torch backend cannot run {name}")
+        if op.callee is None:
+            self._free([*op.inputs, *op.outputs], k)
+
+    def _call(self, op: Op, callee: Function, k: int) -> None:
+        lowered = self.lowering(callee)
+        moment = op.attributes.get("mb")
+        if moment is None and lowered.varies:
+            raise UsageError(f"{callee.name}: %{lowered.varies} varies in time, but the call has no microbatch")
+        function = self.bind(lowered.name, lowered.call)
+        args = [self.use(v) for v in op.inputs]
+        self.lines.append(f"args = [{', '.join(args)}]")
+        self._free(op.inputs, k)  # before the call: the callee holds them now
+        self.pending.update(v for j, v in enumerate(op.outputs) if j in lowered.pending)
+        results = "".join(f"{self.var(v)}, " for v in op.outputs)
+        self.lines.append(f"{results + '= ' if results else ''}{function}(args, {moment!r})")
+        self._free(op.outputs, k)
+
+    def assign(self, op: Op, expression: str, pending: bool = False) -> None:
+        """`%result = expression`."""
+        if pending:
+            self.pending.add(op.outputs[0])
+        self.lines.append(f"{self.var(op.outputs[0])} = {expression}")
+
+    def moment(self, mesh: Mesh, v: Value) -> str:
+        """Which microbatch `v` is of, as an expression."""
+        if mesh.time is None or mesh.sizes[mesh.time] == 1:
+            return "0"
+        self.varies = v.name
+        return "t"
+
+    # --- ops that compute
+
+    def _compute(self, op: Op) -> None:
+        spec = op.spec
+        device = op.outputs[0].type.device if op.outputs else None
+        attrs = {k: v for k, v in op.attributes.items() if k not in ("device", "place")}
+        if spec.local:
+            attrs.update(spec.local(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs]))
+        start = self._start(op, device)
+        if not op.inputs and not (start and "t" in start) and _bytes(op.outputs) <= _KEPT_BYTES:
+            self._keep(op, attrs, start)
+            return
+        keywords = [f"{k}={self._literal(k, x)}" for k, x in attrs.items()]
+        if start is not None:
+            keywords.append(f"start={start}")
+        row = ", ".join([*[self.use(v) for v in op.inputs], *keywords])
+        expression = f"{self._kernel(op)}({row})"
+        if spec.outputs == 1:
+            self.assign(op, expression)
+            return
+        if callable(spec.outputs) and len(op.outputs) == 1:
+            expression = f"{self.bind('as_row', _as_row)}({expression})"
+        results = "".join(f"{self.var(v)}, " for v in op.outputs)
+        self.lines.append(f"{results}= {expression}")
+
+    def _kernel(self, op: Op) -> str:
+        """The name of what computes the op: torch's own kernel where the op names one, else its `eval`."""
+        spec = op.spec
+        if spec.torch is not None:
+            return self.bind(spec.torch.rsplit(".", 1)[-1], operator.attrgetter(spec.torch)(torch))
+        if spec.eval is None:
+            raise ModelError(f"{spec.name} cannot be evaluated: it should have been decomposed")
+        name = "".join(c if c.isalnum() and c.isascii() else "_" for c in spec.name)
+        return self.bind(name, functools.partial(spec.eval, self.xp))
+
+    def _keep(self, op: Op, attrs: Mapping[str, Any], start: str | None) -> None:
+        """Compute now what depends on nothing."""
+        extra = {} if start is None else {"start": int(start)}
+        if op.spec.eval is None:
+            raise ModelError(f"{op.spec.name} cannot be evaluated: it should have been decomposed")
+        results = _as_row(op.spec.eval(self.xp, **attrs, **extra))
+        for v, x in zip(op.outputs, results, strict=True):
+            self.bound[self.var(v)] = x
+            self.kept.add(v)
+
+    def _literal(self, name: str, x: Any) -> str:
+        plain = isinstance(x, bool | int | str | None) or (
+            isinstance(x, tuple) and all(type(y) is int for y in x) and len(x) < 9
+        )
+        return repr(x) if plain else self.bind(name, x)
+
+    def _start(self, op: Op, device: Any) -> str | None:
+        """The global index at which this rank's piece begins, in the dim that the op's `index` names."""
+        if op.spec.index is None:
+            return None
+        slot, dim = op.spec.index
+        v = op.inputs[slot] if slot >= 0 else op.outputs[~slot]
+        t = v.type
+        if not isinstance(device, Mesh) or not isinstance(t, Tensor):
+            return "0"
+        dim %= max(1, len(t.shape))
+        coord = self.network.coordinate(device)
+        base = start_of(t, dim, coord)
+        if device.time is None or not isinstance(t.placements[device.time], Shard):
+            return str(base)
+        after = (*coord[: device.time], 1, *coord[device.time + 1 :])
+        stride = start_of(t, dim, after) - base
+        moment = self.moment(device, v)
+        return str(base) if stride == 0 or moment == "0" else f"{base} + {moment} * {stride}"
+
+
+def _bytes(values: Sequence[Value]) -> int:
+    return sum(v.type.bytes for v in values)
+
+
+def _as_row(y: Any) -> Sequence[Any]:
+    return y if isinstance(y, tuple | list) else (y,)
+
+
+# --- communication and structure
+
+
+def _tensor(v: Value) -> Tensor:
+    if not isinstance(v.type, Tensor):
+        raise ModelError(f"expected a tensor, got %{v.name}: {v.type}")
+    return v.type
+
+
+def _same(b: _Body, op: Op) -> None:
+    """The result is the operand."""
+    b.assign(op, b.use(op.inputs[0]))
+
+
+def _along_axis(b: _Body, op: Op) -> None:
+    """A collective along a mesh axis: nothing to do for one device, nor for a sum over time, which is complete."""
+    before, after, axis = _tensor(op.inputs[0]), _tensor(op.outputs[0]), op.attributes["axis"]
+    a, name, network = before.mesh.position(axis), op.spec.name, b.network
+    if a == before.mesh.time and isinstance(before.placements[a], Shard) and before.mesh.sizes[a] > 1:
+        _gather_in_time(b, op, before, a)
+    elif a == before.mesh.time or before.mesh.sizes[a] == 1:
+        _same(b, op)
+    else:
+        starts = {
+            "MPIAllreduce": lambda: network.allreduce(before, axis),
+            "MPIAllgather": lambda: network.allgather(before, axis),
+            "MPIReduceScatter": lambda: network.reduce_scatter(before, after, axis),
+            "MPIAlltoall": lambda: network.alltoall(before, after, axis),
+        }
+        start = b.bind(f"{name[3:].lower()}_{axis}", starts[name]())
+        b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
+
+
+def _gather_in_time(b: _Body, op: Op, t: Tensor, axis: int) -> None:
+    """All microbatches, in order, as one."""
+    p, outer = t.placements[axis], local_outer(t, axis)
+    if len(op.inputs) != t.mesh.sizes[axis]:
+        b.varies = op.inputs[0].name
+    join = b.bind("join_microbatches", lambda *xs: merge(xs, p.dim, outer))
+    b.assign(op, f"{join}({', '.join([b.use(v) for v in op.inputs])})")
+
+
+def _slice(b: _Body, op: Op) -> None:
+    t = _tensor(op.outputs[0])
+    a = t.mesh.position(op.attributes["axis"])
+    p, outer, n = t.placements[a], local_outer(t, a), t.mesh.sizes[a]
+    if n == 1:
+        _same(b, op)
+        return
+    index = b.moment(t.mesh, op.outputs[0]) if a == t.mesh.time else str(b.network.coordinate(t.mesh)[a])
+    part = b.bind("piece", lambda x, k: take_digit(x, p.dim, outer, n, k))
+    b.assign(op, f"{part}({b.use(op.inputs[0])}, {index})")
+
+
+def _send(b: _Body, op: Op) -> None:
+    source, to, whole = _tensor(op.inputs[0]), op.attributes["to"], None
+    if isinstance(to, Mesh) and not isinstance(source.device, Mesh):
+        whole = Tensor.whole(source.dtype, source.shape, to, op.attributes.get("placements"))
+    send = b.bind("send", b.network.sender(source, to, whole, op.attributes["message"]))
+    b.lines.append(f"{send}({b.use(op.inputs[0])})")
+
+
+def _receive(b: _Body, op: Op) -> None:
+    attrs, got = op.attributes, _tensor(op.outputs[0])
+    at = attrs["source"]
+    placements = attrs.get("placements") if isinstance(at, Mesh) else None
+    source = Tensor.whole(got.dtype, attrs["shape"], at, placements)
+    b.assign(op, f"{b.bind('receive', b.network.receiver(source, got, attrs['message']))}()", pending=True)
+
+
+def _scatter(b: _Body, op: Op) -> None:
+    """On the device that has the whole, where it also gets a piece."""
+    whole, t = _tensor(op.inputs[0]), _tensor(op.outputs[0])
+    mine = b.network.coordinate(t.mesh)
+    send = b.bind("send", b.network.sender(whole, t.mesh, t, op.attributes["message"]))
+    b.lines.append(f"{send}({b.use(op.inputs[0])})")
+    b.assign(op, f"{b.bind('piece', lambda x: cut(x, t, mine))}({b.use(op.inputs[0])})")
+
+
+def _gather(b: _Body, op: Op) -> None:
+    """On the device that gets the whole, where it also has a piece."""
+    source, got = _tensor(op.inputs[0]), _tensor(op.outputs[0])
+    gather = b.bind("gather", b.network.receiver(source, got, op.attributes["message"]))
+    b.assign(op, f"{gather}({b.use(op.inputs[0])})", pending=True)
+
+
+def _accumulate(b: _Body, op: Op) -> None:
+    total, x = [b.use(v) for v in op.inputs]
+    t = op.inputs[0].type
+    b.assign(op, f"{b.bind('accumulate', functools.partial(accumulated, t))}({total}, {x})")
+
+
+def accumulated(t: Type, total: Any, x: Any) -> Any:
+    """The running sum (or maximum) `total`, of type t, and the next `x`."""
+    if isinstance(t, Tuple):
+        return tuple(accumulated(u, a, c) for u, a, c in zip(t.types, total, x, strict=True))
+    p = t.placements[t.mesh.time] if t.mesh.time is not None else None
+    return combine((total, x), p.kind if isinstance(p, Partial) else "sum")
+
+
+def _pack(b: _Body, op: Op) -> None:
+    b.assign(op, f"({''.join([f'{b.use(v)}, ' for v in op.inputs]).rstrip()})")
+
+
+def _unpack(b: _Body, op: Op) -> None:
+    if op.outputs:
+        row = "".join(f"{b.var(v)}, " for v in op.outputs)
+        b.lines.append(f"{row}= {b.use(op.inputs[0])}")
+
+
+_RULES: dict[str, Callable[[_Body, Op], None]] = {
+    **dict.fromkeys(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"), _along_axis),
+    "LocalSlice": _slice,
+    "Restrict": _same,
+    "MPISend": _send,
+    "MPIRecv": _receive,
+    **dict.fromkeys(("MPIScatter", "MPIBroadcast"), _scatter),
+    **dict.fromkeys(("MPIGather", "MPIReduce"), _gather),
+    "Accumulate": _accumulate,
+    "Pack": _pack,
+    "Unpack": _unpack,
+}

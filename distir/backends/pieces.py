@@ -1,0 +1,154 @@
+"""Pieces of arrays on their way between processes: whole arrays by file, and wholes from the pieces ranks report.
+
+Loads no torch: the process that starts the ranks need not wait for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distir.executor.collectives import join_digit, local_outer
+from distir.ir.device import Mesh
+from distir.ir.function import Function, Value
+from distir.ir.type import REPLICATE, Partial, Replicate, Shard, Tensor, Type
+
+Coord = tuple[int, ...]
+
+_INLINE_BYTES = 1 << 12
+"""Smaller arrays travel in the message itself."""
+
+
+class Shipped(NamedTuple):
+    """An array that another process on this host can have: a region of a file, or, without one, `value` broadcast."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    path: str | None
+    offset: int
+    value: np.ndarray | None
+
+    def array(self) -> np.ndarray:
+        """The array, read-only; of a file only what is touched is read."""
+        if self.path is None:
+            return np.broadcast_to(np.asarray(self.value), self.shape)
+        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+
+
+def ship(x: Any, file: Path) -> Shipped:
+    """Make an array ready for other processes: by reference if it is mapped from a file, else written to `file`."""
+    x = np.asarray(x) if not isinstance(x, np.ndarray) else x
+    if isinstance(x, np.memmap) and isinstance(x.base, mmap.mmap) and x.filename and x.flags.c_contiguous:
+        return Shipped(x.shape, x.dtype, str(x.filename), x.offset, None)
+    if x.nbytes <= _INLINE_BYTES:
+        return Shipped(x.shape, x.dtype, None, 0, np.array(x))
+    if not any(x.strides):
+        return Shipped(x.shape, x.dtype, None, 0, np.array(x[(0,) * x.ndim]))
+    np.ascontiguousarray(x).tofile(file)
+    return Shipped(x.shape, x.dtype, str(file), 0, None)
+
+
+def is_primary(t: Tensor, coord: Sequence[int]) -> bool:
+    """Whether, of the devices that hold the same piece of `t`, the one at `coord` is the first."""
+    return all(c == 0 for c, p in zip(coord, t.placements, strict=True) if isinstance(p, Replicate))
+
+
+def join_pieces(
+    pieces: Mapping[Coord, Any],
+    t: Tensor,
+    merge: Callable[[Sequence[Any], int, int], Any],
+    combine: Callable[[Sequence[Any], str], Any],
+) -> Any:
+    """The whole of a value of type `t` from one of each set of copies of its pieces, by coordinate.
+
+    `merge(parts, dim, outer)` undoes a split, `combine(parts, kind)` sums or takes the maximum, in order.
+    """
+    for i in reversed(range(len(t.placements))):
+        p = t.placements[i]
+        if isinstance(p, Replicate):
+            continue
+        rows: dict[Coord, list[Any]] = {}
+        for coord in sorted(pieces):
+            rows.setdefault((*coord[:i], 0, *coord[i + 1 :]), []).append(pieces[coord])
+        if isinstance(p, Shard):
+            outer = local_outer(t, i)
+            pieces = {c: merge(row, p.dim, outer) if len(row) > 1 else row[0] for c, row in rows.items()}
+        elif isinstance(p, Partial):
+            pieces = {c: combine(row, p.kind) for c, row in rows.items()}
+        t = t.placed(t.mesh.axes[i], REPLICATE, t.piece)
+    return next(iter(pieces.values()))
+
+
+def _combine(parts: Sequence[np.ndarray], kind: str) -> np.ndarray:
+    total = parts[0]
+    for x in parts[1:]:
+        total = np.maximum(total, x) if kind == "max" else total + x
+    return total
+
+
+def whole_array(pieces: Mapping[Coord, np.ndarray], v: Value) -> np.ndarray:
+    """The array of `v` in its source shape (padding cut off), a copy; from the pieces of the first of each copies."""
+    t = v.type
+    if isinstance(t, Tensor) and isinstance(t.device, Mesh):
+        whole = join_pieces(pieces, t, join_digit, _combine)
+    else:
+        whole = next(iter(pieces.values()))
+    source = v.role.source if v.role else None
+    return np.array(whole[tuple(slice(n) for n in source)] if source else whole)
+
+
+def digest(program: Function) -> bytes:
+    """32 bytes that two processes agree on if, and as good as only if, their programs are the same."""
+    return _Digest().function(program)
+
+
+class _Digest:
+    """What stands for functions, meshes and types in the digest, each worked out once."""
+
+    def __init__(self) -> None:
+        self.functions: dict[Function, bytes] = {}
+        self.texts: dict[Any, str] = {}
+
+    def function(self, f: Function) -> bytes:
+        if f not in self.functions:
+            number: dict[Value, int] = {}
+            lines = [f.name]
+            for v in f.inputs:
+                number[v] = len(number)
+                lines.append(f"{v.name} {v.role} {self.type(v.type)}")
+            for op in f.ops:
+                for v in op.outputs:
+                    number[v] = len(number)
+                attrs = ",".join(f"{k}={self.text(x)}" for k, x in sorted(op.attributes.items()))
+                types = ",".join([self.type(v.type) for v in op.outputs])
+                lines.append(f"{op.spec.name} {[number[v] for v in op.inputs]} {attrs} {types}")
+            lines.append(str([number[v] for v in f.outputs]))
+            lines.append(str([(number[a], number[b]) for a, b in f.updates.items()]))
+            self.functions[f] = hashlib.sha256("\n".join(lines).encode()).digest()
+        return self.functions[f]
+
+    def type(self, t: Type) -> str:
+        text = self.texts.get(t)
+        if text is None:
+            if isinstance(t, Tensor):
+                text = f"{t.dtype}{t.shape}{t.placements}{t.piece}{self.text(t.device)}"
+            else:
+                text = f"({','.join([self.type(x) for x in t.types])})"
+            self.texts[t] = text
+        return text
+
+    def text(self, x: Any) -> str:
+        if isinstance(x, Function):
+            return self.function(x).hex()
+        if isinstance(x, tuple):
+            return f"({','.join([self.text(y) for y in x])})"
+        if isinstance(x, Mesh):
+            if x not in self.texts:
+                self.texts[x] = hashlib.sha256(f"{x}{x.devices}".encode()).hexdigest()
+            return self.texts[x]
+        return repr(x)

@@ -1,0 +1,117 @@
+"""One rank's execution: its program as Python over torch, its pieces of the weights, one step after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from distir.backends.comm import Network
+from distir.backends.lowering import Lowered, Lowering
+from distir.backends.namespace import torch_dtype
+from distir.backends.pieces import is_primary
+from distir.executor.collectives import cut
+from distir.executor.sequential import fit
+from distir.ir.device import Mesh
+from distir.ir.errors import UsageError
+from distir.ir.function import Function, Value
+from distir.ir.type import DType, Tensor
+from distir.transforms.project import project, ranks
+
+
+def to_torch(x: np.ndarray, dtype: DType, device: torch.device) -> torch.Tensor:
+    """A copy of a numpy array as a tensor of that dtype."""
+    if x.dtype.name == "bfloat16":  # torch does not know numpy's
+        bits = torch.from_numpy(np.array(x).view(np.int16))
+        return bits.view(torch.bfloat16).to(device, torch_dtype(dtype))
+    return torch.from_numpy(np.array(x)).to(device, torch_dtype(dtype))
+
+
+def to_numpy(x: torch.Tensor, dtype: DType) -> np.ndarray:
+    """A tensor as a numpy array of that dtype."""
+    x = x.detach().to("cpu").contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(dtype.numpy)
+    return x.numpy()
+
+
+class TorchRank:
+    """One rank of a distributed program, ready to run: `load`, then `step` as often as wanted.
+
+    Every rank must be made of the same program, in a process group that is already joined (none is needed for one
+    rank). Raises ModelError for an op that cannot run, UsageError for a program that is not scheduled.
+    """
+
+    def __init__(self, program: Function, rank: int, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.program = program
+        self.mine = project(program, rank)
+        self.network = Network(program, ranks(program), rank, self.device)
+        self.lowering = Lowering(self.network, self.device)
+        self.lowered: Lowered = self.lowering(self.mine.function)
+        if self.lowered.varies:
+            raise UsageError(
+                f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled"
+            )
+        position = {v: k for k, v in enumerate(program.inputs)}
+        self.updates = {k: position[program.updates[v]] for k, v in enumerate(program.outputs) if v in program.updates}
+        self.values: dict[int, torch.Tensor] = {}
+
+    def load(self, arrays: Mapping[int, Any]) -> None:
+        """Take this rank's pieces of whole arrays, by position among the program's inputs; others are not looked at.
+
+        Padded inputs given in their source shape are padded with zeros. Raises UsageError for another shape.
+        """
+        for k in self.mine.inputs:
+            if k in arrays:
+                self.values[k] = self.cut(self.program.inputs[k], arrays[k])
+
+    def cut(self, v: Value, x: Any) -> torch.Tensor:
+        """This rank's piece of the whole array for input `v`."""
+        whole, t = fit(x, v), v.type
+        if not isinstance(t, Tensor):
+            raise UsageError(f"input %{v.name} is not a tensor: {t}")
+        piece = cut(whole, t, self.network.coordinate(t.device)) if isinstance(t.device, Mesh) else whole
+        return to_torch(piece, t.dtype, self.device)
+
+    def step(self) -> dict[int, torch.Tensor]:
+        """Run once; this rank's pieces of the outputs, by position. Outputs that are updates replace their inputs.
+
+        Raises UsageError if an input was never loaded.
+        """
+        missing = [self.program.inputs[k].name for k in self.mine.inputs if k not in self.values]
+        if missing:
+            raise UsageError(f"no array for input %{', %'.join(missing)}")
+        renewed = {self.updates[k] for k in self.mine.outputs if k in self.updates}
+        # what will be replaced is handed over, so that it can be freed once it is used
+        args = [self.values.pop(k) if k in renewed else self.values[k] for k in self.mine.inputs]
+        with torch.inference_mode():
+            results = self.lowered.call(args, None)
+            outputs = {
+                k: x() if j in self.lowered.pending else x
+                for j, (k, x) in enumerate(zip(self.mine.outputs, results, strict=True))
+            }
+            self.network.drain()
+        for k, x in outputs.items():
+            if k in self.updates:
+                self.values[self.updates[k]] = x
+        return outputs
+
+    def synchronize(self) -> None:
+        """Wait for the device to finish what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def holds_first(self, t: Tensor) -> bool:
+        """Whether this rank, of those with the same piece of a value of type `t`, is the first: it reports it."""
+        return not isinstance(t.device, Mesh) or is_primary(t, self.network.coordinate(t.device))
+
+    def coordinate(self, t: Tensor) -> tuple[int, ...]:
+        """Where this rank is on the value's mesh; () if it is on one device."""
+        return self.network.coordinate(t.device) if isinstance(t.device, Mesh) else ()
+
+    def source(self) -> str:
+        """The Python that runs."""
+        return self.lowering.source()

@@ -1,0 +1,77 @@
+"""One rank of a run that torchrun started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distir.backends.comm import start_group
+from distir.backends.launch import RunResult, gathered
+from distir.backends.rank import Pieces, Report, execute
+from distir.ir.errors import DistirError, WorkerError
+from distir.ir.function import Function, Value
+
+
+def join(
+    program: Function,
+    arrays: Mapping[int, Any],
+    steps: int,
+    data: Callable[[int], Mapping[Value, Any]] | None,
+    backend: str,
+    timeout: float,
+    threads: int,
+    every: bool,
+    final: bool,
+    on_step: Callable[[int, float, dict[int, np.ndarray]], None] | None,
+) -> RunResult:
+    """Run `program` as the rank that the environment names; see `launch.run`. Rank 0 gathers the results.
+
+    Raises WorkerError if another rank goes away or does not answer in time.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+    torch.set_num_threads(threads)
+    result = RunResult(world, rank, backend)
+    position = {v: k for k, v in enumerate(program.inputs)}
+
+    def feed(step: int) -> Mapping[int, Any]:
+        return {position[v]: x for v, x in data(step).items()} if data else {}
+
+    def report(r: Report) -> None:
+        everyone: list[Any] = [None] * world
+        dist.gather_object((r.seconds, r.outputs, r.inputs), everyone if rank == 0 else None)
+        if rank != 0:
+            result.seconds.append(r.seconds)
+            return
+        result.seconds.append(max(seconds for seconds, _, _ in everyone))
+        outputs = _whole(program.outputs, [o for _, o, _ in everyone])
+        result.outputs.append(outputs)
+        result.inputs.update(_whole(program.inputs, [i for _, _, i in everyone]))
+        if on_step is not None:
+            on_step(r.step, result.seconds[-1], outputs)
+
+    mine = not dist.is_initialized()
+    try:
+        if mine:
+            start_group(backend, rank, world, device, None, timeout)
+        execute(program, rank, device, arrays, feed, steps, report, every, final)
+    except DistirError:
+        raise
+    except (RuntimeError, OSError) as e:
+        message = str(e).strip().splitlines()
+        raise WorkerError(f"rank {rank} failed: {type(e).__name__}: {message[0] if message else ''}") from e
+    finally:
+        if mine and dist.is_initialized():
+            dist.destroy_process_group()
+    return result
+
+
+def _whole(values: Any, reports: list[Pieces]) -> dict[int, np.ndarray]:
+    return gathered(values, reports)

@@ -1,0 +1,184 @@
+"""The processes of a run on this host: one supervisor, which loads torch once and forks the ranks.
+
+Started by `launch` as `python -m distir.backends.worker FOLDER CONTROL RANK0 RANK1 ...`; the numbers are inherited ends of
+socket pairs. The supervisor tells over CONTROL how each rank ended. If whoever started it goes away, it kills the
+ranks and removes FOLDER; if it goes away itself, the kernel kills the ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from distir.backends.pieces import Shipped, ship
+from distir.ir.errors import DistirError
+from distir.ir.function import Function
+
+
+class Job(NamedTuple):
+    """What the ranks of a run share."""
+
+    program: Function
+    world: int
+    arrays: dict[int, Shipped]
+    steps: int
+    backend: str
+    device: str
+    timeout: float
+    threads: int
+    every: bool
+    final: bool
+
+
+class Failure(NamedTuple):
+    """How a rank failed: `kind` is that of the DistirError, or the exception's; `peer`: in communicating."""
+
+    kind: str
+    message: str
+    hint: str | None
+    peer: bool
+    trace: str
+
+
+def job_file(folder: Path) -> Path:
+    return folder / "job.pickle"
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """Where a rank's stdout and stderr go."""
+    return folder / f"rank{rank}.log"
+
+
+_PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.02
+
+
+def supervise(folder: Path, control: Connection, links: list[Connection]) -> None:
+    """Fork a rank for each link, and tell over `control` how each ended; returns when all have."""
+    from distir.backends import comm, rank  # noqa: F401  (loads torch before the fork: once for all)
+
+    job: Job = pickle.loads(job_file(folder).read_bytes())
+    gc.collect()
+    gc.freeze()
+    parent = os.getpid()
+    numbers: dict[int, int] = {}
+    for k in range(len(links)):
+        pid = os.fork()
+        if pid == 0:
+            _die_with(parent)
+            control.close()
+            for other in (*links[:k], *links[k + 1 :]):
+                other.close()
+            _rank(job, k, folder, links[k])
+        numbers[pid] = k
+    control.send(("pids", {k: pid for pid, k in numbers.items()}))
+    for link in links:
+        link.close()
+    try:
+        while numbers:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                control.send(("exit", numbers.pop(pid), os.waitstatus_to_exitcode(status)))
+            elif control.poll(_POLL_SECONDS):
+                control.recv()  # nothing is ever sent here: it ends when whoever started this ends
+    except (EOFError, OSError):
+        _kill(list(numbers))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _rank(job: Job, rank: int, folder: Path, link: Connection) -> None:
+    """The life of one rank; does not return."""
+    code = 1
+    try:
+        log = os.open(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        _run(job, rank, folder, link)
+        code = 0
+    except BaseException as e:  # whatever it is, whoever started the run is told
+        link.send(("error", _failure(e)))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        link.close()
+        os._exit(code)  # no clean-up of what was inherited from the supervisor
+
+
+def _failure(e: BaseException) -> Failure:
+    message, hint = (e.message, e.hint) if isinstance(e, DistirError) else (str(e), None)
+    return Failure(type(e).__name__, message, hint, _in_communication(e.__traceback__), traceback.format_exc())
+
+
+def _in_communication(trace: TracebackType | None) -> bool:
+    """Whether an exception arose in a call to torch.distributed, most often because another rank is gone."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    from distir.backends import comm
+
+    return bool(files) and (files[-1] == comm.__file__ or f"{os.sep}distributed{os.sep}" in files[-1])
+
+
+def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from distir.backends.comm import start_group
+    from distir.backends.rank import Report, execute
+
+    torch.set_num_threads(job.threads)
+    device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)
+    store = dist.FileStore(str(folder / "store"), job.world)
+    start_group(job.backend, rank, job.world, device, store, job.timeout)
+
+    def feed(step: int) -> Mapping[int, Any]:
+        del step  # they come in order
+        return {k: x.array() for k, x in link.recv().items()}
+
+    def report(r: Report) -> None:
+        outputs, inputs = (
+            {k: (coord, ship(x, folder / f"{name}{k}.{r.step}.{rank}")) for k, (coord, x) in pieces.items()}
+            for name, pieces in (("out", r.outputs), ("in", r.inputs))
+        )
+        link.send(("step", r.step, r.seconds, outputs, inputs))
+
+    arrays = {k: x.array() for k, x in job.arrays.items()}
+    execute(job.program, rank, device, arrays, feed, job.steps, report, job.every, job.final)
+    dist.destroy_process_group()
+    link.send(("done",))
+
+
+def main() -> None:
+    folder, control, *links = sys.argv[1:]
+    supervise(Path(folder), Connection(int(control)), [Connection(int(fd)) for fd in links])
+
+
+if __name__ == "__main__":
+    # pickles name this module by its real name
+    from distir.backends import worker
+
+    worker.main()

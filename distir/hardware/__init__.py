@@ -1,0 +1,160 @@
+"""Descriptions of real clusters, as TOML files beside this module, and how they are read.
+
+A file has the tables `device`, `node`, `network`, optionally `host` and `[[collective]]`; each table that holds figures
+says in `source` where they are from. Units: TFLOP/s, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distir.ir.errors import UsageError
+from distir.ir.topology import Algorithm, DeviceSpec, Link, Regular, Topology
+
+_FOLDER = Path(__file__).parent
+
+
+def known_clusters() -> list[str]:
+    """The names of the clusters that are shipped."""
+    return sorted(p.stem for p in _FOLDER.glob("*.toml"))
+
+
+def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None = None) -> Topology:
+    """A cluster by name, or described by a TOML file, as a Topology.
+
+    `nodes` is the number of nodes; else as many as `devices` devices need; else 1. Raises UsageError for a name that is
+    not known (it lists those that are), a file that is malformed (it names file and key), or a number out of range.
+    """
+    path = Path(name)
+    if path.suffix != ".toml":
+        path = _FOLDER / f"{name}.toml"
+        if str(name) not in known_clusters():
+            raise UsageError(f"unknown cluster {str(name)!r}", f"known: {', '.join(known_clusters())}; or a .toml file")
+    regular = _read(path)
+    if nodes is None:
+        nodes = 1 if devices is None else -(-devices // regular["per_node"])
+    if nodes < 1 or (devices is not None and devices > nodes * regular["per_node"]):
+        raise UsageError(f"{nodes} nodes of {regular['per_node']} devices cannot give {devices or 'any'} devices")
+    return Topology(Regular(**regular, nodes=nodes))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as e:
+        raise UsageError(f"cannot read cluster file {path}: {e.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UsageError(f"{path} is not valid TOML: {e}") from None
+    root = _Table(path, "", table)
+    device, node, network = root.table("device"), root.table("node"), root.table("network")
+    host = root.table("host") if "host" in table else None
+    out = {
+        "name": root.text("name"),
+        "kind": device.text("kind"),
+        "spec": _spec(device),
+        "per_node": int(node.figure("devices")),
+        "intra": _link(node),
+        "inter": _link(network),
+        "host": _spec(host) if host else None,
+        "host_link": _link(host) if host else None,
+        "algorithms": tuple(_algorithm(t) for t in root.tables("collective")),
+    }
+    root.done()
+    return out
+
+
+class _Table:
+    """One table of a cluster file: hands out its keys, and complains, by file and key, of wrong or unknown ones."""
+
+    def __init__(self, path: Path, name: str, table: Mapping[str, Any]) -> None:
+        self.path, self.name, self.values = path, name, table
+        self.seen = {"source", "note"}
+        self.parts: list[_Table] = []
+
+    def error(self, key: str, what: str) -> UsageError:
+        return UsageError(f"{self.path}: {self.name + '.' if self.name else ''}{key}: {what}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        value = self.values.get(key, default)
+        if value is None:
+            raise self.error(key, "missing")
+        return value
+
+    def figure(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least or value != value:
+            raise self.error(key, f"expected a number of at least {least:g}, got {value!r}")
+        return float(value)
+
+    def positive(self, key: str) -> float:
+        value = self.figure(key)
+        if value == 0:
+            raise self.error(key, "expected a number above 0")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self.get(key)
+        if not isinstance(value, str):
+            raise self.error(key, f"expected text, got {value!r}")
+        return value
+
+    def table(self, key: str) -> _Table:
+        value = self.get(key)
+        if not isinstance(value, Mapping):
+            raise self.error(key, f"expected a table, got {value!r}")
+        self.parts.append(_Table(self.path, f"{self.name}.{key}".strip("."), value))
+        return self.parts[-1]
+
+    def tables(self, key: str) -> list[_Table]:
+        value = self.get(key, ())
+        if not isinstance(value, list | tuple) or not all(isinstance(t, Mapping) for t in value):
+            raise self.error(key, f"expected an array of tables, got {value!r}")
+        made = [_Table(self.path, f"{key}[{i}]", t) for i, t in enumerate(value)]
+        self.parts += made
+        return made
+
+    def done(self) -> None:
+        for key in self.values:
+            if key not in self.seen:
+                raise self.error(key, f"unknown key (known here: {', '.join(sorted(self.seen))})")
+        for part in self.parts:
+            part.done()
+
+
+def _spec(t: _Table) -> DeviceSpec:
+    peaks = t.table("peak_tflops")
+    figures = {key: peaks.positive(key) * 1e12 for key in peaks.values if key not in peaks.seen}
+    if not figures:
+        raise t.error("peak_tflops", "expected a figure for at least one dtype")
+    return DeviceSpec(
+        tuple(sorted(figures.items())),
+        t.positive("memory_gbs") * 1e9,
+        t.figure("launch_us") * 1e-6,
+        t.positive("memory_gb") * 1e9,
+        _share(t, "compute_efficiency"),
+        _share(t, "memory_efficiency"),
+    )
+
+
+def _share(t: _Table, key: str, default: float = 1.0) -> float:
+    value = t.figure(key, default)
+    if not 0 < value <= 1:
+        raise t.error(key, f"expected a share above 0 and at most 1, got {value:g}")
+    return value
+
+
+def _link(t: _Table) -> Link:
+    bandwidth = t.positive("link_gbs") * 1e9
+    return Link(bandwidth, t.figure("link_us") * 1e-6, t.figure("bus_gbs", bandwidth / 1e9) * 1e9)
+
+
+def _algorithm(t: _Table) -> Algorithm:
+    kind = t.text("kind")
+    if kind not in ("ring", "tree"):
+        raise t.error("kind", f"expected ring or tree, got {kind!r}")
+    intra, inter = t.figure("intra_us") * 1e-6, t.figure("inter_us") * 1e-6
+    return Algorithm(kind, t.figure("base_us") * 1e-6, intra, inter, _share(t, "share"))

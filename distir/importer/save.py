@@ -1,0 +1,101 @@
+"""Writing a model back with new weights: `save_onnx`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from distir.importer.tensors import DTYPES, parse, reader
+from distir.ir.errors import UsageError
+
+EXTERNAL_FROM = 1_500_000_000
+"""Bytes of weights from which they are kept beside the model: a protobuf file ends at 2 GB."""
+SMALL = 1024
+"""Bytes below which a tensor stays in the model file, so that shapes can be read without the data."""
+ALIGN = 4096
+"""Bytes to which data in a file is aligned, so that it can be memory-mapped."""
+
+
+def save_onnx(
+    source: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], out: str | os.PathLike[str]
+) -> Path:
+    """Write the model at `source` to `out`, initializers replaced by `arrays` of the same name and shape.
+
+    Arrays are cast to the type the model stores. Weights go to `OUT.data` beside the model if the source keeps them
+    in another file, or if they are large. Each file is complete before it takes its name; `out` may be `source`.
+    Gives the path written. Raises UsageError for a name that is no initializer, another shape, or a path that cannot
+    be written; ModelError for a broken source.
+    """
+    source, out = Path(source), Path(out)
+    model = onnx.ModelProto()
+    parse(model, source, "ONNX model")
+    tensors = {t.name: t for t in model.graph.initializer}
+    for name, array in arrays.items():
+        if name not in tensors:
+            raise UsageError(f"{source} has no initializer {name!r}")
+        if np.shape(array) != tuple(tensors[name].dims):
+            raise UsageError(f"{name}: expected shape {tuple(tensors[name].dims)}, got {np.shape(array)}")
+    size = sum(_bytes(t) for t in tensors.values())
+    outside = any(t.data_location == TensorProto.EXTERNAL for t in tensors.values())
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+            names = _write(model, source, arrays, Path(folder), out.name, outside or size > EXTERNAL_FROM)
+            for name in names:  # the data first: the model refers to it
+                os.replace(Path(folder, name), out.parent / name)
+    except OSError as e:
+        raise UsageError(f"cannot write {out}: {e.strerror or e}") from None
+    return out
+
+
+def _bytes(tensor: TensorProto) -> int:
+    size = DTYPES[tensor.data_type].size if tensor.data_type in DTYPES else 8
+    return int(np.prod(tensor.dims, dtype=np.int64)) * size
+
+
+def _write(
+    model: onnx.ModelProto,
+    source: Path,
+    arrays: Mapping[str, np.ndarray],
+    folder: Path,
+    name: str,
+    external: bool,
+) -> list[str]:
+    """Write the files into `folder` and give their names, in the order in which they may be moved."""
+    data = f"{name}.data"
+    with open(folder / data, "wb") as file:
+        for tensor in model.graph.initializer:
+            keeps = tensor.data_location != TensorProto.EXTERNAL
+            if tensor.name not in arrays and keeps and (not external or _bytes(tensor) < SMALL):
+                continue
+            stored = reader(tensor, source)
+            dtype = DTYPES[tensor.data_type].numpy
+            new = arrays.get(tensor.name)
+            array = stored() if new is None else np.asarray(new).astype(dtype, copy=False)
+            if external and _bytes(tensor) >= SMALL:
+                _store(tensor, array, file, data)
+            else:
+                tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
+        used = file.tell() > 0
+    (folder / name).write_bytes(model.SerializeToString())
+    return [data, name] if used else [name]
+
+
+def _store(tensor: TensorProto, array: np.ndarray, file: IO[bytes], location: str) -> None:
+    """Append the array to the data file and refer to it."""
+    file.write(b"\0" * (-file.tell() % ALIGN))
+    entries = {"location": location, "offset": file.tell(), "length": array.nbytes}
+    np.ascontiguousarray(array).tofile(file)
+    code, dims, name = tensor.data_type, list(tensor.dims), tensor.name
+    tensor.Clear()
+    tensor.data_type, tensor.name, tensor.data_location = code, name, TensorProto.EXTERNAL
+    tensor.dims.extend(dims)
+    for key, value in entries.items():
+        tensor.external_data.add(key=key, value=str(value))

@@ -1,0 +1,312 @@
+"""What devices can do and how they are linked: a graph of devices, switches and links, or a cluster of equal nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distir.ir.device import Device
+from distir.ir.errors import UsageError
+from distir.ir.type import DType
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+GIGABIT = 1.25e8
+"""Bytes in a gigabit."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """What one device can do. Devices whose specs are equal behave alike.
+
+    `throughput` is in FLOP/s, one figure or one per dtype name ("f32", "tf32", "bf16" ...); `dram_bandwidth` in
+    bytes/s; `kernel_launch_overhead` in seconds an op; `memory` in bytes. The efficiencies are the share of the peak
+    figures that large kernels reach.
+    """
+
+    throughput: tuple[tuple[str, float], ...]
+    dram_bandwidth: float = 9e11
+    kernel_launch_overhead: float = 1e-5
+    memory: float = math.inf
+    compute_efficiency: float = 1.0
+    memory_efficiency: float = 1.0
+
+    def peak(self, dtype: DType | str) -> float:
+        """FLOP/s of a dtype; one that has no figure of its own runs at the speed of f32."""
+        peaks = dict(self.throughput)
+        name = dtype if isinstance(dtype, str) else dtype.name
+        return peaks.get(name) or peaks.get("f32") or self.throughput[0][1]
+
+
+class Link(NamedTuple):
+    """A link between two devices: `bandwidth` in bytes/s one way, `latency` in seconds a message.
+
+    `bus` is the bandwidth a device reaches in collectives over such links, where it differs from `bandwidth`.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+    bus: float | None = None
+
+    @property
+    def collective(self) -> float:
+        """Bytes/s a device moves in a ring of such links."""
+        return self.bandwidth if self.bus is None else self.bus
+
+
+SELF = Link(math.inf)
+"""A device's link to itself."""
+
+
+class Algorithm(NamedTuple):
+    """One way the communication library runs a collective: seconds = base + steps · step latency + bytes / (share · B).
+
+    `kind` is "ring" or "tree"; `intra` and `inter` are the seconds of a step inside a node and between nodes.
+    """
+
+    kind: str
+    base: float
+    intra: float
+    inter: float
+    share: float = 1.0
+
+
+class Group(NamedTuple):
+    """The devices of one collective: how many, on how many nodes, at least how many on each, and their slowest links.
+
+    `algorithms` are the library's; without any, a ring whose steps take the links' latencies.
+    """
+
+    size: int
+    nodes: int
+    per_node: int
+    intra: Link
+    inter: Link | None = None
+    algorithms: tuple[Algorithm, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Regular:
+    """A cluster of equal nodes: device number i of `kind` stands in node i // per_node."""
+
+    name: str
+    kind: str
+    spec: DeviceSpec
+    nodes: int
+    per_node: int
+    intra: Link
+    inter: Link
+    host: DeviceSpec | None = None
+    host_link: Link | None = None
+    algorithms: tuple[Algorithm, ...] = ()
+
+
+class Topology:
+    """Devices and their links.
+
+    Built by hand with `add_device`, `add_switch`, `set_bandwidth` and `set_link`, or as a `Regular` cluster, which
+    holds no edges however many devices it has. `version` counts changes, so that what was derived can be kept.
+    """
+
+    def __init__(self, regular: Regular | None = None) -> None:
+        self.regular = regular
+        self.version = 0
+        self._specs: dict[Device, DeviceSpec] = {}
+        self._count: dict[str, int] = {}
+        self._links: dict[Device, dict[Device, Link]] = {}
+        self._routes: dict[tuple[Device, Device], Link] = {}
+        self._regular_devices: list[Device] | None = None
+
+    def __repr__(self) -> str:
+        if (r := self.regular) is not None:
+            return f"Topology({r.name}: {r.nodes} nodes of {r.per_node} {r.kind})"
+        return f"Topology({len(self.devices)} devices)"
+
+    def add_device(
+        self,
+        kind: str,
+        throughput: float | Mapping[str, float] = 1.4e13,
+        dram_bandwidth: float = 9e11,
+        kernel_launch_overhead: float = 1e-5,
+        memory: float = math.inf,
+        *,
+        compute_efficiency: float = 1.0,
+        memory_efficiency: float = 1.0,
+    ) -> Device:
+        """A new device. FLOP/s (one figure, or one per dtype name), bytes/s, seconds an op, bytes.
+
+        Raises UsageError for a figure that is not positive.
+        """
+        peaks = dict(throughput) if isinstance(throughput, Mapping) else {"f32": float(throughput)}
+        figures = {**peaks, "dram_bandwidth": dram_bandwidth, "memory": memory}
+        figures |= {"compute_efficiency": compute_efficiency, "memory_efficiency": memory_efficiency}
+        if not peaks or kernel_launch_overhead < 0 or min(figures.values()) <= 0:
+            raise UsageError(f"a {kind} device needs positive figures, got {figures}, {kernel_launch_overhead=}")
+        device = self._new(kind)
+        self._specs[device] = DeviceSpec(
+            tuple(sorted(peaks.items())),
+            dram_bandwidth,
+            kernel_launch_overhead,
+            memory,
+            compute_efficiency,
+            memory_efficiency,
+        )
+        return device
+
+    def add_switch(self) -> Device:
+        """A new switch: links may lead to it, programs may not run on it."""
+        return self._new("switch")
+
+    def _new(self, kind: str) -> Device:
+        if self.regular is not None and kind == self.regular.kind:
+            raise UsageError(f"the {self.regular.name} cluster has its own {kind} devices: add another kind, or nodes")
+        index = self._count.get(kind, 0)
+        self._count[kind] = index + 1
+        self.version += 1
+        return Device(kind, index)
+
+    @property
+    def devices(self) -> list[Device]:
+        """All devices, in order, without switches and the cluster's host."""
+        if self._regular_devices is None:
+            r = self.regular
+            self._regular_devices = [Device(r.kind, i) for i in range(r.nodes * r.per_node)] if r else []
+        return self._regular_devices + list(self._specs)
+
+    @property
+    def host(self) -> Device:
+        """A cluster's host, which may hold the inputs. Raises UsageError if it has none."""
+        if self.regular is None or self.regular.host is None:
+            raise UsageError(f"{self} has no host", "add a device for it")
+        return Device("host", 0)
+
+    def spec(self, device: Device) -> DeviceSpec:
+        """What a device can do. Raises UsageError for one that is not here."""
+        found = self._specs.get(device)
+        if found is not None:
+            return found
+        r = self.regular
+        if r is not None and device.kind == r.kind and device.index < r.nodes * r.per_node:
+            return r.spec
+        if r is not None and r.host is not None and device.kind == "host" and device.index == 0:
+            return r.host
+        raise UsageError(f"{device} is not a device of {self}")
+
+    def set_bandwidth(self, a: Device, b: Device, gbps: float) -> None:
+        """Link two devices, both ways, with `gbps` gigabits (1.25e8 bytes) per second. The latency stays, or is 0."""
+        old = self._links.get(a, {}).get(b)
+        self.set_link(a, b, gbps * GIGABIT, old.latency if old else 0.0)
+
+    def set_link(self, a: Device, b: Device, bandwidth: float, latency: float = 0.0) -> None:
+        """Link two devices or switches, both ways: bytes/s and seconds. Raises UsageError for a figure out of range."""
+        if a is b or not bandwidth > 0 or not latency >= 0:
+            raise UsageError(f"a link from {a} to {b} of {bandwidth} bytes/s and {latency} s makes no sense")
+        link = Link(float(bandwidth), float(latency))
+        self._links.setdefault(a, {})[b] = link
+        self._links.setdefault(b, {})[a] = link
+        self._routes.clear()
+        self.version += 1
+
+    def get_bandwidth(self, a: Device, b: Device) -> float:
+        """Gigabits per second from a to b, infinite from a device to itself. Raises UsageError if they are not linked."""
+        return self.link(a, b).bandwidth / GIGABIT
+
+    def get_latency(self, a: Device, b: Device) -> float:
+        """Seconds of a message from a to b, 0 to itself. Raises UsageError if they are not linked."""
+        return self.link(a, b).latency
+
+    def link(self, a: Device, b: Device) -> Link:
+        """The link, or the quickest route through switches. Raises UsageError if there is none."""
+        if a is b:
+            return SELF
+        near = self._links.get(a)
+        if near is not None and (found := near.get(b)) is not None:
+            return found
+        if (r := self.regular) is not None and (found := _regular_link(r, a, b)) is not None:
+            return found
+        if (a, b) not in self._routes:
+            self._routes[a, b] = self._route(a, b)
+        return self._routes[a, b]
+
+    def _route(self, a: Device, b: Device) -> Link:
+        """Through switches, by least latency, then fewest hops: the slowest link's bandwidth, the sum of latencies."""
+        import networkx as nx
+
+        near = [n for n in (a, b) if n in self._links]
+        graph = self.graph.subgraph([*near, *(n for n in self._links if n.kind == "switch")])
+        try:
+            path = nx.shortest_path(graph, a, b, weight=lambda u, v, edge: edge["latency"] + 1e-12)
+        except (nx.NetworkXNoPath, nx.NodeNotFound):
+            hint = f"call set_bandwidth({a}, {b}, gbps)"
+            raise UsageError(f"no bandwidth is set between {a} and {b}", hint) from None
+        hops = [self._links[u][v] for u, v in pairwise(path)]
+        return Link(min(h.bandwidth for h in hops), sum(h.latency for h in hops))
+
+    @property
+    def graph(self) -> nx.Graph[Any]:
+        """The networkx graph: devices and switches, links with `bandwidth` (bytes/s) and `latency` (s).
+
+        A regular cluster is drawn with a switch a node ("node", i) and one between them ("network", 0).
+        """
+        import networkx as nx
+
+        graph: nx.Graph[Any] = nx.Graph()
+        graph.add_nodes_from(self.devices)
+        for a, near in self._links.items():
+            for b, link in near.items():
+                graph.add_edge(a, b, bandwidth=link.bandwidth, latency=link.latency)
+        if (r := self.regular) is not None:
+            for node in range(r.nodes):
+                graph.add_edge(("node", node), ("network", 0), bandwidth=r.inter.bandwidth, latency=r.inter.latency)
+                for i in range(node * r.per_node, (node + 1) * r.per_node):
+                    device = Device(r.kind, i)
+                    graph.add_edge(device, ("node", node), bandwidth=r.intra.bandwidth, latency=r.intra.latency)
+        return graph
+
+    @property
+    def uniform(self) -> Regular | None:
+        """The regular cluster, where no link or device was added to it."""
+        return self.regular if not self._links and not self._specs else None
+
+    def group(self, devices: Sequence[Device]) -> Group:
+        """The devices of a collective, in ring order. Raises UsageError if neighbours are not linked."""
+        r = self.uniform
+        if r is not None and all(d.kind == r.kind for d in devices):
+            return regular_group(r, [d.index // r.per_node for d in devices])
+        ring = [*devices, devices[0]] if len(devices) > 1 else []
+        return Group(len(devices), 1, len(devices), slowest(self.link(a, b) for a, b in pairwise(ring)))
+
+
+def slowest(links: Iterable[Link]) -> Link:
+    """The least bandwidth and the greatest latency among links."""
+    links = list(links) or [SELF]
+    return Link(min(x.bandwidth for x in links), max(x.latency for x in links), min(x.collective for x in links))
+
+
+def regular_group(r: Regular, nodes: Iterable[int]) -> Group:
+    """A group on a regular cluster, given the node of each of its devices."""
+    count: dict[int, int] = {}
+    for n in nodes:
+        count[n] = count.get(n, 0) + 1
+    return spread(r, len(count), min(count.values()), sum(count.values()))
+
+
+def spread(r: Regular, nodes: int, per_node: int, size: int) -> Group:
+    """A group of `size` devices on `nodes` nodes, at least `per_node` on each."""
+    return Group(size, nodes, per_node, r.intra, r.inter if nodes > 1 else None, r.algorithms)
+
+
+def _regular_link(r: Regular, a: Device, b: Device) -> Link | None:
+    total = r.nodes * r.per_node
+    a_in, b_in = (d.kind == r.kind and d.index < total for d in (a, b))
+    if a_in and b_in:
+        return r.intra if a.index // r.per_node == b.index // r.per_node else r.inter
+    if r.host_link is not None and (a_in or b_in):
+        device, other = (a, b) if a_in else (b, a)
+        if other.kind == "host":
+            return r.host_link if device.index < r.per_node else slowest((r.host_link, r.inter))
+    return None

@@ -1,0 +1,249 @@
+"""Verification: is a program well formed and well typed? It can then be relied on to compute what its erasure computes.
+
+Rules: each value is defined once, before its uses, under a name of its own; the types of an op's results are those that
+`infer` gives for its operands; outputs, updates and roles fit; and time is kept apart from space:
+
+- A function that calls others, and one called without `mb`, works on whole values or on pieces that say which
+  microbatches they are.
+- A function called with `mb` is a *body*, typed at its own, unnamed microbatch. It knows no others, so that it may reduce
+  or gather over time only what covers all microbatches.
+- A program without calls may hold values split over time: it is not scheduled yet.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NoReturn
+
+from distir.ir.device import TIME, Mesh
+from distir.ir.errors import IRTypeError
+from distir.ir.function import Function, Op, Value
+from distir.ir.infer import infer
+from distir.ir.type import NOW, Replicate, Tensor, Tuple, Type
+
+
+class _Time(Enum):
+    """What a function may know of time."""
+
+    UNSCHEDULED = "a program without calls"
+    WHOLE = "a function called without mb, or that calls others"
+    BODY = "a function called with mb"
+
+
+def verify(function: Function) -> None:
+    """Check a function and its callees, each once.
+
+    Raises IRTypeError: the function, the number and name of the op, the operand, expected and got.
+    """
+    scheduled = any(op.callee is not None for op in function.ops)
+    _Verifier().function(function, _Time.WHOLE if scheduled else _Time.UNSCHEDULED)
+
+
+class _Verifier:
+    """What has been verified: functions, and types, each in the view of time it was met in."""
+
+    def __init__(self) -> None:
+        self._functions: set[tuple[Function, _Time]] = set()
+        self._types: dict[_Time, set[Type]] = {time: set() for time in _Time}
+        self._sizes: dict[Function, int] = {}
+
+    def function(self, f: Function, time: _Time) -> None:
+        if (f, time) in self._functions:
+            return
+        self._functions.add((f, time))
+        types = self._types[time]
+        for v in f.inputs:
+            if v.type not in types:
+                self._new_type(f.name, v, time)
+        defined = set(f.inputs)
+        if len(defined) != len(f.inputs):
+            raise IRTypeError(f"{f.name}: an input stands twice among its inputs")
+        earlier: set[Op] = set()
+        for k, op in enumerate(f.ops):
+            inputs, outputs, spec = op.inputs, op.outputs, op.spec
+            if not defined.issuperset(inputs):
+                _undefined(f, k, op, defined)
+            if spec.comm is not None:
+                self._communication(f, k, op, time)
+            try:
+                want = infer(spec, op.attributes, tuple([v.type for v in inputs]))
+            except IRTypeError as e:
+                _fail(f, k, e.message, e.hint)
+            if len(want) != len(outputs):
+                _fail(f, k, f"{spec.name}: expected {len(want)} results, got {len(outputs)}")
+            for v, t in zip(outputs, want, strict=True):
+                if v.type is not t:
+                    _wrong_result(f, k, v, t)
+                if t not in types:
+                    self._new_type(f"{f.name}: op {k}", v, time)
+            if not defined.isdisjoint(outputs) or len(outputs) > 1 and len(set(outputs)) != len(outputs):
+                _fail(f, k, f"{spec.name}: a result that is defined already")
+            defined.update(outputs)
+            if op.of is not None and op.of not in earlier:
+                _fail(f, k, f"{spec.name}: expected `of` an earlier op of {f.name}, got {op.of}")
+            earlier.add(op)
+        _check_names(f, defined)
+        _check_interface(f, defined)
+
+    def _new_type(self, where: str, v: Value, time: _Time) -> None:
+        """Raise if `time` forbids the type of `v`."""
+        if v.type is None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise IRTypeError(f"{where}: %{v.name} has no type", "infer_types gives types to a whole function")
+        if time is not _Time.UNSCHEDULED:
+            _check_time(where, v, v.type, time)
+        self._types[time].add(v.type)
+
+    def _communication(self, f: Function, k: int, op: Op, time: _Time) -> None:
+        callee = op.callee
+        if callee is not None:
+            moment = op.attributes.get("mb")
+            if moment is None:
+                self.function(callee, _Time.BODY if time is _Time.BODY else _Time.WHOLE)
+                return
+            if time is _Time.BODY:
+                _fail(f, k, f"Call: a body may not call {callee.name} for microbatch {moment}", "leave mb out")
+            end = self._microbatches(callee)
+            if type(moment) is not int or not 0 <= moment < end:
+                _fail(f, k, f"Call: expected mb of {callee.name} in 0..{end - 1}, got {moment!r}")
+            self.function(callee, _Time.BODY)
+        elif time is _Time.BODY and op.attributes.get("axis") == TIME and op.spec.name in _OVER_TIME:
+            for i, v in enumerate(op.inputs):
+                if not isinstance(v.type, Tensor) or v.type.piece != (0, v.type.mesh.size(TIME)):
+                    _fail(
+                        f,
+                        k,
+                        f"{op.spec.name}: operand {i}: expected all microbatches, got {v.type}, of a body's own",
+                        "reduce it over time in a function that is called without mb",
+                    )
+
+    def _microbatches(self, f: Function) -> int:
+        """How many microbatches there are on the meshes that a callee's inputs and outputs are on; no bound without."""
+        size = self._sizes.get(f)
+        if size is None:
+            sizes = {n for v in (*f.inputs, *f.outputs) for n in _time_sizes(v.type)}
+            size = self._sizes[f] = min(sizes, default=NOW)
+        return size
+
+
+_OVER_TIME = ("MPIAllreduce", "MPIAllgather")
+"""What may take a value out of time."""
+
+
+def _fail(f: Function, k: int, message: str, hint: str | None = None) -> NoReturn:
+    """Raise for op `k`; operands that the message numbers get their names."""
+    op = f.ops[k]
+
+    def named(found: re.Match[str]) -> str:
+        i = int(found[1])
+        return f"{found[0]} (%{op.inputs[i].name})" if i < len(op.inputs) else found[0]
+
+    message = re.sub(r"\boperand (\d+)(?! \(%)", named, message)
+    raise IRTypeError(f"{f.name}: op {k} {', '.join('%' + v.name for v in op.outputs)} = {message}", hint)
+
+
+def _undefined(f: Function, k: int, op: Op, defined: set[Value]) -> NoReturn:
+    i = next(i for i, v in enumerate(op.inputs) if v not in defined)
+    later = next((j for j, o in enumerate(f.ops) if op.inputs[i] in o.outputs), None)
+    got = "one of no op of this function" if later is None else f"one defined by op {later}"
+    _fail(f, k, f"{op.op_type}: operand {i}: expected a value defined before, got {got}")
+
+
+def _wrong_result(f: Function, k: int, v: Value, want: Type) -> NoReturn:
+    op = f.ops[k].op_type
+    if v.type is None:  # pyright: ignore[reportUnnecessaryComparison]
+        _fail(f, k, f"{op}: %{v.name} has no type", "infer_types gives types to a whole function")
+    _fail(f, k, f"{op}: %{v.name}: expected {_difference(want, v.type)}")
+
+
+def _difference(want: Type, got: Type) -> str:
+    """`expected, got got`, of the first entry that differs if these are long bundles."""
+    if isinstance(want, Tuple) and isinstance(got, Tuple) and len(want.types) == len(got.types) > 4:
+        i = next(i for i, (a, b) in enumerate(zip(want.types, got.types, strict=True)) if a is not b)
+        return f"entry {i} to be {_difference(want.types[i], got.types[i])}"
+    return f"{want}, got {got}"
+
+
+def _time_sizes(t: Type) -> set[int]:
+    """The numbers of microbatches of the meshes that `t` is on."""
+    if isinstance(t, Tuple):
+        return {n for x in t.types for n in _time_sizes(x)}
+    mesh = t.device
+    return {mesh.sizes[mesh.time]} if isinstance(mesh, Mesh) and mesh.time is not None else set()
+
+
+def _check_time(where: str, v: Value, t: Type, time: _Time) -> None:
+    if isinstance(t, Tuple):
+        for x in t.types:
+            _check_time(where, v, x, time)
+        return
+    mesh = t.device
+    if not isinstance(mesh, Mesh) or mesh.time is None or isinstance(t.placements[mesh.time], Replicate):
+        if t.piece is not None:
+            raise IRTypeError(f"{where}: %{v.name}: expected no microbatch of a value that does not vary, got {t}")
+        return
+    size = mesh.sizes[mesh.time]
+    if time is _Time.BODY:
+        if t.piece is not None and t.piece[1] < NOW // 2 and t.piece != (0, size):
+            raise IRTypeError(f"{where}: %{v.name}: expected a body's own microbatch, got {t} in {time.value}")
+    elif t.piece is None or not 0 <= t.piece[0] <= t.piece[1] <= size:
+        raise IRTypeError(
+            f"{where}: %{v.name}: expected it whole in time, or microbatches in 0..{size - 1}, got {t} in {time.value}",
+            "split values over time only in functions that are called with mb",
+        )
+
+
+def _check_names(f: Function, defined: set[Value]) -> None:
+    """Names are unique; only inputs have roles."""
+    if len({v.name for v in defined}) == len(defined):
+        return
+    seen: set[str] = set()
+    for v in (*f.inputs, *[v for op in f.ops for v in op.outputs]):
+        if v.name in seen:
+            raise IRTypeError(f"{f.name}: two values have the name %{v.name}")
+        seen.add(v.name)
+
+
+def _check_interface(f: Function, defined: set[Value]) -> None:
+    """Outputs are values of the function; roles and updates fit their inputs."""
+    for v in f.outputs:
+        if v not in defined:
+            raise IRTypeError(f"{f.name}: output %{v.name} is not a value of the function")
+    for v in f.inputs:
+        if v.role is not None:
+            _check_role(f, v)
+    updated: set[Value] = set()
+    for new, old in f.updates.items():
+        what = f"{f.name}: update of %{old.name} by %{new.name}"
+        if new not in f.outputs or old not in f.inputs:
+            raise IRTypeError(f"{what}: expected an output and an input of the function")
+        if old in updated:
+            raise IRTypeError(f"{what}: the input is updated twice")
+        updated.add(old)
+        if old.kind in ("data", "constant"):
+            raise IRTypeError(f"{what}: expected a parameter or a state, got {old.role}")
+        if not _same_but_piece(new.type, old.type):
+            raise IRTypeError(f"{what}: expected {_difference(old.type, new.type)}")
+
+
+def _check_role(f: Function, v: Value) -> None:
+    role, t = v.role, v.type
+    if role is None:
+        return
+    where = f"{f.name}: input %{v.name}: {role}"
+    if not isinstance(t, Tensor):
+        raise IRTypeError(f"{where}: expected a tensor, got {t}")
+    if role.batch is not None and (role.kind != "data" or not 0 <= role.batch < len(t.global_shape)):
+        raise IRTypeError(f"{where}: expected the batch among the dims of data, got {t}")
+    source = role.source
+    if source is not None:
+        if len(source) != len(t.global_shape) or any(a > b for a, b in zip(source, t.global_shape, strict=True)):
+            raise IRTypeError(f"{where}: expected a source shape within {t.global_shape}, got {source}")
+
+
+def _same_but_piece(a: Type, b: Type) -> bool:
+    if isinstance(a, Tuple) and isinstance(b, Tuple):
+        return len(a.types) == len(b.types) and all(map(_same_but_piece, a.types, b.types))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.dtype, a.shape, a.device, a.placements) == (b.dtype, b.shape, b.device, b.placements)
+    return False

@@ -1,0 +1,109 @@
+"""Optimizers, as in torch.optim: from a weight, its gradient and their state to the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distir.ir.axes import Shape
+from distir.ir.errors import IRTypeError
+from distir.ir.spec import Attrs, op
+from distir.ir.type import DType
+from distir.ops.rules import expect_shape, letters, same
+
+
+def _alike(tensors: int, results: int, attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    """`tensors` operands of one shape, and perhaps a scalar, the step."""
+    if len(shapes) not in (tensors, tensors + 1):
+        raise IRTypeError(f"expected {tensors} operands, or one more, got {len(shapes)}")
+    for k, s in enumerate(shapes):
+        expect_shape(k, s, shapes[0] if k < tensors else ())
+    row = " ".join(letters(len(shapes[0])))
+    step = [""] * (len(shapes) - tensors)
+    return f"{', '.join([row] * tensors + step)} -> {', '.join([row] * results)}"
+
+
+def _sgd_count(attrs: Attrs) -> int:
+    return 2 if attrs.get("momentum") else 1
+
+
+def _sgd_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    if attrs.get("dampening") and len(shapes) < 4:
+        raise IRTypeError(f"dampening needs 4 operands (weight, gradient, momentum, step), got {len(shapes)}")
+    n = _sgd_count(attrs)
+    return _alike(n + 1, n, attrs, shapes)
+
+
+def _sgd(
+    xp: Any,
+    w: Any,
+    g: Any,
+    m: Any = None,
+    step: Any = None,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> Any:
+    if weight_decay:
+        g = g + weight_decay * w
+    if not momentum:
+        return w - lr * g
+    damped = g if not dampening else xp.where(step == 1, g, (1 - dampening) * g)
+    m = momentum * m + damped
+    return w - lr * (g + momentum * m if nesterov else m), m
+
+
+op(  # (w, g) -> w; with momentum (w, g, m) -> w, m; with dampening also the number of this step, from 1
+    "SGD",
+    axes=_sgd_axes,
+    dtype=lambda attrs, *dtypes: same(attrs, *dtypes[: _sgd_count(attrs) + 1]) * _sgd_count(attrs),
+    outputs=_sgd_count,
+    donates=(0, 2),
+    eval=_sgd,
+)
+
+
+def _adamw(
+    xp: Any,
+    w: Any,
+    g: Any,
+    m: Any,
+    v: Any,
+    step: Any,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> Any:
+    """Decoupled weight decay (Loshchilov and Hutter, 2019), in the order of torch.optim.AdamW."""
+    b1, b2 = betas
+    w = w * (1 - lr * weight_decay)
+    m = m + (1 - b1) * (g - m)
+    v = b2 * v + (1 - b2) * g * g
+    step_size = lr / (1 - b1**step)
+    scale = xp.sqrt(v) / (1 - b2**step) ** 0.5 + eps
+    return w - step_size * (m / scale), m, v
+
+
+def _adamw_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    if len(shapes) != 5:
+        raise IRTypeError(f"expected 5 operands (weight, gradient, two moments, step), got {len(shapes)}")
+    return _alike(4, 3, attrs, shapes)
+
+
+def _adamw_dtype(attrs: Attrs, *dtypes: DType) -> list[DType]:
+    return same(attrs, *dtypes[:4]) * 3
+
+
+op(  # (w, g, m, v, step) -> w, m, v; step is the number of this step, from 1
+    "AdamW",
+    axes=_adamw_axes,
+    dtype=_adamw_dtype,
+    outputs=3,
+    donates=(0, 2, 3),
+    eval=_adamw,
+)

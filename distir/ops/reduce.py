@@ -1,0 +1,96 @@
+"""Reductions over dims: attributes `axes` (a tuple of dims) and `keepdims`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distir.ir.axes import Shape
+from distir.ir.function import FunctionMaker, Op, Value
+from distir.ir.spec import Attrs, op
+from distir.ops.rules import letters, same, scalar, shape_of
+
+
+def _axes(kind: str) -> Callable[[Attrs, Sequence[Shape]], str]:
+    def axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+        names = letters(len(shapes[0]))
+        gone = {names[i] for i in attrs["axes"]}
+        kept = ["1" if n in gone else n for n in names if n not in gone or attrs.get("keepdims")]
+        return f"{' '.join(names)} -> {' '.join(kept)} | {' '.join(f'{n}:{kind}' for n in sorted(gone))}"
+
+    return axes
+
+
+def _over(name: str) -> Callable[..., Any]:
+    """The namespace's reduction of that name."""
+    return lambda xp, x, axes, keepdims=0: getattr(xp, name)(x, axis=axes, keepdims=bool(keepdims))
+
+
+def _total(name: str) -> Callable[..., Any]:
+    """As `_over`, for reductions that would widen small integers."""
+
+    def eval(xp: Any, x: Any, axes: tuple[int, ...], keepdims: int = 0) -> Any:
+        return getattr(xp, name)(x, axis=axes, keepdims=bool(keepdims), dtype=x.dtype)
+
+    return eval
+
+
+def _back(f: FunctionMaker, o: Op, d: Value) -> Value:
+    """`d` with the reduced dims as dims of size 1."""
+    if o.attributes.get("keepdims"):
+        return d
+    shape, gone = shape_of(o.inputs[0]), o.attributes["axes"]
+    return f.emit("Reshape", d, shape=tuple(1 if i in gone else n for i, n in enumerate(shape)))
+
+
+def _sum_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
+    shape, d = shape_of(o.inputs[0]), _back(f, o, d)
+    return [d if shape_of(d) == shape else f.emit("Expand", d, shape=shape)]
+
+
+op("ReduceSum", axes=_axes("sum"), linear=[{0}], eval=_total("sum"), grad=_sum_grad)
+op("ReduceProd", axes=_axes("whole"), eval=_total("prod"))
+
+
+def _extreme_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
+    x, y = o.inputs[0], o.outputs[0]
+    return [f.emit("ReduceMaxGrad", x, _back(f, o, y), _back(f, o, d), axes=o.attributes["axes"])]
+
+
+def _extreme_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    names = letters(len(shapes[0]))
+    row = " ".join(names)
+    return f"{row}, {row}, {row} -> {row} | {' '.join(f'{names[i]}:whole' for i in attrs['axes'])}"
+
+
+def _extreme_slope(xp: Any, x: Any, y: Any, d: Any, axes: tuple[int, ...]) -> Any:
+    hit = x == y
+    return xp.where(hit, d / xp.sum(hit, axis=axes, keepdims=True, dtype=x.dtype), 0)
+
+
+op("ReduceMax", axes=_axes("max"), eval=_over("max"), grad=_extreme_grad)
+op("ReduceMin", axes=_axes("whole"), eval=_over("min"), grad=_extreme_grad)
+op(  # of ReduceMax and ReduceMin: elements that are alike share it
+    "ReduceMaxGrad",
+    axes=_extreme_axes,
+    dtype=same,
+    linear=[{2}],
+    eval=_extreme_slope,
+)
+
+
+def _mean_decompose(f: FunctionMaker, o: Op) -> list[Value]:
+    (x,) = o.inputs
+    count = math.prod(shape_of(x)[i] for i in o.attributes["axes"])
+    return [f.emit("Div", f.add_op("ReduceSum", None, [x], o.attributes), scalar(f, float(count), x))]
+
+
+op(
+    "ReduceMean",
+    axes=_axes("whole"),
+    eval=lambda xp, x, axes, keepdims=0: (
+        xp.sum(x, axis=axes, keepdims=bool(keepdims)) / math.prod(x.shape[i] for i in axes)
+    ),
+    decompose=_mean_decompose,
+)

@@ -1,0 +1,124 @@
+"""What definitions of ops share: factor names, dtype rules, small pieces of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+from distir.ir.axes import Shape
+from distir.ir.errors import IRTypeError
+from distir.ir.function import FunctionMaker, Op, Value
+from distir.ir.spec import Attrs, Strand, op
+from distir.ir.type import Bool, DType, Shard, Tensor
+
+_LETTERS = "abcdefghijklmnop"
+
+
+def letters(rank: int) -> list[str]:
+    """Factor names for the dims of an operand of that rank."""
+    return list(_LETTERS[:rank])
+
+
+def points(operands: int) -> str:
+    """The axes of an op on the points of its operands, which broadcast."""
+    return ", ".join(["..."] * operands) + " -> ..."
+
+
+def tensor(v: Value) -> Tensor:
+    """The type of a value. Raises IRTypeError if it is a bundle, or types are not inferred yet."""
+    if not isinstance(v.type, Tensor):
+        raise IRTypeError(f"expected a tensor, got {v}")
+    return v.type
+
+
+def shape_of(v: Value) -> Shape:
+    """The global shape of a value."""
+    return tensor(v).global_shape
+
+
+def same(attrs: Attrs, *dtypes: DType) -> list[DType]:
+    """The dtype rule of most ops: all operands have one, and the result has it too."""
+    for k, d in enumerate(dtypes):
+        if d is not dtypes[0]:
+            raise IRTypeError(f"operand {k}: expected {dtypes[0]}, got {d}")
+    return [dtypes[0]]
+
+
+def all_same(results: int) -> Callable[..., list[DType]]:
+    """As `same`, for several results."""
+    return lambda attrs, *dtypes: same(attrs, *dtypes) * results
+
+
+def truth(attrs: Attrs, *dtypes: DType) -> list[DType]:
+    """The dtype rule of comparisons."""
+    same(attrs, *dtypes)
+    return [Bool]
+
+
+def expect(k: int, dtype: DType, kind: str) -> None:
+    """Raises IRTypeError if operand k is not of that kind of dtype: "float", "int" or "bool"."""
+    if dtype.kind != kind:
+        raise IRTypeError(f"operand {k}: expected a dtype of kind {kind}, got {dtype}")
+
+
+def expect_shape(k: int, got: Shape, want: Shape) -> None:
+    """Raises IRTypeError if operand k has another shape: for ops whose operands do not broadcast."""
+    if got != want:
+        raise IRTypeError(f"operand {k}: expected shape {want}, got {got}")
+
+
+def passed(count: int, split: Shard, whole: Container[int], results: int = 1) -> Strand | None:
+    """The strand of an op that leaves dims where they are: dims in `whole` may not be split."""
+    return None if split.dim in whole else Strand((split,) * count, (split,) * results)
+
+
+def scalar(f: FunctionMaker, number: float, like: Value) -> Value:
+    """A number of the dtype and on the device of `like`."""
+    t = tensor(like)
+    where = {} if t.device is None else {"device": t.device}
+    return f.emit("Constant", value=(number,), shape=(), dtype=t.dtype, **where)
+
+
+def no_grad(f: FunctionMaker, o: Op, *d: Any) -> list[None]:
+    """The gradient of an op through which none flows."""
+    return [None] * len(o.inputs)
+
+
+def known(f: FunctionMaker, o: Op, d: Sequence[Value | None]) -> list[Value]:
+    """The gradients of all results, zeros for those that have none."""
+    return [f.emit("ZerosLike", y) if g is None else g for g, y in zip(d, o.outputs, strict=True)]
+
+
+def sum_to(f: FunctionMaker, d: Value, like: Value) -> Value:
+    """The gradient `d` of a result, summed over the dims along which `like` was broadcast."""
+    got, want = shape_of(d), shape_of(like)
+    lead = len(got) - len(want)
+    kept = tuple(i for i in range(lead, len(got)) if want[i - lead] == 1 and got[i] != 1)
+    if kept:
+        d = f.emit("ReduceSum", d, axes=kept, keepdims=1)
+    if lead:
+        d = f.emit("ReduceSum", d, axes=tuple(range(lead)), keepdims=0)
+    return d
+
+
+def swap_last(f: FunctionMaker, v: Value) -> Value:
+    """`v` with its last two dims swapped."""
+    n = len(shape_of(v))
+    return f.emit("Transpose", v, perm=(*range(n - 2), n - 1, n - 2))
+
+
+def smooth(
+    name: str, eval: Callable[..., Any], slope: Callable[..., Any], saved: str = "x", torch: str | None = None
+) -> None:
+    """An op on the points of one operand and, as `<name>Grad`, its gradient.
+
+    `slope(xp, saved, d, **attributes)` is the operand's gradient from the result's, d, and what is saved: the
+    operand ("x") or the result ("y").
+    """
+
+    def grad(f: FunctionMaker, o: Op, d: Value) -> Sequence[Value]:
+        v = o.inputs[0] if saved == "x" else o.outputs[0]
+        return [f.add_op(f"{name}Grad", None, [v, d], o.attributes)]
+
+    op(name, axes=points(1), eval=eval, grad=grad, torch=torch)
+    op(f"{name}Grad", axes=points(2), dtype=same, linear=[{1}], eval=slope)

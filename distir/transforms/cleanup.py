@@ -1,0 +1,105 @@
+"""Folding of constants, and removal of ops that are repeated or not needed.
+
+The results share inputs with the function given, and every value and op that did not change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
+from distir.ir.spec import lookup
+from distir.ir.type import Tensor
+
+
+def extend(function: Function) -> FunctionMaker:
+    """A maker that holds the inputs, ops, outputs, updates and names of `function`, to append to."""
+    maker = FunctionMaker(function.name)
+    maker.inputs.extend(function.inputs)
+    maker.ops.extend(function.ops)
+    maker.updates = dict(function.updates)
+    for v in function.inputs:
+        maker.fresh(v.name)
+    for op in function.ops:
+        for v in op.outputs:
+            maker.fresh(v.name)
+    maker.set_outputs(function.outputs)
+    return maker
+
+
+def live(ops: Sequence[Op], outputs: Iterable[Value]) -> list[Op]:
+    """The ops that `outputs` need."""
+    needed = set(outputs)
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if any(v in needed for v in op.outputs):
+            needed.update(op.inputs)
+            kept.append(op)
+    return kept[::-1]
+
+
+def prune(function: Function) -> Function:
+    """The function without ops that no output needs. All inputs stay.
+
+    A backward op whose forward op goes forgets it (`of`).
+    """
+    made: dict[Op, Op] = {}
+    for op in live(function.ops, function.outputs):
+        made[op] = _rebuilt(op, {}, made)
+    return Function(function.name, function.inputs, tuple(made.values()), function.outputs, function.updates)
+
+
+Evaluate = Callable[[Op, Sequence[Any], None], Any]
+"""(op, operands, no coordinate) -> result, as `distir.executor.sequential.evaluate`."""
+
+
+def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
+    """The function with repeated ops removed and, with `evaluate`, constants folded.
+
+    An op of which all operands are `Constant` ops, and whose result has one element, becomes a `Constant`. Of ops
+    alike (type, attributes, operands, forward op) the first stays; those whose results are outputs stay too, so that
+    each output keeps its name and its place in `updates`, and so do communication and calls.
+    """
+    env: dict[Value, Value] = {}
+    made: dict[Op, Op] = {}
+    seen: dict[tuple[Any, ...], Op] = {}
+    numbers: dict[Value, Any] = {}
+    outputs = set(function.outputs)
+    ops: list[Op] = []
+    for source in function.ops:
+        op = _rebuilt(source, env, made)
+        op = _folded(op, numbers, evaluate) if evaluate else op
+        key = (op.spec, op.attributes, op.inputs, op.of)
+        first = seen.get(key)
+        if first is None or op.spec.comm is not None or outputs.intersection(op.outputs):
+            ops.append(op)
+            made[source] = seen[key] = op
+        else:
+            made[source] = first
+            env.update(zip(op.outputs, first.outputs, strict=True))
+    return prune(Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates))
+
+
+def _rebuilt(op: Op, env: Mapping[Value, Value], made: Mapping[Op, Op]) -> Op:
+    """The op with replaced operands, and as `of` what became of it (None if it is gone)."""
+    inputs = tuple([env.get(v, v) for v in op.inputs])
+    of = made.get(op.of) if op.of else None
+    if of is op.of and inputs == op.inputs:
+        return op
+    return Op(op.spec, inputs, op.attributes, op.outputs, of)
+
+
+def _folded(op: Op, numbers: dict[Value, Any], evaluate: Evaluate) -> Op:
+    """The op, or a Constant if its operands are `numbers` and so is its result, which is noted there."""
+    t = op.outputs[0].type if len(op.outputs) == 1 else None
+    if not isinstance(t, Tensor) or t.device is not None or math.prod(t.shape) != 1:
+        return op
+    if op.op_type == "Constant":
+        numbers[op.outputs[0]] = evaluate(op, [], None)
+    if not op.inputs or not all(v in numbers for v in op.inputs):
+        return op
+    array = numbers[op.outputs[0]] = evaluate(op, [numbers[v] for v in op.inputs], None)
+    attributes = {"value": (array.reshape(-1)[0].item(),), "shape": t.shape, "dtype": t.dtype}
+    return Op(lookup("Constant"), (), Attributes(attributes), op.outputs, op.of)

@@ -1,0 +1,79 @@
+"""Ops that can be taken apart, taken apart: what sharding needs, since a bias or a mean does not pass partial sums."""
+
+from __future__ import annotations
+
+from distir.ir.errors import ModelError
+from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
+
+
+def decompose(function: Function) -> Function:
+    """The function with every op that has a `decompose` rule replaced by its parts, in called functions too.
+
+    Inputs and all values the function names stay the same objects; new values are named after the op they came
+    from. A backward op of an op that went is `of` the last of its parts. Types must be known.
+    """
+    return _decomposed(function, {})
+
+
+def _decomposed(function: Function, done: dict[Function, Function]) -> Function:
+    if function in done:
+        return done[function]
+    maker = FunctionMaker(function.name)
+    maker.inputs.extend(function.inputs)
+    maker.set_outputs(function.outputs)
+    maker.updates = dict(function.updates)
+    for v in (*function.inputs, *(v for op in function.ops for v in op.outputs)):
+        maker.fresh(v.name)
+    became: dict[Op, Op] = {}
+    for source in function.ops:
+        op = _rebuilt(source, became, done)
+        if op.spec.decompose is None:
+            maker.ops.append(op)
+            became[source] = op
+        else:
+            became[source] = expand(maker, op)
+    changed = any(a is not b for a, b in became.items())
+    done[function] = maker.finalize() if changed else function
+    return done[function]
+
+
+def _rebuilt(op: Op, became: dict[Op, Op], done: dict[Function, Function]) -> Op:
+    """The op, `of` and calling what became of these."""
+    of = became.get(op.of, op.of) if op.of else None
+    callee = _decomposed(op.callee, done) if op.callee else None
+    if of is op.of and callee is op.callee:
+        return op
+    attributes = op.attributes if callee is op.callee else Attributes({**op.attributes, "callee": callee})
+    return Op(op.spec, op.inputs, attributes, op.outputs, of)
+
+
+def expand(maker: FunctionMaker, op: Op) -> Op:
+    """Append the parts of `op`, down to ops without a rule; they make its own output values.
+
+    Gives the part that makes the first of these. Raises ModelError if there is no rule.
+    """
+    if op.spec.decompose is None:
+        raise ModelError(f"{op} cannot be decomposed")
+    first = len(maker.ops)
+    results = list(op.spec.decompose(maker, op))
+    became: dict[Value, Value] = {}
+    for k, (value, result) in enumerate(zip(op.outputs, results, strict=True)):
+        if result in became or not any(result in part.outputs for part in maker.ops[first:]):
+            result = results[k] = maker.emit("Identity", result)  # an operand, or a result given twice
+        became[result] = value
+    parts = maker.ops[first:]
+    del maker.ops[first:]
+    made: dict[Op, Op] = {}
+    for part in parts:
+        for v in part.outputs:
+            if v not in became:
+                v.name = maker.fresh(f"{op.outputs[0].name}.{part.op_type.lower()}")
+        inputs, outputs = (tuple([became.get(v, v) for v in row]) for row in (part.inputs, part.outputs))
+        of = made.get(part.of, part.of) if part.of else op.of
+        new = Op(part.spec, inputs, part.attributes, outputs, of)
+        if new.spec.decompose is None:
+            maker.ops.append(new)
+            made[part] = new
+        else:
+            made[part] = expand(maker, new)
+    return next(made[part] for part in parts if results[0] in part.outputs)

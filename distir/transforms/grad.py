@@ -1,0 +1,221 @@
+"""Reverse-mode differentiation: `grad` adds the backward pass, as IR, to a function.
+
+Each backward op remembers its forward op (`of`). A gradient is summed as its terms arrive, by the op `of` which the
+last term is, so that terms made on one pipeline stage are added before they leave it. Values and ops of the function
+are shared with the result, so that mappings from its input Values to arrays hold for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from distir.ir.errors import ModelError, UsageError
+from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.type import Tensor
+from distir.ops.rules import no_grad
+from distir.transforms.cleanup import extend, live
+from distir.transforms.roles import weights
+
+
+def grad(function: Function, loss: Value | int | str = 0, wrt: Sequence[Value] | None = None) -> Function:
+    """`function` with the gradients of output `loss` appended to its outputs, one for each of `wrt`, in that order.
+
+    `loss` is a value of the function, a position among its outputs, or a name; it must hold one floating-point
+    number. `wrt` are inputs or other values of the function; without it, all inputs of role parameter. The gradient
+    of a value that the loss does not depend on is zeros. Ops without a gradient rule are decomposed first.
+
+    Raises UsageError for a loss or a `wrt` that cannot be differentiated, ModelError for an op on the way from one to
+    the other that has no gradient.
+    """
+    wanted = parameters(function) if wrt is None else list(wrt)
+    target = find_loss(function, loss)
+    for v in wanted:
+        if not isinstance(v.type, Tensor) or not v.type.dtype.floating:
+            raise UsageError(f"no gradient with respect to %{v.name}: {v.type} is not floating-point")
+    function = _differentiable(function, target, wanted)
+    backward = _Backward(function, target, wanted)
+    backward.run()
+    gradients = [backward.total(v) for v in wanted]
+    maker = backward.maker
+    maker.set_outputs([*function.outputs, *gradients])
+    forward = len(function.ops)
+    maker.ops[forward:] = live(maker.ops[forward:], gradients)
+    backward.rename()
+    return maker.finalize()
+
+
+def parameters(function: Function) -> list[Value]:
+    """Its inputs of role parameter; in a program without roles those that stand where ops have weights."""
+    return [v for v in weights(function) if v.kind in (None, "parameter")]
+
+
+def find_loss(function: Function, loss: Value | int | str) -> Value:
+    """The value meant by `loss`, checked to be one floating-point number. Raises UsageError otherwise."""
+    if isinstance(loss, Value):
+        target = loss
+    elif isinstance(loss, int):
+        if not -len(function.outputs) <= loss < len(function.outputs):
+            raise UsageError(f"{function.name} has {len(function.outputs)} outputs, no output {loss}")
+        target = function.outputs[loss]
+    else:
+        named = [v for v in (*function.outputs, *function.producers()) if v.name == loss]
+        if not named:
+            outputs = ", ".join(v.name for v in function.outputs)
+            raise UsageError(f"{function.name} has no value {loss!r}", f"its outputs are {outputs}")
+        target = named[0]
+    t = target.type
+    if not isinstance(t, Tensor) or not t.dtype.floating:
+        raise UsageError(f"the loss %{target.name} is {t}, not a floating-point number")
+    if math.prod(t.global_shape) != 1:
+        hint = "sum or average it first, or use the loss cross-entropy or mse"
+        raise UsageError(f"the loss %{target.name} has shape {t.global_shape}, not one number", hint)
+    return target
+
+
+def dependent(function: Function, wrt: Iterable[Value]) -> set[Value]:
+    """The floating-point values that a gradient links to any of `wrt`, these included."""
+    reached = set(wrt)
+    for op in function.ops:
+        if op.spec.grad is not no_grad and any(v in reached for v in op.inputs):
+            reached.update(v for v in op.outputs if isinstance(v.type, Tensor) and v.type.dtype.floating)
+    return reached
+
+
+def path(function: Function, target: Value, wrt: Iterable[Value]) -> list[Op]:
+    """The ops by which `target` depends on any of `wrt`, in order."""
+    reached = dependent(function, wrt)
+    needed = {target} & reached
+    ops: list[Op] = []
+    for op in reversed(function.ops):
+        if any(v in needed for v in op.outputs):
+            needed.update(v for v in op.inputs if v in reached)
+            ops.append(op)
+    return ops[::-1]
+
+
+def _differentiable(function: Function, target: Value, wrt: Sequence[Value]) -> Function:
+    """The function, ops on the way that have no gradient rule decomposed; its own values stay the same objects."""
+    while True:
+        without = {op for op in path(function, target, wrt) if op.spec.grad is None}
+        if not without:
+            return function
+        maker = extend(Function(function.name, function.inputs, (), ()))
+        for op in function.ops:
+            for v in op.outputs:
+                maker.fresh(v.name)
+        made: dict[Op, Op] = {}
+        for op in function.ops:
+            if op in without:
+                made[op] = _decomposed(maker, op)
+            elif op.of in made:
+                maker.ops.append(Op(op.spec, op.inputs, op.attributes, op.outputs, made[op.of]))
+            else:
+                maker.ops.append(op)
+        maker.set_outputs(function.outputs)
+        maker.updates = function.updates
+        function = maker.finalize()
+
+
+def _decomposed(maker: FunctionMaker, op: Op) -> Op:
+    """Append the parts of `op`, which make its own output values. Gives the part that makes the last of them."""
+    if op.spec.decompose is None:
+        raise ModelError(
+            f"%{op.outputs[0].name}: {op.op_type} has no gradient",
+            "leave it off the way from the weights to the loss",
+        )
+    first = len(maker.ops)
+    results = op.spec.decompose(maker, op)
+    results = results if isinstance(results, list | tuple) else (results,)
+    made = {v for part in maker.ops[first:] for v in part.outputs}
+    become: dict[Value, Value] = {}
+    for value, result in zip(op.outputs, results, strict=True):
+        if result not in made or result in become:
+            result = maker.emit("Reshape", result, shape=value.type.global_shape)  # type: ignore[union-attr]
+        become[result] = value
+    parts: dict[Op, Op] = {}
+    for i, part in enumerate(maker.ops[first:], first):
+        inputs, outputs = (tuple(become.get(v, v) for v in row) for row in (part.inputs, part.outputs))
+        of = parts.get(part.of, part.of) if part.of else op.of
+        parts[part] = maker.ops[i] = Op(part.spec, inputs, part.attributes, outputs, of)
+        for v in outputs:
+            if v not in op.outputs:
+                v.name = maker.fresh(f"{op.outputs[0].name}.{part.op_type.lower()}")
+    return maker.ops[-1]
+
+
+class _Backward:
+    """The backward pass under construction."""
+
+    def __init__(self, function: Function, target: Value, wrt: Sequence[Value]) -> None:
+        self.function, self.target = function, target
+        self.maker = extend(function)
+        self.ops = path(function, target, wrt)
+        self.reached = dependent(function, wrt)
+        self.terms: dict[Value, list[Value]] = {}
+        """For each value its gradients, the sums of them included; the last is the total so far."""
+
+    def run(self) -> None:
+        """Differentiate every op on the way, last first."""
+        if self.target in self.reached:
+            made_by = self.function.producers().get(self.target)
+            self.terms[self.target] = [self.filled(self.target, 1.0, made_by)]
+        for op in reversed(self.ops):
+            given = [self.terms[v][-1] if v in self.terms else None for v in op.outputs]
+            if any(d is not None for d in given):
+                self.differentiate(op, given)
+
+    def differentiate(self, op: Op, given: Sequence[Value | None]) -> None:
+        """Append the gradients of one op's operands, given those of its results (None where there is none)."""
+        first = len(self.maker.ops)
+        rule = op.spec.grad
+        if rule is None:
+            raise ModelError(f"%{op.outputs[0].name}: {op.op_type} has no gradient")
+        gradients = rule(self.maker, op, *given)
+        if len(gradients) != len(op.inputs):
+            raise ModelError(
+                f"the gradient rule of {op.op_type} gives {len(gradients)} for {len(op.inputs)} operands"
+            )
+        for v, d in zip(op.inputs, gradients, strict=True):
+            if d is None or v not in self.reached:
+                continue
+            if d.type is not v.type:
+                raise ModelError(f"{op.op_type}: the gradient of %{v.name} is {d.type}, expected {v.type}")
+            terms = self.terms.setdefault(v, [])
+            terms += [d, self.maker.emit("Add", terms[-1], d)] if terms else [d]
+        for made in self.maker.ops[first:]:
+            made.of = op
+
+    def filled(self, like: Value, number: float, of: Op | None) -> Value:
+        """`number` in the shape of `like`."""
+        t = like.type
+        first = len(self.maker.ops)
+        value = self.maker.emit("Constant", value=(number,), shape=(), dtype=t.dtype)  # type: ignore[union-attr]
+        if t.global_shape:  # type: ignore[union-attr]
+            value = self.maker.emit("Expand", value, shape=t.global_shape)  # type: ignore[union-attr]
+        for op in self.maker.ops[first:]:
+            op.of = of
+        return value
+
+    def total(self, v: Value) -> Value:
+        """The gradient of `v`; zeros if the loss does not depend on it."""
+        if v not in self.terms:
+            self.terms[v] = [self.filled(v, 0.0, None)]
+        return self.terms[v][-1]
+
+    def rename(self) -> None:
+        """Call the gradient of %x %x.grad, its terms %x.grad.1 ..., what leads to them after the op they are of."""
+        names = extend(self.function)
+        made = self.maker.ops[len(self.function.ops) :]
+        new = {v for op in made for v in op.outputs}
+        for pick in (lambda terms: terms[-1:], lambda terms: terms[:-1]):
+            for v, terms in self.terms.items():
+                for d in pick(terms):
+                    if d in new:
+                        new.discard(d)
+                        d.name = names.fresh(f"{v.name}.grad")
+        for op in made:
+            base = op.of.outputs[0].name if op.of else self.target.name
+            for v in op.outputs:
+                if v in new:
+                    v.name = names.fresh(f"{base}.{op.op_type.lower()}")

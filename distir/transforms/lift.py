@@ -1,0 +1,73 @@
+"""Accumulate over time before sending: a sum of values from different stages is taken after microbatches are done.
+
+A tied weight's gradients are made on several stages and added. Added as they come, each microbatch's would be sent;
+instead each is accumulated where it is made, and the whole ones are added: sum(a + b) = sum(a) + sum(b).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distir.ir.device import TIME
+from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.type import SUM, Partial, Tensor
+from distir.transforms.phases import ends_time
+
+
+def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, dict[Op, int]]:
+    """The function with such sums lifted, and the stages of its ops (none for the lifted ones)."""
+    producer = function.producers()
+    users: dict[Value, int] = {}
+    for op in function.ops:
+        for v in op.inputs:
+            users[v] = users.get(v, 0) + 1
+    kept = set(function.outputs)
+    maker = FunctionMaker(function.name)
+    env = {v: maker.add_input_value(v.name, v.type, v.role) for v in function.inputs}
+    ops: dict[Op, Op] = {}
+    new_stage: dict[Op, int] = {}
+
+    def liftable(v: Value) -> Op | None:
+        op = producer.get(v)
+        if op is None or users[v] != 1 or v in kept or len(op.outputs) != 1 or op.spec.comm is not None:
+            return None
+        sums = [w for w in op.inputs if isinstance(w.type, Tensor) and w.type.on(TIME) is SUM]
+        stages = {stage[producer[w]] for w in sums if producer[w] in stage}
+        return op if len(sums) > 1 and len(stages) > 1 else None
+
+    lifted: set[Op] = set()
+    for op in function.ops:
+        if ends_time(op) and isinstance(op.inputs[0].type.on(TIME), Partial):  # type: ignore[union-attr]
+            todo = [op.inputs[0]]
+            while todo:
+                inner = liftable(todo.pop())
+                if inner is not None and inner not in lifted:
+                    lifted.add(inner)
+                    todo += inner.inputs
+
+    def total(v: Value, op: Op) -> Value:
+        """The sum over time of `v`, whose own sum would be `op`."""
+        inner = producer.get(v)
+        if inner in lifted and inner is not None:
+            parts = [
+                total(w, op) if isinstance(w.type, Tensor) and w.type.on(TIME) is SUM else env[w] for w in inner.inputs
+            ]
+            return maker.add_op(inner.spec, v.name, parts, inner.attributes)
+        return maker.add_op(op.spec, v.name, [env[v]], op.attributes)
+
+    for op in function.ops:
+        if op in lifted:
+            continue
+        if ends_time(op) and producer.get(op.inputs[0]) in lifted:
+            env[op.outputs[0]] = total(op.inputs[0], op)
+            continue
+        of = ops.get(op.of) if op.of else None
+        names = [v.name for v in op.outputs]
+        maker.add_op(op.spec, None, [env[v] for v in op.inputs], op.attributes, (), names, of)
+        ops[op] = maker.ops[-1]
+        env.update(zip(op.outputs, maker.ops[-1].outputs, strict=True))
+        if op in stage:
+            new_stage[ops[op]] = stage[op]
+    maker.set_outputs(env[v] for v in function.outputs)
+    maker.updates = {env[a]: env[b] for a, b in function.updates.items()}
+    return maker.finalize(), new_stage

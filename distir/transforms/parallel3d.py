@@ -1,0 +1,135 @@
+"""Data, tensor and pipeline parallelism composed: from a training step to the program every device runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from distir.ir.device import TIME, Device, Mesh
+from distir.ir.errors import InfeasibleError
+from distir.ir.function import Function, Value
+from distir.ir.type import Shard
+from distir.transforms.classes import Classes
+from distir.transforms.decompose import decompose
+from distir.transforms.graph import Graph
+from distir.transforms.microbatch import place_in_time
+from distir.transforms.pipeline import pipeline
+from distir.transforms.place import Placed, place_all, shares, view
+from distir.transforms.roles import batch_dims, batch_size, weights
+from distir.transforms.schedule import Generator, PipeDreamScheduler, Table, make_table
+from distir.transforms.seeds import tensor_parallel
+from distir.transforms.shard import shard
+from distir.transforms.stages import OpCost, cut_stages, plain_cost
+
+DP, TP = "dp", "tp"
+
+
+def parallel_transform_3d(
+    function: Function,
+    dp: int,
+    tp: int,
+    pp: int,
+    devices: Sequence[Device],
+    num_microbatches: int,
+    schedule: str | Generator | PipeDreamScheduler | Table = "1f1b",
+    batch: Mapping[Value, int] | None = None,
+    cost: OpCost = plain_cost,
+) -> Function:
+    """The function spread over dp * tp * pp devices, its batch over dp and `num_microbatches`.
+
+    `devices` are in order tp fastest, then dp, then pp: so tensor-parallel groups stay inside a node. With one more
+    device, the first is a host that holds the inputs, and the order of the rest is stages fastest, then tensor shards,
+    then replicas. `batch` maps data inputs to their batch dim where roles do not say it.
+
+    Raises InfeasibleError if the number of devices or the batch does not fit, if there are fewer cuttable pieces than
+    stages, or if tensor parallelism splits nothing.
+    """
+    meshes, host = stage_meshes(dp, tp, pp, devices, num_microbatches)
+    source = decompose(function)
+    dims = batch_dims(function, batch)
+    order = dict(zip(function.inputs, source.inputs, strict=True))
+    placed = place(source, {order[v]: d for v, d in dims.items()}, dp, tp, meshes[0])
+    table = make_table(schedule, pp, num_microbatches)
+    placed, stage = cut_stages(placed, pp, num_microbatches, cost)
+    return pipeline(placed, stage, meshes, table, host)
+
+
+def stage_meshes(
+    dp: int, tp: int, pp: int, devices: Sequence[Device], microbatches: int
+) -> tuple[list[Mesh], Device | None]:
+    """One mesh a stage, and the host if there is one. Raises InfeasibleError for a wrong number of devices."""
+    if min(dp, tp, pp, microbatches) < 1:
+        raise InfeasibleError(f"degrees are at least 1, got dp {dp}, tp {tp}, pp {pp}, microbatches {microbatches}")
+    count = dp * tp * pp
+    if len(devices) not in (count, count + 1):
+        raise InfeasibleError(
+            f"dp {dp} x tp {tp} x pp {pp} needs {count} devices (or one more, a host), got {len(devices)}"
+        )
+    axes = {TIME: microbatches, **({DP: dp} if dp > 1 else {}), **({TP: tp} if tp > 1 else {})}
+    if len(devices) == count:
+        size = dp * tp
+        return [Mesh(devices[s * size : (s + 1) * size], axes, f"stage{s}") for s in range(pp)], None
+    return [Mesh(devices[1 + s :: pp], axes, f"stage{s}") for s in range(pp)], devices[0]
+
+
+def place(function: Function, batch: Mapping[Value, int], dp: int, tp: int, mesh: Mesh) -> Function:
+    """The function on a mesh: the batch split over time and dp, weights over tp. Not yet scheduled."""
+    microbatches = mesh.size(TIME)
+    size = batch_size(function, batch)
+    if size % (dp * microbatches):
+        fits = [m for m in range(1, size // dp + 1) if size % (dp * m) == 0] if size % dp == 0 else []
+        hint = f"with dp {dp} use microbatches of {', '.join(map(str, fits))}" if fits else f"a dp that divides {size}"
+        raise InfeasibleError(
+            f"a batch of {size} does not divide by dp {dp} x {microbatches} microbatches = {dp * microbatches}", hint
+        )
+    graph = Graph(function)
+    data = {graph.index[v]: dim for v, dim in batch.items()}
+    decisions: dict[str, Placed] = {TIME: place_in_time(graph, microbatches, data)}
+    if dp > 1:
+        decisions[DP] = data_parallel(graph, dp, data, microbatches)
+    if tp > 1:
+        decisions[TP] = _tensor_parallel(graph, tp, function)
+    return shard(graph, mesh, decisions)
+
+
+def data_parallel(graph: Graph, n: int, batch: Mapping[int, int], outer: int) -> Placed:
+    """The batch's class split over n devices, on the digit inside the microbatches."""
+    classes = Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch.items()])
+    full = view(graph, [[(strand, 0) for strand, _ in row] for row in classes.strands])
+    return place_all(full, n, {0}, shares(full))
+
+
+def _tensor_parallel(graph: Graph, n: int, function: Function) -> Placed:
+    held = [graph.index[v] for v in weights(function)]
+    split = tensor_parallel(graph, n, held)
+    if not split.chosen:
+        sizes = {d for v in held for d in graph.shapes[v]}
+        fits = [k for k in range(2, max(sizes, default=1) + 1) if any(d % k == 0 for d in sizes)][:8]
+        raise InfeasibleError(f"tp {n} splits nothing in {function.name}", f"dims of weights divide by {fits}")
+    return split.placed
+
+
+class Coverage(NamedTuple):
+    """How much of a program an axis splits: shares of FLOPs and of parameters, and the weights it does not split."""
+
+    flops: float
+    parameters: float
+    replicated: tuple[Value, ...]
+
+
+def coverage(placed: Function, axis: str = TP) -> Coverage:
+    """What is split along an axis of a placed program or the inputs of a scheduled one."""
+    held = [v for v in placed.inputs if v.kind == "parameter"] or weights(placed)
+    elements = {v: math.prod(v.type.global_shape) for v in held}  # type: ignore[union-attr]
+    whole = [v for v in held if axis not in v.type.mesh.axes or not isinstance(v.type.on(axis), Shard)]  # type: ignore[union-attr]
+    total = flops = 0.0
+    for op in placed.ops:
+        if op.spec.comm is not None:
+            continue
+        work = op.spec.flops(op.attributes, [v.type.shape for v in op.inputs], [v.type.shape for v in op.outputs])  # type: ignore[union-attr]
+        total += work
+        if any(isinstance(v.type.on(axis), Shard) for v in (*op.inputs, *op.outputs)):  # type: ignore[union-attr]
+            flops += work
+    unsplit = sum(elements[v] for v in whole)
+    return Coverage(flops / total if total else 0.0, 1 - unsplit / max(1, sum(elements.values())), tuple(whole))

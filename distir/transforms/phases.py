@@ -1,0 +1,87 @@
+"""Which phase of a training step each op belongs to: prologue, forward, backward or update.
+
+Read from the dataflow along the time axis: what does not vary in time is done once before (prologue), what depends on
+a finished sum over microbatches is done once after (update). Of the rest, backward ops are those that differentiate
+another (`of`) or use what one made; in a program with a hand-written backward pass, those that the first output (the
+loss) does not need. Free ops on values that do not vary (views of weights, constants, a microbatch's slice of the data)
+belong to no phase: every body that needs one has its own.
+"""
+
+from __future__ import annotations
+
+from distir.ir.device import TIME
+from distir.ir.function import Function, Op, Value
+from distir.ir.type import REPLICATE, Tensor
+
+FREE, PROLOGUE, FORWARD, BACKWARD, UPDATE = "", "P", "F", "B", "U"
+
+
+def ends_time(op: Op) -> bool:
+    """True if the op makes whole what is summed, or joins what is split, over microbatches."""
+    if op.spec.comm is None or op.attributes.get("axis") != TIME:
+        return False
+    before, after = op.inputs[0].type, op.outputs[0].type
+    return (
+        isinstance(before, Tensor)
+        and isinstance(after, Tensor)
+        and before.on(TIME) is not REPLICATE
+        and after.on(TIME) is REPLICATE
+    )
+
+
+def varies(v: Value) -> bool:
+    """True if the value differs between microbatches."""
+    return isinstance(v.type, Tensor) and v.type.on(TIME) is not REPLICATE
+
+
+def phases(function: Function) -> dict[Op, str]:
+    """The phase of every op of a program that is placed but not scheduled."""
+    backward = _backward(function)
+    phase: dict[Op, str] = {}
+    after: set[Value] = set()
+    free = set(function.inputs)  # values that any body can have for nothing, or was given
+    late: set[Value] = set()
+    results = set(function.outputs)
+    for op in function.ops:
+        if ends_time(op) or any(v in after for v in op.inputs):
+            phase[op] = UPDATE
+            after.update(op.outputs)
+        elif _costless(op) and all(v in free for v in op.inputs) and results.isdisjoint(op.outputs):
+            phase[op] = FREE
+            free.update(op.outputs)
+        elif not any(varies(v) for v in (*op.inputs, *op.outputs)):
+            phase[op] = PROLOGUE
+            free.update(op.outputs)
+        elif op in backward or any(v in late for v in op.inputs):
+            phase[op] = BACKWARD
+            late.update(op.outputs)
+        else:
+            phase[op] = FORWARD
+    producer = function.producers()
+    for op in function.ops:
+        if ends_time(op) and phase[producer[op.inputs[0]]] == FREE:
+            phase[producer[op.inputs[0]]] = FORWARD  # what is joined over time must be made somewhere
+    return phase
+
+
+def _costless(op: Op) -> bool:
+    return op.spec.alias or not op.inputs
+
+
+def _backward(function: Function) -> set[Op]:
+    if any(op.of for op in function.ops):
+        return {op for op in function.ops if op.of}
+    producer = function.producers()
+    loss = next((v for v in function.outputs if v not in function.updates), None)
+    forward: set[Op] = set()
+    todo = [loss] if loss else []
+    while todo:
+        op = producer.get(todo.pop())
+        if op is not None and op not in forward:
+            forward.add(op)
+            todo += op.inputs
+    rest = [op for op in function.ops if op not in forward]
+    inputs = set(function.inputs)
+    weights = {v for op in forward for k, v in enumerate(op.inputs) if v in inputs and op.spec.weight == k}
+    hand_written = any(v in weights for op in rest for v in op.inputs)
+    return set(rest) if hand_written else set()

@@ -1,0 +1,217 @@
+"""Scheduling: calls the bodies of a cut program microbatch by microbatch, in the order of a schedule's table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from distir.ir.device import TIME, Device, Mesh
+from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.type import REPLICATE, Tensor
+from distir.transforms.bodies import Body, Cut, Group, Key, build_body, cut_bodies, order_of, roots
+from distir.transforms.phases import PROLOGUE, UPDATE, varies
+from distir.transforms.roles import weights
+from distir.transforms.schedule import Slot, Table, interleave
+
+
+def pipeline(
+    function: Function, stage: Mapping[Op, int], meshes: Sequence[Mesh], table: Table, host: Device | None = None
+) -> Function:
+    """The scheduled program of a placed function, one mesh a stage.
+
+    Its inputs are the function's, in order: on `host` if there is one; else a weight on its home stage, and what
+    several stages need on a mesh over all of them. Its outputs are the function's. Raises InfeasibleError if the
+    table would deadlock.
+    """
+    return _Emitter(cut_bodies(function, stage), meshes, table, host).emit()
+
+
+At = tuple[Value, int, int | None]
+"""A value of the placed function, on a stage, of a microbatch (None: of all)."""
+
+
+class _Emitter:
+    def __init__(self, cut: Cut, meshes: Sequence[Mesh], table: Table, host: Device | None) -> None:
+        self.cut, self.meshes, self.table, self.host = cut, meshes, table, host
+        self.microbatches = meshes[0].size(TIME)
+        self.maker = FunctionMaker(cut.function.name)
+        self.at: dict[At, Value] = {}
+        self.bundles: dict[Key, Value] = {}  # static bundles
+        self.saved: dict[tuple[int, int], Value] = {}  # (stage, microbatch)
+        self.running: dict[Key, Value] = {}
+        self.bodies: dict[tuple[Key, bool, bool], Body] = {}
+        self.done: set[tuple[Key, int]] = set()
+        self.wanted: dict[Value, list[int]] = {}
+        for key, group in cut.groups.items():
+            for v in (*group.static, *group.received):
+                if key.stage not in self.wanted.setdefault(v, []):
+                    self.wanted[v].append(key.stage)
+
+    def emit(self) -> Function:
+        self._inputs()
+        for key in order_of(self.cut.groups, PROLOGUE):
+            self._once(key)
+        interleave(self.table, self._ready, self._slot)
+        for op in self.cut.joins:
+            self._join(op)
+        for key in order_of(self.cut.groups, UPDATE):
+            self._once(key)
+        source = self.cut.function
+        outputs = [self._output(v) for v in source.outputs]
+        self.maker.set_outputs(outputs)
+        new = dict(zip(source.outputs, outputs, strict=True))
+        place = dict(zip(source.inputs, self.maker.inputs, strict=True))
+        self.maker.updates = {new[a]: place[b] for a, b in source.updates.items()}
+        return self.maker.finalize()
+
+    # ---- where values are
+
+    def _inputs(self) -> None:
+        source = self.cut.function
+        held = {*weights(source), *source.updates.values()}
+        everywhere: Mesh | None = None
+        for v in source.inputs:
+            stages = sorted(self.wanted.get(v, [])) or [0]
+            t = v.type
+            if not isinstance(t, Tensor):
+                raise TypeError(f"input %{v.name} is not a tensor")
+            if self.host is not None:
+                x = self.maker.add_input_value(v.name, Tensor(t.dtype, t.global_shape, self.host), v.role)
+                for s in [self._home(v, stages)] if v in held else stages:
+                    self._distribute(v, x, t, s)
+            elif len(stages) == 1 or v in held:
+                home = self._home(v, stages)
+                self.at[v, home, None] = self.maker.add_input_value(v.name, t.moved(self.meshes[home]), v.role)
+            else:
+                everywhere = everywhere or _union(self.meshes)
+                wide = Tensor(t.dtype, t.shape, everywhere, (REPLICATE, *t.placements))
+                x = self.maker.add_input_value(v.name, wide, v.role)
+                for s in stages:
+                    self.at[v, s, None] = self.maker.add_op("Restrict", v.name, [x], {"to": self.meshes[s]})
+
+    def _home(self, v: Value, stages: Sequence[int]) -> int:
+        """The stage that updates a weight; without an update, the first that uses it."""
+        for new, old in self.cut.function.updates.items():
+            if old is v and new in self.cut.owner:
+                return self.cut.owner[new].stage
+        return stages[0]
+
+    def _distribute(self, v: Value, x: Value, t: Tensor, s: int) -> None:
+        split = any(p is not REPLICATE for p in t.placements)
+        kind = "MPIScatter" if split else "MPIBroadcast"
+        attributes = {"to": self.meshes[s], **({"placements": t.placements} if split else {})}
+        self.at[v, s, None] = self.maker.add_op(kind, v.name, [x], attributes)
+
+    def _get(self, v: Value, s: int, i: int | None) -> Value:
+        """The value on a stage: there already, or sent from where it is."""
+        i = i if varies(v) else None
+        here = self.at.get((v, s, i))
+        if here is None:
+            there = self.cut.owner[v].stage if v in self.cut.owner else self._found(v)
+            there = there if (v, there, i) in self.at else self._found(v)
+            here = self.maker.add_op("Send", v.name, [self.at[v, there, i]], {"to": self.meshes[s]})
+            self.at[v, s, i] = here
+        return here
+
+    def _found(self, v: Value) -> int:
+        return next(s for s in range(len(self.meshes)) if (v, s, None) in self.at)
+
+    def _output(self, v: Value) -> Value:
+        key = self.cut.owner.get(v)
+        return self.at[v, key.stage if key else self._found(v), None]
+
+    # ---- calls
+
+    def _once(self, key: Key) -> None:
+        group = self.cut.groups[key]
+        body = self._body(group, True, True)
+        args = self._static(group, body)
+        if group.summed:
+            args.append(self._totals(group))
+        self._call(group, body, args, None)
+
+    def _ready(self, slot: Slot) -> bool:
+        key = Key(slot.phase, slot.stage)
+        group = self.cut.groups.get(key)
+        if group is None:
+            return True
+        needs = [self.cut.owner[v] for v in group.received]
+        if group.saved:
+            needs += [self.cut.owner[v] for v in group.saved]
+        return all((k, slot.microbatch) in self.done for k in needs)
+
+    def _slot(self, slot: Slot) -> None:
+        key = Key(slot.phase, slot.stage)
+        i = slot.microbatch
+        group = self.cut.groups.get(key)
+        self.done.add((key, i))
+        if group is None:
+            return
+        last = i == self.microbatches - 1 and any(t.reduce for t in group.totals)
+        body = self._body(group, i == 0, last or self.microbatches == 1)
+        args = self._static(group, body)
+        if body.saved:
+            args.append(self.saved[key.stage, i])
+        args += [self._get(v, key.stage, i) for v in group.received]
+        if body.running:
+            args.append(self.running[key])
+        self._call(group, body, args, i)
+
+    def _body(self, group: Group, first: bool, last: bool) -> Body:
+        if not group.totals:
+            first = last = True
+        key = group.key, first, last
+        if key not in self.bodies:
+            mesh = self.meshes[group.key.stage]
+            self.bodies[key] = build_body(self.cut, group, mesh, self.microbatches, first, last)
+        return self.bodies[key]
+
+    def _static(self, group: Group, body: Body) -> list[Value]:
+        if not body.static:
+            return []
+        if group.key not in self.bundles:
+            values = [self._get(v, group.key.stage, None) for v in group.static]
+            self.bundles[group.key] = self.maker.add_op("Pack", f"{body.function.name}.static", values)
+        return [self.bundles[group.key]]
+
+    def _totals(self, group: Group) -> Value:
+        """The finished sums that an update takes, as one bundle: that of the one body that made them, if it is one."""
+        parts: dict[Value, Value] = {}
+        for key in dict.fromkeys(self.cut.owner[t.part] for t in group.summed):
+            owned = [t.part for t in self.cut.groups[key].totals]
+            if owned == [t.part for t in group.summed]:
+                return self.running[key]
+            values = self.maker.add_op("Unpack", None, [self.running[key]], None, (), [v.name for v in owned])
+            parts.update(zip(owned, values if isinstance(values, tuple) else (values,), strict=True))
+        return self.maker.add_op("Pack", "totals", [parts[t.part] for t in group.summed])
+
+    def _call(self, group: Group, body: Body, args: Sequence[Value], i: int | None) -> None:
+        key = group.key
+        suffix = "" if i is None else f".{i}"
+        names = [v.name + suffix for v in body.function.outputs]
+        attributes = {} if i is None else {"mb": i}
+        results = self.maker.add_op("Call", None, args, attributes, (body.function,), names)
+        outs = list(results) if isinstance(results, tuple) else [results]
+        if group.keeps:
+            self.saved[key.stage, i or 0] = outs.pop(0)
+        for v in group.sends:
+            self.at[v, key.stage, i if varies(v) else None] = outs.pop(0)
+        if group.totals:
+            self.running[key] = outs.pop(0)
+        for v in group.sends:  # as soon as it is made, so that receivers wait least
+            for s in self.wanted.get(v, []):
+                self._get(v, s, i)
+
+    def _join(self, op: Op) -> None:
+        s = self.cut.owner[op.outputs[0]].stage
+        pieces = [self._get(op.inputs[0], s, i) for i in range(self.microbatches)]
+        name = op.outputs[0].name
+        self.at[op.outputs[0], s, None] = self.maker.add_op(op.spec, name, pieces, op.attributes)
+
+
+def _union(meshes: Sequence[Mesh]) -> Mesh:
+    """A mesh over all stages, with the stages as its outermost axis."""
+    axes = dict(zip(meshes[0].axes, meshes[0].sizes, strict=True))
+    return Mesh([d for mesh in meshes for d in mesh.devices], {"pp": len(meshes), **axes}, "all")
+
+
+__all__ = ["pipeline", "roots"]

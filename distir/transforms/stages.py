@@ -1,0 +1,257 @@
+"""Cutting a placed program into pipeline stages: a balanced cut of the forward pass, all else following it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+from distir.ir.errors import InfeasibleError
+from distir.ir.function import Function, Op, Value
+from distir.ir.type import Tensor
+from distir.transforms.lift import lift_sums
+from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
+from distir.transforms.roles import WEIGHTS
+
+OpCost = Callable[[Op], float]
+
+FLOP_PER_BYTE = 100.0
+"""Of the plain default cost: accelerators do about this many FLOPs in the time they move a byte of memory."""
+WIRE_PER_BYTE = 30.0
+"""And a link between stages is slower than memory by about this factor."""
+_CANDIDATES = 400
+
+
+def plain_cost(op: Op) -> float:
+    """FLOPs plus bytes moved, in FLOPs: the default cost of an op on one device."""
+    ins = [v.type.shape for v in op.inputs if isinstance(v.type, Tensor)]
+    outs = [v.type.shape for v in op.outputs if isinstance(v.type, Tensor)]
+    moved = 0 if op.spec.alias else sum(v.type.bytes for v in (*op.inputs, *op.outputs))
+    return op.spec.flops(op.attributes, ins, outs) + FLOP_PER_BYTE * moved
+
+
+def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
+    """These ops of a function, in a topological order that depends neither on names nor on the order they are given in.
+
+    Ops with more work after them come first, so that what is needed late comes late; equals go by a hash of the term.
+    """
+    made = {v for op in ops for v in op.outputs}
+    depth: dict[Value, int] = {}
+    height: dict[Op, int] = {}
+    for op in reversed(ops):
+        height[op] = 1 + max((depth.get(v, 0) for v in op.outputs), default=0)
+        for v in op.inputs:
+            if v in made:
+                depth[v] = max(depth.get(v, 0), height[op])
+    name = _term_names(function)
+    return sorted(ops, key=lambda op: (-height[op], name[op]))
+
+
+def _term_names(function: Function) -> dict[Op, str]:
+    """A hash of what each op computes, from the positions of the inputs on."""
+    digest = {v: f"in{i}" for i, v in enumerate(function.inputs)}
+    name: dict[Op, str] = {}
+    for op in function.ops:
+        text = f"{op.spec.name}|{dict(op.attributes)!r}|" + ",".join([digest[v] for v in op.inputs])
+        name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        for k, v in enumerate(op.outputs):
+            digest[v] = f"{name[op]}.{k}"
+    return name
+
+
+def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:
+    """Where to cut a sequence into `parts` so that the dearest part is cheapest; `crossing[i]` is paid by both sides.
+
+    Returns parts - 1 positions (the first index of each later part). Of a long sequence only the cheapest crossings
+    are considered. Raises InfeasibleError if there are fewer elements than parts.
+    """
+    import numpy as np
+
+    n = len(costs)
+    if n < parts:
+        raise InfeasibleError(f"{n} cuttable pieces cannot make {parts} stages", f"use at most --pp {n}")
+    inner = list(range(1, n))
+    if len(inner) > _CANDIDATES:
+        keep = max(_CANDIDATES, parts)
+        inner = sorted(sorted(inner, key=lambda i: (crossing[i], i))[:keep])
+    at = np.array([0, *inner, n])
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])[at]
+    toll = np.array([0.0, *[crossing[i] for i in inner], 0.0])
+    part = total[None, :] - total[:, None] + toll[None, :] + toll[:, None]  # part[i, j]: from candidate i to j
+    part[np.tril_indices(len(at))] = np.inf
+    best = part[0].copy()
+    back: list[np.ndarray] = []
+    for _ in range(parts - 1):
+        both = np.maximum(best[:, None], part)
+        back.append(np.argmin(both, axis=0))
+        best = np.min(both, axis=0)
+    cuts: list[int] = []
+    j = len(at) - 1
+    for choice in reversed(back):
+        j = int(choice[j])
+        cuts.append(int(at[j]))
+    return cuts[::-1]
+
+
+def cut_stages(
+    function: Function, parts: int, microbatches: int, cost: OpCost = plain_cost
+) -> tuple[Function, dict[Op, int]]:
+    """The stage of every op that has a phase. A forward op's backward ops, weights and updates go with it.
+
+    Sums over time of values from several stages are lifted (see `lift`), so the function is returned too.
+    Raises InfeasibleError if there are fewer forward ops than stages.
+    """
+    phase = phases(function)
+    if parts == 1:
+        return function, {op: 0 for op in function.ops if phase[op] != FREE}
+    forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
+    follow = _following_cost(function, phase, microbatches, cost)
+    costs = [cost(op) + follow.get(op, 0.0) for op in forward]
+    cuts = balanced_cut(costs, _crossing(forward), parts)
+    stage: dict[Op, int] = {}
+    for i, op in enumerate(forward):
+        stage[op] = sum(i >= c for c in cuts)
+    _backward_stages(function, phase, stage, parts)
+    function, stage = lift_sums(function, stage)
+    _once_stages(function, phases(function), stage)
+    return function, stage
+
+
+def _following_cost(
+    function: Function, phase: Mapping[Op, str], microbatches: int, cost: OpCost
+) -> dict[Op, float]:
+    """Per forward op the cost of its backward ops, and of the updates of weights it is first to use."""
+    follow: dict[Op, float] = {}
+    user = _first_users(function, phase)
+    for op in function.ops:
+        owner = op.of
+        share = 1.0
+        if phase[op] == UPDATE:
+            owner = next((user[v] for v in op.inputs if v in user), None)
+            share = 1.0 / microbatches
+        elif phase[op] != BACKWARD:
+            continue
+        if owner is not None and phase.get(owner) == FORWARD:
+            follow[owner] = follow.get(owner, 0.0) + cost(op) * share
+    return follow
+
+
+def _first_users(function: Function, phase: Mapping[Op, str]) -> dict[Value, Op]:
+    """Per input the first forward op that uses it, through free ops."""
+    root = {v: v for v in function.inputs}
+    user: dict[Value, Op] = {}
+    for op in function.ops:
+        for v in op.inputs:
+            if v not in root:
+                continue
+            if phase[op] == FREE:
+                for w in op.outputs:
+                    root[w] = root[v]
+            elif phase[op] == FORWARD:
+                user.setdefault(root[v], op)
+    return user
+
+
+def _crossing(forward: Sequence[Op]) -> list[float]:
+    """Per position the cost of sending what was made before it and is used from it on (and its gradient back)."""
+    place = {op: i for i, op in enumerate(forward)}
+    made = {v: i for op, i in place.items() for v in op.outputs}
+    last = {v: i for v, i in made.items()}
+    for op, i in place.items():
+        for v in op.inputs:
+            if v in last:
+                last[v] = max(last[v], i)
+    change = [0.0] * (len(forward) + 1)
+    for v, i in made.items():
+        sent = 2 * WIRE_PER_BYTE * FLOP_PER_BYTE * v.type.bytes
+        change[i + 1] += sent
+        change[last[v] + 1] -= sent
+    total, result = 0.0, []
+    for x in change:
+        total += x
+        result.append(max(total, 0.0))
+    return result
+
+
+def _backward_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int], parts: int) -> None:
+    """A backward op goes to its forward op's stage; without one, to the latest where all it saved is at hand.
+
+    Never later than the stage a gradient comes from: gradients flow backward only.
+    """
+    producer = function.producers()
+    available: dict[Value, set[int]] = {}
+    for op in function.ops:
+        if phase[op] == FORWARD:
+            for v in (*op.inputs, *op.outputs):
+                available.setdefault(v, set()).add(stage[op])
+    for op in function.ops:
+        if phase[op] != BACKWARD:
+            continue
+        made = [producer[v] for v in op.inputs if v in producer]
+        top = min((stage[p] for p in made if phase[p] == BACKWARD), default=parts - 1)
+        if op.of is not None and op.of in stage:
+            stage[op] = min(stage[op.of], top)
+            continue
+        saved = [v for v in op.inputs if v in available]
+        at_hand = set(range(top + 1))
+        for v in saved:
+            at_hand &= available[v]
+        latest = [max(available[v]) for v in saved]
+        stage[op] = max(at_hand) if at_hand else min([top, *latest])
+
+
+def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int]) -> None:
+    """Prologue ops go to their first user's stage, updates to their weight's home, sums to where they accumulate."""
+    producer = function.producers()
+    users: dict[Value, list[Op]] = {}
+    for op in function.ops:
+        for v in op.inputs:
+            users.setdefault(v, []).append(op)
+    home = homes(function, phase, stage)
+    updates = [op for op in function.ops if phase[op] == UPDATE]
+    for op in updates:
+        owned = [home[v] for v in op.inputs if v in home and v.kind in WEIGHTS]
+        if ends_time(op):
+            stage[op] = stage[producer[op.inputs[0]]]
+        elif owned:
+            stage[op] = max(owned)
+    for op in updates:
+        if op not in stage:
+            above = {stage[producer[v]] for v in op.inputs if v in producer and producer[v] in stage}
+            below = [stage[u] for v in op.outputs for u in users.get(v, ()) if u in stage]
+            stage[op] = above.pop() if len(above) == 1 or not below else min(below)
+    for op in reversed(function.ops):
+        if phase[op] == PROLOGUE:
+            below = [s for v in op.outputs for s in _user_stages(v, users, phase, stage)]
+            stage[op] = min(below, default=0)
+
+
+def _user_stages(
+    v: Value, users: Mapping[Value, Sequence[Op]], phase: Mapping[Op, str], stage: Mapping[Op, int]
+) -> list[int]:
+    """The stages of the ops that use a value, through free ops."""
+    found: list[int] = []
+    for op in users.get(v, ()):
+        if phase[op] == FREE:
+            for w in op.outputs:
+                found += _user_stages(w, users, phase, stage)
+        elif op in stage:
+            found.append(stage[op])
+    return found
+
+
+def homes(function: Function, phase: Mapping[Op, str], stage: Mapping[Op, int]) -> dict[Value, int]:
+    """The stage each input lives on: the first that uses it in the forward pass, else in any; state with its weight."""
+    roots = {v: (v,) for v in function.inputs}
+    found: dict[Value, tuple[int, int]] = {}
+    rank = {FORWARD: 0, BACKWARD: 1, PROLOGUE: 2, UPDATE: 3}
+    for op in function.ops:
+        if phase[op] == FREE:
+            above = tuple(dict.fromkeys(r for v in op.inputs for r in roots.get(v, ())))
+            for w in op.outputs:
+                roots[w] = above
+        elif op in stage:
+            for v in op.inputs:
+                for r in roots.get(v, ()):
+                    here = rank[phase[op]], stage[op]
+                    found[r] = min(found.get(r, here), here)
+    return {v: at for v, (_, at) in found.items()}

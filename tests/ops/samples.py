@@ -1,0 +1,193 @@
+"""One line or a few for each op: operands and attributes on which the matrix test tries it.
+
+Sizes divide by 2, 3 and 4, so that every way to split a dim over two devices, with outer 1, 2 or 3, comes up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distir.ir.type import Bool, DType, Float32, Float64, Int32, Int64
+
+Array = Any
+Make = Callable[[np.random.Generator, Sequence[Array]], Array]
+
+
+class Operand(NamedTuple):
+    """An operand: its type, and its numbers from a generator and the operands before it."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    make: Make
+
+
+class Sample(NamedTuple):
+    op: str
+    operands: tuple[Operand, ...]
+    attributes: dict[str, Any]
+    detached: tuple[int, ...]
+    """Floating operands to which no gradient is given on purpose."""
+
+    def arrays(self, seed: int = 0) -> list[Array]:
+        rng = np.random.default_rng(seed)
+        made: list[Array] = []
+        for o in self.operands:
+            made.append(np.asarray(o.make(rng, made), o.dtype.numpy))
+        return made
+
+
+def real(*shape: int) -> Operand:
+    return Operand(shape, Float64, lambda rng, made: rng.uniform(-2, 2, shape))
+
+
+def positive(*shape: int) -> Operand:
+    return Operand(shape, Float64, lambda rng, made: rng.uniform(0.5, 2, shape))
+
+
+def below(n: int, *shape: int, dtype: DType = Int64) -> Operand:
+    """Integers in [0, n)."""
+    return Operand(shape, dtype, lambda rng, made: rng.integers(0, n, shape))
+
+
+def truth(*shape: int) -> Operand:
+    return Operand(shape, Bool, lambda rng, made: rng.integers(0, 2, shape) == 1)
+
+
+def number(value: float, dtype: DType = Float64) -> Operand:
+    return Operand((), dtype, lambda rng, made: value)
+
+
+def derived(of: Callable[..., Array], *shape: int, dtype: DType = Float64) -> Operand:
+    """Computed from the operands before it."""
+    return Operand(shape, dtype, lambda rng, made: of(*made))
+
+
+def sample(op: str, *operands: Operand, detached: tuple[int, ...] = (), **attributes: Any) -> Sample:
+    return Sample(op, operands, attributes, detached)
+
+
+BINARY = ["Add", "Sub", "Mul", "Max", "Min", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
+UNARY = "Neg Exp Abs Sin Cos Tanh Relu Sigmoid Silu Softplus Erf Sign Floor Ceil Round".split()
+UNARY_GRAD = "Abs Sin Cos Tanh Relu Sigmoid Silu Softplus Erf Exp".split()
+
+SAMPLES = [
+    # elementwise
+    *[sample(name, real(4, 6), real(4, 6)) for name in BINARY],
+    *[sample(name, real(2, 4, 1), real(12)) for name in ["Add", "Sub", "Mul", "Div", "Max"]],
+    sample("Add", below(9, 4, 6), below(9, 4, 1)),
+    sample("Div", real(4, 6), positive(4, 6)),
+    sample("Div", real(4, 6), number(3.0)),
+    sample("Pow", positive(4, 6), real(6)),
+    sample("Pow", real(4, 6), number(3.0)),
+    sample("Pow", real(4, 6), number(2, Int64)),
+    sample("PowGrad", positive(4, 6), real(6), real(4, 6)),
+    sample("PowGradExponent", positive(4, 6), real(6), real(4, 6)),
+    *[sample(name, real(4, 6)) for name in UNARY],
+    *[sample(name, positive(4, 6)) for name in ["Reciprocal", "Sqrt", "Log"]],
+    *[sample(f"{name}Grad", real(4, 6), real(4, 6)) for name in UNARY_GRAD],
+    *[sample(f"{name}Grad", positive(4, 6), real(4, 6)) for name in ["Reciprocal", "Sqrt", "Log"]],
+    sample("Clip", real(4, 6), min=-1.0, max=0.5),
+    sample("Clip", real(4, 6), max=0.5),
+    sample("ClipGrad", real(4, 6), real(4, 6), min=-1.0, max=0.5),
+    sample("Cast", real(4, 6), to=Float32),
+    sample("Cast", real(4, 6), to=Int32),
+    sample("Cast", below(9, 4, 6), to=Float64),
+    sample("Cast", truth(4, 6), to=Int64),
+    sample("Equal", below(3, 4, 6), below(3, 6)),
+    sample("Not", truth(4, 6)),
+    *[sample(name, truth(4, 6), truth(6)) for name in ["And", "Or", "Xor"]],
+    sample("Where", truth(4, 6), real(4, 6), real(6)),
+    sample("Where", truth(1, 6), real(4, 6), number(-9.0)),
+    sample("Mask", truth(4, 6), real(6)),
+    sample("Mask", truth(4), real(4), keep=False),
+    # shape
+    sample("Identity", real(4, 6)),
+    sample("Detach", real(4, 6), detached=(0,)),
+    sample("ZerosLike", real(4, 6)),
+    sample("Constant", value=(2.5,), shape=(), dtype=Float64),
+    sample("Constant", value=(1, 2, 3, 4), shape=(2, 2), dtype=Int64),
+    sample("Transpose", real(4, 2, 6), perm=(2, 0, 1)),
+    sample("Reshape", real(4, 2, 6), shape=(4, 12)),
+    sample("Reshape", real(4, 12), shape=(-1, 3, 4)),
+    sample("Reshape", real(4, 3, 12), shape=(12, 12)),
+    sample("Reshape", real(4), shape=(1, 4, 1)),
+    sample("Split", real(4, 12), axis=1, parts=3),
+    sample("Split", real(12, 4), axis=0, parts=2),
+    sample("Split", real(4, 12), axis=1, sizes=(6, 6)),
+    sample("Split", real(4, 12), axis=1, sizes=(2, 4, 6)),
+    sample("Concat", real(4, 4), real(4, 4), real(4, 4), axis=1),
+    sample("Concat", real(2, 6), real(4, 6), axis=0),
+    sample("Slice", real(4, 12), starts=(2,), ends=(11,), axes=(1,), steps=(3,)),
+    sample("Slice", real(4, 2, 12), starts=(11, 0), ends=(-1, 1), axes=(2, 1), steps=(-2, 1)),
+    sample("SliceGrad", real(4, 3), shape=(4, 12), starts=(2,), ends=(11,), axes=(1,), steps=(3,)),
+    sample("SliceGrad", real(4, 6), shape=(4, 12), starts=(11,), ends=(-1,), axes=(1,), steps=(-2,)),
+    sample("Expand", real(4, 1), shape=(2, 4, 12)),
+    sample("Expand", real(), shape=(4, 6)),
+    sample("PadTo", real(4, 6), dim=1, size=8),
+    sample("PadTo", real(4, 6), dim=0, size=6, value=-1.0),
+    sample("CutTo", real(4, 6), dim=1, size=5),
+    sample("FillTail", real(4, 12), dim=1, size=5, value=-30.0),
+    sample("FillTail", real(4, 12), dim=0, size=3),
+    # linear
+    sample("MatMul", real(4, 6), real(6, 12)),
+    sample("MatMul", real(4, 2, 6), real(6, 12)),
+    sample("MatMul", real(2, 3, 4, 6), real(2, 1, 6, 4)),
+    sample("MatMul", real(4, 6), real(2, 6, 4)),
+    sample("MatMulGradWeight", real(4, 6), real(4, 12)),
+    sample("MatMulGradWeight", real(2, 4, 6), real(2, 4, 4)),
+    sample("MatMulGrad", real(4, 6), real(6, 12), real(4, 12)),
+    sample("Gemm", real(4, 6), real(6, 12), real(12)),
+    sample("Gemm", real(6, 4), real(12, 6), real(4, 12), transA=1, transB=1, alpha=0.5, beta=2.0),
+    sample("Gemm", real(4, 6), real(6, 12), real(), beta=3.0),
+    sample("Gemm", real(4, 6), real(6, 12)),
+    # reduce
+    *[sample(name, real(4, 2, 6), axes=(0, 2), keepdims=1) for name in ["ReduceSum", "ReduceMax", "ReduceMin"]],
+    *[sample(name, real(4, 6), axes=(1,), keepdims=0) for name in ["ReduceSum", "ReduceMax", "ReduceMean"]],
+    sample("ReduceSum", real(4, 6), axes=(0, 1), keepdims=0),
+    sample("ReduceSum", below(9, 4, 6, dtype=Int32), axes=(0,), keepdims=0),
+    sample("ReduceMean", real(4, 2, 6), axes=(0, 2), keepdims=1),
+    sample("ReduceProd", real(4, 6), axes=(1,), keepdims=1),
+    sample("ReduceMaxGrad", real(4, 6), derived(lambda x: x.max(1, keepdims=True), 4, 1), real(4, 1), axes=(1,)),
+    # index
+    sample("Gather", real(12, 6), below(12, 4, 2), axis=0),
+    sample("Gather", real(4, 12, 2), below(12, 4, dtype=Int32), axis=1),
+    sample("Gather", below(90, 12), below(12, 4), axis=0),
+    sample("Gather", real(4, 6), number(3, Int64), axis=1),
+    sample("GatherGrad", real(4, 2, 6), below(12, 4, 2), rows=12, axis=0),
+    sample("GatherGrad", real(2, 4, 6), below(12, 4, dtype=Int32), rows=12, axis=1),
+    # nn
+    *[sample(name, real(4, 2, 6), axis=-1) for name in ["Softmax", "LogSoftmax"]],
+    *[sample(name, real(4, 6), axis=0) for name in ["Softmax", "LogSoftmax"]],
+    *[sample(name, real(4, 6), real(4, 6), axis=-1) for name in ["SoftmaxGrad", "LogSoftmaxGrad"]],
+    sample("LayerNormalization", real(4, 2, 6), real(6), real(6), axis=-1, epsilon=1e-5),
+    sample("LayerNormalization", real(4, 6), real(6), axis=1, epsilon=0.1),
+    sample("LayerNormalization", real(4, 2, 6), real(2, 6), real(2, 6), axis=1),
+    sample("LayerNormGrad", real(4, 2, 6), real(6), real(4, 2, 6), axis=-1),
+    sample("LayerNormGradWeight", real(4, 2, 6), real(4, 2, 6), axis=-1),
+    sample("LayerNormGradWeight", real(4, 2, 6), real(4, 2, 6), axis=1),
+    *[sample("Gelu", real(4, 6), approximate=how) for how in ["none", "tanh"]],
+    *[sample("GeluGrad", real(4, 6), real(4, 6), approximate=how) for how in ["none", "tanh"]],
+    # loss
+    sample("Loss", real(4, 6), real(4, 6), N=4),
+    sample("LossGrad", real(4, 6), real(4, 6), N=4),
+    *[sample("MSELoss", real(4, 6), real(4, 6), reduction=how) for how in ["mean", "sum", "none"]],
+    *[
+        sample("SoftmaxCrossEntropyLoss", real(4, 2, 12), below(12, 4, 2), reduction=how, ignore_index=ignore)
+        for how in ["mean", "sum", "none"]
+        for ignore in [None, 3]
+    ],
+    sample("LogitSums", real(4, 2, 12), below(12, 4, 2), real(4, 2), detached=(2,)),
+    sample("LogitSumsGrad", real(4, 12), below(12, 4, dtype=Int32), real(4), real(4), real(4)),
+    # optim
+    sample("SGD", real(4, 6), real(4, 6), lr=0.1),
+    sample("SGD", real(4, 6), real(4, 6), real(4, 6), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    *[
+        sample("SGD", real(4, 6), real(4, 6), real(4, 6), number(n), lr=0.1, momentum=0.9, dampening=0.5)
+        for n in [1, 2]
+    ],
+    sample("AdamW", real(4, 6), real(4, 6), real(4, 6), positive(4, 6), number(3.0), lr=0.1, weight_decay=0.1),
+    sample("AdamW", real(6), real(6), real(6), positive(6), number(3, Int64)),
+]

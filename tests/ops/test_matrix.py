@@ -1,0 +1,240 @@
+"""Every op in every aspect: its type, gradient, placements, decomposition, text, and its meaning on torch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distir.executor.collectives import cut, join
+from distir.executor.sequential import SequentialExecutor, evaluate
+from distir.ir.device import Device, Mesh
+from distir.ir.errors import IRTypeError
+from distir.ir.function import Function, FunctionMaker, Op
+from distir.ir.spec import all_ops, lookup
+from distir.ir.type import SUM, Partial, Placement, Replicate, Shard, Tensor
+from distir.transforms.decompose import decompose
+from distir.transforms.grad import grad
+from tests.ops.samples import SAMPLES, Sample
+
+NAMES = [f"{s.op}-{i}" for i, s in enumerate(SAMPLES)]
+MESH = Mesh([Device("cpu", i) for i in range(4)], {"a": 2, "b": 2})
+each = pytest.mark.parametrize("sample", SAMPLES, ids=NAMES)
+
+
+def build(s: Sample) -> Function:
+    """The function of the one op."""
+    maker = FunctionMaker(s.op)
+    operands = [maker.add_input_value(f"x{k}", Tensor(o.dtype, o.shape)) for k, o in enumerate(s.operands)]
+    maker.emit(s.op, *operands, **s.attributes)
+    maker.set_outputs(maker.ops[0].outputs)
+    return maker.finalize()
+
+
+def run(function: Function, arrays: Sequence[Any]) -> list[Any]:
+    return SequentialExecutor().compute(function, list(arrays))
+
+
+def test_every_op_has_a_sample():
+    missing = {spec.name for spec in all_ops() if spec.comm is None} - {s.op for s in SAMPLES}
+    assert not missing, f"add a line to tests/ops/samples.py for {sorted(missing)}"
+
+
+@each
+def test_inferred_type_is_the_evaluated_one(sample: Sample):
+    op = build(sample).ops[0]
+    result = evaluate(op, sample.arrays(), None)
+    results = result if isinstance(result, tuple) else (result,)
+    assert len(results) == op.spec.count(op.attributes)
+    for x, v in zip(results, op.outputs, strict=True):
+        assert isinstance(v.type, Tensor)
+        assert (np.shape(x), np.asarray(x).dtype) == (v.type.shape, v.type.dtype.numpy)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def slopes(function: Function, arrays: list[Any], cotangents: list[Any], k: int) -> Any:
+    """The central finite difference of <cotangents, results> in operand k."""
+
+    def total(x: Any) -> float:
+        given = [*arrays[:k], x, *arrays[k + 1 :]]
+        return sum(float(np.sum(c * y)) for c, y in zip(cotangents, run(function, given), strict=True))
+
+    out = np.zeros(arrays[k].shape)
+    for i in np.ndindex(*arrays[k].shape):
+        step = np.zeros(arrays[k].shape)
+        step[i] = 1e-5
+        out[i] = (total(arrays[k] + step) - total(arrays[k] - step)) / 2e-5
+    return out
+
+
+
+
+DIFFERENTIABLE = [s for s in SAMPLES if lookup(s.op).grad is not None and s.operands]
+
+
+@pytest.mark.parametrize("s", DIFFERENTIABLE, ids=lambda s: s.op)
+def test_gradient_is_the_finite_difference(s: Sample):
+    function = build(s)
+    (op,) = function.ops
+    arrays = s.arrays()
+    results = [v for v in op.outputs if v.type.dtype.floating]  # type: ignore[union-attr]
+    rng = np.random.default_rng(1)
+    # all results have a gradient, then each alone
+    for given in [set(results), *[{v} for v in results if len(results) > 1]]:
+        maker = FunctionMaker("grad")
+        maker.inputs += function.inputs
+        maker.ops += function.ops
+        cotangents, douts = [], []
+        for v in op.outputs:
+            shape = v.type.global_shape  # type: ignore[union-attr]
+            cotangents.append(rng.uniform(-1, 1, shape) if v in given else np.zeros(shape))
+            douts.append(maker.add_input_value("d", v.type) if v in given else None)
+        grads = op.spec.grad(maker, op, *douts)  # type: ignore[misc]
+        assert len(grads) == len(op.inputs)
+        maker.set_outputs([g for g in grads if g is not None])
+        given_arrays = [c for c, d in zip(cotangents, douts, strict=True) if d is not None]
+        got = iter(run(maker.finalize(), [*arrays, *given_arrays]))
+        for k, (v, g) in enumerate(zip(op.inputs, grads, strict=True)):
+            if g is not None:
+                assert g.type is v.type, f"gradient of operand {k}"
+            if k in s.detached or not v.type.dtype.floating:  # type: ignore[union-attr]
+                assert g is None, f"operand {k} has a gradient"
+                continue
+            want = slopes(function, arrays, cotangents, k)
+            close = 1e-2 if s.attributes.get("to") else 1e-6
+            np.testing.assert_allclose(next(got) if g is not None else 0 * want, want, rtol=close, atol=close)
+
+
+# ---------------------------------------------------------------- placements
+
+
+def splits(shape: tuple[int, ...]) -> list[Placement]:
+    dims = [(d, outer) for d in range(len(shape)) for outer in (1, 2, 3)]
+    return [Shard(d, outer) for d, outer in dims if shape[d] % (2 * outer) == 0]
+
+
+def choices(s: Sample) -> list[tuple[Placement, ...]]:
+    """Every combination of placements of the operands along one axis and, of a free factor, of the result."""
+    rows = [[Replicate(), *splits(o.shape), *([SUM] if o.dtype.kind != "bool" else [])] for o in s.operands]
+    free: list[Placement] = [Replicate()]
+    if lookup(s.op).sizes is not None:
+        free += splits(build(s).outputs[0].type.global_shape)  # type: ignore[union-attr]
+    return [*itertools.product(*rows, free)]
+
+
+def typed(s: Sample, a: tuple[Placement, ...], b: tuple[Placement, ...]) -> Op | None:
+    """The op on the mesh. None if operands cannot be placed so; raises IRTypeError if the op refuses it."""
+    maker = FunctionMaker("placed")
+    try:
+        types = [
+            Tensor.whole(o.dtype, o.shape, MESH, p) for o, p in zip(s.operands, zip(a, b, strict=True), strict=False)
+        ]
+    except IRTypeError:
+        return None
+    place = tuple((axis, p[-1]) for axis, p in (("a", a), ("b", b)) if isinstance(p[-1], Shard))
+    attributes = s.attributes | ({"place": place} if place else {}) | ({} if types else {"device": MESH})
+    maker.emit(s.op, *[maker.add_input_value("x", t) for t in types], **attributes)
+    return maker.ops[0]
+
+
+def pieces(x: Any, t: Tensor, rng: np.random.Generator) -> list[Any]:
+    """What each device holds: cuts of the whole, or of terms that add up to it."""
+    partial = [i for i, p in enumerate(t.placements) if isinstance(p, Partial)]
+    terms: dict[tuple[int, ...], Any] = {}
+    for key in itertools.product(*[range(MESH.sizes[i]) for i in partial]):
+        terms[key] = rng.uniform(-2, 2, x.shape) if x.dtype.kind == "f" else rng.integers(-5, 5, x.shape)
+    last = [*terms][-1]
+    terms[last] = x - sum(y for key, y in terms.items() if key != last)
+    return [cut(np.asarray(terms[tuple(c[i] for i in partial)], x.dtype), t, c) for c in MESH.coords]
+
+
+def check_pieces(op: Op, arrays: list[Any], whole: Sequence[Any]) -> None:
+    """Evaluated device by device, the results are the pieces of the whole."""
+    rng = np.random.default_rng(2)
+    held = [pieces(x, v.type, rng) for x, v in zip(arrays, op.inputs, strict=True)]  # type: ignore[arg-type]
+    each: dict[tuple[int, ...], Any] = {}
+    for k, coord in enumerate(MESH.coords):
+        y = evaluate(op, [x[k] for x in held], coord)
+        each[coord] = y if isinstance(y, tuple) else (y,)
+    for i, (v, want) in enumerate(zip(op.outputs, whole, strict=True)):
+        assert isinstance(v.type, Tensor)
+        for y in each.values():
+            assert np.shape(y[i]) == v.type.shape, f"{op}: {v}"
+        got = join({c: np.asarray(y[i]) for c, y in each.items()}, v.type)
+        close = 1e-5 if v.type.dtype.size < 8 else 1e-9
+        np.testing.assert_allclose(got, want, rtol=close, atol=close, err_msg=f"{op.inputs} -> {v}")
+
+
+def pairs(accepted: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """What the rule accepts along one axis, along both: all pairs, or where they are many some of each."""
+    both = [*itertools.product(accepted, repeat=2)]
+    if len(both) > 120:
+        both = random.Random(0).sample(both, 120) + [(a, accepted[0]) for a in accepted]
+    return iter(both)
+
+
+@each
+def test_placements(sample: Sample):
+    """What the rule accepts computes the pieces of the whole; what it rejects is an error that names an operand."""
+    arrays = sample.arrays()
+    whole = run(build(sample), arrays)
+    alone = tuple(Replicate() for _ in choices(sample)[0])
+    accepted: list[tuple[Placement, ...]] = []
+    for choice in choices(sample):
+        try:
+            op = typed(sample, choice, alone)
+        except IRTypeError as e:
+            assert "operand" in e.message or "result" in e.message, e.message
+            assert choice != alone
+            continue
+        if op is not None:
+            accepted.append(choice)
+    for a, b in pairs(accepted):
+        try:
+            op = typed(sample, a, b)
+        except IRTypeError:
+            continue  # digits of the two axes that do not go together in a result
+        if op is not None:
+            check_pieces(op, arrays, whole)
+
+
+# ---------------------------------------------------------------- decomposition
+
+COMPOSED = [s for s in SAMPLES if lookup(s.op).decompose is not None]
+
+
+@pytest.mark.parametrize("s", COMPOSED, ids=lambda s: s.op)
+def test_decomposition_computes_the_same(s: Sample):
+    function = build(s)
+    parts = decompose(function)
+    assert parts.inputs == function.inputs
+    assert parts.outputs == function.outputs
+    assert all(op.spec.decompose is None for op in parts.ops)
+    for got, want in zip(run(parts, s.arrays()), run(function, s.arrays()), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("s", COMPOSED, ids=lambda s: s.op)
+def test_gradient_of_the_decomposition(s: Sample):
+    function = build(s)
+    maker = FunctionMaker("loss")
+    maker.inputs += function.inputs
+    maker.ops += function.ops
+    (y,) = function.outputs
+    c = maker.add_input_value("c", y.type)
+    shape = y.type.global_shape  # type: ignore[union-attr]
+    loss = maker.emit("Mul", y, c)
+    loss = maker.emit("ReduceSum", loss, axes=tuple(range(len(shape))), keepdims=0) if shape else loss
+    maker.set_outputs([loss])
+    wrt = [v for v in function.inputs if v.type.dtype.floating]  # type: ignore[union-attr]
+    arrays, cotangent = s.arrays(), np.random.default_rng(1).uniform(-1, 1, shape)
+    got = run(decompose(grad(maker.finalize(), 0, wrt)), [*arrays, cotangent])[1:]
+    for v, g in zip(wrt, got, strict=True):
+        want = slopes(function, arrays, [cotangent], function.inputs.index(v))
+        np.testing.assert_allclose(g, want, rtol=1e-6, atol=1e-6)
