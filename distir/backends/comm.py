@@ -54,9 +54,10 @@ def merge(parts: Sequence[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
     return merge_front(torch.stack(tuple(parts)), dim, outer)
 
 
-def _movable(x: torch.Tensor) -> torch.Tensor:
-    """The same bytes in a type that every backend moves."""
-    return x.reshape(-1).view(torch.uint8) if x.dtype in _WIDER else x
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a row, in a type that every backend moves; of the same memory."""
+    row = x.view(-1)
+    return row.view(torch.uint8) if x.dtype in _WIDER else row
 
 
 class Network:
@@ -110,7 +111,7 @@ class Network:
         def start(x: torch.Tensor) -> Pending:
             x = x.contiguous()
             out = torch.empty((n, *x.shape), dtype=x.dtype, device=x.device)
-            work = all_gather(_movable(out), _movable(x), group=group, async_op=True)
+            work = all_gather(movable(out), movable(x), group=group, async_op=True)
             return lambda: (_wait(work), merge_front(out, dim, outer))[1]
 
         return start
@@ -128,7 +129,7 @@ class Network:
             parts = parts.to(wider) if wider else parts
             out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=x.device)
             try:
-                work = _reduce_scatter(out, parts, op, group=group, async_op=True)
+                work = _reduce_scatter(out.view(-1), parts.view(-1), op, group=group, async_op=True)
             except RuntimeError as e:  # gloo has it since torch 2.8
                 if "does not support" not in str(e):
                     raise
@@ -148,7 +149,7 @@ class Network:
         def start(x: torch.Tensor) -> Pending:
             parts = split_front(x, to_dim, to_outer, n)
             out = torch.empty_like(parts)
-            work = dist.all_to_all_single(_movable(out), _movable(parts), group=group, async_op=True)
+            work = dist.all_to_all_single(movable(out), movable(parts), group=group, async_op=True)
             return lambda: (_wait(work), merge_front(out, dim, outer))[1]
 
         return start

@@ -200,9 +200,7 @@ class _Run:
             self._listen()
         finally:
             if supervisor is not None:
-                _end(supervisor)
-                for link in (self.control, *self.links):
-                    link.close()
+                _end(supervisor, [self.control, *self.links])
             shutil.rmtree(self.folder, ignore_errors=True)
         return self.result
 
@@ -378,10 +376,17 @@ def _one_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else "no message"
 
 
-def _end(supervisor: subprocess.Popen[bytes]) -> None:
+def _end(supervisor: subprocess.Popen[bytes], links: Sequence[Connection]) -> None:
     """End the supervisor and all ranks, which are in its session, and wait until they are gone."""
     try:
         os.killpg(supervisor.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass  # all have ended by themselves
     supervisor.wait()
+    for link in links:
+        try:
+            while link.poll(_GRACE_SECONDS):
+                link.recv_bytes()
+        except (EOFError, OSError):
+            pass  # the other end is closed: that process is gone
+        link.close()

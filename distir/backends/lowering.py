@@ -260,21 +260,21 @@ class _Body:
 
     def _start(self, op: Op, device: Any) -> str | None:
         """The global index at which this rank's piece begins, in the dim that the op's `index` names."""
-        if op.spec.index is None:
+        indexed = op.spec.indexed(op.attributes)
+        if indexed is None:
             return None
-        slot, dim = op.spec.index
-        v = op.inputs[slot] if slot >= 0 else op.outputs[~slot]
-        t = v.type
+        slot, dim = indexed
+        t = (op.inputs[slot] if slot >= 0 else op.outputs[~slot]).type
         if not isinstance(device, Mesh) or not isinstance(t, Tensor):
             return "0"
-        dim %= max(1, len(t.shape))
+        dim %= len(t.shape)
         coord = self.network.coordinate(device)
         base = start_of(t, dim, coord)
         if device.time is None or not isinstance(t.placements[device.time], Shard):
             return str(base)
         after = (*coord[: device.time], 1, *coord[device.time + 1 :])
         stride = start_of(t, dim, after) - base
-        moment = self.moment(device, v)
+        moment = self.moment(device, op.outputs[0])
         return str(base) if stride == 0 or moment == "0" else f"{base} + {moment} * {stride}"
 
 

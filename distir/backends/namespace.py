@@ -127,9 +127,13 @@ class TorchNamespace:
         return torch.nn.functional.pad(x, flat, value=constant_values)
 
     def scatter_add(self, rows: int, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """zeros (rows, d) with values[i] (n, d) added to row index[i]; index (n,) of integers."""
+        """zeros (rows, ...) with values[i] (n, ...) added to row index[i]; index (n,) of integers."""
         out = torch.zeros((rows, *values.shape[1:]), dtype=values.dtype, device=values.device)
         return out.index_add_(0, index, values)
+
+    def add_last(self, x: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`x` (..., v), taken over, with values (...) added at index (...) of the last dim."""
+        return x.scatter_add_(-1, index.long().unsqueeze(-1), values.unsqueeze(-1))
 
     # --- reducing
 
@@ -152,10 +156,10 @@ class TorchNamespace:
         axes = tuple(range(x.ndim)) if axis is None else axis
         return x if axes == () else torch.amin(x, axes, keepdim=bool(keepdims))
 
-    def prod(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
+    def prod(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False, dtype: Any = None) -> torch.Tensor:
         axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
         for a in sorted((a % x.ndim for a in axes), reverse=True):
-            x = torch.prod(x, a, keepdim=bool(keepdims), dtype=x.dtype)
+            x = torch.prod(x, a, keepdim=bool(keepdims), dtype=_any_dtype(dtype) or x.dtype)
         return x
 
     def argmax(self, x: torch.Tensor, axis: int | None = None, keepdims: bool = False) -> torch.Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distir.backends.comm import all_gather
+from distir.backends.comm import all_gather, movable
 from distir.backends.pieces import Coord, digest
 from distir.backends.torch import TorchRank, to_numpy
 from distir.ir.errors import WorkerError
@@ -92,7 +92,7 @@ def _agree(program: Function, device: torch.device) -> None:
     """Raises WorkerError, on every rank, naming those whose program is not rank 0's."""
     mine = torch.frombuffer(bytearray(digest(program)), dtype=torch.uint8).to(device)
     everyone = torch.empty((dist.get_world_size(), len(mine)), dtype=torch.uint8, device=device)
-    all_gather(everyone, mine)
+    all_gather(movable(everyone), mine)
     others = [r for r, row in enumerate(everyone) if not torch.equal(row, everyone[0])]
     if others:
         names = ", ".join(map(str, others))

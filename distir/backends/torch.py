@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,17 @@ def to_numpy(x: torch.Tensor, dtype: DType) -> np.ndarray:
     return x.numpy()
 
 
+@contextmanager
+def double_scalars() -> Iterator[None]:
+    """Numbers that ops compute from integers (0.999 ** step) are float64, as in numpy; arrays keep their dtypes."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class TorchRank:
     """One rank of a distributed program, ready to run: `load`, then `step` as often as wanted.
 
@@ -50,7 +62,8 @@ class TorchRank:
         self.mine = project(program, rank)
         self.network = Network(program, ranks(program), rank, self.device)
         self.lowering = Lowering(self.network, self.device)
-        self.lowered: Lowered = self.lowering(self.mine.function)
+        with double_scalars():
+            self.lowered: Lowered = self.lowering(self.mine.function)
         if self.lowered.varies:
             raise UsageError(
                 f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled"
@@ -87,7 +100,7 @@ class TorchRank:
         renewed = {self.updates[k] for k in self.mine.outputs if k in self.updates}
         # what will be replaced is handed over, so that it can be freed once it is used
         args = [self.values.pop(k) if k in renewed else self.values[k] for k in self.mine.inputs]
-        with torch.inference_mode():
+        with torch.inference_mode(), double_scalars():
             results = self.lowered.call(args, None)
             outputs = {
                 k: x() if j in self.lowered.pending else x

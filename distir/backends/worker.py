@@ -61,6 +61,7 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _POLL_SECONDS = 0.02
 
 
@@ -76,7 +77,7 @@ def supervise(folder: Path, control: Connection, links: list[Connection]) -> Non
     for k in range(len(links)):
         pid = os.fork()
         if pid == 0:
-            _die_with(parent)
+            _die_with(parent, f"distir-rank{k}")
             control.close()
             for other in (*links[:k], *links[k + 1 :]):
                 other.close()
@@ -104,10 +105,12 @@ def _kill(pids: list[int]) -> None:
         os.waitpid(pid, 0)
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; on Linux only."""
+def _die_with(parent: int, name: str) -> None:
+    """Ask the kernel to kill this process when its parent ends, and to call it `name`; on Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(_PR_SET_NAME, name.encode())
         if os.getppid() != parent:
             os._exit(1)
 

@@ -144,9 +144,6 @@ def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types) -> tuple[float, floa
     size = float(sum(t.bytes for t in ins) + sum(t.bytes for t in outs))
     if spec.comm is not None:
         return 0.0, size
-    if spec.index is not None and spec.index[0] >= 0:  # a table is read only where it is indexed
-        table = ins[spec.index[0]].bytes
-        size += min(table, sum(t.bytes for t in outs)) - table
     tensors = [t for t in ins if isinstance(t, Tensor)], [t for t in outs if isinstance(t, Tensor)]
     local = {k: v for k, v in attrs.items() if k not in ("device", "place")}
     if spec.local is not None:
@@ -154,8 +151,8 @@ def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types) -> tuple[float, floa
     shapes = [t.shape for t in tensors[0]], [t.shape for t in tensors[1]]
     try:
         if spec.work is not None:
-            flops, given = spec.work(local, *shapes)
-            return float(flops), float(given) or size
+            flops, moved = spec.work(local, *shapes)
+            return float(flops), float(moved) * tensors[1][0].dtype.size or size
         return spec.flops(local, *shapes), size
     except (KeyError, TypeError, ValueError, IndexError) as e:
         raise ModelError(f"{spec.name}: its work at local shapes {shapes[0]} cannot be told: {e}") from e

@@ -4,7 +4,7 @@ Names are the array API standard's where it has them. `backends.namespace` offer
 indexing, operators (arithmetic, comparison, `&`), `.shape`, `.ndim`, `.dtype`, and of the standard abs broadcast_to
 ceil clip concat cos exp expand_dims flip floor log log1p logical_and logical_not logical_or logical_xor matmul max
 maximum min minimum moveaxis permute_dims prod reshape round sign sin sqrt sum take_along_axis tanh where zeros_like.
-Reductions take axis= and keepdims=, sum and prod also dtype= (sum counts a bool); where takes Python numbers too.
+Reductions take axis= and keepdims= and keep the dtype, but for sum's dtype=; where takes Python numbers too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ class NumpyNamespace:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
+
+    # numpy would widen small integers
+
+    def sum(self, x: Any, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
+        kept = None if x.dtype == bool else x.dtype
+        return np.sum(x, axis=axis, keepdims=keepdims, dtype=dtype or kept)
+
+    def prod(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+        return np.prod(x, axis=axis, keepdims=keepdims, dtype=x.dtype)
 
     concat = staticmethod(np.concatenate)
     permute_dims = staticmethod(np.transpose)

@@ -118,9 +118,12 @@ def evaluate(op: Op, ins: Sequence[Any], coord: tuple[int, ...] | None, xp: Any 
     attrs = {k: v for k, v in op.attributes.items() if k not in ("device", "place")}
     if spec.local:
         attrs.update(spec.local(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs]))
-    indexed = spec.indexed(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs])
+    indexed = spec.indexed(op.attributes)
     if indexed is not None:
-        attrs["start"] = start_of(*indexed, coord) if coord is not None else 0
+        slot, dim = indexed
+        t = (op.inputs[slot] if slot >= 0 else op.outputs[~slot]).type
+        on_mesh = coord is not None and isinstance(t, Tensor)
+        attrs["start"] = start_of(t, dim % len(t.shape), coord) if on_mesh else 0
     return spec.eval(xp, *ins, **attrs)
 
 

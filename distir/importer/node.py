@@ -157,6 +157,11 @@ class Node:
             raise self.error(f"axis {axis} is out of range for rank {rank}")
         return axis % rank
 
+    def axes(self, i: int = 1) -> tuple[int, ...] | None:
+        """The attribute `axes`, or operand `i`, which it became in later opsets; None if left out."""
+        axes = self.attr("axes")
+        return self.ints(i, "the axes") if axes is None else axes
+
     def emit(self, op_type: str, *inputs: Value, **attributes: Any) -> Any:
         """Append an op, named after the node's first output."""
         return self.scope.maker.add_op(
@@ -169,9 +174,19 @@ class Node:
 
     def array(self, what: str, array: np.ndarray) -> Value:
         """An array known at import that the rule made, as a value."""
-        name = self.scope.maker.fresh(f"{self.proto.output[0]}.{what}")
+        name = f"{self.proto.output[0]}.{what}"
+        while name in self.scope.known or name in self.scope.values:
+            name += "'"
         self.scope.known[name] = lambda: array
         return self.scope.value(name)
+
+    def full(self, shape: tuple[int, ...], number: float, like: Value) -> Value:
+        """`number` everywhere in `shape`."""
+        return self.emit("Expand", self.constant(number, like), shape=shape)
+
+    def dropped(self, x: Value, dims: tuple[int, ...]) -> Value:
+        """`x` without these dims, which have size 1."""
+        return self.reshape(x, tuple(d for i, d in enumerate(shape_of(x)) if i not in dims))
 
     def reshape(self, x: Value, shape: tuple[int, ...]) -> Value:
         """`x` in another shape, in which one dim may be -1; `x` itself if that is its own."""

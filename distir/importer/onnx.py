@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from distir.importer import rules_math, rules_shape  # noqa: F401  (they fill the table)
 from distir.importer.known import attributes_of, fold, foldable
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
-from distir.importer.rules import RULES
+from distir.importer.registry import RULES
 from distir.importer.tensors import Arrays, dtype_of, parse, parse_tensor_from_file, reader
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
@@ -75,25 +76,48 @@ def load(path: Path) -> onnx.ModelProto:
         raise ModelError(
             f"{path}: opset {opset} is not supported", f"export with opset {OLDEST_OPSET} to {newest}"
         )
-    if model.functions:
-        from onnx import inliner
-
-        try:
-            model = inliner.inline_local_functions(model)
-        except Exception as e:  #  (the inliner raises all kinds)
-            raise ModelError(f"{path}: its functions cannot be inlined: {str(e).splitlines()[0]}") from e
+    model = _inlined(model, path)
     if model.graph.sparse_initializer:
         raise ModelError(f"{path}: sparse initializers are not supported")
     return model
 
 
+def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """The model without functions: its own, and ops without a rule that the standard defines by others."""
+    from onnx import inliner
+
+    done: set[tuple[str, str]] = set()
+    while True:
+        ids = {("", n.op_type) for n in model.graph.node if _is_function(n)} - done
+        own = [(f.domain, f.name) for f in model.functions]
+        if not ids and not own:
+            return model
+        done |= ids
+        try:
+            model = inliner.inline_selected_functions(
+                model, [*own, *sorted(ids)], inline_schema_functions=True
+            )
+        except Exception as e:  # the inliner raises all kinds
+            raise ModelError(f"{path}: its functions cannot be inlined: {str(e).splitlines()[0]}") from e
+        if own and model.functions:
+            raise ModelError(f"{path}: its functions cannot be inlined: {model.functions[0].name}")
+
+
+def _is_function(node: onnx.NodeProto) -> bool:
+    """Whether a node is of an op that has no rule but a definition by other ops."""
+    if node.op_type in RULES or node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
+        return False
+    schema = onnx.defs.get_schema(node.op_type)
+    return schema.has_function or schema.has_context_dependent_function  # type: ignore[attr-defined]
+
+
 def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collection[str]) -> None:
-    for tensor in graph.initializer:
-        if not tensor.name or tensor.name in scope.known:
-            raise ModelError(f"{scope.path}: initializer {tensor.name!r} is there twice or has no name")
-        scope.known[tensor.name] = reader(tensor, scope.path)
-        dtype = dtype_of(tensor.data_type, f"{scope.path}: tensor {tensor.name!r}")
-        scope.stored[tensor.name] = dtype, tuple(tensor.dims)
+    for t in graph.initializer:
+        if not t.name or t.name in scope.known:
+            raise ModelError(f"{scope.path}: initializer {t.name!r} is there twice or has no name")
+        scope.known[t.name] = reader(t, scope.path)
+        dtype = dtype_of(t.data_type, f"{scope.path}: tensor {t.name!r}")
+        scope.stored[t.name] = dtype, tuple(t.dims)
     for name in (*scope.parameters, *constants):
         if name not in scope.stored:
             raise UsageError(f"{scope.path} has no initializer {name!r}")

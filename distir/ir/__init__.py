@@ -1,16 +1,17 @@
-"""The IR: devices, types, functions, their text form and their checks."""
+"""The IR: devices, types, functions, their text form and their checks.
 
-from typing import TYPE_CHECKING, Any
+All is imported at once, so that `verify` and `validate` are the functions, not the modules of these names.
+Nothing here loads numpy, networkx or prettyprinter.
+"""
 
 from distir.ir.device import Device, Mesh
 from distir.ir.function import Function, FunctionMaker, Op, Role, Value
 from distir.ir.parse import parse
 from distir.ir.same import same
 from distir.ir.text import cpprint, pformat
+from distir.ir.topology import Topology
+from distir.ir.validate import validate
 from distir.ir.verify import verify
-
-if TYPE_CHECKING:
-    from distir.ir.topology import Topology
 
 __all__ = [
     "Device",
@@ -25,13 +26,6 @@ __all__ = [
     "parse",
     "pformat",
     "same",
+    "validate",
     "verify",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Topology":  # loads networkx
-        from distir.ir.topology import Topology
-
-        return Topology
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -67,18 +67,21 @@ def _local(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Tensor, .
     for dtype, shape, placements in zip(dtypes, outs, zip(*rows, strict=True), strict=True):
         moving = device.time is not None and not isinstance(placements[device.time], Replicate)
         results.append(Tensor.whole(dtype, shape, device, placements, piece if moving else None))
-    indexed = spec.indexed(attrs, tensors, results)
+    indexed = spec.indexed(attrs)
     if indexed is not None:
-        _contiguous(*indexed)
+        slot, dim = indexed
+        _contiguous(slot, tensors[slot] if slot >= 0 else results[~slot], dim)
     return tuple(results)
 
 
-def _contiguous(t: Tensor, dim: int) -> None:
+def _contiguous(slot: int, t: Tensor, dim: int) -> None:
     """An indexed dim must be split in contiguous ranges, so that one offset says which part a device holds."""
     inside = 1
+    dim %= len(t.shape)
     for outer, n, _ in t.digits.get(dim, ()):
         if outer != inside:
-            raise IRTypeError(f"dim {dim} is indexed and must be split in contiguous ranges, got {t}")
+            what = f"operand {slot}" if slot >= 0 else f"result {~slot}"
+            raise IRTypeError(f"{what}: expected dim {dim} split in contiguous ranges, got {t}")
         inside *= n
 
 

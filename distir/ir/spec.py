@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from distir.ir.axes import Factors, Shape, factors
 from distir.ir.errors import IRTypeError, ModelError
-from distir.ir.type import REPLICATE, DType, Partial, Placement, Replicate, Shard, Tensor, Type
+from distir.ir.type import REPLICATE, DType, Partial, Placement, Replicate, Shard
 
 Attrs = Mapping[str, Any]
 LinearSets = tuple[frozenset[int], ...] | str
@@ -44,9 +44,11 @@ class Spec:
         "grad",
         "index",
         "infer",
+        "keeps_zero",
         "linear",
         "local",
         "name",
+        "neutral_value",
         "outputs",
         "shard",
         "sizes",
@@ -69,12 +71,14 @@ class Spec:
         self.decompose: Callable[..., Sequence[Any]] | None = fields.pop("decompose", None)
         self.work: Callable[..., tuple[float, float]] | None = fields.pop("work", None)
         self.weight: int | None = fields.pop("weight", None)
+        self.neutral_value: float | None = fields.pop("neutral", None)
         self.local: Callable[..., Attrs] | None = fields.pop("local", None)
         self.index: tuple[int, int] | Callable[[Attrs], tuple[int, int]] | None = fields.pop("index", None)
         self.outputs: int | Callable[[Attrs], int] = fields.pop("outputs", 1)
         self.bundle: str | None = fields.pop("bundle", None)
         self.alias: bool = fields.pop("alias", False)
         self.donates: tuple[int, ...] = fields.pop("donates", ())
+        self.keeps_zero: bool = fields.pop("keeps_zero", False)
         self.torch: str | None = fields.pop("torch", None)
         if fields:
             raise TypeError(f"op {name}: unknown fields {sorted(fields)}")
@@ -113,15 +117,9 @@ class Spec:
             return () if attrs is None else tuple(frozenset(s) for s in self.linear(attrs))
         return self.linear
 
-    def indexed(self, attrs: Attrs, ins: Sequence[Type], outs: Sequence[Type]) -> tuple[Tensor, int] | None:
-        """Of the operands' and results' types, the one with the dim that eval's `start` counts in, and that dim."""
-        if self.index is None:
-            return None
-        slot, dim = self.index(attrs) if callable(self.index) else self.index
-        t = ins[slot] if slot >= 0 else outs[~slot]
-        if not isinstance(t, Tensor):
-            raise IRTypeError(f"{self.name}: expected a tensor, got {t}")
-        return t, dim % len(t.shape)
+    def indexed(self, attrs: Attrs) -> tuple[int, int] | None:
+        """The (slot, dim) that eval's `start` counts in; a negative dim counts from the last."""
+        return self.index(attrs) if callable(self.index) else self.index
 
     def strand(
         self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
@@ -141,6 +139,12 @@ class Spec:
             if isinstance(p, Shard) and s[p.dim] % (p.outer * n):
                 return None
         return found
+
+    def neutral(self, strand: Strand) -> float:
+        """The value of an operand that does not count where the op reduces along the strand."""
+        if self.neutral_value is not None:
+            return self.neutral_value
+        return float("-inf") if any(isinstance(p, Partial) and p.kind == "max" for p in strand.outs) else 0.0
 
     def flops(self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
         """Floating-point operations at these (local) shapes: two a point of a contraction, else one a point.
@@ -201,8 +205,11 @@ def op(name: str, **fields: Any) -> Spec:
       dim begins (a negative dim counts from the last).
     - `grad(maker, op, *gradients of the results) -> gradients of the operands`, None where there is none.
     - `decompose(maker, op) -> results`: in ops that can be split.
-    - `work(attributes, operand shapes, result shapes) -> (FLOP, bytes)` where axes do not say it.
+    - `work(attributes, operand shapes, result shapes) -> (FLOP, elements moved)` where axes do not say it; elements
+      of the first result's size, 0 for all operands and results.
     - `weight`: the operand that is a weight where it may be one.
+    - `keeps_zero`: a point is 0 in all results where it is 0 in all operands (linear ops do so anyway).
+    - `neutral`: the value of an operand that does not count where it is reduced, if not 0 (a sum) or -inf (a maximum).
     - `outputs`: how many results, a number or a function of the attributes.
     - `alias`: the result is a view of operand 0. `donates`: operands whose buffer a result may take over.
     - `torch`: the name below `torch` of a faster kernel of the same signature.

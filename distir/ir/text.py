@@ -206,18 +206,13 @@ class _Printer:
         """`%name: type role`; `seen` is the type the callee gives it."""
         docs = [self._value(v)]
         if v.type is not None:  # pyright: ignore[reportUnnecessaryComparison]
-            type = self._types.get(v.type)
-            if type is None:
-                if (
-                    isinstance(seen, Tuple)
-                    and type(moment) is int
-                    and moment >= 0
-                    and seen.at(moment) is v.type
-                ):
-                    self._texts[v.type] = self._bundle(seen, moment)
-                text = self._type(v.type)
-                type = self._types[v.type] = self._annotate(self._token.NAME_BUILTIN, text)
-            docs += ": ", type
+            doc = self._types.get(v.type)
+            if doc is None:
+                body = seen if isinstance(seen, Tuple) and type(moment) is int and moment >= 0 else None
+                if body is not None and body.at(moment) is v.type:
+                    self._texts[v.type] = self._bundle(body, moment)
+                doc = self._types[v.type] = self._annotate(self._token.NAME_BUILTIN, self._type(v.type))
+            docs += ": ", doc
         if v.role is not None:
             batch = "" if v.role.batch is None else f"({v.role.batch})"
             source = "" if v.role.source is None else f" source={self._attribute(v.role.source)}"

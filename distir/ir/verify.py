@@ -1,12 +1,12 @@
-"""Verification: is a program well formed and well typed? It can then be relied on to compute what its erasure computes.
+"""Verification: is a program well formed and well typed, so that it computes what its erasure computes?
 
-Rules: each value is defined once, before its uses, under a name of its own; the types of an op's results are those that
-`infer` gives for its operands; outputs, updates and roles fit; and time is kept apart from space:
+Each value is defined once, before its uses, under a name of its own; the types of results are those `infer`
+gives for the operands; outputs, updates and roles fit. Time is kept apart from space:
 
-- A function that calls others, and one called without `mb`, works on whole values or on pieces that say which
+- A function that calls others, or is called without `mb`, works on whole values and on pieces that say which
   microbatches they are.
-- A function called with `mb` is a *body*, typed at its own, unnamed microbatch. It knows no others, so that it may reduce
-  or gather over time only what covers all microbatches.
+- A function called with `mb` is a *body*, typed at its own, unnamed microbatch. It knows no others, so it may
+  reduce or gather over time only what covers all microbatches.
 - A program without calls may hold values split over time: it is not scheduled yet.
 """
 
@@ -16,11 +16,15 @@ import re
 from enum import Enum
 from typing import NoReturn
 
-from distir.ir.device import TIME, Mesh
+from distir.ir.device import TIME, Device, Mesh
 from distir.ir.errors import IRTypeError
 from distir.ir.function import Function, Op, Value
 from distir.ir.infer import infer
-from distir.ir.type import NOW, Replicate, Tensor, Tuple, Type
+from distir.ir.notation import plain_value
+from distir.ir.type import NOW, Replicate, Shard, Tensor, Tuple, Type
+
+_OVER_TIME = ("MPIAllreduce", "MPIAllgather")
+"""The ops that take a value out of time."""
 
 
 class _Time(Enum):
@@ -49,13 +53,14 @@ class _Verifier:
         self._sizes: dict[Function, int] = {}
 
     def function(self, f: Function, time: _Time) -> None:
+        """Raise unless `f` is well typed, itself and its callees."""
         if (f, time) in self._functions:
             return
         self._functions.add((f, time))
         types = self._types[time]
         for v in f.inputs:
             if v.type not in types:
-                self._new_type(f.name, v, time)
+                self._new_type(f"{f.name}: input", v, time)
         defined = set(f.inputs)
         if len(defined) != len(f.inputs):
             raise IRTypeError(f"{f.name}: an input stands twice among its inputs")
@@ -77,8 +82,8 @@ class _Verifier:
                     _wrong_result(f, k, v, t)
                 if t not in types:
                     self._new_type(f"{f.name}: op {k}", v, time)
-            if not defined.isdisjoint(outputs) or len(outputs) > 1 and len(set(outputs)) != len(outputs):
-                _fail(f, k, f"{spec.name}: a result that is defined already")
+            if not defined.isdisjoint(outputs) or (len(outputs) > 1 and len(set(outputs)) != len(outputs)):
+                _fail(f, k, f"{spec.name}: expected new results, got one that is defined already")
             defined.update(outputs)
             if op.of is not None and op.of not in earlier:
                 _fail(f, k, f"{spec.name}: expected `of` an earlier op of {f.name}, got {op.of}")
@@ -87,47 +92,43 @@ class _Verifier:
         _check_interface(f, defined)
 
     def _new_type(self, where: str, v: Value, time: _Time) -> None:
-        """Raise if `time` forbids the type of `v`."""
+        """Raise if `v` has no type, or one that `time` forbids."""
         if v.type is None:  # pyright: ignore[reportUnnecessaryComparison]
-            raise IRTypeError(f"{where}: %{v.name} has no type", "infer_types gives types to a whole function")
+            raise IRTypeError(f"{where} {plain_value(v.name)} has no type", "run infer_types first")
         if time is not _Time.UNSCHEDULED:
             _check_time(where, v, v.type, time)
         self._types[time].add(v.type)
 
     def _communication(self, f: Function, k: int, op: Op, time: _Time) -> None:
-        callee = op.callee
-        if callee is not None:
-            moment = op.attributes.get("mb")
-            if moment is None:
-                self.function(callee, _Time.BODY if time is _Time.BODY else _Time.WHOLE)
-                return
-            if time is _Time.BODY:
-                _fail(f, k, f"Call: a body may not call {callee.name} for microbatch {moment}", "leave mb out")
-            end = self._microbatches(callee)
-            if type(moment) is not int or not 0 <= moment < end:
-                _fail(f, k, f"Call: expected mb of {callee.name} in 0..{end - 1}, got {moment!r}")
-            self.function(callee, _Time.BODY)
+        """What holds of calls, and of what a body does over time."""
+        if op.spec.name == "Call":
+            self._call(f, k, op, time)
         elif time is _Time.BODY and op.attributes.get("axis") == TIME and op.spec.name in _OVER_TIME:
             for i, v in enumerate(op.inputs):
                 if not isinstance(v.type, Tensor) or v.type.piece != (0, v.type.mesh.size(TIME)):
-                    _fail(
-                        f,
-                        k,
-                        f"{op.spec.name}: operand {i}: expected all microbatches, got {v.type}, of a body's own",
-                        "reduce it over time in a function that is called without mb",
+                    what = (
+                        f"{op.spec.name}: operand {i}: expected all microbatches, got a body's own: {v.type}"
                     )
+                    _fail(f, k, what, "reduce over time in a function that is called without mb")
 
-    def _microbatches(self, f: Function) -> int:
-        """How many microbatches there are on the meshes that a callee's inputs and outputs are on; no bound without."""
-        size = self._sizes.get(f)
+    def _call(self, f: Function, k: int, op: Op, time: _Time) -> None:
+        callee, moment = op.callee, op.attributes.get("mb")
+        if not isinstance(callee, Function):
+            _fail(f, k, f"Call: expected a function as callee, got {callee!r}")
+        if moment is None:  # in a body: at the body's own microbatch
+            self.function(callee, _Time.BODY if time is _Time.BODY else _Time.WHOLE)
+            return
+        if time is _Time.BODY:
+            _fail(
+                f, k, f"Call: expected no mb in a body, got mb={moment!r}", "a callee shares its microbatch"
+            )
+        size = self._sizes.get(callee)
         if size is None:
-            sizes = {n for v in (*f.inputs, *f.outputs) for n in _time_sizes(v.type)}
-            size = self._sizes[f] = min(sizes, default=NOW)
-        return size
-
-
-_OVER_TIME = ("MPIAllreduce", "MPIAllgather")
-"""What may take a value out of time."""
+            sizes = {n for v in (*callee.inputs, *callee.outputs) for n in _time_sizes(v.type)}
+            size = self._sizes[callee] = min(sizes, default=NOW)
+        if type(moment) is not int or not 0 <= moment < size:
+            _fail(f, k, f"Call: expected mb of {callee.name} in 0..{size - 1}, got {moment!r}")
+        self.function(callee, _Time.BODY)
 
 
 def _fail(f: Function, k: int, message: str, hint: str | None = None) -> NoReturn:
@@ -136,32 +137,37 @@ def _fail(f: Function, k: int, message: str, hint: str | None = None) -> NoRetur
 
     def named(found: re.Match[str]) -> str:
         i = int(found[1])
-        return f"{found[0]} (%{op.inputs[i].name})" if i < len(op.inputs) else found[0]
+        return f"{found[0]} ({plain_value(op.inputs[i].name)})" if i < len(op.inputs) else found[0]
 
     message = re.sub(r"\boperand (\d+)(?! \(%)", named, message)
-    raise IRTypeError(f"{f.name}: op {k} {', '.join('%' + v.name for v in op.outputs)} = {message}", hint)
+    results = ", ".join(plain_value(v.name) for v in op.outputs)
+    raise IRTypeError(f"{f.name}: op {k} {results} = {message}", hint)
 
 
 def _undefined(f: Function, k: int, op: Op, defined: set[Value]) -> NoReturn:
     i = next(i for i, v in enumerate(op.inputs) if v not in defined)
     later = next((j for j, o in enumerate(f.ops) if op.inputs[i] in o.outputs), None)
-    got = "one of no op of this function" if later is None else f"one defined by op {later}"
+    got = "one of another function" if later is None else f"a result of op {later}"
     _fail(f, k, f"{op.op_type}: operand {i}: expected a value defined before, got {got}")
 
 
 def _wrong_result(f: Function, k: int, v: Value, want: Type) -> NoReturn:
-    op = f.ops[k].op_type
+    op, name = f.ops[k].op_type, plain_value(v.name)
     if v.type is None:  # pyright: ignore[reportUnnecessaryComparison]
-        _fail(f, k, f"{op}: %{v.name} has no type", "infer_types gives types to a whole function")
-    _fail(f, k, f"{op}: %{v.name}: expected {_difference(want, v.type)}")
+        _fail(f, k, f"{op}: result {name} has no type", "run infer_types first")
+    _fail(f, k, f"{op}: result {name}: expected {_difference(want, v.type)}")
 
 
 def _difference(want: Type, got: Type) -> str:
-    """`expected, got got`, of the first entry that differs if these are long bundles."""
+    """`expected, got got`; of long bundles only the first entry that differs."""
     if isinstance(want, Tuple) and isinstance(got, Tuple) and len(want.types) == len(got.types) > 4:
-        i = next(i for i, (a, b) in enumerate(zip(want.types, got.types, strict=True)) if a is not b)
-        return f"entry {i} to be {_difference(want.types[i], got.types[i])}"
+        pairs = zip(want.types, got.types, strict=True)
+        i, (a, b) = next((i, (a, b)) for i, (a, b) in enumerate(pairs) if a is not b)
+        return f"entry {i} to be {_difference(a, b)}"
     return f"{want}, got {got}"
+
+
+# time
 
 
 def _time_sizes(t: Type) -> set[int]:
@@ -173,72 +179,85 @@ def _time_sizes(t: Type) -> set[int]:
 
 
 def _check_time(where: str, v: Value, t: Type, time: _Time) -> None:
+    """Raise if a value of type `t` may not be in a function that knows `time`."""
     if isinstance(t, Tuple):
         for x in t.types:
             _check_time(where, v, x, time)
         return
-    mesh = t.device
+    where = f"{where} {plain_value(v.name)}: expected"
+    mesh, piece = t.device, t.piece
     if not isinstance(mesh, Mesh) or mesh.time is None or isinstance(t.placements[mesh.time], Replicate):
-        if t.piece is not None:
-            raise IRTypeError(f"{where}: %{v.name}: expected no microbatch of a value that does not vary, got {t}")
+        if piece is not None:
+            raise IRTypeError(f"{where} no microbatch of a value that does not vary in time, got {t}")
         return
     size = mesh.sizes[mesh.time]
     if time is _Time.BODY:
-        if t.piece is not None and t.piece[1] < NOW // 2 and t.piece != (0, size):
-            raise IRTypeError(f"{where}: %{v.name}: expected a body's own microbatch, got {t} in {time.value}")
-    elif t.piece is None or not 0 <= t.piece[0] <= t.piece[1] <= size:
+        if piece is not None and piece[1] < NOW // 2 and piece != (0, size):
+            raise IRTypeError(f"{where} its own microbatch, got {t} in {time.value}")
+    elif piece is None or not 0 <= piece[0] <= piece[1] <= size:
         raise IRTypeError(
-            f"{where}: %{v.name}: expected it whole in time, or microbatches in 0..{size - 1}, got {t} in {time.value}",
-            "split values over time only in functions that are called with mb",
+            f"{where} a whole, or microbatches within 0..{size - 1}, got {t} in {time.value}",
+            "values are split over time in functions that are called with mb",
         )
+    elif isinstance(t.placements[mesh.time], Shard) and piece[1] != piece[0] + 1:
+        raise IRTypeError(f"{where} one microbatch of a value split over time, got {t}")
+
+
+# names and the interface
 
 
 def _check_names(f: Function, defined: set[Value]) -> None:
-    """Names are unique; only inputs have roles."""
+    """Raise if two values share a name."""
     if len({v.name for v in defined}) == len(defined):
         return
     seen: set[str] = set()
     for v in (*f.inputs, *[v for op in f.ops for v in op.outputs]):
         if v.name in seen:
-            raise IRTypeError(f"{f.name}: two values have the name %{v.name}")
+            raise IRTypeError(f"{f.name}: two values have the name {plain_value(v.name)}")
         seen.add(v.name)
 
 
 def _check_interface(f: Function, defined: set[Value]) -> None:
-    """Outputs are values of the function; roles and updates fit their inputs."""
+    """Raise unless outputs are values of the function, and roles and updates fit the inputs."""
     for v in f.outputs:
         if v not in defined:
-            raise IRTypeError(f"{f.name}: output %{v.name} is not a value of the function")
+            raise IRTypeError(f"{f.name}: output {plain_value(v.name)} is not a value of the function")
     for v in f.inputs:
         if v.role is not None:
             _check_role(f, v)
     updated: set[Value] = set()
     for new, old in f.updates.items():
-        what = f"{f.name}: update of %{old.name} by %{new.name}"
+        what = f"{f.name}: update of {plain_value(old.name)} by {plain_value(new.name)}"
         if new not in f.outputs or old not in f.inputs:
-            raise IRTypeError(f"{what}: expected an output and an input of the function")
+            raise IRTypeError(f"{what}: expected an input and an output of the function")
         if old in updated:
-            raise IRTypeError(f"{what}: the input is updated twice")
+            raise IRTypeError(f"{what}: expected one update of an input, got two")
         updated.add(old)
         if old.kind in ("data", "constant"):
             raise IRTypeError(f"{what}: expected a parameter or a state, got {old.role}")
-        if not _same_but_piece(new.type, old.type):
+        if not _updates(new.type, old.type):
             raise IRTypeError(f"{what}: expected {_difference(old.type, new.type)}")
 
 
 def _check_role(f: Function, v: Value) -> None:
     role, t = v.role, v.type
+    where = f"{f.name}: input {plain_value(v.name)}: {role}"
     if role is None:
         return
-    where = f"{f.name}: input %{v.name}: {role}"
     if not isinstance(t, Tensor):
         raise IRTypeError(f"{where}: expected a tensor, got {t}")
-    if role.batch is not None and (role.kind != "data" or not 0 <= role.batch < len(t.global_shape)):
+    shape, source = t.global_shape, role.source
+    if role.batch is not None and (role.kind != "data" or not 0 <= role.batch < len(shape)):
         raise IRTypeError(f"{where}: expected the batch among the dims of data, got {t}")
-    source = role.source
-    if source is not None:
-        if len(source) != len(t.global_shape) or any(a > b for a, b in zip(source, t.global_shape, strict=True)):
-            raise IRTypeError(f"{where}: expected a source shape within {t.global_shape}, got {source}")
+    if source is not None and (len(source) != len(shape) or any(map(int.__gt__, source, shape))):
+        raise IRTypeError(f"{where}: expected a source shape within {shape}, got {source}")
+
+
+def _updates(new: Type, old: Type) -> bool:
+    """May a value of type `new` be the next one of an input of type `old`?"""
+    if isinstance(old.device, Device) and isinstance(new.device, Mesh):  # a host holds the inputs
+        return new.erased() is old.erased()
+    return _same_but_piece(new, old)
 
 
 def _same_but_piece(a: Type, b: Type) -> bool:

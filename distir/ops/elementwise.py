@@ -81,7 +81,13 @@ op(
     grad=_div_grad,
 )
 op("Neg", axes=points(1), linear=[{0}], eval=lambda xp, a: -a, grad=lambda f, o, d: [f.emit("Neg", d)])
-op("Pow", axes=points(2), dtype=_pow_dtype, eval=lambda xp, a, b: a**b, grad=_pow_grad)
+op(
+    "Pow",
+    axes=points(2),
+    dtype=_pow_dtype,
+    eval=lambda xp, a, b: xp.asarray(a**b, dtype=a.dtype),
+    grad=_pow_grad,
+)
 op("PowGrad", axes=points(3), dtype=same, linear=[{2}], eval=lambda xp, a, b, d: d * b * a ** (b - 1))
 op(
     "PowGradExponent",

@@ -83,7 +83,7 @@ op(  # table (.., v, ..), indices in [0, v) -> (.., *indices, ..), along `axis`
     linear=[{0}],
     weight=0,
     index=lambda attrs: (0, _axis(attrs)),
-    work=lambda attrs, ins, outs: (0.0, 0.0),
+    work=lambda attrs, ins, outs: (0.0, 2.0 * math.prod(outs[0]) + math.prod(ins[1])),
     eval=_gather,
     grad=_emit_grad,
 )

@@ -170,6 +170,7 @@ op(  # logits, labels, rows' maxima -> sums of exp(logits - maximum), logits of 
     dtype=lambda attrs, *dtypes: _sums_dtype(attrs, *dtypes) * 2,
     outputs=2,
     index=(0, -1),
+    neutral=float("-inf"),
     eval=_logit_sums,
     grad=_logit_sums_grad,
 )

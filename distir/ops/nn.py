@@ -39,8 +39,8 @@ def _emit_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
     return [f.add_op(name, None, [o.outputs[0], d], o.attributes)]
 
 
-op("Softmax", axes=_along, eval=_softmax, grad=_emit_grad)
-op("LogSoftmax", axes=_along, eval=_log_softmax, grad=_emit_grad)
+op("Softmax", axes=_along, eval=_softmax, grad=_emit_grad, torch="softmax")
+op("LogSoftmax", axes=_along, eval=_log_softmax, grad=_emit_grad, torch="log_softmax")
 op(
     "SoftmaxGrad",
     axes=_along,

@@ -8,7 +8,7 @@ from typing import Any
 from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.spec import Attrs, op
-from distir.ir.type import DType
+from distir.ir.type import DType, Float64
 from distir.ops.rules import expect_shape, letters, same
 
 
@@ -62,6 +62,7 @@ op(  # (w, g) -> w; with momentum (w, g, m) -> w, m; with dampening also the num
     dtype=lambda attrs, *dtypes: same(attrs, *dtypes[: _sgd_count(attrs) + 1]) * _sgd_count(attrs),
     outputs=_sgd_count,
     donates=(0, 2),
+    keeps_zero=True,
     eval=_sgd,
 )
 
@@ -84,9 +85,10 @@ def _adamw(
     w = w * (1 - lr * weight_decay)
     m = m + (1 - b1) * (g - m)
     v = b2 * v + (1 - b2) * g * g
-    step_size = lr / (1 - b1**step)
-    scale = xp.sqrt(v) / (1 - b2**step) ** 0.5 + eps
-    return w - step_size * (m / scale), m, v
+    step = xp.cast(step, Float64)  # 1 - 0.999 in float32 has four digits
+    step_size = xp.asarray(lr / (1 - b1**step), dtype=w.dtype)
+    correction = xp.asarray((1 - b2**step) ** 0.5, dtype=w.dtype)
+    return w - step_size * (m / (xp.sqrt(v) / correction + eps)), m, v
 
 
 def _adamw_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
@@ -105,5 +107,6 @@ op(  # (w, g, m, v, step) -> w, m, v; step is the number of this step, from 1
     dtype=_adamw_dtype,
     outputs=3,
     donates=(0, 2, 3),
+    keeps_zero=True,
     eval=_adamw,
 )

@@ -27,15 +27,6 @@ def _over(name: str) -> Callable[..., Any]:
     return lambda xp, x, axes, keepdims=0: getattr(xp, name)(x, axis=axes, keepdims=bool(keepdims))
 
 
-def _total(name: str) -> Callable[..., Any]:
-    """As `_over`, for reductions that would widen small integers."""
-
-    def eval(xp: Any, x: Any, axes: tuple[int, ...], keepdims: int = 0) -> Any:
-        return getattr(xp, name)(x, axis=axes, keepdims=bool(keepdims), dtype=x.dtype)
-
-    return eval
-
-
 def _back(f: FunctionMaker, o: Op, d: Value) -> Value:
     """`d` with the reduced dims as dims of size 1."""
     if o.attributes.get("keepdims"):
@@ -49,8 +40,8 @@ def _sum_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
     return [d if shape_of(d) == shape else f.emit("Expand", d, shape=shape)]
 
 
-op("ReduceSum", axes=_axes("sum"), linear=[{0}], eval=_total("sum"), grad=_sum_grad)
-op("ReduceProd", axes=_axes("whole"), eval=_total("prod"))
+op("ReduceSum", axes=_axes("sum"), linear=[{0}], eval=_over("sum"), grad=_sum_grad)
+op("ReduceProd", axes=_axes("whole"), eval=_over("prod"))
 
 
 def _extreme_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:

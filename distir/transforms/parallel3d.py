@@ -18,7 +18,8 @@ from distir.transforms.pipeline import pipeline
 from distir.transforms.place import Placed, place_all, shares, view
 from distir.transforms.roles import batch_dims, batch_size, weights
 from distir.transforms.schedule import Generator, PipeDreamScheduler, Table, make_table
-from distir.transforms.seeds import tensor_parallel
+from distir.transforms.pad import pad, pad_like, paddable
+from distir.transforms.seeds import Split, tensor_parallel
 from distir.transforms.shard import shard
 from distir.transforms.stages import OpCost, cut_stages, plain_cost
 
@@ -46,13 +47,17 @@ def parallel_transform_3d(
     stages, or if tensor parallelism splits nothing.
     """
     meshes, host = stage_meshes(dp, tp, pp, devices, num_microbatches)
-    source = decompose(function)
     dims = batch_dims(function, batch)
-    order = dict(zip(function.inputs, source.inputs, strict=True))
-    placed = place(source, {order[v]: d for v, d in dims.items()}, dp, tp, meshes[0])
+    data = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
+    placed = place(decompose(function), data, dp, tp, meshes[0])
     table = make_table(schedule, pp, num_microbatches)
     placed, stage = cut_stages(placed, pp, num_microbatches, cost)
     return pipeline(placed, stage, meshes, table, host)
+
+
+def source_of(distributed: Function, function: Function) -> Function:
+    """What a distributed program is compared with: its source, decomposed and padded as it was."""
+    return pad_like(decompose(function), distributed)
 
 
 def stage_meshes(
@@ -73,24 +78,32 @@ def stage_meshes(
     return [Mesh(devices[1 + s :: pp], axes, f"stage{s}") for s in range(pp)], devices[0]
 
 
-def place(function: Function, batch: Mapping[Value, int], dp: int, tp: int, mesh: Mesh) -> Function:
-    """The function on a mesh: the batch split over time and dp, weights over tp. Not yet scheduled."""
+def place(function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: Mesh) -> Function:
+    """The function on a mesh: the batch split over time and dp, weights over tp. Not yet scheduled.
+
+    `batch` maps numbers of inputs to their batch dim. The function must be decomposed.
+    """
     microbatches = mesh.size(TIME)
-    size = batch_size(function, batch)
+    _check_batch(batch_size(function, batch), dp, microbatches)
+    split: Placed | None = None
+    if tp > 1:
+        function, split = _tensor_parallel(function, tp)
+    graph = Graph(function)
+    decisions: dict[str, Placed] = {TIME: place_in_time(graph, microbatches, batch)}
+    if dp > 1:
+        decisions[DP] = data_parallel(graph, dp, batch, microbatches)
+    if split is not None:
+        decisions[TP] = split
+    return shard(graph, mesh, decisions)
+
+
+def _check_batch(size: int, dp: int, microbatches: int) -> None:
     if size % (dp * microbatches):
         fits = [m for m in range(1, size // dp + 1) if size % (dp * m) == 0] if size % dp == 0 else []
-        hint = f"with dp {dp} use microbatches of {', '.join(map(str, fits))}" if fits else f"a dp that divides {size}"
+        hint = f"with dp {dp} use {', '.join(map(str, fits))} microbatches" if fits else f"use a dp that divides {size}"
         raise InfeasibleError(
             f"a batch of {size} does not divide by dp {dp} x {microbatches} microbatches = {dp * microbatches}", hint
         )
-    graph = Graph(function)
-    data = {graph.index[v]: dim for v, dim in batch.items()}
-    decisions: dict[str, Placed] = {TIME: place_in_time(graph, microbatches, data)}
-    if dp > 1:
-        decisions[DP] = data_parallel(graph, dp, data, microbatches)
-    if tp > 1:
-        decisions[TP] = _tensor_parallel(graph, tp, function)
-    return shard(graph, mesh, decisions)
 
 
 def data_parallel(graph: Graph, n: int, batch: Mapping[int, int], outer: int) -> Placed:
@@ -100,14 +113,26 @@ def data_parallel(graph: Graph, n: int, batch: Mapping[int, int], outer: int) ->
     return place_all(full, n, {0}, shares(full))
 
 
-def _tensor_parallel(graph: Graph, n: int, function: Function) -> Placed:
-    held = [graph.index[v] for v in weights(function)]
-    split = tensor_parallel(graph, n, held)
+def _tensor_parallel(function: Function, n: int) -> tuple[Function, Placed]:
+    """The function, padded where that lets more be split, and its placements along tp."""
+    options = paddable(function, n)
+    padded = pad(function, options)
+    split = _search(padded, n)
+    inputs, nodes = len(function.inputs), split.nodes  # only inputs keep their numbers when padded
+    useful = [one for one in options if any(v < inputs and (v, Shard(dim)) in nodes for v, dim in one)]
+    if len(useful) < len(options):
+        padded = pad(function, useful)
+        split = _search(padded, n)
     if not split.chosen:
-        sizes = {d for v in held for d in graph.shapes[v]}
+        sizes = {d for v in weights(function) for d in v.type.global_shape}  # type: ignore[union-attr]
         fits = [k for k in range(2, max(sizes, default=1) + 1) if any(d % k == 0 for d in sizes)][:8]
-        raise InfeasibleError(f"tp {n} splits nothing in {function.name}", f"dims of weights divide by {fits}")
-    return split.placed
+        raise InfeasibleError(f"tp {n} splits nothing in {function.name}", f"dims of its weights divide by {fits}")
+    return padded, split.placed
+
+
+def _search(function: Function, n: int) -> Split:
+    graph = Graph(function)
+    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)])
 
 
 class Coverage(NamedTuple):

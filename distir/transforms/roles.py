@@ -42,19 +42,11 @@ def batch_dims(function: Function, batch: Mapping[Value, int] | None = None) -> 
     return dict(batch)
 
 
-def batch_size(function: Function, batch: Mapping[Value, int]) -> int:
-    """The number of samples. Raises InfeasibleError if the data inputs do not agree."""
-    sizes = {whole(v.type)[dim]: v for v, dim in batch.items()}
+def batch_size(function: Function, batch: Mapping[int, int]) -> int:
+    """The number of samples, from the batch dim of each data input (by number). Raises InfeasibleError if the data inputs do not agree."""
+    sizes = {whole(function.inputs[i].type)[dim]: function.inputs[i] for i, dim in batch.items()}
     if len(sizes) > 1:
         said = ", ".join(f"%{v.name} has {n}" for n, v in sizes.items())
         raise InfeasibleError(f"{function.name}: the batch differs between inputs: {said}")
     return next(iter(sizes), 1)
 
-
-def with_roles(function: Function, batch: Mapping[Value, int]) -> dict[Value, Role | None]:
-    """A role for every input, as far as is known."""
-    held = set(weights(function))
-    roles: dict[Value, Role | None] = {}
-    for v in function.inputs:
-        roles[v] = v.role or (Role("parameter") if v in held else Role("data", batch[v]) if v in batch else None)
-    return roles

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from distir.transforms.classes import Classes, Groups, Taken, all_starts
+from distir.transforms.classes import Classes, Groups, Node, Taken, all_starts
 from distir.transforms.graph import Graph
 from distir.transforms.place import Placed, place_all, shares, view
 from distir.transforms.quotient import quotient
@@ -23,6 +23,11 @@ class Split(NamedTuple):
     placed: Placed
     classes: Classes
     chosen: frozenset[int]
+
+    @property
+    def nodes(self) -> set[Node]:
+        """The (value, split) of the classes that are split."""
+        return {node for node, c in self.classes.nodes.items() if c in self.chosen}
 
 
 def tensor_parallel(graph: Graph, n: int, weights: Sequence[int], taken: Taken | None = None, outer: int = 1) -> Split:

@@ -8,7 +8,7 @@ state, which `Function.updates` ties to its input.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distir.ir.errors import UsageError
@@ -79,9 +79,9 @@ def optimizer_named(name: str, **settings: Any) -> Optimizer:
     if kind is None:
         raise UsageError(f"unknown optimizer {name!r}", f"choose from {', '.join(OPTIMIZERS)}")
     given = {k: v for k, v in settings.items() if v is not None}
-    fields = kind.__dataclass_fields__
-    if unknown := [k for k in given if k not in fields]:
-        raise UsageError(f"{name} has no {unknown[0]}", f"it has {', '.join(fields)}")
+    names = [f.name for f in fields(kind)]
+    if unknown := [k for k in given if k not in names]:
+        raise UsageError(f"{name} has no {unknown[0]}", f"it has {', '.join(names)}")
     return kind(**given)
 
 

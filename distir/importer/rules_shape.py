@@ -1,142 +1,17 @@
-"""How each ONNX op becomes ours: a table from op type to a small function of the node.
-
-A rule returns the results, in order: values, or arrays where they are known at import. It asks the node for every
-attribute it understands; one that no rule asked for is an error, so nothing is dropped unseen.
-"""
+"""How each ONNX op becomes ours: ops on shapes, indices and constants."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Sequence
 
 import numpy as np
 
 from distir.importer.node import Node, Result
+from distir.importer.registry import rule
 from distir.importer.tensors import dtype_of
-from distir.ir.function import Value
+from distir.ir.type import Int64
 from distir.ops.rules import shape_of, tensor
-
-Rule = Callable[[Node], "Result | Sequence[Result]"]
-RULES: dict[str, Rule] = {}
-
-
-def rule(*op_types: str) -> Callable[[Rule], Rule]:
-    """Register a rule for these ONNX op types."""
-
-    def register(f: Rule) -> Rule:
-        for op_type in op_types:
-            RULES[op_type] = f
-        return f
-
-    return register
-
-
-def _same(n: Node) -> Result:
-    """The op of the same name, without attributes."""
-    return n.emit(n.proto.op_type, *n.operands())
-
-
-SAME = (
-    "Abs Add And Ceil Cos Equal Erf Exp Floor Greater GreaterOrEqual Less LessOrEqual Log MatMul Mul Neg Not Or "
-    "Pow Reciprocal Relu Round Sigmoid Sign Sin Softplus Sqrt Sub Tanh Where Xor"
-).split()
-for _name in SAME:
-    RULES[_name] = _same
-
-
-@rule("Div")
-def _div(n: Node) -> Result:
-    """Of integers ONNX cuts off what is behind the point; ours divides numbers."""
-    if not tensor(n.operand(0)).dtype.floating:
-        raise n.error("a division of integers that depend on data is not supported")
-    return n.emit("Div", *n.operands())
-
-
-@rule("Identity")
-def _identity(n: Node) -> Result:
-    return n.operand(0)
-
-
-@rule("Dropout")
-def _dropout(n: Node) -> Result:
-    """In inference nothing is dropped."""
-    n.attr("seed")
-    if n.has(2) and bool(n.known(2, "training_mode").any()):
-        raise n.error("training_mode is on", "export the model in inference mode")
-    return n.operand(0)
-
-
-BINARY = {"Sum": "Add", "Mean": "Add", "Max": "Max", "Min": "Min"}
-
-
-@rule(*BINARY)
-def _chain(n: Node) -> Result:
-    """Any number of operands, two at a time."""
-    xs = n.operands()
-    total = reduce(lambda a, b: n.emit(BINARY[n.proto.op_type], a, b), xs)
-    return n.emit("Div", total, n.constant(float(len(xs)), total)) if n.proto.op_type == "Mean" else total
-
-
-@rule("Cast")
-def _cast(n: Node) -> Result:
-    n.attr("saturate")  # of 8-bit floats only
-    n.attr("round_mode")
-    to = dtype_of(n.attr("to", 0), f"{n.scope.path}: {n}: attribute to")
-    x = n.operand(0)
-    return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
-
-
-@rule("CastLike")
-def _cast_like(n: Node) -> Result:
-    n.attr("saturate")
-    x, to = n.operand(0), tensor(n.operand(1)).dtype
-    return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
-
-
-@rule("Gelu")
-def _gelu(n: Node) -> Result:
-    n.require("approximate", "none", "none", "tanh")
-    return n.emit("Gelu", n.operand(0), approximate=n.attr("approximate", "none"))
-
-
-@rule("LeakyRelu")
-def _leaky_relu(n: Node) -> Result:
-    x, alpha = n.operand(0), n.attr("alpha", 0.01)
-    positive = n.emit("Relu", x)
-    negative = n.emit("Relu", n.emit("Neg", x))
-    return n.emit("Sub", positive, n.emit("Mul", negative, n.constant(alpha, x)))
-
-
-@rule("Clip")
-def _clip(n: Node) -> Result:
-    """Bounds known at import become attributes."""
-    x = n.operand(0)
-    bounds = {k: n.number(i) for i, k in ((1, "min"), (2, "max")) if n.has(i)}
-    if None not in bounds.values():
-        return n.emit("Clip", x, **bounds) if bounds else x
-    if n.has(1):
-        x = n.emit("Max", x, n.operand(1))
-    return n.emit("Min", x, n.operand(2)) if n.has(2) else x
-
-
-@rule("Softmax", "LogSoftmax")
-def _softmax(n: Node) -> Result:
-    return n.emit(n.proto.op_type, n.operand(0), axis=n.axis(-1))
-
-
-@rule("LayerNormalization")
-def _layer_norm(n: Node) -> Result:
-    n.attr("stash_type")  # the precision of the statistics, ours to choose
-    axis, epsilon = n.axis(-1), n.attr("epsilon", 1e-5)
-    return n.emit("LayerNormalization", *n.operands(), axis=axis, epsilon=epsilon)
-
-
-@rule("Gemm")
-def _gemm(n: Node) -> Result:
-    flags = {"transA": int(n.attr("transA", 0)), "transB": int(n.attr("transB", 0))}
-    scales = {"alpha": float(n.attr("alpha", 1.0)), "beta": float(n.attr("beta", 1.0))}
-    return n.emit("Gemm", *n.operands(), **scales, **flags)
 
 
 @rule("Gather")
@@ -188,15 +63,9 @@ def _flatten(n: Node) -> Result:
     return n.reshape(n.operand(0), (math.prod(shape[:axis]), math.prod(shape[axis:])))
 
 
-def _axes(n: Node, i: int = 1) -> tuple[int, ...] | None:
-    """The axes, an operand since opset 13, an attribute before; None if left out."""
-    axes = n.attr("axes")
-    return n.ints(i, "the axes") if axes is None else axes
-
-
 @rule("Squeeze")
 def _squeeze(n: Node) -> Result:
-    shape, axes = n.shape(), _axes(n)
+    shape, axes = n.shape(), n.axes()
     if axes is None:
         axes = [i for i, d in enumerate(shape) if d == 1]
     gone = {n.wrap(a, len(shape)) for a in axes}
@@ -207,7 +76,7 @@ def _squeeze(n: Node) -> Result:
 
 @rule("Unsqueeze")
 def _unsqueeze(n: Node) -> Result:
-    shape, axes = list(n.shape()), _axes(n) or ()
+    shape, axes = list(n.shape()), n.axes() or ()
     rank = len(shape) + len(axes)
     for a in sorted(n.wrap(a, rank) for a in axes):
         shape.insert(a, 1)
@@ -266,30 +135,6 @@ def _slice(n: Node) -> Result:
     return n.emit("Slice", n.operand(0), starts=starts, ends=ends, axes=axes, steps=steps)
 
 
-def _reduce(n: Node, op_type: str, x: Value) -> Value:
-    axes, keepdims = _axes(n), int(n.attr("keepdims", 1))
-    rank = len(shape_of(x))
-    if not axes:
-        if n.attr("noop_with_empty_axes", 0):
-            return x
-        axes = tuple(range(rank))
-    n.attr("noop_with_empty_axes")
-    axes = tuple(sorted(n.wrap(a, rank) for a in axes))
-    return n.emit(op_type, x, axes=axes, keepdims=keepdims)
-
-
-@rule("ReduceSum", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd")
-def _reduction(n: Node) -> Result:
-    return _reduce(n, n.proto.op_type, n.operand(0))
-
-
-@rule("ReduceSumSquare", "ReduceL2")
-def _sum_of_squares(n: Node) -> Result:
-    x = n.operand(0)
-    total = _reduce(n, "ReduceSum", n.emit("Mul", x, x))
-    return total if n.proto.op_type == "ReduceSumSquare" else n.emit("Sqrt", total)
-
-
 @rule("Shape")
 def _shape(n: Node) -> Result:
     shape = n.shape()
@@ -317,3 +162,94 @@ def _constant(n: Node) -> Result:
 def _constant_of_shape(n: Node) -> Result:
     value = n.attr("value", np.zeros(1, np.float32))
     return np.broadcast_to(value.reshape(()), n.ints(0, "the shape") or ())
+
+
+@rule("EyeLike")
+def _eye_like(n: Node) -> Result:
+    rows, columns = n.shape()
+    to = n.attr("dtype")
+    dtype = (
+        tensor(n.operand(0)).dtype if to is None else dtype_of(to, f"{n.scope.path}: {n}: attribute dtype")
+    )
+    return np.eye(rows, columns, n.attr("k", 0), dtype.numpy)
+
+
+@rule("Trilu")
+def _trilu(n: Node) -> Result:
+    shape, upper = n.shape(), n.attr("upper", 1)
+    k = int(n.known(1, "k").reshape(())) if n.has(1) else 0
+    ones = np.ones(shape[-2:], bool)
+    kept = np.triu(ones, k) if upper else np.tril(ones, k)
+    return n.emit("Mask", n.array("kept", kept), n.operand(0))
+
+
+@rule("Tile")
+def _tile(n: Node) -> Result:
+    """Each dim that repeats gets one before it, which is expanded and merged."""
+    shape, repeats = n.shape(), n.ints(1, "repeats") or ()
+    if len(repeats) != len(shape):
+        raise n.error(f"repeats {repeats} do not fit shape {shape}")
+    if all(r == 1 for r in repeats):
+        return n.operand(0)
+    apart = [d for s in shape for d in (1, s)]
+    full = [d for r, s in zip(repeats, shape, strict=True) for d in (r, s)]
+    expanded = n.emit("Expand", n.reshape(n.operand(0), tuple(apart)), shape=tuple(full))
+    return n.reshape(expanded, tuple(r * s for r, s in zip(repeats, shape, strict=True)))
+
+
+@rule("Pad")
+def _pad(n: Node) -> Result:
+    """By a known number, dim by dim; a negative pad cuts."""
+    n.require("mode", "constant", "constant")
+    x, shape, pads = n.operand(0), n.shape(), n.ints(1, "pads") or ()
+    axes = [n.wrap(a, len(shape)) for a in n.ints(3, "axes") or range(len(shape))]
+    if len(pads) != 2 * len(axes):
+        raise n.error(f"pads {pads} do not fit axes {axes}")
+    number = n.known(2, "the number").reshape(-1)[0].item() if n.has(2) else 0
+    for axis, before, after in zip(axes, pads[: len(axes)], pads[len(axes) :], strict=True):
+        size = shape_of(x)[axis]
+        if before < 0 or after < 0:
+            start, end = max(-before, 0), size - max(-after, 0)
+            x = n.emit("Slice", x, starts=(start,), ends=(end,), axes=(axis,), steps=(1,))
+        parts = [
+            n.full((*shape_of(x)[:axis], k, *shape_of(x)[axis + 1 :]), number, x)
+            for k in (before, after)
+            if k > 0
+        ]
+        if parts:
+            row = [*parts[: before > 0], x, *parts[before > 0 :]]
+            x = n.emit("Concat", *row, axis=axis)
+    return x
+
+
+@rule("DepthToSpace")
+def _depth_to_space(n: Node) -> Result:
+    """(b, c, h, w) -> (b, c / k², h·k, w·k): of a channel's digits, in the mode's order, two become finer dims."""
+    (b, c, h, w), k, mode = n.shape(), n.attr("blocksize"), n.attr("mode", "DCR")
+    if mode == "DCR":
+        shape, perm = (b, k, k, c // (k * k), h, w), (0, 3, 4, 1, 5, 2)
+    else:
+        shape, perm = (b, c // (k * k), k, k, h, w), (0, 1, 4, 2, 5, 3)
+    apart = n.emit("Transpose", n.reshape(n.operand(0), shape), perm=perm)
+    return n.reshape(apart, (b, c // (k * k), h * k, w * k))
+
+
+@rule("SpaceToDepth")
+def _space_to_depth(n: Node) -> Result:
+    (b, c, h, w), k = n.shape(), n.attr("blocksize")
+    apart = n.reshape(n.operand(0), (b, c, h // k, k, w // k, k))
+    return n.reshape(n.emit("Transpose", apart, perm=(0, 3, 5, 1, 2, 4)), (b, c * k * k, h // k, w // k))
+
+
+@rule("OneHot")
+def _one_hot(n: Node) -> Result:
+    """Where an index, counted from either end, is the number of the column: the second of the two values."""
+    rank = len(n.shape())
+    depth = int(n.known(1, "the depth").reshape(-1)[0])
+    axis = n.wrap(n.attr("axis", -1), rank + 1)
+    index = n.emit("Cast", n.reshape(n.operand(0), (*n.shape()[:axis], 1, *n.shape()[axis:])), to=Int64)
+    column = np.arange(depth).reshape(-1, *[1] * (rank - axis))
+    hit = n.emit("Or", *(n.emit("Equal", index, n.array("columns", column - d)) for d in (0, depth)))
+    off, on = n.known(2, "the values")
+    like = n.array("off", np.asarray(off))
+    return n.emit("Where", hit, n.array("on", np.asarray(on)), like)

@@ -1,0 +1,249 @@
+"""How each ONNX op becomes ours: arithmetic, matrix products, reductions, activations."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from distir.importer.node import Node, Result
+from distir.importer.registry import rule
+from distir.importer.tensors import dtype_of
+from distir.ir.function import Value
+from distir.ops.rules import tensor
+
+
+@rule("Abs", "Add", "And", "Ceil", "Cos", "Equal", "Erf", "Exp", "Floor", "Greater", "GreaterOrEqual", "Less")
+@rule(
+    "LessOrEqual", "Log", "MatMul", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid"
+)
+@rule("Sign", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Where", "Xor")
+def _same(n: Node) -> Result:
+    """The op of the same name, without attributes."""
+    return n.emit(n.proto.op_type, *n.operands())
+
+
+@rule("Div")
+def _div(n: Node) -> Result:
+    """Of integers ONNX cuts off what is behind the point; ours divides numbers."""
+    if not tensor(n.operand(0)).dtype.floating:
+        raise n.error("a division of integers that depend on data is not supported")
+    return n.emit("Div", *n.operands())
+
+
+@rule("Identity")
+def _identity(n: Node) -> Result:
+    return n.operand(0)
+
+
+@rule("Dropout")
+def _dropout(n: Node) -> Result:
+    """In inference nothing is dropped."""
+    n.attr("seed")
+    if n.has(2) and bool(n.known(2, "training_mode").any()):
+        raise n.error("training_mode is on", "export the model in inference mode")
+    return n.operand(0)
+
+
+BINARY = {"Sum": "Add", "Mean": "Add", "Max": "Max", "Min": "Min"}
+
+
+@rule(*BINARY)
+def _chain(n: Node) -> Result:
+    """Any number of operands, two at a time."""
+    xs = n.operands()
+    total = reduce(lambda a, b: n.emit(BINARY[n.proto.op_type], a, b), xs)
+    return n.emit("Div", total, n.constant(float(len(xs)), total)) if n.proto.op_type == "Mean" else total
+
+
+@rule("Cast")
+def _cast(n: Node) -> Result:
+    n.attr("saturate")  # of 8-bit floats only
+    n.attr("round_mode")
+    to = dtype_of(n.attr("to", 0), f"{n.scope.path}: {n}: attribute to")
+    x = n.operand(0)
+    return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
+
+
+@rule("CastLike")
+def _cast_like(n: Node) -> Result:
+    n.attr("saturate")
+    to = tensor(n.operand(1)).dtype
+    if n.scope.is_known(n.proto.input[0]):
+        return n.known(0, "the number").astype(to.numpy)
+    x = n.operand(0)
+    return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
+
+
+@rule("Gelu")
+def _gelu(n: Node) -> Result:
+    n.require("approximate", "none", "none", "tanh")
+    return n.emit("Gelu", n.operand(0), approximate=n.attr("approximate", "none"))
+
+
+@rule("LeakyRelu")
+def _leaky_relu(n: Node) -> Result:
+    x, alpha = n.operand(0), n.attr("alpha", 0.01)
+    negative = n.emit("Relu", n.emit("Neg", x))
+    return n.emit("Sub", n.emit("Relu", x), n.emit("Mul", negative, n.constant(alpha, x)))
+
+
+@rule("Swish")
+def _swish(n: Node) -> Result:
+    x, alpha = n.operand(0), n.attr("alpha", 1.0)
+    if alpha == 1.0:
+        return n.emit("Silu", x)
+    return n.emit("Mul", x, n.emit("Sigmoid", n.emit("Mul", x, n.constant(alpha, x))))
+
+
+@rule("Tan")
+def _tan(n: Node) -> Result:
+    return n.emit("Div", n.emit("Sin", n.operand(0)), n.emit("Cos", n.operand(0)))
+
+
+@rule("Sinh", "Cosh")
+def _hyperbolic(n: Node) -> Result:
+    x = n.operand(0)
+    up, down = n.emit("Exp", x), n.emit("Exp", n.emit("Neg", x))
+    both = n.emit("Sub" if n.proto.op_type == "Sinh" else "Add", up, down)
+    return n.emit("Mul", both, n.constant(0.5, x))
+
+
+@rule("IsNaN")
+def _is_nan(n: Node) -> Result:
+    return n.emit("Not", n.emit("Equal", n.operand(0), n.operand(0)))
+
+
+@rule("Clip")
+def _clip(n: Node) -> Result:
+    """Bounds known at import become attributes."""
+    x = n.operand(0)
+    bounds = {k: n.number(i) for i, k in ((1, "min"), (2, "max")) if n.has(i)}
+    if None not in bounds.values():
+        return n.emit("Clip", x, **bounds) if bounds else x
+    if n.has(1):
+        x = n.emit("Max", x, n.operand(1))
+    return n.emit("Min", x, n.operand(2)) if n.has(2) else x
+
+
+@rule("Softmax", "LogSoftmax")
+def _softmax(n: Node) -> Result:
+    return n.emit(n.proto.op_type, n.operand(0), axis=n.axis(-1))
+
+
+@rule("LayerNormalization")
+def _layer_norm(n: Node) -> Result:
+    n.attr("stash_type")  # the precision of the statistics, ours to choose
+    axis, epsilon = n.axis(-1), n.attr("epsilon", 1e-5)
+    return n.emit("LayerNormalization", *n.operands(), axis=axis, epsilon=epsilon)
+
+
+@rule("Gemm")
+def _gemm(n: Node) -> Result:
+    flags = {"transA": int(n.attr("transA", 0)), "transB": int(n.attr("transB", 0))}
+    scales = {"alpha": float(n.attr("alpha", 1.0)), "beta": float(n.attr("beta", 1.0))}
+    return n.emit("Gemm", *n.operands(), **scales, **flags)
+
+
+def _reduced_axes(n: Node) -> tuple[int, ...] | None:
+    """The dims to reduce: all if none are given, unless the node says that it does nothing then (None)."""
+    axes, rank = n.axes(), len(n.shape())
+    nothing = n.attr("noop_with_empty_axes", 0)
+    if not axes:
+        return None if nothing else tuple(range(rank))
+    return tuple(sorted({n.wrap(a, rank) for a in axes}))
+
+
+def _reduce(n: Node, op_type: str, x: Value) -> Value:
+    axes, keepdims = _reduced_axes(n), int(n.attr("keepdims", 1))
+    return x if not axes else n.emit(op_type, x, axes=axes, keepdims=keepdims)
+
+
+@rule("ReduceSum", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd")
+def _reduction(n: Node) -> Result:
+    return _reduce(n, n.proto.op_type, n.operand(0))
+
+
+@rule("ReduceSumSquare", "ReduceL2", "ReduceL1", "ReduceLogSum")
+def _reduction_of_points(n: Node) -> Result:
+    """A sum of something, and something of the sum."""
+    x, op_type = n.operand(0), n.proto.op_type
+    if op_type == "ReduceL1":
+        x = n.emit("Abs", x)
+    elif op_type != "ReduceLogSum":
+        x = n.emit("Mul", x, x)
+    total = _reduce(n, "ReduceSum", x)
+    after = {"ReduceL2": "Sqrt", "ReduceLogSum": "Log"}.get(op_type)
+    return n.emit(after, total) if after else total
+
+
+@rule("ReduceLogSumExp")
+def _log_sum_exp(n: Node) -> Result:
+    """Less the maximum, which is added again, so that nothing overflows."""
+    x, axes = n.operand(0), _reduced_axes(n)
+    if axes is None:
+        return x
+    top = n.emit("Detach", n.emit("ReduceMax", x, axes=axes, keepdims=1))
+    total = n.emit("ReduceSum", n.emit("Exp", n.emit("Sub", x, top)), axes=axes, keepdims=1)
+    result = n.emit("Add", n.emit("Log", total), top)
+    return result if n.attr("keepdims", 1) else n.dropped(result, axes)
+
+
+# ---------------------------------------------------------------- normalisation
+
+
+def _standard(n: Node, x: Value, mean: Value, variance: Value, epsilon: float) -> Value:
+    """`x` less its mean, over its deviation."""
+    deviation = n.emit("Sqrt", n.emit("Add", variance, n.constant(epsilon, x)))
+    return n.emit("Div", n.emit("Sub", x, mean), deviation)
+
+
+def _per_channel(n: Node, i: int) -> Value:
+    """Operand i, of one number a channel, to stand beside operand 0, (batch, channels, ...)."""
+    return n.reshape(n.operand(i), (n.shape()[1], *[1] * (len(n.shape()) - 2)))
+
+
+@rule("BatchNormalization")
+def _batch_norm(n: Node) -> Result:
+    """In inference: with the statistics of training, which are constants."""
+    n.attr("momentum")
+    n.require("training_mode", 0, 0)
+    scale, bias, mean, variance = (_per_channel(n, i) for i in (1, 2, 3, 4))
+    y = _standard(n, n.operand(0), mean, variance, n.attr("epsilon", 1e-5))
+    return n.emit("Add", n.emit("Mul", y, scale), bias)
+
+
+@rule("InstanceNormalization")
+def _instance_norm(n: Node) -> Result:
+    x, dims = n.operand(0), tuple(range(2, len(n.shape())))
+    mean = n.emit("ReduceMean", x, axes=dims, keepdims=1)
+    error = n.emit("Sub", x, mean)
+    variance = n.emit("ReduceMean", n.emit("Mul", error, error), axes=dims, keepdims=1)
+    y = _standard(n, x, mean, variance, n.attr("epsilon", 1e-5))
+    return n.emit("Add", n.emit("Mul", y, _per_channel(n, 1)), _per_channel(n, 2))
+
+
+@rule("LpNormalization")
+def _lp_norm(n: Node) -> Result:
+    n.require("p", 2, 1, 2)
+    x, dims = n.operand(0), (n.axis(-1),)
+    if n.attr("p", 2) == 1:
+        return n.emit("Div", x, n.emit("ReduceSum", n.emit("Abs", x), axes=dims, keepdims=1))
+    return n.emit("Div", x, n.emit("Sqrt", n.emit("ReduceSum", n.emit("Mul", x, x), axes=dims, keepdims=1)))
+
+
+@rule("GlobalAveragePool", "GlobalMaxPool")
+def _global_pool(n: Node) -> Result:
+    op_type = "ReduceMean" if n.proto.op_type == "GlobalAveragePool" else "ReduceMax"
+    return n.emit(op_type, n.operand(0), axes=tuple(range(2, len(n.shape()))), keepdims=1)
+
+
+@rule("SoftmaxCrossEntropyLoss")
+def _cross_entropy(n: Node) -> Result:
+    """ONNX has the classes in dim 1, we have them last."""
+    if n.has(2):
+        raise n.error("weights of classes are not supported")
+    x, rank = n.operand(0), len(n.shape())
+    if rank > 2:
+        x = n.emit("Transpose", x, perm=(0, *range(2, rank), 1))
+    attributes = {"reduction": n.attr("reduction", "mean"), "ignore_index": n.attr("ignore_index")}
+    given = {k: v for k, v in attributes.items() if v is not None}
+    return n.emit("SoftmaxCrossEntropyLoss", x, n.operand(1), **given)

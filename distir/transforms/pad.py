@@ -1,0 +1,179 @@
+"""Padding dims that do not divide: a vocabulary of 509 over 2 devices becomes one of 510.
+
+Which dims: a weight's dim of odd size whose whole factor class is clean, so that it can be split once it divides. What
+stands in the padding of an input is 0; where an op reduces over a padded dim, or could otherwise let the padding into
+a result, it is first filled with the value that does not count there (`neutral` of the op's spec). Inputs remember
+their source shape in their role: executors pad what they feed, and cut what they give back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from distir.ir.function import Function, FunctionMaker, Op, Role, Value
+from distir.ir.spec import Strand
+from distir.ir.type import Shard, Tensor
+from distir.transforms.classes import Classes
+from distir.transforms.graph import Graph
+from distir.transforms.roles import weights
+
+_WORTH = 8
+"""A dim is padded only if that makes it longer by less than 1 / _WORTH."""
+Sizes = dict[tuple[int, int], int]
+"""(value number, dim) -> padded size"""
+
+
+def paddable(function: Function, n: int) -> list[Sizes]:
+    """The classes that padding would let split n ways, each with the padded size of all its dims."""
+    graph = Graph(function)
+    starts = [
+        (graph.index[v], Shard(dim))
+        for v in weights(function)
+        for dim, size in enumerate(graph.shapes[graph.index[v]])
+        if size % n and _rounded(size, n) - size < size / _WORTH
+    ]
+    classes = Classes(graph, 1, starts)
+    found: list[Sizes] = []
+    for c, nodes in sorted(classes.members().items()):
+        sizes = {graph.shapes[v][split.dim] for v, split in nodes}
+        if c not in classes.bad and len(sizes) == 1 and all(split.outer == 1 for _, split in nodes):
+            found.append({(v, split.dim): _rounded(sizes.copy().pop(), n) for v, split in nodes})
+    return found
+
+
+def _rounded(size: int, n: int) -> int:
+    return -(-size // n) * n
+
+
+def pad(function: Function, chosen: Sequence[Sizes]) -> Function:
+    """The function with these classes' dims padded. Results keep their shape, but for the next values of inputs."""
+    if not chosen:
+        return function
+    sizes = {node: size for one in chosen for node, size in one.items()}
+    return _Padder(function, sizes).build()
+
+
+def pad_like(function: Function, padded: Function) -> Function:
+    """The function padded as another, its padded form, was: what a distributed program is compared with."""
+    graph = Graph(function)
+    starts = [
+        (i, Shard(dim))
+        for i, w in enumerate(padded.inputs)
+        for dim, size in enumerate(w.role.source if w.role and w.role.source else ())
+        if isinstance(w.type, Tensor) and size != w.type.global_shape[dim]
+    ]
+    classes = Classes(graph, 1, starts)
+    members = classes.members()
+    chosen: dict[int, Sizes] = {}
+    for i, split in starts:
+        size = padded.inputs[i].type.global_shape[split.dim]  # type: ignore[union-attr]
+        c = classes.nodes[i, split]
+        chosen[c] = {(v, s.dim): size for v, s in members[c]}
+    return pad(function, list(chosen.values()))
+
+
+class _Padder:
+    def __init__(self, function: Function, sizes: Mapping[tuple[int, int], int]) -> None:
+        self.function, self.sizes = function, sizes
+        self.graph = Graph(function)
+        # the dims that are padded run along strands of one device
+        starts = [(v, Shard(dim)) for v, dim in sizes]
+        self.strands = [[s for s, _ in row] for row in Classes(self.graph, 1, starts).strands]
+        self.maker = FunctionMaker(function.name)
+        self.env: dict[Value, Value] = {}
+        self.tail: dict[tuple[Value, int], float] = {}  # what is known to stand in the padding of a new value's dim
+        self.filled: dict[tuple[Value, int, float], Value] = {}
+
+    def type(self, v: Value) -> Tensor:
+        i = self.graph.index[v]
+        shape = [self.sizes.get((i, d), n) for d, n in enumerate(self.graph.shapes[i])]
+        return Tensor(v.type.dtype, shape)  # type: ignore[union-attr]
+
+    def build(self) -> Function:
+        for v in self.function.inputs:
+            self._input(v)
+        ops: dict[Op, Op] = {}
+        for j, op in enumerate(self.function.ops):
+            self._op(j, op, ops)
+        outputs = [self._output(v) for v in self.function.outputs]
+        self.maker.set_outputs(outputs)
+        new = dict(zip(self.function.outputs, outputs, strict=True))
+        self.maker.updates = {new[a]: self.env[b] for a, b in self.function.updates.items()}
+        return self.maker.finalize()
+
+    def _input(self, v: Value) -> None:
+        t = self.type(v)
+        role = v.role
+        before = self.graph.shapes[self.graph.index[v]]
+        if t.shape != before:
+            role = Role(role.kind if role else "parameter", role.batch if role else None, before)
+        self.env[v] = self.maker.add_input_value(v.name, t, role)
+        for d, (n, m) in enumerate(zip(before, t.shape, strict=True)):
+            if n != m:
+                self.tail[self.env[v], d] = 0.0
+
+    def _op(self, j: int, op: Op, ops: dict[Op, Op]) -> None:
+        ins = [self.env[v] for v in op.inputs]
+        strands = self.strands[j]
+        for strand in strands:
+            ins = self._fill(op, ins, strand)
+        attributes = dict(op.attributes)
+        if strands and op.spec.local:
+            types = [self.type(v) for v in op.inputs], [self.type(v) for v in op.outputs]
+            attributes.update(op.spec.local(op.attributes, *types))
+        of = ops.get(op.of) if op.of else None
+        names = [v.name for v in op.outputs]
+        self.maker.add_op(op.spec, None, ins, attributes if strands else op.attributes, (), names, of)
+        made = ops[op] = self.maker.ops[-1]
+        self.env.update(zip(op.outputs, made.outputs, strict=True))
+        for strand in strands:
+            self._result(op, strand, ins, made)
+
+    def _fill(self, op: Op, ins: list[Value], strand: Strand) -> list[Value]:
+        """Operands whose padding may not count, where the op lets what stands along the strand into its results."""
+        if all(isinstance(p, Shard) for p in strand.outs):
+            return ins
+        value = op.spec.neutral(strand)
+        return [
+            self._filled(v, w, p.dim, value) if isinstance(p, Shard) else w
+            for v, w, p in zip(op.inputs, ins, strand.ins, strict=True)
+        ]
+
+    def _filled(self, source: Value, v: Value, dim: int, value: float) -> Value:
+        """`v` with `value` in its padding. Integers (indices) are let be: padded rows of them do not occur."""
+        if self.tail.get((v, dim)) == value or not v.type.dtype.floating:  # type: ignore[union-attr]
+            return v
+        key = v, dim, value
+        if key not in self.filled:
+            size = self.graph.shapes[self.graph.index[source]][dim]
+            attributes = {"dim": dim, "size": size, "value": value}
+            self.filled[key] = self.maker.add_op("FillTail", v.name, [v], attributes)
+            self.tail[self.filled[key], dim] = value
+        return self.filled[key]
+
+    def _result(self, op: Op, strand: Strand, ins: Sequence[Value], made: Op) -> None:
+        """A result's padding is 0 if the op is linear in operands whose padding is 0, keeps zero, or scatters."""
+        along = {k: p.dim for k, p in enumerate(strand.ins) if isinstance(p, Shard)}
+        known = {k: self.tail.get((ins[k], dim)) for k, dim in along.items()}
+        if any(x is None or math.isinf(x) for x in known.values()):
+            return  # nothing times infinity is not nothing
+        zero = {k for k, x in known.items() if x == 0.0}
+        linear = any(s <= zero for s in op.spec.linear_sets(len(ins), op.attributes))
+        if not along or linear or (op.spec.keeps_zero and len(zero) == len(along)):
+            for v, p in zip(made.outputs, strand.outs, strict=True):
+                if isinstance(p, Shard):
+                    self.tail[v, p.dim] = 0.0
+
+    def _output(self, v: Value) -> Value:
+        """A result in its source shape; the next value of an input stays padded, with zeros."""
+        w = self.env[v]
+        i = self.graph.index[v]
+        for d, n in enumerate(self.graph.shapes[i]):
+            if (i, d) not in self.sizes:
+                continue
+            if v in self.function.updates:
+                w = self._filled(v, w, d, 0.0)
+            else:
+                w = self.maker.add_op("CutTo", v.name, [w], {"dim": d, "size": n})
+        return w
