@@ -172,7 +172,9 @@ class Network:
             _wait(work)
         self._sent.clear()
 
-    def sender(self, source: Tensor, to: Device | Mesh, whole: Tensor | None, message: int) -> Callable[..., None]:
+    def sender(
+        self, source: Tensor, to: Device | Mesh, whole: Tensor | None, message: int
+    ) -> Callable[..., None]:
         """What `MPISend` does: to the twin on a mesh, to a device, or, from a device, a piece to each of a mesh.
 
         `whole` is the type on the mesh, where a device sends to one.
@@ -183,7 +185,9 @@ class Network:
         if isinstance(to, Mesh):
             if whole is None:
                 raise ModelError(f"a tensor is sent from {source.device} to {to} without placements")
-            targets = [(self.number[d], c) for d, c in zip(to.devices, to.coords, strict=True) if d is not self.here]
+            targets = [
+                (self.number[d], c) for d, c in zip(to.devices, to.coords, strict=True) if d is not self.here
+            ]
 
             def scatter(x: torch.Tensor) -> None:
                 for rank, coord in targets:
@@ -210,7 +214,9 @@ class Network:
         mine = self.coordinate(mesh) if self.here in mesh.devices else None
 
         def gather(own: torch.Tensor | None = None) -> Pending:
-            parts = {c: self.receive(source, self.number[d], message) for d, c in holders if d is not self.here}
+            parts = {
+                c: self.receive(source, self.number[d], message) for d, c in holders if d is not self.here
+            }
             if own is not None and mine is not None and is_primary(source, mine):
                 parts[mine] = lambda: own
             return lambda: join_pieces({c: parts[c]() for _, c in holders}, source, merge, combine)

@@ -136,7 +136,9 @@ def _check_backend(backend: str, here: int) -> None:
 
         have = torch.cuda.device_count()
         if have < here:
-            raise UsageError(f"backend nccl needs a GPU a rank: {here} ranks, {have} GPUs here", "use --backend gloo")
+            raise UsageError(
+                f"backend nccl needs a GPU a rank: {here} ranks, {have} GPUs here", "use --backend gloo"
+            )
 
 
 def available_memory() -> int | None:
@@ -207,7 +209,9 @@ class _Run:
     def _write_job(self) -> None:
         arrays = {k: ship(x, self.folder / f"array{k}") for k, x in self.given.items()}
         device = "cuda" if self.result.backend == "nccl" else "cpu"
-        patience = max(1.0, self.timeout - 2 * _GRACE_SECONDS)  # ranks notice before the whole run is given up
+        patience = max(
+            1.0, self.timeout - 2 * _GRACE_SECONDS
+        )  # ranks notice before the whole run is given up
         job = Job(
             self.program,
             self.world,
@@ -233,7 +237,13 @@ class _Run:
         # a session of its own: Ctrl-C reaches this process only, which then ends the others
         with open(self.folder / "supervisor.log", "wb") as log:
             supervisor = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, pass_fds=theirs, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+                pass_fds=theirs,
+                start_new_session=True,
             )
         ends = [Connection(a.detach()) for a, _ in pairs]
         for _, b in pairs:
@@ -321,17 +331,23 @@ class _Run:
         killed = {r: c for r, c in self.exits.items() if c and r not in self.failures}
         if killed:
             rank = min(killed, key=lambda r: (killed[r] > 0, r))
-            return WorkerError(f"rank {rank} {_ending(killed[rank])}{self._last_line(rank)}", _STEP_HINT % self._step())
+            return WorkerError(
+                f"rank {rank} {_ending(killed[rank])}{self._last_line(rank)}", _STEP_HINT % self._step()
+            )
         own = {r: f for r, f in self.failures.items() if not f.peer}
         silent = [r for r in range(self.world) if r not in self.failures and r not in self.exits]
         if not own and (silent or not self.failures):
             names = ", ".join(map(str, silent))
             where = f"step {self._step()}"
-            return WorkerError(f"rank{'s' * (len(silent) > 1)} {names} did not answer within {self.timeout:g} s in {where}")
+            return WorkerError(
+                f"rank{'s' * (len(silent) > 1)} {names} did not answer within {self.timeout:g} s in {where}"
+            )
         rank, failure = min((own or self.failures).items())
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, DistirError):
-            alike = all(f.message == failure.message for f in self.failures.values()) and len(self.failures) > 1
+            alike = (
+                all(f.message == failure.message for f in self.failures.values()) and len(self.failures) > 1
+            )
             return kind(failure.message if alike else f"rank {rank}: {failure.message}", failure.hint)
         error = WorkerError(f"rank {rank} failed: {failure.kind}: {_one_line(failure.message)}")
         error.add_note(failure.trace)
@@ -354,7 +370,9 @@ class _Run:
 _STEP_HINT = "it was in step %d; a rank that is killed without a word may have run out of memory"
 
 
-def gathered(values: Sequence[Value], reports: Sequence[Mapping[int, tuple[Coord, Any]]]) -> dict[int, np.ndarray]:
+def gathered(
+    values: Sequence[Value], reports: Sequence[Mapping[int, tuple[Coord, Any]]]
+) -> dict[int, np.ndarray]:
     """The whole arrays from what each rank reported of its pieces."""
     pieces: dict[int, dict[Coord, np.ndarray]] = {}
     for report in reports:

@@ -184,7 +184,9 @@ class _Body:
         lowered = self.lowering(callee)
         moment = op.attributes.get("mb")
         if moment is None and lowered.varies:
-            raise UsageError(f"{callee.name}: %{lowered.varies} varies in time, but the call has no microbatch")
+            raise UsageError(
+                f"{callee.name}: %{lowered.varies} varies in time, but the call has no microbatch"
+            )
         function = self.bind(lowered.name, lowered.call)
         args = [self.use(v) for v in op.inputs]
         self.lines.append(f"args = [{', '.join(args)}]")

@@ -69,7 +69,9 @@ class TorchRank:
                 f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled"
             )
         position = {v: k for k, v in enumerate(program.inputs)}
-        self.updates = {k: position[program.updates[v]] for k, v in enumerate(program.outputs) if v in program.updates}
+        self.updates = {
+            k: position[program.updates[v]] for k, v in enumerate(program.outputs) if v in program.updates
+        }
         self.values: dict[int, torch.Tensor] = {}
 
     def load(self, arrays: Mapping[int, Any]) -> None:

@@ -135,7 +135,9 @@ def _rank(job: Job, rank: int, folder: Path, link: Connection) -> None:
 
 def _failure(e: BaseException) -> Failure:
     message, hint = (e.message, e.hint) if isinstance(e, DistirError) else (str(e), None)
-    return Failure(type(e).__name__, message, hint, _in_communication(e.__traceback__), traceback.format_exc())
+    return Failure(
+        type(e).__name__, message, hint, _in_communication(e.__traceback__), traceback.format_exc()
+    )
 
 
 def _in_communication(trace: TracebackType | None) -> bool:

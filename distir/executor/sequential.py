@@ -43,7 +43,8 @@ class SequentialExecutor:
         run = _Run(self.tap, unrolled)
         held = [run.hold(v, x) for v, x in zip(function.inputs, given, strict=True)]
         results = run.run(function, held, None)
-        return [run.whole(v.type, x) for v, x in zip(function.outputs, results, strict=True)]
+        wholes = [run.whole(v.type, x) for v, x in zip(function.outputs, results, strict=True)]
+        return [unfit(x, function.sources.get(v)) for v, x in zip(function.outputs, wholes, strict=True)]
 
 
 def fit(x: Any, v: Value) -> np.ndarray:
@@ -59,6 +60,11 @@ def fit(x: Any, v: Value) -> np.ndarray:
     if x.shape != want:
         raise UsageError(f"input %{v.name}: expected shape {want}, got {x.shape}")
     return x.astype(v.type.dtype.numpy, copy=False)
+
+
+def unfit(x: np.ndarray, source: tuple[int, ...] | None) -> np.ndarray:
+    """The array without its padding."""
+    return x if source is None else x[tuple(slice(0, n) for n in source)]
 
 
 class _Run:

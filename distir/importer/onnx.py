@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 
 from distir.importer import rules_math, rules_shape  # noqa: F401  (they fill the table)
+from distir.importer.functions import definition, inlined
 from distir.importer.known import attributes_of, fold, foldable
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
 from distir.importer.registry import RULES
@@ -76,39 +77,10 @@ def load(path: Path) -> onnx.ModelProto:
         raise ModelError(
             f"{path}: opset {opset} is not supported", f"export with opset {OLDEST_OPSET} to {newest}"
         )
-    model = _inlined(model, path)
+    model = inlined(model, path)
     if model.graph.sparse_initializer:
         raise ModelError(f"{path}: sparse initializers are not supported")
     return model
-
-
-def _inlined(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """The model without functions: its own, and ops without a rule that the standard defines by others."""
-    from onnx import inliner
-
-    done: set[tuple[str, str]] = set()
-    while True:
-        ids = {("", n.op_type) for n in model.graph.node if _is_function(n)} - done
-        own = [(f.domain, f.name) for f in model.functions]
-        if not ids and not own:
-            return model
-        done |= ids
-        try:
-            model = inliner.inline_selected_functions(
-                model, [*own, *sorted(ids)], inline_schema_functions=True
-            )
-        except Exception as e:  # the inliner raises all kinds
-            raise ModelError(f"{path}: its functions cannot be inlined: {str(e).splitlines()[0]}") from e
-        if own and model.functions:
-            raise ModelError(f"{path}: its functions cannot be inlined: {model.functions[0].name}")
-
-
-def _is_function(node: onnx.NodeProto) -> bool:
-    """Whether a node is of an op that has no rule but a definition by other ops."""
-    if node.op_type in RULES or node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
-        return False
-    schema = onnx.defs.get_schema(node.op_type)
-    return schema.has_function or schema.has_context_dependent_function  # type: ignore[attr-defined]
 
 
 def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collection[str]) -> None:
@@ -191,6 +163,10 @@ def _import_node(
         node.finish(fold(node, opset), len(scope.maker.ops), folded=True)
         return
     rule = RULES.get(proto.op_type) if proto.domain in ("", "ai.onnx") else None
+    if rule is None and (nodes := definition(node)) is not None:
+        for part in nodes:
+            _import_node(scope, part, opset, {})
+        return
     if rule is None:
         domain = f" of domain {proto.domain}" if proto.domain else ""
         raise node.error(

@@ -96,7 +96,8 @@ def _expand(n: Node) -> Result:
 
 @rule("Concat")
 def _concat(n: Node) -> Result:
-    return n.operand(0) if len(n.proto.input) == 1 else n.emit("Concat", *n.operands(), axis=n.axis(0))
+    axis = n.axis(0)
+    return n.operand(0) if len(n.proto.input) == 1 else n.emit("Concat", *n.operands(), axis=axis)
 
 
 @rule("Split")

@@ -116,9 +116,13 @@ class Op:
 
 
 class Function:
-    """An immutable, typed program in SSA form. `updates` maps an output to the input whose next value it is."""
+    """An immutable, typed program in SSA form.
 
-    __slots__ = ("inputs", "name", "ops", "outputs", "updates")
+    `updates` maps an output to the input whose next value it is; `sources` an output that padding has enlarged to its
+    shape in the model.
+    """
+
+    __slots__ = ("inputs", "name", "ops", "outputs", "sources", "updates")
 
     def __init__(
         self,
@@ -127,9 +131,11 @@ class Function:
         ops: tuple[Op, ...],
         outputs: tuple[Value, ...],
         updates: Mapping[Value, Value] | None = None,
+        sources: Mapping[Value, tuple[int, ...]] | None = None,
     ) -> None:
         self.name, self.inputs, self.ops, self.outputs = name, inputs, ops, outputs
         self.updates: dict[Value, Value] = dict(updates or {})
+        self.sources: dict[Value, tuple[int, ...]] = dict(sources or {})
 
     def __repr__(self) -> str:
         from distir.ir.text import pformat
@@ -162,6 +168,7 @@ class FunctionMaker:
         self.inputs: list[Value] = []
         self.ops: list[Op] = []
         self.updates: dict[Value, Value] = {}
+        self.sources: dict[Value, tuple[int, ...]] = {}
         self._outputs: tuple[Value, ...] | None = None
         self._names: dict[str, int] = {}
 
@@ -235,4 +242,4 @@ class FunctionMaker:
         if outputs is None:
             used = {v for op in self.ops for v in op.inputs}
             outputs = tuple(v for op in self.ops for v in op.outputs if v not in used)
-        return Function(self.name, tuple(self.inputs), tuple(self.ops), outputs, self.updates)
+        return Function(self.name, tuple(self.inputs), tuple(self.ops), outputs, self.updates, self.sources)

@@ -154,11 +154,11 @@ class _Parser:
         while tokens[0] != "return":
             self.op(tokens, values, ops, first)
             tokens = self.next_line()
-        outputs, updates = self.results(tokens, values)
+        outputs, updates, sources = self.results(tokens, values)
         tokens = self.next_line()
         if tokens[0] != "}":
             fail("}", tokens[0])
-        function = Function(label_name(label), tuple(inputs), tuple(ops), tuple(outputs), updates)
+        function = Function(label_name(label), tuple(inputs), tuple(ops), tuple(outputs), updates, sources)
         self.functions[label] = function
         return function
 
@@ -250,10 +250,13 @@ class _Parser:
             fail("the first result of an op before this one", token)
         return op
 
-    def results(self, tokens: list[str], values: dict[str, Value]) -> tuple[list[Value], dict[Value, Value]]:
-        """Outputs and updates of a `return`."""
+    def results(
+        self, tokens: list[str], values: dict[str, Value]
+    ) -> tuple[list[Value], dict[Value, Value], dict[Value, tuple[int, ...]]]:
+        """Outputs, updates and source shapes of a `return`."""
         outputs: list[Value] = []
         updates: dict[Value, Value] = {}
+        sources: dict[Value, tuple[int, ...]] = {}
         many = tokens[1] == "("
         i = 2 if many else 1
         while tokens[i] != ")":
@@ -268,8 +271,10 @@ class _Parser:
             if tokens[i] == "->":
                 updates[v] = self.use(tokens[i + 1], values)
                 i += 2
+            if tokens[i] == "source":
+                sources[v], i = self.value(tokens, i + 2)
             i = _comma(tokens, i)
-        return outputs, updates
+        return outputs, updates, sources
 
     def use(self, token: str, values: dict[str, Value]) -> Value:
         v = values.get(unquote(token[1:])) if token[:1] == "%" else None

@@ -53,6 +53,8 @@ class _Comparison:
                 return f"{f.name}: outputs %{a.name} and %{b.name}"
         if {value.get(a): value.get(b) for a, b in f.updates.items()} != g.updates:
             return f"{f.name}: updates {f.updates} and {g.updates}"
+        if {value.get(a): shape for a, shape in f.sources.items()} != g.sources:
+            return f"{f.name}: sources {f.sources} and {g.sources}"
         self.known.add((f, g))
         return None
 

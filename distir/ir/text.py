@@ -184,7 +184,11 @@ class _Printer:
             if out not in f.outputs:  # not valid, and `verify` says so; but to be seen
                 add(line(["  ", self._keyword["update"], " ", self._value(out), " -> ", self._value(of)]))
         results = [
-            [self._value(v), " -> ", self._value(f.updates[v])] if v in f.updates else [self._value(v)]
+            [
+                self._value(v),
+                *([" -> ", self._value(f.updates[v])] if v in f.updates else []),
+                *([f" source={self._attribute(f.sources[v])}"] if v in f.sources else []),
+            ]
             for v in f.outputs
         ]
         if len(results) <= _INLINE:

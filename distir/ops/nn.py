@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distir.ir.axes import Shape
@@ -12,16 +12,22 @@ from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
 from distir.ops.rules import expect_shape, letters, same, smooth, sum_to
 
+Axes = Callable[[Attrs, Sequence[Shape]], str]
+
 # ---------------------------------------------------------------- softmax, along the attribute `axis`
 
 
-def _along(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+def _along(operands: int) -> Axes:
     """All operands and the result have one shape, and the axis stays whole."""
-    for k, s in enumerate(shapes):
-        expect_shape(k, s, shapes[0])
-    names = letters(len(shapes[0]))
-    row = " ".join(names)
-    return f"{', '.join([row] * len(shapes))} -> {row} | {names[attrs.get('axis', -1)]}:whole"
+
+    def axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+        for k, s in enumerate(shapes):
+            expect_shape(k, s, shapes[0])
+        names = letters(len(shapes[0]))
+        row = " ".join(names)
+        return f"{', '.join([row] * operands)} -> {row} | {names[attrs.get('axis', -1)]}:whole"
+
+    return axes
 
 
 def _softmax(xp: Any, x: Any, axis: int = -1) -> Any:
@@ -39,18 +45,18 @@ def _emit_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
     return [f.add_op(name, None, [o.outputs[0], d], o.attributes)]
 
 
-op("Softmax", axes=_along, eval=_softmax, grad=_emit_grad, torch="softmax")
-op("LogSoftmax", axes=_along, eval=_log_softmax, grad=_emit_grad, torch="log_softmax")
+op("Softmax", axes=_along(1), eval=_softmax, grad=_emit_grad, torch="softmax")
+op("LogSoftmax", axes=_along(1), eval=_log_softmax, grad=_emit_grad, torch="log_softmax")
 op(
     "SoftmaxGrad",
-    axes=_along,
+    axes=_along(2),
     dtype=same,
     linear=[{1}],
     eval=lambda xp, y, d, axis=-1: y * (d - xp.sum(y * d, axis=axis, keepdims=True)),
 )
 op(
     "LogSoftmaxGrad",
-    axes=_along,
+    axes=_along(2),
     dtype=same,
     linear=[{1}],
     eval=lambda xp, y, d, axis=-1: d - xp.exp(y) * xp.sum(d, axis=axis, keepdims=True),
@@ -65,7 +71,7 @@ def _norm_dims(attrs: Attrs, rank: int) -> int:
     return rank - axis if axis >= 0 else -axis
 
 
-def _norm_axes(*rows: str) -> Any:
+def _norm_axes(*rows: str) -> Axes:
     """Axes from a letter for each operand, last the result: "x" of all dims, "w" of the normalised ones."""
 
     def axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
@@ -78,7 +84,7 @@ def _norm_axes(*rows: str) -> Any:
         for k, (row, s) in enumerate(zip(rows, shapes, strict=False)):
             expect_shape(k, s, shapes[0] if row == "x" else shapes[0][len(lead) :])
         kinds = [f"{t}:whole" for t in tail] + ([f"{i}:sum" for i in lead] if rows[-1] == "w" else [])
-        operands = ", ".join(words[r] for r in rows[: len(shapes)])
+        operands = ", ".join(words[r] for r in rows[:-1])
         return f"{operands} -> {words[rows[-1]]} | {' '.join(kinds)}"
 
     return axes
@@ -125,7 +131,7 @@ def _emit_norm_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
 
 op(
     "LayerNormalization",
-    axes=lambda attrs, shapes: _norm_axes(*["x", "w", "w"][: len(shapes)], "x")(attrs, shapes),
+    axes=lambda attrs, shapes: _norm_axes(*["x", "w", "w"][: max(2, len(shapes))], "x")(attrs, shapes),
     dtype=same,
     weight=1,
     eval=_layer_norm,

@@ -22,7 +22,15 @@ def _send(attrs: Attrs, t: Type) -> list[Type]:
 def _receive(attrs: Attrs) -> list[Type]:
     """`shape` is the whole's; `placements` those on the mesh, of the two ends, if any; `piece` as in the type."""
     to, placements = attrs["to"], attrs.get("placements")
-    return [Tensor.whole(attrs["dtype"], attrs["shape"], to, placements if isinstance(to, Mesh) else None, attrs.get("piece"))]
+    return [
+        Tensor.whole(
+            attrs["dtype"],
+            attrs["shape"],
+            to,
+            placements if isinstance(to, Mesh) else None,
+            attrs.get("piece"),
+        )
+    ]
 
 
 op("MPISend", comm=_send, outputs=0)

@@ -20,6 +20,7 @@ def extend(function: Function) -> FunctionMaker:
     maker.inputs.extend(function.inputs)
     maker.ops.extend(function.ops)
     maker.updates = dict(function.updates)
+    maker.sources = dict(function.sources)
     for v in function.inputs:
         maker.fresh(v.name)
     for op in function.ops:
@@ -48,7 +49,7 @@ def prune(function: Function) -> Function:
     made: dict[Op, Op] = {}
     for op in live(function.ops, function.outputs):
         made[op] = _rebuilt(op, {}, made)
-    return Function(function.name, function.inputs, tuple(made.values()), function.outputs, function.updates)
+    return Function(function.name, function.inputs, tuple(made.values()), function.outputs, function.updates, function.sources)
 
 
 Evaluate = Callable[[Op, Sequence[Any], None], Any]
@@ -56,15 +57,17 @@ Evaluate = Callable[[Op, Sequence[Any], None], Any]
 
 
 def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
-    """The function with repeated ops removed and, with `evaluate`, constants folded.
+    """The function without repeated ops and views that undo each other and, with `evaluate`, with constants folded.
 
-    An op of which all operands are `Constant` ops, and whose result has one element, becomes a `Constant`. Of ops
-    alike (type, attributes, operands, forward op) the first stays; those whose results are outputs stay too, so that
-    each output keeps its name and its place in `updates`, and so do communication and calls.
+    Of ops alike (type, attributes, operands, forward op) the first stays. A Transpose or Reshape that gives back what
+    another one was given goes. An op of which all operands are `Constant` ops, and whose result has one element,
+    becomes a `Constant`. Ops whose results are outputs stay, so that each output keeps its name and its place in
+    `updates`, and so do communication and calls.
     """
     env: dict[Value, Value] = {}
     made: dict[Op, Op] = {}
     seen: dict[tuple[Any, ...], Op] = {}
+    makers: dict[Value, Op] = {}
     numbers: dict[Value, Any] = {}
     outputs = set(function.outputs)
     ops: list[Op] = []
@@ -73,13 +76,32 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
         op = _folded(op, numbers, evaluate) if evaluate else op
         key = (op.spec, op.attributes, op.inputs, op.of)
         first = seen.get(key)
-        if first is None or op.spec.comm is not None or outputs.intersection(op.outputs):
+        stays = op.spec.comm is not None or not outputs.isdisjoint(op.outputs)
+        undone = None if stays or first else _undone(op, makers)
+        if undone is not None:
+            env[op.outputs[0]] = undone
+        elif first is None or stays:
             ops.append(op)
             made[source] = seen[key] = op
+            makers.update((v, op) for v in op.outputs)
         else:
             made[source] = first
             env.update(zip(op.outputs, first.outputs, strict=True))
-    return prune(Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates))
+    return prune(Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources))
+
+
+def _undone(op: Op, makers: Mapping[Value, Op]) -> Value | None:
+    """The value that a view gives back: one that another view of the same kind was made of."""
+    if op.spec not in (lookup("Transpose"), lookup("Reshape")):
+        return None
+    before = makers.get(op.inputs[0])
+    if before is None or before.spec is not op.spec or before.inputs[0].type is not op.outputs[0].type:
+        return None
+    if op.spec is lookup("Transpose"):
+        inner, outer = before.attributes["perm"], op.attributes["perm"]
+        if [inner[i] for i in outer] != list(range(len(inner))):
+            return None
+    return before.inputs[0]
 
 
 def _rebuilt(op: Op, env: Mapping[Value, Value], made: Mapping[Op, Op]) -> Op:
@@ -96,7 +118,7 @@ def _folded(op: Op, numbers: dict[Value, Any], evaluate: Evaluate) -> Op:
     t = op.outputs[0].type if len(op.outputs) == 1 else None
     if not isinstance(t, Tensor) or t.device is not None or math.prod(t.shape) != 1:
         return op
-    if op.op_type == "Constant":
+    if op.spec is lookup("Constant"):
         numbers[op.outputs[0]] = evaluate(op, [], None)
     if not op.inputs or not all(v in numbers for v in op.inputs):
         return op

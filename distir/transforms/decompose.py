@@ -1,4 +1,4 @@
-"""Ops that can be taken apart, taken apart: what sharding needs, since a bias or a mean does not pass partial sums."""
+"""Taking ops apart, before sharding: a bias or a mean as a whole passes no partial sums, its parts do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
 def decompose(function: Function) -> Function:
     """The function with every op that has a `decompose` rule replaced by its parts, in called functions too.
 
-    Inputs and all values the function names stay the same objects; new values are named after the op they came
-    from. A backward op of an op that went is `of` the last of its parts. Types must be known.
+    Inputs and all values that remain stay the same objects; new values are named after the op they come from. A
+    backward op of an op that went is `of` the part that makes its result. Types must be known.
     """
     return _decomposed(function, {})
 
@@ -22,6 +22,7 @@ def _decomposed(function: Function, done: dict[Function, Function]) -> Function:
     maker.inputs.extend(function.inputs)
     maker.set_outputs(function.outputs)
     maker.updates = dict(function.updates)
+    maker.sources = dict(function.sources)
     for v in (*function.inputs, *(v for op in function.ops for v in op.outputs)):
         maker.fresh(v.name)
     became: dict[Op, Op] = {}

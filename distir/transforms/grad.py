@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import Tensor
-from distir.ops.rules import no_grad
+from distir.ops.rules import no_grad, tensor
 from distir.transforms.cleanup import extend, live
 from distir.transforms.roles import weights
 
@@ -78,20 +78,27 @@ def dependent(function: Function, wrt: Iterable[Value]) -> set[Value]:
     reached = set(wrt)
     for op in function.ops:
         if op.spec.grad is not no_grad and any(v in reached for v in op.inputs):
-            reached.update(v for v in op.outputs if isinstance(v.type, Tensor) and v.type.dtype.floating)
+            reached.update(v for v in op.outputs if tensor(v).dtype.floating)
     return reached
+
+
+def sources(function: Function, target: Value) -> set[Value]:
+    """The floating-point values on which `target` depends through ops with gradients, itself included."""
+    needed = {target}
+    for op in reversed(function.ops):
+        if op.spec.grad is not no_grad and any(v in needed for v in op.outputs):
+            needed.update(v for v in op.inputs if tensor(v).dtype.floating)
+    return needed
 
 
 def path(function: Function, target: Value, wrt: Iterable[Value]) -> list[Op]:
     """The ops by which `target` depends on any of `wrt`, in order."""
-    reached = dependent(function, wrt)
-    needed = {target} & reached
-    ops: list[Op] = []
-    for op in reversed(function.ops):
-        if any(v in needed for v in op.outputs):
-            needed.update(v for v in op.inputs if v in reached)
-            ops.append(op)
-    return ops[::-1]
+    between = sources(function, target) & dependent(function, wrt)
+    return [
+        op
+        for op in function.ops
+        if any(v in between for v in op.outputs) and any(v in between for v in op.inputs)
+    ]
 
 
 def _differentiable(function: Function, target: Value, wrt: Sequence[Value]) -> Function:

@@ -70,4 +70,5 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
             new_stage[ops[op]] = stage[op]
     maker.set_outputs(env[v] for v in function.outputs)
     maker.updates = {env[a]: env[b] for a, b in function.updates.items()}
+    maker.sources = {env[v]: shape for v, shape in function.sources.items()}
     return maker.finalize(), new_stage

@@ -47,7 +47,7 @@ def _rounded(size: int, n: int) -> int:
 
 
 def pad(function: Function, chosen: Sequence[Sizes]) -> Function:
-    """The function with these classes' dims padded. Results keep their shape, but for the next values of inputs."""
+    """The function with these classes' dims padded; inputs and outputs remember their source shapes."""
     if not chosen:
         return function
     sizes = {node: size for one in chosen for node, size in one.items()}
@@ -166,14 +166,12 @@ class _Padder:
                     self.tail[v, p.dim] = 0.0
 
     def _output(self, v: Value) -> Value:
-        """A result in its source shape; the next value of an input stays padded, with zeros."""
+        """The next value of an input is padded with zeros, as the input is; others with whatever came."""
         w = self.env[v]
         i = self.graph.index[v]
-        for d, n in enumerate(self.graph.shapes[i]):
-            if (i, d) not in self.sizes:
-                continue
-            if v in self.function.updates:
+        for d in range(len(self.graph.shapes[i])):
+            if (i, d) in self.sizes and v in self.function.updates:
                 w = self._filled(v, w, d, 0.0)
-            else:
-                w = self.maker.add_op("CutTo", v.name, [w], {"dim": d, "size": n})
+        if w.type is not v.type:
+            self.maker.sources[w] = self.function.sources.get(v, self.graph.shapes[i])
         return w

@@ -61,6 +61,7 @@ class _Emitter:
         new = dict(zip(source.outputs, outputs, strict=True))
         place = dict(zip(source.inputs, self.maker.inputs, strict=True))
         self.maker.updates = {new[a]: place[b] for a, b in source.updates.items()}
+        self.maker.sources = {new[v]: shape for v, shape in source.sources.items()}
         return self.maker.finalize()
 
     # ---- where values are

@@ -32,4 +32,5 @@ def with_dtype(function: Function, dtype: DType) -> Function:
         env.update(zip(op.outputs, maker.ops[-1].outputs, strict=True))
     maker.set_outputs(env[v] for v in function.outputs)
     maker.updates = {env[a]: env[b] for a, b in function.updates.items()}
+    maker.sources = {env[v]: shape for v, shape in function.sources.items()}
     return maker.finalize()

@@ -106,6 +106,7 @@ def _restricted(
     outputs = [k for k, v in enumerate(function.outputs) if v in env]
     f.set_outputs(env[function.outputs[k]] for k in outputs)
     f.updates = {env[new]: env[old] for new, old in function.updates.items() if new in env}
+    f.sources = {env[v]: shape for v, shape in function.sources.items() if v in env}
     return f.finalize(), tuple(inputs), tuple(outputs)
 
 
@@ -169,7 +170,13 @@ def _receive(f: FunctionMaker, name: str, sent: Type, got: Type, message: int) -
     extra: dict[str, Any] = {"placements": at.placements} if isinstance(at.device, Mesh) else {}
     if got.piece is not None:
         extra["piece"] = got.piece
-    attributes = {"source": sent.device, "to": got.device, "dtype": got.dtype, "shape": got.global_shape, **extra}
+    attributes = {
+        "source": sent.device,
+        "to": got.device,
+        "dtype": got.dtype,
+        "shape": got.global_shape,
+        **extra,
+    }
     return f.add_op("MPIRecv", name, (), {**attributes, "message": message})
 
 

@@ -47,6 +47,7 @@ class _Builder:
         self.maker.set_outputs(outputs)
         place = dict(zip(source.outputs, outputs, strict=True))
         self.maker.updates = {place[a]: self.env[b] for a, b in source.updates.items()}
+        self.maker.sources = {place[v]: shape for v, shape in source.sources.items()}
         return self.maker.finalize()
 
     def _input_type(self, i: int, v: Value) -> Tensor:

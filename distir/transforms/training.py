@@ -15,8 +15,8 @@ from distir.ir.errors import UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
 from distir.ir.type import Float32, Float64, Int64, Shard, Tensor
 from distir.ops.rules import shape_of, tensor
-from distir.transforms.cleanup import extend, prune
-from distir.transforms.grad import dependent, find_loss, grad, parameters
+from distir.transforms.cleanup import extend, fold
+from distir.transforms.grad import find_loss, grad, parameters, sources
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,14 +111,15 @@ def training_step(
     target = add_loss(maker, function, loss, output)
     maker.set_outputs([target])
     forward = maker.finalize()
-    trained = [w for w in parameters(function) if target in dependent(forward, [w])]
+    needed = sources(forward, target)
+    trained = [w for w in parameters(function) if w in needed]
     if not trained:
         raise UsageError(f"{function.name}: the loss %{target.name} depends on no parameter")
     backward = grad(forward, target, trained)
     maker = extend(backward)
     new = update(maker, settings, dict(zip(trained, backward.outputs[1:], strict=True)))
     maker.set_outputs([target, *(backward.outputs[1:] if gradients else ()), *new])
-    return prune(maker.finalize())
+    return fold(maker.finalize())
 
 
 def initial_state(function: Function) -> dict[Value, np.ndarray]:

@@ -49,7 +49,9 @@ class Program:
         self.arrays: list[np.ndarray] = []
         self.rng = np.random.default_rng(0)
 
-    def add(self, dtype: DType, shape: Sequence[int], at: Mesh | Device, placements: Sequence[Placement] | None) -> Value:
+    def add(
+        self, dtype: DType, shape: Sequence[int], at: Mesh | Device, placements: Sequence[Placement] | None
+    ) -> Value:
         t = Tensor.whole(dtype, shape, at, placements)
         self.arrays.append(self.rng.integers(0, 5, t.global_shape).astype(dtype.numpy))
         return self.f.add_input_value("x", t)

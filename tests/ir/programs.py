@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Value
-from distir.ir.type import NOW, REPLICATE, SUM, Float, Int64, Shard, Tensor
+from distir.ir.type import NOW, REPLICATE, SUM, Float, Int64, Placement, Shard, Tensor
 
 AXES = {"mb": 2, "dp": 2, "tp": 2}
 STAGE0 = Mesh([Device("gpu", i) for i in range(4)], AXES, name="stage0")
 STAGE1 = Mesh([Device("gpu", i) for i in range(4, 8)], AXES, name="stage1")
 BATCH, WIDTH, HIDDEN = 16, 8, 12
-BY_BATCH = (Shard(0), Shard(0, 2), REPLICATE)
+BY_BATCH = (Shard(0), Shard(0, 2))
 """A batch split over microbatches and over dp."""
 
 
-def tensor(shape: tuple[int, ...], mesh: Mesh, *placements: object, piece: tuple[int, int] | None = None) -> Tensor:
-    return Tensor.whole(Float(), shape, mesh, placements or None, piece)  # type: ignore[arg-type]
+def tensor(
+    shape: tuple[int, ...], mesh: Mesh, *placements: Placement, piece: tuple[int, int] | None = None
+) -> Tensor:
+    """A float tensor of that global shape, replicated along the axes that get no placement."""
+    rest = (REPLICATE,) * (len(mesh.axes) - len(placements))
+    return Tensor.whole(Float(), shape, mesh, (*placements, *rest), piece)
 
 
 def sequential() -> Function:

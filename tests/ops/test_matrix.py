@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import random
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from distir.backends.namespace import TORCH, torch_dtype
 from distir.executor.collectives import cut, join
 from distir.executor.sequential import SequentialExecutor, evaluate
+from distir.ir import parse, pformat, same, verify
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import IRTypeError
 from distir.ir.function import Function, FunctionMaker, Op
@@ -70,6 +72,16 @@ def test_inferred_type_is_the_evaluated_one(sample: Sample, dtype: DType):
         assert (np.shape(x), np.asarray(x).dtype) == (v.type.shape, v.type.dtype.numpy)
 
 
+@each
+def test_refuses_an_operand_more_or_less(sample: Sample):
+    allowed = {len(s.operands) for s in SAMPLES if s.op == sample.op}
+    x = sample.operands
+    for operands in [x[:-1], (*x, x[-1])] if x and sample.op != "Concat" else []:
+        if len(operands) not in allowed:
+            with pytest.raises(IRTypeError):
+                build(sample._replace(operands=operands))
+
+
 # ---------------------------------------------------------------- torch
 
 
@@ -112,8 +124,6 @@ def slopes(function: Function, arrays: list[Any], cotangents: list[Any], k: int)
         step[i] = 1e-5
         out[i] = (total(arrays[k] + step) - total(arrays[k] - step)) / 2e-5
     return out
-
-
 
 
 def differentiable(s: Sample) -> bool:
@@ -181,7 +191,8 @@ def typed(s: Sample, a: tuple[Placement, ...], b: tuple[Placement, ...]) -> Op |
     maker = FunctionMaker("placed")
     try:
         types = [
-            Tensor.whole(o.dtype, o.shape, MESH, p) for o, p in zip(s.operands, zip(a, b, strict=True), strict=False)
+            Tensor.whole(o.dtype, o.shape, MESH, p)
+            for o, p in zip(s.operands, zip(a, b, strict=True), strict=False)
         ]
     except IRTypeError:
         return None
@@ -228,20 +239,22 @@ def pairs(accepted: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 @each
 def test_placements(sample: Sample):
-    """What the rule accepts computes the pieces of the whole; what it rejects is an error that names an operand."""
+    """What the rule accepts computes the pieces of the whole; what it rejects names an operand."""
     arrays = sample.arrays()
     whole = run(build(sample), arrays)
     alone = tuple(Replicate() for _ in choices(sample)[0])
     accepted: list[tuple[Placement, ...]] = []
+    refusals: list[str] = []
     for choice in choices(sample):
         try:
             op = typed(sample, choice, alone)
         except IRTypeError as e:
-            assert "operand" in e.message or "result" in e.message, e.message
-            assert choice != alone
+            refusals.append(e.message)
             continue
         if op is not None:
             accepted.append(choice)
+    assert alone in accepted
+    assert all(re.search(r"operand \d|result", message) for message in refusals)
     for a, b in pairs(accepted):
         try:
             op = typed(sample, a, b)
@@ -249,6 +262,34 @@ def test_placements(sample: Sample):
             continue  # digits of the two axes that do not go together in a result
         if op is not None:
             check_pieces(op, arrays, whole)
+
+
+@each
+def test_strands_run_both_ways(sample: Sample):
+    """From each operand or result that a strand runs through, one finds the same strand."""
+    op = build(sample).ops[0]
+    ins, outs = ([v.type.global_shape for v in vs] for vs in (op.inputs, op.outputs))  # type: ignore[union-attr]
+    slots = [*enumerate(ins), *((~k, s) for k, s in enumerate(outs))]
+    for slot, shape in slots:
+        for split in splits(shape):
+            assert isinstance(split, Shard)
+            strand = op.spec.strand(op.attributes, ins, outs, slot, split, 2)
+            if strand is None:
+                continue
+            assert (strand.ins[slot] if slot >= 0 else strand.outs[~slot]) is split
+            for k, p in [*enumerate(strand.ins), *((~k, p) for k, p in enumerate(strand.outs))]:
+                if isinstance(p, Shard):
+                    assert op.spec.strand(op.attributes, ins, outs, k, p, 2) == strand
+
+
+# ---------------------------------------------------------------- text
+
+
+@each
+def test_prints_and_parses_back(sample: Sample):
+    function = build(sample)
+    verify(function)
+    assert same(parse(pformat(function)), function)
 
 
 # ---------------------------------------------------------------- decomposition

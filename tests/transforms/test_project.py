@@ -22,7 +22,10 @@ HOST = Device("cpu", 0)
 def stages(dp: int, tp: int) -> tuple[Mesh, Mesh]:
     """Two meshes of dp * tp devices, numbered from 1."""
     n = dp * tp
-    make = [Mesh([Device("gpu", 1 + s * n + k) for k in range(n)], {"dp": dp, "tp": tp}, f"stage{s}") for s in (0, 1)]
+    make = [
+        Mesh([Device("gpu", 1 + s * n + k) for k in range(n)], {"dp": dp, "tp": tp}, f"stage{s}")
+        for s in (0, 1)
+    ]
     return make[0], make[1]
 
 
@@ -31,7 +34,9 @@ def two_stages(dp: int = 2, tp: int = 2) -> Function:
     first, second = stages(dp, tp)
     f = FunctionMaker("main")
     x = f.add_input_value("x", Tensor(Float64, (64, 4), HOST), Role("data", 0))
-    w = f.add_input_value("w", Tensor.whole(Float64, (64, 4), second, (Shard(0), REPLICATE)), Role("parameter"))
+    w = f.add_input_value(
+        "w", Tensor.whole(Float64, (64, 4), second, (Shard(0), REPLICATE)), Role("parameter")
+    )
     a = f.emit("MPIScatter", x, to=first, placements=(Shard(0), REPLICATE))
     b = f.emit("Add", a, a)
     c = f.add_op("Pack", "bundle", [b, a])
@@ -102,7 +107,12 @@ def test_one_by_one_is_as_all_at_once():
     for p in project_all(main):
         alone = project(main, p.rank)
         assert same(alone.function, p.function)
-        assert (alone.rank, alone.device, alone.inputs, alone.outputs) == (p.rank, p.device, p.inputs, p.outputs)
+        assert (alone.rank, alone.device, alone.inputs, alone.outputs) == (
+            p.rank,
+            p.device,
+            p.inputs,
+            p.outputs,
+        )
 
 
 def test_a_rank_s_program_is_a_program():
@@ -134,7 +144,9 @@ def test_ranks_of_the_same_meshes_share_and_many_cost_little():
     assert len({id(p.function) for p in programs}) == 3
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2, "mb": 4, "tp": 3}, {"mb": 4, "dp": 2, "tp": 3}, {"dp": 2, "tp": 3, "mb": 1}])
+@pytest.mark.parametrize(
+    "axes", [{"dp": 2, "mb": 4, "tp": 3}, {"mb": 4, "dp": 2, "tp": 3}, {"dp": 2, "tp": 3, "mb": 1}]
+)
 def test_coordinates(axes: dict[str, int]):
     mesh = Mesh([Device("cpu", 10 + k) for k in range(6)], axes)
     for d, want in zip(mesh.devices, mesh.coords, strict=True):

@@ -1,0 +1,421 @@
+"""Live memory, counted in program order for each class of devices, as a caching allocator sees it.
+
+Buffers are counted, not values: views and bundles lie in their operands' buffers; a result takes over the buffer of an
+operand that the op donates, if nothing else needs it; a buffer is freed after the last use of the last value in it. The
+program's inputs are held by its caller, but those that it updates (`Function.updates`), which die with their last use.
+
+A call counts as its body inlined. What it adds depends on which tensors die in it and which of its results are needed:
+for each such case it is a (net, peak, where), found once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple
+
+from distir.executor.categories import CATEGORIES, Categories, is_view, leaves
+from distir.executor.compile import Program
+from distir.ir.function import Function, Op, Value
+from distir.ir.spec import lookup
+
+Bytes = tuple[int, ...]
+"""Bytes by category, in the order of CATEGORIES."""
+Sizes = tuple[tuple[int, int], ...]
+"""(category, bytes) of each tensor of a block."""
+Layout = tuple[tuple[int, int], ...]
+
+
+class Point(NamedTuple):
+    """Live memory at op number `op` of the program: at its highest while the op runs, and after it."""
+
+    op: int
+    highest: Bytes
+    after: Bytes
+
+
+class MemoryUse(NamedTuple):
+    """Live memory of one class: bytes when the program begins, at the peak (in which op; None: at the beginning), and at
+    every op that the class runs."""
+
+    start: Bytes
+    peak: Bytes
+    where: Op | None
+    curve: list[Point]
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.peak)
+
+    def by_category(self) -> dict[str, int]:
+        """Bytes at the peak by category."""
+        return dict(zip(CATEGORIES, self.peak, strict=True))
+
+
+class Block:
+    """Tensors that live and die together: their (category, bytes). `outside` if the caller holds them, too."""
+
+    __slots__ = ("outside", "refs", "sizes")
+
+    def __init__(self, sizes: Sizes, outside: bool = False) -> None:
+        self.sizes, self.outside, self.refs = sizes, outside, 0
+
+
+class Holding:
+    """Where a value lies: its blocks, and for each of its tensors (block position, number in the block).
+
+    Holdings of equal `key` have equal layouts and sizes.
+    """
+
+    __slots__ = ("blocks", "key", "layout")
+    _keys: ClassVar[dict[object, int]] = {}
+
+    def __init__(self, blocks: tuple[Block, ...], layout: Layout, key: int | None = None) -> None:
+        self.blocks, self.layout = blocks, layout
+        self.key = self.key_of(layout, [b.sizes for b in blocks]) if key is None else key
+
+    @classmethod
+    def key_of(cls, layout: Layout, sizes: Iterable[Sizes]) -> int:
+        return cls._keys.setdefault((layout, tuple(sizes)), len(cls._keys))
+
+    def tensors(self) -> list[tuple[Block, int]]:
+        return [(self.blocks[p], i) for p, i in self.layout]
+
+
+def holding(tensors: Iterable[tuple[Block, int]]) -> Holding:
+    """The holding of a value whose tensors are these."""
+    position: dict[Block, int] = {}
+    layout = tuple([(position.setdefault(b, len(position)), i) for b, i in tensors])
+    return Holding(tuple(position), layout)
+
+
+class Step(NamedTuple):
+    """An op as one class sees it: what it uses and makes there, which values die with it; of a call, also the numbers
+    of the results that nobody needs."""
+
+    number: int
+    op: Op
+    uses: tuple[Value, ...]
+    makes: tuple[Value, ...]
+    dies: tuple[Value, ...]
+    unneeded: frozenset[int]
+
+
+class Output(NamedTuple):
+    """Where an output of a body lies: blocks (-1, number of a new block) or (operand, position of its block)."""
+
+    blocks: tuple[tuple[int, int], ...]
+    layout: Layout
+    key: int
+
+
+class Result(NamedTuple):
+    """What a body adds: net, its highest point above the beginning, and where that is; its new blocks; its outputs.
+
+    `splits` are blocks (operand, position) of which outputs keep single tensors: the caller must take them apart.
+    """
+
+    net: Bytes
+    peak: Bytes
+    where: Op | None
+    blocks: tuple[Sizes, ...]
+    outputs: dict[int, Output]
+    splits: frozenset[tuple[int, int]]
+
+
+class Given(NamedTuple):
+    """What a call gives its body: the operands' holdings by number, and the blocks that die in it."""
+
+    holdings: dict[int, Holding]
+    dying: frozenset[Block]
+
+    def key(self) -> object:
+        """What decides the result: layouts and sizes, which blocks die, and which are shared between operands."""
+        held = self.holdings.items()
+        if sum(len(h.blocks) for _, h in held) == len({b for _, h in held for b in h.blocks}):
+            return tuple([(i, h.key, self._dying(h)) for i, h in held])
+        number: dict[Block, int] = {}
+        shared = [tuple([number.setdefault(b, len(number)) for b in h.blocks]) for _, h in held]
+        return tuple([(i, h.key, self._dying(h), n) for (i, h), n in zip(held, shared, strict=True)])
+
+    def _dying(self, h: Holding) -> tuple[bool, ...]:
+        return () if self.dying.isdisjoint(h.blocks) else tuple([b in self.dying for b in h.blocks])
+
+
+class Memory:
+    """Counts a program's memory, class by class."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.categories = Categories(program.function)
+        self.pack, self.unpack = lookup("Pack"), lookup("Unpack")
+        self._steps: dict[tuple[Function, int, frozenset[int]], list[Step]] = {}
+        self._used: dict[tuple[Function, int, frozenset[int]], frozenset[int]] = {}
+        self._touching: dict[Function, dict[int, list[int]]] = {}
+        self._results: dict[object, Result] = {}
+        self._alike: dict[frozenset[object], MemoryUse] = {}
+
+    def use(self, c: int) -> MemoryUse:
+        """The live memory of class c; of classes in the same meshes it is the same."""
+        key = frozenset(h for h, held in self.program.classes.homes.items() if c in held)
+        if key not in self._alike:
+            self._alike[key] = self._use(c)
+        return self._alike[key]
+
+    def _use(self, c: int) -> MemoryUse:
+        main = self.program.function
+        frame = _Frame(self, c)
+        updated = set(main.updates.values())
+        for v in main.inputs:
+            if c in self.program.held(v.type):
+                kind = self.categories.of_input(v)
+                made = [Block(((kind, t.bytes),), v not in updated) for t in leaves(v.type)]
+                frame.bind(v, holding([(b, 0) for b in made]))
+                frame.grow(made)
+        start = tuple(frame.live)
+        frame.peak, frame.highest = sum(start), start
+        curve: list[Point] = []
+        for step in self.steps(main, c, frozenset()):
+            highest = frame.step(step)
+            curve.append(Point(step.number, highest, tuple(frame.live)))
+        return MemoryUse(start, frame.highest, frame.where, curve)
+
+    def touching(self, f: Function) -> dict[int, list[int]]:
+        """For each class the numbers of the ops of `f` that it has a part in."""
+        if f not in self._touching:
+            found: dict[int, list[int]] = {}
+            held = self.program.held
+            for n, op in enumerate(f.ops):
+                classes = {c for v in op.outputs for c in held(v.type)}
+                if not is_view(op):
+                    classes |= {c for v in op.inputs for c in held(v.type)}
+                for c in classes:
+                    found.setdefault(c, []).append(n)
+            self._touching[f] = found
+        return self._touching[f]
+
+    def steps(self, f: Function, c: int, unneeded: frozenset[int]) -> list[Step]:
+        """The ops of `f` on class c, whose outputs of these numbers nobody needs."""
+        key = (f, c, unneeded)
+        if key not in self._steps:
+            self._steps[key] = self._lifetimes(f, c, unneeded)
+        return self._steps[key]
+
+    def _lifetimes(self, f: Function, c: int, unneeded: frozenset[int]) -> list[Step]:
+        held = self.program.held
+        later = {v for k, v in enumerate(f.outputs) if k not in unneeded}
+        steps: list[Step] = []
+        for n in reversed(self.touching(f).get(c, [])):
+            op = f.ops[n]
+            makes = [v for v in op.outputs if c in held(v.type)]
+            spare: frozenset[int] = frozenset()
+            if op.callee is not None:
+                spare = frozenset(k for k, v in enumerate(op.outputs) if v not in later)
+                needed = self.used(op.callee, c, spare)
+                uses = [v for i, v in enumerate(op.inputs) if i in needed]
+                ends = uses
+            else:
+                uses = [v for v in op.inputs if c in held(v.type)]
+                ends = [*uses, *makes]
+            dies = tuple([v for v in dict.fromkeys(ends) if v not in later])
+            later.update(uses)
+            steps.append(Step(n, op, tuple(uses), tuple(makes), dies, spare))
+        steps.reverse()
+        return steps
+
+    def used(self, f: Function, c: int, unneeded: frozenset[int]) -> frozenset[int]:
+        """The numbers of the inputs that a body uses on class c."""
+        key = (f, c, unneeded)
+        if key not in self._used:
+            used = {v for step in self.steps(f, c, unneeded) for v in step.uses}
+            used |= {v for k, v in enumerate(f.outputs) if k not in unneeded and c in self.program.held(v.type)}
+            self._used[key] = frozenset(i for i, v in enumerate(f.inputs) if v in used)
+        return self._used[key]
+
+    def result(self, f: Function, c: int, unneeded: frozenset[int], given: Given) -> Result:
+        """What a call adds, found once for each case."""
+        key = (f, c, unneeded, given.key())
+        found = self._results.get(key)
+        if found is None:
+            found = self._results[key] = self._result(f, c, unneeded, given)
+        return found
+
+    def _result(self, f: Function, c: int, unneeded: frozenset[int], given: Given) -> Result:
+        frame = _Frame(self, c)
+        inside: dict[tuple[Block, int], Block] = {}
+        origin: dict[Block, tuple[int, int]] = {}
+        for i, h in given.holdings.items():
+            for p, b in enumerate(h.blocks):
+                for j, size in enumerate(b.sizes):
+                    if (b, j) not in inside:
+                        inside[b, j] = Block((size,), b not in given.dying)
+                        origin[inside[b, j]] = (i, p)
+            frame.bind(f.inputs[i], holding([(inside[b, j], 0) for b, j in h.tensors()]))
+        for step in self.steps(f, c, unneeded):
+            frame.step(step)
+        held = self.program.held
+        outputs = {k: v for k, v in enumerate(f.outputs) if k not in unneeded and c in held(v.type)}
+        return _result(frame, outputs, origin, given)
+
+
+class _Frame:
+    """One function running on one class: what is live, counted from its beginning."""
+
+    def __init__(self, memory: Memory, c: int) -> None:
+        self.memory, self.c = memory, c
+        self.env: dict[Value, Holding] = {}
+        self.live = [0] * len(CATEGORIES)
+        self.peak = 0
+        self.highest: Bytes = tuple(self.live)
+        self.where: Op | None = None
+
+    def bind(self, v: Value, h: Holding) -> None:
+        self.env[v] = h
+        for b in h.blocks:
+            b.refs += 1
+
+    def grow(self, blocks: Iterable[Block]) -> None:
+        for b in blocks:
+            for kind, size in b.sizes:
+                self.live[kind] += size
+
+    def release(self, v: Value) -> None:
+        for b in self.env.pop(v).blocks:
+            b.refs -= 1
+            if not b.refs and not b.outside:
+                for kind, size in b.sizes:
+                    self.live[kind] -= size
+
+    def note(self, highest: Bytes, where: Op | None) -> None:
+        total = sum(highest)
+        if total > self.peak:
+            self.peak, self.highest, self.where = total, highest, where
+
+    def step(self, step: Step) -> Bytes:
+        """Run one op; its highest point."""
+        op = step.op
+        if op.callee is not None:
+            return self.call(step, op.callee)
+        if op.inputs and self.memory.program.cost.free(op.spec, op.attributes, [v.type for v in op.inputs]):
+            self.view(step)
+        else:
+            self.make(step)
+        highest = tuple(self.live)
+        self.note(highest, op)
+        for v in step.dies:
+            self.release(v)
+        return highest
+
+    def view(self, step: Step) -> None:
+        """Results that lie in the operands' buffers."""
+        op = step.op
+        if op.spec is self.memory.pack:
+            self.bind(op.outputs[0], holding([x for v in op.inputs for x in self.env[v].tensors()]))
+        elif op.spec is self.memory.unpack:
+            self.explode(self.env[op.inputs[0]])
+            tensors, at = self.env[op.inputs[0]].tensors(), 0
+            for v in op.outputs:
+                n = len(leaves(v.type))
+                self.bind(v, holding(tensors[at : at + n]))
+                at += n
+        else:
+            for v in step.makes:
+                self.bind(v, self.env[op.inputs[0]])
+
+    def make(self, step: Step) -> None:
+        """New buffers for the results, or donated ones."""
+        donated = self.donated(step)
+        for v in step.makes:
+            tensors: list[tuple[Block, int]] = []
+            for i, t in enumerate(leaves(v.type)):
+                if donated.get(t.bytes):
+                    block = donated[t.bytes].pop(0)
+                else:
+                    block = Block(((self.memory.categories.of(v, i, t), t.bytes),))
+                    self.grow([block])
+                tensors.append((block, 0))
+            self.bind(v, holding(tensors))
+
+    def donated(self, step: Step) -> dict[int, list[Block]]:
+        """Buffers that the results may take over, by bytes: of donated operands that die here, in no other value."""
+        found: dict[int, list[Block]] = {}
+        operands = step.op.inputs
+        for v in dict.fromkeys(operands[k] for k in step.op.spec.donates if k < len(operands)):
+            if v not in step.dies or v not in self.env:
+                continue
+            self.explode(self.env[v])
+            for b in self.env[v].blocks:
+                if b.refs == 1 and not b.outside:
+                    found.setdefault(b.sizes[0][1], []).append(b)
+        return found
+
+    def explode(self, h: Holding, position: int | None = None) -> None:
+        """Make each tensor of a holding's blocks (or of the one at `position`) a block of its own, wherever it is."""
+        chosen = h.blocks if position is None else (h.blocks[position],)
+        for whole in [b for b in chosen if len(b.sizes) > 1]:
+            pieces = [Block((size,)) for size in whole.sizes]
+            for v, other in [(v, o) for v, o in self.env.items() if whole in o.blocks]:
+                split = holding([(pieces[i], 0) if b is whole else (b, i) for b, i in other.tensors()])
+                self.env[v] = split
+                for b in pieces:
+                    b.refs += b in split.blocks
+
+    def call(self, step: Step, callee: Function) -> Bytes:
+        """Run a call by its (net, peak, where)."""
+        op, before = step.op, self.live
+        inputs = sorted(self.memory.used(callee, self.c, step.unneeded))
+        while True:
+            given = self.given(step, {i: self.env[op.inputs[i]] for i in inputs})
+            result = self.memory.result(callee, self.c, step.unneeded, given)
+            if not result.splits:
+                break
+            for i, p in result.splits:
+                self.explode(given.holdings[i], p)
+        blocks = [Block(sizes) for sizes in result.blocks]
+        for k, out in result.outputs.items():
+            where = tuple([blocks[p] if i < 0 else given.holdings[i].blocks[p] for i, p in out.blocks])
+            self.bind(op.outputs[k], Holding(where, out.layout, out.key))
+        highest = tuple([a + b for a, b in zip(before, result.peak, strict=True)])
+        self.note(highest, result.where)
+        for v in step.dies:
+            for b in self.env.pop(v).blocks:
+                b.refs -= 1
+        self.live = [a + b for a, b in zip(before, result.net, strict=True)]
+        return highest
+
+    def given(self, step: Step, holdings: dict[int, Holding]) -> Given:
+        """What the call is given; blocks die that lie only in values that die here."""
+        refs: dict[Block, int] = {}
+        for v in step.dies:
+            for b in self.env[v].blocks:
+                refs[b] = refs.get(b, 0) + 1
+        return Given(holdings, frozenset([b for b, n in refs.items() if n == b.refs and not b.outside]))
+
+
+def _result(frame: _Frame, outputs: dict[int, Value], origin: dict[Block, tuple[int, int]], given: Given) -> Result:
+    """What a frame leaves. New blocks are tensors that lie in the same outputs."""
+    lies: dict[tuple[Block, int], list[int]] = {}
+    for k, v in outputs.items():
+        for tensor in frame.env[v].tensors():
+            if not tensor[0].outside:
+                lies.setdefault(tensor, []).append(k)
+    groups: dict[frozenset[int], list[tuple[Block, int]]] = {}
+    for tensor, ks in lies.items():
+        groups.setdefault(frozenset(ks), []).append(tensor)
+    blocks = [tuple([b.sizes[i] for b, i in group]) for group in groups.values()]
+    at = {tensor: (g, j) for g, group in enumerate(groups.values()) for j, tensor in enumerate(group)}
+    found: dict[int, Output] = {}
+    splits: set[tuple[int, int]] = set()
+    for k, v in outputs.items():
+        position: dict[tuple[int, int], int] = {}
+        layout: list[tuple[int, int]] = []
+        sizes: dict[tuple[int, int], Sizes] = {}
+        for b, i in frame.env[v].tensors():
+            ref, j = ((-1, at[b, i][0]), at[b, i][1]) if (b, i) in at else (origin[b], 0)
+            sizes[ref] = blocks[ref[1]] if ref[0] < 0 else given.holdings[ref[0]].blocks[ref[1]].sizes
+            if ref[0] >= 0 and len(sizes[ref]) > 1:
+                splits.add(ref)
+            layout.append((position.setdefault(ref, len(position)), j))
+        key = Holding.key_of(tuple(layout), [sizes[ref] for ref in position])
+        found[k] = Output(tuple(position), tuple(layout), key)
+    return Result(tuple(frame.live), frame.highest, frame.where, tuple(blocks), found, frozenset(splits))

@@ -1,0 +1,214 @@
+"""Each import rule against onnxruntime, on samples of what it must tell apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from distir.importer.registry import RULES
+from tests.importer.models import computed, equal, expected, model, node
+
+
+class Sample(NamedTuple):
+    """Operands, in order: arrays are graph inputs; lists, numbers and `Weight`s are initializers; None is left out."""
+
+    op_type: str
+    operands: tuple[Any, ...]
+    attributes: dict[str, Any] = {}
+    outputs: int = 1
+    opset: int = 20
+    reference: bool = False
+
+
+class Weight(NamedTuple):
+    array: np.ndarray
+
+
+rng = np.random.default_rng(0)
+
+
+def x(*shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def positive(*shape: int) -> np.ndarray:
+    return (rng.random(shape) + 0.5).astype(np.float32)
+
+
+def ints(high: int, *shape: int, low: int = 0) -> np.ndarray:
+    return rng.integers(low, high, shape)
+
+
+def truth(*shape: int) -> np.ndarray:
+    return rng.random(shape) < 0.5
+
+
+def w(*shape: int) -> Weight:
+    return Weight(x(*shape))
+
+
+S = Sample
+POINTS = "Abs Ceil Cos Erf Exp Floor Neg Reciprocal Relu Round Sigmoid Sign Sin Softplus Tanh Sinh Cosh Tan"
+SAMPLES = [
+    *[S(t, (x(3, 4),)) for t in POINTS.split()],
+    S("Round", (np.array([0.5, 1.5, 2.5, -0.5], np.float32),)),
+    *[S(t, (positive(3, 4),)) for t in ("Log", "Sqrt")],
+    *[S(t, (x(3, 4), positive(2, 1, 4))) for t in ("Add", "Sub", "Mul", "Div")],
+    *[S(t, (ints(9, 3, 4), ints(9, 4))) for t in ("Add", "Sub", "Mul", "Equal", "Less", "Greater")],
+    *[S(t, (x(3, 4), x(3, 4))) for t in ("Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal")],
+    *[S(t, (truth(3, 4), truth(3, 1))) for t in ("And", "Or", "Xor")],
+    S("Not", (truth(3, 4),)),
+    S("IsNaN", (np.array([1, np.nan, np.inf], np.float32),)),
+    S("Where", (truth(3, 1), x(3, 4), x(4))),
+    S("Pow", (positive(3, 4), np.float32(2.5))),
+    S("Pow", (x(3, 4), 3)),
+    S("Pow", (x(3, 4), ints(4, 4))),
+    S("MatMul", (x(2, 3, 4), w(4, 5))),
+    S("MatMul", (x(2, 3, 4), x(2, 4, 5))),
+    *[S(t, (x(3, 4), x(4), x(3, 1))) for t in ("Sum", "Mean", "Max", "Min")],
+    S("Sum", (x(3, 4),)),
+    S("Identity", (x(3, 4),)),
+    S("Dropout", (x(3, 4), np.float32(0.5), np.array(False)), {"seed": 1}),
+    S("Cast", (x(3, 4),), {"to": 7}),
+    S("Cast", (x(3, 4),), {"to": 9}),
+    S("Cast", (truth(3, 4),), {"to": 1}),
+    S("Cast", (x(3, 4),), {"to": 1}),
+    S("CastLike", (ints(9, 3, 4), x(1))),
+    S("CastLike", (7, x(1))),
+    S("Gelu", (x(3, 4),)),
+    S("Gelu", (x(3, 4),), {"approximate": "tanh"}),
+    S("LeakyRelu", (x(3, 4),), {"alpha": 0.2}),
+    S("Swish", (x(3, 4),), opset=24, reference=True),
+    S("Swish", (x(3, 4),), {"alpha": 0.5}, opset=24, reference=True),
+    S("Clip", (x(3, 4), np.float32(-0.5), np.float32(0.5))),
+    S("Clip", (x(3, 4), None, np.float32(0.1))),
+    S("Clip", (x(3, 4),)),
+    S("Clip", (x(3, 4), np.array(-0.2, np.float32) + x(1)[0] * 0, None)),
+    S("Softmax", (x(2, 3, 4),)),
+    S("Softmax", (x(2, 3, 4),), {"axis": 1}),
+    S("LogSoftmax", (x(2, 3, 4),), {"axis": 0}),
+    S("LayerNormalization", (x(2, 3, 4), w(4), w(4))),
+    S("LayerNormalization", (x(2, 3, 4), w(3, 4)), {"axis": 1, "epsilon": 0.1}),
+    S("Gemm", (x(3, 4), w(4, 5))),
+    S("Gemm", (x(4, 3), w(5, 4), w(5)), {"transA": 1, "transB": 1, "alpha": 0.5, "beta": 2.0}),
+    S("Gemm", (x(3, 4), w(4, 5), x(3, 1))),
+    S("Gather", (w(7, 3), ints(7, 2, 4))),
+    S("Gather", (x(2, 7, 3), ints(7, 4)), {"axis": 1}),
+    S("Gather", (x(2, 7, 3), -2), {"axis": 1}),
+    S("Gather", (x(2, 7, 3), [1]), {"axis": -1}),
+    S("Gather", (x(2, 7, 3), [[0, -1], [3, 3]]), {"axis": 1}),
+    S("Transpose", (x(2, 3, 4),)),
+    S("Transpose", (x(2, 3, 4),), {"perm": [1, 2, 0]}),
+    S("Reshape", (x(2, 3, 4), [0, -1])),
+    S("Reshape", (x(2, 3, 4), [4, 6])),
+    S("Reshape", (x(2, 0, 4), [0, 8]), {"allowzero": 1}),
+    S("Reshape", (x(2, 3), [2, 3])),
+    *[S("Flatten", (x(2, 3, 4),), {"axis": a}) for a in (0, 1, 3, -1)],
+    S("Squeeze", (x(2, 1, 4, 1),)),
+    S("Squeeze", (x(2, 1, 4, 1), [-3])),
+    S("Unsqueeze", (x(2, 4), [0, -1, 2])),
+    S("Expand", (x(3, 1), [2, 1, 4])),
+    S("Expand", (x(3, 4), [1, 4])),
+    S("Concat", (x(2, 3), x(2, 1), w(2, 2)), {"axis": -1}),
+    S("Concat", (x(2, 3),), {"axis": 0}),
+    S("Split", (x(2, 6),), {"axis": 1, "num_outputs": 3}, 3),
+    S("Split", (x(2, 7),), {"axis": 1, "num_outputs": 3}, 3),
+    S("Split", (x(2, 6), [1, 3, 2]), {"axis": -1}, 3),
+    S("Split", (x(4, 6),), {"num_outputs": 2}, 2),
+    S("Split", (x(4, 6),), {"num_outputs": 1}, 1),
+    S("Slice", (x(5, 6), [1], [4])),
+    S("Slice", (x(5, 6), [-1, 5], [-100, 1], [0, 1], [-2, -1])),
+    S("Slice", (x(5, 6), [0], [9223372036854775807], [1])),
+    S("Slice", (x(5, 6), [1], [-1], [-1], [2])),
+    S("Slice", (x(5, 6), [4], [2], [0])),
+    *[
+        S(t, (positive(2, 3, 4), [-1, 0]), {"keepdims": k}, opset=20)
+        for t in (
+            "ReduceSum",
+            "ReduceMean",
+            "ReduceMax",
+            "ReduceMin",
+            "ReduceProd",
+            "ReduceSumSquare",
+            "ReduceL2",
+        )
+        for k in (0, 1)
+    ],
+    *[
+        S(t, (positive(2, 3, 4), [1]), {"keepdims": 0})
+        for t in ("ReduceL1", "ReduceLogSum", "ReduceLogSumExp")
+    ],
+    S("ReduceLogSumExp", (x(2, 3) + 200,), {"keepdims": 1}),
+    S("ReduceSum", (x(2, 3),), {"keepdims": 0}),
+    S("ReduceSum", (x(2, 3), []), {"noop_with_empty_axes": 1}),
+    S("ReduceLogSumExp", (x(2, 3), []), {"noop_with_empty_axes": 1}, reference=True),
+    S("ReduceMax", (x(2, 3),), {"axes": [1]}, opset=13),
+    S("Shape", (x(2, 3, 4),), {"start": -2}),
+    S("Shape", (x(2, 3, 4),), {"end": 2}),
+    S("Size", (x(2, 3),)),
+    S("Constant", (), {"value_floats": [1.0, 2.0]}),
+    S("Constant", (), {"value_int": 3}),
+    S("ConstantOfShape", ([2, 3],)),
+    S("EyeLike", (x(2, 3),), {"k": 1}),
+    S("EyeLike", (x(2, 2),), {"dtype": 7}),
+    S("Trilu", (x(2, 4, 4),)),
+    S("Trilu", (x(3, 4), 1), {"upper": 0}),
+    S("Tile", (x(2, 3), [2, 3])),
+    S("Tile", (x(2, 3), [1, 1])),
+    S("Pad", (x(2, 3), [1, 0, 0, 2], np.float32(0.5))),
+    S("Pad", (x(2, 3), [0, 1, 0, -1])),
+    S("Pad", (x(2, 3), [-1, 2], None, [1])),
+    S("Pad", (x(4, 3), [-1, 0, -1, 0])),
+    S("DepthToSpace", (x(2, 8, 2, 3),), {"blocksize": 2}),
+    S("DepthToSpace", (x(2, 8, 2, 3),), {"blocksize": 2, "mode": "CRD"}),
+    S("SpaceToDepth", (x(2, 2, 4, 6),), {"blocksize": 2}),
+    S("OneHot", (ints(4, 2, 3, low=-4), 4, Weight(np.array([0.5, 2], np.float32)))),
+    S("OneHot", (ints(4, 2, 3), [4], Weight(np.array([0, 1]))), {"axis": 1}),
+    S("BatchNormalization", (x(2, 3, 4, 4), w(3), w(3), w(3), Weight(positive(3))), {"epsilon": 0.01}),
+    S("BatchNormalization", (x(5, 3), w(3), w(3), w(3), Weight(positive(3)))),
+    S("InstanceNormalization", (x(2, 3, 4, 4), w(3), w(3))),
+    S("LpNormalization", (x(2, 3),), {"p": 1}),
+    S("LpNormalization", (x(2, 3),), {"axis": 0}),
+    *[S(t, (x(2, 3, 4, 5),)) for t in ("GlobalAveragePool", "GlobalMaxPool")],
+    S("SoftmaxCrossEntropyLoss", (x(5, 4), ints(4, 5))),
+    S("SoftmaxCrossEntropyLoss", (x(5, 4, 3), ints(4, 5, 3)), {"reduction": "none", "ignore_index": 1}),
+    S("SoftmaxCrossEntropyLoss", (x(5, 4, 3), ints(4, 5, 3)), {"reduction": "sum", "ignore_index": 0}),
+    # defined by the standard through other ops
+    *[S(t, (x(3, 4),)) for t in ("HardSwish", "HardSigmoid", "Elu", "Selu", "Celu", "Mish", "Softsign")],
+    S("ThresholdedRelu", (x(3, 4),), {"alpha": 0.3}),
+    S("PRelu", (x(3, 4), w(4))),
+    S("MeanVarianceNormalization", (x(2, 3, 4, 4),)),
+    S("GroupNormalization", (x(2, 4, 3, 3), w(4), w(4)), {"num_groups": 2}, opset=21),
+    S("RMSNormalization", (x(2, 3, 4), w(4)), opset=23),
+    S("Attention", (x(2, 2, 5, 4), x(2, 2, 5, 4), x(2, 2, 5, 4)), {"is_causal": 1}, opset=23),
+]
+
+
+def name_of(s: Sample) -> str:
+    return f"{s.op_type} {s.attributes or ''}".strip()
+
+
+def test_every_rule_has_a_sample() -> None:
+    assert RULES.keys() <= {s.op_type for s in SAMPLES}
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
+def test_rule(sample: Sample, tmp_path: Path) -> None:
+    inputs: dict[str, np.ndarray] = {}
+    stored: dict[str, np.ndarray] = {}
+    names: list[str] = []
+    for i, operand in enumerate(sample.operands):
+        names.append("-" if operand is None else f"i{i}")
+        if isinstance(operand, np.ndarray) and operand.ndim:
+            inputs[f"i{i}"] = operand
+        elif operand is not None:
+            array = operand.array if isinstance(operand, Weight) else np.asarray(operand)
+            stored[f"i{i}"] = array if array.size else array.astype(np.int64)
+    outputs = [f"o{i}" for i in range(sample.outputs)]
+    one = node(sample.op_type, " ".join(names), " ".join(outputs), "n", **sample.attributes)
+    proto = model([one], inputs, outputs, stored, sample.opset)
+    _, got = computed(proto, inputs, tmp_path / "m.onnx")
+    equal(got, expected(proto, inputs, sample.reference), 1e-5)

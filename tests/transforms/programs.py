@@ -1,0 +1,224 @@
+"""Programs to distribute, with data that differ in every sample, and the comparison with the sequential program."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distir.executor.sequential import SequentialExecutor, Tap
+from distir.importer import import_from_onnx
+from distir.ir import Device, Function, FunctionMaker, Value, validate, verify
+from distir.ir.function import Role
+from distir.ir.type import Float64, Int64, Tensor
+from distir.transforms.parallel3d import parallel_transform_3d, source_of
+from distir.transforms.precision import with_dtype
+from distir.transforms.training import SGD, AdamW, training_step
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BATCH = 8
+TOLERANCE = 1e-10
+
+
+class Plan(NamedTuple):
+    """Degrees of parallelism, microbatches, schedule, and whether a host holds the inputs."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    host: bool = False
+
+    def __str__(self) -> str:
+        host = "-host" if self.host else ""
+        return f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}-{self.schedule}{host}"
+
+    @property
+    def devices(self) -> list[Device]:
+        return [Device("gpu", i) for i in range(self.dp * self.tp * self.pp + self.host)]
+
+    @property
+    def fits_batch(self) -> bool:
+        return BATCH % (self.dp * self.microbatches) == 0
+
+
+class Program(NamedTuple):
+    """A sequential program in float64 and an array for each of its inputs."""
+
+    function: Function
+    arrays: list[np.ndarray]
+
+    def results(self) -> list[np.ndarray]:
+        return SequentialExecutor().compute(self.function, self.arrays)
+
+
+def plans(schedules: Sequence[str] = ("1f1b",), hosts: Sequence[bool] = (False,), limit: int = 8) -> Iterator[Plan]:
+    """Every plan of at most `limit` devices and 1, 2 or 4 microbatches whose batch divides."""
+    degrees = range(1, limit + 1)
+    for dp in degrees:
+        for tp in degrees:
+            for pp in degrees:
+                for microbatches in (1, 2, 4):
+                    for schedule in schedules:
+                        for host in hosts:
+                            plan = Plan(dp, tp, pp, microbatches, schedule, host)
+                            if dp * tp * pp <= limit and plan.fits_batch:
+                                yield plan
+
+
+# ---- programs
+
+
+@functools.cache
+def gpt2_tiny(optimizer: SGD | AdamW = AdamW(0.01)) -> Program:
+    """The training step of examples/gpt2-tiny.onnx; labels differ in every sample, some are ignored."""
+    function, arrays = import_from_onnx(EXAMPLES / "gpt2-tiny.onnx", dims={"batch": BATCH})
+    step = training_step(function, "cross-entropy", optimizer, gradients=True)
+    rng = np.random.default_rng(0)
+    given = {v.name: np.asarray(a) for v, a in arrays.items()}
+    given["input_ids"] = rng.integers(0, 509, (BATCH, 16))
+    given["attention_mask"] = np.triu(np.full((1, 1, 16, 16), -1e9), 1)
+    given["position_ids"] = np.arange(16)[None]
+    labels = rng.integers(0, 509, (BATCH, 16))
+    labels[rng.random((BATCH, 16)) < np.linspace(0, 0.8, BATCH)[:, None]] = -100
+    return _filled(step, {**given, "labels": labels}, rng)
+
+
+@functools.cache
+def imported_mlp(optimizer: SGD | AdamW = SGD(0.1, momentum=0.9)) -> Program:
+    """The training step of examples/mlp.onnx under a squared error."""
+    function, arrays = import_from_onnx(EXAMPLES / "mlp.onnx", dims={"batch": BATCH})
+    step = training_step(function, "mse", optimizer, gradients=True)
+    return _filled(step, {v.name: np.asarray(a) for v, a in arrays.items()}, np.random.default_rng(1))
+
+
+@functools.cache
+def written_mlp(layers: int = 6, width: int = 16) -> Program:
+    """An MLP with its own backward pass, without roles: its results are the loss and the gradients."""
+    f = FunctionMaker("mlp")
+    t = Tensor(Float64, (BATCH, width))
+    x, z = f.add_input_value("x", t), f.add_input_value("z", t)
+    weights = [f.add_input_value(f"w{i}", Tensor(Float64, (width, width))) for i in range(layers)]
+    saved: list[tuple[Value, Value, Value]] = []
+    a = x
+    for i, w in enumerate(weights):
+        y = f.add_op("Relu", f"y{i}", [f.add_op("MatMul", f"h{i}", [a, w])])
+        saved.append((a, w, y))
+        a = y
+    f.add_op("Loss", "loss", [a, z], {"N": BATCH})
+    d = f.add_op("LossGrad", "dloss", [a, z], {"N": BATCH})
+    for a, w, y in reversed(saved):
+        d = f.add_op("ReluGrad", "dy", [y, d])
+        d, _ = f.add_op("MatMulGrad", None, [a, w, d], output_names=["dx", "dw"])
+    return _filled(f.finalize(), {}, np.random.default_rng(2))
+
+
+@functools.cache
+def small_gpt(
+    layers: int = 2,
+    width: int = 8,
+    heads: int = 4,
+    vocabulary: int = 16,
+    sequence: int = 4,
+    optimizer: SGD | AdamW = SGD(0.1),
+    batch: int = BATCH,
+) -> Program:
+    """The training step of a GPT with fused QKV projections and tied embedding and head, built by hand."""
+    function = gpt(layers, width, heads, vocabulary, sequence, batch)
+    step = training_step(function, "cross-entropy", optimizer, gradients=True)
+    rng = np.random.default_rng(3)
+    ids, labels = rng.integers(0, vocabulary, (2, batch, sequence))
+    mask = np.triu(np.full((sequence, sequence), -1e9), 1)
+    return _filled(step, {"ids": ids, "labels": labels, "mask": mask}, rng)
+
+
+def gpt(layers: int, width: int, heads: int, vocabulary: int, sequence: int, batch: int = BATCH) -> Function:
+    """The forward pass to the logits."""
+    f = FunctionMaker("gpt")
+
+    def weight(name: str, *shape: int) -> Value:
+        return f.add_input_value(name, Tensor(Float64, shape), Role("parameter"))
+
+    def norm(name: str, x: Value) -> Value:
+        gain, bias = weight(f"{name}.gain", width), weight(f"{name}.bias", width)
+        return f.add_op("LayerNormalization", name, [x, gain, bias], {"axis": -1, "epsilon": 1e-5})
+
+    def linear(name: str, x: Value, n: int, m: int) -> Value:
+        y = f.add_op("MatMul", name, [x, weight(f"{name}.w", n, m)])
+        return f.add_op("Add", name, [y, weight(f"{name}.b", m)])
+
+    ids = f.add_input_value("ids", Tensor(Int64, (batch, sequence)), Role("data", 0))
+    mask = f.add_input_value("mask", Tensor(Float64, (sequence, sequence)), Role("constant"))
+    embedding = weight("wte", vocabulary, width)
+    x = f.emit("Gather", embedding, ids)
+    x = f.emit("Add", x, weight("wpe", sequence, width))
+    scale = f.emit("Constant", value=(1 / math.sqrt(width // heads),), shape=(), dtype=Float64)
+    for i in range(layers):
+        qkv = linear(f"h{i}.qkv", norm(f"h{i}.ln1", x), width, 3 * width)
+        q, k, v = [
+            f.emit("Transpose", f.emit("Reshape", part, shape=(batch, sequence, heads, -1)), perm=(0, 2, 1, 3))
+            for part in f.emit("Split", qkv, axis=2, parts=3)
+        ]
+        scores = f.emit("Mul", f.emit("MatMul", q, f.emit("Transpose", k, perm=(0, 1, 3, 2))), scale)
+        scores = f.emit("Add", scores, mask)
+        mixed = f.emit("MatMul", f.emit("Softmax", scores, axis=-1), v)
+        mixed = f.emit("Reshape", f.emit("Transpose", mixed, perm=(0, 2, 1, 3)), shape=(batch, sequence, width))
+        x = f.emit("Add", x, linear(f"h{i}.proj", mixed, width, width))
+        hidden = f.emit("Gelu", linear(f"h{i}.fc", norm(f"h{i}.ln2", x), width, 4 * width), approximate="tanh")
+        x = f.emit("Add", x, linear(f"h{i}.out", hidden, 4 * width, width))
+    head = f.emit("Transpose", embedding, perm=(1, 0))
+    f.set_outputs([f.add_op("MatMul", "logits", [norm("ln", x), head])])
+    return f.finalize()
+
+
+def _filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Generator) -> Program:
+    """The program in float64, inputs that are not `given` by name random (states zero)."""
+    function = with_dtype(function, Float64)
+    arrays: list[np.ndarray] = []
+    for v in function.inputs:
+        t = v.type
+        assert isinstance(t, Tensor)
+        if v.name in given:
+            x: Any = given[v.name]
+        elif v.kind == "state":
+            x = np.zeros(t.shape)
+        else:
+            x = rng.standard_normal(t.shape) * (0.5 if len(t.shape) > 1 else 0.2)
+        assert np.shape(x) == t.shape, v
+        arrays.append(np.asarray(x, t.dtype.numpy))
+    return Program(function, arrays)
+
+
+# ---- distributing and comparing
+
+
+def distribute(program: Program, plan: Plan) -> Function:
+    """The distributed program, verified and validated."""
+    distributed = parallel_transform_3d(
+        program.function, plan.dp, plan.tp, plan.pp, plan.devices, plan.microbatches, plan.schedule
+    )
+    verify(distributed)
+    validate(distributed, source_of(distributed, program.function))
+    return distributed
+
+
+def run(distributed: Function, program: Program, tap: Tap | None = None) -> list[np.ndarray]:
+    """Its results in the shapes of the source."""
+    results = SequentialExecutor(tap=tap).compute(distributed, program.arrays)
+    shapes = [v.type.shape for v in program.function.outputs]  # type: ignore[union-attr]
+    return [x[tuple(map(slice, shape))] for x, shape in zip(results, shapes, strict=True)]
+
+
+def error(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
+    """The largest max|a - b| / max(1, max|b|) of all results."""
+    errors = [0.0]
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        gap = float(np.max(np.abs(a - b), initial=0.0)) / max(1.0, float(np.max(np.abs(b), initial=0.0)))
+        errors.append(math.inf if math.isnan(gap) else gap)
+    return max(errors)
