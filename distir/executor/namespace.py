@@ -2,9 +2,9 @@
 
 Names are the array API standard's where it has them; `backends.namespace` offers the same on torch. Ops use
 indexing, operators (arithmetic, comparison, `&`), `.shape`, `.ndim`, `.dtype`, and of the standard abs
-asarray broadcast_to ceil clip concat cos exp expand_dims flip floor log log1p logical_and logical_not logical_or
-logical_xor matmul max maximum min minimum moveaxis permute_dims prod reshape round sign sin sqrt sum
-take_along_axis tanh where zeros_like. Reductions take axis= and keepdims= and keep the dtype (sum has
+asarray broadcast_to ceil clip concat cos exp expand_dims flip floor log log1p logical_and logical_not
+logical_or logical_xor matmul max maximum min minimum moveaxis permute_dims prod reshape round sign sin sqrt
+sum take_along_axis tanh where zeros_like. Reductions take axis= and keepdims= and keep the dtype (sum has
 dtype=); where takes Python numbers too.
 """
 

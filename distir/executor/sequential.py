@@ -12,7 +12,7 @@ from distir.executor.namespace import NUMPY
 from distir.ir.device import Mesh
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import Partial, Shard, Tensor, Tuple, Type
+from distir.ir.type import BFloat16, Partial, Shard, Tensor, Tuple, Type
 
 Held = Any
 """What is held of a value: an array; on a mesh a list with an array a lane; of a bundle a tuple of these."""
@@ -134,7 +134,12 @@ def evaluate(op: Op, ins: Sequence[Any], coord: tuple[int, ...] | None, xp: Any 
 
 
 def _results(op: Op, y: Any) -> Sequence[Any]:
-    return y if isinstance(y, tuple | list) else (y,)
+    """The results in a row. numpy widens bf16 next to a Python number and in products: it is rounded back."""
+    ys = y if isinstance(y, tuple | list) else (y,)
+    return [
+        x.astype(v.type.dtype.numpy) if isinstance(v.type, Tensor) and v.type.dtype is BFloat16 else x
+        for x, v in zip(ys, op.outputs, strict=True)
+    ]
 
 
 def _collective(run: _Run, op: Op, ins: list[Held], moment: int | None) -> Sequence[Held]:

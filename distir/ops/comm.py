@@ -5,6 +5,7 @@ Each is typed by `comm`; their meaning on arrays is in `executor.collectives`.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from distir.ir.device import Device, Mesh
@@ -111,11 +112,29 @@ op("MPIReduce", comm=lambda attrs, t: _to_device(attrs, t, True))
 def _send(attrs: Attrs, t: Type) -> list[Type]:
     to, at = attrs["to"], t.device
     if isinstance(at, Mesh) and isinstance(to, Mesh):
-        if (at.axes, at.sizes) != (to.axes, to.sizes) or set(at.devices) & set(to.devices):
+        if (at.axes, at.sizes) != (to.axes, to.sizes) or not _apart(at, to):
             raise IRTypeError(f"operand 0: expected a mesh of the form of {to} apart from it, got {t}")
     elif at is None or to is at or isinstance(at, Mesh) != isinstance(to, Mesh):
         raise IRTypeError(f"operand 0: cannot be sent from {at} to {to}")
     return [t.moved(to)]
+
+
+@lru_cache(maxsize=1024)
+def _check_part(whole: Mesh, part: Mesh) -> None:
+    """Raises IRTypeError unless every device of `part` stands in `whole` at the same index along each axis of `part`."""
+    if [a for a in whole.axes if a in part.axes] != list(part.axes):
+        raise IRTypeError(f"{part} is not part of {whole}")
+    where = dict(zip(whole.devices, whole.coords, strict=True))
+    kept = [whole.position(a) for a in part.axes]
+    for d, coord in zip(part.devices, part.coords, strict=True):
+        here = where.get(d)
+        if here is None or tuple([here[i] for i in kept]) != coord:
+            raise IRTypeError(f"operand 0: {d} holds another piece in {whole} than in {part}")
+
+
+@lru_cache(maxsize=1024)
+def _apart(a: Mesh, b: Mesh) -> bool:
+    return set(a.devices).isdisjoint(b.devices)
 
 
 def _restrict(attrs: Attrs, t: Type) -> list[Type]:
@@ -124,18 +143,12 @@ def _restrict(attrs: Attrs, t: Type) -> list[Type]:
     if not isinstance(t, Tensor) or not isinstance(to, Mesh):
         raise IRTypeError(f"expected a tensor and a mesh, got {t} and {to}")
     kept: list[Placement] = []
-    where = {d: dict(zip(t.mesh.axes, c, strict=True)) for d, c in zip(t.mesh.devices, t.mesh.coords, strict=True)}
     for axis, p in zip(t.mesh.axes, t.placements, strict=True):
         if axis in to.axes:
             kept.append(p)
         elif not isinstance(p, Replicate):
             raise IRTypeError(f"operand 0: expected Replicate along {axis!r}, got {t}")
-    for d, coord in zip(to.devices, to.coords, strict=True):
-        here = where.get(d, {})
-        if any(here.get(a) != c for a, c in zip(to.axes, coord, strict=True)):
-            raise IRTypeError(f"operand 0: {d} holds another piece in {t.mesh} than in {to}")
-    if [a for a in t.mesh.axes if a in to.axes] != list(to.axes):
-        raise IRTypeError(f"{to} is not part of {t.mesh}")
+    _check_part(t.mesh, to)
     return [Tensor(t.dtype, t.shape, to, kept, t.piece)]
 
 

@@ -49,7 +49,14 @@ def prune(function: Function) -> Function:
     made: dict[Op, Op] = {}
     for op in live(function.ops, function.outputs):
         made[op] = _rebuilt(op, {}, made)
-    return Function(function.name, function.inputs, tuple(made.values()), function.outputs, function.updates, function.sources)
+    return Function(
+        function.name,
+        function.inputs,
+        tuple(made.values()),
+        function.outputs,
+        function.updates,
+        function.sources,
+    )
 
 
 Evaluate = Callable[[Op, Sequence[Any], None], Any]
@@ -60,7 +67,7 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
     """The function without repeated ops and views that undo each other and, with `evaluate`, with constants folded.
 
     Of ops alike (type, attributes, operands, forward op) the first stays. A Transpose or Reshape that gives back what
-    another one was given goes. An op of which all operands are `Constant` ops, and whose result has one element,
+    another one was given goes, unless a backward op is of it. An op of which all operands are `Constant` ops, and whose result has one element,
     becomes a `Constant`. Ops whose results are outputs stay, so that each output keeps its name and its place in
     `updates`, and so do communication and calls.
     """
@@ -70,6 +77,7 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
     makers: dict[Value, Op] = {}
     numbers: dict[Value, Any] = {}
     outputs = set(function.outputs)
+    forward = {op.of for op in function.ops}
     ops: list[Op] = []
     for source in function.ops:
         op = _rebuilt(source, env, made)
@@ -77,7 +85,7 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
         key = (op.spec, op.attributes, op.inputs, op.of)
         first = seen.get(key)
         stays = op.spec.comm is not None or not outputs.isdisjoint(op.outputs)
-        undone = None if stays or first else _undone(op, makers)
+        undone = None if stays or first or source in forward else _undone(op, makers)
         if undone is not None:
             env[op.outputs[0]] = undone
         elif first is None or stays:
@@ -87,7 +95,11 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
         else:
             made[source] = first
             env.update(zip(op.outputs, first.outputs, strict=True))
-    return prune(Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources))
+    return prune(
+        Function(
+            function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources
+        )
+    )
 
 
 def _undone(op: Op, makers: Mapping[Value, Op]) -> Value | None:

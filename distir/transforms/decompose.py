@@ -9,8 +9,8 @@ from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
 def decompose(function: Function) -> Function:
     """The function with every op that has a `decompose` rule replaced by its parts, in called functions too.
 
-    Inputs and all values that remain stay the same objects; new values are named after the op they come from. A
-    backward op of an op that went is `of` the part that makes its result. Types must be known.
+    Inputs and all values that remain stay the same objects; new values are named after the op they come from.
+    A backward op of an op that went is `of` the part that makes its result. Types must be known.
     """
     return _decomposed(function, {})
 

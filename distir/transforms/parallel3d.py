@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from distir.ir.device import TIME, Device, Mesh
-from distir.ir.errors import InfeasibleError
+from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.function import Function, Value
 from distir.ir.type import Shard
 from distir.transforms.classes import Classes
 from distir.transforms.decompose import decompose
-from distir.transforms.graph import Graph
+from distir.transforms.graph import Graph, whole
 from distir.transforms.microbatch import place_in_time
 from distir.transforms.pipeline import pipeline
 from distir.transforms.place import Placed, place_all, shares, view
@@ -23,7 +23,15 @@ from distir.transforms.seeds import Split, tensor_parallel
 from distir.transforms.shard import shard
 from distir.transforms.stages import OpCost, cut_stages, plain_cost
 
-DP, TP = "dp", "tp"
+DP, TP, PP = "dp", "tp", "pp"
+
+
+class Distributed(NamedTuple):
+    """A distributed program, the placed program it was cut from, and the source it equals (decomposed and padded)."""
+
+    program: Function
+    placed: Function
+    source: Function
 
 
 def parallel_transform_3d(
@@ -36,23 +44,40 @@ def parallel_transform_3d(
     schedule: str | Generator | PipeDreamScheduler | Table = "1f1b",
     batch: Mapping[Value, int] | None = None,
     cost: OpCost = plain_cost,
+    order: Sequence[str] | None = None,
 ) -> Function:
+    """The program of `distribute`, by itself."""
+    return distribute(function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order).program
+
+
+def distribute(
+    function: Function,
+    dp: int,
+    tp: int,
+    pp: int,
+    devices: Sequence[Device],
+    num_microbatches: int,
+    schedule: str | Generator | PipeDreamScheduler | Table = "1f1b",
+    batch: Mapping[Value, int] | None = None,
+    cost: OpCost = plain_cost,
+    order: Sequence[str] | None = None,
+) -> Distributed:
     """The function spread over dp * tp * pp devices, its batch over dp and `num_microbatches`.
 
-    `devices` are in order tp fastest, then dp, then pp: so tensor-parallel groups stay inside a node. With one more
-    device, the first is a host that holds the inputs, and the order of the rest is stages fastest, then tensor shards,
-    then replicas. `batch` maps data inputs to their batch dim where roles do not say it.
+    `devices` are taken in `order`, fastest first: ("tp", "dp", "pp"), so that tensor-parallel groups stay inside a
+    node. With one more device, the first is a host that holds the inputs, and the order is ("pp", "tp", "dp").
+    `batch` maps data inputs to their batch dim where roles do not say it. `cost` weighs ops to balance stages.
 
     Raises InfeasibleError if the number of devices or the batch does not fit, if there are fewer cuttable pieces than
     stages, or if tensor parallelism splits nothing.
     """
-    meshes, host = stage_meshes(dp, tp, pp, devices, num_microbatches)
+    meshes, host = stage_meshes(dp, tp, pp, devices, num_microbatches, order)
     dims = batch_dims(function, batch)
     data = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
-    placed = place(decompose(function), data, dp, tp, meshes[0])
+    source, placed = place(decompose(function), data, dp, tp, meshes[0])
     table = make_table(schedule, pp, num_microbatches)
-    placed, stage = cut_stages(placed, pp, num_microbatches, cost)
-    return pipeline(placed, stage, meshes, table, host)
+    cut, stage = cut_stages(placed, pp, num_microbatches, cost)
+    return Distributed(pipeline(cut, stage, meshes, table, host), placed, source)
 
 
 def source_of(distributed: Function, function: Function) -> Function:
@@ -61,7 +86,7 @@ def source_of(distributed: Function, function: Function) -> Function:
 
 
 def stage_meshes(
-    dp: int, tp: int, pp: int, devices: Sequence[Device], microbatches: int
+    dp: int, tp: int, pp: int, devices: Sequence[Device], microbatches: int, order: Sequence[str] | None = None
 ) -> tuple[list[Mesh], Device | None]:
     """One mesh a stage, and the host if there is one. Raises InfeasibleError for a wrong number of devices."""
     if min(dp, tp, pp, microbatches) < 1:
@@ -71,15 +96,24 @@ def stage_meshes(
         raise InfeasibleError(
             f"dp {dp} x tp {tp} x pp {pp} needs {count} devices (or one more, a host), got {len(devices)}"
         )
+    host = devices[0] if len(devices) > count else None
+    order = order or ((TP, DP, PP) if host is None else (PP, TP, DP))
+    if sorted(order) != sorted((DP, TP, PP)):
+        raise UsageError(f"an order names dp, tp and pp once each, got {', '.join(order)}")
+    size = {DP: dp, TP: tp, PP: pp}
+    stride = {axis: math.prod(size[a] for a in order[:i]) for i, axis in enumerate(order)}
     axes = {TIME: microbatches, **({DP: dp} if dp > 1 else {}), **({TP: tp} if tp > 1 else {})}
-    if len(devices) == count:
-        size = dp * tp
-        return [Mesh(devices[s * size : (s + 1) * size], axes, f"stage{s}") for s in range(pp)], None
-    return [Mesh(devices[1 + s :: pp], axes, f"stage{s}") for s in range(pp)], devices[0]
+    first = 0 if host is None else 1
+
+    def stage(s: int) -> list[Device]:
+        start = first + s * stride[PP]
+        return [devices[start + i * stride[DP] + j * stride[TP]] for i in range(dp) for j in range(tp)]
+
+    return [Mesh(stage(s), axes, f"stage{s}") for s in range(pp)], host
 
 
-def place(function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: Mesh) -> Function:
-    """The function on a mesh: the batch split over time and dp, weights over tp. Not yet scheduled.
+def place(function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: Mesh) -> tuple[Function, Function]:
+    """The function, padded, and the same on a mesh: the batch split over time and dp, weights over tp; not scheduled.
 
     `batch` maps numbers of inputs to their batch dim. The function must be decomposed.
     """
@@ -94,7 +128,7 @@ def place(function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: 
         decisions[DP] = data_parallel(graph, dp, batch, microbatches)
     if split is not None:
         decisions[TP] = split
-    return shard(graph, mesh, decisions)
+    return function, shard(graph, mesh, decisions)
 
 
 def _check_batch(size: int, dp: int, microbatches: int) -> None:
@@ -144,17 +178,17 @@ class Coverage(NamedTuple):
 
 
 def coverage(placed: Function, axis: str = TP) -> Coverage:
-    """What is split along an axis of a placed program or the inputs of a scheduled one."""
+    """What is split along an axis of a placed program."""
     held = [v for v in placed.inputs if v.kind == "parameter"] or weights(placed)
-    elements = {v: math.prod(v.type.global_shape) for v in held}  # type: ignore[union-attr]
-    whole = [v for v in held if axis not in v.type.mesh.axes or not isinstance(v.type.on(axis), Shard)]  # type: ignore[union-attr]
+    elements = {v: math.prod(whole(v.type)) for v in held}
+    unsplit = [v for v in held if axis not in v.type.mesh.axes or not isinstance(v.type.on(axis), Shard)]  # type: ignore[union-attr]
     total = flops = 0.0
     for op in placed.ops:
         if op.spec.comm is not None:
             continue
-        work = op.spec.flops(op.attributes, [v.type.shape for v in op.inputs], [v.type.shape for v in op.outputs])  # type: ignore[union-attr]
+        work = op.spec.flops(op.attributes, [whole(v.type) for v in op.inputs], [whole(v.type) for v in op.outputs])
         total += work
         if any(isinstance(v.type.on(axis), Shard) for v in (*op.inputs, *op.outputs)):  # type: ignore[union-attr]
             flops += work
-    unsplit = sum(elements[v] for v in whole)
-    return Coverage(flops / total if total else 0.0, 1 - unsplit / max(1, sum(elements.values())), tuple(whole))
+    share = 1 - sum(elements[v] for v in unsplit) / max(1, sum(elements.values()))
+    return Coverage(flops / total if total else 0.0, share, tuple(unsplit))

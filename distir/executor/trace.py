@@ -1,0 +1,250 @@
+"""What happened when: the events of a simulated program, made only when they are looked at, and the Chrome trace.
+
+Nothing is recorded while a program runs but when each part ended and what entered each call. A call is expanded by
+running its body's loop again from what entered it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+from distir.executor.compile import COMPUTE, NEVER, RECV, SEND, Call, Code, Plan, Program
+from distir.executor.device_classes import members
+from distir.executor.memory import CATEGORIES, MemoryUse
+from distir.ir.device import Device
+from distir.ir.function import Op
+
+VIEW = "view"
+"""The thread of ops that take no time; they stand on no stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One op on one device: name of the op, start and duration in seconds, device and stream.
+
+    Fields can be read as items, too: `event["dur"]`.
+    """
+
+    name: str
+    ts: float
+    dur: float
+    pid: str
+    tid: str
+    op: Op
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.__slots__:
+            raise KeyError(key)
+        return getattr(self, key)
+
+
+class Run(NamedTuple):
+    """One run of a function's loop: when its slots were ready, and what entered its calls."""
+
+    code: Code
+    ready: list[float]
+    entries: list[list[float]]
+
+
+class Done(NamedTuple):
+    """An op in a run: its plan, and the ends of its parts, the times of its views, or what entered the call."""
+
+    op: Op
+    plan: Plan | Call
+    times: list[float]
+
+
+def walk(run: Run) -> Iterator[Done]:
+    """The ops of a run, in program order."""
+    code, ready = run.code, run.ready
+    entries, views = iter(run.entries), iter(code.views)
+    slot = len(code.columns)
+    for op, plan in zip(code.function.ops, code.plans, strict=True):
+        if isinstance(plan, Call):
+            yield Done(op, plan, next(entries))
+            slot += max(len(plan.rows) - len(plan.streams), 0)
+        elif plan.parts:
+            end = slot + len(plan.parts)
+            yield Done(op, plan, ready[slot:end])
+            slot = end
+        else:
+            yield Done(op, plan, [max([ready[j] for j in slots], default=NEVER) for slots in next(views)])
+
+
+def expand(call: Call, enter: list[float]) -> Run:
+    """The run of a call's body, from what entered it."""
+    body = call.body
+    clock = [NEVER] * len(body.program.streams)
+    ready = [NEVER] * len(body.columns)
+    n = len(call.streams)
+    for s, t in zip(call.streams, enter, strict=False):
+        clock[s] = t
+    for j, t in zip(call.live, enter[n:], strict=True):
+        ready[j] = t
+    return Run(body, ready, body.run(clock, ready))
+
+
+class Trace(Sequence[Event]):
+    """One event per op and device, calls expanded, in program order. Made when looked at; `len` makes none."""
+
+    def __init__(self, program: Program, run: Run) -> None:
+        self.program = program
+        self._run = run
+        self._done: list[Done] | None = None
+        self._before: list[int] | None = None
+        self._counts: dict[Code, int] = {}
+        self._kept: tuple[int, list[Event]] = (-1, [])
+
+    def __len__(self) -> int:
+        return self._count(self._run.code)
+
+    def __repr__(self) -> str:
+        return f"Trace of {len(self)} events"
+
+    def __iter__(self) -> Iterator[Event]:
+        return self._events(self._run)
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Event]: ...
+    def __getitem__(self, index: int | slice) -> Event | list[Event]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1 and start == 0:
+                return list(islice(self, stop))
+            return [self[i] for i in range(start, stop, step)]
+        i = index + len(self) if index < 0 else index
+        if not 0 <= i < len(self):
+            raise IndexError(f"event {index} of {len(self)}")
+        if self._done is None or self._before is None:
+            self._done = list(walk(self._run))
+            self._before = [0, *accumulate(self._width(d.op, d.plan) for d in self._done)]
+        n = bisect_right(self._before, i) - 1
+        if self._kept[0] != n:
+            self._kept = (n, list(self._of(self._done[n])))
+        return self._kept[1][i - self._before[n]]
+
+    def _count(self, code: Code) -> int:
+        if code not in self._counts:
+            ops = zip(code.function.ops, code.plans, strict=True)
+            self._counts[code] = sum(self._width(op, plan) for op, plan in ops)
+        return self._counts[code]
+
+    def _width(self, op: Op, plan: Plan | Call) -> int:
+        return self._count(plan.body) if isinstance(plan, Call) else sum(len(g) for g in self._where(op, plan))
+
+    def _where(self, op: Op, plan: Plan) -> list[tuple[Device, ...]]:
+        """The devices that take part, by home."""
+        values = (*op.inputs, *op.outputs) if plan.parts else op.outputs
+        homes = dict.fromkeys(h for v in values for h in self.program.homes(v.type))
+        if len(homes) == 1:
+            return [members(h) for h in homes]
+        return [tuple(dict.fromkeys(d for h in homes for d in members(h)))]
+
+    def _events(self, run: Run) -> Iterator[Event]:
+        for done in walk(run):
+            yield from self._of(done)
+
+    def _of(self, done: Done) -> Iterator[Event]:
+        op, plan, times = done
+        if isinstance(plan, Call):
+            yield from self._events(expand(plan, times))
+            return
+        name, classes = op.spec.name, self.program.classes
+        streams = self.program.streams
+        if plan.parts:
+            part_of = {}
+            for part, end in zip(plan.parts, times, strict=True):
+                for s in part.streams:
+                    part_of[streams[s][0]] = (max(end - part.duration, 0.0), part.duration, streams[s][1])
+        else:
+            held = [c for group in plan.classes for c in group]
+            part_of = {c: (max(t, 0.0), 0.0, VIEW) for c, t in zip(held, times, strict=True)}
+        for group in self._where(op, plan):
+            for device in group:
+                start, duration, stream = part_of[classes.of(device)]  # type: ignore[index]
+                yield Event(name, start, duration, repr(device), stream, op)
+
+
+def write_chrome(path: str | Path, program: Program, run: Run, memory: dict[int, MemoryUse]) -> None:
+    """Write a trace that Chrome and Perfetto open: a process a device class, a thread a stream, an arrow a transfer, a
+    counter of live memory by category. Times are in microseconds.
+    """
+    with open(path, "w") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        file.write(",\n".join(json.dumps(e) for e in _chrome(program, run, memory)))
+        file.write("\n]}\n")
+
+
+_FIRST = (COMPUTE, SEND, RECV)
+
+
+def _chrome(program: Program, run: Run, memory: dict[int, MemoryUse]) -> Iterator[dict[str, Any]]:
+    classes = program.classes
+    for c, size in enumerate(classes.sizes):
+        name = classes.label(c) + (f" ({size} devices)" if size > 1 else "")
+        yield {"name": "process_name", "ph": "M", "pid": c, "args": {"name": name}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": c, "args": {"sort_index": c}}
+    for s, (c, name) in enumerate(program.streams):
+        yield {"name": "thread_name", "ph": "M", "pid": c, "tid": s, "args": {"name": name}}
+        order = _FIRST.index(name) if name in _FIRST else len(_FIRST)
+        yield {"name": "thread_sort_index", "ph": "M", "pid": c, "tid": s, "args": {"sort_index": order}}
+    arrows = iter(range(1 << 62))
+    spans: list[dict[int, tuple[float, float]]] = []
+    for done in walk(run):
+        span: dict[int, tuple[float, float]] = {}
+        yield from _slices(program, done, span, arrows)
+        spans.append(span)
+    yield from _counters(memory, spans)
+
+
+def _slices(
+    program: Program, done: Done, span: dict[int, tuple[float, float]], arrows: Iterator[int]
+) -> Iterator[dict[str, Any]]:
+    """The slices of an op, once a class; `span` learns when each class began and ended it."""
+    op, plan, times = done
+    if isinstance(plan, Call):
+        for inner in walk(expand(plan, times)):
+            yield from _slices(program, inner, span, arrows)
+        return
+    for c, t in zip((c for group in plan.classes for c in group), times, strict=False):
+        if not plan.parts:
+            _widen(span, c, max(t, 0.0), max(t, 0.0))
+    for part, end in zip(plan.parts, times, strict=True):
+        start = end - part.duration
+        result = op.outputs[0] if op.outputs else None
+        for s in part.streams:
+            c = program.streams[s][0]
+            _widen(span, c, start, end)
+            shown = {"result": f"%{result.name}: {result.type!r}"} if result else {}
+            base = {"pid": c, "tid": s, "cat": "communication" if part.communicates else "compute"}
+            yield {**base, "name": op.spec.name, "ph": "X", "ts": start * 1e6, "dur": part.duration * 1e6, "args": shown}
+        if part.sources != part.targets and len(part.streams) > 1:
+            arrow = {"name": op.spec.name, "cat": "transfer", "id": next(arrows), "ts": start * 1e6}
+            ends = [(program.streams[s][0], s) for s in part.streams]
+            yield {**arrow, "ph": "s", "pid": ends[0][0], "tid": ends[0][1]}
+            yield {**arrow, "ph": "f", "bp": "e", "ts": end * 1e6, "pid": ends[1][0], "tid": ends[1][1]}
+
+
+def _widen(span: dict[int, tuple[float, float]], c: int, start: float, end: float) -> None:
+    a, b = span.get(c, (start, end))
+    span[c] = (min(a, start), max(b, end))
+
+
+def _counters(memory: dict[int, MemoryUse], spans: list[dict[int, tuple[float, float]]]) -> Iterator[dict[str, Any]]:
+    for c, use in memory.items():
+        points = [(0.0, use.start)]
+        for point in use.curve:
+            if (span := spans[point.op].get(c)) is not None:
+                points += [(span[0], point.highest), (span[1], point.after)]
+        points.sort(key=lambda p: p[0])
+        for t, size in points:
+            args = dict(zip(CATEGORIES, size, strict=True))
+            yield {"name": "live memory (bytes)", "ph": "C", "pid": c, "ts": t * 1e6, "args": args}
