@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from distir.backends.comm import Network, combine, merge
+from distir.backends.kernels import Kernel, literal, render, trace
 from distir.backends.namespace import TorchNamespace
 from distir.executor.collectives import cut, local_outer, start_of, take_digit
 from distir.ir.device import Mesh
@@ -58,6 +59,7 @@ class Lowering:
         self.network = network
         self.xp = TorchNamespace(device)
         self.done: dict[Function, Lowered] = {}
+        self.kernels: dict[Any, Kernel | None] = {}
         self._names: dict[str, int] = {}
 
     def __call__(self, function: Function) -> Lowered:
@@ -91,6 +93,7 @@ class _Body:
         self.pending: set[Value] = set()
         self.kept: set[Value] = set()
         self.varies: str | None = None
+        self.temporaries: list[str] = []
         self.last: dict[Value, int] = {}
 
     def lower(self) -> Lowered:
@@ -107,7 +110,7 @@ class _Body:
         pending = self._end()
         source = f"def {name}(args, t):\n" + "\n".join("    " + line for line in self.lines) + "\n"
         self.bound["__builtins__"] = {}
-        exec(compile(source, f"<distir {name}>", "exec"), self.bound)  # noqa: S102  (source is generated above)
+        exec(compile(source, f"<distir {name}>", "exec"), self.bound)
         return Lowered(name, source, self.bound[name], pending, self.varies)
 
     # --- names
@@ -218,47 +221,63 @@ class _Body:
         if spec.local:
             attrs.update(spec.local(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs]))
         start = self._start(op, device)
-        if not op.inputs and not (start and "t" in start) and _bytes(op.outputs) <= _KEPT_BYTES:
-            self._keep(op, attrs, start)
+        if start is not None and start.isdigit():
+            attrs["start"], start = int(start), None
+        if not op.inputs and start is None and _bytes(op.outputs) <= _KEPT_BYTES:
+            self._keep(op, attrs)
             return
-        keywords = [f"{k}={self._literal(k, x)}" for k, x in attrs.items()]
+        operands = [self.use(v) for v in op.inputs]
+        kernel = self._kernel(op, attrs) if spec.torch is None and start is None else None
+        if kernel is not None:
+            lines, results = render(kernel, operands, self.bind, self._temporary)
+            self.lines += lines
+            self.lines += [f"{self.var(v)} = {x}" for v, x in zip(op.outputs, results, strict=True)]
+            self._forget()
+            return
+        keywords = [f"{k}={literal(k, x, self.bind)}" for k, x in attrs.items()]
         if start is not None:
             keywords.append(f"start={start}")
-        row = ", ".join([*[self.use(v) for v in op.inputs], *keywords])
-        expression = f"{self._kernel(op)}({row})"
-        if spec.outputs == 1:
-            self.assign(op, expression)
-            return
+        expression = f"{self._whole(op)}({', '.join([*operands, *keywords])})"
         if callable(spec.outputs) and len(op.outputs) == 1:
             expression = f"{self.bind('as_row', _as_row)}({expression})"
-        results = "".join(f"{self.var(v)}, " for v in op.outputs)
-        self.lines.append(f"{results}= {expression}")
+        results = [self.var(v) for v in op.outputs]
+        single = spec.outputs == 1
+        self.lines.append(f"{results[0] if single else ', '.join(results) + ','} = {expression}")
 
-    def _kernel(self, op: Op) -> str:
-        """The name of what computes the op: torch's own kernel where the op names one, else its `eval`."""
+    def _kernel(self, op: Op, attrs: Mapping[str, Any]) -> Kernel | None:
+        """The torch calls of an op; the same for all ops that are alike."""
+        kernels = self.lowering.kernels
+        types = tuple(v.type for v in (*op.inputs, *op.outputs))
+        key = (op.spec, tuple(sorted(attrs.items(), key=lambda item: item[0])), types)
+        if key not in kernels:
+            kernels[key] = trace(op, attrs, self.lowering.xp.device)
+        return kernels[key]
+
+    def _whole(self, op: Op) -> str:
+        """The name of a function for the op in one call: torch's own kernel where it names one, else its `eval`."""
         spec = op.spec
         if spec.torch is not None:
             return self.bind(spec.torch.rsplit(".", 1)[-1], operator.attrgetter(spec.torch)(torch))
         if spec.eval is None:
             raise ModelError(f"{spec.name} cannot be evaluated: it should have been decomposed")
-        name = "".join(c if c.isalnum() and c.isascii() else "_" for c in spec.name)
-        return self.bind(name, functools.partial(spec.eval, self.xp))
+        return self.bind(spec.name, functools.partial(spec.eval, self.xp))
 
-    def _keep(self, op: Op, attrs: Mapping[str, Any], start: str | None) -> None:
+    def _temporary(self) -> str:
+        self.temporaries.append(f"s{len(self.temporaries)}")
+        return self.temporaries[-1]
+
+    def _forget(self) -> None:
+        if self.temporaries:
+            self.lines.append(f"del {', '.join(self.temporaries)}")
+            self.temporaries.clear()
+
+    def _keep(self, op: Op, attrs: Mapping[str, Any]) -> None:
         """Compute now what depends on nothing."""
-        extra = {} if start is None else {"start": int(start)}
         if op.spec.eval is None:
             raise ModelError(f"{op.spec.name} cannot be evaluated: it should have been decomposed")
-        results = _as_row(op.spec.eval(self.xp, **attrs, **extra))
-        for v, x in zip(op.outputs, results, strict=True):
+        for v, x in zip(op.outputs, _as_row(op.spec.eval(self.xp, **attrs)), strict=True):
             self.bound[self.var(v)] = x
             self.kept.add(v)
-
-    def _literal(self, name: str, x: Any) -> str:
-        plain = isinstance(x, bool | int | str | None) or (
-            isinstance(x, tuple) and all(type(y) is int for y in x) and len(x) < 9
-        )
-        return repr(x) if plain else self.bind(name, x)
 
     def _start(self, op: Op, device: Any) -> str | None:
         """The global index at which this rank's piece begins, in the dim that the op's `index` names."""

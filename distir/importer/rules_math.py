@@ -8,17 +8,27 @@ from distir.importer.node import Node, Result
 from distir.importer.registry import rule
 from distir.importer.tensors import dtype_of
 from distir.ir.function import Value
-from distir.ops.rules import tensor
+from distir.ops.rules import shape_of, tensor
 
 
 @rule("Abs", "Add", "And", "Ceil", "Cos", "Equal", "Erf", "Exp", "Floor", "Greater", "GreaterOrEqual", "Less")
-@rule(
-    "LessOrEqual", "Log", "MatMul", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid"
-)
+@rule("LessOrEqual", "Log", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid")
 @rule("Sign", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Where", "Xor")
 def _same(n: Node) -> Result:
     """The op of the same name, without attributes."""
     return n.emit(n.proto.op_type, *n.operands())
+
+
+@rule("MatMul")
+def _matmul(n: Node) -> Result:
+    """A vector is a matrix of one row, or of one column if it stands second; that dim goes again."""
+    a, b = n.operands()
+    first, second = len(shape_of(a)) == 1, len(shape_of(b)) == 1
+    a = n.reshape(a, (1, *shape_of(a))) if first else a
+    b = n.reshape(b, (*shape_of(b), 1)) if second else b
+    y = n.emit("MatMul", a, b)
+    rank = len(shape_of(y))
+    return n.dropped(y, (*[rank - 2] * first, *[rank - 1] * second))
 
 
 @rule("Div")

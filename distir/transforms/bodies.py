@@ -12,6 +12,7 @@ from typing import NamedTuple
 from distir.ir.device import TIME, Mesh
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import NOW, Partial, Tensor, Tuple, Type
+from distir.ops.rules import tensor
 from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases, varies
 
 NAMES = {PROLOGUE: "prologue", FORWARD: "fwd", BACKWARD: "bwd", UPDATE: "update"}
@@ -96,7 +97,7 @@ def cut_bodies(function: Function, stage: Mapping[Op, int]) -> Cut:
 
 
 def _sums(op: Op) -> bool:
-    return isinstance(op.inputs[0].type.on(TIME), Partial)  # type: ignore[union-attr]
+    return isinstance(tensor(op.inputs[0]).on(TIME), Partial)
 
 
 def _totals(function: Function, phase: Mapping[Op, str], stage: Mapping[Op, int]) -> list[Total]:
@@ -116,7 +117,7 @@ def _totals(function: Function, phase: Mapping[Op, str], stage: Mapping[Op, int]
             after = users[whole][0]
             if after.spec.comm is None or "axis" not in after.attributes or stage[after] != stage[op]:
                 break
-            if not isinstance(whole.type.on(after.attributes["axis"]), Partial):  # type: ignore[union-attr]
+            if not isinstance(tensor(whole).on(after.attributes["axis"]), Partial):
                 break
             reduce.append(after)
             whole = after.outputs[0]
@@ -238,8 +239,8 @@ class _BodyMaker:
         return dict(zip(parts, self.bundle("running", parts, types), strict=True))
 
     def _summed_type(self, v: Value, piece: tuple[int, int]) -> Tensor:
-        t = v.type
-        return t.moved(self.mesh).placed(TIME, t.on(TIME), piece)  # type: ignore[union-attr]
+        t = tensor(v)
+        return t.moved(self.mesh).placed(TIME, t.on(TIME), piece)
 
     def _wholes(self) -> None:
         """In an update: the finished sums, whole."""
@@ -248,7 +249,7 @@ class _BodyMaker:
             return
         everything = (0, self.microbatches)
         types = [
-            t.whole.type.moved(self.mesh).placed(TIME, t.part.type.on(TIME), everything)  # type: ignore[union-attr]
+            tensor(t.whole).moved(self.mesh).placed(TIME, tensor(t.part).on(TIME), everything)
             for t in totals
         ]
         for t, v in zip(totals, self.bundle("totals", [t.part for t in totals], types), strict=True):

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from distir.ir.axes import Shape
-from distir.ir.errors import IRTypeError
 from distir.ir.function import Attributes, Function, Op, Value
 from distir.ir.spec import Spec, Strand
-from distir.ir.type import Placement, Shard, Tensor, Type
+from distir.ir.type import Placement, Shard, Type
+from distir.ops.rules import shape_of
 
 
 class Signature:
@@ -19,8 +19,8 @@ class Signature:
 
     def __init__(self, number: int, op: Op) -> None:
         self.number, self.spec, self.attrs = number, op.spec, op.attributes
-        self.ins: list[Shape] = [whole(v.type) for v in op.inputs]
-        self.outs: list[Shape] = [whole(v.type) for v in op.outputs]
+        self.ins: list[Shape] = [shape_of(v) for v in op.inputs]
+        self.outs: list[Shape] = [shape_of(v) for v in op.outputs]
         self.flops = op.spec.flops(op.attributes, self.ins, self.outs)
         self.elements = sum(math.prod(s) for s in self.outs)
         self.linear = op.spec.linear_sets(len(self.ins), op.attributes)
@@ -53,13 +53,6 @@ def strand_slots(strand: Strand) -> list[tuple[int, Shard]]:
     return ins + [(~k, p) for k, p in enumerate(strand.outs) if isinstance(p, Shard)]
 
 
-def whole(t: Type) -> Shape:
-    """The global shape of a tensor type."""
-    if not isinstance(t, Tensor):
-        raise IRTypeError(f"expected a tensor, got {t}")
-    return t.global_shape
-
-
 class Graph:
     """Values and ops of a function by number. `uses[v]` lists (op, slot), results as slot ~k."""
 
@@ -85,7 +78,7 @@ class Graph:
                 index[v] = len(self.values)
                 self.values.append(v)
             self.outs.append([index[v] for v in op.outputs])
-        self.shapes: list[Shape] = [whole(v.type) for v in self.values]
+        self.shapes: list[Shape] = [shape_of(v) for v in self.values]
         self.uses: list[list[tuple[int, int]]] = [[] for _ in self.values]
         for j, (ins, outs) in enumerate(zip(self.ins, self.outs, strict=True)):
             for k, v in enumerate(ins):

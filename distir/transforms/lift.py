@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from distir.ir.device import TIME
 from distir.ir.function import Function, FunctionMaker, Op, Value
-from distir.ir.type import SUM, Partial, Tensor
+from distir.ir.type import SUM, Partial
+from distir.ops.rules import tensor
 from distir.transforms.phases import ends_time
 
 
@@ -31,13 +32,13 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
         op = producer.get(v)
         if op is None or users[v] != 1 or v in kept or len(op.outputs) != 1 or op.spec.comm is not None:
             return None
-        sums = [w for w in op.inputs if isinstance(w.type, Tensor) and w.type.on(TIME) is SUM]
+        sums = [w for w in op.inputs if tensor(w).on(TIME) is SUM]
         stages = {stage[producer[w]] for w in sums if producer[w] in stage}
         return op if len(sums) > 1 and len(stages) > 1 else None
 
     lifted: set[Op] = set()
     for op in function.ops:
-        if ends_time(op) and isinstance(op.inputs[0].type.on(TIME), Partial):  # type: ignore[union-attr]
+        if ends_time(op) and isinstance(tensor(op.inputs[0]).on(TIME), Partial):
             todo = [op.inputs[0]]
             while todo:
                 inner = liftable(todo.pop())
@@ -50,7 +51,7 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
         inner = producer.get(v)
         if inner in lifted and inner is not None:
             parts = [
-                total(w, op) if isinstance(w.type, Tensor) and w.type.on(TIME) is SUM else env[w] for w in inner.inputs
+                total(w, op) if tensor(w).on(TIME) is SUM else env[w] for w in inner.inputs
             ]
             return maker.add_op(inner.spec, v.name, parts, inner.attributes)
         return maker.add_op(op.spec, v.name, [env[v]], op.attributes)

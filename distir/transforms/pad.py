@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from distir.ir.function import Function, FunctionMaker, Op, Role, Value
 from distir.ir.spec import Strand
 from distir.ir.type import Shard, Tensor
+from distir.ops.rules import shape_of, tensor
 from distir.transforms.classes import Classes
 from distir.transforms.graph import Graph
 from distir.transforms.roles import weights
@@ -61,13 +62,13 @@ def pad_like(function: Function, padded: Function) -> Function:
         (i, Shard(dim))
         for i, w in enumerate(padded.inputs)
         for dim, size in enumerate(w.role.source if w.role and w.role.source else ())
-        if isinstance(w.type, Tensor) and size != w.type.global_shape[dim]
+        if size != shape_of(w)[dim]
     ]
     classes = Classes(graph, 1, starts)
     members = classes.members()
     chosen: dict[int, Sizes] = {}
     for i, split in starts:
-        size = padded.inputs[i].type.global_shape[split.dim]  # type: ignore[union-attr]
+        size = shape_of(padded.inputs[i])[split.dim]
         c = classes.nodes[i, split]
         chosen[c] = {(v, s.dim): size for v, s in members[c]}
     return pad(function, list(chosen.values()))
@@ -88,7 +89,7 @@ class _Padder:
     def type(self, v: Value) -> Tensor:
         i = self.graph.index[v]
         shape = [self.sizes.get((i, d), n) for d, n in enumerate(self.graph.shapes[i])]
-        return Tensor(v.type.dtype, shape)  # type: ignore[union-attr]
+        return Tensor(tensor(v).dtype, shape)
 
     def build(self) -> Function:
         for v in self.function.inputs:
@@ -142,7 +143,7 @@ class _Padder:
 
     def _filled(self, source: Value, v: Value, dim: int, value: float) -> Value:
         """`v` with `value` in its padding. Integers (indices) are let be: padded rows of them do not occur."""
-        if self.tail.get((v, dim)) == value or not v.type.dtype.floating:  # type: ignore[union-attr]
+        if self.tail.get((v, dim)) == value or not tensor(v).dtype.floating:
             return v
         key = v, dim, value
         if key not in self.filled:

@@ -87,12 +87,13 @@ class _Sweep:
         self.wants: list[Sequence[Placement]] = []
 
     def forward(self, first: bool) -> float:
-        v, state = self.v, [None] * len(self.v.elements)
+        v = self.v
+        state: list[Placement | None] = [None] * len(v.elements)
         self.state = state  # None: an input that may still choose
         total = 0.0
         if not first:
             for i in v.inputs:
-                state[i] = self.inputs.get(i, REPLICATE)  # type: ignore[call-overload]
+                state[i] = self.inputs.get(i, REPLICATE)
                 if v.roles[i] in ("parameter", "state"):
                     share = self.n if i in self.inputs else 1
                     total += v.elements[i] / share * self.cost.held * v.copies[i]

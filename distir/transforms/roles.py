@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.function import Function, Role, Value
-from distir.transforms.graph import whole
+from distir.ops.rules import shape_of
 
 WEIGHTS = ("parameter", "state")
 
@@ -35,16 +35,16 @@ def batch_dims(function: Function, batch: Mapping[Value, int] | None = None) -> 
             batch = {v: v.role.batch for v in function.inputs if v.role and v.role.batch is not None}
         else:
             held = set(weights(function))
-            batch = {v: 0 for v in function.inputs if v not in held and whole(v.type)}
+            batch = {v: 0 for v in function.inputs if v not in held and shape_of(v)}
     for v, dim in batch.items():
-        if not 0 <= dim < len(whole(v.type)):
-            raise UsageError(f"input %{v.name} has no dim {dim} to be the batch: its shape is {whole(v.type)}")
+        if not 0 <= dim < len(shape_of(v)):
+            raise UsageError(f"input %{v.name} has no dim {dim} to be the batch: its shape is {shape_of(v)}")
     return dict(batch)
 
 
 def batch_size(function: Function, batch: Mapping[int, int]) -> int:
     """The number of samples, from the batch dim of each data input (by number). Raises InfeasibleError if the data inputs do not agree."""
-    sizes = {whole(function.inputs[i].type)[dim]: function.inputs[i] for i, dim in batch.items()}
+    sizes = {shape_of(function.inputs[i])[dim]: function.inputs[i] for i, dim in batch.items()}
     if len(sizes) > 1:
         said = ", ".join(f"%{v.name} has {n}" for n, v in sizes.items())
         raise InfeasibleError(f"{function.name}: the batch differs between inputs: {said}")

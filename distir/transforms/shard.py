@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from distir.ir.device import TIME, Mesh
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard, Tensor
+from distir.ops.rules import tensor
 from distir.transforms.graph import Graph
 from distir.transforms.place import Placed
 
@@ -54,7 +55,7 @@ class _Builder:
         placements = [
             self.decisions[a].inputs.get(i, REPLICATE) if a in self.decisions else REPLICATE for a in self.mesh.axes
         ]
-        return Tensor.whole(v.type.dtype, self.graph.shapes[i], self.mesh, placements)  # type: ignore[union-attr]
+        return Tensor.whole(tensor(v).dtype, self.graph.shapes[i], self.mesh, placements)
 
     def _op(self, j: int, op: Op) -> None:
         ins = [self.env[v] for v in op.inputs]
@@ -80,13 +81,13 @@ class _Builder:
         for v, w in zip(op.outputs, made.outputs, strict=True):
             self.of[w] = of
             for axis, placed in self.decisions.items():
-                if self.graph.index[v] in placed.reduce and isinstance(w.type.on(axis), Partial):  # type: ignore[union-attr]
+                if self.graph.index[v] in placed.reduce and isinstance(tensor(w).on(axis), Partial):
                     w = self.to(w, axis, REPLICATE)
             self.env[v] = w
 
     def _pass(self, linear: Sequence[frozenset[int]], ins: list[Value], axis: str) -> list[Value]:
         """Operands for an op that is not split: a Partial passes where the op is linear, all else is made whole."""
-        have = [v.type.on(axis) for v in ins]  # type: ignore[union-attr]
+        have = [tensor(v).on(axis) for v in ins]
         partial = frozenset(k for k, p in enumerate(have) if p is SUM)
         if partial and partial in linear and all(p is SUM or p is REPLICATE for p in have):
             return ins
@@ -95,14 +96,14 @@ class _Builder:
     def _whole(self, v: Value) -> Value:
         """An output: sums are paid for, and microbatches joined; splits over devices stay."""
         for axis in self.mesh.axes:
-            p = v.type.on(axis)  # type: ignore[union-attr]
+            p = tensor(v).on(axis)
             if isinstance(p, Partial) or (axis == TIME and p is not REPLICATE):
                 v = self.to(v, axis, REPLICATE)
         return v
 
     def to(self, v: Value, axis: str, want: Placement) -> Value:
         """`v` placed as `want` along `axis`; each conversion is made once."""
-        have = v.type.on(axis)  # type: ignore[union-attr]
+        have = tensor(v).on(axis)
         if have is want:
             return v
         key = v, axis, want

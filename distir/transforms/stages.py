@@ -155,7 +155,7 @@ def _crossing(forward: Sequence[Op]) -> list[float]:
     """Per position the cost of sending what was made before it and is used from it on (and its gradient back)."""
     place = {op: i for i, op in enumerate(forward)}
     made = {v: i for op, i in place.items() for v in op.outputs}
-    last = {v: i for v, i in made.items()}
+    last = dict(made)
     for op, i in place.items():
         for v in op.inputs:
             if v in last:
@@ -241,7 +241,7 @@ def _user_stages(
 
 def homes(function: Function, phase: Mapping[Op, str], stage: Mapping[Op, int]) -> dict[Value, int]:
     """The stage each input lives on: the first that uses it in the forward pass, else in any; state with its weight."""
-    roots = {v: (v,) for v in function.inputs}
+    roots: dict[Value, tuple[Value, ...]] = {v: (v,) for v in function.inputs}
     found: dict[Value, tuple[int, int]] = {}
     rank = {FORWARD: 0, BACKWARD: 1, PROLOGUE: 2, UPDATE: 3}
     for op in function.ops:

@@ -10,16 +10,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from distir.importer import import_from_onnx, parse_tensor_from_file
 from distir.ir.errors import ModelError, UsageError
+from tests.importer.models import info, node
 
 F, I = TensorProto.FLOAT, TensorProto.INT64
-
-
-def info(name: str, shape: Sequence[int | str | None], dtype: int = F) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, dtype, shape)
-
-
-def node(op_type: str, inputs: str, outputs: str, name: str = "", **attributes: object) -> onnx.NodeProto:
-    return helper.make_node(op_type, inputs.split(), outputs.split(), name=name, **attributes)
 
 
 def save(

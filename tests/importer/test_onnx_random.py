@@ -101,7 +101,8 @@ class Graph:
 
     def op_transpose(self, v: str, s: tuple[int, ...]) -> None:
         perm = self.draw(st.permutations(range(len(s))))
-        self.emit("Transpose", v, tuple(s[i] for i in perm), perm=perm)
+        if s:
+            self.emit("Transpose", v, tuple(s[i] for i in perm), perm=perm)
 
     def op_reduce(self, v: str, s: tuple[int, ...]) -> None:
         axes = [i for i in range(len(s)) if self.draw(st.booleans())] or list(range(len(s)))
@@ -166,7 +167,7 @@ class Graph:
         if len(s) > 1 and s[-1] == s[-2]:
             self.emit("Shape", v, start=-2)
             self.emit("ConstantOfShape", self.last)
-            self.emit("Sub", f"{self.last} {self.weight(np.float32(9))}")
+            self.emit("Sub", f"{self.last} {self.weight(np.array(9, np.float32))}")
             self.emit("Trilu", f"{self.last} {self.weight(np.array(1))}", upper=1)
             self.emit("Add", f"{v} {self.last}", s)
 
