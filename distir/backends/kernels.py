@@ -1,7 +1,7 @@
 """What one op does on torch, as the torch calls it comes to.
 
-An op's `eval` is run once on tensors without data, and the calls it makes are written down: `Softmax` becomes
-`softmax(v1, -1)`, or a few calls where torch has no kernel. So the generated Python has no layer between it and torch.
+An op's `eval` is run once, on zeros, and the torch calls it makes are written down. So the generated Python has no layer
+between it and torch. (Tensors on the "meta" device would do as well, but the first of them costs seconds.)
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from distir.ir.errors import ModelError
 from distir.ir.function import Op
 from distir.ir.type import Tensor
 
-META = TorchNamespace("meta")
-"""Where tensors have a shape and a dtype, but no data."""
-
-
 
 def rpow(x: torch.Tensor, base: float) -> torch.Tensor:
     """base ** x."""
@@ -36,6 +32,16 @@ _PLAINER: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__eq__: torch.eq,
 }
 """Methods that torch writes in Python, and what they come to."""
+
+
+_LOOKS_AT_NO_DATA = frozenset(
+    ("__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "nelement", "__len__", "ndimension")
+)
+"""What a rule may ask of a tensor that is not a tensor itself."""
+
+
+class LooksAtData(Exception):
+    """A rule decides by its data what to call."""
 
 
 class Ref(NamedTuple):
@@ -74,9 +80,8 @@ def changes_operand(function: Any) -> bool:
 class _Recorder(TorchFunctionMode):
     """Writes down the calls made under it; operands must be known before."""
 
-    def __init__(self, operands: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(self, operands: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.device = device
         self.calls: list[TorchCall] = []
         self.kept: list[torch.Tensor] = list(operands)  # held, so that an id is one tensor's only
         self.number = {id(x): k for k, x in enumerate(self.kept)}
@@ -90,6 +95,8 @@ class _Recorder(TorchFunctionMode):
             row = tuple(self._refs(x) for x in args)
             named = {k: self._refs(x) for k, x in (kwargs or {}).items()}
             self._add(_PLAINER.get(func, func), row, named, out)
+        elif not isinstance(out, torch.Tensor) and func.__name__ not in _LOOKS_AT_NO_DATA:
+            raise LooksAtData(func.__name__)
         return out
 
     def _add(self, func: Any, row: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
@@ -98,7 +105,7 @@ class _Recorder(TorchFunctionMode):
             self.calls.append(TorchCall(func, row, named, self._new(out) if known is None else known))
         elif isinstance(out, tuple | list):
             whole = len(self.kept)
-            self.kept.append(torch.empty(0, device="meta"))  # stands for the row of results
+            self.kept.append(torch.empty(0))  # stands for the row of results
             self.calls.append(TorchCall(func, row, named, whole))
             for k, x in enumerate(out):
                 if isinstance(x, torch.Tensor):
@@ -115,8 +122,6 @@ class _Recorder(TorchFunctionMode):
             return Ref(self.number[id(x)])
         if type(x) in (tuple, list):
             return type(x)([self._refs(y) for y in x])
-        if isinstance(x, torch.device):
-            return self.device
         return x
 
 
@@ -124,21 +129,21 @@ def _has_tensor(x: Any) -> bool:
     return isinstance(x, tuple | list) and any(isinstance(y, torch.Tensor) for y in x)
 
 
-def trace(op: Op, attributes: Mapping[str, Any], device: torch.device) -> Kernel | None:
+def trace(op: Op, attributes: Mapping[str, Any], xp: TorchNamespace) -> Kernel | None:
     """The calls that the op's `eval` makes on one rank, given its local attributes.
 
-    None if it looks at data, or makes tensors in ways that cannot be followed: then it has to be called itself.
-    Raises ModelError if what it gives is not of the op's type.
+    None if they depend on data, or cannot be followed: then it has to be called itself. Raises ModelError if what it
+    gives is not of the op's type.
     """
     spec = op.spec
     if spec.eval is None:
         raise ModelError(f"{spec.name} cannot be evaluated: it should have been decomposed")
-    operands = [_empty(v.type) for v in op.inputs]
-    recorder = _Recorder(operands, device)
+    operands = [_zeros(v.type, xp.device) for v in op.inputs]
+    recorder = _Recorder(operands)
     try:
         with recorder:
-            y = spec.eval(META, *operands, **attributes)
-    except (RuntimeError, NotImplementedError):  # both: torch's words for a tensor without data that is looked at
+            y = spec.eval(xp, *operands, **attributes)
+    except LooksAtData:
         return None
     results = y if isinstance(y, tuple | list) else (y,)
     if not all(isinstance(x, torch.Tensor) and id(x) in recorder.number for x in results):
@@ -147,10 +152,11 @@ def trace(op: Op, attributes: Mapping[str, Any], device: torch.device) -> Kernel
     return Kernel(recorder.calls, tuple(recorder.number[id(x)] for x in results))
 
 
-def _empty(t: Any) -> torch.Tensor:
+def _zeros(t: Any, device: torch.device) -> torch.Tensor:
+    """A tensor of that local type, of a single element's memory."""
     if not isinstance(t, Tensor):
         raise ModelError(f"expected a tensor, got {t}")
-    return torch.empty(t.shape, dtype=torch_dtype(t.dtype), device="meta")
+    return torch.zeros((), dtype=torch_dtype(t.dtype), device=device).expand(t.shape)
 
 
 def _check(op: Op, results: Sequence[torch.Tensor]) -> None:

@@ -250,7 +250,7 @@ class _Body:
         types = tuple(v.type for v in (*op.inputs, *op.outputs))
         key = (op.spec, tuple(sorted(attrs.items(), key=lambda item: item[0])), types)
         if key not in kernels:
-            kernels[key] = trace(op, attrs, self.lowering.xp.device)
+            kernels[key] = trace(op, attrs, self.xp)
         return kernels[key]
 
     def _whole(self, op: Op) -> str:

@@ -61,7 +61,7 @@ class _Counter:
         key = (call.body, call.live, self._relative(call, enter))
         left = self._memo.get(key)
         if left is None:
-            left = self.left(expand(call, [t - zero for t in enter]))
+            left = self.left(expand(call, [t - zero for t in enter], None))
             self._memo[key] = left
         for c, seconds in left.compute.items():
             compute[c] = compute.get(c, 0.0) + seconds
@@ -88,7 +88,7 @@ def _floors(call: Call) -> list[float]:
     floors = [0.0]
     for column in columns[1:]:
         here = column.ready[len(body.columns) :]
-        floors.append(-max((w - v for v, w in zip(first, here, strict=True) if w != NEVER), default=-NEVER))
+        floors.append(-max((w - v for v, w in zip(first, here, strict=True) if w != NEVER), default=NEVER))
     return floors
 
 

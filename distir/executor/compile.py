@@ -54,12 +54,14 @@ class Plan(NamedTuple):
 
 
 class Call:
-    """A call in a program: its body, which of the body's inputs are live, and the map."""
+    """A call in a program: its body, which of the body's inputs are live, the map, and what each input hangs on."""
 
-    __slots__ = ("body", "live", "rows", "streams")
+    __slots__ = ("body", "given", "live", "rows", "streams")
 
-    def __init__(self, body: Code, live: Slots, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
-        self.body, self.live, self.rows, self.streams = body, live, rows, body.streams
+    def __init__(
+        self, body: Code, live: Slots, rows: Sequence[Sequence[tuple[int, float]]], given: list[Slots]
+    ) -> None:
+        self.body, self.live, self.rows, self.given, self.streams = body, live, rows, given, body.streams
 
 
 class Summary(NamedTuple):
@@ -406,9 +408,9 @@ class _Lowering:
         passed = {j for _, _, slots in body.outputs for j in slots if j < len(body.columns)}
         live: list[int] = []
         needs: list[Slots] = []
-        for j, (i, c) in enumerate(body.columns):
+        given = [self.env[c][op.inputs[i]] for i, c in body.columns]
+        for j, slots in enumerate(given):
             consumers = body.consumers[j]
-            slots = self.env[c][op.inputs[i]]
             if j not in passed:
                 slots = tuple([k for k in slots if any(self.dominated[k].isdisjoint(s) for s in consumers)])
             if slots:
@@ -416,7 +418,7 @@ class _Lowering:
                 needs.append(slots)
         summary = body.summary(tuple(live))
         self.code.needs.append(needs)
-        call = Call(body, tuple(live), summary.rows)
+        call = Call(body, tuple(live), summary.rows, given)
         self.parts.append(call)
         self.code.plans.append(call)
         for (k, c, _), dominated in zip(body.outputs, summary.dominated, strict=True):

@@ -128,8 +128,9 @@ def evaluate(op: Op, ins: Sequence[Any], coord: tuple[int, ...] | None, xp: Any 
     if indexed is not None:
         slot, dim = indexed
         t = (op.inputs[slot] if slot >= 0 else op.outputs[~slot]).type
-        on_mesh = coord is not None and isinstance(t, Tensor)
-        attrs["start"] = start_of(t, dim % len(t.shape), coord) if on_mesh else 0
+        attrs["start"] = 0
+        if coord is not None and isinstance(t, Tensor):
+            attrs["start"] = start_of(t, dim % len(t.shape), coord)
     return spec.eval(xp, *ins, **attrs)
 
 

@@ -53,11 +53,14 @@ class Run(NamedTuple):
 
 
 class Done(NamedTuple):
-    """An op in a run: its plan, and the ends of its parts, the times of its views, or what entered the call."""
+    """An op in a run: its plan, and the ends of its parts, the times of its views, or what entered the call; of a call
+    also the run it stands in.
+    """
 
     op: Op
     plan: Plan | Call
     times: list[float]
+    run: Run | None = None
 
 
 def walk(run: Run) -> Iterator[Done]:
@@ -67,7 +70,7 @@ def walk(run: Run) -> Iterator[Done]:
     slot = len(code.columns)
     for op, plan in zip(code.function.ops, code.plans, strict=True):
         if isinstance(plan, Call):
-            yield Done(op, plan, next(entries))
+            yield Done(op, plan, next(entries), run)
             slot += max(len(plan.rows) - len(plan.streams), 0)
         elif plan.parts:
             end = slot + len(plan.parts)
@@ -77,16 +80,21 @@ def walk(run: Run) -> Iterator[Done]:
             yield Done(op, plan, [max([ready[j] for j in slots], default=NEVER) for slots in next(views)])
 
 
-def expand(call: Call, enter: list[float]) -> Run:
-    """The run of a call's body, from what entered it."""
-    body = call.body
+def expand(call: Call, enter: Sequence[float], caller: Run | None) -> Run:
+    """The run of a call's body, from what entered it.
+
+    Without the caller's run, inputs that decide nothing have no time: parts are exact, views may not be.
+    """
+    body, n = call.body, len(call.streams)
     clock = [NEVER] * len(body.program.streams)
-    ready = [NEVER] * len(body.columns)
-    n = len(call.streams)
     for s, t in zip(call.streams, enter, strict=False):
         clock[s] = t
-    for j, t in zip(call.live, enter[n:], strict=True):
-        ready[j] = t
+    if caller is not None:
+        ready = [max([caller.ready[j] for j in slots], default=NEVER) for slots in call.given]
+    else:
+        ready = [NEVER] * len(body.columns)
+        for j, t in zip(call.live, enter[n:], strict=True):
+            ready[j] = t
     return Run(body, ready, body.run(clock, ready))
 
 
@@ -153,9 +161,9 @@ class Trace(Sequence[Event]):
             yield from self._of(done)
 
     def _of(self, done: Done) -> Iterator[Event]:
-        op, plan, times = done
+        op, plan, times, _ = done
         if isinstance(plan, Call):
-            yield from self._events(expand(plan, times))
+            yield from self._events(expand(plan, times, done.run))
             return
         name, classes = op.spec.name, self.program.classes
         streams = self.program.streams
@@ -209,9 +217,9 @@ def _slices(
     program: Program, done: Done, span: dict[int, tuple[float, float]], arrows: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
     """The slices of an op, once a class; `span` learns when each class began and ended it."""
-    op, plan, times = done
+    op, plan, times, _ = done
     if isinstance(plan, Call):
-        for inner in walk(expand(plan, times)):
+        for inner in walk(expand(plan, times, done.run)):
             yield from _slices(program, inner, span, arrows)
         return
     for c, t in zip((c for group in plan.classes for c in group), times, strict=False):

@@ -42,7 +42,7 @@ def _side(text: str) -> list[tuple[str, ...]]:
 def _parse(text: str) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], dict[str, str]]:
     body, _, kinds = text.partition("|")
     left, _, right = body.partition("->")
-    return _side(left), _side(right), dict((k.split(":")[0], k.split(":")[1]) for k in kinds.split())
+    return _side(left), _side(right), dict([k.split(":") for k in kinds.split()])
 
 
 def factors(text: str, shapes: Sequence[Shape], sizes: Mapping[str, int] | None = None) -> Factors:

@@ -53,6 +53,7 @@ class Mesh:
     devices: tuple[Device, ...]
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
+    _coords: tuple[tuple[int, ...], ...] | None
     time: int | None
     """The position of the time axis in `axes`."""
 

@@ -32,9 +32,7 @@ MESH = rf"mesh\ ({LABEL})\(((?:{NAME}=\d+(?:,\ )?)*)\)\ =\ ((?:{_RUN}(?:,\ )?)*)
 
 _is_plain = re.compile(PLAIN).fullmatch
 _is_plain_value = re.compile(PLAIN_VALUE).fullmatch
-_is_tensor = re.compile(
-    rf"(\w+)\[(.*)\]((?:\+(?:\w+:)?{NAME})*)(?:\#([^\s@]+))?(?:\ @\ ({WHERE}))?"
-).fullmatch
+_is_tensor = re.compile(rf"(\w+)\[(.*)\]((?:\+(?:\w+:)?{NAME})*)(?:\#([^\s@]+))?(?:\ @\ ({WHERE}))?").fullmatch
 _is_device = re.compile(rf"({NAME}):(-?\d+)").fullmatch
 _is_mesh = re.compile(rf"\s*{MESH}\s*").fullmatch
 _dims = re.compile(rf"(\d+)(?:\{{({_AXIS}(?:,{_AXIS})*)\}})?").findall
@@ -43,7 +41,7 @@ _partials = re.compile(rf"\+(?:(\w+):)?({NAME})").findall
 _sizes = re.compile(rf"({NAME})=(\d+)").findall
 _runs = re.compile(_RUN).findall
 _repeats = re.compile(r"x(\d+) by (-?\d+)").findall
-_escapes = re.compile(r"\\(?:x(..)|u(....)|U(........)|(.))").sub
+_escapes = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U(000[0-9a-f]{5}|0010[0-9a-f]{4})|(.))").sub
 
 
 def fail(expected: str, got: str) -> NoReturn:
@@ -208,6 +206,7 @@ def read_mesh(line: str) -> tuple[str, Mesh]:
     found = _is_mesh(line)
     if found is None:
         fail("mesh name(axis=size, ...) = kind:first..last, ...", line.strip())
+    axes = {unquote(axis): int(n) for axis, n in _sizes(found[2])}
     devices: list[Device] = []
     for kind, first, last, step, repeats in _runs(found[3]):
         by = int(step or 1)
@@ -215,7 +214,6 @@ def read_mesh(line: str) -> tuple[str, Mesh]:
         for count, apart in _repeats(repeats):
             run = [i + k * int(apart) for k in range(int(count)) for i in run]
         devices += [Device(unquote(kind), i) for i in run]
-    axes = {unquote(axis): int(n) for axis, n in _sizes(found[2])}
     return found[1], Mesh(devices, axes, label_name(found[1]))
 
 

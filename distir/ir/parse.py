@@ -26,9 +26,7 @@ from distir.ir.spec import Spec, all_ops, lookup
 from distir.ir.type import REPLICATE, DType, Partial, Shard, Tuple, Type
 
 _NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|-inf"
-_tokens = re.compile(
-    rf"%(?:{PLAIN_VALUE}|{QUOTED})|{TENSOR}|{_NUMBER}|[@&]{WHERE}|{LABEL}|->|\#\d+|\S"
-).findall
+_tokens = re.compile(rf"%(?:{PLAIN_VALUE}|{QUOTED})|{TENSOR}|{_NUMBER}|[@&]{WHERE}|{LABEL}|->|\#\d+|\S").findall
 _WORDS = {"True": True, "False": False, "None": None, "inf": inf, "nan": nan, "Replicate": REPLICATE}
 
 
@@ -89,7 +87,8 @@ class _Parser:
 
     def mesh(self) -> None:
         label, mesh = read_mesh(self.line)
-        self.meshes[label] = mesh
+        if self.meshes.setdefault(label, mesh) is not mesh:
+            fail("a new name", f"{label}, which is a mesh already")
 
     def bundle(self, tokens: list[str]) -> None:
         if tokens[2] != "=":
@@ -133,8 +132,8 @@ class _Parser:
 
     def function(self, tokens: list[str]) -> Function:
         label = tokens[1]
-        if tokens[2] != "(":
-            fail("(", tokens[2])
+        if tokens[2] != "(" or label in self.functions:
+            fail("a new name and (", f"{label} {tokens[2]}")
         values: dict[str, Value] = {}
         inputs: list[Value] = []
         i = 3
@@ -184,14 +183,21 @@ class _Parser:
         return Value(name, type, role), i
 
     def role(self, tokens: list[str], i: int) -> tuple[Role, int]:
-        kind, batch, source = tokens[i], None, None
+        kind, batch, source = Role(tokens[i]).kind, None, None
         i += 1
         if tokens[i] == "(":
             batch, i = self.value(tokens, i + 1)
             i += 1
         if tokens[i] == "source":
-            source, i = self.value(tokens, i + 2)
+            source, i = self.source(tokens, i)
         return Role(kind, batch, source), i
+
+    def source(self, tokens: list[str], i: int) -> tuple[tuple[int, ...], int]:
+        """`source=(shape)` at token `i`, and the token after it."""
+        shape, end = self.value(tokens, i + 2) if tokens[i + 1] == "=" else (None, i)
+        if not isinstance(shape, tuple):
+            fail("source=(shape)", f"{tokens[i]}{tokens[i + 1]}{tokens[i + 2]}")
+        return shape, end
 
     def op(self, tokens: list[str], values: dict[str, Value], ops: list[Op], first: dict[str, Op]) -> None:
         """Append the op of a line."""
@@ -272,7 +278,7 @@ class _Parser:
                 updates[v] = self.use(tokens[i + 1], values)
                 i += 2
             if tokens[i] == "source":
-                sources[v], i = self.value(tokens, i + 2)
+                sources[v], i = self.source(tokens, i)
             i = _comma(tokens, i)
         return outputs, updates, sources
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from distir.ir.axes import Factors, Shape, factors
 from distir.ir.errors import IRTypeError, ModelError
-from distir.ir.type import REPLICATE, DType, Partial, Placement, Replicate, Shard
+from distir.ir.type import REPLICATE, SUM, DType, Partial, Placement, Shard
 
 Attrs = Mapping[str, Any]
 LinearSets = tuple[frozenset[int], ...] | str
@@ -254,23 +254,18 @@ def place(
 
     Raises IRTypeError that names the operand, expected and got.
     """
-    split = next((k for k, p in enumerate(placements) if isinstance(p, Shard)), None)
-    if split is None and free is None:
+    slot, shard = next(((k, p) for k, p in enumerate(placements) if isinstance(p, Shard)), (~0, free))
+    if shard is None:
         return _place_partial(spec, attrs, placements, len(outs))
-    slot, shard = (split, placements[split]) if split is not None else (~0, free)
-    assert isinstance(shard, Shard)  # noqa: S101  (for the type checker)
     strand = spec.strand(attrs, ins, outs, slot, shard, n)
-    if strand is None or (free is not None and strand.outs[0] != free):
+    if strand is None or (free is not None and strand.outs[0] is not free):
         what = f"operand {slot} of shape {ins[slot]}" if slot >= 0 else f"result of shape {outs[0]}"
         raise IRTypeError(f"{what} may not be split as {shard} over {n}")
     for k, (want, got) in enumerate(zip(strand.ins, placements, strict=True)):
         if want is not got:
-            raise IRTypeError(f"operand {k}: expected {want}, got {got}, with {what_split(slot, shard)}")
+            split = f"operand {slot} split as {shard}" if slot >= 0 else f"the result split as {shard}"
+            raise IRTypeError(f"operand {k}: expected {want}, got {got}, with {split}")
     return strand.outs
-
-
-def what_split(slot: int, shard: Shard) -> str:
-    return f"operand {slot} split as {shard}" if slot >= 0 else f"the result split as {shard}"
 
 
 def _place_partial(
@@ -279,13 +274,11 @@ def _place_partial(
     partial = frozenset(k for k, p in enumerate(placements) if isinstance(p, Partial))
     if not partial:
         return (REPLICATE,) * results
-    first = placements[min(partial)]
-    if first.kind == "sum" and all(placements[k] is first for k in partial):  # type: ignore[union-attr]
-        if partial in spec.linear_sets(len(placements), attrs):
-            return (first,) * results
-    sets = [sorted(s) for s in spec.linear_sets(len(placements), attrs)]
-    where = f"only on all operands of one of {sets}, the others replicated" if sets else "nowhere"
+    sets = spec.linear_sets(len(placements), attrs)
+    if partial in sets and all(placements[k] is SUM for k in partial):
+        return (SUM,) * results
+    where = f"only on all operands of one of {list(map(sorted, sets))}, the others replicated" if sets else "nowhere"
     raise IRTypeError(
-        f"operand {min(partial)}: expected {Replicate()}, got {first}: {spec.name} is not linear there "
+        f"operand {min(partial)}: expected {REPLICATE}, got {placements[min(partial)]}: {spec.name} is not linear so "
         f"(a Partial may stand {where})"
     )

@@ -195,6 +195,7 @@ class Tensor:
     piece: Piece | None
     global_shape: tuple[int, ...]
     bytes: int
+    _at: dict[int, Tensor] | None
 
     def __new__(
         cls,
@@ -308,6 +309,7 @@ class Tuple:
     _interned: ClassVar[WeakValueDictionary[tuple[Type, ...], Tuple]] = WeakValueDictionary()
     types: tuple[Type, ...]
     bytes: int
+    _at: dict[int, Tuple] | None
 
     def __new__(cls, types: Iterable[Type]) -> Tuple:
         types = tuple(types)

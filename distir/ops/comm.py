@@ -121,7 +121,7 @@ def _send(attrs: Attrs, t: Type) -> list[Type]:
 
 @lru_cache(maxsize=1024)
 def _check_part(whole: Mesh, part: Mesh) -> None:
-    """Raises IRTypeError unless every device of `part` stands in `whole` at the same index along each axis of `part`."""
+    """Raises IRTypeError unless each device of `part` stands in `whole` at the same index along the axes of `part`."""
     if [a for a in whole.axes if a in part.axes] != list(part.axes):
         raise IRTypeError(f"{part} is not part of {whole}")
     where = dict(zip(whole.devices, whole.coords, strict=True))

@@ -84,9 +84,7 @@ def _label_dtype(attrs: Attrs, logits: DType, labels: DType) -> list[DType]:
     return [logits]
 
 
-def _cross_entropy(
-    xp: Any, x: Any, label: Any, ignore_index: int | None = None, reduction: str = "mean"
-) -> Any:
+def _cross_entropy(xp: Any, x: Any, label: Any, ignore_index: int | None = None, reduction: str = "mean") -> Any:
     top = xp.max(x, axis=-1)
     total, picked = _logit_sums(xp, x, label, top, 0)
     rows = xp.log(total) + top - picked

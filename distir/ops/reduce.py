@@ -36,7 +36,9 @@ def _back(f: FunctionMaker, o: Op, d: Value) -> Value:
 
 
 def _sum_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
-    shape, d = shape_of(o.inputs[0]), _back(f, o, d)
+    shape, gone = shape_of(o.inputs[0]), o.attributes["axes"]
+    if sorted(gone) != list(range(len(gone))):  # leading dims come back by expanding
+        d = _back(f, o, d)
     return [d if shape_of(d) == shape else f.emit("Expand", d, shape=shape)]
 
 

@@ -131,9 +131,7 @@ def _sizes(attrs: Attrs, size: int) -> tuple[int, ...]:
         parts = attrs["parts"]
         sizes = (size // parts,) * parts
     if sum(sizes) != size:
-        raise IRTypeError(
-            f"operand 0: size {size} does not split into {attrs.get('sizes') or attrs['parts']}"
-        )
+        raise IRTypeError(f"operand 0: size {size} does not split into {attrs.get('sizes') or attrs['parts']}")
     return sizes
 
 
@@ -153,9 +151,7 @@ def _split_shard(
     return Strand((whole,), (part,) * len(outs))
 
 
-def _split_eval(
-    xp: Any, a: Any, axis: int, parts: int = 0, sizes: tuple[int, ...] | None = None
-) -> tuple[Any, ...]:
+def _split_eval(xp: Any, a: Any, axis: int, parts: int = 0, sizes: tuple[int, ...] | None = None) -> tuple[Any, ...]:
     before = (slice(None),) * axis
     pieces: list[Any] = []
     start = 0
@@ -176,9 +172,7 @@ op(
     outputs=lambda attrs: attrs.get("parts") or len(attrs["sizes"]),
     shard=_split_shard,
     linear=[{0}],
-    local=lambda attrs, ins, outs: (
-        {"sizes": tuple(t.shape[attrs["axis"]] for t in outs)} if "sizes" in attrs else {}
-    ),
+    local=lambda attrs, ins, outs: {"sizes": tuple(t.shape[attrs["axis"]] for t in outs)} if "sizes" in attrs else {},
     eval=_split_eval,
     grad=_split_grad,
     alias=True,
@@ -319,9 +313,7 @@ op(  # dim grows to `size`, by `value` at the end
     shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, (attrs["dim"],)),
     linear=lambda attrs: [] if attrs.get("value") else [{0}],
     eval=_pad_eval,
-    grad=lambda f, o, d: [
-        f.emit("CutTo", d, dim=o.attributes["dim"], size=shape_of(o.inputs[0])[o.attributes["dim"]])
-    ],
+    grad=lambda f, o, d: [f.emit("CutTo", d, dim=o.attributes["dim"], size=shape_of(o.inputs[0])[o.attributes["dim"]])],
 )
 op(  # dim shrinks to `size`, at the end
     "CutTo",
@@ -329,9 +321,7 @@ op(  # dim shrinks to `size`, at the end
     shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, (attrs["dim"],)),
     linear=[{0}],
     eval=lambda xp, x, dim, size: x[(slice(None),) * dim + (slice(0, size),)],
-    grad=lambda f, o, d: [
-        f.emit("PadTo", d, dim=o.attributes["dim"], size=shape_of(o.inputs[0])[o.attributes["dim"]])
-    ],
+    grad=lambda f, o, d: [f.emit("PadTo", d, dim=o.attributes["dim"], size=shape_of(o.inputs[0])[o.attributes["dim"]])],
     alias=True,
 )
 

@@ -149,6 +149,5 @@ def _colour(
         for c in cs:
             used = {colour[x] for x in meets[c] if x in colour and x != c}
             colour[c] = next(k for k in range(len(cs)) if k not in used)
-        for k in range(max(colour.values()) + 1):
-            groups.append([c for c in cs if colour[c] == k])
+        groups += [[c for c in cs if colour[c] == k] for k in range(max(colour.values()) + 1)]
     return groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distir.ir.errors import InfeasibleError, UsageError
-from distir.ir.function import Function, Role, Value
+from distir.ir.function import Function, Value
 from distir.ops.rules import shape_of
 
 WEIGHTS = ("parameter", "state")
@@ -43,7 +43,10 @@ def batch_dims(function: Function, batch: Mapping[Value, int] | None = None) -> 
 
 
 def batch_size(function: Function, batch: Mapping[int, int]) -> int:
-    """The number of samples, from the batch dim of each data input (by number). Raises InfeasibleError if the data inputs do not agree."""
+    """The number of samples, from the batch dim of each data input (by number).
+
+    Raises InfeasibleError if the data inputs do not agree.
+    """
     sizes = {shape_of(function.inputs[i])[dim]: function.inputs[i] for i, dim in batch.items()}
     if len(sizes) > 1:
         said = ", ".join(f"%{v.name} has {n}" for n, v in sizes.items())

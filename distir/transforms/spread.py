@@ -1,4 +1,4 @@
-"""From a sequential program to a placed one: the batch over time and data parallelism, weights over tensor parallelism."""
+"""From a sequential program to a placed one: the batch split over time and dp, weights over tp."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ def model(
     return helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=list(functions))
 
 
-def expected(
-    proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray], reference: bool = False
-) -> list[np.ndarray]:
+def expected(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray], reference: bool = False) -> list[np.ndarray]:
     """What onnxruntime computes, or onnx's reference evaluator for what onnxruntime does not have."""
     if reference:
         from onnx.reference import ReferenceEvaluator
@@ -63,9 +61,7 @@ def expected(
     return [np.asarray(y) for y in session.run(None, dict(inputs))]
 
 
-def computed(
-    proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray], path: Path
-) -> tuple[Function, list[np.ndarray]]:
+def computed(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray], path: Path) -> tuple[Function, list[np.ndarray]]:
     """What we compute, from a file at `path`."""
     path.write_bytes(proto.SerializeToString())
     function, arrays = import_from_onnx(path)

@@ -42,9 +42,7 @@ def external(name: str, shape: Sequence[int], **entries: object) -> onnx.TensorP
     return tensor
 
 
-def refused(
-    path: Path, *words: str, kind: type[ModelError | UsageError] = ModelError, **options: object
-) -> None:
+def refused(path: Path, *words: str, kind: type[ModelError | UsageError] = ModelError, **options: object) -> None:
     """Importing `path` ends in an error of one line that names the file and holds all `words`."""
     with pytest.raises(kind) as e:
         import_from_onnx(path, **options)  # type: ignore[arg-type]
@@ -137,9 +135,7 @@ def test_shapes_and_types_that_do_not_fit(m: Path) -> None:
     refused(m, "n7", "expected")
     save(m, [node("Add", "x i", "y", "n7")], inputs=[info("x", [4, 3]), info("i", [4, 3], I)])
     refused(m, "n7", "f32")
-    save(
-        m, [node("Reshape", "x s", "y", "n7")], initializers=[numpy_helper.from_array(np.array([5, -1]), "s")]
-    )
+    save(m, [node("Reshape", "x s", "y", "n7")], initializers=[numpy_helper.from_array(np.array([5, -1]), "s")])
     refused(m, "n7")
 
 

@@ -140,10 +140,7 @@ SAMPLES = [
         )
         for k in (0, 1)
     ],
-    *[
-        S(t, (positive(2, 3, 4), [1]), {"keepdims": 0})
-        for t in ("ReduceL1", "ReduceLogSum", "ReduceLogSumExp")
-    ],
+    *[S(t, (positive(2, 3, 4), [1]), {"keepdims": 0}) for t in ("ReduceL1", "ReduceLogSum", "ReduceLogSumExp")],
     S("ReduceLogSumExp", (x(2, 3) + 200,), {"keepdims": 1}),
     S("ReduceSum", (x(2, 3),), {"keepdims": 0}),
     S("ReduceSum", (x(2, 3), []), {"noop_with_empty_axes": 1}),

@@ -85,9 +85,7 @@ class Graph:
 
     def op_gemm(self, v: str, s: tuple[int, ...]) -> None:
         if len(s) == 2:
-            self.emit(
-                "Gemm", f"{v} {self.numbers(3, s[1])} {self.numbers(3)}", (s[0], 3), transB=1, alpha=0.5
-            )
+            self.emit("Gemm", f"{v} {self.numbers(3, s[1])} {self.numbers(3)}", (s[0], 3), transB=1, alpha=0.5)
 
     def op_softmax(self, v: str, s: tuple[int, ...]) -> None:
         if s:
@@ -95,9 +93,7 @@ class Graph:
 
     def op_layer_norm(self, v: str, s: tuple[int, ...]) -> None:
         if s and s[-1] > 1:
-            self.emit(
-                "LayerNormalization", f"{v} {self.numbers(s[-1])} {self.numbers(s[-1])}", s, epsilon=0.01
-            )
+            self.emit("LayerNormalization", f"{v} {self.numbers(s[-1])} {self.numbers(s[-1])}", s, epsilon=0.01)
 
     def op_transpose(self, v: str, s: tuple[int, ...]) -> None:
         perm = self.draw(st.permutations(range(len(s))))
@@ -137,9 +133,7 @@ class Graph:
         if s:
             axis = self.one_of(range(len(s)))
             same = [u for u, t in self.shapes.items() if t == s]
-            self.emit(
-                "Concat", f"{v} {self.one_of(same)}", (*s[:axis], 2 * s[axis], *s[axis + 1 :]), axis=axis
-            )
+            self.emit("Concat", f"{v} {self.one_of(same)}", (*s[:axis], 2 * s[axis], *s[axis + 1 :]), axis=axis)
 
     def op_split(self, v: str, s: tuple[int, ...]) -> None:
         if s and s[0] > 1:

@@ -13,9 +13,7 @@ BY_BATCH = (Shard(0), Shard(0, 2))
 """A batch split over microbatches and over dp."""
 
 
-def tensor(
-    shape: tuple[int, ...], mesh: Mesh, *placements: Placement, piece: tuple[int, int] | None = None
-) -> Tensor:
+def tensor(shape: tuple[int, ...], mesh: Mesh, *placements: Placement, piece: tuple[int, int] | None = None) -> Tensor:
     """A float tensor of that global shape, replicated along the axes that get no placement."""
     rest = (REPLICATE,) * (len(mesh.axes) - len(placements))
     return Tensor.whole(Float(), shape, mesh, (*placements, *rest), piece)

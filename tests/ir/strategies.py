@@ -15,7 +15,22 @@ NASTY = (
     ["", " ", "x", "w.1", "a b", "%", "%x", "=", "->", "of", "return", "fn", "mesh", "}", "){", "a,b", "x: f32[2]"]
     + ['"', '"x"', "\\", "\\n", "\n", "\r\n", "\t", "a#1", "#1", "T0", "T0#1", "f32", "f32[2]", "inf", "nan", "-inf"]
     + ["onnx::MatMul_1", "/h.0/attn/MatMul_output_0", ":", "a:", "gpu:0", "@", "&f", "MatMul", "Call", "None", "True"]
-    + ["é", "名前", "a\u0301", "\u200b", "\u2028", "\ud800", "\U0001f600", "\x00", "\x1b[31m", "'", "1", "1e5", "-", "."]
+    + [
+        "é",
+        "名前",
+        "a\u0301",
+        "\u200b",
+        "\u2028",
+        "\ud800",
+        "\U0001f600",
+        "\x00",
+        "\x1b[31m",
+        "'",
+        "1",
+        "1e5",
+        "-",
+        ".",
+    ]
 )
 names = st.sampled_from(NASTY) | st.text(st.characters(), max_size=6)
 numbers = st.integers() | st.floats() | st.booleans() | st.none() | st.integers(-3, 300)
@@ -119,7 +134,8 @@ def functions(draw: st.DrawFn, where: st.SearchStrategy[Any], callees: list[Func
         values = [*values, *ops[-1].outputs]
     outputs = draw(st.lists(st.sampled_from(values), max_size=6)) if values else []
     updates = {v: draw(st.sampled_from(inputs)) for v in outputs if inputs and draw(st.booleans())}
-    return Function(draw(names), tuple(inputs), tuple(ops), tuple(outputs), updates)
+    sources = {v: (draw(st.integers(0, 9)),) for v in outputs if draw(st.booleans())}
+    return Function(draw(names), tuple(inputs), tuple(ops), tuple(outputs), updates, sources)
 
 
 @st.composite

@@ -144,18 +144,13 @@ SAMPLES = [
     sample("Gemm", real(4, 6), real(6, 12), real(), beta=3.0),
     sample("Gemm", real(4, 6), real(6, 12)),
     # reduce
-    *[
-        sample(name, real(4, 2, 6), axes=(0, 2), keepdims=1)
-        for name in ["ReduceSum", "ReduceMax", "ReduceMin"]
-    ],
+    *[sample(name, real(4, 2, 6), axes=(0, 2), keepdims=1) for name in ["ReduceSum", "ReduceMax", "ReduceMin"]],
     *[sample(name, real(4, 6), axes=(1,), keepdims=0) for name in ["ReduceSum", "ReduceMax", "ReduceMean"]],
     sample("ReduceSum", real(4, 6), axes=(0, 1), keepdims=0),
     sample("ReduceSum", below(9, 4, 6, dtype=Int32), axes=(0,), keepdims=0),
     sample("ReduceMean", real(4, 2, 6), axes=(0, 2), keepdims=1),
     sample("ReduceProd", real(4, 6), axes=(1,), keepdims=1),
-    sample(
-        "ReduceMaxGrad", real(4, 6), derived(lambda x: x.max(1, keepdims=True), 4, 1), real(4, 1), axes=(1,)
-    ),
+    sample("ReduceMaxGrad", real(4, 6), derived(lambda x: x.max(1, keepdims=True), 4, 1), real(4, 1), axes=(1,)),
     # index
     sample("Gather", real(12, 6), below(12, 4, 2), axis=0),
     sample("Gather", real(4, 12, 2), below(12, 4, dtype=Int32), axis=1),
@@ -193,8 +188,6 @@ SAMPLES = [
         sample("SGD", real(4, 6), real(4, 6), real(4, 6), number(n), lr=0.1, momentum=0.9, dampening=0.5)
         for n in [1, 2]
     ],
-    sample(
-        "AdamW", real(4, 6), real(4, 6), real(4, 6), positive(4, 6), number(3.0), lr=0.1, weight_decay=0.1
-    ),
+    sample("AdamW", real(4, 6), real(4, 6), real(4, 6), positive(4, 6), number(3.0), lr=0.1, weight_decay=0.1),
     sample("AdamW", real(6), real(6), real(6), positive(6), number(3, Int64)),
 ]

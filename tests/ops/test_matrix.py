@@ -146,6 +146,7 @@ def differentiable(s: Sample) -> bool:
 DIFFERENTIABLE = [s for s in SAMPLES if differentiable(s)]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in power")
 @pytest.mark.parametrize("s", DIFFERENTIABLE, ids=lambda s: s.op)
 def test_gradient_is_the_finite_difference(s: Sample):
     function = build(s)
@@ -203,8 +204,7 @@ def typed(s: Sample, a: tuple[Placement, ...], b: tuple[Placement, ...]) -> Op |
     maker = FunctionMaker("placed")
     try:
         types = [
-            Tensor.whole(o.dtype, o.shape, MESH, p)
-            for o, p in zip(s.operands, zip(a, b, strict=True), strict=False)
+            Tensor.whole(o.dtype, o.shape, MESH, p) for o, p in zip(s.operands, zip(a, b, strict=True), strict=False)
         ]
     except IRTypeError:
         return None

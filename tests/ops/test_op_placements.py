@@ -14,9 +14,7 @@ from distir.ir.type import REPLICATE, SUM, DType, Float32, Float64, Int64, Parti
 MESH = Mesh([Device("cpu", 0), Device("cpu", 1)], {"tp": 2})
 
 
-def results(
-    name: str, *operands: tuple[tuple[int, ...], Placement] | DType, **attributes: Any
-) -> list[Placement]:
+def results(name: str, *operands: tuple[tuple[int, ...], Placement] | DType, **attributes: Any) -> list[Placement]:
     """Placements of the results, from (global shape, placement) of each operand; a dtype goes before one."""
     maker, types, dtype = FunctionMaker(), [], Float64
     for o in operands:
