@@ -63,11 +63,18 @@ def movable(x: torch.Tensor) -> torch.Tensor:
 class Network:
     """One rank's end of the communication: its process groups, and the transfers it has under way.
 
-    `devices` are the devices of the plan in the order of ranks; every rank must be given the same program, because
-    all create their groups in the program's order.
+    `devices` are the devices of the plan in the order of ranks; every rank must be given the same program,
+    because all create their groups in the program's order. Without `connect` nothing can be sent.
     """
 
-    def __init__(self, program: Function, devices: Sequence[Device], rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        program: Function,
+        devices: Sequence[Device],
+        rank: int,
+        device: torch.device,
+        connect: bool = True,
+    ) -> None:
         self.rank = rank
         self.device = device
         self.here = devices[rank] if devices else None
@@ -77,7 +84,8 @@ class Network:
         for mesh, axis in _axes_used(program):
             for ranks in _groups_along(mesh, axis, self.number):
                 if ranks not in self._groups and rank in ranks:
-                    self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                    group = dist.new_group(list(ranks), use_local_synchronization=True) if connect else None
+                    self._groups[ranks] = group
 
     def coordinate(self, mesh: Mesh) -> tuple[int, ...]:
         """Where this rank is in the mesh, 0 along its time axis. Raises ModelError if it is not in it."""
@@ -172,10 +180,9 @@ class Network:
             _wait(work)
         self._sent.clear()
 
-    def sender(
-        self, source: Tensor, to: Device | Mesh, whole: Tensor | None, message: int
-    ) -> Callable[..., None]:
-        """What `MPISend` does: to the twin on a mesh, to a device, or, from a device, a piece to each of a mesh.
+    def sender(self, source: Tensor, to: Device | Mesh, whole: Tensor | None, message: int) -> Callable[..., None]:
+        """What `MPISend` does: to the twin on a mesh, to a device, or, from a device, a piece to each of a
+        mesh.
 
         `whole` is the type on the mesh, where a device sends to one.
         """
@@ -185,9 +192,7 @@ class Network:
         if isinstance(to, Mesh):
             if whole is None:
                 raise ModelError(f"a tensor is sent from {source.device} to {to} without placements")
-            targets = [
-                (self.number[d], c) for d, c in zip(to.devices, to.coords, strict=True) if d is not self.here
-            ]
+            targets = [(self.number[d], c) for d, c in zip(to.devices, to.coords, strict=True) if d is not self.here]
 
             def scatter(x: torch.Tensor) -> None:
                 for rank, coord in targets:
@@ -214,9 +219,7 @@ class Network:
         mine = self.coordinate(mesh) if self.here in mesh.devices else None
 
         def gather(own: torch.Tensor | None = None) -> Pending:
-            parts = {
-                c: self.receive(source, self.number[d], message) for d, c in holders if d is not self.here
-            }
+            parts = {c: self.receive(source, self.number[d], message) for d, c in holders if d is not self.here}
             if own is not None and mine is not None and is_primary(source, mine):
                 parts[mine] = lambda: own
             return lambda: join_pieces({c: parts[c]() for _, c in holders}, source, merge, combine)
@@ -281,9 +284,7 @@ def _groups_along(mesh: Mesh, axis: str, number: Mapping[Device, int]) -> Iterat
             yield tuple(number[x] for x in group)
 
 
-def start_group(
-    backend: str, rank: int, world: int, device: torch.device, store: Any, timeout: float
-) -> None:
+def start_group(backend: str, rank: int, world: int, device: torch.device, store: Any, timeout: float) -> None:
     """Join the process group of all ranks: by `store`, or, if None, by the environment that torchrun sets."""
     from datetime import timedelta
 

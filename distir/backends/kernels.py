@@ -1,7 +1,8 @@
 """What one op does on torch, as the torch calls it comes to.
 
-An op's `eval` is run once, on zeros, and the torch calls it makes are written down. So the generated Python has no layer
-between it and torch. (Tensors on the "meta" device would do as well, but the first of them costs seconds.)
+An op's `eval` is run once, on zeros, and the torch calls it makes are written down. So the generated Python
+has no layer between it and torch. (Tensors on the "meta" device would do as well, but the first of them costs
+seconds.)
 """
 
 from __future__ import annotations
@@ -35,7 +36,18 @@ _PLAINER: dict[Any, Callable[..., Any]] = {
 
 
 _LOOKS_AT_NO_DATA = frozenset(
-    ("__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size", "nelement", "__len__", "ndimension")
+    (
+        "__get__",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "is_floating_point",
+        "element_size",
+        "nelement",
+        "__len__",
+        "ndimension",
+    )
 )
 """What a rule may ask of a tensor that is not a tensor itself."""
 
@@ -45,7 +57,9 @@ class LooksAtData(Exception):
 
 
 class Ref(NamedTuple):
-    """Of a call's arguments, one that is a tensor: an operand of the op, or, after those, the result of a call."""
+    """Of a call's arguments, one that is a tensor: an operand of the op, or, after those, the result of a
+    call.
+    """
 
     number: int
 
@@ -132,8 +146,8 @@ def _has_tensor(x: Any) -> bool:
 def trace(op: Op, attributes: Mapping[str, Any], xp: TorchNamespace) -> Kernel | None:
     """The calls that the op's `eval` makes on one rank, given its local attributes.
 
-    None if they depend on data, or cannot be followed: then it has to be called itself. Raises ModelError if what it
-    gives is not of the op's type.
+    None if they depend on data, or cannot be followed: then it has to be called itself. Raises ModelError if
+    what it gives is not of the op's type.
     """
     spec = op.spec
     if spec.eval is None:
@@ -169,10 +183,13 @@ def _check(op: Op, results: Sequence[torch.Tensor]) -> None:
 Bind = Callable[[str, Any], str]
 
 
-def render(kernel: Kernel, operands: Sequence[str], bind: Bind, fresh: Callable[[], str]) -> tuple[list[str], list[str]]:
+def render(
+    kernel: Kernel, operands: Sequence[str], bind: Bind, fresh: Callable[[], str]
+) -> tuple[list[str], list[str]]:
     """Statements, and then an expression for each result.
 
-    `operands` are the expressions of the op's; `bind(name, x)` gives a global that is x, `fresh()` an unused name.
+    `operands` are the expressions of the op's; `bind(name, x)` gives a global that is x, `fresh()` an unused
+    name.
     """
     uses: dict[int, int] = {}
     for call in kernel.calls:

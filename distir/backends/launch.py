@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -29,7 +30,11 @@ from distir.transforms.project import ranks
 
 Arrays = Mapping[Value, Any] | Sequence[Any]
 Data = Callable[[int], Mapping[Value, Any]]
-OnStep = Callable[[int, float, dict[int, np.ndarray]], None]
+Whole = dict[int, np.ndarray]
+"""Whole arrays by position."""
+Pieces = Mapping[int, tuple[Coord, Any]]
+"""By position: where a rank is on the value's mesh, and the array (or how to have it) that it holds."""
+OnStep = Callable[[int, float, Whole], None]
 
 _GRACE_SECONDS = 1.0
 """How long after a first failure to wait for others that may say more about the cause."""
@@ -41,10 +46,10 @@ _AHEAD = 2
 class RunResult:
     """What a run gave. Arrays are whole, in source shapes (padding cut off).
 
-    `seconds[k]`: step k, by the slowest rank, all having begun together; the data were already there. `outputs[k]`: of
-    step k, by position among the program's outputs: those of one element, after the last step all that are not
-    updates. `inputs`: after the last step, by position, the inputs that the program updates. Under torchrun only rank
-    0 has arrays.
+    `seconds[k]`: step k, by the slowest rank, all having begun together; the data were already there.
+    `outputs[k]`: of step k, by position among the program's outputs: those of one element, after the last
+    step all that are not updates. `inputs`: after the last step, by position, the inputs that the program
+    updates. Under torchrun only rank 0 has arrays.
     """
 
     world: int
@@ -82,15 +87,17 @@ def run(
 ) -> RunResult:
     """Run a distributed program for `steps` steps, with a process for each of its devices.
 
-    `arrays`: one whole array an input, in order, or a mapping from input Values; inputs that change from step to step
-    come from `data(step)` instead. An output that is an update replaces its input before the next step. Where the
-    environment is torchrun's, this process joins as its rank; else all ranks are started here and ended with the call,
-    whatever happens. `timeout`: seconds without any sign of progress; `threads` of a rank, the cores' share without it;
-    `bytes_per_rank` of memory needed, checked before anything starts; `every`: report all outputs after each step;
-    `final`: and the updated inputs after the last; `on_step(k, seconds, outputs)` is called after each.
+    `arrays`: one whole array an input, in order, or a mapping from input Values; inputs that change from step
+    to step come from `data(step)` instead. An output that is an update replaces its input before the next
+    step. Where the environment is torchrun's, this process joins as its rank; else all ranks are started here
+    and ended with the call, whatever happens. `timeout`: seconds without any sign of progress; `threads` of a
+    rank, the cores' share without it; `bytes_per_rank` of memory needed, checked before anything starts;
+    `every`: report all outputs after each step; `final`: and the updated inputs after the last; `on_step(k,
+    seconds, outputs)` is called after each.
 
-    Raises UsageError for arguments that do not fit, InfeasibleError if memory does not suffice, WorkerError, naming the
-    rank, if one fails, is killed or does not answer in time, and whatever DistirError a rank raises.
+    Raises UsageError for arguments that do not fit, InfeasibleError if memory does not suffice, WorkerError,
+    naming the rank, if one fails, is killed or does not answer in time, and whatever DistirError a rank
+    raises.
     """
     from distir.ir.verify import verify
 
@@ -136,9 +143,7 @@ def _check_backend(backend: str, here: int) -> None:
 
         have = torch.cuda.device_count()
         if have < here:
-            raise UsageError(
-                f"backend nccl needs a GPU a rank: {here} ranks, {have} GPUs here", "use --backend gloo"
-            )
+            raise UsageError(f"backend nccl needs a GPU a rank: {here} ranks, {have} GPUs here", "use --backend gloo")
 
 
 def available_memory() -> int | None:
@@ -209,9 +214,7 @@ class _Run:
     def _write_job(self) -> None:
         arrays = {k: ship(x, self.folder / f"array{k}") for k, x in self.given.items()}
         device = "cuda" if self.result.backend == "nccl" else "cpu"
-        patience = max(
-            1.0, self.timeout - 2 * _GRACE_SECONDS
-        )  # ranks notice before the whole run is given up
+        patience = max(1.0, self.timeout - 2 * _GRACE_SECONDS)  # ranks notice before the whole run is given up
         job = Job(
             self.program,
             self.world,
@@ -285,8 +288,6 @@ class _Run:
         match message:
             case ("exit", int(who), int(code)):
                 self.exits[who] = code
-            case ("pids", pids):
-                self.pids = pids
             case ("error", Failure() as failure) if rank is not None:
                 self.failures[rank] = failure
             case ("done",) if rank is not None:
@@ -302,10 +303,10 @@ class _Run:
     def _completed(self, step: int) -> None:
         reports = self.reports[step].values()
         seconds = max(s for s, _, _ in reports)
-        outputs = gathered(self.program.outputs, [o for _, o, _ in reports])
+        outputs, inputs = gathered(self.program, [o for _, o, _ in reports], [i for _, _, i in reports])
         self.result.seconds.append(seconds)
         self.result.outputs.append(outputs)
-        self.result.inputs.update(gathered(self.program.inputs, [i for _, _, i in reports]))
+        self.result.inputs.update(inputs)
         for file in self.folder.glob(f"data*.{step}"):
             file.unlink()
         self._feed()
@@ -327,13 +328,13 @@ class _Run:
                 continue  # it is gone, and `_listen` will hear of it
 
     def _error(self) -> DistirError:
-        """The failure that says most about the cause: a death, else an error of its own, else of communicating."""
+        """The failure that says most about the cause: a death, else an error of its own, else of
+        communicating.
+        """
         killed = {r: c for r, c in self.exits.items() if c and r not in self.failures}
         if killed:
             rank = min(killed, key=lambda r: (killed[r] > 0, r))
-            return WorkerError(
-                f"rank {rank} {_ending(killed[rank])}{self._last_line(rank)}", _STEP_HINT % self._step()
-            )
+            return WorkerError(f"rank {rank} {_ending(killed[rank])}{self._last_line(rank)}", _STEP_HINT % self._step())
         own = {r: f for r, f in self.failures.items() if not f.peer}
         silent = [r for r in range(self.world) if r not in self.failures and r not in self.exits]
         if not own and (silent or not self.failures):
@@ -345,9 +346,7 @@ class _Run:
         rank, failure = min((own or self.failures).items())
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, DistirError):
-            alike = (
-                all(f.message == failure.message for f in self.failures.values()) and len(self.failures) > 1
-            )
+            alike = all(f.message == failure.message for f in self.failures.values()) and len(self.failures) > 1
             return kind(failure.message if alike else f"rank {rank}: {failure.message}", failure.hint)
         error = WorkerError(f"rank {rank} failed: {failure.kind}: {_one_line(failure.message)}")
         error.add_note(failure.trace)
@@ -370,15 +369,19 @@ class _Run:
 _STEP_HINT = "it was in step %d; a rank that is killed without a word may have run out of memory"
 
 
-def gathered(
-    values: Sequence[Value], reports: Sequence[Mapping[int, tuple[Coord, Any]]]
-) -> dict[int, np.ndarray]:
-    """The whole arrays from what each rank reported of its pieces."""
+def gathered(program: Function, outputs: Sequence[Pieces], inputs: Sequence[Pieces]) -> tuple[Whole, Whole]:
+    """The whole arrays of outputs, and of inputs, from what each rank reported of its pieces."""
+    sources = {k: v.role.source for k, v in enumerate(program.inputs) if v.role}
+    of_outputs = {k: program.sources.get(v) for k, v in enumerate(program.outputs)}
+    return _wholes(program.outputs, outputs, of_outputs), _wholes(program.inputs, inputs, sources)
+
+
+def _wholes(values: Sequence[Value], reports: Sequence[Pieces], sources: Mapping[int, tuple[int, ...] | None]) -> Whole:
     pieces: dict[int, dict[Coord, np.ndarray]] = {}
     for report in reports:
         for k, (coord, x) in report.items():
             pieces.setdefault(k, {})[coord] = x if isinstance(x, np.ndarray) else x.array()
-    return {k: whole_array(pieces[k], values[k]) for k in sorted(pieces)}
+    return {k: whole_array(pieces[k], values[k].type, sources.get(k)) for k in sorted(pieces)}
 
 
 def _ending(code: int) -> str:
@@ -396,15 +399,11 @@ def _one_line(text: str) -> str:
 
 def _end(supervisor: subprocess.Popen[bytes], links: Sequence[Connection]) -> None:
     """End the supervisor and all ranks, which are in its session, and wait until they are gone."""
-    try:
+    with contextlib.suppress(ProcessLookupError):  # all have ended by themselves
         os.killpg(supervisor.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all have ended by themselves
     supervisor.wait()
     for link in links:
-        try:
+        with contextlib.suppress(EOFError, OSError):  # its other end is closed: that process is gone
             while link.poll(_GRACE_SECONDS):
                 link.recv_bytes()
-        except (EOFError, OSError):
-            pass  # the other end is closed: that process is gone
         link.close()

@@ -1,4 +1,5 @@
-"""From a rank's program to Python: each function becomes straight-line source over torch calls, and is compiled.
+"""From a rank's program to Python: each function becomes straight-line source over torch calls, and is
+compiled.
 
     def fwd0(args, t):
         v0, v1 = args; args.clear()
@@ -9,9 +10,9 @@
         v3 = h3(); del h3
         ...
 
-A value is deleted at its last use; arguments come in a list that the callee empties, so that it can free them too. What
-communication returns (`h3`) is waited for at its first use, and may leave the function that issued it. `t` is the
-microbatch a body runs, None where nothing varies in time.
+A value is deleted at its last use; arguments come in a list that the callee empties, so that it can free them
+too. What communication returns (`h3`) is waited for at its first use, and may leave the function that issued
+it. `t` is the microbatch a body runs, None where nothing varies in time.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from typing import Any
 
 import torch
 
-from distir.backends.comm import Network, combine, merge
+from distir.backends.comm import Network
 from distir.backends.kernels import Kernel, literal, render, trace
 from distir.backends.namespace import TorchNamespace
-from distir.executor.collectives import cut, local_outer, start_of, take_digit
+from distir.backends.ownership import Accumulation, Handed, Ownership, handed_over
+from distir.backends.rules import RULES
+from distir.executor.collectives import start_of
 from distir.ir.device import Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import Partial, Shard, Tensor, Tuple, Type
+from distir.ir.type import Shard, Tensor
 
 Compiled = Callable[[list[Any], int | None], Sequence[Any]]
 
@@ -46,9 +49,7 @@ class Lowered:
 
     __slots__ = ("call", "name", "pending", "source", "varies")
 
-    def __init__(
-        self, name: str, source: str, call: Compiled, pending: frozenset[int], varies: str | None
-    ) -> None:
+    def __init__(self, name: str, source: str, call: Compiled, pending: frozenset[int], varies: str | None) -> None:
         self.name, self.source, self.call, self.pending, self.varies = name, source, call, pending, varies
 
 
@@ -59,13 +60,16 @@ class Lowering:
         self.network = network
         self.xp = TorchNamespace(device)
         self.done: dict[Function, Lowered] = {}
+        self.handed: Handed | None = None
         self.kernels: dict[Any, Kernel | None] = {}
         self._names: dict[str, int] = {}
 
     def __call__(self, function: Function) -> Lowered:
         lowered = self.done.get(function)
         if lowered is None:
-            lowered = self.done[function] = _Body(self, function).lower()
+            if self.handed is None:
+                self.handed = handed_over(function)
+            lowered = self.done[function] = Body(self, function).lower()
         return lowered
 
     def source(self) -> str:
@@ -80,7 +84,7 @@ class Lowering:
         return f"{plain}_{k}" if k else plain
 
 
-class _Body:
+class Body:
     """One function on its way to Python."""
 
     def __init__(self, lowering: Lowering, function: Function) -> None:
@@ -94,6 +98,7 @@ class _Body:
         self.kept: set[Value] = set()
         self.varies: str | None = None
         self.temporaries: list[str] = []
+        self._ownership: Ownership | None = None
         self.last: dict[Value, int] = {}
 
     def lower(self) -> Lowered:
@@ -176,7 +181,7 @@ class _Body:
             self._call(op, op.callee, k)
         elif op.spec.comm is None:
             self._compute(op)
-        elif (rule := _RULES.get(name)) is not None:
+        elif (rule := RULES.get(name)) is not None:
             rule(self, op)
         else:
             raise ModelError(f"{self.function.name}: the torch backend cannot run {name}")
@@ -187,9 +192,7 @@ class _Body:
         lowered = self.lowering(callee)
         moment = op.attributes.get("mb")
         if moment is None and lowered.varies:
-            raise UsageError(
-                f"{callee.name}: %{lowered.varies} varies in time, but the call has no microbatch"
-            )
+            raise UsageError(f"{callee.name}: %{lowered.varies} varies in time, but the call has no microbatch")
         function = self.bind(lowered.name, lowered.call)
         args = [self.use(v) for v in op.inputs]
         self.lines.append(f"args = [{', '.join(args)}]")
@@ -204,6 +207,12 @@ class _Body:
         if pending:
             self.pending.add(op.outputs[0])
         self.lines.append(f"{self.var(op.outputs[0])} = {expression}")
+
+    def accumulation(self, op: Op) -> Accumulation:
+        """How an `Accumulate` may be done."""
+        if self._ownership is None:
+            self._ownership = Ownership(self.function, (self.lowering.handed or {}).get(self.function, frozenset()))
+        return self._ownership.accumulation(op)
 
     def moment(self, mesh: Mesh, v: Value) -> str:
         """Which microbatch `v` is of, as an expression."""
@@ -254,7 +263,9 @@ class _Body:
         return kernels[key]
 
     def _whole(self, op: Op) -> str:
-        """The name of a function for the op in one call: torch's own kernel where it names one, else its `eval`."""
+        """The name of a function for the op in one call: torch's own kernel where it names one, else its
+        `eval`.
+        """
         spec = op.spec
         if spec.torch is not None:
             return self.bind(spec.torch.rsplit(".", 1)[-1], operator.attrgetter(spec.torch)(torch))
@@ -305,127 +316,3 @@ def _bytes(values: Sequence[Value]) -> int:
 
 def _as_row(y: Any) -> Sequence[Any]:
     return y if isinstance(y, tuple | list) else (y,)
-
-
-# --- communication and structure
-
-
-def _tensor(v: Value) -> Tensor:
-    if not isinstance(v.type, Tensor):
-        raise ModelError(f"expected a tensor, got %{v.name}: {v.type}")
-    return v.type
-
-
-def _same(b: _Body, op: Op) -> None:
-    """The result is the operand."""
-    b.assign(op, b.use(op.inputs[0]))
-
-
-def _along_axis(b: _Body, op: Op) -> None:
-    """A collective along a mesh axis: nothing to do for one device, nor for a sum over time, which is complete."""
-    before, after, axis = _tensor(op.inputs[0]), _tensor(op.outputs[0]), op.attributes["axis"]
-    a, name, network = before.mesh.position(axis), op.spec.name, b.network
-    if a == before.mesh.time and isinstance(before.placements[a], Shard) and before.mesh.sizes[a] > 1:
-        _gather_in_time(b, op, before, a)
-    elif a == before.mesh.time or before.mesh.sizes[a] == 1:
-        _same(b, op)
-    else:
-        starts = {
-            "MPIAllreduce": lambda: network.allreduce(before, axis),
-            "MPIAllgather": lambda: network.allgather(before, axis),
-            "MPIReduceScatter": lambda: network.reduce_scatter(before, after, axis),
-            "MPIAlltoall": lambda: network.alltoall(before, after, axis),
-        }
-        start = b.bind(f"{name[3:].lower()}_{axis}", starts[name]())
-        b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
-
-
-def _gather_in_time(b: _Body, op: Op, t: Tensor, axis: int) -> None:
-    """All microbatches, in order, as one."""
-    p, outer = t.placements[axis], local_outer(t, axis)
-    if len(op.inputs) != t.mesh.sizes[axis]:
-        b.varies = op.inputs[0].name
-    join = b.bind("join_microbatches", lambda *xs: merge(xs, p.dim, outer))
-    b.assign(op, f"{join}({', '.join([b.use(v) for v in op.inputs])})")
-
-
-def _slice(b: _Body, op: Op) -> None:
-    t = _tensor(op.outputs[0])
-    a = t.mesh.position(op.attributes["axis"])
-    p, outer, n = t.placements[a], local_outer(t, a), t.mesh.sizes[a]
-    if n == 1:
-        _same(b, op)
-        return
-    index = b.moment(t.mesh, op.outputs[0]) if a == t.mesh.time else str(b.network.coordinate(t.mesh)[a])
-    part = b.bind("piece", lambda x, k: take_digit(x, p.dim, outer, n, k))
-    b.assign(op, f"{part}({b.use(op.inputs[0])}, {index})")
-
-
-def _send(b: _Body, op: Op) -> None:
-    source, to, whole = _tensor(op.inputs[0]), op.attributes["to"], None
-    if isinstance(to, Mesh) and not isinstance(source.device, Mesh):
-        whole = Tensor.whole(source.dtype, source.shape, to, op.attributes.get("placements"))
-    send = b.bind("send", b.network.sender(source, to, whole, op.attributes["message"]))
-    b.lines.append(f"{send}({b.use(op.inputs[0])})")
-
-
-def _receive(b: _Body, op: Op) -> None:
-    attrs, got = op.attributes, _tensor(op.outputs[0])
-    at = attrs["source"]
-    placements = attrs.get("placements") if isinstance(at, Mesh) else None
-    source = Tensor.whole(got.dtype, attrs["shape"], at, placements)
-    b.assign(op, f"{b.bind('receive', b.network.receiver(source, got, attrs['message']))}()", pending=True)
-
-
-def _scatter(b: _Body, op: Op) -> None:
-    """On the device that has the whole, where it also gets a piece."""
-    whole, t = _tensor(op.inputs[0]), _tensor(op.outputs[0])
-    mine = b.network.coordinate(t.mesh)
-    send = b.bind("send", b.network.sender(whole, t.mesh, t, op.attributes["message"]))
-    b.lines.append(f"{send}({b.use(op.inputs[0])})")
-    b.assign(op, f"{b.bind('piece', lambda x: cut(x, t, mine))}({b.use(op.inputs[0])})")
-
-
-def _gather(b: _Body, op: Op) -> None:
-    """On the device that gets the whole, where it also has a piece."""
-    source, got = _tensor(op.inputs[0]), _tensor(op.outputs[0])
-    gather = b.bind("gather", b.network.receiver(source, got, op.attributes["message"]))
-    b.assign(op, f"{gather}({b.use(op.inputs[0])})", pending=True)
-
-
-def _accumulate(b: _Body, op: Op) -> None:
-    total, x = [b.use(v) for v in op.inputs]
-    t = op.inputs[0].type
-    b.assign(op, f"{b.bind('accumulate', functools.partial(accumulated, t))}({total}, {x})")
-
-
-def accumulated(t: Type, total: Any, x: Any) -> Any:
-    """The running sum (or maximum) `total`, of type t, and the next `x`."""
-    if isinstance(t, Tuple):
-        return tuple(accumulated(u, a, c) for u, a, c in zip(t.types, total, x, strict=True))
-    p = t.placements[t.mesh.time] if t.mesh.time is not None else None
-    return combine((total, x), p.kind if isinstance(p, Partial) else "sum")
-
-
-def _pack(b: _Body, op: Op) -> None:
-    b.assign(op, f"({''.join([f'{b.use(v)}, ' for v in op.inputs]).rstrip()})")
-
-
-def _unpack(b: _Body, op: Op) -> None:
-    if op.outputs:
-        row = "".join(f"{b.var(v)}, " for v in op.outputs)
-        b.lines.append(f"{row}= {b.use(op.inputs[0])}")
-
-
-_RULES: dict[str, Callable[[_Body, Op], None]] = {
-    **dict.fromkeys(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"), _along_axis),
-    "LocalSlice": _slice,
-    "Restrict": _same,
-    "MPISend": _send,
-    "MPIRecv": _receive,
-    **dict.fromkeys(("MPIScatter", "MPIBroadcast"), _scatter),
-    **dict.fromkeys(("MPIGather", "MPIReduce"), _gather),
-    "Accumulate": _accumulate,
-    "Pack": _pack,
-    "Unpack": _unpack,
-}

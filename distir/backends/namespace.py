@@ -30,7 +30,8 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 class TorchNamespace:
-    """torch, spelled as the array API has it, plus what ops need beyond it. New arrays are made on `device`."""
+    """torch, spelled as the array API has it, plus what ops need beyond it. New arrays are made on `device`.
+    """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -122,9 +123,7 @@ class TorchNamespace:
     def roll(self, x: torch.Tensor, shift: Any, axis: Any = None) -> torch.Tensor:
         return torch.roll(x, shift, axis)
 
-    def pad(
-        self, x: torch.Tensor, widths: Sequence[tuple[int, int]], constant_values: Any = 0
-    ) -> torch.Tensor:
+    def pad(self, x: torch.Tensor, widths: Sequence[tuple[int, int]], constant_values: Any = 0) -> torch.Tensor:
         flat = [n for before_after in reversed(list(widths)) for n in before_after]
         return torch.nn.functional.pad(x, flat, value=constant_values)
 
@@ -139,9 +138,7 @@ class TorchNamespace:
 
     # --- reducing
 
-    def sum(
-        self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False, dtype: Any = None
-    ) -> torch.Tensor:
+    def sum(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False, dtype: Any = None) -> torch.Tensor:
         axes = tuple(range(x.ndim)) if axis is None else axis
         if axes == ():
             return x
@@ -160,9 +157,7 @@ class TorchNamespace:
         axes = tuple(range(x.ndim)) if axis is None else axis
         return x if axes == () else torch.amin(x, axes, keepdim=bool(keepdims))
 
-    def prod(
-        self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False, dtype: Any = None
-    ) -> torch.Tensor:
+    def prod(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False, dtype: Any = None) -> torch.Tensor:
         axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis
         for a in sorted((a % x.ndim for a in axes), reverse=True):
             x = torch.prod(x, a, keepdim=bool(keepdims), dtype=_any_dtype(dtype) or x.dtype)

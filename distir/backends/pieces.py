@@ -1,4 +1,5 @@
-"""Pieces of arrays on their way between processes: whole arrays by file, and wholes from the pieces ranks report.
+"""Pieces of arrays on their way between processes: whole arrays by file, and wholes from the pieces ranks
+report.
 
 Loads no torch: the process that starts the ranks need not wait for it.
 """
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distir.executor.collectives import join_digit, local_outer
+from distir.executor.sequential import unfit
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Value
 from distir.ir.type import REPLICATE, Partial, Replicate, Shard, Tensor, Type
@@ -25,7 +27,9 @@ _INLINE_BYTES = 1 << 12
 
 
 class Shipped(NamedTuple):
-    """An array that another process on this host can have: a region of a file, or, without one, `value` broadcast."""
+    """An array that another process on this host can have: a region of a file, or, without one, `value`
+    broadcast.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -41,7 +45,9 @@ class Shipped(NamedTuple):
 
 
 def ship(x: Any, file: Path) -> Shipped:
-    """Make an array ready for other processes: by reference if it is mapped from a file, else written to `file`."""
+    """Make an array ready for other processes: by reference if it is mapped from a file, else written to
+    `file`.
+    """
     x = np.asarray(x) if not isinstance(x, np.ndarray) else x
     if isinstance(x, np.memmap) and isinstance(x.base, mmap.mmap) and x.filename and x.flags.c_contiguous:
         return Shipped(x.shape, x.dtype, str(x.filename), x.offset, None)
@@ -91,15 +97,16 @@ def _combine(parts: Sequence[np.ndarray], kind: str) -> np.ndarray:
     return total
 
 
-def whole_array(pieces: Mapping[Coord, np.ndarray], v: Value) -> np.ndarray:
-    """The array of `v` in its source shape (padding cut off), a copy; from the pieces of the first of each copies."""
-    t = v.type
+def whole_array(pieces: Mapping[Coord, np.ndarray], t: Type, source: tuple[int, ...] | None = None) -> np.ndarray:
+    """The whole array, a copy, of a value of type `t` from one of each set of copies of its pieces.
+
+    `source` is its shape without padding, which is cut off.
+    """
     if isinstance(t, Tensor) and isinstance(t.device, Mesh):
         whole = join_pieces(pieces, t, join_digit, _combine)
     else:
         whole = next(iter(pieces.values()))
-    source = v.role.source if v.role else None
-    return np.array(whole[tuple(slice(n) for n in source)] if source else whole)
+    return np.array(unfit(whole, source))
 
 
 def digest(program: Function) -> bytes:

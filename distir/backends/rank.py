@@ -18,7 +18,8 @@ from distir.ir.function import Function
 from distir.ir.type import Tensor
 
 Pieces = dict[int, tuple[Coord, np.ndarray]]
-"""By position among a program's inputs or outputs: where this rank is on the value's mesh, and what it holds."""
+"""By position among a program's inputs or outputs: where this rank is on the value's mesh, and what it holds.
+"""
 
 
 class Report(NamedTuple):
@@ -43,10 +44,10 @@ def execute(
 ) -> None:
     """Run `steps` steps of `program` as rank `rank` of a process group that is joined.
 
-    `arrays`: whole arrays by input position; `feed(k)` those that are new in step k. After each step `report` gets the
-    seconds it took on this rank, all ranks having begun together, and this rank's pieces of one-element outputs, after
-    the last (or with `every` each) step of all others; and with `final` the replaced inputs. Of copies only the first
-    holder reports.
+    `arrays`: whole arrays by input position; `feed(k)` those that are new in step k. After each step `report`
+    gets the seconds it took on this rank, all ranks having begun together, and this rank's pieces of
+    one-element outputs, after the last (or with `every` each) step of all others; and with `final` the
+    replaced inputs. Of copies only the first holder reports.
 
     Raises WorkerError if the ranks have different programs.
     """

@@ -1,4 +1,6 @@
-"""One rank's execution: its program as Python over torch, its pieces of the weights, one step after the other."""
+"""One rank's execution: its program as Python over torch, its pieces of the weights, one step after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def to_numpy(x: torch.Tensor, dtype: DType) -> np.ndarray:
 
 @contextmanager
 def double_scalars() -> Iterator[None]:
-    """Numbers that ops compute from integers (0.999 ** step) are float64, as in numpy; arrays keep their dtypes."""
+    """Numbers that ops compute from integers (0.999 ** step) are float64, as in numpy; arrays keep their
+    dtypes.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -52,8 +56,8 @@ def double_scalars() -> Iterator[None]:
 class TorchRank:
     """One rank of a distributed program, ready to run: `load`, then `step` as often as wanted.
 
-    Every rank must be made of the same program, in a process group that is already joined (none is needed for one
-    rank). Raises ModelError for an op that cannot run, UsageError for a program that is not scheduled.
+    Every rank must be made of the same program, in a process group that is already joined (none is needed for
+    one rank). Raises ModelError for an op that cannot run, UsageError for a program that is not scheduled.
     """
 
     def __init__(self, program: Function, rank: int, device: torch.device | str = "cpu") -> None:
@@ -65,17 +69,14 @@ class TorchRank:
         with double_scalars():
             self.lowered: Lowered = self.lowering(self.mine.function)
         if self.lowered.varies:
-            raise UsageError(
-                f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled"
-            )
+            raise UsageError(f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled")
         position = {v: k for k, v in enumerate(program.inputs)}
-        self.updates = {
-            k: position[program.updates[v]] for k, v in enumerate(program.outputs) if v in program.updates
-        }
+        self.updates = {k: position[program.updates[v]] for k, v in enumerate(program.outputs) if v in program.updates}
         self.values: dict[int, torch.Tensor] = {}
 
     def load(self, arrays: Mapping[int, Any]) -> None:
-        """Take this rank's pieces of whole arrays, by position among the program's inputs; others are not looked at.
+        """Take this rank's pieces of whole arrays, by position among the program's inputs; others are not
+        looked at.
 
         Padded inputs given in their source shape are padded with zeros. Raises UsageError for another shape.
         """
@@ -92,7 +93,8 @@ class TorchRank:
         return to_torch(piece, t.dtype, self.device)
 
     def step(self) -> dict[int, torch.Tensor]:
-        """Run once; this rank's pieces of the outputs, by position. Outputs that are updates replace their inputs.
+        """Run once; this rank's pieces of the outputs, by position. Outputs that are updates replace their
+        inputs.
 
         Raises UsageError if an input was never loaded.
         """
@@ -120,7 +122,9 @@ class TorchRank:
             torch.cuda.synchronize(self.device)
 
     def holds_first(self, t: Tensor) -> bool:
-        """Whether this rank, of those with the same piece of a value of type `t`, is the first: it reports it."""
+        """Whether this rank, of those with the same piece of a value of type `t`, is the first: it reports
+        it.
+        """
         return not isinstance(t.device, Mesh) or is_primary(t, self.network.coordinate(t.device))
 
     def coordinate(self, t: Tensor) -> tuple[int, ...]:
@@ -130,3 +134,13 @@ class TorchRank:
     def source(self) -> str:
         """The Python that runs."""
         return self.lowering.source()
+
+
+def python_source(program: Function, rank: int) -> str:
+    """The Python that a rank would run, to be read. No process group is needed."""
+    devices = ranks(program)
+    cpu = torch.device("cpu")
+    lowering = Lowering(Network(program, devices, rank, cpu, connect=False), cpu)
+    with double_scalars():
+        lowering(project(program, rank).function)
+    return lowering.source()

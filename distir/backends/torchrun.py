@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distir.backends.comm import start_group
 from distir.backends.launch import RunResult, gathered
-from distir.backends.rank import Pieces, Report, execute
+from distir.backends.rank import Report, execute
 from distir.ir.errors import DistirError, WorkerError
 from distir.ir.function import Function, Value
 
@@ -51,9 +51,9 @@ def join(
             result.seconds.append(r.seconds)
             return
         result.seconds.append(max(seconds for seconds, _, _ in everyone))
-        outputs = _whole(program.outputs, [o for _, o, _ in everyone])
+        outputs, inputs = gathered(program, [o for _, o, _ in everyone], [i for _, _, i in everyone])
         result.outputs.append(outputs)
-        result.inputs.update(_whole(program.inputs, [i for _, _, i in everyone]))
+        result.inputs.update(inputs)
         if on_step is not None:
             on_step(r.step, result.seconds[-1], outputs)
 
@@ -71,7 +71,3 @@ def join(
         if mine and dist.is_initialized():
             dist.destroy_process_group()
     return result
-
-
-def _whole(values: Any, reports: list[Pieces]) -> dict[int, np.ndarray]:
-    return gathered(values, reports)

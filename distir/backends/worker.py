@@ -1,8 +1,8 @@
 """The processes of a run on this host: one supervisor, which loads torch once and forks the ranks.
 
-Started by `launch` as `python -m distir.backends.worker FOLDER CONTROL RANK0 RANK1 ...`; the numbers are inherited ends of
-socket pairs. The supervisor tells over CONTROL how each rank ended. If whoever started it goes away, it kills the
-ranks and removes FOLDER; if it goes away itself, the kernel kills the ranks.
+Started by `launch` as `python -m distir.backends.worker FOLDER CONTROL RANK0 RANK1 ...`; the numbers are
+inherited ends of socket pairs. The supervisor tells over CONTROL how each rank ended. If whoever started it
+goes away, it kills the ranks and removes FOLDER; if it goes away itself, the kernel kills the ranks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ def supervise(folder: Path, control: Connection, links: list[Connection]) -> Non
                 other.close()
             _rank(job, k, folder, links[k])
         numbers[pid] = k
-    control.send(("pids", {k: pid for pid, k in numbers.items()}))
     for link in links:
         link.close()
     try:
@@ -135,9 +134,7 @@ def _rank(job: Job, rank: int, folder: Path, link: Connection) -> None:
 
 def _failure(e: BaseException) -> Failure:
     message, hint = (e.message, e.hint) if isinstance(e, DistirError) else (str(e), None)
-    return Failure(
-        type(e).__name__, message, hint, _in_communication(e.__traceback__), traceback.format_exc()
-    )
+    return Failure(type(e).__name__, message, hint, _in_communication(e.__traceback__), traceback.format_exc())
 
 
 def _in_communication(trace: TracebackType | None) -> bool:

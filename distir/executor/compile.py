@@ -102,6 +102,9 @@ class Code:
         self.more: list[Any] = []
         self.consumers: list[set[frozenset[int]]] = []
         """For each input slot, the streams of each part that waits for it; an empty set: somewhere unknown."""
+        self.passed: frozenset[int] = frozenset()
+        """Input slots that outputs hang on."""
+        self._waits: dict[tuple[int, frozenset[int]], bool] = {}
         self._column: dict[int, Column] = {}
         self._summary: dict[Slots, Summary] = {}
 
@@ -141,6 +144,14 @@ class Code:
                 ready += left[len(more.streams) :]
                 entries.append(enter)
         return entries
+
+    def waits(self, j: int, dominated: frozenset[int]) -> bool:
+        """Whether anything may wait for input slot j, if it is never later than the clocks of these streams."""
+        key = (j, dominated)
+        found = self._waits.get(key)
+        if found is None:
+            found = self._waits[key] = any(dominated.isdisjoint(s) for s in self.consumers[j])
+        return found
 
     def column(self, k: int) -> Column:
         """Entry k: the streams, then the input slots."""
@@ -189,6 +200,7 @@ class Program:
         self._plans: dict[object, Plan] = {}
         self._sends: dict[object, Plan] = {}
         self._bodies: dict[Function, Code] = {}
+        self._held: dict[Type, tuple[int, ...]] = {}
         self.default = self._default()
         functions = [*function.callees(), function]
         self._signatures = {f: [_signature(op) for op in f.ops] for f in functions}
@@ -199,21 +211,27 @@ class Program:
         devices = self.cost.topology.devices[:1]
         return devices[0] if devices else None
 
-    def homes(self, t: Type) -> list[Home]:
-        """Where a value of this type is; the topology's first device for one that is nowhere."""
-        if isinstance(t, Tuple):
-            return list(dict.fromkeys(h for part in t.types for h in self.homes(part)))
+    def home(self, t: Type) -> Home | None:
+        """Where a value of this type is: the topology's first device for one that is nowhere, None for no value at all.
+
+        A bundle is where its first member is.
+        """
+        while isinstance(t, Tuple):
+            if not t.types:
+                return None
+            t = t.types[0]
         home = t.device or self.default
         if home is None:
             raise UsageError("the topology has no device for a program that is on none", "add one with add_device")
-        return [home]
+        return home
 
     def held(self, t: Type) -> tuple[int, ...]:
         """The classes that hold a value of this type."""
-        homes = self.classes.homes
-        if not isinstance(t, Tuple):
-            return homes[self.homes(t)[0]]
-        return tuple(dict.fromkeys(c for h in self.homes(t) for c in homes[h]))
+        found = self._held.get(t)
+        if found is None:
+            home = self.home(t)
+            found = self._held[t] = self.classes.homes[home] if home is not None else ()
+        return found
 
     def stream(self, c: int, name: str) -> int:
         """The number of a class's stream."""
@@ -228,18 +246,22 @@ class Program:
         uses, seen = Uses(), set[object]()
         for f in functions:
             for v in f.inputs:
-                _typed(v, f)
-                uses.homes.update(dict.fromkeys(self.homes(v.type)))
+                self._locate(uses, v, f)
             for op, key in zip(f.ops, self._signatures[f], strict=True):
                 if key not in seen:
                     seen.add(key)
                     self._use(uses, op, f)
         return uses
 
+    def _locate(self, uses: Uses, v: Value, f: Function) -> None:
+        if v.type is None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise UsageError(f"{f.name}: %{v.name} has no type", "give the inputs' types, or call infer_types")
+        if (home := self.home(v.type)) is not None:
+            uses.homes[home] = None
+
     def _use(self, uses: Uses, op: Op, f: Function) -> None:
         for v in (*op.inputs, *op.outputs):
-            _typed(v, f)
-            uses.homes.update(dict.fromkeys(self.homes(v.type)))
+            self._locate(uses, v, f)
         ins = [v.type for v in op.inputs]
         if op.callee is not None or self.cost.free(op.spec, op.attributes, ins):
             return
@@ -405,14 +427,14 @@ class _Lowering:
 
     def call(self, op: Op, body: Code) -> None:
         """A call: which inputs are live, and the map for these."""
-        passed = {j for _, _, slots in body.outputs for j in slots if j < len(body.columns)}
+        passed = body.passed
         live: list[int] = []
         needs: list[Slots] = []
         given = [self.env[c][op.inputs[i]] for i, c in body.columns]
+        dominated = self.dominated
         for j, slots in enumerate(given):
-            consumers = body.consumers[j]
             if j not in passed:
-                slots = tuple([k for k in slots if any(self.dominated[k].isdisjoint(s) for s in consumers)])
+                slots = tuple([k for k in slots if body.waits(j, dominated[k])])
             if slots:
                 live.append(j)
                 needs.append(slots)
@@ -421,49 +443,48 @@ class _Lowering:
         call = Call(body, tuple(live), summary.rows, given)
         self.parts.append(call)
         self.code.plans.append(call)
-        for (k, c, _), dominated in zip(body.outputs, summary.dominated, strict=True):
+        for (k, c, _), below in zip(body.outputs, summary.dominated, strict=True):
             if not summary.rows:  # nothing enters: all is there from the beginning
                 self.env[c][op.outputs[k]] = ()
                 continue
-            self.env[c][op.outputs[k]] = (len(self.dominated),)
-            self.dominated.append(dominated)
+            self.env[c][op.outputs[k]] = (len(dominated),)
+            dominated.append(below)
             self.on.append(frozenset())
 
     def finish(self) -> None:
         """The loop's lists, and who waits for the inputs."""
         code, inputs = self.code, len(self.code.columns)
-        streams: dict[int, None] = {}
-        code.consumers = [set() for _ in range(inputs)]
-        for part, needs in zip(self.parts, code.needs, strict=True):
+        for part in self.parts:
             if isinstance(part, Call):
-                streams.update(dict.fromkeys(part.streams))
-                self._consume_by_call(part, needs)
                 code.duration.append(0.0)
                 code.stream.append(-1)
                 code.more.append(part)
+            else:
+                code.duration.append(part.duration)
+                code.stream.append(part.streams[0])
+                code.more.append(part.streams[1:] or None)
+        used = dict.fromkeys(p.body.streams if isinstance(p, Call) else p.streams for p in self.parts)
+        code.streams = tuple(dict.fromkeys(s for streams in used for s in streams))
+        code.passed = frozenset(j for _, _, slots in code.outputs for j in slots if j < inputs)
+        code.consumers = [set() for _ in range(inputs)]
+        if not inputs:
+            return
+        for part, needs in zip(self.parts, code.needs, strict=True):
+            if isinstance(part, Call):
+                self._consume_by_call(part, needs)
                 continue
-            code.duration.append(part.duration)
-            code.stream.append(part.streams[0])
-            code.more.append(part.streams[1:] or None)
-        for part in dict.fromkeys(p for p in self.parts if isinstance(p, Part)):
-            streams.update(dict.fromkeys(part.streams))
-        code.streams = tuple(streams)
-        if inputs:
-            for part, needs in zip(self.parts, code.needs, strict=True):
-                if isinstance(part, Part):
-                    for j in needs:
-                        if j < inputs:
-                            code.consumers[j].add(part.on)
+            for j in needs:
+                if j < inputs:
+                    code.consumers[j].add(part.on)
 
     def _consume_by_call(self, call: Call, needs: Sequence[Slots]) -> None:
-        inputs, body = len(self.code.columns), call.body
-        passed = {j for _, _, slots in body.outputs for j in slots}
+        consumers, body = self.code.consumers, call.body
         for j, slots in zip(call.live, needs, strict=True):
             for k in slots:
-                if k < inputs:
-                    self.code.consumers[k] |= body.consumers[j]
-                    if j in passed:
-                        self.code.consumers[k].add(frozenset())
+                if k < len(consumers):
+                    consumers[k] |= body.consumers[j]
+                    if j in body.passed:
+                        consumers[k].add(frozenset())
 
 
 def _plan(parts: list[Part], held: tuple[tuple[int, ...], ...]) -> Plan:
@@ -484,11 +505,6 @@ def _ends(op: Op) -> tuple[Home, Home]:
     if a is None or b is None:
         raise ModelError(f"{op}: a Send is from a device or mesh to another")
     return a, b
-
-
-def _typed(v: Value, f: Function) -> None:
-    if v.type is None:  # pyright: ignore[reportUnnecessaryComparison]
-        raise UsageError(f"{f.name}: %{v.name} has no type", "give the inputs' types, or call infer_types")
 
 
 def device_streams(program: Program) -> Iterator[tuple[int, list[int]]]:

@@ -151,7 +151,7 @@ class Trace(Sequence[Event]):
     def _where(self, op: Op, plan: Plan) -> list[tuple[Device, ...]]:
         """The devices that take part, by home."""
         values = (*op.inputs, *op.outputs) if plan.parts else op.outputs
-        homes = dict.fromkeys(h for v in values for h in self.program.homes(v.type))
+        homes = dict.fromkeys(h for v in values if (h := self.program.home(v.type)) is not None)
         if len(homes) == 1:
             return [members(h) for h in homes]
         return [tuple(dict.fromkeys(d for h in homes for d in members(h)))]

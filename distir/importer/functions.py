@@ -22,9 +22,7 @@ def inlined(model: onnx.ModelProto, path: object) -> onnx.ModelProto:
     except Exception as e:  # the inliner raises all kinds
         raise ModelError(f"{path}: its functions cannot be inlined: {str(e).splitlines()[0]}") from e
     if model.functions:
-        raise ModelError(
-            f"{path}: its function {model.functions[0].name} cannot be inlined: it calls itself?"
-        )
+        raise ModelError(f"{path}: its function {model.functions[0].name} cannot be inlined: it calls itself?")
     return model
 
 

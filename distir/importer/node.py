@@ -82,9 +82,7 @@ class Scope:
 class Node:
     """A node being imported. Attributes that no rule asked for are reported by `finish`."""
 
-    def __init__(
-        self, scope: Scope, proto: onnx.NodeProto, attributes: Mapping[str, Any], opset: int
-    ) -> None:
+    def __init__(self, scope: Scope, proto: onnx.NodeProto, attributes: Mapping[str, Any], opset: int) -> None:
         self.scope, self.proto, self.opset = scope, proto, opset
         self._attributes = dict(attributes)
         self._asked: set[str] = set()
@@ -164,9 +162,7 @@ class Node:
 
     def emit(self, op_type: str, *inputs: Value, **attributes: Any) -> Any:
         """Append an op, named after the node's first output."""
-        return self.scope.maker.add_op(
-            op_type, f"{self.proto.output[0]}.{op_type.lower()}", inputs, attributes
-        )
+        return self.scope.maker.add_op(op_type, f"{self.proto.output[0]}.{op_type.lower()}", inputs, attributes)
 
     def constant(self, number: float, like: Value) -> Value:
         """A scalar of the type of `like`."""

@@ -74,13 +74,23 @@ def load(path: Path) -> onnx.ModelProto:
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
     if not OLDEST_OPSET <= opset <= onnx.defs.onnx_opset_version():
         newest = onnx.defs.onnx_opset_version()
-        raise ModelError(
-            f"{path}: opset {opset} is not supported", f"export with opset {OLDEST_OPSET} to {newest}"
-        )
+        raise ModelError(f"{path}: opset {opset} is not supported", f"export with opset {OLDEST_OPSET} to {newest}")
+    _check_text(model.graph, path)
     model = inlined(model, path)
     if model.graph.sparse_initializer:
         raise ModelError(f"{path}: sparse initializers are not supported")
     return model
+
+
+def _check_text(graph: onnx.GraphProto, path: Path) -> None:
+    """protobuf hands out names that are not UTF-8 as bytes, which nothing else expects."""
+    texts: list[str | bytes] = [graph.name, *[t.name for t in graph.initializer]]
+    for info in (*graph.input, *graph.output):
+        texts += [info.name, *[d.dim_param for d in info.type.tensor_type.shape.dim]]
+    for node in graph.node:
+        texts += [node.op_type, node.name, node.domain, *node.input, *node.output, *[a.name for a in node.attribute]]
+    if bad := [t for t in texts if isinstance(t, bytes)]:
+        raise ModelError(f"{path}: the name {bad[0]!r} is not UTF-8: the file is damaged")
 
 
 def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collection[str]) -> None:
@@ -105,9 +115,7 @@ def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batc
     free = list(dict.fromkeys(d for row in symbols.values() for d in row if isinstance(d, str)))
     for d, size in dims.items():
         if d not in free:
-            raise UsageError(
-                f"{scope.path} has no symbolic dimension {d!r}", f"it has {', '.join(free) or 'none'}"
-            )
+            raise UsageError(f"{scope.path} has no symbolic dimension {d!r}", f"it has {', '.join(free) or 'none'}")
         if size < 1:
             raise UsageError(f"dimension {d} must be at least 1, got {size}")
     if open_dims := [d for d in free if d not in dims]:
@@ -115,9 +123,7 @@ def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batc
         hint = " ".join(f"--dim {d}=8" for d in open_dims)
         raise UsageError(f"{scope.path}: symbolic {what} not given: {', '.join(open_dims)}", hint)
     if batch is not None and batch not in free:
-        raise UsageError(
-            f"{scope.path} has no symbolic dimension {batch!r}", f"it has {', '.join(free) or 'none'}"
-        )
+        raise UsageError(f"{scope.path} has no symbolic dimension {batch!r}", f"it has {', '.join(free) or 'none'}")
     batch = batch or (free[0] if free else None)
     inputs: list[Value] = []
     for info in infos:
@@ -150,9 +156,7 @@ def _role(row: list[int | str], batch: str | None) -> Role:
     return Role("data", row.index(batch)) if batch in row else Role("constant")
 
 
-def _import_node(
-    scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping[str, onnx.NodeProto]
-) -> None:
+def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping[str, onnx.NodeProto]) -> None:
     try:
         attributes = attributes_of(proto)
     except Exception as e:  #  (helper raises all kinds on malformed attributes)
@@ -169,9 +173,7 @@ def _import_node(
         return
     if rule is None:
         domain = f" of domain {proto.domain}" if proto.domain else ""
-        raise node.error(
-            f"op {proto.op_type}{domain} is not supported", f"supported: {', '.join(sorted(RULES))}"
-        )
+        raise node.error(f"op {proto.op_type}{domain} is not supported", f"supported: {', '.join(sorted(RULES))}")
     first = len(scope.maker.ops)
     try:
         result = rule(node)
@@ -212,9 +214,7 @@ def _output(scope: Scope, info: onnx.ValueInfoProto) -> Value:
     if declared.HasField("shape"):
         sizes = [d.dim_value if d.HasField("dim_value") else None for d in declared.shape.dim]
         shape = t.global_shape
-        if len(sizes) != len(shape) or any(
-            a is not None and a != b for a, b in zip(sizes, shape, strict=True)
-        ):
+        if len(sizes) != len(shape) or any(a is not None and a != b for a, b in zip(sizes, shape, strict=True)):
             raise ModelError(f"{scope.path}: output {name!r}: declared {sizes}, but its node makes {t}")
     return value
 

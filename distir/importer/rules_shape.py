@@ -169,9 +169,7 @@ def _constant_of_shape(n: Node) -> Result:
 def _eye_like(n: Node) -> Result:
     rows, columns = n.shape()
     to = n.attr("dtype")
-    dtype = (
-        tensor(n.operand(0)).dtype if to is None else dtype_of(to, f"{n.scope.path}: {n}: attribute dtype")
-    )
+    dtype = tensor(n.operand(0)).dtype if to is None else dtype_of(to, f"{n.scope.path}: {n}: attribute dtype")
     return np.eye(rows, columns, n.attr("k", 0), dtype.numpy)
 
 
@@ -213,9 +211,7 @@ def _pad(n: Node) -> Result:
             start, end = max(-before, 0), size - max(-after, 0)
             x = n.emit("Slice", x, starts=(start,), ends=(end,), axes=(axis,), steps=(1,))
         parts = [
-            n.full((*shape_of(x)[:axis], k, *shape_of(x)[axis + 1 :]), number, x)
-            for k in (before, after)
-            if k > 0
+            n.full((*shape_of(x)[:axis], k, *shape_of(x)[axis + 1 :]), number, x) for k in (before, after) if k > 0
         ]
         if parts:
             row = [*parts[: before > 0], x, *parts[before > 0 :]]

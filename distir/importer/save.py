@@ -23,9 +23,7 @@ ALIGN = 4096
 """Bytes to which data in a file is aligned, so that it can be memory-mapped."""
 
 
-def save_onnx(
-    source: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], out: str | os.PathLike[str]
-) -> Path:
+def save_onnx(source: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], out: str | os.PathLike[str]) -> Path:
     """Write the model at `source` to `out`, initializers replaced by `arrays` of the same name and shape.
 
     Arrays are cast to the type the model stores. Weights go to `OUT.data` beside the model if the source keeps them

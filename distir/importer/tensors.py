@@ -143,9 +143,7 @@ def parse(message: Any, path: Path, what: str) -> None:
     try:
         message.ParseFromString(data)
     except DecodeError:
-        raise ModelError(
-            f"{path}: not a serialized {what}, or cut off: {len(data)} bytes do not parse"
-        ) from None
+        raise ModelError(f"{path}: not a serialized {what}, or cut off: {len(data)} bytes do not parse") from None
 
 
 def _check_typed_data(tensor: TensorProto, elements: int, where: str) -> None:
@@ -181,9 +179,7 @@ def _external(tensor: TensorProto, path: Path, size: int, where: str) -> tuple[P
         raise ModelError(f"{where}: its shape and type need {size} bytes, external data has {length}")
     have = file.stat().st_size
     if offset < 0 or offset + length > have:
-        raise ModelError(
-            f"{where}: needs bytes {offset} to {offset + length} of {file}, which has {have}: cut off?"
-        )
+        raise ModelError(f"{where}: needs bytes {offset} to {offset + length} of {file}, which has {have}: cut off?")
     return file, offset
 
 

@@ -36,6 +36,11 @@ def infer(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Type, ...]
     return result
 
 
+def forget() -> None:
+    """Drop what is memoised: for measurements."""
+    _memo.clear()
+
+
 def _local(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Tensor, ...]:
     """The rule of ops that move no data between devices."""
     tensors: list[Tensor] = []

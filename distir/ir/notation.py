@@ -53,11 +53,15 @@ def fail(expected: str, got: str) -> NoReturn:
 
 
 def quote(text: str) -> str:
-    """`text` in double quotes, on one line; what does not print is escaped as Python does."""
-    text = text.replace("\\", "\\\\").replace('"', '\\"')
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return f'"{text}"'
+    """The text in double quotes, on one line."""
+    return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+
+
+def printable(text: str) -> str:
+    """The text on one line: what does not print is escaped as Python does."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def plain(name: str) -> str:

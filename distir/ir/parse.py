@@ -17,6 +17,8 @@ from distir.ir.notation import (
     WHERE,
     fail,
     label_name,
+    plain_value,
+    printable,
     read_device,
     read_mesh,
     read_tensor,
@@ -27,6 +29,7 @@ from distir.ir.type import REPLICATE, DType, Partial, Shard, Tuple, Type
 
 _NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|-inf"
 _tokens = re.compile(rf"%(?:{PLAIN_VALUE}|{QUOTED})|{TENSOR}|{_NUMBER}|[@&]{WHERE}|{LABEL}|->|\#\d+|\S").findall
+_is_number = re.compile(_NUMBER).fullmatch
 _WORDS = {"True": True, "False": False, "None": None, "inf": inf, "nan": nan, "Replicate": REPLICATE}
 
 
@@ -39,7 +42,7 @@ def parse(text: str) -> Function:
     try:
         return parser.program()
     except DistirError as e:
-        raise ModelError(f"line {parser.n}: {e.message}, in: {parser.line.strip()}", e.hint) from None
+        raise ModelError(printable(f"line {parser.n}: {e.message}, in: {parser.line.strip()}"), e.hint) from None
 
 
 class _Parser:
@@ -243,7 +246,7 @@ class _Parser:
         ops.append(op)
         for v in outputs:
             if values.setdefault(v.name, v) is not v:
-                fail("a new name", f"%{v.name}, which is defined already")
+                fail("a new name", f"{plain_value(v.name)}, which is defined already")
         if outputs:
             first[outputs[0].name] = op
 
@@ -321,7 +324,7 @@ class _Parser:
             return tuple(entries), i + 1
         if head == '"':
             return unquote(token), i + 1
-        if head == "-" or head.isdigit():
+        if _is_number(token):
             return (float(token) if set(token) & set(".en") else int(token)), i + 1
         if head == "@":
             return self.where(token[1:]), i + 1

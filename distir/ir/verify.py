@@ -20,7 +20,7 @@ from distir.ir.device import TIME, Device, Mesh
 from distir.ir.errors import IRTypeError
 from distir.ir.function import Function, Op, Value
 from distir.ir.infer import infer
-from distir.ir.notation import plain_value
+from distir.ir.notation import plain, plain_value
 from distir.ir.type import NOW, Replicate, Shard, Tensor, Tuple, Type
 
 _OVER_TIME = ("MPIAllreduce", "MPIAllgather")
@@ -60,10 +60,10 @@ class _Verifier:
         types = self._types[time]
         for v in f.inputs:
             if v.type not in types:
-                self._new_type(f"{f.name}: input", v, time)
+                self._new_type(f"{plain(f.name)}: input", v, time)
         defined = set(f.inputs)
         if len(defined) != len(f.inputs):
-            raise IRTypeError(f"{f.name}: an input stands twice among its inputs")
+            raise IRTypeError(f"{plain(f.name)}: an input stands twice among its inputs")
         earlier: set[Op] = set()
         for k, op in enumerate(f.ops):
             inputs, outputs, spec = op.inputs, op.outputs, op.spec
@@ -81,12 +81,12 @@ class _Verifier:
                 if v.type is not t:
                     _wrong_result(f, k, v, t)
                 if t not in types:
-                    self._new_type(f"{f.name}: op {k}", v, time)
+                    self._new_type(f"{plain(f.name)}: op {k}", v, time)
             if not defined.isdisjoint(outputs) or (len(outputs) > 1 and len(set(outputs)) != len(outputs)):
                 _fail(f, k, f"{spec.name}: expected new results, got one that is defined already")
             defined.update(outputs)
             if op.of is not None and op.of not in earlier:
-                _fail(f, k, f"{spec.name}: expected `of` an earlier op of {f.name}, got {op.of}")
+                _fail(f, k, f"{spec.name}: expected `of` an earlier op of {plain(f.name)}, got {op.of}")
             earlier.add(op)
         _check_names(f, defined)
         _check_interface(f, defined)
@@ -106,9 +106,7 @@ class _Verifier:
         elif time is _Time.BODY and op.attributes.get("axis") == TIME and op.spec.name in _OVER_TIME:
             for i, v in enumerate(op.inputs):
                 if not isinstance(v.type, Tensor) or v.type.piece != (0, v.type.mesh.size(TIME)):
-                    what = (
-                        f"{op.spec.name}: operand {i}: expected all microbatches, got a body's own: {v.type}"
-                    )
+                    what = f"{op.spec.name}: operand {i}: expected all microbatches, got a body's own: {v.type}"
                     _fail(f, k, what, "reduce over time in a function that is called without mb")
 
     def _call(self, f: Function, k: int, op: Op, time: _Time) -> None:
@@ -119,15 +117,13 @@ class _Verifier:
             self.function(callee, _Time.BODY if time is _Time.BODY else _Time.WHOLE)
             return
         if time is _Time.BODY:
-            _fail(
-                f, k, f"Call: expected no mb in a body, got mb={moment!r}", "a callee shares its microbatch"
-            )
+            _fail(f, k, f"Call: expected no mb in a body, got mb={moment!r}", "a callee shares its microbatch")
         size = self._sizes.get(callee)
         if size is None:
             sizes = {n for v in (*callee.inputs, *callee.outputs) for n in _time_sizes(v.type)}
             size = self._sizes[callee] = min(sizes, default=NOW)
         if type(moment) is not int or not 0 <= moment < size:
-            _fail(f, k, f"Call: expected mb of {callee.name} in 0..{size - 1}, got {moment!r}")
+            _fail(f, k, f"Call: expected mb of {plain(callee.name)} in 0..{size - 1}, got {moment!r}")
         self.function(callee, _Time.BODY)
 
 
@@ -141,7 +137,7 @@ def _fail(f: Function, k: int, message: str, hint: str | None = None) -> NoRetur
 
     message = re.sub(r"\boperand (\d+)(?! \(%)", named, message)
     results = ", ".join(plain_value(v.name) for v in op.outputs)
-    raise IRTypeError(f"{f.name}: op {k} {results} = {message}", hint)
+    raise IRTypeError(f"{plain(f.name)}: op {k} {results} = {message}", hint)
 
 
 def _undefined(f: Function, k: int, op: Op, defined: set[Value]) -> NoReturn:
@@ -213,7 +209,7 @@ def _check_names(f: Function, defined: set[Value]) -> None:
     seen: set[str] = set()
     for v in (*f.inputs, *[v for op in f.ops for v in op.outputs]):
         if v.name in seen:
-            raise IRTypeError(f"{f.name}: two values have the name {plain_value(v.name)}")
+            raise IRTypeError(f"{plain(f.name)}: two values have the name {plain_value(v.name)}")
         seen.add(v.name)
 
 
@@ -221,13 +217,13 @@ def _check_interface(f: Function, defined: set[Value]) -> None:
     """Raise unless outputs are values of the function, and roles and updates fit the inputs."""
     for v in f.outputs:
         if v not in defined:
-            raise IRTypeError(f"{f.name}: output {plain_value(v.name)} is not a value of the function")
+            raise IRTypeError(f"{plain(f.name)}: output {plain_value(v.name)} is not a value of the function")
     for v in f.inputs:
         if v.role is not None:
             _check_role(f, v)
     updated: set[Value] = set()
     for new, old in f.updates.items():
-        what = f"{f.name}: update of {plain_value(old.name)} by {plain_value(new.name)}"
+        what = f"{plain(f.name)}: update of {plain_value(old.name)} by {plain_value(new.name)}"
         if new not in f.outputs or old not in f.inputs:
             raise IRTypeError(f"{what}: expected an input and an output of the function")
         if old in updated:
@@ -241,7 +237,7 @@ def _check_interface(f: Function, defined: set[Value]) -> None:
 
 def _check_role(f: Function, v: Value) -> None:
     role, t = v.role, v.type
-    where = f"{f.name}: input {plain_value(v.name)}: {role}"
+    where = f"{plain(f.name)}: input {plain_value(v.name)}: {role}"
     if role is None:
         return
     if not isinstance(t, Tensor):

@@ -67,9 +67,9 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
     """The function without repeated ops and views that undo each other and, with `evaluate`, with constants folded.
 
     Of ops alike (type, attributes, operands, forward op) the first stays. A Transpose or Reshape that gives back what
-    another one was given goes, unless a backward op is of it. An op of which all operands are `Constant` ops, and whose result has one element,
-    becomes a `Constant`. Ops whose results are outputs stay, so that each output keeps its name and its place in
-    `updates`, and so do communication and calls.
+    another one was given goes, unless a backward op is of it. An op of which all operands are `Constant` ops, and
+    whose result has one element, becomes a `Constant`. Ops whose results are outputs stay, so that each output keeps
+    its name and its place in `updates`, and so do communication and calls.
     """
     env: dict[Value, Value] = {}
     made: dict[Op, Op] = {}
@@ -96,9 +96,7 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
             made[source] = first
             env.update(zip(op.outputs, first.outputs, strict=True))
     return prune(
-        Function(
-            function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources
-        )
+        Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources)
     )
 
 

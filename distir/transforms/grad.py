@@ -94,11 +94,7 @@ def sources(function: Function, target: Value) -> set[Value]:
 def path(function: Function, target: Value, wrt: Iterable[Value]) -> list[Op]:
     """The ops by which `target` depends on any of `wrt`, in order."""
     between = sources(function, target) & dependent(function, wrt)
-    return [
-        op
-        for op in function.ops
-        if any(v in between for v in op.outputs) and any(v in between for v in op.inputs)
-    ]
+    return [op for op in function.ops if any(v in between for v in op.outputs) and any(v in between for v in op.inputs)]
 
 
 def _differentiable(function: Function, target: Value, wrt: Sequence[Value]) -> Function:
@@ -120,7 +116,7 @@ def _differentiable(function: Function, target: Value, wrt: Sequence[Value]) -> 
             else:
                 maker.ops.append(op)
         maker.set_outputs(function.outputs)
-        maker.updates = function.updates
+        maker.updates, maker.sources = function.updates, function.sources
         function = maker.finalize()
 
 
@@ -180,9 +176,7 @@ class _Backward:
             raise ModelError(f"%{op.outputs[0].name}: {op.op_type} has no gradient")
         gradients = rule(self.maker, op, *given)
         if len(gradients) != len(op.inputs):
-            raise ModelError(
-                f"the gradient rule of {op.op_type} gives {len(gradients)} for {len(op.inputs)} operands"
-            )
+            raise ModelError(f"the gradient rule of {op.op_type} gives {len(gradients)} for {len(op.inputs)} operands")
         for v, d in zip(op.inputs, gradients, strict=True):
             if d is None or v not in self.reached:
                 continue

@@ -31,12 +31,23 @@ class Signature:
         key = (n, slot, split)
         if key not in self._strands:
             found = self.spec.strand(self.attrs, self.ins, self.outs, slot, split, n)
+            if found is not None and self._scatters(found):
+                found = None
             self._strands[key] = found
             if found is not None:
                 for k, p in strand_slots(found):
                     self._strands.setdefault((n, k, p), found)
                 found = self._strands[key] = self._same(found, n)
         return self._strands[key]
+
+    def _scatters(self, strand: Strand) -> bool:
+        """True if an indexed dim would not be split in ranges, so that no one offset says which part is held."""
+        indexed = self.spec.indexed(self.attrs)
+        if indexed is None:
+            return False
+        slot, dim = indexed
+        p, shape = (strand.ins[slot], self.ins[slot]) if slot >= 0 else (strand.outs[~slot], self.outs[~slot])
+        return isinstance(p, Shard) and p.dim == dim % len(shape) and p.outer != 1
 
     def _same(self, strand: Strand, n: int) -> Strand:
         """The object already kept for an equal strand, if one of its slots has it."""

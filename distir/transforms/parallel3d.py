@@ -15,7 +15,7 @@ from distir.transforms.pipeline import pipeline
 from distir.transforms.roles import batch_dims
 from distir.transforms.schedule import Generator, PipeDreamScheduler, Table, make_table
 from distir.transforms.spread import DP, TP, place
-from distir.transforms.stages import OpCost, cut_stages, plain_cost
+from distir.transforms.stages import PLAIN, StageCost, cut_stages
 
 PP = "pp"
 
@@ -37,7 +37,7 @@ def parallel_transform_3d(
     num_microbatches: int,
     schedule: str | Generator | PipeDreamScheduler | Table = "1f1b",
     batch: Mapping[Value, int] | None = None,
-    cost: OpCost = plain_cost,
+    cost: StageCost = PLAIN,
     order: Sequence[str] | None = None,
 ) -> Function:
     """The program of `distribute`, by itself."""
@@ -53,14 +53,14 @@ def distribute(
     num_microbatches: int,
     schedule: str | Generator | PipeDreamScheduler | Table = "1f1b",
     batch: Mapping[Value, int] | None = None,
-    cost: OpCost = plain_cost,
+    cost: StageCost = PLAIN,
     order: Sequence[str] | None = None,
 ) -> Distributed:
     """The function spread over dp * tp * pp devices, its batch over dp and `num_microbatches`.
 
     `devices` are taken in `order`, fastest first: ("tp", "dp", "pp"), so that tensor-parallel groups stay inside a
     node. With one more device, the first is a host that holds the inputs, and the order is ("pp", "tp", "dp").
-    `batch` maps data inputs to their batch dim where roles do not say it. `cost` weighs ops to balance stages.
+    `batch` maps data inputs to their batch dim where roles do not say it. `cost` is what stages are balanced by.
 
     Raises InfeasibleError if the number of devices or the batch does not fit, if there are fewer cuttable pieces than
     stages, or if tensor parallelism splits nothing.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import REPLICATE, Tensor
-from distir.transforms.bodies import Body, Cut, Group, Key, build_body, cut_bodies, order_of, roots
+from distir.transforms.bodies import Body, Cut, Group, Key, build_body, cut_bodies, order_of
 from distir.transforms.phases import PROLOGUE, UPDATE, varies
 from distir.transforms.roles import weights
 from distir.transforms.schedule import Slot, Table, interleave
@@ -214,5 +214,3 @@ def _union(meshes: Sequence[Mesh]) -> Mesh:
     axes = dict(zip(meshes[0].axes, meshes[0].sizes, strict=True))
     return Mesh([d for mesh in meshes for d in mesh.devices], {"pp": len(meshes), **axes}, "all")
 
-
-__all__ = ["pipeline", "roots"]

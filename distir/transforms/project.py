@@ -1,7 +1,7 @@
 """The program of one rank: of a distributed program, the ops that the rank's device takes part in.
 
-All devices that are in the same meshes share one projected Function; only their coordinates differ. So projecting for
-every rank of a large plan costs no more than for one rank a pipeline stage.
+All devices that are in the same meshes share one projected Function; only their coordinates differ. So
+projecting for every rank of a large plan costs no more than for one rank a pipeline stage.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def ranks(function: Function) -> list[Device]:
 
 
 def project(function: Function, rank: int) -> RankProgram:
-    """The program of one rank. Raises UsageError if there is no such rank, ModelError if it needs what it lacks."""
+    """The program of one rank. Raises UsageError if there is no such rank, ModelError if it needs what it
+    lacks.
+    """
     devices: Sequence[Device | None] = ranks(function) or [None]
     if not 0 <= rank < len(devices):
         raise UsageError(f"{function.name} runs on {len(devices)} ranks, there is no rank {rank}")
@@ -73,7 +75,8 @@ def _devices(home: Home) -> tuple[Device, ...]:
 
 
 def homes_of(t: Type) -> Iterator[Home]:
-    """Where a value of that type is: nowhere, on one device or mesh, or, a bundle, wherever its members are."""
+    """Where a value of that type is: nowhere, on one device or mesh, or, a bundle, wherever its members are.
+    """
     if isinstance(t, Tuple):
         for member in t.types:
             yield from homes_of(member)
@@ -86,9 +89,7 @@ def _homes(function: Function) -> dict[Home, None]:
     return {home: None for t in dict.fromkeys(v.type for v in values) for home in homes_of(t)}
 
 
-def _restricted(
-    function: Function, mine: frozenset[Home]
-) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:
+def _restricted(function: Function, mine: frozenset[Home]) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:
     f = FunctionMaker(function.name)
     held = _Held(mine)
     env: dict[Value, Value] = {}
@@ -111,7 +112,8 @@ def _restricted(
 
 
 class _Held:
-    """Whether a rank that is in the homes `mine` holds (a piece of) a value; what is nowhere is held by all."""
+    """Whether a rank that is in the homes `mine` holds (a piece of) a value; what is nowhere is held by all.
+    """
 
     def __init__(self, mine: frozenset[Home]) -> None:
         self.mine = mine
@@ -181,7 +183,9 @@ def _receive(f: FunctionMaker, name: str, sent: Type, got: Type, message: int) -
 
 
 def coordinate(mesh: Mesh, device: Device) -> tuple[int, ...]:
-    """Where `device` is along each axis of the mesh, 0 along the time axis. Raises ModelError if it is not in it."""
+    """Where `device` is along each axis of the mesh, 0 along the time axis. Raises ModelError if it is not in
+    it.
+    """
     if device not in mesh.devices:
         raise ModelError(f"{device} is not in {mesh}")
     place = mesh.devices.index(device)

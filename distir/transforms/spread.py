@@ -30,7 +30,7 @@ def place(function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: 
     _check_batch(batch_size(function, batch), dp, microbatches)
     split: Placed | None = None
     if tp > 1:
-        function, split = _tensor_parallel(function, tp)
+        function, split = _tensor_parallel(function, tp, batch, microbatches * dp)
     graph = Graph(function)
     decisions: dict[str, Placed] = {TIME: place_in_time(graph, microbatches, batch)}
     if dp > 1:
@@ -56,16 +56,21 @@ def data_parallel(graph: Graph, n: int, batch: Mapping[int, int], outer: int) ->
     return place_all(full, n, {0}, shares(full))
 
 
-def _tensor_parallel(function: Function, n: int) -> tuple[Function, Placed]:
-    """The function, padded where that lets more be split, and its placements along tp."""
+def _tensor_parallel(
+    function: Function, n: int, batch: Mapping[int, int], pieces: int
+) -> tuple[Function, Placed]:
+    """The function, padded where that lets more be split, and its placements along tp.
+
+    The batch, split into `pieces` over time and dp, is not split once more.
+    """
     options = paddable(function, n)
     padded = pad(function, options)
-    split = _search(padded, n)
+    split = _search(padded, n, batch, pieces)
     inputs, nodes = len(function.inputs), split.nodes  # only inputs keep their numbers when padded
     useful = [one for one in options if any(v < inputs and (v, Shard(dim)) in nodes for v, dim in one)]
     if len(useful) < len(options):
         padded = pad(function, useful)
-        split = _search(padded, n)
+        split = _search(padded, n, batch, pieces)
     if not split.chosen:
         sizes = {d for v in weights(function) for d in shape_of(v)}
         fits = [k for k in range(2, max(sizes, default=1) + 1) if any(d % k == 0 for d in sizes)][:8]
@@ -73,6 +78,9 @@ def _tensor_parallel(function: Function, n: int) -> tuple[Function, Placed]:
     return padded, split.placed
 
 
-def _search(function: Function, n: int) -> Split:
+def _search(function: Function, n: int, batch: Mapping[int, int], pieces: int) -> Split:
     graph = Graph(function)
-    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)])
+    taken: dict[int, list[tuple[Shard, int]]] = {}
+    for v, split in Classes(graph, pieces, [(v, Shard(dim)) for v, dim in batch.items()]).nodes:
+        taken.setdefault(v, []).append((split, pieces))
+    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)], taken)

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import Tensor
+from distir.ops.rules import shape_of, tensor
 from distir.transforms.lift import lift_sums
 from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
 from distir.transforms.roles import WEIGHTS
 
-OpCost = Callable[[Op], float]
-
 FLOP_PER_BYTE = 100.0
 """Of the plain default cost: accelerators do about this many FLOPs in the time they move a byte of memory."""
-WIRE_PER_BYTE = 30.0
+LINK_PER_MEMORY = 30.0
 """And a link between stages is slower than memory by about this factor."""
 _CANDIDATES = 400
 
 
+class StageCost(NamedTuple):
+    """What stages are balanced by: the cost of an op on one device, and of a byte sent to the next stage."""
+
+    op: Callable[[Op], float]
+    sent: float
+
+
 def plain_cost(op: Op) -> float:
-    """FLOPs plus bytes moved, in FLOPs: the default cost of an op on one device."""
-    ins = [v.type.shape for v in op.inputs if isinstance(v.type, Tensor)]
-    outs = [v.type.shape for v in op.outputs if isinstance(v.type, Tensor)]
-    moved = 0 if op.spec.alias else sum(v.type.bytes for v in (*op.inputs, *op.outputs))
-    return op.spec.flops(op.attributes, ins, outs) + FLOP_PER_BYTE * moved
+    """FLOPs plus bytes moved, in FLOPs, of the whole op: so that the cut does not depend on how it is spread."""
+    moved = sum(math.prod(shape_of(v)) * tensor(v).dtype.size for v in (*op.inputs, *op.outputs))
+    flops = op.spec.flops(op.attributes, list(map(shape_of, op.inputs)), list(map(shape_of, op.outputs)))
+    return flops + (0.0 if op.spec.alias else FLOP_PER_BYTE * moved)
+
+
+PLAIN = StageCost(plain_cost, FLOP_PER_BYTE * LINK_PER_MEMORY)
 
 
 def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
@@ -93,7 +102,7 @@ def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) 
 
 
 def cut_stages(
-    function: Function, parts: int, microbatches: int, cost: OpCost = plain_cost
+    function: Function, parts: int, microbatches: int, cost: StageCost = PLAIN
 ) -> tuple[Function, dict[Op, int]]:
     """The stage of every op that has a phase. A forward op's backward ops, weights and updates go with it.
 
@@ -104,9 +113,9 @@ def cut_stages(
     if parts == 1:
         return function, {op: 0 for op in function.ops if phase[op] != FREE}
     forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
-    follow = _following_cost(function, phase, microbatches, cost)
-    costs = [cost(op) + follow.get(op, 0.0) for op in forward]
-    cuts = balanced_cut(costs, _crossing(forward), parts)
+    follow = _following_cost(function, phase, microbatches, cost.op)
+    costs = [cost.op(op) + follow.get(op, 0.0) for op in forward]
+    cuts = balanced_cut(costs, _crossing(forward, cost.sent), parts)
     stage: dict[Op, int] = {}
     for i, op in enumerate(forward):
         stage[op] = sum(i >= c for c in cuts)
@@ -117,7 +126,7 @@ def cut_stages(
 
 
 def _following_cost(
-    function: Function, phase: Mapping[Op, str], microbatches: int, cost: OpCost
+    function: Function, phase: Mapping[Op, str], microbatches: int, cost: Callable[[Op], float]
 ) -> dict[Op, float]:
     """Per forward op the cost of its backward ops, and of the updates of weights it is first to use."""
     follow: dict[Op, float] = {}
@@ -151,7 +160,7 @@ def _first_users(function: Function, phase: Mapping[Op, str]) -> dict[Value, Op]
     return user
 
 
-def _crossing(forward: Sequence[Op]) -> list[float]:
+def _crossing(forward: Sequence[Op], byte: float) -> list[float]:
     """Per position the cost of sending what was made before it and is used from it on (and its gradient back)."""
     place = {op: i for i, op in enumerate(forward)}
     made = {v: i for op, i in place.items() for v in op.outputs}
@@ -162,7 +171,7 @@ def _crossing(forward: Sequence[Op]) -> list[float]:
                 last[v] = max(last[v], i)
     change = [0.0] * (len(forward) + 1)
     for v, i in made.items():
-        sent = 2 * WIRE_PER_BYTE * FLOP_PER_BYTE * v.type.bytes
+        sent = 2 * byte * math.prod(shape_of(v)) * tensor(v).dtype.size
         change[i + 1] += sent
         change[last[v] + 1] -= sent
     total, result = 0.0, []

@@ -1,4 +1,6 @@
-"""Every communication op over gloo, in every placement, against the reference on numpy. One launch a world size."""
+"""Every communication op over gloo, in every placement, against the reference on numpy. One launch a world
+size.
+"""
 
 from __future__ import annotations
 

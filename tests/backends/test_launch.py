@@ -111,7 +111,9 @@ def test_memory_mapped_and_broadcast_arrays_are_not_copied(tmp_path: Path):
 
 
 def train(schedule: str) -> tuple[Function, Function, list[np.ndarray]]:
-    """A four-layer MLP's training step, spread over 2 stages of 2 replicas, the sequential one, and its arrays."""
+    """A four-layer MLP's training step, spread over 2 stages of 2 replicas, the sequential one, and its
+    arrays.
+    """
     f = FunctionMaker("mlp")
     h = f.add_input_value("x", Tensor(Float64, (BATCH, WIDTH)), Role("data", 0))
     for k in range(4):
@@ -234,7 +236,8 @@ try:
 except DistirError as e:
     print(type(e).__name__, e)
     sys.exit(e.exit_code)
-print(result.rank, len(result.seconds), [float(o[0]) for o in result.outputs], [x.sum() for x in result.inputs.values()])
+print(result.rank, len(result.seconds), [float(o[0]) for o in result.outputs], [x.sum() for x in
+result.inputs.values()])
 """
 
 
@@ -251,9 +254,7 @@ def torchrun(scales: tuple[int, int], world: int = 2) -> list[tuple[int, str]]:
     port = str(free_port())
     processes = []
     for rank, scale in enumerate(scales):
-        env = dict(
-            os.environ, PYTHONPATH=str(ROOT), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world)
-        )
+        env = dict(os.environ, PYTHONPATH=str(ROOT), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         env |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = [sys.executable, "-c", JOINING, str(scale)]
         processes.append(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ class Sample(NamedTuple):
 
     op_type: str
     operands: tuple[Any, ...]
-    attributes: dict[str, Any] = {}
+    attributes: Mapping[str, Any] = MappingProxyType({})
     outputs: int = 1
     opset: int = 20
     reference: bool = False
@@ -188,7 +190,7 @@ SAMPLES = [
 
 
 def name_of(s: Sample) -> str:
-    return f"{s.op_type} {s.attributes or ''}".strip()
+    return f"{s.op_type} {dict(s.attributes) or ''}".strip()
 
 
 def test_every_rule_has_a_sample() -> None:

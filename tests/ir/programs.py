@@ -1,4 +1,4 @@
-"""Programs by hand for the tests of the IR: a sequential one, and a pipeline of two stages as the transforms make it."""
+"""Programs by hand for the tests of the IR: a sequential one, and a pipeline of two stages."""
 
 from __future__ import annotations
 

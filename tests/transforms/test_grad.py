@@ -177,7 +177,7 @@ def test_errors() -> None:
     function = f.finalize()
     with pytest.raises(UsageError, match=r"%y has shape \(4, 3\), not one number"):
         grad(function, "y")
-    with pytest.raises(UsageError, match="%count is .*, not a floating"):
+    with pytest.raises(UsageError, match=r"%count is .*, not a floating"):
         grad(function, "count")
     with pytest.raises(UsageError, match="no output 7"):
         grad(function, 7)

@@ -22,10 +22,7 @@ HOST = Device("cpu", 0)
 def stages(dp: int, tp: int) -> tuple[Mesh, Mesh]:
     """Two meshes of dp * tp devices, numbered from 1."""
     n = dp * tp
-    make = [
-        Mesh([Device("gpu", 1 + s * n + k) for k in range(n)], {"dp": dp, "tp": tp}, f"stage{s}")
-        for s in (0, 1)
-    ]
+    make = [Mesh([Device("gpu", 1 + s * n + k) for k in range(n)], {"dp": dp, "tp": tp}, f"stage{s}") for s in (0, 1)]
     return make[0], make[1]
 
 
@@ -34,9 +31,7 @@ def two_stages(dp: int = 2, tp: int = 2) -> Function:
     first, second = stages(dp, tp)
     f = FunctionMaker("main")
     x = f.add_input_value("x", Tensor(Float64, (64, 4), HOST), Role("data", 0))
-    w = f.add_input_value(
-        "w", Tensor.whole(Float64, (64, 4), second, (Shard(0), REPLICATE)), Role("parameter")
-    )
+    w = f.add_input_value("w", Tensor.whole(Float64, (64, 4), second, (Shard(0), REPLICATE)), Role("parameter"))
     a = f.emit("MPIScatter", x, to=first, placements=(Shard(0), REPLICATE))
     b = f.emit("Add", a, a)
     c = f.add_op("Pack", "bundle", [b, a])

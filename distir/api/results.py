@@ -1,0 +1,295 @@
+"""What `simulate` and `run` give back: they print as text, and as tables in a notebook."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distir.api.check import Check
+from distir.api.model import Model
+from distir.api.plan import Plan
+from distir.executor.categories import CATEGORIES
+from distir.ir.errors import UsageError
+from distir.ir.function import Function
+from distir.ir.type import Tensor
+from distir.transforms.coverage import Coverage, coverage
+
+if TYPE_CHECKING:
+    from distir.executor.simulator import Fit, Simulation
+
+_SHOWN = 6
+"""More names than these are counted."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was made of a model: the plan, what it splits, and what had to be padded for it."""
+
+    model: str
+    plan: Plan
+    batch: int
+    tokens: int | None
+    split: Coverage | None
+    padded: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    @staticmethod
+    def of(model: Model, plan: Plan, program: Function) -> Summary:
+        """The summary of a distributed program."""
+        padded = {
+            v.name: (v.role.source, v.type.global_shape)
+            for v in program.inputs
+            if v.role and v.role.source and v.kind != "state" and isinstance(v.type, Tensor)
+        }
+        split = coverage(program) if plan.tp > 1 else None
+        return Summary(model.name, plan, model.batch, model.tokens, split, padded)
+
+    def lines(self) -> list[str]:
+        """The plan, then, where tensor parallelism splits, what it splits and pads."""
+        size = f"{self.plan.size} devices" if self.plan.size > 1 else "1 device"
+        lines = [f"{self.model}: {self.plan}, batch {self.batch}, on {size}"]
+        if self.split is not None:
+            text = f"tp splits {self.split.flops:.1%} of the FLOPs and {self.split.parameters:.1%} of the parameters"
+            names = [v.name for v in self.split.replicated]
+            lines.append(f"{text}; every device holds all of {_names(names)}" if names else text)
+        if self.padded:
+            rows = [f"{name} {_shape(a)} to {_shape(b)}" for name, (a, b) in self.padded.items()]
+            lines.append(f"padded so that it divides: {', '.join(rows)}")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON of plan, batch, tokens, split and padding."""
+        split = self.split and {
+            "flops": self.split.flops,
+            "parameters": self.split.parameters,
+            "replicated": [v.name for v in self.split.replicated],
+        }
+        padded = {name: {"from": list(a), "to": list(b)} for name, (a, b) in self.padded.items()}
+        plan = self.plan.to_json()
+        return {"model": self.model, "plan": plan, "batch": self.batch, "tokens": self.tokens, "split": split, "padded": padded}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan costs on a cluster. `simulation` has the details, `program` is what was simulated."""
+
+    summary: Summary
+    cluster: str
+    program: Function = field(repr=False)
+    simulation: Simulation = field(repr=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """The time of a step."""
+        return self.simulation.seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.summary.batch / self.step_seconds if self.step_seconds else float("inf")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None if samples are not sequences."""
+        tokens = self.summary.tokens
+        return tokens / self.step_seconds if tokens and self.step_seconds else None
+
+    @property
+    def fits(self) -> Fit:
+        """Whether it fits in the devices' memory; its message says what is short, and where."""
+        return self.simulation.fits()
+
+    @property
+    def peak_memory(self) -> int:
+        """The most bytes live at once on any device."""
+        return max((s.memory for s in self.simulation.stages), default=0)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace that Perfetto and Chrome open. Raises UsageError if it cannot be written."""
+        try:
+            self.simulation.to_chrome(Path(path))
+        except OSError as e:
+            raise UsageError(f"cannot write {path}: {e.strerror or e}") from None
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A header and a row a stage."""
+        rows = [("stage", "devices", "compute", "exposed communication", "bubble", "peak memory")]
+        for s in self.simulation.stages:
+            times = (seconds(s.compute), seconds(s.communication), seconds(s.bubble))
+            rows.append((s.name, str(s.devices), *times, size(s.memory)))
+        return rows
+
+    def rates(self) -> str:
+        """Step time and rates, in a line."""
+        return f"step {seconds(self.step_seconds)}, {rates(self.samples_per_second, self.tokens_per_second)}"
+
+    def __str__(self) -> str:
+        head = [*self.summary.lines(), f"cluster {self.cluster}"]
+        return "\n".join([*head, "", *aligned(self.table()), "", self.rates(), self.fits.message])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head = [*self.summary.lines(), f"cluster {self.cluster}"]
+        return paragraphs(head) + html_table(self.table()) + paragraphs([self.rates(), self.fits.message])
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON: seconds, bytes."""
+        simulation = self.simulation
+        classes = simulation.program.classes
+        stages = []
+        for c, s in enumerate(simulation.stages):
+            use = simulation.memory(classes.first[c])
+            row = {"name": s.name, "devices": s.devices, "compute": s.compute, "exposed_communication": s.communication}
+            memory = dict(zip(CATEGORIES, use.peak, strict=True))
+            stages.append({**row, "bubble": s.bubble, "peak_memory": s.memory, "memory_at_peak": memory})
+        return {
+            **self.summary.to_json(),
+            "cluster": self.cluster,
+            "step_seconds": self.step_seconds,
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "fits": self.fits.ok,
+            "memory": self.fits.message,
+            "stages": stages,
+        }
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run gave. `weights` are the parameters after the last step, by name; `outputs` those of the last step.
+
+    `seconds` is the time of each step, by the slowest rank. Under torchrun only rank 0 has arrays.
+    """
+
+    summary: Summary
+    backend: str
+    losses: list[float]
+    seconds: list[float]
+    outputs: dict[str, np.ndarray] = field(repr=False)
+    weights: dict[str, np.ndarray] = field(repr=False)
+    prediction: Prediction | None = field(default=None, repr=False)
+    check: Check | None = None
+    model: Model | None = field(default=None, repr=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median time of a step, the first, which warms up, left out if there are more."""
+        return median(self.seconds[1:] or self.seconds)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.summary.batch / self.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None if samples are not sequences."""
+        return self.summary.tokens / self.step_seconds if self.summary.tokens else None
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the model with these weights as ONNX. Raises UsageError if it came from no file."""
+        from distir.importer.save import save_onnx
+
+        if self.model is None or self.model.path is None:
+            raise UsageError("only a model that came from an ONNX file can be saved")
+        return save_onnx(self.model.path, self.weights, path)
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A header and a row a step."""
+        return [("step", "loss", "time"), *[self.row(k) for k in range(len(self.seconds))]]
+
+    def row(self, step: int) -> tuple[str, ...]:
+        """The row of one step."""
+        return step_row(step, self.losses[step] if self.losses else None, self.seconds[step])
+
+    def lines(self) -> list[str]:
+        """What there is to say at the end: rates, predicted against measured, the check."""
+        lines = [f"step {seconds(self.step_seconds)}, {rates(self.samples_per_second, self.tokens_per_second)}"]
+        if self.prediction is not None:
+            predicted = self.prediction.step_seconds
+            times = f"predicted {seconds(predicted)}, measured {seconds(self.step_seconds)} a step"
+            lines.append(f"{times} ({self.step_seconds / predicted:.2f} times; cluster {self.prediction.cluster})")
+        return lines if self.check is None else [*lines, str(self.check)]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.summary.lines(), "", *aligned(self.table()), "", *self.lines()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return paragraphs(self.summary.lines()) + html_table(self.table()) + paragraphs(self.lines())
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON of all but arrays: seconds, bytes."""
+        return {
+            **self.summary.to_json(),
+            "backend": self.backend,
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "step_seconds": self.step_seconds,
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "predicted": self.prediction and self.prediction.to_json(),
+            "check": self.check and self.check.to_json(),
+        }
+
+
+def step_row(step: int, loss: float | None, time: float) -> tuple[str, ...]:
+    """(step, loss, time) as text."""
+    return str(step), "" if loss is None else f"{loss:.6f}", seconds(time)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose first column is text, the others numbers."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """The rows as an HTML table; the first is the header."""
+    head, *body = rows
+    cells = "".join(f"<th>{html.escape(x)}</th>" for x in head)
+    lines = "".join("<tr>" + "".join(f"<td>{html.escape(x)}</td>" for x in row) + "</tr>" for row in body)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def paragraphs(lines: Sequence[str]) -> str:
+    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+
+
+def seconds(x: float) -> str:
+    """A time with a unit."""
+    if x >= 1 or x == 0:
+        return f"{x:.3f} s"
+    return f"{x * 1e3:.3f} ms" if x >= 1e-3 else f"{x * 1e6:.1f} us"
+
+
+def size(n: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} GiB"
+
+
+def rates(samples: float, tokens: float | None) -> str:
+    """Samples and, if there are any, tokens a second."""
+    return f"{samples:,.1f} samples/s" + ("" if tokens is None else f", {tokens:,.0f} tokens/s")
+
+
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))})"

@@ -1,0 +1,185 @@
+"""The road: from a model and a plan to a distributed program, to what it costs, and to what it computes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distir.api.check import Check, compare
+from distir.api.data import Data
+from distir.api.locate import locate
+from distir.api.model import Model, as_model
+from distir.api.plan import Plan
+from distir.api.results import Prediction, RunResult, Summary
+from distir.api.steps import OnStep, Steps, compute_steps
+from distir.executor.cost_model import CostModel
+from distir.executor.simulator import Simulator
+from distir.hardware import load_cluster
+from distir.ir import Device, Function, Topology, validate, verify
+from distir.ir.errors import MismatchError, UsageError
+from distir.ir.function import Value
+from distir.transforms.parallel3d import parallel_transform_3d, source_of
+
+AnyModel = Model | Function | str | os.PathLike[str]
+Cluster = CostModel | Topology | str | os.PathLike[str]
+BACKENDS = ("gloo", "nccl", "numpy")
+ONE = Plan()
+
+
+def distribute(model: AnyModel, plan: Plan = ONE, devices: Sequence[Device] | None = None, check: bool = True) -> Function:
+    """The model's program spread over devices (without any: `cpu:0`, `cpu:1`, ...), verified and validated.
+
+    `check=False` leaves out the verification. Raises InfeasibleError for a plan that cannot be carried out.
+    """
+    function = as_model(model).function
+    devices = [Device("cpu", i) for i in range(plan.size)] if devices is None else devices
+    arranged = plan.arrange(devices)
+    program = parallel_transform_3d(
+        function, plan.dp, plan.tp, plan.pp, arranged, plan.microbatches, schedule=plan.schedule
+    )
+    if check:
+        verify(program)
+        validate(program, source_of(program, function))
+    return program
+
+
+def simulate(
+    model: AnyModel, plan: Plan = ONE, cluster: Cluster = "cpu-2core", nodes: int | None = None
+) -> Prediction:
+    """What a step takes on a cluster: one that is shipped (`distir clusters`), a .toml file, a Topology, a CostModel.
+
+    Without `nodes` the cluster has as many as the plan needs. To try many plans, give the same Model and the same
+    CostModel: what does not change between plans is then worked out once.
+    """
+    model = as_model(model)
+    cost = cost_model(cluster, plan, nodes)
+    program = distribute(model, plan, cost.topology.devices[: plan.size])
+    return predict(model, plan, program, cost)
+
+
+def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None) -> CostModel:
+    """The cost model of a cluster that has devices enough for the plan. Raises UsageError if it has not."""
+    if isinstance(cluster, CostModel):
+        return cluster
+    if isinstance(cluster, Topology):
+        return CostModel(cluster)
+    return CostModel(load_cluster(os.fspath(cluster), nodes, plan.size))
+
+
+def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:
+    """The prediction for a program that is already distributed."""
+    simulation = Simulator(cost).interpret(program, batch=model.batch, tokens=model.tokens)
+    return Prediction(Summary.of(model, plan, program), repr(cost.topology), program, simulation)
+
+
+def run(
+    model: AnyModel,
+    plan: Plan = ONE,
+    *,
+    steps: int = 1,
+    data: Data | str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    backend: str = "gloo",
+    check: bool = False,
+    cluster: Cluster = "cpu-2core",
+    timeout: float = 600.0,
+    on_plan: Callable[[Prediction], None] | None = None,
+    on_step: OnStep | None = None,
+    on_check: OnStep | None = None,
+) -> RunResult:
+    """Run `steps` steps of the model's program, a process a device, and compare the time with the prediction.
+
+    `backend` is "gloo" (CPUs), "nccl" (GPUs) or "numpy" (this process alone). `data` is an .npz file (see `Data`);
+    without it, data are drawn by `seed`. `check` compares with the sequential program on the same data. `on_plan` is
+    called when the plan is made, `on_step` and `on_check` after each step, of the run and of the check.
+
+    Raises InfeasibleError for a plan that cannot be carried out or does not fit in memory, MismatchError, naming the
+    first value that differs, its op and rank, if the check fails, WorkerError if a rank fails.
+    """
+    if backend not in BACKENDS:
+        raise UsageError(f"unknown backend {backend!r}", f"choose from {', '.join(BACKENDS)}")
+    if steps < 1:
+        raise UsageError(f"steps: expected at least 1, got {steps}")
+    model = as_model(model)
+    function = model.function
+    arrays = model.initial(seed)
+    fed = data if isinstance(data, Data) else Data(function, arrays, data, seed)
+    cost = cost_model(cluster, plan)
+    program = distribute(model, plan, cost.topology.devices[: plan.size])
+    prediction = predict(model, plan, program, cost)
+    if on_plan is not None:
+        on_plan(prediction)
+    given = _by_position(function, arrays | fed.fixed())
+
+    def feed(step: int) -> dict[int, Any]:
+        return _by_position(function, fed.step(step))
+
+    if backend == "numpy":
+        done = compute_steps(program, given, feed, steps, on_step=on_step)
+    else:
+        done = _launched(program, given, feed, steps, backend, timeout, prediction, check, on_step)
+    comparison: Check | None = None
+    if check and int(os.environ.get("RANK", 0)) == 0:
+        want = compute_steps(function, given, feed, steps, on_step=on_check)
+        comparison = compare(model, done, want)
+        if comparison.first is not None:
+            where = locate(program, given, feed, comparison.first.step, steps, backend, timeout)
+            raise MismatchError(f"the run is not the sequential one: {comparison.first}; {where}")
+    return _result(model, done, prediction, backend, comparison)
+
+
+def _by_position(function: Function, arrays: Mapping[Value, Any]) -> dict[int, Any]:
+    return {k: arrays[v] for k, v in enumerate(function.inputs) if v in arrays}
+
+
+def _launched(
+    program: Function,
+    given: Mapping[int, Any],
+    feed: Callable[[int], dict[int, Any]],
+    steps: int,
+    backend: str,
+    timeout: float,
+    prediction: Prediction,
+    every: bool,
+    on_step: OnStep | None,
+) -> Steps:
+    from distir.backends.launch import run as launch
+
+    result = launch(
+        program,
+        {program.inputs[k]: x for k, x in given.items()},
+        steps,
+        data=lambda step: {program.inputs[k]: x for k, x in feed(step).items()},
+        backend=backend,
+        timeout=timeout,
+        bytes_per_rank=prediction.peak_memory,
+        every=every,
+        on_step=on_step,
+    )
+    return Steps(result.seconds, result.outputs, result.inputs)
+
+
+def _result(
+    model: Model, done: Steps, prediction: Prediction, backend: str, check: Check | None
+) -> RunResult:
+    function = model.function
+    losses = [float(x) for outputs in done.outputs if (x := loss_of(function, outputs)) is not None]
+    return RunResult(
+        summary=prediction.summary,
+        backend=backend,
+        losses=losses,
+        seconds=done.seconds,
+        outputs={function.outputs[k].name: x for k, x in (done.outputs[-1] if done.outputs else {}).items()},
+        weights={v.name: done.inputs[k] for k, v in enumerate(function.inputs) if v.kind == "parameter" and k in done.inputs},
+        prediction=prediction,
+        check=check,
+        model=model,
+    )
+
+
+def loss_of(function: Function, outputs: Mapping[int, np.ndarray]) -> np.ndarray | None:
+    """The loss among a step's outputs: the first, if the program trains. None if it is not there."""
+    return outputs.get(0) if function.updates else None

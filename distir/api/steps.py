@@ -1,0 +1,54 @@
+"""Several steps in one process, on the reference executor: of the sequential program, or of a distributed one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distir.executor.sequential import SequentialExecutor
+from distir.ir.function import Function
+
+Feed = Callable[[int], Mapping[int, Any]]
+"""Step number -> the arrays that are new in it, by input position."""
+OnStep = Callable[[int, float, dict[int, np.ndarray]], None]
+"""(step, its seconds, outputs by position)"""
+
+
+class Steps(NamedTuple):
+    """What steps gave: seconds each; outputs that are not updates, by position, each; at the end the updated inputs."""
+
+    seconds: list[float]
+    outputs: list[dict[int, np.ndarray]]
+    inputs: dict[int, np.ndarray]
+
+
+def compute_steps(
+    function: Function,
+    arrays: Mapping[int, Any],
+    feed: Feed,
+    steps: int,
+    executor: SequentialExecutor | None = None,
+    on_step: OnStep | None = None,
+) -> Steps:
+    """Run `steps` steps; `arrays` are the inputs that stay or are updated, by position. See `SequentialExecutor`."""
+    executor = executor or SequentialExecutor()
+    position = {v: k for k, v in enumerate(function.inputs)}
+    updates = {k: position[function.updates[v]] for k, v in enumerate(function.outputs) if v in function.updates}
+    held = dict(arrays)
+    done = Steps([], [], {})
+    for step in range(steps):
+        held |= feed(step)
+        begin = time.perf_counter()
+        results = executor.compute(function, [held.get(k) for k in range(len(function.inputs))])
+        seconds = time.perf_counter() - begin
+        held |= {place: results[k] for k, place in updates.items()}
+        shown = {k: x for k, x in enumerate(results) if k not in updates}
+        done.seconds.append(seconds)
+        done.outputs.append(shown)
+        if on_step is not None:
+            on_step(step, seconds, shown)
+    done.inputs.update({place: held[place] for place in updates.values()})
+    return done

@@ -1,0 +1,159 @@
+"""How communication and structure ops become Python: one rule an op, which adds the lines for it to a
+function's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distir.backends.comm import combine, merge
+from distir.backends.ownership import Accumulation
+from distir.executor.collectives import cut, local_outer, take_digit
+from distir.ir.device import Mesh
+from distir.ir.errors import ModelError
+from distir.ir.function import Op, Value
+from distir.ir.type import Partial, Shard, Tensor, Tuple, Type
+
+if TYPE_CHECKING:
+    from distir.backends.lowering import Body
+
+
+def _tensor(v: Value) -> Tensor:
+    if not isinstance(v.type, Tensor):
+        raise ModelError(f"expected a tensor, got %{v.name}: {v.type}")
+    return v.type
+
+
+def _same(b: Body, op: Op) -> None:
+    """The result is the operand."""
+    b.assign(op, b.use(op.inputs[0]))
+
+
+def _along_axis(b: Body, op: Op) -> None:
+    """A collective along a mesh axis: nothing to do for one device, nor for a sum over time, which is
+    complete.
+    """
+    before, after, axis = _tensor(op.inputs[0]), _tensor(op.outputs[0]), op.attributes["axis"]
+    a, name, network = before.mesh.position(axis), op.spec.name, b.network
+    if a == before.mesh.time and isinstance(before.placements[a], Shard) and before.mesh.sizes[a] > 1:
+        _gather_in_time(b, op, before, a)
+    elif a == before.mesh.time or before.mesh.sizes[a] == 1:
+        _same(b, op)
+    else:
+        starts = {
+            "MPIAllreduce": lambda: network.allreduce(before, axis),
+            "MPIAllgather": lambda: network.allgather(before, axis),
+            "MPIReduceScatter": lambda: network.reduce_scatter(before, after, axis),
+            "MPIAlltoall": lambda: network.alltoall(before, after, axis),
+        }
+        start = b.bind(f"{name[3:].lower()}_{axis}", starts[name]())
+        b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
+
+
+def _gather_in_time(b: Body, op: Op, t: Tensor, axis: int) -> None:
+    """All microbatches, in order, as one."""
+    p, outer = t.placements[axis], local_outer(t, axis)
+    if len(op.inputs) != t.mesh.sizes[axis]:
+        b.varies = op.inputs[0].name
+    join = b.bind("join_microbatches", lambda *xs: merge(xs, p.dim, outer))
+    b.assign(op, f"{join}({', '.join([b.use(v) for v in op.inputs])})")
+
+
+def _slice(b: Body, op: Op) -> None:
+    t = _tensor(op.outputs[0])
+    a = t.mesh.position(op.attributes["axis"])
+    p, outer, n = t.placements[a], local_outer(t, a), t.mesh.sizes[a]
+    if n == 1:
+        _same(b, op)
+        return
+    index = b.moment(t.mesh, op.outputs[0]) if a == t.mesh.time else str(b.network.coordinate(t.mesh)[a])
+    part = b.bind("piece", lambda x, k: take_digit(x, p.dim, outer, n, k))
+    b.assign(op, f"{part}({b.use(op.inputs[0])}, {index})")
+
+
+def _send(b: Body, op: Op) -> None:
+    source, to, whole = _tensor(op.inputs[0]), op.attributes["to"], None
+    if isinstance(to, Mesh) and not isinstance(source.device, Mesh):
+        whole = Tensor.whole(source.dtype, source.shape, to, op.attributes.get("placements"))
+    send = b.bind("send", b.network.sender(source, to, whole, op.attributes["message"]))
+    b.lines.append(f"{send}({b.use(op.inputs[0])})")
+
+
+def _receive(b: Body, op: Op) -> None:
+    attrs, got = op.attributes, _tensor(op.outputs[0])
+    at = attrs["source"]
+    placements = attrs.get("placements") if isinstance(at, Mesh) else None
+    source = Tensor.whole(got.dtype, attrs["shape"], at, placements)
+    b.assign(op, f"{b.bind('receive', b.network.receiver(source, got, attrs['message']))}()", pending=True)
+
+
+def _scatter(b: Body, op: Op) -> None:
+    """On the device that has the whole, where it also gets a piece."""
+    whole, t = _tensor(op.inputs[0]), _tensor(op.outputs[0])
+    mine = b.network.coordinate(t.mesh)
+    send = b.bind("send", b.network.sender(whole, t.mesh, t, op.attributes["message"]))
+    b.lines.append(f"{send}({b.use(op.inputs[0])})")
+    b.assign(op, f"{b.bind('piece', lambda x: cut(x, t, mine))}({b.use(op.inputs[0])})")
+
+
+def _gather(b: Body, op: Op) -> None:
+    """On the device that gets the whole, where it also has a piece."""
+    source, got = _tensor(op.inputs[0]), _tensor(op.outputs[0])
+    gather = b.bind("gather", b.network.receiver(source, got, op.attributes["message"]))
+    b.assign(op, f"{gather}({b.use(op.inputs[0])})", pending=True)
+
+
+def _accumulate(b: Body, op: Op) -> None:
+    total, x = [b.use(v) for v in op.inputs]
+    add = accumulator(op.inputs[0].type, b.accumulation(op))
+    b.assign(op, f"{b.bind(add.__name__, add)}({total}, {x})")
+
+
+def accumulator(t: Type, how: Accumulation) -> Callable[[Any, Any], Any]:
+    """What adds the next to a running sum (or maximum) of type t. See `ownership` for when it works in place.
+    """
+    if isinstance(t, Tuple):
+        members = [accumulator(u, how) for u in t.types]
+
+        def accumulate_bundle(total: Any, x: Any) -> Any:
+            return tuple([f(a, c) for f, a, c in zip(members, total, x, strict=True)])
+
+        return accumulate_bundle
+    p = t.placements[t.mesh.time] if t.mesh.time is not None else None
+    kind = p.kind if isinstance(p, Partial) else "sum"
+
+    def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if how.take and getattr(total, "running", False):
+            return total.add_(x) if kind == "sum" else torch.maximum(total, x, out=total)
+        new = combine((total, x), kind)
+        new.running = how.give  # type: ignore[attr-defined]
+        return new
+
+    return accumulate
+
+
+def _pack(b: Body, op: Op) -> None:
+    b.assign(op, f"({''.join([f'{b.use(v)}, ' for v in op.inputs]).rstrip()})")
+
+
+def _unpack(b: Body, op: Op) -> None:
+    if op.outputs:
+        row = "".join(f"{b.var(v)}, " for v in op.outputs)
+        b.lines.append(f"{row}= {b.use(op.inputs[0])}")
+
+
+RULES: dict[str, Callable[[Body, Op], None]] = {
+    **dict.fromkeys(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"), _along_axis),
+    "LocalSlice": _slice,
+    "Restrict": _same,
+    "MPISend": _send,
+    "MPIRecv": _receive,
+    **dict.fromkeys(("MPIScatter", "MPIBroadcast"), _scatter),
+    **dict.fromkeys(("MPIGather", "MPIReduce"), _gather),
+    "Accumulate": _accumulate,
+    "Pack": _pack,
+    "Unpack": _unpack,
+}

@@ -1,0 +1,149 @@
+"""Ops on torch tensors: through the array namespace, and as the torch calls they come to, they are as on
+numpy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distir.backends.kernels import Kernel, LooksAtData, literal, render, trace
+from distir.backends.namespace import TORCH, torch_dtype
+from distir.backends.torch import double_scalars, to_numpy, to_torch
+from distir.executor.sequential import evaluate
+from distir.ir.errors import ModelError
+from distir.ir.function import FunctionMaker, Op
+from distir.ir.spec import Spec
+from distir.ir.type import BFloat16, DType, Float32, Float64, Int32, Tensor
+from tests.ops.samples import SAMPLES, Sample
+
+CPU = torch.device("cpu")
+each = pytest.mark.parametrize("sample", SAMPLES, ids=[f"{s.op}-{i}" for i, s in enumerate(SAMPLES)])
+
+
+def one_op(s: Sample) -> Op:
+    f = FunctionMaker(s.op)
+    operands = [f.add_input_value(f"x{k}", Tensor(o.dtype, o.shape)) for k, o in enumerate(s.operands)]
+    f.emit(s.op, *operands, **s.attributes)
+    return f.ops[0]
+
+
+def tensors(op: Op, arrays: list[Any]) -> list[torch.Tensor]:
+    return [to_torch(np.asarray(x), v.type.dtype, CPU) for x, v in zip(arrays, op.inputs, strict=True)]  # type: ignore[union-attr]
+
+
+def compare(op: Op, want: Any, got: Any) -> None:
+    wants = want if isinstance(want, tuple | list) else (want,)
+    gots = got if isinstance(got, tuple | list) else (got,)
+    for v, a, b in zip(op.outputs, wants, gots, strict=True):
+        t = v.type
+        assert isinstance(t, Tensor)
+        assert (tuple(b.shape), b.dtype) == (t.shape, torch_dtype(t.dtype))
+        rtol = 1e-5 if t.dtype is Float32 else 1e-10
+        np.testing.assert_allclose(np.asarray(b, np.float64), np.asarray(a, np.float64), rtol, atol=rtol)
+
+
+@each
+def test_through_the_namespace(sample: Sample):
+    op, arrays = one_op(sample), sample.arrays()
+    if op.spec.eval is not None:
+        with double_scalars():
+            compare(op, evaluate(op, arrays, None), evaluate(op, tensors(op, arrays), None, TORCH))
+
+
+def attributes(op: Op) -> dict[str, Any]:
+    attrs = dict(op.attributes)
+    if op.spec.local:
+        attrs |= op.spec.local(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs])
+    if op.spec.index:
+        attrs["start"] = 0
+    return attrs
+
+
+def compiled(kernel: Kernel, operands: int) -> Any:
+    """A Python function of the kernel's calls."""
+    bound: dict[str, Any] = {}
+
+    def bind(name: str, x: Any) -> str:
+        bound[f"{name}_{len(bound)}"] = x
+        return f"{name}_{len(bound) - 1}"
+
+    names = iter(f"s{k}" for k in range(1000))
+    row = [f"v{k}" for k in range(operands)]
+    lines, results = render(kernel, row, bind, lambda: next(names))
+    source = [f"def f({', '.join(row)}):", *(f"    {x}" for x in lines), f"    return ({', '.join(results)},)"]
+    exec("\n".join(source), bound)
+    return bound["f"]
+
+
+@each
+def test_as_torch_calls(sample: Sample):
+    op, arrays = one_op(sample), sample.arrays()
+    if op.spec.eval is None:
+        return
+    with double_scalars():
+        kernel = trace(op, attributes(op), TORCH)
+        assert kernel is not None
+        given = tensors(op, arrays)
+        before = [x.clone() for x in given]
+        compare(op, evaluate(op, arrays, None), compiled(kernel, len(given))(*given))
+    assert all(map(torch.equal, given, before))  # operands are not changed
+
+
+@each
+def test_torch_s_own_kernel(sample: Sample):
+    op, arrays = one_op(sample), sample.arrays()
+    if op.spec.torch is not None:
+        import operator
+
+        kernel = operator.attrgetter(op.spec.torch)(torch)
+        compare(op, evaluate(op, arrays, None), kernel(*tensors(op, arrays), **op.attributes))
+
+
+def test_what_looks_at_data_is_called_itself():
+    spec = Spec("Peek", eval=lambda xp, x: x * 2 if float(x[0]) > 0 else x)
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor(Float64, (2,)))
+    y = f.add_input_value("y", Tensor(Float64, (2,)))
+    assert trace(Op(spec, (x,), f.emit("Neg", x) and f.ops[0].attributes, (y,)), {}, TORCH) is None
+    assert issubclass(LooksAtData, Exception)
+
+
+def test_what_is_not_of_its_type_is_refused():
+    spec = Spec("Wrong", eval=lambda xp, x: xp.cast(x, Int32))
+    f = FunctionMaker("f")
+    x, y = (f.add_input_value(name, Tensor(Float64, (2,))) for name in "xy")
+    f.emit("Neg", x)
+    with pytest.raises(ModelError, match="torch gives torch.int32"):
+        trace(Op(spec, (x,), f.ops[0].attributes, (y,)), {}, TORCH)
+
+
+@pytest.mark.parametrize("dtype", DType.all.values(), ids=str)
+def test_arrays_to_torch_and_back(dtype: DType):
+    x = np.array([[0, 1, 3], [1, 0, 2]]).astype(dtype.numpy)
+    y = to_torch(x, dtype, CPU)
+    assert y.dtype == torch_dtype(dtype)
+    z = to_numpy(y, dtype)
+    assert z.dtype == dtype.numpy
+    np.testing.assert_array_equal(z.astype(float), x.astype(float))
+
+
+def test_casts_on_the_way():
+    x = np.array([1.5, -2.0], np.float32)
+    assert to_torch(x, BFloat16, CPU).dtype == torch.bfloat16
+    assert to_torch(x.astype(BFloat16.numpy), Float64, CPU).tolist() == [1.5, -2.0]
+
+
+def test_literals():
+    bound: list[tuple[str, Any]] = []
+
+    def bind(name: str, x: Any) -> str:
+        bound.append((name, x))
+        return name
+
+    plain = [None, True, 3, -0.5, "mean", (1, 2), [3]]
+    assert [literal("c", x, bind) for x in plain] == ["None", "True", "3", "-0.5", "'mean'", "(1, 2)", "[3]"]
+    assert [literal("c", x, bind) for x in (float("inf"), slice(1), torch.int8)] == ["c", "c", "dtype"]

@@ -1,0 +1,428 @@
+"""Random differentiable programs for hypothesis, made of blocks that together hold every op.
+
+Streams are activations (batch, sequence, width). Blocks make new streams of earlier ones, so that values skip ahead;
+weights may be used again, so that they are tied. Data are bounded, and what is discontinuous is applied to data only:
+rounding cannot then be blown up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from distir.ir import Function, FunctionMaker, Value
+from distir.ir.function import Role
+from distir.ir.type import Bool, Float32, Float64, Int64, Tensor
+from distir.ops.rules import shape_of
+from distir.transforms.cleanup import extend, prune
+from distir.transforms.grad import grad, parameters
+from distir.transforms.training import SGD, update
+from tests.transforms.programs import BATCH, Plan, Program
+
+WIDTHS = (4, 6, 8, 12, 16, 13, 7)
+VOCABULARIES = (8, 16, 9, 13)
+UNARY = "Tanh Relu Sigmoid Silu Softplus Sin Cos Erf Identity Neg Abs".split()
+ON_POSITIVE = "Sqrt Log Reciprocal".split()
+BINARY = "Add Sub Mul Max Min".split()
+STEPS = "Sign Floor Ceil Round".split()
+COMPARISONS = "Greater GreaterOrEqual Less LessOrEqual".split()
+LOGIC = "And Or Xor".split()
+Block = Callable[["Maker"], None]
+
+
+class Maker:
+    """A program under construction: its streams, weights, data and results."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self.draw = draw
+        self.f = FunctionMaker("random")
+        self.emit = self.f.emit
+        self.sequence = draw(st.sampled_from((2, 3, 4)))
+        self.streams: list[Value] = []
+        self.weights: dict[tuple[int, ...], list[Value]] = {}
+        self.results: list[Value] = []
+        self.data: dict[Value, int] = {}
+        """How many different numbers each integer input holds; 0 for the others."""
+        self.pick: Callable[[Sequence[Any]], Any] = lambda options: draw(st.sampled_from(options))
+
+    def flip(self, k: int = 2) -> bool:
+        """True once in `k` times."""
+        return self.draw(st.integers(0, k - 1)) == k - 1
+
+    def input(self, *shape: int, below: int = 0, role: Role | None = None) -> Value:
+        t = Tensor(Int64 if below else Float64, shape)
+        v = self.f.add_input_value("ids" if below else "data", t, role or Role("data", 0))
+        self.data[v] = below
+        return v
+
+    def weight(self, *shape: int) -> Value:
+        """A parameter: one that is there already, or a new one."""
+        known = self.weights.setdefault(shape, [])
+        if known and self.flip(3):
+            return self.pick(known)
+        known.append(self.f.add_input_value("w", Tensor(Float64, shape), Role("parameter")))
+        return known[-1]
+
+    def number(self, x: float, dtype: Any = Float64) -> Value:
+        return self.emit("Constant", value=(x,), shape=(), dtype=dtype)
+
+    def stream(self) -> Value:
+        """One of the streams, the newer the more likely."""
+        return self.streams[-1 - min(self.draw(st.integers(0, 3)), len(self.streams) - 1)]
+
+    def width(self, v: Value) -> int:
+        return shape_of(v)[-1]
+
+    def push(self, v: Value) -> None:
+        """A new stream, kept within bounds."""
+        self.streams.append(self.emit("Tanh", v) if self.flip(3) else v)
+
+    def linear(self, x: Value, width: int) -> Value:
+        y = self.emit("MatMul", x, self.weight(self.width(x), width))
+        return self.emit("Add", y, self.weight(width)) if self.flip() else y
+
+    def like(self, x: Value) -> Value:
+        """A stream of the shape of `x`: another that has it, or one made so."""
+        same = [v for v in self.streams if v is not x and v.type is x.type]
+        return self.pick(same) if same else self.linear(self.stream(), self.width(x))
+
+    def positive(self, x: Value) -> Value:
+        return self.emit("Add", self.emit("Mul", x, x), self.number(0.5))
+
+
+# ---- blocks
+
+
+def linear(m: Maker) -> None:
+    y = m.linear(m.stream(), m.pick(WIDTHS))
+    m.push(m.emit("Gelu", y, approximate=m.pick(("none", "tanh"))) if m.flip() else m.emit(m.pick(UNARY), y))
+
+
+def residual(m: Maker) -> None:
+    x = m.stream()
+    inner = m.emit("Relu", m.linear(x, m.pick(WIDTHS)))
+    m.push(m.emit("Add", x, m.emit("Tanh", m.linear(inner, m.width(x)))))
+
+
+def unary(m: Maker) -> None:
+    m.push(m.emit(m.pick(UNARY), m.stream()))
+
+
+def of_positive(m: Maker) -> None:
+    m.push(m.emit(m.pick(ON_POSITIVE), m.positive(m.stream())))
+
+
+def binary(m: Maker) -> None:
+    x = m.stream()
+    m.push(m.emit("Tanh", m.emit(m.pick(BINARY), x, m.like(x))))
+
+
+def quotient(m: Maker) -> None:
+    x = m.stream()
+    m.push(m.emit("Div", x, m.positive(m.like(x))))
+
+
+def power(m: Maker) -> None:
+    x = m.stream()
+    exponent = m.pick(("number", "integer", "weight"))
+    if exponent == "integer":
+        m.push(m.emit("Tanh", m.emit("Pow", x, m.number(2, Int64))))
+    elif exponent == "number":
+        m.push(m.emit("Tanh", m.emit("Pow", m.positive(x), m.number(1.5))))
+    else:
+        m.push(m.emit("Tanh", m.emit("Pow", m.positive(m.emit("Tanh", x)), m.weight(m.width(x)))))
+
+
+def exponential(m: Maker) -> None:
+    m.push(m.emit("Exp", m.emit("Clip", m.stream(), min=-1.0, max=m.pick((0.5, 1.0)))))
+
+
+def layer_norm(m: Maker) -> None:
+    x = m.stream()
+    operands = [x, m.weight(m.width(x)), *([m.weight(m.width(x))] if m.flip() else [])]
+    m.push(m.f.add_op("LayerNormalization", None, operands, {"axis": -1, "epsilon": 1e-2}))
+
+
+def rms_norm(m: Maker) -> None:
+    x = m.stream()
+    mean = m.emit("ReduceMean", m.emit("Mul", x, x), axes=(2,), keepdims=1)
+    scale = m.emit("Sqrt", m.emit("Add", mean, m.number(0.1)))
+    m.push(m.emit("Mul", m.emit("Div", x, scale), m.weight(m.width(x))))
+
+
+def attention(m: Maker) -> None:
+    x = m.stream()
+    heads, size = m.pick(((2, 2), (4, 2), (2, 3), (3, 2), (1, 4)))
+    qkv = m.linear(x, 3 * heads * size)
+    shape = (BATCH, m.sequence, heads, size)
+    parts = m.emit("Split", qkv, axis=2, parts=3)
+    q, k, v = [m.emit("Transpose", m.emit("Reshape", p, shape=shape), perm=(0, 2, 1, 3)) for p in parts]
+    scores = m.emit("MatMul", q, m.emit("Transpose", k, perm=(0, 1, 3, 2)))
+    if m.flip():
+        mask = m.input(m.sequence, m.sequence, role=Role("constant"))
+        scores = m.emit("Where", m.emit("Less", mask, m.number(0.0)), scores, m.number(-9.0))
+    mixed = m.emit("Transpose", m.emit("MatMul", m.emit("Softmax", scores, axis=-1), v), perm=(0, 2, 1, 3))
+    mixed = m.emit("Reshape", mixed, shape=(BATCH, m.sequence, heads * size))
+    m.push(m.emit("Add", x, m.linear(mixed, m.width(x))))
+
+
+def embedding(m: Maker) -> None:
+    rows = m.pick(VOCABULARIES)
+    ids = m.input(BATCH, m.sequence, below=rows)
+    m.push(m.emit("Gather", m.weight(rows, m.pick(WIDTHS)), ids))
+
+
+def columns(m: Maker) -> None:
+    """Gather along the last dim, a dim of the table; rows of data are picked by position."""
+    table = m.weight(m.pick(WIDTHS), 6)
+    ids = m.input(m.sequence, below=6, role=Role("constant"))
+    picked = m.emit("Transpose", m.emit("Gather", table, ids, axis=1), perm=(1, 0))
+    m.push(m.emit("Add", m.linear(m.stream(), m.width(picked)), picked))
+
+
+def tied_head(m: Maker) -> None:
+    tables = [w for shape, ws in m.weights.items() if len(shape) == 2 for w in ws]
+    if not tables:
+        return linear(m)
+    table = m.pick(tables)
+    rows, width = shape_of(table)
+    x = m.linear(m.stream(), width)
+    m.push(m.emit("LogSoftmax", m.emit("MatMul", x, m.emit("Transpose", table, perm=(1, 0))), axis=-1))
+    return None
+
+
+def gemm(m: Maker) -> None:
+    x, width = m.stream(), m.pick(WIDTHS)
+    rows = m.emit("Reshape", x, shape=(-1, m.width(x)))
+    flipped = m.flip()
+    w = m.weight(width, m.width(x)) if flipped else m.weight(m.width(x), width)
+    y = m.emit("Gemm", rows, w, m.weight(width), transB=int(flipped), alpha=0.5, beta=m.pick((1.0, 2.0)))
+    m.push(m.emit("Reshape", y, shape=(BATCH, m.sequence, width)))
+
+
+def split_and_join(m: Maker) -> None:
+    x = m.linear(m.stream(), 12)
+    how = m.pick(({"parts": 2}, {"parts": 3}, {"sizes": (4, 8)}, {"sizes": (6, 6)}))
+    a, *rest = m.emit("Split", x, axis=2, **how)
+    b = m.emit("Sigmoid", rest[-1])
+    m.push(m.emit("Concat", b, a, axis=2) if m.flip() or a.type is not b.type else m.emit("Mul", a, b))
+
+
+def cut(m: Maker) -> None:
+    x = m.stream()
+    size = m.width(x)
+    first = m.pick((0, 1))
+    if m.flip():
+        m.push(m.emit("Slice", x, starts=(first,), ends=(size,), axes=(2,), steps=(m.pick((1, 2)),)))
+    else:
+        y = m.emit("Slice", x, starts=(m.sequence - 1,), ends=(-1,), axes=(1,), steps=(-1,))
+        m.push(m.emit("Add", x, y))
+
+
+def reduced(m: Maker) -> None:
+    x = m.stream()
+    kind, dim = m.pick("ReduceSum ReduceMean ReduceMax ReduceMin".split()), m.pick((1, 2))
+    y = m.emit(kind, x, axes=(dim,), keepdims=1)
+    how = m.pick(("broadcast", "expand"))
+    m.push(m.emit("Sub", x, y) if how == "broadcast" else m.emit("Expand", y, shape=shape_of(x)))
+
+
+def turned(m: Maker) -> None:
+    """Mixes along the sequence."""
+    x = m.emit("Transpose", m.stream(), perm=(0, 2, 1))
+    y = m.emit("MatMul", x, m.weight(m.sequence, m.sequence))
+    m.push(m.emit("Transpose", y, perm=(0, 2, 1)))
+
+
+def by_heads(m: Maker) -> None:
+    """The width read as two dims, with a weight for each."""
+    x = m.linear(m.stream(), 12)
+    y = m.emit("Reshape", x, shape=(BATCH, m.sequence, 3, 4))
+    y = m.emit("Mul", y, m.weight(3, 1)) if m.flip() else m.emit("Add", y, m.weight(4))
+    m.push(m.emit("Reshape", y, shape=(BATCH, m.sequence, 12)))
+
+
+def steps(m: Maker) -> None:
+    """What is discontinuous, on data."""
+    x = m.input(BATCH, m.sequence, 1)
+    y = m.emit(m.pick(STEPS), m.emit("Mul", x, m.number(3.0)))
+    m.push(m.emit("Mul", m.stream(), m.emit("Sin", y)))
+
+
+def conditional(m: Maker) -> None:
+    a, b = m.input(BATCH, m.sequence, 1), m.input(BATCH, 1, 1)
+    c = m.emit(m.pick(COMPARISONS), a, b)
+    d = m.emit("Not", m.emit(m.pick(COMPARISONS), b, m.number(0.3)))
+    c = m.emit(m.pick(LOGIC), c, d)
+    x = m.stream()
+    m.push(m.emit("Where", c, x, m.like(x)) if m.flip() else m.emit("Mask", c, x, keep=m.flip()))
+
+
+def classes(m: Maker) -> None:
+    """Where two integers are equal."""
+    a, b = m.input(BATCH, m.sequence, 1, below=3), m.number(1, Int64)
+    m.push(m.emit("Mul", m.stream(), m.emit("Cast", m.emit("Equal", a, b), to=Float64)))
+
+
+def padded(m: Maker) -> None:
+    x = m.stream()
+    y = m.emit("PadTo", x, dim=2, size=m.width(x) + m.pick((1, 2)))
+    m.push(m.emit("CutTo", y, dim=2, size=m.width(x) - 1) if m.flip() else y)
+
+
+def stopped(m: Maker) -> None:
+    x = m.stream()
+    other = m.emit(m.pick(("Detach", "ZerosLike")), x)
+    m.push(m.emit("Add", x, m.emit("FillTail", other, dim=2, size=m.width(x) - 1, value=m.pick((0.0, 0.5)))))
+
+
+def tensor_constant(m: Maker) -> None:
+    n = m.pick((4, 6))
+    c = m.emit("Constant", value=tuple(k / n for k in range(n)), shape=(n,), dtype=Float64)
+    m.push(m.emit("Add", m.linear(m.stream(), n), c))
+
+
+def per_sample(m: Maker) -> None:
+    """A weight for each sample, as models exported with a fixed batch have them."""
+    x = m.stream()
+    m.push(m.emit("Mul", x, m.weight(BATCH, 1, m.width(x))))
+
+
+def crossed(m: Maker) -> None:
+    """Samples compared with each other: the batch stands twice."""
+    x = m.emit("ReduceSum", m.stream(), axes=(1,), keepdims=0)
+    y = m.emit("MatMul", m.emit("Softmax", m.emit("MatMul", x, m.emit("Transpose", x, perm=(1, 0))), axis=-1), x)
+    m.push(m.emit("Add", m.linear(m.stream(), m.width(y)), m.emit("Reshape", y, shape=(BATCH, 1, m.width(y)))))
+
+
+def picked(m: Maker) -> None:
+    """Rows of data, by index."""
+    rows = m.emit("Gather", m.input(BATCH, 4), m.input(m.sequence, below=BATCH, role=Role("constant")))
+    m.push(m.emit("Add", m.linear(m.stream(), 4), rows))
+
+
+def batch_norm(m: Maker) -> None:
+    """Data less its mean over the batch: what needs it waits for all microbatches."""
+    x = m.input(BATCH, m.sequence, 4)
+    mean = m.emit("ReduceMean", x, axes=(0, 1), keepdims=1)
+    m.push(m.linear(m.emit("Sub", x, mean), m.pick(WIDTHS)))
+
+
+BLOCKS: list[Block] = [
+    *[linear, residual, attention, embedding, tied_head] * 2,
+    *[unary, of_positive, binary, quotient, power, exponential, layer_norm, rms_norm, columns, gemm, split_and_join],
+    *[cut, reduced, turned, by_heads, steps, conditional, classes, padded, stopped, tensor_constant, batch_norm],
+    *[per_sample, crossed, picked],
+]
+
+# ---- results
+
+
+def labelled(m: Maker, x: Value) -> Value:
+    labels = m.input(BATCH, m.sequence, below=m.width(x))
+    how = m.pick(({"ignore_index": 0}, {"ignore_index": 1}, {}))
+    return m.emit("SoftmaxCrossEntropyLoss", x, labels, reduction="mean", **how)
+
+
+def squared(m: Maker, x: Value) -> Value:
+    return m.emit("MSELoss", x, m.input(*shape_of(x)), reduction="mean")
+
+
+def summed(m: Maker, x: Value) -> Value:
+    points = m.emit("Loss", x, m.input(*shape_of(x)), N=BATCH)
+    return m.emit("ReduceSum", points, axes=(0, 1, 2), keepdims=0)
+
+
+def meant(m: Maker, x: Value) -> Value:
+    return m.emit("ReduceMean", m.emit("Mul", x, m.input(*shape_of(x))), axes=(0, 1, 2), keepdims=0)
+
+
+LOSSES = [labelled, labelled, squared, summed, meant]
+
+
+def measure(m: Maker) -> None:
+    """A result besides the loss."""
+    x = m.stream()
+    kind = m.pick(("whole", "rows", "best", "total", "share", "product", "data", "slope"))
+    if kind == "whole":
+        y = m.emit("Cast", x, to=Float32) if m.flip(4) else x
+    elif kind == "rows":
+        y = m.emit("ReduceSum", x, axes=(2,), keepdims=0)
+    elif kind == "best":
+        y = m.emit("ReduceMax", x, axes=(0, 1, 2), keepdims=0)
+    elif kind == "total":
+        y = m.emit("ReduceSum", x, axes=(0, 1), keepdims=0)
+    elif kind == "share":
+        hits = m.emit("Cast", m.emit("Equal", m.input(BATCH, below=3), m.number(1, Int64)), to=Float64)
+        y = m.emit("ReduceMean", hits, axes=(0,), keepdims=0)
+    elif kind == "product":
+        y = m.emit("ReduceProd", m.emit("Sin", x), axes=(2,), keepdims=0)
+    elif kind == "data":
+        y = m.emit("ReduceSum", m.emit("Exp", m.input(BATCH, 3)), axes=(0,), keepdims=0)
+    else:
+        a, d = m.input(BATCH, 4), m.input(BATCH, 6)
+        m.results.append(m.emit("ReduceSum", a, axes=(0,), keepdims=0))
+        y = m.emit("MatMulGrad", a, m.weight(4, 6), d)[1]
+    m.results.append(y)
+
+
+@st.composite
+def random_programs(draw: st.DrawFn) -> Program:
+    """A training step under SGD, its gradients among the results, with data that differ in every sample."""
+    m = Maker(draw)
+    if draw(st.booleans()):
+        m.streams.append(m.input(BATCH, m.sequence, m.pick(WIDTHS)))
+    else:
+        embedding(m)
+    for _ in range(draw(st.integers(2, 7))):
+        m.pick(BLOCKS)(m)
+    for _ in range(draw(st.integers(0, 2))):
+        measure(m)
+    x = m.streams[-1]
+    loss = m.pick(LOSSES)(m, m.linear(x, m.pick(WIDTHS)) if m.flip() or m.width(x) < 2 else x)
+    m.f.set_outputs([loss, *m.results])
+    step = trained(m.f.finalize(), SGD(0.1, momentum=m.pick((0.0, 0.9))))
+    return Program(step, arrays(step, m.data, draw(st.integers(0, 2**32 - 1))))
+
+
+def trained(function: Function, optimizer: SGD) -> Function:
+    """The function with gradients and next values of all its parameters."""
+    weights = parameters(function)
+    backward = grad(function, function.outputs[0], weights)
+    gradients = backward.outputs[len(function.outputs) :]
+    maker = extend(backward)
+    new = update(maker, optimizer, dict(zip(weights, gradients, strict=True)))
+    maker.set_outputs([*backward.outputs, *new])
+    return prune(maker.finalize())
+
+
+def arrays(function: Function, below: dict[Value, int], seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    made: list[np.ndarray] = []
+    for v in function.inputs:
+        shape = shape_of(v)
+        if below.get(v):
+            x: Any = rng.integers(0, below[v], shape)
+        elif v.kind == "state":
+            x = rng.standard_normal(shape) * 0.1
+        elif v.kind == "parameter":
+            x = rng.standard_normal(shape) / math.sqrt(shape[0] if len(shape) > 1 else 4)
+        else:
+            x = rng.standard_normal(shape)
+        made.append(np.asarray(x, v.type.dtype.numpy))  # type: ignore[union-attr]
+    return made
+
+
+random_plans = st.builds(
+    Plan,
+    dp=st.sampled_from((1, 2, 2, 4)),
+    tp=st.sampled_from((1, 2, 2, 3, 4)),
+    pp=st.sampled_from((1, 2, 2, 3, 4)),
+    microbatches=st.sampled_from((1, 2, 4)),
+    schedule=st.sampled_from(("1f1b", "gpipe")),
+    host=st.sampled_from((False, False, True)),
+).filter(lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8)
