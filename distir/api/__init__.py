@@ -12,7 +12,7 @@ from distir.api.data import Data
 from distir.api.model import Model, load
 from distir.api.plan import Plan
 from distir.api.results import Prediction, RunResult, Summary
-from distir.api.road import distribute, run, simulate
+from distir.api.road import distribute, run, simulate, validate
 
 __all__ = [
     "Check",
@@ -26,4 +26,5 @@ __all__ = [
     "load",
     "run",
     "simulate",
+    "validate",
 ]

@@ -38,7 +38,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """The largest error among outputs (relative) and among updated weights (relative to the largest, AdamW absolute)."""
+    """The largest error among outputs (relative), and among updated weights (relative; AdamW: absolute)."""
 
     outputs: Difference | None
     weights: Difference | None
@@ -104,7 +104,7 @@ def _weights(
         if k not in got or k not in want:
             continue
         if adam and isinstance(model.optimizer, AdamW):  # it divides rounding by rounding where a gradient is 0
-            rows.append(Difference(v.name, _largest(got[k], want[k]), 0.05 * model.optimizer.lr * steps))
+            rows.append(Difference(v.name, largest_difference(got[k], want[k]), 0.05 * model.optimizer.lr * steps))
         else:
             rows.append(Difference(v.name, _scaled(got[k], want[k]), tolerance))
     return rows
@@ -114,7 +114,7 @@ def _worst(rows: list[Difference]) -> Difference | None:
     return max(rows, key=lambda d: (not d.ok, d.error / d.allowed), default=None)
 
 
-def _largest(a: np.ndarray, b: np.ndarray) -> float:
+def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
     """The largest difference; infinite where only one is not a number, or the shapes differ."""
     if a.shape != b.shape:
         return float("inf")
@@ -127,15 +127,16 @@ def _largest(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0))
 
 
-def _magnitude(b: np.ndarray) -> float:
+def magnitude(b: np.ndarray) -> float:
+    """The largest absolute value that is finite."""
     finite = np.abs(b.astype(np.float64))
     return float(np.max(finite[np.isfinite(finite)], initial=0.0))
 
 
 def _scaled(a: np.ndarray, b: np.ndarray) -> float:
-    return _largest(a, b) / max(1.0, _magnitude(b))
+    return largest_difference(a, b) / max(1.0, magnitude(b))
 
 
 def _relative(a: np.ndarray, b: np.ndarray) -> float:
     """Of one number the relative error; of many, relative to the largest."""
-    return _largest(a, b) / max(_SMALLEST, _magnitude(b)) if b.size == 1 else _scaled(a, b)
+    return largest_difference(a, b) / max(_SMALLEST, magnitude(b)) if b.size == 1 else _scaled(a, b)

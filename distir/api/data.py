@@ -52,11 +52,17 @@ class Data:
 
     def fixed(self) -> dict[Value, np.ndarray]:
         """Inputs that stay the same in every step."""
-        return {v: self._drawn(v, 0) if v not in self.file else self.file[v] for v in self.number if v not in self.batch}
+        return {
+            v: self._drawn(v, 0) if v not in self.file else self.file[v] for v in self.number if v not in self.batch
+        }
 
     def step(self, step: int) -> dict[Value, np.ndarray]:
         """Inputs that are new in step number `step`."""
-        return {v: self._drawn(v, step) if v not in self.file else self._cut(v, step) for v in self.number if v in self.batch}
+        return {
+            v: self._drawn(v, step) if v not in self.file else self._cut(v, step)
+            for v in self.number
+            if v in self.batch
+        }
 
     # --- drawn
 
@@ -148,7 +154,9 @@ def index_limits(function: Function) -> dict[Value, int]:
     Followed from the input through ops that keep its numbers, in the parts that ops are decomposed into.
     """
     parts = decompose(function)
-    roots: dict[Value, Value] = {v: v for v in parts.inputs if isinstance(v.type, Tensor) and v.type.dtype.kind == "int"}
+    roots: dict[Value, Value] = {
+        v: v for v in parts.inputs if isinstance(v.type, Tensor) and v.type.dtype.kind == "int"
+    }
     found: dict[Value, int] = {}
     for op in parts.ops:
         indexed = op.spec.indexed(op.attributes)

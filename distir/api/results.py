@@ -72,7 +72,14 @@ class Summary:
         }
         padded = {name: {"from": list(a), "to": list(b)} for name, (a, b) in self.padded.items()}
         plan = self.plan.to_json()
-        return {"model": self.model, "plan": plan, "batch": self.batch, "tokens": self.tokens, "split": split, "padded": padded}
+        return {
+            "model": self.model,
+            "plan": plan,
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "split": split,
+            "padded": padded,
+        }
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,7 @@ class RunResult:
         if self.prediction is not None:
             predicted = self.prediction.step_seconds
             times = f"predicted {seconds(predicted)}, measured {seconds(self.step_seconds)} a step"
-            lines.append(f"{times} ({self.step_seconds / predicted:.2f} times; cluster {self.prediction.cluster})")
+            lines.append(f"{times} ({self.step_seconds / predicted:.2f} times as long; on {self.prediction.cluster})")
         return lines if self.check is None else [*lines, str(self.check)]
 
     def __str__(self) -> str:

@@ -18,7 +18,8 @@ from distir.api.steps import OnStep, Steps, compute_steps
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator import Simulator
 from distir.hardware import load_cluster
-from distir.ir import Device, Function, Topology, validate, verify
+from distir.ir import Device, Function, Topology, verify
+from distir.ir import validate as compare_terms
 from distir.ir.errors import MismatchError, UsageError
 from distir.ir.function import Value
 from distir.transforms.parallel3d import parallel_transform_3d, source_of
@@ -29,7 +30,9 @@ BACKENDS = ("gloo", "nccl", "numpy")
 ONE = Plan()
 
 
-def distribute(model: AnyModel, plan: Plan = ONE, devices: Sequence[Device] | None = None, check: bool = True) -> Function:
+def distribute(
+    model: AnyModel, plan: Plan = ONE, devices: Sequence[Device] | None = None, check: bool = True
+) -> Function:
     """The model's program spread over devices (without any: `cpu:0`, `cpu:1`, ...), verified and validated.
 
     `check=False` leaves out the verification. Raises InfeasibleError for a plan that cannot be carried out.
@@ -42,13 +45,20 @@ def distribute(model: AnyModel, plan: Plan = ONE, devices: Sequence[Device] | No
     )
     if check:
         verify(program)
-        validate(program, source_of(program, function))
+        validate(program, function)
     return program
 
 
-def simulate(
-    model: AnyModel, plan: Plan = ONE, cluster: Cluster = "cpu-2core", nodes: int | None = None
-) -> Prediction:
+def validate(distributed: Function, source: Function) -> None:
+    """Check that a distributed program computes what its source does, whatever the inputs.
+
+    The source is what was given to the transform. Raises MismatchError that names the first output which is not the
+    source's, and where the two part.
+    """
+    compare_terms(distributed, source_of(distributed, source))
+
+
+def simulate(model: AnyModel, plan: Plan = ONE, cluster: Cluster = "cpu-2core", nodes: int | None = None) -> Prediction:
     """What a step takes on a cluster: one that is shipped (`distir clusters`), a .toml file, a Topology, a CostModel.
 
     Without `nodes` the cluster has as many as the plan needs. To try many plans, give the same Model and the same
@@ -72,7 +82,15 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None) -> CostMo
 def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:
     """The prediction for a program that is already distributed."""
     simulation = Simulator(cost).interpret(program, batch=model.batch, tokens=model.tokens)
-    return Prediction(Summary.of(model, plan, program), repr(cost.topology), program, simulation)
+    return Prediction(Summary.of(model, plan, program), describe(cost.topology), program, simulation)
+
+
+def describe(topology: Topology) -> str:
+    """A cluster in a few words."""
+    r = topology.regular
+    if r is None:
+        return f"of {len(topology.devices)} devices"
+    return f"{r.name}, {r.nodes} node{'s' if r.nodes > 1 else ''} of {r.per_node} {r.kind}"
 
 
 def run(
@@ -126,7 +144,8 @@ def run(
         want = compute_steps(function, given, feed, steps, on_step=on_check)
         comparison = compare(model, done, want)
         if comparison.first is not None:
-            where = locate(program, given, feed, comparison.first.step, steps, backend, timeout)
+            again = steps if comparison.first.step is None else comparison.first.step + 1
+            where = locate(program, given, feed, again, backend, timeout)
             raise MismatchError(f"the run is not the sequential one: {comparison.first}; {where}")
     return _result(model, done, prediction, backend, comparison)
 
@@ -150,9 +169,9 @@ def _launched(
 
     result = launch(
         program,
-        {program.inputs[k]: x for k, x in given.items()},
+        given,
         steps,
-        data=lambda step: {program.inputs[k]: x for k, x in feed(step).items()},
+        data=feed,
         backend=backend,
         timeout=timeout,
         bytes_per_rank=prediction.peak_memory,
@@ -162,9 +181,7 @@ def _launched(
     return Steps(result.seconds, result.outputs, result.inputs)
 
 
-def _result(
-    model: Model, done: Steps, prediction: Prediction, backend: str, check: Check | None
-) -> RunResult:
+def _result(model: Model, done: Steps, prediction: Prediction, backend: str, check: Check | None) -> RunResult:
     function = model.function
     losses = [float(x) for outputs in done.outputs if (x := loss_of(function, outputs)) is not None]
     return RunResult(
@@ -173,7 +190,9 @@ def _result(
         losses=losses,
         seconds=done.seconds,
         outputs={function.outputs[k].name: x for k, x in (done.outputs[-1] if done.outputs else {}).items()},
-        weights={v.name: done.inputs[k] for k, v in enumerate(function.inputs) if v.kind == "parameter" and k in done.inputs},
+        weights={
+            v.name: done.inputs[k] for k, v in enumerate(function.inputs) if v.kind == "parameter" and k in done.inputs
+        },
         prediction=prediction,
         check=check,
         model=model,

@@ -226,9 +226,9 @@ class Network:
 
         return gather
 
-    def _rank(self, device: Device | None) -> int:
-        if device is None:
-            raise ModelError("nothing can be received from no device")
+    def _rank(self, device: Device | Mesh | None) -> int:
+        if not isinstance(device, Device):
+            raise ModelError(f"expected to receive from a device, got {device}")
         return self.number[device]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import keyword
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ _PLAINER: dict[Any, Callable[..., Any]] = {
 }
 """Methods that torch writes in Python, and what they come to."""
 
+
+_NEW_SHAPE = (torch.Tensor.reshape, torch.Tensor.expand)
 
 _LOOKS_AT_NO_DATA = frozenset(
     (
@@ -104,14 +107,25 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        nothing_new = id(out) in self.number and not changes_operand(func)  # as x.to(its own dtype)
-        if not nothing_new and (isinstance(out, torch.Tensor) or changes_operand(func) or _has_tensor(out)):
+        if self._same(func, args, out):
+            return out
+        if isinstance(out, torch.Tensor) or changes_operand(func) or _has_tensor(out):
             row = tuple(self._refs(x) for x in args)
             named = {k: self._refs(x) for k, x in (kwargs or {}).items()}
             self._add(_PLAINER.get(func, func), row, named, out)
         elif not isinstance(out, torch.Tensor) and func.__name__ not in _LOOKS_AT_NO_DATA:
             raise LooksAtData(func.__name__)
         return out
+
+    def _same(self, func: Any, args: tuple[Any, ...], out: Any) -> bool:
+        """Whether a call gives what it got: x.to(its own dtype), or a reshape to its own shape."""
+        if id(out) in self.number:
+            return not changes_operand(func)
+        if isinstance(out, torch.Tensor) and func in _NEW_SHAPE and out.shape == args[0].shape:
+            self.kept.append(out)
+            self.number[id(out)] = self.number[id(args[0])]
+            return True
+        return False
 
     def _add(self, func: Any, row: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
         if isinstance(out, torch.Tensor):
@@ -163,7 +177,7 @@ def trace(op: Op, attributes: Mapping[str, Any], xp: TorchNamespace) -> Kernel |
     if not all(isinstance(x, torch.Tensor) and id(x) in recorder.number for x in results):
         return None
     _check(op, results)
-    return Kernel(recorder.calls, tuple(recorder.number[id(x)] for x in results))
+    return _scaled(Kernel(recorder.calls, tuple(recorder.number[id(x)] for x in results)), recorder.kept)
 
 
 def _zeros(t: Any, device: torch.device) -> torch.Tensor:
@@ -180,6 +194,43 @@ def _check(op: Op, results: Sequence[torch.Tensor]) -> None:
             raise ModelError(f"{op}: torch gives {x.dtype} {tuple(x.shape)}, its type is {t}")
 
 
+_SCALED = (torch.Tensor.add, torch.Tensor.sub)
+
+
+def _scaled(kernel: Kernel, tensors: Sequence[torch.Tensor]) -> Kernel:
+    """The same with a + b * 0.1 as one call. `tensors` are those the references number."""
+    if kernel.in_place:
+        return kernel
+    uses = count_uses(kernel)
+    scaled = {
+        c.result: c
+        for c in kernel.calls
+        if c.function is torch.Tensor.mul and type(c.args[1]) in (int, float) and uses[c.result or 0] == 1
+    }
+    calls: list[TorchCall] = []
+    for c in kernel.calls:
+        by = scaled.get(c.args[1].number) if c.function in _SCALED and _is_ref(c.args[1]) else None
+        if by is not None and _is_ref(c.args[0]) and _alike(tensors[c.args[0].number], tensors[by.args[0].number]):
+            c = TorchCall(c.function, (c.args[0], by.args[0]), {"alpha": by.args[1]}, c.result)
+        calls.append(c)
+    left = count_uses(Kernel(calls, kernel.results))
+    return Kernel([c for c in calls if c.result not in scaled or left[c.result or 0]], kernel.results)
+
+
+def _is_ref(x: Any) -> bool:
+    return isinstance(x, Ref)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.is_floating_point()
+
+
+def count_uses(kernel: Kernel) -> Counter[int]:
+    """How often each tensor is an argument or a result."""
+    rows = [_refs_in((c.args, tuple(c.kwargs.values()))) for c in kernel.calls]
+    return Counter([r for row in rows for r in row] + list(kernel.results))
+
+
 Bind = Callable[[str, Any], str]
 
 
@@ -191,12 +242,7 @@ def render(
     `operands` are the expressions of the op's; `bind(name, x)` gives a global that is x, `fresh()` an unused
     name.
     """
-    uses: dict[int, int] = {}
-    for call in kernel.calls:
-        for r in _refs_in((call.args, tuple(call.kwargs.values()))):
-            uses[r] = uses.get(r, 0) + 1
-    for r in kernel.results:
-        uses[r] = uses.get(r, 0) + 1
+    uses = count_uses(kernel)
     text = dict(enumerate(operands))
     lines: list[str] = []
     temporary: list[str] = []
@@ -205,9 +251,9 @@ def render(
         r = call.result
         if r is None or r in text:  # it changes a tensor there is
             lines.append(expression)
-        elif uses.get(r, 0) == 1 and not kernel.in_place:
+        elif uses[r] == 1 and not kernel.in_place:
             text[r] = expression
-        elif uses.get(r, 0):
+        elif uses[r]:
             text[r] = fresh()
             temporary.append(text[r])
             lines.append(f"{text[r]} = {expression}")
@@ -251,6 +297,6 @@ def literal(name: str, x: Any, bind: Bind) -> str:
     """The text of a constant; a global of that name where it has no short text of its own."""
     if x is None or type(x) in (bool, int, str) or (type(x) is float and abs(x) < float("inf")):
         return repr(x)
-    if type(x) in (tuple, list) and len(x) < 9 and all(type(y) is int for y in x):
+    if isinstance(x, tuple | list) and len(x) < 9 and all(type(y) is int for y in x):
         return repr(x)
     return bind("dtype" if isinstance(x, torch.dtype) else name, x)

@@ -28,8 +28,9 @@ from distir.ir.errors import DistirError, InfeasibleError, UsageError, WorkerErr
 from distir.ir.function import Function, Value
 from distir.transforms.project import ranks
 
-Arrays = Mapping[Value, Any] | Sequence[Any]
-Data = Callable[[int], Mapping[Value, Any]]
+Arrays = Mapping[Any, Any] | Sequence[Any]
+"""An array for each input: in order, or by input Value or position."""
+Data = Callable[[int], Mapping[Any, Any]]
 Whole = dict[int, np.ndarray]
 """Whole arrays by position."""
 Pieces = Mapping[int, tuple[Coord, Any]]
@@ -84,16 +85,18 @@ def run(
     every: bool = False,
     final: bool = True,
     on_step: OnStep | None = None,
+    record: Path | None = None,
 ) -> RunResult:
     """Run a distributed program for `steps` steps, with a process for each of its devices.
 
-    `arrays`: one whole array an input, in order, or a mapping from input Values; inputs that change from step
-    to step come from `data(step)` instead. An output that is an update replaces its input before the next
-    step. Where the environment is torchrun's, this process joins as its rank; else all ranks are started here
-    and ended with the call, whatever happens. `timeout`: seconds without any sign of progress; `threads` of a
-    rank, the cores' share without it; `bytes_per_rank` of memory needed, checked before anything starts;
-    `every`: report all outputs after each step; `final`: and the updated inputs after the last; `on_step(k,
-    seconds, outputs)` is called after each.
+    `arrays`: one whole array an input, in order, or a mapping from input Values or positions; inputs that
+    change from step to step come from `data(step)` instead. An output that is an update replaces its input
+    before the next step. Where the environment is torchrun's, this process joins as its rank; else all ranks
+    are started here and ended with the call, whatever happens. `timeout`: seconds without any sign of
+    progress; `threads` of a rank, the cores' share without it; `bytes_per_rank` of memory needed, checked
+    before anything starts; `every`: report all outputs after each step; `final`: and the updated inputs after
+    the last; `on_step(k, seconds, outputs)` is called after each. `record` is a folder in which to keep every
+    value that is made (see `distir.backends.record`); under torchrun nothing is kept.
 
     Raises UsageError for arguments that do not fit, InfeasibleError if memory does not suffice, WorkerError,
     naming the rank, if one fails, is killed or does not answer in time, and whatever DistirError a rank
@@ -113,13 +116,13 @@ def run(
     _check_backend(backend, here)
     _check_memory(bytes_per_rank, here)
     verify(program)
-    given = _by_position(program, arrays)
+    given = by_position(program, arrays)
     threads = threads or max(1, cores() // here)
     if joined:
         from distir.backends.torchrun import join
 
         return join(program, given, steps, data, backend, timeout, threads, every, final, on_step)
-    return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, on_step).run()
+    return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, on_step, record).run()
 
 
 def cores() -> int:
@@ -127,12 +130,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _by_position(program: Function, arrays: Arrays) -> dict[int, Any]:
+def by_position(program: Function, arrays: Arrays) -> dict[int, Any]:
+    """The arrays by position among the program's inputs. Raises UsageError for a sequence of another length."""
     if not isinstance(arrays, Mapping):
         if len(arrays) != len(program.inputs):
             raise UsageError(f"{program.name} has {len(program.inputs)} inputs, got {len(arrays)} arrays")
         return {k: x for k, x in enumerate(arrays) if x is not None}
-    return {k: arrays[v] for k, v in enumerate(program.inputs) if v in arrays}
+    given: dict[int, Any] = {}
+    for k, v in enumerate(program.inputs):
+        if v in arrays:
+            given[k] = arrays[v]
+        elif k in arrays:
+            given[k] = arrays[k]
+    return given
 
 
 def _check_backend(backend: str, here: int) -> None:
@@ -186,7 +196,9 @@ class _Run:
         every: bool,
         final: bool,
         on_step: OnStep | None,
+        record: Path | None,
     ) -> None:
+        self.record = record
         self.program, self.given, self.steps, self.data = program, given, steps, data
         self.world, self.timeout, self.threads = world, timeout, threads
         self.every, self.final, self.on_step = every, final, on_step
@@ -226,6 +238,7 @@ class _Run:
             self.threads,
             self.every,
             self.final,
+            None if self.record is None else str(self.record),
         )
         job_file(self.folder).write_bytes(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
 
@@ -319,7 +332,7 @@ class _Run:
         if step == self.steps:
             return
         self.fed += 1
-        fresh = _by_position(self.program, self.data(step)) if self.data else {}
+        fresh = by_position(self.program, self.data(step)) if self.data else {}
         shipped = {k: ship(x, self.folder / f"data{k}.{step}") for k, x in fresh.items()}
         for link in self.links:
             try:

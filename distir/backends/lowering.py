@@ -36,6 +36,8 @@ from distir.ir.function import Function, Op, Value
 from distir.ir.type import Shard, Tensor
 
 Compiled = Callable[[list[Any], int | None], Sequence[Any]]
+Tap = Callable[[str, str, torch.Tensor, int | None], None]
+"""Sees every tensor that is made: (function, value, tensor, microbatch). It must copy what it keeps."""
 
 _KEPT_BYTES = 1 << 20
 """A result that depends on nothing is computed once and kept, if it is no larger."""
@@ -56,8 +58,9 @@ class Lowered:
 class Lowering:
     """Lowers the functions of one rank's program; each callee once."""
 
-    def __init__(self, network: Network, device: torch.device) -> None:
+    def __init__(self, network: Network, device: torch.device, tap: Tap | None = None) -> None:
         self.network = network
+        self.tap = tap
         self.xp = TorchNamespace(device)
         self.done: dict[Function, Lowered] = {}
         self.handed: Handed | None = None
@@ -114,7 +117,6 @@ class Body:
             self._op(op, k)
         pending = self._end()
         source = f"def {name}(args, t):\n" + "\n".join("    " + line for line in self.lines) + "\n"
-        self.bound["__builtins__"] = {}
         exec(compile(source, f"<distir {name}>", "exec"), self.bound)
         return Lowered(name, source, self.bound[name], pending, self.varies)
 
@@ -186,7 +188,16 @@ class Body:
         else:
             raise ModelError(f"{self.function.name}: the torch backend cannot run {name}")
         if op.callee is None:
+            self._tell(op)
             self._free([*op.inputs, *op.outputs], k)
+
+    def _tell(self, op: Op) -> None:
+        """Show the tap what the op made, as soon as it is there."""
+        tap = self.lowering.tap
+        for v in op.outputs if tap is not None and op.spec.bundle is None else ():
+            if isinstance(v.type, Tensor):
+                names = f"{self.function.name!r}, {v.name!r}"
+                self.lines.append(f"{self.bind('tap', tap)}({names}, {self.use(v)}, t)")
 
     def _call(self, op: Op, callee: Function, k: int) -> None:
         lowered = self.lowering(callee)

@@ -13,7 +13,8 @@ import torch
 
 from distir.ir.type import DType
 
-Axis = int | Sequence[int] | None
+Axis = Any
+"""None (all dims), one dim, or a sequence of them."""
 
 _SPELLED = {"f": "float", "i": "int", "u": "uint"}
 _DTYPES: dict[str, torch.dtype] = {}
@@ -30,8 +31,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 class TorchNamespace:
-    """torch, spelled as the array API has it, plus what ops need beyond it. New arrays are made on `device`.
-    """
+    """torch, spelled as the array API has it, plus what ops need beyond it. New arrays are made on `device`."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

@@ -16,9 +16,10 @@ import numpy as np
 
 from distir.executor.collectives import join_digit, local_outer
 from distir.executor.sequential import unfit
-from distir.ir.device import Mesh
+from distir.ir.device import Device, Mesh
 from distir.ir.function import Function, Value
 from distir.ir.type import REPLICATE, Partial, Replicate, Shard, Tensor, Type
+from distir.transforms.project import device_at
 
 Coord = tuple[int, ...]
 
@@ -62,6 +63,18 @@ def ship(x: Any, file: Path) -> Shipped:
 def is_primary(t: Tensor, coord: Sequence[int]) -> bool:
     """Whether, of the devices that hold the same piece of `t`, the one at `coord` is the first."""
     return all(c == 0 for c, p in zip(coord, t.placements, strict=True) if isinstance(p, Replicate))
+
+
+def holder(t: Tensor, index: Sequence[int]) -> Device | None:
+    """The first device that holds the element of the whole at `index`; to say on which rank a value is wrong."""
+    if not isinstance(t.device, Mesh):
+        return t.device
+    coord = [0] * len(t.placements)
+    for dim, digits in t.digits.items():
+        for outer, n, axis in digits:
+            if axis != t.device.time:
+                coord[axis] = index[dim] // (t.global_shape[dim] // (outer * n)) % n
+    return device_at(t.device, coord)
 
 
 def join_pieces(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch.distributed as dist
 
 from distir.backends.comm import all_gather, movable
 from distir.backends.pieces import Coord, digest
-from distir.backends.torch import TorchRank, to_numpy
+from distir.backends.record import Recorder
+from distir.backends.torch import TorchRank, own_array, to_numpy
 from distir.ir.errors import WorkerError
 from distir.ir.function import Function
 from distir.ir.type import Tensor
@@ -41,18 +43,21 @@ def execute(
     report: Callable[[Report], None],
     every: bool = False,
     final: bool = True,
+    record: str | None = None,
 ) -> None:
     """Run `steps` steps of `program` as rank `rank` of a process group that is joined.
 
     `arrays`: whole arrays by input position; `feed(k)` those that are new in step k. After each step `report`
     gets the seconds it took on this rank, all ranks having begun together, and this rank's pieces of
     one-element outputs, after the last (or with `every` each) step of all others; and with `final` the
-    replaced inputs. Of copies only the first holder reports.
+    replaced inputs. Of copies only the first holder reports. `record` is a folder in which to keep every value that is
+    made (see `distir.backends.record`).
 
     Raises WorkerError if the ranks have different programs.
     """
     _agree(program, device)
-    engine = TorchRank(program, rank, device)
+    recorder = None if record is None else Recorder(Path(record), rank, own_array)
+    engine = TorchRank(program, rank, device, recorder)
     engine.load(arrays)
     for k in range(steps):
         engine.load(feed(k))
@@ -61,6 +66,8 @@ def execute(
         outputs = engine.step()
         engine.synchronize()
         seconds = time.perf_counter() - begin
+        if recorder is not None:
+            recorder.end_step()
         last = k == steps - 1
         shown = {i: x for i, x in outputs.items() if i not in engine.updates}
         if not (last or every):

@@ -27,6 +27,14 @@ def _tensor(v: Value) -> Tensor:
     return v.type
 
 
+def digit_of(t: Tensor, axis: int) -> tuple[int, int]:
+    """The dim that mesh axis number `axis` splits, and the axis's size. Raises ModelError if it splits none."""
+    p = t.placements[axis]
+    if not isinstance(p, Shard):
+        raise ModelError(f"expected Shard along {t.mesh.axes[axis]!r}, got {t}")
+    return p.dim, t.mesh.sizes[axis]
+
+
 def _same(b: Body, op: Op) -> None:
     """The result is the operand."""
     b.assign(op, b.use(op.inputs[0]))
@@ -55,22 +63,23 @@ def _along_axis(b: Body, op: Op) -> None:
 
 def _gather_in_time(b: Body, op: Op, t: Tensor, axis: int) -> None:
     """All microbatches, in order, as one."""
-    p, outer = t.placements[axis], local_outer(t, axis)
+    (dim, _), outer = digit_of(t, axis), local_outer(t, axis)
     if len(op.inputs) != t.mesh.sizes[axis]:
         b.varies = op.inputs[0].name
-    join = b.bind("join_microbatches", lambda *xs: merge(xs, p.dim, outer))
+    join = b.bind("join_microbatches", lambda *xs: merge(xs, dim, outer))
     b.assign(op, f"{join}({', '.join([b.use(v) for v in op.inputs])})")
 
 
 def _slice(b: Body, op: Op) -> None:
     t = _tensor(op.outputs[0])
     a = t.mesh.position(op.attributes["axis"])
-    p, outer, n = t.placements[a], local_outer(t, a), t.mesh.sizes[a]
+    dim, n = digit_of(t, a)
+    outer = local_outer(t, a)
     if n == 1:
         _same(b, op)
         return
     index = b.moment(t.mesh, op.outputs[0]) if a == t.mesh.time else str(b.network.coordinate(t.mesh)[a])
-    part = b.bind("piece", lambda x, k: take_digit(x, p.dim, outer, n, k))
+    part = b.bind("piece", lambda x, k: take_digit(x, dim, outer, n, k))
     b.assign(op, f"{part}({b.use(op.inputs[0])}, {index})")
 
 
@@ -113,8 +122,7 @@ def _accumulate(b: Body, op: Op) -> None:
 
 
 def accumulator(t: Type, how: Accumulation) -> Callable[[Any, Any], Any]:
-    """What adds the next to a running sum (or maximum) of type t. See `ownership` for when it works in place.
-    """
+    """What adds the next to a running sum (or maximum) of type t. See `ownership` for when it works in place."""
     if isinstance(t, Tuple):
         members = [accumulator(u, how) for u in t.types]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from distir.backends.comm import Network
-from distir.backends.lowering import Lowered, Lowering
+from distir.backends.lowering import Lowered, Lowering, Tap
 from distir.backends.namespace import torch_dtype
 from distir.backends.pieces import is_primary
 from distir.executor.collectives import cut
@@ -40,6 +40,12 @@ def to_numpy(x: torch.Tensor, dtype: DType) -> np.ndarray:
     return x.numpy()
 
 
+def own_array(x: torch.Tensor) -> np.ndarray:
+    """A copy of a tensor as a numpy array; bfloat16, which numpy lacks, as float32."""
+    x = x.detach().to("cpu", torch.float32) if x.dtype == torch.bfloat16 else x.detach().to("cpu")
+    return np.array(x.numpy())
+
+
 @contextmanager
 def double_scalars() -> Iterator[None]:
     """Numbers that ops compute from integers (0.999 ** step) are float64, as in numpy; arrays keep their
@@ -57,15 +63,18 @@ class TorchRank:
     """One rank of a distributed program, ready to run: `load`, then `step` as often as wanted.
 
     Every rank must be made of the same program, in a process group that is already joined (none is needed for
-    one rank). Raises ModelError for an op that cannot run, UsageError for a program that is not scheduled.
+    one rank). `tap` is told of every value that is made. Raises ModelError for an op that cannot run, UsageError
+    for a program that is not scheduled.
     """
 
-    def __init__(self, program: Function, rank: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, program: Function, rank: int, device: torch.device | str = "cpu", tap: Tap | None = None
+    ) -> None:
         self.device = torch.device(device)
         self.program = program
         self.mine = project(program, rank)
         self.network = Network(program, ranks(program), rank, self.device)
-        self.lowering = Lowering(self.network, self.device)
+        self.lowering = Lowering(self.network, self.device, tap)
         with double_scalars():
             self.lowered: Lowered = self.lowering(self.mine.function)
         if self.lowered.varies:

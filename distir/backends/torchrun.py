@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 
 from distir.backends.comm import start_group
-from distir.backends.launch import RunResult, gathered
+from distir.backends.launch import RunResult, by_position, gathered
 from distir.backends.rank import Report, execute
 from distir.ir.errors import DistirError, WorkerError
-from distir.ir.function import Function, Value
+from distir.ir.function import Function
 
 
 def join(
     program: Function,
     arrays: Mapping[int, Any],
     steps: int,
-    data: Callable[[int], Mapping[Value, Any]] | None,
+    data: Callable[[int], Mapping[Any, Any]] | None,
     backend: str,
     timeout: float,
     threads: int,
@@ -39,10 +39,9 @@ def join(
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
     torch.set_num_threads(threads)
     result = RunResult(world, rank, backend)
-    position = {v: k for k, v in enumerate(program.inputs)}
 
     def feed(step: int) -> Mapping[int, Any]:
-        return {position[v]: x for v, x in data(step).items()} if data else {}
+        return by_position(program, data(step)) if data else {}
 
     def report(r: Report) -> None:
         everyone: list[Any] = [None] * world

@@ -39,6 +39,7 @@ class Job(NamedTuple):
     threads: int
     every: bool
     final: bool
+    record: str | None = None
 
 
 class Failure(NamedTuple):
@@ -148,13 +149,14 @@ def _in_communication(trace: TracebackType | None) -> bool:
 def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     from distir.backends.comm import start_group
     from distir.backends.rank import Report, execute
 
     torch.set_num_threads(job.threads)
     device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)
-    store = dist.FileStore(str(folder / "store"), job.world)
+    store = FileStore(str(folder / "store"), job.world)
     start_group(job.backend, rank, job.world, device, store, job.timeout)
 
     def feed(step: int) -> Mapping[int, Any]:
@@ -169,7 +171,7 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
         link.send(("step", r.step, r.seconds, outputs, inputs))
 
     arrays = {k: x.array() for k, x in job.arrays.items()}
-    execute(job.program, rank, device, arrays, feed, job.steps, report, job.every, job.final)
+    execute(job.program, rank, device, arrays, feed, job.steps, report, job.every, job.final, job.record)
     dist.destroy_process_group()
     link.send(("done",))
 

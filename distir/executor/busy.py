@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distir.executor.compile import NEVER, Call, Code
+from distir.executor.maxplus import NEVER, Call, Code
 from distir.executor.trace import Run, expand, walk
 
 Interval = tuple[float, float]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from distir.ir.device import Device, Mesh
@@ -192,7 +193,7 @@ def _by_blocks(uses: Uses, topology: Topology, r: Regular) -> Classes | None:
             topology.spec(home)
             lone.append(home)
     ends = sorted({e for s in spans.values() for e in s} | {e for d in lone for e in _ends(d, r.kind)})
-    where = [(a, b) for a, b in zip(ends, ends[1:]) if any(s <= a and b <= t for s, t in _all(spans, lone, r.kind))]
+    where = [(a, b) for a, b in pairwise(ends) if any(s <= a and b <= t for s, t in _all(spans, lone, r.kind))]
     number: dict[tuple[int, int], int] = {}
     homes: dict[Home, tuple[int, ...]] = {}
     members_: dict[Device, int] = {}
@@ -238,9 +239,7 @@ def _all(spans: dict[Mesh, tuple[int, int]], lone: list[Device], kind: str) -> l
     return [*spans.values(), *((d.index, d.index + 1) for d in lone if d.kind == kind)]
 
 
-def _linked(
-    classes: Classes, uses: Uses, spans: dict[Mesh, tuple[int, int]], topology: Topology, r: Regular
-) -> bool:
+def _linked(classes: Classes, uses: Uses, spans: dict[Mesh, tuple[int, int]], topology: Topology, r: Regular) -> bool:
     """Fill in peers and pairs; False if devices of a block are not all linked alike."""
     block = {c: (a, b) for a, b, c in classes.blocks}
     for mesh, axis in uses.axes:

@@ -11,18 +11,16 @@ for each such case it is a (net, peak, where), found once.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-from distir.executor.categories import CATEGORIES, Categories, is_view, leaves
+from distir.executor.buffers import Block, Given, Holding, Layout, Sizes, holding
+from distir.executor.categories import CATEGORIES, Categories, leaves
 from distir.executor.compile import Program
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import lookup
 
 Bytes = tuple[int, ...]
 """Bytes by category, in the order of CATEGORIES."""
-Sizes = tuple[tuple[int, int], ...]
-"""(category, bytes) of each tensor of a block."""
-Layout = tuple[tuple[int, int], ...]
 
 
 class Point(NamedTuple):
@@ -34,8 +32,10 @@ class Point(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """Live memory of one class: bytes when the program begins, at the peak (in which op; None: at the beginning), and at
-    every op that the class runs."""
+    """Live memory of one class: bytes when the program begins, at the peak, and at every op that the class runs.
+
+    `where` is the op of the peak, None if that is at the beginning.
+    """
 
     start: Bytes
     peak: Bytes
@@ -50,43 +50,6 @@ class MemoryUse(NamedTuple):
     def by_category(self) -> dict[str, int]:
         """Bytes at the peak by category."""
         return dict(zip(CATEGORIES, self.peak, strict=True))
-
-
-class Block:
-    """Tensors that live and die together: their (category, bytes). `outside` if the caller holds them, too."""
-
-    __slots__ = ("outside", "refs", "sizes")
-
-    def __init__(self, sizes: Sizes, outside: bool = False) -> None:
-        self.sizes, self.outside, self.refs = sizes, outside, 0
-
-
-class Holding:
-    """Where a value lies: its blocks, and for each of its tensors (block position, number in the block).
-
-    Holdings of equal `key` have equal layouts and sizes.
-    """
-
-    __slots__ = ("blocks", "key", "layout")
-    _keys: ClassVar[dict[object, int]] = {}
-
-    def __init__(self, blocks: tuple[Block, ...], layout: Layout, key: int | None = None) -> None:
-        self.blocks, self.layout = blocks, layout
-        self.key = self.key_of(layout, [b.sizes for b in blocks]) if key is None else key
-
-    @classmethod
-    def key_of(cls, layout: Layout, sizes: Iterable[Sizes]) -> int:
-        return cls._keys.setdefault((layout, tuple(sizes)), len(cls._keys))
-
-    def tensors(self) -> list[tuple[Block, int]]:
-        return [(self.blocks[p], i) for p, i in self.layout]
-
-
-def holding(tensors: Iterable[tuple[Block, int]]) -> Holding:
-    """The holding of a value whose tensors are these."""
-    position: dict[Block, int] = {}
-    layout = tuple([(position.setdefault(b, len(position)), i) for b, i in tensors])
-    return Holding(tuple(position), layout)
 
 
 class Step(NamedTuple):
@@ -123,25 +86,6 @@ class Result(NamedTuple):
     splits: frozenset[tuple[int, int]]
 
 
-class Given(NamedTuple):
-    """What a call gives its body: the operands' holdings by number, and the blocks that die in it."""
-
-    holdings: dict[int, Holding]
-    dying: frozenset[Block]
-
-    def key(self) -> object:
-        """What decides the result: layouts and sizes, which blocks die, and which are shared between operands."""
-        held = self.holdings.items()
-        if sum(len(h.blocks) for _, h in held) == len({b for _, h in held for b in h.blocks}):
-            return tuple([(i, h.key, self._dying(h)) for i, h in held])
-        number: dict[Block, int] = {}
-        shared = [tuple([number.setdefault(b, len(number)) for b in h.blocks]) for _, h in held]
-        return tuple([(i, h.key, self._dying(h), n) for (i, h), n in zip(held, shared, strict=True)])
-
-    def _dying(self, h: Holding) -> tuple[bool, ...]:
-        return () if self.dying.isdisjoint(h.blocks) else tuple([b in self.dying for b in h.blocks])
-
-
 class Memory:
     """Counts a program's memory, class by class."""
 
@@ -151,7 +95,7 @@ class Memory:
         self.pack, self.unpack = lookup("Pack"), lookup("Unpack")
         self._steps: dict[tuple[Function, int, frozenset[int]], list[Step]] = {}
         self._used: dict[tuple[Function, int, frozenset[int]], frozenset[int]] = {}
-        self._touching: dict[Function, dict[int, list[int]]] = {}
+        self._touching: dict[Function, dict[int, list[tuple[int, bool]]]] = {}
         self._results: dict[object, Result] = {}
         self._alike: dict[frozenset[object], MemoryUse] = {}
 
@@ -180,17 +124,18 @@ class Memory:
             curve.append(Point(step.number, highest, tuple(frame.live)))
         return MemoryUse(start, frame.highest, frame.where, curve)
 
-    def touching(self, f: Function) -> dict[int, list[int]]:
-        """For each class the numbers of the ops of `f` that it has a part in."""
+    def touching(self, f: Function) -> dict[int, list[tuple[int, bool]]]:
+        """For each class the numbers of the ops of `f` that it has a part in, and whether it holds all their values."""
         if f not in self._touching:
-            found: dict[int, list[int]] = {}
+            found: dict[int, list[tuple[int, bool]]] = {}
             held = self.program.held
             for n, op in enumerate(f.ops):
-                classes = {c for v in op.outputs for c in held(v.type)}
-                if not is_view(op):
-                    classes |= {c for v in op.inputs for c in held(v.type)}
-                for c in classes:
-                    found.setdefault(c, []).append(n)
+                makes = {held(v.type) for v in op.outputs}
+                homes = makes.union([held(v.type) for v in op.inputs])
+                if len(homes) > 1 and op.inputs and op.spec.alias:
+                    homes = makes  # a part of a larger mesh
+                for c in {c for classes in homes for c in classes}:
+                    found.setdefault(c, []).append((n, len(homes) == 1))
             self._touching[f] = found
         return self._touching[f]
 
@@ -205,21 +150,21 @@ class Memory:
         held = self.program.held
         later = {v for k, v in enumerate(f.outputs) if k not in unneeded}
         steps: list[Step] = []
-        for n in reversed(self.touching(f).get(c, [])):
+        for n, whole in reversed(self.touching(f).get(c, [])):
             op = f.ops[n]
-            makes = [v for v in op.outputs if c in held(v.type)]
+            makes = op.outputs if whole else tuple([v for v in op.outputs if c in held(v.type)])
             spare: frozenset[int] = frozenset()
-            if op.callee is not None:
-                spare = frozenset(k for k, v in enumerate(op.outputs) if v not in later)
-                needed = self.used(op.callee, c, spare)
-                uses = [v for i, v in enumerate(op.inputs) if i in needed]
+            if (callee := op.callee) is not None:
+                spare = frozenset([k for k, v in enumerate(op.outputs) if v not in later])
+                needed = self.used(callee, c, spare)
+                uses = tuple([v for i, v in enumerate(op.inputs) if i in needed])
                 ends = uses
             else:
-                uses = [v for v in op.inputs if c in held(v.type)]
-                ends = [*uses, *makes]
+                uses = op.inputs if whole else tuple([v for v in op.inputs if c in held(v.type)])
+                ends = uses + makes
             dies = tuple([v for v in dict.fromkeys(ends) if v not in later])
             later.update(uses)
-            steps.append(Step(n, op, tuple(uses), tuple(makes), dies, spare))
+            steps.append(Step(n, op, uses, makes, dies, spare))
         steps.reverse()
         return steps
 

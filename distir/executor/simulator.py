@@ -153,7 +153,7 @@ class Simulation:
         return Memory(self.program)
 
     def memory(self, device: Device) -> MemoryUse:
-        """A device's live memory: peak, by category, and the curve. Raises UsageError if the program does not use it."""
+        """A device's live memory: peak, categories, curve. Raises UsageError if the program does not use the device."""
         c = self.program.classes.of(device)
         if c is None:
             raise UsageError(f"{self.program.function.name} does not use {device}")
@@ -176,14 +176,14 @@ class Simulation:
 
     @cached_property
     def stages(self) -> list[Stage]:
-        """What each class of devices did, in order; compute, communication and bubble add up to `seconds`."""
+        """What each class of devices did, in order of devices; compute, communication and bubble make `seconds`."""
         classes = self.program.classes
         rows: list[Stage] = []
-        for c, (compute, busy) in enumerate(busy_times(self._run)):
+        times = busy_times(self._run)
+        for c in sorted(range(len(times)), key=lambda c: (classes.first[c].kind, classes.first[c].index)):
+            compute, busy = times[c]
             use = self._memory.use(c).total
-            rows.append(
-                Stage(classes.label(c), classes.sizes[c], compute, busy - compute, self.seconds - busy, use)
-            )
+            rows.append(Stage(classes.label(c), classes.sizes[c], compute, busy - compute, self.seconds - busy, use))
         return rows
 
     @property
@@ -215,8 +215,10 @@ class Simulation:
             for s in self.stages
         ]
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-        lines = ["  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
-                 for row in (header, *rows)]  # fmt: skip
+        lines: list[str] = []
+        for name, *figures in (header, *rows):
+            cells = [x.rjust(w) for x, w in zip(figures, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *cells]))
         end = [f"step time {_s(self.seconds)}"]
         if (rate := self.samples_per_second) is not None:
             end.append(f"{rate:,.1f} samples/s")

@@ -14,9 +14,11 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from distir.executor.compile import COMPUTE, NEVER, RECV, SEND, Call, Code, Plan, Program
+from distir.executor.categories import CATEGORIES
+from distir.executor.compile import COMPUTE, RECV, SEND, Program
 from distir.executor.device_classes import members
-from distir.executor.memory import CATEGORIES, MemoryUse
+from distir.executor.maxplus import NEVER, Call, Code, Plan
+from distir.executor.memory import MemoryUse
 from distir.ir.device import Device
 from distir.ir.function import Op
 
@@ -186,8 +188,10 @@ def write_chrome(path: str | Path, program: Program, run: Run, memory: dict[int,
     counter of live memory by category. Times are in microseconds.
     """
     with open(path, "w") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        file.write(",\n".join(json.dumps(e) for e in _chrome(program, run, memory)))
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        for i, event in enumerate(_chrome(program, run, memory)):
+            file.write(",\n" if i else "\n")
+            file.write(json.dumps(event))
         file.write("\n]}\n")
 
 
@@ -222,9 +226,10 @@ def _slices(
         for inner in walk(expand(plan, times, done.run)):
             yield from _slices(program, inner, span, arrows)
         return
-    for c, t in zip((c for group in plan.classes for c in group), times, strict=False):
-        if not plan.parts:
+    if not plan.parts:
+        for c, t in zip((c for group in plan.classes for c in group), times, strict=True):
             _widen(span, c, max(t, 0.0), max(t, 0.0))
+        return
     for part, end in zip(plan.parts, times, strict=True):
         start = end - part.duration
         result = op.outputs[0] if op.outputs else None
@@ -233,7 +238,14 @@ def _slices(
             _widen(span, c, start, end)
             shown = {"result": f"%{result.name}: {result.type!r}"} if result else {}
             base = {"pid": c, "tid": s, "cat": "communication" if part.communicates else "compute"}
-            yield {**base, "name": op.spec.name, "ph": "X", "ts": start * 1e6, "dur": part.duration * 1e6, "args": shown}
+            yield {
+                **base,
+                "name": op.spec.name,
+                "ph": "X",
+                "ts": start * 1e6,
+                "dur": part.duration * 1e6,
+                "args": shown,
+            }
         if part.sources != part.targets and len(part.streams) > 1:
             arrow = {"name": op.spec.name, "cat": "transfer", "id": next(arrows), "ts": start * 1e6}
             ends = [(program.streams[s][0], s) for s in part.streams]

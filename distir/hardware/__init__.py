@@ -34,11 +34,11 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
         if str(name) not in known_clusters():
             raise UsageError(f"unknown cluster {str(name)!r}", f"known: {', '.join(known_clusters())}; or a .toml file")
     regular = _read(path)
-    if nodes is None:
-        nodes = 1 if devices is None else -(-devices // regular["per_node"])
-    if nodes < 1 or (devices is not None and devices > nodes * regular["per_node"]):
-        raise UsageError(f"{nodes} nodes of {regular['per_node']} devices cannot give {devices or 'any'} devices")
-    return Topology(Regular(**regular, nodes=nodes))
+    per_node: int = regular["per_node"]
+    count = nodes if nodes is not None else -(-(devices or 1) // per_node)
+    if count < 1 or (devices is not None and not 1 <= devices <= count * per_node):
+        raise UsageError(f"{count} nodes of {per_node} devices cannot give {devices or 'any'} devices")
+    return Topology(Regular(**regular, nodes=count))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _read(path: Path) -> dict[str, Any]:
         "name": root.text("name"),
         "kind": device.text("kind"),
         "spec": _spec(device),
-        "per_node": int(node.figure("devices")),
+        "per_node": node.whole("devices"),
         "intra": _link(node),
         "inter": _link(network),
         "host": _spec(host) if host else None,
@@ -94,6 +94,12 @@ class _Table:
         value = self.figure(key)
         if value == 0:
             raise self.error(key, "expected a number above 0")
+        return value
+
+    def whole(self, key: str) -> int:
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(key, f"expected a whole number above 0, got {value!r}")
         return value
 
     def text(self, key: str) -> str:

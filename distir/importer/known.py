@@ -72,7 +72,7 @@ def fold(node: Node, opset: int) -> list[Result]:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             results = ReferenceEvaluator(model).run(None, arrays)
-    except Exception as e:  #  (the evaluator raises all kinds)
+    except Exception as e:  # the evaluator raises all kinds
         raise node.error(f"cannot be computed from what is known at import: {e}".splitlines()[0]) from e
     made = iter(results)
     return [np.asarray(next(made)) if name else np.empty(0) for name in proto.output]

@@ -93,7 +93,8 @@ class Node:
 
     def error(self, message: str, hint: str | None = None) -> ModelError:
         """An error that begins with the file and the node."""
-        return ModelError(f"{self.scope.path}: {self}: {message}", hint)
+        text = f"{self}: {message}".replace("\n", "\\n")  # names may hold anything
+        return ModelError(f"{self.scope.path}: {text}", hint)
 
     def has(self, i: int) -> bool:
         """Whether operand `i`, which may be left out, is there."""

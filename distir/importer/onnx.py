@@ -85,6 +85,8 @@ def load(path: Path) -> onnx.ModelProto:
 def _check_text(graph: onnx.GraphProto, path: Path) -> None:
     """protobuf hands out names that are not UTF-8 as bytes, which nothing else expects."""
     texts: list[str | bytes] = [graph.name, *[t.name for t in graph.initializer]]
+    for t in graph.initializer:
+        texts += [text for entry in t.external_data for text in (entry.key, entry.value)]
     for info in (*graph.input, *graph.output):
         texts += [info.name, *[d.dim_param for d in info.type.tensor_type.shape.dim]]
     for node in graph.node:
@@ -159,7 +161,7 @@ def _role(row: list[int | str], batch: str | None) -> Role:
 def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping[str, onnx.NodeProto]) -> None:
     try:
         attributes = attributes_of(proto)
-    except Exception as e:  #  (helper raises all kinds on malformed attributes)
+    except Exception as e:  # onnx raises all kinds on malformed attributes
         raise ModelError(f"{scope.path}: {proto.op_type} node {proto.name!r}: bad attribute: {e}") from e
     node = Node(scope, proto, attributes, opset)
     _check_names(scope, node, later)

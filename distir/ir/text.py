@@ -20,7 +20,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from distir.ir.device import Device, Mesh
@@ -32,8 +32,8 @@ from distir.ir.type import NOW, DType, Partial, Replicate, Shard, Tensor, Tuple,
 
 Doc = Any
 """A document of prettyprinter, or a string."""
-Line = list[Any]
-"""A document laid out: strings, and marks where colours begin and end."""
+Line = Any
+"""A document laid out: strings, and marks where colours begin and end; or already one string."""
 
 _INLINE = 4
 """Longer bundles, parameter lists and outputs are not written on one line."""
@@ -47,7 +47,7 @@ def pformat(x: Any) -> str:
     if isinstance(x, Tensor | Tuple):
         return format_type(x)
     if isinstance(x, Function | Op | Value):
-        return "\n".join(["".join([s for s in line if isinstance(s, str)]) for line in _Printer().text(x)])
+        return "\n".join(_Printer(_without_colours).text(x))
     import prettyprinter
 
     return prettyprinter.pformat(x)
@@ -65,7 +65,7 @@ def cpprint(x: Any, stream: TextIO | None = None, style: Any = None) -> None:
     if isinstance(x, Tensor | Tuple):
         colored_render_to_stream(out, [format_type(x)], style)
     elif isinstance(x, Function | Op | Value):
-        lines = _Printer().text(x)
+        lines = _Printer(list).text(x)
         colored_render_to_stream(out, [s for line in lines for s in (*line, SLine(0))][:-1], style)
     else:
         colored_render_to_stream(out, python_to_sdocs(x, 4, 79, 71, None, 1000, False), style)
@@ -77,6 +77,10 @@ def format_type(type: Type | None) -> str:
     if type is None:
         return "untyped"
     return write_type(type, lambda mesh: plain(mesh.name), lambda t: _row(map(format_type, t.types)))
+
+
+def _without_colours(sdocs: Iterator[Any]) -> str:
+    return "".join([s for s in sdocs if isinstance(s, str)])
 
 
 def _row(items: Iterator[str] | Sequence[str]) -> str:
@@ -122,12 +126,13 @@ class _Labels:
 class _Printer:
     """The state of printing one program. Its lines are prettyprinter documents, laid out one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, finish: Callable[[Iterator[Any]], Line]) -> None:
         from prettyprinter.doc import annotate, concat
         from prettyprinter.layout import layout_fast
         from prettyprinter.syntax import Token
 
         self._annotate, self._concat, self._layout, self._token = annotate, concat, layout_fast, Token
+        self._finish = finish
         words = ("fn", "mesh", "bundle", "return", "of", "update")
         self._keyword = {word: annotate(Token.KEYWORD_CONSTANT, word) for word in words}
         self._mesh = _Labels()
@@ -142,7 +147,7 @@ class _Printer:
         self._inline = _INLINE
 
     def text(self, x: Function | Op | Value) -> list[Line]:
-        """The lines, laid out but not yet rendered."""
+        """The lines, laid out, and finished by the function given."""
         if not isinstance(x, Function):
             self._inline = 1 << 40  # there is no head to put bundles in
         if isinstance(x, Value):
@@ -154,7 +159,7 @@ class _Printer:
         return [*meshes, *self._bundle_lines, *self._lines]
 
     def _line(self, docs: list[Doc]) -> Line:
-        return list(self._layout(self._concat(docs), 1 << 40))
+        return self._finish(self._layout(self._concat(docs), 1 << 40))
 
     def _mesh_line(self, mesh: Mesh, label: str) -> list[Doc]:
         name = self._annotate(self._token.NAME_ENTITY, label)
@@ -177,7 +182,7 @@ class _Printer:
             add(line([*head, "("]))
             for docs in inputs:
                 add(line(["  ", *docs, ","]))
-            add([") {"])
+            add(line([") {"]))
         for op in f.ops:
             add(line(["  ", *self._op(op, numbers)]))
         for out, of in f.updates.items():
@@ -197,8 +202,8 @@ class _Printer:
             add(line(["  ", self._keyword["return"], " ("]))
             for docs in results:
                 add(line(["    ", *docs, ","]))
-            add(["  )"])
-        add(["}"])
+            add(line(["  )"]))
+        add(line(["}"]))
 
     def _value(self, v: Value) -> Doc:
         doc = self._values.get(v)

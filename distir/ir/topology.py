@@ -35,10 +35,10 @@ class DeviceSpec:
     compute_efficiency: float = 1.0
     memory_efficiency: float = 1.0
 
-    def peak(self, dtype: DType | str) -> float:
+    def peak(self, dtype: DType | str | None) -> float:
         """FLOP/s of a dtype; one that has no figure of its own runs at the speed of f32."""
         peaks = dict(self.throughput)
-        name = dtype if isinstance(dtype, str) else dtype.name
+        name = dtype.name if isinstance(dtype, DType) else dtype or "f32"
         return peaks.get(name) or peaks.get("f32") or self.throughput[0][1]
 
 
@@ -212,7 +212,7 @@ class Topology:
         self.version += 1
 
     def get_bandwidth(self, a: Device, b: Device) -> float:
-        """Gigabits per second from a to b, infinite from a device to itself. Raises UsageError if they are not linked."""
+        """Gigabits per second from a to b, infinite to itself. Raises UsageError if they are not linked."""
         return self.link(a, b).bandwidth / GIGABIT
 
     def get_latency(self, a: Device, b: Device) -> float:

@@ -60,7 +60,7 @@ class _Verifier:
         types = self._types[time]
         for v in f.inputs:
             if v.type not in types:
-                self._new_type(f"{plain(f.name)}: input", v, time)
+                self._new_type(f, None, v, time)
         defined = set(f.inputs)
         if len(defined) != len(f.inputs):
             raise IRTypeError(f"{plain(f.name)}: an input stands twice among its inputs")
@@ -81,7 +81,7 @@ class _Verifier:
                 if v.type is not t:
                     _wrong_result(f, k, v, t)
                 if t not in types:
-                    self._new_type(f"{plain(f.name)}: op {k}", v, time)
+                    self._new_type(f, k, v, time)
             if not defined.isdisjoint(outputs) or (len(outputs) > 1 and len(set(outputs)) != len(outputs)):
                 _fail(f, k, f"{spec.name}: expected new results, got one that is defined already")
             defined.update(outputs)
@@ -91,12 +91,16 @@ class _Verifier:
         _check_names(f, defined)
         _check_interface(f, defined)
 
-    def _new_type(self, where: str, v: Value, time: _Time) -> None:
-        """Raise if `v` has no type, or one that `time` forbids."""
+    def _new_type(self, f: Function, k: int | None, v: Value, time: _Time) -> None:
+        """Raise if `v`, an input (k None) or a result of op `k`, has no type, or one that `time` forbids."""
+        wrong = None
         if v.type is None:  # pyright: ignore[reportUnnecessaryComparison]
-            raise IRTypeError(f"{where} {plain_value(v.name)} has no type", "run infer_types first")
-        if time is not _Time.UNSCHEDULED:
-            _check_time(where, v, v.type, time)
+            wrong = "has no type", "run infer_types first"
+        elif time is not _Time.UNSCHEDULED:
+            wrong = _wrong_in_time(v.type, time)
+        if wrong is not None:
+            where = f"{plain(f.name)}: {'input' if k is None else f'op {k}'} {plain_value(v.name)}"
+            raise IRTypeError(f"{where}: {wrong[0]}", wrong[1])
         self._types[time].add(v.type)
 
     def _communication(self, f: Function, k: int, op: Op, time: _Time) -> None:
@@ -174,29 +178,24 @@ def _time_sizes(t: Type) -> set[int]:
     return {mesh.sizes[mesh.time]} if isinstance(mesh, Mesh) and mesh.time is not None else set()
 
 
-def _check_time(where: str, v: Value, t: Type, time: _Time) -> None:
-    """Raise if a value of type `t` may not be in a function that knows `time`."""
+def _wrong_in_time(t: Type, time: _Time) -> tuple[str, str | None] | None:
+    """What keeps a value of type `t` out of a function that knows `time`, and a hint."""
     if isinstance(t, Tuple):
-        for x in t.types:
-            _check_time(where, v, x, time)
-        return
-    where = f"{where} {plain_value(v.name)}: expected"
+        return next((w for x in dict.fromkeys(t.types) if (w := _wrong_in_time(x, time))), None)
     mesh, piece = t.device, t.piece
     if not isinstance(mesh, Mesh) or mesh.time is None or isinstance(t.placements[mesh.time], Replicate):
-        if piece is not None:
-            raise IRTypeError(f"{where} no microbatch of a value that does not vary in time, got {t}")
-        return
+        return None if piece is None else (f"does not vary in time: expected no microbatch, got {t}", None)
     size = mesh.sizes[mesh.time]
     if time is _Time.BODY:
-        if piece is not None and piece[1] < NOW // 2 and piece != (0, size):
-            raise IRTypeError(f"{where} its own microbatch, got {t} in {time.value}")
-    elif piece is None or not 0 <= piece[0] <= piece[1] <= size:
-        raise IRTypeError(
-            f"{where} a whole, or microbatches within 0..{size - 1}, got {t} in {time.value}",
-            "values are split over time in functions that are called with mb",
-        )
-    elif isinstance(t.placements[mesh.time], Shard) and piece[1] != piece[0] + 1:
-        raise IRTypeError(f"{where} one microbatch of a value split over time, got {t}")
+        if piece is None or piece[1] >= NOW // 2 or piece == (0, size):
+            return None
+        return f"expected its own microbatch, got {t} in {time.value}", None
+    if piece is None or not 0 <= piece[0] <= piece[1] <= size:
+        hint = "values are split over time in functions that are called with mb"
+        return f"expected a whole, or microbatches within 0..{size - 1}, got {t} in {time.value}", hint
+    if isinstance(t.placements[mesh.time], Shard) and piece[1] != piece[0] + 1:
+        return f"is split over time: expected one microbatch, got {t}", None
+    return None
 
 
 # names and the interface
@@ -221,6 +220,12 @@ def _check_interface(f: Function, defined: set[Value]) -> None:
     for v in f.inputs:
         if v.role is not None:
             _check_role(f, v)
+    for v, shape in f.sources.items():
+        what = f"{plain(f.name)}: source {shape} of {plain_value(v.name)}"
+        if v not in f.outputs:
+            raise IRTypeError(f"{what}: expected an output of the function")
+        if not isinstance(v.type, Tensor) or not _within(shape, v.type.global_shape):
+            raise IRTypeError(f"{what}: expected a shape within that of {v.type}")
     updated: set[Value] = set()
     for new, old in f.updates.items():
         what = f"{plain(f.name)}: update of {plain_value(old.name)} by {plain_value(new.name)}"
@@ -245,8 +250,13 @@ def _check_role(f: Function, v: Value) -> None:
     shape, source = t.global_shape, role.source
     if role.batch is not None and (role.kind != "data" or not 0 <= role.batch < len(shape)):
         raise IRTypeError(f"{where}: expected the batch among the dims of data, got {t}")
-    if source is not None and (len(source) != len(shape) or any(map(int.__gt__, source, shape))):
+    if source is not None and not _within(source, shape):
         raise IRTypeError(f"{where}: expected a source shape within {shape}, got {source}")
+
+
+def _within(source: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """May padding have enlarged `source` to `shape`?"""
+    return len(source) == len(shape) and all(a <= b for a, b in zip(source, shape, strict=True))
 
 
 def _updates(new: Type, old: Type) -> bool:

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 
 from distir.ir.errors import ModelError, UsageError
-from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor
 from distir.ops.rules import no_grad, tensor
 from distir.transforms.cleanup import extend, live
+from distir.transforms.decompose import expand
 from distir.transforms.roles import weights
 
 
@@ -99,52 +100,20 @@ def path(function: Function, target: Value, wrt: Iterable[Value]) -> list[Op]:
 
 def _differentiable(function: Function, target: Value, wrt: Sequence[Value]) -> Function:
     """The function, ops on the way that have no gradient rule decomposed; its own values stay the same objects."""
-    while True:
-        without = {op for op in path(function, target, wrt) if op.spec.grad is None}
-        if not without:
-            return function
-        maker = extend(Function(function.name, function.inputs, (), ()))
-        for op in function.ops:
-            for v in op.outputs:
-                maker.fresh(v.name)
-        made: dict[Op, Op] = {}
-        for op in function.ops:
-            if op in without:
-                made[op] = _decomposed(maker, op)
-            elif op.of in made:
-                maker.ops.append(Op(op.spec, op.inputs, op.attributes, op.outputs, made[op.of]))
-            else:
-                maker.ops.append(op)
-        maker.set_outputs(function.outputs)
-        maker.updates, maker.sources = function.updates, function.sources
-        function = maker.finalize()
-
-
-def _decomposed(maker: FunctionMaker, op: Op) -> Op:
-    """Append the parts of `op`, which make its own output values. Gives the part that makes the last of them."""
-    if op.spec.decompose is None:
-        raise ModelError(
-            f"%{op.outputs[0].name}: {op.op_type} has no gradient",
-            "leave it off the way from the weights to the loss",
-        )
-    first = len(maker.ops)
-    results = op.spec.decompose(maker, op)
-    results = results if isinstance(results, list | tuple) else (results,)
-    made = {v for part in maker.ops[first:] for v in part.outputs}
-    become: dict[Value, Value] = {}
-    for value, result in zip(op.outputs, results, strict=True):
-        if result not in made or result in become:
-            result = maker.emit("Reshape", result, shape=value.type.global_shape)  # type: ignore[union-attr]
-        become[result] = value
-    parts: dict[Op, Op] = {}
-    for i, part in enumerate(maker.ops[first:], first):
-        inputs, outputs = (tuple(become.get(v, v) for v in row) for row in (part.inputs, part.outputs))
-        of = parts.get(part.of, part.of) if part.of else op.of
-        parts[part] = maker.ops[i] = Op(part.spec, inputs, part.attributes, outputs, of)
-        for v in outputs:
-            if v not in op.outputs:
-                v.name = maker.fresh(f"{op.outputs[0].name}.{part.op_type.lower()}")
-    return maker.ops[-1]
+    without = {op for op in path(function, target, wrt) if op.spec.grad is None}
+    if not without:
+        return function
+    maker = extend(function)
+    maker.ops.clear()
+    became: dict[Op, Op] = {}
+    for op in function.ops:
+        if op in without and op.spec.decompose is not None:
+            became[op] = expand(maker, op)
+        elif op.of in became:
+            maker.ops.append(Op(op.spec, op.inputs, op.attributes, op.outputs, became[op.of]))
+        else:
+            maker.ops.append(op)
+    return maker.finalize()
 
 
 class _Backward:
@@ -173,7 +142,8 @@ class _Backward:
         first = len(self.maker.ops)
         rule = op.spec.grad
         if rule is None:
-            raise ModelError(f"%{op.outputs[0].name}: {op.op_type} has no gradient")
+            name = op.outputs[0].name
+            raise ModelError(f"%{name}: {op.op_type} has no gradient", "keep it off the way from weights to the loss")
         gradients = rule(self.maker, op, *given)
         if len(gradients) != len(op.inputs):
             raise ModelError(f"the gradient rule of {op.op_type} gives {len(gradients)} for {len(op.inputs)} operands")
@@ -189,11 +159,11 @@ class _Backward:
 
     def filled(self, like: Value, number: float, of: Op | None) -> Value:
         """`number` in the shape of `like`."""
-        t = like.type
+        t = tensor(like)
         first = len(self.maker.ops)
-        value = self.maker.emit("Constant", value=(number,), shape=(), dtype=t.dtype)  # type: ignore[union-attr]
-        if t.global_shape:  # type: ignore[union-attr]
-            value = self.maker.emit("Expand", value, shape=t.global_shape)  # type: ignore[union-attr]
+        value = self.maker.emit("Constant", value=(number,), shape=(), dtype=t.dtype)
+        if t.global_shape:
+            value = self.maker.emit("Expand", value, shape=t.global_shape)
         for op in self.maker.ops[first:]:
             op.of = of
         return value

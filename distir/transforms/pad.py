@@ -77,6 +77,7 @@ def pad_like(function: Function, padded: Function) -> Function:
 class _Padder:
     def __init__(self, function: Function, sizes: Mapping[tuple[int, int], int]) -> None:
         self.function, self.sizes = function, sizes
+        self.weights = frozenset(weights(function))
         self.graph = Graph(function)
         # the dims that are padded run along strands of one device
         starts = [(v, Shard(dim)) for v, dim in sizes]
@@ -107,8 +108,10 @@ class _Padder:
         t = self.type(v)
         role = v.role
         before = self.graph.shapes[self.graph.index[v]]
+        if role is None and v in self.weights:
+            role = Role("parameter")  # once one input has a role, roles say which are weights
         if t.shape != before:
-            role = Role(role.kind if role else "parameter", role.batch if role else None, before)
+            role = Role(role.kind if role else "data", role.batch if role else None, before)
         self.env[v] = self.maker.add_input_value(v.name, t, role)
         for d, (n, m) in enumerate(zip(before, t.shape, strict=True)):
             if n != m:

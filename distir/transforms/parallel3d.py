@@ -13,7 +13,7 @@ from distir.transforms.decompose import decompose
 from distir.transforms.pad import pad_like
 from distir.transforms.pipeline import pipeline
 from distir.transforms.roles import batch_dims
-from distir.transforms.schedule import Generator, PipeDreamScheduler, Table, make_table
+from distir.transforms.schedule import Schedule, make_table
 from distir.transforms.spread import DP, TP, place
 from distir.transforms.stages import PLAIN, StageCost, cut_stages
 
@@ -35,13 +35,14 @@ def parallel_transform_3d(
     pp: int,
     devices: Sequence[Device],
     num_microbatches: int,
-    schedule: str | Generator | PipeDreamScheduler | Table = "1f1b",
+    schedule: Schedule = "1f1b",
     batch: Mapping[Value, int] | None = None,
     cost: StageCost = PLAIN,
     order: Sequence[str] | None = None,
+    chunks: int = 1,
 ) -> Function:
     """The program of `distribute`, by itself."""
-    return distribute(function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order).program
+    return distribute(function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order, chunks).program
 
 
 def distribute(
@@ -51,15 +52,17 @@ def distribute(
     pp: int,
     devices: Sequence[Device],
     num_microbatches: int,
-    schedule: str | Generator | PipeDreamScheduler | Table = "1f1b",
+    schedule: Schedule = "1f1b",
     batch: Mapping[Value, int] | None = None,
     cost: StageCost = PLAIN,
     order: Sequence[str] | None = None,
+    chunks: int = 1,
 ) -> Distributed:
     """The function spread over dp * tp * pp devices, its batch over dp and `num_microbatches`.
 
     `devices` are taken in `order`, fastest first: ("tp", "dp", "pp"), so that tensor-parallel groups stay inside a
     node. With one more device, the first is a host that holds the inputs, and the order is ("pp", "tp", "dp").
+    `chunks` is the number of stages a pipeline rank has (for the schedule "interleaved"): stage s is on rank s % pp.
     `batch` maps data inputs to their batch dim where roles do not say it. `cost` is what stages are balanced by.
 
     Raises InfeasibleError if the number of devices or the batch does not fit, if there are fewer cuttable pieces than
@@ -69,9 +72,9 @@ def distribute(
     dims = batch_dims(function, batch)
     data = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
     source, placed = place(decompose(function), data, dp, tp, meshes[0])
-    table = make_table(schedule, pp, num_microbatches)
-    cut, stage = cut_stages(placed, pp, num_microbatches, cost)
-    return Distributed(pipeline(cut, stage, meshes, table, host), placed, source)
+    table = make_table(schedule, pp, num_microbatches, chunks)
+    cut, stage = cut_stages(placed, pp * chunks, num_microbatches, cost)
+    return Distributed(pipeline(cut, stage, meshes * chunks, table, host), placed, source)
 
 
 def source_of(distributed: Function, function: Function) -> Function:

@@ -16,7 +16,7 @@ from distir.transforms.schedule import Slot, Table, interleave
 def pipeline(
     function: Function, stage: Mapping[Op, int], meshes: Sequence[Mesh], table: Table, host: Device | None = None
 ) -> Function:
-    """The scheduled program of a placed function, one mesh a stage.
+    """The scheduled program of a placed function; `meshes[s]` is where stage s runs.
 
     Its inputs are the function's, in order: on `host` if there is one; else a weight on its home stage, and what
     several stages need on a mesh over all of them. Its outputs are the function's. Raises InfeasibleError if the
@@ -79,7 +79,7 @@ class _Emitter:
                 x = self.maker.add_input_value(v.name, Tensor(t.dtype, t.global_shape, self.host), v.role)
                 for s in [self._home(v, stages)] if v in held else stages:
                     self._distribute(v, x, t, s)
-            elif len(stages) == 1 or v in held:
+            elif v in held or len({self.meshes[s] for s in stages}) == 1:
                 home = self._home(v, stages)
                 self.at[v, home, None] = self.maker.add_input_value(v.name, t.moved(self.meshes[home]), v.role)
             else:
@@ -87,7 +87,9 @@ class _Emitter:
                 wide = Tensor(t.dtype, t.shape, everywhere, (REPLICATE, *t.placements))
                 x = self.maker.add_input_value(v.name, wide, v.role)
                 for s in stages:
-                    self.at[v, s, None] = self.maker.add_op("Restrict", v.name, [x], {"to": self.meshes[s]})
+                    self.at[v, s, None] = self._beside(v, s) or self.maker.add_op(
+                        "Restrict", v.name, [x], {"to": self.meshes[s]}
+                    )
 
     def _home(self, v: Value, stages: Sequence[int]) -> int:
         """The stage that updates a weight; without an update, the first that uses it."""
@@ -106,12 +108,18 @@ class _Emitter:
         """The value on a stage: there already, or sent from where it is."""
         i = i if varies(v) else None
         here = self.at.get((v, s, i))
-        if here is None:
+        if here is None and (here := self._beside(v, s, i)) is None:
             there = self.cut.owner[v].stage if v in self.cut.owner else self._found(v)
             there = there if (v, there, i) in self.at else self._found(v)
             here = self.maker.add_op("Send", v.name, [self.at[v, there, i]], {"to": self.meshes[s]})
-            self.at[v, s, i] = here
+        self.at[v, s, i] = here
         return here
+
+    def _beside(self, v: Value, s: int, i: int | None = None) -> Value | None:
+        """The value as another stage on the same mesh has it."""
+        mesh = self.meshes[s]
+        others = range(s % len(self.table), len(self.meshes), len(self.table))
+        return next((self.at[v, o, i] for o in others if self.meshes[o] is mesh and (v, o, i) in self.at), None)
 
     def _found(self, v: Value) -> int:
         return next(s for s in range(len(self.meshes)) if (v, s, None) in self.at)
@@ -211,6 +219,7 @@ class _Emitter:
 
 def _union(meshes: Sequence[Mesh]) -> Mesh:
     """A mesh over all stages, with the stages as its outermost axis."""
+    meshes = list(dict.fromkeys(meshes))
     axes = dict(zip(meshes[0].axes, meshes[0].sizes, strict=True))
     return Mesh([d for mesh in meshes for d in mesh.devices], {"pp": len(meshes), **axes}, "all")
 

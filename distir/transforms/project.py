@@ -75,8 +75,7 @@ def _devices(home: Home) -> tuple[Device, ...]:
 
 
 def homes_of(t: Type) -> Iterator[Home]:
-    """Where a value of that type is: nowhere, on one device or mesh, or, a bundle, wherever its members are.
-    """
+    """Where a value of that type is: nowhere, on one device or mesh, or, a bundle, wherever its members are."""
     if isinstance(t, Tuple):
         for member in t.types:
             yield from homes_of(member)
@@ -112,8 +111,7 @@ def _restricted(function: Function, mine: frozenset[Home]) -> tuple[Function, tu
 
 
 class _Held:
-    """Whether a rank that is in the homes `mine` holds (a piece of) a value; what is nowhere is held by all.
-    """
+    """Whether a rank that is in the homes `mine` holds (a piece of) a value; what is nowhere is held by all."""
 
     def __init__(self, mine: frozenset[Home]) -> None:
         self.mine = mine

@@ -5,6 +5,7 @@ A slot is (stage, phase, microbatch) and prints as `0F3`. Prologue and update ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,29 +25,65 @@ class Slot(NamedTuple):
 
 
 Table = list[list[Slot]]
-Generator = Callable[[int, int], Table]
-"""(stages, microbatches) -> table"""
+Generator = Callable[[int, int, int], Table]
+"""(pipeline ranks, microbatches, chunks a rank) -> table; stage s is on rank s modulo the number of ranks."""
 
 
-def gpipe(stages: int, microbatches: int) -> Table:
+def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Table:
     """All forward passes, then all backward passes (Huang et al. 2019)."""
+    _one_chunk("gpipe", chunks)
+    return [[Slot(s, phase, i) for phase in (FORWARD, BACKWARD) for i in range(microbatches)] for s in range(ranks)]
+
+
+def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Table:
+    """Once its pipeline is full a stage alternates: one forward, one backward (PipeDream, Narayanan et al. 2019)."""
+    _one_chunk("1f1b", chunks)
     return [
-        [Slot(s, phase, i) for phase in (FORWARD, BACKWARD) for i in range(microbatches)] for s in range(stages)
+        _alternate(
+            [Slot(s, FORWARD, i) for i in range(microbatches)],
+            [Slot(s, BACKWARD, i) for i in range(microbatches)],
+            ranks - s - 1,
+        )
+        for s in range(ranks)
     ]
 
 
-def one_f_one_b(stages: int, microbatches: int) -> Table:
-    """Once its pipeline is full a stage alternates: one forward, one backward (PipeDream, Narayanan et al. 2019)."""
+def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Table:
+    """1F1B with several stages a rank, microbatches in groups of as many as ranks (Narayanan et al. 2021).
+
+    Raises InfeasibleError if the microbatches do not divide by the ranks.
+    """
+    if microbatches % ranks:
+        raise InfeasibleError(
+            f"interleaved: {microbatches} microbatches do not divide by {ranks} pipeline ranks",
+            f"use {ranks * max(1, microbatches // ranks)} or {ranks * (microbatches // ranks + 1)}",
+        )
     table: Table = []
-    for s in range(stages):
-        ahead = min(stages - s - 1, microbatches)
-        row = [Slot(s, FORWARD, i) for i in range(ahead)]
-        for i in range(microbatches):
-            if ahead + i < microbatches:
-                row.append(Slot(s, FORWARD, ahead + i))
-            row.append(Slot(s, BACKWARD, i))
-        table.append(row)
+    for rank in range(ranks):
+        forward: list[Slot] = []
+        backward: list[Slot] = []
+        for k in range(microbatches * chunks):
+            group, within = divmod(k, ranks * chunks)
+            chunk, i = within // ranks, group * ranks + within % ranks
+            forward.append(Slot(chunk * ranks + rank, FORWARD, i))
+            backward.append(Slot((chunks - 1 - chunk) * ranks + rank, BACKWARD, i))
+        ahead = (ranks - rank - 1) * (2 if chunks > 1 else 1) + (chunks - 1) * ranks
+        table.append(_alternate(forward, backward, ahead))
     return table
+
+
+def _one_chunk(name: str, chunks: int) -> None:
+    if chunks != 1:
+        raise InfeasibleError(f"{name} has one chunk a rank, got {chunks}", "use the schedule interleaved")
+
+
+def _alternate(forward: Sequence[Slot], backward: Sequence[Slot], ahead: int) -> list[Slot]:
+    """`ahead` forward slots, then one forward and one backward in turn, then what is left."""
+    ahead = min(ahead, len(forward))
+    row = list(forward[:ahead])
+    for i, slot in enumerate(backward):
+        row += [*forward[ahead + i : ahead + i + 1], slot]
+    return row
 
 
 class PipeDreamScheduler:
@@ -59,38 +96,78 @@ class PipeDreamScheduler:
         return one_f_one_b(stages, self.num_microbatches)
 
 
-SCHEDULES: dict[str, Generator] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+SCHEDULES: dict[str, Generator] = {"1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved}
+Schedule = str | Generator | PipeDreamScheduler | Table
 
 
-def make_table(schedule: str | Generator | PipeDreamScheduler | Table, stages: int, microbatches: int) -> Table:
+def make_table(schedule: Schedule, ranks: int, microbatches: int, chunks: int = 1) -> Table:
     """The table of a named schedule, a generator, or a table as it is.
 
-    Raises UsageError for an unknown name, InfeasibleError for a table of another size.
+    Raises UsageError for an unknown name, InfeasibleError for a table of another size or one that would deadlock.
     """
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
             raise UsageError(f"unknown schedule {schedule!r}", f"known are {', '.join(sorted(SCHEDULES))}")
-        return SCHEDULES[schedule](stages, microbatches)
+        schedule = SCHEDULES[schedule]
     if isinstance(schedule, PipeDreamScheduler):
-        table = schedule(stages)
+        table = schedule(ranks)
     elif callable(schedule):
-        table = schedule(stages, microbatches)
+        table = schedule(ranks, microbatches, chunks)
     else:
         table = schedule
-    check_table(table, stages, microbatches)
+    check_table(table, ranks * chunks, microbatches)
     return table
 
 
 def check_table(table: Table, stages: int, microbatches: int) -> None:
-    """Raises InfeasibleError if a slot is missing, stands twice, or microbatches are out of order on a stage."""
+    """Raises InfeasibleError if a slot is missing, stands twice or on another rank, if microbatches are out of order
+    on a stage, or if the table would deadlock."""
     for phase in (FORWARD, BACKWARD):
         for s in range(stages):
+            rows = {r for r, row in enumerate(table) for slot in row if slot.stage == s}
             got = [slot.microbatch for row in table for slot in row if (slot.stage, slot.phase) == (s, phase)]
-            if got != list(range(microbatches)):
+            if got != list(range(microbatches)) or rows != {s % len(table)}:
                 raise InfeasibleError(
-                    f"schedule: stage {s} {phase}: expected microbatches 0 to {microbatches - 1} in order, got {got}",
+                    f"schedule: stage {s} {phase}: expected microbatches 0 to {microbatches - 1} in order on rank "
+                    f"{s % len(table)}, got {got} on {sorted(rows)}",
                     "the table was:\n" + format_table(table),
                 )
+    cycles(table)
+
+
+def cycles(table: Table) -> list[list[Slot]]:
+    """What runs in each time step if every slot takes one and sends are free, by rank.
+
+    Raises InfeasibleError, the waiting cells marked, if the table would deadlock.
+    """
+    stages = 1 + max((slot.stage for row in table for slot in row), default=0)
+    done: set[Slot] = set()
+    steps: list[list[Slot]] = [[]]
+
+    def ready(slot: Slot) -> bool:
+        s, phase, i = slot
+        if phase == FORWARD:
+            return s == 0 or Slot(s - 1, FORWARD, i) in done
+        return Slot(s, FORWARD, i) in done and (s == stages - 1 or Slot(s + 1, BACKWARD, i) in done)
+
+    def end() -> None:
+        done.update(steps[-1])
+        steps.append([])
+
+    interleave(table, ready, lambda slot: steps[-1].append(slot), end)
+    return steps[:-1]
+
+
+def in_flight(table: Table) -> list[int]:
+    """Per rank the most microbatches whose forward pass is done and backward pass is not: what it must hold saved."""
+    most: list[int] = []
+    for row in table:
+        held = peak = 0
+        for slot in row:
+            held += 1 if slot.phase == FORWARD else -1
+            peak = max(peak, held)
+        most.append(peak)
+    return most
 
 
 def format_table(table: Table) -> str:
@@ -99,8 +176,40 @@ def format_table(table: Table) -> str:
     return "\n".join(" ".join(str(slot).ljust(width) for slot in row).rstrip() for row in table)
 
 
-def interleave(table: Table, ready: Callable[[Slot], bool], run: Callable[[Slot], None]) -> None:
-    """Run the slots of all rows in time steps, each as soon as it is ready.
+def format_csv(table: Table) -> str:
+    """A row a pipeline rank, a column a time step, idle cells empty: what torch.distributed.pipelining reads."""
+    steps = cycles(table)
+    at = {slot: t for t, step in enumerate(steps) for slot in step}
+    rows = []
+    for row in table:
+        cells = [""] * len(steps)
+        for slot in row:
+            cells[at[slot]] = str(slot)
+        rows.append(",".join(cells))
+    return "\n".join(rows) + "\n"
+
+
+def parse_table(text: str) -> Table:
+    """The table of `format_table`'s or `format_csv`'s text. Raises UsageError that names the line and the cell."""
+    table: Table = []
+    for number, line in enumerate(text.splitlines(), 1):
+        cells = [c.strip() for c in (line.split(",") if "," in text else line.split())]
+        row: list[Slot] = []
+        for cell in cells:
+            match = re.fullmatch(rf"(\d+)([{FORWARD}{BACKWARD}])(\d+)", cell)
+            if match:
+                row.append(Slot(int(match[1]), match[2], int(match[3])))
+            elif cell:
+                raise UsageError(f"schedule, line {number}: expected a cell like 0F3 or 1B0, got {cell!r}")
+        if cells:
+            table.append(row)
+    return table
+
+
+def interleave(
+    table: Table, ready: Callable[[Slot], bool], run: Callable[[Slot], None], end: Callable[[], None] = lambda: None
+) -> None:
+    """Run the slots of all rows in time steps, each as soon as it is ready; `end` is called after each step.
 
     Raises InfeasibleError, showing the grid with the waiting cells marked, if the table would deadlock.
     """
@@ -112,6 +221,7 @@ def interleave(table: Table, ready: Callable[[Slot], bool], run: Callable[[Slot]
         for r in now:
             run(table[r][position[r]])
             position[r] += 1
+        end()
 
 
 def _marked(table: Table, position: Sequence[int]) -> str:

@@ -19,6 +19,8 @@ from distir.transforms.seeds import Split, tensor_parallel
 from distir.transforms.shard import shard
 
 DP, TP = "dp", "tp"
+_TRIED = 6
+"""Degrees tried for the hint of an error."""
 
 
 def place(function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: Mesh) -> tuple[Function, Function]:
@@ -72,10 +74,16 @@ def _tensor_parallel(
         padded = pad(function, useful)
         split = _search(padded, n, batch, pieces)
     if not split.chosen:
-        sizes = {d for v in weights(function) for d in shape_of(v)}
-        fits = [k for k in range(2, max(sizes, default=1) + 1) if any(d % k == 0 for d in sizes)][:8]
-        raise InfeasibleError(f"tp {n} splits nothing in {function.name}", f"dims of its weights divide by {fits}")
+        raise InfeasibleError(f"tp {n} splits nothing in {function.name}", _what_splits(function, batch, pieces))
     return padded, split.placed
+
+
+def _what_splits(function: Function, batch: Mapping[int, int], pieces: int) -> str:
+    """A hint: the first degrees that split something."""
+    sizes = {d for v in weights(function) for d in shape_of(v)}
+    degrees = [k for k in range(2, max(sizes, default=1) + 1) if any(d % k == 0 for d in sizes)]
+    fits = [str(k) for k in degrees[:_TRIED] if _search(function, k, batch, pieces).chosen]
+    return f"use --tp {' or '.join(fits)}" if fits else "use --tp 1: its weights cannot be split"
 
 
 def _search(function: Function, n: int, batch: Mapping[int, int], pieces: int) -> Split:

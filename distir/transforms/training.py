@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distir.ir.errors import UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
-from distir.ir.type import Float32, Float64, Int64, Shard, Tensor
+from distir.ir.type import Int64, Shard, Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.cleanup import extend, fold
 from distir.transforms.grad import find_loss, grad, parameters, sources
@@ -195,10 +195,8 @@ def update(maker: FunctionMaker, optimizer: Optimizer, gradients: Mapping[Value,
     counter: list[Value] = []
     after: list[Value] = []
     if optimizer.counts:
-        wide = any(tensor(w).dtype is Float64 for w in gradients)
-        dtype = Float64 if wide else Float32  # in which counts are exact for long enough
-        step = maker.add_input_value("step", Tensor(dtype, ()), Role("state"))
-        one = maker.emit("Constant", value=(1.0,), shape=(), dtype=dtype)
+        step = maker.add_input_value("step", Tensor(Int64, ()), Role("state"))
+        one = maker.emit("Constant", value=(1,), shape=(), dtype=Int64)
         counter = [maker.add_op("Add", "step.new", [step, one])]
         maker.updates[counter[0]] = step
     for w, g in gradients.items():

@@ -21,6 +21,7 @@ from distir.ir.device import Device, Mesh
 from distir.ir.errors import InfeasibleError, UsageError, WorkerError
 from distir.ir.function import Function, FunctionMaker, Role
 from distir.ir.type import REPLICATE, Float32, Float64, Shard, Tensor
+from distir.ops.rules import tensor
 from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.training import SGD, initial_state, training_step
 
@@ -44,7 +45,7 @@ def counter(devices: int = 2, scale: int = 1) -> Function:
 
 
 def ones(function: Function) -> list[np.ndarray]:
-    return [np.ones(v.type.global_shape, v.type.dtype.numpy) for v in function.inputs]
+    return [np.ones(tensor(v).global_shape, tensor(v).dtype.numpy) for v in function.inputs]
 
 
 def descendants() -> list[tuple[int, str]]:
@@ -123,7 +124,7 @@ def train(schedule: str) -> tuple[Function, Function, list[np.ndarray]]:
     step = training_step(f.finalize(), "mse", SGD(lr=0.1, momentum=0.9))
     rng = np.random.default_rng(0)
     state = initial_state(step)
-    arrays = [state.get(v, rng.standard_normal(v.type.global_shape)) for v in step.inputs]
+    arrays = [state.get(v, rng.standard_normal(tensor(v).global_shape)) for v in step.inputs]
     main = parallel_transform_3d(step, 2, 1, 2, [Device("cpu", k) for k in range(4)], 4, schedule)
     return step, main, arrays
 
@@ -180,6 +181,17 @@ def test_a_rank_that_raises_is_named_with_one_line():
     bad[1] = np.ones((BATCH, 4), np.float32)
     with pytest.raises(UsageError, match=r"input %x: expected shape \(8, 3\), got \(8, 4\)"):
         run(main, bad, timeout=60)
+
+
+def test_an_error_of_a_rank_s_own_is_named_with_it(tmp_path: Path):
+    file = tmp_path / "weights.bin"
+    np.zeros((BATCH, 3), np.float32).tofile(file)
+    main = counter()
+    mapped = np.memmap(file, np.float32, "r", 0, (BATCH, 3))
+    file.unlink()
+    with pytest.raises(WorkerError, match=r"rank \d failed: FileNotFoundError: .*weights.bin") as e:
+        run(main, [mapped, mapped], timeout=60)
+    assert "Traceback" in e.value.__notes__[0]
 
 
 def test_the_end_of_the_supervisor_is_the_end_of_all():

@@ -44,11 +44,10 @@ def caller() -> Function:
     callee, f = body(), FunctionMaker("main")
     x = f.add_input_value("x", Tensor(Float64, (8, 2), ONE))
     w = f.add_input_value("w", Tensor(Float64, (2,), ONE))
-    parts, total = [], None
-    for k in range(4):
-        s, y = f.add_op("Call", None, [x, w], {"mb": k}, [callee])
-        parts.append(y)
-        total = s if total is None else f.emit("Accumulate", total, s)
+    calls = [f.add_op("Call", None, [x, w], {"mb": k}, [callee]) for k in range(4)]
+    total, parts = calls[0][0], [y for _, y in calls]
+    for s, _ in calls[1:]:
+        total = f.emit("Accumulate", total, s)
     f.set_outputs([f.emit("MPIAllreduce", total, axis="mb"), f.emit("MPIAllgather", *parts, axis="mb")])
     return f.finalize()
 
@@ -63,6 +62,42 @@ def test_microbatches_are_cut_summed_and_gathered():
         got = rank.step()
         for k, x in enumerate(want):
             np.testing.assert_array_equal(got[k].numpy(), x)
+
+
+def test_a_running_sum_is_added_to_in_place_only_if_nothing_else_sees_it():
+    def run(keep: bool) -> list[torch.Tensor]:
+        callee, f = body(), FunctionMaker("main")
+        x = f.add_input_value("x", Tensor(Float64, (8, 2), ONE))
+        w = f.add_input_value("w", Tensor(Float64, (2,), ONE))
+        s = [f.add_op("Call", None, [x, w], {"mb": k}, [callee])[0] for k in range(4)]
+        sums = [s[0]]
+        for k in range(1, 4):
+            sums.append(f.emit("Accumulate", sums[-1], s[k]))
+        f.set_outputs(sums if keep else sums[-1:])
+        rank = TorchRank(f.finalize(), 0)
+        rank.load({0: np.ones((8, 2)), 1: np.ones(2)})
+        made: list[int] = []
+        bound = rank.lowered.call.__globals__
+        bound["accumulate_2"] = watched(bound["accumulate_2"], made)
+        outputs = rank.step()
+        in_place.append(made[0] == made[1])
+        return list(outputs.values())
+
+    in_place: list[bool] = []
+    assert [x.tolist() for x in run(keep=True)] == [[2.0] * 2, [4.0] * 2, [6.0] * 2, [8.0] * 2]
+    assert [x.tolist() for x in run(keep=False)] == [[8.0] * 2]
+    assert in_place == [False, True]
+
+
+def watched(function: Callable[..., Any], made: list[int]) -> Callable[..., Any]:
+    """`function`, noting where its first argument and its result are."""
+
+    def call(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = function(total, x)
+        made.extend((total.data_ptr(), y.data_ptr()))
+        return y
+
+    return call
 
 
 def test_source_is_straight_line_and_each_body_stands_once():

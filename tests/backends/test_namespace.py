@@ -117,7 +117,7 @@ def test_what_is_not_of_its_type_is_refused():
     f = FunctionMaker("f")
     x, y = (f.add_input_value(name, Tensor(Float64, (2,))) for name in "xy")
     f.emit("Neg", x)
-    with pytest.raises(ModelError, match="torch gives torch.int32"):
+    with pytest.raises(ModelError, match="torch gives"):
         trace(Op(spec, (x,), f.ops[0].attributes, (y,)), {}, TORCH)
 
 

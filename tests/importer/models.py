@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from distir.executor.sequential import SequentialExecutor
 from distir.importer import import_from_onnx
-from distir.ir import Function
+from distir.ir import Function, parse, pformat, same, verify
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
@@ -62,9 +62,11 @@ def expected(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray], reference
 
 
 def computed(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray], path: Path) -> tuple[Function, list[np.ndarray]]:
-    """What we compute, from a file at `path`."""
+    """What we compute, from a file at `path`. The function is verified, and its text read back."""
     path.write_bytes(proto.SerializeToString())
     function, arrays = import_from_onnx(path)
+    verify(function)
+    assert same(parse(pformat(function)), function)
     feeds = {v: arrays[v] if v in arrays else inputs[v.name] for v in function.inputs}
     return function, SequentialExecutor().compute(function, feeds)
 

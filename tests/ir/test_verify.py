@@ -45,7 +45,7 @@ def test_programs_that_are_right() -> None:
 
 
 def test_types_are_needed() -> None:
-    assert refused(sequential()) == "net: input %x has no type (hint: run infer_types first)"
+    assert refused(sequential()) == "net: input %x: has no type (hint: run infer_types first)"
     f = plain()
     f.ops[1].outputs[0].type = None  # type: ignore[assignment]
     assert refused(f) == "net: op 1 %r = Relu: result %r has no type (hint: run infer_types first)"
@@ -188,6 +188,17 @@ def test_only_tensors_have_roles() -> None:
     assert refused(f.finalize()) == "f: input %x: Role('data'): expected a tensor, got (f32[])"
 
 
+def test_source_shapes_of_outputs_fit() -> None:
+    f = plain()
+    f.sources = {f.outputs[0]: (3, 8)}
+    verify(f)
+    for shape in ((4,), (5, 8)):
+        f.sources = {f.outputs[0]: shape}
+        assert refused(f) == f"net: source {shape} of %y: expected a shape within that of f32[4, 8]"
+    f.sources = {f.inputs[0]: (4, 8)}
+    assert refused(f) == "net: source (4, 8) of %x: expected an output of the function"
+
+
 def updating(old: int = 1, role: str | None = "parameter", rows: int = 8) -> Function:
     f = plain()
     f.inputs[1].role = Role(role) if role else None
@@ -300,13 +311,13 @@ def test_a_split_is_of_one_microbatch() -> None:
     f = pipeline()
     f.inputs = (*f.inputs, Value("x", tensor((4,), STAGE1, Shard(0), piece=(0, 2))))
     f.inputs[-1].name = "all"
-    assert "expected one microbatch of a value split over time, got f32[2{mb}]#0:2" in refused(f)
+    assert "is split over time: expected one microbatch, got f32[2{mb}]#0:2" in refused(f)
 
 
 def test_what_does_not_vary_is_of_no_microbatch() -> None:
     f = pipeline()
     f.inputs = (*f.inputs, Value("constant", tensor((4,), STAGE1, piece=(0, 1))))
-    assert "expected no microbatch of a value that does not vary in time, got f32[4]#0 @ stage1" in refused(f)
+    assert "does not vary in time: expected no microbatch, got f32[4]#0 @ stage1" in refused(f)
 
 
 def body(build: Callable[[FunctionMaker, Value], object], *placements: Any, piece: Any = None) -> Function:

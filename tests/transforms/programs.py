@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +16,15 @@ from distir.importer import import_from_onnx
 from distir.ir import Device, Function, FunctionMaker, Value, validate, verify
 from distir.ir.function import Role
 from distir.ir.type import Float64, Int64, Tensor
-from distir.transforms.parallel3d import parallel_transform_3d, source_of
+from distir.transforms.parallel3d import Distributed, distribute, source_of
 from distir.transforms.precision import with_dtype
 from distir.transforms.training import SGD, AdamW, training_step
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BATCH = 8
 TOLERANCE = 1e-10
+"""Of what must be equal, relative to the larger of 1 and the largest element."""
+ADAMW, MOMENTUM, PLAIN = AdamW(0.01), SGD(0.1, momentum=0.9), SGD(0.1)
 
 
 class Plan(NamedTuple):
@@ -52,8 +55,11 @@ class Program(NamedTuple):
 
     function: Function
     arrays: list[np.ndarray]
+    forward: Function | None = None
+    """What it was made of, before ops without a gradient rule were taken apart."""
 
     def results(self) -> list[np.ndarray]:
+        """What the program itself computes: the reference."""
         return SequentialExecutor().compute(self.function, self.arrays)
 
 
@@ -75,7 +81,7 @@ def plans(schedules: Sequence[str] = ("1f1b",), hosts: Sequence[bool] = (False,)
 
 
 @functools.cache
-def gpt2_tiny(optimizer: SGD | AdamW = AdamW(0.01)) -> Program:
+def gpt2_tiny(optimizer: SGD | AdamW = ADAMW) -> Program:
     """The training step of examples/gpt2-tiny.onnx; labels differ in every sample, some are ignored."""
     function, arrays = import_from_onnx(EXAMPLES / "gpt2-tiny.onnx", dims={"batch": BATCH})
     step = training_step(function, "cross-entropy", optimizer, gradients=True)
@@ -90,7 +96,7 @@ def gpt2_tiny(optimizer: SGD | AdamW = AdamW(0.01)) -> Program:
 
 
 @functools.cache
-def imported_mlp(optimizer: SGD | AdamW = SGD(0.1, momentum=0.9)) -> Program:
+def imported_mlp(optimizer: SGD | AdamW = MOMENTUM) -> Program:
     """The training step of examples/mlp.onnx under a squared error."""
     function, arrays = import_from_onnx(EXAMPLES / "mlp.onnx", dims={"batch": BATCH})
     step = training_step(function, "mse", optimizer, gradients=True)
@@ -125,7 +131,7 @@ def small_gpt(
     heads: int = 4,
     vocabulary: int = 16,
     sequence: int = 4,
-    optimizer: SGD | AdamW = SGD(0.1),
+    optimizer: SGD | AdamW = PLAIN,
     batch: int = BATCH,
 ) -> Program:
     """The training step of a GPT with fused QKV projections and tied embedding and head, built by hand."""
@@ -197,28 +203,44 @@ def _filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Gen
 # ---- distributing and comparing
 
 
-def distribute(program: Program, plan: Plan) -> Function:
-    """The distributed program, verified and validated."""
-    distributed = parallel_transform_3d(
-        program.function, plan.dp, plan.tp, plan.pp, plan.devices, plan.microbatches, plan.schedule
-    )
-    verify(distributed)
-    validate(distributed, source_of(distributed, program.function))
-    return distributed
+def distributed(program: Program, plan: Plan) -> Distributed:
+    """The program distributed, verified, and validated against the source that was passed."""
+    result = distribute(program.function, plan.dp, plan.tp, plan.pp, plan.devices, plan.microbatches, plan.schedule)
+    verify(result.placed)
+    verify(result.program)
+    validate(result.program, source_of(result.program, program.function))
+    return result
 
 
-def run(distributed: Function, program: Program, tap: Tap | None = None) -> list[np.ndarray]:
-    """Its results in the shapes of the source."""
-    results = SequentialExecutor(tap=tap).compute(distributed, program.arrays)
-    shapes = [v.type.shape for v in program.function.outputs]  # type: ignore[union-attr]
-    return [x[tuple(map(slice, shape))] for x, shape in zip(results, shapes, strict=True)]
+def run(function: Function, program: Program, tap: Tap | None = None) -> list[np.ndarray]:
+    """What a distributed form of the program gives for its arrays."""
+    return SequentialExecutor(tap=tap).compute(function, program.arrays)
 
 
 def error(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
-    """The largest max|a - b| / max(1, max|b|) of all results."""
+    """The largest max|a - b| / max(1, max|b|) of all results; infinite where a shape or a NaN differs."""
     errors = [0.0]
     for a, b in zip(got, want, strict=True):
-        assert a.shape == b.shape
+        if a.shape != b.shape:
+            return math.inf
         gap = float(np.max(np.abs(a - b), initial=0.0)) / max(1.0, float(np.max(np.abs(b), initial=0.0)))
         errors.append(math.inf if math.isnan(gap) else gap)
     return max(errors)
+
+
+def check(program: Program, plan: Plan) -> Function:
+    """Assert that the distributed program computes what the program does; gives it."""
+    function = distributed(program, plan).program
+    gap = error(run(function, program), program.results())
+    assert gap <= TOLERANCE, f"{plan}: off by {gap}"
+    return function
+
+
+def collectives(function: Function, axis: str | None = None) -> Counter[str]:
+    """How many collectives of each kind the distinct bodies of a program hold, along an axis or all."""
+    ops = [op for f in (function, *function.callees()) for op in f.ops]
+    return Counter(
+        op.spec.name
+        for op in ops
+        if op.spec.comm is not None and "axis" in op.attributes and axis in (None, op.attributes["axis"])
+    )

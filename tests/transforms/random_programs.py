@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from distir.ir import Function, FunctionMaker, Value
 from distir.ir.function import Role
-from distir.ir.type import Bool, Float32, Float64, Int64, Tensor
+from distir.ir.type import Float32, Float64, Int64, Tensor
 from distir.ops.rules import shape_of
 from distir.transforms.cleanup import extend, prune
 from distir.transforms.grad import grad, parameters
@@ -25,12 +25,12 @@ from tests.transforms.programs import BATCH, Plan, Program
 
 WIDTHS = (4, 6, 8, 12, 16, 13, 7)
 VOCABULARIES = (8, 16, 9, 13)
-UNARY = "Tanh Relu Sigmoid Silu Softplus Sin Cos Erf Identity Neg Abs".split()
-ON_POSITIVE = "Sqrt Log Reciprocal".split()
-BINARY = "Add Sub Mul Max Min".split()
-STEPS = "Sign Floor Ceil Round".split()
-COMPARISONS = "Greater GreaterOrEqual Less LessOrEqual".split()
-LOGIC = "And Or Xor".split()
+UNARY = ["Tanh", "Relu", "Sigmoid", "Silu", "Softplus", "Sin", "Cos", "Erf", "Identity", "Neg", "Abs"]
+ON_POSITIVE = ["Sqrt", "Log", "Reciprocal"]
+BINARY = ["Add", "Sub", "Mul", "Max", "Min"]
+STEPS = ["Sign", "Floor", "Ceil", "Round"]
+COMPARISONS = ["Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
+LOGIC = ["And", "Or", "Xor"]
 Block = Callable[["Maker"], None]
 
 
@@ -109,7 +109,10 @@ def residual(m: Maker) -> None:
 
 
 def unary(m: Maker) -> None:
-    m.push(m.emit(m.pick(UNARY), m.stream()))
+    x = m.stream()
+    for _ in range(4):
+        x = m.emit(m.pick(UNARY), x)
+    m.push(x)
 
 
 def of_positive(m: Maker) -> None:
@@ -189,7 +192,7 @@ def tied_head(m: Maker) -> None:
     if not tables:
         return linear(m)
     table = m.pick(tables)
-    rows, width = shape_of(table)
+    _rows, width = shape_of(table)
     x = m.linear(m.stream(), width)
     m.push(m.emit("LogSoftmax", m.emit("MatMul", x, m.emit("Transpose", table, perm=(1, 0))), axis=-1))
     return None
@@ -225,7 +228,7 @@ def cut(m: Maker) -> None:
 
 def reduced(m: Maker) -> None:
     x = m.stream()
-    kind, dim = m.pick("ReduceSum ReduceMean ReduceMax ReduceMin".split()), m.pick((1, 2))
+    kind, dim = m.pick(["ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin"]), m.pick((1, 2))
     y = m.emit(kind, x, axes=(dim,), keepdims=1)
     how = m.pick(("broadcast", "expand"))
     m.push(m.emit("Sub", x, y) if how == "broadcast" else m.emit("Expand", y, shape=shape_of(x)))
@@ -249,8 +252,8 @@ def by_heads(m: Maker) -> None:
 def steps(m: Maker) -> None:
     """What is discontinuous, on data."""
     x = m.input(BATCH, m.sequence, 1)
-    y = m.emit(m.pick(STEPS), m.emit("Mul", x, m.number(3.0)))
-    m.push(m.emit("Mul", m.stream(), m.emit("Sin", y)))
+    y, z = [m.emit(m.pick(STEPS), m.emit("Mul", x, m.number(k))) for k in (2.0, 3.0)]
+    m.push(m.emit("Mul", m.stream(), m.emit("Sin", m.emit("Sub", y, z))))
 
 
 def conditional(m: Maker) -> None:
@@ -385,8 +388,9 @@ def random_programs(draw: st.DrawFn) -> Program:
     x = m.streams[-1]
     loss = m.pick(LOSSES)(m, m.linear(x, m.pick(WIDTHS)) if m.flip() or m.width(x) < 2 else x)
     m.f.set_outputs([loss, *m.results])
-    step = trained(m.f.finalize(), SGD(0.1, momentum=m.pick((0.0, 0.9))))
-    return Program(step, arrays(step, m.data, draw(st.integers(0, 2**32 - 1))))
+    forward = m.f.finalize()
+    step = trained(forward, SGD(0.1, momentum=m.pick((0.0, 0.9))))
+    return Program(step, arrays(step, m.data, draw(st.integers(0, 2**32 - 1))), forward)
 
 
 def trained(function: Function, optimizer: SGD) -> Function:

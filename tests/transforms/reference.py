@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from distir.importer import import_from_onnx
-from distir.ir import Function, Value
+from distir.ir import Function, Value, parse, pformat, same, verify
 from distir.ops.rules import shape_of
 from examples.export import build, export
 
@@ -37,6 +37,13 @@ def pair(name: str, path: Path | None = None, **sizes: int) -> Pair:
     function, arrays = import_from_onnx(file, dims={"batch": BATCH})
     feeds = {v: arrays[v] if v in arrays else inputs[v.name].numpy() for v in function.inputs}
     return Pair(function, feeds, module, inputs)
+
+
+def sound(function: Function) -> Function:
+    """The function, verified, and its text read back."""
+    verify(function)
+    assert same(parse(pformat(function)), function)
+    return function
 
 
 def labels_for(function: Function, ignored: bool) -> np.ndarray:

@@ -14,7 +14,7 @@ from distir.ir import Function, FunctionMaker, Role, Value
 from distir.ir.type import Float64, Tensor
 from distir.transforms.cleanup import extend, fold, prune
 from distir.transforms.grad import grad
-from tests.transforms.reference import EXAMPLES
+from tests.transforms.reference import EXAMPLES, sound
 
 
 def start(name: str = "main") -> tuple[FunctionMaker, Value]:
@@ -180,5 +180,6 @@ def test_random_programs_compute_the_same(data: st.DataObject) -> None:
     function = f.finalize()
     for folded in (fold(function, evaluate), fold(function), prune(function)):
         assert len(folded.ops) <= len(function.ops)
+        sound(folded)
         for got, want in zip(results(folded), results(function), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-12)

@@ -13,6 +13,7 @@ from distir.ir.errors import ModelError, UsageError
 from distir.ir.type import Float64, Int64, Tensor
 from distir.ops.rules import shape_of
 from distir.transforms.grad import grad
+from tests.transforms.reference import sound
 
 
 class Maker(FunctionMaker):
@@ -47,7 +48,7 @@ def check(function: Function, loss: Any = 0, inputs: list[int] | None = None) ->
     """The gradients of the given inputs (default: all) equal central differences; gives the differentiated function."""
     inputs = list(range(len(function.inputs))) if inputs is None else inputs
     arrays = numbers(function)
-    g = grad(function, loss, [function.inputs[k] for k in inputs])
+    g = sound(grad(function, loss, [function.inputs[k] for k in inputs]))
     got = SequentialExecutor().compute(g, arrays)
     at = loss if isinstance(loss, int) else [v.name for v in function.outputs].index(loss)
     for k, d in zip(inputs, got[len(function.outputs) :], strict=True):

@@ -13,8 +13,9 @@ import torch
 from distir.executor.sequential import SequentialExecutor
 from distir.ir import Function, FunctionMaker, Role
 from distir.ir.errors import UsageError
-from distir.ir.type import Float32, Float64, Int64, Tensor
+from distir.ir.type import BFloat16, Float32, Int64, Tensor
 from distir.ops.rules import shape_of
+from distir.transforms.precision import with_dtype
 from distir.transforms.training import (
     SGD,
     AdamW,
@@ -24,7 +25,7 @@ from distir.transforms.training import (
     optimizer_named,
     training_step,
 )
-from tests.transforms.reference import BATCH, Pair, labels_for, norms, pair
+from tests.transforms.reference import BATCH, Pair, labels_for, norms, pair, sound
 
 torch.set_num_threads(1)
 MODELS = ("mlp", "gpt2-tiny")
@@ -48,7 +49,7 @@ def torch_loss(p: Pair, loss: str, target: np.ndarray) -> torch.Tensor:
 @pytest.mark.parametrize("loss", ["cross-entropy", "ignored", "mse"])
 def test_gradients(name: str, loss: str) -> None:
     p, ignored, loss = examples(name), loss == "ignored", "mse" if loss == "mse" else "cross-entropy"
-    step = training_step(p.function, loss, gradients=True)
+    step = sound(training_step(p.function, loss, gradients=True))
     target = target_for(p, loss, ignored)
     label = step.inputs[len(p.function.inputs)]
     got = dict(zip(step.outputs, SequentialExecutor().compute(step, {**p.feeds, label: target}), strict=True))
@@ -79,7 +80,7 @@ def test_five_steps(name: str, optimizer: Optimizer) -> None:
     p = pair(name)  # its own: the module is trained
     loss = "mse" if name == "mlp" else "cross-entropy"
     target = target_for(p, loss, ignored=True)
-    step = training_step(p.function, loss, optimizer)
+    step = sound(training_step(p.function, loss, optimizer))
     got, last = run(step, {**p.feeds, step.inputs[len(p.function.inputs)]: target}, 5)
 
     optim = getattr(torch.optim, type(optimizer).__name__)(p.module.parameters(), **asdict(optimizer))
@@ -148,9 +149,17 @@ def test_sgd_without_momentum_has_no_state() -> None:
     assert initial_state(step) == {}
 
 
-def test_step_counter_has_the_precision_of_the_weights() -> None:
-    assert training_step(linear(dtype=Float64), "mse", AdamW()).inputs[-1].type is Tensor(Float64, ())
-    assert training_step(linear(), "mse", AdamW()).inputs[-1].type is Tensor(Float32, ())
+def test_steps_are_counted_in_integers() -> None:
+    """Which stay exact when the program is turned into one of half precision."""
+    step = training_step(linear(), "mse", AdamW(lr=0.1))
+    assert step.inputs[-1].type is Tensor(Int64, ())
+    half = with_dtype(step, BFloat16)
+    assert half.inputs[-1].type is Tensor(Int64, ())
+    rng = np.random.default_rng(0)
+    held = {v: rng.standard_normal(shape_of(v)) for v in half.inputs if v.kind != "state"}
+    losses, last = run(half, held, 4)
+    assert losses[-1] < losses[0]
+    assert last[half.inputs[-1]] == 4
 
 
 def test_loss_by_name() -> None:

@@ -1,0 +1,176 @@
+"""What each command does with its flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from typing import Any
+
+from distir.api import Model, Plan, load
+from distir.api import run as run_model
+from distir.api import simulate as simulate_model
+from distir.api.results import Prediction, aligned, step_row
+from distir.api.road import distribute, loss_of
+from distir.cli.output import Progress, print_json, print_program
+from distir.ir.errors import UsageError
+from distir.ir.function import Function
+from distir.transforms.training import optimizer_named
+
+
+def run(args: argparse.Namespace) -> None:
+    """`distir run`."""
+    model, plan = _model(args), _plan(args)
+    if args.save is not None:
+        _check_save(args.save, model)
+    speaks = not args.json and int(os.environ.get("RANK", 0)) == 0
+
+    def on_plan(prediction: Prediction) -> None:
+        if speaks:
+            lines = prediction.summary.lines()
+            print("\n".join([*lines, "", *aligned([("step", "      loss", "       time")])]), flush=True)
+
+    with Progress(args.steps, "steps") as steps, Progress(args.steps, "checking") as checked:
+
+        def on_step(step: int, time: float, outputs: dict[int, Any]) -> None:
+            loss = loss_of(model.function, outputs)
+            if speaks:
+                steps.clear()
+                row = step_row(step, None if loss is None else float(loss), time)
+                print(f"{row[0]:<4}  {row[1]:>10}  {row[2]:>11}", flush=True)
+            steps.advance(step)
+
+        result = run_model(
+            model,
+            plan,
+            steps=args.steps,
+            data=args.data,
+            seed=args.seed,
+            backend=args.backend,
+            check=args.check,
+            cluster=args.cluster,
+            timeout=args.timeout,
+            on_plan=on_plan,
+            on_step=on_step,
+            on_check=lambda step, time, outputs: checked.advance(step),
+        )
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    if args.save is not None:
+        result.save(args.save)
+    if args.json:
+        print_json(result.to_json() | ({"saved": args.save} if args.save else {}))
+        return
+    print("\n".join(["", *result.lines(), *([f"saved {args.save}"] if args.save else [])]))
+
+
+def simulate(args: argparse.Namespace) -> None:
+    """`distir simulate`."""
+    model, plan = _model(args), _plan(args)
+    prediction = simulate_model(model, plan, args.cluster, args.nodes)
+    if args.trace is not None:
+        prediction.save_trace(args.trace)
+    if args.json:
+        print_json(prediction.to_json() | ({"trace": args.trace} if args.trace else {}))
+    else:
+        print("\n".join([str(prediction), *([f"trace written to {args.trace}"] if args.trace else [])]))
+
+
+def show(args: argparse.Namespace) -> None:
+    """`distir show`."""
+    planned = any(getattr(args, f) is not None for f in ("dp", "tp", "pp", "microbatches", "schedule", "order"))
+    default = "rank" if args.rank is not None else "distributed" if planned else "training" if args.loss else "imported"
+    stage = args.stage or default
+    if stage == "training" and not args.loss:
+        raise UsageError("the training step needs a loss", "--loss cross-entropy")
+    if args.rank is not None and stage != "rank":
+        raise UsageError(f"--rank is for --stage rank, not {stage}")
+    if stage == "imported":
+        args.loss = None
+    function = _stage(_model(args, stage), _plan(args), stage, args.rank or 0)
+    if args.json:
+        from distir.ir import pformat
+
+        print_json({"stage": stage, "program": pformat(function)})
+    else:
+        print_program(function)
+
+
+def _stage(model: Model, plan: Plan, stage: str, rank: int) -> Function:
+    if stage in ("imported", "training"):
+        return model.function
+    program = distribute(model, plan)
+    if stage == "distributed":
+        return program
+    from distir.transforms.project import project
+
+    return project(program, rank).function
+
+
+def clusters(args: argparse.Namespace) -> None:
+    """`distir clusters`."""
+    from distir.hardware import known_clusters, load_cluster
+
+    rows: list[dict[str, Any]] = []
+    for name in known_clusters():
+        topology = load_cluster(name)
+        r = topology.regular
+        if r is not None:
+            peaks = dict(r.spec.throughput)
+            rows.append(
+                {
+                    "name": name,
+                    "device": r.kind,
+                    "devices_per_node": r.per_node,
+                    "memory": r.spec.memory,
+                    "memory_bandwidth": r.spec.dram_bandwidth,
+                    "peak_flops": peaks,
+                    "link_bandwidth": r.intra.bandwidth,
+                    "network_bandwidth": r.inter.bandwidth,
+                }
+            )
+    if args.json:
+        print_json(rows)
+        return
+    head = ("cluster", "device", "a node", "memory", "f32", "link", "network")
+    table = [
+        (
+            row["name"],
+            row["device"],
+            str(row["devices_per_node"]),
+            f"{row['memory'] / 1e9:.0f} GB",
+            f"{row['peak_flops'].get('f32', 0) / 1e12:.3g} TFLOP/s",
+            f"{row['link_bandwidth'] / 1e9:.3g} GB/s",
+            f"{row['network_bandwidth'] / 1e9:.3g} GB/s",
+        )
+        for row in rows
+    ]
+    print("\n".join(aligned([head, *table])))
+
+
+def _model(args: argparse.Namespace, stage: str | None = None) -> Model:
+    """The model the flags describe. Raises UsageError for settings of an optimizer that there is not."""
+    settings = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}
+    given = [f"--{k.replace('_', '-')}" for k, v in {"optimizer": args.optimizer, **settings}.items() if v is not None]
+    if args.loss is None and given and stage is None:
+        raise UsageError(f"{given[0]} needs a loss to train with", "--loss cross-entropy")
+    dims: dict[str, int] = {}
+    for name, size in args.dim:
+        if dims.setdefault(name, size) != size:
+            raise UsageError(f"--dim {name} is given twice: {dims[name]} and {size}")
+    optimizer = optimizer_named(args.optimizer or "sgd", **settings)
+    return load(args.model, dims, loss=args.loss, optimizer=optimizer, dtype=args.dtype, batch=args.batch_dim)
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    fields = {f.name: getattr(args, f.name) for f in dataclasses.fields(Plan)}
+    return Plan(**{k: v for k, v in fields.items() if v is not None})
+
+
+def _check_save(path: str, model: Model) -> None:
+    """Before hours of training: whether there will be something to save, and where to."""
+    if not model.function.updates:
+        raise UsageError("--save writes trained weights: it needs a loss to train with", "--loss cross-entropy")
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write {path}")

@@ -1,0 +1,181 @@
+"""The flags of every command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from distir import __version__
+from distir.ir.errors import UsageError
+
+_EXIT_CODES = "exit codes: 0 done, 1 internal error, 2 bad flags or files, 3 bad model, 4 a plan that cannot be\n\
+carried out or does not fit, 5 results differ, 6 a worker failed"
+_EXAMPLES = """examples:
+  distir run gpt2.onnx --dim batch=8 --loss cross-entropy --dp 2 --pp 2 --microbatches 4 --check
+  distir simulate gpt2.onnx --dim batch=512 --loss cross-entropy --dp 8 --tp 4 --cluster dgx-a100
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing its usage; flags may not be abbreviated."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"{self.prog} --help lists the flags")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of a command line; `command` is what carries it out. Raises UsageError for bad ones."""
+    args = _parser().parse_args(argv)
+    if args.traceback:
+        os.environ["DISTIR_TRACEBACK"] = "1"
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="distir",
+        description="Predict or run distributed deep learning: the same program is predicted and run.",
+        epilog=f"{_EXAMPLES}\n{_EXIT_CODES}",
+    )
+    parser.add_argument("--version", action="version", version=f"distir {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    _run(commands)
+    _simulate(commands)
+    _show(commands)
+    clusters = _command(commands, "clusters", "list the clusters that are shipped", "clusters")
+    del clusters
+    return parser
+
+
+def _command(commands: Any, name: str, text: str, function: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EXIT_CODES)
+
+    def command(args: argparse.Namespace) -> None:
+        from distir.cli import commands as found
+
+        getattr(found, function)(args)
+
+    parser.set_defaults(command=command)
+    parser.add_argument("--json", action="store_true", help="print JSON: seconds, bytes")
+    parser.add_argument("--traceback", action="store_true", help="show where an internal error arose")
+    return parser
+
+
+def _run(commands: Any) -> None:
+    parser = _command(commands, "run", "run a model spread over processes, and compare with the prediction", "run")
+    _model_flags(parser)
+    _plan_flags(parser)
+    group = parser.add_argument_group("the run")
+    group.add_argument("--steps", type=_at_least(1), default=5, metavar="N", help="default: 5")
+    group.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the data; default: 0")
+    group.add_argument("--data", metavar="FILE.npz", help="arrays by input name; default: drawn data")
+    group.add_argument(
+        "--backend",
+        choices=("gloo", "nccl", "numpy"),
+        default="gloo",
+        help="gloo: a process a CPU rank; nccl: a GPU a rank; numpy: all in this process; default: gloo",
+    )
+    group.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life")
+    group.add_argument("--check", action="store_true", help="compare with the sequential program on the same data")
+    group.add_argument("--save", metavar="FILE.onnx", help="write the model with the trained weights")
+    group.add_argument("--cluster", default="cpu-2core", metavar="NAME", help="to predict for; default: cpu-2core")
+
+
+def _simulate(commands: Any) -> None:
+    parser = _command(commands, "simulate", "predict seconds and bytes of a model spread over a cluster", "simulate")
+    _model_flags(parser)
+    _plan_flags(parser)
+    group = parser.add_argument_group("the cluster")
+    group.add_argument("--cluster", required=True, metavar="NAME|FILE.toml", help="`distir clusters` lists names")
+    group.add_argument("--nodes", type=_at_least(1), metavar="N", help="default: as many as the plan needs")
+    group.add_argument("--trace", metavar="FILE.json", help="write a trace that Perfetto opens")
+
+
+def _show(commands: Any) -> None:
+    parser = _command(commands, "show", "print a model's program", "show")
+    _model_flags(parser)
+    _plan_flags(parser)
+    stages = ("imported", "training", "distributed", "rank")
+    parser.add_argument("--stage", choices=stages, help="default: as far as the other flags say")
+    parser.add_argument("--rank", type=_at_least(0), metavar="N", help="what this rank runs")
+
+
+def _model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL.onnx")
+    group = parser.add_argument_group("the model")
+    group.add_argument(
+        "--dim", type=_size, action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
+    )
+    group.add_argument(
+        "--batch-dim", metavar="NAME", help="the symbolic dimension that is the batch's, if not the first"
+    )
+    group.add_argument(
+        "--loss", metavar="LOSS", help="train with cross-entropy, mse or an output that is the loss; else forward only"
+    )
+    group.add_argument("--optimizer", choices=("sgd", "adamw"), help="default: sgd")
+    group.add_argument("--lr", type=_positive, metavar="X", help="default: 0.001")
+    group.add_argument("--momentum", type=_number, metavar="X", help="of sgd; default: 0")
+    group.add_argument("--weight-decay", type=_number, metavar="X", help="default: 0, adamw 0.01")
+    group.add_argument("--dtype", metavar="TYPE", help="float32, float64, bfloat16 or float16; default: the model's")
+
+
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the plan")
+    one = _at_least(1)
+    group.add_argument("--dp", type=one, metavar="N", help="replicas (data parallelism)")
+    group.add_argument("--tp", type=one, metavar="N", help="shards of each weight (tensor parallelism)")
+    group.add_argument("--pp", type=one, metavar="N", help="pipeline stages")
+    group.add_argument("--microbatches", type=one, metavar="N", help="pieces of the batch, one after the other")
+    group.add_argument("--schedule", choices=("1f1b", "gpipe"), help="of the pipeline; default: 1f1b")
+    group.add_argument(
+        "--order", type=_order, metavar="A,B,C", help="how device numbers run, fastest first; default: tp,dp,pp"
+    )
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, got {value}")
+        return value
+
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("expected a number above 0, got 0")
+    return value
+
+
+def _size(text: str) -> tuple[str, int]:
+    name, _, size = text.rpartition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"expected NAME=N, such as batch=8, got {text!r}")
+    return name, _at_least(1)(size)
+
+
+def _order(text: str) -> tuple[str, ...]:
+    order = tuple(text.split(","))
+    if sorted(order) != ["dp", "pp", "tp"]:
+        raise argparse.ArgumentTypeError(f"expected tp, dp and pp in some order, such as tp,dp,pp, got {text!r}")
+    return order

@@ -1,0 +1,122 @@
+"""Topologies by hand and of regular clusters."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from distir.ir import Device, Topology
+from distir.ir.errors import UsageError
+from distir.ir.topology import DeviceSpec, Link, Regular
+
+
+def test_the_notebooks_calls() -> None:
+    topology = Topology()
+    a, b, c = [
+        topology.add_device("gpu", throughput=1e14, dram_bandwidth=1.2e12, kernel_launch_overhead=1e-5)
+        for _ in range(3)
+    ]
+    assert topology.devices == [a, b, c] == [Device("gpu", i) for i in range(3)]
+    topology.set_bandwidth(a, b, 200)
+    assert topology.get_bandwidth(a, b) == topology.get_bandwidth(b, a) == 200
+    assert topology.get_bandwidth(c, c) == math.inf
+    assert topology.link(a, b).bandwidth == 200 * 1.25e8
+    with pytest.raises(UsageError, match="no bandwidth is set between gpu:0 and gpu:2"):
+        topology.get_bandwidth(a, c)
+
+
+def test_figures_of_a_device() -> None:
+    topology = Topology()
+    d = topology.add_device("gpu", {"f32": 2.0, "bf16": 8.0}, 3.0, 0.5, memory=100)
+    spec = topology.spec(d)
+    assert (spec.peak("bf16"), spec.peak("f64"), spec.peak(None)) == (8.0, 2.0, 2.0)
+    assert (spec.dram_bandwidth, spec.kernel_launch_overhead, spec.memory) == (3.0, 0.5, 100)
+    with pytest.raises(UsageError, match="positive figures"):
+        topology.add_device("gpu", throughput=0.0)
+    with pytest.raises(UsageError, match="gpu:7 is not a device"):
+        topology.spec(Device("gpu", 7))
+
+
+def test_routes_lead_through_switches_only() -> None:
+    topology = Topology()
+    a, b, c = [topology.add_device("gpu") for _ in range(3)]
+    switch = topology.add_switch()
+    topology.set_link(a, switch, 4e9, 1e-6)
+    topology.set_link(switch, b, 1e9, 2e-6)
+    topology.set_bandwidth(b, c, 8)
+    assert topology.link(a, b)[:2] == (1e9, 3e-6)
+    assert switch not in topology.devices
+    with pytest.raises(UsageError):  # b is a device: it does not forward
+        topology.link(a, c)
+    topology.set_bandwidth(a, c, 16)  # a new link is seen
+    assert topology.get_bandwidth(a, c) == 16
+
+
+def test_set_bandwidth_keeps_the_latency() -> None:
+    topology = Topology()
+    a, b = topology.add_device("gpu"), topology.add_device("gpu")
+    topology.set_link(a, b, 1e9, 5e-6)
+    topology.set_bandwidth(b, a, 80)
+    assert topology.get_latency(a, b) == 5e-6
+    for wrong in (0, -1, math.nan):
+        with pytest.raises(UsageError):
+            topology.set_bandwidth(a, b, wrong)
+
+
+def _cluster(nodes: int = 3, per_node: int = 4) -> Topology:
+    spec = DeviceSpec((("f32", 1e12),))
+    return Topology(Regular("c", "gpu", spec, nodes, per_node, Link(1e11, 1e-6), Link(1e10, 1e-5), spec, Link(3e10)))
+
+
+def test_links_of_a_regular_cluster() -> None:
+    topology = _cluster()
+    d = topology.devices
+    assert len(d) == 12
+    assert topology.link(d[0], d[3]).bandwidth == 1e11
+    assert topology.link(d[3], d[4]).bandwidth == 1e10
+    assert topology.link(topology.host, d[0]).bandwidth == 3e10
+    assert topology.link(topology.host, d[4])[:2] == (1e10, 1e-5)
+    with pytest.raises(UsageError):
+        topology.spec(Device("gpu", 12))
+    with pytest.raises(UsageError, match="has its own gpu devices"):
+        topology.add_device("gpu")
+
+
+def test_groups_know_their_nodes() -> None:
+    topology = _cluster()
+    d = topology.devices
+    inside, across, mixed = topology.group(d[:4]), topology.group(d[::4]), topology.group(d[2:8])
+    assert (inside.nodes, inside.per_node, inside.inter) == (1, 4, None)
+    assert (across.nodes, across.per_node, across.inter) == (3, 1, Link(1e10, 1e-5))
+    assert (mixed.nodes, mixed.per_node, mixed.size) == (2, 2, 6)
+
+
+def test_a_group_by_hand_takes_its_slowest_link() -> None:
+    topology = Topology()
+    a, b, c = [topology.add_device("gpu") for _ in range(3)]
+    for x, y, speed, latency in ((a, b, 4e9, 1e-6), (b, c, 2e9, 3e-6), (a, c, 8e9, 2e-6)):
+        topology.set_link(x, y, speed, latency)
+    assert topology.group([a, b, c]).intra[:2] == (2e9, 3e-6)
+
+
+def test_the_graph_is_networkx() -> None:
+    import networkx as nx
+
+    graph = _cluster(2, 2).graph
+    path = nx.shortest_path(graph, Device("gpu", 0), Device("gpu", 3))
+    assert path == [Device("gpu", 0), ("node", 0), ("network", 0), ("node", 1), Device("gpu", 3)]
+    topology = Topology()
+    a, b = topology.add_device("gpu"), topology.add_device("gpu")
+    topology.set_bandwidth(a, b, 8)
+    assert topology.graph.edges[a, b]["bandwidth"] == 1e9
+
+
+def test_importing_it_loads_no_networkx() -> None:
+    code = (
+        "import sys, distir.ir.topology, distir.executor.simulator, distir.hardware; print('networkx' in sys.modules)"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert got.stdout.strip() == "False"
