@@ -24,6 +24,7 @@ from distir.transforms.coverage import Coverage, coverage
 if TYPE_CHECKING:
     from distir.executor.simulator import Fit, Simulation
 
+STEP_HEADER = ("step", "loss", "time")
 _SHOWN = 6
 """More names than these are counted."""
 
@@ -208,7 +209,7 @@ class RunResult:
 
     def table(self) -> list[tuple[str, ...]]:
         """A header and a row a step."""
-        return [("step", "loss", "time"), *[self.row(k) for k in range(len(self.seconds))]]
+        return [STEP_HEADER, *[self.row(k) for k in range(len(self.seconds))]]
 
     def row(self, step: int) -> tuple[str, ...]:
         """The row of one step."""

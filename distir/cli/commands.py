@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from distir.api import Model, Plan, load
 from distir.api import run as run_model
 from distir.api import simulate as simulate_model
-from distir.api.results import Prediction, aligned, step_row
+from distir.api.results import STEP_HEADER, Prediction, RunResult, aligned, step_row
 from distir.api.road import distribute, loss_of
 from distir.cli.output import Progress, print_json, print_program
 from distir.ir.errors import UsageError
@@ -20,56 +21,74 @@ from distir.transforms.training import optimizer_named
 
 def run(args: argparse.Namespace) -> None:
     """`distir run`."""
+    with Progress("loading") as progress:
+        result = _run(args, progress)
+        if args.save is not None and result.weights:
+            result.save(args.save)
+    if not _first_rank():
+        return
+    if args.json:
+        print_json(result.to_json() | ({"saved": args.save} if args.save else {}))
+    else:
+        print("\n".join(["", *result.lines(), *([f"saved {args.save}"] if args.save else [])]))
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
     model, plan = _model(args), _plan(args)
     if args.save is not None:
         _check_save(args.save, model)
-    speaks = not args.json and int(os.environ.get("RANK", 0)) == 0
+    speaks = not args.json and _first_rank()
+    widths = [len(x) for x in step_row(max(args.steps - 1, 1000), 100.0, 0.1)]
 
     def on_plan(prediction: Prediction) -> None:
+        progress.phase("starting")
         if speaks:
-            lines = prediction.summary.lines()
-            print("\n".join([*lines, "", *aligned([("step", "      loss", "       time")])]), flush=True)
+            print("\n".join([*prediction.summary.lines(), "", _columns(STEP_HEADER, widths)]), flush=True)
 
-    with Progress(args.steps, "steps") as steps, Progress(args.steps, "checking") as checked:
+    def on_step(step: int, time: float, outputs: dict[int, Any]) -> None:
+        progress.phase("running", args.steps)
+        progress.advance(step)
+        loss = loss_of(model.function, outputs)
+        if speaks:
+            print(_columns(step_row(step, None if loss is None else float(loss), time), widths), flush=True)
 
-        def on_step(step: int, time: float, outputs: dict[int, Any]) -> None:
-            loss = loss_of(model.function, outputs)
-            if speaks:
-                steps.clear()
-                row = step_row(step, None if loss is None else float(loss), time)
-                print(f"{row[0]:<4}  {row[1]:>10}  {row[2]:>11}", flush=True)
-            steps.advance(step)
+    def on_check(step: int, time: float, outputs: dict[int, Any]) -> None:
+        progress.phase("checking", args.steps)
+        progress.advance(step)
 
-        result = run_model(
-            model,
-            plan,
-            steps=args.steps,
-            data=args.data,
-            seed=args.seed,
-            backend=args.backend,
-            check=args.check,
-            cluster=args.cluster,
-            timeout=args.timeout,
-            on_plan=on_plan,
-            on_step=on_step,
-            on_check=lambda step, time, outputs: checked.advance(step),
-        )
-    if int(os.environ.get("RANK", 0)) != 0:
-        return
-    if args.save is not None:
-        result.save(args.save)
-    if args.json:
-        print_json(result.to_json() | ({"saved": args.save} if args.save else {}))
-        return
-    print("\n".join(["", *result.lines(), *([f"saved {args.save}"] if args.save else [])]))
+    return run_model(
+        model,
+        plan,
+        steps=args.steps,
+        data=args.data,
+        seed=args.seed,
+        backend=args.backend,
+        check=args.check,
+        cluster=args.cluster,
+        timeout=args.timeout,
+        on_plan=on_plan,
+        on_step=on_step,
+        on_check=on_check,
+    )
+
+
+def _columns(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
+
+
+def _first_rank() -> bool:
+    """Whether this is the process that speaks: under torchrun, that of rank 0."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def simulate(args: argparse.Namespace) -> None:
     """`distir simulate`."""
-    model, plan = _model(args), _plan(args)
-    prediction = simulate_model(model, plan, args.cluster, args.nodes)
-    if args.trace is not None:
-        prediction.save_trace(args.trace)
+    with Progress("loading") as progress:
+        model, plan = _model(args), _plan(args)
+        progress.phase("simulating")
+        prediction = simulate_model(model, plan, args.cluster, args.nodes)
+        if args.trace is not None:
+            prediction.save_trace(args.trace)
     if args.json:
         print_json(prediction.to_json() | ({"trace": args.trace} if args.trace else {}))
     else:
@@ -87,7 +106,8 @@ def show(args: argparse.Namespace) -> None:
         raise UsageError(f"--rank is for --stage rank, not {stage}")
     if stage == "imported":
         args.loss = None
-    function = _stage(_model(args, stage), _plan(args), stage, args.rank or 0)
+    with Progress("compiling"):
+        function = _stage(_model(args, stage), _plan(args), stage, args.rank or 0)
     if args.json:
         from distir.ir import pformat
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -41,38 +41,45 @@ def print_program(function: Function) -> None:
 class Progress:
     """A bar on stderr, on a terminal only, and only once two seconds have passed."""
 
-    def __init__(self, total: int, what: str) -> None:
-        self.total, self.what = total, what
-        self._begin: float | None = None
+    def __init__(self, what: str) -> None:
+        self._what, self._total, self._done = what, None, 0
         self._bar: Any = None
         self._task: Any = None
+        self._timer = threading.Timer(_PATIENCE_SECONDS, self._start)
+        self._timer.daemon = True
 
     def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            self._timer.start()
         return self
+
+    def phase(self, what: str, total: int | None = None) -> None:
+        """Say what is being done now, in how many steps if that is known."""
+        self._what, self._total, self._done = what, total, 0
+        self._update()
 
     def advance(self, step: int) -> None:
         """Say that step number `step`, from 0, is done."""
-        now = time.monotonic()
-        self._begin = self._begin or now
-        if self._bar is None and now - self._begin > _PATIENCE_SECONDS and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress as Bar
+        self._done = step + 1
+        self._update()
 
-            self._bar = Bar(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(self.what, total=self.total)
-            self._bar.start()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1)
-            if step + 1 == self.total:
-                self._bar.stop()
+    def _start(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
 
-    def clear(self) -> None:
-        """Take the bar off the screen for now, so that a line can be printed."""
+        # lines that are printed go above the bar, but never from stdout to stderr
+        bar = Bar(console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty())
+        self._task = bar.add_task(self._what, total=self._total, completed=self._done)
+        self._bar = bar
+        bar.start()
+
+    def _update(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+            self._bar.update(self._task, description=self._what, total=self._total, completed=self._done)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.clear()
+        self._timer.cancel()
+        if self._bar is not None:
+            self._bar.stop()

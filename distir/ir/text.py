@@ -15,6 +15,7 @@
 - A Tuple type of more than 4 entries is a `bundle` in the head, as a body sees it; `T0#3` as a call at mb=3.
 - Callees stand before callers, the program itself last. A Call is written as its callee. `of` names the first
   result of an op's forward op (`of #3`: op number 3, which has none). `-> %w`: the next value of input %w.
+- `source=(3, 8)`: the shape in the model of an input or an output that padding has enlarged.
 - Names that are not plain are quoted. `name#1` is the second mesh or function of that name.
 """
 

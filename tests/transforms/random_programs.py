@@ -110,18 +110,23 @@ def residual(m: Maker) -> None:
 
 def unary(m: Maker) -> None:
     x = m.stream()
-    for _ in range(4):
+    for _ in range(6):
         x = m.emit(m.pick(UNARY), x)
     m.push(x)
 
 
 def of_positive(m: Maker) -> None:
-    m.push(m.emit(m.pick(ON_POSITIVE), m.positive(m.stream())))
+    x = m.positive(m.stream())
+    for name in ON_POSITIVE:
+        x = m.emit("Add", m.emit("Abs", m.emit(name, x)), m.number(0.5))
+    m.push(x)
 
 
 def binary(m: Maker) -> None:
     x = m.stream()
-    m.push(m.emit("Tanh", m.emit(m.pick(BINARY), x, m.like(x))))
+    for name in (m.pick(BINARY), m.pick(("Max", "Min"))):
+        x = m.emit("Tanh", m.emit(name, x, m.like(x)))
+    m.push(x)
 
 
 def quotient(m: Maker) -> None:
@@ -316,7 +321,7 @@ def batch_norm(m: Maker) -> None:
 
 
 BLOCKS: list[Block] = [
-    *[linear, residual, attention, embedding, tied_head] * 2,
+    *[linear, residual, attention, embedding, tied_head],
     *[unary, of_positive, binary, quotient, power, exponential, layer_norm, rms_norm, columns, gemm, split_and_join],
     *[cut, reduced, turned, by_heads, steps, conditional, classes, padded, stopped, tensor_constant, batch_norm],
     *[per_sample, crossed, picked],
@@ -374,15 +379,20 @@ def measure(m: Maker) -> None:
 
 
 @st.composite
-def random_programs(draw: st.DrawFn) -> Program:
-    """A training step under SGD, its gradients among the results, with data that differ in every sample."""
+def random_programs(draw: st.DrawFn, block: Block | None = None) -> Program:
+    """A training step under SGD, its gradients among the results, with data that differ in every sample.
+
+    With `block`, the loss is of a stream which that block made.
+    """
     m = Maker(draw)
     if draw(st.booleans()):
         m.streams.append(m.input(BATCH, m.sequence, m.pick(WIDTHS)))
     else:
         embedding(m)
-    for _ in range(draw(st.integers(2, 7))):
+    for _ in range(draw(st.integers(2, 8))):
         m.pick(BLOCKS)(m)
+    if block is not None:
+        block(m)
     for _ in range(draw(st.integers(0, 2))):
         measure(m)
     x = m.streams[-1]
