@@ -88,9 +88,7 @@ def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> A
         copy = tuple(c if isinstance(p, Replicate) else -1 for c, p in zip(coord, t.placements, strict=True))
         whole = copies.get(copy)
         if whole is None:
-            kinds = {p.kind for p in t.placements if isinstance(p, Partial)}
-            fill = -np.inf if kinds == {"max"} else 0
-            whole = copies[copy] = np.full(index.size, fill, piece.dtype if not kinds else np.asarray(piece).dtype)
+            whole = copies[copy] = np.full(index.size, _nothing(t, piece.dtype), piece.dtype)
         where = cut(index, t, coord).reshape(-1)
         flat = np.asarray(piece).reshape(-1)
         if any(isinstance(p, Partial) and p.kind == "max" for p in t.placements):
@@ -103,6 +101,13 @@ def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> A
     for other in wholes[1:]:
         _check_copies(wholes[0], other, t, tolerance)
     return wholes[0].reshape(t.global_shape)
+
+
+def _nothing(t: Tensor, dtype: Any) -> Any:
+    """What joining begins with: 0, or below a maximum the least number of the dtype."""
+    if not any(isinstance(p, Partial) and p.kind == "max" for p in t.placements):
+        return 0
+    return np.iinfo(dtype).min if dtype.kind in "iu" else False if dtype.kind == "b" else -np.inf
 
 
 def _check_copies(a: Array, b: Array, t: Tensor, tolerance: float) -> None:

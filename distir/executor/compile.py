@@ -1,9 +1,10 @@
 """Lowering a Function to the flat lists that the loop runs (`maxplus`).
 
-Every class of devices has streams: `compute`, one for the collectives along each mesh axis, `send` and `recv`. An op
-becomes one *part* for each class, or each set of classes that meet. Free ops (views, bundles) have no part: what they
-make is ready when the parts that it hangs on are. A dependence that a stream's own order already keeps is left out. A
-callee is compiled once; of a call's inputs only those are live that may arrive after the streams that wait for them.
+Every class of devices has streams: `compute`, one for the collectives along each mesh axis, one for what it sends to
+and one for what it receives from each mesh or device, so that a transfer that waits holds up no other. An op becomes
+one *part* for each class, or each set of classes that meet. Free ops (views, bundles) have no part: what they make is
+ready when the parts that it hangs on are. A dependence that a stream's own order already keeps is left out. A callee is
+compiled once; of a call's inputs only those are live that may arrive after the streams that wait for them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from distir.executor.cost_model import CostModel
 from distir.executor.device_classes import Classes, Home, Uses, classify
 from distir.executor.maxplus import Call, Code, Part, Plan, Slots
-from distir.ir.device import Device
+from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tuple, Type
 
 COMPUTE, SEND, RECV = "compute", "send", "recv"
+Where = tuple[int, str, Home | None]
+"""A stream: of a class, its name, for transfers also the partner's home."""
 
 
 class Program:
@@ -29,7 +32,7 @@ class Program:
         self.cost = cost
         self.overlap = overlap
         self.streams: list[tuple[int, str]] = []
-        self._stream: dict[tuple[int, str], int] = {}
+        self._stream: dict[Where, int] = {}
         self._plans: dict[object, Plan] = {}
         self._sends: dict[object, Plan] = {}
         self._bodies: dict[Function, Code] = {}
@@ -66,13 +69,13 @@ class Program:
             found = self._held[t] = self.classes.homes[home] if home is not None else ()
         return found
 
-    def stream(self, c: int, name: str) -> int:
+    def stream(self, c: int, name: str, partner: Home | None = None) -> int:
         """The number of a class's stream."""
-        key = (c, name if self.overlap else COMPUTE)
+        key: Where = (c, name, partner) if self.overlap else (c, COMPUTE, None)
         found = self._stream.get(key)
         if found is None:
             found = self._stream[key] = len(self.streams)
-            self.streams.append(key)
+            self.streams.append((c, shown(*key[1:])))
         return found
 
     def _uses(self, functions: Iterable[Function]) -> Uses:
@@ -119,7 +122,7 @@ class Program:
             return Plan((), None, held)
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
             parts = [
-                self._part(cost.collective(spec, attrs, ins, outs, p.group), [(c, axis) for c in p.classes])
+                self._part(cost.collective(spec, attrs, ins, outs, p.group), [(c, axis, None) for c in p.classes])
                 for p in self.classes.peers[ins[0].device, axis]  # type: ignore[index]
             ]
         elif spec.name == "Send":
@@ -132,30 +135,32 @@ class Program:
         else:
             here = held[0] if outs else self.held(ins[0])
             parts = [
-                self._part(cost.compute(spec, attrs, ins, outs, self.classes.first[c]), [(c, COMPUTE)]) for c in here
+                self._part(cost.compute(spec, attrs, ins, outs, self.classes.first[c]), [(c, COMPUTE, None)])
+                for c in here
             ]
         return _plan(parts, held)
 
     def _part(
         self,
         seconds: float,
-        where: list[tuple[int, str]],
+        where: Sequence[Where],
         sources: tuple[int, ...] | None = None,
         targets: tuple[int, ...] | None = None,
     ) -> Part:
         """A part on a stream of each class. Without `sources` and `targets` each class feeds and fills itself."""
-        streams = [self.stream(c, name) for c, name in where]
-        classes = tuple([c for c, _ in where])
+        streams = [self.stream(*w) for w in where]
+        classes = tuple([c for c, _, _ in where])
         communicates = where[0][1] != COMPUTE
         ends = sources or classes, targets or classes
         return Part(seconds, tuple(dict.fromkeys(streams)), classes, *ends, communicates, frozenset(streams))
 
     def _send(self, op: Op, held: tuple[tuple[int, ...], ...]) -> Plan:
         ins = [v.type for v in op.inputs]
-        parts = [
-            self._part(self.cost.transfer(ins, p.link), [(p.source, SEND), (p.target, RECV)], (p.source,), (p.target,))
-            for p in self.classes.pairs[_ends(op)]
-        ]
+        a, b = _ends(op)
+        parts: list[Part] = []
+        for p in self.classes.pairs[a, b]:
+            where = (p.source, SEND, b), (p.target, RECV, a)
+            parts.append(self._part(self.cost.transfer(ins, p.link), where, (p.source,), (p.target,)))
         return _plan(parts, held)
 
     def _fan(self, op: Op, outward: bool) -> Part:
@@ -163,8 +168,8 @@ class Program:
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         root, mesh = (ins[0].device, outs[0].device) if outward else (outs[0].device, ins[0].device)
         roots, others = self.classes.homes[root], self.classes.homes[mesh]  # type: ignore[index]
-        where = [(roots[0], SEND if outward else RECV)]
-        where += [(c, RECV if outward else SEND) for c in others if c != roots[0]]
+        where: list[Where] = [(roots[0], SEND if outward else RECV, None)]
+        where += [(c, RECV if outward else SEND, None) for c in others if c != roots[0]]
         ends = (roots, others) if outward else (others, roots)
         return self._part(self.cost.between(op.spec, ins, outs, root, mesh), where, *ends)  # type: ignore[arg-type]
 
@@ -318,6 +323,11 @@ class _Lowering:
                     consumers[k] |= body.consumers[j]
                     if j in body.passed:
                         consumers[k].add(frozenset())
+
+
+def shown(name: str, partner: Home | None) -> str:
+    """The name of a stream as traces show it."""
+    return f"{name} {partner.name if isinstance(partner, Mesh) else partner}" if partner is not None else name
 
 
 def _plan(parts: list[Part], held: tuple[tuple[int, ...], ...]) -> Plan:

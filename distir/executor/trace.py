@@ -206,7 +206,8 @@ def _chrome(program: Program, run: Run, memory: dict[int, MemoryUse]) -> Iterato
         yield {"name": "process_sort_index", "ph": "M", "pid": c, "args": {"sort_index": c}}
     for s, (c, name) in enumerate(program.streams):
         yield {"name": "thread_name", "ph": "M", "pid": c, "tid": s, "args": {"name": name}}
-        order = _FIRST.index(name) if name in _FIRST else len(_FIRST)
+        first = name.split(" ")[0]
+        order = _FIRST.index(first) if first in _FIRST else len(_FIRST)
         yield {"name": "thread_sort_index", "ph": "M", "pid": c, "tid": s, "args": {"sort_index": order}}
     arrows = iter(range(1 << 62))
     spans: list[dict[int, tuple[float, float]]] = []

@@ -81,9 +81,14 @@ class _Builder:
         for v, w in zip(op.outputs, made.outputs, strict=True):
             self.of[w] = of
             for axis, placed in self.decisions.items():
-                if self.graph.index[v] in placed.reduce and isinstance(tensor(w).on(axis), Partial):
+                reduced = self.graph.index[v] in placed.reduce and isinstance(tensor(w).on(axis), Partial)
+                if reduced and not self._sums_in_time(w):
                     w = self.to(w, axis, REPLICATE)
             self.env[v] = w
+
+    def _sums_in_time(self, v: Value) -> bool:
+        """A sum over microbatches is reduced over devices once, where it is used: when it is complete."""
+        return TIME in self.mesh.axes and isinstance(tensor(v).on(TIME), Partial)
 
     def _pass(self, linear: Sequence[frozenset[int]], ins: list[Value], axis: str) -> list[Value]:
         """Operands for an op that is not split: a Partial passes where the op is linear, all else is made whole."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distir.executor.categories import CATEGORIES, Categories, leaves
+from distir.executor.compile import shown
 from distir.executor.cost_model import CostModel
 from distir.executor.device_classes import axis_groups, members
 from distir.ir import Device, Function, Op, Value
@@ -85,7 +86,8 @@ class Inlined:
         elif spec.name == "Send":
             for a, b in zip(members(tin[0].device), members(tout[0].device), strict=True):
                 link = cost.topology.link(a, b)
-                meets.append((cost.transfer(tin, link), [(a, "send"), (b, "recv")], [a], [b]))
+                ends = shown("send", tout[0].device), shown("recv", tin[0].device)
+                meets.append((cost.transfer(tin, link), [(a, ends[0]), (b, ends[1])], [a], [b]))
         elif (outward := cost.fan(spec)) is not None:
             root, mesh = (tin[0].device, tout[0].device) if outward else (tout[0].device, tin[0].device)
             seconds = cost.between(spec, tin, tout, root, mesh)

@@ -204,18 +204,17 @@ def test_a_two_stage_pipeline_by_hand() -> None:
     """1F1B, two microbatches, a quarter of a second a Send; stage 0: F0 F1 . B0 . B1, stage 1: F0 B0 F1 B1."""
     topology = linked(2)
     simulation = Simulator(Units(topology)).interpret(_stages(topology, _1f1b(2, 2), 2))
-    compute = [
-        [(e.ts, e.name) for e in simulation.trace if e.pid == repr(d) and e.tid == "compute"] for d in topology.devices
-    ]
-    assert [[t for t, _ in events] for events in compute] == [[0, 1, 3.5, 5.5], [1.25, 2.25, 3.25, 4.25]]
+    computed = [e for e in simulation.trace if e.tid == "compute"]
+    assert [e.ts for e in computed if e.pid == "gpu:0"] == [0, 1, 3.5, 5.5]
+    assert [e.ts for e in computed if e.pid == "gpu:1"] == [1.25, 2.25, 3.25, 4.25]
     assert [(e.ts, e.tid) for e in simulation.trace if e.name == "Send" and e.pid == "gpu:0"] == [
-        (1.0, "send"),
-        (2.0, "send"),
-        (3.25, "recv"),
-        (5.25, "recv"),
+        (1.0, "send stage1"),
+        (2.0, "send stage1"),
+        (3.25, "recv stage1"),
+        (5.25, "recv stage1"),
     ]
     assert simulation.seconds == 6.5
-    assert rows(simulation) == [(4.0, 0.75, 1.75), (4.0, 0.25, 2.25)]
+    assert rows(simulation) == [(4.0, 0.75, 1.75), (4.0, 0.5, 2.0)]
 
 
 def _same(seed: int, overlap: bool) -> None:
@@ -268,7 +267,7 @@ def test_random_programs_are_not_trivial() -> None:
         shared += any(n > 1 for n in program.classes.sizes)
         different += any(isinstance(h, Mesh) and len(held) > 1 for h, held in program.classes.homes.items())
     assert calls > 500
-    assert 0.1 < live / columns < 0.9
+    assert 0.05 < live / columns < 0.9
     assert shared > 10
     assert different > 10
 
