@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -83,15 +84,7 @@ class Data:
     # --- from a file
 
     def _read(self, path: Path) -> dict[Value, np.ndarray]:
-        try:
-            with np.load(path, allow_pickle=False) as archive:
-                if not hasattr(archive, "files"):
-                    raise UsageError(f"{path} is not an .npz file", "write it with numpy.savez(path, name=array, ...)")
-                arrays = {name: archive[name] for name in archive.files}
-        except OSError as e:
-            raise UsageError(f"cannot read data file {path}: {e.strerror or e}") from None
-        except (ValueError, EOFError) as e:
-            raise UsageError(f"{path} is not an .npz file: {e}") from None
+        arrays = _archive(path)
         inputs = {v.name: v for v in self.number}
         names = ", ".join(inputs)
         if unknown := [name for name in arrays if name not in inputs]:
@@ -134,6 +127,19 @@ class Data:
         steps = x.shape[dim] // n
         first = step % steps * n
         return np.ascontiguousarray(x[(slice(None),) * dim + (slice(first, first + n),)])
+
+
+def _archive(path: Path) -> dict[str, np.ndarray]:
+    try:
+        archive = np.load(path, allow_pickle=False)
+        arrays = {} if isinstance(archive, np.ndarray) else {name: archive[name] for name in archive.files}
+    except OSError as e:
+        raise UsageError(f"cannot read data file {path}: {e.strerror or e}") from None
+    except (ValueError, EOFError, BadZipFile) as e:
+        raise UsageError(f"{path} is not an .npz file: {e}") from None
+    if not arrays:
+        raise UsageError(f"{path} is not an .npz file", "write it with numpy.savez(path, name=array, ...)")
+    return arrays
 
 
 def _mask(shape: tuple[int, ...], dtype: np.dtype[Any], sequences: bool) -> np.ndarray:

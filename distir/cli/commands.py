@@ -43,12 +43,14 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
     def on_plan(prediction: Prediction) -> None:
         progress.phase("starting")
         if speaks:
-            print("\n".join([*prediction.summary.lines(), "", _columns(STEP_HEADER, widths)]), flush=True)
+            print("\n".join(prediction.summary.lines()), flush=True)
 
     def on_step(step: int, time: float, outputs: dict[int, Any]) -> None:
         progress.phase("running", args.steps)
         progress.advance(step)
         loss = loss_of(model.function, outputs)
+        if speaks and step == 0:
+            print(f"\n{_columns(STEP_HEADER, widths)}")
         if speaks:
             print(_columns(step_row(step, None if loss is None else float(loss), time), widths), flush=True)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from distir.ir.errors import MismatchError
 from distir.ir.function import Attributes, Function, Op, Value
+from distir.ir.pause import no_collection
 from distir.ir.spec import Spec
 from distir.ir.type import Tensor
 
@@ -19,6 +20,7 @@ Term = Any
 """The number of a term; a tuple of terms for a bundle."""
 
 
+@no_collection()
 def validate(distributed: Function, source: Function) -> None:
     """Raises MismatchError that names the first output which is not the source's, and where the two part.
 

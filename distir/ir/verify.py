@@ -21,6 +21,7 @@ from distir.ir.errors import IRTypeError
 from distir.ir.function import Function, Op, Value
 from distir.ir.infer import infer
 from distir.ir.notation import plain, plain_value
+from distir.ir.pause import no_collection
 from distir.ir.type import NOW, Replicate, Shard, Tensor, Tuple, Type
 
 _OVER_TIME = ("MPIAllreduce", "MPIAllgather")
@@ -35,6 +36,7 @@ class _Time(Enum):
     BODY = "a function called with mb"
 
 
+@no_collection()
 def verify(function: Function) -> None:
     """Check a function and its callees, each once.
 

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as GPT-2 is: learned positions, norms before blocks, a fused QKV projection, a tied head."""
+"""A decoder-only transformer as GPT-2 is: learned positions, norms before blocks, fused QKV projection, tied head."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.function import Function, Value
+from distir.ir.pause import no_collection
 from distir.transforms.decompose import decompose
 from distir.transforms.pad import pad_like
 from distir.transforms.pipeline import pipeline
@@ -45,6 +46,7 @@ def parallel_transform_3d(
     return distribute(function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order, chunks).program
 
 
+@no_collection()
 def distribute(
     function: Function,
     dp: int,

@@ -40,6 +40,11 @@ class _Emitter:
         self.running: dict[Key, Value] = {}
         self.bodies: dict[tuple[Key, bool, bool], Body] = {}
         self.done: set[tuple[Key, int]] = set()
+        self.needs = {
+            key: list(dict.fromkeys(cut.owner[v] for v in (*group.received, *group.saved)))
+            for key, group in cut.groups.items()
+        }
+        self.updated = {old: cut.owner[new].stage for new, old in cut.function.updates.items() if new in cut.owner}
         self.wanted: dict[Value, list[int]] = {}
         for key, group in cut.groups.items():
             for v in (*group.static, *group.received):
@@ -93,10 +98,7 @@ class _Emitter:
 
     def _home(self, v: Value, stages: Sequence[int]) -> int:
         """The stage that updates a weight; without an update, the first that uses it."""
-        for new, old in self.cut.function.updates.items():
-            if old is v and new in self.cut.owner:
-                return self.cut.owner[new].stage
-        return stages[0]
+        return self.updated.get(v, stages[0])
 
     def _distribute(self, v: Value, x: Value, t: Tensor, s: int) -> None:
         split = any(p is not REPLICATE for p in t.placements)
@@ -139,14 +141,8 @@ class _Emitter:
         self._call(group, body, args, None)
 
     def _ready(self, slot: Slot) -> bool:
-        key = Key(slot.phase, slot.stage)
-        group = self.cut.groups.get(key)
-        if group is None:
-            return True
-        needs = [self.cut.owner[v] for v in group.received]
-        if group.saved:
-            needs += [self.cut.owner[v] for v in group.saved]
-        return all((k, slot.microbatch) in self.done for k in needs)
+        needs = self.needs.get(Key(slot.phase, slot.stage), ())
+        return all((key, slot.microbatch) in self.done for key in needs)
 
     def _slot(self, slot: Slot) -> None:
         key = Key(slot.phase, slot.stage)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distir.ir.errors import UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
+from distir.ir.pause import no_collection
 from distir.ir.type import Int64, Shard, Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.cleanup import extend, fold
@@ -85,6 +86,7 @@ def optimizer_named(name: str, **settings: Any) -> Optimizer:
     return kind(**given)
 
 
+@no_collection()
 def training_step(
     function: Function,
     loss: str = "cross-entropy",

@@ -1,0 +1,537 @@
+"""The command line: what it prints where, its exit codes, its errors."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from distir.cli import main
+from distir.ir import parse
+
+ROOT = Path(__file__).parent.parent
+GPT, MLP = (str(ROOT / "examples" / f"{name}.onnx") for name in ("gpt2-tiny", "mlp"))
+TRAIN = ["--dim", "batch=8", "--loss", "cross-entropy"]
+MSE = ["--dim", "batch=8", "--loss", "mse"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def command(*args, env=None, cwd=ROOT):
+    """A process of its own."""
+    line = [sys.executable, "-m", "distir", *map(str, args)]
+    return subprocess.run(line, capture_output=True, text=True, env=env or ENV, cwd=cwd, timeout=120)
+
+
+@pytest.fixture
+def cli(capfd):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    def call(*args):
+        code = main([str(x) for x in args])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+def assert_error(result, code, *words):
+    """One line, perhaps a hint, nothing on stdout, the exit code."""
+    got, out, err = result
+    lines = err.splitlines()
+    assert got == code, err
+    assert out == ""
+    assert lines[0].startswith("distir: error: "), err
+    assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("hint: ")), err
+    for word in words:
+        assert word in err
+
+
+# ---------------------------------------------------------------- what is loaded, and how fast
+
+
+def test_help_loads_nothing_heavy_and_is_quick():
+    line = [sys.executable, "-X", "importtime", "-m", "distir", "--help"]
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = subprocess.run(line, capture_output=True, text=True, env=ENV, cwd=ROOT, timeout=60)
+        times.append(time.perf_counter() - begin)
+        assert done.returncode == 0
+        assert "simulate" in done.stdout
+    loaded = {row.rsplit("|", 1)[1].strip().split(".")[0] for row in done.stderr.splitlines() if "|" in row}
+    assert "argparse" in loaded
+    assert not loaded & {"torch", "onnx", "numpy", "networkx", "rich", "prettyprinter", "ml_dtypes"}
+    assert min(times) < 2, times  # bounds in seconds are shown by benchmarks: this one only catches a heavy import
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["--version"])
+    assert e.value.code == 0
+    assert re.fullmatch(r"distir \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["run", "simulate", "show", "clusters"])
+def test_each_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as e:
+        main([name, "--help"])
+    assert e.value.code == 0
+    out = capsys.readouterr().out
+    assert "--json" in out
+    assert "exit codes" in out
+
+
+# ---------------------------------------------------------------- errors: bad flags 2, bad model 3, infeasible 4
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], ["COMMAND"]),
+        (["walk"], ["walk"]),
+        (["run"], ["MODEL.onnx"]),
+        (["run", MLP, "--dim", "batch"], ["NAME=N"]),
+        (["run", MLP, "--dim", "batch=zero"], ["whole number"]),
+        (["run", MLP, "--dim", "batch=0"], ["at least 1"]),
+        (["run", MLP, "--dim", "batch=8", "--dim", "batch=4"], ["twice"]),
+        (["run", MLP], ["batch", "hint: --dim batch=8"]),
+        (["run", MLP, "--dim", "batch=8", "--dim", "length=3"], ["length"]),
+        (["run", MLP, *MSE, "--dp", "0"], ["--dp", "at least 1"]),
+        (["run", MLP, *MSE, "--d", "2"], ["--d"]),
+        (["run", MLP, *MSE, "--schedule", "random"], ["1f1b"]),
+        (["run", MLP, *MSE, "--order", "tp,dp"], ["tp,dp,pp"]),
+        (["run", MLP, *MSE, "--steps", "0"], ["--steps"]),
+        (["run", MLP, *MSE, "--timeout", "0"], ["--timeout"]),
+        (["run", MLP, *MSE, "--lr", "nan"], ["--lr"]),
+        (["run", MLP, *MSE, "--dtype", "float128"], ["float128", "float64"]),
+        (["run", MLP, *MSE, "--optimizer", "adamw", "--momentum", "0.9"], ["momentum"]),
+        (["run", MLP, "--dim", "batch=8", "--lr", "0.1"], ["--lr", "loss"]),
+        (["run", MLP, "--dim", "batch=8", "--loss", "nothing"], ["nothing"]),
+        (["run", MLP, "--dim", "batch=8", "--save", "x.onnx"], ["--save", "loss"]),
+        (["run", MLP, *MSE, "--save", "/no/such/folder/x.onnx"], ["cannot write"]),
+        (["run", MLP, *MSE, "--data", "missing.npz"], ["missing.npz"]),
+        (["run", MLP, *MSE, "--backend", "numpy", "--cluster", "nowhere"], ["nowhere", "dgx-a100"]),
+        (["simulate", MLP, *MSE], ["--cluster"]),
+        (["simulate", MLP, *MSE, "--cluster", "missing.toml"], ["missing.toml"]),
+        (["simulate", MLP, *MSE, "--cluster", "dgx-a100", "--dp", "8", "--tp", "2", "--nodes", "1"], ["16"]),
+        (["simulate", MLP, *MSE, "--cluster", "dgx-a100", "--trace", "/no/such/folder/t.json"], ["cannot write"]),
+        (["show", MLP, "--dim", "batch=8", "--stage", "training"], ["loss"]),
+        (["show", MLP, *MSE, "--rank", "2"], ["rank 2"]),
+        (["show", MLP, *MSE, "--rank", "0", "--stage", "training"], ["--rank"]),
+    ],
+)
+def test_bad_flags_exit_2(cli, args, words):
+    assert_error(cli(*args), 2, *words)
+
+
+@pytest.mark.skipif("CUDA_VISIBLE_DEVICES" in os.environ, reason="there may be GPUs")
+def test_nccl_without_gpus_exits_2(cli):
+    code, out, err = cli("run", MLP, *MSE, "--dp", 2, "--backend", "nccl", "--steps", 1)
+    assert code == 2
+    assert "nccl needs a GPU a rank" in err
+
+
+def test_bad_models_exit_3(cli, tmp_path):
+    text = tmp_path / "text.onnx"
+    text.write_text("not a model")
+    assert_error(cli("show", text), 3, "text.onnx")
+    assert_error(cli("run", tmp_path / "missing.onnx"), 3, "missing.onnx")
+    cut = tmp_path / "cut.onnx"
+    cut.write_bytes(Path(MLP).read_bytes()[:-100])
+    assert_error(cli("simulate", cut, "--cluster", "dgx-a100"), 3, "cut.onnx")
+    model = onnx.load(MLP)
+    model.graph.node[0].op_type = "Unheard"
+    onnx.save(model, tmp_path / "unheard.onnx")
+    assert_error(cli("show", tmp_path / "unheard.onnx", "--dim", "batch=8"), 3, "Unheard")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--dp", 3], ["batch of 8", "dp 3", "hint"]),
+        (["--microbatches", 16], ["batch of 8"]),
+        (["--pp", 64, "--microbatches", 2], ["64"]),
+        (["--tp", 23], ["tp 23"]),
+    ],
+)
+def test_infeasible_plans_exit_4(cli, flags, words):
+    for name in (["run"], ["simulate", "--cluster", "dgx-a100"], ["show"]):
+        assert_error(cli(name[0], MLP, *name[1:], *MSE, *flags), 4, *words)
+
+
+def test_what_does_not_fit_in_memory_is_refused(cli):
+    code, _, err = cli("run", MLP, "--dim", "batch=1000000000", "--loss", "mse", "--steps", 1)
+    assert code == 4
+    assert re.search(r"need .* GiB, .* GiB are available", err)
+
+
+def test_internal_errors_are_one_line(cli, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("it broke\nin two lines")
+
+    monkeypatch.setattr("distir.cli.commands.run", fail)
+    monkeypatch.delenv("DISTIR_TRACEBACK", raising=False)
+    assert_error(cli("run", MLP), 1, "internal error: RuntimeError: it broke", "--traceback")
+    monkeypatch.setenv("DISTIR_TRACEBACK", "")
+    with pytest.raises(RuntimeError, match="it broke"):
+        main(["run", MLP, "--traceback"])
+
+
+def test_interrupted_exits_130(cli, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("distir.cli.commands.show", interrupt)
+    assert_error(cli("show", MLP), 130, "interrupted")
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    line = f"{sys.executable} -m distir show {GPT} --dim batch=8 --loss cross-entropy --pp 2; echo $? >&2"
+    done = subprocess.run(
+        ["bash", "-c", f"({line}) | head -1"], capture_output=True, text=True, env=ENV, cwd=ROOT, timeout=60
+    )
+    assert done.stdout.startswith("mesh ")
+    assert done.stderr.strip() == "0"
+
+
+# ---------------------------------------------------------------- show, clusters
+
+
+def test_show_prints_each_stage(cli):
+    def shown(*flags):
+        code, out, err = cli("show", GPT, "--dim", "batch=8", *flags)
+        assert (code, err) == (0, "")
+        return parse(out), out
+
+    imported, _ = shown()
+    assert [v.name for v in imported.outputs] == ["logits"]
+    training, _ = shown("--loss", "cross-entropy", "--optimizer", "adamw")
+    assert training.updates
+    program, text = shown("--loss", "cross-entropy", "--dp", 2, "--pp", 2)
+    assert "mesh stage1(" in text
+    mine, _ = shown("--loss", "cross-entropy", "--dp", 2, "--pp", 2, "--rank", 3)
+    assert len(mine.ops) < len(program.ops)
+    assert {op.op_type for op in mine.ops} & {"MPIRecv", "MPISend"}
+    assert shown("--loss", "cross-entropy", "--dp", 2, "--stage", "imported")[1] == shown()[1]
+
+
+def test_show_json(cli):
+    code, out, _ = cli("show", MLP, "--dim", "batch=8", "--tp", 2, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["stage"] == "distributed"
+    parse(found["program"])
+
+
+def test_clusters(cli):
+    code, out, _ = cli("clusters")
+    assert code == 0
+    assert {"cpu-2core", "dgx-a100", "dgx-h100"} <= {row.split()[0] for row in out.splitlines()}
+    code, out, _ = cli("clusters", "--json")
+    assert next(row for row in json.loads(out) if row["name"] == "dgx-a100")["devices_per_node"] == 8
+
+
+# ---------------------------------------------------------------- simulate
+
+
+def test_simulate_says_what_and_how_long(cli, tmp_path):
+    trace = tmp_path / "trace.json"
+    plan = ["--dp", 2, "--tp", 2, "--pp", 2, "--microbatches", 2]
+    code, out, err = cli("simulate", GPT, *TRAIN, *plan, "--cluster", "dgx-a100", "--trace", trace)
+    assert (code, err) == (0, "")
+    assert "dp 2 x tp 2 x pp 2, 2 microbatches, 1f1b, batch 8, on 8 devices" in out
+    assert re.search(r"tp splits \d\d\.\d% of the FLOPs and \d\d\.\d% of the parameters", out)
+    assert "transformer.h.0.ln_1.weight" in out  # what is not split is named
+    assert "transformer.wte.weight (509, 64) to (510, 64)" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("stage")]
+    assert [row[0] for row in rows] == ["stage", "stage0", "stage1"]
+    assert re.search(r"step .*s, .* samples/s, .* tokens/s", out)
+    assert "fits in memory" in out
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_simulate_json(cli):
+    plan = ["--dp", 2, "--tp", 2, "--pp", 2, "--microbatches", 2]
+    code, out, _ = cli("simulate", GPT, *TRAIN, *plan, "--cluster", "dgx-a100", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["plan"] == {
+        "dp": 2, "tp": 2, "pp": 2, "microbatches": 2, "schedule": "1f1b", "order": ["tp", "dp", "pp"], "devices": 8
+    }  # fmt: skip
+    assert found["batch"] == 8
+    assert found["tokens"] == 128
+    assert found["samples_per_second"] == pytest.approx(8 / found["step_seconds"])
+    assert found["tokens_per_second"] == pytest.approx(128 / found["step_seconds"])
+    assert found["fits"] is True
+    for stage in found["stages"]:
+        parts = stage["compute"] + stage["exposed_communication"] + stage["bubble"]
+        assert parts == pytest.approx(found["step_seconds"])
+        assert sum(stage["memory_at_peak"].values()) == stage["peak_memory"]
+
+
+def test_simulate_says_what_is_short(cli):
+    code, out, _ = cli("simulate", MLP, "--dim", "batch=1000000000", "--loss", "mse", "--cluster", "dgx-a100")
+    assert code == 0
+    assert re.search(r"short by [\d.]+ GiB on stage0", out)
+
+
+def test_a_cluster_of_ones_own(cli, tmp_path):
+    text = (ROOT / "distir" / "hardware" / "dgx-a100.toml").read_text()
+    own = tmp_path / "own.toml"
+    own.write_text(text.replace('"dgx-a100"', '"mine"'))
+    code, out, _ = cli("simulate", MLP, *MSE, "--dp", 2, "--cluster", own, "--nodes", 3)
+    assert code == 0
+    assert "mine, 3 nodes of 8" in out
+
+
+def test_forward_only_is_simulated(cli):
+    code, out, _ = cli("simulate", GPT, "--dim", "batch=8", "--tp", 2, "--cluster", "dgx-h100", "--json")
+    assert code == 0
+    assert "optimizer state" in (stage := json.loads(out)["stages"][0]["memory_at_peak"])
+    assert stage["optimizer state"] == stage["gradients"] == 0
+
+
+# ---------------------------------------------------------------- run, in one process
+
+
+def test_run_prints_plan_steps_and_check(cli):
+    plan = ["--dp", 2, "--tp", 2, "--microbatches", 2, "--backend", "numpy"]
+    code, out, err = cli("run", GPT, *TRAIN, *plan, "--optimizer", "adamw", "--steps", 3, "--check")
+    assert (code, err) == (0, "")
+    assert "dp 2 x tp 2 x pp 1, 2 microbatches, batch 8, on 4 devices" in out
+    steps = re.findall(r"^(\d) +(\d\.\d{6}) +[\d.]+ [mu]?s$", out, re.MULTILINE)
+    assert [k for k, _ in steps] == ["0", "1", "2"]
+    assert len({loss for _, loss in steps}) == 3  # every step has data of its own
+    assert re.search(r"predicted [\d.]+ [mu]?s, measured [\d.]+ [mu]?s a step", out)
+    assert re.search(r"check passed: outputs .* \(allowed 1e-05.*weights .* \(allowed 0\.00015", out)
+
+
+def test_run_json(cli):
+    plan = ["--tp", 2, "--backend", "numpy", "--dtype", "float64"]
+    code, out, err = cli("run", MLP, *MSE, *plan, "--momentum", "0.9", "--steps", 2, "--check", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert len(found["losses"]) == len(found["seconds"]) == 2
+    assert found["check"]["ok"] is True
+    assert found["check"]["weights"]["error"] < found["check"]["weights"]["allowed"] == 1e-9
+    assert found["predicted"]["step_seconds"] > 0
+    assert found["tokens"] is None
+
+
+def test_seed_and_order(cli):
+    def losses(*flags):
+        code, out, _ = cli("run", MLP, *MSE, "--backend", "numpy", "--steps", 2, "--json", *flags)
+        assert code == 0
+        return json.loads(out)["losses"]
+
+    assert losses("--seed", 1) == losses("--seed", 1)
+    assert losses("--seed", 1) != losses("--seed", 2)
+    assert losses("--dp", 2, "--pp", 2, "--order", "pp,dp,tp") == pytest.approx(losses(), rel=1e-5)
+
+
+def test_forward_only(cli):
+    code, out, _ = cli("run", GPT, "--dim", "batch=8", "--dp", 2, "--backend", "numpy", "--steps", 2, "--check")
+    assert code == 0
+    assert "largest error in %logits" in out
+
+
+def test_bfloat16_runs(cli):
+    code, out, _ = cli("run", MLP, *MSE, "--dtype", "bfloat16", "--backend", "numpy", "--dp", 2, "--steps", 1, "--check")
+    assert code == 0
+    assert "check passed" in out
+
+
+def test_data_from_a_file(cli, tmp_path):
+    random = np.random.default_rng(0)
+    ids, labels = random.integers(0, 509, (2, 16, 16))
+    np.savez(tmp_path / "data.npz", input_ids=ids, labels=labels)
+    flags = [*TRAIN, "--backend", "numpy", "--lr", "1e-12", "--steps", 4, "--json", "--data"]
+    code, out, _ = cli("run", GPT, *flags, tmp_path / "data.npz")
+    assert code == 0
+    a, b, c, d = json.loads(out)["losses"]
+    assert a != b
+    assert (a, b) == (c, d)  # 16 samples are two steps, then they come again
+    shuffled = ids[::-1].copy()
+    np.savez(tmp_path / "data.npz", input_ids=shuffled, labels=labels[::-1].copy())
+    other = json.loads(cli("run", GPT, *flags, tmp_path / "data.npz")[1])["losses"]
+    assert other[:2] == pytest.approx([b, a])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"input_ids": np.zeros((8, 16), int)}, ["labels"]),
+        ({"input_ids": np.zeros((8, 16), int), "labels": np.zeros((8, 16), int), "rest": np.zeros(3)}, ["rest"]),
+        ({"input_ids": np.zeros((8, 15), int), "labels": np.zeros((8, 16), int)}, ["input_ids", "(samples, 16)"]),
+        ({"input_ids": np.zeros((8, 16), int), "labels": np.zeros((4, 16), int)}, ["labels", "4 samples"]),
+        ({"input_ids": np.zeros((8, 16)), "labels": np.zeros((8, 16), int)}, ["input_ids", "float64"]),
+        ({"input_ids": np.full((8, 16), 509), "labels": np.zeros((8, 16), int)}, ["509", "0 to 508"]),
+        ({"input_ids": np.zeros((9, 16), int), "labels": np.zeros((8, 16), int)}, ["numbers of samples"]),
+    ],
+)
+def test_bad_data(cli, tmp_path, arrays, words):
+    np.savez(tmp_path / "data.npz", **arrays)
+    assert_error(cli("run", GPT, *TRAIN, "--backend", "numpy", "--data", tmp_path / "data.npz"), 2, *words)
+
+
+def test_data_that_are_no_archive(cli, tmp_path):
+    (tmp_path / "data.npz").write_text("text")
+    assert_error(cli("run", GPT, *TRAIN, "--backend", "numpy", "--data", tmp_path / "data.npz"), 2, "data.npz")
+    np.savez(tmp_path / "cut.npz", input_ids=np.zeros((8, 16), int))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-30])
+    assert_error(cli("run", GPT, *TRAIN, "--backend", "numpy", "--data", tmp_path / "cut.npz"), 2, "cut.npz")
+    np.save(tmp_path / "data.npy", np.zeros(3))
+    assert_error(cli("run", GPT, *TRAIN, "--backend", "numpy", "--data", tmp_path / "data.npy"), 2, "data.npy")
+
+
+# ---------------------------------------------------------------- run, a process a rank
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory):
+    """The README's main job, with `--save`."""
+    saved = tmp_path_factory.mktemp("saved") / "trained.onnx"
+    plan = ["--dp", 2, "--pp", 2, "--microbatches", 4, "--steps", 5, "--check"]
+    return command("run", "examples/gpt2-tiny.onnx", *TRAIN, "--optimizer", "adamw", *plan, "--save", saved), saved
+
+
+def test_the_main_job(gloo):
+    done, _ = gloo
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert len(re.findall(r"^\d +\d\.\d{6} +[\d.]+ m?s$", done.stdout, re.MULTILINE)) == 5
+    assert "check passed" in done.stdout
+    assert "tokens/s" in done.stdout
+
+
+def test_what_is_saved_runs_elsewhere_and_is_trained(gloo):
+    done, saved = gloo
+    assert f"saved {saved}" in done.stdout
+    before, after = (
+        {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer} for path in (GPT, saved)
+    )
+    assert before.keys() == after.keys()
+    name = "transformer.wte.weight"
+    assert before[name].shape == after[name].shape == (509, 64)
+    assert 0 < np.max(np.abs(before[name] - after[name])) < 0.1
+    session = onnxruntime.InferenceSession(saved)
+    mask = np.triu(np.full((1, 1, 16, 16), -1e9, np.float32), 1)
+    feed = {"input_ids": np.zeros((2, 16), np.int64), "attention_mask": mask, "position_ids": np.arange(16)[None]}
+    (logits,) = session.run(None, feed)
+    assert np.isfinite(logits).all()
+
+
+CORRUPT = """
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+
+
+class Corrupt(MetaPathFinder):  # once the backend is loaded, rank 1 puts a wrong number into its all-reduces
+    def find_spec(self, name, path, target=None):
+        if name != "distir.backends.rules":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            from distir.backends.comm import Network
+
+            right = Network.allreduce
+
+            def wrong(self, before, axis):
+                start = right(self, before, axis)
+                return lambda x: start(x + 1e-2 if self.rank == 1 else x)
+
+            Network.allreduce = wrong
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Corrupt())
+"""
+
+
+def test_a_wrong_result_exits_5_and_names_value_op_and_rank(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(CORRUPT)
+    env = {**ENV, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    plan = ["--tp", 2, "--microbatches", 2, "--steps", 2, "--check"]
+    done = command("run", MLP, *MSE, *plan, env=env)
+    assert done.returncode == 5, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    found = re.search(r"%loss in step 0 differs by .*; in step 0 %(\S+) = MPIAllreduce\(%(\S+)\) .* on rank \d", done.stderr)
+    assert found, done.stderr
+    assert found[2].startswith("linear_1")  # the first all-reduce of the program
+    assert "check passed" not in done.stdout
+
+
+def test_a_killed_worker_exits_6_and_leaves_nothing(tmp_path):
+    env = {**ENV, "TMPDIR": str(tmp_path)}
+    line = [sys.executable, "-m", "distir", "run", MLP, *MSE, "--dp", "2", "--steps", "1000000", "--timeout", "20"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("0 "):
+            assert process.poll() is None
+        ranks = [pid for pid in _descendants(process.pid) if _name(pid) == "distir-rank1"]
+        os.kill(ranks[0], signal.SIGKILL)
+        family = _descendants(process.pid)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 6, err
+    assert "rank 1 was killed by SIGKILL" in err
+    assert not [pid for pid in family if _alive(pid)]
+    assert not list(tmp_path.iterdir())
+
+
+def _descendants(pid):
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        found += [int(child), *_descendants(int(child))]
+    return found
+
+
+def _name(pid):
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def _alive(pid):
+    try:
+        return _name(pid) != "" and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("model", ["gpt2-tiny", "mlp"])
+def test_plans_on_gloo(model, plan):
+    flags = TRAIN if model == "gpt2-tiny" else MSE
+    dp, tp, pp = plan
+    degrees = ["--dp", dp, "--tp", tp, "--pp", pp, "--microbatches", 2]
+    done = command("run", f"examples/{model}.onnx", *flags, *degrees, "--optimizer", "adamw", "--steps", 3, "--check")
+    assert done.returncode == 0, done.stderr
+    assert "check passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path):
+    out = tmp_path / "trained.onnx"
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "distir"]
+    flags = ["run", "examples/mlp.onnx", *MSE, "--dp", "2", "--steps", "2", "--check", "--save", str(out)]
+    done = subprocess.run([*line, *flags], capture_output=True, text=True, env=ENV, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("check passed") == 1  # only rank 0 speaks
+    assert out.exists()

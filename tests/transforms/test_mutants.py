@@ -1,0 +1,177 @@
+"""Faults in distributed programs are found by `verify` and `validate`, before anything runs.
+
+`verify` alone rejects every fault in a collective, a placement or a mesh. `verify` and `validate` together reject
+every mutant whose result differs; what they let through computes the same. `python -m tests.transforms.test_mutants
+[COUNT [SEED]]` prints the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, find, settings
+
+from distir.ir import Function, validate, verify
+from distir.ir.errors import DistirError, InfeasibleError, IRTypeError, MismatchError
+from distir.transforms.training import SGD
+from tests.transforms.mutate import COMMUNICATION, KINDS, Fault, Mutant, apply, mutants
+from tests.transforms.programs import (
+    Plan,
+    Program,
+    collectives,
+    distributed,
+    error,
+    imported_mlp,
+    run,
+    small_gpt,
+    written_mlp,
+)
+from tests.transforms.random_programs import random_programs
+
+COUNT = 312
+BY_TYPES, BY_TERMS, SAME, DIFFERENT = "verify", "validate", "let through, same result", "let through, DIFFERENT"
+COLUMNS = (BY_TYPES, BY_TERMS, SAME, DIFFERENT)
+
+
+class Case(NamedTuple):
+    """A verified distributed program, what it is validated against, and the results it gives."""
+
+    program: Program
+    function: Function
+    source: Function
+    results: list[np.ndarray]
+
+
+def case(program: Program, plan: Plan) -> Case:
+    made = distributed(program, plan)
+    return Case(program, made.program, made.source, run(made.program, program))
+
+
+def cases() -> list[Case]:
+    """Small GPTs with fused QKV, tied embedding and padded vocabulary, MLPs, and programs found at random."""
+    momentum = SGD(0.1, momentum=0.9)
+    return [
+        case(small_gpt(vocabulary=15, optimizer=momentum), Plan(2, 2, 2, 2)),
+        case(small_gpt(layers=1), Plan(2, 2, 2, 2, host=True)),
+        case(imported_mlp(momentum), Plan(2, 2, 2, 4)),
+        case(written_mlp(), Plan(2, 2, 2, 2, "gpipe", host=True)),
+        *[case(program, plan) for program, plan in random_cases()],
+    ]
+
+
+def random_cases() -> list[tuple[Program, Plan]]:
+    """Random programs that hold what the others do not: gathers, all-to-alls, values joined over time."""
+    plan = Plan(2, 2, 2, 2)
+    fixed = settings(
+        max_examples=500,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+    )
+
+    def holds(kind: str) -> Program:
+        def has(program: Program) -> bool:
+            try:
+                return len(program.function.ops) > 60 and collectives(distributed(program, plan).program)[kind] > 0
+            except InfeasibleError:
+                return False
+
+        return find(random_programs(), has, settings=fixed)
+
+    return [(holds(kind), plan) for kind in ("MPIAllgather", "MPIAlltoall")]
+
+
+def judged(one: Case, mutant: Mutant) -> str:
+    """The column of the table that a mutant belongs to."""
+    try:
+        verify(mutant.function)
+    except IRTypeError:
+        return BY_TYPES
+    try:
+        validate(mutant.function, one.source)
+    except MismatchError:
+        return BY_TERMS
+    return SAME if same(one, mutant) else DIFFERENT
+
+
+def same(one: Case, mutant: Mutant) -> bool:
+    """Does the mutant run, and give what the program gives?"""
+    try:
+        return error(run(mutant.function, one.program), one.results) <= 1e-9
+    except DistirError:
+        return False
+
+
+class Verdict(NamedTuple):
+    mutant: Mutant
+    column: str
+
+
+def judge(count: int, seed: int) -> list[Verdict]:
+    """The column of each of `count` mutants."""
+    known = cases()
+    drawn = mutants([c.function for c in known], count, seed)
+    return [Verdict(mutant, judged(known[i], mutant)) for i, mutant in drawn]
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """How many mutants of each kind went which way."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for v in verdicts:
+        counts[v.mutant.kind][v.column] += 1
+    rows = [("kind of fault", "mutants", *COLUMNS)]
+    for kind in KINDS:
+        row = counts[kind]
+        rows.append((kind, str(row.total()), *[str(row[c] or "") for c in COLUMNS]))
+    total = sum(counts.values(), Counter[str]())
+    rows.append(("all", str(total.total()), *[str(total[c] or "") for c in COLUMNS]))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(x.rjust(w) if k else x.ljust(w) for k, (x, w) in enumerate(zip(r, widths, strict=True))) for r in rows
+    ]
+    unsound = [f"  {v.mutant.kind}: {v.mutant.where}" for v in verdicts if v.column == DIFFERENT]
+    return "\n".join([*lines, *unsound])
+
+
+def hold(verdicts: Sequence[Verdict]) -> None:
+    """What is promised of `verify` and `validate`."""
+    assert [v.mutant.where for v in verdicts if v.column == DIFFERENT] == []
+    late = [v for v in verdicts if v.mutant.kind in COMMUNICATION and v.column == BY_TERMS]
+    assert [f"{v.mutant.kind}: {v.mutant.where}" for v in late] == []
+
+
+def test_a_rebuilt_program_without_a_fault_passes() -> None:
+    for one in cases():
+        mutant = Mutant("none", "nothing", apply(one.function, Fault("nothing")))
+        assert mutant.function is not one.function
+        assert judged(one, mutant) == SAME
+
+
+def test_seeded_faults_are_found() -> None:
+    verdicts = judge(COUNT, seed=0)
+    print(table(verdicts))
+    hold(verdicts)
+    for kind in KINDS:
+        assert sum(v.mutant.kind == kind for v in verdicts) >= 10
+    rejected = [v for v in verdicts if v.column in (BY_TYPES, BY_TERMS)]
+    assert len(rejected) > 0.9 * len(verdicts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_more_seeded_faults_are_found(seed: int) -> None:
+    verdicts = judge(1200, seed)
+    print(table(verdicts))
+    hold(verdicts)
+
+
+if __name__ == "__main__":
+    numbers = [int(x) for x in sys.argv[1:]]
+    print(table(judge(*[*numbers, *(COUNT, 0)[len(numbers) :]])))
