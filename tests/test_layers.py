@@ -43,6 +43,7 @@ def imported(path):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            assert node.module is not None
             yield node.lineno, node.module
             if node.module == "distir":
                 yield from ((node.lineno, f"distir.{alias.name}") for alias in node.names)

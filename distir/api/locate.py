@@ -21,9 +21,9 @@ from distir.api.check import largest_difference, magnitude
 from distir.api.steps import Feed, compute_steps
 from distir.backends.record import Key
 from distir.executor.collectives import cut
-from distir.executor.sequential import SequentialExecutor, evaluate
+from distir.executor.sequential import SequentialExecutor, evaluate, fit
 from distir.ir.device import Device, Mesh
-from distir.ir.errors import MismatchError
+from distir.ir.errors import MismatchError, WorkerError
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Float32, Float64, Partial, Tensor
 from distir.transforms.project import ranks
@@ -60,6 +60,21 @@ def locate(
     """
     if "RANK" in os.environ:
         return "run it without torchrun to find the op at fault"
+    try:
+        return _search(program, arrays, feed, steps, backend, timeout, executor)
+    except WorkerError as e:
+        return f"it could not be run again to find the op at fault: {e.message}"
+
+
+def _search(
+    program: Function,
+    arrays: Mapping[int, Any],
+    feed: Feed,
+    steps: int,
+    backend: str,
+    timeout: float,
+    executor: Callable[..., SequentialExecutor],
+) -> str:
     devices = ranks(program) or [None]
     with _recording(program, arrays, feed, steps, backend, timeout, executor) as recording:
         held = dict(arrays)
@@ -88,7 +103,10 @@ def _recording(
     """Gives a function from a step's number, in order, to what the ranks made in it."""
     if backend == "numpy":
         tape = _Tape(program)
-        compute_steps(program, arrays, feed, steps, executor(tap=tape), lambda *_: tape.end_step())
+        try:
+            compute_steps(program, arrays, feed, steps, executor(tap=tape), lambda *_: tape.end_step())
+        except MismatchError:  # copies of a result differ: what led to them is on the tape
+            tape.end_step()
         yield tape.steps.__getitem__
         return
     from distir.backends.launch import run
@@ -148,16 +166,19 @@ class _Replay:
     """One step on the reference executor, with what the ranks made in place of what it makes."""
 
     def __init__(self, program: Function, devices: Sequence[Device | None], made: Recorded) -> None:
-        self.program, self.devices, self.made = program, devices, made
+        self.program, self.made = program, made
         self.number = {d: r for r, d in enumerate(devices)}
         self.moments = _Moments(program)
-        self.worst: tuple[float, str] = (0.0, "")
         self.values: list[tuple[Value, int | None, Held]] = []
 
     def run(self, held: Mapping[int, Any]) -> dict[int, Any]:
         """The updated inputs. Raises _Found."""
         arrays = [held.get(k) for k in range(len(self.program.inputs))]
-        results = SequentialExecutor(tap=self.tap).compute(self.program, arrays)
+        try:
+            results = SequentialExecutor(tap=self.tap).compute(self.program, arrays)
+        except MismatchError:
+            self._as_a_whole(arrays)  # this says more than that copies of a result differ
+            raise
         self._as_a_whole(arrays)
         position = {v: k for k, v in enumerate(self.program.inputs)}
         return {
@@ -199,13 +220,13 @@ class _Replay:
             t = v.type
             if not isinstance(t, Tensor) or not isinstance(t.device, Mesh) or not _complete(t):
                 continue
-            want = whole[v]
-            if t.device.time is not None and moment is not None:
-                want = cut(want, t, {t.device.time: moment})
+            time = t.device.time
             for d, x in _on_devices(t, _summed(t, held)):
-                coord = t.device.coords[t.device.devices.index(d)]  # type: ignore[arg-type]
-                places = {i: c for i, c in enumerate(coord) if i != t.device.time}
-                error = largest_difference(np.asarray(x), cut(want, t, places)) / max(1.0, magnitude(want))
+                coord = list(t.device.coords[t.device.devices.index(d)])  # type: ignore[arg-type]
+                if time is not None and moment is not None:
+                    coord[time] = moment
+                want = cut(whole[v], t, tuple(coord))
+                error = largest_difference(np.asarray(x), want) / max(1.0, magnitude(want))
                 if not error <= _TOLERANCE.get(t.dtype, _ROUGH):
                     what = _named(v, self.moments.ops[v], moment)
                     raise _Found(
@@ -223,37 +244,31 @@ def _complete(t: Tensor) -> bool:
 
 def _summed(t: Tensor, held: Held) -> Held:
     """What is held, partial sums (or maxima) replaced by the whole's pieces."""
-    mesh = t.mesh
-    if not any(isinstance(p, Partial) for p in t.placements):
+    kinds = {p.kind for p in t.placements if isinstance(p, Partial)}
+    if not kinds:
         return held
-    rows: dict[tuple[int, ...], list[Any]] = {}
-    for coord, x in zip(mesh.coords, held, strict=True):
-        key = tuple(0 if isinstance(p, Partial) else c for c, p in zip(coord, t.placements, strict=True))
-        rows.setdefault(key, []).append((coord, x))
-    kind = next(p.kind for p in t.placements if isinstance(p, Partial))
-    combined = {}
-    for key, row in rows.items():
-        total = row[0][1]
-        for _, x in row[1:]:
-            total = np.maximum(total, x) if kind == "max" else total + x
-        combined[key] = total
-    return [
-        combined[tuple(0 if isinstance(p, Partial) else c for c, p in zip(coord, t.placements, strict=True))]
-        for coord in mesh.coords
+    combine = np.maximum if kinds == {"max"} else np.add
+    whole = [
+        tuple(0 if isinstance(p, Partial) else c for c, p in zip(coord, t.placements, strict=True))
+        for coord in t.mesh.coords
     ]
+    total: dict[tuple[int, ...], Any] = {}
+    for at, x in zip(whole, held, strict=True):
+        total[at] = combine(total[at], x) if at in total else x
+    return [total[at] for at in whole]
 
 
 def _erased(program: Function, arrays: Sequence[Any]) -> dict[Value, Any]:
     """Every value of a distributed program as it is without devices and microbatches; each body is run once."""
-    from distir.executor.sequential import fit
-
     env: dict[Value, Any] = {v: fit(x, v) for v, x in zip(program.inputs, arrays, strict=True)}
+    walked: set[Function] = set()
 
     def walk(function: Function) -> None:
         for op in function.ops:
             ins = [env[v] for v in op.inputs]
             if op.callee is not None:
-                if not all(v in env for v in op.callee.inputs):
+                if op.callee not in walked:
+                    walked.add(op.callee)
                     env.update(zip(op.callee.inputs, ins, strict=True))
                     walk(op.callee)
                 outs: Sequence[Any] = [env[v] for v in op.callee.outputs]
@@ -262,8 +277,7 @@ def _erased(program: Function, arrays: Sequence[Any]) -> dict[Value, Any]:
             elif op.spec.comm is not None:
                 outs = [ins[0]] * len(op.outputs)
             else:
-                bare = Op(op.spec, op.inputs, op.attributes, op.outputs)
-                outs = _evaluated(bare, ins)
+                outs = _evaluated(op, ins)
             env.update(zip(op.outputs, outs, strict=True))
 
     walk(program)

@@ -56,9 +56,10 @@ class Summary:
         size = f"{self.plan.size} devices" if self.plan.size > 1 else "1 device"
         lines = [f"{self.model}: {self.plan}, batch {self.batch}, on {size}"]
         if self.split is not None:
-            text = f"tp splits {self.split.flops:.1%} of the FLOPs and {self.split.parameters:.1%} of the parameters"
+            flops, parameters = _share(self.split.flops), _share(self.split.parameters)
+            text = f"tp splits {flops} of the FLOPs and {parameters} of the parameters"
             names = [v.name for v in self.split.replicated]
-            lines.append(f"{text}; every device holds all of {_names(names)}" if names else text)
+            lines.append(f"{text}; not split: {_names(names)}" if names else text)
         if self.padded:
             rows = [f"{name} {_shape(a)} to {_shape(b)}" for name, (a, b) in self.padded.items()]
             lines.append(f"padded so that it divides: {', '.join(rows)}")
@@ -297,6 +298,11 @@ def rates(samples: float, tokens: float | None) -> str:
 def _names(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _share(x: float) -> str:
+    """A percentage that is rounded to neither all nor nothing."""
+    return f"{x:.1%}" if x in (0.0, 1.0) or 0.0005 <= x < 0.9995 else "less than 0.1%" if x < 0.5 else "over 99.9%"
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -13,14 +13,14 @@ from distir.api.data import Data
 from distir.api.locate import locate
 from distir.api.model import Model, as_model
 from distir.api.plan import Plan
-from distir.api.results import Prediction, RunResult, Summary
-from distir.api.steps import OnStep, Steps, compute_steps
+from distir.api.results import Prediction, RunResult, Summary, size
+from distir.api.steps import Feed, OnStep, Steps, compute_steps
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator import Simulator
 from distir.hardware import load_cluster
 from distir.ir import Device, Function, Topology, verify
 from distir.ir import validate as compare_terms
-from distir.ir.errors import MismatchError, UsageError
+from distir.ir.errors import InfeasibleError, MismatchError, UsageError
 from distir.ir.function import Value
 from distir.transforms.parallel3d import parallel_transform_3d, source_of
 
@@ -136,7 +136,8 @@ def run(
         return _by_position(function, fed.step(step))
 
     if backend == "numpy":
-        done = compute_steps(program, given, feed, steps, on_step=on_step)
+        _check_memory(prediction)
+        done = _computed(program, given, feed, steps, on_step)
     else:
         done = _launched(program, given, feed, steps, backend, timeout, prediction, check, on_step)
     comparison: Check | None = None
@@ -150,6 +151,24 @@ def run(
     return _result(model, done, prediction, backend, comparison)
 
 
+def _computed(program: Function, given: Mapping[int, Any], feed: Feed, steps: int, on_step: OnStep | None) -> Steps:
+    try:
+        return compute_steps(program, given, feed, steps, on_step=on_step)
+    except MismatchError as e:  # copies of one value differ
+        raise MismatchError(f"{e.message}; {locate(program, given, feed, steps, 'numpy', 0.0)}") from e
+
+
+def _check_memory(prediction: Prediction) -> None:
+    """Whether all devices' arrays fit into this process. Raises InfeasibleError."""
+    from distir.backends.launch import available_memory
+
+    need = sum(stage.memory * stage.devices for stage in prediction.simulation.stages)
+    have = available_memory()
+    if have is not None and need > have:
+        hint = "more microbatches or a smaller batch need less"
+        raise InfeasibleError(f"{size(need)} of memory are needed, {size(have)} are available", hint)
+
+
 def _by_position(function: Function, arrays: Mapping[Value, Any]) -> dict[int, Any]:
     return {k: arrays[v] for k, v in enumerate(function.inputs) if v in arrays}
 
@@ -157,7 +176,7 @@ def _by_position(function: Function, arrays: Mapping[Value, Any]) -> dict[int, A
 def _launched(
     program: Function,
     given: Mapping[int, Any],
-    feed: Callable[[int], dict[int, Any]],
+    feed: Feed,
     steps: int,
     backend: str,
     timeout: float,

@@ -17,9 +17,11 @@ from distir.executor.maxplus import Call, Code, Part, Plan, Slots
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
+from distir.ir.spec import lookup
 from distir.ir.type import Tuple, Type
 
 COMPUTE, SEND, RECV = "compute", "send", "recv"
+_CALL = lookup("Call")
 Where = tuple[int, str, Home | None]
 """A stream: of a class, its name, for transfers also the partner's home."""
 
@@ -33,13 +35,17 @@ class Program:
         self.overlap = overlap
         self.streams: list[tuple[int, str]] = []
         self._stream: dict[Where, int] = {}
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[int, Plan] = {}
         self._sends: dict[object, Plan] = {}
         self._bodies: dict[Function, Code] = {}
         self._held: dict[Type, tuple[int, ...]] = {}
         self.default = self._default()
         functions = [*function.callees(), function]
-        self._signatures = {f: [_signature(op) for op in f.ops] for f in functions}
+        self._kinds: dict[object, int] = {}
+        """What decides an op's cost and classes, numbered."""
+        self._first: list[tuple[Op, Function]] = []
+        """The first op of each kind."""
+        self._kind_of = {f: self._numbered(f) for f in functions}
         self.classes: Classes = classify(self._uses(functions), cost.topology)
         self.main = self._compile(function, entry=True)
 
@@ -78,15 +84,28 @@ class Program:
             self.streams.append((c, shown(*key[1:])))
         return found
 
+    def _numbered(self, f: Function) -> list[int]:
+        """The kind of each op, -1 for a call."""
+        kinds, out = self._kinds, list[int]()
+        for op in f.ops:
+            if op.spec is _CALL:
+                out.append(-1)
+                continue
+            key = (op.spec, op.attributes or None, *[v.type for v in op.inputs])
+            n = kinds.get(key)
+            if n is None:
+                n = kinds[key] = len(kinds)
+                self._first.append((op, f))
+            out.append(n)
+        return out
+
     def _uses(self, functions: Iterable[Function]) -> Uses:
-        uses, seen = Uses(), set[object]()
+        uses = Uses()
         for f in functions:
             for v in f.inputs:
                 self._locate(uses, v, f)
-            for op, key in zip(f.ops, self._signatures[f], strict=True):
-                if key not in seen:
-                    seen.add(key)
-                    self._use(uses, op, f)
+        for op, f in self._first:
+            self._use(uses, op, f)
         return uses
 
     def _locate(self, uses: Uses, v: Value, f: Function) -> None:
@@ -99,7 +118,7 @@ class Program:
         for v in (*op.inputs, *op.outputs):
             self._locate(uses, v, f)
         ins = [v.type for v in op.inputs]
-        if op.callee is not None or self.cost.free(op.spec, op.attributes, ins):
+        if self.cost.free(op.spec, op.attributes, ins):
             return
         axis = self.cost.collective_axis(op.spec, op.attributes, ins)
         if axis is not None:
@@ -185,13 +204,13 @@ class Program:
         code = Code(f, self, columns)
         lowering = _Lowering(code, env)
         plans = self._plans
-        for op, key in zip(f.ops, self._signatures[f], strict=True):
-            if key is None:
+        for op, kind in zip(f.ops, self._kind_of[f], strict=True):
+            if kind < 0:
                 lowering.call(op, self.body(op.callee))  # type: ignore[arg-type]
                 continue
-            plan = plans.get(key)
+            plan = plans.get(kind)
             if plan is None:
-                plan = plans[key] = self._plan(op)
+                plan = plans[kind] = self._plan(op)
             part = plan.simple
             if part is None:
                 lowering.general(op, plan)
@@ -333,14 +352,6 @@ def shown(name: str, partner: Home | None) -> str:
 def _plan(parts: list[Part], held: tuple[tuple[int, ...], ...]) -> Plan:
     simple = len(parts) == 1 and len(parts[0].streams) == 1 and len(parts[0].classes) == 1
     return Plan(tuple(parts), parts[0] if simple else None, held)
-
-
-def _signature(op: Op) -> object:
-    """What decides an op's cost and classes; None for a call."""
-    attributes = op.attributes
-    if "callee" in attributes:
-        return None
-    return (op.spec, attributes or None, *[v.type for v in op.inputs])
 
 
 def _ends(op: Op) -> tuple[Home, Home]:

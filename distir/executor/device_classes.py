@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 
 class Classes:
-    """The partition. Classes are numbered from 0 in the order in which `uses.homes` first holds them."""
+    """The partition. Classes are numbered from 0 in the order of their first devices."""
 
     def __init__(self, homes: dict[Home, tuple[int, ...]], sizes: list[int], first: list[Device]) -> None:
         self.homes = homes
@@ -53,13 +53,13 @@ class Classes:
         self.first = first
         self.peers: dict[tuple[Mesh, str], list[Peers]] = {}
         self.pairs: dict[tuple[Home, Home], list[Pair]] = {}
-        self.members: dict[Device, int] | None = None
+        self.members: dict[Device, int] = {}
         self.blocks: list[tuple[int, int, int]] = []
         self.kind = ""
 
     def of(self, device: Device) -> int | None:
         """The class of a device, None if the program does not use it."""
-        if self.members is not None and (found := self.members.get(device)) is not None:
+        if (found := self.members.get(device)) is not None:
             return found
         if device.kind == self.kind:
             return next((c for a, b, c in self.blocks if a <= device.index < b), None)
@@ -67,7 +67,7 @@ class Classes:
 
     def devices(self) -> Iterator[tuple[Device, int]]:
         """Every device of the program, with its class."""
-        yield from (self.members or {}).items()
+        yield from self.members.items()
         for a, b, c in self.blocks:
             for i in range(a, b):
                 yield Device(self.kind, i), c
@@ -88,7 +88,23 @@ def classify(uses: Uses, topology: Topology) -> Classes:
     """The coarsest classes of the devices that a program uses. Raises UsageError for one the topology lacks."""
     regular = topology.uniform
     found = _by_blocks(uses, topology, regular) if regular is not None else None
-    return found or _by_refinement(uses, topology)
+    return _in_order(found or _by_refinement(uses, topology))
+
+
+def _in_order(classes: Classes) -> Classes:
+    """The same, numbered by their first devices."""
+    first = classes.first
+    order = sorted(range(len(first)), key=lambda c: (first[c].kind, first[c].index))
+    new = {c: n for n, c in enumerate(order)}
+    classes.homes = {h: tuple([new[c] for c in held]) for h, held in classes.homes.items()}
+    classes.sizes, classes.first = [classes.sizes[c] for c in order], [first[c] for c in order]
+    classes.members = {d: new[c] for d, c in classes.members.items()}
+    classes.blocks = [(a, b, new[c]) for a, b, c in classes.blocks]
+    for key, found in classes.peers.items():
+        classes.peers[key] = [Peers(tuple([new[c] for c in p.classes]), p.group) for p in found]
+    for ends, pairs in classes.pairs.items():
+        classes.pairs[ends] = [Pair(new[p.source], new[p.target], p.link) for p in pairs]
+    return classes
 
 
 def members(home: Home) -> tuple[Device, ...]:

@@ -179,9 +179,7 @@ class Simulation:
         """What each class of devices did, in order of devices; compute, communication and bubble make `seconds`."""
         classes = self.program.classes
         rows: list[Stage] = []
-        times = busy_times(self._run)
-        for c in sorted(range(len(times)), key=lambda c: (classes.first[c].kind, classes.first[c].index)):
-            compute, busy = times[c]
+        for c, (compute, busy) in enumerate(busy_times(self._run)):
             use = self._memory.use(c).total
             rows.append(Stage(classes.label(c), classes.sizes[c], compute, busy - compute, self.seconds - busy, use))
         return rows

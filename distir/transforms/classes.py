@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from distir.ir.spec import Strand
 from distir.ir.type import Shard
-from distir.transforms.graph import Graph, strand_slots
+from distir.transforms.graph import Graph, heights, strand_slots
 
 Node = tuple[int, Shard]
 Taken = Mapping[int, Sequence[tuple[Shard, int]]]
@@ -70,6 +70,9 @@ class Classes:
                     other = root(number((ins[j][slot] if slot >= 0 else outs[j][~slot], p)))
                     if other != mine:
                         parent[other] = mine
+        for row in found:
+            if len(row) > 1:  # in an order that does not depend on that of the ops
+                row.sort(key=lambda entry: [(k, p.dim, p.outer) for k, p in strand_slots(entry[0])])
         self.strands = [[(strand, root(i)) for strand, i in row] for row in found]
         self.nodes = {node: root(i) for node, i in ids.items()}
         self.bad = {root(i) for i in refused}
@@ -105,8 +108,9 @@ def all_starts(graph: Graph, n: int, outer: int = 1) -> list[Node]:
 class Groups:
     """Clean classes that hold a dim of a weight, those that are alike put together.
 
-    Alike classes have the same multiset of (op signature, strand); those that meet in an op are coloured apart in
-    program order, so that a chain of equal layers alternates. `clash[g]` are the groups that meet g in some op.
+    Alike classes have the same multiset of (op signature, strand); those that meet in an op are coloured apart, in the
+    order in which the program needs them, so that a chain of equal layers alternates. `clash[g]` are the groups that
+    meet g in some op.
     """
 
     def __init__(self, classes: Classes, weights: Sequence[int]) -> None:
@@ -114,21 +118,26 @@ class Groups:
         self.classes = classes
         wanted = set(weights)
         size: dict[int, int] = {}
-        for (value, _), c in classes.nodes.items():
+        first: dict[int, tuple[int, int, int]] = {}
+        for (value, split), c in classes.nodes.items():
             if value in wanted and c not in classes.bad:
                 size[c] = size.get(c, 0) + math.prod(graph.shapes[value])
+                here = value, split.dim, split.outer
+                first[c] = min(first.get(c, here), here)
         marks: dict[int, Counter[tuple[int, Strand]]] = {c: Counter() for c in size}
         meets: dict[int, set[int]] = {c: set() for c in size}
-        order: dict[int, int] = {}
+        height = heights(graph)
+        top = dict.fromkeys(size, 0)
         for j, row in enumerate(classes.strands):
             here = [c for _, c in row if c in size]
             for strand, c in row:
                 if c in size:
                     marks[c][graph.sigs[j].number, strand] += 1
-                    order.setdefault(c, j)
+                    top[c] = max(top[c], height[j])
             for c in here if len(here) > 1 else ():
                 meets[c].update(here)
-        self.members = _colour(sorted(order, key=order.__getitem__), marks, meets)
+        # neither names nor the order of independent ops count: the more comes after, the earlier
+        self.members = _colour(sorted(filter(marks.get, size), key=lambda c: (-top[c], first[c])), marks, meets)
         self.group = {c: g for g, cs in enumerate(self.members) for c in cs}
         self.weight = [sum(size[c] for c in cs) for cs in self.members]
         self.clash: list[set[int]] = [set() for _ in self.members]

@@ -116,3 +116,37 @@ def closure(graph: Graph, roots: Sequence[int], forward: bool) -> set[int]:
                 seen.add(j)
                 todo += graph.outs[j] if forward else graph.ins[j]
     return seen
+
+
+def heights(graph: Graph) -> list[int]:
+    """Per op the length of the longest way from it to a result."""
+    below = [0] * len(graph.values)
+    height = [0] * len(graph.sigs)
+    for j in range(len(height) - 1, -1, -1):
+        height[j] = 1 + max([below[v] for v in graph.outs[j]], default=0)
+        for v in graph.ins[j]:
+            below[v] = max(below[v], height[j])
+    return height
+
+
+def canonical_order(graph: Graph) -> list[int]:
+    """The ops in an order in which operands come first, that depends neither on names nor on the order of the ops.
+
+    The more comes after, the earlier; of ops alike in that, by what they take, kind and attributes.
+    """
+    height = heights(graph)
+    rank = {v: (0, v, 0) for v in graph.inputs}  # of values: (made by an op, number of input or op, result)
+    levels: dict[int, list[int]] = {}
+    for j, h in enumerate(height):
+        levels.setdefault(-h, []).append(j)
+    order: list[int] = []
+    for level in sorted(levels):
+        row = [
+            ([rank[v] for v in graph.ins[j]], graph.sigs[j].spec.name, repr(dict(graph.sigs[j].attrs)), j)
+            for j in levels[level]
+        ]
+        for *_, j in sorted(row):
+            for k, v in enumerate(graph.outs[j]):
+                rank[v] = 1, len(order), k
+            order.append(j)
+    return order

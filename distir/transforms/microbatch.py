@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from distir.ir.spec import Strand
 from distir.ir.type import REPLICATE, SUM, Partial, Placement, Shard
 from distir.transforms.classes import Classes
-from distir.transforms.graph import Graph, closure
+from distir.transforms.graph import Graph, canonical_order, closure
 from distir.transforms.place import Placed
 
 
@@ -21,22 +21,24 @@ def place_in_time(graph: Graph, microbatches: int, batch: Mapping[int, int]) -> 
     """Place every op along the time axis; `batch` maps each data input to its batch dim."""
     classes = Classes(graph, microbatches, [(v, Shard(dim)) for v, dim in batch.items()])
     options = [[strand for strand, _ in row] for row in classes.strands]
+    order = canonical_order(graph)
     before: set[int] = set()
     while True:
-        strands, conflict = _sweep(graph, options, before)
+        strands, conflict = _sweep(graph, order, options, before)
         if conflict is None:
             return Placed(0.0, strands, set(), {})
         before |= closure(graph, conflict, forward=False)
 
 
 def _sweep(
-    graph: Graph, options: Sequence[Sequence[Strand]], before: Collection[int]
+    graph: Graph, order: Sequence[int], options: Sequence[Sequence[Strand]], before: Collection[int]
 ) -> tuple[list[Strand | None], list[int] | None]:
     """Each op's strand, the ops `before` unsplit; or the values that are whole too late for an op that needs them."""
     state: list[Placement] = [REPLICATE] * len(graph.values)
     after: set[int] = set()  # values that are whole only once all microbatches are done
-    strands: list[Strand | None] = []
-    for j, sig in enumerate(graph.sigs):
+    strands: list[Strand | None] = [None] * len(graph.sigs)
+    for j in order:
+        sig = graph.sigs[j]
         have = [state[v] for v in graph.ins[j]]
         late = [v for v in graph.ins[j] if v in after]
         if late and any(p is not REPLICATE for p in have):
@@ -49,7 +51,7 @@ def _sweep(
             outs = [SUM] * len(outs)
         elif late or any(p is not REPLICATE for p in have):
             after.update(graph.outs[j])
-        strands.append(strand)
+        strands[j] = strand
         for v, p in zip(graph.outs[j], outs, strict=True):
             state[v] = p
     return strands, None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from distir.ir.spec import Strand
 from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard
-from distir.transforms.graph import Graph, Signature
+from distir.transforms.graph import Graph, Signature, canonical_order
 
 _SWEEPS = 6
 
@@ -34,6 +34,8 @@ class View(NamedTuple):
     inputs: Collection[int]
     roles: Sequence[str | None]
     outputs: Collection[int]
+    order: Sequence[int]
+    """The ops in the order in which they are decided."""
 
 
 class Cost(NamedTuple):
@@ -63,7 +65,18 @@ def view(graph: Graph, strands: Sequence[Sequence[tuple[Strand, int]]]) -> View:
     one = [1] * max(len(graph.sigs), len(graph.values))
     elements = [math.prod(s) for s in graph.shapes]
     return View(
-        graph.sigs, graph.ins, graph.outs, strands, elements, users, one, one, graph.inputs, graph.roles, graph.outputs
+        graph.sigs,
+        graph.ins,
+        graph.outs,
+        strands,
+        elements,
+        users,
+        one,
+        one,
+        graph.inputs,
+        graph.roles,
+        graph.outputs,
+        canonical_order(graph),
     )
 
 
@@ -97,10 +110,11 @@ class _Sweep:
                 if v.roles[i] in ("parameter", "state"):
                     share = self.n if i in self.inputs else 1
                     total += v.elements[i] / share * self.cost.held * v.copies[i]
-        self.strands, self.wants = [], []
+        self.strands = [None] * len(v.sigs)
+        self.wants = [()] * len(v.sigs)
         paid: set[tuple[int, Placement]] = set()
-        for j, sig in enumerate(v.sigs):
-            price, strand, wants, outs = self._cheapest(j, sig, paid)
+        for j in v.order:
+            price, strand, wants, outs = self._cheapest(j, v.sigs[j], paid)
             total += price * v.times[j]
             for i, want in zip(v.ins[j], wants, strict=True):
                 have = self.state[i]
@@ -109,8 +123,7 @@ class _Sweep:
                         self.state[i] = self.inputs[i] = want
                 elif have is not want:
                     paid.add((i, want))
-            self.strands.append(strand)
-            self.wants.append(wants)
+            self.strands[j], self.wants[j] = strand, wants
             for i, p in zip(v.outs[j], outs, strict=True):
                 if i in self.reduce and isinstance(p, Partial):
                     total += 2 * v.elements[i] * self._wire() * v.times[j]
@@ -173,7 +186,7 @@ class _Sweep:
         """Decide which Partials are reduced at once: those that cost no more here than where they end up whole."""
         v = self.v
         later: dict[int, float] = {}
-        for j in range(len(v.sigs) - 1, -1, -1):
+        for j in reversed(v.order):
             for i in v.outs[j]:
                 if not isinstance(self.state[i], Partial):
                     continue

@@ -42,9 +42,9 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
         ]
     number: dict[int, int] = {}
     kept: list[int] = []
-    for j, c in enumerate(ops):
-        if c not in number:
-            number[c] = len(kept)
+    for j in full.order:
+        if ops[j] not in number:
+            number[ops[j]] = len(kept)
             kept.append(j)
     times = Counter(ops)
     renumber: dict[int, int] = {}
@@ -67,4 +67,5 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
         inputs={at[v] for v in full.inputs},
         roles=[full.roles[v] for v in first],
         outputs={at[v] for v in full.outputs},
+        order=range(len(kept)),
     )

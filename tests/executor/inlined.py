@@ -68,7 +68,8 @@ class Inlined:
 
     def step(self, op: Op, ins: list[dict[Device, float]], times: dict[Value, dict[Device, float]]) -> None:
         spec, attrs, cost = op.spec, op.attributes, self.cost
-        tin, tout = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        tin: list[Any] = [v.type for v in op.inputs]
+        tout: list[Any] = [v.type for v in op.outputs]
         if cost.free(spec, attrs, tin):
             for d in self.devices(op.outputs[0]):
                 t = max((x[d] for x in ins if d in x), default=NEVER)

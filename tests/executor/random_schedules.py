@@ -79,8 +79,9 @@ def _random_op(rng: random.Random, f: FunctionMaker, pool: list[Value]) -> None:
 
 def _random_collective(rng: random.Random, f: FunctionMaker, v: Value) -> Value:
     """One that fits the value's placement along some axis; raises IRTypeError if that cannot be."""
-    axis = rng.choice(v.type.mesh.axes)
-    p = v.type.on(axis)
+    t: Any = v.type
+    axis = rng.choice(t.mesh.axes)
+    p = t.on(axis)
     if isinstance(p, Shard):
         name = rng.choice(["MPIAllgather", "MPIAlltoall"])
     else:
@@ -120,7 +121,7 @@ def random_program(seed: int) -> tuple[Function, Topology]:
         bodies.append(mine)
     f = FunctionMaker("main")
     pools: list[list[Value]] = [[f.add_input_value("x", _random_type(rng, m), Role("parameter"))] for m in meshes]
-    for _ in range(rng.randint(5, 40)):
+    for _ in range(rng.choice([10, 20, 40, 60])):
         s = rng.randrange(stages)
         u = rng.random()
         if u < 0.6:

@@ -191,6 +191,18 @@ def test_all_reduce_of_8_a100_against_nccl_tests(size: int, measured: float) -> 
     assert math.isclose(predicted, measured, rel_tol=close)
 
 
+def test_a_link_that_changes_is_seen() -> None:
+    topology = Topology()
+    host, *gpus = [topology.add_device("gpu") for _ in range(3)]
+    mesh = Mesh(gpus, {"dp": 2}, "m")
+    model, x = CostModel(topology), Tensor(Float(), (1000, 1000), host)
+    y = Tensor.whole(Float(), (1000, 1000), mesh, [Shard(0)])
+    for gbps in (8, 16):
+        for d in gpus:
+            topology.set_bandwidth(host, d, gbps)
+        assert model.between(lookup("MPIScatter"), [x], [y], host, mesh) == quantize(4e6 / (gbps * 1.25e8))
+
+
 def test_a_missing_link_is_an_error() -> None:
     from distir.ir.errors import UsageError
 

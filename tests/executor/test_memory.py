@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distir.executor import Simulator
@@ -183,6 +183,58 @@ def test_more_microbatches_take_no_more_evaluations() -> None:
     assert sizes[0] == sizes[1] <= 4
 
 
+def _compare(f: FunctionMaker) -> MemoryUse:
+    function = f.finalize()
+    cost = CostModel(topology())
+    most, end = Inlined(function, cost).peak(DEVICE)
+    got = use(function)
+    assert (got.total, list(got.curve[-1].after)) == (most, end)
+    return got
+
+
+def _update() -> Function:
+    """A body that updates its first operand with its second, in place if it may."""
+    f = FunctionMaker("update")
+    a, b = f.add_input_value("a", X), f.add_input_value("b", X)
+    f.set_outputs([f.emit("Relu", f.emit("SGD", a, b, lr=0.1))])
+    return f.finalize()
+
+
+def test_operands_that_share_a_buffer_are_told_apart_from_those_that_do_not() -> None:
+    f, body = FunctionMaker(), _update()
+    x = f.add_input_value("x", X)
+    for _ in range(2):
+        y, z = f.emit("Relu", x), f.emit("Relu", x)
+        f.add_op("Call", None, [y, z], {}, [body])
+        y = f.emit("Relu", x)
+        f.add_op("Call", None, [y, f.emit("Transpose", y, perm=(1, 0))], {}, [body])
+    f.set_outputs([])
+    _compare(f)
+
+
+def test_one_tensor_kept_of_many() -> None:
+    """A body gives back one member of a bundle that the caller still holds: when that goes, the member stays."""
+    make, keep = FunctionMaker("make"), FunctionMaker("keep")
+    x = make.add_input_value("x", X)
+    make.set_outputs([make.emit("Pack", *[make.emit("Relu", x) for _ in range(3)])])
+    bundle = Tuple([X, X, X])
+    _, middle, _ = keep.emit("Unpack", keep.add_input_value("all", bundle))
+    keep.emit("Relu", middle)
+    keep.set_outputs([keep.emit("Transpose", middle, perm=(1, 0))])
+    drop = FunctionMaker("drop")
+    for v in drop.emit("Unpack", drop.add_input_value("all", bundle)):
+        drop.emit("Relu", v)
+    drop.set_outputs([])
+    f = FunctionMaker()
+    x = f.add_input_value("x", X)
+    everything = f.add_op("Call", None, [x], {}, [make.finalize()])
+    kept = f.add_op("Call", None, [everything], {}, [keep.finalize()])
+    f.add_op("Call", None, [everything], {}, [drop.finalize()])
+    f.set_outputs([f.emit("Relu", f.emit("Relu", kept))])
+    got = _compare(f)
+    assert [sum(p.after) // ONE for p in got.curve] == [4, 4, 2, 2, 2]
+
+
 def _same(seed: int) -> None:
     function, where = random_program(seed)
     cost = CostModel(where)
@@ -195,6 +247,7 @@ def _same(seed: int) -> None:
         assert list(got.curve[-1].after if got.curve else got.start) == end
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 1 << 32))
 def test_calls_count_as_their_bodies_inlined(seed: int) -> None:
     """The peak of every device, and by category what is live at the end."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distir.executor import Simulator, infer_types
 from distir.executor.busy import merged
 from distir.executor.cost_model import CostModel
+from distir.executor.maxplus import Call
 from distir.executor.simulator import Simulation
 from distir.hardware import load_cluster
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology, Value
@@ -226,22 +227,63 @@ def _same(seed: int, overlap: bool) -> None:
     assert got == inlined.events
     assert len(simulation.trace) == len(got)
     assert {d: t for d, t in simulation.timestamps.items() if t} == {d: t for d, t in inlined.timestamps().items() if t}
-    rows = {s: c for c, s in enumerate(sorted(range(len(simulation.stages)), key=lambda c: _first(simulation, c)))}
     for device, c in simulation.program.classes.devices():
         mine = [(a, a + d, s) for _, a, d, who, s in inlined.events if who == repr(device) and s != "view"]
         busy = sum(b - a for a, b in merged([(a, b) for a, b, _ in mine]))
-        stage = simulation.stages[rows[c]]
+        stage = simulation.stages[c]
         assert stage.communication + stage.compute == busy
         assert stage.bubble == simulation.seconds - busy
         if overlap:
             assert stage.compute == sum(b - a for a, b, s in mine if s == "compute")
 
 
-def _first(simulation: Simulation, c: int) -> tuple[str, int]:
-    first = simulation.program.classes.first[c]
-    return first.kind, first.index
+def _compare(function: Function, topology: Topology) -> Simulation:
+    simulation, inlined = Simulator(Units(topology)).interpret(function), Inlined(function, Units(topology))
+    assert [(e.name, e.ts, e.dur, e.pid, e.tid) for e in simulation.trace] == inlined.events
+    mine = [(a, a + d) for _, a, d, who, s in inlined.events if who == "gpu:0" and s != "view"]
+    busy = sum(b - a for a, b in merged(mine))
+    assert simulation.stages[0].compute + simulation.stages[0].communication == busy
+    return simulation
 
 
+def test_an_input_passed_on_by_a_call_in_a_call_is_waited_for() -> None:
+    topology = linked(2)
+    mesh = Mesh(topology.devices, {"tp": 2}, "m")
+    t = Tensor(Float(), (8, 8), mesh, [SUM])
+    inner = FunctionMaker("inner")
+    x = inner.add_input_value("x", t)
+    inner.emit("Neg", x)  # so that x waits for compute; passed on, it is waited for on tp
+    inner.set_outputs([x])
+    outer = FunctionMaker("outer")
+    got = outer.add_op("Call", None, [outer.add_input_value("x", t)], {}, [inner.finalize()])
+    outer.set_outputs([outer.emit("MPIAllreduce", got, axis="tp")])
+    main = FunctionMaker()
+    y = main.emit("Neg", main.emit("Neg", main.add_input_value("x", t)))
+    main.add_op("Call", None, [y], {}, [outer.finalize()])
+    assert _compare(main.finalize(), topology).seconds == 7
+
+
+def test_calls_entered_at_different_delays_are_told_apart() -> None:
+    """What the device does in a call depends on when its second input comes: before, in, or after its compute."""
+    topology = linked(4)
+    here, there = (Mesh(topology.devices[i : i + 2], {"tp": 2}, f"m{i}") for i in (0, 2))
+    t = Tensor(Float(), (8, 8), here, [SUM])
+    body = FunctionMaker("body")
+    x, late = body.add_input_value("x", Tensor(Float(), (8, 8), here)), body.add_input_value("late", t)
+    body.emit("Relu", body.emit("Relu", x))
+    reduced = body.emit("MPIAllreduce", late, axis="tp")
+    body.set_outputs([body.emit("Relu", reduced)])
+    function = body.finalize()
+    main = FunctionMaker()
+    x, y = main.add_input_value("x", Tensor(Float(), (8, 8), here)), main.add_input_value("y", t.moved(there))
+    for delay in (0, 1, 9, 0, 0, 5, 2, 3, 4, 0, 0):
+        for _ in range(delay):
+            y = main.emit("Neg", y)
+        main.add_op("Call", None, [x, main.emit("Send", y, to=here)], {}, [function])
+    _compare(main.finalize(), topology)
+
+
+@settings(max_examples=60)
 @given(st.integers(0, 1 << 32), st.booleans())
 def test_replay_is_exact(seed: int, overlap: bool) -> None:
     """Every event, every clock, every second of compute, communication and bubble: equal, not close."""
@@ -260,7 +302,7 @@ def test_random_programs_are_not_trivial() -> None:
     for seed in range(60):
         function, topology = random_program(seed)
         program = Simulator(CostModel(topology)).interpret(function).program
-        found = [p for p in program.main.plans if hasattr(p, "live")]
+        found = [p for p in program.main.plans if isinstance(p, Call)]
         calls += len(found)
         live += sum(len(p.live) for p in found)
         columns += sum(len(p.body.columns) for p in found)
@@ -291,8 +333,9 @@ def test_work_does_not_grow_with_devices(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(simulation.program.classes.sizes) == 1
         assert len(simulation.timestamps) == len(cluster.devices)
         assert len(simulation.trace) == 3 * len(cluster.devices)
-    (peers,) = simulation.program.classes.peers[next(iter(simulation.program.classes.homes)), "dp"]
-    assert (peers.group.size, peers.group.nodes) == (8192, 8192)
+        found = {axis: peers for (_, axis), peers in simulation.program.classes.peers.items()}
+        (peers,) = found["dp"]
+        assert (peers.group.size, peers.group.nodes) == (len(cluster.devices) // 8, len(cluster.devices) // 8)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 6, 8, 12])
@@ -320,6 +363,40 @@ def test_the_slowest_device_holds_up_its_group_only() -> None:
     assert times[0] == times[1] < 0.1
     assert times[2] == times[3] > 0.9
     assert sorted(simulation.program.classes.sizes) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_partners_of_different_devices_are_of_different_classes(slow: int) -> None:
+    """One slow device among the senders, or among the receivers, who send something back."""
+    topology = Topology()
+    devices = [topology.add_device("gpu", 1e9, 2e6 if i == slow else 1e9, 0.0) for i in range(4)]
+    for i, a in enumerate(devices):
+        for b in devices[:i]:
+            topology.set_bandwidth(a, b, 8)
+    here, there = Mesh(devices[:2], {"dp": 2}, "here"), Mesh(devices[2:], {"dp": 2}, "there")
+    f = FunctionMaker()
+    x = f.emit("Send", f.emit("Relu", f.add_input_value("x", Tensor(Float(), (500, 500), here))), to=there)
+    f.emit("Relu", f.emit("Send", f.emit("Relu", x), to=here))
+    function, cost = f.finalize(), CostModel(topology)
+    simulation = Simulator(cost).interpret(function)
+    inlined = Inlined(function, cost).timestamps()
+    assert dict(simulation.timestamps) == inlined
+    assert simulation.program.classes.sizes == [1, 1, 1, 1]
+    assert inlined[devices[0]] > 0.9 > 0.1 > inlined[devices[1]]
+
+
+def test_who_waits_for_different_devices_is_of_different_classes() -> None:
+    """Without overlap a sender waits until its receiver is free."""
+    topology = Topology()
+    devices = [topology.add_device("gpu", 1e9, 2e6 if i == 2 else 1e9, 0.0) for i in range(4)]
+    for a, b in ((0, 2), (1, 3)):
+        topology.set_bandwidth(devices[a], devices[b], 8)
+    here, there = Mesh(devices[:2], {"dp": 2}, "here"), Mesh(devices[2:], {"dp": 2}, "there")
+    f = FunctionMaker()
+    f.emit("Relu", f.add_input_value("y", Tensor(Float(), (500, 500), there)))
+    f.emit("Send", f.add_input_value("x", Tensor(Float(), (500, 500), here)), to=there)
+    simulation = Simulator(CostModel(topology), overlap=False).interpret(f.finalize())
+    assert simulation.timestamps[devices[0]] > 0.9 > 0.1 > simulation.timestamps[devices[1]]
 
 
 def test_rates_table_and_fit() -> None:

@@ -8,7 +8,8 @@ old one.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from distir.ir import Function, Mesh, Op, Value
@@ -87,7 +88,7 @@ class Fault(NamedTuple):
     where: str
     site: Site | None = None
     edit: Edit | None = None
-    inputs: dict[Value, Type] = {}
+    inputs: Mapping[Value, Type] = MappingProxyType({})
     updates: dict[Value, Value] | None = None
 
 

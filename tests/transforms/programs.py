@@ -14,8 +14,8 @@ import numpy as np
 from distir.executor.sequential import SequentialExecutor, Tap
 from distir.importer import import_from_onnx
 from distir.ir import Device, Function, FunctionMaker, Value, validate, verify
-from distir.ir.function import Role
-from distir.ir.type import Float64, Int64, Tensor
+from distir.ir.type import Float64, Tensor
+from distir.models.gpt import gpt
 from distir.transforms.parallel3d import Distributed, distribute, source_of
 from distir.transforms.precision import with_dtype
 from distir.transforms.training import SGD, AdamW, training_step
@@ -134,52 +134,14 @@ def small_gpt(
     optimizer: SGD | AdamW = PLAIN,
     batch: int = BATCH,
 ) -> Program:
-    """The training step of a GPT with fused QKV projections and tied embedding and head, built by hand."""
-    function = gpt(layers, width, heads, vocabulary, sequence, batch)
+    """The training step of a GPT with fused QKV projections and tied embedding and head."""
+    function = gpt(layers, width, heads, vocabulary, sequence, batch, Float64)
     step = training_step(function, "cross-entropy", optimizer, gradients=True)
     rng = np.random.default_rng(3)
     ids, labels = rng.integers(0, vocabulary, (2, batch, sequence))
-    mask = np.triu(np.full((sequence, sequence), -1e9), 1)
-    return _filled(step, {"ids": ids, "labels": labels, "mask": mask}, rng)
-
-
-def gpt(layers: int, width: int, heads: int, vocabulary: int, sequence: int, batch: int = BATCH) -> Function:
-    """The forward pass to the logits."""
-    f = FunctionMaker("gpt")
-
-    def weight(name: str, *shape: int) -> Value:
-        return f.add_input_value(name, Tensor(Float64, shape), Role("parameter"))
-
-    def norm(name: str, x: Value) -> Value:
-        gain, bias = weight(f"{name}.gain", width), weight(f"{name}.bias", width)
-        return f.add_op("LayerNormalization", name, [x, gain, bias], {"axis": -1, "epsilon": 1e-5})
-
-    def linear(name: str, x: Value, n: int, m: int) -> Value:
-        y = f.add_op("MatMul", name, [x, weight(f"{name}.w", n, m)])
-        return f.add_op("Add", name, [y, weight(f"{name}.b", m)])
-
-    ids = f.add_input_value("ids", Tensor(Int64, (batch, sequence)), Role("data", 0))
-    mask = f.add_input_value("mask", Tensor(Float64, (sequence, sequence)), Role("constant"))
-    embedding = weight("wte", vocabulary, width)
-    x = f.emit("Gather", embedding, ids)
-    x = f.emit("Add", x, weight("wpe", sequence, width))
-    scale = f.emit("Constant", value=(1 / math.sqrt(width // heads),), shape=(), dtype=Float64)
-    for i in range(layers):
-        qkv = linear(f"h{i}.qkv", norm(f"h{i}.ln1", x), width, 3 * width)
-        q, k, v = [
-            f.emit("Transpose", f.emit("Reshape", part, shape=(batch, sequence, heads, -1)), perm=(0, 2, 1, 3))
-            for part in f.emit("Split", qkv, axis=2, parts=3)
-        ]
-        scores = f.emit("Mul", f.emit("MatMul", q, f.emit("Transpose", k, perm=(0, 1, 3, 2))), scale)
-        scores = f.emit("Add", scores, mask)
-        mixed = f.emit("MatMul", f.emit("Softmax", scores, axis=-1), v)
-        mixed = f.emit("Reshape", f.emit("Transpose", mixed, perm=(0, 2, 1, 3)), shape=(batch, sequence, width))
-        x = f.emit("Add", x, linear(f"h{i}.proj", mixed, width, width))
-        hidden = f.emit("Gelu", linear(f"h{i}.fc", norm(f"h{i}.ln2", x), width, 4 * width), approximate="tanh")
-        x = f.emit("Add", x, linear(f"h{i}.out", hidden, 4 * width, width))
-    head = f.emit("Transpose", embedding, perm=(1, 0))
-    f.set_outputs([f.add_op("MatMul", "logits", [norm("ln", x), head])])
-    return f.finalize()
+    given = {"input_ids": ids, "labels": labels, "position_ids": np.arange(sequence)[None]}
+    given["attention_mask"] = np.triu(np.full((1, 1, sequence, sequence), -1e9), 1)
+    return _filled(step, given, rng)
 
 
 def _filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Generator) -> Program:

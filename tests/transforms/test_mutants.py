@@ -7,6 +7,7 @@ every mutant whose result differs; what they let through computes the same. `pyt
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from distir.ir import Function, validate, verify
 from distir.ir.errors import DistirError, InfeasibleError, IRTypeError, MismatchError
@@ -31,7 +32,7 @@ from tests.transforms.programs import (
     small_gpt,
     written_mlp,
 )
-from tests.transforms.random_programs import random_programs
+from tests.transforms.random_programs import random_programs, split_and_join
 
 COUNT = 312
 BY_TYPES, BY_TERMS, SAME, DIFFERENT = "verify", "validate", "let through, same result", "let through, DIFFERENT"
@@ -52,6 +53,7 @@ def case(program: Program, plan: Plan) -> Case:
     return Case(program, made.program, made.source, run(made.program, program))
 
 
+@functools.cache
 def cases() -> list[Case]:
     """Small GPTs with fused QKV, tied embedding and padded vocabulary, MLPs, and programs found at random."""
     momentum = SGD(0.1, momentum=0.9)
@@ -65,27 +67,27 @@ def cases() -> list[Case]:
 
 
 def random_cases() -> list[tuple[Program, Plan]]:
-    """Random programs that hold what the others do not: gathers, all-to-alls, values joined over time."""
+    """Random programs that hold what the others do not: all-gathers, all-to-alls, values joined over time."""
     plan = Plan(2, 2, 2, 2)
-    fixed = settings(
-        max_examples=500,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        deadline=None,
+    found: dict[str, Program] = {}
+
+    @settings(
+        max_examples=300, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
     )
+    @given(random_programs(split_and_join))
+    def look(program: Program) -> None:
+        if len(found) == 2 or not 60 < len(program.function.ops) < 200:
+            return
+        try:
+            kinds = collectives(distributed(program, plan).program)
+        except InfeasibleError:
+            return
+        for kind in ("MPIAllgather", "MPIAlltoall"):
+            if kinds[kind]:
+                found.setdefault(kind, program)
 
-    def holds(kind: str) -> Program:
-        def has(program: Program) -> bool:
-            try:
-                return len(program.function.ops) > 60 and collectives(distributed(program, plan).program)[kind] > 0
-            except InfeasibleError:
-                return False
-
-        return find(random_programs(), has, settings=fixed)
-
-    return [(holds(kind), plan) for kind in ("MPIAllgather", "MPIAlltoall")]
+    look()
+    return [(program, plan) for program in found.values()]
 
 
 def judged(one: Case, mutant: Mutant) -> str:
@@ -133,9 +135,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     total = sum(counts.values(), Counter[str]())
     rows.append(("all", str(total.total()), *[str(total[c] or "") for c in COLUMNS]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(x.rjust(w) if k else x.ljust(w) for k, (x, w) in enumerate(zip(r, widths, strict=True))) for r in rows
-    ]
+    lines = [first.ljust(widths[0]) + "".join(f"  {x:>{w}}" for x, w in zip(rest, widths[1:])) for first, *rest in rows]
     unsound = [f"  {v.mutant.kind}: {v.mutant.where}" for v in verdicts if v.column == DIFFERENT]
     return "\n".join([*lines, *unsound])
 

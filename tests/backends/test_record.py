@@ -1,0 +1,59 @@
+"""What ranks keep of what they compute."""
+
+from pathlib import Path
+
+import numpy as np
+
+import distir
+from distir.api.data import Data
+from distir.backends.record import Key, Recorder, recorded
+from distir.backends.torch import TorchRank, own_array
+from distir.executor.sequential import SequentialExecutor
+from distir.ir.type import BFloat16, Float64
+from distir.models import mlp
+
+
+def test_values_come_back_step_by_step(tmp_path: Path):
+    recorder = Recorder(tmp_path, 3, np.array)
+    recorder("f", "x", [1.0], 0)
+    recorder("f", "x", [2.0], 1)
+    recorder.end_step()
+    recorder("f", "x", [3.0], 0)
+    recorder.end_step()
+    recorder("f", "x", [4.0], 0)  # of a step that did not end
+    recorder.file.close()
+    first, second = recorded(tmp_path, 3)
+    assert {k: x.tolist() for k, x in first.items()} == {Key("f", "x", 0): [1.0], Key("f", "x", 1): [2.0]}
+    assert list(second) == [Key("f", "x", 0)]
+
+
+def test_a_rank_shows_every_tensor_it_makes():
+    """The same values as the reference executor's, of each microbatch."""
+    model = distir.Model(mlp(3, 8, 4, Float64))
+    program = distir.distribute(model, distir.Plan(microbatches=2))
+    arrays = model.initial()
+    data = Data(model.function, arrays).step(0)
+    given = [(arrays | data)[v] for v in model.function.inputs]
+    made: dict[Key, np.ndarray] = {}
+    rank = TorchRank(program, 0, tap=lambda f, name, x, moment: made.update({Key(f, name, moment): own_array(x)}))
+    rank.load(dict(enumerate(given)))
+    rank.step()
+    seen: dict[str, list[np.ndarray]] = {}
+    SequentialExecutor(tap=lambda v, x: seen.setdefault(v.name, []).append(x) or x).compute(program, given)
+    body = [k for k in made if k.moment is not None]
+    assert {k.moment for k in body} == {0, 1}
+    assert {k.name for k in made} >= {"y0", "a0", "y2", "dwA"} & seen.keys()
+    for key in body:
+        found = [x[0] for x in seen[key.name]]
+        assert any(np.allclose(made[key], x, rtol=1e-12) for x in found), key
+
+
+def test_arrays_are_copies():
+    import torch
+
+    x = torch.ones(3)
+    copy = own_array(x)
+    x.add_(1)
+    assert copy.tolist() == [1, 1, 1]
+    assert own_array(torch.ones(2, dtype=torch.bfloat16)).dtype == np.float32
+    assert BFloat16.numpy.name == "bfloat16"

@@ -1,0 +1,348 @@
+"""The road from Python: plans, default data, results, the check and what it says of a wrong run."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import distir
+from distir.api.check import compare
+from distir.api.data import Data, index_limits
+from distir.api.locate import locate
+from distir.api.model import Model
+from distir.api.steps import Steps, compute_steps
+from distir.executor.sequential import SequentialExecutor
+from distir.ir import Device, FunctionMaker
+from distir.ir.errors import InfeasibleError, MismatchError, UsageError
+from distir.ir.function import Function, Op, Role
+from distir.ir.spec import lookup
+from distir.ir.type import Bool, Float32, Float64, Int64, Tensor
+from distir.models import gpt, mlp
+from distir.ops.rules import tensor
+from distir.transforms.training import AdamW
+
+ROOT = Path(__file__).parent.parent
+GPT = ROOT / "examples" / "gpt2-tiny.onnx"
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """gpt2-tiny's training step in float64."""
+    return distir.load(GPT, {"batch": 8}, loss="cross-entropy", optimizer=AdamW(1e-3), dtype="float64")
+
+
+# ---------------------------------------------------------------- plans
+
+
+def test_plan_prints_what_it_is():
+    assert str(distir.Plan()) == "dp 1 x tp 1 x pp 1, 1 microbatch"
+    plan = distir.Plan(2, 4, 2, 8, order=("pp", "dp", "tp"))
+    assert str(plan) == "dp 2 x tp 4 x pp 2, 8 microbatches, 1f1b, order pp,dp,tp"
+    assert plan.size == 16
+
+
+@pytest.mark.parametrize("bad", [{"dp": 0}, {"tp": 1.5}, {"pp": True}, {"order": ("tp", "tp", "pp")}])
+def test_bad_plans(bad):
+    with pytest.raises(UsageError):
+        distir.Plan(**bad)
+
+
+def test_order_says_which_devices_stand_together():
+    plan = distir.Plan(dp=2, tp=3, pp=2)
+    assert plan.arrange(range(12)) == list(range(12))  # tp fastest, then dp, then pp
+    turned = distir.Plan(dp=2, tp=3, pp=2, order=("pp", "dp", "tp")).arrange(range(12))
+    # (p, d, t) is device p + 2 d + 4 t
+    assert turned == [p + 2 * d + 4 * t for p in range(2) for d in range(2) for t in range(3)]
+    with pytest.raises(UsageError, match="needs 12 devices"):
+        plan.arrange(range(11))
+
+
+def test_order_reaches_the_program(trained):
+    devices = [Device("cpu", i) for i in range(4)]
+    program = distir.distribute(trained, distir.Plan(dp=2, pp=2, order=("pp", "tp", "dp")), devices)
+    meshes = {tensor(v).mesh for v in program.inputs if v.kind == "parameter"}
+    assert {mesh.devices for mesh in meshes if mesh.name == "stage0"} == {(devices[0], devices[2])}
+
+
+# ---------------------------------------------------------------- default data
+
+
+def test_default_data_of_gpt(trained):
+    data = Data(trained.function, trained.initial())
+    fixed = {v.name: x for v, x in data.fixed().items()}
+    mask, positions = fixed["attention_mask"], fixed["position_ids"]
+    assert mask.shape == (1, 1, 16, 16)
+    assert (mask[0, 0][np.tri(16, dtype=bool)] == 0).all()
+    assert (mask[0, 0][~np.tri(16, dtype=bool)] < -1e30).all()
+    assert positions.tolist() == [list(range(16))]
+    first, second = ({v.name: x for v, x in data.step(k).items()} for k in range(2))
+    assert first.keys() == {"input_ids", "labels"}
+    for name, x in first.items():
+        assert 0 <= x.min() < 20
+        assert 480 < x.max() < 509
+        assert len({row.tobytes() for row in x}) == 8  # every sample is another
+        assert not np.array_equal(x, second[name])  # and so is every step
+    assert np.array_equal(first["labels"], {v.name: x for v, x in data.step(0).items()}["labels"])
+
+
+def test_ranges_follow_uses_to_what_is_indexed():
+    f = FunctionMaker()
+    table = f.add_input_value("t", Tensor(Float32, (7, 3)), Role("parameter"))
+    ids = f.add_input_value("anything", Tensor(Int64, (4, 2)), Role("data", 0))
+    other = f.add_input_value("other", Tensor(Int64, (4, 2)), Role("data", 0))
+    flat = f.emit("Reshape", f.emit("Transpose", ids, perm=(1, 0)), shape=(8,))
+    f.set_outputs([f.emit("Gather", table, flat, axis=0), f.emit("Add", other, other)])
+    function = f.finalize()
+    assert index_limits(function) == {ids: 7}
+    step = Data(function).step(0)
+    assert step[ids].max() < 7
+    assert step[other].max() < 2
+
+
+def test_other_masks():
+    f = FunctionMaker()
+    rows = f.add_input_value("attention_mask", Tensor(Int64, (4, 6)), Role("data", 0))
+    f.set_outputs([f.emit("Add", rows, rows)])
+    assert (Data(f.finalize()).step(0)[rows] == 1).all()
+    f = FunctionMaker()
+    allowed = f.add_input_value("attention_mask", Tensor(Bool, (1, 1, 3, 3)), Role("constant"))
+    f.set_outputs([f.emit("Not", allowed)])
+    assert np.array_equal(Data(f.finalize()).fixed()[allowed][0, 0], np.tri(3, dtype=bool))
+
+
+def test_data_beside_the_batch_dim(tmp_path):
+    f = FunctionMaker()
+    x = f.add_input_value("x", Tensor(Float32, (3, 2)), Role("data", 1))
+    f.set_outputs([f.emit("Relu", x)])
+    np.savez(tmp_path / "data.npz", x=np.arange(12.0).reshape(3, 4))
+    data = Data(f.finalize(), file=tmp_path / "data.npz")
+    assert data.step(1)[x].tolist() == [[2, 3], [6, 7], [10, 11]]
+    assert data.step(2)[x].tolist() == data.step(0)[x].tolist()
+
+
+# ---------------------------------------------------------------- models
+
+
+def test_a_function_is_a_model():
+    function = mlp(4, 8, 6)
+    result = distir.run(function, distir.Plan(dp=2, tp=2), backend="numpy", check=True)
+    assert result.check is not None
+    assert result.check.ok
+    assert result.losses == []  # it trains nothing: the loss is an output like others
+    assert result.outputs.keys() == {"l", "dwA", "dwB", "dwC", "dwD"}
+    with pytest.raises(UsageError, match="ONNX file"):
+        result.save("x.onnx")
+
+
+def test_a_path_is_a_model():
+    with pytest.raises(UsageError, match="batch"):
+        distir.simulate(GPT)
+
+
+def test_parameters_without_arrays_are_drawn():
+    model = Model(gpt(1, 16, 2, 11, 4, 2)).training("cross-entropy")
+    arrays = {v.name: x for v, x in model.initial(seed=1).items()}
+    assert np.std(arrays["wte"]) == pytest.approx(11**-0.5, rel=0.3)
+    again = {v.name: x for v, x in model.initial(seed=1).items()}
+    assert all(np.array_equal(x, again[k]) for k, x in arrays.items())
+    assert not np.array_equal(arrays["wte"], {v.name: x for v, x in model.initial(seed=2).items()}["wte"])
+
+
+def test_dtype_keeps_the_arrays(trained):
+    assert {v.type.dtype for v in trained.function.inputs if v.kind == "parameter"} == {Float64}
+    arrays = trained.initial()
+    assert len(arrays) == len([v for v in trained.function.inputs if v.kind in ("parameter", "state")])
+    assert trained.optimizer == AdamW(1e-3)
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_simulate_is_shared_between_plans(trained):
+    cost = distir.CostModel(distir.simulate(trained, distir.Plan(dp=8), "dgx-a100").simulation.program.cost.topology)
+    plans = [distir.Plan(dp=8), distir.Plan(dp=4, tp=2), distir.Plan(dp=2, pp=2, microbatches=4)]
+    times = [distir.simulate(trained, plan, cost).step_seconds for plan in plans]
+    assert times == [distir.simulate(trained, plan, "dgx-a100").step_seconds for plan in plans]
+    assert len(set(times)) == 3
+
+
+def test_results_print_well(trained):
+    prediction = distir.simulate(trained, distir.Plan(tp=2), "dgx-a100")
+    assert repr(prediction) == str(prediction)
+    html = prediction._repr_html_()
+    assert html.count("<tr>") == 2
+    assert "padded" in html
+    result = distir.run(trained, distir.Plan(tp=2), steps=2, backend="numpy", check=True)
+    html = result._repr_html_()
+    assert html.count("<tr>") == 3
+    assert "check passed" in html
+    assert "check passed" in str(result)
+    assert result.weights["transformer.wte.weight"].shape == (509, 64)  # the padding is gone
+
+
+def test_shares_are_not_rounded_to_all_or_nothing():
+    from distir.api.results import _share
+
+    assert [_share(x) for x in (0.0, 1e-6, 0.5, 0.9999, 1.0)] == [
+        "0.0%",
+        "less than 0.1%",
+        "50.0%",
+        "over 99.9%",
+        "100.0%",
+    ]
+
+
+def test_share_of_flops_counts_every_call():
+    """Of a scheduled program whose work is in bodies, called once a microbatch: two products, one of them split."""
+    f = FunctionMaker()
+    x = f.add_input_value("x", Tensor(Float32, (8, 4)), Role("data", 0))
+    a = f.add_input_value("a", Tensor(Float32, (4, 6)), Role("parameter"))
+    b = f.add_input_value("b", Tensor(Float32, (6, 3)), Role("parameter"))
+    w = f.add_input_value("w", Tensor(Float32, (3, 5)), Role("parameter"))
+    f.set_outputs([f.emit("MatMul", f.emit("MatMul", f.emit("MatMul", x, a), b), w)])
+    split = distir.simulate(f.finalize(), distir.Plan(tp=2, microbatches=4)).summary.split
+    assert split is not None
+    assert [v.name for v in split.replicated] == ["w"]
+    assert split.parameters == pytest.approx(1 - 15 / (24 + 18 + 15))
+    assert split.flops == pytest.approx(1 - 15 / (24 + 18 + 15))
+
+
+def test_html_is_escaped():
+    from distir.api.results import html_table, paragraphs
+
+    assert html_table([("<a>",), ("&",)]).count("&lt;a&gt;") == 1
+    assert paragraphs(["<b>"]) == "<p>&lt;b&gt;</p>"
+
+
+def test_trace(trained, tmp_path):
+    distir.simulate(trained, distir.Plan(pp=2), "dgx-a100").save_trace(tmp_path / "trace.json")
+    assert (tmp_path / "trace.json").stat().st_size > 1000
+
+
+# ---------------------------------------------------------------- the check
+
+
+def test_tolerances():
+    f = FunctionMaker()
+    w = f.add_input_value("w", Tensor(Float32, (2,)), Role("parameter"))
+    y = f.emit("Relu", w)
+    f.set_outputs([f.emit("ReduceSum", y, axes=(0,), keepdims=0), y])
+    f.updates = {y: w}
+    function = f.finalize()
+
+    def check(loss, weight, optimizer=None, dtype=np.float32):
+        want = Steps([0.0], [{0: np.array(2.0, dtype)}], {0: np.array([1.0, 10.0], dtype)})
+        got = Steps([0.0], [{0: np.array(2.0 + loss, dtype)}], {0: np.array([1.0, 10.0 + weight], dtype)})
+        return compare(Model(function, optimizer=optimizer), got, want)
+
+    assert check(1e-5, 5e-5).ok
+    assert not check(3e-5, 0).ok
+    assert not check(0, 2e-4).ok
+    assert str(check(0, 2e-4).first).startswith("%w differs by")
+    assert check(0, 4e-4, AdamW(1e-2)).ok  # 0.05 * 1e-2 * 1 step
+    assert not check(0, 6e-4, AdamW(1e-2)).ok
+    assert not check(float("nan"), 0).ok
+    assert not check(0, float("inf")).ok
+
+
+def test_float64_is_compared_to_1e_9(trained):
+    result = distir.run(trained, distir.Plan(dp=2, tp=2), steps=2, backend="numpy", check=True)
+    assert result.check is not None
+    for found in (result.check.outputs, result.check.weights):
+        assert found is not None
+        assert found.allowed == 1e-9
+        assert found.error < 1e-12
+
+
+def step_of(model, plan):
+    """A program, and what it is fed."""
+    program = distir.distribute(model, plan)
+    arrays = model.initial()
+    data = Data(model.function, arrays)
+    number = {v: k for k, v in enumerate(model.function.inputs)}
+    given = {number[v]: x for v, x in (arrays | data.fixed()).items()}
+    return program, given, lambda step: {number[v]: x for v, x in data.step(step).items()}
+
+
+@pytest.mark.parametrize("plan", [distir.Plan(dp=2), distir.Plan(tp=2, microbatches=2), distir.Plan(2, 2, 2, 2)])
+def test_the_op_and_rank_at_fault_are_named(trained, plan):
+    """One device's piece of one value is corrupted, in one place after the other: each is found."""
+    program, given, feed = step_of(trained, plan)
+    made = []
+    compute_steps(program, given, feed, 1, SequentialExecutor(tap=lambda v, x: made.append((v, x)) or x))
+    where = [k for k, (v, x) in enumerate(made) if isinstance(x, list) and v.type.dtype.floating]
+    for k in where[:: len(where) // 7]:
+        v, device = made[k][0], len(made[k][1]) - 1
+        place = iter(range(len(made)))
+
+        def corrupt(value, held, k=k, device=device, place=place):
+            if next(place) == k:
+                held = [*held]
+                held[device] = held[device] + 0.5 * max(1.0, np.max(np.abs(held[device])))
+            return held
+
+        said = locate(program, given, feed, 1, "numpy", 60.0, lambda tap, corrupt=corrupt: Both(corrupt, tap))
+        rank = v.type.device.devices[device].index
+        assert said.startswith(f"in step 0 %{v.name} = "), said
+        assert said.endswith(f"on rank {rank}"), said
+
+
+class Both(SequentialExecutor):
+    """Two taps, one after the other."""
+
+    def __init__(self, first, second):
+        super().__init__(tap=lambda v, x: second(v, first(v, x)))
+
+
+def test_a_wrong_program_is_named_too(trained):
+    """Where every op did what it should, the program is at fault: an all-reduce is missing."""
+    program, given, feed = step_of(trained, distir.Plan(dp=1, tp=2))
+    body = next(f for f in program.callees() if any(op.op_type == "MPIAllreduce" for op in f.ops))
+    victim = next(op for op in body.ops if op.op_type == "MPIAllreduce" and op.attributes["axis"] == "tp")
+    copy = Op(lookup("Identity"), victim.inputs, victim.attributes.without("axis"), victim.outputs)
+    broken = Function(
+        body.name, body.inputs, tuple(copy if op is victim else op for op in body.ops), body.outputs, body.updates
+    )
+    calls = [
+        Op(op.spec, op.inputs, type(op.attributes)({**op.attributes, "callee": broken}), op.outputs)
+        if op.callee is body
+        else op
+        for op in program.ops
+    ]
+    wrong = Function(program.name, program.inputs, tuple(calls), program.outputs, program.updates, program.sources)
+    said = locate(wrong, given, feed, 1, "numpy", 60.0)
+    assert f"%{victim.outputs[0].name} = Identity(" in said
+    assert "is not the whole program's" in said
+
+
+def test_a_right_run_has_no_op_at_fault(trained):
+    program, given, feed = step_of(trained, distir.Plan(dp=2, pp=2, microbatches=2))
+    assert "no op is at fault" in locate(program, given, feed, 2, "numpy", 60.0)
+
+
+def test_a_failed_check_raises(trained, monkeypatch):
+    """Through `run`: the reference executor, told to go wrong on device 1."""
+    right = SequentialExecutor.compute
+
+    def wrong(self, function, arrays):
+        results = right(self, function, arrays)
+        return [x + 1e-3 if function.callees() else x for x in results]
+
+    monkeypatch.setattr(SequentialExecutor, "compute", wrong)
+    with pytest.raises(MismatchError, match=r"%loss in step 0 differs by .*, 1e-09 is allowed"):
+        distir.run(trained, distir.Plan(dp=2), backend="numpy", check=True)
+
+
+def test_validate_takes_what_the_user_has(trained):
+    program = distir.distribute(trained, distir.Plan(tp=2), check=False)
+    distir.validate(program, trained.function)  # decomposed and padded as the program was
+    other = distir.load(GPT, {"batch": 8}, loss="cross-entropy", optimizer=AdamW(1e-2), dtype="float64")
+    with pytest.raises(MismatchError):
+        distir.validate(program, other.function)
+
+
+def test_infeasible_plans(trained):
+    with pytest.raises(InfeasibleError, match="does not divide"):
+        distir.distribute(trained, distir.Plan(dp=3))
+    with pytest.raises(UsageError, match="needs 2 devices"):
+        distir.distribute(trained, distir.Plan(dp=2), [Device("cpu", 0)])
