@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import distir
-from distir.api.check import compare
+from distir.api.check import OUTLIERS, compare, largest_difference
 from distir.api.data import Data, index_limits
 from distir.api.locate import locate
 from distir.api.model import Model
-from distir.api.steps import Steps, compute_steps
+from distir.api.steps import Job, Steps, compute_steps
 from distir.executor.sequential import SequentialExecutor
 from distir.ir import Device, FunctionMaker
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError
@@ -241,7 +241,15 @@ def test_tolerances():
     assert str(check(0, 2e-4).first).startswith("%w differs by")
     assert check(0, 4e-4, AdamW(1e-2)).ok  # 0.05 * 1e-2 * 1 step
     assert not check(0, 6e-4, AdamW(1e-2)).ok
+    large = np.zeros(300_000)
+    other = large.copy()
+    other[:4] = [5.0, 4.0, 3.0, 2.0]
+    assert largest_difference(large, other) == 5.0
+    assert largest_difference(large, other, OUTLIERS) == 2.0  # 3 elements may be far off
     assert not check(float("nan"), 0).ok
+    both = compare(Model(function), *[Steps([0.0], [{0: np.array(x)}], {}) for x in (np.nan, np.inf)])
+    assert both.ok
+    assert "both runs diverge in step 0" in str(both)
     assert not check(0, float("inf")).ok
 
 
@@ -255,21 +263,21 @@ def test_float64_is_compared_to_1e_9(trained):
 
 
 def step_of(model, plan):
-    """A program, and what it is fed."""
+    """A program and what it is fed, for one step in this process."""
     program = distir.distribute(model, plan)
     arrays = model.initial()
     data = Data(model.function, arrays)
     number = {v: k for k, v in enumerate(model.function.inputs)}
     given = {number[v]: x for v, x in (arrays | data.fixed()).items()}
-    return program, given, lambda step: {number[v]: x for v, x in data.step(step).items()}
+    return Job(program, given, lambda step: {number[v]: x for v, x in data.step(step).items()}, steps=1)
 
 
 @pytest.mark.parametrize("plan", [distir.Plan(dp=2), distir.Plan(tp=2, microbatches=2), distir.Plan(2, 2, 2, 2)])
 def test_the_op_and_rank_at_fault_are_named(trained, plan):
     """One device's piece of one value is corrupted, in one place after the other: each is found."""
-    program, given, feed = step_of(trained, plan)
+    job = step_of(trained, plan)
     made = []
-    compute_steps(program, given, feed, 1, SequentialExecutor(tap=lambda v, x: made.append((v, x)) or x))
+    compute_steps(job, SequentialExecutor(tap=lambda v, x: made.append((v, x)) or x))
     where = [k for k, (v, x) in enumerate(made) if isinstance(x, list) and v.type.dtype.floating]
     for k in where[:: len(where) // 7]:
         v, device = made[k][0], len(made[k][1]) - 1
@@ -281,7 +289,7 @@ def test_the_op_and_rank_at_fault_are_named(trained, plan):
                 held[device] = held[device] + 0.5 * max(1.0, np.max(np.abs(held[device])))
             return held
 
-        said = locate(program, given, feed, 1, "numpy", 60.0, lambda tap, corrupt=corrupt: Both(corrupt, tap))
+        said = locate(job, lambda tap, corrupt=corrupt: Both(corrupt, tap))
         rank = v.type.device.devices[device].index
         assert said.startswith(f"in step 0 %{v.name} = "), said
         assert said.endswith(f"on rank {rank}"), said
@@ -296,7 +304,8 @@ class Both(SequentialExecutor):
 
 def test_a_wrong_program_is_named_too(trained):
     """Where every op did what it should, the program is at fault: an all-reduce is missing."""
-    program, given, feed = step_of(trained, distir.Plan(dp=1, tp=2))
+    job = step_of(trained, distir.Plan(dp=1, tp=2))
+    program = job.program
     body = next(f for f in program.callees() if any(op.op_type == "MPIAllreduce" for op in f.ops))
     victim = next(op for op in body.ops if op.op_type == "MPIAllreduce" and op.attributes["axis"] == "tp")
     copy = Op(lookup("Identity"), victim.inputs, victim.attributes.without("axis"), victim.outputs)
@@ -310,14 +319,14 @@ def test_a_wrong_program_is_named_too(trained):
         for op in program.ops
     ]
     wrong = Function(program.name, program.inputs, tuple(calls), program.outputs, program.updates, program.sources)
-    said = locate(wrong, given, feed, 1, "numpy", 60.0)
+    said = locate(job._replace(program=wrong))
     assert f"%{victim.outputs[0].name} = Identity(" in said
     assert "is not the whole program's" in said
 
 
 def test_a_right_run_has_no_op_at_fault(trained):
-    program, given, feed = step_of(trained, distir.Plan(dp=2, pp=2, microbatches=2))
-    assert "no op is at fault" in locate(program, given, feed, 2, "numpy", 60.0)
+    job = step_of(trained, distir.Plan(dp=2, pp=2, microbatches=2))
+    assert "no op is at fault" in locate(job._replace(steps=2))
 
 
 def test_a_failed_check_raises(trained, monkeypatch):

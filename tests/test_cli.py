@@ -1,5 +1,6 @@
 """The command line: what it prints where, its exit codes, its errors."""
 
+import io
 import json
 import os
 import re
@@ -347,6 +348,15 @@ def test_forward_only(cli):
     assert "largest error in %logits" in out
 
 
+def test_a_run_that_diverges_says_so_by_its_loss(cli):
+    flags = ["--lr", "1e30", "--steps", 3, "--dp", 2, "--backend", "numpy", "--check"]
+    code, out, err = cli("run", MLP, *MSE, *flags)
+    assert (code, err) == (0, "")
+    assert out.count(" nan ") == 2
+    code, out, _ = cli("run", MLP, *MSE, *flags, "--json")
+    assert json.loads(out)["losses"][1:] == [None, None]  # JSON has no nan
+
+
 def test_bfloat16_runs(cli):
     code, out, _ = cli(
         "run", MLP, *MSE, "--dtype", "bfloat16", "--backend", "numpy", "--dp", 2, "--steps", 1, "--check"
@@ -544,3 +554,32 @@ def test_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("check passed") == 1  # only rank 0 speaks
     assert out.exists()
+
+
+# ---------------------------------------------------------------- the progress bar
+
+
+class Terminal(io.StringIO):
+    """Something like stderr, on a terminal or not."""
+
+    def __init__(self, tty):
+        super().__init__()
+        self.tty = tty
+
+    def isatty(self):
+        return self.tty
+
+
+@pytest.mark.parametrize(("tty", "patience", "seen"), [(True, 0.01, True), (False, 0.01, False), (True, 60.0, False)])
+def test_the_bar_is_for_terminals_and_for_what_takes_long(monkeypatch, tty, patience, seen):
+    from distir.cli import output
+
+    terminal = Terminal(tty)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(output, "_PATIENCE_SECONDS", patience)
+    with output.Progress("loading") as progress:
+        progress.phase("running", 4)
+        for step in range(4):
+            time.sleep(0.05)
+            progress.advance(step)
+    assert ("running" in terminal.getvalue()) is seen

@@ -14,7 +14,9 @@ from distir.api.locate import locate
 from distir.api.model import Model, as_model
 from distir.api.plan import Plan
 from distir.api.results import Prediction, RunResult, Summary, size
-from distir.api.steps import Feed, OnStep, Steps, compute_steps
+from distir.api.steps import Job, OnStep, Steps, compute_steps
+from distir.backends.launch import available_memory
+from distir.backends.launch import run as launch
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator import Simulator
 from distir.hardware import load_cluster
@@ -28,6 +30,8 @@ AnyModel = Model | Function | str | os.PathLike[str]
 Cluster = CostModel | Topology | str | os.PathLike[str]
 BACKENDS = ("gloo", "nccl", "numpy")
 ONE = Plan()
+_KEPT = 4
+"""How many times the memory of a run is needed to keep all values that it makes."""
 
 
 def distribute(
@@ -131,73 +135,62 @@ def run(
     if on_plan is not None:
         on_plan(prediction)
     given = _by_position(function, arrays | fed.fixed())
-
-    def feed(step: int) -> dict[int, Any]:
-        return _by_position(function, fed.step(step))
-
-    if backend == "numpy":
-        _check_memory(prediction)
-        done = _computed(program, given, feed, steps, on_step)
-    else:
-        done = _launched(program, given, feed, steps, backend, timeout, prediction, check, on_step)
+    job = Job(program, given, lambda step: _by_position(function, fed.step(step)), steps, backend, timeout)
+    done = _done(job, prediction, check, on_step)
     comparison: Check | None = None
     if check and int(os.environ.get("RANK", 0)) == 0:
-        want = compute_steps(function, given, feed, steps, on_step=on_check)
-        comparison = compare(model, done, want)
-        if comparison.first is not None:
-            again = steps if comparison.first.step is None else comparison.first.step + 1
-            where = locate(program, given, feed, again, backend, timeout)
-            raise MismatchError(f"the run is not the sequential one: {comparison.first}; {where}")
+        comparison = compare(model, done, compute_steps(job._replace(program=function), on_step=on_check))
+        if (first := comparison.first) is not None:
+            where = _located(job if first.step is None else job._replace(steps=first.step + 1), prediction)
+            raise MismatchError(f"the run is not the sequential one: {first}; {where}")
     return _result(model, done, prediction, backend, comparison)
 
 
-def _computed(program: Function, given: Mapping[int, Any], feed: Feed, steps: int, on_step: OnStep | None) -> Steps:
-    try:
-        return compute_steps(program, given, feed, steps, on_step=on_step)
-    except MismatchError as e:  # copies of one value differ
-        raise MismatchError(f"{e.message}; {locate(program, given, feed, steps, 'numpy', 0.0)}") from e
-
-
-def _check_memory(prediction: Prediction) -> None:
-    """Whether all devices' arrays fit into this process. Raises InfeasibleError."""
-    from distir.backends.launch import available_memory
-
-    need = sum(stage.memory * stage.devices for stage in prediction.simulation.stages)
-    have = available_memory()
-    if have is not None and need > have:
-        hint = "more microbatches or a smaller batch need less"
-        raise InfeasibleError(f"{size(need)} of memory are needed, {size(have)} are available", hint)
-
-
-def _by_position(function: Function, arrays: Mapping[Value, Any]) -> dict[int, Any]:
-    return {k: arrays[v] for k, v in enumerate(function.inputs) if v in arrays}
-
-
-def _launched(
-    program: Function,
-    given: Mapping[int, Any],
-    feed: Feed,
-    steps: int,
-    backend: str,
-    timeout: float,
-    prediction: Prediction,
-    every: bool,
-    on_step: OnStep | None,
-) -> Steps:
-    from distir.backends.launch import run as launch
-
+def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None) -> Steps:
+    """Carry out a job. `every`: give the outputs of every step, not only of the last."""
+    if job.backend == "numpy":
+        return _computed(job, prediction, on_step)
     result = launch(
-        program,
-        given,
-        steps,
-        data=feed,
-        backend=backend,
-        timeout=timeout,
+        job.program,
+        job.arrays,
+        job.steps,
+        data=job.feed,
+        backend=job.backend,
+        timeout=job.timeout,
         bytes_per_rank=prediction.peak_memory,
         every=every,
         on_step=on_step,
     )
     return Steps(result.seconds, result.outputs, result.inputs)
+
+
+def _computed(job: Job, prediction: Prediction, on_step: OnStep | None) -> Steps:
+    """All devices in this process, on the reference executor."""
+    need, have = _memory(prediction), available_memory()
+    if have is not None and need > have:
+        hint = "more microbatches or a smaller batch need less"
+        raise InfeasibleError(f"{size(need)} of memory are needed, {size(have)} are available", hint)
+    try:
+        return compute_steps(job, on_step=on_step)
+    except MismatchError as e:  # copies of one value differ
+        raise MismatchError(f"{e.message}; {_located(job, prediction)}") from e
+
+
+def _memory(prediction: Prediction) -> int:
+    """Bytes that all devices need together."""
+    return sum(stage.memory * stage.devices for stage in prediction.simulation.stages)
+
+
+def _located(job: Job, prediction: Prediction) -> str:
+    """See `locate`; where there is not enough memory to keep every value that is made, how to get at it."""
+    have = available_memory()
+    if have is not None and _memory(prediction) * _KEPT > have:
+        return "there is not enough memory to find the op at fault: try a smaller batch or model"
+    return locate(job)
+
+
+def _by_position(function: Function, arrays: Mapping[Value, Any]) -> dict[int, Any]:
+    return {k: arrays[v] for k, v in enumerate(function.inputs) if v in arrays}
 
 
 def _result(model: Model, done: Steps, prediction: Prediction, backend: str, check: Check | None) -> RunResult:

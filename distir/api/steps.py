@@ -17,6 +17,17 @@ OnStep = Callable[[int, float, dict[int, np.ndarray]], None]
 """(step, its seconds, outputs by position)"""
 
 
+class Job(NamedTuple):
+    """What is to be run: `arrays` are the inputs that stay or are updated, by position, `feed` gives the others."""
+
+    program: Function
+    arrays: Mapping[int, Any]
+    feed: Feed
+    steps: int
+    backend: str = "numpy"
+    timeout: float = 600.0
+
+
 class Steps(NamedTuple):
     """What steps gave: seconds each; outputs that are not updates, by position, each; at the end the updated inputs."""
 
@@ -25,24 +36,19 @@ class Steps(NamedTuple):
     inputs: dict[int, np.ndarray]
 
 
-def compute_steps(
-    function: Function,
-    arrays: Mapping[int, Any],
-    feed: Feed,
-    steps: int,
-    executor: SequentialExecutor | None = None,
-    on_step: OnStep | None = None,
-) -> Steps:
-    """Run `steps` steps; `arrays` are the inputs that stay or are updated, by position. See `SequentialExecutor`."""
+def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step: OnStep | None = None) -> Steps:
+    """Run a job in this process. See `SequentialExecutor`."""
     executor = executor or SequentialExecutor()
+    function = job.program
     position = {v: k for k, v in enumerate(function.inputs)}
     updates = {k: position[function.updates[v]] for k, v in enumerate(function.outputs) if v in function.updates}
-    held = dict(arrays)
+    held = dict(job.arrays)
     done = Steps([], [], {})
-    for step in range(steps):
-        held |= feed(step)
+    for step in range(job.steps):
+        held |= job.feed(step)
         begin = time.perf_counter()
-        results = executor.compute(function, [held.get(k) for k in range(len(function.inputs))])
+        with np.errstate(all="ignore"):  # a run that diverges says so by its loss
+            results = executor.compute(function, [held.get(k) for k in range(len(function.inputs))])
         seconds = time.perf_counter() - begin
         held |= {place: results[k] for k, place in updates.items()}
         shown = {k: x for k, x in enumerate(results) if k not in updates}

@@ -47,8 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     _run(commands)
     _simulate(commands)
     _show(commands)
-    clusters = _command(commands, "clusters", "list the clusters that are shipped", "clusters")
-    del clusters
+    _command(commands, "clusters", "list the clusters that are shipped", "clusters")
     return parser
 
 
@@ -80,7 +79,9 @@ def _run(commands: Any) -> None:
         default="gloo",
         help="gloo: a process a CPU rank; nccl: a GPU a rank; numpy: all in this process; default: gloo",
     )
-    group.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life")
+    group.add_argument(
+        "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"
+    )
     group.add_argument("--check", action="store_true", help="compare with the sequential program on the same data")
     group.add_argument("--save", metavar="FILE.onnx", help="write the model with the trained weights")
     group.add_argument("--cluster", default="cpu-2core", metavar="NAME", help="to predict for; default: cpu-2core")

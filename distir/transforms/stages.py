@@ -41,7 +41,8 @@ PLAIN = StageCost(plain_cost, FLOP_PER_BYTE * LINK_PER_MEMORY)
 def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
     """These ops of a function, in a topological order that depends neither on names nor on the order they are given in.
 
-    Ops with more work after them come first, so that what is needed late comes late; equals go by a hash of the term.
+    Ops with more work after them come first, so that what is needed late comes late; equals go by a hash of the term,
+    and ops that compute the same by the place of their results among the function's.
     """
     made = {v for op in ops for v in op.outputs}
     depth: dict[Value, int] = {}
@@ -52,7 +53,8 @@ def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
             if v in made:
                 depth[v] = max(depth.get(v, 0), height[op])
     name = _term_names(function)
-    return sorted(ops, key=lambda op: (-height[op], name[op]))
+    place = {v: i for i, v in enumerate(function.outputs)}
+    return sorted(ops, key=lambda op: (-height[op], name[op], [place.get(v, -1) for v in op.outputs]))
 
 
 def _term_names(function: Function) -> dict[Op, str]:
@@ -113,7 +115,7 @@ def cut_stages(
     if parts == 1:
         return function, {op: 0 for op in function.ops if phase[op] != FREE}
     forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
-    follow = _following_cost(function, phase, microbatches, cost.op)
+    follow = _following_cost(function, phase, forward, microbatches, cost.op)
     costs = [cost.op(op) + follow.get(op, 0.0) for op in forward]
     cuts = balanced_cut(costs, _crossing(forward, cost.sent), parts)
     stage: dict[Op, int] = {}
@@ -126,11 +128,15 @@ def cut_stages(
 
 
 def _following_cost(
-    function: Function, phase: Mapping[Op, str], microbatches: int, cost: Callable[[Op], float]
+    function: Function,
+    phase: Mapping[Op, str],
+    forward: Sequence[Op],
+    microbatches: int,
+    cost: Callable[[Op], float],
 ) -> dict[Op, float]:
     """Per forward op the cost of its backward ops, and of the updates of weights it is first to use."""
     follow: dict[Op, float] = {}
-    user = _first_users(function, phase)
+    user = _first_users(function, phase, forward)
     for op in function.ops:
         owner = op.of
         share = 1.0
@@ -144,18 +150,17 @@ def _following_cost(
     return follow
 
 
-def _first_users(function: Function, phase: Mapping[Op, str]) -> dict[Value, Op]:
-    """Per input the first forward op that uses it, through free ops."""
+def _first_users(function: Function, phase: Mapping[Op, str], forward: Sequence[Op]) -> dict[Value, Op]:
+    """Per input the first of the forward ops that uses it, through free ops."""
     root = {v: v for v in function.inputs}
-    user: dict[Value, Op] = {}
     for op in function.ops:
+        if phase[op] == FREE:
+            for v in op.inputs:
+                root.update(dict.fromkeys(op.outputs, root[v]) if v in root else {})
+    user: dict[Value, Op] = {}
+    for op in forward:
         for v in op.inputs:
-            if v not in root:
-                continue
-            if phase[op] == FREE:
-                for w in op.outputs:
-                    root[w] = root[v]
-            elif phase[op] == FORWARD:
+            if v in root:
                 user.setdefault(root[v], op)
     return user
 

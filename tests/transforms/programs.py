@@ -28,7 +28,7 @@ ADAMW, MOMENTUM, PLAIN = AdamW(0.01), SGD(0.1, momentum=0.9), SGD(0.1)
 
 
 class Plan(NamedTuple):
-    """Degrees of parallelism, microbatches, schedule, and whether a host holds the inputs."""
+    """Degrees of parallelism, microbatches, schedule, whether a host holds the inputs, and stages a pipeline rank."""
 
     dp: int = 1
     tp: int = 1
@@ -36,10 +36,12 @@ class Plan(NamedTuple):
     microbatches: int = 1
     schedule: str = "1f1b"
     host: bool = False
+    chunks: int = 1
 
     def __str__(self) -> str:
         host = "-host" if self.host else ""
-        return f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}-{self.schedule}{host}"
+        chunks = f"-{self.chunks}chunks" if self.chunks > 1 else ""
+        return f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}-{self.schedule}{host}{chunks}"
 
     @property
     def devices(self) -> list[Device]:
@@ -167,7 +169,8 @@ def _filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Gen
 
 def distributed(program: Program, plan: Plan) -> Distributed:
     """The program distributed, verified, and validated against the source that was passed."""
-    result = distribute(program.function, plan.dp, plan.tp, plan.pp, plan.devices, plan.microbatches, plan.schedule)
+    dp, tp, pp, microbatches, schedule, _, chunks = plan
+    result = distribute(program.function, dp, tp, pp, plan.devices, microbatches, schedule, chunks=chunks)
     verify(result.placed)
     verify(result.program)
     validate(result.program, source_of(result.program, program.function))

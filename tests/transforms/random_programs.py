@@ -431,12 +431,21 @@ def arrays(function: Function, below: dict[Value, int], seed: int) -> list[np.nd
     return made
 
 
+def _interleaved(plan: Plan) -> Plan:
+    """With two stages a rank, where the microbatches divide by the ranks."""
+    fits = plan.pp > 1 and plan.microbatches % plan.pp == 0
+    return plan._replace(schedule="interleaved", chunks=2) if fits else plan
+
+
 random_plans = st.builds(
     Plan,
     dp=st.sampled_from((1, 2, 2, 4)),
     tp=st.sampled_from((1, 2, 2, 3, 4)),
     pp=st.sampled_from((1, 2, 2, 3, 4)),
     microbatches=st.sampled_from((1, 2, 4)),
-    schedule=st.sampled_from(("1f1b", "gpipe")),
+    schedule=st.sampled_from(("1f1b", "gpipe", "interleaved")),
     host=st.sampled_from((False, False, True)),
-).filter(lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8)
+).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
+random_plans = random_plans.filter(
+    lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from distir.ir import Function, Op, Value
 from distir.ir.errors import InfeasibleError
+from distir.transforms.cleanup import fold
 from distir.transforms.parallel3d import Distributed
 from tests.transforms.programs import Plan, Program, distributed, gpt2_tiny, imported_mlp, small_gpt, written_mlp
 from tests.transforms.random_programs import random_plans, random_programs
@@ -76,27 +78,25 @@ def same_plan(program: Program, plan: Plan, seed: int) -> None:
     assert want - got == Counter()
 
 
-@pytest.mark.parametrize(
-    "plan", [Plan(2, 2, 2, 2), Plan(1, 4, 1, 1), Plan(1, 1, 4, 4), Plan(2, 2, 2, 2, host=True)], ids=str
-)
+@pytest.mark.parametrize("plan", [Plan(2, 2, 2, 2), Plan(1, 4), Plan(1, 1, 4, 4), Plan(2, 2, 2, 2, host=True)], ids=str)
 @pytest.mark.parametrize("program", [gpt2_tiny, small_gpt, imported_mlp, written_mlp], ids=lambda f: f.__name__)
 def test_names_and_order_do_not_matter(program: Callable[[], Program], plan: Plan) -> None:
     for seed in range(3):
         same_plan(program(), plan, seed)
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(random_programs(), random_plans, st.integers(0, 1000))
 def test_names_and_order_do_not_matter_to_random_programs(program: Program, plan: Plan, seed: int) -> None:
+    program = program._replace(function=fold(program.function))  # ops that are the same cannot be told apart
     try:
         want = plan_of(distributed(program, plan))
-    except InfeasibleError:
-        want = None
-    try:
-        got = plan_of(distributed(Program(shuffled(program.function, seed), program.arrays), plan))
-    except InfeasibleError:
-        got = None
-    assert got == want
+    except InfeasibleError as refused:
+        with pytest.raises(InfeasibleError, match=re.escape(refused.message.split(" in ")[0])):
+            distributed(Program(shuffled(program.function, seed), program.arrays), plan)
+        return
+    got = plan_of(distributed(Program(shuffled(program.function, seed), program.arrays), plan))
+    assert (got - want, want - got) == (Counter(), Counter())
 
 
 def test_a_shuffled_program_is_in_another_order() -> None:
