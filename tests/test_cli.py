@@ -269,7 +269,8 @@ def test_simulate_json(cli):
     assert code == 0
     found = json.loads(out)
     assert found["plan"] == {
-        "dp": 2, "tp": 2, "pp": 2, "microbatches": 2, "schedule": "1f1b", "order": ["tp", "dp", "pp"], "devices": 8
+        "dp": 2, "tp": 2, "pp": 2, "microbatches": 2, "schedule": "1f1b", "order": ["tp", "dp", "pp"], "chunks": 1,
+        "devices": 8
     }  # fmt: skip
     assert found["batch"] == 8
     assert found["tokens"] == 128

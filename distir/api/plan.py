@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from distir.ir.errors import UsageError
+from distir.ir.errors import InfeasibleError, UsageError
 
 AXES = ("tp", "dp", "pp")
 """The axes of devices, in the default order: the first varies fastest, so that its groups stay inside a node."""
-
-T = TypeVar("T")
+MOST = 1 << 20
+"""The most devices of a plan: that many can be listed in a few seconds."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """dp * tp * pp devices: replicas, tensor shards, pipeline stages. The batch is cut into `microbatches`.
 
-    `schedule` is "1f1b" or "gpipe". `order` says how numbers of devices run through the axes, the fastest first.
-    Raises UsageError for a degree below 1 or an order that is not one of the three axes.
+    `schedule` is "1f1b", "gpipe" or "interleaved", the last with `chunks` stages a pipeline rank. `order` says how
+    numbers of devices run through the axes, the fastest first. Raises UsageError for a degree below 1 or an order that
+    is not one of the three axes, InfeasibleError for more devices than can be listed.
     """
 
     dp: int = 1
@@ -28,12 +28,15 @@ class Plan:
     microbatches: int = 1
     schedule: str = "1f1b"
     order: tuple[str, ...] = AXES
+    chunks: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "microbatches"):
+        for name in ("dp", "tp", "pp", "microbatches", "chunks"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name} is a whole number of at least 1, got {value!r}")
+        if self.size > MOST:
+            raise InfeasibleError(f"{self.size:,} devices are more than the {MOST:,} that distir plans for")
         object.__setattr__(self, "order", tuple(self.order))
         if sorted(self.order) != sorted(AXES):
             raise UsageError(f"an order names tp, dp and pp once each, got {','.join(self.order)}")
@@ -43,28 +46,10 @@ class Plan:
         """The number of devices."""
         return self.dp * self.tp * self.pp
 
-    def arrange(self, devices: Sequence[T]) -> list[T]:
-        """The first `size` devices, so that tp varies fastest, then dp, then pp: as the transform wants them.
-
-        Raises UsageError if there are too few.
-        """
-        if len(devices) < self.size:
-            raise UsageError(f"{self} needs {self.size} devices, got {len(devices)}")
-        stride, step = {}, 1
-        for axis in self.order:
-            stride[axis] = step
-            step *= getattr(self, axis)
-        return [
-            devices[p * stride["pp"] + d * stride["dp"] + t * stride["tp"]]
-            for p in range(self.pp)
-            for d in range(self.dp)
-            for t in range(self.tp)
-        ]
-
     def __str__(self) -> str:
         text = f"dp {self.dp} x tp {self.tp} x pp {self.pp}, {_count(self.microbatches, 'microbatch', 'es')}"
         if self.pp > 1:
-            text += f", {self.schedule}"
+            text += f", {self.schedule}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
         return text if self.order == AXES else f"{text}, order {','.join(self.order)}"
 
     def to_json(self) -> dict[str, Any]:

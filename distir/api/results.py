@@ -120,10 +120,7 @@ class Prediction:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace that Perfetto and Chrome open. Raises UsageError if it cannot be written."""
-        try:
-            self.simulation.to_chrome(Path(path))
-        except OSError as e:
-            raise UsageError(f"cannot write {path}: {e.strerror or e}") from None
+        self.simulation.to_chrome(Path(path))
 
     def table(self) -> list[tuple[str, ...]]:
         """A header and a row a stage."""

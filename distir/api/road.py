@@ -43,9 +43,16 @@ def distribute(
     """
     function = as_model(model).function
     devices = [Device("cpu", i) for i in range(plan.size)] if devices is None else devices
-    arranged = plan.arrange(devices)
     program = parallel_transform_3d(
-        function, plan.dp, plan.tp, plan.pp, arranged, plan.microbatches, schedule=plan.schedule
+        function,
+        plan.dp,
+        plan.tp,
+        plan.pp,
+        devices,
+        plan.microbatches,
+        schedule=plan.schedule,
+        order=plan.order,
+        chunks=plan.chunks,
     )
     if check:
         verify(program)

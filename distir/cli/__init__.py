@@ -6,11 +6,12 @@ Nothing here loads numpy, onnx, torch or networkx before a command runs.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 
-from distir.ir.errors import DistirError
+from distir.ir.errors import DistirError, UsageError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
@@ -26,20 +27,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except DistirError as e:
         _complain(e.message, e.hint)
-        return e.exit_code
+        return _told(e, argv)
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # whoever read stdout has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return 0
-    except Exception as e:  # an error of distir's own
+    except Exception as e:
+        if isinstance(e, OSError) and e.errno == errno.ENOSPC:  # files say so themselves: it is stdout that is full
+            _discard_stdout()
+            _complain(f"cannot write the results: {e.strerror}")
+            return UsageError.exit_code
+        # an error of distir's own
         if os.environ.get("DISTIR_TRACEBACK"):
             raise
         lines = str(e).strip().splitlines() or [""]
         _complain(f"internal error: {type(e).__name__}: {lines[0]}", "--traceback shows where")
         return 1
     return 0
+
+
+def _told(e: DistirError, argv: Sequence[str] | None) -> int:
+    """The exit code of an error, which with `--json` stands on stdout too."""
+    if "--json" in (sys.argv[1:] if argv is None else argv):
+        import json
+
+        print(json.dumps({"error": e.message, "hint": e.hint, "exit_code": e.exit_code}))
+    return e.exit_code
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, hint: str | None = None) -> None:

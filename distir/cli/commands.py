@@ -99,7 +99,7 @@ def simulate(args: argparse.Namespace) -> None:
 
 def show(args: argparse.Namespace) -> None:
     """`distir show`."""
-    planned = any(getattr(args, f) is not None for f in ("dp", "tp", "pp", "microbatches", "schedule", "order"))
+    planned = any(getattr(args, f.name) is not None for f in dataclasses.fields(Plan))
     default = "rank" if args.rank is not None else "distributed" if planned else "training" if args.loss else "imported"
     stage = args.stage or default
     if stage == "training" and not args.loss:

@@ -132,7 +132,8 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tp", type=one, metavar="N", help="shards of each weight (tensor parallelism)")
     group.add_argument("--pp", type=one, metavar="N", help="pipeline stages")
     group.add_argument("--microbatches", type=one, metavar="N", help="pieces of the batch, one after the other")
-    group.add_argument("--schedule", choices=("1f1b", "gpipe"), help="of the pipeline; default: 1f1b")
+    group.add_argument("--schedule", choices=("1f1b", "gpipe", "interleaved"), help="of the pipeline; default: 1f1b")
+    group.add_argument("--chunks", type=one, metavar="N", help="stages a pipeline rank has, if interleaved")
     group.add_argument(
         "--order", type=_order, metavar="A,B,C", help="how device numbers run, fastest first; default: tp,dp,pp"
     )

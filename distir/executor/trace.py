@@ -20,6 +20,7 @@ from distir.executor.device_classes import members
 from distir.executor.maxplus import NEVER, Call, Code, Plan
 from distir.executor.memory import MemoryUse
 from distir.ir.device import Device
+from distir.ir.files import written
 from distir.ir.function import Op
 
 VIEW = "view"
@@ -187,7 +188,7 @@ def write_chrome(path: str | Path, program: Program, run: Run, memory: dict[int,
     """Write a trace that Chrome and Perfetto open: a process a device class, a thread a stream, an arrow a transfer, a
     counter of live memory by category. Times are in microseconds.
     """
-    with open(path, "w") as file:
+    with written(path) as new, open(new, "w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         for i, event in enumerate(_chrome(program, run, memory)):
             file.write(",\n" if i else "\n")

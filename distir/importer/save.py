@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -14,6 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from distir.importer.tensors import DTYPES, parse, reader
 from distir.ir.errors import UsageError
+from distir.ir.files import written
 
 EXTERNAL_FROM = 1_500_000_000
 """Bytes of weights from which they are kept beside the model: a protobuf file ends at 2 GB."""
@@ -42,14 +42,8 @@ def save_onnx(source: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], 
             raise UsageError(f"{name}: expected shape {tuple(tensors[name].dims)}, got {np.shape(array)}")
     size = sum(_bytes(t) for t in tensors.values())
     outside = any(t.data_location == TensorProto.EXTERNAL for t in tensors.values())
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-            names = _write(model, source, arrays, Path(folder), out.name, outside or size > EXTERNAL_FROM)
-            for name in names:  # the data first: the model refers to it
-                os.replace(Path(folder, name), out.parent / name)
-    except OSError as e:
-        raise UsageError(f"cannot write {out}: {e.strerror or e}") from None
+    with written(out) as new:
+        _write(model, source, arrays, new, outside or size > EXTERNAL_FROM)
     return out
 
 
@@ -62,13 +56,12 @@ def _write(
     model: onnx.ModelProto,
     source: Path,
     arrays: Mapping[str, np.ndarray],
-    folder: Path,
-    name: str,
+    out: Path,
     external: bool,
-) -> list[str]:
-    """Write the files into `folder` and give their names, in the order in which they may be moved."""
-    data = f"{name}.data"
-    with open(folder / data, "wb") as file:
+) -> None:
+    """Write the model and, if it has any outside, its data beside it."""
+    data = out.with_name(f"{out.name}.data")
+    with open(data, "wb") as file:
         for tensor in model.graph.initializer:
             keeps = tensor.data_location != TensorProto.EXTERNAL
             if tensor.name not in arrays and keeps and (not external or _bytes(tensor) < SMALL):
@@ -78,12 +71,13 @@ def _write(
             new = arrays.get(tensor.name)
             array = stored() if new is None else np.asarray(new).astype(dtype, copy=False)
             if external and _bytes(tensor) >= SMALL:
-                _store(tensor, array, file, data)
+                _store(tensor, array, file, data.name)
             else:
                 tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
         used = file.tell() > 0
-    (folder / name).write_bytes(model.SerializeToString())
-    return [data, name] if used else [name]
+    if not used:
+        data.unlink()
+    out.write_bytes(model.SerializeToString())
 
 
 def _store(tensor: TensorProto, array: np.ndarray, file: IO[bytes], location: str) -> None:

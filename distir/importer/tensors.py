@@ -136,6 +136,8 @@ def parse(message: Any, path: Path, what: str) -> None:
     """Read a protobuf message. Raises ModelError if there is no such file, or it is not that message."""
     from google.protobuf.message import DecodeError
 
+    if path.exists() and not path.is_file():
+        raise ModelError(f"cannot read {path}: it is no regular file")
     try:
         data = path.read_bytes()
     except OSError as e:

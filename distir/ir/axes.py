@@ -25,9 +25,7 @@ class Factors:
 
     __slots__ = ("ins", "kinds", "outs", "sizes")
 
-    def __init__(
-        self, ins: list[Names], outs: list[Names], sizes: dict[str, int], kinds: Mapping[str, str]
-    ) -> None:
+    def __init__(self, ins: list[Names], outs: list[Names], sizes: dict[str, int], kinds: Mapping[str, str]) -> None:
         self.ins, self.outs, self.sizes, self.kinds = ins, outs, sizes, kinds
 
     def out_shapes(self) -> list[Shape]:

@@ -63,6 +63,8 @@ class Mesh:
         self = cls._interned.get(key)
         if self is not None:
             return self
+        if any(n < 1 for n in axes.values()):
+            raise IRTypeError(f"mesh {name}: axes have at least one index, got {dict(axes)}")
         want = math.prod(n for a, n in axes.items() if a != TIME)
         if want != len(devices):
             raise IRTypeError(f"mesh {name} {dict(axes)} needs {want} devices, got {len(devices)}")

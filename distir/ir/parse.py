@@ -43,6 +43,8 @@ def parse(text: str) -> Function:
         return parser.program()
     except DistirError as e:
         raise ModelError(printable(f"line {parser.n}: {e.message}, in: {parser.line.strip()}"), e.hint) from None
+    except (ArithmeticError, ValueError, RecursionError, MemoryError) as e:  # numbers or nesting beyond all reason
+        raise ModelError(printable(f"line {parser.n}: cannot be read ({type(e).__name__})")) from None
 
 
 class _Parser:

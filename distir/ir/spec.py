@@ -268,9 +268,7 @@ def place(
     return strand.outs
 
 
-def _place_partial(
-    spec: Spec, attrs: Attrs, placements: Sequence[Placement], results: int
-) -> tuple[Placement, ...]:
+def _place_partial(spec: Spec, attrs: Attrs, placements: Sequence[Placement], results: int) -> tuple[Placement, ...]:
     partial = frozenset(k for k, p in enumerate(placements) if isinstance(p, Partial))
     if not partial:
         return (REPLICATE,) * results

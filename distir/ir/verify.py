@@ -13,6 +13,7 @@ gives for the operands; outputs, updates and roles fit. Time is kept apart from 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from enum import Enum
 from typing import NoReturn
 
@@ -44,6 +45,19 @@ def verify(function: Function) -> None:
     """
     scheduled = any(op.callee is not None for op in function.ops)
     _Verifier().function(function, _Time.WHOLE if scheduled else _Time.UNSCHEDULED)
+    for v in function.outputs if scheduled else ():
+        if any(t.piece is not None for t in _tensors(v.type)):
+            raise IRTypeError(
+                f"{plain(function.name)}: output {plain_value(v.name)}: expected all microbatches, got {v.type}"
+            )
+
+
+def _tensors(t: Type) -> Iterator[Tensor]:
+    if isinstance(t, Tensor):
+        yield t
+    else:
+        for part in t.types:
+            yield from _tensors(part)
 
 
 class _Verifier:

@@ -248,10 +248,7 @@ class _BodyMaker:
         if not totals:
             return
         everything = (0, self.microbatches)
-        types = [
-            tensor(t.whole).moved(self.mesh).placed(TIME, tensor(t.part).on(TIME), everything)
-            for t in totals
-        ]
+        types = [tensor(t.whole).moved(self.mesh).placed(TIME, tensor(t.part).on(TIME), everything) for t in totals]
         for t, v in zip(totals, self.bundle("totals", [t.part for t in totals], types), strict=True):
             self.env[t.whole] = self.maker.add_op("MPIAllreduce", t.whole.name, [v], {"axis": TIME})
 
@@ -281,4 +278,3 @@ class _BodyMaker:
 def order_of(groups: Mapping[Key, Group], phase: str) -> list[Key]:
     """The bodies of a phase that run once, rounds in order."""
     return sorted((k for k in groups if k.phase == phase), key=lambda k: (k.round, k.stage))
-

@@ -50,9 +50,7 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
         """The sum over time of `v`, whose own sum would be `op`."""
         inner = producer.get(v)
         if inner in lifted and inner is not None:
-            parts = [
-                total(w, op) if tensor(w).on(TIME) is SUM else env[w] for w in inner.inputs
-            ]
+            parts = [total(w, op) if tensor(w).on(TIME) is SUM else env[w] for w in inner.inputs]
             return maker.add_op(inner.spec, v.name, parts, inner.attributes)
         return maker.add_op(op.spec, v.name, [env[v]], op.attributes)
 

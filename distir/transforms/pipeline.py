@@ -218,4 +218,3 @@ def _union(meshes: Sequence[Mesh]) -> Mesh:
     meshes = list(dict.fromkeys(meshes))
     axes = dict(zip(meshes[0].axes, meshes[0].sizes, strict=True))
     return Mesh([d for mesh in meshes for d in mesh.devices], {"pp": len(meshes), **axes}, "all")
-

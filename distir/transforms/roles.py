@@ -52,4 +52,3 @@ def batch_size(function: Function, batch: Mapping[int, int]) -> int:
         said = ", ".join(f"%{v.name} has {n}" for n, v in sizes.items())
         raise InfeasibleError(f"{function.name}: the batch differs between inputs: {said}")
     return next(iter(sizes), 1)
-

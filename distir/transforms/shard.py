@@ -122,9 +122,7 @@ class _Builder:
                     if want.outer != 1:
                         attributes["outer"] = want.outer
                 of = self.of.get(v)
-                new = self.maker.add_op(
-                    _COLLECTIVE[type(have), type(want)], v.name, [v], attributes, (), None, of
-                )
+                new = self.maker.add_op(_COLLECTIVE[type(have), type(want)], v.name, [v], attributes, (), None, of)
                 self.of[new] = of
                 self.moved[key] = new
         return self.moved[key]

@@ -58,9 +58,7 @@ def data_parallel(graph: Graph, n: int, batch: Mapping[int, int], outer: int) ->
     return place_all(full, n, {0}, shares(full))
 
 
-def _tensor_parallel(
-    function: Function, n: int, batch: Mapping[int, int], pieces: int
-) -> tuple[Function, Placed]:
+def _tensor_parallel(function: Function, n: int, batch: Mapping[int, int], pieces: int) -> tuple[Function, Placed]:
     """The function, padded where that lets more be split, and its placements along tp.
 
     The batch, split into `pieces` over time and dp, is not split once more.

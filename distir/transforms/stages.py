@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Function, Op, Value
@@ -13,6 +13,9 @@ from distir.ops.rules import shape_of, tensor
 from distir.transforms.lift import lift_sums
 from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
 from distir.transforms.roles import WEIGHTS
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FLOP_PER_BYTE = 100.0
 """Of the plain default cost: accelerators do about this many FLOPs in the time they move a byte of memory."""
@@ -78,29 +81,87 @@ def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) 
     import numpy as np
 
     n = len(costs)
-    if n < parts:
-        raise InfeasibleError(f"{n} cuttable pieces cannot make {parts} stages", f"use at most --pp {n}")
+    _check_pieces(n, parts)
     inner = list(range(1, n))
     if len(inner) > _CANDIDATES:
         keep = max(_CANDIDATES, parts)
         inner = sorted(sorted(inner, key=lambda i: (crossing[i], i))[:keep])
-    at = np.array([0, *inner, n])
+    at = [0, *inner, n]
     total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])[at]
     toll = np.array([0.0, *[crossing[i] for i in inner], 0.0])
-    part = total[None, :] - total[:, None] + toll[None, :] + toll[:, None]  # part[i, j]: from candidate i to j
-    part[np.tril_indices(len(at))] = np.inf
+    return [at[k] for k in _best_chain(total, toll, np.triu(np.ones((len(at), len(at)), bool), 1), parts)]
+
+
+def _check_pieces(count: int, parts: int) -> None:
+    if count < parts:
+        raise InfeasibleError(f"{count} cuttable pieces cannot make {parts} stages", f"use at most --pp {count}")
+
+
+def _best_chain(total: np.ndarray, toll: np.ndarray, within: np.ndarray, parts: int) -> list[int]:
+    """Of growing sets, the first empty and the last all, parts - 1 of which each is `within` the next.
+
+    `total[k]` is the cost of all in set k, `toll[k]` of what crosses its border; the dearest difference is cheapest.
+    """
+    import numpy as np
+
+    part = np.where(within, total[None, :] - total[:, None] + toll[None, :] + toll[:, None], np.inf)
     best = part[0].copy()
     back: list[np.ndarray] = []
     for _ in range(parts - 1):
         both = np.maximum(best[:, None], part)
         back.append(np.argmin(both, axis=0))
         best = np.min(both, axis=0)
-    cuts: list[int] = []
-    j = len(at) - 1
+    chain: list[int] = []
+    k = len(total) - 1
     for choice in reversed(back):
-        j = int(choice[j])
-        cuts.append(int(at[j]))
-    return cuts[::-1]
+        k = int(choice[k])
+        chain.append(k)
+    return chain[::-1]
+
+
+def _balanced(forward: Sequence[Op], costs: Sequence[float], byte: float, parts: int) -> dict[Op, int]:
+    """The stages of ops in topological order: the best of all ways to cut them, or, if these are very many, of the
+    ways to cut them in that order."""
+    import numpy as np
+
+    _check_pieces(len(forward), parts)
+    sets = _closed_sets(forward, _CANDIDATES)
+    if sets is None:
+        cuts = balanced_cut(costs, _crossing(forward, byte), parts)
+        return {op: sum(i >= c for c in cuts) for i, op in enumerate(forward)}
+    total = np.array([sum(c for i, c in enumerate(costs) if s >> i & 1) for s in sets])
+    toll = np.array(_borders(forward, sets, byte))
+    within = np.array([[a != b and a & ~b == 0 for b in sets] for a in sets])
+    chain = [sets[k] for k in _best_chain(total, toll, within, parts)]
+    return {op: sum(not s >> i & 1 for s in chain) for i, op in enumerate(forward)}
+
+
+def _closed_sets(forward: Sequence[Op], most: int) -> list[int] | None:
+    """All sets of ops (bit i: op i) that hold what their ops use, smallest first; None if more than `most`."""
+    place = {v: i for i, op in enumerate(forward) for v in op.outputs}
+    needs = [sum(1 << i for i in {place[v] for v in op.inputs if v in place}) for op in forward]
+    found = row = {0}
+    while row:
+        row = {s | 1 << i for s in row for i, need in enumerate(needs) if not s >> i & 1 and need & ~s == 0}
+        found = found | row
+        if len(found) > most:
+            return None
+    return sorted(found, key=lambda s: (s.bit_count(), s))
+
+
+def _borders(forward: Sequence[Op], sets: Sequence[int], byte: float) -> list[float]:
+    """Per set the cost of sending what is made in it and used outside, and its gradient back."""
+    users: dict[Value, int] = {}
+    for i, op in enumerate(forward):
+        for v in op.inputs:
+            users[v] = users.get(v, 0) | 1 << i
+    made = [(i, users[v], _sent(v, byte)) for i, op in enumerate(forward) for v in op.outputs if v in users]
+    return [sum(sent for i, used, sent in made if s >> i & 1 and used & ~s) for s in sets]
+
+
+def _sent(v: Value, byte: float) -> float:
+    """What it costs to send a value to another stage, and its gradient back."""
+    return 2 * byte * math.prod(shape_of(v)) * tensor(v).dtype.size
 
 
 def cut_stages(
@@ -117,10 +178,7 @@ def cut_stages(
     forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
     follow = _following_cost(function, phase, forward, microbatches, cost.op)
     costs = [cost.op(op) + follow.get(op, 0.0) for op in forward]
-    cuts = balanced_cut(costs, _crossing(forward, cost.sent), parts)
-    stage: dict[Op, int] = {}
-    for i, op in enumerate(forward):
-        stage[op] = sum(i >= c for c in cuts)
+    stage = _balanced(forward, costs, cost.sent, parts)
     _backward_stages(function, phase, stage, parts)
     function, stage = lift_sums(function, stage)
     _once_stages(function, phases(function), stage)
@@ -176,9 +234,8 @@ def _crossing(forward: Sequence[Op], byte: float) -> list[float]:
                 last[v] = max(last[v], i)
     change = [0.0] * (len(forward) + 1)
     for v, i in made.items():
-        sent = 2 * byte * math.prod(shape_of(v)) * tensor(v).dtype.size
-        change[i + 1] += sent
-        change[last[v] + 1] -= sent
+        change[i + 1] += _sent(v, byte)
+        change[last[v] + 1] -= _sent(v, byte)
     total, result = 0.0, []
     for x in change:
         total += x

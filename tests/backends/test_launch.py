@@ -207,7 +207,12 @@ def test_the_end_of_the_supervisor_is_the_end_of_all():
 
 
 SCRIPT = """
+import signal
 import sys
+
+# a shell's background job begins with SIGINT ignored, and so do its children
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 from tests.backends.test_launch import counter, descendants, ones, run
 
 def on_step(k, seconds, outputs):
@@ -230,7 +235,10 @@ def test_whoever_started_the_ranks_ends_and_they_with_it(end: signal.Signals, tm
         assert len(pids) == 2
         begin = time.monotonic()
         process.send_signal(end)
-        process.wait(10)
+        try:
+            process.wait(10)
+        finally:
+            process.kill()  # no test hangs in the end of this block
         while any(map(alive, pids)) or list(tmp_path.glob("distir-*")):
             assert time.monotonic() - begin < 2
             time.sleep(0.02)

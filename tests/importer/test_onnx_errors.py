@@ -62,7 +62,7 @@ def test_no_such_file(m: Path) -> None:
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    refused(tmp_path, "Is a directory")
+    refused(tmp_path, "no regular file")
 
 
 @pytest.mark.parametrize("data", [b"", b"hello, this is no model", b"\x00" * 100, b"\x08\x0a"])

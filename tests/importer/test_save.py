@@ -34,6 +34,7 @@ def test_new_weights(tmp_path: Path, external: bool, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(save, "EXTERNAL_FROM", 1000)
     old = arrays_of(MLP)
     new = {k: (x * 0.9).astype(np.float64) for k, x in old.items() if "3" not in k}
+    (tmp_path / "deep").mkdir()
     out = save_onnx(MLP, new, tmp_path / "deep" / "out.onnx")
     files = {p.name for p in out.parent.iterdir()}
     assert files == ({"out.onnx", "out.onnx.data"} if external else {"out.onnx"})

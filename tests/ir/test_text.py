@@ -334,3 +334,18 @@ def test_printing_is_loaded_on_demand() -> None:
     code = "import sys, distir.ir; print([m for m in ('prettyprinter', 'networkx', 'numpy') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fn f(%x: f64[4{0:tp}] @ stage0) {\n  return %x\n}",
+        "mesh stage0(mb=0, tp=2) = gpu:0..1\nfn f(%x: f64[4{mb}] @ stage0) {\n  return %x\n}",
+        "mesh a(mb=1) = cpu:0..99999999999\nfn f(%x: f64[4] @ a) {\n  return %x\n}",
+        "fn f(%x: f64[4]) {\n  %y: f64[4] = Loss(%x, %x, N=" + "(" * 5000 + ")\n  return %y\n}",
+        "fn f(%x: f64[" + "9" * 5000 + "]) {\n  return %x\n}",
+    ],
+)
+def test_numbers_and_nesting_beyond_reason(text):
+    with pytest.raises(ModelError):
+        parse(text)

@@ -11,7 +11,7 @@ from distir.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value, pa
 from distir.ir.errors import IRTypeError
 from distir.ir.function import Attributes
 from distir.ir.infer import infer_types
-from distir.ir.type import NOW, SUM, Float, Partial, Shard, Tensor, Tuple
+from distir.ir.type import NOW, SUM, Float, Float32, Partial, Shard, Tensor, Tuple
 from tests.ir.programs import BATCH, STAGE0, STAGE1, WIDTH, pipeline, sequential, tensor
 
 
@@ -435,3 +435,20 @@ def test_meshes_that_only_share_a_name_are_not_the_same() -> None:
     f.add_op("Add", "z", [x, y])
     y.type = tensor((8,), other)
     assert "operand 1 (%y): expected it on stage0(mb=2, dp=2, tp=2)" in refused(f.finalize())
+
+
+def test_a_result_is_of_all_microbatches():
+    """A microbatch's piece may not be returned in place of the whole."""
+    mesh = Mesh([Device("gpu", 0)], {"mb": 2}, "stage0")
+    body = FunctionMaker("fwd0")
+    x = body.add_input_value("x", Tensor(Float32, (8, 4), mesh))
+    body.set_outputs([body.emit("Relu", body.emit("LocalSlice", x, axis="mb", dim=0))])
+    callee = body.finalize()
+    main = FunctionMaker("main")
+    x = main.add_input_value("x", Tensor(Float32, (8, 4), mesh))
+    pieces = [main.add_op("Call", None, [x], {"mb": i}, (callee,)) for i in range(2)]
+    main.set_outputs([main.emit("MPIAllgather", *pieces, axis="mb")])
+    verify(main.finalize())
+    main.set_outputs([pieces[0]])
+    with pytest.raises(IRTypeError, match="expected all microbatches"):
+        verify(main.finalize())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 from distir.ir import Function, FunctionMaker, Value
@@ -31,6 +32,8 @@ BINARY = ["Add", "Sub", "Mul", "Max", "Min"]
 STEPS = ["Sign", "Floor", "Ceil", "Round"]
 COMPARISONS = ["Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
 LOGIC = ["And", "Or", "Xor"]
+LARGE = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example]
+"""The health checks that programs are too large for."""
 Block = Callable[["Maker"], None]
 
 
@@ -445,6 +448,7 @@ random_plans = st.builds(
     microbatches=st.sampled_from((1, 2, 4)),
     schedule=st.sampled_from(("1f1b", "gpipe", "interleaved")),
     host=st.sampled_from((False, False, True)),
+    chunks=st.just(1),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(
     lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)

@@ -56,6 +56,8 @@ SPREAD = [
     Plan(8, 1, 1, 1),
     Plan(1, 8, 1, 2),
     Plan(1, 1, 8, 2),
+    Plan(2, 2, 2, 2, "interleaved", chunks=2),
+    Plan(1, 1, 2, 4, "interleaved", host=True, chunks=3),
 ]
 
 

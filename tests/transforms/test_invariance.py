@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distir.ir import Function, Op, Value
@@ -17,7 +17,7 @@ from distir.ir.errors import InfeasibleError
 from distir.transforms.cleanup import fold
 from distir.transforms.parallel3d import Distributed
 from tests.transforms.programs import Plan, Program, distributed, gpt2_tiny, imported_mlp, small_gpt, written_mlp
-from tests.transforms.random_programs import random_plans, random_programs
+from tests.transforms.random_programs import LARGE, random_plans, random_programs
 
 Summary = Counter[Any]
 
@@ -85,10 +85,12 @@ def test_names_and_order_do_not_matter(program: Callable[[], Program], plan: Pla
         same_plan(program(), plan, seed)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=LARGE)
 @given(random_programs(), random_plans, st.integers(0, 1000))
 def test_names_and_order_do_not_matter_to_random_programs(program: Program, plan: Plan, seed: int) -> None:
-    program = program._replace(function=fold(program.function))  # ops that are the same cannot be told apart
+    program = program._replace(function=fold(program.function))
+    alike = [(op.spec, op.attributes, op.inputs) for op in program.function.ops if op.inputs]
+    assume(len(set(alike)) == len(alike))  # results that are the same cannot be told apart
     try:
         want = plan_of(distributed(program, plan))
     except InfeasibleError as refused:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 
 from distir.ir import Function, validate, verify
 from distir.ir.errors import DistirError, InfeasibleError, IRTypeError, MismatchError
@@ -32,7 +32,7 @@ from tests.transforms.programs import (
     small_gpt,
     written_mlp,
 )
-from tests.transforms.random_programs import random_programs, split_and_join
+from tests.transforms.random_programs import LARGE, random_programs, split_and_join
 
 COUNT = 312
 BY_TYPES, BY_TERMS, SAME, DIFFERENT = "verify", "validate", "let through, same result", "let through, DIFFERENT"
@@ -71,9 +71,7 @@ def random_cases() -> list[tuple[Program, Plan]]:
     plan = Plan(2, 2, 2, 2)
     found: dict[str, Program] = {}
 
-    @settings(
-        max_examples=300, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck]
-    )
+    @settings(max_examples=300, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=LARGE)
     @given(random_programs(split_and_join))
     def look(program: Program) -> None:
         if len(found) == 2 or not 60 < len(program.function.ops) < 200:
@@ -128,7 +126,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for v in verdicts:
         counts[v.mutant.kind][v.column] += 1
-    rows = [("kind of fault", "mutants", *COLUMNS)]
+    rows: list[tuple[str, ...]] = [("kind of fault", "mutants", *COLUMNS)]
     for kind in KINDS:
         row = counts[kind]
         rows.append((kind, str(row.total()), *[str(row[c] or "") for c in COLUMNS]))

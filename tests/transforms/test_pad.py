@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distir.executor.sequential import SequentialExecutor
@@ -31,7 +31,7 @@ from tests.transforms.programs import (
     small_gpt,
     written_mlp,
 )
-from tests.transforms.random_programs import random_programs
+from tests.transforms.random_programs import LARGE, random_programs
 
 
 def padded(program: Program, n: int) -> Function:
@@ -70,7 +70,7 @@ def test_a_dim_is_not_padded_by_much() -> None:
     assert not enlarged(padded(small_gpt(vocabulary=5), 4))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=LARGE)
 @given(random_programs(), st.sampled_from([2, 3, 4, 5]))
 def test_padding_changes_no_result_of_random_programs(program: Program, n: int) -> None:
     function = padded(program, n)
@@ -79,7 +79,7 @@ def test_padding_changes_no_result_of_random_programs(program: Program, n: int) 
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000, deadline=None, suppress_health_check=LARGE)
 @given(random_programs(), st.sampled_from([2, 3, 4, 5]))
 def test_padding_changes_no_result_of_many_random_programs(program: Program, n: int) -> None:
     assert error(run(padded(program, n), program), program.results()) <= TOLERANCE

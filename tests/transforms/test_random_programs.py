@@ -6,13 +6,13 @@ import os
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import Phase, event, given, settings
 
 from distir.ir import Function
 from distir.ir.errors import InfeasibleError
 from distir.ir.spec import all_ops
 from tests.transforms.programs import TOLERANCE, Plan, Program, collectives, distributed, error, run
-from tests.transforms.random_programs import BLOCKS, random_plans, random_programs
+from tests.transforms.random_programs import BLOCKS, LARGE, random_plans, random_programs
 
 ELSEWHERE = {"AdamW"}
 """Ops that random programs do not hold: it blows rounding of zero gradients up; see test_equality."""
@@ -66,7 +66,7 @@ def test_random_programs_hold_every_op_and_kind_of_plan() -> None:
         derandomize=True,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=LARGE,
     )
     for block in BLOCKS:
         fixed(given(random_programs(block), random_plans)(equal))()
@@ -80,7 +80,7 @@ def test_random_programs_hold_every_op_and_kind_of_plan() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=SLOW, suppress_health_check=list(HealthCheck))
+@settings(max_examples=SLOW, suppress_health_check=LARGE)
 @given(random_programs(), random_plans)
 def test_random_programs_equal_sequential(program: Program, plan: Plan) -> None:
     compared(program, plan)

@@ -1,0 +1,31 @@
+"""Writing files so that nothing is half-written: beside the target first, then renamed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distir.ir.errors import UsageError
+
+
+@contextmanager
+def written(path: str | os.PathLike[str]) -> Generator[Path]:
+    """The path at which to write what is to be at `path`, in a folder of its own.
+
+    When the context ends all files in that folder take their place beside `path`, its own last: it may refer to them.
+    A symbolic link stays one, its target is written. Raises UsageError if `path` is something else than a file, or
+    cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise UsageError(f"cannot write {path}: it is there and is no regular file")
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+            yield Path(folder, target.name)
+            for file in sorted(Path(folder).iterdir(), key=lambda f: (f.name == target.name, f.name)):
+                os.replace(file, target.parent / file.name)
+    except OSError as e:
+        raise UsageError(f"cannot write {path}: {e.strerror or e}") from None

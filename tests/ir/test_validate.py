@@ -1,0 +1,128 @@
+"""`validate` says which output is not the source's, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from distir.ir import Device, Function, FunctionMaker, Mesh, Value, validate
+from distir.ir.errors import MismatchError
+from distir.ir.function import Role
+from distir.ir.type import REPLICATE, Float64, Int64, Shard, Tensor
+from distir.ir.validate import _Terms
+from tests.transforms.mutate import Fault, Mutator, apply
+from tests.transforms.programs import Plan, distributed, small_gpt
+
+MESH = Mesh([Device("gpu", i) for i in range(2)], {"tp": 2}, "m")
+
+
+def source(scale: float = 2.0, swapped: bool = False) -> Function:
+    """tanh(x w) * scale - x"""
+    f = FunctionMaker("source")
+    x = f.add_input_value("x", Tensor(Float64, (4, 4)), Role("data", 0))
+    w = f.add_input_value("w", Tensor(Float64, (4, 4)), Role("parameter"))
+    c = f.emit("Constant", value=(scale,), shape=(), dtype=Float64)
+    y = f.emit("Mul", f.emit("Tanh", f.emit("MatMul", x, w)), c)
+    f.set_outputs([f.add_op("Sub", "y", [x, y] if swapped else [y, x])])
+    return f.finalize()
+
+
+def spread(edit: Callable[[FunctionMaker, Value, Value], Value] | None = None, scale: float = 2.0) -> Function:
+    """The same with the columns of w split over tp, gathered at the end."""
+    f = FunctionMaker("spread")
+    x = f.add_input_value("x", Tensor.whole(Float64, (4, 4), MESH, (REPLICATE,)), Role("data", 0))
+    w = f.add_input_value("w", Tensor.whole(Float64, (4, 4), MESH, (Shard(1),)), Role("parameter"))
+    c = f.emit("Constant", value=(scale,), shape=(), dtype=Float64, device=MESH)
+    y = f.emit("Mul", f.emit("Tanh", f.emit("MatMul", x, w)), c)
+    y = f.add_op("MPIAllgather", "whole", [y], {"axis": "tp"})
+    f.set_outputs([f.emit("Sub", y, x) if edit is None else edit(f, y, x)])
+    return f.finalize()
+
+
+def test_the_erasure_of_a_distributed_program_is_its_source() -> None:
+    validate(spread(), source())
+    validate(source(), source())
+
+
+def test_it_says_where_they_part() -> None:
+    with pytest.raises(
+        MismatchError, match=r"spread: output %sub is not %y of the source: expected .*value=\(2.0,\)"
+    ) as e:
+        validate(spread(scale=3.0), source())
+    assert "value=(3.0,)" in str(e.value)
+    with pytest.raises(MismatchError, match=r"expected Mul.*got input 0"):
+        validate(spread(lambda f, y, x: f.emit("Sub", x, x)), source())
+    with pytest.raises(MismatchError, match=r"expected Sub.*got Add"):
+        validate(spread(lambda f, y, x: f.emit("Add", y, x)), source())
+
+
+def test_operands_are_ordered() -> None:
+    with pytest.raises(MismatchError):
+        validate(spread(), source(swapped=True))
+
+
+def test_inputs_and_outputs_correspond() -> None:
+    f = FunctionMaker("other")
+    f.add_input_value("x", Tensor(Float64, (4, 4)))
+    f.set_outputs(f.inputs)
+    with pytest.raises(MismatchError, match="expected 2 inputs, got 1"):
+        validate(f.finalize(), source())
+    f.add_input_value("w", Tensor(Int64, (4, 4)))
+    with pytest.raises(MismatchError, match="input %w: expected f64"):
+        validate(f.finalize(), source())
+
+
+def test_results_of_ops_with_several_are_told_apart() -> None:
+    def halves(k: int) -> Function:
+        f = FunctionMaker("halves")
+        parts = f.emit("Split", f.add_input_value("x", Tensor(Float64, (4, 4))), axis=0, parts=2)
+        f.set_outputs([parts[k]])
+        return f.finalize()
+
+    validate(halves(1), halves(1))
+    with pytest.raises(MismatchError, match="result"):
+        validate(halves(0), halves(1))
+
+
+def test_updates_are_compared() -> None:
+    def stepped(swap: bool) -> Function:
+        f = FunctionMaker("step")
+        a, b = [f.add_input_value(n, Tensor(Float64, (2,)), Role("parameter")) for n in "ab"]
+        new = [f.emit("Neg", a), f.emit("Exp", b)]
+        f.set_outputs(new)
+        f.updates = dict(zip(new, [b, a] if swap else [a, b], strict=True))
+        return f.finalize()
+
+    validate(stepped(False), stepped(False))
+    with pytest.raises(MismatchError, match="expected updates"):
+        validate(stepped(True), stepped(False))
+
+
+def test_a_callee_is_walked_once_for_equal_arguments() -> None:
+    """All microbatches' calls are one walk: the cost does not grow with their number."""
+    counts = []
+    for microbatches in (2, 4):
+        made = distributed(small_gpt(layers=1), Plan(1, 1, 2, microbatches))
+        terms = _Terms()
+        terms.walk(made.program, list(range(len(made.program.inputs))))
+        counts.append(len(terms.known))
+    assert counts[0] == counts[1]
+
+
+def test_microbatches_of_different_values_do_not_join() -> None:
+    made = distributed(small_gpt(layers=1), Plan(1, 1, 2, 2))
+    mutator = Mutator(made.program, 0)
+    seen = 0
+    for _ in range(40):
+        mutant = mutator.draw("operand")
+        if mutant is not None:
+            seen += 1
+            with pytest.raises(MismatchError):
+                validate(mutant.function, made.source)
+    assert seen > 20
+
+
+def test_a_rebuilt_program_is_still_valid() -> None:
+    made = distributed(small_gpt(layers=1), Plan(2, 2, 2, 2))
+    validate(apply(made.program, Fault("nothing")), made.source)

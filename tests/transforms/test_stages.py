@@ -1,0 +1,206 @@
+"""Stages are balanced, values that skip a stage are sent on, and tied weights stay tied."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distir.ir import Function, FunctionMaker, Op, Value
+from distir.ir.errors import InfeasibleError
+from distir.ir.function import Role
+from distir.ir.type import Float64, Tensor
+from distir.ops.rules import shape_of, tensor
+from distir.transforms.phases import BACKWARD, FORWARD, phases
+from distir.transforms.stages import PLAIN, balanced_cut, cut_stages
+from distir.transforms.training import training_step
+from tests.transforms.programs import BATCH, Plan, Program, check, distributed, error, gpt2_tiny, run, small_gpt
+
+costs = st.lists(st.integers(0, 20), min_size=1, max_size=9)
+
+
+def dearest(cuts: tuple[int, ...], cost: list[int], toll: list[int]) -> int:
+    """What the dearest part costs, tolls of both its ends included."""
+    ends = (0, *cuts, len(cost))
+    return max(
+        sum(cost[a:b]) + (toll[a] if a else 0) + (toll[b] if b < len(cost) else 0) for a, b in itertools.pairwise(ends)
+    )
+
+
+@given(costs, st.integers(1, 5), st.randoms(use_true_random=False))
+def test_a_sequence_is_cut_best(cost: list[int], parts: int, rng: random.Random) -> None:
+    toll = [rng.randrange(10) for _ in range(len(cost) + 1)]
+    if parts > len(cost):
+        with pytest.raises(InfeasibleError, match=f"{len(cost)} cuttable pieces cannot make {parts} stages"):
+            balanced_cut(cost, toll, parts)
+        return
+    cuts = tuple(balanced_cut(cost, toll, parts))
+    assert list(cuts) == sorted(set(cuts))
+    best = min(dearest(c, cost, toll) for c in itertools.combinations(range(1, len(cost)), parts - 1))
+    assert dearest(cuts, cost, toll) == best
+
+
+# ---- against brute force over all monotone assignments
+
+
+def branched(seed: int) -> Function:
+    """A training step of a small random network with skip connections and branches."""
+    rng = random.Random(seed)
+    f = FunctionMaker("net")
+    streams = [f.add_input_value("x", Tensor(Float64, (BATCH, 8)), Role("data", 0))]
+    for i in range(rng.randrange(3, 6)):
+        if rng.random() < 0.3 and len(streams) > 2:
+            streams.append(f.emit("Add", streams[-1], rng.choice(streams[1:])))
+            continue
+        w = f.add_input_value(f"w{i}", Tensor(Float64, (8, 8)), Role("parameter"))
+        y = f.emit("MatMul", rng.choice(streams[-3:]), w)
+        streams.append(f.emit("Relu", y) if rng.random() < 0.5 else y)
+    used = {v for op in f.ops for v in op.inputs}
+    first, *rest = [v for v in streams[1:] if v not in used]
+    for v in rest:
+        first = f.emit("Add", first, v)
+    f.set_outputs([first])
+    return training_step(f.finalize(), "mse")
+
+
+def stage_price(function: Function, stage: dict[Op, int], parts: int, microbatches: int) -> float:
+    """The dearest stage, as the cut counts it: ops with what follows them, and what crosses its ends, both ways."""
+    phase = phases(function)
+    load = [0.0] * parts
+    weight_user: dict[Value, Op] = {}
+    forward = [op for op in function.ops if phase[op] == FORWARD]
+    for op in sorted(forward, key=lambda op: stage[op]):
+        for v in op.inputs:
+            weight_user.setdefault(v, op)
+    for op in function.ops:
+        if phase[op] == FORWARD:
+            load[stage[op]] += PLAIN.op(op)
+        elif phase[op] == BACKWARD and op.of in stage:
+            load[stage[op.of]] += PLAIN.op(op)
+        elif phase[op] == "U":
+            owner = next((weight_user[v] for v in op.inputs if v in weight_user), None)
+            load[stage[owner] if owner else 0] += PLAIN.op(op) / microbatches
+    made = {v: stage[op] for op in forward for v in op.outputs}
+    last = dict(made)
+    for op in forward:
+        for v in op.inputs:
+            if v in last:
+                last[v] = max(last[v], stage[op])
+    for v, s in made.items():
+        sent = 2 * PLAIN.sent * tensor(v).dtype.size * math.prod(shape_of(v))
+        for boundary in range(s, last[v]):
+            load[boundary] += sent
+            load[boundary + 1] += sent
+    return max(load)
+
+
+def monotone(forward: list[Op], parts: int) -> list[dict[Op, int]]:
+    """Every assignment in which no op is on an earlier stage than what it uses, and no stage is empty."""
+    producer = {v: op for op in forward for v in op.outputs}
+    found: list[dict[Op, int]] = [{}]
+    for op in forward:
+        found = [
+            {**stage, op: s}
+            for stage in found
+            for s in range(max([0, *(stage[producer[v]] for v in op.inputs if v in producer)]), parts)
+        ]
+    return [stage for stage in found if len(set(stage.values())) == parts]
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_within_5_percent_of_brute_force(seed: int, parts: int) -> None:
+    function = branched(seed)
+    placed = distributed(Program(function, []), Plan(1, 1, 1, 2)).placed
+    phase = phases(placed)
+    forward = [op for op in placed.ops if phase[op] == FORWARD]
+    assignments = monotone(forward, parts)
+    best = min(stage_price(placed, stage, parts, 2) for stage in assignments)
+    cut, found = cut_stages(placed, parts, 2)
+    mine = {v.name: s for op, s in found.items() for v in op.outputs}
+    stage = {op: mine[op.outputs[0].name] for op in forward}
+    assert cut is not None
+    assert stage_price(placed, stage, parts, 2) <= 1.05 * best
+
+
+def test_embedding_and_head_are_part_of_the_balance() -> None:
+    """With a large vocabulary the head's stage has fewer blocks."""
+    program = small_gpt(layers=6, vocabulary=512)
+    made = distributed(program, Plan(1, 1, 2, 2)).program
+    first = next(f for f in made.callees() if f.name == "fwd0")
+    second = next(f for f in made.callees() if f.name == "fwd1")
+    blocks = [sum(op.op_type == "Softmax" for op in f.ops) for f in (first, second)]
+    assert sum(blocks) == 6
+    assert blocks[0] > blocks[1]
+
+
+# ---- what crosses stages
+
+
+def skipping() -> Program:
+    """The first activation is used again at the very end, and a weight on the first and the last stage."""
+    f = FunctionMaker("skip")
+    width = 256  # so wide that computing costs more than sending
+    x = f.add_input_value("x", Tensor(Float64, (BATCH, width)), Role("data", 0))
+    weights = [f.add_input_value(f"w{i}", Tensor(Float64, (width, width)), Role("parameter")) for i in range(6)]
+    first = a = f.emit("Tanh", f.emit("MatMul", x, weights[0]))
+    for w in weights[1:]:
+        a = f.emit("Tanh", f.emit("MatMul", a, w))
+    f.set_outputs([f.emit("Add", f.emit("MatMul", a, weights[0]), first)])
+    step = training_step(f.finalize(), "mse", gradients=True)
+    rng = np.random.default_rng(0)
+    return Program(step, [rng.standard_normal(shape_of(v)) / 16 for v in step.inputs])
+
+
+def test_values_that_skip_stages_are_sent_on() -> None:
+    program = skipping()
+    function = check(program, Plan(1, 1, 3, 4))
+    sends = [op for op in function.ops if op.op_type == "Send" and op.inputs[0].kind is None]
+    ways = [(tensor(op.inputs[0]).mesh.name, op.attributes["to"].name) for op in sends]
+    assert ways.count(("stage0", "stage2")) == 4  # once a microbatch, though two ops there need it
+    assert ways.count(("stage0", "stage1")) == ways.count(("stage1", "stage2")) == 4
+
+
+def test_tied_weights_have_one_gradient_and_one_home() -> None:
+    program, plan = gpt2_tiny(), Plan(1, 1, 2, 4)
+    function = distributed(program, plan).program
+    table = next(v for v in function.inputs if shape_of(v) == (509, 64) and v.kind == "parameter")
+    sent = [op for op in function.ops if op.op_type == "Send" and op.inputs[0] is table]
+    assert len(sent) == 1  # the weight itself, once a step
+    updates = [op for f in function.callees() for op in f.ops if op.op_type == "AdamW"]
+    assert sum(shape_of(op.inputs[0]) == (509, 64) for op in updates) == 1
+    assert error(run(function, program), program.results()) <= 1e-10
+
+
+def test_a_tied_gradient_is_sent_once_a_step() -> None:
+    """Each stage adds its part up over the microbatches before it is sent."""
+    for microbatches in (1, 2, 4):
+        function = distributed(small_gpt(), Plan(1, 1, 2, microbatches)).program
+        sent = [op for op in function.ops if op.op_type == "Send"]
+        whole = [op for op in sent if "(16, 8)" in str(getattr(op.inputs[0].type, "global_shape", ""))]
+        assert len(whole) <= 2  # the weight one way, its gradient the other
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([2, 3, 4]))
+def test_gradients_flow_backward_only(seed: int, parts: int) -> None:
+    """No stage of the backward pass waits for an earlier one."""
+    placed = distributed(Program(branched(seed), []), Plan(1, 1, 1, 2)).placed
+    try:
+        cut, stage = cut_stages(placed, parts, 2)
+    except InfeasibleError:
+        return
+    phase, producer = phases(cut), cut.producers()
+    for op in cut.ops:
+        for v in op.inputs:
+            made = producer.get(v)
+            if made in stage and op in stage and phase[op] == phase[made]:
+                if phase[op] == FORWARD:
+                    assert stage[made] <= stage[op]
+                elif phase[op] == BACKWARD:
+                    assert stage[made] >= stage[op]
