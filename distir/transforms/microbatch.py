@@ -50,11 +50,28 @@ def _sweep(
         elif _passes(sig.linear, have):
             outs = [SUM] * len(outs)
         elif late or any(p is not REPLICATE for p in have):
+            sums = [v for v in graph.ins[j] if v in after or state[v] is SUM]
+            if j not in before and _splits_but_for(sums, graph.ins[j], have, options[j]):
+                return strands, sums
             after.update(graph.outs[j])
         strands[j] = strand
         for v, p in zip(graph.outs[j], outs, strict=True):
             state[v] = p
     return strands, None
+
+
+def _splits_but_for(
+    sums: Sequence[int], ins: Sequence[int], have: Sequence[Placement], options: Sequence[Strand]
+) -> bool:
+    """True if the op could work on microbatches, were the sums whole: others are there already or free to cut."""
+    return any(
+        any(isinstance(p, Shard) for p in s.ins)
+        and all(
+            want is REPLICATE if v in sums else h is want or (h is REPLICATE and isinstance(want, Shard))
+            for v, h, want in zip(ins, have, s.ins, strict=True)
+        )
+        for s in options
+    )
 
 
 def _possible(options: Sequence[Strand], have: Sequence[Placement]) -> Strand | None:
