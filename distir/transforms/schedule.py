@@ -5,6 +5,7 @@ A slot is (stage, phase, microbatch) and prints as `0F3`. Prologue and update ar
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -122,16 +123,20 @@ def make_table(schedule: Schedule, ranks: int, microbatches: int, chunks: int = 
 def check_table(table: Table, stages: int, microbatches: int) -> None:
     """Raises InfeasibleError if a slot is missing, stands twice or on another rank, if microbatches are out of order
     on a stage, or if the table would deadlock."""
-    for phase in (FORWARD, BACKWARD):
-        for s in range(stages):
-            rows = {r for r, row in enumerate(table) for slot in row if slot.stage == s}
-            got = [slot.microbatch for row in table for slot in row if (slot.stage, slot.phase) == (s, phase)]
-            if got != list(range(microbatches)) or rows != {s % len(table)}:
-                raise InfeasibleError(
-                    f"schedule: stage {s} {phase}: expected microbatches 0 to {microbatches - 1} in order on rank "
-                    f"{s % len(table)}, got {got} on {sorted(rows)}",
-                    "the table was:\n" + format_table(table),
-                )
+    order: dict[tuple[int, str], list[int]] = {}
+    ranks: dict[int, set[int]] = {}
+    for rank, row in enumerate(table):
+        for slot in row:
+            order.setdefault((slot.stage, slot.phase), []).append(slot.microbatch)
+            ranks.setdefault(slot.stage, set()).add(rank)
+    for s, phase in [*itertools.product(range(stages), (FORWARD, BACKWARD)), *order]:
+        got, where = order.get((s, phase), []), sorted(ranks.get(s, ()))
+        if s >= stages or got != list(range(microbatches)) or where != [s % len(table)]:
+            raise InfeasibleError(
+                f"schedule: stage {s} {phase}: expected microbatches 0 to {microbatches - 1} in order on rank "
+                f"{s % len(table)}, got {got} on {where}",
+                "the table was:\n" + format_table(table),
+            )
     cycles(table)
 
 
