@@ -144,7 +144,7 @@ def test_bad_models_exit_3(cli, tmp_path):
     text = tmp_path / "text.onnx"
     text.write_text("not a model")
     assert_error(cli("show", text), 3, "text.onnx")
-    assert_error(cli("run", tmp_path / "missing.onnx"), 3, "missing.onnx")
+    assert_error(cli("run", tmp_path / "missing.onnx"), 2, "missing.onnx")  # a wrong argument, not a bad model
     cut = tmp_path / "cut.onnx"
     cut.write_bytes(Path(MLP).read_bytes()[:-100])
     assert_error(cli("simulate", cut, "--cluster", "dgx-a100"), 3, "cut.onnx")
@@ -316,7 +316,7 @@ def test_run_prints_plan_steps_and_check(cli):
     steps = re.findall(r"^(\d) +(\d\.\d{6}) +[\d.]+ [mu]?s$", out, re.MULTILINE)
     assert [k for k, _ in steps] == ["0", "1", "2"]
     assert len({loss for _, loss in steps}) == 3  # every step has data of its own
-    assert re.search(r"predicted [\d.]+ [mu]?s, measured [\d.]+ [mu]?s a step", out)
+    assert "predicted" not in out  # the reference runs all ranks in one process: no time to compare
     assert re.search(r"check passed: outputs .* \(allowed 1e-05.*weights .* \(allowed 0\.00015", out)
 
 
@@ -427,6 +427,7 @@ def test_the_main_job(gloo):
     assert len(re.findall(r"^\d +\d\.\d{6} +[\d.]+ m?s$", done.stdout, re.MULTILINE)) == 5
     assert "check passed" in done.stdout
     assert "tokens/s" in done.stdout
+    assert re.search(r"predicted [\d.]+ [mu]?s, measured [\d.]+ m?s a step .* on this host", done.stdout)
 
 
 def test_what_is_saved_runs_elsewhere_and_is_trained(gloo):

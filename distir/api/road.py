@@ -19,7 +19,7 @@ from distir.backends.launch import available_memory
 from distir.backends.launch import run as launch
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator import Simulator
-from distir.hardware import load_cluster
+from distir.hardware import load_cluster, this_host
 from distir.ir import Device, Function, Topology, verify
 from distir.ir import validate as compare_terms
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError
@@ -113,7 +113,7 @@ def run(
     seed: int = 0,
     backend: str = "gloo",
     check: bool = False,
-    cluster: Cluster = "cpu-2core",
+    cluster: Cluster | None = None,
     timeout: float = 600.0,
     on_plan: Callable[[Prediction], None] | None = None,
     on_step: OnStep | None = None,
@@ -122,7 +122,8 @@ def run(
     """Run `steps` steps of the model's program, a process a device, and compare the time with the prediction.
 
     `backend` is "gloo" (CPUs), "nccl" (GPUs) or "numpy" (this process alone). `data` is an .npz file (see `Data`);
-    without it, data are drawn by `seed`. `check` compares with the sequential program on the same data. `on_plan` is
+    without it, data are drawn by `seed`. `cluster` is what to predict for; by default this host, whose cores the ranks
+    share. `check` compares with the sequential program on the same data. `on_plan` is
     called when the plan is made, `on_step` and `on_check` after each step, of the run and of the check.
 
     Raises InfeasibleError for a plan that cannot be carried out or does not fit in memory, MismatchError, naming the
@@ -136,7 +137,7 @@ def run(
     function = model.function
     arrays = model.initial(seed)
     fed = data if isinstance(data, Data) else Data(function, arrays, data, seed)
-    cost = cost_model(cluster, plan)
+    cost = cost_model(this_host(plan.size) if cluster is None else cluster, plan)
     program = distribute(model, plan, cost.topology.devices[: plan.size])
     prediction = predict(model, plan, program, cost)
     if on_plan is not None:

@@ -93,7 +93,7 @@ def run(
     change from step to step come from `data(step)` instead. An output that is an update replaces its input
     before the next step. Where the environment is torchrun's, this process joins as its rank; else all ranks
     are started here and ended with the call, whatever happens. `timeout`: seconds without any sign of
-    progress; `threads` of a rank, the cores' share without it; `bytes_per_rank` of memory needed, checked
+    progress; `threads` of a rank, without it OMP_NUM_THREADS or 1; `bytes_per_rank` of memory needed, checked
     before anything starts; `every`: report all outputs after each step; `final`: and the updated inputs after
     the last; `on_step(k, seconds, outputs)` is called after each. `record` is a folder in which to keep every
     value that is made (see `distir.backends.record`); under torchrun nothing is kept.
@@ -117,7 +117,7 @@ def run(
     _check_memory(bytes_per_rank, here)
     verify(program)
     given = by_position(program, arrays)
-    threads = threads or max(1, cores() // here)
+    threads = threads or _threads()
     if joined:
         from distir.backends.torchrun import join
 
@@ -125,9 +125,10 @@ def run(
     return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, on_step, record).run()
 
 
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _threads() -> int:
+    """Threads of a rank: one, as with torchrun, unless the environment says more: idle ones would only spin."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and int(text) else 1
 
 
 def by_position(program: Function, arrays: Arrays) -> dict[int, Any]:

@@ -84,7 +84,7 @@ def _run(commands: Any) -> None:
     )
     group.add_argument("--check", action="store_true", help="compare with the sequential program on the same data")
     group.add_argument("--save", metavar="FILE.onnx", help="write the model with the trained weights")
-    group.add_argument("--cluster", default="cpu-2core", metavar="NAME", help="to predict for; default: cpu-2core")
+    group.add_argument("--cluster", metavar="NAME|FILE.toml", help="to predict for; default: this host")
 
 
 def _simulate(commands: Any) -> None:

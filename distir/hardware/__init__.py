@@ -6,8 +6,10 @@ says in `source` where they are from. Units: TFLOP/s, GB/s (1e9 bytes), GB of me
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,32 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
     if count < 1 or (devices is not None and not 1 <= devices <= count * per_node):
         raise UsageError(f"{count} nodes of {per_node} devices cannot give {devices or 'any'} devices")
     return Topology(Regular(**regular, nodes=count))
+
+
+def this_host(ranks: int, cores: int | None = None) -> Topology:
+    """One host whose cores (this machine's) `ranks` ranks share: the shipped CPU cluster as one node.
+
+    Where there are more ranks than cores each computes, reads memory and handles messages as much slower.
+    """
+    regular = load_cluster("cpu-2core").regular
+    if regular is None:
+        raise UsageError("the shipped CPU cluster is not regular")
+    cores = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    wait = max(1.0, ranks / cores)
+    spec = regular.spec
+    spec = replace(
+        spec,
+        throughput=tuple((name, flops / wait) for name, flops in spec.throughput),
+        dram_bandwidth=spec.dram_bandwidth / wait,
+        kernel_launch_overhead=spec.kernel_launch_overhead * wait,
+    )
+    link, bus = regular.intra, regular.intra.bus
+    slow = Link(link.bandwidth / wait, link.latency * wait, None if bus is None else bus / wait)
+    algorithms = tuple(
+        a._replace(base=a.base * wait, intra=a.intra * wait, inter=a.inter * wait) for a in regular.algorithms
+    )
+    name = f"this host, {ranks} rank{'s' if ranks > 1 else ''} on {cores} core{'s' if cores > 1 else ''}"
+    return Topology(replace(regular, name=name, spec=spec, per_node=ranks, intra=slow, algorithms=algorithms))
 
 
 def _read(path: Path) -> dict[str, Any]:

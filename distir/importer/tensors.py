@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from distir.ir.errors import ModelError
+from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Value
 from distir.ir.type import (
     BFloat16,
@@ -133,13 +133,15 @@ def parse_tensor_from_file(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def parse(message: Any, path: Path, what: str) -> None:
-    """Read a protobuf message. Raises ModelError if there is no such file, or it is not that message."""
+    """Read a protobuf message. Raises UsageError if there is no such file, ModelError if it is not that message."""
     from google.protobuf.message import DecodeError
 
     if path.exists() and not path.is_file():
         raise ModelError(f"cannot read {path}: it is no regular file")
     try:
         data = path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path}") from None
     except OSError as e:
         raise ModelError(f"cannot read {path}: {e.strerror or e}") from None
     try:

@@ -63,7 +63,7 @@ def find_loss(function: Function, loss: Value | int | str) -> Value:
         named = [v for v in (*function.outputs, *function.producers()) if v.name == loss]
         if not named:
             outputs = ", ".join(v.name for v in function.outputs)
-            raise UsageError(f"{function.name} has no value {loss!r}", f"its outputs are {outputs}")
+            raise UsageError(f"{function.name} has no value {loss!r}", f"cross-entropy, mse, or an output: {outputs}")
         target = named[0]
     t = target.type
     if not isinstance(t, Tensor) or not t.dtype.floating:

@@ -58,7 +58,7 @@ def m(tmp_path: Path) -> Path:
 
 
 def test_no_such_file(m: Path) -> None:
-    refused(m, "No such file")
+    refused(m, "there is no file", kind=UsageError)
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -255,5 +255,5 @@ def test_parse_tensor_from_file(tmp_path: Path) -> None:
         file.write_bytes(bad)
         with pytest.raises(ModelError, match=r"t\.pb"):
             parse_tensor_from_file(file)
-    with pytest.raises(ModelError, match="No such file"):
+    with pytest.raises(UsageError, match="there is no file"):
         parse_tensor_from_file(tmp_path / "none.pb")

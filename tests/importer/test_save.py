@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from distir.importer import import_from_onnx, save
 from distir.importer.save import save_onnx
-from distir.ir.errors import ModelError, UsageError
+from distir.ir.errors import UsageError
 from tests.importer.models import model, node
 
 MLP = Path(__file__).parents[2] / "examples" / "mlp.onnx"
@@ -78,7 +78,7 @@ def test_errors(tmp_path: Path) -> None:
         save_onnx(MLP, {"w": np.ones(3)}, out)
     with pytest.raises(UsageError, match=r"expected shape \(32,\), got \(3,\)"):
         save_onnx(MLP, {"layers.0.bias": np.ones(3)}, out)
-    with pytest.raises(ModelError, match="No such file"):
+    with pytest.raises(UsageError, match="there is no file"):
         save_onnx(tmp_path / "none.onnx", {}, out)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):

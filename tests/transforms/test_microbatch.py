@@ -10,6 +10,7 @@ from distir.ir import Device, FunctionMaker, Role, verify
 from distir.ir.function import Function
 from distir.ir.type import Float64, Tensor
 from distir.ir.validate import validate
+from distir.ops.rules import shape_of
 from distir.transforms.parallel3d import distribute
 from distir.transforms.training import SGD, training_step
 
@@ -31,7 +32,7 @@ def centred(late: bool) -> Function:
 def test_statistics_of_the_batch_are_those_of_the_whole_batch(late, dp, pp, microbatches):
     step = centred(late)
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(v.type.shape) for v in step.inputs]
+    arrays = [rng.standard_normal(shape_of(v)) for v in step.inputs]
     devices = [Device("cpu", i) for i in range(dp * pp)]
     done = distribute(step, dp, 1, pp, devices, microbatches)
     verify(done.program)
@@ -46,4 +47,4 @@ def test_only_the_statistics_are_in_the_prologue():
     done = distribute(centred(False), 1, 1, 1, [Device("cpu", 0)], 2)
     before = {f.name: f for f in done.program.callees()}["prologue0"]
     assert not [op for op in before.ops if op.spec.weight is not None]  # the matrix products stay on microbatches
-    assert any(op.spec is not None and op.inputs and op.outputs[0].type.shape == (1, 4) for op in before.ops)
+    assert any(op.spec is not None and op.inputs and shape_of(op.outputs[0]) == (1, 4) for op in before.ops)

@@ -1,0 +1,47 @@
+"""How long the command line takes to answer: `distir --help`, beside an interpreter that does nothing.
+
+    python benchmarks/startup.py [--runs N] [--json]
+
+Wall-clock seconds of whole processes, medians, alternating; the goal for --help is 0.3 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+COMMANDS = {"python -c pass": ["-c", "pass"], "distir --help": ["-m", "distir", "--help"]}
+
+
+def seconds(arguments: list[str]) -> float:
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=11)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for _ in range(max(1, args.runs)):
+        for name, arguments in COMMANDS.items():
+            times[name].append(seconds(arguments))
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    machine = f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}"
+    if args.json:
+        print(json.dumps({"machine": machine, "seconds": medians}, indent=2))
+        return
+    print(f"wall-clock seconds, median of {max(1, args.runs)}; {machine}")
+    for name, median in medians.items():
+        print(f"{name:16}{median:8.3f}")
+
+
+if __name__ == "__main__":
+    main()
