@@ -25,6 +25,7 @@ from distir.ir import validate as compare_terms
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError
 from distir.ir.function import Value
 from distir.transforms.parallel3d import parallel_transform_3d, source_of
+from distir.transforms.training import AdamW
 
 AnyModel = Model | Function | str | os.PathLike[str]
 Cluster = CostModel | Topology | str | os.PathLike[str]
@@ -150,7 +151,9 @@ def run(
         comparison = compare(model, done, compute_steps(job._replace(program=function), on_step=on_check))
         if (first := comparison.first) is not None:
             where = _located(job if first.step is None else job._replace(steps=first.step + 1), prediction)
-            raise MismatchError(f"the run is not the sequential one: {first}; {where}")
+            adam = first.step is None and isinstance(model.optimizer, AdamW)
+            hint = "AdamW magnifies the rounding of gradients near its eps: float64 tells rounding from an error"
+            raise MismatchError(f"the run is not the sequential one: {first}; {where}", hint if adam else None)
     return _result(model, done, prediction, backend, comparison)
 
 
