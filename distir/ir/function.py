@@ -122,7 +122,7 @@ class Function:
     shape in the model.
     """
 
-    __slots__ = ("inputs", "name", "ops", "outputs", "sources", "updates")
+    __slots__ = ("found", "inputs", "name", "ops", "outputs", "sources", "updates")
 
     def __init__(
         self,
@@ -136,6 +136,8 @@ class Function:
         self.name, self.inputs, self.ops, self.outputs = name, inputs, ops, outputs
         self.updates: dict[Value, Value] = dict(updates or {})
         self.sources: dict[Value, tuple[int, ...]] = dict(sources or {})
+        self.found: dict[object, Any] = {}
+        """What passes found out about it: see `kept`."""
 
     def __repr__(self) -> str:
         from distir.ir.text import pformat

@@ -1,0 +1,137 @@
+"""GPT-3 175B from the builder to the result, and 200 plans of GPT-2 124M.
+
+    python benchmarks/scale.py [--runs N] [--dp 8 512] [--microbatches 512] [--json]
+
+GPT-3: 96 layers, hidden 12,288, 96 heads, sequence 2,048, vocabulary 51,200, bfloat16, AdamW; tp 8, pp 16. Every phase
+is in the total but `validate` and the construction of the cluster, shown apart. GPT-2: 12 layers, hidden 768, sequence
+1,024, on 64 devices, every (dp, tp, pp) with 9 numbers of microbatches, 1F1B and GPipe; what plans share is found
+once. CPU seconds, medians over the runs, nothing remembered between them. Goals on a 2-core CPU: 1.5 s on 1,024
+devices, within 20 % of that on 65,536; 20 s for the 200 plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from typing import Any
+
+from laps import Laps, machine, medians, table
+
+from distir.executor.cost_model import CostModel
+from distir.executor.simulator import Simulation, Simulator
+from distir.hardware import load_cluster
+from distir.ir import Function
+from distir.ir.infer import forget
+from distir.ir.type import BFloat16
+from distir.ir.validate import validate
+from distir.ir.verify import verify
+from distir.models import gpt
+from distir.transforms.parallel3d import parallel_transform_3d, source_of
+from distir.transforms.training import AdamW, training_step
+
+TP, PP = 8, 16
+PLANS, DEVICES = 200, 64
+
+
+def gpt3(dp: int, microbatches: int) -> tuple[dict[str, float], dict[str, float], Simulation]:
+    """Seconds of the phases, of what is shown apart, and the result. Every microbatch of a replica is one sequence."""
+    forget()
+    gc.collect()
+    laps, apart = Laps(), Laps()
+    cluster = load_cluster("dgx-a100", devices=dp * TP * PP)
+    devices = cluster.devices[: dp * TP * PP]
+    apart.lap("cluster")
+    laps.start()
+    model = gpt(96, 12288, 96, 51200, 2048, dp * microbatches, BFloat16)
+    laps.lap("build")
+    step = training_step(model, "cross-entropy", AdamW())
+    laps.lap("training step")
+    program = parallel_transform_3d(step, dp, TP, PP, devices, microbatches)
+    laps.lap("transform")
+    verify(program)
+    laps.lap("verify")
+    simulation = Simulator(CostModel(cluster)).interpret(program)
+    laps.lap("simulate")
+    apart.start()
+    validate(program, source_of(program, step))
+    apart.lap("validate")
+    return laps.seconds, apart.seconds, simulation
+
+
+def plans() -> list[tuple[int, int, int, int, str]]:
+    """(dp, tp, pp, microbatches, schedule) on 64 devices."""
+    found = [
+        (DEVICES // tp // pp, tp, pp, 2**m, schedule)
+        for m in range(9)
+        for schedule in ("1f1b", "gpipe")
+        for tp in (1, 2, 4)
+        for pp in (1, 2, 4, 8)
+    ]
+    return found[:PLANS]
+
+
+def gpt2() -> tuple[dict[str, float], int]:
+    """Seconds of the phases over all plans, and how many there are; the global batch is 16,384 sequences."""
+    forget()
+    gc.collect()
+    cluster = load_cluster("dgx-a100", devices=DEVICES)
+    devices = cluster.devices[:DEVICES]
+    simulator = Simulator(CostModel(cluster))
+    laps = Laps()
+    model: Function = gpt(12, 768, 12, 50304, 1024, 16384)
+    laps.lap("build")
+    step = training_step(model, "cross-entropy", AdamW())
+    laps.lap("training step")
+    found = plans()
+    for dp, tp, pp, microbatches, schedule in found:
+        program = parallel_transform_3d(step, dp, tp, pp, devices, microbatches, schedule)
+        laps.lap("transform")
+        verify(program)
+        laps.lap("verify")
+        _ = simulator.interpret(program).seconds
+        laps.lap("simulate")
+    return laps.seconds, len(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--dp", type=int, nargs="+", default=[8, 512])
+    parser.add_argument("--microbatches", type=int, default=512)
+    parser.add_argument("--no-plans", action="store_true", help="leave out the 200 plans of GPT-2")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if args.runs < 1:
+        parser.error("--runs is at least 1")
+    result: dict[str, Any] = {"machine": machine(), "GPT-3 175B": {}}
+    for dp in args.dp:
+        runs = [gpt3(dp, args.microbatches) for _ in range(args.runs)]
+        laps, apart = medians([r[0] for r in runs]), medians([r[1] for r in runs])
+        total = statistics.median(sum(r[0].values()) for r in runs)
+        step = runs[0][2].seconds
+        result["GPT-3 175B"][f"{dp * TP * PP} devices"] = {**laps, "total": total, **apart, "simulated step": step}
+    if not args.no_plans:
+        several = [gpt2() for _ in range(args.runs)]
+        laps = medians([laps for laps, _ in several])
+        result[f"GPT-2 124M, {several[0][1]} plans"] = {**laps, "total": sum(laps.values())}
+    print(json.dumps(result, indent=2) if args.json else shown(result, args.microbatches))
+
+
+def shown(result: dict[str, Any], microbatches: int) -> str:
+    """The result as text."""
+    lines = [f"CPU seconds; {result['machine']}", ""]
+    large = result["GPT-3 175B"]
+    rows = [[phase, *(f"{column[phase]:.3f}" for column in large.values())] for phase in next(iter(large.values()))]
+    lines.append(table([f"GPT-3 175B, tp {TP}, pp {PP}, {microbatches} microbatches", *large], rows))
+    totals = [column["total"] for column in large.values()]
+    lines.append(f"total: {', '.join(f'{t / totals[0]:.2f} x' for t in totals)}  (goals: 1.5 s, 1.20 x)")
+    for name, laps in result.items():
+        if name.startswith("GPT-2"):
+            lines += ["", table([name, "s"], [[phase, f"{s:.3f}"] for phase, s in laps.items()]), "goal: 20 s"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
