@@ -40,14 +40,24 @@ _FANS = {"MPIScatter": True, "MPIBroadcast": True, "MPIGather": False, "MPIReduc
 class CostModel:
     """Seconds on a Topology, which may still be empty when this is made, and grow.
 
-    `tf32` lets float32 matrix products run at the topology's "tf32" peak, where it has one.
+    `tf32` lets float32 matrix products run at the topology's "tf32" peak, where it has one. `overlap` says whether a
+    device's communication runs beside its compute.
     """
+
+    overlap = True
 
     def __init__(self, topology: Topology, *, tf32: bool = False) -> None:
         self.topology = topology
         self.tf32 = tf32
         self._memo: dict[object, float] = {}
         self._version = topology.version
+
+    @staticmethod
+    def distir2021(topology: Topology) -> CostModel:
+        """The formulas of DistIR (2021) as first published, to reproduce its figures: see `distir2021`."""
+        from distir.executor.distir2021 import DistIR2021
+
+        return DistIR2021(topology)
 
     def _cache(self) -> dict[object, float]:
         if self._version != self.topology.version:

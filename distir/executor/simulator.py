@@ -28,12 +28,12 @@ class Simulator:
     """Predicts what a Function takes under a cost model.
 
     With `overlap` a device's communication runs beside its compute where dependencies allow; without, each device does
-    one thing at a time.
+    one thing at a time. None leaves it to the cost model.
     """
 
-    def __init__(self, cost_model: CostModel, *, overlap: bool = True) -> None:
+    def __init__(self, cost_model: CostModel, *, overlap: bool | None = None) -> None:
         self.cost_model = cost_model
-        self.overlap = overlap
+        self.overlap = cost_model.overlap if overlap is None else overlap
 
     def interpret(
         self,

@@ -65,13 +65,17 @@ class Cut(NamedTuple):
     free: dict[Value, Op]
 
 
-def cut_bodies(function: Function, stage: Mapping[Op, int]) -> Cut:
-    """Group the ops by stage and phase and find what passes between the groups."""
-    phase = phases(function)
+def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True, turn: str = BACKWARD) -> Cut:
+    """Group the ops by stage and phase and find what passes between the groups.
+
+    Collectives that follow a sum over time belong to the last microbatch's backward pass, so that they `overlap` with
+    it, or else to the update. For `turn` see `phases`.
+    """
+    phase = phases(function, turn)
     producer = function.producers()
     free = {v: op for op in function.ops if phase[op] == FREE for v in op.outputs}
     joins = [op for op in function.ops if ends_time(op) and not _sums(op)]
-    totals = _totals(function, phase, stage)
+    totals = _totals(function, stage if overlap else {})
     skipped = {op for t in totals for op in t.reduce} | {producer[t.whole] for t in totals} | set(joins)
     skipped |= {op for op in function.ops if ends_time(op)}
     groups: dict[Key, Group] = {}
@@ -100,8 +104,9 @@ def _sums(op: Op) -> bool:
     return isinstance(tensor(op.inputs[0]).on(TIME), Partial)
 
 
-def _totals(function: Function, phase: Mapping[Op, str], stage: Mapping[Op, int]) -> list[Total]:
-    """Sums over time, with the collectives over devices that follow and can run as soon as a sum is complete."""
+def _totals(function: Function, stage: Mapping[Op, int]) -> list[Total]:
+    """Sums over time, with the collectives over devices that follow on their stage and so can run as soon as a sum is
+    complete."""
     users: dict[Value, list[Op]] = {}
     for op in function.ops:
         for v in op.inputs:
@@ -115,7 +120,7 @@ def _totals(function: Function, phase: Mapping[Op, str], stage: Mapping[Op, int]
         reduce: list[Op] = []
         while whole not in results and len(users.get(whole, ())) == 1:
             after = users[whole][0]
-            if after.spec.comm is None or "axis" not in after.attributes or stage[after] != stage[op]:
+            if after.spec.comm is None or "axis" not in after.attributes or stage.get(after, -1) != stage.get(op):
                 break
             if not isinstance(tensor(whole).on(after.attributes["axis"]), Partial):
                 break

@@ -12,9 +12,10 @@ from distir.ir.function import Function, Value
 from distir.ir.pause import no_collection
 from distir.transforms.decompose import decompose
 from distir.transforms.pad import pad_like
+from distir.transforms.phases import BACKWARD, FORWARD
 from distir.transforms.pipeline import pipeline
 from distir.transforms.roles import batch_dims
-from distir.transforms.schedule import Schedule, make_table
+from distir.transforms.schedule import DISTIR_2021, Schedule, make_table
 from distir.transforms.spread import DP, TP, place
 from distir.transforms.stages import PLAIN, StageCost, cut_stages
 
@@ -41,9 +42,12 @@ def parallel_transform_3d(
     cost: StageCost = PLAIN,
     order: Sequence[str] | None = None,
     chunks: int = 1,
+    overlap: bool = True,
 ) -> Function:
     """The program of `distribute`, by itself."""
-    return distribute(function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order, chunks).program
+    return distribute(
+        function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order, chunks, overlap
+    ).program
 
 
 @no_collection()
@@ -59,6 +63,7 @@ def distribute(
     cost: StageCost = PLAIN,
     order: Sequence[str] | None = None,
     chunks: int = 1,
+    overlap: bool = True,
 ) -> Distributed:
     """The function spread over dp * tp * pp devices, its batch over dp and `num_microbatches`.
 
@@ -66,6 +71,9 @@ def distribute(
     node. With one more device, the first is a host that holds the inputs, and the order is ("pp", "tp", "dp").
     `chunks` is the number of stages a pipeline rank has (for the schedule "interleaved"): stage s is on rank s % pp.
     `batch` maps data inputs to their batch dim where roles do not say it. `cost` is what stages are balanced by.
+    Gradients are reduced over dp during the last microbatch's backward pass; without `overlap` when all is done, which
+    serves devices that do one thing at a time: a stage's reductions would hold up what it sends to the one before.
+    The schedule "distir2021" has no overlap.
 
     Raises InfeasibleError if the number of devices or the batch does not fit, if there are fewer cuttable pieces than
     stages, or if tensor parallelism splits nothing.
@@ -75,8 +83,9 @@ def distribute(
     data = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
     source, placed = place(decompose(function), data, dp, tp, meshes[0])
     table = make_table(schedule, pp, num_microbatches, chunks)
-    cut, stage = cut_stages(placed, pp * chunks, num_microbatches, cost)
-    return Distributed(pipeline(cut, stage, meshes * chunks, table, host), placed, source)
+    overlap, turn = (False, FORWARD) if schedule == DISTIR_2021 else (overlap, BACKWARD)
+    cut, stage = cut_stages(placed, pp * chunks, num_microbatches, cost, turn)
+    return Distributed(pipeline(cut, stage, meshes * chunks, table, host, overlap, turn), placed, source)
 
 
 def source_of(distributed: Function, function: Function) -> Function:

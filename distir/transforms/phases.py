@@ -34,9 +34,15 @@ def varies(v: Value) -> bool:
     return isinstance(v.type, Tensor) and v.type.on(TIME) is not REPLICATE
 
 
-def phases(function: Function) -> dict[Op, str]:
-    """The phase of every op of a program that is placed but not scheduled."""
+def phases(function: Function, turn: str = BACKWARD) -> dict[Op, str]:
+    """The phase of every op of a program that is placed but not scheduled.
+
+    `turn` is the phase of the ops that start the backward pass, as the gradient of the loss does.
+    """
     backward = _backward(function)
+    if turn == FORWARD:
+        made = {v for op in backward for v in op.outputs}
+        backward = {op for op in backward if any(v in made for v in op.inputs)}
     phase: dict[Op, str] = {}
     after: set[Value] = set()
     free = set(function.inputs)  # values that any body can have for nothing, or was given

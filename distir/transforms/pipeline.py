@@ -8,21 +8,27 @@ from distir.ir.device import TIME, Device, Mesh
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import REPLICATE, Tensor
 from distir.transforms.bodies import Body, Cut, Group, Key, build_body, cut_bodies, order_of
-from distir.transforms.phases import PROLOGUE, UPDATE, varies
+from distir.transforms.phases import BACKWARD, PROLOGUE, UPDATE, varies
 from distir.transforms.roles import weights
 from distir.transforms.schedule import Slot, Table, interleave
 
 
 def pipeline(
-    function: Function, stage: Mapping[Op, int], meshes: Sequence[Mesh], table: Table, host: Device | None = None
+    function: Function,
+    stage: Mapping[Op, int],
+    meshes: Sequence[Mesh],
+    table: Table,
+    host: Device | None = None,
+    overlap: bool = True,
+    turn: str = BACKWARD,
 ) -> Function:
     """The scheduled program of a placed function; `meshes[s]` is where stage s runs.
 
     Its inputs are the function's, in order: on `host` if there is one; else a weight on its home stage, and what
-    several stages need on a mesh over all of them. Its outputs are the function's. Raises InfeasibleError if the
-    table would deadlock.
+    several stages need on a mesh over all of them. Its outputs are the function's. For `overlap` and
+    `turn` see `cut_bodies`. Raises InfeasibleError if the table would deadlock.
     """
-    return _Emitter(cut_bodies(function, stage), meshes, table, host).emit()
+    return _Emitter(cut_bodies(function, stage, overlap, turn), meshes, table, host).emit()
 
 
 At = tuple[Value, int, int | None]
@@ -32,6 +38,7 @@ At = tuple[Value, int, int | None]
 class _Emitter:
     def __init__(self, cut: Cut, meshes: Sequence[Mesh], table: Table, host: Device | None) -> None:
         self.cut, self.meshes, self.table, self.host = cut, meshes, table, host
+        self.unsent: list[At] = []
         self.microbatches = meshes[0].size(TIME)
         self.maker = FunctionMaker(cut.function.name)
         self.at: dict[At, Value] = {}
@@ -55,7 +62,7 @@ class _Emitter:
         self._inputs()
         for key in order_of(self.cut.groups, PROLOGUE):
             self._once(key)
-        interleave(self.table, self._ready, self._slot)
+        interleave(self.table, self._ready, self._slot, self._send_all)
         for op in self.cut.joins:
             self._join(op)
         for key in order_of(self.cut.groups, UPDATE):
@@ -202,9 +209,13 @@ class _Emitter:
             self.at[v, key.stage, i if varies(v) else None] = outs.pop(0)
         if group.totals:
             self.running[key] = outs.pop(0)
-        for v in group.sends:  # as soon as it is made, so that receivers wait least
-            for s in self.wanted.get(v, []):
-                self._get(v, s, i)
+        self.unsent += [(v, s, i) for v in group.sends for s in self.wanted.get(v, [])]
+
+    def _send_all(self) -> None:
+        """What the slots of a time step made: when all of them run, so that no receiver waits before its own slot."""
+        for v, s, i in self.unsent:
+            self._get(v, s, i)
+        self.unsent.clear()
 
     def _join(self, op: Op) -> None:
         s = self.cut.owner[op.outputs[0]].stage

@@ -73,6 +73,30 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Table:
     return table
 
 
+def distir2021(ranks: int, microbatches: int, chunks: int = 1) -> Table:
+    """The order of DistIR (2021): time steps in which every rank runs what is ready, forward and backward in turn.
+
+    The lowest microbatch first, however many are in flight.
+    """
+    _one_chunk(DISTIR_2021, chunks)
+    done = {FORWARD: [0] * ranks, BACKWARD: [0] * ranks}  # microbatches, in order on each rank
+    table: Table = [[] for _ in range(ranks)]
+    while min(done[BACKWARD]) < microbatches:
+        forward, backward = ([*done[phase]] for phase in (FORWARD, BACKWARD))  # at the end of the step before
+        for s, row in enumerate(table):
+            ready = {
+                FORWARD: forward[s] < (forward[s - 1] if s else microbatches),
+                BACKWARD: backward[s] < (backward[s + 1] if s < ranks - 1 else forward[s]),
+            }
+            turn = FORWARD if row and row[-1].phase == BACKWARD else BACKWARD
+            other = BACKWARD if turn == FORWARD else FORWARD
+            if ready[turn] or ready[other]:
+                phase = turn if ready[turn] else other
+                row.append(Slot(s, phase, done[phase][s]))
+                done[phase][s] += 1
+    return table
+
+
 def _one_chunk(name: str, chunks: int) -> None:
     if chunks != 1:
         raise InfeasibleError(f"{name} has one chunk a rank, got {chunks}", "use the schedule interleaved")
@@ -97,7 +121,14 @@ class PipeDreamScheduler:
         return one_f_one_b(stages, self.num_microbatches)
 
 
-SCHEDULES: dict[str, Generator] = {"1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved}
+DISTIR_2021 = "distir2021"
+"""Beside its order, the gradient of the loss belongs to the forward pass, and nothing overlaps: see `distribute`."""
+SCHEDULES: dict[str, Generator] = {
+    "1f1b": one_f_one_b,
+    "gpipe": gpipe,
+    "interleaved": interleaved,
+    DISTIR_2021: distir2021,
+}
 Schedule = str | Generator | PipeDreamScheduler | Table
 
 

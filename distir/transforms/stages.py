@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,8 +74,9 @@ def _term_names(function: Function) -> dict[Op, str]:
 
 
 def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:
-    """Where to cut a sequence into `parts` so that the dearest part is cheapest; `crossing[i]` is paid by both sides.
+    """Where to cut a sequence into `parts` so that the dearest part is cheapest.
 
+    `crossing[i]` is paid by both sides; a part with two ends pays the dearer of them.
     Returns parts - 1 positions (the first index of each later part). Of a long sequence only the cheapest crossings
     are considered. Raises InfeasibleError if there are fewer elements than parts.
     """
@@ -100,15 +102,21 @@ def _check_pieces(count: int, parts: int) -> None:
 def _best_chain(total: np.ndarray, toll: np.ndarray, within: np.ndarray, parts: int) -> list[int]:
     """Of growing sets, the first empty and the last all, parts - 1 of which each is `within` the next.
 
-    `total[k]` is the cost of all in set k, `toll[k]` of what crosses its border; the dearest difference is cheapest.
+    `total[k]` is the cost of all in set k, `toll[k]` of what crosses its border; a difference costs what is in it and
+    the dearer of its borders, for the links to both sides work at the same time. The dearest difference is cheapest,
+    and of the chains of which that holds the one whose differences are most alike.
     """
     import numpy as np
 
-    part = np.where(within, total[None, :] - total[:, None] + toll[None, :] + toll[:, None], np.inf)
-    best = part[0].copy()
+    part = np.where(within, total[None, :] - total[:, None] + np.maximum(toll[None, :], toll[:, None]), np.inf)
+    best = part[0]
+    for _ in range(parts - 1):
+        best = np.min(np.maximum(best[:, None], part), axis=0)
+    square = np.where(part <= best[-1] * (1 + 1e-9), part**2, np.inf)
+    best = square[0]
     back: list[np.ndarray] = []
     for _ in range(parts - 1):
-        both = np.maximum(best[:, None], part)
+        both = best[:, None] + square
         back.append(np.argmin(both, axis=0))
         best = np.min(both, axis=0)
     chain: list[int] = []
@@ -165,14 +173,14 @@ def _sent(v: Value, byte: float) -> float:
 
 
 def cut_stages(
-    function: Function, parts: int, microbatches: int, cost: StageCost = PLAIN
+    function: Function, parts: int, microbatches: int, cost: StageCost = PLAIN, turn: str = BACKWARD
 ) -> tuple[Function, dict[Op, int]]:
     """The stage of every op that has a phase. A forward op's backward ops, weights and updates go with it.
 
     Sums over time of values from several stages are lifted (see `lift`), so the function is returned too.
     Raises InfeasibleError if there are fewer forward ops than stages.
     """
-    phase = phases(function)
+    phase = phases(function, turn)
     if parts == 1:
         return function, {op: 0 for op in function.ops if phase[op] != FREE}
     forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
@@ -181,7 +189,7 @@ def cut_stages(
     stage = _balanced(forward, costs, cost.sent, parts)
     _backward_stages(function, phase, stage, parts)
     function, stage = lift_sums(function, stage)
-    _once_stages(function, phases(function), stage)
+    _once_stages(function, phases(function, turn), stage)
     return function, stage
 
 
@@ -195,17 +203,29 @@ def _following_cost(
     """Per forward op the cost of its backward ops, and of the updates of weights it is first to use."""
     follow: dict[Op, float] = {}
     user = _first_users(function, phase, forward)
+    touched: dict[Value, list[Op]] = {}
+    for op in forward:
+        for v in dict.fromkeys((*op.inputs, *op.outputs)):
+            touched.setdefault(v, []).append(op)
     for op in function.ops:
-        owner = op.of
         share = 1.0
         if phase[op] == UPDATE:
             owner = next((user[v] for v in op.inputs if v in user), None)
             share = 1.0 / microbatches
-        elif phase[op] != BACKWARD:
+        elif phase[op] == BACKWARD:
+            owner = op.of or _likely_forward(op, touched)
+        else:
             continue
         if owner is not None and phase.get(owner) == FORWARD:
             follow[owner] = follow.get(owner, 0.0) + cost(op) * share
     return follow
+
+
+def _likely_forward(op: Op, touched: Mapping[Value, Sequence[Op]]) -> Op | None:
+    """Of a backward op without `of`: the last forward op of those that make or use most of what it saved."""
+    count = Counter(f for v in op.inputs for f in touched.get(v, ()))
+    most = max(count.values(), default=0)
+    return next((f for f in reversed(count) if count[f] == most), None)
 
 
 def _first_users(function: Function, phase: Mapping[Op, str], forward: Sequence[Op]) -> dict[Value, Op]:

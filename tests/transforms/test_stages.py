@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from distir.ir import Function, FunctionMaker, Op, Value
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Role
 from distir.ir.type import Float64, Tensor
+from distir.models import mlp
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.phases import BACKWARD, FORWARD, phases
 from distir.transforms.stages import PLAIN, balanced_cut, cut_stages
@@ -25,10 +27,10 @@ costs = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 
 
 def dearest(cuts: tuple[int, ...], cost: list[int], toll: list[int]) -> int:
-    """What the dearest part costs, tolls of both its ends included."""
+    """What the dearest part costs, the dearer toll of its ends included."""
     ends = (0, *cuts, len(cost))
     return max(
-        sum(cost[a:b]) + (toll[a] if a else 0) + (toll[b] if b < len(cost) else 0) for a, b in itertools.pairwise(ends)
+        sum(cost[a:b]) + max(toll[a] if a else 0, toll[b] if b < len(cost) else 0) for a, b in itertools.pairwise(ends)
     )
 
 
@@ -43,6 +45,21 @@ def test_a_sequence_is_cut_best(cost: list[int], parts: int, rng: random.Random)
     assert list(cuts) == sorted(set(cuts))
     best = min(dearest(c, cost, toll) for c in itertools.combinations(range(1, len(cost)), parts - 1))
     assert dearest(cuts, cost, toll) == best
+
+
+def test_of_equal_cuts_the_most_even() -> None:
+    """The last element alone decides how dear the dearest part is; the others are still cut alike."""
+    assert balanced_cut([1.0] * 6 + [9.0], [0.0] * 8, 4) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_equal_layers_are_cut_alike(parts: int) -> None:
+    """A backward pass written by hand counts, too: sending costs more here than a layer's forward pass."""
+    placed = distributed(Program(mlp(8, 4096, 4096), []), Plan(1, 1, 1, 2)).placed
+    _, stage = cut_stages(placed, parts, 2)
+    for kind in ("MatMul", "Relu", "MatMulGrad"):
+        count = Counter(s for op, s in stage.items() if op.spec.name == kind)
+        assert count == dict.fromkeys(range(parts), 8 // parts), kind
 
 
 # ---- against brute force over all monotone assignments
@@ -84,19 +101,19 @@ def stage_price(function: Function, stage: dict[Op, int], parts: int, microbatch
             load[stage[op.of]] += PLAIN.op(op)
         elif phase[op] == "U":
             owner = next((weight_user[v] for v in op.inputs if v in weight_user), None)
-            load[stage[owner] if owner else 0] += PLAIN.op(op) / microbatches
+            if owner is not None:  # a sum over time is paid for as it runs
+                load[stage[owner]] += PLAIN.op(op) / microbatches
     made = {v: stage[op] for op in forward for v in op.outputs}
     last = dict(made)
     for op in forward:
         for v in op.inputs:
             if v in last:
                 last[v] = max(last[v], stage[op])
+    tolls = [0.0] * (parts + 1)
     for v, s in made.items():
-        sent = 2 * PLAIN.sent * tensor(v).dtype.size * math.prod(shape_of(v))
         for boundary in range(s, last[v]):
-            load[boundary] += sent
-            load[boundary + 1] += sent
-    return max(load)
+            tolls[boundary + 1] += 2 * PLAIN.sent * tensor(v).dtype.size * math.prod(shape_of(v))
+    return max(x + max(ends) for x, ends in zip(load, itertools.pairwise(tolls), strict=True))
 
 
 def monotone(forward: list[Op], parts: int) -> list[dict[Op, int]]:
@@ -114,7 +131,7 @@ def monotone(forward: list[Op], parts: int) -> list[dict[Op, int]]:
 
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("seed", range(12))
-def test_within_5_percent_of_brute_force(seed: int, parts: int) -> None:
+def test_as_cheap_as_brute_force(seed: int, parts: int) -> None:
     function = branched(seed)
     placed = distributed(Program(function, []), Plan(1, 1, 1, 2)).placed
     phase = phases(placed)
@@ -125,7 +142,7 @@ def test_within_5_percent_of_brute_force(seed: int, parts: int) -> None:
     mine = {v.name: s for op, s in found.items() for v in op.outputs}
     stage = {op: mine[op.outputs[0].name] for op in forward}
     assert cut is not None
-    assert stage_price(placed, stage, parts, 2) <= 1.05 * best
+    assert stage_price(placed, stage, parts, 2) <= best * (1 + 1e-9)
 
 
 def test_embedding_and_head_are_part_of_the_balance() -> None:
