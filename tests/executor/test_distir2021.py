@@ -139,7 +139,7 @@ def test_own_formulas_rank_plans_as_the_last_version_did() -> None:
     seconds = [own.interpret(iteration(key, topology, "1f1b", overlap=False)).seconds for key in theirs]
     ranks = [np.argsort(np.argsort(x)) for x in (seconds, [float(r["latency"]) for r in theirs.values()])]
     assert len(theirs) == 52
-    assert np.corrcoef(*ranks)[0, 1] >= 0.9
+    assert np.corrcoef(np.stack(ranks))[0, 1] >= 0.9
 
 
 # ---- formulas
