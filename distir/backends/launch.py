@@ -26,7 +26,8 @@ from distir.backends.worker import Failure, Job, job_file, log_file
 from distir.ir import errors
 from distir.ir.errors import DistirError, InfeasibleError, UsageError, WorkerError
 from distir.ir.function import Function, Value
-from distir.transforms.project import ranks
+from distir.transforms.order import check_order
+from distir.transforms.project import project_all, ranks
 
 Arrays = Mapping[Any, Any] | Sequence[Any]
 """An array for each input: in order, or by input Value or position."""
@@ -116,6 +117,8 @@ def run(
     _check_backend(backend, here)
     _check_memory(bytes_per_rank, here)
     verify(program)
+    _check_repeats(program, steps)
+    check_order(project_all(program))
     given = by_position(program, arrays)
     threads = threads or _threads()
     if joined:
@@ -168,6 +171,16 @@ def available_memory() -> int | None:
     if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
         limits.append(int(text) - int(used.read_text()))
     return min(limits, default=None)
+
+
+def _check_repeats(program: Function, steps: int) -> None:
+    """Raises UsageError if a further step would not see what the first has made."""
+    moved = [old.name for new, old in program.updates.items() if new.type.device is not old.type.device]
+    if steps > 1 and moved:
+        raise UsageError(
+            f"{program.name} cannot run {steps} steps: the next %{moved[0]} is not made where it is held",
+            "steady_state_transform leaves out what distributes the inputs from a host",
+        )
 
 
 def _check_memory(bytes_per_rank: int, here: int) -> None:

@@ -97,7 +97,7 @@ def _restricted(function: Function, mine: frozenset[Home]) -> tuple[Function, tu
         v = function.inputs[k]
         env[v] = f.add_input_value(v.name, v.type, v.role)
     for message, op in enumerate(function.ops):
-        if op.spec.name in _TRANSFERS:
+        if op.spec.name in TRANSFERS:
             _transfer(f, op, message, env, held)
         elif all(map(held, op.inputs)) and all(map(held, op.outputs)):
             _keep(f, op, env, op.attributes)
@@ -105,7 +105,7 @@ def _restricted(function: Function, mine: frozenset[Home]) -> tuple[Function, tu
             raise ModelError(f"{function.name}: {op}: its operands and results are on different devices")
     outputs = [k for k, v in enumerate(function.outputs) if v in env]
     f.set_outputs(env[function.outputs[k]] for k in outputs)
-    f.updates = {env[new]: env[old] for new, old in function.updates.items() if new in env}
+    f.updates = {env[new]: env[old] for new, old in function.updates.items() if new in env and old in env}
     f.sources = {env[v]: shape for v, shape in function.sources.items() if v in env}
     return f.finalize(), tuple(inputs), tuple(outputs)
 
@@ -129,7 +129,7 @@ def _keep(f: FunctionMaker, op: Op, env: dict[Value, Value], attributes: Mapping
     env.update(zip(op.outputs, f.ops[-1].outputs, strict=True))
 
 
-_TRANSFERS = frozenset(("Send", "MPIScatter", "MPIBroadcast", "MPIGather", "MPIReduce"))
+TRANSFERS = frozenset(("Send", "MPIScatter", "MPIBroadcast", "MPIGather", "MPIReduce"))
 """Ops whose operand and result are on different devices."""
 
 

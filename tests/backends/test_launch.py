@@ -354,3 +354,18 @@ def test_replicas_report_once():
     x = f.add_input_value("x", Tensor(Float32, (), mesh, (REPLICATE,)))
     f.set_outputs([f.emit("Add", x, x)])
     assert float(run(f.finalize(), [np.float32(3)], timeout=60).outputs[0][0]) == 6
+
+
+def test_a_program_with_a_host_runs_one_step() -> None:
+    """The host holds the weights and never sees their next values: a second step would start from the first ones."""
+    host, mesh = Device("cpu", 0), Mesh([Device("cpu", 1), Device("cpu", 2)], {"dp": 2}, "stage0")
+    f = FunctionMaker("main")
+    w = f.add_input_value("w", Tensor(Float32, (4,), host), Role("parameter"))
+    here = f.emit("MPIBroadcast", w, to=mesh)
+    new = f.emit("Add", here, here)
+    f.set_outputs([new])
+    f.updates = {new: w}
+    program = f.finalize()
+    assert np.array_equal(run(program, ones(program)).inputs[0], np.full(4, 2, np.float32))
+    with pytest.raises(UsageError, match="main cannot run 2 steps: the next %w is not made where it is held"):
+        run(program, ones(program), steps=2)
