@@ -27,7 +27,7 @@ Group = Any
 
 # torch 2.13 renamed these two
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _WIDER = {torch.int16: torch.int32}
 """What neither gloo nor NCCL reduces is reduced as this."""
@@ -137,7 +137,7 @@ class Network:
             parts = parts.to(wider) if wider else parts
             out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=x.device)
             try:
-                work = _reduce_scatter(out.view(-1), parts.view(-1), op, group=group, async_op=True)
+                work = reduce_scatter(out.view(-1), parts.view(-1), op, group=group, async_op=True)
             except RuntimeError as e:  # gloo has it since torch 2.8
                 if "does not support" not in str(e):
                     raise

@@ -114,7 +114,7 @@ def run(
     if steps < 1:
         raise UsageError(f"steps: expected at least 1, got {steps}")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else world
-    _check_backend(backend, here)
+    check_backend(backend, here)
     _check_memory(bytes_per_rank, here)
     verify(program)
     _check_repeats(program, steps)
@@ -149,7 +149,7 @@ def by_position(program: Function, arrays: Arrays) -> dict[int, Any]:
     return given
 
 
-def _check_backend(backend: str, here: int) -> None:
+def check_backend(backend: str, here: int) -> None:
     if backend not in ("gloo", "nccl"):
         raise UsageError(f"unknown backend {backend!r}", "gloo runs on CPUs, nccl on GPUs")
     if backend == "nccl":

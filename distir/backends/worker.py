@@ -78,7 +78,7 @@ def supervise(folder: Path, control: Connection, links: list[Connection]) -> Non
     for k in range(len(links)):
         pid = os.fork()
         if pid == 0:
-            _die_with(parent, f"distir-rank{k}")
+            die_with(parent, f"distir-rank{k}")
             control.close()
             for other in (*links[:k], *links[k + 1 :]):
                 other.close()
@@ -105,7 +105,7 @@ def _kill(pids: list[int]) -> None:
         os.waitpid(pid, 0)
 
 
-def _die_with(parent: int, name: str) -> None:
+def die_with(parent: int, name: str) -> None:
     """Ask the kernel to kill this process when its parent ends, and to call it `name`; on Linux only."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)

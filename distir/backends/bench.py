@@ -1,0 +1,247 @@
+"""The interconnect benchmark: latency and bandwidth of each collective at each size, among ranks of this host.
+
+Sizes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md there): the size is what one rank has before a
+broadcast, reduction, all-reduce, all-to-all, reduce-scatter or send, and after an all-gather. Algorithm bandwidth is
+size / seconds; bus bandwidth multiplies it by 2 (n-1)/n for an all-reduce, (n-1)/n for all-gather, reduce-scatter and
+all-to-all, 1 for the others, so that it can be compared with the links' whatever n is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distir.ir.errors import UsageError, WorkerError
+
+if TYPE_CHECKING:
+    import torch
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send")
+SIZES = tuple(4**k for k in range(5, 14))
+"""1 KiB to 64 MiB."""
+_SECONDS = 0.1
+"""What one measurement should take, and how many repetitions are at least and at most made for it."""
+_LEAST, _MOST = 3, 200
+_MEASUREMENTS = 3
+"""Of so many the median counts."""
+
+
+class Timing(NamedTuple):
+    """One collective at one size (bytes): seconds, and bandwidths in bytes/s."""
+
+    collective: str
+    size: int
+    seconds: float
+    algorithm_bandwidth: float
+    bus_bandwidth: float
+
+
+def bus_factor(collective: str, n: int) -> float:
+    """Bus bandwidth over algorithm bandwidth among n ranks."""
+    if collective == "all-reduce":
+        return 2 * (n - 1) / n
+    return (n - 1) / n if collective in ("all-gather", "reduce-scatter", "all-to-all") else 1.0
+
+
+def bench_collectives(
+    nproc: int,
+    backend: str = "gloo",
+    collectives: Sequence[str] = COLLECTIVES,
+    sizes: Sequence[int] = SIZES,
+    timeout: float = 600.0,
+    on_timing: Callable[[Timing], None] | None = None,
+) -> list[Timing]:
+    """Measure on `nproc` ranks, started here and ended with the call; as torchrun's rank where the environment says so.
+
+    `timeout`: seconds without any timing. Raises UsageError for arguments that do not fit, WorkerError, naming the
+    rank, if one fails or does not answer.
+    """
+    from distir.backends.launch import check_backend
+
+    unknown = [c for c in collectives if c not in COLLECTIVES]
+    if unknown:
+        raise UsageError(f"unknown collective {unknown[0]!r}", f"known are {', '.join(COLLECTIVES)}")
+    if min(sizes, default=0) < 1:
+        raise UsageError(f"sizes are at least 1 byte, got {list(sizes)}")
+    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    world = int(os.environ["WORLD_SIZE"]) if joined else nproc
+    if world < 2:
+        raise UsageError(f"collectives need at least 2 ranks, got {world}", "use --nproc 2")
+    check_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else world)
+    timings: list[Timing] = []
+
+    def add(t: Timing) -> None:
+        timings.append(t)
+        if on_timing is not None:
+            on_timing(t)
+
+    if joined:
+        _measure_all(int(os.environ["RANK"]), world, backend, None, timeout, collectives, sizes, add)
+    else:
+        with tempfile.TemporaryDirectory(prefix="distir-") as folder:
+            for row in _run(Path(folder), world, backend, collectives, sizes, timeout):
+                add(Timing(*row))
+    return timings
+
+
+def _run(
+    folder: Path, world: int, backend: str, collectives: Sequence[str], sizes: Sequence[int], timeout: float
+) -> Iterator[list[Any]]:
+    """Start the ranks, and give rank 0's rows as they come."""
+    job = folder / "job.json"
+    job.write_text(json.dumps([world, backend, list(collectives), list(sizes), timeout]))
+    env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    env["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    found = folder / "timings"
+    found.touch()
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world):
+            with open(folder / f"rank{rank}.log", "wb") as log:
+                command = [sys.executable, "-m", "distir.backends.bench", str(folder), str(rank), str(os.getpid())]
+                ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env))
+        read = 0
+        heard = time.monotonic()
+        while True:
+            ended = [p.poll() for p in ranks]
+            rows = found.read_text().splitlines(keepends=True)
+            rows = [row for row in rows if row.endswith("\n")]
+            yield from map(json.loads, rows[read:])
+            heard = time.monotonic() if len(rows) > read else heard
+            read = len(rows)
+            failed = [r for r, code in enumerate(ended) if code]
+            if failed:
+                log = (folder / f"rank{failed[0]}.log").read_text(errors="replace").strip().splitlines()
+                raise WorkerError(f"rank {failed[0]} failed{f': {log[-1]}' if log else ''}")
+            if all(code == 0 for code in ended):
+                return
+            if time.monotonic() - heard > timeout:
+                raise WorkerError(f"no rank has answered for {timeout:g} s")
+            time.sleep(0.02)
+    finally:
+        for p in ranks:
+            p.kill()
+            p.wait()
+
+
+def _measure_all(
+    rank: int,
+    world: int,
+    backend: str,
+    store: Any,
+    timeout: float,
+    collectives: Sequence[str],
+    sizes: Sequence[int],
+    report: Callable[[Timing], None],
+) -> None:
+    """What one rank does; rank 0 reports."""
+    import torch
+    import torch.distributed as dist
+
+    from distir.backends.comm import start_group
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if backend == "nccl" else torch.device("cpu")
+    start_group(backend, rank, world, device, store, timeout)
+    try:
+        for collective in collectives:
+            for size in sizes:
+                size, call = _prepare(collective, size, rank, world, device)
+                seconds = _measure(call, device)
+                if rank == 0:
+                    bandwidth = size / seconds
+                    report(Timing(collective, size, seconds, bandwidth, bandwidth * bus_factor(collective, world)))
+    finally:
+        dist.destroy_process_group()
+
+
+def _prepare(collective: str, size: int, rank: int, world: int, device: torch.device) -> tuple[int, Callable[[], None]]:
+    """The size in bytes, made to fit float32 and the ranks, and what runs the collective once."""
+    import torch
+    import torch.distributed as dist
+
+    from distir.backends.comm import all_gather, reduce_scatter
+
+    elements = max(1, size // (4 * world)) * world
+    whole = torch.zeros(elements, device=device)
+    part = torch.zeros(elements // world, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all-reduce": lambda: dist.all_reduce(whole),
+        "all-gather": lambda: all_gather(whole, part),
+        "reduce-scatter": lambda: reduce_scatter(part, whole),
+        "all-to-all": lambda: dist.all_to_all_single(other, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "reduce": lambda: dist.reduce(whole, 0),
+        "send": lambda: _pass_on(whole, other, rank, world),
+    }
+    other = torch.zeros(elements, device=device)
+    return 4 * elements, calls[collective]
+
+
+def _pass_on(x: torch.Tensor, received: torch.Tensor, rank: int, world: int) -> None:
+    """Every rank sends to the next and receives from the one before."""
+    import torch.distributed as dist
+
+    works = [dist.isend(x, (rank + 1) % world), dist.irecv(received, (rank - 1) % world)]
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _measure(call: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one call, by the slowest rank: the median of several loops that all ranks begin together."""
+    import statistics
+
+    import torch
+    import torch.distributed as dist
+
+    def loop(times: int) -> float:
+        dist.barrier()
+        _synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(times):
+            call()
+        _synchronize(device)
+        took = torch.tensor([(time.perf_counter() - begin) / times], dtype=torch.float64, device=device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        return took.item()
+
+    loop(1)
+    times = int(min(_MOST, max(_LEAST, _SECONDS / max(loop(_LEAST), 1e-9))))
+    return statistics.median(loop(times) for _ in range(_MEASUREMENTS))
+
+
+def _synchronize(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """One rank that `bench_collectives` has started."""
+    from torch._C._distributed_c10d import FileStore
+
+    from distir.backends.worker import die_with
+
+    folder, rank, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    die_with(parent, f"distir-rank{rank}")
+    world, backend, collectives, sizes, timeout = json.loads((folder / "job.json").read_text())
+    with open(folder / "timings", "a", buffering=1) as out:
+        store = FileStore(str(folder / "store"), world)
+
+        def report(t: Timing) -> None:
+            out.write(json.dumps(t) + "\n")
+
+        _measure_all(rank, world, backend, store, timeout, collectives, sizes, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The interconnect benchmark: what it measures, what it says of it, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from distir.backends.bench import COLLECTIVES, Timing, bench_collectives, bus_factor
+from distir.ir.errors import UsageError, WorkerError
+
+
+def test_every_collective_at_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen: list[Timing] = []
+    timings = bench_collectives(2, sizes=(1024, 65536), on_timing=seen.append)
+    assert seen == timings
+    assert [(t.collective, t.size) for t in timings] == [(c, n) for c in COLLECTIVES for n in (1024, 65536)]
+    for t in timings:
+        assert 0 < t.seconds < 10
+        assert t.algorithm_bandwidth == pytest.approx(t.size / t.seconds)
+        assert t.bus_bandwidth == pytest.approx(t.algorithm_bandwidth * bus_factor(t.collective, 2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_are_made_to_fit_the_ranks() -> None:
+    (t,) = bench_collectives(3, collectives=["all-gather"], sizes=[1000])
+    assert t.size == 996  # three equal parts of float32
+
+
+def test_bus_factors_are_those_of_nccl_tests() -> None:
+    assert [bus_factor(c, 4) for c in COLLECTIVES] == [1.5, 0.75, 0.75, 0.75, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nproc": 1}, "collectives need at least 2 ranks, got 1"),
+        ({"collectives": ["all-redcue"]}, "unknown collective 'all-redcue'"),
+        ({"sizes": [0]}, "sizes are at least 1 byte"),
+        ({"backend": "mpi"}, "unknown backend 'mpi'"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        bench_collectives(**{"nproc": 2, **change})
+
+
+def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network interface that is not there."""
+    monkeypatch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(WorkerError, match=r"rank \d failed: "):
+        bench_collectives(2, collectives=["send"], sizes=[1024])
