@@ -9,100 +9,176 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import NamedTuple
 
 from distir.ir.spec import Strand
 from distir.ir.type import Shard
-from distir.transforms.graph import Graph, heights, strand_slots
+from distir.transforms.graph import Graph, strand_slots
 
 Node = tuple[int, Shard]
-Taken = Mapping[int, Sequence[tuple[Shard, int]]]
-"""Per value the digits (split, n) that an earlier mesh axis has taken."""
+
+
+class _Answer(NamedTuple):
+    """What a signature says of a digit at one of its slots: its strand, with a number (a bit) within the signature."""
+
+    bit: int
+    strand: Strand
+    slots: list[tuple[int, Shard]]
+    rank: list[tuple[int, int, int]]
+    """Sorts the strands through an op, in an order that does not depend on that of the ops."""
 
 
 class Classes:
     """The classes of a graph for an axis of n devices, grown from `starts`.
 
-    `strands[j]` lists the strands through op j with their class; `bad` are the classes that are not clean; `nodes`
-    maps each node to its class.
+    `strands[j]` lists the strands through op j with their class; `bad` are the classes that are not clean; `at[v]`
+    maps each digit of value v that is in a class to it.
     """
 
-    def __init__(self, graph: Graph, n: int, starts: Iterable[Node], taken: Taken | None = None) -> None:
+    def __init__(self, graph: Graph, n: int, starts: Iterable[Node]) -> None:
         self.graph, self.n = graph, n
-        ids: dict[Node, int] = {}
+        self.at: list[dict[Shard, int]] = [{} for _ in graph.values]
+        self._asked: list[dict[tuple[int, Shard], _Answer | None]] = [{} for _ in graph.kinds]
+        parent, found, refused = self._walk(starts)
+        root = _roots(parent)
+        self.bad = {root[i] for i in refused}
+        for row in found:
+            if len(row) > 1:
+                row.sort(key=itemgetter(0))
+                classes = [root[i] for _, _, i in row]
+                if len(set(classes)) < len(classes):
+                    self.bad |= {c for c, k in Counter(classes).items() if k > 1}
+        self.strands = [[(strand, root[i]) for _, strand, i in row] for row in found]
+        for row in self.at:
+            for split, i in row.items():
+                row[split] = root[i]
+
+    def _walk(
+        self, starts: Iterable[Node]
+    ) -> tuple[list[int], list[list[tuple[list[tuple[int, int, int]], Strand, int]]], set[int]]:
+        """Number the nodes that are reached (in `at`) and join those on one strand.
+
+        Gives the parent of each in a forest of classes; for each op its strands, with a node; the nodes refused.
+        Large programs spend long here, hence no function is called for a node.
+        """
+        graph, at = self.graph, self.at
         parent: list[int] = []
-        todo: list[Node] = []
-
-        def number(node: Node) -> int:
-            i = ids.get(node)
-            if i is None:
-                i = ids[node] = len(parent)
-                parent.append(i)
-                todo.append(node)
-            return i
-
-        def root(i: int) -> int:
-            while parent[i] != i:
-                parent[i] = parent[parent[i]]
-                i = parent[i]
-            return i
-
-        for node in starts:
-            number(node)
+        todo: list[tuple[int, Shard, int]] = []
+        for value, split in starts:
+            if split not in at[value]:
+                at[value][split] = len(parent)
+                todo.append((value, split, len(parent)))
+                parent.append(len(parent))
         refused: set[int] = set()
-        seen: set[tuple[int, Strand]] = set()
-        found: list[list[tuple[Strand, int]]] = [[] for _ in graph.sigs]
-        ins, outs, sigs, uses = graph.ins, graph.outs, graph.sigs, graph.uses
+        seen = [0] * len(graph.sigs)  # per op the bits of the strands met
+        found: list[list[tuple[list[tuple[int, int, int]], Strand, int]]] = [[] for _ in graph.sigs]
+        ins, outs, uses = graph.ins, graph.outs, graph.uses
+        asked = [self._asked[sig.number] for sig in graph.sigs]
         while todo:
-            value, split = todo.pop()
-            me = ids[value, split]
+            value, split, me = todo.pop()
             for j, k in uses[value]:
-                strand = sigs[j].strand(k, split, n)
-                if strand is None:
+                key = k, split
+                if key in asked[j]:
+                    answer = asked[j][key]
+                else:
+                    answer = self._ask(j, k, split)
+                if answer is None:
                     refused.add(me)
                     continue
-                if (j, strand) in seen:
+                bit, strand, slots, rank = answer
+                if seen[j] & bit:
                     continue
-                seen.add((j, strand))
-                found[j].append((strand, me))
-                mine = root(me)
-                for slot, p in strand_slots(strand):
-                    other = root(number((ins[j][slot] if slot >= 0 else outs[j][~slot], p)))
-                    if other != mine:
-                        parent[other] = mine
-        for row in found:
-            if len(row) > 1:  # in an order that does not depend on that of the ops
-                row.sort(key=lambda entry: [(k, p.dim, p.outer) for k, p in strand_slots(entry[0])])
-        self.strands = [[(strand, root(i)) for strand, i in row] for row in found]
-        self.nodes = {node: root(i) for node, i in ids.items()}
-        self.bad = {root(i) for i in refused}
-        self._clash_with_taken(taken or {})
-        for row in self.strands:
-            if len(row) > 1:
-                self.bad |= {c for c, k in Counter(c for _, c in row).items() if k > 1}
+                seen[j] |= bit
+                found[j].append((rank, strand, me))
+                mine = me
+                while parent[mine] != mine:
+                    parent[mine] = mine = parent[parent[mine]]
+                for slot, p in slots:
+                    v = ins[j][slot] if slot >= 0 else outs[j][~slot]
+                    other = at[v].get(p)
+                    if other is None:
+                        at[v][p] = len(parent)
+                        todo.append((v, p, len(parent)))
+                        parent.append(mine)
+                        continue
+                    while parent[other] != other:
+                        parent[other] = other = parent[parent[other]]
+                    parent[other] = mine
+        return parent, found, refused
 
-    def _clash_with_taken(self, taken: Taken) -> None:
-        for (value, split), c in self.nodes.items():
-            for other, n in taken.get(value, ()):
-                if other.dim == split.dim and split.outer < other.outer * n and other.outer < split.outer * self.n:
-                    self.bad.add(c)
+    def _ask(self, j: int, k: int, split: Shard) -> _Answer | None:
+        sig = self.graph.sigs[j]
+        asked = self._asked[sig.number]
+        strand = sig.strand(k, split, self.n)
+        answer = next((a for a in asked.values() if a is not None and a.strand is strand), None)
+        if answer is None and strand is not None:
+            slots = strand_slots(strand)
+            bits = {a.bit for a in asked.values() if a is not None}
+            answer = _Answer(1 << len(bits), strand, slots, [(slot, p.dim, p.outer) for slot, p in slots])
+        asked[k, split] = answer
+        return answer
+
+    def hold_for(self, n: int) -> bool:
+        """Whether they are the classes for an axis of n devices too: every signature says then what it said."""
+        return all(
+            sig.strand(k, split, n) is (None if answer is None else answer.strand)
+            for sig, asked in zip(self.graph.kinds, self._asked, strict=True)
+            for (k, split), answer in asked.items()
+        )
+
+    def clashing(self, taken: Classes, m: int) -> set[int]:
+        """The classes that an earlier mesh axis of m devices has `taken` a digit of, or one that crosses theirs."""
+        found: set[int] = set()
+        n = self.n
+        for mine, theirs in zip(self.at, taken.at, strict=True):
+            for other in theirs if mine else ():
+                for split, c in mine.items():
+                    if other.dim == split.dim and split.outer < other.outer * m and other.outer < split.outer * n:
+                        found.add(c)
+        return found
 
     def members(self) -> dict[int, list[Node]]:
         """The nodes of each class."""
         result: dict[int, list[Node]] = {}
-        for node, c in self.nodes.items():
-            result.setdefault(c, []).append(node)
+        for v, row in enumerate(self.at):
+            for split, c in row.items():
+                result.setdefault(c, []).append((v, split))
         return result
+
+
+def classes_from(graph: Graph, n: int, starts: tuple[Node, ...]) -> Classes:
+    """As `Classes(graph, n, starts)`, kept with the graph for passes that ask again: they hold for many an n."""
+    known: list[Classes] = graph.found.setdefault(("classes", starts), [])
+    for classes in known:
+        if classes.hold_for(n):
+            return classes
+    known.append(Classes(graph, n, starts))
+    return known[-1]
+
+
+def _roots(parent: list[int]) -> list[int]:
+    """The root of each node of a forest."""
+    for i in range(len(parent)):
+        r = i
+        while parent[r] != r:
+            parent[r] = r = parent[parent[r]]
+        parent[i] = r
+    return parent
 
 
 def all_starts(graph: Graph, n: int, outer: int = 1) -> list[Node]:
     """The node of every dim of every value that divides."""
-    return [
-        (v, Shard(dim, outer))
-        for v, shape in enumerate(graph.shapes)
-        for dim, size in enumerate(shape)
-        if size % (outer * n) == 0
-    ]
+    splits = {
+        shape: [Shard(dim, outer) for dim, size in enumerate(shape) if size % (outer * n) == 0]
+        for shape in set(graph.shapes)
+    }
+    return [(v, split) for v, shape in enumerate(graph.shapes) for split in splits[shape]]
+
+
+_Marks = dict[tuple[int, int], int]
+"""How often a class runs along a strand: (number of the signature, id of the strand) -> times."""
 
 
 class Groups:
@@ -113,27 +189,27 @@ class Groups:
     meet g in some op.
     """
 
-    def __init__(self, classes: Classes, weights: Sequence[int]) -> None:
+    def __init__(self, classes: Classes, weights: Sequence[int], bad: Collection[int]) -> None:
         graph = classes.graph
-        self.classes = classes
-        wanted = set(weights)
         size: dict[int, int] = {}
         first: dict[int, tuple[int, int, int]] = {}
-        for (value, split), c in classes.nodes.items():
-            if value in wanted and c not in classes.bad:
-                size[c] = size.get(c, 0) + math.prod(graph.shapes[value])
-                here = value, split.dim, split.outer
-                first[c] = min(first.get(c, here), here)
-        marks: dict[int, Counter[tuple[int, Strand]]] = {c: Counter() for c in size}
+        for value in weights:
+            for split, c in classes.at[value].items():
+                if c not in bad:
+                    size[c] = size.get(c, 0) + math.prod(graph.shapes[value])
+                    here = value, split.dim, split.outer
+                    first[c] = min(first.get(c, here), here)
+        marks: dict[int, _Marks] = {c: {} for c in size}
         meets: dict[int, set[int]] = {c: set() for c in size}
-        height = heights(graph)
         top = dict.fromkeys(size, 0)
-        for j, row in enumerate(classes.strands):
+        for sig, height, row in zip(graph.sigs, graph.heights, classes.strands, strict=True):
             here = [c for _, c in row if c in size]
-            for strand, c in row:
+            for strand, c in row if here else ():
                 if c in size:
-                    marks[c][graph.sigs[j].number, strand] += 1
-                    top[c] = max(top[c], height[j])
+                    mark = sig.number, id(strand)  # a signature has a strand once
+                    marks[c][mark] = marks[c].get(mark, 0) + 1
+                    if top[c] < height:
+                        top[c] = height
             for c in here if len(here) > 1 else ():
                 meets[c].update(here)
         # neither names nor the order of independent ops count: the more comes after, the earlier
@@ -146,10 +222,8 @@ class Groups:
                 self.clash[self.group[c]] |= {self.group[x] for x in others if x != c}
 
 
-def _colour(
-    order: Sequence[int], marks: Mapping[int, Counter[tuple[int, Strand]]], meets: Mapping[int, set[int]]
-) -> list[list[int]]:
-    alike: dict[frozenset[tuple[tuple[int, Strand], int]], list[int]] = {}
+def _colour(order: Sequence[int], marks: Mapping[int, _Marks], meets: Mapping[int, set[int]]) -> list[list[int]]:
+    alike: dict[frozenset[tuple[tuple[int, int], int]], list[int]] = {}
     for c in order:
         alike.setdefault(frozenset(marks[c].items()), []).append(c)
     groups: list[list[int]] = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from distir.ir.errors import ModelError
 from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
+from distir.ir.kept import kept
 
 
+@kept
 def decompose(function: Function) -> Function:
     """The function with every op that has a `decompose` rule replaced by its parts, in called functions too.
 

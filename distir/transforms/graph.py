@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 from distir.ir.axes import Shape
 from distir.ir.function import Attributes, Function, Op, Value
+from distir.ir.kept import kept
 from distir.ir.spec import Spec, Strand
-from distir.ir.type import Placement, Shard, Type
+from distir.ir.type import Shard, Type
 from distir.ops.rules import shape_of
 
 
 class Signature:
     """What ops of the same spec, attributes and operand shapes share; each thing is computed once a signature."""
 
-    __slots__ = ("_strands", "attrs", "elements", "flops", "ins", "linear", "number", "outs", "spec")
+    __slots__ = ("_alike", "_strands", "attrs", "elements", "flops", "ins", "linear", "number", "outs", "spec")
 
     def __init__(self, number: int, op: Op) -> None:
         self.number, self.spec, self.attrs = number, op.spec, op.attributes
@@ -25,19 +28,20 @@ class Signature:
         self.elements = sum(math.prod(s) for s in self.outs)
         self.linear = op.spec.linear_sets(len(self.ins), op.attributes)
         self._strands: dict[tuple[int, int, Shard], Strand | None] = {}
+        self._alike: dict[Strand, Strand] = {}
 
     def strand(self, slot: int, split: Shard, n: int) -> Strand | None:
-        """The strand that has `split` over n devices at `slot`; the same object for every slot it runs through."""
+        """The strand that has `split` over n devices at `slot`; equal strands are the same object, whatever n."""
         key = (n, slot, split)
         if key not in self._strands:
             found = self.spec.strand(self.attrs, self.ins, self.outs, slot, split, n)
             if found is not None and self._scatters(found):
                 found = None
-            self._strands[key] = found
             if found is not None:
+                found = self._alike.setdefault(found, found)
                 for k, p in strand_slots(found):
                     self._strands.setdefault((n, k, p), found)
-                found = self._strands[key] = self._same(found, n)
+            self._strands[key] = found
         return self._strands[key]
 
     def _scatters(self, strand: Strand) -> bool:
@@ -49,14 +53,6 @@ class Signature:
         p, shape = (strand.ins[slot], self.ins[slot]) if slot >= 0 else (strand.outs[~slot], self.outs[~slot])
         return isinstance(p, Shard) and p.dim == dim % len(shape) and p.outer != 1
 
-    def _same(self, strand: Strand, n: int) -> Strand:
-        """The object already kept for an equal strand, if one of its slots has it."""
-        for k, p in strand_slots(strand):
-            other = self._strands[n, k, p]
-            if other == strand and other is not None:
-                return other
-        return strand
-
 
 def strand_slots(strand: Strand) -> list[tuple[int, Shard]]:
     """The slots that hold the strand's digit (operand k as k, result k as ~k), with their split."""
@@ -65,44 +61,102 @@ def strand_slots(strand: Strand) -> list[tuple[int, Shard]]:
 
 
 class Graph:
-    """Values and ops of a function by number. `uses[v]` lists (op, slot), results as slot ~k."""
+    """Values and ops of a function by number. `uses[v]` lists (op, slot), results as slot ~k.
 
-    __slots__ = ("function", "index", "inputs", "ins", "outputs", "outs", "roles", "shapes", "sigs", "uses", "values")
+    What takes a while is found when it is asked for, once. Nothing in it may be changed: see `graph_of`.
+    """
 
     def __init__(self, function: Function) -> None:
         self.function = function
         self.values: list[Value] = list(function.inputs)
         self.index: dict[Value, int] = {v: i for i, v in enumerate(self.values)}
+        self.shapes: list[Shape] = [shape_of(v) for v in self.values]
+        self.uses: list[list[tuple[int, int]]] = [[] for _ in self.values]
         self.sigs: list[Signature] = []
         self.ins: list[list[int]] = []
         self.outs: list[list[int]] = []
         table: dict[tuple[Spec, Attributes, tuple[Type, ...]], Signature] = {}
-        index = self.index
-        for op in function.ops:
-            key = (op.spec, op.attributes, tuple([v.type for v in op.inputs]))
+        index, values, uses = self.index, self.values, self.uses
+        for j, op in enumerate(function.ops):
+            inputs = op.inputs
+            key = (op.spec, op.attributes, tuple([v.type for v in inputs]))
             sig = table.get(key)
             if sig is None:
                 sig = table[key] = Signature(len(table), op)
             self.sigs.append(sig)
-            self.ins.append([index[v] for v in op.inputs])
-            for v in op.outputs:
-                index[v] = len(self.values)
-                self.values.append(v)
-            self.outs.append([index[v] for v in op.outputs])
-        self.shapes: list[Shape] = [shape_of(v) for v in self.values]
-        self.uses: list[list[tuple[int, int]]] = [[] for _ in self.values]
-        for j, (ins, outs) in enumerate(zip(self.ins, self.outs, strict=True)):
-            for k, v in enumerate(ins):
-                self.uses[v].append((j, k))
-            for k, v in enumerate(outs):
-                self.uses[v].append((j, ~k))
+            row = [index[v] for v in inputs]
+            self.ins.append(row)
+            for k, i in enumerate(row):
+                uses[i].append((j, k))
+            row = list(range(len(values), len(values) + len(op.outputs)))
+            self.outs.append(row)
+            for k, v in enumerate(op.outputs):
+                index[v] = row[k]
+                uses.append([(j, ~k)])
+            values += op.outputs
+            self.shapes += sig.outs
+        self.kinds: list[Signature] = list(table.values())
+        self.found: dict[object, Any] = {}
+        """What passes keep with it."""
         self.inputs = range(len(function.inputs))
         self.outputs = frozenset(index[v] for v in function.outputs)
-        self.roles: list[str | None] = [v.kind for v in self.values]
+        self.roles: list[str | None] = [v.kind for v in function.inputs] + [None] * (len(values) - len(self.inputs))
+
+    @cached_property
+    def users(self) -> list[list[tuple[int, int]]]:
+        """Per value the (op, operand) that use it."""
+        return [[use for use in row if use[1] >= 0] for row in self.uses]
+
+    @cached_property
+    def elements(self) -> list[int]:
+        """Per value how many elements it has."""
+        size = {shape: math.prod(shape) for shape in set(self.shapes)}
+        return [size[shape] for shape in self.shapes]
+
+    @cached_property
+    def heights(self) -> list[int]:
+        """Per op the length of the longest way from it to a result."""
+        below = [0] * len(self.values)
+        height = [0] * len(self.sigs)
+        for j in range(len(height) - 1, -1, -1):
+            h = height[j] = 1 + max([below[v] for v in self.outs[j]], default=0)
+            for v in self.ins[j]:
+                if below[v] < h:
+                    below[v] = h
+        return height
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The ops in an order in which operands come first, that depends neither on names nor on the order of the ops.
+
+        The more comes after, the earlier; of ops alike in that, by what they take, kind and attributes.
+        """
+        levels: dict[int, list[int]] = {}
+        for j, h in enumerate(self.heights):
+            levels.setdefault(-h, []).append(j)
+        kind = [(sig.spec.name, repr(dict(sig.attrs))) for sig in self.kinds]
+        # of values: inputs by number, then results by the place of their op in the order and their number there
+        rank = list(self.inputs) + [0] * (len(self.values) - len(self.inputs))
+        most = max([len(outs) for outs in self.outs], default=0)
+        first = len(self.inputs)
+        ins, outs, sigs = self.ins, self.outs, self.sigs
+        order: list[int] = []
+        for level in sorted(levels):
+            row = levels[level]
+            if len(row) > 1:
+                row = [j for *_, j in sorted([([rank[v] for v in ins[j]], kind[sigs[j].number], j) for j in row])]
+            for j in row:
+                for k, v in enumerate(outs[j]):
+                    rank[v] = first + k
+                first += most
+            order += row
+        return order
 
 
-def shard_or_none(p: Placement) -> Shard | None:
-    return p if isinstance(p, Shard) else None
+@kept
+def graph_of(function: Function) -> Graph:
+    """The function's graph; the same one each time."""
+    return Graph(function)
 
 
 def closure(graph: Graph, roots: Sequence[int], forward: bool) -> set[int]:
@@ -116,37 +170,3 @@ def closure(graph: Graph, roots: Sequence[int], forward: bool) -> set[int]:
                 seen.add(j)
                 todo += graph.outs[j] if forward else graph.ins[j]
     return seen
-
-
-def heights(graph: Graph) -> list[int]:
-    """Per op the length of the longest way from it to a result."""
-    below = [0] * len(graph.values)
-    height = [0] * len(graph.sigs)
-    for j in range(len(height) - 1, -1, -1):
-        height[j] = 1 + max([below[v] for v in graph.outs[j]], default=0)
-        for v in graph.ins[j]:
-            below[v] = max(below[v], height[j])
-    return height
-
-
-def canonical_order(graph: Graph) -> list[int]:
-    """The ops in an order in which operands come first, that depends neither on names nor on the order of the ops.
-
-    The more comes after, the earlier; of ops alike in that, by what they take, kind and attributes.
-    """
-    height = heights(graph)
-    rank = {v: (0, v, 0) for v in graph.inputs}  # of values: (made by an op, number of input or op, result)
-    levels: dict[int, list[int]] = {}
-    for j, h in enumerate(height):
-        levels.setdefault(-h, []).append(j)
-    order: list[int] = []
-    for level in sorted(levels):
-        row = [
-            ([rank[v] for v in graph.ins[j]], graph.sigs[j].spec.name, repr(dict(graph.sigs[j].attrs)), j)
-            for j in levels[level]
-        ]
-        for *_, j in sorted(row):
-            for k, v in enumerate(graph.outs[j]):
-                rank[v] = 1, len(order), k
-            order.append(j)
-    return order

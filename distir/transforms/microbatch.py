@@ -12,19 +12,25 @@ from collections.abc import Collection, Mapping, Sequence
 
 from distir.ir.spec import Strand
 from distir.ir.type import REPLICATE, SUM, Partial, Placement, Shard
-from distir.transforms.classes import Classes
-from distir.transforms.graph import Graph, canonical_order, closure
+from distir.transforms.classes import Classes, classes_from
+from distir.transforms.graph import Graph, closure
 from distir.transforms.place import Placed
 
 
 def place_in_time(graph: Graph, microbatches: int, batch: Mapping[int, int]) -> Placed:
     """Place every op along the time axis; `batch` maps each data input to its batch dim."""
-    classes = Classes(graph, microbatches, [(v, Shard(dim)) for v, dim in batch.items()])
+    classes = classes_from(graph, microbatches, tuple([(v, Shard(dim)) for v, dim in batch.items()]))
+    key = "in time", classes
+    if key not in graph.found:
+        graph.found[key] = _place(graph, classes)
+    return graph.found[key]
+
+
+def _place(graph: Graph, classes: Classes) -> Placed:
     options = [[strand for strand, _ in row] for row in classes.strands]
-    order = canonical_order(graph)
     before: set[int] = set()
     while True:
-        strands, conflict = _sweep(graph, order, options, before)
+        strands, conflict = _sweep(graph, graph.order, options, before)
         if conflict is None:
             return Placed(0.0, strands, set(), {})
         before |= closure(graph, conflict, forward=False)

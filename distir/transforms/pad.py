@@ -16,7 +16,7 @@ from distir.ir.spec import Strand
 from distir.ir.type import Shard, Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.classes import Classes
-from distir.transforms.graph import Graph
+from distir.transforms.graph import graph_of
 from distir.transforms.roles import weights
 
 _WORTH = 8
@@ -27,7 +27,7 @@ Sizes = dict[tuple[int, int], int]
 
 def paddable(function: Function, n: int) -> list[Sizes]:
     """The classes that padding would let split n ways, each with the padded size of all its dims."""
-    graph = Graph(function)
+    graph = graph_of(function)
     starts = [
         (graph.index[v], Shard(dim))
         for v in weights(function)
@@ -57,7 +57,7 @@ def pad(function: Function, chosen: Sequence[Sizes]) -> Function:
 
 def pad_like(function: Function, padded: Function) -> Function:
     """The function padded as another, its padded form, was: what a distributed program is compared with."""
-    graph = Graph(function)
+    graph = graph_of(function)
     starts = [
         (i, Shard(dim))
         for i, w in enumerate(padded.inputs)
@@ -69,7 +69,7 @@ def pad_like(function: Function, padded: Function) -> Function:
     chosen: dict[int, Sizes] = {}
     for i, split in starts:
         size = shape_of(padded.inputs[i])[split.dim]
-        c = classes.nodes[i, split]
+        c = classes.at[i][split]
         chosen[c] = {(v, s.dim): size for v, s in members[c]}
     return pad(function, list(chosen.values()))
 
@@ -78,7 +78,7 @@ class _Padder:
     def __init__(self, function: Function, sizes: Mapping[tuple[int, int], int]) -> None:
         self.function, self.sizes = function, sizes
         self.weights = frozenset(weights(function))
-        self.graph = Graph(function)
+        self.graph = graph_of(function)
         # the dims that are padded run along strands of one device
         starts = [(v, Shard(dim)) for v, dim in sizes]
         self.strands = [[s for s, _ in row] for row in Classes(self.graph, 1, starts).strands]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from distir.ir.spec import Strand
 from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard
-from distir.transforms.graph import Graph, Signature, canonical_order
+from distir.transforms.graph import Graph, Signature
 
 _SWEEPS = 6
 
@@ -61,22 +61,20 @@ class Placed(NamedTuple):
 
 def view(graph: Graph, strands: Sequence[Sequence[tuple[Strand, int]]]) -> View:
     """The whole graph as a view."""
-    users = [[(j, k) for j, k in uses if k >= 0] for uses in graph.uses]
     one = [1] * max(len(graph.sigs), len(graph.values))
-    elements = [math.prod(s) for s in graph.shapes]
     return View(
         graph.sigs,
         graph.ins,
         graph.outs,
         strands,
-        elements,
-        users,
+        graph.elements,
+        graph.users,
         one,
         one,
         graph.inputs,
         graph.roles,
         graph.outputs,
-        canonical_order(graph),
+        graph.order,
     )
 
 
@@ -88,19 +86,46 @@ def shares(v: View, wire: float = 2.0) -> Cost:
     return Cost(wire / made, 1 / flops, 1 / made, 1 / held)
 
 
+class _Choice(NamedTuple):
+    """What is cheapest for an op, given how its operands are placed."""
+
+    price: float
+    strand: Strand | None
+    wants: Sequence[Placement]
+    outs: Sequence[Placement]
+    moves: bool
+    """Whether an operand is to be placed otherwise than it is."""
+    sums: bool
+    """Whether a result is Partial."""
+
+
 class _Sweep:
-    """One pass over the ops in order, choosing for each the cheapest way; `free` inputs take their first split use."""
+    """Passes over the ops in order, choosing for each the cheapest way; `free` inputs take their first split use."""
 
     def __init__(self, v: View, n: int, chosen: Collection[int], cost: Cost) -> None:
-        self.v, self.n, self.chosen, self.cost = v, n, chosen, cost
+        self.v, self.n, self.cost = v, n, cost
+        self.wire = (n - 1) / n * cost.wire
         self.inputs: dict[int, Shard] = {}
         self.reduce: set[int] = set()
         self.state: list[Placement | None] = []
         self.strands: list[Strand | None] = []
         self.wants: list[Sequence[Placement]] = []
+        # ops alike in signature and options decide alike: a choice is made once for each way operands are placed
+        self.options: list[tuple[Strand, ...]] = []
+        self.kinds: list[int] = []
+        self.choices: list[dict[tuple[Placement | None, ...], _Choice]] = []
+        numbers: dict[tuple[int, ...], int] = {}
+        for sig, row in zip(v.sigs, v.strands, strict=True):
+            options = tuple([strand for strand, group in row if group in chosen]) if row else ()
+            kind = numbers.setdefault((sig.number, *map(id, options)), len(numbers))
+            if kind == len(self.options):
+                self.options.append(options)
+                self.choices.append({})
+            self.kinds.append(kind)
 
     def forward(self, first: bool) -> float:
-        v = self.v
+        """Decide every op; gives the price of it all. The `first` time inputs are free to be split."""
+        v, kinds, choices = self.v, self.kinds, self.choices
         state: list[Placement | None] = [None] * len(v.elements)
         self.state = state  # None: an input that may still choose
         total = 0.0
@@ -110,41 +135,47 @@ class _Sweep:
                 if v.roles[i] in ("parameter", "state"):
                     share = self.n if i in self.inputs else 1
                     total += v.elements[i] / share * self.cost.held * v.copies[i]
-        self.strands = [None] * len(v.sigs)
-        self.wants = [()] * len(v.sigs)
+        strands = self.strands = [None] * len(v.sigs)
+        wanted = self.wants = [()] * len(v.sigs)
         paid: set[tuple[int, Placement]] = set()
+        moved: set[int] = set()  # the values in `paid`
         for j in v.order:
-            price, strand, wants, outs = self._cheapest(j, v.sigs[j], paid)
+            ins = v.ins[j]
+            have = tuple([state[i] for i in ins])
+            if moved and not moved.isdisjoint(ins):
+                choice = self._cheapest(j, have, paid)
+            else:
+                known = choices[kinds[j]]
+                choice = known.get(have)
+                if choice is None:
+                    choice = known[have] = self._cheapest(j, have, paid)
+            price, strand, wants, outs, moves, sums = choice
             total += price * v.times[j]
-            for i, want in zip(v.ins[j], wants, strict=True):
-                have = self.state[i]
-                if have is None:
-                    if isinstance(want, Shard):
-                        self.state[i] = self.inputs[i] = want
-                elif have is not want:
-                    paid.add((i, want))
-            self.strands[j], self.wants[j] = strand, wants
+            if moves:
+                for i, want in zip(ins, wants, strict=True):
+                    h = state[i]
+                    if h is None:
+                        if isinstance(want, Shard):
+                            state[i] = self.inputs[i] = want
+                    elif h is not want:
+                        paid.add((i, want))
+                        moved.add(i)
+            strands[j], wanted[j] = strand, wants
             for i, p in zip(v.outs[j], outs, strict=True):
-                if i in self.reduce and isinstance(p, Partial):
-                    total += 2 * v.elements[i] * self._wire() * v.times[j]
+                if sums and i in self.reduce and isinstance(p, Partial):
+                    total += 2 * v.elements[i] * self.wire * v.times[j]
                     p = REPLICATE
-                self.state[i] = p
+                state[i] = p
         for i in v.outputs:
-            if isinstance(self.state[i], Partial):
-                total += 2 * v.elements[i] * self._wire() * v.copies[i]
+            if isinstance(state[i], Partial):
+                total += 2 * v.elements[i] * self.wire * v.copies[i]
         return total
 
-    def _wire(self) -> float:
-        return (self.n - 1) / self.n * self.cost.wire
-
-    def _cheapest(
-        self, j: int, sig: Signature, paid: set[tuple[int, Placement]]
-    ) -> tuple[float, Strand | None, Sequence[Placement], Sequence[Placement]]:
-        v, cost, n = self.v, self.cost, self.n
-        have = [self.state[i] for i in v.ins[j]]
+    def _cheapest(self, j: int, have: tuple[Placement | None, ...], paid: Collection[tuple[int, Placement]]) -> _Choice:
+        """What op j does; an operand it wants moved costs nothing where it is among those `paid`."""
+        v, cost, n, sig = self.v, self.cost, self.n, self.v.sigs[j]
         best = None
-        options = [strand for strand, group in v.strands[j] if group in self.chosen]
-        for strand in options or [None]:
+        for strand in self.options[self.kinds[j]] or [None]:
             if strand is None:
                 wants, out = self._pass(sig, have)
                 price = sig.flops * cost.flop + sig.elements * cost.made
@@ -156,12 +187,14 @@ class _Sweep:
             for i, h, want in zip(v.ins[j], have, wants, strict=True):
                 if (i, want) not in paid:
                     price += self._move(h, want, v.elements[i])
-            rank = price + (2 * sig.elements * self._wire() if any(isinstance(p, Partial) for p in outs) else 0)
+            sums = any([isinstance(p, Partial) for p in outs])
+            rank = price + (2 * sig.elements * self.wire if sums else 0)
             if best is None or rank < best[0] - 1e-12:
-                best = rank, price, strand, wants, outs
+                moves = any([h is not want for h, want in zip(have, wants, strict=True)])
+                best = rank, _Choice(price, strand, wants, outs, moves, sums)
         if best is None:
             raise RuntimeError("an op has at least one option")
-        return best[1:]
+        return best[1]
 
     def _pass(self, sig: Signature, have: Sequence[Placement | None]) -> tuple[Sequence[Placement], Placement]:
         """A Partial on all operands of a linear set passes on, if the others are whole."""
@@ -178,9 +211,9 @@ class _Sweep:
         if isinstance(have, Replicate):
             return 1e-9 * elements * self.cost.wire
         if isinstance(have, Partial):
-            return (2 if isinstance(want, Replicate) else 1) * elements * self._wire()
+            return (2 if isinstance(want, Replicate) else 1) * elements * self.wire
         same_dim = isinstance(want, Shard) and isinstance(have, Shard) and want.dim == have.dim
-        return (elements if isinstance(want, Replicate) or same_dim else elements / self.n) * self._wire()
+        return (elements if isinstance(want, Replicate) or same_dim else elements / self.n) * self.wire
 
     def settle(self) -> None:
         """Decide which Partials are reduced at once: those that cost no more here than where they end up whole."""

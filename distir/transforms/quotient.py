@@ -15,30 +15,28 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
     Ops are of a kind if signature, strands and, `rounds` steps around them, their neighbours are alike.
     """
     table: dict[Any, int] = {}
-
-    def colour(key: Any) -> int:
-        return table.setdefault(key, len(table))
-
+    number_of = table.setdefault
+    # a colour is the number of a key; keys are written out in the loops, which are long
     values = [
-        colour(("value", full.roles[v] if v in full.inputs else "", graph.shapes[v], v in full.outputs))
-        for v in range(len(graph.values))
+        number_of(("value", full.roles[v] if v in full.inputs else "", shape, v in full.outputs), len(table))
+        for v, shape in enumerate(graph.shapes)
     ]
     ops = [
-        colour(("op", sig.number, tuple(sorted((id(s), g) for s, g in row))))
+        number_of(("op", sig.number, *sorted([(id(s), g) for s, g in row])), len(table))
         for sig, row in zip(full.sigs, full.strands, strict=True)
     ]
+    made: list[Any] = [None] * len(values)
     for _ in range(rounds):
-        made: dict[int, tuple[int, int]] = {}
-        for j, outs in enumerate(full.outs):
+        for op, outs in zip(ops, full.outs, strict=True):
             for k, v in enumerate(outs):
-                made[v] = ops[j], k
+                made[v] = op, k
         values = [
-            colour((values[v], made.get(v), tuple(sorted({(ops[j], k) for j, k in full.users[v]}))))
-            for v in range(len(values))
+            number_of((c, maker, frozenset([(ops[j], k) for j, k in users])), len(table))
+            for c, maker, users in zip(values, made, full.users, strict=True)
         ]
         ops = [
-            colour((ops[j], tuple([values[v] for v in full.ins[j]]), tuple([values[v] for v in full.outs[j]])))
-            for j in range(len(ops))
+            number_of((c, tuple([values[v] for v in ins]), tuple([values[v] for v in outs])), len(table))
+            for c, ins, outs in zip(ops, full.ins, full.outs, strict=True)
         ]
     number: dict[int, int] = {}
     kept: list[int] = []

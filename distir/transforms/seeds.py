@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from distir.transforms.classes import Classes, Groups, Node, Taken, all_starts
+from distir.ir.type import Shard
+from distir.transforms.classes import Classes, Groups, all_starts
 from distir.transforms.graph import Graph
 from distir.transforms.place import Placed, place_all, shares, view
 from distir.transforms.quotient import quotient
@@ -24,21 +25,40 @@ class Split(NamedTuple):
     classes: Classes
     chosen: frozenset[int]
 
-    @property
-    def nodes(self) -> set[Node]:
-        """The (value, split) of the classes that are split."""
-        return {node for node, c in self.classes.nodes.items() if c in self.chosen}
+    def splits(self, value: int, split: Shard) -> bool:
+        """Whether that digit of that value is split."""
+        return self.classes.at[value].get(split) in self.chosen
 
 
-def tensor_parallel(graph: Graph, n: int, weights: Sequence[int], taken: Taken | None = None, outer: int = 1) -> Split:
+def tensor_parallel(
+    graph: Graph, n: int, weights: Sequence[int], taken: tuple[Classes, int] | None = None, outer: int = 1
+) -> Split:
     """The split of the graph over an axis of n devices that costs least, by local search over groups of classes.
+
+    `taken` are the classes that an earlier mesh axis splits, and its size. What is found is kept with the graph, for
+    all `taken` that get in the way of the same classes.
+    """
+    found = graph.found
+    if ("classes", n, outer) not in found:
+        found["classes", n, outer] = Classes(graph, n, all_starts(graph, n, outer))
+    classes: Classes = found["classes", n, outer]
+    bad = frozenset(classes.bad.union(classes.clashing(*taken)) if taken else classes.bad)
+    key = classes, bad, tuple(weights)
+    if key not in found:
+        found[key] = _search(graph, classes, bad, weights)
+    return found[key]
+
+
+def _search(graph: Graph, classes: Classes, bad: frozenset[int], weights: Sequence[int]) -> Split:
+    """The best groups of classes that are not `bad`.
 
     A move takes a group in (and out what clashes with it) or out; when none helps, pairs that clash with the same
     chosen group are tried together.
     """
-    classes = Classes(graph, n, all_starts(graph, n, outer), taken)
-    groups = Groups(classes, weights)
-    full = view(graph, [[(s, groups.group[c]) for s, c in row if c in groups.group] for row in classes.strands])
+    n = classes.n
+    groups = Groups(classes, weights, bad)
+    group = groups.group
+    full = view(graph, [[(s, group[c]) for s, c in row if c in group] for row in classes.strands])
     small = quotient(graph, full)
     cost = shares(small)
     prices: dict[Chosen, float] = {}

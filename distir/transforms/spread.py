@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from distir.ir.device import TIME, Mesh
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Function
+from distir.ir.kept import kept
 from distir.ir.type import Shard
 from distir.ops.rules import shape_of
-from distir.transforms.classes import Classes
-from distir.transforms.graph import Graph
+from distir.transforms.classes import Classes, classes_from
+from distir.transforms.graph import graph_of
 from distir.transforms.microbatch import place_in_time
 from distir.transforms.pad import pad, paddable
 from distir.transforms.place import Placed, place_all, shares, view
@@ -31,12 +32,13 @@ def place(function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: 
     microbatches = mesh.size(TIME)
     _check_batch(batch_size(function, batch), dp, microbatches)
     split: Placed | None = None
+    starts = tuple(batch.items())
     if tp > 1:
-        function, split = _tensor_parallel(function, tp, batch, microbatches * dp)
-    graph = Graph(function)
+        function, split = _tensor_parallel(function, tp, starts, microbatches * dp)
+    graph = graph_of(function)
     decisions: dict[str, Placed] = {TIME: place_in_time(graph, microbatches, batch)}
     if dp > 1:
-        decisions[DP] = data_parallel(graph, dp, batch, microbatches)
+        decisions[DP] = data_parallel(function, dp, starts, microbatches)
     if split is not None:
         decisions[TP] = split
     return function, shard(graph, mesh, decisions)
@@ -51,32 +53,47 @@ def _check_batch(size: int, dp: int, microbatches: int) -> None:
         )
 
 
-def data_parallel(graph: Graph, n: int, batch: Mapping[int, int], outer: int) -> Placed:
+Batch = tuple[tuple[int, int], ...]
+"""(number of an input, its batch dim)"""
+
+
+@kept
+def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Placed:
     """The batch's class split over n devices, on the digit inside the microbatches."""
-    classes = Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch.items()])
+    graph = graph_of(function)
+    classes = Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch])
     full = view(graph, [[(strand, 0) for strand, _ in row] for row in classes.strands])
     return place_all(full, n, {0}, shares(full))
 
 
-def _tensor_parallel(function: Function, n: int, batch: Mapping[int, int], pieces: int) -> tuple[Function, Placed]:
+def _tensor_parallel(function: Function, n: int, batch: Batch, pieces: int) -> tuple[Function, Placed]:
     """The function, padded where that lets more be split, and its placements along tp.
 
     The batch, split into `pieces` over time and dp, is not split once more.
     """
-    options = paddable(function, n)
-    padded = pad(function, options)
-    split = _search(padded, n, batch, pieces)
-    inputs, nodes = len(function.inputs), split.nodes  # only inputs keep their numbers when padded
-    useful = [one for one in options if any(v < inputs and (v, Shard(dim)) in nodes for v, dim in one)]
-    if len(useful) < len(options):
-        padded = pad(function, useful)
-        split = _search(padded, n, batch, pieces)
+    options = _paddable(function, n)
+    which = tuple(range(len(options)))
+    split = _search(_padded(function, n, which), n, batch, pieces)
+    inputs = len(function.inputs)  # only inputs keep their numbers when padded
+    useful = tuple([k for k in which if any(v < inputs and split.splits(v, Shard(d)) for v, d in options[k])])
+    if useful != which:
+        split = _search(_padded(function, n, useful), n, batch, pieces)
     if not split.chosen:
         raise InfeasibleError(f"tp {n} splits nothing in {function.name}", _what_splits(function, batch, pieces))
-    return padded, split.placed
+    return _padded(function, n, useful), split.placed
 
 
-def _what_splits(function: Function, batch: Mapping[int, int], pieces: int) -> str:
+_paddable = kept(paddable)
+
+
+@kept
+def _padded(function: Function, n: int, which: tuple[int, ...]) -> Function:
+    """The function with these of the `paddable` classes padded."""
+    options = _paddable(function, n)
+    return pad(function, [options[k] for k in which])
+
+
+def _what_splits(function: Function, batch: Batch, pieces: int) -> str:
     """A hint: the first degrees that split something."""
     sizes = {d for v in weights(function) for d in shape_of(v)}
     degrees = [k for k in range(2, max(sizes, default=1) + 1) if any(d % k == 0 for d in sizes)]
@@ -84,9 +101,8 @@ def _what_splits(function: Function, batch: Mapping[int, int], pieces: int) -> s
     return f"use --tp {' or '.join(fits)}" if fits else "use --tp 1: its weights cannot be split"
 
 
-def _search(function: Function, n: int, batch: Mapping[int, int], pieces: int) -> Split:
-    graph = Graph(function)
-    taken: dict[int, list[tuple[Shard, int]]] = {}
-    for v, split in Classes(graph, pieces, [(v, Shard(dim)) for v, dim in batch.items()]).nodes:
-        taken.setdefault(v, []).append((split, pieces))
-    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)], taken)
+@kept
+def _search(function: Function, n: int, batch: Batch, pieces: int) -> Split:
+    graph = graph_of(function)
+    taken = classes_from(graph, pieces, tuple([(v, Shard(dim)) for v, dim in batch]))
+    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)], (taken, pieces))
