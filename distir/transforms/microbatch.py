@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from distir.ir.spec import Strand
 from distir.ir.type import REPLICATE, SUM, Partial, Placement, Shard
 from distir.transforms.classes import Classes, classes_from
-from distir.transforms.graph import Graph, closure
+from distir.transforms.graph import Graph, Signature, closure
 from distir.transforms.place import Placed
 
 
@@ -43,27 +43,41 @@ def _sweep(
     state: list[Placement] = [REPLICATE] * len(graph.values)
     after: set[int] = set()  # values that are whole only once all microbatches are done
     strands: list[Strand | None] = [None] * len(graph.sigs)
+    # ops alike in signature and options do alike; what is done is found once for each way operands are placed
+    known: dict[tuple[int | Placement, ...], tuple[Strand | None, Sequence[Placement], bool]] = {}
     for j in order:
-        sig = graph.sigs[j]
-        have = [state[v] for v in graph.ins[j]]
-        late = [v for v in graph.ins[j] if v in after]
+        sig, ins, outs = graph.sigs[j], graph.ins[j], graph.outs[j]
+        have = tuple([state[v] for v in ins])
+        late = not after.isdisjoint(ins)
         if late and any(p is not REPLICATE for p in have):
-            return strands, late
-        strand = None if late or j in before else _possible(options[j], have)
-        outs: Sequence[Placement] = [REPLICATE] * len(graph.outs[j])
-        if strand is not None:
-            outs = strand.outs
-        elif _passes(sig.linear, have):
-            outs = [SUM] * len(outs)
-        elif late or any(p is not REPLICATE for p in have):
-            sums = [v for v in graph.ins[j] if v in after or state[v] is SUM]
-            if j not in before and _splits_but_for(sums, graph.ins[j], have, options[j]):
+            return strands, [v for v in ins if v in after]
+        free = () if late or j in before else options[j]
+        key = (sig.number, *map(id, free), *have)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = _work(sig, have, free)
+        strand, placements, whole = found
+        if late or not whole:
+            sums = [v for v in ins if v in after or state[v] is SUM]
+            if j not in before and _splits_but_for(sums, ins, have, options[j]):
                 return strands, sums
-            after.update(graph.outs[j])
+            after.update(outs)
         strands[j] = strand
-        for v, p in zip(graph.outs[j], outs, strict=True):
+        for v, p in zip(outs, placements, strict=True):
             state[v] = p
     return strands, None
+
+
+def _work(
+    sig: Signature, have: Sequence[Placement], options: Sequence[Strand]
+) -> tuple[Strand | None, Sequence[Placement], bool]:
+    """An op's strand, its results' placements, and whether it takes its operands as they are, not made whole first."""
+    strand = _possible(options, have)
+    if strand is not None:
+        return strand, strand.outs, True
+    if _passes(sig.linear, have):
+        return None, [SUM] * len(sig.outs), True
+    return None, [REPLICATE] * len(sig.outs), all(p is REPLICATE for p in have)
 
 
 def _splits_but_for(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from distir.ir.device import TIME, Mesh
-from distir.ir.function import Function, FunctionMaker, Op, Value
-from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard, Tensor
+from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
+from distir.ir.infer import infer
+from distir.ir.spec import Spec, Strand, lookup
+from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard, Tensor, Type
 from distir.ops.rules import tensor
-from distir.transforms.graph import Graph
+from distir.transforms.graph import Graph, Signature
 from distir.transforms.place import Placed
 
 _COLLECTIVE = {
@@ -28,26 +31,61 @@ def shard(graph: Graph, mesh: Mesh, decisions: Mapping[str, Placed]) -> Function
     return _Builder(graph, mesh, decisions).build()
 
 
+class _Recipe(NamedTuple):
+    """What is done to an op: how its operands are converted, its attributes, and the types of its results."""
+
+    steps: list[tuple[str, list[Placement | None]]]
+    """Axis after axis, where each operand is placed anew; None where it stays."""
+    attributes: Attributes
+    types: list[Type]
+
+
 class _Builder:
     def __init__(self, graph: Graph, mesh: Mesh, decisions: Mapping[str, Placed]) -> None:
         self.graph, self.mesh = graph, mesh
         self.decisions = {a: decisions[a] for a in mesh.axes if a in decisions}
         self.maker = FunctionMaker(graph.function.name)
         self.moved: dict[tuple[Value, str, Placement], Value] = {}
-        self.env: dict[Value, Value] = {}
-        self.ops: dict[Op, Op] = {}
-        self.of: dict[Value, Op | None] = {}  # the forward op that a value's op differentiates
+        self.collectives: dict[tuple[Type, str, Placement], tuple[Spec, Attributes, Type]] = {}
+        self.env: list[Value] = []
+        """The values on the mesh, by their numbers in the graph."""
+        self.of: dict[Value, Op] = {}  # the forward op that a value's op differentiates
+        self.reduced: set[int] = set().union(*[placed.reduce for placed in self.decisions.values()])
 
     def build(self) -> Function:
-        source = self.graph.function
-        for i, v in enumerate(source.inputs):
-            self.env[v] = self.maker.add_input_value(v.name, self._input_type(i, v), v.role)
-        for j, op in enumerate(source.ops):
-            self._op(j, op)
-        outputs = [self._whole(self.env[v]) for v in source.outputs]
+        graph, source = self.graph, self.graph.function
+        self.env = [
+            self.maker.add_input_value(v.name, self._input_type(i, v), v.role) for i, v in enumerate(source.inputs)
+        ]
+        recipes: dict[tuple[int, ...], _Recipe] = {}
+        taken = [placed.strands for placed in self.decisions.values()]
+        rows = zip(*taken, strict=True) if taken else [()] * len(source.ops)
+        ops: dict[Op, Op] = {}
+        env, of_value = self.env, self.of
+        fresh, append = self.maker.fresh, self.maker.ops.append
+        for op, sig, outs, numbers, strands in zip(source.ops, graph.sigs, graph.outs, graph.ins, rows, strict=True):
+            ins = [env[i] for i in numbers]
+            of = ops.get(op.of) if op.of else None
+            # ops alike in signature, strands and types are done alike; these live as long as the graph
+            key = (sig.number, *map(id, strands), *[id(v.type) for v in ins])
+            recipe = recipes.get(key)
+            if recipe is None:
+                recipe = recipes[key] = self._recipe(op, sig, strands, ins)
+            for axis, wants in recipe.steps:
+                ins = [v if want is None else self.to(v, axis, want) for v, want in zip(ins, wants, strict=True)]
+            made = [Value(fresh(v.name), t) for v, t in zip(op.outputs, recipe.types, strict=True)]
+            new = ops[op] = Op(op.spec, tuple(ins), recipe.attributes, tuple(made), of)
+            append(new)
+            if of is not None:
+                for w in made:
+                    of_value[w] = of
+            if not self.reduced.isdisjoint(outs):
+                made = [self._reduce(i, w) for i, w in zip(outs, made, strict=True)]
+            env += made
+        outputs = [self._whole(env[graph.index[v]]) for v in source.outputs]
         self.maker.set_outputs(outputs)
         place = dict(zip(source.outputs, outputs, strict=True))
-        self.maker.updates = {place[a]: self.env[b] for a, b in source.updates.items()}
+        self.maker.updates = {place[a]: env[graph.index[b]] for a, b in source.updates.items()}
         self.maker.sources = {place[v]: shape for v, shape in source.sources.items()}
         return self.maker.finalize()
 
@@ -57,46 +95,34 @@ class _Builder:
         ]
         return Tensor.whole(tensor(v).dtype, self.graph.shapes[i], self.mesh, placements)
 
-    def _op(self, j: int, op: Op) -> None:
-        ins = [self.env[v] for v in op.inputs]
+    def _recipe(self, op: Op, sig: Signature, strands: Sequence[Strand | None], ins: list[Value]) -> _Recipe:
+        """What is done to an op of that signature; converts the operands of the first."""
+        steps: list[tuple[str, list[Placement | None]]] = []
         free: list[tuple[str, Shard]] = []
-        for axis, placed in self.decisions.items():
-            strand = placed.strands[j]
-            if strand is None:
-                ins = self._pass(self.graph.sigs[j].linear, ins, axis)
-                continue
-            ins = [self.to(v, axis, want) for v, want in zip(ins, strand.ins, strict=True)]
-            if all(p is REPLICATE for p in strand.ins) and isinstance(strand.outs[0], Shard):
+        for axis, strand in zip(self.decisions, strands, strict=True):
+            have = [tensor(v).on(axis) for v in ins]
+            wants = strand.ins if strand is not None else _passed(sig.linear, have)
+            if strand is not None and all(p is REPLICATE for p in wants) and isinstance(strand.outs[0], Shard):
                 free.append((axis, strand.outs[0]))
-        attributes = dict(op.attributes)
-        if not ins:
-            attributes["device"] = self.mesh
+            if any(h is not want for h, want in zip(have, wants, strict=True)):
+                steps.append((axis, [None if h is want else want for h, want in zip(have, wants, strict=True)]))
+                ins = [self.to(v, axis, want) for v, want in zip(ins, wants, strict=True)]
+        extra: dict[str, Any] = {} if ins else {"device": self.mesh}
         if free:
-            attributes["place"] = tuple(free)
-        names = [v.name for v in op.outputs]
-        of = self.ops.get(op.of) if op.of else None
-        changed = len(attributes) != len(op.attributes)
-        self.maker.add_op(op.spec, None, ins, attributes if changed else op.attributes, (), names, of)
-        made = self.ops[op] = self.maker.ops[-1]
-        for v, w in zip(op.outputs, made.outputs, strict=True):
-            self.of[w] = of
-            for axis, placed in self.decisions.items():
-                reduced = self.graph.index[v] in placed.reduce and isinstance(tensor(w).on(axis), Partial)
-                if reduced and not self._sums_in_time(w):
-                    w = self.to(w, axis, REPLICATE)
-            self.env[v] = w
+            extra["place"] = tuple(free)
+        attributes = Attributes({**op.attributes, **extra}) if extra else op.attributes
+        return _Recipe(steps, attributes, list(infer(op.spec, attributes, tuple([v.type for v in ins]))))
+
+    def _reduce(self, i: int, v: Value) -> Value:
+        """Value number i, reduced where it was decided to be reduced at once."""
+        for axis, placed in self.decisions.items():
+            if i in placed.reduce and isinstance(tensor(v).on(axis), Partial) and not self._sums_in_time(v):
+                v = self.to(v, axis, REPLICATE)
+        return v
 
     def _sums_in_time(self, v: Value) -> bool:
         """A sum over microbatches is reduced over devices once, where it is used: when it is complete."""
         return TIME in self.mesh.axes and isinstance(tensor(v).on(TIME), Partial)
-
-    def _pass(self, linear: Sequence[frozenset[int]], ins: list[Value], axis: str) -> list[Value]:
-        """Operands for an op that is not split: a Partial passes where the op is linear, all else is made whole."""
-        have = [tensor(v).on(axis) for v in ins]
-        partial = frozenset(k for k, p in enumerate(have) if p is SUM)
-        if partial and partial in linear and all(p is SUM or p is REPLICATE for p in have):
-            return ins
-        return [self.to(v, axis, REPLICATE) for v in ins]
 
     def _whole(self, v: Value) -> Value:
         """An output: sums are paid for, and microbatches joined; splits over devices stay."""
@@ -112,17 +138,38 @@ class _Builder:
         if have is want:
             return v
         key = v, axis, want
-        if key not in self.moved:
+        new = self.moved.get(key)
+        if new is None:
             if isinstance(have, Shard) and isinstance(want, Shard) and have.dim == want.dim:
-                self.moved[key] = self.to(self.to(v, axis, REPLICATE), axis, want)
+                new = self.to(self.to(v, axis, REPLICATE), axis, want)
             else:
-                attributes: dict[str, object] = {"axis": axis}
-                if isinstance(want, Shard):
-                    attributes["dim"] = want.dim
-                    if want.outer != 1:
-                        attributes["outer"] = want.outer
                 of = self.of.get(v)
-                new = self.maker.add_op(_COLLECTIVE[type(have), type(want)], v.name, [v], attributes, (), None, of)
-                self.of[new] = of
-                self.moved[key] = new
-        return self.moved[key]
+                spec, attributes, t = self._collective(v.type, axis, have, want)
+                new = Value(self.maker.fresh(v.name), t)
+                self.maker.ops.append(Op(spec, (v,), attributes, (new,), of))
+                if of is not None:
+                    self.of[new] = of
+            self.moved[key] = new
+        return new
+
+    def _collective(self, t: Type, axis: str, have: Placement, want: Placement) -> tuple[Spec, Attributes, Type]:
+        """The op that places a value of type `t` anew, its attributes, and the type of its result."""
+        key = t, axis, want
+        found = self.collectives.get(key)
+        if found is None:
+            extra: dict[str, Any] = {}
+            if isinstance(want, Shard):
+                extra = {"dim": want.dim} if want.outer == 1 else {"dim": want.dim, "outer": want.outer}
+            attributes = Attributes({"axis": axis, **extra})
+            spec = lookup(_COLLECTIVE[type(have), type(want)])
+            (result,) = infer(spec, attributes, (t,))
+            found = self.collectives[key] = spec, attributes, result
+        return found
+
+
+def _passed(linear: Sequence[frozenset[int]], have: Sequence[Placement]) -> Sequence[Placement]:
+    """Where an op that is not split wants its operands: a Partial passes where it is linear, all else is made whole."""
+    partial = frozenset(k for k, p in enumerate(have) if p is SUM)
+    if partial and partial in linear and all(p is SUM or p is REPLICATE for p in have):
+        return have
+    return [REPLICATE] * len(have)
