@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from distir.ir.spec import Strand
-from distir.ir.type import Shard
+from distir.ir.type import Placement, Shard
 from distir.transforms.graph import Graph, strand_slots
 
 Node = tuple[int, Shard]
@@ -128,6 +128,23 @@ class Classes:
             for (k, split), answer in asked.items()
         )
 
+    def inside(self, outer: int, n: int) -> dict[int, Strand] | None:
+        """What the classes' strands are for an axis of n devices that takes the digit inside `outer` more.
+
+        Maps the ids of the strands here to those there; None if some signature does not answer there as it does here.
+        """
+        there: dict[int, Strand] = {}
+        for sig, asked in zip(self.graph.kinds, self._asked, strict=True):
+            for (k, split), answer in asked.items():
+                moved = sig.strand(k, Shard(split.dim, split.outer * outer), n)
+                if answer is not None:
+                    if moved is None or moved != inside(answer.strand, outer):
+                        return None
+                    there[id(answer.strand)] = moved
+                elif moved is not None:
+                    return None
+        return there
+
     def clashing(self, taken: Classes, m: int) -> set[int]:
         """The classes that an earlier mesh axis of m devices has `taken` a digit of, or one that crosses theirs."""
         found: set[int] = set()
@@ -146,6 +163,15 @@ class Classes:
             for split, c in row.items():
                 result.setdefault(c, []).append((v, split))
         return result
+
+
+def inside(strand: Strand, outer: int) -> Strand:
+    """The strand of the digit that is inside `outer` more."""
+    return Strand(*[tuple([_inside(p, outer) for p in row]) for row in strand])
+
+
+def _inside(p: Placement, outer: int) -> Placement:
+    return Shard(p.dim, p.outer * outer) if isinstance(p, Shard) else p
 
 
 def classes_from(graph: Graph, n: int, starts: tuple[Node, ...]) -> Classes:
@@ -169,7 +195,7 @@ def _roots(parent: list[int]) -> list[int]:
 
 
 def all_starts(graph: Graph, n: int, outer: int = 1) -> list[Node]:
-    """The node of every dim of every value that divides."""
+    """The node of every dim of every value that divides; those of weights alone would not find a split of heads."""
     splits = {
         shape: [Shard(dim, outer) for dim, size in enumerate(shape) if size % (outer * n) == 0]
         for shape in set(graph.shapes)

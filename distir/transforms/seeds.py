@@ -39,9 +39,10 @@ def tensor_parallel(
     all `taken` that get in the way of the same classes.
     """
     found = graph.found
-    if ("classes", n, outer) not in found:
-        found["classes", n, outer] = Classes(graph, n, all_starts(graph, n, outer))
-    classes: Classes = found["classes", n, outer]
+    asked = "classes", n, outer
+    if asked not in found:
+        found[asked] = Classes(graph, n, all_starts(graph, n, outer))
+    classes: Classes = found[asked]
     bad = frozenset(classes.bad.union(classes.clashing(*taken)) if taken else classes.bad)
     key = classes, bad, tuple(weights)
     if key not in found:

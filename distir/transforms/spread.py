@@ -10,8 +10,8 @@ from distir.ir.function import Function
 from distir.ir.kept import kept
 from distir.ir.type import Shard
 from distir.ops.rules import shape_of
-from distir.transforms.classes import Classes, classes_from
-from distir.transforms.graph import graph_of
+from distir.transforms.classes import Classes, Node, classes_from
+from distir.transforms.graph import Graph, graph_of
 from distir.transforms.microbatch import place_in_time
 from distir.transforms.pad import pad, paddable
 from distir.transforms.place import Placed, place_all, shares, view
@@ -57,11 +57,30 @@ Batch = tuple[tuple[int, int], ...]
 """(number of an input, its batch dim)"""
 
 
-@kept
 def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Placed:
-    """The batch's class split over n devices, on the digit inside the microbatches."""
+    """The batch's class split over n devices, on the digit inside the microbatches.
+
+    Nothing but the digit differs between numbers of microbatches, if every op says the same of both digits: then what
+    was decided for one microbatch is taken over.
+    """
     graph = graph_of(function)
-    classes = Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch])
+    starts = tuple([(v, Shard(dim)) for v, dim in batch])
+    there = classes_from(graph, n, starts).inside(outer, n)
+    if there is None:
+        return _batch_split(graph, Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch]), n)
+    one = _data_parallel(function, n, starts)
+    strands = [None if s is None else there[id(s)] for s in one.strands]
+    inputs = {v: Shard(s.dim, s.outer * outer) for v, s in one.inputs.items()}
+    return Placed(one.price, strands, one.reduce, inputs)
+
+
+@kept
+def _data_parallel(function: Function, n: int, starts: tuple[Node, ...]) -> Placed:
+    graph = graph_of(function)
+    return _batch_split(graph, classes_from(graph, n, starts), n)
+
+
+def _batch_split(graph: Graph, classes: Classes, n: int) -> Placed:
     full = view(graph, [[(strand, 0) for strand, _ in row] for row in classes.strands])
     return place_all(full, n, {0}, shares(full))
 
