@@ -50,24 +50,23 @@ class _Builder:
         self.env: list[Value] = []
         """The values on the mesh, by their numbers in the graph."""
         self.of: dict[Value, Op] = {}  # the forward op that a value's op differentiates
-        self.reduced: set[int] = set().union(*[placed.reduce for placed in self.decisions.values()])
 
     def build(self) -> Function:
         graph, source = self.graph, self.graph.function
-        self.env = [
-            self.maker.add_input_value(v.name, self._input_type(i, v), v.role) for i, v in enumerate(source.inputs)
-        ]
-        recipes: dict[tuple[int, ...], _Recipe] = {}
+        types = self._input_types()
+        self.env = [self.maker.add_input_value(v.name, t, v.role) for v, t in zip(source.inputs, types, strict=True)]
+        recipes: dict[tuple[int | Type, ...], _Recipe] = {}
         taken = [placed.strands for placed in self.decisions.values()]
         rows = zip(*taken, strict=True) if taken else [()] * len(source.ops)
         ops: dict[Op, Op] = {}
         env, of_value = self.env, self.of
+        reduced = set[int]().union(*[placed.reduce for placed in self.decisions.values()])
         fresh, append = self.maker.fresh, self.maker.ops.append
         for op, sig, outs, numbers, strands in zip(source.ops, graph.sigs, graph.outs, graph.ins, rows, strict=True):
             ins = [env[i] for i in numbers]
             of = ops.get(op.of) if op.of else None
-            # ops alike in signature, strands and types are done alike; these live as long as the graph
-            key = (sig.number, *map(id, strands), *[id(v.type) for v in ins])
+            # ops alike in signature, strands and types are done alike; strands live as long as the graph
+            key = (sig.number, *map(id, strands), *[v.type for v in ins])
             recipe = recipes.get(key)
             if recipe is None:
                 recipe = recipes[key] = self._recipe(op, sig, strands, ins)
@@ -79,21 +78,31 @@ class _Builder:
             if of is not None:
                 for w in made:
                     of_value[w] = of
-            if not self.reduced.isdisjoint(outs):
+            if not reduced.isdisjoint(outs):
                 made = [self._reduce(i, w) for i, w in zip(outs, made, strict=True)]
             env += made
-        outputs = [self._whole(env[graph.index[v]]) for v in source.outputs]
+        outputs = [env[graph.index[v]] for v in source.outputs]
+        open_axes = {t: self._open_axes(t) for t in {v.type for v in outputs}}
+        for k, v in enumerate(outputs):
+            for axis in open_axes[v.type]:
+                outputs[k] = self.to(outputs[k], axis, REPLICATE)
         self.maker.set_outputs(outputs)
         place = dict(zip(source.outputs, outputs, strict=True))
         self.maker.updates = {place[a]: env[graph.index[b]] for a, b in source.updates.items()}
         self.maker.sources = {place[v]: shape for v, shape in source.sources.items()}
         return self.maker.finalize()
 
-    def _input_type(self, i: int, v: Value) -> Tensor:
-        placements = [
-            self.decisions[a].inputs.get(i, REPLICATE) if a in self.decisions else REPLICATE for a in self.mesh.axes
-        ]
-        return Tensor.whole(tensor(v).dtype, self.graph.shapes[i], self.mesh, placements)
+    def _input_types(self) -> list[Type]:
+        splits = [self.decisions[a].inputs if a in self.decisions else {} for a in self.mesh.axes]
+        made: dict[tuple[Type | Placement, ...], Type] = {}
+        types: list[Type] = []
+        for i, v in enumerate(self.graph.function.inputs):
+            placements = [split.get(i, REPLICATE) for split in splits]
+            key = v.type, *placements
+            if key not in made:
+                made[key] = Tensor.whole(tensor(v).dtype, self.graph.shapes[i], self.mesh, placements)
+            types.append(made[key])
+        return types
 
     def _recipe(self, op: Op, sig: Signature, strands: Sequence[Strand | None], ins: list[Value]) -> _Recipe:
         """What is done to an op of that signature; converts the operands of the first."""
@@ -124,13 +133,14 @@ class _Builder:
         """A sum over microbatches is reduced over devices once, where it is used: when it is complete."""
         return TIME in self.mesh.axes and isinstance(tensor(v).on(TIME), Partial)
 
-    def _whole(self, v: Value) -> Value:
-        """An output: sums are paid for, and microbatches joined; splits over devices stay."""
-        for axis in self.mesh.axes:
-            p = tensor(v).on(axis)
-            if isinstance(p, Partial) or (axis == TIME and p is not REPLICATE):
-                v = self.to(v, axis, REPLICATE)
-        return v
+    def _open_axes(self, t: Type) -> list[str]:
+        """The axes along which an output is not done: sums are paid for, microbatches joined; other splits stay."""
+        placements = t.placements if isinstance(t, Tensor) else ()
+        return [
+            axis
+            for axis, p in zip(self.mesh.axes, placements, strict=True)
+            if isinstance(p, Partial) or (axis == TIME and p is not REPLICATE)
+        ]
 
     def to(self, v: Value, axis: str, want: Placement) -> Value:
         """`v` placed as `want` along `axis`; each conversion is made once."""

@@ -22,6 +22,10 @@ from distir.transforms.shard import shard
 DP, TP = "dp", "tp"
 _TRIED = 6
 """Degrees tried for the hint of an error."""
+_RECENT = 1 << 16
+"""How many ops of placed functions are kept with their source: plans that differ in their schedule share them."""
+Batch = tuple[tuple[int, int], ...]
+"""(number of an input, its batch dim)"""
 
 
 def place(function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: Mesh) -> tuple[Function, Function]:
@@ -31,14 +35,25 @@ def place(function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: 
     """
     microbatches = mesh.size(TIME)
     _check_batch(batch_size(function, batch), dp, microbatches)
+    key = dp, tp, mesh, tuple(batch.items())
+    recent: dict[object, tuple[Function, Function]] = function.found.setdefault(place, {})
+    if key not in recent:
+        recent[key] = _place(function, dp, tp, mesh, microbatches, tuple(batch.items()))
+        while len(recent) > 1 and sum(len(placed.ops) for _, placed in recent.values()) > _RECENT:
+            del recent[next(iter(recent))]
+    return recent[key]
+
+
+def _place(
+    function: Function, dp: int, tp: int, mesh: Mesh, microbatches: int, batch: Batch
+) -> tuple[Function, Function]:
     split: Placed | None = None
-    starts = tuple(batch.items())
     if tp > 1:
-        function, split = _tensor_parallel(function, tp, starts, microbatches * dp)
+        function, split = _tensor_parallel(function, tp, batch, microbatches * dp)
     graph = graph_of(function)
-    decisions: dict[str, Placed] = {TIME: place_in_time(graph, microbatches, batch)}
+    decisions: dict[str, Placed] = {TIME: place_in_time(graph, microbatches, dict(batch))}
     if dp > 1:
-        decisions[DP] = data_parallel(function, dp, starts, microbatches)
+        decisions[DP] = data_parallel(function, dp, batch, microbatches)
     if split is not None:
         decisions[TP] = split
     return function, shard(graph, mesh, decisions)
@@ -51,10 +66,6 @@ def _check_batch(size: int, dp: int, microbatches: int) -> None:
         raise InfeasibleError(
             f"a batch of {size} does not divide by dp {dp} x {microbatches} microbatches = {dp * microbatches}", hint
         )
-
-
-Batch = tuple[tuple[int, int], ...]
-"""(number of an input, its batch dim)"""
 
 
 def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Placed:
