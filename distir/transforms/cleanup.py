@@ -35,7 +35,7 @@ def live(ops: Sequence[Op], outputs: Iterable[Value]) -> list[Op]:
     needed = set(outputs)
     kept: list[Op] = []
     for op in reversed(ops):
-        if any(v in needed for v in op.outputs):
+        if not needed.isdisjoint(op.outputs):
             needed.update(op.inputs)
             kept.append(op)
     return kept[::-1]
@@ -78,6 +78,7 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
     numbers: dict[Value, Any] = {}
     outputs = set(function.outputs)
     forward = {op.of for op in function.ops}
+    views = (lookup("Transpose"), lookup("Reshape"))
     ops: list[Op] = []
     for source in function.ops:
         op = _rebuilt(source, env, made)
@@ -85,13 +86,14 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
         key = (op.spec, op.attributes, op.inputs, op.of)
         first = seen.get(key)
         stays = op.spec.comm is not None or not outputs.isdisjoint(op.outputs)
-        undone = None if stays or first or source in forward else _undone(op, makers)
+        undone = _undone(op, makers) if op.spec in views and not (stays or first or source in forward) else None
         if undone is not None:
             env[op.outputs[0]] = undone
         elif first is None or stays:
             ops.append(op)
             made[source] = seen[key] = op
-            makers.update((v, op) for v in op.outputs)
+            if op.spec in views:
+                makers[op.outputs[0]] = op
         else:
             made[source] = first
             env.update(zip(op.outputs, first.outputs, strict=True))
@@ -101,9 +103,7 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
 
 
 def _undone(op: Op, makers: Mapping[Value, Op]) -> Value | None:
-    """The value that a view gives back: one that another view of the same kind was made of."""
-    if op.spec not in (lookup("Transpose"), lookup("Reshape")):
-        return None
+    """The value that a view gives back: one that another view of the same kind, by its `makers`, was made of."""
     before = makers.get(op.inputs[0])
     if before is None or before.spec is not op.spec or before.inputs[0].type is not op.outputs[0].type:
         return None
@@ -116,11 +116,10 @@ def _undone(op: Op, makers: Mapping[Value, Op]) -> Value | None:
 
 def _rebuilt(op: Op, env: Mapping[Value, Value], made: Mapping[Op, Op]) -> Op:
     """The op with replaced operands, and as `of` what became of it (None if it is gone)."""
-    inputs = tuple([env.get(v, v) for v in op.inputs])
     of = made.get(op.of) if op.of else None
-    if of is op.of and inputs == op.inputs:
-        return op
-    return Op(op.spec, inputs, op.attributes, op.outputs, of)
+    if env.keys().isdisjoint(op.inputs):
+        return op if of is op.of else Op(op.spec, op.inputs, op.attributes, op.outputs, of)
+    return Op(op.spec, tuple([env.get(v, v) for v in op.inputs]), op.attributes, op.outputs, of)
 
 
 def _folded(op: Op, numbers: dict[Value, Any], evaluate: Evaluate) -> Op:

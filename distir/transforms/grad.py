@@ -34,8 +34,11 @@ def grad(function: Function, loss: Value | int | str = 0, wrt: Sequence[Value] |
     for v in wanted:
         if not isinstance(v.type, Tensor) or not v.type.dtype.floating:
             raise UsageError(f"no gradient with respect to %{v.name}: {v.type} is not floating-point")
-    function = _differentiable(function, target, wanted)
-    backward = _Backward(function, target, wanted)
+    ops = path(function, target, wanted)
+    if any(op.spec.grad is None for op in ops):
+        function = _differentiable(function, ops)
+        ops = path(function, target, wanted)
+    backward = _Backward(function, target, wanted, ops)
     backward.run()
     gradients = [backward.total(v) for v in wanted]
     maker = backward.maker
@@ -78,8 +81,8 @@ def dependent(function: Function, wrt: Iterable[Value]) -> set[Value]:
     """The floating-point values that a gradient links to any of `wrt`, these included."""
     reached = set(wrt)
     for op in function.ops:
-        if op.spec.grad is not no_grad and any(v in reached for v in op.inputs):
-            reached.update(v for v in op.outputs if tensor(v).dtype.floating)
+        if op.spec.grad is not no_grad and not reached.isdisjoint(op.inputs):
+            reached.update([v for v in op.outputs if tensor(v).dtype.floating])
     return reached
 
 
@@ -87,22 +90,20 @@ def sources(function: Function, target: Value) -> set[Value]:
     """The floating-point values on which `target` depends through ops with gradients, itself included."""
     needed = {target}
     for op in reversed(function.ops):
-        if op.spec.grad is not no_grad and any(v in needed for v in op.outputs):
-            needed.update(v for v in op.inputs if tensor(v).dtype.floating)
+        if op.spec.grad is not no_grad and not needed.isdisjoint(op.outputs):
+            needed.update([v for v in op.inputs if tensor(v).dtype.floating])
     return needed
 
 
 def path(function: Function, target: Value, wrt: Iterable[Value]) -> list[Op]:
     """The ops by which `target` depends on any of `wrt`, in order."""
     between = sources(function, target) & dependent(function, wrt)
-    return [op for op in function.ops if any(v in between for v in op.outputs) and any(v in between for v in op.inputs)]
+    return [op for op in function.ops if not (between.isdisjoint(op.outputs) or between.isdisjoint(op.inputs))]
 
 
-def _differentiable(function: Function, target: Value, wrt: Sequence[Value]) -> Function:
-    """The function, ops on the way that have no gradient rule decomposed; its own values stay the same objects."""
-    without = {op for op in path(function, target, wrt) if op.spec.grad is None}
-    if not without:
-        return function
+def _differentiable(function: Function, ops: Iterable[Op]) -> Function:
+    """The function, those of `ops` that have no gradient rule decomposed; its own values stay the same objects."""
+    without = {op for op in ops if op.spec.grad is None}
     maker = extend(function)
     maker.ops.clear()
     became: dict[Op, Op] = {}
@@ -119,10 +120,10 @@ def _differentiable(function: Function, target: Value, wrt: Sequence[Value]) -> 
 class _Backward:
     """The backward pass under construction."""
 
-    def __init__(self, function: Function, target: Value, wrt: Sequence[Value]) -> None:
+    def __init__(self, function: Function, target: Value, wrt: Sequence[Value], ops: Sequence[Op]) -> None:
         self.function, self.target = function, target
         self.maker = extend(function)
-        self.ops = path(function, target, wrt)
+        self.ops = ops
         self.reached = dependent(function, wrt)
         self.terms: dict[Value, list[Value]] = {}
         """For each value its gradients, the sums of them included; the last is the total so far."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distir.ir.errors import UsageError
-from distir.ir.function import Function, FunctionMaker, Role, Value
+from distir.ir.function import Attributes, Function, FunctionMaker, Role, Value
 from distir.ir.pause import no_collection
+from distir.ir.spec import Strand
 from distir.ir.type import Int64, Shard, Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.cleanup import extend, fold
@@ -171,12 +172,16 @@ def batch_dim(function: Function, value: Value) -> int | None:
     sizes = {shape_of(v)[s.dim] for v, s in split.items()}
     if len(sizes) == 1:
         (size,) = sizes
+        known: dict[tuple[object, ...], Strand | None] = {}  # layers are alike
         for op in function.ops:
-            slot = next((k for k, v in enumerate(op.inputs) if v in split), None)
-            if slot is None or op.spec.comm is not None:
+            if split.keys().isdisjoint(op.inputs) or op.spec.comm is not None:
                 continue
-            ins, outs = ([shape_of(v) for v in row] for row in (op.inputs, op.outputs))
-            strand = op.spec.strand(op.attributes, ins, outs, slot, split[op.inputs[slot]], size)
+            slot, taken = next((k, split[v]) for k, v in enumerate(op.inputs) if v in split)
+            key = op.spec, op.attributes, slot, taken, *[v.type for v in op.inputs]
+            if key not in known:
+                ins, outs = ([shape_of(v) for v in row] for row in (op.inputs, op.outputs))
+                known[key] = op.spec.strand(op.attributes, ins, outs, slot, taken, size)
+            strand = known[key]
             for v, p in zip(op.outputs, strand.outs if strand else (), strict=False):
                 if isinstance(p, Shard):
                     split[v] = p
@@ -201,11 +206,12 @@ def update(maker: FunctionMaker, optimizer: Optimizer, gradients: Mapping[Value,
         one = maker.emit("Constant", value=(1,), shape=(), dtype=Int64)
         counter = [maker.add_op("Add", "step.new", [step, one])]
         maker.updates[counter[0]] = step
+    attributes = Attributes(optimizer.attributes)
     for w, g in gradients.items():
         held = [w, *state[w]]
         names = [f"{v.name}.new" for v in held]
         operands = [w, g, *state[w], *counter]
-        maker.add_op(optimizer.op_type, None, operands, optimizer.attributes, output_names=names)
+        maker.add_op(optimizer.op_type, None, operands, attributes, output_names=names)
         new = maker.ops[-1].outputs
         maker.updates.update(zip(new, held, strict=True))
         after += new
