@@ -76,13 +76,12 @@ class Classes:
         found: list[list[tuple[list[tuple[int, int, int]], Strand, int]]] = [[] for _ in graph.sigs]
         ins, outs, uses = graph.ins, graph.outs, graph.uses
         asked = [self._asked[sig.number] for sig in graph.sigs]
+        unasked = _Answer(0, Strand((), ()), [], [])
         while todo:
             value, split, me = todo.pop()
             for j, k in uses[value]:
-                key = k, split
-                if key in asked[j]:
-                    answer = asked[j][key]
-                else:
+                answer = asked[j].get((k, split), unasked)
+                if answer is unasked:
                     answer = self._ask(j, k, split)
                 if answer is None:
                     refused.add(me)

@@ -99,6 +99,9 @@ class _Choice(NamedTuple):
     """Whether a result is Partial."""
 
 
+_NOTHING = _Choice(0.0, None, (), (), False, False)
+
+
 class _Sweep:
     """Passes over the ops in order, choosing for each the cheapest way; `free` inputs take their first split use."""
 
@@ -108,8 +111,8 @@ class _Sweep:
         self.inputs: dict[int, Shard] = {}
         self.reduce: set[int] = set()
         self.state: list[Placement | None] = []
-        self.strands: list[Strand | None] = []
-        self.wants: list[Sequence[Placement]] = []
+        self.made: list[_Choice] = []
+        """What was chosen for each op."""
         # ops alike in signature and options decide alike: a choice is made once for each way operands are placed
         self.options: list[tuple[Strand, ...]] = []
         self.kinds: list[int] = []
@@ -135,12 +138,13 @@ class _Sweep:
                 if v.roles[i] in ("parameter", "state"):
                     share = self.n if i in self.inputs else 1
                     total += v.elements[i] / share * self.cost.held * v.copies[i]
-        strands = self.strands = [None] * len(v.sigs)
-        wanted = self.wants = [()] * len(v.sigs)
+        made = self.made = [_NOTHING] * len(v.sigs)
+        outs, times, reduce = v.outs, v.times, self.reduce
         paid: set[tuple[int, Placement]] = set()
         moved: set[int] = set()  # the values in `paid`
+        operands = v.ins
         for j in v.order:
-            ins = v.ins[j]
+            ins = operands[j]
             have = tuple([state[i] for i in ins])
             if moved and not moved.isdisjoint(ins):
                 choice = self._cheapest(j, have, paid)
@@ -149,8 +153,9 @@ class _Sweep:
                 choice = known.get(have)
                 if choice is None:
                     choice = known[have] = self._cheapest(j, have, paid)
-            price, strand, wants, outs, moves, sums = choice
-            total += price * v.times[j]
+            made[j] = choice
+            price, _, wants, placements, moves, sums = choice
+            total += price * times[j]
             if moves:
                 for i, want in zip(ins, wants, strict=True):
                     h = state[i]
@@ -160,10 +165,9 @@ class _Sweep:
                     elif h is not want:
                         paid.add((i, want))
                         moved.add(i)
-            strands[j], wanted[j] = strand, wants
-            for i, p in zip(v.outs[j], outs, strict=True):
-                if sums and i in self.reduce and isinstance(p, Partial):
-                    total += 2 * v.elements[i] * self.wire * v.times[j]
+            for i, p in zip(outs[j], placements, strict=True):
+                if sums and i in reduce and isinstance(p, Partial):
+                    total += 2 * v.elements[i] * self.wire * times[j]
                     p = REPLICATE
                 state[i] = p
         for i in v.outputs:
@@ -220,7 +224,7 @@ class _Sweep:
         v = self.v
         later: dict[int, float] = {}
         for j in reversed(v.order):
-            for i in v.outs[j]:
+            for i in v.outs[j] if self.made[j].sums else ():
                 if not isinstance(self.state[i], Partial):
                     continue
                 here = 2.0 * v.elements[i]
@@ -231,16 +235,16 @@ class _Sweep:
 
     def _below(self, i: int, here: float, later: Mapping[int, float]) -> float:
         v = self.v
-        wants = {self.wants[j][k] for j, k in v.users[i]}
+        wants = {self.made[j].wants[k] for j, k in v.users[i]}
         if i in v.outputs:
             return here
         if len(wants) == 1 and isinstance(next(iter(wants)), Shard):
             return here / 2
         below = 0.0
         for j, k in v.users[i]:
-            if self.wants[j][k] is not SUM:
+            if self.made[j].wants[k] is not SUM:
                 return math.inf
-            passed = sum(v.elements[x] for x, w in zip(v.ins[j], self.wants[j], strict=True) if w is SUM)
+            passed = sum(v.elements[x] for x, w in zip(v.ins[j], self.made[j].wants, strict=True) if w is SUM)
             below += sum(later.get(x, 0.0) for x in v.outs[j]) * v.elements[i] / passed
         return below
 
@@ -256,4 +260,4 @@ def place_all(v: View, n: int, chosen: Collection[int], cost: Cost) -> Placed:
         sweep.settle()
         if len(sweep.reduce) == before:
             break
-    return Placed(price, sweep.strands, sweep.reduce, sweep.inputs)
+    return Placed(price, [choice.strand for choice in sweep.made], sweep.reduce, sweep.inputs)

@@ -31,7 +31,7 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
             for k, v in enumerate(outs):
                 made[v] = op, k
         values = [
-            number_of((c, maker, frozenset([(ops[j], k) for j, k in users])), len(table))
+            number_of((c, maker, frozenset([(ops[j], k) for j, k in users]) if users else None), len(table))
             for c, maker, users in zip(values, made, full.users, strict=True)
         ]
         ops = [
