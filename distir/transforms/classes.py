@@ -44,13 +44,14 @@ class Classes:
         parent, found, refused = self._walk(starts)
         root = _roots(parent)
         self.bad = {root[i] for i in refused}
+        self.strands: list[list[tuple[Strand, int]]] = []
         for row in found:
             if len(row) > 1:
                 row.sort(key=itemgetter(0))
-                classes = [root[i] for _, _, i in row]
-                if len(set(classes)) < len(classes):
-                    self.bad |= {c for c, k in Counter(classes).items() if k > 1}
-        self.strands = [[(strand, root[i]) for _, strand, i in row] for row in found]
+            through = [(strand, root[i]) for _, strand, i in row]
+            self.strands.append(through)
+            if len(through) > 1 and len({c for _, c in through}) < len(through):
+                self.bad |= {c for c, k in Counter([c for _, c in through]).items() if k > 1}
         for row in self.at:
             for split, i in row.items():
                 row[split] = root[i]
@@ -144,10 +145,9 @@ class Classes:
                     return None
         return there
 
-    def clashing(self, taken: Classes, m: int) -> set[int]:
-        """The classes that an earlier mesh axis of m devices has `taken` a digit of, or one that crosses theirs."""
+    def clashing(self, n: int, taken: Classes, m: int) -> set[int]:
+        """The classes, split n ways, that cross a digit which an earlier mesh axis of m devices has `taken`."""
         found: set[int] = set()
-        n = self.n
         for mine, theirs in zip(self.at, taken.at, strict=True):
             for other in theirs if mine else ():
                 for split, c in mine.items():
@@ -175,12 +175,30 @@ def _inside(p: Placement, outer: int) -> Placement:
 
 def classes_from(graph: Graph, n: int, starts: tuple[Node, ...]) -> Classes:
     """As `Classes(graph, n, starts)`, kept with the graph for passes that ask again: they hold for many an n."""
-    known: list[Classes] = graph.found.setdefault(("classes", starts), [])
-    for classes in known:
-        if classes.hold_for(n):
-            return classes
-    known.append(Classes(graph, n, starts))
-    return known[-1]
+    return _known(graph, n, starts) or _keep(graph, starts, Classes(graph, n, starts))
+
+
+def all_classes(graph: Graph, n: int, outer: int = 1) -> Classes:
+    """The classes of all digits inside `outer`, kept with the graph; those of weights alone would not split heads."""
+    splits = {
+        shape: tuple([Shard(dim, outer) for dim, size in enumerate(shape) if size % (outer * n) == 0])
+        for shape in dict.fromkeys(graph.shapes)
+    }
+    key = "all", *splits.values()
+    known = _known(graph, n, key)
+    if known is not None:
+        return known
+    starts = [(v, split) for v, shape in enumerate(graph.shapes) for split in splits[shape]]
+    return _keep(graph, key, Classes(graph, n, starts))
+
+
+def _known(graph: Graph, n: int, key: object) -> Classes | None:
+    return next((c for c in graph.found.get((Classes, key), ()) if c.hold_for(n)), None)
+
+
+def _keep(graph: Graph, key: object, classes: Classes) -> Classes:
+    graph.found.setdefault((Classes, key), []).append(classes)
+    return classes
 
 
 def _roots(parent: list[int]) -> list[int]:
@@ -191,15 +209,6 @@ def _roots(parent: list[int]) -> list[int]:
             parent[r] = r = parent[parent[r]]
         parent[i] = r
     return parent
-
-
-def all_starts(graph: Graph, n: int, outer: int = 1) -> list[Node]:
-    """The node of every dim of every value that divides; those of weights alone would not find a split of heads."""
-    splits = {
-        shape: [Shard(dim, outer) for dim, size in enumerate(shape) if size % (outer * n) == 0]
-        for shape in set(graph.shapes)
-    }
-    return [(v, split) for v, shape in enumerate(graph.shapes) for split in splits[shape]]
 
 
 _Marks = dict[tuple[int, int], int]

@@ -5,13 +5,13 @@ The algorithm looks at the whole training step, knows no names, and decides alik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from distir.ir.type import Shard
-from distir.transforms.classes import Classes, Groups, all_starts
+from distir.transforms.classes import Classes, Groups, all_classes
 from distir.transforms.graph import Graph
-from distir.transforms.place import Placed, place_all, shares, view
+from distir.transforms.place import Cost, Placed, View, place_all, shares, view
 from distir.transforms.quotient import quotient
 
 _BETTER = 1 - 1e-6
@@ -38,30 +38,42 @@ def tensor_parallel(
     `taken` are the classes that an earlier mesh axis splits, and its size. What is found is kept with the graph, for
     all `taken` that get in the way of the same classes.
     """
+    classes = all_classes(graph, n, outer)
+    bad = frozenset(classes.bad.union(classes.clashing(n, *taken)) if taken else classes.bad)
+    question = classes, bad, tuple(weights)
     found = graph.found
-    asked = "classes", n, outer
-    if asked not in found:
-        found[asked] = Classes(graph, n, all_starts(graph, n, outer))
-    classes: Classes = found[asked]
-    bad = frozenset(classes.bad.union(classes.clashing(*taken)) if taken else classes.bad)
-    key = classes, bad, tuple(weights)
-    if key not in found:
-        found[key] = _search(graph, classes, bad, weights)
-    return found[key]
+    if question not in found:
+        found[question] = _problem(graph, classes, bad, weights)
+    if (n, question) not in found:
+        found[n, question] = _search(found[question], n)
+    return found[n, question]
 
 
-def _search(graph: Graph, classes: Classes, bad: frozenset[int], weights: Sequence[int]) -> Split:
-    """The best groups of classes that are not `bad`.
+class _Problem(NamedTuple):
+    """What may be split, in groups of classes, in all of the graph and in its quotient; it holds for many degrees."""
 
-    A move takes a group in (and out what clashes with it) or out; when none helps, pairs that clash with the same
-    chosen group are tried together.
-    """
-    n = classes.n
+    classes: Classes
+    groups: Groups
+    full: View
+    small: View
+    cost: Cost
+
+
+def _problem(graph: Graph, classes: Classes, bad: Collection[int], weights: Sequence[int]) -> _Problem:
     groups = Groups(classes, weights, bad)
     group = groups.group
     full = view(graph, [[(s, group[c]) for s, c in row if c in group] for row in classes.strands])
     small = quotient(graph, full)
-    cost = shares(small)
+    return _Problem(classes, groups, full, small, shares(small))
+
+
+def _search(problem: _Problem, n: int) -> Split:
+    """The best groups of classes to split n ways.
+
+    A move takes a group in (and out what clashes with it) or out; when none helps, pairs that clash with the same
+    chosen group are tried together.
+    """
+    classes, groups, full, small, cost = problem
     prices: dict[Chosen, float] = {}
 
     def price(chosen: Chosen) -> float:
