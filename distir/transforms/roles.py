@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.function import Function, Value
+from distir.ir.kept import kept
 from distir.ops.rules import shape_of
 
 WEIGHTS = ("parameter", "state")
 
 
+@kept
 def weights(function: Function) -> list[Value]:
     """The inputs that are parameters or optimizer state.
 
@@ -21,7 +23,8 @@ def weights(function: Function) -> list[Value]:
     used: dict[Value, bool] = {}
     for op in function.ops:
         for k, v in enumerate(op.inputs):
-            used[v] = used.get(v, True) and op.spec.weight == k
+            if used.get(v, True):
+                used[v] = op.spec.weight == k
     return [v for v in function.inputs if used.get(v, False)]
 
 
