@@ -268,23 +268,21 @@ class Program:
                     columns.append((i, c))
         code = Code(f, self, columns)
         lowering = Lowering(code, env)
-        plans = self._plans
-        for op, kind in zip(f.ops, self._kinds_in(f), strict=True):
-            if kind < 0:
-                lowering.call(op, self.body(op.callee))  # type: ignore[arg-type]
-                continue
-            plan = plans.get(kind)
-            if plan is None:
-                plan = plans[kind] = self._plan(op)
-            part = plan.simple
-            if part is None:
-                lowering.general(op, plan)
-            else:
-                lowering.simple(op, plan, part)
+        lowering.run(self._planned(f), self.body)
         for k, v in enumerate(f.outputs):
             code.outputs += [(k, c, env[c][v]) for c in self.held(v.type)]
-        lowering.finish()
+        if not entry:
+            lowering.finish()
         return code
+
+    def _planned(self, f: Function) -> Iterator[tuple[Op, Plan | None]]:
+        """The ops with their plans; None for a call."""
+        plans = self._plans
+        for op, kind in zip(f.ops, self._kinds_in(f), strict=True):
+            plan = plans.get(kind)
+            if plan is None and kind >= 0:
+                plan = plans[kind] = self._plan(op)
+            yield op, plan
 
 
 def shown(name: str, partner: Home | None) -> str:

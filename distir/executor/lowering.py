@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 
-from distir.executor.maxplus import Call, Code, Part, Plan, Slots, Twin
-from distir.ir.function import Op, Value
+from distir.executor.maxplus import Call, Code, Plan, Slots, Twin
+from distir.ir.function import Function, Op, Value
 
 
 class Lowering:
@@ -13,42 +13,54 @@ class Lowering:
 
     def __init__(self, code: Code, env: list[dict[Value, Slots]]) -> None:
         self.code, self.env = code, env
-        inputs = len(code.columns)
-        self.dominated: list[frozenset[int]] = [frozenset()] * inputs
-        """Streams whose clock is never again before the slot's time."""
-        self.on: list[frozenset[int]] = [frozenset()] * inputs
-        """Streams the slot is a part on."""
-        self.parts: list[Part | Call] = []
+        self.dominated: list[frozenset[int]] = [frozenset()] * len(code.columns)
+        """Streams whose clock is never again before the slot's time; of a part those that it is on."""
+        self.results: set[int] = set()
+        """The slots that are results of calls."""
 
-    def simple(self, op: Op, plan: Plan, part: Part) -> None:
-        """An op that is one part on one stream of one class."""
-        env, dominated, s = self.env[part.sources[0]], self.dominated, part.streams[0]
-        self.code.needs.append([j for v in op.inputs for j in env[v] if s not in dominated[j]])
-        slot = (len(dominated),)
-        for v in op.outputs:
-            env[v] = slot
-        dominated.append(part.on)
-        self.on.append(part.on)
-        self.parts.append(part)
-        self.code.plans.append(plan)
+    def run(self, ops: Iterable[tuple[Op, Plan | None]], body: Callable[[Function], Code | Twin]) -> None:
+        """Lower all ops, each with its plan; without one it is a call."""
+        code, envs, dominated = self.code, self.env, self.dominated
+        duration, stream, needs, more, plans = code.duration, code.stream, code.needs, code.more, code.plans
+        for op, plan in ops:
+            if plan is None:
+                self._call(op, body(op.attributes["callee"]))
+                continue
+            part = plan.simple
+            if part is None:
+                self._general(op, plan)
+                continue
+            # one part on one stream of one class, as nearly all ops are: nothing here is called
+            env, s = envs[part.sources[0]], part.streams[0]
+            needs.append([j for v in op.inputs for j in env[v] if s not in dominated[j]])
+            slot = (len(dominated),)
+            for v in op.outputs:
+                env[v] = slot
+            dominated.append(part.on)
+            duration.append(part.duration)
+            stream.append(s)
+            more.append(None)
+            plans.append(plan)
 
-    def general(self, op: Op, plan: Plan) -> None:
+    def _general(self, op: Op, plan: Plan) -> None:
         """An op that is free, or has several parts, or several streams."""
-        env, dominated = self.env, self.dominated
-        self.code.plans.append(plan)
+        env, dominated, code = self.env, self.dominated, self.code
+        code.plans.append(plan)
         if not plan.parts:
-            self.code.views.append(self._free(op, plan))
+            code.views.append(self._free(op, plan))
             return
         for part in plan.parts:
             on = part.on
             slots = {j for c in part.sources for v in op.inputs for j in env[c][v]}
-            self.code.needs.append([j for j in slots if on.isdisjoint(dominated[j])])
+            code.needs.append([j for j in slots if on.isdisjoint(dominated[j])])
+            slot = (len(dominated),)
             for c in part.targets:
                 for v in op.outputs:
-                    env[c][v] = (len(dominated),)
+                    env[c][v] = slot
             dominated.append(on)
-            self.on.append(on)
-            self.parts.append(part)
+            code.duration.append(part.duration)
+            code.stream.append(part.streams[0])
+            code.more.append(part.streams[1:] or None)
 
     def _free(self, op: Op, plan: Plan) -> list[Slots]:
         slots: list[Slots] = []
@@ -64,63 +76,60 @@ class Lowering:
         """The slots that matter: those that no later part on one of their streams outlasts."""
         last: dict[int, int] = {}
         for j in slots:
-            for s in self.on[j]:
+            for s in self.dominated[j] if j not in self.results else ():
                 last[s] = max(last.get(s, -1), j)
         return tuple([j for j in sorted(slots) if not any(last.get(s, -1) > j for s in self.dominated[j])])
 
-    def call(self, op: Op, body: Code | Twin) -> None:
+    def _call(self, op: Op, body: Code | Twin) -> None:
         """A call: which inputs are live, and the map for these."""
-        passed = body.passed
+        env, dominated, code = self.env, self.dominated, self.code
+        passed, waits, inputs, outputs = body.passed, body.waits, op.inputs, op.outputs
         live: list[int] = []
         needs: list[Slots] = []
-        given = [self.env[c][op.inputs[i]] for i, c in body.columns]
-        dominated = self.dominated
+        given = [env[c][inputs[i]] for i, c in body.columns]
         for j, slots in enumerate(given):
-            if j not in passed:
-                slots = tuple([k for k in slots if body.waits(j, dominated[k])])
+            if slots and j not in passed:
+                slots = tuple([k for k in slots if waits(j, dominated[k])])
             if slots:
                 live.append(j)
                 needs.append(slots)
         summary = body.summary(tuple(live))
-        self.code.needs.append(needs)
         call = Call(body, tuple(live), summary.rows, given)
-        self.parts.append(call)
-        self.code.plans.append(call)
+        code.needs.append(needs)
+        code.plans.append(call)
+        code.duration.append(0.0)
+        code.stream.append(-1)
+        code.more.append(call)
         for (k, c, _), below in zip(body.outputs, summary.dominated, strict=True):
             if not summary.rows:  # nothing enters: all is there from the beginning
-                self.env[c][op.outputs[k]] = ()
+                env[c][outputs[k]] = ()
                 continue
-            self.env[c][op.outputs[k]] = (len(dominated),)
+            slot = len(dominated)
+            env[c][outputs[k]] = (slot,)
+            self.results.add(slot)
             dominated.append(below)
-            self.on.append(frozenset())
 
     def finish(self) -> None:
-        """The loop's lists, and who waits for the inputs."""
+        """Of a body what its callers look at: its streams, and who waits for its inputs."""
         code, inputs = self.code, len(self.code.columns)
-        for part in self.parts:
-            if isinstance(part, Call):
-                code.duration.append(0.0)
-                code.stream.append(-1)
-                code.more.append(part)
-            else:
-                code.duration.append(part.duration)
-                code.stream.append(part.streams[0])
-                code.more.append(part.streams[1:] or None)
-        used = dict.fromkeys(p.body.streams if isinstance(p, Call) else p.streams for p in self.parts)
-        code.streams = tuple(dict.fromkeys(s for streams in used for s in streams))
         code.passed = frozenset(j for _, _, slots in code.outputs for j in slots if j < inputs)
         code.consumers = [set() for _ in range(inputs)]
-        if not inputs:
-            return
-        for part, needs in zip(self.parts, code.needs, strict=True):
-            if isinstance(part, Call):
-                self._consume_by_call(part, needs)
+        streams: dict[int, None] = {}
+        slot = inputs
+        for s, needs, more in zip(code.stream, code.needs, code.more, strict=True):
+            if isinstance(more, Call):
+                streams.update(dict.fromkeys(more.streams))
+                self._consume_by_call(more, needs)
+                slot += max(len(more.rows) - len(more.streams), 0)
                 continue
+            streams.update(dict.fromkeys((s, *(more or ()))))
             for j in needs:
                 if j < inputs:
-                    code.consumers[j].add(part.on)
+                    code.consumers[j].add(self.dominated[slot])
+            slot += 1
+        code.streams = tuple(streams)
 
-    def _consume_by_call(self, call: Call, needs: Sequence[Slots]) -> None:
+    def _consume_by_call(self, call: Call, needs: Iterable[Slots]) -> None:
         consumers, body = self.code.consumers, call.body
         for j, slots in zip(call.live, needs, strict=True):
             for k in slots:
