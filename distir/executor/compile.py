@@ -42,7 +42,6 @@ class Program:
         self._bodies: dict[Function, Code | Twin] = {}
         self._codes: dict[Function, Code] = {}
         self._situations: dict[Mesh, object] = {}
-        self._held: dict[Type, tuple[int, ...]] = {}
         self.default = self._default()
         self._kinds: dict[object, int] = {}
         """What decides an op's cost and classes, numbered."""
@@ -65,22 +64,20 @@ class Program:
 
         A bundle is where its first member is.
         """
+        if t.device is not None:
+            return t.device
         while isinstance(t, Tuple):
             if not t.types:
                 return None
             t = t.types[0]
-        home = t.device or self.default
-        if home is None:
+        if self.default is None:
             raise UsageError("the topology has no device for a program that is on none", "add one with add_device")
-        return home
+        return self.default
 
     def held(self, t: Type) -> tuple[int, ...]:
         """The classes that hold a value of this type."""
-        found = self._held.get(t)
-        if found is None:
-            home = self.home(t)
-            found = self._held[t] = self.classes.homes[home] if home is not None else ()
-        return found
+        home = t.device or self.home(t)
+        return self.classes.homes[home] if home is not None else ()
 
     def stream(self, c: int, name: str, partner: Home | None = None) -> int:
         """The number of a class's stream."""
@@ -142,7 +139,7 @@ class Program:
 
     def _use(self, uses: Uses, op: Op, f: Function) -> str | None:
         """Note what an op uses; the mesh axis along which it communicates."""
-        for v in (*op.inputs, *op.outputs):
+        for v in op.outputs:
             self._locate(uses, v, f)
         ins = [v.type for v in op.inputs]
         if self.cost.free(op.spec, op.attributes, ins):

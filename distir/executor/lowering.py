@@ -63,13 +63,17 @@ class Lowering:
             code.more.append(part.streams[1:] or None)
 
     def _free(self, op: Op, plan: Plan) -> list[Slots]:
+        """What the results of a free op hang on, in each class: on what its operands do there."""
         slots: list[Slots] = []
+        known: dict[int, Slots] = {}
         for v, classes in zip(op.outputs, plan.classes, strict=True):
             for c in classes:
                 here = self.env[c]
-                found = [here[x] for x in op.inputs if x in here]
-                here[v] = found[0] if len(found) == 1 else self._latest({j for js in found for j in js})
-                slots.append(here[v])
+                if c not in known:
+                    found = [here[x] for x in op.inputs if x in here]
+                    known[c] = found[0] if len(found) == 1 else self._latest({j for js in found for j in js})
+                here[v] = known[c]
+                slots.append(known[c])
         return slots
 
     def _latest(self, slots: set[int]) -> Slots:
@@ -122,7 +126,9 @@ class Lowering:
                 self._consume_by_call(more, needs)
                 slot += max(len(more.rows) - len(more.streams), 0)
                 continue
-            streams.update(dict.fromkeys((s, *(more or ()))))
+            streams[s] = None
+            if more is not None:
+                streams.update(dict.fromkeys(more))
             for j in needs:
                 if j < inputs:
                     code.consumers[j].add(self.dominated[slot])

@@ -151,10 +151,10 @@ class Function:
         """The distinct functions called, callees of callees first."""
         seen: dict[Function, None] = {}
         for op in self.ops:
-            if (callee := op.callee) is not None and callee not in seen:
-                for f in callee.callees():
-                    seen.setdefault(f)
-                seen.setdefault(callee)
+            attrs = op.attributes
+            if attrs and (callee := attrs.get("callee")) is not None and callee not in seen:
+                seen.update(dict.fromkeys(callee.callees()))
+                seen[callee] = None
         return list(seen)
 
 
