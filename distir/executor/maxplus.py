@@ -58,7 +58,9 @@ class Call:
     @property
     def body(self) -> Code:
         """The body's own code."""
-        return self._body if isinstance(self._body, Code) else self._body.code
+        if isinstance(self._body, Twin):
+            self._body = self._body.code
+        return self._body
 
 
 class Summary(NamedTuple):

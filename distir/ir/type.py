@@ -177,8 +177,9 @@ class Tensor:
 
     __slots__ = (
         "__weakref__",
-        "_at",
         "_digits",
+        "_pieces",
+        "_still",
         "bytes",
         "device",
         "dtype",
@@ -189,6 +190,7 @@ class Tensor:
         "shape",
     )
     _interned: ClassVar[WeakValueDictionary[tuple[object, ...], Tensor]] = WeakValueDictionary()
+    """Those without a piece; each knows those that are like it but for their piece."""
     dtype: DType
     shape: tuple[int, ...]
     device: Device | Mesh | None
@@ -198,7 +200,9 @@ class Tensor:
     bytes: int
     moves: bool
     """Whether it varies in time: is not replicated over the microbatches."""
-    _at: dict[int, Tensor] | None
+    _still: Tensor | None
+    """The one without a piece; None for itself."""
+    _pieces: dict[Piece, Tensor]
 
     def __new__(
         cls,
@@ -213,10 +217,10 @@ class Tensor:
             placements = (REPLICATE,) * len(device.axes) if isinstance(device, Mesh) else ()
         else:
             placements = tuple(placements)
-        key = (dtype, shape, device, placements, piece)
+        key = (dtype, shape, device, placements)
         self = cls._interned.get(key)
         if self is not None:
-            return self
+            return self if piece is None else self.of(piece)
         whole = list(shape)
         if isinstance(device, Mesh):
             if len(placements) != len(device.axes):
@@ -228,14 +232,14 @@ class Tensor:
             raise IRTypeError(f"placements {placements} need a mesh, got device {device}")
         self = object.__new__(cls)
         self._digits = _digits(whole, device, placements) if isinstance(device, Mesh) else {}
-        self.dtype, self.shape, self.device, self.placements, self.piece = dtype, shape, device, placements, piece
+        self.dtype, self.shape, self.device, self.placements, self.piece = dtype, shape, device, placements, None
         self.global_shape = tuple(whole)
         self.bytes = math.prod(shape) * dtype.size
         time = device.time if isinstance(device, Mesh) else None
         self.moves = time is not None and placements[time] is not REPLICATE
-        self._at = None
+        self._still, self._pieces = None, {}
         cls._interned[key] = self
-        return self
+        return self if piece is None else self.of(piece)
 
     @staticmethod
     def whole(
@@ -295,25 +299,21 @@ class Tensor:
         """A body's type as seen by a caller that calls it for microbatch `moment`."""
         if not self.moves:
             return self
-        if self._at is None:
-            self._at = {}
-        t = self._at.get(moment)
-        if t is None:
-            piece = (moment, moment + 1) if self.piece is None else (0, self.piece[1] - NOW + moment)
-            t = self._at[moment] = self.of(piece)
-        return t
+        return self.of((moment, moment + 1) if self.piece is None else (0, self.piece[1] - NOW + moment))
 
     def of(self, piece: Piece | None) -> Tensor:
         """The same, of other microbatches."""
-        key = (self.dtype, self.shape, self.device, self.placements, piece)
-        other = self._interned.get(key)
+        still = self._still or self
+        if piece is None:
+            return still
+        other = still._pieces.get(piece)
         if other is None:  # a copy: all that the constructor checks holds already
             other = object.__new__(Tensor)
-            other.dtype, other.shape, other.device, other.placements, other.piece = key
-            other.global_shape, other.bytes, other.moves = self.global_shape, self.bytes, self.moves
-            other._digits = self._digits
-            other._at = None
-            self._interned[key] = other
+            other.dtype, other.shape, other.device = still.dtype, still.shape, still.device
+            other.placements, other.piece, other.moves = still.placements, piece, still.moves
+            other.global_shape, other.bytes, other._digits = still.global_shape, still.bytes, still._digits
+            other._still, other._pieces = still, still._pieces
+            still._pieces[piece] = other
         return other
 
 
