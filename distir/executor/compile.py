@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from distir.executor.cost_model import CostModel
 from distir.executor.device_classes import Classes, Home, Uses, classify
-from distir.executor.maxplus import Call, Code, Part, Plan, Slots
+from distir.executor.lowering import Lowering
+from distir.executor.maxplus import Code, Part, Plan, Slots, Twin
+from distir.executor.shapes import Shapes
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
@@ -21,7 +23,7 @@ from distir.ir.spec import lookup
 from distir.ir.type import Tuple, Type
 
 COMPUTE, SEND, RECV = "compute", "send", "recv"
-_CALL = lookup("Call")
+_CALL, _SEND = lookup("Call"), lookup("Send")
 Where = tuple[int, str, Home | None]
 """A stream: of a class, its name, for transfers also the partner's home."""
 
@@ -35,18 +37,22 @@ class Program:
         self.overlap = overlap
         self.streams: list[tuple[int, str]] = []
         self._stream: dict[Where, int] = {}
+        self._where: list[Where] = []
         self._plans: dict[int, Plan] = {}
-        self._sends: dict[object, Plan] = {}
-        self._bodies: dict[Function, Code] = {}
-        self._held: dict[Type, tuple[int, ...]] = {}
+        self._bodies: dict[Function, Code | Twin] = {}
+        self._codes: dict[Function, Code] = {}
+        self._situations: dict[Mesh, object] = {}
         self.default = self._default()
-        functions = [*function.callees(), function]
         self._kinds: dict[object, int] = {}
         """What decides an op's cost and classes, numbered."""
         self._first: list[tuple[Op, Function]] = []
         """The first op of each kind."""
-        self._kind_of = {f: self._numbered(f) for f in functions}
-        self.classes: Classes = classify(self._uses(functions), cost.topology)
+        self._kind_of: dict[Function, list[int]] = {}
+        self._shapes: dict[Function, tuple[int, Mesh]] = {}
+        """Of each callee that is all on one mesh the number of its shape, and the mesh."""
+        self._models: dict[object, Code] = {}
+        """The first code of each shape and situation of a mesh."""
+        self.classes: Classes = classify(self._uses([*function.callees(), function]), cost.topology)
         self.main = self._compile(function, entry=True)
 
     def _default(self) -> Device | None:
@@ -58,22 +64,20 @@ class Program:
 
         A bundle is where its first member is.
         """
+        if t.device is not None:
+            return t.device
         while isinstance(t, Tuple):
             if not t.types:
                 return None
             t = t.types[0]
-        home = t.device or self.default
-        if home is None:
+        if self.default is None:
             raise UsageError("the topology has no device for a program that is on none", "add one with add_device")
-        return home
+        return self.default
 
     def held(self, t: Type) -> tuple[int, ...]:
         """The classes that hold a value of this type."""
-        found = self._held.get(t)
-        if found is None:
-            home = self.home(t)
-            found = self._held[t] = self.classes.homes[home] if home is not None else ()
-        return found
+        home = t.device or self.home(t)
+        return self.classes.homes[home] if home is not None else ()
 
     def stream(self, c: int, name: str, partner: Home | None = None) -> int:
         """The number of a class's stream."""
@@ -82,30 +86,49 @@ class Program:
         if found is None:
             found = self._stream[key] = len(self.streams)
             self.streams.append((c, shown(*key[1:])))
+            self._where.append(key)
         return found
 
-    def _numbered(self, f: Function) -> list[int]:
+    def _kinds_in(self, f: Function) -> list[int]:
         """The kind of each op, -1 for a call."""
+        found = self._kind_of.get(f)
+        if found is not None:
+            return found
         kinds, out = self._kinds, list[int]()
         for op in f.ops:
-            if op.spec is _CALL:
+            spec = op.spec
+            if spec is _CALL:
                 out.append(-1)
                 continue
-            key = (op.spec, op.attributes or None, *[v.type for v in op.inputs])
+            key = (spec, op.attributes or None, *[v.type for v in op.inputs])
+            if spec is _SEND:  # whatever it sends, of whichever microbatch
+                key = (spec, *_ends(op), op.inputs[0].type.bytes)
             n = kinds.get(key)
             if n is None:
                 n = kinds[key] = len(kinds)
                 self._first.append((op, f))
             out.append(n)
+        self._kind_of[f] = out
         return out
 
     def _uses(self, functions: Iterable[Function]) -> Uses:
-        uses = Uses()
+        """What all functions use; of those of one shape only the first is looked at."""
+        uses, shapes = Uses(), Shapes()
+        first: dict[int, Function] = {}
         for f in functions:
             for v in f.inputs:
                 self._locate(uses, v, f)
-        for op, f in self._first:
-            self._use(uses, op, f)
+            shape = shapes.of(f) if f is not self.function else None
+            if shape is not None:
+                self._shapes[f] = shape
+            if shape is None or first.setdefault(shape[0], f) is f:
+                self._kinds_in(f)
+        axis = [self._use(uses, op, f) for op, f in self._first]
+        axes = {n: dict.fromkeys(axis[k] for k in self._kind_of[f] if k >= 0) for n, f in first.items()}
+        for n, mesh in self._shapes.values():
+            for a in axes[n]:
+                if a is not None:
+                    uses.axes[mesh, a] = None
         return uses
 
     def _locate(self, uses: Uses, v: Value, f: Function) -> None:
@@ -114,23 +137,65 @@ class Program:
         if (home := self.home(v.type)) is not None:
             uses.homes[home] = None
 
-    def _use(self, uses: Uses, op: Op, f: Function) -> None:
-        for v in (*op.inputs, *op.outputs):
+    def _use(self, uses: Uses, op: Op, f: Function) -> str | None:
+        """Note what an op uses; the mesh axis along which it communicates."""
+        for v in op.outputs:
             self._locate(uses, v, f)
         ins = [v.type for v in op.inputs]
         if self.cost.free(op.spec, op.attributes, ins):
-            return
+            return None
         axis = self.cost.collective_axis(op.spec, op.attributes, ins)
         if axis is not None:
             uses.axes[ins[0].device, axis] = None  # type: ignore[index]
-        elif op.spec.name == "Send":
+        elif op.spec is _SEND:
             uses.sends[_ends(op)] = None
+        return axis
 
-    def body(self, callee: Function) -> Code:
-        """The code of a callee."""
+    def body(self, callee: Function) -> Code | Twin:
+        """What a call of a callee does: its code, or that of another that is the same up to its mesh."""
         found = self._bodies.get(callee)
         if found is None:
-            found = self._bodies[callee] = self._compile(callee, entry=False)
+            found = self._bodies[callee] = self._twin(callee) or self.code(callee)
+        return found
+
+    def code(self, callee: Function) -> Code:
+        """The code of a callee."""
+        found = self._codes.get(callee)
+        if found is None:
+            found = self._codes[callee] = self._compile(callee, entry=False)
+        return found
+
+    def _twin(self, callee: Function) -> Twin | None:
+        """The first code of the same shape, on a mesh in the same situation; None if there is none before."""
+        shape = self._shapes.get(callee)
+        if shape is None:
+            return None
+        number, mesh = shape
+        key = number, self._situation(mesh)
+        model = self._models.get(key)
+        if model is None:
+            self._models[key] = self.code(callee)
+            return None
+        before = self.classes.homes[self._shapes[model.function][1]]
+        classes = dict(zip(before, self.classes.homes[mesh], strict=True))
+        streams: dict[int, int] = {}
+        for s in model.streams:
+            c, name, partner = self._where[s]
+            streams[s] = self.stream(classes[c], name, partner)
+        return Twin(callee, model, classes, streams)
+
+    def _situation(self, mesh: Mesh) -> object:
+        """What decides how long an op takes on a mesh: its form, what its classes can do, and which of them meet."""
+        found = self._situations.get(mesh)
+        if found is None:
+            held = self.classes.homes[mesh]
+            what = tuple([self.cost.topology.spec(self.classes.first[c]) for c in held])
+            meet = [
+                (axis, tuple([held.index(c) for c in p.classes]), p.group)
+                for axis in mesh.axes
+                for p in self.classes.peers.get((mesh, axis), ())
+            ]
+            found = self._situations[mesh] = mesh.axes, mesh.sizes, what, tuple(meet)
         return found
 
     def _plan(self, op: Op) -> Plan:
@@ -144,11 +209,8 @@ class Program:
                 self._part(cost.collective(spec, attrs, ins, outs, p.group), [(c, axis, None) for c in p.classes])
                 for p in self.classes.peers[ins[0].device, axis]  # type: ignore[index]
             ]
-        elif spec.name == "Send":
-            key = (_ends(op), ins[0].bytes)
-            if key not in self._sends:
-                self._sends[key] = self._send(op, held)
-            return self._sends[key]
+        elif spec is _SEND:
+            return self._send(op, held)
         elif (outward := cost.fan(spec)) is not None:
             parts = [self._fan(op, outward)]
         else:
@@ -202,146 +264,22 @@ class Program:
                 if not entry:
                     columns.append((i, c))
         code = Code(f, self, columns)
-        lowering = _Lowering(code, env)
-        plans = self._plans
-        for op, kind in zip(f.ops, self._kind_of[f], strict=True):
-            if kind < 0:
-                lowering.call(op, self.body(op.callee))  # type: ignore[arg-type]
-                continue
-            plan = plans.get(kind)
-            if plan is None:
-                plan = plans[kind] = self._plan(op)
-            part = plan.simple
-            if part is None:
-                lowering.general(op, plan)
-            else:
-                lowering.simple(op, plan, part)
+        lowering = Lowering(code, env)
+        lowering.run(self._planned(f), self.body)
         for k, v in enumerate(f.outputs):
             code.outputs += [(k, c, env[c][v]) for c in self.held(v.type)]
-        lowering.finish()
+        if not entry:
+            lowering.finish()
         return code
 
-
-class _Lowering:
-    """The state of compiling one function: what each value hangs on, and which streams dominate each slot."""
-
-    def __init__(self, code: Code, env: list[dict[Value, Slots]]) -> None:
-        self.code, self.env = code, env
-        inputs = len(code.columns)
-        self.dominated: list[frozenset[int]] = [frozenset()] * inputs
-        """Streams whose clock is never again before the slot's time."""
-        self.on: list[frozenset[int]] = [frozenset()] * inputs
-        """Streams the slot is a part on."""
-        self.parts: list[Part | Call] = []
-
-    def simple(self, op: Op, plan: Plan, part: Part) -> None:
-        """An op that is one part on one stream of one class."""
-        env, dominated, s = self.env[part.sources[0]], self.dominated, part.streams[0]
-        self.code.needs.append([j for v in op.inputs for j in env[v] if s not in dominated[j]])
-        slot = (len(dominated),)
-        for v in op.outputs:
-            env[v] = slot
-        dominated.append(part.on)
-        self.on.append(part.on)
-        self.parts.append(part)
-        self.code.plans.append(plan)
-
-    def general(self, op: Op, plan: Plan) -> None:
-        """An op that is free, or has several parts, or several streams."""
-        env, dominated = self.env, self.dominated
-        self.code.plans.append(plan)
-        if not plan.parts:
-            self.code.views.append(self._free(op, plan))
-            return
-        for part in plan.parts:
-            on = part.on
-            slots = {j for c in part.sources for v in op.inputs for j in env[c][v]}
-            self.code.needs.append([j for j in slots if on.isdisjoint(dominated[j])])
-            for c in part.targets:
-                for v in op.outputs:
-                    env[c][v] = (len(dominated),)
-            dominated.append(on)
-            self.on.append(on)
-            self.parts.append(part)
-
-    def _free(self, op: Op, plan: Plan) -> list[Slots]:
-        slots: list[Slots] = []
-        for v, classes in zip(op.outputs, plan.classes, strict=True):
-            for c in classes:
-                here = self.env[c]
-                found = [here[x] for x in op.inputs if x in here]
-                here[v] = found[0] if len(found) == 1 else self._latest({j for js in found for j in js})
-                slots.append(here[v])
-        return slots
-
-    def _latest(self, slots: set[int]) -> Slots:
-        """The slots that matter: those that no later part on one of their streams outlasts."""
-        last: dict[int, int] = {}
-        for j in slots:
-            for s in self.on[j]:
-                last[s] = max(last.get(s, -1), j)
-        return tuple([j for j in sorted(slots) if not any(last.get(s, -1) > j for s in self.dominated[j])])
-
-    def call(self, op: Op, body: Code) -> None:
-        """A call: which inputs are live, and the map for these."""
-        passed = body.passed
-        live: list[int] = []
-        needs: list[Slots] = []
-        given = [self.env[c][op.inputs[i]] for i, c in body.columns]
-        dominated = self.dominated
-        for j, slots in enumerate(given):
-            if j not in passed:
-                slots = tuple([k for k in slots if body.waits(j, dominated[k])])
-            if slots:
-                live.append(j)
-                needs.append(slots)
-        summary = body.summary(tuple(live))
-        self.code.needs.append(needs)
-        call = Call(body, tuple(live), summary.rows, given)
-        self.parts.append(call)
-        self.code.plans.append(call)
-        for (k, c, _), below in zip(body.outputs, summary.dominated, strict=True):
-            if not summary.rows:  # nothing enters: all is there from the beginning
-                self.env[c][op.outputs[k]] = ()
-                continue
-            self.env[c][op.outputs[k]] = (len(dominated),)
-            dominated.append(below)
-            self.on.append(frozenset())
-
-    def finish(self) -> None:
-        """The loop's lists, and who waits for the inputs."""
-        code, inputs = self.code, len(self.code.columns)
-        for part in self.parts:
-            if isinstance(part, Call):
-                code.duration.append(0.0)
-                code.stream.append(-1)
-                code.more.append(part)
-            else:
-                code.duration.append(part.duration)
-                code.stream.append(part.streams[0])
-                code.more.append(part.streams[1:] or None)
-        used = dict.fromkeys(p.body.streams if isinstance(p, Call) else p.streams for p in self.parts)
-        code.streams = tuple(dict.fromkeys(s for streams in used for s in streams))
-        code.passed = frozenset(j for _, _, slots in code.outputs for j in slots if j < inputs)
-        code.consumers = [set() for _ in range(inputs)]
-        if not inputs:
-            return
-        for part, needs in zip(self.parts, code.needs, strict=True):
-            if isinstance(part, Call):
-                self._consume_by_call(part, needs)
-                continue
-            for j in needs:
-                if j < inputs:
-                    code.consumers[j].add(part.on)
-
-    def _consume_by_call(self, call: Call, needs: Sequence[Slots]) -> None:
-        consumers, body = self.code.consumers, call.body
-        for j, slots in zip(call.live, needs, strict=True):
-            for k in slots:
-                if k < len(consumers):
-                    consumers[k] |= body.consumers[j]
-                    if j in body.passed:
-                        consumers[k].add(frozenset())
+    def _planned(self, f: Function) -> Iterator[tuple[Op, Plan | None]]:
+        """The ops with their plans; None for a call."""
+        plans = self._plans
+        for op, kind in zip(f.ops, self._kinds_in(f), strict=True):
+            plan = plans.get(kind)
+            if plan is None and kind >= 0:
+                plan = plans[kind] = self._plan(op)
+            yield op, plan
 
 
 def shown(name: str, partner: Home | None) -> str:

@@ -88,7 +88,7 @@ class CostModel:
     def compute(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device) -> float:
         """Seconds an op takes on one device, quantized."""
         what = self.topology.spec(device)
-        key = (spec, attrs or None, tuple(ins), tuple(outs), what)
+        key = (spec, attrs or None, *[_form(t) for t in ins], None, *[_form(t) for t in outs], what)
         memo = self._cache()
         seconds = memo.get(key)
         if seconds is None:
@@ -97,7 +97,7 @@ class CostModel:
 
     def collective(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
         """Seconds of a collective among the devices of a group, quantized."""
-        key = (spec, tuple(ins), tuple(outs), group)
+        key = (spec, attrs or None, *[_form(t) for t in ins], None, *[_form(t) for t in outs], group)
         memo = self._cache()
         seconds = memo.get(key)
         if seconds is None:
@@ -147,6 +147,14 @@ class CostModel:
             near = near if pieces == len(mesh.devices) else _links(self.topology, root, mesh, pieces)
             return cost.serial(ins[0].bytes, near)
         return cost.pipelined(ins[0].bytes, _chain(self.topology, root, mesh))
+
+
+def _form(t: Type) -> object:
+    """What of a type decides seconds: all but which devices and microbatches it is of."""
+    if isinstance(t, Tensor):
+        mesh = t.device
+        return (t.dtype, t.shape, t.placements, mesh.axes, mesh.sizes) if isinstance(mesh, Mesh) else (t.dtype, t.shape)
+    return t
 
 
 def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types) -> tuple[float, float]:

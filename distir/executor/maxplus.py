@@ -48,12 +48,19 @@ class Plan(NamedTuple):
 class Call:
     """A call in a program: its body, which of the body's inputs are live, the map, and what each input hangs on."""
 
-    __slots__ = ("body", "given", "live", "rows", "streams")
+    __slots__ = ("_body", "given", "live", "rows", "streams")
 
     def __init__(
-        self, body: Code, live: Slots, rows: Sequence[Sequence[tuple[int, float]]], given: list[Slots]
+        self, body: Code | Twin, live: Slots, rows: Sequence[Sequence[tuple[int, float]]], given: list[Slots]
     ) -> None:
-        self.body, self.live, self.rows, self.given, self.streams = body, live, rows, given, body.streams
+        self._body, self.live, self.rows, self.given, self.streams = body, live, rows, given, body.streams
+
+    @property
+    def body(self) -> Code:
+        """The body's own code."""
+        if isinstance(self._body, Twin):
+            self._body = self._body.code
+        return self._body
 
 
 class Summary(NamedTuple):
@@ -178,3 +185,44 @@ class Code:
             dominated.append(frozenset(self.streams[i] for i in above))
         sparse = [[(k, w) for k, w in enumerate(row) if w != NEVER] or [(0, NEVER)] for row in rows]
         return Summary(sparse if columns else [], dominated)
+
+
+class Twin:
+    """What a call of a body does whose code is that of another, `model`, but for the streams and classes.
+
+    Whatever a caller looks at, as of a `Code`; the body's own code is made when it is looked at.
+    """
+
+    def __init__(self, function: Function, model: Code, classes: dict[int, int], streams: dict[int, int]) -> None:
+        self.function, self.model = function, model
+        self.columns = [(i, classes[c]) for i, c in model.columns]
+        self.outputs = [(k, classes[c], slots) for k, c, slots in model.outputs]
+        self.streams = tuple([streams[s] for s in model.streams])
+        self.passed = model.passed
+        self._there = streams
+        self._back = {t: s for s, t in streams.items()}
+        self._waits: dict[tuple[int, frozenset[int]], bool] = {}
+        self._summary: dict[Slots, Summary] = {}
+
+    @property
+    def code(self) -> Code:
+        """Its own code."""
+        return self.model.program.code(self.function)
+
+    def waits(self, j: int, dominated: frozenset[int]) -> bool:
+        """As `Code.waits`."""
+        key = (j, dominated)
+        found = self._waits.get(key)
+        if found is None:
+            back = self._back
+            found = self._waits[key] = self.model.waits(j, frozenset([back[s] for s in dominated if s in back]))
+        return found
+
+    def summary(self, live: Slots) -> Summary:
+        """As `Code.summary`."""
+        found = self._summary.get(live)
+        if found is None:
+            rows, dominated = self.model.summary(live)
+            there = self._there
+            found = self._summary[live] = Summary(rows, [frozenset([there[s] for s in below]) for below in dominated])
+        return found

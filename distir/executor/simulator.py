@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ from distir.ir.device import Device
 from distir.ir.errors import UsageError
 from distir.ir.function import Function, Value
 from distir.ir.infer import infer_types
+from distir.ir.pause import no_collection
 from distir.ir.topology import Topology
 from distir.ir.type import Type
 
@@ -35,6 +35,7 @@ class Simulator:
         self.cost_model = cost_model
         self.overlap = cost_model.overlap if overlap is None else overlap
 
+    @no_collection()
     def interpret(
         self,
         function: Function,
@@ -51,16 +52,10 @@ class Simulator:
         """
         if types is not None:
             function = infer_types(function, types)
-        collects = gc.isenabled()
-        gc.disable()  # nothing here makes cycles, and much is made
-        try:
-            program = Program(function, self.cost_model, self.overlap)
-            clock = [0.0] * len(program.streams)
-            ready: list[float] = []
-            entries = program.main.run(clock, ready)
-        finally:
-            if collects:
-                gc.enable()
+        program = Program(function, self.cost_model, self.overlap)
+        clock = [0.0] * len(program.streams)
+        ready: list[float] = []
+        entries = program.main.run(clock, ready)
         if batch is None:
             batch = _batch(function)
         return Simulation(program, clock, Run(program.main, ready, entries), batch, tokens)

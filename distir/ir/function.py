@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distir.ir.errors import ModelError
+from distir.ir.results import infer
+from distir.ir.spec import Spec, lookup
 from distir.ir.type import Type
-
-if TYPE_CHECKING:
-    from distir.ir.spec import Spec
 
 
 class Attributes(dict[str, Any]):
@@ -22,7 +21,7 @@ class Attributes(dict[str, Any]):
         try:
             return self._hash
         except AttributeError:
-            self._hash = hash(tuple(sorted(self.items(), key=lambda item: item[0])))
+            self._hash = hash(frozenset(self.items()))
             return self._hash
 
     def without(self, *names: str) -> Attributes:
@@ -36,7 +35,7 @@ NO_ATTRIBUTES = Attributes()
 
 
 def _freeze(value: Any) -> Any:
-    return tuple(_freeze(v) for v in value) if isinstance(value, list | tuple) else value
+    return tuple([_freeze(v) for v in value]) if isinstance(value, list | tuple) else value
 
 
 class Role:
@@ -152,10 +151,10 @@ class Function:
         """The distinct functions called, callees of callees first."""
         seen: dict[Function, None] = {}
         for op in self.ops:
-            if (callee := op.callee) is not None and callee not in seen:
-                for f in callee.callees():
-                    seen.setdefault(f)
-                seen.setdefault(callee)
+            attrs = op.attributes
+            if attrs and (callee := attrs.get("callee")) is not None and callee not in seen:
+                seen.update(dict.fromkeys(callee.callees()))
+                seen[callee] = None
         return list(seen)
 
 
@@ -207,26 +206,28 @@ class FunctionMaker:
         Types are inferred at once if the operands have theirs; else by `infer_types` later. `name` names the outputs
         where `output_names` does not. Raises ModelError for an unknown op, IRTypeError if the types do not fit.
         """
-        from distir.ir.infer import infer
-        from distir.ir.spec import lookup
-
         spec = lookup(op_type) if isinstance(op_type, str) else op_type
         attrs = attributes if isinstance(attributes, Attributes) else NO_ATTRIBUTES
         if attributes and attrs is not attributes:
-            attrs = Attributes({k: _freeze(v) for k, v in attributes.items()})
+            attrs = Attributes(attributes)
+            for k, v in attributes.items():
+                if isinstance(v, list | tuple):
+                    attrs[k] = _freeze(v)
         if subfunctions:
             attrs = Attributes({**attrs, "callee": subfunctions[0]})
         inputs = tuple(inputs)
-        if all([v.type is not None for v in inputs]):  # pyright: ignore[reportUnnecessaryComparison]
-            types: Sequence[Type | None] = infer(spec, attrs, tuple([v.type for v in inputs]))
-        else:
+        operands = tuple([v.type for v in inputs])
+        types: Sequence[Type | None]
+        if None in operands:  # pyright: ignore[reportUnnecessaryContains]
             types = [None] * (len(output_names) if output_names else spec.count(attrs))
+        else:
+            types = infer(spec, attrs, operands)
+        fresh = self.fresh
         if output_names is None:
             base = name or spec.name.lower()
             output_names = [base] if len(types) == 1 else [f"{base}.{i}" for i in range(len(types))]
         if len(output_names) != len(types):
             raise ModelError(f"{spec.name} has {len(types)} outputs, got names {list(output_names)}")
-        fresh = self.fresh
         outputs = tuple([Value(fresh(n), t) for n, t in zip(output_names, types, strict=True)])
         self.ops.append(Op(spec, inputs, attrs, outputs, of))
         return None if not outputs else outputs[0] if len(outputs) == 1 else outputs

@@ -1,127 +1,62 @@
-"""Type inference: the types of an op's results from its operands', and of a whole function's values."""
+"""Type inference: the types of a whole function's values, from its inputs' types."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from distir.ir.device import Mesh
-from distir.ir.errors import IRTypeError
-from distir.ir.function import Function, FunctionMaker, Op, Value
-from distir.ir.spec import Attrs, Spec, place
-from distir.ir.type import Piece, Replicate, Tensor, Type
-
-_memo: dict[tuple[Any, ...], tuple[Type, ...]] = {}
-_MEMO_LIMIT = 1 << 19
+from distir.ir.errors import IRTypeError, ModelError
+from distir.ir.function import Function, Op, Value
+from distir.ir.pause import no_collection
+from distir.ir.results import forget as forget
+from distir.ir.results import infer as infer
+from distir.ir.type import Type
 
 
-def infer(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Type, ...]:
-    """Result types of one op. Memoised by identity of interned types.
-
-    Raises IRTypeError that names the op, the operand, expected and got.
-    """
-    key = (spec, attrs, types)
-    result = _memo.get(key)
-    if result is None:
-        if len(_memo) > _MEMO_LIMIT:
-            _memo.clear()
-        try:
-            result = tuple(spec.comm(attrs, *types)) if spec.comm else _local(spec, attrs, types)
-        except IRTypeError as e:
-            raise IRTypeError(f"{spec.name}: {e.message}", e.hint) from None
-        except (KeyError, TypeError, ValueError, IndexError) as e:
-            got = ", ".join(map(repr, types))
-            raise IRTypeError(f"{spec.name}({got}) {dict(attrs)}: {type(e).__name__}: {e}") from e
-        _memo[key] = result
-    return result
-
-
-def forget() -> None:
-    """Drop what is memoised: for measurements."""
-    _memo.clear()
-
-
-def _local(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Tensor, ...]:
-    """The rule of ops that move no data between devices."""
-    tensors: list[Tensor] = []
-    for k, t in enumerate(types):
-        if not isinstance(t, Tensor):
-            raise IRTypeError(f"operand {k}: expected a tensor, got {t}")
-        tensors.append(t)
-    device = tensors[0].device if tensors else attrs.get("device")
-    for k, t in enumerate(tensors):
-        if t.device is not device:
-            raise IRTypeError(f"operand {k}: expected it on {device}, got {t}")
-    ins = [t.global_shape for t in tensors]
-    outs = spec.shapes(attrs, ins)
-    if spec.dtype:
-        dtypes = spec.dtype(attrs, *[t.dtype for t in tensors])
-    else:
-        dtypes = [tensors[0].dtype] * len(outs)
-    if not isinstance(device, Mesh):
-        return tuple(Tensor(d, s, device) for d, s in zip(dtypes, outs, strict=True))
-    free = attrs.get("place", ())
-    rows = []
-    for i, (axis, n) in enumerate(zip(device.axes, device.sizes, strict=True)):
-        try:
-            rows.append(place(spec, attrs, ins, outs, [t.placements[i] for t in tensors], n, dict(free).get(axis)))
-        except IRTypeError as e:
-            raise IRTypeError(f"on mesh axis {axis!r}: {e.message}", e.hint) from None
-    piece = _piece(tensors, device)
-    results: list[Tensor] = []
-    for dtype, shape, placements in zip(dtypes, outs, zip(*rows, strict=True), strict=True):
-        moving = device.time is not None and not isinstance(placements[device.time], Replicate)
-        results.append(Tensor.whole(dtype, shape, device, placements, piece if moving else None))
-    indexed = spec.indexed(attrs)
-    if indexed is not None:
-        slot, dim = indexed
-        _contiguous(slot, tensors[slot] if slot >= 0 else results[~slot], dim)
-    return tuple(results)
-
-
-def _contiguous(slot: int, t: Tensor, dim: int) -> None:
-    """An indexed dim must be split in contiguous ranges, so that one offset says which part a device holds."""
-    inside = 1
-    dim %= len(t.shape)
-    for outer, n, _ in t.digits.get(dim, ()):
-        if outer != inside:
-            what = f"operand {slot}" if slot >= 0 else f"result {~slot}"
-            raise IRTypeError(f"{what}: expected dim {dim} split in contiguous ranges, got {t}")
-        inside *= n
-
-
-def _piece(tensors: Sequence[Tensor], mesh: Mesh) -> Piece | None:
-    """The microbatches that the operands, and so the results, are of."""
-    if mesh.time is None:
-        return None
-    moving = [(k, t) for k, t in enumerate(tensors) if not isinstance(t.placements[mesh.time], Replicate)]
-    for k, t in moving:
-        if t.piece != moving[0][1].piece:
-            raise IRTypeError(f"operand {k}: expected microbatches {moving[0][1].piece}, got {t.piece}")
-    return moving[0][1].piece if moving else None
-
-
+@no_collection()
 def infer_types(function: Function, types: Iterable[Type | Value]) -> Function:
     """The function with all types inferred, given one type (or typed value) an input.
 
-    Raises IRTypeError that names the op.
+    The function itself, if all its values have types and these are its inputs'. Raises IRTypeError that names the op.
     """
-    maker = FunctionMaker(function.name)
     given = [t.type if isinstance(t, Value) else t for t in types]
     if len(given) != len(function.inputs):
         raise IRTypeError(f"{function.name} has {len(function.inputs)} inputs, got {len(given)} types")
-    env = {v: maker.add_input_value(v.name, t, v.role) for v, t in zip(function.inputs, given, strict=True)}
+    if given == [v.type for v in function.inputs] and _typed(function):
+        return function
+    env = {v: Value(v.name, t, v.role) for v, t in zip(function.inputs, given, strict=True)}
     ops: dict[Op, Op] = {}
     for op in function.ops:
-        ins = [env[v] for v in op.inputs]
-        names = [v.name for v in op.outputs]
-        try:
-            maker.add_op(op.spec, None, ins, op.attributes, (), names, ops.get(op.of) if op.of else None)
-        except IRTypeError as e:
-            raise IRTypeError(f"{function.name}: %{names[0] if names else '?'} = {e.message}", e.hint) from None
-        ops[op] = maker.ops[-1]
-        env.update(zip(op.outputs, maker.ops[-1].outputs, strict=True))
-    maker.set_outputs(env[v] for v in function.outputs)
-    maker.updates = {env[a]: env[b] for a, b in function.updates.items()}
-    maker.sources = {env[v]: shape for v, shape in function.sources.items()}
-    return maker.finalize()
+        ins = tuple([env[v] for v in op.inputs])
+        found = _results(function, op, tuple([v.type for v in ins]))
+        outs = tuple([Value(v.name, t) for v, t in zip(op.outputs, found, strict=True)])
+        ops[op] = Op(op.spec, ins, op.attributes, outs, ops.get(op.of) if op.of else None)
+        env.update(zip(op.outputs, outs, strict=True))
+    return Function(
+        function.name,
+        tuple([env[v] for v in function.inputs]),
+        tuple(ops.values()),
+        tuple([env[v] for v in function.outputs]),
+        {env[a]: env[b] for a, b in function.updates.items()},
+        {env[v]: shape for v, shape in function.sources.items()},
+    )
+
+
+def _typed(function: Function) -> bool:
+    """Whether all values have types."""
+    types: list[Type | None] = [v.type for v in function.inputs]
+    types += [v.type for op in function.ops for v in op.outputs]
+    return None not in types
+
+
+def _results(function: Function, op: Op, types: tuple[Type, ...]) -> Sequence[Type | None]:
+    """The types of an op's results; None for all where an operand has none."""
+    if None in types:  # pyright: ignore[reportUnnecessaryContains]
+        return [None] * len(op.outputs)
+    try:
+        found = infer(op.spec, op.attributes, types)
+    except IRTypeError as e:
+        name = op.outputs[0].name if op.outputs else "?"
+        raise IRTypeError(f"{function.name}: %{name} = {e.message}", e.hint) from None
+    if len(found) != len(op.outputs):
+        raise ModelError(f"{function.name}: {op} has {len(found)} results")
+    return found

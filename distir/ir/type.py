@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakValueDictionary
 
@@ -177,17 +177,20 @@ class Tensor:
 
     __slots__ = (
         "__weakref__",
-        "_at",
         "_digits",
+        "_pieces",
+        "_still",
         "bytes",
         "device",
         "dtype",
         "global_shape",
+        "moves",
         "piece",
         "placements",
         "shape",
     )
     _interned: ClassVar[WeakValueDictionary[tuple[object, ...], Tensor]] = WeakValueDictionary()
+    """Those without a piece; each knows those that are like it but for their piece."""
     dtype: DType
     shape: tuple[int, ...]
     device: Device | Mesh | None
@@ -195,7 +198,11 @@ class Tensor:
     piece: Piece | None
     global_shape: tuple[int, ...]
     bytes: int
-    _at: dict[int, Tensor] | None
+    moves: bool
+    """Whether it varies in time: is not replicated over the microbatches."""
+    _still: Tensor | None
+    """The one without a piece; None for itself."""
+    _pieces: dict[Piece, Tensor]
 
     def __new__(
         cls,
@@ -210,10 +217,10 @@ class Tensor:
             placements = (REPLICATE,) * len(device.axes) if isinstance(device, Mesh) else ()
         else:
             placements = tuple(placements)
-        key = (dtype, shape, device, placements, piece)
+        key = (dtype, shape, device, placements)
         self = cls._interned.get(key)
         if self is not None:
-            return self
+            return self if piece is None else self.of(piece)
         whole = list(shape)
         if isinstance(device, Mesh):
             if len(placements) != len(device.axes):
@@ -225,12 +232,14 @@ class Tensor:
             raise IRTypeError(f"placements {placements} need a mesh, got device {device}")
         self = object.__new__(cls)
         self._digits = _digits(whole, device, placements) if isinstance(device, Mesh) else {}
-        self.dtype, self.shape, self.device, self.placements, self.piece = dtype, shape, device, placements, piece
+        self.dtype, self.shape, self.device, self.placements, self.piece = dtype, shape, device, placements, None
         self.global_shape = tuple(whole)
         self.bytes = math.prod(shape) * dtype.size
-        self._at = None
+        time = device.time if isinstance(device, Mesh) else None
+        self.moves = time is not None and placements[time] is not REPLICATE
+        self._still, self._pieces = None, {}
         cls._interned[key] = self
-        return self
+        return self if piece is None else self.of(piece)
 
     @staticmethod
     def whole(
@@ -269,6 +278,7 @@ class Tensor:
         return self.device
 
     def on(self, axis: str) -> Placement:
+        """How it is placed along a mesh axis. Raises IRTypeError if it is on no mesh, or one without that axis."""
         return self.placements[self.mesh.position(axis)]
 
     def placed(self, axis: str, placement: Placement, piece: Piece | None = None) -> Tensor:
@@ -287,28 +297,37 @@ class Tensor:
 
     def at(self, moment: int) -> Tensor:
         """A body's type as seen by a caller that calls it for microbatch `moment`."""
-        if self._at is None:
-            self._at = {}
-        t = self._at.get(moment)
-        if t is None:
-            t = self._at[moment] = self._resolve(moment)
-        return t
-
-    def _resolve(self, moment: int) -> Tensor:
-        mesh = self.device
-        if not isinstance(mesh, Mesh) or mesh.time is None or isinstance(self.placements[mesh.time], Replicate):
+        if not self.moves:
             return self
-        piece = (moment, moment + 1) if self.piece is None else (0, self.piece[1] - NOW + moment)
-        return Tensor(self.dtype, self.shape, mesh, self.placements, piece)
+        return self.of((moment, moment + 1) if self.piece is None else (0, self.piece[1] - NOW + moment))
+
+    def of(self, piece: Piece | None) -> Tensor:
+        """The same, of other microbatches."""
+        still = self._still or self
+        if piece is None:
+            return still
+        other = still._pieces.get(piece)
+        if other is None:  # a copy: all that the constructor checks holds already
+            other = object.__new__(Tensor)
+            other.dtype, other.shape, other.device = still.dtype, still.shape, still.device
+            other.placements, other.piece, other.moves = still.placements, piece, still.moves
+            other.global_shape, other.bytes, other._digits = still.global_shape, still.bytes, still._digits
+            other._still, other._pieces = still, still._pieces
+            still._pieces[piece] = other
+        return other
 
 
 class Tuple:
     """A bundle of values that travel together: parameters, residuals, gradients."""
 
-    __slots__ = ("__weakref__", "_at", "bytes", "types")
+    __slots__ = ("__weakref__", "_at", "bytes", "distinct", "moves", "types")
     _interned: ClassVar[WeakValueDictionary[tuple[Type, ...], Tuple]] = WeakValueDictionary()
     types: tuple[Type, ...]
+    distinct: tuple[Type, ...]
+    """Its types, each once: a bundle has many entries, but of few types."""
     bytes: int
+    moves: bool
+    """Whether any of them varies in time."""
     _at: dict[int, Tuple] | None
 
     def __new__(cls, types: Iterable[Type]) -> Tuple:
@@ -316,8 +335,9 @@ class Tuple:
         self = cls._interned.get(types)
         if self is None:
             self = object.__new__(cls)
-            self.types = types
-            self.bytes = sum(t.bytes for t in types)
+            self.types, self.distinct = types, tuple(dict.fromkeys(types))
+            self.bytes = sum([t.bytes for t in types])
+            self.moves = any([t.moves for t in self.distinct])
             self._at = None
             cls._interned[types] = self
         return self
@@ -332,18 +352,28 @@ class Tuple:
     def device(self) -> Device | Mesh | None:
         return self.types[0].device if self.types else None
 
+    def _each(self, change: Callable[[Type], Type]) -> Tuple:
+        """The bundle of the changed types."""
+        new = {t: change(t) for t in self.distinct}
+        return Tuple([new[t] for t in self.types])
+
     def moved(self, device: Device | Mesh | None) -> Tuple:
-        return Tuple(t.moved(device) for t in self.types)
+        """The same pieces on another device, or on a mesh of the same axes."""
+        return self._each(lambda t: t.moved(device))
 
     def erased(self) -> Tuple:
-        return Tuple(t.erased() for t in self.types)
+        """The wholes, on no device."""
+        return self._each(lambda t: t.erased())
 
     def at(self, moment: int) -> Tuple:
+        """A body's type as seen by a caller that calls it for microbatch `moment`."""
+        if not self.moves:
+            return self
         if self._at is None:
             self._at = {}
         t = self._at.get(moment)
         if t is None:
-            t = self._at[moment] = Tuple(t.at(moment) for t in self.types)
+            t = self._at[moment] = self._each(lambda t: t.at(moment))
         return t
 
 

@@ -14,27 +14,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from enum import Enum
 from typing import NoReturn
 
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.errors import IRTypeError
-from distir.ir.function import Function, Op, Value
+from distir.ir.function import Function, Op, Role, Value
 from distir.ir.infer import infer
 from distir.ir.notation import plain, plain_value
 from distir.ir.pause import no_collection
-from distir.ir.type import NOW, Replicate, Shard, Tensor, Tuple, Type
+from distir.ir.type import NOW, Shard, Tensor, Tuple, Type
 
 _OVER_TIME = ("MPIAllreduce", "MPIAllgather")
 """The ops that take a value out of time."""
 
 
-class _Time(Enum):
-    """What a function may know of time."""
+class _View:
+    """What a function may know of time, and what was found right in this view: functions, and types."""
 
-    UNSCHEDULED = "a program without calls"
-    WHOLE = "a function called without mb, or that calls others"
-    BODY = "a function called with mb"
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.functions: set[Function] = set()
+        self.types: set[Type] = set()
 
 
 @no_collection()
@@ -44,7 +44,8 @@ def verify(function: Function) -> None:
     Raises IRTypeError: the function, the number and name of the op, the operand, expected and got.
     """
     scheduled = any(op.callee is not None for op in function.ops)
-    _Verifier().function(function, _Time.WHOLE if scheduled else _Time.UNSCHEDULED)
+    verifier = _Verifier()
+    verifier.function(function, verifier.whole if scheduled else verifier.unscheduled)
     for v in function.outputs if scheduled else ():
         if any(t.piece is not None for t in _tensors(v.type)):
             raise IRTypeError(
@@ -56,95 +57,123 @@ def _tensors(t: Type) -> Iterator[Tensor]:
     if isinstance(t, Tensor):
         yield t
     else:
-        for part in t.types:
+        for part in t.distinct:
             yield from _tensors(part)
 
 
 class _Verifier:
-    """What has been verified: functions, and types, each in the view of time it was met in."""
+    """Verifies functions, each once in each view of time."""
 
     def __init__(self) -> None:
-        self._functions: set[tuple[Function, _Time]] = set()
-        self._types: dict[_Time, set[Type]] = {time: set() for time in _Time}
+        self.unscheduled = _View("a program without calls")
+        self.whole = _View("a function called without mb, or that calls others")
+        self.body = _View("a function called with mb")
         self._sizes: dict[Function, int] = {}
 
-    def function(self, f: Function, time: _Time) -> None:
+    def function(self, f: Function, view: _View) -> None:
         """Raise unless `f` is well typed, itself and its callees."""
-        if (f, time) in self._functions:
+        if f in view.functions:
             return
-        self._functions.add((f, time))
-        types = self._types[time]
+        view.functions.add(f)
+        types = view.types
         for v in f.inputs:
             if v.type not in types:
-                self._new_type(f, None, v, time)
+                self._new_type(f, None, v, view)
         defined = set(f.inputs)
         if len(defined) != len(f.inputs):
             raise IRTypeError(f"{plain(f.name)}: an input stands twice among its inputs")
-        earlier: set[Op] = set()
+        count = len(defined)
+        number: dict[Op, int] = {}
         for k, op in enumerate(f.ops):
             inputs, outputs, spec = op.inputs, op.outputs, op.spec
             if not defined.issuperset(inputs):
                 _undefined(f, k, op, defined)
             if spec.comm is not None:
-                self._communication(f, k, op, time)
+                self._communication(f, k, op, view)
             try:
                 want = infer(spec, op.attributes, tuple([v.type for v in inputs]))
             except IRTypeError as e:
                 _fail(f, k, e.message, e.hint)
             if len(want) != len(outputs):
                 _fail(f, k, f"{spec.name}: expected {len(want)} results, got {len(outputs)}")
-            for v, t in zip(outputs, want, strict=True):
+            for v, t in zip(outputs, want, strict=False):  # their numbers are equal, and `strict` takes as long again
                 if v.type is not t:
                     _wrong_result(f, k, v, t)
                 if t not in types:
-                    self._new_type(f, k, v, time)
-            if not defined.isdisjoint(outputs) or (len(outputs) > 1 and len(set(outputs)) != len(outputs)):
-                _fail(f, k, f"{spec.name}: expected new results, got one that is defined already")
+                    self._new_type(f, k, v, view)
             defined.update(outputs)
-            if op.of is not None and op.of not in earlier:
-                _fail(f, k, f"{spec.name}: expected `of` an earlier op of {plain(f.name)}, got {op.of}")
-            earlier.add(op)
+            count += len(outputs)
+            if len(defined) != count:
+                _fail(f, k, f"{spec.name}: expected new results, got one that is defined already")
+            if op.of is not None:
+                number = number or {x: i for i, x in enumerate(f.ops)}
+                if number.get(op.of, k) >= k:
+                    _fail(f, k, f"{spec.name}: expected `of` an earlier op of {plain(f.name)}, got {op.of}")
         _check_names(f, defined)
         _check_interface(f, defined)
 
-    def _new_type(self, f: Function, k: int | None, v: Value, time: _Time) -> None:
-        """Raise if `v`, an input (k None) or a result of op `k`, has no type, or one that `time` forbids."""
+    def _new_type(self, f: Function, k: int | None, v: Value, view: _View) -> None:
+        """Raise if `v`, an input (k None) or a result of op `k`, has no type, or one that `view` forbids."""
         wrong = None
         if v.type is None:  # pyright: ignore[reportUnnecessaryComparison]
             wrong = "has no type", "run infer_types first"
-        elif time is not _Time.UNSCHEDULED:
-            wrong = _wrong_in_time(v.type, time)
+        elif view is not self.unscheduled:
+            wrong = self._wrong_in_time(v.type, view)
         if wrong is not None:
             where = f"{plain(f.name)}: {'input' if k is None else f'op {k}'} {plain_value(v.name)}"
             raise IRTypeError(f"{where}: {wrong[0]}", wrong[1])
-        self._types[time].add(v.type)
+        view.types.add(v.type)
 
-    def _communication(self, f: Function, k: int, op: Op, time: _Time) -> None:
+    def _wrong_in_time(self, t: Type, view: _View) -> tuple[str, str | None] | None:
+        """What keeps a value of type `t` out of a function that has this view of time, and a hint."""
+        if isinstance(t, Tuple):
+            for x in t.distinct:
+                if x not in view.types:
+                    if wrong := self._wrong_in_time(x, view):
+                        return wrong
+                    view.types.add(x)
+            return None
+        piece, mesh = t.piece, t.device
+        if not t.moves or not isinstance(mesh, Mesh) or mesh.time is None:
+            return None if piece is None else (f"does not vary in time: expected no microbatch, got {t}", None)
+        size = mesh.sizes[mesh.time]
+        if view is self.body:
+            if piece is None or piece[1] >= NOW // 2 or piece == (0, size):
+                return None
+            return f"expected its own microbatch, got {t} in {view.text}", None
+        if piece is None or not 0 <= piece[0] <= piece[1] <= size:
+            hint = "values are split over time in functions that are called with mb"
+            return f"expected a whole, or microbatches within 0..{size - 1}, got {t} in {view.text}", hint
+        if piece[1] != piece[0] + 1 and isinstance(t.placements[mesh.time], Shard):
+            return f"is split over time: expected one microbatch, got {t}", None
+        return None
+
+    def _communication(self, f: Function, k: int, op: Op, view: _View) -> None:
         """What holds of calls, and of what a body does over time."""
         if op.spec.name == "Call":
-            self._call(f, k, op, time)
-        elif time is _Time.BODY and op.attributes.get("axis") == TIME and op.spec.name in _OVER_TIME:
+            self._call(f, k, op, view)
+        elif view is self.body and op.attributes.get("axis") == TIME and op.spec.name in _OVER_TIME:
             for i, v in enumerate(op.inputs):
                 if not isinstance(v.type, Tensor) or v.type.piece != (0, v.type.mesh.size(TIME)):
                     what = f"{op.spec.name}: operand {i}: expected all microbatches, got a body's own: {v.type}"
                     _fail(f, k, what, "reduce over time in a function that is called without mb")
 
-    def _call(self, f: Function, k: int, op: Op, time: _Time) -> None:
+    def _call(self, f: Function, k: int, op: Op, view: _View) -> None:
         callee, moment = op.callee, op.attributes.get("mb")
         if not isinstance(callee, Function):
             _fail(f, k, f"Call: expected a function as callee, got {callee!r}")
         if moment is None:  # in a body: at the body's own microbatch
-            self.function(callee, _Time.BODY if time is _Time.BODY else _Time.WHOLE)
+            self.function(callee, self.body if view is self.body else self.whole)
             return
-        if time is _Time.BODY:
+        if view is self.body:
             _fail(f, k, f"Call: expected no mb in a body, got mb={moment!r}", "a callee shares its microbatch")
         size = self._sizes.get(callee)
         if size is None:
-            sizes = {n for v in (*callee.inputs, *callee.outputs) for n in _time_sizes(v.type)}
+            sizes = [n for v in (*callee.inputs, *callee.outputs) for n in _time_sizes(v.type)]
             size = self._sizes[callee] = min(sizes, default=NOW)
         if type(moment) is not int or not 0 <= moment < size:
             _fail(f, k, f"Call: expected mb of {plain(callee.name)} in 0..{size - 1}, got {moment!r}")
-        self.function(callee, _Time.BODY)
+        self.function(callee, self.body)
 
 
 def _fail(f: Function, k: int, message: str, hint: str | None = None) -> NoReturn:
@@ -183,35 +212,12 @@ def _difference(want: Type, got: Type) -> str:
     return f"{want}, got {got}"
 
 
-# time
-
-
-def _time_sizes(t: Type) -> set[int]:
+def _time_sizes(t: Type) -> list[int]:
     """The numbers of microbatches of the meshes that `t` is on."""
     if isinstance(t, Tuple):
-        return {n for x in t.types for n in _time_sizes(x)}
+        return [n for x in t.distinct for n in _time_sizes(x)]
     mesh = t.device
-    return {mesh.sizes[mesh.time]} if isinstance(mesh, Mesh) and mesh.time is not None else set()
-
-
-def _wrong_in_time(t: Type, time: _Time) -> tuple[str, str | None] | None:
-    """What keeps a value of type `t` out of a function that knows `time`, and a hint."""
-    if isinstance(t, Tuple):
-        return next((w for x in dict.fromkeys(t.types) if (w := _wrong_in_time(x, time))), None)
-    mesh, piece = t.device, t.piece
-    if not isinstance(mesh, Mesh) or mesh.time is None or isinstance(t.placements[mesh.time], Replicate):
-        return None if piece is None else (f"does not vary in time: expected no microbatch, got {t}", None)
-    size = mesh.sizes[mesh.time]
-    if time is _Time.BODY:
-        if piece is None or piece[1] >= NOW // 2 or piece == (0, size):
-            return None
-        return f"expected its own microbatch, got {t} in {time.value}", None
-    if piece is None or not 0 <= piece[0] <= piece[1] <= size:
-        hint = "values are split over time in functions that are called with mb"
-        return f"expected a whole, or microbatches within 0..{size - 1}, got {t} in {time.value}", hint
-    if isinstance(t.placements[mesh.time], Shard) and piece[1] != piece[0] + 1:
-        return f"is split over time: expected one microbatch, got {t}", None
-    return None
+    return [mesh.sizes[mesh.time]] if isinstance(mesh, Mesh) and mesh.time is not None else []
 
 
 # names and the interface
@@ -234,40 +240,42 @@ def _check_interface(f: Function, defined: set[Value]) -> None:
         if v not in defined:
             raise IRTypeError(f"{plain(f.name)}: output {plain_value(v.name)} is not a value of the function")
     for v in f.inputs:
-        if v.role is not None:
-            _check_role(f, v)
+        if v.role is not None and (wrong := _wrong_role(v.role, v.type)):
+            raise IRTypeError(f"{plain(f.name)}: input {plain_value(v.name)}: {v.role}: {wrong}")
+    inputs, outputs = set(f.inputs), set(f.outputs)
     for v, shape in f.sources.items():
         what = f"{plain(f.name)}: source {shape} of {plain_value(v.name)}"
-        if v not in f.outputs:
+        if v not in outputs:
             raise IRTypeError(f"{what}: expected an output of the function")
         if not isinstance(v.type, Tensor) or not _within(shape, v.type.global_shape):
             raise IRTypeError(f"{what}: expected a shape within that of {v.type}")
     updated: set[Value] = set()
     for new, old in f.updates.items():
-        what = f"{plain(f.name)}: update of {plain_value(old.name)} by {plain_value(new.name)}"
-        if new not in f.outputs or old not in f.inputs:
-            raise IRTypeError(f"{what}: expected an input and an output of the function")
-        if old in updated:
-            raise IRTypeError(f"{what}: expected one update of an input, got two")
+        wrong = None
+        if new not in outputs or old not in inputs:
+            wrong = "expected an input and an output of the function"
+        elif old in updated:
+            wrong = "expected one update of an input, got two"
+        elif old.kind in ("data", "constant"):
+            wrong = f"expected a parameter or a state, got {old.role}"
+        elif not _updates(new.type, old.type):
+            wrong = f"expected {_difference(old.type, new.type)}"
+        if wrong is not None:
+            what = f"update of {plain_value(old.name)} by {plain_value(new.name)}"
+            raise IRTypeError(f"{plain(f.name)}: {what}: {wrong}")
         updated.add(old)
-        if old.kind in ("data", "constant"):
-            raise IRTypeError(f"{what}: expected a parameter or a state, got {old.role}")
-        if not _updates(new.type, old.type):
-            raise IRTypeError(f"{what}: expected {_difference(old.type, new.type)}")
 
 
-def _check_role(f: Function, v: Value) -> None:
-    role, t = v.role, v.type
-    where = f"{plain(f.name)}: input {plain_value(v.name)}: {role}"
-    if role is None:
-        return
+def _wrong_role(role: Role, t: Type) -> str | None:
+    """What keeps an input of type `t` from this role."""
     if not isinstance(t, Tensor):
-        raise IRTypeError(f"{where}: expected a tensor, got {t}")
+        return f"expected a tensor, got {t}"
     shape, source = t.global_shape, role.source
     if role.batch is not None and (role.kind != "data" or not 0 <= role.batch < len(shape)):
-        raise IRTypeError(f"{where}: expected the batch among the dims of data, got {t}")
+        return f"expected the batch among the dims of data, got {t}"
     if source is not None and not _within(source, shape):
-        raise IRTypeError(f"{where}: expected a source shape within {shape}, got {source}")
+        return f"expected a source shape within {shape}, got {source}"
+    return None
 
 
 def _within(source: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -277,6 +285,8 @@ def _within(source: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def _updates(new: Type, old: Type) -> bool:
     """May a value of type `new` be the next one of an input of type `old`?"""
+    if new is old:
+        return True
     if isinstance(old.device, Device) and isinstance(new.device, Mesh):  # a host holds the inputs
         return new.erased() is old.erased()
     return _same_but_piece(new, old)

@@ -1,0 +1,105 @@
+"""The types of one op's results, from its operands' types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distir.ir.device import Mesh
+from distir.ir.errors import IRTypeError
+from distir.ir.spec import Attrs, Spec, place
+from distir.ir.type import Piece, Replicate, Tensor, Type
+
+_memo: dict[tuple[Any, ...], tuple[Type, ...]] = {}
+_MEMO_LIMIT = 1 << 19
+
+
+def infer(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Type, ...]:
+    """Result types of one op. Memoised by identity of interned types.
+
+    Raises IRTypeError that names the op, the operand, expected and got.
+    """
+    key = (spec, attrs or None, types)  # None: hashing attributes takes as long as the rest
+    result = _memo.get(key)
+    if result is None:
+        if "callee" in attrs:  # no two calls are alike, and the memo would keep the callee
+            return _infer(spec, attrs, types)
+        if len(_memo) > _MEMO_LIMIT:
+            _memo.clear()
+        result = _memo[key] = _infer(spec, attrs, types)
+    return result
+
+
+def forget() -> None:
+    """Drop what is memoised: for measurements."""
+    _memo.clear()
+
+
+def _infer(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Type, ...]:
+    try:
+        return tuple(spec.comm(attrs, *types)) if spec.comm else _local(spec, attrs, types)
+    except IRTypeError as e:
+        raise IRTypeError(f"{spec.name}: {e.message}", e.hint) from None
+    except (KeyError, TypeError, ValueError, IndexError) as e:
+        got = ", ".join(map(repr, types))
+        raise IRTypeError(f"{spec.name}({got}) {dict(attrs)}: {type(e).__name__}: {e}") from e
+
+
+def _local(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Tensor, ...]:
+    """The rule of ops that move no data between devices."""
+    tensors: list[Tensor] = []
+    for k, t in enumerate(types):
+        if not isinstance(t, Tensor):
+            raise IRTypeError(f"operand {k}: expected a tensor, got {t}")
+        tensors.append(t)
+    device = tensors[0].device if tensors else attrs.get("device")
+    for k, t in enumerate(tensors):
+        if t.device is not device:
+            raise IRTypeError(f"operand {k}: expected it on {device}, got {t}")
+    ins = [t.global_shape for t in tensors]
+    outs = spec.shapes(attrs, ins)
+    if spec.dtype:
+        dtypes = spec.dtype(attrs, *[t.dtype for t in tensors])
+    else:
+        dtypes = [tensors[0].dtype] * len(outs)
+    if not isinstance(device, Mesh):
+        return tuple(Tensor(d, s, device) for d, s in zip(dtypes, outs, strict=True))
+    free = attrs.get("place", ())
+    rows = []
+    for i, (axis, n) in enumerate(zip(device.axes, device.sizes, strict=True)):
+        try:
+            rows.append(place(spec, attrs, ins, outs, [t.placements[i] for t in tensors], n, dict(free).get(axis)))
+        except IRTypeError as e:
+            raise IRTypeError(f"on mesh axis {axis!r}: {e.message}", e.hint) from None
+    piece = _piece(tensors, device)
+    results: list[Tensor] = []
+    for dtype, shape, placements in zip(dtypes, outs, zip(*rows, strict=True), strict=True):
+        moving = device.time is not None and not isinstance(placements[device.time], Replicate)
+        results.append(Tensor.whole(dtype, shape, device, placements, piece if moving else None))
+    indexed = spec.indexed(attrs)
+    if indexed is not None:
+        slot, dim = indexed
+        _contiguous(slot, tensors[slot] if slot >= 0 else results[~slot], dim)
+    return tuple(results)
+
+
+def _contiguous(slot: int, t: Tensor, dim: int) -> None:
+    """An indexed dim must be split in contiguous ranges, so that one offset says which part a device holds."""
+    inside = 1
+    dim %= len(t.shape)
+    for outer, n, _ in t.digits.get(dim, ()):
+        if outer != inside:
+            what = f"operand {slot}" if slot >= 0 else f"result {~slot}"
+            raise IRTypeError(f"{what}: expected dim {dim} split in contiguous ranges, got {t}")
+        inside *= n
+
+
+def _piece(tensors: Sequence[Tensor], mesh: Mesh) -> Piece | None:
+    """The microbatches that the operands, and so the results, are of."""
+    if mesh.time is None:
+        return None
+    moving = [(k, t) for k, t in enumerate(tensors) if not isinstance(t.placements[mesh.time], Replicate)]
+    for k, t in moving:
+        if t.piece != moving[0][1].piece:
+            raise IRTypeError(f"operand {k}: expected microbatches {moving[0][1].piece}, got {t.piece}")
+    return moving[0][1].piece if moving else None
