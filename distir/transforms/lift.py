@@ -18,33 +18,13 @@ from distir.transforms.phases import ends_time
 def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, dict[Op, int]]:
     """The function with such sums lifted, and the stages of its ops (none for the lifted ones)."""
     producer = function.producers()
-    users: dict[Value, int] = {}
-    for op in function.ops:
-        for v in op.inputs:
-            users[v] = users.get(v, 0) + 1
-    kept = set(function.outputs)
+    lifted = _lifted(function, stage, producer)
+    if not lifted:
+        return function, dict(stage)
     maker = FunctionMaker(function.name)
     env = {v: maker.add_input_value(v.name, v.type, v.role) for v in function.inputs}
     ops: dict[Op, Op] = {}
     new_stage: dict[Op, int] = {}
-
-    def liftable(v: Value) -> Op | None:
-        op = producer.get(v)
-        if op is None or users[v] != 1 or v in kept or len(op.outputs) != 1 or op.spec.comm is not None:
-            return None
-        sums = [w for w in op.inputs if tensor(w).on(TIME) is SUM]
-        stages = {stage[producer[w]] for w in sums if producer[w] in stage}
-        return op if len(sums) > 1 and len(stages) > 1 else None
-
-    lifted: set[Op] = set()
-    for op in function.ops:
-        if ends_time(op) and isinstance(tensor(op.inputs[0]).on(TIME), Partial):
-            todo = [op.inputs[0]]
-            while todo:
-                inner = liftable(todo.pop())
-                if inner is not None and inner not in lifted:
-                    lifted.add(inner)
-                    todo += inner.inputs
 
     def total(v: Value, op: Op) -> Value:
         """The sum over time of `v`, whose own sum would be `op`."""
@@ -71,3 +51,33 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
     maker.updates = {env[a]: env[b] for a, b in function.updates.items()}
     maker.sources = {env[v]: shape for v, shape in function.sources.items()}
     return maker.finalize(), new_stage
+
+
+def _lifted(function: Function, stage: Mapping[Op, int], producer: Mapping[Value, Op]) -> set[Op]:
+    """The sums that are taken of whole values instead: of values of several stages, and used for this sum alone."""
+    users: dict[Value, int] = {}
+    for op in function.ops:
+        for v in op.inputs:
+            users[v] = users.get(v, 0) + 1
+    kept = set(function.outputs)
+
+    def liftable(v: Value) -> Op | None:
+        op = producer.get(v)
+        if op is None or len(op.inputs) < 2 or len(op.outputs) != 1 or op.spec.comm is not None:
+            return None
+        if users[v] != 1 or v in kept:
+            return None
+        sums = [w for w in op.inputs if tensor(w).on(TIME) is SUM]
+        stages = {stage[producer[w]] for w in sums if producer[w] in stage}
+        return op if len(sums) > 1 and len(stages) > 1 else None
+
+    lifted: set[Op] = set()
+    for op in function.ops:
+        if op.spec.comm is not None and ends_time(op) and isinstance(tensor(op.inputs[0]).on(TIME), Partial):
+            todo = [op.inputs[0]]
+            while todo:
+                inner = liftable(todo.pop())
+                if inner is not None and inner not in lifted:
+                    lifted.add(inner)
+                    todo += inner.inputs
+    return lifted

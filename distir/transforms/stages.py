@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Function, Op, Value
 from distir.ops.rules import shape_of, tensor
+from distir.transforms.canonical import canonical_order
 from distir.transforms.lift import lift_sums
 from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
 from distir.transforms.roles import WEIGHTS
@@ -26,7 +27,10 @@ _CANDIDATES = 400
 
 
 class StageCost(NamedTuple):
-    """What stages are balanced by: the cost of an op on one device, and of a byte sent to the next stage."""
+    """What stages are balanced by: the cost of an op on one device, and of a byte sent to the next stage.
+
+    Ops of one spec, attributes and types cost the same.
+    """
 
     op: Callable[[Op], float]
     sent: float
@@ -40,37 +44,6 @@ def plain_cost(op: Op) -> float:
 
 
 PLAIN = StageCost(plain_cost, FLOP_PER_BYTE * LINK_PER_MEMORY)
-
-
-def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
-    """These ops of a function, in a topological order that depends neither on names nor on the order they are given in.
-
-    Ops with more work after them come first, so that what is needed late comes late; equals go by a hash of the term,
-    and ops that compute the same by the place of their results among the function's.
-    """
-    made = {v for op in ops for v in op.outputs}
-    depth: dict[Value, int] = {}
-    height: dict[Op, int] = {}
-    for op in reversed(ops):
-        height[op] = 1 + max((depth.get(v, 0) for v in op.outputs), default=0)
-        for v in op.inputs:
-            if v in made:
-                depth[v] = max(depth.get(v, 0), height[op])
-    name = _term_names(function)
-    place = {v: i for i, v in enumerate(function.outputs)}
-    return sorted(ops, key=lambda op: (-height[op], name[op], [place.get(v, -1) for v in op.outputs]))
-
-
-def _term_names(function: Function) -> dict[Op, str]:
-    """A hash of what each op computes, from the positions of the inputs on."""
-    digest = {v: f"in{i}" for i, v in enumerate(function.inputs)}
-    name: dict[Op, str] = {}
-    for op in function.ops:
-        text = f"{op.spec.name}|{dict(op.attributes)!r}|" + ",".join([digest[v] for v in op.inputs])
-        name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        for k, v in enumerate(op.outputs):
-            digest[v] = f"{name[op]}.{k}"
-    return name
 
 
 def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:
@@ -109,20 +82,18 @@ def _best_chain(total: np.ndarray, toll: np.ndarray, within: np.ndarray, parts: 
     import numpy as np
 
     part = np.where(within, total[None, :] - total[:, None] + np.maximum(toll[None, :], toll[:, None]), np.inf)
-    best = part[0]
+    both = np.empty_like(part)
+    dearest = part[0]
     for _ in range(parts - 1):
-        best = np.min(np.maximum(best[:, None], part), axis=0)
-    square = np.where(part <= best[-1] * (1 + 1e-9), part**2, np.inf)
-    best = square[0]
-    back: list[np.ndarray] = []
+        dearest = np.maximum(dearest[:, None], part, out=both).min(axis=0)
+    square = np.where(part <= dearest[-1] * (1 + 1e-9), part**2, np.inf)
+    best = [square[0]]
     for _ in range(parts - 1):
-        both = best[:, None] + square
-        back.append(np.argmin(both, axis=0))
-        best = np.min(both, axis=0)
+        best.append(np.add(best[-1][:, None], square, out=both).min(axis=0))
     chain: list[int] = []
     k = len(total) - 1
-    for choice in reversed(back):
-        k = int(choice[k])
+    for before in reversed(best[:-1]):
+        k = int(np.argmin(before + square[:, k]))
         chain.append(k)
     return chain[::-1]
 
@@ -136,35 +107,79 @@ def _balanced(forward: Sequence[Op], costs: Sequence[float], byte: float, parts:
     sets = _closed_sets(forward, _CANDIDATES)
     if sets is None:
         cuts = balanced_cut(costs, _crossing(forward, byte), parts)
-        return {op: sum(i >= c for c in cuts) for i, op in enumerate(forward)}
-    total = np.array([sum(c for i, c in enumerate(costs) if s >> i & 1) for s in sets])
-    toll = np.array(_borders(forward, sets, byte))
-    within = np.array([[a != b and a & ~b == 0 for b in sets] for a in sets])
-    chain = [sets[k] for k in _best_chain(total, toll, within, parts)]
-    return {op: sum(not s >> i & 1 for s in chain) for i, op in enumerate(forward)}
+        return {op: bisect_right(cuts, i) for i, op in enumerate(forward)}
+    holds = _members(sets, len(forward))
+    inside = holds.astype(np.float32)
+    alike = inside @ inside.T  # how many ops two sets share
+    size = alike.diagonal()
+    within = (alike == size[:, None]) & (size[:, None] < size[None, :])
+    chain = _best_chain(_loads(sets, costs), _borders(forward, inside, byte), within, parts)
+    return {op: parts - 1 - int(n) for op, n in zip(forward, holds[chain].sum(axis=0), strict=True)}
 
 
 def _closed_sets(forward: Sequence[Op], most: int) -> list[int] | None:
-    """All sets of ops (bit i: op i) that hold what their ops use, smallest first; None if more than `most`."""
+    """All sets of ops (bit i: op i) that hold what their ops use, smallest first; None if more than `most`.
+
+    Ops are in topological order, so without its last op a closed set is closed: each is found once, from that one.
+    """
     place = {v: i for i, op in enumerate(forward) for v in op.outputs}
     needs = [sum(1 << i for i in {place[v] for v in op.inputs if v in place}) for op in forward]
-    found = row = {0}
+    users: list[list[int]] = [[] for _ in forward]
+    for j, op in enumerate(forward):
+        for i in {place[v] for v in op.inputs if v in place}:
+            users[i].append(j)
+    found = [0]
+    row = [(0, [j for j, need in enumerate(needs) if not need])]  # sets, and the ops that may be added to them
     while row:
-        row = {s | 1 << i for s in row for i, need in enumerate(needs) if not s >> i & 1 and need & ~s == 0}
-        found = found | row
+        grown: list[tuple[int, list[int]]] = []
+        for s, ready in row:
+            for at, i in enumerate(ready):
+                t = s | 1 << i
+                grown.append((t, sorted(ready[at + 1 :] + [j for j in users[i] if not needs[j] & ~t])))
+        found += [s for s, _ in grown]
         if len(found) > most:
             return None
+        row = grown
     return sorted(found, key=lambda s: (s.bit_count(), s))
 
 
-def _borders(forward: Sequence[Op], sets: Sequence[int], byte: float) -> list[float]:
-    """Per set the cost of sending what is made in it and used outside, and its gradient back."""
-    users: dict[Value, int] = {}
+def _members(sets: Sequence[int], count: int) -> np.ndarray:
+    """A row a set, a column an op: 1 where the set holds it."""
+    import numpy as np
+
+    width = (count + 7) // 8
+    raw = b"".join([s.to_bytes(width, "little") for s in sets])
+    rows = np.frombuffer(raw, np.uint8).reshape(len(sets), width)
+    return np.unpackbits(rows, axis=1, count=count, bitorder="little")
+
+
+def _loads(sets: Sequence[int], costs: Sequence[float]) -> np.ndarray:
+    """The cost of each closed set, smallest first: of the set without its last op, and of that op."""
+    import numpy as np
+
+    load = {0: 0.0}
+    for s in sets:
+        if s:
+            last = s.bit_length() - 1
+            load[s] = load[s ^ 1 << last] + costs[last]
+    return np.array([load[s] for s in sets])
+
+
+def _borders(forward: Sequence[Op], inside: np.ndarray, byte: float) -> np.ndarray:
+    """Per set, a row of 0 and 1, the cost of sending what is made in it and used outside, and its gradient back."""
+    import numpy as np
+
+    users: dict[Value, set[int]] = {}
     for i, op in enumerate(forward):
         for v in op.inputs:
-            users[v] = users.get(v, 0) | 1 << i
-    made = [(i, users[v], _sent(v, byte)) for i, op in enumerate(forward) for v in op.outputs if v in users]
-    return [sum(sent for i, used, sent in made if s >> i & 1 and used & ~s) for s in sets]
+            users.setdefault(v, set()).add(i)
+    made = [(i, v) for i, op in enumerate(forward) for v in op.outputs if v in users]
+    used = np.zeros((len(forward), len(made)), np.float32)
+    for k, (_, v) in enumerate(made):
+        used[list(users[v]), k] = 1
+    crossing = (inside[:, [i for i, _ in made]] > 0) & (inside @ used < used.sum(axis=0))
+    sent = np.array([_sent(v, byte) for _, v in made])
+    return (crossing.T * sent[:, None]).sum(axis=0)
 
 
 def _sent(v: Value, byte: float) -> float:
@@ -184,13 +199,28 @@ def cut_stages(
     if parts == 1:
         return function, {op: 0 for op in function.ops if phase[op] != FREE}
     forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
-    follow = _following_cost(function, phase, forward, microbatches, cost.op)
-    costs = [cost.op(op) + follow.get(op, 0.0) for op in forward]
+    price = _priced(cost.op)
+    follow = _following_cost(function, phase, forward, microbatches, price)
+    costs = [price(op) + follow.get(op, 0.0) for op in forward]
     stage = _balanced(forward, costs, cost.sent, parts)
     _backward_stages(function, phase, stage, parts)
     function, stage = lift_sums(function, stage)
     _once_stages(function, phases(function, turn), stage)
     return function, stage
+
+
+def _priced(cost: Callable[[Op], float]) -> Callable[[Op], float]:
+    """The same, asked once for ops of one spec, attributes and types."""
+    known: dict[tuple[object, ...], float] = {}
+
+    def price(op: Op) -> float:
+        key = op.spec, op.attributes, tuple([v.type for v in op.inputs])
+        found = known.get(key)
+        if found is None:
+            found = known[key] = cost(op)
+        return found
+
+    return price
 
 
 def _following_cost(
@@ -234,7 +264,8 @@ def _first_users(function: Function, phase: Mapping[Op, str], forward: Sequence[
     for op in function.ops:
         if phase[op] == FREE:
             for v in op.inputs:
-                root.update(dict.fromkeys(op.outputs, root[v]) if v in root else {})
+                if v in root:
+                    root.update(dict.fromkeys(op.outputs, root[v]))
     user: dict[Value, Op] = {}
     for op in forward:
         for v in op.inputs:
@@ -269,36 +300,33 @@ def _backward_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op
     Never later than the stage a gradient comes from: gradients flow backward only.
     """
     producer = function.producers()
-    available: dict[Value, set[int]] = {}
+    available: dict[Value, int] = {}  # bit s: on stage s
     for op in function.ops:
         if phase[op] == FORWARD:
+            here = 1 << stage[op]
             for v in (*op.inputs, *op.outputs):
-                available.setdefault(v, set()).add(stage[op])
+                available[v] = available.get(v, 0) | here
     for op in function.ops:
         if phase[op] != BACKWARD:
             continue
         made = [producer[v] for v in op.inputs if v in producer]
-        top = min((stage[p] for p in made if phase[p] == BACKWARD), default=parts - 1)
+        top = min([stage[p] for p in made if phase[p] == BACKWARD], default=parts - 1)
         if op.of is not None and op.of in stage:
             stage[op] = min(stage[op.of], top)
             continue
-        saved = [v for v in op.inputs if v in available]
-        at_hand = set(range(top + 1))
-        for v in saved:
-            at_hand &= available[v]
-        latest = [max(available[v]) for v in saved]
-        stage[op] = max(at_hand) if at_hand else min([top, *latest])
+        saved = [available[v] for v in op.inputs if v in available]
+        at_hand = (1 << top + 1) - 1
+        for stages in saved:
+            at_hand &= stages
+        stage[op] = at_hand.bit_length() - 1 if at_hand else min([top, *[x.bit_length() - 1 for x in saved]])
 
 
 def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int]) -> None:
     """Prologue ops go to their first user's stage, updates to their weight's home, sums to where they accumulate."""
     producer = function.producers()
-    users: dict[Value, list[Op]] = {}
-    for op in function.ops:
-        for v in op.inputs:
-            users.setdefault(v, []).append(op)
-    home = homes(function, phase, stage)
+    users = _users(function)
     updates = [op for op in function.ops if phase[op] == UPDATE]
+    home = homes(function, phase, stage)
     for op in updates:
         owned = [home[v] for v in op.inputs if v in home and v.kind in WEIGHTS]
         if ends_time(op):
@@ -314,6 +342,14 @@ def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, in
         if phase[op] == PROLOGUE:
             below = [s for v in op.outputs for s in _user_stages(v, users, phase, stage)]
             stage[op] = min(below, default=0)
+
+
+def _users(function: Function) -> dict[Value, list[Op]]:
+    users: dict[Value, list[Op]] = {}
+    for op in function.ops:
+        for v in op.inputs:
+            users.setdefault(v, []).append(op)
+    return users
 
 
 def _user_stages(
