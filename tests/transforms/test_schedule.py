@@ -91,12 +91,16 @@ def test_interleave_runs_all_in_an_order_that_was_ready() -> None:
     ran: list[Slot] = []
     table = one_f_one_b(3, 3)
 
-    def ready(slot: Slot) -> bool:
+    def needs(slot: Slot) -> list[Slot]:
         if slot.phase == FORWARD:
-            return slot.stage == 0 or slot._replace(stage=slot.stage - 1) in ran
-        return slot.stage == 2 or slot._replace(stage=slot.stage + 1) in ran
+            return [slot._replace(stage=slot.stage - 1)] if slot.stage else []
+        return [slot._replace(stage=slot.stage + 1)] if slot.stage < 2 else []
 
-    interleave(table, ready, ran.append)
+    def run(slot: Slot) -> None:
+        assert all(need in ran for need in needs(slot))
+        ran.append(slot)
+
+    interleave(table, needs, run)
     assert sorted(ran) == sorted(slot for row in table for slot in row)
     for row in table:
         assert [slot for slot in ran if slot in row] == row
