@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from distir.ir.device import TIME
+from distir.ir.device import TIME, Mesh
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import NOW, Partial, Piece, Tuple, Type
@@ -71,6 +71,8 @@ class Cut(NamedTuple):
     """Whether values of a type differ between microbatches."""
     sums: dict[tuple[Type, Type, Piece], Type]
     """Types of sums over microbatches, by those of a part, of the whole, and the microbatches."""
+    bodies: dict[tuple[Key, Mesh, bool, bool], Body]
+    """Those that are built, on their meshes, of a first and of a last microbatch or not: schedules share them."""
 
 
 def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True, turn: str = BACKWARD) -> Cut:
@@ -110,7 +112,7 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
     for t in totals:
         groups[owner[t.part]].totals.append(t)
         groups.setdefault(owner[t.whole], Group(owner[t.whole]))
-    cut = Cut(function, groups, owner, joins, free, Varying(), {})
+    cut = Cut(function, groups, owner, joins, free, Varying(), {}, {})
     _connect(cut, home)
     return cut
 

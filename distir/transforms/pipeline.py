@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.spec import Spec, lookup
 from distir.ir.type import REPLICATE, Tensor, Tuple, Type
-from distir.transforms.bodies import PACK, Body, Cut, Group, Key, build_body, cut_bodies, order_of
+from distir.transforms.bodies import PACK, Body, Cut, Group, Key, build_body, order_of
 from distir.transforms.known import Moved, append
-from distir.transforms.phases import BACKWARD, PROLOGUE, UPDATE
+from distir.transforms.phases import PROLOGUE, UPDATE
 from distir.transforms.roles import weights
 from distir.transforms.schedule import Need, Slot, Table, interleave
 
 CALL, SEND, RESTRICT, SCATTER, BROADCAST = map(lookup, ("Call", "Send", "Restrict", "MPIScatter", "MPIBroadcast"))
 
 
-def pipeline(
-    function: Function,
-    stage: Mapping[Op, int],
-    meshes: Sequence[Mesh],
-    table: Table,
-    host: Device | None = None,
-    overlap: bool = True,
-    turn: str = BACKWARD,
-) -> Function:
-    """The scheduled program of a placed function; `meshes[s]` is where stage s runs.
+def pipeline(cut: Cut, meshes: Sequence[Mesh], table: Table, host: Device | None = None) -> Function:
+    """The scheduled program of a placed function that is cut into bodies; `meshes[s]` is where stage s runs.
 
     Its inputs are the function's, in order: on `host` if there is one; else a weight on its home stage, and what
-    several stages need on a mesh over all of them. Its outputs are the function's. For `overlap` and
-    `turn` see `cut_bodies`. Raises InfeasibleError if the table would deadlock.
+    several stages need on a mesh over all of them. Its outputs are the function's. Raises InfeasibleError if the
+    table would deadlock.
     """
-    return _Emitter(cut_bodies(function, stage, overlap, turn), meshes, table, host).emit()
+    return _Emitter(cut, meshes, table, host).emit()
 
 
 At = tuple[Value, int, int | None]
@@ -49,7 +41,6 @@ class _Emitter:
         self.bundles: dict[Key, Value] = {}  # static bundles
         self.saved: dict[tuple[int, int], Value] = {}  # (stage, microbatch)
         self.running: dict[Key, Value] = {}
-        self.bodies: dict[tuple[Key, bool, bool], Body] = {}
         self.groups = {(key.stage, key.phase): group for key, group in cut.groups.items() if not key.round}
         self.needs = {
             at: list(dict.fromkeys([cut.owner[v] for v in (*group.received, *group.saved)]))
@@ -191,11 +182,13 @@ class _Emitter:
     def _body(self, group: Group, first: bool, last: bool) -> Body:
         if not group.totals:
             first = last = True
-        key = group.key, first, last
-        if key not in self.bodies:
-            moved = self.moved[self.meshes[group.key.stage]]
-            self.bodies[key] = build_body(self.cut, group, moved, self.microbatches, first, last)
-        return self.bodies[key]
+        mesh = self.meshes[group.key.stage]
+        key = group.key, mesh, first, last
+        body = self.cut.bodies.get(key)
+        if body is None:
+            body = build_body(self.cut, group, self.moved[mesh], self.microbatches, first, last)
+            self.cut.bodies[key] = body
+        return body
 
     def _static(self, group: Group, body: Body) -> list[Value]:
         if not body.static:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from distir.ir.errors import InfeasibleError
 from distir.ir.function import Function, Op, Value
+from distir.ir.kept import kept
 from distir.ops.rules import shape_of, tensor
+from distir.transforms.balance import Choices, balanced, choices
 from distir.transforms.canonical import canonical_order
 from distir.transforms.lift import lift_sums
 from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
 from distir.transforms.roles import WEIGHTS
 
-if TYPE_CHECKING:
-    import numpy as np
-
 FLOP_PER_BYTE = 100.0
 """Of the plain default cost: accelerators do about this many FLOPs in the time they move a byte of memory."""
 LINK_PER_MEMORY = 30.0
 """And a link between stages is slower than memory by about this factor."""
-_CANDIDATES = 400
 
 
 class StageCost(NamedTuple):
@@ -46,147 +41,6 @@ def plain_cost(op: Op) -> float:
 PLAIN = StageCost(plain_cost, FLOP_PER_BYTE * LINK_PER_MEMORY)
 
 
-def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:
-    """Where to cut a sequence into `parts` so that the dearest part is cheapest.
-
-    `crossing[i]` is paid by both sides; a part with two ends pays the dearer of them.
-    Returns parts - 1 positions (the first index of each later part). Of a long sequence only the cheapest crossings
-    are considered. Raises InfeasibleError if there are fewer elements than parts.
-    """
-    import numpy as np
-
-    n = len(costs)
-    _check_pieces(n, parts)
-    inner = list(range(1, n))
-    if len(inner) > _CANDIDATES:
-        keep = max(_CANDIDATES, parts)
-        inner = sorted(sorted(inner, key=lambda i: (crossing[i], i))[:keep])
-    at = [0, *inner, n]
-    total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])[at]
-    toll = np.array([0.0, *[crossing[i] for i in inner], 0.0])
-    return [at[k] for k in _best_chain(total, toll, np.triu(np.ones((len(at), len(at)), bool), 1), parts)]
-
-
-def _check_pieces(count: int, parts: int) -> None:
-    if count < parts:
-        raise InfeasibleError(f"{count} cuttable pieces cannot make {parts} stages", f"use at most --pp {count}")
-
-
-def _best_chain(total: np.ndarray, toll: np.ndarray, within: np.ndarray, parts: int) -> list[int]:
-    """Of growing sets, the first empty and the last all, parts - 1 of which each is `within` the next.
-
-    `total[k]` is the cost of all in set k, `toll[k]` of what crosses its border; a difference costs what is in it and
-    the dearer of its borders, for the links to both sides work at the same time. The dearest difference is cheapest,
-    and of the chains of which that holds the one whose differences are most alike.
-    """
-    import numpy as np
-
-    part = np.where(within, total[None, :] - total[:, None] + np.maximum(toll[None, :], toll[:, None]), np.inf)
-    both = np.empty_like(part)
-    dearest = part[0]
-    for _ in range(parts - 1):
-        dearest = np.maximum(dearest[:, None], part, out=both).min(axis=0)
-    square = np.where(part <= dearest[-1] * (1 + 1e-9), part**2, np.inf)
-    best = [square[0]]
-    for _ in range(parts - 1):
-        best.append(np.add(best[-1][:, None], square, out=both).min(axis=0))
-    chain: list[int] = []
-    k = len(total) - 1
-    for before in reversed(best[:-1]):
-        k = int(np.argmin(before + square[:, k]))
-        chain.append(k)
-    return chain[::-1]
-
-
-def _balanced(forward: Sequence[Op], costs: Sequence[float], byte: float, parts: int) -> dict[Op, int]:
-    """The stages of ops in topological order: the best of all ways to cut them, or, if these are very many, of the
-    ways to cut them in that order."""
-    import numpy as np
-
-    _check_pieces(len(forward), parts)
-    sets = _closed_sets(forward, _CANDIDATES)
-    if sets is None:
-        cuts = balanced_cut(costs, _crossing(forward, byte), parts)
-        return {op: bisect_right(cuts, i) for i, op in enumerate(forward)}
-    holds = _members(sets, len(forward))
-    inside = holds.astype(np.float32)
-    alike = inside @ inside.T  # how many ops two sets share
-    size = alike.diagonal()
-    within = (alike == size[:, None]) & (size[:, None] < size[None, :])
-    chain = _best_chain(_loads(sets, costs), _borders(forward, inside, byte), within, parts)
-    return {op: parts - 1 - int(n) for op, n in zip(forward, holds[chain].sum(axis=0), strict=True)}
-
-
-def _closed_sets(forward: Sequence[Op], most: int) -> list[int] | None:
-    """All sets of ops (bit i: op i) that hold what their ops use, smallest first; None if more than `most`.
-
-    Ops are in topological order, so without its last op a closed set is closed: each is found once, from that one.
-    """
-    place = {v: i for i, op in enumerate(forward) for v in op.outputs}
-    needs = [sum(1 << i for i in {place[v] for v in op.inputs if v in place}) for op in forward]
-    users: list[list[int]] = [[] for _ in forward]
-    for j, op in enumerate(forward):
-        for i in {place[v] for v in op.inputs if v in place}:
-            users[i].append(j)
-    found = [0]
-    row = [(0, [j for j, need in enumerate(needs) if not need])]  # sets, and the ops that may be added to them
-    while row:
-        grown: list[tuple[int, list[int]]] = []
-        for s, ready in row:
-            for at, i in enumerate(ready):
-                t = s | 1 << i
-                grown.append((t, sorted(ready[at + 1 :] + [j for j in users[i] if not needs[j] & ~t])))
-        found += [s for s, _ in grown]
-        if len(found) > most:
-            return None
-        row = grown
-    return sorted(found, key=lambda s: (s.bit_count(), s))
-
-
-def _members(sets: Sequence[int], count: int) -> np.ndarray:
-    """A row a set, a column an op: 1 where the set holds it."""
-    import numpy as np
-
-    width = (count + 7) // 8
-    raw = b"".join([s.to_bytes(width, "little") for s in sets])
-    rows = np.frombuffer(raw, np.uint8).reshape(len(sets), width)
-    return np.unpackbits(rows, axis=1, count=count, bitorder="little")
-
-
-def _loads(sets: Sequence[int], costs: Sequence[float]) -> np.ndarray:
-    """The cost of each closed set, smallest first: of the set without its last op, and of that op."""
-    import numpy as np
-
-    load = {0: 0.0}
-    for s in sets:
-        if s:
-            last = s.bit_length() - 1
-            load[s] = load[s ^ 1 << last] + costs[last]
-    return np.array([load[s] for s in sets])
-
-
-def _borders(forward: Sequence[Op], inside: np.ndarray, byte: float) -> np.ndarray:
-    """Per set, a row of 0 and 1, the cost of sending what is made in it and used outside, and its gradient back."""
-    import numpy as np
-
-    users: dict[Value, set[int]] = {}
-    for i, op in enumerate(forward):
-        for v in op.inputs:
-            users.setdefault(v, set()).add(i)
-    made = [(i, v) for i, op in enumerate(forward) for v in op.outputs if v in users]
-    used = np.zeros((len(forward), len(made)), np.float32)
-    for k, (_, v) in enumerate(made):
-        used[list(users[v]), k] = 1
-    crossing = (inside[:, [i for i, _ in made]] > 0) & (inside @ used < used.sum(axis=0))
-    sent = np.array([_sent(v, byte) for _, v in made])
-    return (crossing.T * sent[:, None]).sum(axis=0)
-
-
-def _sent(v: Value, byte: float) -> float:
-    """What it costs to send a value to another stage, and its gradient back."""
-    return 2 * byte * math.prod(shape_of(v)) * tensor(v).dtype.size
-
-
 def cut_stages(
     function: Function, parts: int, microbatches: int, cost: StageCost = PLAIN, turn: str = BACKWARD
 ) -> tuple[Function, dict[Op, int]]:
@@ -198,15 +52,21 @@ def cut_stages(
     phase = phases(function, turn)
     if parts == 1:
         return function, {op: 0 for op in function.ops if phase[op] != FREE}
-    forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
-    price = _priced(cost.op)
-    follow = _following_cost(function, phase, forward, microbatches, price)
-    costs = [price(op) + follow.get(op, 0.0) for op in forward]
-    stage = _balanced(forward, costs, cost.sent, parts)
+    stage = balanced(_choices(function, microbatches, cost, turn), parts)
     _backward_stages(function, phase, stage, parts)
     function, stage = lift_sums(function, stage)
     _once_stages(function, phases(function, turn), stage)
     return function, stage
+
+
+@kept
+def _choices(function: Function, microbatches: int, cost: StageCost, turn: str) -> Choices:
+    """How the forward ops can be cut, each at the cost of all that follows it."""
+    phase = phases(function, turn)
+    forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
+    price = _priced(cost.op)
+    follow = _following_cost(function, phase, forward, microbatches, price)
+    return choices(forward, [price(op) + follow.get(op, 0.0) for op in forward], cost.sent)
 
 
 def _priced(cost: Callable[[Op], float]) -> Callable[[Op], float]:
@@ -253,7 +113,10 @@ def _following_cost(
 
 def _likely_forward(op: Op, touched: Mapping[Value, Sequence[Op]]) -> Op | None:
     """Of a backward op without `of`: the last forward op of those that make or use most of what it saved."""
-    count = Counter(f for v in op.inputs for f in touched.get(v, ()))
+    count: dict[Op, int] = {}
+    for v in op.inputs:
+        for f in touched.get(v, ()):
+            count[f] = count.get(f, 0) + 1
     most = max(count.values(), default=0)
     return next((f for f in reversed(count) if count[f] == most), None)
 
@@ -272,26 +135,6 @@ def _first_users(function: Function, phase: Mapping[Op, str], forward: Sequence[
             if v in root:
                 user.setdefault(root[v], op)
     return user
-
-
-def _crossing(forward: Sequence[Op], byte: float) -> list[float]:
-    """Per position the cost of sending what was made before it and is used from it on (and its gradient back)."""
-    place = {op: i for i, op in enumerate(forward)}
-    made = {v: i for op, i in place.items() for v in op.outputs}
-    last = dict(made)
-    for op, i in place.items():
-        for v in op.inputs:
-            if v in last:
-                last[v] = max(last[v], i)
-    change = [0.0] * (len(forward) + 1)
-    for v, i in made.items():
-        change[i + 1] += _sent(v, byte)
-        change[last[v] + 1] -= _sent(v, byte)
-    total, result = 0.0, []
-    for x in change:
-        total += x
-        result.append(max(total, 0.0))
-    return result
 
 
 def _backward_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int], parts: int) -> None:
@@ -328,10 +171,9 @@ def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, in
     updates = [op for op in function.ops if phase[op] == UPDATE]
     home = homes(function, phase, stage)
     for op in updates:
-        owned = [home[v] for v in op.inputs if v in home and v.kind in WEIGHTS]
-        if ends_time(op):
+        if op.spec.comm is not None and ends_time(op):
             stage[op] = stage[producer[op.inputs[0]]]
-        elif owned:
+        elif owned := [home[v] for v in op.inputs if v in home and v.kind in WEIGHTS]:
             stage[op] = max(owned)
     for op in updates:
         if op not in stage:
