@@ -298,10 +298,10 @@ class _BodyMaker:
         attributes = op.attributes
         if "device" in attributes:
             attributes = Attributes({**attributes, "device": moved.mesh})
-        types = [moved[v.type] for v in op.outputs]
-        inputs = tuple([env[v] for v in op.inputs])
-        outputs = append(self.maker, op.spec, inputs, attributes, [v.name for v in op.outputs], types)
-        env.update(zip(op.outputs, outputs, strict=True))
+        names, types = [v.name for v in op.outputs], [moved[v.type] for v in op.outputs]
+        outputs = append(self.maker, op.spec, tuple([env[v] for v in op.inputs]), attributes, names, types)
+        for v, new in zip(op.outputs, outputs, strict=True):
+            env[v] = new
 
 
 def order_of(groups: Mapping[Key, Group], phase: str) -> list[Key]:

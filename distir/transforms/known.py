@@ -31,8 +31,7 @@ def append(
     types: Iterable[Type],
 ) -> tuple[Value, ...]:
     """Append an op whose results have these types; gives them. Names that are taken get a suffix."""
-    fresh = maker.fresh
-    outputs = tuple([Value(fresh(name), t) for name, t in zip(names, types, strict=True)])
+    outputs = tuple(map(Value, map(maker.fresh, names), types))
     maker.ops.append(Op(spec, inputs, attributes, outputs))
     return outputs
 
