@@ -15,7 +15,18 @@ from distir.ir.spec import lookup
 from distir.ir.type import NOW, Partial, Piece, Tuple, Type
 from distir.ops.rules import tensor
 from distir.transforms.known import Moved, append
-from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, Varying, ends_time, phases
+from distir.transforms.phases import (
+    BACKWARD,
+    FORWARD,
+    FREE,
+    PROLOGUE,
+    UPDATE,
+    Varying,
+    ends_time,
+    phases,
+    producers,
+    users,
+)
 
 PACK, UNPACK, ACCUMULATE, ALLREDUCE = map(lookup, ("Pack", "Unpack", "Accumulate", "MPIAllreduce"))
 OVER_TIME = Attributes(axis=TIME)
@@ -82,7 +93,7 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
     it, or else to the update. For `turn` see `phases`.
     """
     phase = phases(function, turn)
-    producer = function.producers()
+    producer = producers(function)
     free = {v: op for op in function.ops if phase[op] == FREE for v in op.outputs}
     ends = [op for op in function.ops if op.spec.comm is not None and ends_time(op)]
     joins = [op for op in ends if not _sums(op)]
@@ -124,10 +135,7 @@ def _sums(op: Op) -> bool:
 def _totals(function: Function, ends: Iterable[Op], stage: Mapping[Op, int]) -> list[Total]:
     """Sums over time, with the collectives over devices that follow on their stage and so can run as soon as a sum is
     complete."""
-    users: dict[Value, list[Op]] = {}
-    for op in function.ops:
-        for v in op.inputs:
-            users.setdefault(v, []).append(op)
+    used = users(function)
     results = set(function.outputs)
     totals: list[Total] = []
     for op in ends:
@@ -135,8 +143,8 @@ def _totals(function: Function, ends: Iterable[Op], stage: Mapping[Op, int]) -> 
             continue
         whole = op.outputs[0]
         reduce: list[Op] = []
-        while whole not in results and len(users.get(whole, ())) == 1:
-            after = users[whole][0]
+        while whole not in results and len(used.get(whole, ())) == 1:
+            after = used[whole][0]
             if after.spec.comm is None or "axis" not in after.attributes or stage.get(after, -1) != stage.get(op):
                 break
             if not isinstance(tensor(whole).on(after.attributes["axis"]), Partial):
@@ -163,6 +171,7 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
     wanted: dict[Value, set[Key]] = {}
     for key, group in cut.groups.items():
         made = {v for op in group.ops for v in op.outputs}
+        forward = Key(FORWARD, key.stage)
         outside = dict.fromkeys([v for op in group.ops for v in op.inputs if v not in made])
         for v in dict.fromkeys([r for w in outside for r in roots(w, cut.free)]):
             from_key = cut.owner.get(v)
@@ -171,7 +180,7 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
             wanted.setdefault(v, set()).add(key)
             if not cut.varying[v.type]:
                 group.static.append(v)
-            elif from_key == Key(FORWARD, key.stage):
+            elif from_key == forward:
                 group.saved.append(v)
             else:
                 group.received.append(v)
@@ -181,11 +190,13 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
         key = cut.owner[v]
         cut.groups[key].summed.append(t)
     for v, key in cut.owner.items():
-        users = wanted.get(v, set[Key]())
-        if (not users and v not in results) or key not in cut.groups:
-            continue
-        keeper = {Key(BACKWARD, key.stage)} if key.phase == FORWARD and cut.varying[v.type] else set[Key]()
-        if users - keeper or v in results:
+        takers = wanted.get(v)
+        if v not in results:
+            if not takers:
+                continue
+            if key.phase == FORWARD and len(takers) == 1 and cut.varying[v.type] and Key(BACKWARD, key.stage) in takers:
+                continue  # it is saved
+        if key in cut.groups:
             cut.groups[key].sends.append(v)
     for key, group in cut.groups.items():
         if key.phase == BACKWARD and group.saved:

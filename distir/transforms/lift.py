@@ -13,12 +13,12 @@ from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import SUM, Partial
 from distir.ops.rules import tensor
 from distir.transforms.known import carry
-from distir.transforms.phases import ends_time
+from distir.transforms.phases import ends_time, producers, users
 
 
 def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, dict[Op, int]]:
     """The function with such sums lifted, and the stages of its ops (none for the lifted ones)."""
-    producer = function.producers()
+    producer = producers(function)
     lifted = _lifted(function, stage, producer)
     if not lifted:
         return function, dict(stage)
@@ -57,17 +57,14 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
 
 def _lifted(function: Function, stage: Mapping[Op, int], producer: Mapping[Value, Op]) -> set[Op]:
     """The sums that are taken of whole values instead: of values of several stages, and used for this sum alone."""
-    users: dict[Value, int] = {}
-    for op in function.ops:
-        for v in op.inputs:
-            users[v] = users.get(v, 0) + 1
+    used = users(function)
     kept = set(function.outputs)
 
     def liftable(v: Value) -> Op | None:
         op = producer.get(v)
         if op is None or len(op.inputs) < 2 or len(op.outputs) != 1 or op.spec.comm is not None:
             return None
-        if users[v] != 1 or v in kept:
+        if len(used[v]) != 1 or v in kept:
             return None
         sums = [w for w in op.inputs if tensor(w).on(TIME) is SUM]
         stages = {stage[producer[w]] for w in sums if producer[w] in stage}

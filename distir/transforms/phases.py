@@ -17,6 +17,23 @@ from distir.ir.type import REPLICATE, Tensor, Type
 FREE, PROLOGUE, FORWARD, BACKWARD, UPDATE = "", "P", "F", "B", "U"
 
 
+producers = kept(Function.producers)
+"""`Function.producers`, kept with the function."""
+
+
+@kept
+def users(function: Function) -> dict[Value, list[Op]]:
+    """The ops that use each value, once an operand."""
+    found: dict[Value, list[Op]] = {}
+    for op in function.ops:
+        for v in op.inputs:
+            if v in found:
+                found[v].append(op)
+            else:
+                found[v] = [op]
+    return found
+
+
 def ends_time(op: Op) -> bool:
     """True if the op makes whole what is summed, or joins what is split, over microbatches."""
     if op.spec.comm is None or op.attributes.get("axis") != TIME:
@@ -78,7 +95,7 @@ def phases(function: Function, turn: str = BACKWARD) -> dict[Op, str]:
             late.update(outs)
         else:
             phase[op] = FORWARD
-    producer = function.producers()
+    producer = producers(function)
     for op in ends:
         if phase[producer[op.inputs[0]]] == FREE:
             phase[producer[op.inputs[0]]] = FORWARD  # what is joined over time must be made somewhere
@@ -89,7 +106,7 @@ def _backward(function: Function) -> set[Op]:
     backward = {op for op in function.ops if op.of is not None}
     if backward:
         return backward
-    producer = function.producers()
+    producer = producers(function)
     loss = next((v for v in function.outputs if v not in function.updates), None)
     forward: set[Op] = set()
     todo = [loss] if loss else []

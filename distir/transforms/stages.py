@@ -12,7 +12,7 @@ from distir.ops.rules import shape_of, tensor
 from distir.transforms.balance import Choices, balanced, choices
 from distir.transforms.canonical import canonical_order
 from distir.transforms.lift import lift_sums
-from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
+from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases, producers, users
 from distir.transforms.roles import WEIGHTS
 
 FLOP_PER_BYTE = 100.0
@@ -142,7 +142,7 @@ def _backward_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op
 
     Never later than the stage a gradient comes from: gradients flow backward only.
     """
-    producer = function.producers()
+    producer = producers(function)
     available: dict[Value, int] = {}  # bit s: on stage s
     for op in function.ops:
         if phase[op] == FORWARD:
@@ -166,8 +166,8 @@ def _backward_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op
 
 def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int]) -> None:
     """Prologue ops go to their first user's stage, updates to their weight's home, sums to where they accumulate."""
-    producer = function.producers()
-    users = _users(function)
+    producer = producers(function)
+    used = users(function)
     updates = [op for op in function.ops if phase[op] == UPDATE]
     home = homes(function, phase, stage)
     for op in updates:
@@ -178,31 +178,23 @@ def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, in
     for op in updates:
         if op not in stage:
             above = {stage[producer[v]] for v in op.inputs if v in producer and producer[v] in stage}
-            below = [stage[u] for v in op.outputs for u in users.get(v, ()) if u in stage]
+            below = [stage[u] for v in op.outputs for u in used.get(v, ()) if u in stage]
             stage[op] = above.pop() if len(above) == 1 or not below else min(below)
     for op in reversed(function.ops):
         if phase[op] == PROLOGUE:
-            below = [s for v in op.outputs for s in _user_stages(v, users, phase, stage)]
+            below = [s for v in op.outputs for s in _user_stages(v, used, phase, stage)]
             stage[op] = min(below, default=0)
 
 
-def _users(function: Function) -> dict[Value, list[Op]]:
-    users: dict[Value, list[Op]] = {}
-    for op in function.ops:
-        for v in op.inputs:
-            users.setdefault(v, []).append(op)
-    return users
-
-
 def _user_stages(
-    v: Value, users: Mapping[Value, Sequence[Op]], phase: Mapping[Op, str], stage: Mapping[Op, int]
+    v: Value, used: Mapping[Value, Sequence[Op]], phase: Mapping[Op, str], stage: Mapping[Op, int]
 ) -> list[int]:
     """The stages of the ops that use a value, through free ops."""
     found: list[int] = []
-    for op in users.get(v, ()):
+    for op in used.get(v, ()):
         if phase[op] == FREE:
             for w in op.outputs:
-                found += _user_stages(w, users, phase, stage)
+                found += _user_stages(w, used, phase, stage)
         elif op in stage:
             found.append(stage[op])
     return found
