@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from distir.ir.errors import InfeasibleError
@@ -36,17 +37,35 @@ class Choices(NamedTuple):
 
 def choices(forward: Sequence[Op], costs: Sequence[float], byte: float) -> Choices:
     """All ways to cut ops in topological order, or, if these are very many, those that keep the order."""
+    place = {v: i for i, op in enumerate(forward) for v in op.outputs}
+    ways = _ways(tuple([sum(1 << i for i in {place[v] for v in op.inputs if v in place}) for op in forward]))
+    if ways is None:
+        return Choices(forward, costs, _crossing(forward, byte), None)
+    toll = _borders(forward, ways.holds, byte)
+    return Choices(forward, costs, (), ways.holds, _loads(ways.sets, costs), toll, ways.within)
+
+
+class _Ways(NamedTuple):
+    """Closed sets of ops, smallest first; as rows of 0 and 1, a column an op; and which is part of which."""
+
+    sets: list[int]
+    holds: np.ndarray
+    within: np.ndarray
+
+
+@lru_cache(maxsize=32)  # it says nothing of sizes: plans of one model share it
+def _ways(needs: tuple[int, ...]) -> _Ways | None:
+    """The closed sets, if they are not very many, of ops that need these others (bit i: op i)."""
     import numpy as np
 
-    sets = _closed_sets(forward, _CANDIDATES)
+    sets = _closed_sets(needs, _CANDIDATES)
     if sets is None:
-        return Choices(forward, costs, _crossing(forward, byte), None)
-    holds = _members(sets, len(forward))
+        return None
+    holds = _members(sets, len(needs))
     inside = holds.astype(np.float32)
     alike = inside @ inside.T  # how many ops two sets share
     size = alike.diagonal()
-    within = (alike == size[:, None]) & (size[:, None] < size[None, :])
-    return Choices(forward, costs, (), holds, _loads(sets, costs), _borders(forward, inside, byte), within)
+    return _Ways(sets, holds, (alike == size[:, None]) & (size[:, None] < size[None, :]))
 
 
 def balanced(given: Choices, parts: int) -> dict[Op, int]:
@@ -113,17 +132,17 @@ def _best_chain(total: np.ndarray, toll: np.ndarray, within: np.ndarray, parts: 
     return chain[::-1]
 
 
-def _closed_sets(forward: Sequence[Op], most: int) -> list[int] | None:
-    """All sets of ops (bit i: op i) that hold what their ops use, smallest first; None if more than `most`.
+def _closed_sets(needs: Sequence[int], most: int) -> list[int] | None:
+    """All sets of ops (bit i: op i) that hold what their ops need, smallest first; None if more than `most`.
 
     Ops are in topological order, so without its last op a closed set is closed: each is found once, from that one.
     """
-    place = {v: i for i, op in enumerate(forward) for v in op.outputs}
-    needs = [sum(1 << i for i in {place[v] for v in op.inputs if v in place}) for op in forward]
-    users: list[list[int]] = [[] for _ in forward]
-    for j, op in enumerate(forward):
-        for i in {place[v] for v in op.inputs if v in place}:
+    users: list[list[int]] = [[] for _ in needs]
+    for j, need in enumerate(needs):
+        while need:
+            i = need.bit_length() - 1
             users[i].append(j)
+            need ^= 1 << i
     found = [0]
     row = [(0, [j for j, need in enumerate(needs) if not need])]  # sets, and the ops that may be added to them
     while row:
@@ -161,7 +180,7 @@ def _loads(sets: Sequence[int], costs: Sequence[float]) -> np.ndarray:
     return np.array([load[s] for s in sets])
 
 
-def _borders(forward: Sequence[Op], inside: np.ndarray, byte: float) -> np.ndarray:
+def _borders(forward: Sequence[Op], holds: np.ndarray, byte: float) -> np.ndarray:
     """Per set, a row of 0 and 1, the cost of sending what is made in it and used outside, and its gradient back."""
     import numpy as np
 
@@ -172,7 +191,8 @@ def _borders(forward: Sequence[Op], inside: np.ndarray, byte: float) -> np.ndarr
     made = [(i, v) for i, op in enumerate(forward) for v in op.outputs if v in users]
     used = np.zeros((len(forward), len(made)), np.float32)
     used[[i for _, v in made for i in users[v]], [k for k, (_, v) in enumerate(made) for _ in users[v]]] = 1
-    crossing = (inside[:, [i for i, _ in made]] > 0) & (inside @ used < used.sum(axis=0))
+    here = holds.astype(np.float32) @ used  # how many of its users a set holds
+    crossing = (holds[:, [i for i, _ in made]] > 0) & (here < used.sum(axis=0))
     sent = np.array([_sent(v, byte) for _, v in made])
     return (crossing.T * sent[:, None]).sum(axis=0)
 

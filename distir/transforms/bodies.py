@@ -309,8 +309,9 @@ class _BodyMaker:
         attributes = op.attributes
         if "device" in attributes:
             attributes = Attributes({**attributes, "device": moved.mesh})
-        names, types = [v.name for v in op.outputs], [moved[v.type] for v in op.outputs]
-        outputs = append(self.maker, op.spec, tuple([env[v] for v in op.inputs]), attributes, names, types)
+        fresh = self.maker.fresh
+        outputs = tuple([Value(fresh(v.name), moved[v.type]) for v in op.outputs])
+        self.maker.ops.append(Op(op.spec, tuple([env[v] for v in op.inputs]), attributes, outputs))
         for v, new in zip(op.outputs, outputs, strict=True):
             env[v] = new
 
