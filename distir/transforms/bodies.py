@@ -6,15 +6,30 @@ microbatches as a third; activations and their gradients come one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distir.ir.device import TIME, Mesh
-from distir.ir.function import Function, FunctionMaker, Op, Value
-from distir.ir.type import NOW, Partial, Tensor, Tuple, Type
+from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
+from distir.ir.spec import lookup
+from distir.ir.type import NOW, Partial, Piece, Tuple, Type
 from distir.ops.rules import tensor
-from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases, varies
+from distir.transforms.known import Moved, append
+from distir.transforms.phases import (
+    BACKWARD,
+    FORWARD,
+    FREE,
+    PROLOGUE,
+    UPDATE,
+    Varying,
+    ends_time,
+    phases,
+    producers,
+    users,
+)
 
+PACK, UNPACK, ACCUMULATE, ALLREDUCE = map(lookup, ("Pack", "Unpack", "Accumulate", "MPIAllreduce"))
+OVER_TIME = Attributes(axis=TIME)
 NAMES = {PROLOGUE: "prologue", FORWARD: "fwd", BACKWARD: "bwd", UPDATE: "update"}
 
 
@@ -63,6 +78,12 @@ class Cut(NamedTuple):
     owner: dict[Value, Key]
     joins: list[Op]
     free: dict[Value, Op]
+    varying: Varying
+    """Whether values of a type differ between microbatches."""
+    sums: dict[tuple[Type, Type, Piece], Type]
+    """Types of sums over microbatches, by those of a part, of the whole, and the microbatches."""
+    bodies: dict[tuple[Key, Mesh, bool, bool], Body]
+    """Those that are built, on their meshes, of a first and of a last microbatch or not: schedules share them."""
 
 
 def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True, turn: str = BACKWARD) -> Cut:
@@ -72,12 +93,12 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
     it, or else to the update. For `turn` see `phases`.
     """
     phase = phases(function, turn)
-    producer = function.producers()
+    producer = producers(function)
     free = {v: op for op in function.ops if phase[op] == FREE for v in op.outputs}
-    joins = [op for op in function.ops if ends_time(op) and not _sums(op)]
-    totals = _totals(function, stage if overlap else {})
-    skipped = {op for t in totals for op in t.reduce} | {producer[t.whole] for t in totals} | set(joins)
-    skipped |= {op for op in function.ops if ends_time(op)}
+    ends = [op for op in function.ops if op.spec.comm is not None and ends_time(op)]
+    joins = [op for op in ends if not _sums(op)]
+    totals = _totals(function, ends, stage if overlap else {})
+    skipped = {op for t in totals for op in t.reduce}.union(ends)
     groups: dict[Key, Group] = {}
     owner: dict[Value, Key] = {}
     home = {t.whole: t for t in totals}
@@ -85,17 +106,24 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
         owner[t.whole] = Key(UPDATE, stage[producer[t.part]])
     for op in joins:
         owner[op.outputs[0]] = Key(UPDATE, stage[op], -1)
+    keys = {(p, s): Key(p, s) for s in {*stage.values()} for p in NAMES}
     for op in function.ops:
-        if phase[op] == FREE or op in skipped:
+        p = phase[op]
+        if p == FREE or op in skipped:
             continue
-        key = Key(phase[op], stage[op], _round(op, phase[op], stage[op], owner, free))
-        groups.setdefault(key, Group(key)).ops.append(op)
+        key = keys[p, stage[op]]
+        if p in (PROLOGUE, UPDATE):
+            key = key._replace(round=_round(op, key, owner, free))
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = Group(key)
+        group.ops.append(op)
         for v in op.outputs:
             owner[v] = key
     for t in totals:
         groups[owner[t.part]].totals.append(t)
         groups.setdefault(owner[t.whole], Group(owner[t.whole]))
-    cut = Cut(function, groups, owner, joins, free)
+    cut = Cut(function, groups, owner, joins, free, Varying(), {}, {})
     _connect(cut, home)
     return cut
 
@@ -104,22 +132,19 @@ def _sums(op: Op) -> bool:
     return isinstance(tensor(op.inputs[0]).on(TIME), Partial)
 
 
-def _totals(function: Function, stage: Mapping[Op, int]) -> list[Total]:
+def _totals(function: Function, ends: Iterable[Op], stage: Mapping[Op, int]) -> list[Total]:
     """Sums over time, with the collectives over devices that follow on their stage and so can run as soon as a sum is
     complete."""
-    users: dict[Value, list[Op]] = {}
-    for op in function.ops:
-        for v in op.inputs:
-            users.setdefault(v, []).append(op)
+    used = users(function)
     results = set(function.outputs)
     totals: list[Total] = []
-    for op in function.ops:
-        if not ends_time(op) or not _sums(op):
+    for op in ends:
+        if not _sums(op):
             continue
         whole = op.outputs[0]
         reduce: list[Op] = []
-        while whole not in results and len(users.get(whole, ())) == 1:
-            after = users[whole][0]
+        while whole not in results and len(used.get(whole, ())) == 1:
+            after = used[whole][0]
             if after.spec.comm is None or "axis" not in after.attributes or stage.get(after, -1) != stage.get(op):
                 break
             if not isinstance(tensor(whole).on(after.attributes["axis"]), Partial):
@@ -136,26 +161,26 @@ def roots(v: Value, free: Mapping[Value, Op]) -> list[Value]:
     return [v] if op is None else [r for w in op.inputs for r in roots(w, free)]
 
 
-def _round(op: Op, phase: str, stage: int, owner: Mapping[Value, Key], free: Mapping[Value, Op]) -> int:
-    if phase not in (PROLOGUE, UPDATE):
-        return 0
+def _round(op: Op, at: Key, owner: Mapping[Value, Key], free: Mapping[Value, Op]) -> int:
     above = [owner[r] for v in op.inputs for r in roots(v, free) if r in owner]
-    return max([0, *[k.round + (k.stage != stage) for k in above if k.phase == phase]])
+    return max([0, *[k.round + (k.stage != at.stage) for k in above if k.phase == at.phase]])
 
 
 def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
     results = set(cut.function.outputs)
     wanted: dict[Value, set[Key]] = {}
     for key, group in cut.groups.items():
-        outside = dict.fromkeys(r for op in group.ops for v in op.inputs for r in roots(v, cut.free))
-        for v in outside:
+        made = {v for op in group.ops for v in op.outputs}
+        forward = Key(FORWARD, key.stage)
+        outside = dict.fromkeys([v for op in group.ops for v in op.inputs if v not in made])
+        for v in dict.fromkeys([r for w in outside for r in roots(w, cut.free)]):
             from_key = cut.owner.get(v)
             if from_key == key:
                 continue
             wanted.setdefault(v, set()).add(key)
-            if not varies(v):
+            if not cut.varying[v.type]:
                 group.static.append(v)
-            elif from_key == Key(FORWARD, key.stage):
+            elif from_key == forward:
                 group.saved.append(v)
             else:
                 group.received.append(v)
@@ -165,13 +190,14 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
         key = cut.owner[v]
         cut.groups[key].summed.append(t)
     for v, key in cut.owner.items():
-        if key not in cut.groups:
-            continue
-        group = cut.groups[key]
-        users = wanted.get(v, set())
-        keeper = {Key(BACKWARD, key.stage)} if key.phase == FORWARD and varies(v) else set[Key]()
-        if users - keeper or v in results:
-            group.sends.append(v)
+        takers = wanted.get(v)
+        if v not in results:
+            if not takers:
+                continue
+            if key.phase == FORWARD and len(takers) == 1 and cut.varying[v.type] and Key(BACKWARD, key.stage) in takers:
+                continue  # it is saved
+        if key in cut.groups:
+            cut.groups[key].sends.append(v)
     for key, group in cut.groups.items():
         if key.phase == BACKWARD and group.saved:
             cut.groups[Key(FORWARD, key.stage)].keeps = group.saved
@@ -186,66 +212,72 @@ class Body(NamedTuple):
     running: bool
 
 
-def build_body(cut: Cut, group: Group, mesh: Mesh, microbatches: int, first: bool, last: bool) -> Body:
+def build_body(cut: Cut, group: Group, moved: Moved, microbatches: int, first: bool, last: bool) -> Body:
     """The function of a group on its stage's mesh: of the first, the last or a middle microbatch."""
     name = f"{NAMES[group.key.phase]}{group.key.stage}"
     if group.key.round:
         name += f".{group.key.round}"
     if group.totals and microbatches > 1:
         name += ".first" if first else ".last" if last else ""
-    return _BodyMaker(cut, group, mesh, microbatches, name, first, last).build()
+    return _BodyMaker(cut, group, moved, microbatches, name, first, last).build()
 
 
 class _BodyMaker:
+    """Types are those of the placed program, on the stage's mesh: only what adds up over time is typed anew."""
+
     def __init__(
-        self, cut: Cut, group: Group, mesh: Mesh, microbatches: int, name: str, first: bool, last: bool
+        self, cut: Cut, group: Group, moved: Moved, microbatches: int, name: str, first: bool, last: bool
     ) -> None:
-        self.cut, self.group, self.mesh, self.microbatches = cut, group, mesh, microbatches
+        self.cut, self.group, self.moved, self.microbatches = cut, group, moved, microbatches
         self.first, self.last = first, last
         self.maker = FunctionMaker(name)
         self.env: dict[Value, Value] = {}
 
-    def moved(self, v: Value) -> Type:
-        return v.type.moved(self.mesh)
-
-    def bundle(self, name: str, values: Sequence[Value], types: Iterable[Type]) -> list[Value]:
+    def bundle(self, name: str, values: Sequence[Value], types: Sequence[Type]) -> tuple[Value, ...]:
         """An input that is a bundle, and its parts."""
         bundle = self.maker.add_input_value(name, Tuple(types))
-        parts = self.maker.add_op("Unpack", None, [bundle], None, (), [v.name for v in values])
-        return [parts] if isinstance(parts, Value) else list(parts)
+        return append(self.maker, UNPACK, (bundle,), NO_ATTRIBUTES, [v.name for v in values], types)
+
+    def pack(self, name: str, parts: Iterable[Value]) -> Value:
+        """A bundle of these."""
+        parts = tuple(parts)
+        return append(self.maker, PACK, parts, NO_ATTRIBUTES, (name,), (Tuple([v.type for v in parts]),))[0]
 
     def build(self) -> Body:
-        group, maker = self.group, self.maker
+        group, maker, env, moved = self.group, self.maker, self.env, self.moved
         for name, values in (("static", group.static), ("saved", group.saved)):
             if values:
-                self.env.update(zip(values, self.bundle(name, values, map(self.moved, values)), strict=True))
+                types = [moved[v.type] for v in values]
+                env.update(zip(values, self.bundle(name, values, types), strict=True))
         for v in group.received:
-            self.env[v] = maker.add_input_value(v.name, self.moved(v))
+            env[v] = maker.add_input_value(v.name, moved[v.type])
         running = self._running()
         self._wholes()
         for op in group.ops:
             self._op(op)
         outputs: list[Value] = []
         if group.keeps:
-            outputs.append(maker.add_op("Pack", "saved", [self.env[v] for v in group.keeps]))
-        outputs += [self.env[v] for v in group.sends]
+            outputs.append(self.pack("saved", [env[v] for v in group.keeps]))
+        outputs += [env[v] for v in group.sends]
         if group.totals:
-            sums = [self._add_up(t, running) for t in group.totals]
-            outputs.append(maker.add_op("Pack", "totals", sums))
+            outputs.append(self.pack("totals", self._sums(running)))
         maker.set_outputs(outputs)
         return Body(maker.finalize(), bool(group.static), bool(group.saved), bool(running))
 
-    def _running(self) -> dict[Value, Value]:
-        """The sums over the microbatches before this one."""
+    def _running(self) -> Sequence[Value]:
+        """The sums over the microbatches before this one, if there were any."""
         if not self.group.totals or self.first:
-            return {}
+            return ()
         parts = [t.part for t in self.group.totals]
-        types = [self._summed_type(v, (0, NOW)) for v in parts]
-        return dict(zip(parts, self.bundle("running", parts, types), strict=True))
+        return self.bundle("running", parts, [self._summed(v, (0, NOW), v) for v in parts])
 
-    def _summed_type(self, v: Value, piece: tuple[int, int]) -> Tensor:
-        t = tensor(v)
-        return t.moved(self.mesh).placed(TIME, t.on(TIME), piece)
+    def _summed(self, part: Value, piece: Piece, whole: Value) -> Type:
+        """The type of a sum of `part` over these microbatches, placed over devices as `whole` is."""
+        key = part.type, whole.type, piece
+        found = self.cut.sums.get(key)
+        if found is None:
+            found = self.cut.sums[key] = tensor(whole).placed(TIME, tensor(part).on(TIME), piece)
+        return self.moved[found]
 
     def _wholes(self) -> None:
         """In an update: the finished sums, whole."""
@@ -253,31 +285,35 @@ class _BodyMaker:
         if not totals:
             return
         everything = (0, self.microbatches)
-        types = [tensor(t.whole).moved(self.mesh).placed(TIME, tensor(t.part).on(TIME), everything) for t in totals]
+        types = [self._summed(t.part, everything, t.whole) for t in totals]
         for t, v in zip(totals, self.bundle("totals", [t.part for t in totals], types), strict=True):
-            self.env[t.whole] = self.maker.add_op("MPIAllreduce", t.whole.name, [v], {"axis": TIME})
+            made = append(self.maker, ALLREDUCE, (v,), OVER_TIME, (t.whole.name,), (self.moved[t.whole.type],))
+            self.env[t.whole] = made[0]
 
-    def _add_up(self, t: Total, running: Mapping[Value, Value]) -> Value:
-        v = self.env[t.part]
-        if running:
-            v = self.maker.add_op("Accumulate", t.part.name, [running[t.part], v])
-        if self.last:
-            for op in t.reduce:
+    def _sums(self, running: Sequence[Value]) -> Iterator[Value]:
+        """What is added up, this microbatch included, and after the last reduced over devices."""
+        for k, t in enumerate(self.group.totals):
+            v = self.env[t.part]
+            if running:
+                total = self._summed(t.part, (0, NOW + 1), t.part)
+                (v,) = append(self.maker, ACCUMULATE, (running[k], v), NO_ATTRIBUTES, (t.part.name,), (total,))
+            for op in t.reduce if self.last else ():
                 v = self.maker.add_op(op.spec, t.part.name, [v], op.attributes)
-        return v
+            yield v
 
     def _op(self, op: Op) -> None:
-        ins = [self._value(v) for v in op.inputs]
+        env, moved = self.env, self.moved
+        for v in op.inputs:
+            if v not in env:
+                self._op(self.cut.free[v])
         attributes = op.attributes
         if "device" in attributes:
-            attributes = {**attributes, "device": self.mesh}
-        self.maker.add_op(op.spec, None, ins, attributes, (), [v.name for v in op.outputs])
-        self.env.update(zip(op.outputs, self.maker.ops[-1].outputs, strict=True))
-
-    def _value(self, v: Value) -> Value:
-        if v not in self.env:
-            self._op(self.cut.free[v])
-        return self.env[v]
+            attributes = Attributes({**attributes, "device": moved.mesh})
+        fresh = self.maker.fresh
+        outputs = tuple([Value(fresh(v.name), moved[v.type]) for v in op.outputs])
+        self.maker.ops.append(Op(op.spec, tuple([env[v] for v in op.inputs]), attributes, outputs))
+        for v, new in zip(op.outputs, outputs, strict=True):
+            env[v] = new
 
 
 def order_of(groups: Mapping[Key, Group], phase: str) -> list[Key]:

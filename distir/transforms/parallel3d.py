@@ -9,7 +9,9 @@ from typing import NamedTuple
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.function import Function, Value
+from distir.ir.kept import kept
 from distir.ir.pause import no_collection
+from distir.transforms.bodies import Cut, cut_bodies
 from distir.transforms.decompose import decompose
 from distir.transforms.pad import pad_like
 from distir.transforms.phases import BACKWARD, FORWARD
@@ -84,8 +86,13 @@ def distribute(
     source, placed = place(decompose(function), data, dp, tp, meshes[0])
     table = make_table(schedule, pp, num_microbatches, chunks)
     overlap, turn = (False, FORWARD) if schedule == DISTIR_2021 else (overlap, BACKWARD)
-    cut, stage = cut_stages(placed, pp * chunks, num_microbatches, cost, turn)
-    return Distributed(pipeline(cut, stage, meshes * chunks, table, host, overlap, turn), placed, source)
+    cut = _cut(placed, pp * chunks, num_microbatches, cost, overlap, turn)
+    return Distributed(pipeline(cut, meshes * chunks, table, host), placed, source)
+
+
+@kept
+def _cut(placed: Function, parts: int, microbatches: int, cost: StageCost, overlap: bool, turn: str) -> Cut:
+    return cut_bodies(*cut_stages(placed, parts, microbatches, cost, turn), overlap, turn)
 
 
 def source_of(distributed: Function, function: Function) -> Function:

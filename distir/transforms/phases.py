@@ -11,9 +11,27 @@ from __future__ import annotations
 
 from distir.ir.device import TIME
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import REPLICATE, Tensor
+from distir.ir.kept import kept
+from distir.ir.type import REPLICATE, Tensor, Type
 
 FREE, PROLOGUE, FORWARD, BACKWARD, UPDATE = "", "P", "F", "B", "U"
+
+
+producers = kept(Function.producers)
+"""`Function.producers`, kept with the function."""
+
+
+@kept
+def users(function: Function) -> dict[Value, list[Op]]:
+    """The ops that use each value, once an operand."""
+    found: dict[Value, list[Op]] = {}
+    for op in function.ops:
+        for v in op.inputs:
+            if v in found:
+                found[v].append(op)
+            else:
+                found[v] = [op]
+    return found
 
 
 def ends_time(op: Op) -> bool:
@@ -34,6 +52,15 @@ def varies(v: Value) -> bool:
     return isinstance(v.type, Tensor) and v.type.on(TIME) is not REPLICATE
 
 
+class Varying(dict[Type, bool]):
+    """`varies` of values of a type, found once a type."""
+
+    def __missing__(self, t: Type) -> bool:
+        found = self[t] = isinstance(t, Tensor) and t.on(TIME) is not REPLICATE
+        return found
+
+
+@kept
 def phases(function: Function, turn: str = BACKWARD) -> dict[Op, str]:
     """The phase of every op of a program that is placed but not scheduled.
 
@@ -48,36 +75,38 @@ def phases(function: Function, turn: str = BACKWARD) -> dict[Op, str]:
     free = set(function.inputs)  # values that any body can have for nothing, or was given
     late: set[Value] = set()
     results = set(function.outputs)
+    varying = Varying()
+    ends: list[Op] = []
     for op in function.ops:
-        if ends_time(op) or any(v in after for v in op.inputs):
+        ins, outs = op.inputs, op.outputs
+        if ended := op.spec.comm is not None and ends_time(op):
+            ends.append(op)
+        if ended or not after.isdisjoint(ins):
             phase[op] = UPDATE
-            after.update(op.outputs)
-        elif _costless(op) and all(v in free for v in op.inputs) and results.isdisjoint(op.outputs):
+            after.update(outs)
+        elif (op.spec.alias or not ins) and free.issuperset(ins) and results.isdisjoint(outs):  # costs nothing
             phase[op] = FREE
-            free.update(op.outputs)
-        elif not any(varies(v) for v in (*op.inputs, *op.outputs)):
+            free.update(outs)
+        elif not any([varying[v.type] for v in (*ins, *outs)]):
             phase[op] = PROLOGUE
-            free.update(op.outputs)
-        elif op in backward or any(v in late for v in op.inputs):
+            free.update(outs)
+        elif op in backward or not late.isdisjoint(ins):
             phase[op] = BACKWARD
-            late.update(op.outputs)
+            late.update(outs)
         else:
             phase[op] = FORWARD
-    producer = function.producers()
-    for op in function.ops:
-        if ends_time(op) and phase[producer[op.inputs[0]]] == FREE:
+    producer = producers(function)
+    for op in ends:
+        if phase[producer[op.inputs[0]]] == FREE:
             phase[producer[op.inputs[0]]] = FORWARD  # what is joined over time must be made somewhere
     return phase
 
 
-def _costless(op: Op) -> bool:
-    return op.spec.alias or not op.inputs
-
-
 def _backward(function: Function) -> set[Op]:
-    if any(op.of for op in function.ops):
-        return {op for op in function.ops if op.of}
-    producer = function.producers()
+    backward = {op for op in function.ops if op.of is not None}
+    if backward:
+        return backward
+    producer = producers(function)
     loss = next((v for v in function.outputs if v not in function.updates), None)
     forward: set[Op] = set()
     todo = [loss] if loss else []

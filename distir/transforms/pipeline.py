@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from distir.ir.device import TIME, Device, Mesh
-from distir.ir.function import Function, FunctionMaker, Op, Value
-from distir.ir.type import REPLICATE, Tensor
-from distir.transforms.bodies import Body, Cut, Group, Key, build_body, cut_bodies, order_of
-from distir.transforms.phases import BACKWARD, PROLOGUE, UPDATE, varies
+from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
+from distir.ir.spec import Spec, lookup
+from distir.ir.type import REPLICATE, Tensor, Tuple, Type
+from distir.transforms.bodies import PACK, Body, Cut, Group, Key, build_body, order_of
+from distir.transforms.known import Moved, append
+from distir.transforms.phases import PROLOGUE, UPDATE
 from distir.transforms.roles import weights
-from distir.transforms.schedule import Slot, Table, interleave
+from distir.transforms.schedule import Need, Slot, Table, interleave
+
+CALL, SEND, RESTRICT, SCATTER, BROADCAST = map(lookup, ("Call", "Send", "Restrict", "MPIScatter", "MPIBroadcast"))
 
 
-def pipeline(
-    function: Function,
-    stage: Mapping[Op, int],
-    meshes: Sequence[Mesh],
-    table: Table,
-    host: Device | None = None,
-    overlap: bool = True,
-    turn: str = BACKWARD,
-) -> Function:
-    """The scheduled program of a placed function; `meshes[s]` is where stage s runs.
+def pipeline(cut: Cut, meshes: Sequence[Mesh], table: Table, host: Device | None = None) -> Function:
+    """The scheduled program of a placed function that is cut into bodies; `meshes[s]` is where stage s runs.
 
     Its inputs are the function's, in order: on `host` if there is one; else a weight on its home stage, and what
-    several stages need on a mesh over all of them. Its outputs are the function's. For `overlap` and
-    `turn` see `cut_bodies`. Raises InfeasibleError if the table would deadlock.
+    several stages need on a mesh over all of them. Its outputs are the function's. Raises InfeasibleError if the
+    table would deadlock.
     """
-    return _Emitter(cut_bodies(function, stage, overlap, turn), meshes, table, host).emit()
+    return _Emitter(cut, meshes, table, host).emit()
 
 
 At = tuple[Value, int, int | None]
@@ -45,12 +41,16 @@ class _Emitter:
         self.bundles: dict[Key, Value] = {}  # static bundles
         self.saved: dict[tuple[int, int], Value] = {}  # (stage, microbatch)
         self.running: dict[Key, Value] = {}
-        self.bodies: dict[tuple[Key, bool, bool], Body] = {}
-        self.done: set[tuple[Key, int]] = set()
+        self.groups = {(key.stage, key.phase): group for key, group in cut.groups.items() if not key.round}
         self.needs = {
-            key: list(dict.fromkeys(cut.owner[v] for v in (*group.received, *group.saved)))
-            for key, group in cut.groups.items()
+            at: list(dict.fromkeys([cut.owner[v] for v in (*group.received, *group.saved)]))
+            for at, group in self.groups.items()
         }
+        self.moved = {mesh: Moved(mesh) for mesh in meshes}
+        self.to = [Attributes(to=mesh) for mesh in meshes]
+        self.beside = [
+            [o for o, other in enumerate(meshes) if other is mesh and o != s] for s, mesh in enumerate(meshes)
+        ]
         self.updated = {old: cut.owner[new].stage for new, old in cut.function.updates.items() if new in cut.owner}
         self.wanted: dict[Value, list[int]] = {}
         for key, group in cut.groups.items():
@@ -62,7 +62,7 @@ class _Emitter:
         self._inputs()
         for key in order_of(self.cut.groups, PROLOGUE):
             self._once(key)
-        interleave(self.table, self._ready, self._slot, self._send_all)
+        interleave(self.table, self._needs, self._slot, self._send_all)
         for op in self.cut.joins:
             self._join(op)
         for key in order_of(self.cut.groups, UPDATE):
@@ -93,42 +93,54 @@ class _Emitter:
                     self._distribute(v, x, t, s)
             elif v in held or len({self.meshes[s] for s in stages}) == 1:
                 home = self._home(v, stages)
-                self.at[v, home, None] = self.maker.add_input_value(v.name, t.moved(self.meshes[home]), v.role)
+                self.at[v, home, None] = self.maker.add_input_value(v.name, self._type(v, home), v.role)
             else:
                 everywhere = everywhere or _union(self.meshes)
                 wide = Tensor(t.dtype, t.shape, everywhere, (REPLICATE, *t.placements))
                 x = self.maker.add_input_value(v.name, wide, v.role)
                 for s in stages:
-                    self.at[v, s, None] = self._beside(v, s) or self.maker.add_op(
-                        "Restrict", v.name, [x], {"to": self.meshes[s]}
-                    )
+                    self.at[v, s, None] = self._beside(v, s, None) or self._on(v, s, RESTRICT, x, self.to[s])
 
     def _home(self, v: Value, stages: Sequence[int]) -> int:
         """The stage that updates a weight; without an update, the first that uses it."""
         return self.updated.get(v, stages[0])
 
     def _distribute(self, v: Value, x: Value, t: Tensor, s: int) -> None:
-        split = any(p is not REPLICATE for p in t.placements)
-        kind = "MPIScatter" if split else "MPIBroadcast"
-        attributes = {"to": self.meshes[s], **({"placements": t.placements} if split else {})}
-        self.at[v, s, None] = self.maker.add_op(kind, v.name, [x], attributes)
+        if any(p is not REPLICATE for p in t.placements):
+            attributes = Attributes(to=self.meshes[s], placements=t.placements)
+            self.at[v, s, None] = self._on(v, s, SCATTER, x, attributes)
+        else:
+            self.at[v, s, None] = self._on(v, s, BROADCAST, x, self.to[s])
+
+    def _type(self, v: Value, s: int) -> Type:
+        """What the value is on a stage."""
+        return self.moved[self.meshes[s]][v.type]
+
+    def _on(self, v: Value, s: int, spec: Spec, x: Value, attributes: Attributes, i: int | None = None) -> Value:
+        """Append the op that takes `x`, where it is, to a stage."""
+        t = self._type(v, s)
+        return append(self.maker, spec, (x,), attributes, (v.name,), (t if i is None else t.at(i),))[0]
 
     def _get(self, v: Value, s: int, i: int | None) -> Value:
         """The value on a stage: there already, or sent from where it is."""
-        i = i if varies(v) else None
+        if i is not None and not self.cut.varying[v.type]:
+            i = None
         here = self.at.get((v, s, i))
-        if here is None and (here := self._beside(v, s, i)) is None:
-            there = self.cut.owner[v].stage if v in self.cut.owner else self._found(v)
-            there = there if (v, there, i) in self.at else self._found(v)
-            here = self.maker.add_op("Send", v.name, [self.at[v, there, i]], {"to": self.meshes[s]})
-        self.at[v, s, i] = here
+        if here is None:
+            here = self._beside(v, s, i)
+            if here is None:
+                there = self.cut.owner[v].stage if v in self.cut.owner else self._found(v)
+                there = there if (v, there, i) in self.at else self._found(v)
+                here = self._on(v, s, SEND, self.at[v, there, i], self.to[s], i)
+            self.at[v, s, i] = here
         return here
 
-    def _beside(self, v: Value, s: int, i: int | None = None) -> Value | None:
+    def _beside(self, v: Value, s: int, i: int | None) -> Value | None:
         """The value as another stage on the same mesh has it."""
-        mesh = self.meshes[s]
-        others = range(s % len(self.table), len(self.meshes), len(self.table))
-        return next((self.at[v, o, i] for o in others if self.meshes[o] is mesh and (v, o, i) in self.at), None)
+        for o in self.beside[s]:
+            if (v, o, i) in self.at:
+                return self.at[v, o, i]
+        return None
 
     def _found(self, v: Value) -> int:
         return next(s for s in range(len(self.meshes)) if (v, s, None) in self.at)
@@ -147,17 +159,16 @@ class _Emitter:
             args.append(self._totals(group))
         self._call(group, body, args, None)
 
-    def _ready(self, slot: Slot) -> bool:
-        needs = self.needs.get(Key(slot.phase, slot.stage), ())
-        return all((key, slot.microbatch) in self.done for key in needs)
+    def _needs(self, slot: Slot) -> list[Need]:
+        s, phase, i = slot
+        return [(key.stage, key.phase, i) for key in self.needs.get((s, phase), ())]
 
     def _slot(self, slot: Slot) -> None:
-        key = Key(slot.phase, slot.stage)
-        i = slot.microbatch
-        group = self.cut.groups.get(key)
-        self.done.add((key, i))
+        s, phase, i = slot
+        group = self.groups.get((s, phase))
         if group is None:
             return
+        key = group.key
         last = i == self.microbatches - 1 and any(t.reduce for t in group.totals)
         body = self._body(group, i == 0, last or self.microbatches == 1)
         args = self._static(group, body)
@@ -171,18 +182,20 @@ class _Emitter:
     def _body(self, group: Group, first: bool, last: bool) -> Body:
         if not group.totals:
             first = last = True
-        key = group.key, first, last
-        if key not in self.bodies:
-            mesh = self.meshes[group.key.stage]
-            self.bodies[key] = build_body(self.cut, group, mesh, self.microbatches, first, last)
-        return self.bodies[key]
+        mesh = self.meshes[group.key.stage]
+        key = group.key, mesh, first, last
+        body = self.cut.bodies.get(key)
+        if body is None:
+            body = build_body(self.cut, group, self.moved[mesh], self.microbatches, first, last)
+            self.cut.bodies[key] = body
+        return body
 
     def _static(self, group: Group, body: Body) -> list[Value]:
         if not body.static:
             return []
         if group.key not in self.bundles:
             values = [self._get(v, group.key.stage, None) for v in group.static]
-            self.bundles[group.key] = self.maker.add_op("Pack", f"{body.function.name}.static", values)
+            self.bundles[group.key] = self._pack(f"{body.function.name}.static", values)
         return [self.bundles[group.key]]
 
     def _totals(self, group: Group) -> Value:
@@ -194,22 +207,29 @@ class _Emitter:
                 return self.running[key]
             values = self.maker.add_op("Unpack", None, [self.running[key]], None, (), [v.name for v in owned])
             parts.update(zip(owned, values if isinstance(values, tuple) else (values,), strict=True))
-        return self.maker.add_op("Pack", "totals", [parts[t.part] for t in group.summed])
+        return self._pack("totals", [parts[t.part] for t in group.summed])
+
+    def _pack(self, name: str, values: Sequence[Value]) -> Value:
+        t = Tuple([v.type for v in values])
+        return append(self.maker, PACK, tuple(values), NO_ATTRIBUTES, (name,), (t,))[0]
 
     def _call(self, group: Group, body: Body, args: Sequence[Value], i: int | None) -> None:
         key = group.key
-        suffix = "" if i is None else f".{i}"
-        names = [v.name + suffix for v in body.function.outputs]
-        attributes = {} if i is None else {"mb": i}
-        results = self.maker.add_op("Call", None, args, attributes, (body.function,), names)
-        outs = list(results) if isinstance(results, tuple) else [results]
+        results = body.function.outputs
+        if i is None:
+            attributes = Attributes(callee=body.function)
+            names, types = [v.name for v in results], [v.type for v in results]
+        else:
+            attributes = Attributes(mb=i, callee=body.function)
+            names, types = [f"{v.name}.{i}" for v in results], [v.type.at(i) for v in results]
+        outs = list(append(self.maker, CALL, tuple(args), attributes, names, types))
         if group.keeps:
             self.saved[key.stage, i or 0] = outs.pop(0)
         for v in group.sends:
-            self.at[v, key.stage, i if varies(v) else None] = outs.pop(0)
+            self.at[v, key.stage, i if self.cut.varying[v.type] else None] = outs.pop(0)
         if group.totals:
             self.running[key] = outs.pop(0)
-        self.unsent += [(v, s, i) for v in group.sends for s in self.wanted.get(v, [])]
+        self.unsent += [(v, s, i) for v in group.sends for s in self.wanted.get(v, ())]
 
     def _send_all(self) -> None:
         """What the slots of a time step made: when all of them run, so that no receiver waits before its own slot."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from distir.ir.errors import InfeasibleError, UsageError
@@ -135,12 +135,13 @@ Schedule = str | Generator | PipeDreamScheduler | Table
 def make_table(schedule: Schedule, ranks: int, microbatches: int, chunks: int = 1) -> Table:
     """The table of a named schedule, a generator, or a table as it is.
 
-    Raises UsageError for an unknown name, InfeasibleError for a table of another size or one that would deadlock.
+    Raises UsageError for an unknown name, InfeasibleError for a table of another size or one that would deadlock; the
+    tables of named schedules are right by construction.
     """
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
             raise UsageError(f"unknown schedule {schedule!r}", f"known are {', '.join(sorted(SCHEDULES))}")
-        schedule = SCHEDULES[schedule]
+        return SCHEDULES[schedule](ranks, microbatches, chunks)
     if isinstance(schedule, PipeDreamScheduler):
         table = schedule(ranks)
     elif callable(schedule):
@@ -177,20 +178,15 @@ def cycles(table: Table) -> list[list[Slot]]:
     Raises InfeasibleError, the waiting cells marked, if the table would deadlock.
     """
     stages = 1 + max((slot.stage for row in table for slot in row), default=0)
-    done: set[Slot] = set()
     steps: list[list[Slot]] = [[]]
 
-    def ready(slot: Slot) -> bool:
+    def needs(slot: Slot) -> list[Need]:
         s, phase, i = slot
         if phase == FORWARD:
-            return s == 0 or Slot(s - 1, FORWARD, i) in done
-        return Slot(s, FORWARD, i) in done and (s == stages - 1 or Slot(s + 1, BACKWARD, i) in done)
+            return [(s - 1, FORWARD, i)] if s else []
+        return [(s, FORWARD, i), *([(s + 1, BACKWARD, i)] if s < stages - 1 else [])]
 
-    def end() -> None:
-        done.update(steps[-1])
-        steps.append([])
-
-    interleave(table, ready, lambda slot: steps[-1].append(slot), end)
+    interleave(table, needs, lambda slot: steps[-1].append(slot), lambda: steps.append([]))
     return steps[:-1]
 
 
@@ -242,22 +238,52 @@ def parse_table(text: str) -> Table:
     return table
 
 
-def interleave(
-    table: Table, ready: Callable[[Slot], bool], run: Callable[[Slot], None], end: Callable[[], None] = lambda: None
-) -> None:
-    """Run the slots of all rows in time steps, each as soon as it is ready; `end` is called after each step.
+Need = tuple[int, str, int]
+"""A slot that another needs, as a plain tuple."""
 
-    Raises InfeasibleError, showing the grid with the waiting cells marked, if the table would deadlock.
+
+def interleave(
+    table: Table,
+    needs: Callable[[Slot], Iterable[Need]],
+    run: Callable[[Slot], None],
+    end: Callable[[], None] = lambda: None,
+) -> None:
+    """Run the slots of all rows in time steps, each as soon as all it needs ran in earlier ones.
+
+    `end` is called after each step. Raises InfeasibleError, showing the grid with the waiting cells marked, if the
+    table would deadlock.
     """
     position = [0] * len(table)
-    while any(at < len(row) for at, row in zip(position, table, strict=True)):
-        now = [r for r, row in enumerate(table) if position[r] < len(row) and ready(row[position[r]])]
+    done: set[Need] = set()
+    waiting: dict[Need, list[int]] = {}  # rows, by the first slot that they wait for
+    now: list[int] = []
+
+    def look(r: int) -> None:
+        for need in needs(table[r][position[r]]):
+            if need not in done:
+                waiting.setdefault(need, []).append(r)
+                return
+        now.append(r)
+
+    rows = [r for r, row in enumerate(table) if row]
+    while rows:
+        for r in rows:  # that have moved on, or waited for what has run
+            look(r)
         if not now:
-            raise InfeasibleError(f"the schedule deadlocks; cells marked ! wait for ever:\n{_marked(table, position)}")
-        for r in now:
-            run(table[r][position[r]])
-            position[r] += 1
+            break
+        step = [(r, table[r][position[r]]) for r in sorted(now)]
+        now.clear()
+        for _, slot in step:
+            run(slot)
         end()
+        done.update([slot for _, slot in step])
+        rows = [r for _, slot in step for r in waiting.pop(slot, ())]
+        for r, _ in step:
+            position[r] += 1
+            if position[r] < len(table[r]):
+                rows.append(r)
+    if any(at < len(row) for at, row in zip(position, table, strict=True)):
+        raise InfeasibleError(f"the schedule deadlocks; cells marked ! wait for ever:\n{_marked(table, position)}")
 
 
 def _marked(table: Table, position: Sequence[int]) -> str:

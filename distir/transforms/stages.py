@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from distir.ir.errors import InfeasibleError
 from distir.ir.function import Function, Op, Value
+from distir.ir.kept import kept
 from distir.ops.rules import shape_of, tensor
+from distir.transforms.balance import Choices, balanced, choices
+from distir.transforms.canonical import canonical_order
 from distir.transforms.lift import lift_sums
-from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
+from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases, producers, users
 from distir.transforms.roles import WEIGHTS
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FLOP_PER_BYTE = 100.0
 """Of the plain default cost: accelerators do about this many FLOPs in the time they move a byte of memory."""
 LINK_PER_MEMORY = 30.0
 """And a link between stages is slower than memory by about this factor."""
-_CANDIDATES = 400
 
 
 class StageCost(NamedTuple):
-    """What stages are balanced by: the cost of an op on one device, and of a byte sent to the next stage."""
+    """What stages are balanced by: the cost of an op on one device, and of a byte sent to the next stage.
+
+    Ops of one spec, attributes and types cost the same.
+    """
 
     op: Callable[[Op], float]
     sent: float
@@ -42,136 +41,6 @@ def plain_cost(op: Op) -> float:
 PLAIN = StageCost(plain_cost, FLOP_PER_BYTE * LINK_PER_MEMORY)
 
 
-def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
-    """These ops of a function, in a topological order that depends neither on names nor on the order they are given in.
-
-    Ops with more work after them come first, so that what is needed late comes late; equals go by a hash of the term,
-    and ops that compute the same by the place of their results among the function's.
-    """
-    made = {v for op in ops for v in op.outputs}
-    depth: dict[Value, int] = {}
-    height: dict[Op, int] = {}
-    for op in reversed(ops):
-        height[op] = 1 + max((depth.get(v, 0) for v in op.outputs), default=0)
-        for v in op.inputs:
-            if v in made:
-                depth[v] = max(depth.get(v, 0), height[op])
-    name = _term_names(function)
-    place = {v: i for i, v in enumerate(function.outputs)}
-    return sorted(ops, key=lambda op: (-height[op], name[op], [place.get(v, -1) for v in op.outputs]))
-
-
-def _term_names(function: Function) -> dict[Op, str]:
-    """A hash of what each op computes, from the positions of the inputs on."""
-    digest = {v: f"in{i}" for i, v in enumerate(function.inputs)}
-    name: dict[Op, str] = {}
-    for op in function.ops:
-        text = f"{op.spec.name}|{dict(op.attributes)!r}|" + ",".join([digest[v] for v in op.inputs])
-        name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        for k, v in enumerate(op.outputs):
-            digest[v] = f"{name[op]}.{k}"
-    return name
-
-
-def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:
-    """Where to cut a sequence into `parts` so that the dearest part is cheapest.
-
-    `crossing[i]` is paid by both sides; a part with two ends pays the dearer of them.
-    Returns parts - 1 positions (the first index of each later part). Of a long sequence only the cheapest crossings
-    are considered. Raises InfeasibleError if there are fewer elements than parts.
-    """
-    import numpy as np
-
-    n = len(costs)
-    _check_pieces(n, parts)
-    inner = list(range(1, n))
-    if len(inner) > _CANDIDATES:
-        keep = max(_CANDIDATES, parts)
-        inner = sorted(sorted(inner, key=lambda i: (crossing[i], i))[:keep])
-    at = [0, *inner, n]
-    total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])[at]
-    toll = np.array([0.0, *[crossing[i] for i in inner], 0.0])
-    return [at[k] for k in _best_chain(total, toll, np.triu(np.ones((len(at), len(at)), bool), 1), parts)]
-
-
-def _check_pieces(count: int, parts: int) -> None:
-    if count < parts:
-        raise InfeasibleError(f"{count} cuttable pieces cannot make {parts} stages", f"use at most --pp {count}")
-
-
-def _best_chain(total: np.ndarray, toll: np.ndarray, within: np.ndarray, parts: int) -> list[int]:
-    """Of growing sets, the first empty and the last all, parts - 1 of which each is `within` the next.
-
-    `total[k]` is the cost of all in set k, `toll[k]` of what crosses its border; a difference costs what is in it and
-    the dearer of its borders, for the links to both sides work at the same time. The dearest difference is cheapest,
-    and of the chains of which that holds the one whose differences are most alike.
-    """
-    import numpy as np
-
-    part = np.where(within, total[None, :] - total[:, None] + np.maximum(toll[None, :], toll[:, None]), np.inf)
-    best = part[0]
-    for _ in range(parts - 1):
-        best = np.min(np.maximum(best[:, None], part), axis=0)
-    square = np.where(part <= best[-1] * (1 + 1e-9), part**2, np.inf)
-    best = square[0]
-    back: list[np.ndarray] = []
-    for _ in range(parts - 1):
-        both = best[:, None] + square
-        back.append(np.argmin(both, axis=0))
-        best = np.min(both, axis=0)
-    chain: list[int] = []
-    k = len(total) - 1
-    for choice in reversed(back):
-        k = int(choice[k])
-        chain.append(k)
-    return chain[::-1]
-
-
-def _balanced(forward: Sequence[Op], costs: Sequence[float], byte: float, parts: int) -> dict[Op, int]:
-    """The stages of ops in topological order: the best of all ways to cut them, or, if these are very many, of the
-    ways to cut them in that order."""
-    import numpy as np
-
-    _check_pieces(len(forward), parts)
-    sets = _closed_sets(forward, _CANDIDATES)
-    if sets is None:
-        cuts = balanced_cut(costs, _crossing(forward, byte), parts)
-        return {op: sum(i >= c for c in cuts) for i, op in enumerate(forward)}
-    total = np.array([sum(c for i, c in enumerate(costs) if s >> i & 1) for s in sets])
-    toll = np.array(_borders(forward, sets, byte))
-    within = np.array([[a != b and a & ~b == 0 for b in sets] for a in sets])
-    chain = [sets[k] for k in _best_chain(total, toll, within, parts)]
-    return {op: sum(not s >> i & 1 for s in chain) for i, op in enumerate(forward)}
-
-
-def _closed_sets(forward: Sequence[Op], most: int) -> list[int] | None:
-    """All sets of ops (bit i: op i) that hold what their ops use, smallest first; None if more than `most`."""
-    place = {v: i for i, op in enumerate(forward) for v in op.outputs}
-    needs = [sum(1 << i for i in {place[v] for v in op.inputs if v in place}) for op in forward]
-    found = row = {0}
-    while row:
-        row = {s | 1 << i for s in row for i, need in enumerate(needs) if not s >> i & 1 and need & ~s == 0}
-        found = found | row
-        if len(found) > most:
-            return None
-    return sorted(found, key=lambda s: (s.bit_count(), s))
-
-
-def _borders(forward: Sequence[Op], sets: Sequence[int], byte: float) -> list[float]:
-    """Per set the cost of sending what is made in it and used outside, and its gradient back."""
-    users: dict[Value, int] = {}
-    for i, op in enumerate(forward):
-        for v in op.inputs:
-            users[v] = users.get(v, 0) | 1 << i
-    made = [(i, users[v], _sent(v, byte)) for i, op in enumerate(forward) for v in op.outputs if v in users]
-    return [sum(sent for i, used, sent in made if s >> i & 1 and used & ~s) for s in sets]
-
-
-def _sent(v: Value, byte: float) -> float:
-    """What it costs to send a value to another stage, and its gradient back."""
-    return 2 * byte * math.prod(shape_of(v)) * tensor(v).dtype.size
-
-
 def cut_stages(
     function: Function, parts: int, microbatches: int, cost: StageCost = PLAIN, turn: str = BACKWARD
 ) -> tuple[Function, dict[Op, int]]:
@@ -183,14 +52,35 @@ def cut_stages(
     phase = phases(function, turn)
     if parts == 1:
         return function, {op: 0 for op in function.ops if phase[op] != FREE}
-    forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
-    follow = _following_cost(function, phase, forward, microbatches, cost.op)
-    costs = [cost.op(op) + follow.get(op, 0.0) for op in forward]
-    stage = _balanced(forward, costs, cost.sent, parts)
+    stage = balanced(_choices(function, microbatches, cost, turn), parts)
     _backward_stages(function, phase, stage, parts)
     function, stage = lift_sums(function, stage)
     _once_stages(function, phases(function, turn), stage)
     return function, stage
+
+
+@kept
+def _choices(function: Function, microbatches: int, cost: StageCost, turn: str) -> Choices:
+    """How the forward ops can be cut, each at the cost of all that follows it."""
+    phase = phases(function, turn)
+    forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
+    price = _priced(cost.op)
+    follow = _following_cost(function, phase, forward, microbatches, price)
+    return choices(forward, [price(op) + follow.get(op, 0.0) for op in forward], cost.sent)
+
+
+def _priced(cost: Callable[[Op], float]) -> Callable[[Op], float]:
+    """The same, asked once for ops of one spec, attributes and types."""
+    known: dict[tuple[object, ...], float] = {}
+
+    def price(op: Op) -> float:
+        key = op.spec, op.attributes, tuple([v.type for v in op.inputs])
+        found = known.get(key)
+        if found is None:
+            found = known[key] = cost(op)
+        return found
+
+    return price
 
 
 def _following_cost(
@@ -223,7 +113,10 @@ def _following_cost(
 
 def _likely_forward(op: Op, touched: Mapping[Value, Sequence[Op]]) -> Op | None:
     """Of a backward op without `of`: the last forward op of those that make or use most of what it saved."""
-    count = Counter(f for v in op.inputs for f in touched.get(v, ()))
+    count: dict[Op, int] = {}
+    for v in op.inputs:
+        for f in touched.get(v, ()):
+            count[f] = count.get(f, 0) + 1
     most = max(count.values(), default=0)
     return next((f for f in reversed(count) if count[f] == most), None)
 
@@ -234,7 +127,8 @@ def _first_users(function: Function, phase: Mapping[Op, str], forward: Sequence[
     for op in function.ops:
         if phase[op] == FREE:
             for v in op.inputs:
-                root.update(dict.fromkeys(op.outputs, root[v]) if v in root else {})
+                if v in root:
+                    root.update(dict.fromkeys(op.outputs, root[v]))
     user: dict[Value, Op] = {}
     for op in forward:
         for v in op.inputs:
@@ -243,88 +137,64 @@ def _first_users(function: Function, phase: Mapping[Op, str], forward: Sequence[
     return user
 
 
-def _crossing(forward: Sequence[Op], byte: float) -> list[float]:
-    """Per position the cost of sending what was made before it and is used from it on (and its gradient back)."""
-    place = {op: i for i, op in enumerate(forward)}
-    made = {v: i for op, i in place.items() for v in op.outputs}
-    last = dict(made)
-    for op, i in place.items():
-        for v in op.inputs:
-            if v in last:
-                last[v] = max(last[v], i)
-    change = [0.0] * (len(forward) + 1)
-    for v, i in made.items():
-        change[i + 1] += _sent(v, byte)
-        change[last[v] + 1] -= _sent(v, byte)
-    total, result = 0.0, []
-    for x in change:
-        total += x
-        result.append(max(total, 0.0))
-    return result
-
-
 def _backward_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int], parts: int) -> None:
     """A backward op goes to its forward op's stage; without one, to the latest where all it saved is at hand.
 
     Never later than the stage a gradient comes from: gradients flow backward only.
     """
-    producer = function.producers()
-    available: dict[Value, set[int]] = {}
+    producer = producers(function)
+    available: dict[Value, int] = {}  # bit s: on stage s
     for op in function.ops:
         if phase[op] == FORWARD:
+            here = 1 << stage[op]
             for v in (*op.inputs, *op.outputs):
-                available.setdefault(v, set()).add(stage[op])
+                available[v] = available.get(v, 0) | here
     for op in function.ops:
         if phase[op] != BACKWARD:
             continue
         made = [producer[v] for v in op.inputs if v in producer]
-        top = min((stage[p] for p in made if phase[p] == BACKWARD), default=parts - 1)
+        top = min([stage[p] for p in made if phase[p] == BACKWARD], default=parts - 1)
         if op.of is not None and op.of in stage:
             stage[op] = min(stage[op.of], top)
             continue
-        saved = [v for v in op.inputs if v in available]
-        at_hand = set(range(top + 1))
-        for v in saved:
-            at_hand &= available[v]
-        latest = [max(available[v]) for v in saved]
-        stage[op] = max(at_hand) if at_hand else min([top, *latest])
+        saved = [available[v] for v in op.inputs if v in available]
+        at_hand = (1 << top + 1) - 1
+        for stages in saved:
+            at_hand &= stages
+        stage[op] = at_hand.bit_length() - 1 if at_hand else min([top, *[x.bit_length() - 1 for x in saved]])
 
 
 def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int]) -> None:
     """Prologue ops go to their first user's stage, updates to their weight's home, sums to where they accumulate."""
-    producer = function.producers()
-    users: dict[Value, list[Op]] = {}
-    for op in function.ops:
-        for v in op.inputs:
-            users.setdefault(v, []).append(op)
-    home = homes(function, phase, stage)
+    producer = producers(function)
+    used = users(function)
     updates = [op for op in function.ops if phase[op] == UPDATE]
+    home = homes(function, phase, stage)
     for op in updates:
-        owned = [home[v] for v in op.inputs if v in home and v.kind in WEIGHTS]
-        if ends_time(op):
+        if op.spec.comm is not None and ends_time(op):
             stage[op] = stage[producer[op.inputs[0]]]
-        elif owned:
+        elif owned := [home[v] for v in op.inputs if v in home and v.kind in WEIGHTS]:
             stage[op] = max(owned)
     for op in updates:
         if op not in stage:
             above = {stage[producer[v]] for v in op.inputs if v in producer and producer[v] in stage}
-            below = [stage[u] for v in op.outputs for u in users.get(v, ()) if u in stage]
+            below = [stage[u] for v in op.outputs for u in used.get(v, ()) if u in stage]
             stage[op] = above.pop() if len(above) == 1 or not below else min(below)
     for op in reversed(function.ops):
         if phase[op] == PROLOGUE:
-            below = [s for v in op.outputs for s in _user_stages(v, users, phase, stage)]
+            below = [s for v in op.outputs for s in _user_stages(v, used, phase, stage)]
             stage[op] = min(below, default=0)
 
 
 def _user_stages(
-    v: Value, users: Mapping[Value, Sequence[Op]], phase: Mapping[Op, str], stage: Mapping[Op, int]
+    v: Value, used: Mapping[Value, Sequence[Op]], phase: Mapping[Op, str], stage: Mapping[Op, int]
 ) -> list[int]:
     """The stages of the ops that use a value, through free ops."""
     found: list[int] = []
-    for op in users.get(v, ()):
+    for op in used.get(v, ()):
         if phase[op] == FREE:
             for w in op.outputs:
-                found += _user_stages(w, users, phase, stage)
+                found += _user_stages(w, used, phase, stage)
         elif op in stage:
             found.append(stage[op])
     return found

@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distir.ir import verify
 from distir.ir.errors import InfeasibleError, UsageError
-from distir.transforms.parallel3d import parallel_transform_3d
+from distir.transforms.bodies import cut_bodies
+from distir.transforms.parallel3d import parallel_transform_3d, stage_meshes
 from distir.transforms.phases import BACKWARD, FORWARD
+from distir.transforms.pipeline import pipeline
 from distir.transforms.schedule import (
     PipeDreamScheduler,
     Slot,
@@ -24,7 +27,8 @@ from distir.transforms.schedule import (
     one_f_one_b,
     parse_table,
 )
-from tests.transforms.programs import TOLERANCE, Plan, error, run, written_mlp
+from distir.transforms.stages import cut_stages
+from tests.transforms.programs import TOLERANCE, Plan, distributed, error, run, written_mlp
 
 ranks, microbatches = st.integers(1, 6), st.integers(1, 8)
 
@@ -91,12 +95,16 @@ def test_interleave_runs_all_in_an_order_that_was_ready() -> None:
     ran: list[Slot] = []
     table = one_f_one_b(3, 3)
 
-    def ready(slot: Slot) -> bool:
+    def needs(slot: Slot) -> list[Slot]:
         if slot.phase == FORWARD:
-            return slot.stage == 0 or slot._replace(stage=slot.stage - 1) in ran
-        return slot.stage == 2 or slot._replace(stage=slot.stage + 1) in ran
+            return [slot._replace(stage=slot.stage - 1)] if slot.stage else []
+        return [slot._replace(stage=slot.stage + 1)] if slot.stage < 2 else []
 
-    interleave(table, ready, ran.append)
+    def run(slot: Slot) -> None:
+        assert all(need in ran for need in needs(slot))
+        ran.append(slot)
+
+    interleave(table, needs, run)
     assert sorted(ran) == sorted(slot for row in table for slot in row)
     for row in table:
         assert [slot for slot in ran if slot in row] == row
@@ -112,6 +120,18 @@ def test_names_generators_tables_and_schedulers() -> None:
         make_table(PipeDreamScheduler(3), 2, 4)
     with pytest.raises(InfeasibleError, match="3 microbatches do not divide by 2 pipeline ranks"):
         make_table("interleaved", 2, 3, 2)
+
+
+def test_schedules_of_one_cut_share_their_bodies() -> None:
+    program, plan = written_mlp(), Plan(1, 1, 2, 4)
+    meshes, _ = stage_meshes(1, 1, 2, plan.devices, 4)
+    placed = distributed(program, plan).placed
+    cut = cut_bodies(*cut_stages(placed, 2, 4))
+    one, other = (pipeline(cut, meshes, generator(2, 4)) for generator in (gpipe, one_f_one_b))
+    assert set(one.callees()) == set(other.callees())
+    for function in (one, other):
+        verify(function)
+        assert error(run(function, program), program.results()) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from distir.ir.function import Role
 from distir.ir.type import Float64, Tensor
 from distir.models import mlp
 from distir.ops.rules import shape_of, tensor
+from distir.transforms.balance import balanced_cut
 from distir.transforms.phases import BACKWARD, FORWARD, phases
-from distir.transforms.stages import PLAIN, balanced_cut, cut_stages
+from distir.transforms.stages import PLAIN, cut_stages
 from distir.transforms.training import training_step
 from tests.transforms.programs import BATCH, Plan, Program, check, distributed, error, gpt2_tiny, run, small_gpt
 
