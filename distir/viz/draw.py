@@ -94,14 +94,19 @@ def curves(
     """Lines side by side: {title of a panel: {name of a line: [(x, y), ...]}}.
 
     `x` and `y` are what the axes show, with units; `log` names those ("x", "y") that grow by powers of two (x) or ten
-    (y). All panels share the axes.
+    (y). All panels share the axes. Lines of one name have one colour; where no two panels have a line in common each
+    has its own legend.
     """
     if unknown := set(log) - {"x", "y"}:
         raise UsageError(f"log names the axes x and y, got {min(unknown)!r}")
-    figure = _figure(max(4.5, 2.6 * len(panels)), 3.2)
+    names = [name for lines in panels.values() for name in lines]
+    shared = len(set(names)) < len(names)
+    figure = _figure(max(4.5, (2.6 if shared else 3.4) * len(panels)), 3.2 if shared else 3.6)
     found = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0] if panels else []
     colours: dict[str, str] = {}
     for axes, (title, lines) in zip(found, panels.items(), strict=True):
+        if not shared:
+            colours = {}
         for name, points in lines.items():
             colour = colours.setdefault(name, f"C{len(colours)}")
             axes.plot(
@@ -115,9 +120,11 @@ def curves(
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         if "y" in log:
             axes.set_yscale("log")
+        if len(lines) > 1 and not shared:
+            axes.legend(fontsize="small")
     if len(found):
         found[0].set_ylabel(y)
-    if len(colours) > 1:
+    if shared:
         _legend(figure, colours)
     return figure
 
