@@ -1,4 +1,7 @@
-"""The notebooks run from a clean kernel, and their figures show the numbers of the committed ones."""
+"""The notebooks run from a clean kernel, and their figures show the numbers of the committed ones.
+
+Where predictions change for good: `jupyter execute --inplace notebooks/*.ipynb`, and see that the text is still right.
+"""
 
 import copy
 import os
@@ -47,13 +50,14 @@ def assert_same_figures(got, want):
     assert len(got) == len(want)
     for a, b in zip([p for panels in got for p in panels], [p for panels in want for p in panels], strict=True):
         assert [a[k] for k in ("title", "x", "y")] == [b[k] for k in ("title", "x", "y")]
+        title = a["title"]
         a, b = panel_numbers(a), panel_numbers(b)
         assert a.keys() == b.keys()
         for key in a:
             assert len(a[key]) == len(b[key])
             for points, wanted in zip(a[key], b[key], strict=True):
                 flat, wanted = [x for p in points for x in p], [x for p in wanted for x in p]
-                assert flat == pytest.approx(wanted, rel=1e-9, abs=1e-12), key
+                assert flat == pytest.approx(wanted, rel=1e-9, abs=1e-12), (title, *key)
 
 
 @pytest.mark.parametrize("name", FIGURES)
