@@ -32,6 +32,12 @@ def trained():
     return distir.load(GPT, {"batch": 8}, loss="cross-entropy", optimizer=AdamW(1e-3), dtype="float64")
 
 
+def test_a_model_prints_in_a_line(trained):
+    gpt2 = distir.load(GPT, {"batch": 8})
+    assert repr(gpt2) == "Model(gpt2-tiny.onnx: 86 ops, 133,696 parameters, data (%input_ids: i64[8, 16]))"
+    assert repr(trained).endswith("data (%input_ids: i64[8, 16], %labels: i64[8, 16]))")
+
+
 # ---------------------------------------------------------------- plans
 
 

@@ -13,15 +13,22 @@ LAYERS = [
     {"ir"},
     {"ops"},
     {"importer", "transforms", "executor", "hardware"},
-    {"models", "backends"},
+    {"models", "backends", "viz"},
     {"api"},
     {"cli"},
     {"__main__"},
 ]
 """From the lowest. Each part may import itself and what is in layers below."""
-HOME = {"onnx": {"importer"}, "torch": {"backends"}, "rich": {"cli"}, "networkx": {"ir"}, "prettyprinter": {"ir"}}
+HOME = {
+    "onnx": {"importer"},
+    "torch": {"backends"},
+    "matplotlib": {"viz"},
+    "rich": {"cli"},
+    "networkx": {"ir"},
+    "prettyprinter": {"ir"},
+}
 """Where alone a package is imported."""
-HEAVY = {"numpy", "onnx", "torch", "networkx", "prettyprinter", "rich", "ml_dtypes"}
+HEAVY = {"numpy", "onnx", "torch", "networkx", "prettyprinter", "rich", "ml_dtypes", "matplotlib"}
 
 
 def layer(part):

@@ -24,6 +24,7 @@ NAMES = {
     "distir.executor.cost_model": ["CostModel"],
     "distir.transforms": ["PipeDreamScheduler", "parallel_transform_3d", "steady_state_transform"],
     "distir.models": ["gpt", "mlp"],
+    "distir.viz": ["curves", "memory", "timeline"],
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ class Model:
     def name(self) -> str:
         """The file's name, or the function's."""
         return self.path.name if self.path else self.function.name
+
+    def __repr__(self) -> str:
+        inputs = self.function.inputs
+        size = sum(prod(v.type.global_shape) for v in inputs if v.kind == "parameter" and isinstance(v.type, Tensor))
+        data = ", ".join(f"%{v.name}: {v.type}" for v in inputs if v.kind == "data")
+        return f"Model({self.name}: {len(self.function.ops)} ops, {size:,} parameters, data ({data}))"
 
     @property
     def batch(self) -> int:

@@ -123,14 +123,17 @@ class Fit(NamedTuple):
 
 
 class Simulation:
-    """What a run takes. Seconds and bytes. Prints as a table; all but the times is worked out when asked for."""
+    """What a run takes. Seconds and bytes. Prints as a table; all but the times is worked out when asked for.
+
+    `run` is when each part of the program ended (see `distir.executor.trace.walk`).
+    """
 
     def __init__(
         self, program: Program, clock: list[float], run: Run, batch: int | None = None, tokens: int | None = None
     ) -> None:
         self.program = program
         self.batch, self.tokens = batch, tokens
-        self._run = run
+        self.run = run
         self._ends = [max([clock[s] for s in streams], default=0.0) for _, streams in device_streams(program)]
 
     @property
@@ -162,19 +165,19 @@ class Simulation:
     @cached_property
     def trace(self) -> Trace:
         """One event per op and device, made when looked at."""
-        return Trace(self.program, self._run)
+        return Trace(self.program, self.run)
 
     def to_chrome(self, path: str | Path) -> None:
         """Write a trace that Chrome and Perfetto open: a process a device class, a thread a stream."""
         classes = range(len(self.program.classes.sizes))
-        write_chrome(path, self.program, self._run, {c: self._memory.use(c) for c in classes})
+        write_chrome(path, self.program, self.run, {c: self._memory.use(c) for c in classes})
 
     @cached_property
     def stages(self) -> list[Stage]:
         """What each class of devices did, in order of devices; compute, communication and bubble make `seconds`."""
         classes = self.program.classes
         rows: list[Stage] = []
-        for c, (compute, busy) in enumerate(busy_times(self._run)):
+        for c, (compute, busy) in enumerate(busy_times(self.run)):
             use = self._memory.use(c).total
             rows.append(Stage(classes.label(c), classes.sizes[c], compute, busy - compute, self.seconds - busy, use))
         return rows

@@ -1,0 +1,11 @@
+"""Figures of results: functions that take a result and give a matplotlib figure. matplotlib is the extra `viz`.
+
+    figure = timeline(prediction.simulation)
+    figure.savefig("timeline.pdf")
+
+Where a figure is the last line of a notebook's cell it shows. Nothing is drawn on a screen, and pyplot is not used.
+"""
+
+from distir.viz.draw import curves, memory, timeline
+
+__all__ = ["curves", "memory", "timeline"]

@@ -1,0 +1,154 @@
+"""The figures. matplotlib is loaded when the first one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from distir.executor.categories import CATEGORIES
+from distir.executor.simulator import Simulation
+from distir.ir.errors import UsageError
+from distir.viz.spans import BACKWARD, COLLECTIVE, COMPUTE, FORWARD, KINDS, TRANSFER, UPDATE, bars, live
+
+if TYPE_CHECKING:
+    from distir.viz.figure import Figure
+
+# The colours of Okabe and Ito, which colour-blind people tell apart.
+_COLOUR = {
+    COMPUTE: "#0072B2",
+    FORWARD: "#0072B2",
+    BACKWARD: "#E69F00",
+    UPDATE: "#009E73",
+    COLLECTIVE: "#D55E00",
+    TRANSFER: "#CC79A7",
+}
+_OF_CATEGORY = dict(zip(CATEGORIES, ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999"), strict=True))
+_NARROW = 0.012
+"""Bars that take less of the timeline than this have no number."""
+
+
+def timeline(simulation: Simulation) -> Figure:
+    """When each device class did what: a row for each of its streams, coloured by kind, numbered by microbatch."""
+    rows = bars(simulation)
+    unit, scale = _unit(simulation.seconds, (("s", 1.0), ("ms", 1e3), ("us", 1e6)))
+    figure = _figure(9, 0.9 + 0.34 * len(rows))
+    axes = figure.add_subplot()
+    for y, (name, row) in enumerate(rows):
+        for kind in KINDS:
+            ranges = [(b.start * scale, b.duration * scale) for b in row if b.kind == kind]
+            if ranges:
+                label = f"{name}: {kind}"
+                axes.broken_barh(
+                    ranges, (y - 0.4, 0.8), color=_COLOUR[kind], edgecolor="white", linewidth=0.4, label=label
+                )
+        for b in row:
+            if b.microbatch is not None and b.duration > _NARROW * simulation.seconds:
+                middle = (b.start + b.duration / 2) * scale
+                axes.text(middle, y, str(b.microbatch), color="white", ha="center", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, simulation.seconds * scale or 1)
+    axes.set_xlabel(f"time ({unit})")
+    used = {b.kind for _, row in rows for b in row}
+    _legend(figure, {kind: _COLOUR[kind] for kind in KINDS if kind in used})
+    return figure
+
+
+def memory(simulation: Simulation) -> Figure:
+    """The live memory of each device class over time, by category: a panel a class."""
+    curves = live(simulation)
+    most = max((sum(size) for _, points in curves for _, size in points), default=0)
+    unit, scale = _unit(simulation.seconds, (("s", 1.0), ("ms", 1e3), ("us", 1e6)))
+    size_unit, size_scale = _unit(most, (("GiB", 2**-30), ("MiB", 2**-20), ("KiB", 2**-10), ("bytes", 1.0)))
+    figure = _figure(9, 0.9 + 1.9 * len(curves))
+    panels = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0] if curves else []
+    used: dict[str, str] = {}
+    for axes, (name, points) in zip(panels, curves, strict=True):
+        peak = max(sum(size) for _, size in points) * size_scale
+        points = [*[p for p, after in pairwise(points) if after[0] > p[0]], points[-1]]  # those that last
+        times = [t * scale for t, _ in points]
+        below = [0.0] * len(points)
+        for k, category in enumerate(CATEGORIES):
+            above = [b + size[k] * size_scale for b, (_, size) in zip(below, points, strict=True)]
+            if above != below:
+                used[category] = _OF_CATEGORY[category]
+                axes.fill_between(times, below, above, step="post", color=used[category], linewidth=0, label=category)
+            below = above
+        axes.set_title(f"{name}: peak {peak:.3g} {size_unit}", fontsize="medium")
+        axes.set_ylabel(f"live memory ({size_unit})")
+        axes.set_xlim(0, times[-1] or 1)
+    if len(panels):
+        panels[-1].set_xlabel(f"time ({unit})")
+    _legend(figure, used)
+    return figure
+
+
+def curves(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    *,
+    x: str,
+    y: str,
+    log: Sequence[str] = (),
+) -> Figure:
+    """Lines side by side: {title of a panel: {name of a line: [(x, y), ...]}}.
+
+    `x` and `y` are what the axes show, with units; `log` names those ("x", "y") that grow by powers of two (x) or ten
+    (y). All panels share the axes. Lines of one name have one colour; where no two panels have a line in common each
+    has its own legend.
+    """
+    if unknown := set(log) - {"x", "y"}:
+        raise UsageError(f"log names the axes x and y, got {min(unknown)!r}")
+    names = [name for lines in panels.values() for name in lines]
+    shared = len(set(names)) < len(names)
+    figure = _figure(max(4.5, (2.6 if shared else 3.4) * len(panels)), 3.2 if shared else 3.6)
+    found = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0] if panels else []
+    colours: dict[str, str] = {}
+    for axes, (title, lines) in zip(found, panels.items(), strict=True):
+        if not shared:
+            colours = {}
+        for name, points in lines.items():
+            colour = colours.setdefault(name, f"C{len(colours)}")
+            axes.plot(
+                [a for a, _ in points], [b for _, b in points], marker="o", markersize=4, color=colour, label=name
+            )
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlabel(x)
+        axes.grid(alpha=0.3)
+        if "x" in log:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        if "y" in log:
+            axes.set_yscale("log")
+        if len(lines) > 1 and not shared:
+            axes.legend(fontsize="small")
+    if len(found):
+        found[0].set_ylabel(y)
+    if shared:
+        _legend(figure, colours)
+    return figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches. Raises UsageError without matplotlib."""
+    try:
+        from distir.viz.figure import Figure
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.split(".")[0] != "matplotlib":
+            raise
+        raise UsageError("figures need matplotlib, which is not installed", "pip install 'distir[viz]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _unit(most: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """The largest unit, with its scale, in which `most` is at least 1; else the smallest."""
+    return next((u for u in units if most * u[1] >= 1), units[-1])
+
+
+def _legend(figure: Figure, colours: Mapping[str, str]) -> None:
+    """One legend of all panels, above them."""
+    from matplotlib.patches import Patch
+
+    if colours:
+        patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
+        figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize="small")

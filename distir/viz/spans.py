@@ -1,0 +1,138 @@
+"""What the figures of a simulation show: bars of a timeline, points of a memory curve. Without matplotlib.
+
+A row of a timeline is a stream of a device class. What runs on it back to back, of one kind and microbatch, is one bar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from distir.executor.categories import leaves
+from distir.executor.maxplus import Call, Part
+from distir.executor.memory import Bytes
+from distir.executor.simulator import Simulation
+from distir.executor.trace import Done, expand, walk
+from distir.ir.device import Device, Mesh
+from distir.ir.function import Function, Op, Value
+
+FORWARD, BACKWARD, UPDATE, COMPUTE = "forward", "backward", "update", "compute"
+COLLECTIVE, TRANSFER = "collective", "transfer"
+KINDS = (COMPUTE, FORWARD, BACKWARD, UPDATE, COLLECTIVE, TRANSFER)
+
+
+class Bar(NamedTuple):
+    """What runs without a break on one stream: its kind, the microbatch (None: of all), start and duration (s)."""
+
+    kind: str
+    microbatch: int | None
+    start: float
+    duration: float
+
+
+def bars(simulation: Simulation) -> list[tuple[str, list[Bar]]]:
+    """The rows of a timeline, from the top: a name and its bars in order of time. Streams that do nothing are left out.
+
+    Rows are in order of device classes, of each `compute` first.
+    """
+    program = simulation.program
+    kinds = _kinds(program.function)
+    found: dict[int, list[Bar]] = {}
+    for done in walk(simulation.run):
+        microbatch = done.op.attributes.get("mb") if done.op.callee is not None else None
+        for part, end in _parts(done):
+            if part.duration:
+                kind = _communication(part) if part.communicates else kinds[done.op]
+                for s in part.streams:
+                    found.setdefault(s, []).append(Bar(kind, microbatch, end - part.duration, part.duration))
+    order = sorted(found, key=lambda s: (program.streams[s][0], program.streams[s][1] != COMPUTE, s))
+    named = [(program.classes.label(program.streams[s][0]), program.streams[s][1], found[s]) for s in order]
+    return [(f"{label} {stream}", _joined(row)) for label, stream, row in named]
+
+
+def _communication(part: Part) -> str:
+    return COLLECTIVE if part.sources == part.targets else TRANSFER
+
+
+def _joined(row: list[Bar]) -> list[Bar]:
+    """Bars in order of time, those that touch and are alike made one."""
+    out: list[Bar] = []
+    for bar in sorted(row, key=lambda b: b.start):
+        if out and out[-1][:2] == bar[:2] and bar.start <= out[-1].start + out[-1].duration:
+            out[-1] = out[-1]._replace(duration=bar.start + bar.duration - out[-1].start)
+        else:
+            out.append(bar)
+    return out
+
+
+def _kinds(main: Function) -> dict[Op, str]:
+    """The kind of each op of a program. An update is what depends on gradients and is of no microbatch.
+
+    An op is of the backward pass if it remembers its forward op; a call, if it uses what another call on the same stage
+    made of the same microbatch: what the forward pass saved. Where there is neither all is compute.
+    """
+    makers: dict[Value, Op] = {}
+    late: set[Value] = set()
+    kinds: dict[Op, str] = {}
+    for op in main.ops:
+        if op.of is not None or _uses_saved(op, makers):
+            kinds[op] = BACKWARD
+        elif any(v in late for v in op.inputs):
+            kinds[op] = UPDATE if op.attributes.get("mb") is None else BACKWARD
+        else:
+            kinds[op] = FORWARD
+        if kinds[op] != FORWARD:
+            late.update(op.outputs)
+        makers |= dict.fromkeys(op.outputs, op)
+    return kinds if late else dict.fromkeys(kinds, COMPUTE)
+
+
+def _uses_saved(op: Op, makers: Mapping[Value, Op]) -> bool:
+    if op.callee is None or op.attributes.get("mb") is None:
+        return False
+    saved = [made for v in op.inputs if (made := makers.get(v)) is not None and made.callee is not None]
+    return any(made.attributes.get("mb") == op.attributes["mb"] and _stage(made) is _stage(op) for made in saved)
+
+
+def _stage(call: Op) -> Device | Mesh | None:
+    """Where the tensors are that a call makes."""
+    return next((t.device for v in call.outputs for t in leaves(v.type)), None)
+
+
+def _parts(done: Done) -> Iterator[tuple[Part, float]]:
+    """The parts of an op, a call's too, and when they end."""
+    if isinstance(done.plan, Call):
+        for inner in walk(expand(done.plan, done.times, done.run)):
+            yield from _parts(inner)
+    else:
+        yield from zip(done.plan.parts, done.times, strict=False)
+
+
+def live(simulation: Simulation) -> list[tuple[str, list[tuple[float, Bytes]]]]:
+    """For each device class its name and live memory in order of time: (s, bytes by category), until the next point.
+
+    Memory is counted in program order, so the clock is that of what the class computes: while an op (or a call) runs
+    its highest point counts; what happens beside it or in no time at all stands at the end of the op before.
+    """
+    classes = simulation.program.classes
+    spans = [_computing(done) for done in walk(simulation.run)]
+    out: list[tuple[str, list[tuple[float, Bytes]]]] = []
+    for c, first in enumerate(classes.first):
+        use = simulation.memory(first)
+        points, now = [(0.0, use.start)], 0.0
+        for point in use.curve:
+            begin, end = spans[point.op].get(c, (now, now))
+            points += [(begin, point.highest), (end, point.after)]
+            now = end
+        out.append((classes.label(c), [*points, (simulation.seconds, points[-1][1])]))
+    return out
+
+
+def _computing(done: Done) -> dict[int, tuple[float, float]]:
+    """When the compute of an op began and ended on each class that computes in it."""
+    spans: dict[int, tuple[float, float]] = {}
+    for part, end in _parts(done):
+        for c in () if part.communicates else part.classes:
+            a, b = spans.get(c, (end, end))
+            spans[c] = (min(a, end - part.duration), max(b, end))
+    return spans

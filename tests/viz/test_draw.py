@@ -1,0 +1,95 @@
+"""Figures show the numbers they are given, and say what is missing where matplotlib is."""
+
+import base64
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from distir.executor import Simulator
+from distir.executor.cost_model import CostModel
+from distir.hardware import load_cluster
+from distir.ir.errors import UsageError
+from distir.models import mlp
+from distir.transforms import parallel_transform_3d
+from distir.viz import curves, memory, timeline
+from distir.viz.figure import MIME
+from distir.viz.spans import bars, live
+
+ROOT = Path(__file__).parent.parent.parent
+PANELS = {"2 replicas": {"4": [(1, 2.5), (2, 3.5)], "8": [(1, 3.0)]}, "4 replicas": {"4": [(1, 5.0)]}}
+
+
+@pytest.fixture(scope="module")
+def simulation():
+    topology = load_cluster("dgx-a100", devices=4)
+    program = parallel_transform_3d(mlp(4, 32, 32), 2, 1, 2, topology.devices[:4], 4)
+    return Simulator(CostModel(topology)).interpret(program)
+
+
+def spans(panel):
+    """From first to last along x, of each bar of a timeline."""
+    corners = [[x for x, _ in bar] for found in panel["areas"].values() for bar in found]
+    return sorted((min(xs), max(xs)) for xs in corners)
+
+
+def test_a_timeline_has_every_bar(simulation):
+    (panel,) = timeline(simulation).numbers()
+    assert panel["x"] == "time (us)"
+    want = sorted((b.start * 1e6, (b.start + b.duration) * 1e6) for _, row in bars(simulation) for b in row)
+    assert spans(panel) == [pytest.approx(x, rel=1e-9, abs=1e-9) for x in want]
+
+
+def test_memory_is_stacked_up_to_all_of_it(simulation):
+    found = memory(simulation).numbers()
+    assert [p["title"].split(":")[0] for p in found] == [s.name for s in simulation.stages]
+    for panel, (_, points) in zip(found, live(simulation), strict=True):
+        top = max(y for areas in panel["areas"].values() for area in areas for _, y in area)
+        lasting = [sum(size) for (t, size), (after, _) in pairwise(points) if after > t]
+        assert top == pytest.approx(max(lasting) / 1024)
+        assert "KiB" in panel["title"]
+
+
+def test_curves_are_what_was_given():
+    figure = curves(PANELS, x="degree", y="samples/s", log=("x", "y"))
+    found = figure.numbers()
+    assert {p["title"]: {k: [tuple(x) for x in v] for k, v in p["lines"].items()} for p in found} == PANELS
+    assert (found[0]["x"], found[0]["y"]) == ("degree", "samples/s")
+    assert figure.axes[0].get_xscale() == figure.axes[0].get_yscale() == "log"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["4", "8"]
+
+
+def test_unknown_axis():
+    with pytest.raises(UsageError, match="'z'"):
+        curves(PANELS, x="", y="", log="z")
+
+
+def test_nothing_to_show():
+    assert curves({}, x="", y="").numbers() == []
+
+
+def test_a_figure_shows_in_a_notebook_with_its_numbers(simulation, tmp_path):
+    figure = timeline(simulation)
+    bundle = figure._repr_mimebundle_()
+    assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
+    assert json.loads(json.dumps(bundle[MIME])) == figure.numbers()
+    figure.savefig(tmp_path / "timeline.pdf")
+    assert (tmp_path / "timeline.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_without_matplotlib(simulation, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.delitem(sys.modules, "distir.viz.figure")
+    for draw in (lambda: timeline(simulation), lambda: memory(simulation), lambda: curves(PANELS, x="", y="")):
+        with pytest.raises(UsageError, match=r"matplotlib.*pip install 'distir\[viz\]'"):
+            draw()
+
+
+def test_matplotlib_is_loaded_when_a_figure_is_drawn():
+    code = "import sys, distir.viz; assert 'matplotlib' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr

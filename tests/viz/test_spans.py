@@ -1,0 +1,104 @@
+"""The bars and points of a simulation's figures agree with its times and bytes."""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distir.api import Plan, load, simulate
+from distir.executor import Simulator
+from distir.executor.cost_model import CostModel
+from distir.hardware import load_cluster
+from distir.models import mlp
+from distir.transforms import parallel_transform_3d
+from distir.viz.spans import BACKWARD, COLLECTIVE, COMPUTE, FORWARD, TRANSFER, UPDATE, bars, live
+from tests.executor.random_schedules import random_program
+
+GPT = Path(__file__).parent.parent.parent / "examples" / "gpt2-tiny.onnx"
+PLANS = [
+    Plan(),
+    Plan(dp=2),
+    Plan(tp=2),
+    Plan(dp=2, microbatches=4),
+    Plan(dp=2, tp=2, pp=2, microbatches=4),
+    Plan(pp=2, microbatches=4, schedule="gpipe"),
+    Plan(pp=2, microbatches=4, schedule="interleaved", chunks=2),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(GPT, {"batch": 8}, loss="cross-entropy")
+
+
+def check(simulation):
+    """What must hold of any simulation's bars and points."""
+    rows = dict(bars(simulation))
+    for row in rows.values():
+        assert all(b.duration > 0 for b in row)
+        assert all(a.start + a.duration <= b.start for a, b in pairwise(row))
+    ends = [b.start + b.duration for row in rows.values() for b in row]
+    assert max(ends, default=0.0) == simulation.seconds
+    curves = live(simulation)
+    for stage, (_, points) in zip(simulation.stages, curves, strict=True):
+        assert max(sum(size) for _, size in points) == stage.memory
+        assert all(a[0] <= b[0] for a, b in pairwise(points))
+        assert points[0][0] == 0.0
+        assert points[-1][0] == simulation.seconds
+    return rows
+
+
+@given(st.integers(0, 1 << 32))
+def test_bars_and_points_of_random_programs(seed):
+    function, topology = random_program(seed)
+    simulation = Simulator(CostModel(topology)).interpret(function)
+    rows = check(simulation)
+    for stage in simulation.stages:
+        computed = sum(b.duration for b in rows.get(f"{stage.name} {COMPUTE}", []))
+        assert computed == pytest.approx(stage.compute, rel=1e-12)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_kinds_of_a_training_step(model, plan):
+    """Every microbatch goes forward and backward once on every stage; the update is of all of them."""
+    rows = check(simulate(model, plan, "cpu-2core").simulation)
+    kinds = {b.kind for row in rows.values() for b in row if b.kind not in (COLLECTIVE, TRANSFER)}
+    assert kinds == {FORWARD, BACKWARD, UPDATE}
+    for name, row in rows.items():
+        assert all((b.kind in (COLLECTIVE, TRANSFER)) == (not name.endswith(COMPUTE)) for b in row)
+        if not name.endswith(COMPUTE):
+            continue
+        assert {b.microbatch for b in row if b.kind == UPDATE} <= {None}
+        if plan.microbatches > 1:
+            for kind in (FORWARD, BACKWARD):
+                assert {b.microbatch for b in row if b.kind == kind} - {None} == set(range(plan.microbatches))
+        first = {(b.kind, b.microbatch): b.start for b in reversed(row)}
+        for k in range(plan.microbatches if plan.microbatches > 1 else 0):
+            assert first[FORWARD, k] < first[BACKWARD, k]
+    assert any(b.kind == TRANSFER for row in rows.values() for b in row) == (plan.pp > 1)
+    assert any(b.kind == COLLECTIVE for row in rows.values() for b in row) == (plan.dp * plan.tp > 1)
+
+
+def test_what_runs_back_to_back_is_one_bar(model):
+    """GPipe on a pipeline without tensor parallelism: one bar a microbatch and pass."""
+    rows = check(simulate(model, PLANS[5], "cpu-2core").simulation)
+    for stage in ("stage0", "stage1"):
+        counts = Counter((b.kind, b.microbatch) for b in rows[f"{stage} compute"] if b.microbatch is not None)
+        assert counts == {(kind, k): 1 for kind in (FORWARD, BACKWARD) for k in range(4)}
+
+
+def test_a_program_without_a_backward_pass_is_compute():
+    rows = check(simulate(load(GPT, {"batch": 8}), Plan(tp=2), "cpu-2core").simulation)
+    assert {b.kind for b in rows["stage0 compute"]} == {COMPUTE}
+    assert {b.kind for name, row in rows.items() if not name.endswith("compute") for b in row} == {COLLECTIVE}
+
+
+def test_a_backward_pass_written_by_hand_is_told_from_what_it_saves():
+    topology = load_cluster("dgx-a100", devices=2)
+    program = parallel_transform_3d(mlp(4, 32, 32), 1, 1, 2, topology.devices[:2], 4)
+    rows = check(Simulator(CostModel(topology)).interpret(program))
+    for stage in ("stage0", "stage1"):
+        assert {b.kind for b in rows[f"{stage} compute"]} == {FORWARD, BACKWARD}
