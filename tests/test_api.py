@@ -1,5 +1,6 @@
 """The road from Python: plans, default data, results, the check and what it says of a wrong run."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from distir.ir.type import Bool, Float32, Float64, Int64, Tensor
 from distir.models import gpt, mlp
 from distir.ops.rules import tensor
 from distir.transforms.parallel3d import stage_meshes
+from distir.transforms.schedule import PipeDreamScheduler, parse_table
 from distir.transforms.training import AdamW
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +48,27 @@ def test_plan_prints_what_it_is():
 def test_bad_plans(bad):
     with pytest.raises(UsageError):
         distir.Plan(**bad)
+
+
+def test_a_plan_takes_a_table_a_file_or_a_scheduler(trained, tmp_path):
+    rows = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    (tmp_path / "mine.txt").write_text(rows)
+    table = parse_table(rows)
+    plans = [
+        distir.Plan(pp=2, microbatches=2, schedule=x)
+        for x in (table, tmp_path / "mine.txt", str(tmp_path / "mine.txt"))
+    ]
+    programs = [distir.distribute(trained, plan) for plan in plans]
+    assert distir.same(programs[0], programs[1])
+    assert distir.same(programs[0], programs[2])
+    assert str(plans[0]).endswith("2 microbatches, 0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
+    assert str(plans[1]).endswith("mine.txt")
+    assert json.loads(json.dumps([plan.to_json()["schedule"] for plan in plans[:2]]))[1].endswith("mine.txt")
+    scheduled = distir.Plan(pp=2, microbatches=2, schedule=PipeDreamScheduler(2))
+    assert distir.same(
+        distir.distribute(trained, scheduled), distir.distribute(trained, distir.Plan(pp=2, microbatches=2))
+    )
+    assert "PipeDreamScheduler" in str(scheduled)
 
 
 def test_order_says_which_devices_stand_together():
