@@ -13,6 +13,7 @@ from distir.api.locate import locate
 from distir.api.model import Model
 from distir.api.steps import Job, Steps, compute_steps
 from distir.executor.sequential import SequentialExecutor
+from distir.hardware import load_cluster
 from distir.ir import Device, FunctionMaker
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError
 from distir.ir.function import Function, Op, Role
@@ -21,6 +22,7 @@ from distir.ir.type import Bool, Float32, Float64, Int64, Tensor
 from distir.models import gpt, mlp
 from distir.ops.rules import tensor
 from distir.transforms.parallel3d import stage_meshes
+from distir.transforms.project import project
 from distir.transforms.schedule import PipeDreamScheduler, parse_table
 from distir.transforms.training import AdamW
 
@@ -158,6 +160,28 @@ def test_a_function_is_a_model():
     assert result.outputs.keys() == {"l", "dwA", "dwB", "dwC", "dwD"}
     with pytest.raises(UsageError, match="ONNX file"):
         result.save("x.onnx")
+
+
+def test_a_model_prints_in_a_line(trained):
+    assert repr(trained) == (
+        "Model(gpt2-tiny.onnx: (input_ids: i64[8, 16], labels: i64[8, 16]), 133,696 parameters, 274 ops, AdamW)"
+    )
+    assert repr(Model(mlp(3, 8, 16))) == "Model(mlp: (x: f32[8, 16], z: f32[8, 16]), 768 parameters, 14 ops)"
+
+
+def test_one_is_not_many():
+    one = distir.Topology()
+    assert repr(one) == "Topology(0 devices)"
+    one.add_device("gpu", 1e9, 1e9, 0.0)
+    assert repr(one) == "Topology(1 device)"
+    assert repr(load_cluster("dgx-a100")) == "Topology(dgx-a100: 1 node of 8 gpu)"
+    assert repr(load_cluster("dgx-a100", 2)) == "Topology(dgx-a100: 2 nodes of 8 gpu)"
+    with pytest.raises(UsageError, match="1 node of 8 cannot give 9 devices"):
+        load_cluster("dgx-a100", 1, 9)
+    function = distir.FunctionMaker("f")
+    function.add_input_value("x", Tensor(Float32, (2,), Device("cpu", 0)))
+    with pytest.raises(UsageError, match="f runs on 1 rank, there is no rank 1"):
+        project(function.finalize(), 1)
 
 
 def test_a_path_is_a_model():

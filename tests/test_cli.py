@@ -73,6 +73,27 @@ def test_help_loads_nothing_heavy_and_is_quick():
     assert min(times) < 2, times  # bounds in seconds are shown by benchmarks: this one only catches a heavy import
 
 
+def test_every_flag_with_a_default_says_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for flag in (
+        "dp",
+        "tp",
+        "pp",
+        "microbatches",
+        "schedule",
+        "chunks",
+        "order",
+        "steps",
+        "seed",
+        "backend",
+        "timeout",
+    ):
+        (said,) = re.findall(rf" --{flag} (.*?)(?= --|$)", text[text.index("the plan:") :])
+        assert "default: " in said, flag
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as e:
         main(["--version"])

@@ -37,8 +37,8 @@ def commands(text):
             words = shlex.split(line)
             while words:
                 end = words.index("&&") if "&&" in words else len(words)
-                if words[0] == "distir":
-                    yield words[1:end]
+                if words[0] in ("distir", "torchrun"):
+                    yield words[words.index("distir") + 1 : end]
                 words = words[end + 1 :]
 
 

@@ -78,7 +78,11 @@ def _run(commands: Any) -> None:
     group = parser.add_argument_group("the run")
     group.add_argument("--steps", type=_at_least(1), default=5, metavar="N", help="default: 5")
     group.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the data; default: 0")
-    group.add_argument("--data", metavar="FILE.npz", help="arrays by input name; default: drawn data")
+    group.add_argument(
+        "--data",
+        metavar="FILE.npz",
+        help="an array for each input, by name, and labels (cross-entropy) or target (mse); default: drawn",
+    )
     group.add_argument(
         "--backend",
         choices=("gloo", "nccl", "numpy"),
@@ -126,7 +130,7 @@ def _schedule(commands: Any) -> None:
 
 
 def _model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL.onnx")
+    parser.add_argument("model", metavar="MODEL.onnx", help="opset 13 or later; its weights beside it or in it")
     group = parser.add_argument_group("the model")
     group.add_argument(
         "--dim", type=_size, action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
@@ -147,16 +151,18 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the plan")
     one = _at_least(1)
-    group.add_argument("--dp", type=one, metavar="N", help="replicas (data parallelism)")
-    group.add_argument("--tp", type=one, metavar="N", help="shards of each weight (tensor parallelism)")
-    group.add_argument("--pp", type=one, metavar="N", help="pipeline stages")
-    group.add_argument("--microbatches", type=one, metavar="N", help="pieces of the batch, one after the other")
+    group.add_argument("--dp", type=one, metavar="N", help="replicas (data parallelism); default: 1")
+    group.add_argument("--tp", type=one, metavar="N", help="shards of each weight (tensor parallelism); default: 1")
+    group.add_argument("--pp", type=one, metavar="N", help="pipeline ranks; default: 1")
+    group.add_argument(
+        "--microbatches", type=one, metavar="N", help="pieces of the batch, one after the other; default: 1"
+    )
     group.add_argument(
         "--schedule",
         metavar=_SCHEDULE,
         help="of the pipeline: a name, or a table (see `distir schedule`); default: 1f1b",
     )
-    group.add_argument("--chunks", type=one, metavar="N", help="stages a pipeline rank has, if interleaved")
+    group.add_argument("--chunks", type=one, metavar="N", help="stages a pipeline rank has, if interleaved; default: 1")
     group.add_argument(
         "--order", type=_order, metavar="A,B,C", help="how device numbers run, fastest first; default: tp,dp,pp"
     )
