@@ -192,12 +192,12 @@ SLICES = """
 """
 
 
-def distributed(seed: int) -> Simulation:
+def distributed(seed: int, overlap: bool = True) -> Simulation:
     """A training step under a plan with a pipeline; or a random program."""
     if seed % 2:
-        return simulate(seed)
+        return simulate(seed, overlap)
     case = next(case for k in itertools.count(seed) if (case := _case(k)) is not None and "pp1" not in case.plan)
-    return Simulator(CostModel(case.topology)).interpret(case.function)
+    return Simulator(CostModel(case.topology), overlap=overlap).interpret(case.function)
 
 
 def _case(seed: int) -> Case | None:
@@ -264,6 +264,20 @@ def test_arrows(engine: Engine, seed: int, tmp_path: Path) -> None:
         assert arrows
     assert ends.get("a", set()) == sends
     assert ends.get("b", set()) == receives
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_arrows_without_overlap(engine: Engine, seed: int, tmp_path: Path) -> None:
+    """A transfer then stands among the compute, on a device's only thread."""
+    simulation = distributed(seed, overlap=False)
+    read = perfetto(engine, simulation, tmp_path)
+    slices = {row["id"]: row for row in read.query(SLICES)}
+    assert {row["thread"] for row in slices.values()} == {"compute"}
+    arrows = [(slices[r["slice_out"]], slices[r["slice_in"]]) for r in read.query("select * from flow")]
+    assert arrows
+    for a, b in arrows:
+        assert (a["name"], a["ts"], a["dur"]) == (b["name"], b["ts"], b["dur"])
+        assert a["process"] != b["process"]
 
 
 @pytest.mark.parametrize("seed", range(12))
