@@ -71,6 +71,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.runs < 1:
+        parser.error(f"--runs: expected at least 1, got {args.runs}")
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / "gpt2.onnx"
         if not model.exists():

@@ -28,6 +28,12 @@ from distir.ir.type import NOW, REPLICATE, SUM, BFloat16, Float, Shard, Tensor, 
 
 LAYERS = 4096
 GOALS = {"loop": 3e6, "compile and loop": 5e5, "replay": 6e7}
+UNITS = {
+    **dict.fromkeys(("loop", "compile and loop", "plain loop"), "ops/s"),
+    "replay": "op instances/s",
+    **dict.fromkeys(("compile", "loop once", "busy", "memory"), "s"),
+    "ratio to plain": "times as fast",
+}
 
 
 def mlp(device: Device) -> Function:
@@ -220,10 +226,10 @@ def replayed(runs: int, devices: int) -> dict[str, float]:
         "devices": devices,
         "op instances": instances,
         "replay": instances / seconds,
-        "compile s": median(runs, lambda: Program(function, CostModel(cluster))),
-        "loop s": seconds,
-        "busy s": median(runs, lambda: busy_times(run)),
-        "memory s": median(runs, lambda: list(map(Memory(program).use, classes))),
+        "compile": median(runs, lambda: Program(function, CostModel(cluster))),
+        "loop once": seconds,
+        "busy": median(runs, lambda: busy_times(run)),
+        "memory": median(runs, lambda: list(map(Memory(program).use, classes))),
     }
 
 
@@ -232,6 +238,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.runs < 1:
+        parser.error(f"--runs: expected at least 1, got {args.runs}")
     result = {
         "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}",
         "flat": flat(args.runs),
@@ -245,7 +253,8 @@ def main() -> None:
         print()
         for name, value in row.items():
             goal = f"  (goal {GOALS[name]:,.0f})" if name in GOALS else ""
-            print(f"{name:18} {value:>16,.3f}{goal}" if value < 1000 else f"{name:18} {value:>16,.0f}{goal}")
+            figure = f"{value:,.3f}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}"
+            print(f"{name:18} {figure:>16} {UNITS.get(name, '')}{goal}".rstrip())
 
 
 if __name__ == "__main__":

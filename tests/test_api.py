@@ -1,5 +1,6 @@
 """The road from Python: plans, default data, results, the check and what it says of a wrong run."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from distir.api.locate import locate
 from distir.api.model import Model
 from distir.api.steps import Job, Steps, compute_steps
 from distir.executor.sequential import SequentialExecutor
+from distir.hardware import load_cluster
 from distir.ir import Device, FunctionMaker
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError
 from distir.ir.function import Function, Op, Role
@@ -20,6 +22,8 @@ from distir.ir.type import Bool, Float32, Float64, Int64, Tensor
 from distir.models import gpt, mlp
 from distir.ops.rules import tensor
 from distir.transforms.parallel3d import stage_meshes
+from distir.transforms.project import project
+from distir.transforms.schedule import PipeDreamScheduler, parse_table
 from distir.transforms.training import AdamW
 
 ROOT = Path(__file__).parent.parent
@@ -30,12 +34,6 @@ GPT = ROOT / "examples" / "gpt2-tiny.onnx"
 def trained():
     """gpt2-tiny's training step in float64."""
     return distir.load(GPT, {"batch": 8}, loss="cross-entropy", optimizer=AdamW(1e-3), dtype="float64")
-
-
-def test_a_model_prints_in_a_line(trained):
-    gpt2 = distir.load(GPT, {"batch": 8})
-    assert repr(gpt2) == "Model(gpt2-tiny.onnx: 86 ops, 133,696 parameters, data (%input_ids: i64[8, 16]))"
-    assert repr(trained).endswith("data (%input_ids: i64[8, 16], %labels: i64[8, 16]))")
 
 
 # ---------------------------------------------------------------- plans
@@ -52,6 +50,27 @@ def test_plan_prints_what_it_is():
 def test_bad_plans(bad):
     with pytest.raises(UsageError):
         distir.Plan(**bad)
+
+
+def test_a_plan_takes_a_table_a_file_or_a_scheduler(trained, tmp_path):
+    rows = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    (tmp_path / "mine.txt").write_text(rows)
+    table = parse_table(rows)
+    plans = [
+        distir.Plan(pp=2, microbatches=2, schedule=x)
+        for x in (table, tmp_path / "mine.txt", str(tmp_path / "mine.txt"))
+    ]
+    programs = [distir.distribute(trained, plan) for plan in plans]
+    assert distir.same(programs[0], programs[1])
+    assert distir.same(programs[0], programs[2])
+    assert str(plans[0]).endswith("2 microbatches, 0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1")
+    assert str(plans[1]).endswith("mine.txt")
+    assert json.loads(json.dumps([plan.to_json()["schedule"] for plan in plans[:2]]))[1].endswith("mine.txt")
+    scheduled = distir.Plan(pp=2, microbatches=2, schedule=PipeDreamScheduler(2))
+    assert distir.same(
+        distir.distribute(trained, scheduled), distir.distribute(trained, distir.Plan(pp=2, microbatches=2))
+    )
+    assert "PipeDreamScheduler" in str(scheduled)
 
 
 def test_order_says_which_devices_stand_together():
@@ -141,6 +160,28 @@ def test_a_function_is_a_model():
     assert result.outputs.keys() == {"l", "dwA", "dwB", "dwC", "dwD"}
     with pytest.raises(UsageError, match="ONNX file"):
         result.save("x.onnx")
+
+
+def test_a_model_prints_in_a_line(trained):
+    assert repr(trained) == (
+        "Model(gpt2-tiny.onnx: (input_ids: i64[8, 16], labels: i64[8, 16]), 133,696 parameters, 274 ops, AdamW)"
+    )
+    assert repr(Model(mlp(3, 8, 16))) == "Model(mlp: (x: f32[8, 16], z: f32[8, 16]), 768 parameters, 14 ops)"
+
+
+def test_one_is_not_many():
+    one = distir.Topology()
+    assert repr(one) == "Topology(0 devices)"
+    one.add_device("gpu", 1e9, 1e9, 0.0)
+    assert repr(one) == "Topology(1 device)"
+    assert repr(load_cluster("dgx-a100")) == "Topology(dgx-a100: 1 node of 8 gpu)"
+    assert repr(load_cluster("dgx-a100", 2)) == "Topology(dgx-a100: 2 nodes of 8 gpu)"
+    with pytest.raises(UsageError, match="1 node of 8 cannot give 9 devices"):
+        load_cluster("dgx-a100", 1, 9)
+    function = distir.FunctionMaker("f")
+    function.add_input_value("x", Tensor(Float32, (2,), Device("cpu", 0)))
+    with pytest.raises(UsageError, match="f runs on 1 rank, there is no rank 1"):
+        project(function.finalize(), 1)
 
 
 def test_a_path_is_a_model():

@@ -73,6 +73,27 @@ def test_help_loads_nothing_heavy_and_is_quick():
     assert min(times) < 2, times  # bounds in seconds are shown by benchmarks: this one only catches a heavy import
 
 
+def test_every_flag_with_a_default_says_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for flag in (
+        "dp",
+        "tp",
+        "pp",
+        "microbatches",
+        "schedule",
+        "chunks",
+        "order",
+        "steps",
+        "seed",
+        "backend",
+        "timeout",
+    ):
+        (said,) = re.findall(rf" --{flag} (.*?)(?= --|$)", text[text.index("the plan:") :])
+        assert "default: " in said, flag
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as e:
         main(["--version"])
@@ -80,7 +101,7 @@ def test_version(capsys):
     assert re.fullmatch(r"distir \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["run", "simulate", "show", "clusters"])
+@pytest.mark.parametrize("name", ["run", "simulate", "show", "schedule", "clusters"])
 def test_each_command_has_help(name, capsys):
     with pytest.raises(SystemExit) as e:
         main([name, "--help"])
@@ -407,6 +428,111 @@ def test_data_that_are_no_archive(cli, tmp_path):
     assert_error(cli("run", GPT, *TRAIN, "--backend", "numpy", "--data", tmp_path / "cut.npz"), 2, "cut.npz")
     np.save(tmp_path / "data.npy", np.zeros(3))
     assert_error(cli("run", GPT, *TRAIN, "--backend", "numpy", "--data", tmp_path / "data.npy"), 2, "data.npy")
+
+
+# ---------------------------------------------------------------- schedules of one's own
+
+MINE = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n,1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
+PIPELINE = ["--pp", 2, "--microbatches", 4]
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A schedule that has no name: the first stage's forward passes first, the second in turns."""
+    path = tmp_path / "mine.csv"
+    path.write_text(MINE)
+    return path
+
+
+def test_a_schedule_prints_as_a_grid(cli, table):
+    code, out, err = cli("schedule", "1f1b", "--pp", 2, "--microbatches", 3)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "0F0 0F1 .   0B0 0F2 0B1 .   0B2",
+        ".   1F0 1B0 1F1 1B1 1F2 1B2 .",
+        "",
+        "8 steps if each takes one; idle in 2, 33.3% of the 6 at work",
+        "microbatches in flight, by rank: 2 1",
+    ]
+    code, out, _ = cli("schedule", table)
+    assert out.splitlines()[0] == "0F0 0F1 0F2 0F3 0B0 0B1 .   0B2 .   0B3"
+    assert "microbatches in flight, by rank: 4 1" in out
+
+
+def test_a_schedule_as_csv_reads_back(cli, tmp_path):
+    code, out, _ = cli("schedule", "interleaved", *PIPELINE, "--chunks", 2, "--csv")
+    assert code == 0
+    (tmp_path / "again.csv").write_text(out)
+    assert cli("schedule", tmp_path / "again.csv", "--csv") == (0, out, "")
+    code, text, _ = cli("schedule", tmp_path / "again.csv", "--json")
+    result = json.loads(text)
+    assert (result["steps"], result["idle_steps"], result["in_flight"]) == (18, 2, [5, 3])
+    assert result["table"][0][:5] == ["0F0", "0F1", "2F0", "2F1", "0F2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "code", "said"),
+    [
+        ("0F0,0B0\n1F0,1X0\n", [], 2, "mine.csv, line 2, cell 2: expected stage, F or B, microbatch"),
+        ("0F0,0I0,0W0\n", [], 2, "mine.csv, line 1, cell 2: expected stage, F or B, microbatch"),
+        ("", [], 2, "mine.csv has no slots"),
+        ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n", [], 4, "mine.csv deadlocks: 0B0 and 1F1 would wait for ever"),
+        ("0F0,0B0\n1F0\n", [], 4, "mine.csv: stage 1 B: expected microbatches 0 to 0 in order on rank 1, got []"),
+        (
+            MINE,
+            ["--limit", 3],
+            4,
+            "mine.csv: rank 0 holds 4 microbatches in flight from 0F3 on, more than the limit of 3",
+        ),
+        (MINE, ["--pp", 3], 4, "mine.csv is a table for pp 2, microbatches 4, chunks 1; the plan has pp 3"),
+    ],
+)
+def test_bad_tables_are_told_in_a_line_and_a_hint(cli, table, text, flags, code, said):
+    table.write_text(text)
+    got, out, err = cli("schedule", table, *flags)
+    first, hint, *grid = err.splitlines()
+    assert (got, out) == (code, "")
+    assert first.startswith(f"distir: error: {table.parent}")
+    assert said in first
+    assert hint.startswith("hint: ")
+    if "--pp" not in flags and code == 4:
+        assert len(grid) == 2
+        assert "holds" not in first or "0F3!" in grid[0]
+
+
+def test_bad_tables_stop_a_simulation(cli, table):
+    line = ["simulate", MLP, *MSE, "--cluster", "dgx-a100", "--schedule", table]
+    code, out, err = cli(*line, "--pp", 2, "--microbatches", 2)
+    assert (code, out) == (4, "")
+    assert "mine.csv is a table for pp 2, microbatches 4, chunks 1; the plan has pp 2, microbatches 2" in err
+    table.write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
+    code, out, err = cli(*line, "--pp", 2, "--microbatches", 2)
+    assert code == 4
+    assert "0F0 0B0! 0F1 0B1" in err
+
+
+def test_a_table_of_ones_own_is_simulated_and_shown(cli, table):
+    line = [MLP, *MSE, *PIPELINE, "--schedule"]
+    code, out, err = cli("simulate", *line, table, "--cluster", "dgx-a100")
+    assert (code, err) == (0, "")
+    assert f"4 microbatches, {table}" in out
+    mine, named = (json.loads(cli("simulate", *line, x, "--cluster", "dgx-a100", "--json")[1]) for x in (table, "1f1b"))
+    assert mine["plan"]["schedule"] == str(table)
+    stages = [row["peak_memory"] for row in mine["stages"]], [row["peak_memory"] for row in named["stages"]]
+    assert stages[0][0] > stages[1][0]  # all four microbatches are saved on stage 0, not two
+    _, out, _ = cli("show", *line, table)
+    calls = re.findall(r"= (fwd|bwd)(\d)[.\w]*\(.*mb=(\d)\)", out)
+    for stage, row in enumerate(MINE.splitlines()):
+        ran = [f"{s}{phase[0].upper()}{i}" for phase, s, i in calls if int(s) == stage]
+        assert ran == [cell for cell in row.split(",") if cell]
+
+
+def test_a_table_of_ones_own_runs(table):
+    flags = [*MSE, *PIPELINE, "--schedule", table, "--optimizer", "adamw", "--steps", 2, "--check"]
+    done = command("run", "examples/mlp.onnx", *flags)
+    assert done.returncode == 0, done.stderr
+    assert str(table) in done.stdout
+    assert "check passed" in done.stdout
 
 
 # ---------------------------------------------------------------- run, a process a rank

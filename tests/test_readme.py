@@ -37,8 +37,8 @@ def commands(text):
             words = shlex.split(line)
             while words:
                 end = words.index("&&") if "&&" in words else len(words)
-                if words[0] == "distir":
-                    yield words[1:end]
+                if words[0] in ("distir", "torchrun"):
+                    yield words[words.index("distir") + 1 : end]
                 words = words[end + 1 :]
 
 
@@ -57,7 +57,7 @@ def test_commands_parse(words):
 
 
 def test_every_kind_of_command_is_there():
-    assert {words[0] for words in commands(README)} == {"run", "simulate", "show", "clusters"}
+    assert {words[0] for words in commands(README)} == {"run", "simulate", "show", "clusters", "schedule"}
 
 
 def test_python_of_the_readme_runs(capsys, monkeypatch):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f1
 """Names of floating-point types, as users write them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Model:
     """A program and what is known of its inputs: `arrays` of parameters and constants, read when asked for.
 
@@ -33,16 +33,20 @@ class Model:
     path: Path | None = None
     optimizer: Optimizer | None = None
 
+    def __repr__(self) -> str:
+        held = dict.fromkeys(weights(self.function))
+        data = [f"{v.name}: {v.type!r}" for v in self.function.inputs if v not in held and v.kind in ("data", None)]
+        shapes = [v.type.global_shape for v in held if v.kind != "state" and isinstance(v.type, Tensor)]
+        parameters = sum(map(math.prod, shapes))
+        trained = f", {type(self.optimizer).__name__}" if self.optimizer else ""
+        return (
+            f"Model({self.name}: ({', '.join(data)}), {parameters:,} parameters, {len(self.function.ops)} ops{trained})"
+        )
+
     @property
     def name(self) -> str:
         """The file's name, or the function's."""
         return self.path.name if self.path else self.function.name
-
-    def __repr__(self) -> str:
-        inputs = self.function.inputs
-        size = sum(prod(v.type.global_shape) for v in inputs if v.kind == "parameter" and isinstance(v.type, Tensor))
-        data = ", ".join(f"%{v.name}: {v.type}" for v in inputs if v.kind == "data")
-        return f"Model({self.name}: {len(self.function.ops)} ops, {size:,} parameters, data ({data}))"
 
     @property
     def batch(self) -> int:

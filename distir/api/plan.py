@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from os import PathLike, fspath
 from typing import Any
 
 from distir.ir.errors import InfeasibleError, UsageError
+from distir.transforms.schedule import Schedule, format_table
 
 AXES = ("tp", "dp", "pp")
 """The axes of devices, in the default order: the first varies fastest, so that its groups stay inside a node."""
@@ -17,16 +19,17 @@ MOST = 1 << 20
 class Plan:
     """dp * tp * pp devices: replicas, tensor shards, pipeline stages. The batch is cut into `microbatches`.
 
-    `schedule` is "1f1b", "gpipe" or "interleaved", the last with `chunks` stages a pipeline rank. `order` says how
-    numbers of devices run through the axes, the fastest first. Raises UsageError for a degree below 1 or an order that
-    is not one of the three axes, InfeasibleError for more devices than can be listed.
+    `schedule` is "1f1b", "gpipe" or "interleaved", the last with `chunks` stages a pipeline rank; or a table of one's
+    own (`distir.transforms.schedule`), or the path of its file. `order` says how numbers of devices run through the
+    axes, the fastest first. Raises UsageError for a degree below 1 or an order that is not one of the three axes,
+    InfeasibleError for more devices than can be listed.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: Schedule = "1f1b"
     order: tuple[str, ...] = AXES
     chunks: int = 1
 
@@ -46,15 +49,24 @@ class Plan:
         """The number of devices."""
         return self.dp * self.tp * self.pp
 
+    @property
+    def _schedule(self) -> str:
+        """A schedule's name or file; a table's rows, parted by semicolons."""
+        if isinstance(self.schedule, str | PathLike):
+            return fspath(self.schedule)
+        if callable(self.schedule):
+            return getattr(self.schedule, "__name__", type(self.schedule).__name__)
+        return format_table(self.schedule).replace("\n", "; ")
+
     def __str__(self) -> str:
         text = f"dp {self.dp} x tp {self.tp} x pp {self.pp}, {_count(self.microbatches, 'microbatch', 'es')}"
         if self.pp > 1:
-            text += f", {self.schedule}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
+            text += f", {self._schedule}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
         return text if self.order == AXES else f"{text}, order {','.join(self.order)}"
 
     def to_json(self) -> dict[str, Any]:
         """Its fields, and the number of devices."""
-        return {**asdict(self), "order": list(self.order), "devices": self.size}
+        return {**asdict(self), "schedule": self._schedule, "order": list(self.order), "devices": self.size}
 
 
 def _count(n: int, noun: str, plural: str) -> str:

@@ -101,7 +101,8 @@ def describe(topology: Topology) -> str:
     """A cluster in a few words."""
     r = topology.regular
     if r is None:
-        return f"of {len(topology.devices)} devices"
+        n = len(topology.devices)
+        return f"of {n} device{'s' if n != 1 else ''}"
     return f"{r.name}, {r.nodes} node{'s' if r.nodes > 1 else ''} of {r.per_node} {r.kind}"
 
 

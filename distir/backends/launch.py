@@ -110,7 +110,7 @@ def run(
     started = int(os.environ["WORLD_SIZE"]) if joined else nproc
     if started is not None and started != world:
         what = "torchrun started" if joined else "nproc asks for"
-        raise UsageError(f"the plan has {world} ranks, {what} {started}")
+        raise UsageError(f"the plan has {_count(world, 'rank')}, {what} {started}")
     if steps < 1:
         raise UsageError(f"steps: expected at least 1, got {steps}")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else world
@@ -157,7 +157,10 @@ def check_backend(backend: str, here: int) -> None:
 
         have = torch.cuda.device_count()
         if have < here:
-            raise UsageError(f"backend nccl needs a GPU a rank: {here} ranks, {have} GPUs here", "use --backend gloo")
+            raise UsageError(
+                f"backend nccl needs a GPU a rank: {_count(here, 'rank')}, {_count(have, 'GPU')} here",
+                "use --backend gloo",
+            )
 
 
 def available_memory() -> int | None:
@@ -183,12 +186,16 @@ def _check_repeats(program: Function, steps: int) -> None:
         )
 
 
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' if n != 1 else ''}"
+
+
 def _check_memory(bytes_per_rank: int, here: int) -> None:
     have = available_memory()
     need = bytes_per_rank * here
     if have is not None and need > have:
         raise InfeasibleError(
-            f"{here} ranks of {bytes_per_rank / 2**30:.1f} GiB need {need / 2**30:.1f} GiB, "
+            f"{_count(here, 'rank')} of {bytes_per_rank / 2**30:.1f} GiB need {need / 2**30:.1f} GiB, "
             f"{have / 2**30:.1f} GiB are available on this host",
             "more microbatches or a smaller batch need less",
         )

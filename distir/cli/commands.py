@@ -129,6 +129,43 @@ def _stage(model: Model, plan: Plan, stage: str, rank: int) -> Function:
     return project(program, rank).function
 
 
+def schedule(args: argparse.Namespace) -> None:
+    """`distir schedule`."""
+    from distir.transforms.schedule import (
+        SCHEDULES,
+        cycles,
+        format_csv,
+        format_grid,
+        format_table,
+        in_flight,
+        make_table,
+        read_table,
+        table_size,
+    )
+
+    found = (1, 1, 1)
+    if args.schedule not in SCHEDULES and os.path.exists(args.schedule):
+        found = table_size(read_table(args.schedule))
+    ranks, microbatches, chunks = (
+        x or y for x, y in zip((args.pp, args.microbatches, args.chunks), found, strict=True)
+    )
+    table = make_table(args.schedule, ranks, microbatches, chunks, args.limit)
+    if args.csv:
+        print(format_csv(table), end="")
+        return
+    steps, held = len(cycles(table)), in_flight(table)
+    busy = 2 * microbatches * chunks
+    if args.json:
+        rows = [row.split() for row in format_table(table).splitlines()]
+        print_json({"table": rows, "steps": steps, "idle_steps": steps - busy, "in_flight": held})
+        return
+    print(format_grid(table))
+    print(
+        f"\n{steps} steps if each takes one; idle in {steps - busy}, {(steps - busy) / busy:.1%} of the {busy} at work"
+    )
+    print(f"microbatches in flight, by rank: {' '.join(map(str, held))}")
+
+
 def clusters(args: argparse.Namespace) -> None:
     """`distir clusters`."""
     from distir.hardware import known_clusters, load_cluster

@@ -12,6 +12,11 @@ from distir.ir.errors import UsageError
 
 _EXIT_CODES = "exit codes: 0 done, 1 internal error, 2 bad flags or files, 3 bad model, 4 a plan that cannot be\n\
 carried out or does not fit, 5 results differ, 6 a worker failed"
+_TABLE = """A table is a line a pipeline rank, in text or CSV. Its cells are stage, F or B (forward or backward pass),
+microbatch, such as 0F3; idle cells are empty in CSV, dots in text. Stage s stands on rank s modulo the ranks.
+"""
+_SCHEDULE = "NAME|FILE.csv"
+_NAMES = "1f1b, gpipe, interleaved or distir2021"
 _EXAMPLES = """examples:
   distir run gpt2.onnx --dim batch=8 --loss cross-entropy --dp 2 --pp 2 --microbatches 4 --check
   distir simulate gpt2.onnx --dim batch=512 --loss cross-entropy --dp 8 --tp 4 --cluster dgx-a100
@@ -47,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _run(commands)
     _simulate(commands)
     _show(commands)
+    _schedule(commands)
     _command(commands, "clusters", "list the clusters that are shipped", "clusters")
     return parser
 
@@ -72,7 +78,11 @@ def _run(commands: Any) -> None:
     group = parser.add_argument_group("the run")
     group.add_argument("--steps", type=_at_least(1), default=5, metavar="N", help="default: 5")
     group.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the data; default: 0")
-    group.add_argument("--data", metavar="FILE.npz", help="arrays by input name; default: drawn data")
+    group.add_argument(
+        "--data",
+        metavar="FILE.npz",
+        help="an array for each input, by name, and labels (cross-entropy) or target (mse); default: drawn",
+    )
     group.add_argument(
         "--backend",
         choices=("gloo", "nccl", "numpy"),
@@ -106,8 +116,21 @@ def _show(commands: Any) -> None:
     parser.add_argument("--rank", type=_at_least(0), metavar="N", help="what this rank runs")
 
 
+def _schedule(commands: Any) -> None:
+    text = "print a pipeline schedule as a grid, and check it: a row a pipeline rank, a column a time step"
+    parser = _command(commands, "schedule", text, "schedule")
+    parser.epilog = f"{_TABLE}\n{parser.epilog}"
+    parser.add_argument("schedule", metavar=_SCHEDULE, help=f"{_NAMES}, or a table's file")
+    one = _at_least(1)
+    parser.add_argument("--pp", type=one, metavar="N", help="pipeline ranks; default: a file's, else 1")
+    parser.add_argument("--microbatches", type=one, metavar="N", help="default: a file's, else 1")
+    parser.add_argument("--chunks", type=one, metavar="N", help="stages a pipeline rank has; default: a file's, else 1")
+    parser.add_argument("--limit", type=one, metavar="N", help="the most microbatches that a rank may hold saved")
+    parser.add_argument("--csv", action="store_true", help="print CSV, as torch.distributed.pipelining reads it")
+
+
 def _model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL.onnx")
+    parser.add_argument("model", metavar="MODEL.onnx", help="opset 13 or later; its weights beside it or in it")
     group = parser.add_argument_group("the model")
     group.add_argument(
         "--dim", type=_size, action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
@@ -128,12 +151,18 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the plan")
     one = _at_least(1)
-    group.add_argument("--dp", type=one, metavar="N", help="replicas (data parallelism)")
-    group.add_argument("--tp", type=one, metavar="N", help="shards of each weight (tensor parallelism)")
-    group.add_argument("--pp", type=one, metavar="N", help="pipeline stages")
-    group.add_argument("--microbatches", type=one, metavar="N", help="pieces of the batch, one after the other")
-    group.add_argument("--schedule", choices=("1f1b", "gpipe", "interleaved"), help="of the pipeline; default: 1f1b")
-    group.add_argument("--chunks", type=one, metavar="N", help="stages a pipeline rank has, if interleaved")
+    group.add_argument("--dp", type=one, metavar="N", help="replicas (data parallelism); default: 1")
+    group.add_argument("--tp", type=one, metavar="N", help="shards of each weight (tensor parallelism); default: 1")
+    group.add_argument("--pp", type=one, metavar="N", help="pipeline ranks; default: 1")
+    group.add_argument(
+        "--microbatches", type=one, metavar="N", help="pieces of the batch, one after the other; default: 1"
+    )
+    group.add_argument(
+        "--schedule",
+        metavar=_SCHEDULE,
+        help="of the pipeline: a name, or a table (see `distir schedule`); default: 1f1b",
+    )
+    group.add_argument("--chunks", type=one, metavar="N", help="stages a pipeline rank has, if interleaved; default: 1")
     group.add_argument(
         "--order", type=_order, metavar="A,B,C", help="how device numbers run, fastest first; default: tp,dp,pp"
     )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, overload
 from distir.executor.categories import CATEGORIES
 from distir.executor.compile import COMPUTE, RECV, SEND, Program
 from distir.executor.device_classes import members
-from distir.executor.maxplus import NEVER, Call, Code, Plan
+from distir.executor.maxplus import NEVER, Call, Code, Part, Plan
 from distir.executor.memory import MemoryUse
 from distir.ir.device import Device
 from distir.ir.files import written
@@ -186,7 +186,8 @@ class Trace(Sequence[Event]):
 
 def write_chrome(path: str | Path, program: Program, run: Run, memory: dict[int, MemoryUse]) -> None:
     """Write a trace that Chrome and Perfetto open: a process a device class, a thread a stream, an arrow a transfer, a
-    counter of live memory by category. Times are in microseconds.
+    counter of live memory by category. Times are in microseconds, whole nanoseconds: viewers round to these, and drop a
+    slice that then seems to begin before the last one ended.
     """
     with written(path) as new, open(new, "w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
@@ -196,6 +197,25 @@ def write_chrome(path: str | Path, program: Program, run: Run, memory: dict[int,
         file.write("\n]}\n")
 
 
+def _pid(c: int) -> int:
+    """The number of a class's process: 0 is that of an idle machine."""
+    return c + 1
+
+
+def _thread(program: Program, s: int) -> dict[str, int]:
+    """The process and thread of a stream. No thread has the number of a process: that would be its main thread."""
+    return {"pid": _pid(program.streams[s][0]), "tid": 1 + len(program.classes.sizes) + s}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e9) / 1e3
+
+
+def _length(start: float, end: float) -> float:
+    """The microseconds between two times as they are written."""
+    return (round(end * 1e9) - round(start * 1e9)) / 1e3
+
+
 _FIRST = (COMPUTE, SEND, RECV)
 
 
@@ -203,13 +223,13 @@ def _chrome(program: Program, run: Run, memory: dict[int, MemoryUse]) -> Iterato
     classes = program.classes
     for c, size in enumerate(classes.sizes):
         name = classes.label(c) + (f" ({size} devices)" if size > 1 else "")
-        yield {"name": "process_name", "ph": "M", "pid": c, "args": {"name": name}}
-        yield {"name": "process_sort_index", "ph": "M", "pid": c, "args": {"sort_index": c}}
-    for s, (c, name) in enumerate(program.streams):
-        yield {"name": "thread_name", "ph": "M", "pid": c, "tid": s, "args": {"name": name}}
+        yield {"name": "process_name", "ph": "M", "pid": _pid(c), "args": {"name": name}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": _pid(c), "args": {"sort_index": c}}
+    for s, (_, name) in enumerate(program.streams):
+        yield {"name": "thread_name", "ph": "M", **_thread(program, s), "args": {"name": name}}
         first = name.split(" ")[0]
         order = _FIRST.index(first) if first in _FIRST else len(_FIRST)
-        yield {"name": "thread_sort_index", "ph": "M", "pid": c, "tid": s, "args": {"sort_index": order}}
+        yield {"name": "thread_sort_index", "ph": "M", **_thread(program, s), "args": {"sort_index": order}}
     arrows = iter(range(1 << 62))
     spans: list[dict[int, tuple[float, float]]] = []
     for done in walk(run):
@@ -239,20 +259,32 @@ def _slices(
             c = program.streams[s][0]
             _widen(span, c, start, end)
             shown = {"result": f"%{result.name}: {result.type!r}"} if result else {}
-            base = {"pid": c, "tid": s, "cat": "communication" if part.communicates else "compute"}
             yield {
-                **base,
+                **_thread(program, s),
+                "cat": "communication" if part.communicates else "compute",
                 "name": op.spec.name,
                 "ph": "X",
-                "ts": start * 1e6,
-                "dur": part.duration * 1e6,
+                "ts": _us(start),
+                "dur": _length(start, end),
                 "args": shown,
             }
-        if part.sources != part.targets and len(part.streams) > 1:
-            arrow = {"name": op.spec.name, "cat": "transfer", "id": next(arrows), "ts": start * 1e6}
-            ends = [(program.streams[s][0], s) for s in part.streams]
-            yield {**arrow, "ph": "s", "pid": ends[0][0], "tid": ends[0][1]}
-            yield {**arrow, "ph": "f", "bp": "e", "ts": end * 1e6, "pid": ends[1][0], "tid": ends[1][1]}
+        if part.sources != part.targets:
+            yield from _arrows(program, op.spec.name, part, start, arrows)
+
+
+def _arrows(program: Program, name: str, part: Part, start: float, number: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """An arrow from each class that sends to each that receives. It ends in the middle of the slice that receives: at
+    its end it would be taken for the next slice's, where that follows at once.
+    """
+    stream = {program.streams[s][0]: s for s in part.streams}
+    for a in part.sources:
+        for b in part.targets:
+            if stream.get(a) == stream.get(b):  # what a root keeps, or one stream without overlap
+                continue
+            arrow = {"name": name, "cat": "transfer", "id": next(number)}
+            yield {**arrow, "ph": "s", "ts": _us(start), **_thread(program, stream[a])}
+            middle = start + part.duration / 2
+            yield {**arrow, "ph": "f", "bp": "e", "ts": _us(middle), **_thread(program, stream[b])}
 
 
 def _widen(span: dict[int, tuple[float, float]], c: int, start: float, end: float) -> None:
@@ -269,4 +301,4 @@ def _counters(memory: dict[int, MemoryUse], spans: list[dict[int, tuple[float, f
         points.sort(key=lambda p: p[0])
         for t, size in points:
             args = dict(zip(CATEGORIES, size, strict=True))
-            yield {"name": "live memory (bytes)", "ph": "C", "pid": c, "ts": t * 1e6, "args": args}
+            yield {"name": "live memory (bytes)", "ph": "C", "pid": _pid(c), "ts": _us(t), "args": args}

@@ -10,6 +10,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
     per_node: int = regular["per_node"]
     count = nodes if nodes is not None else -(-(devices or 1) // per_node)
     if count < 1 or (devices is not None and not 1 <= devices <= count * per_node):
-        raise UsageError(f"{count} nodes of {per_node} devices cannot give {devices or 'any'} devices")
+        raise UsageError(
+            f"{count} node{'s' if count != 1 else ''} of {per_node} cannot give {devices or 'any'} devices"
+        )
     return Topology(Regular(**regular, nodes=count))
 
 
@@ -114,7 +117,7 @@ class _Table:
 
     def figure(self, key: str, default: float | None = None, least: float = 0.0) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least or value != value:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < inf:
             raise self.error(key, f"expected a number of at least {least:g}, got {value!r}")
         return float(value)
 

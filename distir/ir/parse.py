@@ -7,7 +7,7 @@ from math import inf, nan
 from typing import Any
 
 from distir.ir.device import Device, Mesh
-from distir.ir.errors import DistirError, ModelError
+from distir.ir.errors import DistirError, ModelError, UsageError
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, Op, Role, Value
 from distir.ir.notation import (
     LABEL,
@@ -36,8 +36,11 @@ _WORDS = {"True": True, "False": False, "None": None, "inf": inf, "nan": nan, "R
 def parse(text: str) -> Function:
     """The last function of a text as `pformat` writes it. Types are taken as they stand: see `verify`.
 
-    Raises ModelError: the number of the line, what was expected there and what stands there instead.
+    Raises ModelError: the number of the line, what was expected there and what stands there instead. UsageError for
+    what is no text.
     """
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"expected the text of a program, got {type(text).__name__}", "pformat prints a Function")
     parser = _Parser(text.rstrip().split("\n"))
     try:
         return parser.program()

@@ -123,8 +123,9 @@ class Topology:
 
     def __repr__(self) -> str:
         if (r := self.regular) is not None:
-            return f"Topology({r.name}: {r.nodes} nodes of {r.per_node} {r.kind})"
-        return f"Topology({len(self.devices)} devices)"
+            return f"Topology({r.name}: {r.nodes} node{'s' if r.nodes > 1 else ''} of {r.per_node} {r.kind})"
+        n = len(self.devices)
+        return f"Topology({n} device{'s' if n != 1 else ''})"
 
     def add_device(
         self,

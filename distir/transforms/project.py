@@ -47,7 +47,9 @@ def project(function: Function, rank: int) -> RankProgram:
     """
     devices: Sequence[Device | None] = ranks(function) or [None]
     if not 0 <= rank < len(devices):
-        raise UsageError(f"{function.name} runs on {len(devices)} ranks, there is no rank {rank}")
+        raise UsageError(
+            f"{function.name} runs on {len(devices)} rank{'s' if len(devices) > 1 else ''}, there is no rank {rank}"
+        )
     device = devices[rank]
     mine = frozenset(h for h in _homes(function) if device in _devices(h))
     return RankProgram(rank, device, *_restricted(function, mine))

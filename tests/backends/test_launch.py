@@ -323,7 +323,7 @@ def test_nccl_needs_gpus(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     main = counter()
-    with pytest.raises(UsageError, match="a GPU a rank: 2 ranks, 1 GPUs here") as e:
+    with pytest.raises(UsageError, match="a GPU a rank: 2 ranks, 1 GPU here") as e:
         run(main, ones(main), backend="nccl")
     assert e.value.exit_code == 2
 

@@ -1,14 +1,16 @@
-"""A simulator that does everything the long way: calls inlined, op by op, device by device."""
+"""A simulator that does everything the long way: calls inlined, op by op, device by device.
+
+It shares with the real one the cost model and the categories of memory, and nothing else: no classes, no maps of calls,
+no dependence left out.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from distir.executor.categories import CATEGORIES, Categories, leaves
-from distir.executor.compile import shown
 from distir.executor.cost_model import CostModel
-from distir.executor.device_classes import axis_groups, members
-from distir.ir import Device, Function, Op, Value
+from distir.ir import Device, Function, Mesh, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import Tuple, Type
 
@@ -19,6 +21,24 @@ def homes(t: Type, default: Device) -> list[Any]:
     if isinstance(t, Tuple):
         return list(dict.fromkeys(h for x in t.types for h in homes(x, default)))
     return [t.device or default]
+
+
+def members(home: Device | Mesh) -> tuple[Device, ...]:
+    return home.devices if isinstance(home, Mesh) else (home,)
+
+
+def axis_groups(mesh: Mesh, axis: str) -> list[list[Device]]:
+    """The devices whose coordinates differ only along an axis."""
+    a = mesh.position(axis)
+    groups: dict[tuple[int, ...], list[Device]] = {}
+    for device, at in zip(mesh.devices, mesh.coords, strict=True):
+        groups.setdefault(at[:a] + at[a + 1 :], []).append(device)
+    return list(groups.values())
+
+
+def towards(name: str, home: Device | Mesh) -> str:
+    """The name of the stream for transfers to or from a home."""
+    return f"{name} {home.name if isinstance(home, Mesh) else home}"
 
 
 class Inlined:
@@ -87,7 +107,7 @@ class Inlined:
         elif spec.name == "Send":
             for a, b in zip(members(tin[0].device), members(tout[0].device), strict=True):
                 link = cost.topology.link(a, b)
-                ends = shown("send", tout[0].device), shown("recv", tin[0].device)
+                ends = towards("send", tout[0].device), towards("recv", tin[0].device)
                 meets.append((cost.transfer(tin, link), [(a, ends[0]), (b, ends[1])], [a], [b]))
         elif (outward := cost.fan(spec)) is not None:
             root, mesh = (tin[0].device, tout[0].device) if outward else (tout[0].device, tin[0].device)

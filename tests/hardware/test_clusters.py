@@ -66,6 +66,8 @@ GOOD = (FOLDER / "dgx-a100.toml").read_text()
         ("[device]", "[device", "is not valid TOML"),
         ("memory_gb = 80", "", r"device\.memory_gb: missing"),
         ("memory_gb = 80", 'memory_gb = "80"', r"device\.memory_gb: expected a number"),
+        ("memory_gb = 80", "memory_gb = inf", r"device\.memory_gb: expected a number of at least 0, got inf"),
+        ("link_us = 14.0", "link_us = nan", r"network\.link_us: expected a number of at least 0, got nan"),
         ("memory_gb = 80", "memory_gb = 0", r"device\.memory_gb: expected a number above 0"),
         ("memory_gb = 80", "memory_gb = 80\ntypo = 1", r"device\.typo: unknown key"),
         ("compute_efficiency = 0.869", "compute_efficiency = 1.2", r"device\.compute_efficiency: expected a share"),

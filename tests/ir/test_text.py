@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distir.ir import Device, Function, FunctionMaker, Mesh, cpprint, parse, pformat, same, verify
-from distir.ir.errors import ModelError
+from distir.ir.errors import ModelError, UsageError
 from distir.ir.infer import infer_types
 from distir.ir.same import difference
 from distir.ir.text import format_type
@@ -322,6 +322,12 @@ def test_errors_of_parse(text: str, message: str) -> None:
     assert found.value.message.startswith(message)
     line = text.splitlines()[int(message[5]) - 1 : int(message[5])]
     assert found.value.message.endswith("".join(line).strip())
+
+
+@pytest.mark.parametrize("what", [None, 3, b"fn f() {}", pipeline()])
+def test_what_is_no_text_is_told(what: object) -> None:
+    with pytest.raises(UsageError, match=f"expected the text of a program, got {type(what).__name__}"):
+        parse(what)  # type: ignore[arg-type]
 
 
 def test_names_may_be_quoted_where_they_need_not() -> None:
