@@ -30,7 +30,7 @@ def test_what_was_made_is_old():
     with no_collection():
         kept = [_Node() for _ in range(5000)]
     assert len(gc.get_objects(generation=0)) < 1000
-    assert sum(isinstance(x, _Node) for x in gc.get_objects(generation=2)) >= len(kept)
+    assert sum(type(x) is _Node for x in gc.get_objects(generation=2)) >= len(kept)
 
 
 def test_cycles_made_inside_are_collected():
