@@ -37,10 +37,15 @@ def validate(distributed: Function, source: Function) -> None:
             )
         if isinstance(v.type, Tensor) and isinstance(w.type, Tensor) and v.type.erased() is not w.type.erased():
             raise MismatchError(f"output %{w.name}: expected {v.type.erased()}, got {w.type.erased()}")
-    mine = {distributed.inputs.index(b): distributed.outputs.index(a) for a, b in distributed.updates.items()}
-    theirs = {source.inputs.index(b): source.outputs.index(a) for a, b in source.updates.items()}
+    mine, theirs = _updates(distributed), _updates(source)
     if mine != theirs:
         raise MismatchError(f"{distributed.name}: expected updates {theirs} (input: output), got {mine}")
+
+
+def _updates(f: Function) -> dict[int, int]:
+    """The number of each updated input, and that of the output."""
+    inputs, outputs = {v: i for i, v in enumerate(f.inputs)}, {v: i for i, v in enumerate(f.outputs)}
+    return {inputs[old]: outputs[new] for new, old in f.updates.items()}
 
 
 def _correspond(distributed: Function, source: Function) -> list[Term]:

@@ -1,0 +1,55 @@
+"""Inference of whole functions, and types that share what they have in common."""
+
+import pytest
+
+from distir.ir import Device, FunctionMaker, Mesh
+from distir.ir.errors import IRTypeError
+from distir.ir.infer import infer_types
+from distir.ir.type import NOW, REPLICATE, SUM, Float, Shard, Tensor, Tuple
+
+SQUARE = Tensor(Float(), (4, 4))
+
+
+def untyped():
+    f = FunctionMaker("f")
+    x, w = f.add_input_value("x", None), f.add_input_value("w", None)
+    y = f.add_op("MatMul", None, [x, w], output_names=["y"])
+    f.add_op("ReluGrad", None, [y, y], output_names=["z"], of=f.ops[0])
+    return f.finalize()
+
+
+def test_the_function_itself_if_nothing_changes():
+    typed = infer_types(untyped(), [SQUARE, SQUARE])
+    assert infer_types(typed, typed.inputs) is typed
+    assert infer_types(typed, [SQUARE, SQUARE]) is typed
+
+
+def test_another_function_for_other_types():
+    typed = infer_types(untyped(), [SQUARE, SQUARE])
+    wide = infer_types(typed, [SQUARE, Tensor(Float(), (4, 8))])
+    assert wide is not typed
+    assert [v.type.shape for op in wide.ops for v in op.outputs] == [(4, 8), (4, 8)]  # type: ignore[union-attr]
+    assert [v.name for op in wide.ops for v in op.outputs] == ["y", "z"]
+    assert wide.ops[1].of is wide.ops[0]
+
+
+def test_types_all_there_but_of_an_input():
+    f = untyped()
+    assert infer_types(f, [SQUARE, SQUARE]).outputs[0].type is SQUARE
+    with pytest.raises(IRTypeError, match=r"f: %y = MatMul"):
+        infer_types(f, [SQUARE, Tensor(Float(), (3, 4))])
+
+
+def test_types_of_microbatches_are_interned():
+    mesh = Mesh([Device("gpu", i) for i in range(2)], {"mb": 4, "dp": 2}, "stage")
+    body = Tensor.whole(Float(), (16, 4), mesh, (Shard(0), Shard(0, 4)))
+    total = Tensor.whole(Float(), (4, 4), mesh, (SUM, REPLICATE), (0, NOW))
+    weight = Tensor(Float(), (4, 4), mesh)
+    assert body.at(2) is Tensor(Float(), (2, 4), mesh, (Shard(0), Shard(0, 4)), (2, 3))
+    assert body.at(2).of(None) is body
+    assert total.at(3).piece == (0, 3)
+    assert weight.at(3) is weight
+    bundle = Tuple([weight, body, weight, total])
+    assert bundle.at(1) is Tuple([weight, body.at(1), weight, total.at(1)])
+    assert Tuple([weight]).at(1) is Tuple([weight])
+    assert (bundle.moves, Tuple([weight]).moves) == (True, False)
