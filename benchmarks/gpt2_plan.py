@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from laps import machine
 
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator import Simulator
@@ -81,7 +82,7 @@ def main() -> None:
         plan(model, *PLANS[0])  # modules are imported, files in memory
         rows = {p: [plan(model, *p) for _ in range(args.runs)] for p in PLANS}
     result = {
-        "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}",
+        "machine": machine(),
         "plans": [
             {
                 "dp, tp, pp": p,

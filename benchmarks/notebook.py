@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.runs < 1:
-        parser.error("--runs is at least 1")
+        parser.error(f"--runs: expected at least 1, got {args.runs}")
     topology = cluster(128)
     simulator = Simulator(CostModel(topology))
     study(list(grid())[:3], simulator, topology)  # modules are imported

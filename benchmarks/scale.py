@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.runs < 1:
-        parser.error("--runs is at least 1")
+        parser.error(f"--runs: expected at least 1, got {args.runs}")
     result: dict[str, Any] = {"machine": machine(), "GPT-3 175B": {}}
     for dp in args.dp:
         runs = [gpt3(dp, args.microbatches) for _ in range(args.runs)]

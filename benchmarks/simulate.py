@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
+
+from laps import machine
 
 from distir.executor.busy import busy_times
 from distir.executor.compile import Program
@@ -241,7 +242,7 @@ def main() -> None:
     if args.runs < 1:
         parser.error(f"--runs: expected at least 1, got {args.runs}")
     result = {
-        "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}",
+        "machine": machine(),
         "flat": flat(args.runs),
         "pipeline": [replayed(args.runs, n) for n in (1024, 65536)],
     }

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import time
+
+from laps import machine
 
 COMMANDS = {"python -c pass": ["-c", "pass"], "distir --help": ["-m", "distir", "--help"]}
 
@@ -29,16 +30,18 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.runs < 1:
+        parser.error(f"--runs: expected at least 1, got {args.runs}")
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for _ in range(max(1, args.runs)):
+    for _ in range(args.runs):
         for name, arguments in COMMANDS.items():
             times[name].append(seconds(arguments))
     medians = {name: statistics.median(found) for name, found in times.items()}
-    machine = f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}"
+    where = machine()
     if args.json:
-        print(json.dumps({"machine": machine, "seconds": medians}, indent=2))
+        print(json.dumps({"machine": where, "seconds": medians}, indent=2))
         return
-    print(f"wall-clock seconds, median of {max(1, args.runs)}; {machine}")
+    print(f"wall-clock seconds, median of {args.runs}; {where}")
     for name, median in medians.items():
         print(f"{name:16}{median:8.3f}")
 

@@ -1,6 +1,6 @@
 """Finding tensor parallelism in a training step of GPT-2's width, by depth: the goal is 2 s for 96 layers.
 
-    python benchmarks/tensor_parallel.py [--layers N ...] [--tp N] [--runs N]
+    python benchmarks/tensor_parallel.py [--layers N ...] [--tp N] [--runs N] [--json]
 
 Times the search on the decomposed training step (CPU seconds, medians over the runs), and all of `place` (padding,
 the batch over time, dp and the construction of the placed program). The search decides alike layers once.
@@ -9,12 +9,12 @@ the batch over time, dp and the construction of the placed program). The search 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
+import json
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+
+from laps import machine, table
 
 from distir.ir import Device, Function, Mesh
 from distir.ir.infer import forget
@@ -45,12 +45,14 @@ def whole(function: Function, tp: int) -> None:
     place(function, batch, DP, tp, mesh)
 
 
-def seconds(run: Callable[..., Any], *args: Any, runs: int) -> float:
+def seconds(run: Callable[[Function, int], None], layers: int, tp: int, runs: int) -> float:
+    """The median over the runs, each with a function of its own: what is found of one is kept with it."""
     laps: list[float] = []
     for _ in range(runs):
+        function = step(layers)
         forget()
         begin = time.process_time()
-        run(*args)
+        run(function, tp)
         laps.append(time.process_time() - begin)
     return statistics.median(laps)
 
@@ -60,13 +62,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 96])
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    print(f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}; tp {args.tp}")
-    print(f"{'layers':>6} {'ops':>7} {'search':>9} {'place':>9}")
+    if args.runs < 1:
+        parser.error(f"--runs: expected at least 1, got {args.runs}")
+    rows: list[dict[str, float]] = []
     for layers in args.layers:
-        function = step(layers)
-        found, placed = (seconds(f, function, args.tp, runs=args.runs) for f in (search, whole))
-        print(f"{layers:6} {len(function.ops):7} {found:7.2f} s {placed:7.2f} s")
+        found, placed = (seconds(f, layers, args.tp, args.runs) for f in (search, whole))
+        rows.append({"layers": layers, "ops": len(step(layers).ops), "search": found, "place": placed})
+    if args.json:
+        print(json.dumps({"machine": machine(), "tp": args.tp, "seconds": rows}, indent=2))
+        return
+    print(f"CPU seconds, tp {args.tp}; {machine()}\n")
+    cells = [[str(r["layers"]), str(r["ops"]), f"{r['search']:.2f}", f"{r['place']:.2f}"] for r in rows]
+    print(table(["layers", "ops", "search", "place"], cells))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
 import time
 
-from distir.ir import Device, Function, FunctionMaker, Mesh, parse, pformat, same, verify
+from laps import machine
+
+from distir.ir import Device, Function, FunctionMaker, Mesh, Value, parse, pformat, same, verify
 from distir.ir.type import REPLICATE, Float, Shard, Tensor, Tuple
 
 SIZES = (5_000, 20_000)
@@ -65,12 +66,15 @@ def schedule(ops: int) -> Function:
     f = FunctionMaker("main")
     params = [f.add_input_value("params", stage.inputs[1].type) for stage in stages]
     first = stages[0].inputs[0].type
+    results: list[Value] = []
     for k in range(MICROBATCHES):
         x = f.add_input_value("x", first.at(k))
         for s, stage in enumerate(stages):
             if s:
                 x = f.emit("Send", x, to=mesh(s))
             x = f.add_op("Call", None, [x, params[s]], {"mb": k}, [stage], ["x", "residuals"])[0]
+        results.append(x)
+    f.set_outputs([f.emit("MPIAllgather", *results, axis="mb")])
     return f.finalize()
 
 
@@ -96,9 +100,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    result: dict[str, object] = {
-        "machine": f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}"
-    }
+    if args.runs < 1:
+        parser.error(f"--runs: expected at least 1, got {args.runs}")
+    result: dict[str, object] = {"machine": machine()}
     kinds = {"on a mesh": lambda n: layers("step", mesh(0), n), "a schedule": schedule}
     for kind, build in kinds.items():
         rows = []

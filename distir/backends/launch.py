@@ -51,7 +51,7 @@ class RunResult:
     `seconds[k]`: step k, by the slowest rank, all having begun together; the data were already there.
     `outputs[k]`: of step k, by position among the program's outputs: those of one element, after the last
     step all that are not updates. `inputs`: after the last step, by position, the inputs that the program
-    updates. Under torchrun only rank 0 has arrays.
+    updates where they are held. Under torchrun only rank 0 has arrays.
     """
 
     world: int

@@ -80,7 +80,12 @@ class TorchRank:
         if self.lowered.varies:
             raise UsageError(f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled")
         position = {v: k for k, v in enumerate(program.inputs)}
-        self.updates = {k: position[program.updates[v]] for k, v in enumerate(program.outputs) if v in program.updates}
+        self.updates: dict[int, int] = {}
+        """Positions of outputs, and of the inputs that they replace: of those that are made where these are held."""
+        for k, new in enumerate(program.outputs):
+            old = program.updates.get(new)
+            if old is not None and old.type.device is new.type.device:
+                self.updates[k] = position[old]
         self.values: dict[int, torch.Tensor] = {}
 
     def load(self, arrays: Mapping[int, Any]) -> None:

@@ -366,6 +366,8 @@ def test_a_program_with_a_host_runs_one_step() -> None:
     f.set_outputs([new])
     f.updates = {new: w}
     program = f.finalize()
-    assert np.array_equal(run(program, ones(program)).inputs[0], np.full(4, 2, np.float32))
+    result = run(program, ones(program))
+    assert result.inputs == {}
+    assert np.array_equal(result.outputs[0][0], np.full(4, 2, np.float32))
     with pytest.raises(UsageError, match="main cannot run 2 steps: the next %w is not made where it is held"):
         run(program, ones(program), steps=2)
