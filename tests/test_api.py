@@ -43,6 +43,7 @@ def test_plan_prints_what_it_is():
     assert str(distir.Plan()) == "dp 1 x tp 1 x pp 1, 1 microbatch"
     plan = distir.Plan(2, 4, 2, 8, order=("pp", "dp", "tp"))
     assert str(plan) == "dp 2 x tp 4 x pp 2, 8 microbatches, 1f1b, order pp,dp,tp"
+    assert str(distir.Plan(overlap=False)) == "dp 1 x tp 1 x pp 1, 1 microbatch, no overlap"
     assert plan.size == 16
 
 
@@ -206,6 +207,19 @@ def test_dtype_keeps_the_arrays(trained):
 
 
 # ---------------------------------------------------------------- results
+
+
+def test_without_overlap_a_device_does_one_thing_at_a_time(trained):
+    """The reductions over dp come after all else, in the program too."""
+    plans = [distir.Plan(2, 1, 2, 4, overlap=overlap) for overlap in (True, False)]
+    quick, slow = (distir.simulate(trained, plan, "dgx-a100") for plan in plans)
+    assert slow.simulation.seconds > quick.simulation.seconds
+    reduced = [
+        {f.name[:3] for f in p.program.callees() for op in f.ops if op.attributes.get("axis") == "dp"}
+        for p in (quick, slow)
+    ]
+    assert "bwd" in reduced[0]
+    assert reduced[1] == {"pro", "upd"}
 
 
 def test_simulate_is_shared_between_plans(trained):

@@ -21,7 +21,8 @@ class Plan:
 
     `schedule` is "1f1b", "gpipe" or "interleaved", the last with `chunks` stages a pipeline rank; or a table of one's
     own (`distir.transforms.schedule`), or the path of its file. `order` says how numbers of devices run through the
-    axes, the fastest first. Raises UsageError for a degree below 1 or an order that is not one of the three axes,
+    axes, the fastest first. Without `overlap` a device does one thing at a time, and gradients are reduced when all
+    microbatches are done. Raises UsageError for a degree below 1 or an order that is not one of the three axes,
     InfeasibleError for more devices than can be listed.
     """
 
@@ -32,6 +33,7 @@ class Plan:
     schedule: Schedule = "1f1b"
     order: tuple[str, ...] = AXES
     chunks: int = 1
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "microbatches", "chunks"):
@@ -62,7 +64,8 @@ class Plan:
         text = f"dp {self.dp} x tp {self.tp} x pp {self.pp}, {_count(self.microbatches, 'microbatch', 'es')}"
         if self.pp > 1:
             text += f", {self._schedule}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
-        return text if self.order == AXES else f"{text}, order {','.join(self.order)}"
+        text += "" if self.order == AXES else f", order {','.join(self.order)}"
+        return text if self.overlap else f"{text}, no overlap"
 
     def to_json(self) -> dict[str, Any]:
         """Its fields, and the number of devices."""

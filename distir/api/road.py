@@ -54,6 +54,7 @@ def distribute(
         schedule=plan.schedule,
         order=plan.order,
         chunks=plan.chunks,
+        overlap=plan.overlap,
     )
     if check:
         verify(program)
@@ -93,7 +94,8 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None) -> CostMo
 
 def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:
     """The prediction for a program that is already distributed."""
-    simulation = Simulator(cost).interpret(program, batch=model.batch, tokens=model.tokens)
+    simulator = Simulator(cost, overlap=cost.overlap and plan.overlap)
+    simulation = simulator.interpret(program, batch=model.batch, tokens=model.tokens)
     return Prediction(Summary.of(model, plan, program), describe(cost.topology), program, simulation)
 
 

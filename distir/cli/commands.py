@@ -207,6 +207,35 @@ def clusters(args: argparse.Namespace) -> None:
     print("\n".join(aligned([head, *table])))
 
 
+def bench_collectives(args: argparse.Namespace) -> None:
+    """`distir bench collectives`."""
+    from distir.backends.bench import COLLECTIVES, SIZES, Timing, bench_collectives
+
+    head = ("collective", "size", "latency", "algorithm bandwidth", "bus bandwidth")
+    widths = [max(map(len, COLLECTIVES)), 12, 14, *map(len, head[3:])]
+    speaks = not args.json and _first_rank()
+    names, sizes = args.collective or COLLECTIVES, args.size or SIZES
+    rows: list[Timing] = []
+
+    with Progress("starting") as progress:
+
+        def on_timing(t: Timing) -> None:
+            if not rows:
+                progress.phase("measuring", len(names) * len(sizes))
+                if speaks:
+                    print(_columns(head, widths))
+            rows.append(t)
+            progress.advance(len(rows) - 1)
+            if speaks:
+                rates = [f"{x / 1e9:.3f} GB/s" for x in (t.algorithm_bandwidth, t.bus_bandwidth)]
+                cells = [t.collective, f"{t.size:,} B", f"{t.seconds * 1e6:,.1f} us", *rates]
+                print(_columns(cells, widths), flush=True)
+
+        bench_collectives(args.nproc, args.backend, names, sizes, args.timeout, on_timing)
+    if args.json and _first_rank():
+        print_json({"backend": args.backend, "timings": [t._asdict() for t in rows]})
+
+
 def _model(args: argparse.Namespace, stage: str | None = None) -> Model:
     """The model the flags describe. Raises UsageError for settings of an optimizer that there is not."""
     settings = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}

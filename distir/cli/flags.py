@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _show(commands)
     _schedule(commands)
     _command(commands, "clusters", "list the clusters that are shipped", "clusters")
+    _bench(commands)
     return parser
 
 
@@ -129,6 +130,21 @@ def _schedule(commands: Any) -> None:
     parser.add_argument("--csv", action="store_true", help="print CSV, as torch.distributed.pipelining reads it")
 
 
+def _bench(commands: Any) -> None:
+    text = "measure how quick something is on this machine"
+    parser = commands.add_parser("bench", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EXIT_CODES)
+    kinds = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
+    text = "latency and bandwidth of each collective at each size, among processes of this host or torchrun's"
+    parser = _command(kinds, "collectives", text, "bench_collectives")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="default: gloo")
+    parser.add_argument("--nproc", type=_at_least(2), default=2, metavar="N", help="processes; default: 2")
+    parser.add_argument("--collective", action="append", metavar="NAME", help="one of them only; may be given again")
+    parser.add_argument("--size", type=_at_least(1), action="append", metavar="BYTES", help="likewise a size")
+    parser.add_argument(
+        "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"
+    )
+
+
 def _model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL.onnx", help="opset 13 or later; its weights beside it or in it")
     group = parser.add_argument_group("the model")
@@ -163,6 +179,13 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         help="of the pipeline: a name, or a table (see `distir schedule`); default: 1f1b",
     )
     group.add_argument("--chunks", type=one, metavar="N", help="stages a pipeline rank has, if interleaved; default: 1")
+    group.add_argument(
+        "--no-overlap",
+        action="store_const",
+        const=False,
+        dest="overlap",
+        help="communication waits for compute, and reductions of gradients for the last microbatch",
+    )
     group.add_argument(
         "--order", type=_order, metavar="A,B,C", help="how device numbers run, fastest first; default: tp,dp,pp"
     )

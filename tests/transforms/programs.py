@@ -37,11 +37,13 @@ class Plan(NamedTuple):
     schedule: str = "1f1b"
     host: bool = False
     chunks: int = 1
+    overlap: bool = True
 
     def __str__(self) -> str:
         host = "-host" if self.host else ""
         chunks = f"-{self.chunks}chunks" if self.chunks > 1 else ""
-        return f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}-{self.schedule}{host}{chunks}"
+        overlap = "" if self.overlap else "-no_overlap"
+        return f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}-{self.schedule}{host}{chunks}{overlap}"
 
     @property
     def devices(self) -> list[Device]:
@@ -169,8 +171,10 @@ def _filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Gen
 
 def distributed(program: Program, plan: Plan) -> Distributed:
     """The program distributed, verified, and validated against the source that was passed."""
-    dp, tp, pp, microbatches, schedule, _, chunks = plan
-    result = distribute(program.function, dp, tp, pp, plan.devices, microbatches, schedule, chunks=chunks)
+    dp, tp, pp, microbatches, schedule, _, chunks, overlap = plan
+    result = distribute(
+        program.function, dp, tp, pp, plan.devices, microbatches, schedule, chunks=chunks, overlap=overlap
+    )
     verify(result.placed)
     verify(result.program)
     validate(result.program, source_of(result.program, program.function))

@@ -58,6 +58,10 @@ SPREAD = [
     Plan(1, 1, 8, 2),
     Plan(2, 2, 2, 2, "interleaved", chunks=2),
     Plan(1, 1, 2, 4, "interleaved", host=True, chunks=3),
+    Plan(2, 2, 2, 2, overlap=False),
+    Plan(2, 1, 2, 4, "gpipe", host=True, overlap=False),
+    Plan(2, 1, 2, 4, "distir2021"),
+    Plan(1, 2, 4, 2, "distir2021", host=True),
 ]
 
 
@@ -69,7 +73,7 @@ def test_equals_sequential(name: str, plan: Plan) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", [False, True], ids=["", "host"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "distir2021"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_sequential_under_every_plan(name: str, schedule: str, host: bool) -> None:
     """Every feasible plan of up to 8 devices; nothing is refused but a tp that splits nothing."""
