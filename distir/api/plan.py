@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from os import PathLike, fspath
 from typing import Any
 
-from distir.ir.errors import InfeasibleError, UsageError
+from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.transforms.schedule import Schedule, format_table
 
 AXES = ("tp", "dp", "pp")
@@ -61,7 +61,7 @@ class Plan:
         return format_table(self.schedule).replace("\n", "; ")
 
     def __str__(self) -> str:
-        text = f"dp {self.dp} x tp {self.tp} x pp {self.pp}, {_count(self.microbatches, 'microbatch', 'es')}"
+        text = f"dp {self.dp} x tp {self.tp} x pp {self.pp}, {counted(self.microbatches, 'microbatch', 'es')}"
         if self.pp > 1:
             text += f", {self._schedule}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
         text += "" if self.order == AXES else f", order {','.join(self.order)}"
@@ -70,7 +70,3 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Its fields, and the number of devices."""
         return {**asdict(self), "schedule": self._schedule, "order": list(self.order), "devices": self.size}
-
-
-def _count(n: int, noun: str, plural: str) -> str:
-    return f"{n} {noun}{plural if n > 1 else ''}"

@@ -15,14 +15,14 @@ from distir.api.model import Model, as_model
 from distir.api.plan import Plan
 from distir.api.results import Prediction, RunResult, Summary, size
 from distir.api.steps import Job, OnStep, Steps, compute_steps
-from distir.backends.launch import available_memory
 from distir.backends.launch import run as launch
+from distir.backends.limits import available_memory
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator import Simulator
 from distir.hardware import load_cluster, this_host
 from distir.ir import Device, Function, Topology, verify
 from distir.ir import validate as compare_terms
-from distir.ir.errors import InfeasibleError, MismatchError, UsageError
+from distir.ir.errors import InfeasibleError, MismatchError, UsageError, counted
 from distir.ir.function import Value
 from distir.transforms.parallel3d import parallel_transform_3d, source_of
 from distir.transforms.training import AdamW
@@ -104,8 +104,8 @@ def describe(topology: Topology) -> str:
     r = topology.regular
     if r is None:
         n = len(topology.devices)
-        return f"of {n} device{'s' if n != 1 else ''}"
-    return f"{r.name}, {r.nodes} node{'s' if r.nodes > 1 else ''} of {r.per_node} {r.kind}"
+        return f"of {counted(n, 'device')}"
+    return f"{r.name}, {counted(r.nodes, 'node')} of {r.per_node} {r.kind}"
 
 
 def run(

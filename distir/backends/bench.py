@@ -63,7 +63,7 @@ def bench_collectives(
     `timeout`: seconds without any timing. Raises UsageError for arguments that do not fit, WorkerError, naming the
     rank, if one fails or does not answer.
     """
-    from distir.backends.launch import check_backend
+    from distir.backends.limits import check_backend
 
     unknown = [c for c in collectives if c not in COLLECTIVES]
     if unknown:

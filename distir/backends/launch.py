@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from distir.backends.limits import check_backend, check_memory, check_repeats
 from distir.backends.pieces import Coord, ship, whole_array
 from distir.backends.worker import Failure, Job, job_file, log_file
 from distir.ir import errors
-from distir.ir.errors import DistirError, InfeasibleError, UsageError, WorkerError
+from distir.ir.errors import DistirError, UsageError, WorkerError, counted
 from distir.ir.function import Function, Value
 from distir.transforms.order import check_order
 from distir.transforms.project import project_all, ranks
@@ -110,14 +111,14 @@ def run(
     started = int(os.environ["WORLD_SIZE"]) if joined else nproc
     if started is not None and started != world:
         what = "torchrun started" if joined else "nproc asks for"
-        raise UsageError(f"the plan has {_count(world, 'rank')}, {what} {started}")
+        raise UsageError(f"the plan has {counted(world, 'rank')}, {what} {started}")
     if steps < 1:
         raise UsageError(f"steps: expected at least 1, got {steps}")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else world
     check_backend(backend, here)
-    _check_memory(bytes_per_rank, here)
+    check_memory(bytes_per_rank, here)
     verify(program)
-    _check_repeats(program, steps)
+    check_repeats(program, steps)
     check_order(project_all(program))
     given = by_position(program, arrays)
     threads = threads or _threads()
@@ -147,58 +148,6 @@ def by_position(program: Function, arrays: Arrays) -> dict[int, Any]:
         elif k in arrays:
             given[k] = arrays[k]
     return given
-
-
-def check_backend(backend: str, here: int) -> None:
-    if backend not in ("gloo", "nccl"):
-        raise UsageError(f"unknown backend {backend!r}", "gloo runs on CPUs, nccl on GPUs")
-    if backend == "nccl":
-        import torch
-
-        have = torch.cuda.device_count()
-        if have < here:
-            raise UsageError(
-                f"backend nccl needs a GPU a rank: {_count(here, 'rank')}, {_count(have, 'GPU')} here",
-                "use --backend gloo",
-            )
-
-
-def available_memory() -> int | None:
-    """Bytes of memory that may still be used on this host, None where it cannot be known."""
-    limits: list[int] = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        limits.append(int(rows["MemAvailable"].split()[0]) * 1024)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
-        limits.append(int(text) - int(used.read_text()))
-    return min(limits, default=None)
-
-
-def _check_repeats(program: Function, steps: int) -> None:
-    """Raises UsageError if a further step would not see what the first has made."""
-    moved = [old.name for new, old in program.updates.items() if new.type.device is not old.type.device]
-    if steps > 1 and moved:
-        raise UsageError(
-            f"{program.name} cannot run {steps} steps: the next %{moved[0]} is not made where it is held",
-            "steady_state_transform leaves out what distributes the inputs from a host",
-        )
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s' if n != 1 else ''}"
-
-
-def _check_memory(bytes_per_rank: int, here: int) -> None:
-    have = available_memory()
-    need = bytes_per_rank * here
-    if have is not None and need > have:
-        raise InfeasibleError(
-            f"{_count(here, 'rank')} of {bytes_per_rank / 2**30:.1f} GiB need {need / 2**30:.1f} GiB, "
-            f"{have / 2**30:.1f} GiB are available on this host",
-            "more microbatches or a smaller batch need less",
-        )
 
 
 class _Run:

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, counted
 from distir.ir.topology import Algorithm, DeviceSpec, Link, Regular, Topology
 
 _FOLDER = Path(__file__).parent
@@ -40,9 +40,7 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
     per_node: int = regular["per_node"]
     count = nodes if nodes is not None else -(-(devices or 1) // per_node)
     if count < 1 or (devices is not None and not 1 <= devices <= count * per_node):
-        raise UsageError(
-            f"{count} node{'s' if count != 1 else ''} of {per_node} cannot give {devices or 'any'} devices"
-        )
+        raise UsageError(f"{counted(count, 'node')} of {per_node} cannot give {devices or 'any'} devices")
     return Topology(Regular(**regular, nodes=count))
 
 
@@ -68,7 +66,7 @@ def this_host(ranks: int, cores: int | None = None) -> Topology:
     algorithms = tuple(
         a._replace(base=a.base * wait, intra=a.intra * wait, inter=a.inter * wait) for a in regular.algorithms
     )
-    name = f"this host, {ranks} rank{'s' if ranks > 1 else ''} on {cores} core{'s' if cores > 1 else ''}"
+    name = f"this host, {counted(ranks, 'rank')} on {counted(cores, 'core')}"
     return Topology(replace(regular, name=name, spec=spec, per_node=ranks, intra=slow, algorithms=algorithms))
 
 

@@ -49,3 +49,8 @@ class WorkerError(DistirError):
     """A rank failed, was killed or did not answer in time."""
 
     exit_code = 6
+
+
+def counted(n: int, noun: str, plural: str = "s") -> str:
+    """How many, in words of a message: "1 rank", "2 ranks", "2 microbatches"."""
+    return f"{n:,} {noun}{plural if n != 1 else ''}"

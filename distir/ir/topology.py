@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.ir.device import Device
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, counted
 from distir.ir.type import DType
 
 if TYPE_CHECKING:
@@ -123,9 +123,9 @@ class Topology:
 
     def __repr__(self) -> str:
         if (r := self.regular) is not None:
-            return f"Topology({r.name}: {r.nodes} node{'s' if r.nodes > 1 else ''} of {r.per_node} {r.kind})"
+            return f"Topology({r.name}: {counted(r.nodes, 'node')} of {r.per_node} {r.kind})"
         n = len(self.devices)
-        return f"Topology({n} device{'s' if n != 1 else ''})"
+        return f"Topology({counted(n, 'device')})"
 
     def add_device(
         self,

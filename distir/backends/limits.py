@@ -1,0 +1,58 @@
+"""What is checked before a run starts: that the backend, the memory and the program allow it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distir.ir.errors import InfeasibleError, UsageError, counted
+from distir.ir.function import Function
+
+
+def check_backend(backend: str, here: int) -> None:
+    """Raises UsageError for a backend that there is not, or that `here` ranks on this host cannot use."""
+    if backend not in ("gloo", "nccl"):
+        raise UsageError(f"unknown backend {backend!r}", "gloo runs on CPUs, nccl on GPUs")
+    if backend == "nccl":
+        import torch
+
+        have = torch.cuda.device_count()
+        if have < here:
+            raise UsageError(
+                f"backend nccl needs a GPU a rank: {counted(here, 'rank')}, {counted(have, 'GPU')} here",
+                "use --backend gloo",
+            )
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that may still be used on this host, None where it cannot be known."""
+    limits: list[int] = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        limits.append(int(rows["MemAvailable"].split()[0]) * 1024)
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
+        limits.append(int(text) - int(used.read_text()))
+    return min(limits, default=None)
+
+
+def check_repeats(program: Function, steps: int) -> None:
+    """Raises UsageError if a further step would not see what the first has made."""
+    moved = [old.name for new, old in program.updates.items() if new.type.device is not old.type.device]
+    if steps > 1 and moved:
+        raise UsageError(
+            f"{program.name} cannot run {steps} steps: the next %{moved[0]} is not made where it is held",
+            "steady_state_transform leaves out what distributes the inputs from a host",
+        )
+
+
+def check_memory(bytes_per_rank: int, here: int) -> None:
+    """Raises InfeasibleError if this host has not that many bytes for each of `here` ranks."""
+    have = available_memory()
+    need = bytes_per_rank * here
+    if have is not None and need > have:
+        raise InfeasibleError(
+            f"{counted(here, 'rank')} of {bytes_per_rank / 2**30:.1f} GiB need {need / 2**30:.1f} GiB, "
+            f"{have / 2**30:.1f} GiB are available on this host",
+            "more microbatches or a smaller batch need less",
+        )
