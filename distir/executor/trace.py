@@ -18,7 +18,7 @@ from distir.executor.categories import CATEGORIES
 from distir.executor.compile import COMPUTE, RECV, SEND, Program
 from distir.executor.device_classes import members
 from distir.executor.maxplus import NEVER, Call, Code, Part, Plan
-from distir.executor.memory import MemoryUse
+from distir.executor.memory import Bytes, MemoryUse
 from distir.ir.device import Device
 from distir.ir.files import written
 from distir.ir.function import Op
@@ -45,6 +45,10 @@ class Event:
         if key not in self.__slots__:
             raise KeyError(key)
         return getattr(self, key)
+
+
+Span = dict[int, tuple[float, float]]
+"""By class, when it began and ended to compute."""
 
 
 class Run(NamedTuple):
@@ -231,33 +235,27 @@ def _chrome(program: Program, run: Run, memory: dict[int, MemoryUse]) -> Iterato
         order = _FIRST.index(first) if first in _FIRST else len(_FIRST)
         yield {"name": "thread_sort_index", "ph": "M", **_thread(program, s), "args": {"sort_index": order}}
     arrows = iter(range(1 << 62))
-    spans: list[dict[int, tuple[float, float]]] = []
+    spans: list[Span] = []
     for done in walk(run):
-        span: dict[int, tuple[float, float]] = {}
+        span: Span = {}
         yield from _slices(program, done, span, arrows)
         spans.append(span)
     yield from _counters(memory, spans)
 
 
-def _slices(
-    program: Program, done: Done, span: dict[int, tuple[float, float]], arrows: Iterator[int]
-) -> Iterator[dict[str, Any]]:
-    """The slices of an op, once a class; `span` learns when each class began and ended it."""
+def _slices(program: Program, done: Done, span: Span, arrows: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """The slices of an op, once a class; `span` learns when each class began and ended to compute in it."""
     op, plan, times, _ = done
     if isinstance(plan, Call):
         for inner in walk(expand(plan, times, done.run)):
             yield from _slices(program, inner, span, arrows)
         return
-    if not plan.parts:
-        for c, t in zip((c for group in plan.classes for c in group), times, strict=True):
-            _widen(span, c, max(t, 0.0), max(t, 0.0))
-        return
-    for part, end in zip(plan.parts, times, strict=True):
+    for part, end in zip(plan.parts, times, strict=False):
         start = end - part.duration
+        if not part.communicates:
+            widen(span, part, end)
         result = op.outputs[0] if op.outputs else None
         for s in part.streams:
-            c = program.streams[s][0]
-            _widen(span, c, start, end)
             shown = {"result": f"%{result.name}: {result.type!r}"} if result else {}
             yield {
                 **_thread(program, s),
@@ -287,18 +285,29 @@ def _arrows(program: Program, name: str, part: Part, start: float, number: Itera
             yield {**arrow, "ph": "f", "bp": "e", "ts": _us(middle), **_thread(program, stream[b])}
 
 
-def _widen(span: dict[int, tuple[float, float]], c: int, start: float, end: float) -> None:
-    a, b = span.get(c, (start, end))
-    span[c] = (min(a, start), max(b, end))
+def widen(span: Span, part: Part, end: float) -> None:
+    """Make the span of each of a part's classes hold the part, which ended then."""
+    for c in part.classes:
+        a, b = span.get(c, (end, end))
+        span[c] = (min(a, end - part.duration), max(b, end))
 
 
-def _counters(memory: dict[int, MemoryUse], spans: list[dict[int, tuple[float, float]]]) -> Iterator[dict[str, Any]]:
+def live(use: MemoryUse, spans: Sequence[Span], c: int) -> list[tuple[float, Bytes]]:
+    """A class's live memory in order of time: (s, bytes by category), until the next point. `spans`: of each op.
+
+    Memory is counted in program order, so the clock is that of what the class computes: while an op (or a call) runs
+    its highest point counts; what happens beside it or in no time at all stands at the end of the op before.
+    """
+    points, now = [(0.0, use.start)], 0.0
+    for point in use.curve:
+        begin, end = spans[point.op].get(c, (now, now))
+        points += [(begin, point.highest), (end, point.after)]
+        now = end
+    return points
+
+
+def _counters(memory: dict[int, MemoryUse], spans: list[Span]) -> Iterator[dict[str, Any]]:
     for c, use in memory.items():
-        points = [(0.0, use.start)]
-        for point in use.curve:
-            if (span := spans[point.op].get(c)) is not None:
-                points += [(span[0], point.highest), (span[1], point.after)]
-        points.sort(key=lambda p: p[0])
-        for t, size in points:
+        for t, size in live(use, spans, c):
             args = dict(zip(CATEGORIES, size, strict=True))
             yield {"name": "live memory (bytes)", "ph": "C", "pid": _pid(c), "ts": _us(t), "args": args}

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from distir.executor import trace
 from distir.executor.categories import leaves
 from distir.executor.maxplus import Call, Part
 from distir.executor.memory import Bytes
 from distir.executor.simulator import Simulation
-from distir.executor.trace import Done, expand, walk
+from distir.executor.trace import Done, Span, expand, walk, widen
 from distir.ir.device import Device, Mesh
 from distir.ir.function import Function, Op, Value
 
@@ -109,30 +110,20 @@ def _parts(done: Done) -> Iterator[tuple[Part, float]]:
 
 
 def live(simulation: Simulation) -> list[tuple[str, list[tuple[float, Bytes]]]]:
-    """For each device class its name and live memory in order of time: (s, bytes by category), until the next point.
-
-    Memory is counted in program order, so the clock is that of what the class computes: while an op (or a call) runs
-    its highest point counts; what happens beside it or in no time at all stands at the end of the op before.
-    """
+    """For each device class its name and its live memory up to the end of the run: see `executor.trace.live`."""
     classes = simulation.program.classes
     spans = [_computing(done) for done in walk(simulation.run)]
     out: list[tuple[str, list[tuple[float, Bytes]]]] = []
     for c, first in enumerate(classes.first):
-        use = simulation.memory(first)
-        points, now = [(0.0, use.start)], 0.0
-        for point in use.curve:
-            begin, end = spans[point.op].get(c, (now, now))
-            points += [(begin, point.highest), (end, point.after)]
-            now = end
+        points = trace.live(simulation.memory(first), spans, c)
         out.append((classes.label(c), [*points, (simulation.seconds, points[-1][1])]))
     return out
 
 
-def _computing(done: Done) -> dict[int, tuple[float, float]]:
+def _computing(done: Done) -> Span:
     """When the compute of an op began and ended on each class that computes in it."""
-    spans: dict[int, tuple[float, float]] = {}
+    span: Span = {}
     for part, end in _parts(done):
-        for c in () if part.communicates else part.classes:
-            a, b = spans.get(c, (end, end))
-            spans[c] = (min(a, end - part.duration), max(b, end))
-    return spans
+        if not part.communicates:
+            widen(span, part, end)
+    return span

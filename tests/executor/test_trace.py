@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import distir
 from distir.executor import Simulator
 from distir.executor.categories import CATEGORIES
 from distir.executor.cost_model import CostModel
@@ -297,6 +298,20 @@ def test_memory_counters(engine: Engine, seed: int, tmp_path: Path) -> None:
         assert set(curve) == {f"live memory (bytes) {name}" for name in CATEGORIES}
         peak = simulation.peak_memory[simulation.program.classes.first[c]]
         assert max(map(sum, zip(*curve.values(), strict=True))) == peak
+
+
+def test_the_memory_of_a_call_counts_while_it_computes(tmp_path: Path) -> None:
+    """A view inside a call (a microbatch of an input that is there from the beginning) does not date it back."""
+    model = distir.load(Path(__file__).parents[2] / "examples" / "gpt2-tiny.onnx", {"batch": 8}, loss="cross-entropy")
+    simulation = distir.simulate(model, distir.Plan(pp=2, microbatches=4), "cpu-2core").simulation
+    simulation.to_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for pid in {e["pid"] for e in events if e["ph"] == "C"}:
+        computed = min(e["ts"] for e in events if e["ph"] == "X" and e["pid"] == pid and e["dur"] > 0)
+        points = [(e["ts"], sum(e["args"].values())) for e in events if e["ph"] == "C" and e["pid"] == pid]
+        assert points == sorted(points, key=lambda p: p[0])
+        assert all(size == points[0][1] for t, size in points if t < computed)
+        assert max(size for _, size in points) > points[0][1]
 
 
 def test_an_arrow_ends_in_its_own_slice_where_the_next_follows_at_once(engine: Engine, tmp_path: Path) -> None:
