@@ -12,19 +12,21 @@ from distir.api.data import Data, index_limits
 from distir.api.locate import locate
 from distir.api.model import Model
 from distir.api.steps import Job, Steps, compute_steps
+from distir.executor import Simulator
+from distir.executor.cost_model import CostModel
 from distir.executor.sequential import SequentialExecutor
 from distir.hardware import load_cluster
 from distir.ir import Device, FunctionMaker
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError
 from distir.ir.function import Function, Op, Role
 from distir.ir.spec import lookup
-from distir.ir.type import Bool, Float32, Float64, Int64, Tensor
+from distir.ir.type import BFloat16, Bool, Float32, Float64, Int64, Tensor
 from distir.models import gpt, mlp
 from distir.ops.rules import tensor
 from distir.transforms.parallel3d import stage_meshes
 from distir.transforms.project import project
 from distir.transforms.schedule import PipeDreamScheduler, parse_table
-from distir.transforms.training import AdamW
+from distir.transforms.training import AdamW, training_step
 
 ROOT = Path(__file__).parent.parent
 GPT = ROOT / "examples" / "gpt2-tiny.onnx"
@@ -220,6 +222,18 @@ def test_without_overlap_a_device_does_one_thing_at_a_time(trained):
     ]
     assert "bwd" in reduced[0]
     assert reduced[1] == {"pro", "upd"}
+
+
+@pytest.mark.parametrize("plan", [distir.Plan(1, 1, 4, 16), distir.Plan(2, 2, 4, 8), distir.Plan(1, 1, 8, 16)], ids=str)
+def test_stages_are_balanced_for_the_cluster(plan):
+    """By its own seconds, not by the plain cost that no cluster has: here the head of a large vocabulary is quick."""
+    model = distir.Model(training_step(gpt(8, 768, 12, 50304, 128, 512, BFloat16), "cross-entropy", AdamW()))
+    prediction = distir.simulate(model, plan, "dgx-h100")
+    cost = CostModel(load_cluster("dgx-h100", devices=plan.size))
+    plain = Simulator(cost).interpret(distir.distribute(model, plan, cost.topology.devices[: plan.size]))
+    assert prediction.simulation.seconds < plain.seconds
+    dearest, mine = (max(s.compute for s in x.stages) for x in (plain, prediction.simulation))
+    assert mine < 0.95 * dearest
 
 
 def test_simulate_is_shared_between_plans(trained):

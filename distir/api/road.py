@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from distir.api.balance import stage_cost
 from distir.api.check import Check, compare
 from distir.api.data import Data
 from distir.api.locate import locate
@@ -25,6 +26,7 @@ from distir.ir import validate as compare_terms
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError, counted
 from distir.ir.function import Value
 from distir.transforms.parallel3d import parallel_transform_3d, source_of
+from distir.transforms.stages import PLAIN, StageCost
 from distir.transforms.training import AdamW
 
 AnyModel = Model | Function | str | os.PathLike[str]
@@ -36,10 +38,15 @@ _KEPT = 4
 
 
 def distribute(
-    model: AnyModel, plan: Plan = ONE, devices: Sequence[Device] | None = None, check: bool = True
+    model: AnyModel,
+    plan: Plan = ONE,
+    devices: Sequence[Device] | None = None,
+    check: bool = True,
+    cost: StageCost = PLAIN,
 ) -> Function:
     """The model's program spread over devices (without any: `cpu:0`, `cpu:1`, ...), verified and validated.
 
+    `cost` is what stages are balanced by: the plain default knows no cluster; `simulate` and `run` take the cluster's.
     `check=False` leaves out the verification. Raises InfeasibleError for a plan that cannot be carried out.
     """
     function = as_model(model).function
@@ -55,6 +62,7 @@ def distribute(
         order=plan.order,
         chunks=plan.chunks,
         overlap=plan.overlap,
+        cost=cost,
     )
     if check:
         verify(program)
@@ -79,7 +87,7 @@ def simulate(model: AnyModel, plan: Plan = ONE, cluster: Cluster = "cpu-2core", 
     """
     model = as_model(model)
     cost = cost_model(cluster, plan, nodes)
-    program = distribute(model, plan, cost.topology.devices[: plan.size])
+    program = distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan))
     return predict(model, plan, program, cost)
 
 
@@ -142,7 +150,7 @@ def run(
     arrays = model.initial(seed)
     fed = data if isinstance(data, Data) else Data(function, arrays, data, seed)
     cost = cost_model(this_host(plan.size) if cluster is None else cluster, plan)
-    program = distribute(model, plan, cost.topology.devices[: plan.size])
+    program = distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan))
     prediction = predict(model, plan, program, cost)
     if on_plan is not None:
         on_plan(prediction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -111,6 +112,9 @@ def stage_meshes(
         raise InfeasibleError(
             f"dp {dp} x tp {tp} x pp {pp} needs {count} devices (or one more, a host), got {len(devices)}"
         )
+    if len(set(devices)) < len(devices):
+        again = next(d for d, n in Counter(devices).items() if n > 1)
+        raise InfeasibleError(f"a plan needs {len(devices)} different devices, got {again} more than once")
     host = devices[0] if len(devices) > count else None
     order = order or ((TP, DP, PP) if host is None else (PP, TP, DP))
     if sorted(order) != sorted((DP, TP, PP)):

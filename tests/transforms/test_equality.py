@@ -190,6 +190,14 @@ def test_infeasible_where_nothing_can_be_split() -> None:
         parallel_transform_3d(written_mlp(width=1).function, 1, 2, 1, Plan(1, 2).devices, 1)
 
 
+def test_a_device_stands_once() -> None:
+    a, b = Device("gpu", 0), Device("gpu", 1)
+    with pytest.raises(InfeasibleError, match="needs 2 different devices, got gpu:1 more than once"):
+        parallel_transform_3d(small_gpt().function, 1, 1, 2, [b, b], 1)
+    with pytest.raises(InfeasibleError, match="got gpu:1 more than once"):
+        parallel_transform_3d(small_gpt().function, 1, 1, 2, [b, a, b], 1)
+
+
 def test_an_order_names_each_axis_once() -> None:
     with pytest.raises(UsageError, match="an order names dp, tp and pp once each"):
         parallel_transform_3d(written_mlp().function, 1, 1, 1, Plan().devices, 1, order=("tp", "tp", "pp"))
