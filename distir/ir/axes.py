@@ -65,7 +65,7 @@ def factors(text: str, shapes: Sequence[Shape], sizes: Mapping[str, int] | None 
             if d != known:
                 if d != 1 and known != 1:
                     raise IRTypeError(f"operand {k}: expected {f} = {known}, got {d} in shape {shape}")
-                size[f] = max(d, known)
+                size[f] = known if d == 1 else d
             else:
                 size.setdefault(f, d)
         spelled.append(full)

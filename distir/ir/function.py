@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import copysign, isnan
 from typing import Any
 
 from distir.ir.errors import ModelError
@@ -32,6 +33,21 @@ class Attributes(dict[str, Any]):
 
 
 NO_ATTRIBUTES = Attributes()
+
+
+def exact(attributes: Attributes) -> Attributes:
+    """The same, with the numbers that `==` confuses (0.0 and -0.0) or does not know again (nan) as text."""
+    told = {k: _told(v) for k, v in attributes.items()}
+    return attributes if all(told[k] is v for k, v in attributes.items()) else Attributes(told)
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, float):
+        return repr(value) if isnan(value) or (not value and copysign(1, value) < 0) else value
+    if isinstance(value, tuple):
+        items: tuple[Any, ...] = tuple([_told(v) for v in value])
+        return value if all([a is b for a, b in zip(items, value, strict=True)]) else items
+    return value
 
 
 def _freeze(value: Any) -> Any:

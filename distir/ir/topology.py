@@ -58,6 +58,8 @@ class Link(NamedTuple):
         return self.bandwidth if self.bus is None else self.bus
 
 
+_LEAST = 1e-30
+"""Figures below are taken for mistakes: what is divided by them may be no number any more."""
 SELF = Link(math.inf)
 """A device's link to itself."""
 
@@ -119,6 +121,7 @@ class Topology:
         self._count: dict[str, int] = {}
         self._links: dict[Device, dict[Device, Link]] = {}
         self._routes: dict[tuple[Device, Device], Link] = {}
+        self._switched: dict[Device, tuple[dict[Device, float], dict[Device, list[Device]]]] | None = None
         self._regular_devices: list[Device] | None = None
 
     def __repr__(self) -> str:
@@ -145,8 +148,12 @@ class Topology:
         peaks = dict(throughput) if isinstance(throughput, Mapping) else {"f32": float(throughput)}
         figures = {**peaks, "dram_bandwidth": dram_bandwidth, "memory": memory}
         figures |= {"compute_efficiency": compute_efficiency, "memory_efficiency": memory_efficiency}
-        if not peaks or kernel_launch_overhead < 0 or min(figures.values()) <= 0:
-            raise UsageError(f"a {kind} device needs positive figures, got {figures}, {kernel_launch_overhead=}")
+        wrong = {k: x for k, x in figures.items() if not _LEAST <= x < math.inf and (k, x) != ("memory", math.inf)}
+        if not 0 <= kernel_launch_overhead < math.inf:
+            wrong["kernel_launch_overhead"] = kernel_launch_overhead
+        if wrong or not peaks:
+            got = ", ".join(f"{k} {x}" for k, x in wrong.items()) or "no throughput"
+            raise UsageError(f"a {kind} device needs positive figures, got {got}")
         device = self._new(kind)
         self._specs[device] = DeviceSpec(
             tuple(sorted(peaks.items())),
@@ -204,12 +211,13 @@ class Topology:
 
     def set_link(self, a: Device, b: Device, bandwidth: float, latency: float = 0.0) -> None:
         """Link two devices or switches, both ways: bytes/s and seconds. Raises UsageError for a figure out of range."""
-        if a is b or not bandwidth > 0 or not latency >= 0:
+        if a is b or not bandwidth >= _LEAST or not 0 <= latency < math.inf:
             raise UsageError(f"a link from {a} to {b} of {bandwidth} bytes/s and {latency} s makes no sense")
         link = Link(float(bandwidth), float(latency))
         self._links.setdefault(a, {})[b] = link
         self._links.setdefault(b, {})[a] = link
         self._routes.clear()
+        self._switched = None
         self.version += 1
 
     def get_bandwidth(self, a: Device, b: Device) -> float:
@@ -235,17 +243,37 @@ class Topology:
 
     def _route(self, a: Device, b: Device) -> Link:
         """Through switches, by least latency, then fewest hops: the slowest link's bandwidth, the sum of latencies."""
-        import networkx as nx
-
-        near = [n for n in (a, b) if n in self._links]
-        graph = self.graph.subgraph([*near, *(n for n in self._links if n.kind == "switch")])
-        try:
-            path = nx.shortest_path(graph, a, b, weight=lambda u, v, edge: edge["latency"] + 1e-12)
-        except (nx.NetworkXNoPath, nx.NodeNotFound):
+        between = self._between_switches()
+        routes: list[tuple[float, list[Device]]] = []
+        for first, start in self._to_switches(a):
+            seconds, paths = between[first]
+            routes += [
+                (start + seconds[last] + end, [a, *paths[last], b])
+                for last, end in self._to_switches(b)
+                if last in paths
+            ]
+        if not routes:
             hint = f"call set_bandwidth({a}, {b}, gbps)"
-            raise UsageError(f"no bandwidth is set between {a} and {b}", hint) from None
-        hops = [self._links[u][v] for u, v in pairwise(path)]
+            raise UsageError(f"no bandwidth is set between {a} and {b}", hint)
+        hops = [self._links[u][v] for u, v in pairwise(min(routes, key=lambda route: route[0])[1])]
         return Link(min(h.bandwidth for h in hops), sum(h.latency for h in hops))
+
+    def _to_switches(self, a: Device) -> list[tuple[Device, float]]:
+        """The switches a device is linked to, and the weight of the link."""
+        return [(b, _weight(link)) for b, link in self._links.get(a, {}).items() if b.kind == "switch"]
+
+    def _between_switches(self) -> dict[Device, tuple[dict[Device, float], dict[Device, list[Device]]]]:
+        """Per switch the weight of the best route to each other that it can reach, and the route."""
+        if self._switched is None:
+            import networkx as nx
+
+            graph: nx.Graph[Device] = nx.Graph()
+            for a in self._links:
+                if a.kind == "switch":
+                    graph.add_node(a)
+                    graph.add_weighted_edges_from((a, b, w) for b, w in self._to_switches(a))
+            self._switched = dict(nx.all_pairs_dijkstra(graph))
+        return self._switched
 
     @property
     def graph(self) -> nx.Graph[Any]:
@@ -311,3 +339,8 @@ def _regular_link(r: Regular, a: Device, b: Device) -> Link | None:
         if other.kind == "host":
             return r.host_link if device.index < r.per_node else slowest((r.host_link, r.inter))
     return None
+
+
+def _weight(link: Link) -> float:
+    """By least latency, then fewest hops."""
+    return link.latency + 1e-12

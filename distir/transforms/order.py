@@ -15,7 +15,7 @@ from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Function, Op
 from distir.ir.type import Tensor
-from distir.transforms.project import TRANSFERS, RankProgram, homes_of
+from distir.transforms.project import RankProgram, homes_of
 
 _COLLECTIVES = frozenset(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"))
 
@@ -93,17 +93,9 @@ def _ends(op: Op) -> tuple[Device | Mesh, Device | Mesh]:
 
 
 def _sent(op: Op) -> tuple[object, ...]:
-    """What both sides of a transfer between meshes must agree on: what one device holds."""
+    """What both sides of a transfer must agree on: the whole's dtype and shape."""
     t = op.outputs[0].type if op.spec.name == "MPIRecv" else op.inputs[0].type
-    source, to = _ends(op)
-    if (
-        not isinstance(t, Tensor)
-        or op.spec.name in TRANSFERS
-        or not isinstance(source, Mesh)
-        or not isinstance(to, Mesh)
-    ):
-        return ()
-    return t.dtype, t.shape
+    return (t.dtype, t.global_shape) if isinstance(t, Tensor) else ()
 
 
 def _walk(rows: Sequence[Sequence[Meeting]], ranks: Sequence[Sequence[int]]) -> None:

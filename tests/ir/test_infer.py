@@ -5,7 +5,7 @@ import pytest
 from distir.ir import Device, FunctionMaker, Mesh
 from distir.ir.errors import IRTypeError
 from distir.ir.infer import infer_types
-from distir.ir.type import NOW, REPLICATE, SUM, Float, Shard, Tensor, Tuple
+from distir.ir.type import NOW, REPLICATE, SUM, Float, Float64, Shard, Tensor, Tuple
 
 SQUARE = Tensor(Float(), (4, 4))
 
@@ -53,3 +53,13 @@ def test_types_of_microbatches_are_interned():
     assert bundle.at(1) is Tuple([weight, body.at(1), weight, total.at(1)])
     assert Tuple([weight]).at(1) is Tuple([weight])
     assert (bundle.moves, Tuple([weight]).moves) == (True, False)
+
+
+@pytest.mark.parametrize("op_type", ["Add", "Mul"])
+def test_no_rows_stay_none(op_type: str) -> None:
+    """A dim of 0 is not one to broadcast; one of 1 follows it."""
+    f = FunctionMaker()
+    none, one = f.add_input_value("x", Tensor(Float64, (0, 4))), f.add_input_value("y", Tensor(Float64, (1, 4)))
+    assert f.emit(op_type, none, one).type.shape == f.emit(op_type, one, none).type.shape == (0, 4)
+    assert f.emit("Relu", none).type.shape == (0, 4)
+    assert f.emit("MatMul", none, f.add_input_value("w", Tensor(Float64, (4, 3)))).type.shape == (0, 3)

@@ -120,3 +120,49 @@ def test_importing_it_loads_no_networkx() -> None:
     )
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert got.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"throughput": math.nan},
+        {"throughput": math.inf},
+        {"throughput": 1e-320},
+        {"dram_bandwidth": math.nan},
+        {"kernel_launch_overhead": math.nan},
+        {"kernel_launch_overhead": math.inf},
+        {"kernel_launch_overhead": -1.0},
+        {"memory": math.nan},
+    ],
+    ids=str,
+)
+def test_figures_that_make_no_sense(figures: dict[str, float]) -> None:
+    (name, value), t = next(iter(figures.items())), Topology()
+    with pytest.raises(UsageError, match=f"{'f32' if name == 'throughput' else name} {value}"):
+        t.add_device("gpu", **figures)
+    t.add_device("gpu", memory=math.inf)  # not limited
+    a, b = (t.add_device("gpu") for _ in range(2))
+    for bandwidth, latency in ((1e-320, 0.0), (math.nan, 0.0), (1e9, math.inf), (1e9, math.nan)):
+        with pytest.raises(UsageError, match="makes no sense"):
+            t.set_link(a, b, bandwidth, latency)
+
+
+def test_routes_through_switches_take_the_least_latency() -> None:
+    """Over two switches or three, as the sum of latencies says; the slowest link decides the bandwidth."""
+    t = Topology()
+    a, b = (t.add_device("gpu") for _ in range(2))
+    s = [t.add_switch() for _ in range(3)]
+    for x, y, bandwidth, latency in (
+        (a, s[0], 4e9, 1e-6),
+        (s[0], s[2], 1e9, 9e-6),
+        (s[0], s[1], 2e9, 2e-6),
+        (s[1], s[2], 3e9, 3e-6),
+        (s[2], b, 5e9, 4e-6),
+    ):
+        t.set_link(x, y, bandwidth, latency)
+    assert t.link(a, b)[:2] == (2e9, pytest.approx(1e-5))
+    t.set_link(s[0], s[2], 1e9, 1e-6)  # routes are found anew
+    assert t.link(a, b)[:2] == (1e9, pytest.approx(6e-6))
+    c = t.add_device("gpu")
+    with pytest.raises(UsageError, match="no bandwidth is set between gpu:0 and gpu:2"):
+        t.link(a, c)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distir.executor.sequential import SequentialExecutor, evaluate
 from distir.importer import import_from_onnx
-from distir.ir import Function, FunctionMaker, Role, Value
+from distir.ir import Function, FunctionMaker, Role, Value, parse, pformat
+from distir.ir.errors import MismatchError
 from distir.ir.type import Float64, Tensor
+from distir.ir.validate import validate
 from distir.transforms.cleanup import extend, fold, prune
 from distir.transforms.grad import grad
 from tests.transforms.reference import EXAMPLES, sound
@@ -183,3 +186,28 @@ def test_random_programs_compute_the_same(data: st.DataObject) -> None:
         sound(folded)
         for got, want in zip(results(folded), results(function), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def scaled(*factors: float) -> Function:
+    """The input times each factor."""
+    f = FunctionMaker()
+    x = f.add_input_value("x", Tensor(Float64, (2,)))
+    made = [f.emit("Constant", value=(z,), shape=(), dtype=Float64) for z in factors]
+    f.set_outputs([f.emit("Mul", x, z) for z in made])
+    return f.finalize()
+
+
+def test_zeros_of_either_sign_stay_two() -> None:
+    """0.0 == -0.0, but 1 / 0.0 is not 1 / -0.0: neither folding nor validation may take one for the other."""
+    g = fold(scaled(0.0, -0.0))
+    assert len(g.ops) == 4
+    plus, minus = SequentialExecutor().compute(g, [np.ones(2)])
+    assert not np.signbit(plus).any()
+    assert np.signbit(minus).all()
+    with pytest.raises(MismatchError):
+        validate(scaled(-0.0, 0.0), g)
+
+
+def test_a_constant_that_is_no_number_is_itself() -> None:
+    function = scaled(float("nan"))
+    validate(parse(pformat(function)), function)

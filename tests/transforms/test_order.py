@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from distir.ir import Device, Function, Mesh, Op
 from distir.ir.errors import ModelError
 from distir.ir.function import FunctionMaker
-from distir.ir.type import SUM, Float64, Tensor
+from distir.ir.type import SUM, Float32, Float64, Shard, Tensor
 from distir.models import gpt
 from distir.transforms import parallel_transform_3d
 from distir.transforms.order import check_order
@@ -170,6 +170,26 @@ def test_pieces_of_different_types() -> None:
 
     with pytest.raises(ModelError, match=r"rank 2 would run|ranks 0 to 1 would run"):
         check_order(changed(right, 2, other))
+
+
+@pytest.mark.parametrize("change", [{"shape": (8,)}, {"dtype": Float32}], ids=str)
+def test_a_transfer_of_another_type(change: dict) -> None:
+    """Between two devices, and from a host to a mesh."""
+    host, device = Device("gpu", 0), Device("gpu", 1)
+    mesh = Mesh([device, Device("gpu", 2)], {"dp": 2}, "m")
+    for op_type, attributes in (("Send", {"to": device}), ("MPIScatter", {"to": mesh, "placements": (Shard(0),)})):
+        f = FunctionMaker("main")
+        f.emit(op_type, f.add_input_value("x", Tensor(Float64, (4,), host)), **attributes)
+        right = project_all(f.finalize())
+        check_order(right)
+
+        def other(ops: list[Op]) -> list[Op]:
+            g = FunctionMaker("main")
+            g.add_op("MPIRecv", "y", (), {**ops[0].attributes, **change})
+            return g.ops
+
+        with pytest.raises(ModelError, match="would run"):
+            check_order(changed(right, 1, other))
 
 
 def test_a_reduction_on_one_rank_only() -> None:
