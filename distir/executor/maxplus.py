@@ -135,8 +135,8 @@ class Code:
                 append(t)
             else:
                 enter = [clock[x] for x in more.streams]
-                for slots in needs:
-                    enter.append(max([ready[j] for j in slots]))
+                for slots in needs:  # mostly of one
+                    enter.append(ready[slots[0]] if len(slots) == 1 else max([ready[j] for j in slots]))
                 left = [max([enter[k] + w for k, w in row]) for row in more.rows]
                 for x, t in zip(more.streams, left, strict=False):
                     clock[x] = t

@@ -9,6 +9,10 @@ from weakref import WeakValueDictionary
 
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import IRTypeError
+from distir.ir.placement import REPLICATE, Placement, Shard
+from distir.ir.placement import SUM as SUM
+from distir.ir.placement import Partial as Partial
+from distir.ir.placement import Replicate as Replicate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,80 +65,6 @@ Int16 = _i16 = DType("i16", 2, "int")
 Int32 = _i32 = DType("i32", 4, "int")
 Int64 = _i64 = DType("i64", 8, "int")
 
-
-class Placement:
-    """What each device's piece is of the whole, along one mesh axis."""
-
-    __slots__ = ()
-
-
-class Replicate(Placement):
-    """Every device along the axis holds the whole."""
-
-    __slots__ = ()
-    _one: ClassVar[Replicate | None] = None
-
-    def __new__(cls) -> Replicate:
-        if cls._one is None:
-            cls._one = object.__new__(cls)
-        return cls._one
-
-    def __reduce__(self) -> tuple[type[Replicate], tuple[()]]:
-        return Replicate, ()
-
-    def __repr__(self) -> str:
-        return "Replicate"
-
-
-class Shard(Placement):
-    """Dimension `dim`, read as (outer, n, rest), is split on its middle digit over the n devices of the axis."""
-
-    __slots__ = ("dim", "outer")
-    _interned: ClassVar[dict[tuple[int, int], Shard]] = {}
-    dim: int
-    outer: int
-
-    def __new__(cls, dim: int, outer: int = 1) -> Shard:
-        self = cls._interned.get((dim, outer))
-        if self is None:
-            self = object.__new__(cls)
-            self.dim, self.outer = dim, outer
-            cls._interned[dim, outer] = self
-        return self
-
-    def __reduce__(self) -> tuple[type[Shard], tuple[int, int]]:
-        return Shard, (self.dim, self.outer)
-
-    def __repr__(self) -> str:
-        return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, {self.outer})"
-
-
-class Partial(Placement):
-    """The whole is the sum (or maximum) of the pieces."""
-
-    __slots__ = ("kind",)
-    _interned: ClassVar[dict[str, Partial]] = {}
-    kind: str
-
-    def __new__(cls, kind: str = "sum") -> Partial:
-        self = cls._interned.get(kind)
-        if self is None:
-            if kind not in ("sum", "max"):
-                raise IRTypeError(f"Partial is of sum or max, got {kind!r}")
-            self = object.__new__(cls)
-            self.kind = kind
-            cls._interned[kind] = self
-        return self
-
-    def __reduce__(self) -> tuple[type[Partial], tuple[str]]:
-        return Partial, (self.kind,)
-
-    def __repr__(self) -> str:
-        return "Partial" if self.kind == "sum" else f"Partial({self.kind})"
-
-
-REPLICATE = Replicate()
-SUM = Partial("sum")
 
 NOW = 1 << 40
 """The moment a body is typed at: inside it a range (0, NOW) covers all microbatches before this one, (0, NOW + 1)
@@ -318,29 +248,65 @@ class Tensor:
 
 
 class Tuple:
-    """A bundle of values that travel together: parameters, residuals, gradients."""
+    """A bundle of values that travel together: parameters, residuals, gradients.
 
-    __slots__ = ("__weakref__", "_at", "bytes", "distinct", "moves", "types")
+    Like tensors, bundles that differ only in the microbatches that they are of know each other. The members of one
+    that is made from another are found when looked at: a schedule has a bundle a microbatch and looks at few.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_distinct",
+        "_moving",
+        "_others",
+        "_still",
+        "_types",
+        "bytes",
+        "device",
+        "moves",
+        "piece",
+    )
     _interned: ClassVar[WeakValueDictionary[tuple[Type, ...], Tuple]] = WeakValueDictionary()
-    types: tuple[Type, ...]
-    distinct: tuple[Type, ...]
-    """Its types, each once: a bundle has many entries, but of few types."""
+    device: Device | Mesh | None
+    """That of the first member."""
     bytes: int
     moves: bool
     """Whether any of them varies in time."""
-    _at: dict[int, Tuple] | None
+    piece: Piece | None
+    """The microbatches that all members that vary in time are of; None for none, or if they differ."""
+    _still: Tuple | None
+    """The one without a piece, maybe itself; None if the members' pieces differ."""
+    _types: tuple[Type, ...] | None
+    _distinct: tuple[Type, ...] | None
+    _moving: tuple[Type, ...] | None
+    _others: dict[Piece | int, Tuple]
+    """Of one without a piece those with one; of one whose members' pieces differ, what it is at a moment."""
 
     def __new__(cls, types: Iterable[Type]) -> Tuple:
         types = tuple(types)
         self = cls._interned.get(types)
         if self is None:
-            self = object.__new__(cls)
-            self.types, self.distinct = types, tuple(dict.fromkeys(types))
-            self.bytes = sum([t.bytes for t in types])
-            self.moves = any([t.moves for t in self.distinct])
-            self._at = None
+            distinct = tuple(dict.fromkeys(types))
+            piece, differ = cls._common(distinct)
+            if piece is not None:
+                still = {t: t.of(None) for t in distinct}
+                self = Tuple([still[t] for t in types]).of(piece)
+            else:
+                self = object.__new__(cls)
+                self.bytes = sum([t.bytes for t in types])
+                self.device = types[0].device if types else None
+                self.moves = any([t.moves for t in distinct])
+                self.piece, self._still, self._moving, self._others = None, None if differ else self, None, {}
+            self._types, self._distinct = types, distinct
             cls._interned[types] = self
         return self
+
+    @staticmethod
+    def _common(types: Iterable[Type]) -> tuple[Piece | None, bool]:
+        """The microbatches that all are of that vary in time, and whether they are of different ones."""
+        pieces = {t.piece for t in types if t.moves}
+        odd = [t for t in types if (t._still is None if isinstance(t, Tuple) else not t.moves and t.piece is not None)]
+        return (None, True) if odd or len(pieces) > 1 else (next(iter(pieces), None), False)
 
     def __reduce__(self) -> tuple[type[Tuple], tuple[tuple[Type, ...]]]:
         return Tuple, (self.types,)
@@ -349,8 +315,32 @@ class Tuple:
         return "(" + ", ".join(map(repr, self.types)) + ")"
 
     @property
-    def device(self) -> Device | Mesh | None:
-        return self.types[0].device if self.types else None
+    def types(self) -> tuple[Type, ...]:
+        """Its members' types."""
+        if self._types is None:
+            still = self._still or self
+            new = dict(zip(still.distinct, self.distinct, strict=True))
+            self._types = tuple([new[t] for t in still.types])
+        return self._types
+
+    @property
+    def distinct(self) -> tuple[Type, ...]:
+        """Its types, each once: a bundle has many members, but of few types."""
+        if self._distinct is None:
+            self._distinct = _all_of((self._still or self).distinct, self.piece)
+        return self._distinct
+
+    @property
+    def moving(self) -> tuple[Type, ...]:
+        """Enough of its distinct types to tell what is wrong with their pieces: all, if these differ.
+
+        Else, of the tensors that vary in time, one of each mesh and placement over time.
+        """
+        if self._still is None:
+            return self.distinct
+        if self._moving is None:
+            self._moving = _samples(self.distinct) if self._still is self else _all_of(self._still.moving, self.piece)
+        return self._moving
 
     def _each(self, change: Callable[[Type], Type]) -> Tuple:
         """The bundle of the changed types."""
@@ -369,12 +359,42 @@ class Tuple:
         """A body's type as seen by a caller that calls it for microbatch `moment`."""
         if not self.moves:
             return self
-        if self._at is None:
-            self._at = {}
-        t = self._at.get(moment)
+        if self._still is not None:
+            return self.of((moment, moment + 1) if self.piece is None else (0, self.piece[1] - NOW + moment))
+        t = self._others.get(moment)
         if t is None:
-            t = self._at[moment] = self._each(lambda t: t.at(moment))
+            t = self._others[moment] = self._each(lambda t: t.at(moment))
         return t
+
+    def of(self, piece: Piece | None) -> Tuple:
+        """The same, what varies in time being of other microbatches."""
+        still = self._still
+        if still is None:
+            return self._each(lambda t: t.of(piece) if t.moves else t)
+        if piece is None or not self.moves:
+            return still
+        other = still._others.get(piece)
+        if other is None:
+            other = object.__new__(Tuple)
+            other.device, other.bytes, other.moves, other.piece = still.device, still.bytes, True, piece
+            other._types = other._distinct = other._moving = None
+            other._still, other._others = still, still._others
+            still._others[piece] = other
+        return other
+
+
+def _all_of(types: Iterable[Type], piece: Piece | None) -> tuple[Type, ...]:
+    return tuple([t.of(piece) if t.moves else t for t in types])
+
+
+def _samples(types: Iterable[Type]) -> tuple[Type, ...]:
+    """Of the tensors that vary in time one of each mesh and placement over time."""
+    found: dict[object, Tensor] = {}
+    for t in types:
+        for x in t.moving if isinstance(t, Tuple) else (t,):
+            if isinstance(x, Tensor) and x.moves:
+                found.setdefault((x.mesh, x.placements[x.mesh.time or 0]), x)
+    return tuple(found.values())
 
 
 Type = Tensor | Tuple

@@ -127,7 +127,7 @@ class _Verifier:
     def _wrong_in_time(self, t: Type, view: _View) -> tuple[str, str | None] | None:
         """What keeps a value of type `t` out of a function that has this view of time, and a hint."""
         if isinstance(t, Tuple):
-            for x in t.distinct:
+            for x in t.moving:
                 if x not in view.types:
                     if wrong := self._wrong_in_time(x, view):
                         return wrong

@@ -1,6 +1,10 @@
 """Inference of whole functions, and types that share what they have in common."""
 
+import pickle
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distir.ir import Device, FunctionMaker, Mesh
 from distir.ir.errors import IRTypeError
@@ -63,3 +67,29 @@ def test_no_rows_stay_none(op_type: str) -> None:
     assert f.emit(op_type, none, one).type.shape == f.emit(op_type, one, none).type.shape == (0, 4)
     assert f.emit("Relu", none).type.shape == (0, 4)
     assert f.emit("MatMul", none, f.add_input_value("w", Tensor(Float64, (4, 3)))).type.shape == (0, 3)
+
+
+@given(st.data())
+def test_bundles_of_microbatches_are_what_their_members_are(data: st.DataObject):
+    mesh = Mesh([Device("gpu", i) for i in range(2)], {"mb": 4, "dp": 2}, "stage")
+    split = Tensor.whole(Float(), (16, 4), mesh, (Shard(0), Shard(0, 4)))
+    total = Tensor(Float(), (4, 4), mesh, (SUM, REPLICATE))
+    weight = Tensor(Float(), (4, 4), mesh)
+    pieces = st.sampled_from([None, (0, NOW), (0, NOW + 1), (2, 3)])
+    leaf = st.one_of(st.just(weight), st.builds(Tensor.of, st.sampled_from([split, total, weight]), pieces))
+    members = data.draw(st.lists(st.one_of(leaf, st.lists(leaf, max_size=3).map(Tuple)), max_size=4))
+    moment = data.draw(st.integers(0, 3))
+    bundle = Tuple(members)
+    seen = bundle.at(moment)
+    if data.draw(st.booleans()):  # it is the same bundle whether or not its members were looked at
+        assert seen.types == tuple([t.at(moment) for t in members])
+    assert seen is Tuple([t.at(moment) for t in members])
+    assert seen.types == tuple([t.at(moment) for t in members])
+    for t in (bundle, seen):
+        assert t is Tuple(t.types) is pickle.loads(pickle.dumps(t))
+        assert (t.bytes, t.moves) == (sum(x.bytes for x in t.types), any(x.moves for x in t.types))
+        assert t.device is (t.types[0].device if t.types else None)
+        assert t.distinct == tuple(dict.fromkeys(t.types))
+    piece = data.draw(pieces)
+    other = bundle.of(piece)
+    assert other is Tuple([t.of(piece) if t.moves else t for t in members])
