@@ -108,11 +108,14 @@ class _Builder:
         """What is done to an op of that signature; converts the operands of the first."""
         steps: list[tuple[str, list[Placement | None]]] = []
         free: list[tuple[str, Shard]] = []
+        whole = [REPLICATE] * len(op.outputs)
+        placed: dict[str, Sequence[Placement]] = {}  # the results, by axis
         for axis, strand in zip(self.decisions, strands, strict=True):
             have = [tensor(v).on(axis) for v in ins]
             wants = strand.ins if strand is not None else _passed(sig.linear, have)
             if strand is not None and all(p is REPLICATE for p in wants) and isinstance(strand.outs[0], Shard):
                 free.append((axis, strand.outs[0]))
+            placed[axis] = strand.outs if strand is not None else [SUM] * len(whole) if SUM in wants else whole
             if any(h is not want for h, want in zip(have, wants, strict=True)):
                 steps.append((axis, [None if h is want else want for h, want in zip(have, wants, strict=True)]))
                 ins = [self.to(v, axis, want) for v, want in zip(ins, wants, strict=True)]
@@ -120,7 +123,13 @@ class _Builder:
         if free:
             extra["place"] = tuple(free)
         attributes = Attributes({**op.attributes, **extra}) if extra else op.attributes
-        return _Recipe(steps, attributes, list(infer(op.spec, attributes, tuple([v.type for v in ins]))))
+        # strands say how results are placed: inference, which would find the strands again, is left to `verify`
+        rows = zip(*[placed.get(axis, whole) for axis in self.mesh.axes], strict=True)
+        types: list[Type] = [
+            Tensor.whole(tensor(v).dtype, tensor(v).shape, self.mesh, row)
+            for v, row in zip(op.outputs, rows, strict=True)
+        ]
+        return _Recipe(steps, attributes, types)
 
     def _reduce(self, i: int, v: Value) -> Value:
         """Value number i, reduced where it was decided to be reduced at once."""
