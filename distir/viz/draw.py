@@ -29,7 +29,10 @@ _NARROW = 0.012
 
 
 def timeline(simulation: Simulation) -> Figure:
-    """When each device class did what: a row for each of its streams, coloured by kind, numbered by microbatch."""
+    """When each device class did what: a row for each of its streams, coloured by kind, numbered by microbatch.
+
+    Bars that are narrow, and those of several microbatches (prologues, updates), have no number.
+    """
     rows = bars(simulation)
     unit, scale = _unit(simulation.seconds, (("s", 1.0), ("ms", 1e3), ("us", 1e6)))
     figure = _figure(9, 0.9 + 0.34 * len(rows))
@@ -47,7 +50,7 @@ def timeline(simulation: Simulation) -> Figure:
                 middle = (b.start + b.duration / 2) * scale
                 axes.text(middle, y, str(b.microbatch), color="white", ha="center", va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, simulation.seconds * scale or 1)
     axes.set_xlabel(f"time ({unit})")
     used = {b.kind for _, row in rows for b in row}

@@ -1,6 +1,7 @@
 """What the figures of a simulation show: bars of a timeline, points of a memory curve. Without matplotlib.
 
-A row of a timeline is a stream of a device class. What runs on it back to back, of one kind and microbatch, is one bar.
+A row of a timeline is a stream of a device class. What runs on it back to back, of one kind and one microbatch, is one
+bar: bars of two microbatches stay apart, even where they touch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from distir.executor.maxplus import Call, Part
 from distir.executor.memory import Bytes
 from distir.executor.simulator import Simulation
 from distir.executor.trace import Done, Span, expand, walk, widen
-from distir.ir.device import Device, Mesh
+from distir.ir.device import TIME, Device, Mesh
 from distir.ir.function import Function, Op, Value
 
 FORWARD, BACKWARD, UPDATE, COMPUTE = "forward", "backward", "update", "compute"
@@ -23,7 +24,7 @@ KINDS = (COMPUTE, FORWARD, BACKWARD, UPDATE, COLLECTIVE, TRANSFER)
 
 
 class Bar(NamedTuple):
-    """What runs without a break on one stream: its kind, the microbatch (None: of all), start and duration (s)."""
+    """What runs without a break on one stream: its kind, the microbatch (None: of several), start and duration (s)."""
 
     kind: str
     microbatch: int | None
@@ -34,21 +35,36 @@ class Bar(NamedTuple):
 def bars(simulation: Simulation) -> list[tuple[str, list[Bar]]]:
     """The rows of a timeline, from the top: a name and its bars in order of time. Streams that do nothing are left out.
 
-    Rows are in order of device classes, of each `compute` first.
+    Rows are in order of device classes, and of each class: compute, collectives by axis, what it sends, what it receives.
     """
     program = simulation.program
     kinds = _kinds(program.function)
     found: dict[int, list[Bar]] = {}
     for done in walk(simulation.run):
-        microbatch = done.op.attributes.get("mb") if done.op.callee is not None else None
+        microbatch = _microbatch(done.op)
         for part, end in _parts(done):
             if part.duration:
                 kind = _communication(part) if part.communicates else kinds[done.op]
                 for s in part.streams:
                     found.setdefault(s, []).append(Bar(kind, microbatch, end - part.duration, part.duration))
-    order = sorted(found, key=lambda s: (program.streams[s][0], program.streams[s][1] != COMPUTE, s))
+    order = sorted(found, key=lambda s: _row_order(*program.streams[s]))
     named = [(program.classes.label(program.streams[s][0]), program.streams[s][1], found[s]) for s in order]
     return [(f"{label} {stream}", _joined(row)) for label, stream, row in named]
+
+
+def _row_order(c: int, stream: str) -> tuple[int, int, int, str]:
+    """Where a stream of a class stands: kinds in order, then by name, "stage2" before "stage10"."""
+    word = stream.split(" ")[0]
+    return c, {COMPUTE: 0, "send": 2, "recv": 3}.get(word, 1), len(stream), stream
+
+
+def _microbatch(op: Op) -> int | None:
+    """The microbatch that an op of a program is of: a call's, or that which the values it uses are pieces of."""
+    if op.callee is not None:
+        return op.attributes.get("mb")
+    pieces = {t.piece for v in op.inputs for t in leaves(v.type)}
+    piece = pieces.pop() if len(pieces) == 1 else None
+    return piece[0] if piece is not None and piece[1] == piece[0] + 1 else None
 
 
 def _communication(part: Part) -> str:
@@ -67,7 +83,8 @@ def _joined(row: list[Bar]) -> list[Bar]:
 
 
 def _kinds(main: Function) -> dict[Op, str]:
-    """The kind of each op of a program. An update is what depends on gradients and is of no microbatch.
+    """The kind of each op of a program. An update is what depends on gradients and is of no microbatch; where pieces of
+    microbatches are only put together nothing is updated.
 
     An op is of the backward pass if it remembers its forward op; a call, if it uses what another call on the same stage
     made of the same microbatch: what the forward pass saved. Where there is neither all is compute.
@@ -79,13 +96,18 @@ def _kinds(main: Function) -> dict[Op, str]:
         if op.of is not None or _uses_saved(op, makers):
             kinds[op] = BACKWARD
         elif any(v in late for v in op.inputs):
-            kinds[op] = UPDATE if op.attributes.get("mb") is None else BACKWARD
+            kinds[op] = UPDATE if _microbatch(op) is None and not _joins(op) else BACKWARD
         else:
             kinds[op] = FORWARD
         if kinds[op] != FORWARD:
             late.update(op.outputs)
         makers |= dict.fromkeys(op.outputs, op)
     return kinds if late else dict.fromkeys(kinds, COMPUTE)
+
+
+def _joins(op: Op) -> bool:
+    """Whether the op goes along time: on each device it joins what that device made of the microbatches."""
+    return op.attributes.get("axis") == TIME
 
 
 def _uses_saved(op: Op, makers: Mapping[Value, Op]) -> bool:

@@ -43,6 +43,11 @@ def test_a_timeline_has_every_bar(simulation):
     assert spans(panel) == [pytest.approx(x, rel=1e-9, abs=1e-9) for x in want]
 
 
+def test_no_empty_band_above_and_below_a_timeline(simulation):
+    figure = timeline(simulation)
+    assert figure.axes[0].get_ylim() == (len(bars(simulation)) - 0.5, -0.5)
+
+
 def test_memory_is_stacked_up_to_all_of_it(simulation):
     found = memory(simulation).numbers()
     assert [p["title"].split(":")[0] for p in found] == [s.name for s in simulation.stages]

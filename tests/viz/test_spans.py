@@ -90,6 +90,36 @@ def test_what_runs_back_to_back_is_one_bar(model):
         assert counts == {(kind, k): 1 for kind in (FORWARD, BACKWARD) for k in range(4)}
 
 
+def test_transfers_of_two_microbatches_are_two_bars():
+    """On a slow link they follow each other without a gap."""
+    topology = load_cluster("cpu-2core", devices=8)
+    program = parallel_transform_3d(mlp(8, 256, 64), 1, 1, 8, topology.devices[:8], 8, schedule="gpipe")
+    rows = check(Simulator(CostModel(topology)).interpret(program))
+    touching = 0
+    for s in range(8):
+        for stream in [f"send stage{n}" for n in (s - 1, s + 1)]:
+            row = [b for b in rows.get(f"stage{s} {stream}", []) if b.microbatch is not None]
+            assert [b.microbatch for b in row] == (list(range(8)) if row else [])
+            touching += sum(a.start + a.duration == b.start for a, b in pairwise(row))
+    assert touching
+
+
+def test_rows_are_in_one_order_for_every_stage(model):
+    plan = Plan(dp=2, tp=2, pp=2, microbatches=4)
+    names = [name for name, _ in bars(simulate(model, plan, "dgx-a100").simulation)]
+    streams = ["compute", "dp", "tp", "send stage{}", "recv stage{}"]
+    assert names == [f"stage{s} {stream.format(1 - s)}" for s in range(2) for stream in streams]
+
+
+def test_joining_microbatches_is_no_update():
+    """The gradient of the data, of each microbatch, is put together at the end; no weights are updated here."""
+    topology = load_cluster("dgx-a100", devices=4)
+    program = parallel_transform_3d(mlp(4, 64, 32), 2, 1, 2, topology.devices[:4], 4)
+    assert any(op.op_type == "MPIAllgather" and op.attributes["axis"] == "mb" for op in program.ops)
+    rows = check(Simulator(CostModel(topology)).interpret(program))
+    assert {b.kind for name, row in rows.items() if name.endswith("compute") for b in row} == {FORWARD, BACKWARD}
+
+
 def test_a_program_without_a_backward_pass_is_compute():
     rows = check(simulate(load(GPT, {"batch": 8}), Plan(tp=2), "cpu-2core").simulation)
     assert {b.kind for b in rows["stage0 compute"]} == {COMPUTE}
