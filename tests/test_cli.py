@@ -339,6 +339,18 @@ def test_forward_only_is_simulated(cli):
 # ---------------------------------------------------------------- run, in one process
 
 
+def test_run_without_a_loss_shows_none(cli):
+    code, out, _ = cli("run", MLP, "--dim", "batch=8", "--dp", 2, "--backend", "numpy", "--steps", 3)
+    assert code == 0
+    assert re.search(r"^step +time\n0 +[\d.]+ [mu]?s$", out, re.MULTILINE)
+    assert "(median of steps 1 to 2)" in out
+
+
+def test_no_bubble_has_the_unit_of_the_step(cli):
+    _, out, _ = cli("simulate", MLP, *MSE, "--cluster", "dgx-a100")
+    assert re.search(r"^stage0 +1 +[\d.]+ us +0\.0 us +0\.0 us ", out, re.MULTILINE)
+
+
 def test_run_prints_plan_steps_and_check(cli):
     plan = ["--dp", 2, "--tp", 2, "--microbatches", 2, "--backend", "numpy"]
     code, out, err = cli("run", GPT, *TRAIN, *plan, "--optimizer", "adamw", "--steps", 3, "--check")
@@ -461,12 +473,27 @@ def test_a_schedule_prints_as_a_grid(cli, table):
         "0F0 0F1 .   0B0 0F2 0B1 .   0B2",
         ".   1F0 1B0 1F1 1B1 1F2 1B2 .",
         "",
-        "8 steps if each takes one; idle in 2, 33.3% of the 6 at work",
+        "bubble: 2 of 8 steps a rank (25.0%), if each cell takes one",
         "microbatches in flight, by rank: 2 1",
     ]
     code, out, _ = cli("schedule", table)
     assert out.splitlines()[0] == "0F0 0F1 0F2 0F3 0B0 0B1 .   0B2 .   0B3"
     assert "microbatches in flight, by rank: 4 1" in out
+
+
+def test_a_bubble_longer_than_the_work(cli):
+    _, out, _ = cli("schedule", "1f1b", "--pp", 4, "--microbatches", 2)
+    assert "bubble: 6 of 10 steps a rank (60.0%)" in out
+
+
+def test_a_schedule_prints_in_one_format(cli):
+    assert cli("schedule", "1f1b", "--csv", "--json")[0] == 2
+
+
+def test_interleaved_with_one_chunk_is_1f1b(cli):
+    code, out, err = cli("schedule", "interleaved", *PIPELINE)
+    assert (code, out) == cli("schedule", "1f1b", *PIPELINE)[:2]
+    assert err == "hint: with 1 chunk a rank, interleaved is 1f1b; give --chunks 2 or more\n"
 
 
 def test_a_schedule_as_csv_reads_back(cli, tmp_path):
@@ -476,7 +503,7 @@ def test_a_schedule_as_csv_reads_back(cli, tmp_path):
     assert cli("schedule", tmp_path / "again.csv", "--csv") == (0, out, "")
     code, text, _ = cli("schedule", tmp_path / "again.csv", "--json")
     result = json.loads(text)
-    assert (result["steps"], result["idle_steps"], result["in_flight"]) == (18, 2, [5, 3])
+    assert (result["steps"], result["idle_steps_per_rank"], result["in_flight_by_rank"]) == (18, 2, [5, 3])
     assert result["table"][0][:5] == ["0F0", "0F1", "2F0", "2F1", "0F2"]
 
 
@@ -563,7 +590,7 @@ def test_the_main_job(gloo):
     assert len(re.findall(r"^\d +\d\.\d{6} +[\d.]+ m?s$", done.stdout, re.MULTILINE)) == 5
     assert "check passed" in done.stdout
     assert "tokens/s" in done.stdout
-    assert re.search(r"predicted [\d.]+ [mu]?s, measured [\d.]+ m?s a step .* on this host", done.stdout)
+    assert re.search(r"predicted [\d.]+ [mu]?s on this host, .*; measured [\d.]+ m?s here", done.stdout)
 
 
 def test_what_is_saved_runs_elsewhere_and_is_trained(gloo):

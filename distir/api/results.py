@@ -24,7 +24,6 @@ from distir.transforms.coverage import Coverage, coverage
 if TYPE_CHECKING:
     from distir.executor.simulator import Fit, Simulation
 
-STEP_HEADER = ("step", "loss", "time")
 _SHOWN = 6
 """More names than these are counted."""
 
@@ -126,7 +125,7 @@ class Prediction:
         """A header and a row a stage."""
         rows = [("stage", "devices", "compute", "exposed communication", "bubble", "peak memory")]
         for s in self.simulation.stages:
-            times = (seconds(s.compute), seconds(s.communication), seconds(s.bubble))
+            times = [seconds(x, self.step_seconds) for x in (s.compute, s.communication, s.bubble)]
             rows.append((s.name, str(s.devices), *times, size(s.memory)))
         return rows
 
@@ -207,7 +206,7 @@ class RunResult:
 
     def table(self) -> list[tuple[str, ...]]:
         """A header and a row a step."""
-        return [STEP_HEADER, *[self.row(k) for k in range(len(self.seconds))]]
+        return [step_header(bool(self.losses)), *[self.row(k) for k in range(len(self.seconds))]]
 
     def row(self, step: int) -> tuple[str, ...]:
         """The row of one step."""
@@ -215,11 +214,15 @@ class RunResult:
 
     def lines(self) -> list[str]:
         """What there is to say at the end: rates, predicted against measured, the check."""
-        lines = [f"step {seconds(self.step_seconds)}, {rates(self.samples_per_second, self.tokens_per_second)}"]
+        last = len(self.seconds) - 1
+        which = f" (median of steps 1 to {last})" if last > 1 else ""
+        lines = [f"step {seconds(self.step_seconds)}{which}, {rates(self.samples_per_second, self.tokens_per_second)}"]
         if self.prediction is not None and self.backend != "numpy":  # the reference runs all ranks in one process
             predicted = self.prediction.step_seconds
-            times = f"predicted {seconds(predicted)}, measured {seconds(self.step_seconds)} a step"
-            lines.append(f"{times} ({self.step_seconds / predicted:.2f} times as long; on {self.prediction.cluster})")
+            times = (
+                f"predicted {seconds(predicted)} on {self.prediction.cluster}; measured {seconds(self.step_seconds)}"
+            )
+            lines.append(f"{times} here ({self.step_seconds / predicted:.2f} times as long)")
         return lines if self.check is None else [*lines, str(self.check)]
 
     def __str__(self) -> str:
@@ -245,9 +248,14 @@ class RunResult:
         }
 
 
+def step_header(loss: bool) -> tuple[str, ...]:
+    """What `step_row` gives: step, loss (if there is one), time."""
+    return ("step", "loss", "time") if loss else ("step", "time")
+
+
 def step_row(step: int, loss: float | None, time: float) -> tuple[str, ...]:
-    """(step, loss, time) as text."""
-    return str(step), "" if loss is None else f"{loss:.6f}", seconds(time)
+    """Step, loss (if there is one) and time as text."""
+    return str(step), *(() if loss is None else (f"{loss:.6f}",)), seconds(time)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -271,11 +279,12 @@ def paragraphs(lines: Sequence[str]) -> str:
     return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
-def seconds(x: float) -> str:
-    """A time with a unit."""
-    if x >= 1 or x == 0:
+def seconds(x: float, like: float = 0.0) -> str:
+    """A time with a unit; for 0 the unit of the time `like`."""
+    most = x or like
+    if most >= 1 or most == 0:
         return f"{x:.3f} s"
-    return f"{x * 1e3:.3f} ms" if x >= 1e-3 else f"{x * 1e6:.1f} us"
+    return f"{x * 1e3:.3f} ms" if most >= 1e-3 else f"{x * 1e6:.1f} us"
 
 
 def size(n: float) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from distir.api import Model, Plan, load
 from distir.api import run as run_model
 from distir.api import simulate as simulate_model
-from distir.api.results import STEP_HEADER, Prediction, RunResult, aligned, step_row
+from distir.api.results import Prediction, RunResult, aligned, step_header, step_row
 from distir.api.road import distribute, loss_of
 from distir.cli.output import Progress, print_json, print_program
 from distir.ir.errors import UsageError
@@ -38,7 +39,6 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
     if args.save is not None:
         _check_save(args.save, model)
     speaks = not args.json and _first_rank()
-    widths = [len(x) for x in step_row(max(args.steps - 1, 1000), 100.0, 0.1)]
 
     def on_plan(prediction: Prediction) -> None:
         progress.phase("starting")
@@ -48,11 +48,13 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
     def on_step(step: int, time: float, outputs: dict[int, Any]) -> None:
         progress.phase("running", args.steps)
         progress.advance(step)
+        if not speaks:
+            return
         loss = loss_of(model.function, outputs)
-        if speaks and step == 0:
-            print(f"\n{_columns(STEP_HEADER, widths)}")
-        if speaks:
-            print(_columns(step_row(step, None if loss is None else float(loss), time), widths), flush=True)
+        widths = [len(x) for x in step_row(max(args.steps - 1, 1000), None if loss is None else 100.0, 0.1)]
+        if step == 0:
+            print(f"\n{_columns(step_header(loss is not None), widths)}")
+        print(_columns(step_row(step, None if loss is None else float(loss), time), widths), flush=True)
 
     def on_check(step: int, time: float, outputs: dict[int, Any]) -> None:
         progress.phase("checking", args.steps)
@@ -143,6 +145,8 @@ def schedule(args: argparse.Namespace) -> None:
         table_size,
     )
 
+    if args.csv and args.json:
+        raise UsageError("--csv and --json are two formats", "give one of them")
     found = (1, 1, 1)
     if args.schedule not in SCHEDULES and os.path.exists(args.schedule):
         found = table_size(read_table(args.schedule))
@@ -153,16 +157,16 @@ def schedule(args: argparse.Namespace) -> None:
     if args.csv:
         print(format_csv(table), end="")
         return
+    if args.schedule == "interleaved" and chunks == 1:
+        print("hint: with 1 chunk a rank, interleaved is 1f1b; give --chunks 2 or more", file=sys.stderr)
     steps, held = len(cycles(table)), in_flight(table)
-    busy = 2 * microbatches * chunks
+    idle = steps - 2 * microbatches * chunks
     if args.json:
         rows = [row.split() for row in format_table(table).splitlines()]
-        print_json({"table": rows, "steps": steps, "idle_steps": steps - busy, "in_flight": held})
+        print_json({"table": rows, "steps": steps, "idle_steps_per_rank": idle, "in_flight_by_rank": held})
         return
     print(format_grid(table))
-    print(
-        f"\n{steps} steps if each takes one; idle in {steps - busy}, {(steps - busy) / busy:.1%} of the {busy} at work"
-    )
+    print(f"\nbubble: {idle} of {steps} steps a rank ({idle / steps:.1%}), if each cell takes one")
     print(f"microbatches in flight, by rank: {' '.join(map(str, held))}")
 
 

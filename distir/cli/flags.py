@@ -13,7 +13,8 @@ from distir.ir.errors import UsageError
 _EXIT_CODES = "exit codes: 0 done, 1 internal error, 2 bad flags or files, 3 bad model, 4 a plan that cannot be\n\
 carried out or does not fit, 5 results differ, 6 a worker failed"
 _TABLE = """A table is a line a pipeline rank, in text or CSV. Its cells are stage, F or B (forward or backward pass),
-microbatch, such as 0F3; idle cells are empty in CSV, dots in text. Stage s stands on rank s modulo the ranks.
+microbatch, such as 0F3; idle cells are empty in CSV, dots in text. Of a file only the order of a line's cells counts,
+not their columns: each runs as soon as it can. Stage s stands on rank s modulo the ranks.
 """
 _SCHEDULE = "NAME|FILE.csv"
 _NAMES = "1f1b, gpipe, interleaved or distir2021"
@@ -53,12 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     _simulate(commands)
     _show(commands)
     _schedule(commands)
-    _command(commands, "clusters", "list the clusters that are shipped", "clusters")
+    _command(commands, "clusters", "list the clusters that are shipped", "clusters", "bytes, FLOP/s, bytes/s")
     _bench(commands)
     return parser
 
 
-def _command(commands: Any, name: str, text: str, function: str) -> argparse.ArgumentParser:
+def _command(
+    commands: Any, name: str, text: str, function: str, json: str = "seconds, bytes"
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EXIT_CODES)
 
     def command(args: argparse.Namespace) -> None:
@@ -67,7 +70,7 @@ def _command(commands: Any, name: str, text: str, function: str) -> argparse.Arg
         getattr(found, function)(args)
 
     parser.set_defaults(command=command)
-    parser.add_argument("--json", action="store_true", help="print JSON: seconds, bytes")
+    parser.add_argument("--json", action="store_true", help=f"print JSON: {json}")
     parser.add_argument("--traceback", action="store_true", help="show where an internal error arose")
     return parser
 
@@ -95,7 +98,9 @@ def _run(commands: Any) -> None:
     )
     group.add_argument("--check", action="store_true", help="compare with the sequential program on the same data")
     group.add_argument("--save", metavar="FILE.onnx", help="write the model with the trained weights")
-    group.add_argument("--cluster", metavar="NAME|FILE.toml", help="to predict for; default: this host")
+    group.add_argument(
+        "--cluster", metavar="NAME|FILE.toml", help="to predict for; default: cpu-2core, with this host's cores"
+    )
 
 
 def _simulate(commands: Any) -> None:
@@ -109,7 +114,7 @@ def _simulate(commands: Any) -> None:
 
 
 def _show(commands: Any) -> None:
-    parser = _command(commands, "show", "print a model's program", "show")
+    parser = _command(commands, "show", "print a model's program", "show", "the stage, and the program as text")
     _model_flags(parser)
     _plan_flags(parser)
     stages = ("imported", "training", "distributed", "rank")
@@ -119,7 +124,7 @@ def _show(commands: Any) -> None:
 
 def _schedule(commands: Any) -> None:
     text = "print a pipeline schedule as a grid, and check it: a row a pipeline rank, a column a time step"
-    parser = _command(commands, "schedule", text, "schedule")
+    parser = _command(commands, "schedule", text, "schedule", "the table; steps, and how many of them a rank is idle")
     parser.epilog = f"{_TABLE}\n{parser.epilog}"
     parser.add_argument("schedule", metavar=_SCHEDULE, help=f"{_NAMES}, or a table's file")
     one = _at_least(1)

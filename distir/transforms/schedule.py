@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from distir.ir.errors import InfeasibleError, UsageError
+from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.transforms.phases import BACKWARD, FORWARD
 
 
@@ -156,6 +156,9 @@ def make_table(schedule: Schedule, ranks: int, microbatches: int, chunks: int = 
         name = schedule
         schedule = _from_file(schedule)
     if isinstance(schedule, PipeDreamScheduler):
+        if schedule.num_microbatches != microbatches:
+            made = f"PipeDreamScheduler was made for {counted(schedule.num_microbatches, 'microbatch', 'es')}"
+            raise InfeasibleError(f"{made}, the plan has {microbatches}")
         table = schedule(ranks)
     elif callable(schedule):
         table = schedule(ranks, microbatches, chunks)

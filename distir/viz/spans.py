@@ -35,7 +35,7 @@ class Bar(NamedTuple):
 def bars(simulation: Simulation) -> list[tuple[str, list[Bar]]]:
     """The rows of a timeline, from the top: a name and its bars in order of time. Streams that do nothing are left out.
 
-    Rows are in order of device classes, and of each class: compute, collectives by axis, what it sends, what it receives.
+    Rows are in order of device classes, and of each class: compute, collectives by axis, sends, receives.
     """
     program = simulation.program
     kinds = _kinds(program.function)

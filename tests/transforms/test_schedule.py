@@ -116,7 +116,7 @@ def test_names_generators_tables_and_schedulers() -> None:
         assert make_table(schedule, 2, 3) == want
     with pytest.raises(UsageError, match="unknown schedule 'zigzag'"):
         make_table("zigzag", 2, 3)
-    with pytest.raises(InfeasibleError, match="expected microbatches 0 to 3"):
+    with pytest.raises(InfeasibleError, match="made for 3 microbatches, the plan has 4"):
         make_table(PipeDreamScheduler(3), 2, 4)
     with pytest.raises(InfeasibleError, match="3 microbatches do not divide by 2 pipeline ranks"):
         make_table("interleaved", 2, 3, 2)

@@ -12,6 +12,8 @@ from distir.api import Plan, load, simulate
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster
+from distir.ir import FunctionMaker
+from distir.ir.type import Float32, Tensor
 from distir.models import mlp
 from distir.transforms import parallel_transform_3d
 from distir.viz.spans import BACKWARD, COLLECTIVE, COMPUTE, FORWARD, TRANSFER, UPDATE, bars, live
@@ -113,11 +115,18 @@ def test_rows_are_in_one_order_for_every_stage(model):
 
 def test_joining_microbatches_is_no_update():
     """The gradient of the data, of each microbatch, is put together at the end; no weights are updated here."""
-    topology = load_cluster("dgx-a100", devices=4)
-    program = parallel_transform_3d(mlp(4, 64, 32), 2, 1, 2, topology.devices[:4], 4)
-    assert any(op.op_type == "MPIAllgather" and op.attributes["axis"] == "mb" for op in program.ops)
+    maker = FunctionMaker("layer")
+    x, z, w = (maker.add_input_value(name, Tensor(Float32, (64, 64))) for name in "xzw")
+    a = maker.add_op("MatMul", "a", [x, w])
+    maker.add_op("Loss", "l", [a, z], {"N": 64})
+    d = maker.add_op("LossGrad", "d", [a, z], {"N": 64})
+    maker.add_op("MatMulGrad", "dx", [x, w, d])
+    topology = load_cluster("dgx-a100", devices=2)
+    program = parallel_transform_3d(maker.finalize(), 2, 1, 1, topology.devices[:2], 4)
+    assert [op.op_type for op in program.ops].count("MPIAllgather") == 2
     rows = check(Simulator(CostModel(topology)).interpret(program))
-    assert {b.kind for name, row in rows.items() if name.endswith("compute") for b in row} == {FORWARD, BACKWARD}
+    assert {b.kind for b in rows["stage0 compute"]} == {FORWARD, BACKWARD}
+    assert {(b.kind, b.microbatch) for b in rows["stage0 compute"][-2:]} == {(FORWARD, None), (BACKWARD, None)}
 
 
 def test_a_program_without_a_backward_pass_is_compute():
