@@ -125,8 +125,10 @@ class Prediction:
         """A header and a row a stage."""
         rows = [("stage", "devices", "compute", "exposed communication", "bubble", "peak memory")]
         for s in self.simulation.stages:
-            times = [seconds(x, self.step_seconds) for x in (s.compute, s.communication, s.bubble)]
-            rows.append((s.name, str(s.devices), *times, size(s.memory)))
+            compute, communication, bubble = (
+                seconds(x, self.step_seconds) for x in (s.compute, s.communication, s.bubble)
+            )
+            rows.append((s.name, str(s.devices), compute, communication, bubble, size(s.memory)))
         return rows
 
     def rates(self) -> str:
