@@ -19,9 +19,9 @@ MOST = 1 << 20
 class Plan:
     """dp * tp * pp devices: replicas, tensor shards, pipeline stages. The batch is cut into `microbatches`.
 
-    `schedule` is "1f1b", "gpipe" or "interleaved", the last with `chunks` stages a pipeline rank; or a table of one's
-    own (`distir.transforms.schedule`), or the path of its file. `order` says how numbers of devices run through the
-    axes, the fastest first. Without `overlap` a device does one thing at a time, and gradients are reduced when all
+    `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or "distir2021"; or a table of
+    one's own (`distir.transforms.schedule`), or the path of its file. `order` says how numbers of devices run through
+    the axes, the fastest first. Without `overlap` a device does one thing at a time, and gradients are reduced when all
     microbatches are done. Raises UsageError for a degree below 1 or an order that is not one of the three axes,
     InfeasibleError for more devices than can be listed.
     """

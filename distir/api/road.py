@@ -134,8 +134,8 @@ def run(
     """Run `steps` steps of the model's program, a process a device, and compare the time with the prediction.
 
     `backend` is "gloo" (CPUs), "nccl" (GPUs) or "numpy" (this process alone). `data` is an .npz file (see `Data`);
-    without it, data are drawn by `seed`. `cluster` is what to predict for; by default this host, whose cores the ranks
-    share. `check` compares with the sequential program on the same data. `on_plan` is
+    without it, data are drawn by `seed`. `cluster` is what to predict for; by default "cpu-2core" with this host's
+    number of cores, which the ranks share. `check` compares with the sequential program on the same data. `on_plan` is
     called when the plan is made, `on_step` and `on_check` after each step, of the run and of the check.
 
     Raises InfeasibleError for a plan that cannot be carried out or does not fit in memory, MismatchError, naming the

@@ -41,7 +41,8 @@ class CostModel:
     """Seconds on a Topology, which may still be empty when this is made, and grow.
 
     `tf32` lets float32 matrix products run at the topology's "tf32" peak, where it has one. `overlap` says whether a
-    device's communication runs beside its compute.
+    device's communication runs beside its compute, unless a Simulator is told otherwise; without it a device does one
+    thing at a time.
     """
 
     overlap = True

@@ -45,9 +45,10 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
 
 
 def this_host(ranks: int, cores: int | None = None) -> Topology:
-    """One host whose cores (this machine's) `ranks` ranks share: the shipped CPU cluster as one node.
+    """One host whose cores `ranks` ranks share: "cpu-2core" as one node, with this machine's number of cores.
 
-    Where there are more ranks than cores each computes, reads memory and handles messages as much slower.
+    How fast this machine's cores, memory and links are is not measured. Where there are more ranks than cores each
+    computes, reads memory and handles messages as much slower.
     """
     regular = load_cluster("cpu-2core").regular
     if regular is None:

@@ -203,6 +203,7 @@ class FunctionMaker:
         return new
 
     def add_input_value(self, name: str, type: Type | None, role: Role | None = None) -> Value:
+        """Append an input; `role` says what it is for: data (with its batch dim), a parameter, state or a constant."""
         v = Value(self.fresh(name), type, role)
         self.inputs.append(v)
         return v

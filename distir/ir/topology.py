@@ -143,7 +143,7 @@ class Topology:
     ) -> Device:
         """A new device. FLOP/s (one figure, or one per dtype name), bytes/s, seconds an op, bytes.
 
-        Raises UsageError for a figure that is not positive.
+        Raises UsageError for a figure that is not positive; only `kernel_launch_overhead` may be 0.
         """
         peaks = dict(throughput) if isinstance(throughput, Mapping) else {"f32": float(throughput)}
         figures = {**peaks, "dram_bandwidth": dram_bandwidth, "memory": memory}

@@ -47,7 +47,26 @@ def parallel_transform_3d(
     chunks: int = 1,
     overlap: bool = True,
 ) -> Function:
-    """The program of `distribute`, by itself."""
+    """The function spread over dp * tp * pp devices, its batch over dp and `num_microbatches`.
+
+    The function is sequential: a forward pass, or a training step. The program's inputs and outputs are the function's,
+    in order; a device holds its part of them.
+
+    `devices` are dp * tp * pp, none twice, taken in `order`, fastest first: ("tp", "dp", "pp"), so that tensor-parallel
+    groups stay inside a node. With one more device, the first is a host that holds the inputs, whole, and the order is
+    ("pp", "tp", "dp").
+    `schedule` is a name ("1f1b", "gpipe", "interleaved", "distir2021"), a `PipeDreamScheduler`, a table or the path of
+    its file (`distir.transforms.schedule`): what each pipeline rank runs, in order.
+    `chunks` is the number of stages a pipeline rank has (for the schedule "interleaved"): stage s is on rank s % pp.
+    `batch` maps data inputs to their batch dim where roles do not say it. `cost` is what stages are balanced by.
+    Gradients are reduced over dp during the last microbatch's backward pass; without `overlap` when all is done, which
+    serves devices that do one thing at a time: a stage's reductions would hold up what it sends to the one before.
+    The schedule "distir2021" has no overlap.
+
+    Raises InfeasibleError if the number of devices or the batch does not fit, if there are fewer cuttable pieces than
+    stages, if tensor parallelism splits nothing, or for a schedule of another size or that would deadlock; UsageError
+    for an unknown schedule or an order that is not of these three.
+    """
     return distribute(
         function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order, chunks, overlap
     ).program
@@ -68,19 +87,7 @@ def distribute(
     chunks: int = 1,
     overlap: bool = True,
 ) -> Distributed:
-    """The function spread over dp * tp * pp devices, its batch over dp and `num_microbatches`.
-
-    `devices` are taken in `order`, fastest first: ("tp", "dp", "pp"), so that tensor-parallel groups stay inside a
-    node. With one more device, the first is a host that holds the inputs, and the order is ("pp", "tp", "dp").
-    `chunks` is the number of stages a pipeline rank has (for the schedule "interleaved"): stage s is on rank s % pp.
-    `batch` maps data inputs to their batch dim where roles do not say it. `cost` is what stages are balanced by.
-    Gradients are reduced over dp during the last microbatch's backward pass; without `overlap` when all is done, which
-    serves devices that do one thing at a time: a stage's reductions would hold up what it sends to the one before.
-    The schedule "distir2021" has no overlap.
-
-    Raises InfeasibleError if the number of devices or the batch does not fit, if there are fewer cuttable pieces than
-    stages, or if tensor parallelism splits nothing.
-    """
+    """As `parallel_transform_3d`, which says what the arguments are; with the program, what it is compared with."""
     meshes, host = stage_meshes(dp, tp, pp, devices, num_microbatches, order)
     dims = batch_dims(function, batch)
     data = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
