@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 from distir.ir.function import Function
 
@@ -86,7 +87,7 @@ class Code:
 
     def __init__(self, function: Function, program: Program, columns: list[tuple[int, int]]) -> None:
         self.function = function
-        self.program = program
+        self._program = ref(program)  # a cycle would keep both, until all that lives is looked at
         self.columns = columns
         """(input, class) of each input slot."""
         self.plans: list[Plan | Call] = []
@@ -106,6 +107,14 @@ class Code:
         self._waits: dict[tuple[int, frozenset[int]], bool] = {}
         self._column: dict[int, Column] = {}
         self._summary: dict[Slots, Summary] = {}
+
+    @property
+    def program(self) -> Program:
+        """The program it is a part of, as long as that is there."""
+        program = self._program()
+        if program is None:
+            raise RuntimeError(f"the program that {self.function.name} was compiled for is gone")
+        return program
 
     def run(self, clock: list[float], ready: list[float]) -> list[list[float]]:
         """The loop. `clock` (of all streams) changes, `ready` (of the inputs) grows; what entered each call returns."""
