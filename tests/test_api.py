@@ -25,7 +25,8 @@ from distir.models import gpt, mlp
 from distir.ops.rules import tensor
 from distir.transforms.parallel3d import stage_meshes
 from distir.transforms.project import project
-from distir.transforms.schedule import PipeDreamScheduler, parse_table
+from distir.transforms.schedule import PipeDreamScheduler
+from distir.transforms.table import parse_table
 from distir.transforms.training import AdamW, training_step
 
 ROOT = Path(__file__).parent.parent

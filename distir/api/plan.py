@@ -7,7 +7,8 @@ from os import PathLike, fspath
 from typing import Any
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
-from distir.transforms.schedule import Schedule, format_table
+from distir.transforms.schedule import Schedule
+from distir.transforms.table import format_table
 
 AXES = ("tp", "dp", "pp")
 """The axes of devices, in the default order: the first varies fastest, so that its groups stay inside a node."""

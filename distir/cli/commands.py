@@ -133,17 +133,8 @@ def _stage(model: Model, plan: Plan, stage: str, rank: int) -> Function:
 
 def schedule(args: argparse.Namespace) -> None:
     """`distir schedule`."""
-    from distir.transforms.schedule import (
-        SCHEDULES,
-        cycles,
-        format_csv,
-        format_grid,
-        format_table,
-        in_flight,
-        make_table,
-        read_table,
-        table_size,
-    )
+    from distir.transforms.schedule import SCHEDULES, make_table
+    from distir.transforms.table import cycles, format_csv, format_grid, format_table, in_flight, read_table, table_size
 
     if args.csv and args.json:
         raise UsageError("--csv and --json are two formats", "give one of them")

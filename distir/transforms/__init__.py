@@ -2,8 +2,8 @@
 
 A training step goes through them in this order: `grad` and `training` make it; `decompose` takes apart what cannot be
 split; `pad` and `spread` (with `microbatch`, `classes`, `seeds`, `place` and `shard`) place it on a mesh; `phases`,
-`stages`, `lift` and `bodies` cut it; `schedule` and `pipeline` call the pieces; `project` keeps one rank's part.
-`parallel3d` composes them.
+`stages`, `lift` and `bodies` cut it; `schedule` (with `table`) and `pipeline` call the pieces; `project` keeps one
+rank's part. `parallel3d` composes them.
 """
 
 from distir.transforms.parallel3d import parallel_transform_3d

@@ -12,7 +12,7 @@ from distir.transforms.bodies import PACK, Body, Cut, Group, Key, build_body, or
 from distir.transforms.known import Moved, append
 from distir.transforms.phases import PROLOGUE, UPDATE
 from distir.transforms.roles import weights
-from distir.transforms.schedule import Need, Slot, Table, interleave
+from distir.transforms.table import Need, Slot, Table, interleave
 
 CALL, SEND, RESTRICT, SCATTER, BROADCAST = map(lookup, ("Call", "Send", "Restrict", "MPIScatter", "MPIBroadcast"))
 

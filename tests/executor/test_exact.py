@@ -23,7 +23,7 @@ from distir.ir.errors import InfeasibleError
 from distir.ir.type import Float, Tensor
 from distir.models.gpt import gpt
 from distir.transforms.parallel3d import parallel_transform_3d
-from distir.transforms.schedule import Slot, Table
+from distir.transforms.table import Slot, Table
 from distir.transforms.training import SGD, AdamW, training_step
 from tests.executor.inlined import Inlined
 from tests.executor.random_schedules import random_topology

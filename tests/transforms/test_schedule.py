@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,22 +14,18 @@ from distir.transforms.bodies import cut_bodies
 from distir.transforms.parallel3d import parallel_transform_3d, stage_meshes
 from distir.transforms.phases import BACKWARD, FORWARD
 from distir.transforms.pipeline import pipeline
-from distir.transforms.schedule import (
-    PipeDreamScheduler,
+from distir.transforms.schedule import SCHEDULES, PipeDreamScheduler, gpipe, interleaved, make_table, one_f_one_b
+from distir.transforms.stages import cut_stages
+from distir.transforms.table import (
     Slot,
     check_table,
     cycles,
     format_csv,
     format_table,
-    gpipe,
     in_flight,
     interleave,
-    interleaved,
-    make_table,
-    one_f_one_b,
     parse_table,
 )
-from distir.transforms.stages import cut_stages
 from tests.transforms.programs import TOLERANCE, Plan, distributed, error, run, written_mlp
 
 ranks, microbatches = st.integers(1, 6), st.integers(1, 8)
@@ -154,3 +152,30 @@ def test_any_table_that_does_not_deadlock_gives_the_same_results(text: str) -> N
             if op.callee is not None and op.callee.name.split(".")[0] in names
         ]
         assert called == row.split()
+
+
+def test_a_table_of_tuples_or_of_text() -> None:
+    want = [[Slot(0, "F", 0), Slot(0, "F", 1), Slot(0, "B", 0), Slot(0, "B", 1)]]
+    for rows in (
+        [[(0, "F", 0), (0, "F", 1), (0, "B", 0), (0, "B", 1)]],
+        [["0F0", "0F1", "", "0B0", "0B1"]],
+        ["0F0 0F1 . 0B0 0B1"],
+    ):
+        assert make_table(rows, 1, 2) == want  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [3, None, [[1]], [[(0.0, "F", 0)]], [[(0, "X", 0)]], [[(0, "F")]], [["0G0"]], lambda ranks, mb, chunks: None],
+    ids=str,
+)
+def test_what_is_no_table(rows: Any) -> None:
+    with pytest.raises(UsageError, match="schedule"):
+        make_table(rows, 1, 1)
+
+
+@pytest.mark.parametrize("size", [(0, 4, 1), (-1, 2, 1), (4, 0, 1), (2, -1, 1), (2, 2, 0)], ids=str)
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_nothing_is_no_schedule(name: str, size: tuple[int, int, int]) -> None:
+    with pytest.raises(InfeasibleError, match="at least one of each"):
+        make_table(name, *size)

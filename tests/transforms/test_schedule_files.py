@@ -14,7 +14,8 @@ from torch.nn import Identity
 
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.transforms.parallel3d import parallel_transform_3d
-from distir.transforms.schedule import (
+from distir.transforms.schedule import gpipe, interleaved, make_table, one_f_one_b
+from distir.transforms.table import (
     Table,
     check_memory,
     check_table,
@@ -22,10 +23,6 @@ from distir.transforms.schedule import (
     format_csv,
     format_grid,
     format_table,
-    gpipe,
-    interleaved,
-    make_table,
-    one_f_one_b,
     parse_table,
     read_table,
     table_size,
