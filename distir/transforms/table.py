@@ -29,34 +29,32 @@ class Slot(NamedTuple):
 
 Table = list[list[Slot]]
 IDLE = "."
+_IDLE = ("", IDLE)
 _SHOWN = 24
 """Cells of a row that an error shows."""
 
 
 def as_table(rows: Any, name: str = "schedule") -> Table:
     """A table of rows of slots; a slot may be a tuple of its three, or text. Raises UsageError for what is no table."""
-    if not isinstance(rows, Iterable) or isinstance(rows, str):
+    if isinstance(rows, str) or not isinstance(rows, Iterable) or not all(isinstance(r, Iterable) for r in rows):
         raise UsageError(f"{name}: expected a row of slots for each pipeline rank, got {rows!r}")
     table: Table = []
     for rank, row in enumerate(rows):
-        cells: Iterable[Any] = row.split() if isinstance(row, str) else row
-        table.append([])
-        for k, cell in enumerate(cells):
-            if isinstance(cell, str):
-                table[-1] += parse_table(cell, name)[0] if cell not in ("", IDLE) else []
-            elif _is_slot(cell):
-                table[-1].append(Slot(*cell))
-            else:
-                expected = f"expected stage, {FORWARD} or {BACKWARD}, microbatch"
-                raise UsageError(f"{name}, rank {rank}, cell {k}: {expected}, got {cell!r}")
+        cells: list[Any] = row.split() if isinstance(row, str) else list(row)
+        table.append(
+            [_slot(cell, f"{name}, rank {rank}, cell {k}") for k, cell in enumerate(cells) if cell not in _IDLE]
+        )
     return table
 
 
-def _is_slot(cell: Any) -> bool:
-    if not isinstance(cell, tuple) or len(cell) != 3:
-        return False
-    stage, phase, microbatch = cell
-    return isinstance(stage, int) and phase in (FORWARD, BACKWARD) and isinstance(microbatch, int)
+def _slot(cell: Any, where: str) -> Slot:
+    if isinstance(cell, str):
+        return parse_table(cell, where)[0][0]
+    if isinstance(cell, tuple) and len(cell) == 3:
+        stage, phase, microbatch = cell
+        if isinstance(stage, int) and phase in (FORWARD, BACKWARD) and isinstance(microbatch, int):
+            return Slot(stage, phase, microbatch)
+    raise UsageError(f"{where}: expected stage, {FORWARD} or {BACKWARD}, microbatch, got {cell!r}")
 
 
 def table_size(table: Table) -> tuple[int, int, int]:
