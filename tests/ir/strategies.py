@@ -21,7 +21,6 @@ NASTY = (
         "a\u0301",
         "\u200b",
         "\u2028",
-        "\ud800",
         "\U0001f600",
         "\x00",
         "\x1b[31m",
@@ -32,7 +31,8 @@ NASTY = (
         ".",
     ]
 )
-names = st.sampled_from(NASTY) | st.text(st.characters(), max_size=6)
+names = st.sampled_from(NASTY) | st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+"""Without lone surrogates, which Hypothesis cannot report in UTF-8: `test_text` has one."""
 numbers = st.integers() | st.floats() | st.booleans() | st.none() | st.integers(-3, 300)
 
 

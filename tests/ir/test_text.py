@@ -355,3 +355,11 @@ def test_printing_is_loaded_on_demand() -> None:
 def test_numbers_and_nesting_beyond_reason(text):
     with pytest.raises(ModelError):
         parse(text)
+
+
+def test_a_name_may_hold_a_lone_surrogate() -> None:
+    """Any character of a Python string can be told in the text, which itself is one."""
+    f = FunctionMaker("\udfff")
+    f.emit("Relu", f.add_input_value("x\ud800", Tensor(Float(), (2,))))
+    function = f.finalize()
+    assert same(parse(pformat(function)), function)
