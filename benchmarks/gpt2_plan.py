@@ -8,7 +8,6 @@ on a 2-core CPU, the second within 20 % of it, and as many lines in the printed 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -18,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from laps import machine
+from laps import machine, parser
 
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator import Simulator
@@ -67,13 +66,9 @@ def plan(model: Path, dp: int, tp: int, pp: int) -> tuple[dict[str, float], int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.runs < 1:
-        parser.error(f"--runs: expected at least 1, got {args.runs}")
+    flags = parser(__doc__, 5)
+    flags.add_argument("--model", type=Path)
+    args = flags.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / "gpt2.onnx"
         if not model.exists():

@@ -1,11 +1,26 @@
-"""CPU seconds by phase, for the benchmarks."""
+"""What the benchmarks share: their flags, CPU seconds by phase, a table."""
 
 from __future__ import annotations
 
+import argparse
 import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+
+
+def parser(text: str | None, runs: int) -> argparse.ArgumentParser:
+    """The flags that all benchmarks have: --runs and --json."""
+    found = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--runs", type=_at_least_one, default=runs, metavar="N", help=f"default: {runs}")
+    found.add_argument("--json", action="store_true")
+    return found
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return int(text)
 
 
 class Laps:

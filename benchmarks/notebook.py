@@ -10,14 +10,13 @@ on a 2-core CPU, `verify` counted once a plan: grid 0.7 s, data 0.5, horizontal 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from laps import Laps, machine, medians, table
+from laps import Laps, machine, medians, parser, table
 
 from distir.executor import Simulator, infer_types
 from distir.executor.cost_model import CostModel
@@ -151,12 +150,8 @@ def cluster(gpus: int) -> Topology:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.runs < 1:
-        parser.error(f"--runs: expected at least 1, got {args.runs}")
+    flags = parser(__doc__, 5)
+    args = flags.parse_args()
     topology = cluster(128)
     simulator = Simulator(CostModel(topology))
     study(list(grid())[:3], simulator, topology)  # modules are imported

@@ -11,13 +11,12 @@ devices, within 20 % of that on 65,536; 20 s for the 200 plans.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
 from typing import Any
 
-from laps import Laps, machine, medians, table
+from laps import Laps, machine, medians, parser, table
 
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator import Simulation, Simulator
@@ -96,15 +95,11 @@ def gpt2() -> tuple[dict[str, float], int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--dp", type=int, nargs="+", default=[8, 512])
-    parser.add_argument("--microbatches", type=int, default=512)
-    parser.add_argument("--no-plans", action="store_true", help="leave out the 200 plans of GPT-2")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.runs < 1:
-        parser.error(f"--runs: expected at least 1, got {args.runs}")
+    flags = parser(__doc__, 3)
+    flags.add_argument("--dp", type=int, nargs="+", default=[8, 512])
+    flags.add_argument("--microbatches", type=int, default=512)
+    flags.add_argument("--no-plans", action="store_true", help="leave out the 200 plans of GPT-2")
+    args = flags.parse_args()
     result: dict[str, Any] = {"machine": machine(), "GPT-3 175B": {}}
     for dp in args.dp:
         runs = [gpt3(dp, args.microbatches) for _ in range(args.runs)]

@@ -9,14 +9,13 @@ in the loop, 0.5 million with compile, 60 million op instances a second replayin
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
 import time
 from collections.abc import Callable
 
-from laps import machine
+from laps import machine, parser
 
 from distir.executor.busy import busy_times
 from distir.executor.compile import Program
@@ -235,12 +234,8 @@ def replayed(runs: int, devices: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.runs < 1:
-        parser.error(f"--runs: expected at least 1, got {args.runs}")
+    flags = parser(__doc__.splitlines()[0] if __doc__ else None, 7)
+    args = flags.parse_args()
     result = {
         "machine": machine(),
         "flat": flat(args.runs),

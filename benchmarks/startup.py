@@ -7,14 +7,13 @@ Wall-clock seconds of whole processes, medians, alternating; the goal for --help
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import time
 
-from laps import machine
+from laps import machine, parser
 
 COMMANDS = {"python -c pass": ["-c", "pass"], "distir --help": ["-m", "distir", "--help"]}
 
@@ -26,12 +25,8 @@ def seconds(arguments: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=11)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.runs < 1:
-        parser.error(f"--runs: expected at least 1, got {args.runs}")
+    flags = parser(__doc__, 11)
+    args = flags.parse_args()
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(args.runs):
         for name, arguments in COMMANDS.items():

@@ -8,13 +8,12 @@ the batch over time, dp and the construction of the placed program). The search 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
 
-from laps import machine, table
+from laps import machine, parser, table
 
 from distir.ir import Device, Function, Mesh
 from distir.ir.infer import forget
@@ -58,14 +57,10 @@ def seconds(run: Callable[[Function, int], None], layers: int, tp: int, runs: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[12, 96])
-    parser.add_argument("--tp", type=int, default=4)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.runs < 1:
-        parser.error(f"--runs: expected at least 1, got {args.runs}")
+    flags = parser(__doc__, 3)
+    flags.add_argument("--layers", type=int, nargs="+", default=[12, 96])
+    flags.add_argument("--tp", type=int, default=4)
+    args = flags.parse_args()
     rows: list[dict[str, float]] = []
     for layers in args.layers:
         found, placed = (seconds(f, layers, args.tp, args.runs) for f in (search, whole))

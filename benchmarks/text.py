@@ -8,13 +8,12 @@ CPU seconds, medians over the runs, and the growth from the small program to the
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
 import time
 
-from laps import machine
+from laps import machine, parser
 
 from distir.ir import Device, Function, FunctionMaker, Mesh, Value, parse, pformat, same, verify
 from distir.ir.type import REPLICATE, Float, Shard, Tensor, Tuple
@@ -96,12 +95,8 @@ def measure(f: Function) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.runs < 1:
-        parser.error(f"--runs: expected at least 1, got {args.runs}")
+    flags = parser(__doc__, 5)
+    args = flags.parse_args()
     result: dict[str, object] = {"machine": machine()}
     kinds = {"on a mesh": lambda n: layers("step", mesh(0), n), "a schedule": schedule}
     for kind, build in kinds.items():

@@ -237,6 +237,13 @@ def test_stages_are_balanced_for_the_cluster(plan):
     assert mine < 0.95 * dearest
 
 
+def test_a_cluster_too_small_for_the_stages(trained):
+    topology = distir.Topology()
+    topology.add_device("gpu")
+    with pytest.raises(InfeasibleError, match="needs 2 devices"):
+        distir.simulate(trained, distir.Plan(pp=2), topology)
+
+
 def test_simulate_is_shared_between_plans(trained):
     cost = distir.CostModel(distir.simulate(trained, distir.Plan(dp=8), "dgx-a100").simulation.program.cost.topology)
     plans = [distir.Plan(dp=8), distir.Plan(dp=4, tp=2), distir.Plan(dp=2, pp=2, microbatches=4)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from distir.api.plan import Plan
 from distir.executor.cost_model import CostModel
 from distir.ir.device import Mesh
 from distir.ir.function import Op
-from distir.transforms.parallel3d import stage_meshes
 from distir.transforms.stages import PLAIN, StageCost
 
 
@@ -30,10 +30,11 @@ class OpSeconds(NamedTuple):
 
 def stage_cost(cost: CostModel, plan: Plan) -> StageCost:
     """What the plan's stages are to be balanced by: that of its first device, and of the link to the second stage."""
-    if plan.pp == 1:
+    devices = cost.topology.devices
+    if plan.pp == 1 or len(devices) < plan.size:  # the second cannot be carried out: `distribute` says so
         return PLAIN
-    devices = cost.topology.devices[: plan.size]
-    first, second, *_ = stage_meshes(plan.dp, plan.tp, plan.pp, devices, plan.microbatches, plan.order)[0]
-    link = cost.topology.link(first.devices[0], second.devices[0])
+    size = {"dp": plan.dp, "tp": plan.tp}
+    apart = math.prod(size[axis] for axis in plan.order[: plan.order.index("pp")])
+    link = cost.topology.link(devices[0], devices[apart])
     # a device sends its replica's part of a microbatch
     return StageCost(OpSeconds(cost), 1 / (link.bandwidth * plan.dp * plan.microbatches))

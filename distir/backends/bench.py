@@ -63,18 +63,18 @@ def bench_collectives(
     `timeout`: seconds without any timing. Raises UsageError for arguments that do not fit, WorkerError, naming the
     rank, if one fails or does not answer.
     """
-    from distir.backends.limits import check_backend
+    from distir.backends.limits import check_backend, joined
 
     unknown = [c for c in collectives if c not in COLLECTIVES]
     if unknown:
         raise UsageError(f"unknown collective {unknown[0]!r}", f"known are {', '.join(COLLECTIVES)}")
     if min(sizes, default=0) < 1:
         raise UsageError(f"sizes are at least 1 byte, got {list(sizes)}")
-    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    world = int(os.environ["WORLD_SIZE"]) if joined else nproc
+    torchrun = joined()
+    world = torchrun[0] if torchrun else nproc
     if world < 2:
         raise UsageError(f"collectives need at least 2 ranks, got {world}", "use --nproc 2")
-    check_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else world)
+    check_backend(backend, torchrun[1] if torchrun else world)
     timings: list[Timing] = []
 
     def add(t: Timing) -> None:
@@ -82,7 +82,7 @@ def bench_collectives(
         if on_timing is not None:
             on_timing(t)
 
-    if joined:
+    if torchrun:
         _measure_all(int(os.environ["RANK"]), world, backend, None, timeout, collectives, sizes, add)
     else:
         with tempfile.TemporaryDirectory(prefix="distir-") as folder:

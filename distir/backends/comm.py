@@ -19,6 +19,7 @@ from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Function
 from distir.ir.type import Partial, Shard, Tensor
+from distir.ops.comm import ALONG_AXIS
 from distir.transforms.project import coordinate, device_at
 
 Pending = Callable[[], torch.Tensor]
@@ -261,15 +262,12 @@ def combine(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
     return total
 
 
-_ALONG_AXIS = frozenset(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"))
-
-
 def _axes_used(program: Function) -> list[tuple[Mesh, str]]:
     """The mesh axes along which the program has collectives, in its order: the same on every rank."""
     found: dict[tuple[Mesh, str], None] = {}
     for function in (*program.callees(), program):
         for op in function.ops:
-            if op.spec.name in _ALONG_AXIS:
+            if op.spec.name in ALONG_AXIS:
                 t = op.inputs[0].type
                 if isinstance(t, Tensor) and t.mesh.time != t.mesh.position(op.attributes["axis"]):
                     found.setdefault((t.mesh, op.attributes["axis"]))

@@ -89,7 +89,6 @@ def partition_dataset(
             f"got {batch_size} and {_length(dataset)}"
         )
     part = DataPartitioner(dataset, [1 / world_size] * world_size, seed).use(rank)
-    part = Partition(dataset, part.indices[:each])
     return DataLoader(part, batch_size // world_size, sampler=Reshuffled(each, seed), collate_fn=collate_fn)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from distir.backends.limits import check_backend, check_memory, check_repeats
+from distir.backends.limits import check_backend, check_memory, check_repeats, joined
 from distir.backends.pieces import Coord, ship, whole_array
 from distir.backends.worker import Failure, Job, job_file, log_file
 from distir.ir import errors
@@ -107,14 +107,14 @@ def run(
     from distir.ir.verify import verify
 
     world = max(1, len(ranks(program)))
-    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    started = int(os.environ["WORLD_SIZE"]) if joined else nproc
+    torchrun = joined()
+    started = torchrun[0] if torchrun else nproc
     if started is not None and started != world:
-        what = "torchrun started" if joined else "nproc asks for"
+        what = "torchrun started" if torchrun else "nproc asks for"
         raise UsageError(f"the plan has {counted(world, 'rank')}, {what} {started}")
     if steps < 1:
         raise UsageError(f"steps: expected at least 1, got {steps}")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if joined else world
+    here = torchrun[1] if torchrun else world
     check_backend(backend, here)
     check_memory(bytes_per_rank, here)
     verify(program)
@@ -122,7 +122,7 @@ def run(
     check_order(project_all(program))
     given = by_position(program, arrays)
     threads = threads or _threads()
-    if joined:
+    if torchrun:
         from distir.backends.torchrun import join
 
         return join(program, given, steps, data, backend, timeout, threads, every, final, on_step)

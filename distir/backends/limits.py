@@ -1,11 +1,19 @@
-"""What is checked before a run starts: that the backend, the memory and the program allow it."""
+"""What is asked before a run starts: who starts the ranks, and that backend, memory and program allow it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.function import Function
+
+
+def joined() -> tuple[int, int] | None:
+    """(ranks in all, ranks on this host) where torchrun has started this process as one of them, else None."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def check_backend(backend: str, here: int) -> None:

@@ -13,6 +13,9 @@ from distir.ir.errors import IRTypeError
 from distir.ir.spec import Attrs, op
 from distir.ir.type import NOW, REPLICATE, Partial, Placement, Replicate, Shard, Tensor, Tuple, Type
 
+ALONG_AXIS = frozenset(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"))
+"""The ops in which the devices along a mesh axis meet; along the time axis they move nothing."""
+
 
 def _expect(t: Type, axis: str, kind: type[Placement]) -> Tensor:
     if not isinstance(t, Tensor):

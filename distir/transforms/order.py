@@ -15,9 +15,8 @@ from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Function, Op
 from distir.ir.type import Tensor
+from distir.ops.comm import ALONG_AXIS
 from distir.transforms.project import RankProgram, homes_of
-
-_COLLECTIVES = frozenset(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"))
 
 
 class Meeting(NamedTuple):
@@ -67,7 +66,7 @@ def _meetings(function: Function, mine: int, where: dict[Device | None, int]) ->
     def shared(op: Op) -> list[tuple[Mesh, Op]]:
         if op.callee is not None:
             return collectives(op.callee)
-        t = op.inputs[0].type if op.spec.name in _COLLECTIVES and op.inputs else None
+        t = op.inputs[0].type if op.spec.name in ALONG_AXIS else None
         if not isinstance(t, Tensor) or t.mesh.time == t.mesh.position(op.attributes["axis"]):
             return []
         return [(t.mesh, op)] if len(among(t.mesh)) > 1 else []
@@ -87,14 +86,14 @@ def _meetings(function: Function, mine: int, where: dict[Device | None, int]) ->
 
 
 def _ends(op: Op) -> tuple[Device | Mesh, Device | Mesh]:
-    """From where to where a transfer, or the side of one, goes."""
-    source = op.attributes["source"] if op.spec.name == "MPIRecv" else next(homes_of(op.inputs[0].type))
+    """From where to where a transfer, or the side of one, goes; a side that only receives says itself from where."""
+    source = next(homes_of(op.inputs[0].type)) if op.inputs else op.attributes["source"]
     return source, op.attributes["to"]
 
 
 def _sent(op: Op) -> tuple[object, ...]:
     """What both sides of a transfer must agree on: the whole's dtype and shape."""
-    t = op.outputs[0].type if op.spec.name == "MPIRecv" else op.inputs[0].type
+    t = (op.inputs or op.outputs)[0].type
     return (t.dtype, t.global_shape) if isinstance(t, Tensor) else ()
 
 

@@ -20,7 +20,7 @@ from distir.models import mlp
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.balance import balanced_cut
 from distir.transforms.phases import BACKWARD, FORWARD, phases
-from distir.transforms.stages import PLAIN, cut_stages
+from distir.transforms.stages import PLAIN, StageCost, cut_stages
 from distir.transforms.training import training_step
 from tests.transforms.programs import BATCH, Plan, Program, check, distributed, error, gpt2_tiny, run, small_gpt
 
@@ -61,6 +61,13 @@ def test_equal_layers_are_cut_alike(parts: int) -> None:
     for kind in ("MatMul", "Relu", "MatMulGrad"):
         count = Counter(s for op, s in stage.items() if op.spec.name == kind)
         assert count == dict.fromkeys(range(parts), 8 // parts), kind
+
+
+def test_a_backward_pass_written_by_hand_is_paid_for() -> None:
+    """Its ops do not say which forward op they belong to: that follows from what they take."""
+    placed = distributed(Program(mlp(8, 64, 64), []), Plan(1, 1, 1, 2)).placed
+    _, stage = cut_stages(placed, 4, 2, StageCost(lambda op: float(op.spec.name == "MatMulGrad"), 0.0))
+    assert Counter(s for op, s in stage.items() if op.spec.name == "MatMulGrad") == dict.fromkeys(range(4), 2)
 
 
 # ---- against brute force over all monotone assignments

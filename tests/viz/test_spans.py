@@ -1,5 +1,6 @@
 """The bars and points of a simulation's figures agree with its times and bytes."""
 
+import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -141,3 +142,18 @@ def test_a_backward_pass_written_by_hand_is_told_from_what_it_saves():
     rows = check(Simulator(CostModel(topology)).interpret(program))
     for stage in ("stage0", "stage1"):
         assert {b.kind for b in rows[f"{stage} compute"]} == {FORWARD, BACKWARD}
+
+
+def test_a_trace_shows_the_same_memory(tmp_path: Path) -> None:
+    """With collectives on streams of their own, which do not stretch the time of what computes."""
+    model = load(Path(__file__).parents[2] / "examples" / "gpt2-tiny.onnx", {"batch": 8}, loss="cross-entropy")
+    simulation = simulate(model, Plan(dp=2, tp=2, pp=2, microbatches=2), "dgx-a100").simulation
+    simulation.to_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    shown = [(e["pid"], e["ts"], tuple(e["args"].values())) for e in events if e["ph"] == "C"]
+    drawn = [
+        (pid, pytest.approx(t * 1e6, abs=1e-3), tuple(size))
+        for pid, (_, points) in zip(sorted({pid for pid, _, _ in shown}), live(simulation), strict=True)
+        for t, size in points[:-1]  # the last one only ends the curve
+    ]
+    assert shown == drawn
