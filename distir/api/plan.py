@@ -7,6 +7,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
+from distir.transforms.parallel3d import BUCKET_MB
 from distir.transforms.schedule import Schedule
 from distir.transforms.table import format_table
 
@@ -23,7 +24,8 @@ class Plan:
     `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or "distir2021"; or a table of
     one's own (`distir.transforms.schedule`), or the path of its file. `order` says how numbers of devices run through
     the axes, the fastest first. Without `overlap` a device does one thing at a time, and gradients are reduced when all
-    microbatches are done. Raises UsageError for a degree below 1 or an order that is not one of the three axes,
+    microbatches are done. Gradients are reduced in buckets of `bucket_mb` MiB: 0 for one each, infinity for one in all.
+    Raises UsageError for a degree below 1 or an order that is not one of the three axes,
     InfeasibleError for more devices than can be listed.
     """
 
@@ -35,12 +37,15 @@ class Plan:
     order: tuple[str, ...] = AXES
     chunks: int = 1
     overlap: bool = True
+    bucket_mb: float = BUCKET_MB
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "microbatches", "chunks"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name} is a whole number of at least 1, got {value!r}")
+        if isinstance(self.bucket_mb, bool) or not self.bucket_mb >= 0:
+            raise UsageError(f"bucket_mb is a number of at least 0, got {self.bucket_mb!r}")
         if self.size > MOST:
             raise InfeasibleError(f"{self.size:,} devices are more than the {MOST:,} that distir plans for")
         object.__setattr__(self, "order", tuple(self.order))
@@ -66,8 +71,13 @@ class Plan:
         if self.pp > 1:
             text += f", {self._schedule}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
         text += "" if self.order == AXES else f", order {','.join(self.order)}"
+        if self.bucket_mb != BUCKET_MB:
+            text += f", buckets of {self.bucket_mb:g} MiB"
         return text if self.overlap else f"{text}, no overlap"
 
     def to_json(self) -> dict[str, Any]:
         """Its fields, and the number of devices."""
-        return {**asdict(self), "schedule": self._schedule, "order": list(self.order), "devices": self.size}
+        said = {"schedule": self._schedule, "order": list(self.order), "devices": self.size}
+        if self.bucket_mb == float("inf"):  # which JSON has no number for
+            said["bucket_mb"] = "inf"
+        return {**asdict(self), **said}

@@ -62,6 +62,7 @@ def distribute(
         order=plan.order,
         chunks=plan.chunks,
         overlap=plan.overlap,
+        bucket_mb=plan.bucket_mb,
         cost=cost,
     )
     if check:

@@ -268,9 +268,9 @@ def _axes_used(program: Function) -> list[tuple[Mesh, str]]:
     for function in (*program.callees(), program):
         for op in function.ops:
             if op.spec.name in ALONG_AXIS:
-                t = op.inputs[0].type
-                if isinstance(t, Tensor) and t.mesh.time != t.mesh.position(op.attributes["axis"]):
-                    found.setdefault((t.mesh, op.attributes["axis"]))
+                mesh = op.inputs[0].type.device
+                if isinstance(mesh, Mesh) and mesh.time != mesh.position(op.attributes["axis"]):
+                    found.setdefault((mesh, op.attributes["axis"]))
     return list(found)
 
 

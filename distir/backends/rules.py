@@ -44,21 +44,48 @@ def _along_axis(b: Body, op: Op) -> None:
     """A collective along a mesh axis: nothing to do for one device, nor for a sum over time, which is
     complete.
     """
+    if isinstance(op.inputs[0].type, Tuple):
+        _bundle_along_axis(b, op)
+        return
     before, after, axis = _tensor(op.inputs[0]), _tensor(op.outputs[0]), op.attributes["axis"]
-    a, name, network = before.mesh.position(axis), op.spec.name, b.network
+    a = before.mesh.position(axis)
     if a == before.mesh.time and isinstance(before.placements[a], Shard) and before.mesh.sizes[a] > 1:
         _gather_in_time(b, op, before, a)
     elif a == before.mesh.time or before.mesh.sizes[a] == 1:
         _same(b, op)
     else:
-        starts = {
-            "MPIAllreduce": lambda: network.allreduce(before, axis),
-            "MPIAllgather": lambda: network.allgather(before, axis),
-            "MPIReduceScatter": lambda: network.reduce_scatter(before, after, axis),
-            "MPIAlltoall": lambda: network.alltoall(before, after, axis),
-        }
-        start = b.bind(f"{name[3:].lower()}_{axis}", starts[name]())
+        start = b.bind(f"{op.spec.name[3:].lower()}_{axis}", _starter(b, op.spec.name, before, after, axis))
         b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
+
+
+def _starter(b: Body, name: str, before: Tensor, after: Tensor, axis: str) -> Callable[[Any], Any]:
+    """What starts a collective on a tensor of type `before`."""
+    network = b.network
+    starts = {
+        "MPIAllreduce": lambda: network.allreduce(before, axis),
+        "MPIAllgather": lambda: network.allgather(before, axis),
+        "MPIReduceScatter": lambda: network.reduce_scatter(before, after, axis),
+        "MPIAlltoall": lambda: network.alltoall(before, after, axis),
+    }
+    return starts[name]()
+
+
+def _bundle_along_axis(b: Body, op: Op) -> None:
+    """A collective on a bundle: on each of its members."""
+    before, after, axis = op.inputs[0].type, op.outputs[0].type, op.attributes["axis"]
+    if not isinstance(before, Tuple) or not isinstance(after, Tuple):
+        raise ModelError(f"expected bundles, got {op}")
+    starts = [
+        _starter(b, op.spec.name, t, u, axis)
+        for t, u in zip(before.types, after.types, strict=True)
+        if isinstance(t, Tensor) and isinstance(u, Tensor)
+    ]
+
+    def start(xs: Any) -> Any:
+        pending = [f(x) for f, x in zip(starts, xs, strict=True)]
+        return lambda: tuple([wait() for wait in pending])
+
+    b.assign(op, f"{b.bind(f'bundle_{op.spec.name[3:].lower()}_{axis}', start)}({b.use(op.inputs[0])})", pending=True)
 
 
 def _gather_in_time(b: Body, op: Op, t: Tensor, axis: int) -> None:
@@ -157,6 +184,7 @@ RULES: dict[str, Callable[[Body, Op], None]] = {
     **dict.fromkeys(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"), _along_axis),
     "LocalSlice": _slice,
     "Restrict": _same,
+    "After": _same,
     "MPISend": _send,
     "MPIRecv": _receive,
     **dict.fromkeys(("MPIScatter", "MPIBroadcast"), _scatter),

@@ -192,6 +192,12 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         help="communication waits for compute, and reductions of gradients for the last microbatch",
     )
     group.add_argument(
+        "--bucket-mb",
+        type=_bucket,
+        metavar="X",
+        help="MiB of gradients that are reduced at once: 0 for one each, inf for one in all; default: 25",
+    )
+    group.add_argument(
         "--order", type=_order, metavar="A,B,C", help="how device numbers run, fastest first; default: tp,dp,pp"
     )
 
@@ -217,6 +223,10 @@ def _number(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
     return value
+
+
+def _bucket(text: str) -> float:
+    return float("inf") if text == "inf" else _number(text)
 
 
 def _positive(text: str) -> float:

@@ -70,16 +70,16 @@ class CostModel:
         """Whether the op takes no time at all: a view, a bundle, a constant, a sum over time that is already paid."""
         if spec.alias or (not ins and spec.name == "Constant"):
             return True
-        if spec.name not in _COLLECTIVES or not isinstance(ins[0], Tensor):
+        if spec.name not in _COLLECTIVES or not isinstance(mesh := ins[0].device, Mesh):
             return False
-        mesh, axis = ins[0].mesh, attrs["axis"]
+        axis = attrs["axis"]
         return mesh.size(axis) == 1 or (spec.name == "MPIAllreduce" and mesh.time == mesh.position(axis))
 
     def collective_axis(self, spec: Spec, attrs: Attrs, ins: Types) -> str | None:
         """The mesh axis along which the op communicates; None if it is no collective among a mesh's devices."""
-        if spec.name not in _COLLECTIVES or not isinstance(ins[0], Tensor):
+        if spec.name not in _COLLECTIVES or not isinstance(mesh := ins[0].device, Mesh):
             return None
-        mesh, axis = ins[0].mesh, attrs["axis"]
+        axis = attrs["axis"]
         return None if mesh.time == mesh.position(axis) else axis
 
     def fan(self, spec: Spec) -> bool | None:
@@ -155,7 +155,7 @@ def _form(t: Type) -> object:
     if isinstance(t, Tensor):
         mesh = t.device
         return (t.dtype, t.shape, t.placements, mesh.axes, mesh.sizes) if isinstance(mesh, Mesh) else (t.dtype, t.shape)
-    return t
+    return tuple([_form(x) for x in t.types])
 
 
 def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types) -> tuple[float, float]:

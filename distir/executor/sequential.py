@@ -145,9 +145,12 @@ def _results(op: Op, y: Any) -> Sequence[Any]:
 
 def _collective(run: _Run, op: Op, ins: list[Held], moment: int | None) -> Sequence[Held]:
     before, after = op.inputs[0].type, op.outputs[0].type
-    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
-        raise DistirError(f"{op}: expected tensors")
     axis = op.attributes["axis"]
+    if isinstance(before, Tuple) and isinstance(after, Tuple):
+        where = run.lanes(_tensor(before.types[0]).mesh, moment)
+        members = zip(ins[0], before.types, after.types, strict=True)
+        return [tuple([move(x, _tensor(b), _tensor(a), axis, where) for x, b, a in members])]
+    before, after = _tensor(before), _tensor(after)
     mesh = before.mesh
     timed = mesh.time is not None and mesh.axes[mesh.time] == axis
     if timed and not run.unrolled:
@@ -159,10 +162,15 @@ def _collective(run: _Run, op: Op, ins: list[Held], moment: int | None) -> Seque
     return [move(ins[0], before, after, axis, run.lanes(mesh, moment))]
 
 
-def _scatter(run: _Run, op: Op, ins: list[Held], moment: int | None) -> Sequence[Held]:
-    t = op.outputs[0].type
+def _tensor(t: Type) -> Tensor:
+    """The type, known to be a tensor's."""
     if not isinstance(t, Tensor):
-        raise DistirError(f"{op}: expected a tensor")
+        raise DistirError(f"expected a tensor, got {t}")
+    return t
+
+
+def _scatter(run: _Run, op: Op, ins: list[Held], moment: int | None) -> Sequence[Held]:
+    t = _tensor(op.outputs[0].type)
     return [[cut(ins[0], t, coord) for coord in run.lanes(t.mesh, moment)]]
 
 
@@ -198,6 +206,7 @@ _MOVES: dict[str, Callable[[_Run, Op, list[Held], int | None], Sequence[Held]]] 
     "Restrict": _restrict,
     "Send": lambda run, op, ins, moment: [ins[0]],
     "Accumulate": _accumulate,
+    "After": lambda run, op, ins, moment: [ins[0]],
     "Pack": lambda run, op, ins, moment: [tuple(ins)],
     "Unpack": lambda run, op, ins, moment: list(ins[0]),
 }

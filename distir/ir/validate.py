@@ -107,6 +107,8 @@ class _Terms:
         bundle = op.spec.bundle
         if bundle is not None:
             return [ins] if bundle == "pack" else list(ins[0])
+        if op.spec.name == "After":
+            return ins[:1]
         if any(t != ins[0] for t in ins):
             other = next(t for t in ins if t != ins[0])
             raise MismatchError(f"{op}: joins different values over time: {self.difference(ins[0], other)}")

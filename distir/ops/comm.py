@@ -1,10 +1,13 @@
 """Communication and structure: the only ops that change where a value is, or its placement.
 
-Each is typed by `comm`; their meaning on arrays is in `executor.collectives`.
+Each is typed by `comm`; their meaning on arrays is in `executor.collectives`. A sum, gather or scatter along an axis
+also takes a bundle of tensors of one mesh and dtype, and is done on all of them at once: `dim` and `outer` are then
+tuples, with an entry for each member.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +18,45 @@ from distir.ir.type import NOW, REPLICATE, Partial, Placement, Replicate, Shard,
 
 ALONG_AXIS = frozenset(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"))
 """The ops in which the devices along a mesh axis meet; along the time axis they move nothing."""
+
+
+Rule = Callable[[Attrs, Type], Tensor]
+
+
+def member_attributes(attrs: Attrs, k: int) -> Attrs:
+    """The attributes with which a collective on a bundle is done on its member number k."""
+    return {name: x[k] if isinstance(x, tuple) else x for name, x in attrs.items()}
+
+
+def _bundled(rule: Rule) -> Callable[[Attrs, Type], list[Type]]:
+    """The rule for a tensor, and for a bundle, of which it holds member by member."""
+
+    def typed(attrs: Attrs, t: Type) -> list[Type]:
+        if not isinstance(t, Tuple):
+            return [rule(attrs, t)]
+        _check_bundle(attrs, t)
+        return [Tuple([rule(member_attributes(attrs, k), x) for k, x in enumerate(t.types)])]
+
+    return typed
+
+
+def _check_bundle(attrs: Attrs, t: Tuple) -> None:
+    """Raises IRTypeError unless the members can be moved as one."""
+    if not t.types:
+        raise IRTypeError("operand 0: expected a bundle that is not empty")
+    first = t.types[0]
+    for x in t.types:
+        if not isinstance(x, Tensor) or not isinstance(first, Tensor):
+            raise IRTypeError(f"operand 0: expected a bundle of tensors, got {t}")
+        if _timed(x, attrs["axis"]):
+            raise IRTypeError(f"operand 0: microbatches are not summed or gathered in bundles, got {x}")
+        alike = x.dtype is first.dtype and x.device is first.device and x.piece == first.piece
+        kinds = [p.kind if isinstance(p, Partial) else "" for p in (x.on(attrs["axis"]), first.on(attrs["axis"]))]
+        if not alike or kinds[0] != kinds[1]:
+            raise IRTypeError(f"operand 0: expected members of one dtype, mesh and reduction, got {first} and {x}")
+    for name, x in attrs.items():
+        if isinstance(x, tuple) and len(x) != len(t.types):
+            raise IRTypeError(f"attribute {name}: expected {len(t.types)} entries, got {len(x)}")
 
 
 def _expect(t: Type, axis: str, kind: type[Placement]) -> Tensor:
@@ -33,17 +75,19 @@ def _timed(t: Tensor, axis: str) -> bool:
     return t.mesh.time == t.mesh.position(axis)
 
 
-def _allreduce(attrs: Attrs, t: Type) -> list[Type]:
+def _allreduce(attrs: Attrs, t: Type) -> Tensor:
     t = _expect(t, attrs["axis"], Partial)
     if _timed(t, attrs["axis"]) and t.piece is not None and t.piece != (0, t.mesh.size(attrs["axis"])):
         whole = (0, t.mesh.size(attrs["axis"]))
         raise IRTypeError(f"operand 0: expected a sum over all microbatches {whole}, got {t.piece}")
-    return [t.placed(attrs["axis"], REPLICATE, None if _timed(t, attrs["axis"]) else t.piece)]
+    return t.placed(attrs["axis"], REPLICATE, None if _timed(t, attrs["axis"]) else t.piece)
 
 
 def _allgather(attrs: Attrs, *types: Type) -> list[Type]:
     """Along the time axis of a scheduled program the operands are the microbatches, in order."""
     axis = attrs["axis"]
+    if len(types) == 1 and isinstance(types[0], Tuple):
+        return _gathered_bundle(attrs, types[0])
     first = _expect(types[0], axis, Shard)
     timed = _timed(first, axis)
     if len(types) > 1 or (timed and first.piece is not None):
@@ -53,11 +97,19 @@ def _allgather(attrs: Attrs, *types: Type) -> list[Type]:
     return [first.placed(axis, REPLICATE, None if timed else first.piece)]
 
 
-def _reducescatter(attrs: Attrs, t: Type) -> list[Type]:
+def _gather_member(attrs: Attrs, t: Type) -> Tensor:
+    t = _expect(t, attrs["axis"], Shard)
+    return t.placed(attrs["axis"], REPLICATE, t.piece)
+
+
+_gathered_bundle = _bundled(_gather_member)
+
+
+def _reducescatter(attrs: Attrs, t: Type) -> Tensor:
     t = _expect(t, attrs["axis"], Partial)
     if _timed(t, attrs["axis"]):
         raise IRTypeError("a sum over microbatches cannot be scattered over them")
-    return [t.placed(attrs["axis"], _split(attrs), t.piece)]
+    return t.placed(attrs["axis"], _split(attrs), t.piece)
 
 
 def _alltoall(attrs: Attrs, t: Type) -> list[Type]:
@@ -72,9 +124,9 @@ def _slice(attrs: Attrs, t: Type) -> list[Type]:
     return [t.placed(attrs["axis"], _split(attrs), t.piece)]
 
 
-op("MPIAllreduce", comm=_allreduce)
+op("MPIAllreduce", comm=_bundled(_allreduce))
 op("MPIAllgather", comm=_allgather)
-op("MPIReduceScatter", comm=_reducescatter)
+op("MPIReduceScatter", comm=_bundled(_reducescatter))
 op("MPIAlltoall", comm=_alltoall)
 op("LocalSlice", comm=_slice, alias=True)
 
@@ -189,6 +241,16 @@ def _unpack(attrs: Attrs, t: Type) -> list[Type]:
 
 op("Pack", comm=lambda attrs, *types: [Tuple(types)], bundle="pack", alias=True)
 op("Unpack", comm=_unpack, bundle="unpack", alias=True)
+
+
+def _after(attrs: Attrs, t: Type, other: Type) -> list[Type]:
+    if t.device is not other.device:
+        raise IRTypeError(f"expected values of one mesh or device, got {t} and {other}")
+    return [t]
+
+
+op("After", comm=_after, alias=True)
+"""The first operand, as soon as the second is there: so what is done with it does not begin earlier."""
 
 
 def _call(attrs: Attrs, *types: Type) -> list[Any]:

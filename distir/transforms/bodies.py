@@ -6,7 +6,7 @@ microbatches as a third; activations and their gradients come one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from distir.ir.device import TIME, Mesh
@@ -82,8 +82,9 @@ class Cut(NamedTuple):
     """Whether values of a type differ between microbatches."""
     sums: dict[tuple[Type, Type, Piece], Type]
     """Types of sums over microbatches, by those of a part, of the whole, and the microbatches."""
-    bodies: dict[tuple[Key, Mesh, bool, bool], Body]
-    """Those that are built, on their meshes, of a first and of a last microbatch or not: schedules share them."""
+    bodies: dict[tuple[Key, Mesh, bool, bool, float], Body]
+    """Those that are built, by mesh, whether of the first and of the last microbatch, and size of buckets: schedules
+    share them."""
 
 
 def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True, turn: str = BACKWARD) -> Cut:
@@ -232,6 +233,8 @@ class _BodyMaker:
         self.first, self.last = first, last
         self.maker = FunctionMaker(name)
         self.env: dict[Value, Value] = {}
+        self.running: Sequence[Value] = ()
+        self.sums: dict[int, Value] = {}
 
     def bundle(self, name: str, values: Sequence[Value], types: Sequence[Type]) -> tuple[Value, ...]:
         """An input that is a bundle, and its parts."""
@@ -251,18 +254,28 @@ class _BodyMaker:
                 env.update(zip(values, self.bundle(name, values, types), strict=True))
         for v in group.received:
             env[v] = maker.add_input_value(v.name, moved[v.type])
-        running = self._running()
+        self.running = self._running()
         self._wholes()
+        summed: dict[Op, list[int]] = {}
+        producer = producers(self.cut.function)
+        late: list[int] = []  # what is reduced before it is added up: buckets of reductions can then be filled
+        for k, t in enumerate(group.totals):
+            maker_of = producer[t.part]
+            (late if maker_of.spec.comm else summed.setdefault(maker_of, [])).append(k)
         for op in group.ops:
             self._op(op)
+            for k in summed.get(op, ()):
+                self._sum(k)
+        for k in late:
+            self._sum(k)
         outputs: list[Value] = []
         if group.keeps:
             outputs.append(self.pack("saved", [env[v] for v in group.keeps]))
         outputs += [env[v] for v in group.sends]
         if group.totals:
-            outputs.append(self.pack("totals", self._sums(running)))
+            outputs.append(self.pack("totals", [v for _, v in sorted(self.sums.items())]))
         maker.set_outputs(outputs)
-        return Body(maker.finalize(), bool(group.static), bool(group.saved), bool(running))
+        return Body(maker.finalize(), bool(group.static), bool(group.saved), bool(self.running))
 
     def _running(self) -> Sequence[Value]:
         """The sums over the microbatches before this one, if there were any."""
@@ -290,16 +303,17 @@ class _BodyMaker:
             made = append(self.maker, ALLREDUCE, (v,), OVER_TIME, (t.whole.name,), (self.moved[t.whole.type],))
             self.env[t.whole] = made[0]
 
-    def _sums(self, running: Sequence[Value]) -> Iterator[Value]:
-        """What is added up, this microbatch included, and after the last reduced over devices."""
-        for k, t in enumerate(self.group.totals):
-            v = self.env[t.part]
-            if running:
-                total = self._summed(t.part, (0, NOW + 1), t.part)
-                (v,) = append(self.maker, ACCUMULATE, (running[k], v), NO_ATTRIBUTES, (t.part.name,), (total,))
-            for op in t.reduce if self.last else ():
-                v = self.maker.add_op(op.spec, t.part.name, [v], op.attributes)
-            yield v
+    def _sum(self, k: int) -> None:
+        """Add total number k up, this microbatch included, and after the last reduce it over devices: as soon as its
+        part is there, so that it need not be kept, and reductions run beside what is left to compute."""
+        t = self.group.totals[k]
+        v = self.env[t.part]
+        if self.running:
+            total = self._summed(t.part, (0, NOW + 1), t.part)
+            (v,) = append(self.maker, ACCUMULATE, (self.running[k], v), NO_ATTRIBUTES, (t.part.name,), (total,))
+        for op in t.reduce if self.last else ():
+            v = self.maker.add_op(op.spec, t.part.name, [v], op.attributes)
+        self.sums[k] = v
 
     def _op(self, op: Op) -> None:
         env, moved = self.env, self.moved

@@ -66,10 +66,10 @@ def _meetings(function: Function, mine: int, where: dict[Device | None, int]) ->
     def shared(op: Op) -> list[tuple[Mesh, Op]]:
         if op.callee is not None:
             return collectives(op.callee)
-        t = op.inputs[0].type if op.spec.name in ALONG_AXIS else None
-        if not isinstance(t, Tensor) or t.mesh.time == t.mesh.position(op.attributes["axis"]):
+        mesh = op.inputs[0].type.device if op.spec.name in ALONG_AXIS else None
+        if not isinstance(mesh, Mesh) or mesh.time == mesh.position(op.attributes["axis"]):
             return []
-        return [(t.mesh, op)] if len(among(t.mesh)) > 1 else []
+        return [(mesh, op)] if len(among(mesh)) > 1 else []
 
     for op in function.ops:
         if (message := op.attributes.get("message")) is not None:

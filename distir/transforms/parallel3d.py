@@ -23,6 +23,9 @@ from distir.transforms.spread import DP, TP, place
 from distir.transforms.stages import PLAIN, StageCost, cut_stages
 
 PP = "pp"
+BUCKET_MB = 25.0
+"""The size of gradient buckets, in MiB: torch's DistributedDataParallel has the same default."""
+MIB = 1 << 20
 
 
 class Distributed(NamedTuple):
@@ -46,6 +49,7 @@ def parallel_transform_3d(
     order: Sequence[str] | None = None,
     chunks: int = 1,
     overlap: bool = True,
+    bucket_mb: float = BUCKET_MB,
 ) -> Function:
     """The function spread over dp * tp * pp devices, its batch over dp and `num_microbatches`.
 
@@ -61,14 +65,16 @@ def parallel_transform_3d(
     `batch` maps data inputs to their batch dim where roles do not say it. `cost` is what stages are balanced by.
     Gradients are reduced over dp during the last microbatch's backward pass; without `overlap` when all is done, which
     serves devices that do one thing at a time: a stage's reductions would hold up what it sends to the one before.
-    The schedule "distir2021" has no overlap.
+    The schedule "distir2021" has no overlap. `bucket_mb` is how many MiB of gradients are reduced at once (see
+    `distir.transforms.bucket`): 0 for one all-reduce a parameter, infinity for one in all; without overlap there are
+    no buckets.
 
     Raises InfeasibleError if the number of devices or the batch does not fit, if there are fewer cuttable pieces than
     stages, if tensor parallelism splits nothing, or for a schedule of another size or that would deadlock; UsageError
     for an unknown schedule or an order that is not of these three.
     """
     return distribute(
-        function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order, chunks, overlap
+        function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order, chunks, overlap, bucket_mb
     ).program
 
 
@@ -86,6 +92,7 @@ def distribute(
     order: Sequence[str] | None = None,
     chunks: int = 1,
     overlap: bool = True,
+    bucket_mb: float = BUCKET_MB,
 ) -> Distributed:
     """As `parallel_transform_3d`, which says what the arguments are; with the program, what it is compared with."""
     meshes, host = stage_meshes(dp, tp, pp, devices, num_microbatches, order)
@@ -95,7 +102,7 @@ def distribute(
     table = make_table(schedule, pp, num_microbatches, chunks)
     overlap, turn = (False, FORWARD) if schedule == DISTIR_2021 else (overlap, BACKWARD)
     cut = _cut(placed, pp * chunks, num_microbatches, cost, overlap, turn)
-    return Distributed(pipeline(cut, meshes * chunks, table, host), placed, source)
+    return Distributed(pipeline(cut, meshes * chunks, table, host, bucket_mb * MIB), placed, source)
 
 
 @kept

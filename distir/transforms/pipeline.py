@@ -9,22 +9,26 @@ from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMake
 from distir.ir.spec import Spec, lookup
 from distir.ir.type import REPLICATE, Tensor, Tuple, Type
 from distir.transforms.bodies import PACK, Body, Cut, Group, Key, build_body, order_of
+from distir.transforms.bucket import bucket
 from distir.transforms.known import Moved, append
-from distir.transforms.phases import PROLOGUE, UPDATE
+from distir.transforms.phases import BACKWARD, PROLOGUE, UPDATE
 from distir.transforms.roles import weights
+from distir.transforms.spread import DP
 from distir.transforms.table import Need, Slot, Table, interleave
 
 CALL, SEND, RESTRICT, SCATTER, BROADCAST = map(lookup, ("Call", "Send", "Restrict", "MPIScatter", "MPIBroadcast"))
 
 
-def pipeline(cut: Cut, meshes: Sequence[Mesh], table: Table, host: Device | None = None) -> Function:
+def pipeline(
+    cut: Cut, meshes: Sequence[Mesh], table: Table, host: Device | None = None, bucket_bytes: float = 0.0
+) -> Function:
     """The scheduled program of a placed function that is cut into bodies; `meshes[s]` is where stage s runs.
 
     Its inputs are the function's, in order: on `host` if there is one; else a weight on its home stage, and what
-    several stages need on a mesh over all of them. Its outputs are the function's. Raises InfeasibleError if the
-    table would deadlock.
+    several stages need on a mesh over all of them. Its outputs are the function's. Sums over dp are in buckets of
+    `bucket_bytes` (see `bucket`). Raises InfeasibleError if the table would deadlock.
     """
-    return _Emitter(cut, meshes, table, host).emit()
+    return _Emitter(cut, meshes, table, host, bucket_bytes).emit()
 
 
 At = tuple[Value, int, int | None]
@@ -32,8 +36,10 @@ At = tuple[Value, int, int | None]
 
 
 class _Emitter:
-    def __init__(self, cut: Cut, meshes: Sequence[Mesh], table: Table, host: Device | None) -> None:
-        self.cut, self.meshes, self.table, self.host = cut, meshes, table, host
+    def __init__(
+        self, cut: Cut, meshes: Sequence[Mesh], table: Table, host: Device | None, bucket_bytes: float
+    ) -> None:
+        self.cut, self.meshes, self.table, self.host, self.bucket_bytes = cut, meshes, table, host, bucket_bytes
         self.unsent: list[At] = []
         self.microbatches = meshes[0].size(TIME)
         self.maker = FunctionMaker(cut.function.name)
@@ -183,10 +189,12 @@ class _Emitter:
         if not group.totals:
             first = last = True
         mesh = self.meshes[group.key.stage]
-        key = group.key, mesh, first, last
+        key = group.key, mesh, first, last, self.bucket_bytes
         body = self.cut.bodies.get(key)
         if body is None:
             body = build_body(self.cut, group, self.moved[mesh], self.microbatches, first, last)
+            if group.key.phase == BACKWARD:
+                body = body._replace(function=bucket(body.function, DP, self.bucket_bytes))
             self.cut.bodies[key] = body
         return body
 

@@ -38,12 +38,16 @@ class Plan(NamedTuple):
     host: bool = False
     chunks: int = 1
     overlap: bool = True
+    bucket_mb: float = 25.0
 
     def __str__(self) -> str:
         host = "-host" if self.host else ""
         chunks = f"-{self.chunks}chunks" if self.chunks > 1 else ""
         overlap = "" if self.overlap else "-no_overlap"
-        return f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}-{self.schedule}{host}{chunks}{overlap}"
+        bucket = "" if self.bucket_mb == 25.0 else f"-bucket{self.bucket_mb:g}"
+        return (
+            f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}-{self.schedule}{host}{chunks}{overlap}{bucket}"
+        )
 
     @property
     def devices(self) -> list[Device]:
@@ -171,9 +175,18 @@ def _filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Gen
 
 def distributed(program: Program, plan: Plan) -> Distributed:
     """The program distributed, verified, and validated against the source that was passed."""
-    dp, tp, pp, microbatches, schedule, _, chunks, overlap = plan
+    dp, tp, pp, microbatches, schedule, _, chunks, overlap, bucket_mb = plan
     result = distribute(
-        program.function, dp, tp, pp, plan.devices, microbatches, schedule, chunks=chunks, overlap=overlap
+        program.function,
+        dp,
+        tp,
+        pp,
+        plan.devices,
+        microbatches,
+        schedule,
+        chunks=chunks,
+        overlap=overlap,
+        bucket_mb=bucket_mb,
     )
     verify(result.placed)
     verify(result.program)

@@ -449,6 +449,7 @@ random_plans = st.builds(
     schedule=st.sampled_from(("1f1b", "gpipe", "interleaved")),
     host=st.sampled_from((False, False, True)),
     chunks=st.just(1),
+    bucket_mb=st.sampled_from((25.0, 0.0, 0.001)),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(
     lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)

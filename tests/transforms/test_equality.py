@@ -60,6 +60,9 @@ SPREAD = [
     Plan(1, 1, 2, 4, "interleaved", host=True, chunks=3),
     Plan(2, 2, 2, 2, overlap=False),
     Plan(2, 1, 2, 4, "gpipe", host=True, overlap=False),
+    Plan(2, 1, 1, 2, bucket_mb=0),
+    Plan(2, 2, 2, 2, bucket_mb=0.001),
+    Plan(4, 1, 2, 2, "gpipe", host=True, bucket_mb=float("inf")),
     Plan(2, 1, 2, 4, "distir2021"),
     Plan(1, 2, 4, 2, "distir2021", host=True),
 ]

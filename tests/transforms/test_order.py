@@ -112,7 +112,7 @@ def test_two_that_send_to_each_other_first() -> None:
 
 
 def test_ranks_that_reduce_in_different_orders() -> None:
-    right = programs(Plan(2, 1, 1, 1))
+    right = programs(Plan(2, 1, 1, 1, bucket_mb=0))
 
     def swap(ops: list[Op]) -> list[Op]:
         k = next(k for k, op in enumerate(ops) if op.callee and len(_reductions(op.callee)) > 1)
