@@ -10,6 +10,7 @@ from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.transforms.parallel3d import BUCKET_MB
 from distir.transforms.schedule import Schedule
 from distir.transforms.table import format_table
+from distir.transforms.zero import STAGES
 
 AXES = ("tp", "dp", "pp")
 """The axes of devices, in the default order: the first varies fastest, so that its groups stay inside a node."""
@@ -25,8 +26,9 @@ class Plan:
     one's own (`distir.transforms.schedule`), or the path of its file. `order` says how numbers of devices run through
     the axes, the fastest first. Without `overlap` a device does one thing at a time, and gradients are reduced when all
     microbatches are done. Gradients are reduced in buckets of `bucket_mb` MiB: 0 for one each, infinity for one in all.
-    Raises UsageError for a degree below 1 or an order that is not one of the three axes,
-    InfeasibleError for more devices than can be listed.
+    With `zero` 1, 2 or 3 replicas split the optimizer's state, also gradients, also parameters among them. Raises
+    UsageError for a degree below 1 or an order that is not one of the three axes, InfeasibleError for more devices than
+    can be listed.
     """
 
     dp: int = 1
@@ -38,6 +40,7 @@ class Plan:
     chunks: int = 1
     overlap: bool = True
     bucket_mb: float = BUCKET_MB
+    zero: int = 0
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "microbatches", "chunks"):
@@ -46,6 +49,8 @@ class Plan:
                 raise UsageError(f"{name} is a whole number of at least 1, got {value!r}")
         if isinstance(self.bucket_mb, bool) or not self.bucket_mb >= 0:
             raise UsageError(f"bucket_mb is a number of at least 0, got {self.bucket_mb!r}")
+        if isinstance(self.zero, bool) or self.zero not in STAGES:
+            raise UsageError(f"zero is 0, 1, 2 or 3, got {self.zero!r}")
         if self.size > MOST:
             raise InfeasibleError(f"{self.size:,} devices are more than the {MOST:,} that distir plans for")
         object.__setattr__(self, "order", tuple(self.order))
@@ -71,6 +76,7 @@ class Plan:
         if self.pp > 1:
             text += f", {self._schedule}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
         text += "" if self.order == AXES else f", order {','.join(self.order)}"
+        text += f", ZeRO {self.zero}" if self.zero else ""
         if self.bucket_mb != BUCKET_MB:
             text += f", buckets of {self.bucket_mb:g} MiB"
         return text if self.overlap else f"{text}, no overlap"

@@ -63,6 +63,7 @@ def distribute(
         chunks=plan.chunks,
         overlap=plan.overlap,
         bucket_mb=plan.bucket_mb,
+        zero=plan.zero,
         cost=cost,
     )
     if check:

@@ -198,6 +198,12 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         help="MiB of gradients that are reduced at once: 0 for one each, inf for one in all; default: 25",
     )
     group.add_argument(
+        "--zero",
+        type=int,
+        choices=(1, 2, 3),
+        help="replicas split among them: the optimizer's state (1), gradients too (2), parameters too (3)",
+    )
+    group.add_argument(
         "--order", type=_order, metavar="A,B,C", help="how device numbers run, fastest first; default: tp,dp,pp"
     )
 

@@ -6,27 +6,31 @@ first, and is reduced when its last member is there: beside what the backward pa
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
-from distir.ir.spec import lookup
+from distir.ir.spec import Spec, lookup
 from distir.ir.type import Partial, Tensor, Tuple
 from distir.transforms.known import append
 
-PACK, UNPACK = map(lookup, ("Pack", "Unpack"))
-_SUMS = frozenset(map(lookup, ("MPIAllreduce", "MPIReduceScatter")))
+PACK, UNPACK, AFTER = map(lookup, ("Pack", "Unpack", "After"))
+SUMS = frozenset(map(lookup, ("MPIAllreduce", "MPIReduceScatter")))
+GATHERS = frozenset((lookup("MPIAllgather"),))
 
 
-def bucket(function: Function, axis: str, limit: float) -> Function:
+def bucket(function: Function, axis: str, limit: float, kinds: Collection[Spec] = SUMS) -> Function:
     """The function with its sums along `axis` in buckets: each is full once it holds `limit` bytes on a device.
 
     That is how torch's DistributedDataParallel fills its own (`bucket_cap_mb`), but for its smaller first one. With a
     limit of 0 each sum stays alone, with infinity there is one bucket. A sum whose result is used before its bucket is
-    full ends the bucket. Members have the same dtype, mesh and reduction.
+    full ends the bucket. Members have the same dtype, mesh and reduction. `kinds` are the
+    collectives that are meant: with `GATHERS` those that join the parts of weights again.
     """
-    buckets = _buckets(function, axis, limit)
+    buckets = _buckets(function, axis, limit, kinds)
     return _with_bundles(function, buckets) if buckets else function
 
 
-def _buckets(function: Function, axis: str, limit: float) -> dict[Op, list[Op]]:
+def _buckets(function: Function, axis: str, limit: float, kinds: Collection[Spec]) -> dict[Op, list[Op]]:
     """The buckets of more than one member, by their last."""
     found: dict[Op, list[Op]] = {}
     filling: dict[object, list[Op]] = {}
@@ -43,13 +47,14 @@ def _buckets(function: Function, axis: str, limit: float) -> dict[Op, list[Op]]:
         for v in op.inputs if waiting else ():
             if v in waiting:
                 end(waiting[v])
-        t = op.inputs[0].type if op.spec in _SUMS and op.attributes["axis"] == axis else None
-        if isinstance(t, Tensor) and isinstance(p := t.on(axis), Partial):
-            key = op.spec, t.dtype, t.device, t.piece, p.kind
+        t = op.inputs[0].type if op.spec in kinds and op.attributes["axis"] == axis else None
+        if isinstance(t, Tensor):
+            p = t.on(axis)
+            key = op.spec, t.dtype, t.device, t.piece, p.kind if isinstance(p, Partial) else None
             if key not in filling:
                 filling[key], size[key] = [], 0
             filling[key].append(op)
-            size[key] += t.bytes
+            size[key] += max(t.bytes, op.outputs[0].type.bytes)
             waiting[op.outputs[0]] = key
             if size[key] >= limit:
                 end(key)
@@ -61,18 +66,24 @@ def _buckets(function: Function, axis: str, limit: float) -> dict[Op, list[Op]]:
 def _with_bundles(function: Function, buckets: dict[Op, list[Op]]) -> Function:
     """The function with these collectives done in bundles. All other ops stay the very ops they are."""
     bundled = {op for members in buckets.values() for op in members}
-    maker = FunctionMaker(function.name)
-    maker.inputs = list(function.inputs)
-    for v in (*function.inputs, *[v for op in function.ops for v in op.outputs]):
-        maker.fresh(v.name)
+    maker = maker_like(function)
     for op in function.ops:
         if op in buckets:
             bundle_collective(maker, buckets[op])
         elif op not in bundled:
             maker.ops.append(op)
+    return maker.finalize()
+
+
+def maker_like(function: Function) -> FunctionMaker:
+    """A maker of a function like this one, whose names are taken, but still without ops."""
+    maker = FunctionMaker(function.name)
+    maker.inputs = list(function.inputs)
+    for v in (*function.inputs, *[v for op in function.ops for v in op.outputs]):
+        maker.fresh(v.name)
     maker.set_outputs(function.outputs)
     maker.updates, maker.sources = function.updates, function.sources
-    return maker.finalize()
+    return maker
 
 
 def bundle_collective(maker: FunctionMaker, members: list[Op], after: Value | None = None) -> None:
@@ -86,7 +97,7 @@ def bundle_collective(maker: FunctionMaker, members: list[Op], after: Value | No
     types = Tuple([v.type for v in operands])
     (bundle,) = append(maker, PACK, operands, NO_ATTRIBUTES, ("bucket",), (types,))
     if after is not None:
-        (bundle,) = append(maker, lookup("After"), (bundle, after), NO_ATTRIBUTES, ("bucket",), (types,))
+        (bundle,) = append(maker, AFTER, (bundle, after), NO_ATTRIBUTES, ("bucket",), (types,))
     attributes = first.attributes
     if "dim" in attributes:
         rows = {

@@ -50,6 +50,7 @@ def parallel_transform_3d(
     chunks: int = 1,
     overlap: bool = True,
     bucket_mb: float = BUCKET_MB,
+    zero: int = 0,
 ) -> Function:
     """The function spread over dp * tp * pp devices, its batch over dp and `num_microbatches`.
 
@@ -67,14 +68,15 @@ def parallel_transform_3d(
     serves devices that do one thing at a time: a stage's reductions would hold up what it sends to the one before.
     The schedule "distir2021" has no overlap. `bucket_mb` is how many MiB of gradients are reduced at once (see
     `distir.transforms.bucket`): 0 for one all-reduce a parameter, infinity for one in all; without overlap there are
-    no buckets.
+    no buckets. `zero` is the stage of ZeRO: optimizer state (1), gradients (2) and parameters (3) are split over dp,
+    too (see `distir.transforms.zero`).
 
     Raises InfeasibleError if the number of devices or the batch does not fit, if there are fewer cuttable pieces than
     stages, if tensor parallelism splits nothing, or for a schedule of another size or that would deadlock; UsageError
     for an unknown schedule or an order that is not of these three.
     """
     return distribute(
-        function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order, chunks, overlap, bucket_mb
+        function, dp, tp, pp, devices, num_microbatches, schedule, batch, cost, order, chunks, overlap, bucket_mb, zero
     ).program
 
 
@@ -93,12 +95,13 @@ def distribute(
     chunks: int = 1,
     overlap: bool = True,
     bucket_mb: float = BUCKET_MB,
+    zero: int = 0,
 ) -> Distributed:
     """As `parallel_transform_3d`, which says what the arguments are; with the program, what it is compared with."""
     meshes, host = stage_meshes(dp, tp, pp, devices, num_microbatches, order)
     dims = batch_dims(function, batch)
     data = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
-    source, placed = place(decompose(function), data, dp, tp, meshes[0])
+    source, placed = place(decompose(function), data, dp, tp, meshes[0], zero)
     table = make_table(schedule, pp, num_microbatches, chunks)
     overlap, turn = (False, FORWARD) if schedule == DISTIR_2021 else (overlap, BACKWARD)
     cut = _cut(placed, pp * chunks, num_microbatches, cost, overlap, turn)

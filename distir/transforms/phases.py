@@ -12,8 +12,12 @@ from __future__ import annotations
 from distir.ir.device import TIME
 from distir.ir.function import Function, Op, Value
 from distir.ir.kept import kept
+from distir.ir.spec import lookup
 from distir.ir.type import REPLICATE, Tensor, Type
+from distir.transforms.roles import weights
+from distir.transforms.spread import DP
 
+_GATHER = lookup("MPIAllgather")
 FREE, PROLOGUE, FORWARD, BACKWARD, UPDATE = "", "P", "F", "B", "U"
 
 
@@ -77,6 +81,7 @@ def phases(function: Function, turn: str = BACKWARD) -> dict[Op, str]:
     results = set(function.outputs)
     varying = Varying()
     ends: list[Op] = []
+    parts = set(weights(function))  # what may be kept in parts
     for op in function.ops:
         ins, outs = op.inputs, op.outputs
         if ended := op.spec.comm is not None and ends_time(op):
@@ -84,12 +89,17 @@ def phases(function: Function, turn: str = BACKWARD) -> dict[Op, str]:
         if ended or not after.isdisjoint(ins):
             phase[op] = UPDATE
             after.update(outs)
-        elif (op.spec.alias or not ins) and free.issuperset(ins) and results.isdisjoint(outs):  # costs nothing
+        elif (
+            ((op.spec.alias or not ins) and free.issuperset(ins))  # costs nothing
+            or (op.spec is _GATHER and op.attributes["axis"] == DP and parts.issuperset(ins))
+        ) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
         elif not any([varying[v.type] for v in (*ins, *outs)]):
             phase[op] = PROLOGUE
             free.update(outs)
+            if parts.issuperset(ins):
+                parts.update(outs)
         elif op in backward or not late.isdisjoint(ins):
             phase[op] = BACKWARD
             late.update(outs)

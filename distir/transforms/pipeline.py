@@ -9,9 +9,10 @@ from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMake
 from distir.ir.spec import Spec, lookup
 from distir.ir.type import REPLICATE, Tensor, Tuple, Type
 from distir.transforms.bodies import PACK, Body, Cut, Group, Key, build_body, order_of
-from distir.transforms.bucket import bucket
+from distir.transforms.bucket import GATHERS, bucket
 from distir.transforms.known import Moved, append
-from distir.transforms.phases import BACKWARD, PROLOGUE, UPDATE
+from distir.transforms.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE
+from distir.transforms.prefetch import prefetch
 from distir.transforms.roles import weights
 from distir.transforms.spread import DP
 from distir.transforms.table import Need, Slot, Table, interleave
@@ -26,7 +27,8 @@ def pipeline(
 
     Its inputs are the function's, in order: on `host` if there is one; else a weight on its home stage, and what
     several stages need on a mesh over all of them. Its outputs are the function's. Sums over dp are in buckets of
-    `bucket_bytes` (see `bucket`). Raises InfeasibleError if the table would deadlock.
+    `bucket_bytes`, and so are gathers of weights (see `bucket` and `prefetch`). Raises InfeasibleError if the table
+    would deadlock.
     """
     return _Emitter(cut, meshes, table, host, bucket_bytes).emit()
 
@@ -193,8 +195,11 @@ class _Emitter:
         body = self.cut.bodies.get(key)
         if body is None:
             body = build_body(self.cut, group, self.moved[mesh], self.microbatches, first, last)
-            if group.key.phase == BACKWARD:
-                body = body._replace(function=bucket(body.function, DP, self.bucket_bytes))
+            if group.key.phase in (FORWARD, BACKWARD):
+                function = bucket(body.function, DP, self.bucket_bytes)
+                body = body._replace(function=prefetch(function, DP, self.bucket_bytes))
+            elif group.key.phase == UPDATE:
+                body = body._replace(function=bucket(body.function, DP, self.bucket_bytes, GATHERS))
             self.cut.bodies[key] = body
         return body
 

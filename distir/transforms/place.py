@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from distir.ir.spec import Strand
@@ -50,13 +51,15 @@ class Cost(NamedTuple):
 class Placed(NamedTuple):
     """`strands[j]`: the strand op j takes, None if its operands are replicated (or pass as Partial).
 
-    `reduce`: values whose Partial is reduced where it is made. `inputs`: how inputs are split.
+    `reduce`: values whose Partial is reduced where it is made. `inputs`: how inputs are split. `scatter`: values whose
+    Partial is scattered as soon as it is made, for those that use it so.
     """
 
     price: float
     strands: list[Strand | None]
     reduce: set[int]
     inputs: dict[int, Shard]
+    scatter: Mapping[int, Shard] = MappingProxyType({})
 
 
 def view(graph: Graph, strands: Sequence[Sequence[tuple[Strand, int]]]) -> View:

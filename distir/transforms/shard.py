@@ -26,6 +26,7 @@ _COLLECTIVE = {
 def shard(graph: Graph, mesh: Mesh, decisions: Mapping[str, Placed]) -> Function:
     """The graph's function on `mesh`, with the placements decided for each axis; the others stay replicated.
 
+    Operands are converted axis after axis in the order of `decisions`. The next value of an input is placed as it is.
     The result is typed on the time axis but not scheduled: `MPIAllreduce(axis="mb")` stands for a sum over time.
     """
     return _Builder(graph, mesh, decisions).build()
@@ -43,7 +44,7 @@ class _Recipe(NamedTuple):
 class _Builder:
     def __init__(self, graph: Graph, mesh: Mesh, decisions: Mapping[str, Placed]) -> None:
         self.graph, self.mesh = graph, mesh
-        self.decisions = {a: decisions[a] for a in mesh.axes if a in decisions}
+        self.decisions = {a: placed for a, placed in decisions.items() if a in mesh.axes}
         self.maker = FunctionMaker(graph.function.name)
         self.moved: dict[tuple[Value, str, Placement], Value] = {}
         self.collectives: dict[tuple[Type, str, Placement], tuple[Spec, Attributes, Type]] = {}
@@ -61,6 +62,7 @@ class _Builder:
         ops: dict[Op, Op] = {}
         env, of_value = self.env, self.of
         reduced = set[int]().union(*[placed.reduce for placed in self.decisions.values()])
+        scattered = set[int]().union(*[placed.scatter for placed in self.decisions.values()])
         fresh, append = self.maker.fresh, self.maker.ops.append
         for op, sig, outs, numbers, strands in zip(source.ops, graph.sigs, graph.outs, graph.ins, rows, strict=True):
             ins = [env[i] for i in numbers]
@@ -80,8 +82,10 @@ class _Builder:
                     of_value[w] = of
             if not reduced.isdisjoint(outs):
                 made = [self._reduce(i, w) for i, w in zip(outs, made, strict=True)]
+            if not scattered.isdisjoint(outs):
+                self._scatter(outs, made)
             env += made
-        outputs = [env[graph.index[v]] for v in source.outputs]
+        outputs = [self._as_before(v, env[graph.index[v]]) for v in source.outputs]
         open_axes = {t: self._open_axes(t) for t in {v.type for v in outputs}}
         for k, v in enumerate(outputs):
             for axis in open_axes[v.type]:
@@ -91,6 +95,16 @@ class _Builder:
         self.maker.updates = {place[a]: env[graph.index[b]] for a, b in source.updates.items()}
         self.maker.sources = {place[v]: shape for v, shape in source.sources.items()}
         return self.maker.finalize()
+
+    def _as_before(self, output: Value, v: Value) -> Value:
+        """The value of an output; the next value of an input is placed as the input is."""
+        old = self.graph.function.updates.get(output)
+        if old is not None:
+            want = tensor(self.env[self.graph.index[old]])
+            for axis in self.mesh.axes:
+                if isinstance(p := want.on(axis), Replicate):
+                    v = self.to(v, axis, p)
+        return v
 
     def _input_types(self) -> list[Type]:
         splits = [self.decisions[a].inputs if a in self.decisions else {} for a in self.mesh.axes]
@@ -137,6 +151,13 @@ class _Builder:
             if i in placed.reduce and isinstance(tensor(v).on(axis), Partial) and not self._sums_in_time(v):
                 v = self.to(v, axis, REPLICATE)
         return v
+
+    def _scatter(self, numbers: Sequence[int], made: Sequence[Value]) -> None:
+        """Scatter those of the values that are to be scattered at once: `to` will find it done."""
+        for axis, placed in self.decisions.items():
+            for i, v in zip(numbers, made, strict=True):
+                if i in placed.scatter and isinstance(tensor(v).on(axis), Partial):
+                    self.to(v, axis, placed.scatter[i])
 
     def _sums_in_time(self, v: Value) -> bool:
         """A sum over microbatches is reduced over devices once, where it is used: when it is complete."""

@@ -18,6 +18,7 @@ from distir.transforms.place import Placed, place_all, shares, view
 from distir.transforms.roles import batch_size, weights
 from distir.transforms.seeds import Split, tensor_parallel
 from distir.transforms.shard import shard
+from distir.transforms.zero import shard_state
 
 DP, TP = "dp", "tp"
 _TRIED = 6
@@ -28,24 +29,27 @@ Batch = tuple[tuple[int, int], ...]
 """(number of an input, its batch dim)"""
 
 
-def place(function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: Mesh) -> tuple[Function, Function]:
+def place(
+    function: Function, batch: Mapping[int, int], dp: int, tp: int, mesh: Mesh, zero: int = 0
+) -> tuple[Function, Function]:
     """The function, padded, and the same on a mesh: the batch split over time and dp, weights over tp; not scheduled.
 
-    `batch` maps numbers of inputs to their batch dim. The function must be decomposed.
+    `zero` is the stage of `shard_state`: what of weights, state and gradients is split over dp, too. `batch` maps
+    numbers of inputs to their batch dim. The function must be decomposed.
     """
     microbatches = mesh.size(TIME)
     _check_batch(batch_size(function, batch), dp, microbatches)
-    key = dp, tp, mesh, tuple(batch.items())
+    key = dp, tp, mesh, tuple(batch.items()), zero
     recent: dict[object, tuple[Function, Function]] = function.found.setdefault(place, {})
     if key not in recent:
-        recent[key] = _place(function, dp, tp, mesh, microbatches, tuple(batch.items()))
+        recent[key] = _place(function, dp, tp, mesh, microbatches, tuple(batch.items()), zero)
         while len(recent) > 1 and sum(len(placed.ops) for _, placed in recent.values()) > _RECENT:
             del recent[next(iter(recent))]
     return recent[key]
 
 
 def _place(
-    function: Function, dp: int, tp: int, mesh: Mesh, microbatches: int, batch: Batch
+    function: Function, dp: int, tp: int, mesh: Mesh, microbatches: int, batch: Batch, zero: int
 ) -> tuple[Function, Function]:
     split: Placed | None = None
     if tp > 1:
@@ -53,7 +57,11 @@ def _place(
     graph = graph_of(function)
     decisions: dict[str, Placed] = {TIME: place_in_time(graph, microbatches, dict(batch))}
     if dp > 1:
-        decisions[DP] = data_parallel(function, dp, batch, microbatches)
+        replicas = data_parallel(function, dp, batch, microbatches)
+        if zero:
+            replicas = shard_state(graph, replicas, dp, zero, [(split, tp)] if split is not None else [])
+        # each microbatch's gradients are scattered before they are added up, or all microbatches' together
+        decisions = {DP: replicas, **decisions} if zero > 1 else {**decisions, DP: replicas}
     if split is not None:
         decisions[TP] = split
     return function, shard(graph, mesh, decisions)

@@ -39,15 +39,16 @@ class Plan(NamedTuple):
     chunks: int = 1
     overlap: bool = True
     bucket_mb: float = 25.0
+    zero: int = 0
 
     def __str__(self) -> str:
         host = "-host" if self.host else ""
         chunks = f"-{self.chunks}chunks" if self.chunks > 1 else ""
         overlap = "" if self.overlap else "-no_overlap"
         bucket = "" if self.bucket_mb == 25.0 else f"-bucket{self.bucket_mb:g}"
-        return (
-            f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}-{self.schedule}{host}{chunks}{overlap}{bucket}"
-        )
+        zero = f"-zero{self.zero}" if self.zero else ""
+        degrees = f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}"
+        return f"{degrees}-{self.schedule}{host}{chunks}{overlap}{bucket}{zero}"
 
     @property
     def devices(self) -> list[Device]:
@@ -175,7 +176,7 @@ def _filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Gen
 
 def distributed(program: Program, plan: Plan) -> Distributed:
     """The program distributed, verified, and validated against the source that was passed."""
-    dp, tp, pp, microbatches, schedule, _, chunks, overlap, bucket_mb = plan
+    dp, tp, pp, microbatches, schedule, _, chunks, overlap, bucket_mb, zero = plan
     result = distribute(
         program.function,
         dp,
@@ -187,6 +188,7 @@ def distributed(program: Program, plan: Plan) -> Distributed:
         chunks=chunks,
         overlap=overlap,
         bucket_mb=bucket_mb,
+        zero=zero,
     )
     verify(result.placed)
     verify(result.program)

@@ -450,6 +450,7 @@ random_plans = st.builds(
     host=st.sampled_from((False, False, True)),
     chunks=st.just(1),
     bucket_mb=st.sampled_from((25.0, 0.0, 0.001)),
+    zero=st.sampled_from((0, 0, 1, 2, 3)),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(
     lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)
