@@ -70,7 +70,7 @@ class TorchNamespace:
     # --- moving elements
 
     def permute_dims(self, x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-        return x.permute(tuple(axes))
+        return x.t() if tuple(axes) == (1, 0) else x.permute(tuple(axes))
 
     transpose = permute_dims
 
@@ -142,8 +142,12 @@ class TorchNamespace:
         axes = tuple(range(x.ndim)) if axis is None else axis
         if axes == ():
             return x
-        kept = None if x.dtype == torch.bool else x.dtype  # torch would widen all integers to int64
-        return torch.sum(x, axes, keepdim=bool(keepdims), dtype=_any_dtype(dtype) or kept)
+        if dtype is None and not x.is_floating_point() and x.dtype != torch.bool:
+            dtype = x.dtype  # torch would widen all integers to int64
+        settings: dict[str, Any] = {"keepdim": True} if keepdims else {}
+        if dtype is not None:
+            settings["dtype"] = _any_dtype(dtype)
+        return torch.sum(x, axes, **settings)
 
     def mean(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
         axes = tuple(range(x.ndim)) if axis is None else axis

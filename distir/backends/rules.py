@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distir.backends.comm import combine, merge
-from distir.backends.ownership import Accumulation
 from distir.executor.collectives import cut, local_outer, take_digit
 from distir.ir.device import Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Op, Value
-from distir.ir.type import Partial, Shard, Tensor, Tuple, Type
+from distir.ir.type import Partial, Shard, Tensor, Tuple
+from distir.ops.comm import ALONG_AXIS
 
 if TYPE_CHECKING:
-    from distir.backends.lowering import Body
+    from distir.backends.body import Body
 
 
 def _tensor(v: Value) -> Tensor:
@@ -35,24 +35,30 @@ def digit_of(t: Tensor, axis: int) -> tuple[int, int]:
     return p.dim, t.mesh.sizes[axis]
 
 
-def _same(b: Body, op: Op) -> None:
-    """The result is the operand."""
-    b.assign(op, b.use(op.inputs[0]))
+def passes(op: Op) -> bool:
+    """Whether the result of a communication op is its operand: along an axis, if there is one device, or if it is a
+    sum over time, which is complete.
+    """
+    name = op.spec.name
+    if name not in ALONG_AXIS and name != "LocalSlice":
+        return name in ("Restrict", "After")
+    t, axis = op.inputs[0].type, op.attributes["axis"]
+    mesh = t.device
+    if not isinstance(mesh, Mesh):
+        return False
+    over_time = mesh.time == mesh.position(axis) and isinstance(t, Tensor) and isinstance(t.on(axis), Partial)
+    return mesh.size(axis) == 1 or over_time
 
 
 def _along_axis(b: Body, op: Op) -> None:
-    """A collective along a mesh axis: nothing to do for one device, nor for a sum over time, which is
-    complete.
-    """
+    """A collective along a mesh axis."""
     if isinstance(op.inputs[0].type, Tuple):
         _bundle_along_axis(b, op)
         return
     before, after, axis = _tensor(op.inputs[0]), _tensor(op.outputs[0]), op.attributes["axis"]
     a = before.mesh.position(axis)
-    if a == before.mesh.time and isinstance(before.placements[a], Shard) and before.mesh.sizes[a] > 1:
+    if a == before.mesh.time:
         _gather_in_time(b, op, before, a)
-    elif a == before.mesh.time or before.mesh.sizes[a] == 1:
-        _same(b, op)
     else:
         start = b.bind(f"{op.spec.name[3:].lower()}_{axis}", _starter(b, op.spec.name, before, after, axis))
         b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
@@ -102,9 +108,6 @@ def _slice(b: Body, op: Op) -> None:
     a = t.mesh.position(op.attributes["axis"])
     dim, n = digit_of(t, a)
     outer = local_outer(t, a)
-    if n == 1:
-        _same(b, op)
-        return
     index = b.moment(t.mesh, op.outputs[0]) if a == t.mesh.time else str(b.network.coordinate(t.mesh)[a])
     part = b.bind("piece", lambda x, k: take_digit(x, dim, outer, n, k))
     b.assign(op, f"{part}({b.use(op.inputs[0])}, {index})")
@@ -143,31 +146,38 @@ def _gather(b: Body, op: Op) -> None:
 
 
 def _accumulate(b: Body, op: Op) -> None:
-    total, x = [b.use(v) for v in op.inputs]
-    add = accumulator(op.inputs[0].type, b.accumulation(op))
-    b.assign(op, f"{b.bind(add.__name__, add)}({total}, {x})")
-
-
-def accumulator(t: Type, how: Accumulation) -> Callable[[Any, Any], Any]:
-    """What adds the next to a running sum (or maximum) of type t. See `ownership` for when it works in place."""
+    """In place, if nobody else sees the sum so far."""
+    (total, x), t = op.inputs, op.inputs[0].type
+    owned = b.memory.may_overwrite(op, b.now, 0)
     if isinstance(t, Tuple):
-        members = [accumulator(u, how) for u in t.types]
+        add = b.bind("accumulate", accumulator(t, owned))
+        b.assign(op, f"{add}({b.use(total)}, {b.use(x)})")
+        return
+    names = f"{b.use(total)}, {b.use(x)}"
+    add = b.bind("maximum" if _is_max(t) else "add", torch.maximum if _is_max(t) else torch.add)
+    if not owned:
+        b.assign(op, f"{add}({names})")
+        return
+    b.lines.append(f"{add}({names}, out={b.use(total)})")
+    b.take_over(op.outputs[0], total)
 
-        def accumulate_bundle(total: Any, x: Any) -> Any:
-            return tuple([f(a, c) for f, a, c in zip(members, total, x, strict=True)])
 
-        return accumulate_bundle
-    p = t.placements[t.mesh.time] if t.mesh.time is not None else None
-    kind = p.kind if isinstance(p, Partial) else "sum"
+def accumulator(t: Tuple, owned: bool) -> Callable[[Any, Any], Any]:
+    """What adds the next bundle to the running sums of one."""
+    kinds = ["max" if isinstance(u, Tensor) and _is_max(u) else "sum" for u in t.types]
 
-    def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if how.take and getattr(total, "running", False):
-            return total.add_(x) if kind == "sum" else torch.maximum(total, x, out=total)
-        new = combine((total, x), kind)
-        new.running = how.give  # type: ignore[attr-defined]
-        return new
+    def accumulate(totals: Any, xs: Any) -> Any:
+        rows = zip(totals, xs, kinds, strict=True)
+        if not owned:
+            return tuple([combine((a, x), kind) for a, x, kind in rows])
+        return tuple([torch.maximum(a, x, out=a) if kind == "max" else a.add_(x) for a, x, kind in rows])
 
     return accumulate
+
+
+def _is_max(t: Tensor) -> bool:
+    p = t.placements[t.mesh.time] if t.mesh.time is not None else None
+    return isinstance(p, Partial) and p.kind == "max"
 
 
 def _pack(b: Body, op: Op) -> None:
@@ -183,8 +193,6 @@ def _unpack(b: Body, op: Op) -> None:
 RULES: dict[str, Callable[[Body, Op], None]] = {
     **dict.fromkeys(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"), _along_axis),
     "LocalSlice": _slice,
-    "Restrict": _same,
-    "After": _same,
     "MPISend": _send,
     "MPIRecv": _receive,
     **dict.fromkeys(("MPIScatter", "MPIBroadcast"), _scatter),

@@ -27,9 +27,9 @@ from distir.transforms.project import project, ranks
 def to_torch(x: np.ndarray, dtype: DType, device: torch.device) -> torch.Tensor:
     """A copy of a numpy array as a tensor of that dtype."""
     if x.dtype.name == "bfloat16":  # torch does not know numpy's
-        bits = torch.from_numpy(np.array(x).view(np.int16))
+        bits = torch.from_numpy(np.array(x, order="C").view(np.int16))
         return bits.view(torch.bfloat16).to(device, torch_dtype(dtype))
-    return torch.from_numpy(np.array(x)).to(device, torch_dtype(dtype))
+    return torch.from_numpy(np.array(x, order="C")).to(device, torch_dtype(dtype))
 
 
 def to_numpy(x: torch.Tensor, dtype: DType) -> np.ndarray:
@@ -75,17 +75,11 @@ class TorchRank:
         self.mine = project(program, rank)
         self.network = Network(program, ranks(program), rank, self.device)
         self.lowering = Lowering(self.network, self.device, tap)
+        self.updates = replaced(program)
         with double_scalars():
-            self.lowered: Lowered = self.lowering(self.mine.function)
+            self.lowered: Lowered = self.lowering(self.mine.function, replaced(self.mine.function))
         if self.lowered.varies:
             raise UsageError(f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled")
-        position = {v: k for k, v in enumerate(program.inputs)}
-        self.updates: dict[int, int] = {}
-        """Positions of outputs, and of the inputs that they replace: of those that are made where these are held."""
-        for k, new in enumerate(program.outputs):
-            old = program.updates.get(new)
-            if old is not None and old.type.device is new.type.device:
-                self.updates[k] = position[old]
         self.values: dict[int, torch.Tensor] = {}
 
     def load(self, arrays: Mapping[int, Any]) -> None:
@@ -108,7 +102,7 @@ class TorchRank:
 
     def step(self) -> dict[int, torch.Tensor]:
         """Run once; this rank's pieces of the outputs, by position. Outputs that are updates replace their
-        inputs.
+        inputs, and may be overwritten by the next step.
 
         Raises UsageError if an input was never loaded.
         """
@@ -150,11 +144,19 @@ class TorchRank:
         return self.lowering.source()
 
 
+def replaced(program: Function) -> dict[int, int]:
+    """Positions of outputs, and of the inputs that they replace: of those that are made where these are held."""
+    position = {v: k for k, v in enumerate(program.inputs)}
+    updates = {k: program.updates[v] for k, v in enumerate(program.outputs) if v in program.updates}
+    return {k: position[old] for k, old in updates.items() if old.type.device is program.outputs[k].type.device}
+
+
 def python_source(program: Function, rank: int) -> str:
     """The Python that a rank would run, to be read. No process group is needed."""
     devices = ranks(program)
     cpu = torch.device("cpu")
     lowering = Lowering(Network(program, devices, rank, cpu, connect=False), cpu)
     with double_scalars():
-        lowering(project(program, rank).function)
+        mine = project(program, rank).function
+        lowering(mine, replaced(mine))
     return lowering.source()

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from distir.backends.kernels import Kernel, LooksAtData, literal, render, trace
+from distir.backends.kernels import Kernel, literal, render
 from distir.backends.namespace import TORCH, torch_dtype
 from distir.backends.torch import double_scalars, to_numpy, to_torch
+from distir.backends.trace import LooksAtData, trace
 from distir.executor.sequential import evaluate
 from distir.ir.errors import ModelError
 from distir.ir.function import FunctionMaker, Op

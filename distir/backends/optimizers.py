@@ -1,0 +1,109 @@
+"""The optimizers of `ops.optim`, for many weights at once and in place: torch's fused kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distir.ir.function import Op
+
+Row = list[torch.Tensor]
+_is_contiguous = torch.Tensor.is_contiguous
+
+
+def _contiguous(kernel: Callable[..., None]) -> Callable[..., None]:
+    """The kernel for tensors of any strides: it goes through memory as it lies, and does not look at them.
+
+    Its first row of tensors are gradients, which it reads, the others it changes.
+    """
+
+    def update(gradients: Row, *changed: Row, **settings: Any) -> None:
+        gradients = [g.contiguous() for g in gradients]
+        if all([all(map(_is_contiguous, row)) for row in changed]):
+            kernel(gradients, *changed, **settings)
+            return
+        copies = [[x.contiguous() for x in row] for row in changed]
+        kernel(gradients, *copies, **settings)
+        for row, copied in zip(changed, copies, strict=True):
+            for x, y in zip(row, copied, strict=True):
+                x.copy_(y)
+
+    return update
+
+
+@_contiguous
+def sgd(
+    gradients: Row,
+    weights: Row,
+    momenta: Row | tuple[()] = (),
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    **_: Any,
+) -> None:
+    """A step of SGD, without dampening."""
+    torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
+        weights,
+        gradients,
+        momenta,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=False,
+        is_first_step=False,  # momenta begin as zeros, which comes to the same
+    )
+
+
+@_contiguous
+def adamw(
+    gradients: Row,
+    weights: Row,
+    means: Row,
+    squares: Row,
+    *,
+    step: torch.Tensor,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> None:
+    """A step of AdamW, the `step`-th."""
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+        weights,
+        gradients,
+        means,
+        squares,
+        [],
+        [step.float()] * len(weights),
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+GRADIENT = 1
+"""Which operand of an optimizer is the gradient; those before and after it are changed, but for a step at the end."""
+_FUSED: dict[str, Callable[..., None]] = {"SGD": sgd, "AdamW": adamw}
+
+
+def steps_together(op: Op) -> bool:
+    """Whether several of this op may be one call."""
+    return op.spec.name in _FUSED and not op.attributes.get("dampening")
+
+
+def update(op: Op) -> Callable[..., None]:
+    """What does the work of ops like this one: (gradients, weights, *states[, step=]) changes weights and
+    states.
+    """
+    return functools.partial(_FUSED[op.spec.name], **op.attributes.without("device", "place"))

@@ -1,0 +1,207 @@
+"""What one op does on torch, as the torch calls it comes to.
+
+What computes the op (see `native`) is run once, on zeros, and the torch calls it makes are written down. So the
+generated Python has no layer between it and torch. (Tensors on the "meta" device would do as well, but the first of
+them costs seconds.)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from distir.backends.kernels import Kernel, Memory, Ref, TorchCall, changes_operand, count_uses, python_name, refs_in
+from distir.backends.namespace import TorchNamespace, torch_dtype
+from distir.backends.native import implementation
+from distir.ir.errors import ModelError
+from distir.ir.function import Op
+from distir.ir.type import Tensor
+
+
+def rpow(x: torch.Tensor, base: float) -> torch.Tensor:
+    """base ** x."""
+    return torch.pow(base, x)
+
+
+_PLAINER: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__rsub__: torch.rsub,
+    torch.Tensor.pow: torch.pow,
+    torch.Tensor.__rpow__: rpow,
+    torch.Tensor.__eq__: torch.eq,
+}
+"""Methods that torch writes in Python, and what they come to."""
+
+
+_NEW_SHAPE = (torch.Tensor.reshape, torch.Tensor.expand)
+
+_MAY_COPY = frozenset(("reshape", "contiguous", "to", "type", "flatten", "ravel", "view_as", "as_tensor"))
+"""Functions whose result is a view or a copy, as the strides are."""
+
+_OVERLAPPING = frozenset(("expand", "expand_as", "broadcast_to", "as_strided", "unfold"))
+"""Views of which several elements may be one in memory."""
+
+_LOOKS_AT_NO_DATA = frozenset(
+    (
+        "__get__",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "is_floating_point",
+        "element_size",
+        "nelement",
+        "__len__",
+        "ndimension",
+    )
+)
+"""What a rule may ask of a tensor that is not a tensor itself."""
+
+
+class LooksAtData(Exception):
+    """A rule decides by its data what to call."""
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down the calls made under it; operands must be known before."""
+
+    def __init__(self, operands: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.calls: list[TorchCall] = []
+        self.kept: list[torch.Tensor] = list(operands)  # held, so that an id is one tensor's only
+        self.number = {id(x): k for k, x in enumerate(self.kept)}
+        self.memory = [Memory(x.shape, x.dtype, frozenset((k,))) for k, x in enumerate(operands)]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._same(func, args, out):
+            return out
+        if isinstance(out, torch.Tensor) or changes_operand(func) or _has_tensor(out):
+            row = tuple(self._refs(x) for x in args)
+            named = {k: self._refs(x) for k, x in (kwargs or {}).items()}
+            self._add(_PLAINER.get(func, func), row, named, out)
+        elif not isinstance(out, torch.Tensor) and func.__name__ not in _LOOKS_AT_NO_DATA:
+            raise LooksAtData(func.__name__)
+        return out
+
+    def _same(self, func: Any, args: tuple[Any, ...], out: Any) -> bool:
+        """Whether a call gives what it got: x.to(its own dtype), or a reshape to its own shape."""
+        if id(out) in self.number:
+            return not changes_operand(func)
+        if isinstance(out, torch.Tensor) and func in _NEW_SHAPE and out.shape == args[0].shape:
+            before = self.number[id(args[0])]
+            self.kept.append(out)
+            self.memory.append(self.memory[before])
+            self.number[id(out)] = before
+            return True
+        return False
+
+    def _add(self, func: Any, row: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            known = self.number.get(id(out))  # what is changed in place is returned
+            self.calls.append(TorchCall(func, row, named, self._new(out, func, row) if known is None else known))
+        elif isinstance(out, tuple | list):
+            whole = self._new(torch.empty(0), func, row)  # stands for the row of results
+            self.calls.append(TorchCall(func, row, named, whole))
+            for k, x in enumerate(out):
+                if isinstance(x, torch.Tensor):
+                    taken = (Ref(whole), k)
+                    self.calls.append(TorchCall(operator.getitem, taken, {}, self._new(x, func, (Ref(whole), *row))))
+        else:
+            self.calls.append(TorchCall(func, row, named, None))
+
+    def _new(self, x: torch.Tensor, func: Any, row: tuple[Any, ...]) -> int:
+        """The number of a result that may be a view of the tensors in `row`."""
+        number, name, address = len(self.kept), python_name(func), x.untyped_storage().data_ptr()
+        seen = [
+            self.memory[r]
+            for r in refs_in(row)
+            if name in _MAY_COPY or self.kept[r].untyped_storage().data_ptr() == address
+        ]
+        within = frozenset((number,)) if not seen else frozenset().union(*[m.within for m in seen])
+        plain = name not in _OVERLAPPING and all(m.plain for m in seen)
+        self.memory.append(Memory(x.shape, x.dtype, within, plain))
+        self.kept.append(x)
+        return self.number.setdefault(id(x), number)
+
+    def _refs(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return Ref(self.number[id(x)])
+        if type(x) in (tuple, list):
+            return type(x)([self._refs(y) for y in x])
+        return x
+
+
+def _has_tensor(x: Any) -> bool:
+    return isinstance(x, tuple | list) and any(isinstance(y, torch.Tensor) for y in x)
+
+
+def trace(op: Op, attributes: Mapping[str, Any], xp: TorchNamespace) -> Kernel | None:
+    """The calls that the op comes to on one rank, given its local attributes.
+
+    None if they depend on data, or cannot be followed: then it has to be called itself. Raises ModelError if
+    what it gives is not of the op's type.
+    """
+    compute = implementation(op.spec, xp)
+    operands = [_zeros(v.type, xp.device) for v in op.inputs]
+    recorder = _Recorder(operands)
+    try:
+        with recorder:
+            y = compute(*operands, **attributes)
+    except LooksAtData:
+        return None
+    results = y if isinstance(y, tuple | list) else (y,)
+    if not all(isinstance(x, torch.Tensor) and id(x) in recorder.number for x in results):
+        return None
+    _check(op, results)
+    return _scaled(Kernel(recorder.calls, tuple(recorder.number[id(x)] for x in results), recorder.memory))
+
+
+def _zeros(t: Any, device: torch.device) -> torch.Tensor:
+    """A tensor of that local type, of a single element's memory."""
+    if not isinstance(t, Tensor):
+        raise ModelError(f"expected a tensor, got {t}")
+    return torch.zeros((), dtype=torch_dtype(t.dtype), device=device).expand(t.shape)
+
+
+def _check(op: Op, results: Sequence[torch.Tensor]) -> None:
+    for v, x in zip(op.outputs, results, strict=True):
+        t = v.type
+        if isinstance(t, Tensor) and (tuple(x.shape) != t.shape or x.dtype != torch_dtype(t.dtype)):
+            raise ModelError(f"{op}: torch gives {x.dtype} {tuple(x.shape)}, its type is {t}")
+
+
+_SCALED = (torch.Tensor.add, torch.Tensor.sub)
+
+
+def _scaled(kernel: Kernel) -> Kernel:
+    """The same with a + b * 0.1 as one call."""
+    if kernel.in_place:
+        return kernel
+    uses, tensors = count_uses(kernel), kernel.tensors
+    scaled = {
+        c.result: c
+        for c in kernel.calls
+        if c.function is torch.Tensor.mul and type(c.args[1]) in (int, float) and uses[c.result or 0] == 1
+    }
+    calls: list[TorchCall] = []
+    for c in kernel.calls:
+        by = scaled.get(c.args[1].number) if c.function in _SCALED and _is_ref(c.args[1]) else None
+        if by is not None and _is_ref(c.args[0]) and _alike(tensors[c.args[0].number], tensors[by.args[0].number]):
+            c = TorchCall(c.function, (c.args[0], by.args[0]), {"alpha": by.args[1]}, c.result)
+        calls.append(c)
+    left = count_uses(kernel._replace(calls=calls))
+    return kernel._replace(calls=[c for c in calls if c.result not in scaled or left[c.result or 0]])
+
+
+def _is_ref(x: Any) -> bool:
+    return isinstance(x, Ref)
+
+
+def _alike(a: Memory, b: Memory) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.dtype.is_floating_point

@@ -1,0 +1,72 @@
+"""The opposite of `decompose`, for a program that is about to run: a product and its bias are one op again.
+
+    %t = Transpose(%w, perm=(1, 0))
+    %m = MatMul(%x, %t)
+    %y = Add(%m, %b)                     %y = Gemm(%x, %w, %b, transB=1)
+
+    %m = MatMulGradWeight(%x, %d)
+    %g = Transpose(%m, perm=(1, 0))      %g = MatMulGradWeight(%d, %x)
+
+The result is for executors: that a Gemm is split is nothing its placement rule would allow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, Op, Value
+from distir.ir.kept import kept
+from distir.ir.spec import lookup
+from distir.ir.type import Tensor
+
+ADD, MATMUL, WEIGHT, TRANSPOSE, GEMM = map(lookup, ("Add", "MatMul", "MatMulGradWeight", "Transpose", "Gemm"))
+
+
+@kept
+def recompose(function: Function) -> Function:
+    """The function with those ops joined. Its inputs, its outputs, calls and communication stay as they are."""
+    used = _uses(function.ops, function.outputs)
+    products = {op.outputs[0]: op for op in function.ops if op.spec in (MATMUL, WEIGHT) and used[op.outputs[0]] == 1}
+    swapped = {op.outputs[0]: op.inputs[0] for op in function.ops if _swaps(op)}
+    joined = {op: new for op in function.ops if (new := _joined(op, products, swapped)) is not op}
+    if not joined:
+        return function
+    ops = [joined.get(op, op) for op in function.ops]
+    for spec in (WEIGHT, MATMUL, TRANSPOSE):  # what has become part of another op is not used any more
+        left = _uses(ops, function.outputs)
+        ops = [op for op in ops if op.spec is not spec or left[op.outputs[0]] or not used[op.outputs[0]]]
+    return Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources)
+
+
+def _uses(ops: Iterable[Op], outputs: Sequence[Value]) -> Counter[Value]:
+    return Counter([v for op in ops for v in op.inputs] + list(outputs))
+
+
+def _joined(op: Op, products: Mapping[Value, Op], swapped: Mapping[Value, Value]) -> Op:
+    """The op that does its work and that of those before it, or itself. `products` are used once."""
+    if op.spec is ADD:
+        for product, bias in (op.inputs, op.inputs[::-1]):
+            matmul = products.get(product)
+            if matmul is not None and matmul.spec is MATMUL and _fit(matmul, bias, op.outputs[0]):
+                a, b = matmul.inputs
+                attributes = Attributes(transB=1) if b in swapped else NO_ATTRIBUTES
+                return Op(GEMM, (a, swapped.get(b, b), bias), attributes, op.outputs, op.of)
+    if _swaps(op) and (product := products.get(op.inputs[0])) is not None and product.spec is WEIGHT:
+        return Op(WEIGHT, product.inputs[::-1], NO_ATTRIBUTES, op.outputs, op.of)
+    return op
+
+
+def _swaps(op: Op) -> bool:
+    return op.spec is TRANSPOSE and op.attributes["perm"] == (1, 0)
+
+
+def _fit(matmul: Op, bias: Value, result: Value) -> bool:
+    """Whether, on what one device holds, all are matrices of floats, the bias one of the result's shape or a row."""
+    shapes: list[tuple[int, ...]] = []
+    for v in (*matmul.inputs, *matmul.outputs, bias, result):
+        if not isinstance(v.type, Tensor) or not v.type.dtype.floating:
+            return False
+        shapes.append(v.type.shape)
+    a, b, product, c, y = shapes
+    return len(a) == len(b) == 2 and product == y and c in (y, y[1:])
