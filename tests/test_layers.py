@@ -23,12 +23,13 @@ HOME = {
     "onnx": {"importer"},
     "torch": {"backends"},
     "matplotlib": {"viz"},
+    "tokenizers": {"api"},
     "rich": {"cli"},
     "networkx": {"ir"},
     "prettyprinter": {"ir"},
 }
 """Where alone a package is imported."""
-HEAVY = {"numpy", "onnx", "torch", "networkx", "prettyprinter", "rich", "ml_dtypes", "matplotlib"}
+HEAVY = {"numpy", "onnx", "torch", "networkx", "prettyprinter", "rich", "ml_dtypes", "matplotlib", "tokenizers"}
 
 
 def layer(part):

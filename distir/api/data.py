@@ -4,6 +4,8 @@ This is the only place where names of inputs count. An input called `attention_m
 (..., S, S) it is added to the scores (0, or the lowest number where a position may not look), of booleans it says
 where it may; a mask of any other form, (batch, S), lets every position count. `position_ids` count from 0.
 Other integers are in the range of what they index: rows of a table, classes of a loss. All else is normal.
+Of a text the input of integers (batch, S) other than these and `labels` gets the tokens, S in a row, and `labels` for
+each the one after it.
 """
 
 from __future__ import annotations
@@ -12,26 +14,31 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
-from distir.ir.errors import UsageError
+from distir.api.archive import archive
+from distir.api.text import read_tokens
+from distir.backends.samples import Samples, batches
+from distir.ir.errors import UsageError, counted
 from distir.ir.function import Function, Value
 from distir.ir.type import Tensor
 from distir.transforms.decompose import decompose
 from distir.transforms.roles import batch_dims, weights
 from distir.transforms.training import IGNORED
 
-MASK, POSITIONS = "attention_mask", "position_ids"
+MASK, POSITIONS, LABELS = "attention_mask", "position_ids", "labels"
+ARRAYS = (".npz", ".npy")
+"""Files with such a name hold arrays; others are text."""
 
 
 class Data:
     """The inputs of a program that are neither weights nor optimizer state, step by step.
 
-    `given` maps input Values that are already known to their arrays. `file` is an .npz file with an array for every
-    data input, by name: along the input's batch dim it holds samples, which the steps take in order, from the
-    beginning again when they are used up. Other inputs may be in it, whole. Without a file data are drawn, anew for
+    `given` maps input Values that are already known to their arrays. `file` is a text (for `tokenizer` see
+    `read_tokens`), or an .npz file with an array for every data input, by name, masks and positions apart: along the
+    input's batch dim it holds samples. Steps take them in order, from the beginning again when they are used up, unless
+    `samples` is asked for epochs. Other inputs may be in an .npz file, whole. Without a file data are drawn, anew for
     every step and sample, by `seed`.
 
     Raises UsageError, in one line, for a file that cannot be read, or a name, shape, type or number that does not fit.
@@ -43,27 +50,54 @@ class Data:
         given: Mapping[Value, Any] | None = None,
         file: str | os.PathLike[str] | None = None,
         seed: int = 0,
+        tokenizer: str | os.PathLike[str] | None = None,
     ) -> None:
         self.seed = seed
         self.batch = batch_dims(function)
+        self.path = None if file is None else Path(file)
         held = set(weights(function)) | set(given or {})
         self.number = {v: k for k, v in enumerate(function.inputs) if v not in held and v.kind != "state"}
         self.limit = index_limits(function)
-        self.file = {} if file is None else self._read(Path(file))
+        self.file: dict[Value, np.ndarray] = {}
+        if self.path is not None:
+            text = self.path.suffix not in ARRAYS
+            self.file = self._text(self.path, tokenizer) if text else self._read(self.path)
+
+    @property
+    def sampled(self) -> dict[Value, np.ndarray]:
+        """Inputs of which the file holds samples."""
+        return {v: x for v, x in self.file.items() if v in self.batch}
 
     def fixed(self) -> dict[Value, np.ndarray]:
-        """Inputs that stay the same in every step."""
-        return {
-            v: self._drawn(v, 0) if v not in self.file else self.file[v] for v in self.number if v not in self.batch
-        }
+        """Inputs that stay the same in every step; beside samples of a file all others do."""
+        known = [v for v in self.number if v not in self.batch or (self.sampled and v not in self.file)]
+        return {v: self.file[v] if v in self.file else self._drawn(v, 0) for v in known}
 
     def step(self, step: int) -> dict[Value, np.ndarray]:
         """Inputs that are new in step number `step`."""
-        return {
-            v: self._drawn(v, step) if v not in self.file else self._cut(v, step)
-            for v in self.number
-            if v in self.batch
-        }
+        if self.sampled:
+            chosen = self.samples()[0].step(step)
+            return {v: np.asarray(chosen[self.number[v]], v.type.dtype.numpy) for v in self.sampled}  # type: ignore[union-attr]
+        return {v: self._drawn(v, step) for v in self.number if v in self.batch}
+
+    def samples(self, epochs: bool = False, share: float = 0.0) -> tuple[Samples, Samples | None]:
+        """The samples of the file to train with, and of its end those held out: whole batches of at least that share.
+
+        For `epochs` the first are shuffled in each, by the seed. Raises UsageError if not a batch is left to train
+        with, or without a file of samples.
+        """
+        arrays = {self.number[v]: x for v, x in self.sampled.items()}
+        if not arrays:
+            raise UsageError("samples come from a file of data, and there is none")
+        dims = {self.number[v]: self.batch[v] for v in self.sampled}
+        v, x = next(iter(self.sampled.items()))
+        batch, count = v.type.global_shape[self.batch[v]], x.shape[self.batch[v]]  # type: ignore[union-attr]
+        train, held_out = batches(count, batch, share)
+        if train < batch:
+            said = f"{counted(held_out, 'sample')} held out, a step needs {batch}"
+            raise UsageError(f"{self.path} has {counted(count, 'sample')}, {said}", "--val-fraction 0 holds out none")
+        kept = Samples(arrays, dims, batch, 0, train, self.seed if epochs else None)
+        return kept, Samples(arrays, dims, batch, train, held_out) if held_out else None
 
     # --- drawn
 
@@ -84,12 +118,13 @@ class Data:
     # --- from a file
 
     def _read(self, path: Path) -> dict[Value, np.ndarray]:
-        arrays = _archive(path)
+        arrays = archive(path)
         inputs = {v.name: v for v in self.number}
         names = ", ".join(inputs)
         if unknown := [name for name in arrays if name not in inputs]:
             raise UsageError(f"{path}: the model has no data input {unknown[0]!r}", f"its data inputs are {names}")
-        if missing := [v.name for v in self.number if v in self.batch and v.name not in arrays]:
+        free = (*arrays, MASK, POSITIONS)
+        if missing := [v.name for v in self.number if v in self.batch and v.name not in free]:
             raise UsageError(f"{path} has no array {missing[0]!r}", f"the data inputs are {names}")
         found = {inputs[name]: self._checked(path, inputs[name], x) for name, x in arrays.items()}
         counts = {x.shape[self.batch[v]]: v.name for v, x in found.items() if v in self.batch}
@@ -119,27 +154,42 @@ class Data:
             bad = x[((x < 0) & (x != IGNORED)) | (x >= limit)]
             if bad.size:
                 raise UsageError(f"{path}: {v.name} holds {bad.flat[0]}, expected numbers from 0 to {limit - 1}")
-        return x.astype(t.dtype.numpy, copy=False)
+        return x if v in self.batch else x.astype(t.dtype.numpy, copy=False)
 
-    def _cut(self, v: Value, step: int) -> np.ndarray:
-        x, dim = self.file[v], self.batch[v]
-        n = v.type.global_shape[dim]  # type: ignore[union-attr]
-        steps = x.shape[dim] // n
-        first = step % steps * n
-        return np.ascontiguousarray(x[(slice(None),) * dim + (slice(first, first + n),)])
+    def _text(self, path: Path, tokenizer: str | os.PathLike[str] | None) -> dict[Value, np.ndarray]:
+        tokens, labels = self._of_text()
+        t = tokens.type
+        batch, length = t.global_shape  # type: ignore[union-attr]
+        row = read_tokens(path, min(self.limit[tokens], self.limit[labels]), tokenizer)
+        count = (len(row) - 1) // length
+        if count < batch:
+            need = f"a step needs {batch:,} sequences of {length:,} and one more"
+            raise UsageError(f"{path} is too short: it has {counted(len(row), 'token')}, {need}")
+        return {
+            tokens: row[: count * length].reshape(-1, length),
+            labels: row[1 : count * length + 1].reshape(-1, length),
+        }
+
+    def _of_text(self) -> tuple[Value, Value]:
+        """The inputs that tokens and the tokens after them are for. Raises UsageError if there are none."""
+        rows = {
+            v: v.type.global_shape
+            for v in self.limit
+            if v in self.batch and isinstance(v.type, Tensor) and len(v.type.global_shape) == 2 and self.batch[v] == 0
+        }
+        labels = [v for v in rows if v.name == LABELS]
+        tokens = [v for v in rows if v.name not in (LABELS, MASK, POSITIONS)]
+        if len(tokens) != 1:
+            names = f"it has {', '.join(v.name for v in tokens)}" if tokens else "it has none"
+            raise UsageError(f"text needs a model with one input of tokens, integers (batch, length): {names}")
+        if not labels or rows[labels[0]] != rows[tokens[0]]:
+            raise UsageError("text needs a loss that looks at a label for each token", "--loss cross-entropy")
+        if other := [v.name for v in self.number if v in self.batch and v.name not in _OF_TEXT | {tokens[0].name}]:
+            raise UsageError(f"a text says nothing of the input {other[0]!r}")
+        return tokens[0], labels[0]
 
 
-def _archive(path: Path) -> dict[str, np.ndarray]:
-    try:
-        archive = np.load(path, allow_pickle=False)
-        arrays = {} if isinstance(archive, np.ndarray) else {name: archive[name] for name in archive.files}
-    except OSError as e:
-        raise UsageError(f"cannot read data file {path}: {e.strerror or e}") from None
-    except (ValueError, EOFError, BadZipFile) as e:
-        raise UsageError(f"{path} is not an .npz file: {e}") from None
-    if not arrays:
-        raise UsageError(f"{path} is not an .npz file", "write it with numpy.savez(path, name=array, ...)")
-    return arrays
+_OF_TEXT = {LABELS, MASK, POSITIONS}
 
 
 def _mask(shape: tuple[int, ...], dtype: np.dtype[Any], sequences: bool) -> np.ndarray:

@@ -22,6 +22,7 @@ from distir.ir.type import Tensor
 from distir.transforms.coverage import Coverage, coverage
 
 if TYPE_CHECKING:
+    from distir.api.metrics import Metrics
     from distir.executor.simulator import Fit, Simulation
 
 _SHOWN = 6
@@ -183,6 +184,8 @@ class RunResult:
     prediction: Prediction | None = field(default=None, repr=False)
     check: Check | None = None
     model: Model | None = field(default=None, repr=False)
+    metrics: Metrics | None = field(default=None, repr=False)
+    """Of a run in epochs."""
 
     @property
     def step_seconds(self) -> float:
@@ -207,7 +210,9 @@ class RunResult:
         return save_onnx(self.model.path, self.weights, path)
 
     def table(self) -> list[tuple[str, ...]]:
-        """A header and a row a step."""
+        """A header and a row a step, of a run in epochs a row an epoch."""
+        if self.metrics is not None:
+            return self.metrics.table()
         return [step_header(bool(self.losses)), *[self.row(k) for k in range(len(self.seconds))]]
 
     def row(self, step: int) -> tuple[str, ...]:
@@ -216,6 +221,8 @@ class RunResult:
 
     def lines(self) -> list[str]:
         """What there is to say at the end: rates, predicted against measured, the check."""
+        if self.metrics is not None:
+            return [*self.metrics.lines(), *([] if self.check is None else [str(self.check)])]
         last = len(self.seconds) - 1
         which = f" (median of steps 1 to {last})" if last > 1 else ""
         lines = [f"step {seconds(self.step_seconds)}{which}, {rates(self.samples_per_second, self.tokens_per_second)}"]
@@ -246,6 +253,7 @@ class RunResult:
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
             "predicted": self.prediction and self.prediction.to_json(),
+            "metrics": self.metrics and self.metrics.to_json(),
             "check": self.check and self.check.to_json(),
         }
 

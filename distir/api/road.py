@@ -11,11 +11,14 @@ import numpy as np
 from distir.api.balance import stage_cost
 from distir.api.check import Check, compare
 from distir.api.data import Data
+from distir.api.epochs import Work, plan_work
 from distir.api.locate import locate
+from distir.api.metrics import Metrics
 from distir.api.model import Model, as_model
 from distir.api.plan import Plan
 from distir.api.results import Prediction, RunResult, Summary, size
 from distir.api.steps import Job, OnStep, Steps, compute_steps
+from distir.backends.epochs import Epoch
 from distir.backends.launch import run as launch
 from distir.backends.limits import available_memory
 from distir.executor.cost_model import CostModel
@@ -122,8 +125,12 @@ def run(
     model: AnyModel,
     plan: Plan = ONE,
     *,
-    steps: int = 1,
+    steps: int | None = None,
+    epochs: int | None = None,
     data: Data | str | os.PathLike[str] | None = None,
+    held_out: float = 0.1,
+    tokenizer: str | os.PathLike[str] | None = None,
+    metrics: str | os.PathLike[str] | None = None,
     seed: int = 0,
     backend: str = "gloo",
     check: bool = False,
@@ -132,42 +139,98 @@ def run(
     on_plan: Callable[[Prediction], None] | None = None,
     on_step: OnStep | None = None,
     on_check: OnStep | None = None,
+    on_epoch: Callable[[Metrics], None] | None = None,
 ) -> RunResult:
-    """Run `steps` steps of the model's program, a process a device, and compare the time with the prediction.
+    """Run `steps` steps (1) of the model's program, a process a device, and compare the time with the prediction.
 
-    `backend` is "gloo" (CPUs), "nccl" (GPUs) or "numpy" (this process alone). `data` is an .npz file (see `Data`);
-    without it, data are drawn by `seed`. `cluster` is what to predict for; by default "cpu-2core" with this host's
-    number of cores, which the ranks share. `check` compares with the sequential program on the same data. `on_plan` is
-    called when the plan is made, `on_step` and `on_check` after each step, of the run and of the check.
+    `backend` is "gloo" (CPUs), "nccl" (GPUs) or "numpy" (this process alone). `data` is an .npz file or a text (see
+    `Data`), a text's `tokenizer` the file of its BPE (see `read_tokens`); without data they are drawn by `seed`.
+    `cluster` is what to predict for; by default "cpu-2core" with this host's number of cores, which the ranks share.
+    `check` compares with the sequential program on the same data. `on_plan` is called when the plan is made, `on_step`
+    and `on_check` after each step, of the run and of the check.
+
+    With `epochs` the samples are gone through so often, in an order that `seed` draws for each epoch; of the last of
+    them the share `held_out`, rounded up to whole batches, is not trained on: of it the loss is taken at the end of
+    each epoch. `steps` are then the most of an epoch, and a last batch that is not full is left out. `metrics` is the
+    file that is written after each epoch (without `epochs` after an only one); `on_epoch` is called before the first
+    and after each.
 
     Raises InfeasibleError for a plan that cannot be carried out or does not fit in memory, MismatchError, naming the
     first value that differs, its op and rank, if the check fails, WorkerError if a rank fails.
     """
     if backend not in BACKENDS:
         raise UsageError(f"unknown backend {backend!r}", f"choose from {', '.join(BACKENDS)}")
-    if steps < 1:
-        raise UsageError(f"steps: expected at least 1, got {steps}")
+    for what, number in (("steps", steps), ("epochs", epochs)):
+        if number is not None and number < 1:
+            raise UsageError(f"{what}: expected at least 1, got {number}")
+    if not 0 <= held_out < 1:
+        raise UsageError(f"held_out is a share of at least 0 and below 1, got {held_out:g}")
     model = as_model(model)
     function = model.function
     arrays = model.initial(seed)
-    fed = data if isinstance(data, Data) else Data(function, arrays, data, seed)
+    fed = data if isinstance(data, Data) else Data(function, arrays, data, seed, tokenizer)
     cost = cost_model(this_host(plan.size) if cluster is None else cluster, plan)
     program = distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan))
     prediction = predict(model, plan, program, cost)
     if on_plan is not None:
         on_plan(prediction)
+    if metrics is not None and epochs is None:
+        epochs = 1
+    work = plan_work(fed, function, program, steps, epochs, held_out)
+    found = None if work.epochs is None else Metrics(prediction, work.epochs.steps, _about(work, fed, backend, plan))
+    on_step, on_lap = _measuring(found, function, metrics, on_step, on_epoch)
     given = _by_position(function, arrays | fed.fixed())
-    job = Job(program, given, lambda step: _by_position(function, fed.step(step)), steps, backend, timeout)
+    job = Job(program, given, work.feed, work.steps, backend, timeout, work.samples, work.epochs, on_lap)
     done = _done(job, prediction, check, on_step)
     comparison: Check | None = None
     if check and int(os.environ.get("RANK", 0)) == 0:
-        comparison = compare(model, done, compute_steps(job._replace(program=function), on_step=on_check))
+        comparison = compare(model, done, compute_steps(job._replace(program=function, epochs=None), on_step=on_check))
         if (first := comparison.first) is not None:
             where = _located(job if first.step is None else job._replace(steps=first.step + 1), prediction)
             adam = first.step is None and isinstance(model.optimizer, AdamW)
             hint = "AdamW magnifies the rounding of gradients near its eps: float64 tells rounding from an error"
             raise MismatchError(f"the run is not the sequential one: {first}; {where}", hint if adam else None)
-    return _result(model, done, prediction, backend, comparison)
+    return _result(model, done, prediction, backend, comparison, found)
+
+
+def _about(work: Work, data: Data, backend: str, plan: Plan) -> dict[str, Any]:
+    """What metrics say of a run beside plan and figures."""
+    samples = None if work.samples is None else {"training": work.samples.count, "held_out": work.held_out}
+    file = None if data.path is None else os.fspath(data.path)
+    return {"backend": backend, "ranks": plan.size, "data": file, "samples": samples, "seed": data.seed}
+
+
+def _measuring(
+    metrics: Metrics | None,
+    function: Function,
+    path: str | os.PathLike[str] | None,
+    on_step: OnStep | None,
+    on_epoch: Callable[[Metrics], None] | None,
+) -> tuple[OnStep | None, Callable[[Epoch], None] | None]:
+    """What is called after a step and after an epoch, so that `metrics` grow and are written to `path`."""
+    if metrics is None:
+        return on_step, None
+    losses: list[float] = []
+    if path is not None and int(os.environ.get("RANK", 0)) == 0:
+        metrics.save(path)  # before hours of training: whether it can be written
+    if on_epoch is not None:
+        on_epoch(metrics)
+
+    def stepped(step: int, time: float, outputs: dict[int, np.ndarray]) -> None:
+        if (loss := loss_of(function, outputs)) is not None:
+            losses.append(float(loss))
+        if on_step is not None:
+            on_step(step, time, outputs)
+
+    def lapped(epoch: Epoch) -> None:
+        metrics.add(epoch, losses)
+        losses.clear()
+        if path is not None:
+            metrics.save(path)
+        if on_epoch is not None:
+            on_epoch(metrics)
+
+    return stepped, lapped
 
 
 def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None) -> Steps:
@@ -178,12 +241,14 @@ def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None)
         job.program,
         job.arrays,
         job.steps,
-        data=job.feed,
+        data=job.feed if job.samples is None else job.samples,
         backend=job.backend,
         timeout=job.timeout,
         bytes_per_rank=prediction.peak_memory,
         every=every,
         on_step=on_step,
+        epochs=job.epochs,
+        on_epoch=job.on_epoch,
     )
     return Steps(result.seconds, result.outputs, result.inputs)
 
@@ -210,14 +275,16 @@ def _located(job: Job, prediction: Prediction) -> str:
     have = available_memory()
     if have is not None and _memory(prediction) * _KEPT > have:
         return "there is not enough memory to find the op at fault: try a smaller batch or model"
-    return locate(job)
+    return locate(job._replace(epochs=None))
 
 
 def _by_position(function: Function, arrays: Mapping[Value, Any]) -> dict[int, Any]:
     return {k: arrays[v] for k, v in enumerate(function.inputs) if v in arrays}
 
 
-def _result(model: Model, done: Steps, prediction: Prediction, backend: str, check: Check | None) -> RunResult:
+def _result(
+    model: Model, done: Steps, prediction: Prediction, backend: str, check: Check | None, metrics: Metrics | None
+) -> RunResult:
     function = model.function
     losses = [float(x) for outputs in done.outputs if (x := loss_of(function, outputs)) is not None]
     return RunResult(
@@ -232,6 +299,7 @@ def _result(model: Model, done: Steps, prediction: Prediction, backend: str, che
         prediction=prediction,
         check=check,
         model=model,
+        metrics=metrics,
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distir.backends.epochs import Epoch, Epochs, Laps, OnEpoch
+from distir.backends.samples import Samples
 from distir.executor.sequential import SequentialExecutor
 from distir.ir.function import Function
 
@@ -18,7 +20,11 @@ OnStep = Callable[[int, float, dict[int, np.ndarray]], None]
 
 
 class Job(NamedTuple):
-    """What is to be run: `arrays` are the inputs that stay or are updated, by position, `feed` gives the others."""
+    """What is to be run: `arrays` are the inputs that stay or are updated, by position, `feed` gives the others.
+
+    `samples`, if they are in a file, are what `feed` gives: ranks read them themselves. `on_epoch` is called at the end
+    of each of `epochs`.
+    """
 
     program: Function
     arrays: Mapping[int, Any]
@@ -26,6 +32,9 @@ class Job(NamedTuple):
     steps: int
     backend: str = "numpy"
     timeout: float = 600.0
+    samples: Samples | None = None
+    epochs: Epochs | None = None
+    on_epoch: OnEpoch | None = None
 
 
 class Steps(NamedTuple):
@@ -44,7 +53,9 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
     updates = {k: position[function.updates[v]] for k, v in enumerate(function.outputs) if v in function.updates}
     held = dict(job.arrays)
     done = Steps([], [], {})
+    laps = None if job.epochs is None else Laps(job.epochs, None)
     for step in range(job.steps):
+        start = time.perf_counter()
         held |= job.feed(step)
         begin = time.perf_counter()
         with np.errstate(all="ignore"):  # a run that diverges says so by its loss
@@ -56,5 +67,25 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
         done.outputs.append(shown)
         if on_step is not None:
             on_step(step, seconds, shown)
+        lap = laps.add(step, begin - start + seconds, begin - start) if laps is not None else None
+        if lap is not None and job.epochs is not None and job.on_epoch is not None:
+            spent = [lap.seconds], [lap.first], [lap.data_seconds]
+            job.on_epoch(Epoch(step // job.epochs.steps, lap.steps, *spent, _evaluated(executor, job.epochs, held)))
     done.inputs.update({place: held[place] for place in updates.values()})
     return done
+
+
+def _evaluated(executor: SequentialExecutor, epochs: Epochs, held: Mapping[int, Any]) -> dict[int, np.ndarray]:
+    """The means of what evaluation gives over all samples held out."""
+    if epochs.evaluation is None or epochs.held_out is None:
+        return {}
+    rows: list[list[np.ndarray]] = []
+    for k in range(epochs.held_out.steps):
+        arrays = {**held, **epochs.held_out.step(k)}
+        with np.errstate(all="ignore"):
+            rows.append(
+                executor.compute(epochs.evaluation, [arrays.get(i) for i in range(len(epochs.evaluation.inputs))])
+            )
+    return {
+        i: np.asarray(np.mean(column, axis=0, dtype=np.float64)) for i, column in enumerate(zip(*rows, strict=True))
+    }

@@ -21,22 +21,20 @@ from typing import Any
 
 import numpy as np
 
+from distir.backends.epochs import Epoch, Epochs, Lap, OnEpoch, epoch_of
 from distir.backends.limits import check_backend, check_memory, check_repeats, joined
-from distir.backends.pieces import Coord, ship, whole_array
+from distir.backends.pieces import Whole, gathered, ship
+from distir.backends.samples import Samples
 from distir.backends.worker import Failure, Job, job_file, log_file
 from distir.ir import errors
 from distir.ir.errors import DistirError, UsageError, WorkerError, counted
-from distir.ir.function import Function, Value
+from distir.ir.function import Function
 from distir.transforms.order import check_order
 from distir.transforms.project import project_all, ranks
 
 Arrays = Mapping[Any, Any] | Sequence[Any]
 """An array for each input: in order, or by input Value or position."""
 Data = Callable[[int], Mapping[Any, Any]]
-Whole = dict[int, np.ndarray]
-"""Whole arrays by position."""
-Pieces = Mapping[int, tuple[Coord, Any]]
-"""By position: where a rank is on the value's mesh, and the array (or how to have it) that it holds."""
 OnStep = Callable[[int, float, Whole], None]
 
 _GRACE_SECONDS = 1.0
@@ -52,7 +50,7 @@ class RunResult:
     `seconds[k]`: step k, by the slowest rank, all having begun together; the data were already there.
     `outputs[k]`: of step k, by position among the program's outputs: those of one element, after the last
     step all that are not updates. `inputs`: after the last step, by position, the inputs that the program
-    updates where they are held. Under torchrun only rank 0 has arrays.
+    updates where they are held. Under torchrun only rank 0 has arrays, and `epochs`.
     """
 
     world: int
@@ -61,6 +59,7 @@ class RunResult:
     seconds: list[float] = field(default_factory=list)
     outputs: list[dict[int, np.ndarray]] = field(default_factory=list)
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
+    epochs: list[Epoch] = field(default_factory=list)
 
     @property
     def warm_up(self) -> int:
@@ -78,7 +77,7 @@ def run(
     arrays: Arrays,
     steps: int = 1,
     *,
-    data: Data | None = None,
+    data: Data | Samples | None = None,
     backend: str = "gloo",
     nproc: int | None = None,
     timeout: float = 600.0,
@@ -88,17 +87,20 @@ def run(
     final: bool = True,
     on_step: OnStep | None = None,
     record: Path | None = None,
+    epochs: Epochs | None = None,
+    on_epoch: OnEpoch | None = None,
 ) -> RunResult:
     """Run a distributed program for `steps` steps, with a process for each of its devices.
 
     `arrays`: one whole array an input, in order, or a mapping from input Values or positions; inputs that
-    change from step to step come from `data(step)` instead. An output that is an update replaces its input
-    before the next step. Where the environment is torchrun's, this process joins as its rank; else all ranks
-    are started here and ended with the call, whatever happens. `timeout`: seconds without any sign of
-    progress; `threads` of a rank, without it OMP_NUM_THREADS or 1; `bytes_per_rank` of memory needed, checked
-    before anything starts; `every`: report all outputs after each step; `final`: and the updated inputs after
-    the last; `on_step(k, seconds, outputs)` is called after each. `record` is a folder in which to keep every
-    value that is made (see `distir.backends.record`); under torchrun nothing is kept.
+    change from step to step come from `data(step)`, or are samples, which the ranks read themselves. An output
+    that is an update replaces its input before the next step. Where the environment is torchrun's, this process
+    joins as its rank; else all ranks are started here and ended with the call, whatever happens. `timeout`: seconds
+    without any sign of progress; `threads` of a rank, without it OMP_NUM_THREADS or 1; `bytes_per_rank` of memory
+    needed, checked before anything starts; `every`: report all outputs after each step; `final`: and the updated
+    inputs after the last; `on_step(k, seconds, outputs)` is called after each, `on_epoch` at the end of each of
+    `epochs`. `record` is a folder in which to keep every value that is made (see `distir.backends.record`); under
+    torchrun nothing is kept.
 
     Raises UsageError for arguments that do not fit, InfeasibleError if memory does not suffice, WorkerError,
     naming the rank, if one fails, is killed or does not answer in time, and whatever DistirError a rank
@@ -120,13 +122,17 @@ def run(
     verify(program)
     check_repeats(program, steps)
     check_order(project_all(program))
+    if epochs is not None and epochs.evaluation is not None:
+        verify(epochs.evaluation)
+        check_order(project_all(epochs.evaluation))
     given = by_position(program, arrays)
     threads = threads or _threads()
     if torchrun:
         from distir.backends.torchrun import join
 
-        return join(program, given, steps, data, backend, timeout, threads, every, final, on_step)
-    return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, on_step, record).run()
+        return join(program, given, steps, data, backend, timeout, threads, every, final, on_step, epochs, on_epoch)
+    told = on_step, epochs, on_epoch
+    return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, *told, record).run()
 
 
 def _threads() -> int:
@@ -158,7 +164,7 @@ class _Run:
         program: Function,
         given: dict[int, Any],
         steps: int,
-        data: Data | None,
+        data: Data | Samples | None,
         backend: str,
         world: int,
         timeout: float,
@@ -166,10 +172,14 @@ class _Run:
         every: bool,
         final: bool,
         on_step: OnStep | None,
+        epochs: Epochs | None,
+        on_epoch: OnEpoch | None,
         record: Path | None,
     ) -> None:
         self.record = record
-        self.program, self.given, self.steps, self.data = program, given, steps, data
+        self.program, self.given, self.steps = program, given, steps
+        self.data, self.samples = (None, data) if isinstance(data, Samples) else (data, None)
+        self.epochs, self.on_epoch = epochs, on_epoch
         self.world, self.timeout, self.threads = world, timeout, threads
         self.every, self.final, self.on_step = every, final, on_step
         self.result = RunResult(world, 0, backend)
@@ -209,6 +219,8 @@ class _Run:
             self.every,
             self.final,
             None if self.record is None else str(self.record),
+            self.samples and self.samples.shipped(self.folder, "samples"),
+            self.epochs and self.epochs.shipped(self.folder),
         )
         job_file(self.folder).write_bytes(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
 
@@ -273,20 +285,22 @@ class _Run:
                 self.exits[who] = code
             case ("error", Failure() as failure) if rank is not None:
                 self.failures[rank] = failure
+            case ("alive",):
+                pass  # it was heard
             case ("done",) if rank is not None:
                 self.finished.add(rank)
-            case ("step", int(step), seconds, outputs, inputs) if rank is not None:
+            case ("step", int(step), seconds, outputs, inputs, lap) if rank is not None:
                 self.last_heard[rank] = time.monotonic()
-                self.reports[step][rank] = (seconds, outputs, inputs)
+                self.reports[step][rank] = (seconds, outputs, inputs, lap)
                 if len(self.reports[step]) == self.world:
                     self._completed(step)
             case _:
                 raise WorkerError(f"rank {rank} sent {message[0]!r}, which nobody expects")
 
     def _completed(self, step: int) -> None:
-        reports = self.reports[step].values()
-        seconds = max(s for s, _, _ in reports)
-        outputs, inputs = gathered(self.program, [o for _, o, _ in reports], [i for _, _, i in reports])
+        reports = [report for _, report in sorted(self.reports[step].items())]
+        seconds = max(s for s, _, _, _ in reports)
+        outputs, inputs = gathered(self.program, [o for _, o, _, _ in reports], [i for _, _, i, _ in reports])
         self.result.seconds.append(seconds)
         self.result.outputs.append(outputs)
         self.result.inputs.update(inputs)
@@ -295,11 +309,19 @@ class _Run:
         self._feed()
         if self.on_step is not None:
             self.on_step(step, seconds, outputs)
+        self._lapped(step, [lap for _, _, _, lap in reports if lap is not None])
+
+    def _lapped(self, step: int, laps: list[Lap]) -> None:
+        if self.epochs is None or not laps:
+            return
+        self.result.epochs.append(epoch_of(step, self.epochs, laps))
+        if self.on_epoch is not None:
+            self.on_epoch(self.result.epochs[-1])
 
     def _feed(self) -> None:
         """Send all ranks the data of the next step that has none yet."""
         step = self.fed
-        if step == self.steps:
+        if step == self.steps or self.samples is not None:
             return
         self.fed += 1
         fresh = by_position(self.program, self.data(step)) if self.data else {}
@@ -350,21 +372,6 @@ class _Run:
 
 
 _STEP_HINT = "it was in step %d; a rank that is killed without a word may have run out of memory"
-
-
-def gathered(program: Function, outputs: Sequence[Pieces], inputs: Sequence[Pieces]) -> tuple[Whole, Whole]:
-    """The whole arrays of outputs, and of inputs, from what each rank reported of its pieces."""
-    sources = {k: v.role.source for k, v in enumerate(program.inputs) if v.role}
-    of_outputs = {k: program.sources.get(v) for k, v in enumerate(program.outputs)}
-    return _wholes(program.outputs, outputs, of_outputs), _wholes(program.inputs, inputs, sources)
-
-
-def _wholes(values: Sequence[Value], reports: Sequence[Pieces], sources: Mapping[int, tuple[int, ...] | None]) -> Whole:
-    pieces: dict[int, dict[Coord, np.ndarray]] = {}
-    for report in reports:
-        for k, (coord, x) in report.items():
-            pieces.setdefault(k, {})[coord] = x if isinstance(x, np.ndarray) else x.array()
-    return {k: whole_array(pieces[k], values[k].type, sources.get(k)) for k in sorted(pieces)}
 
 
 def _ending(code: int) -> str:

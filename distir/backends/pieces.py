@@ -22,6 +22,10 @@ from distir.ir.type import REPLICATE, Partial, Replicate, Shard, Tensor, Type
 from distir.transforms.project import device_at
 
 Coord = tuple[int, ...]
+Whole = dict[int, np.ndarray]
+"""Whole arrays by position."""
+Pieces = Mapping[int, tuple[Coord, Any]]
+"""By position: where a rank is on the value's mesh, and the array (or how to have it) that it holds."""
 
 _INLINE_BYTES = 1 << 12
 """Smaller arrays travel in the message itself."""
@@ -120,6 +124,26 @@ def whole_array(pieces: Mapping[Coord, np.ndarray], t: Type, source: tuple[int, 
     else:
         whole = next(iter(pieces.values()))
     return np.array(unfit(whole, source))
+
+
+def gathered(program: Function, outputs: Sequence[Pieces], inputs: Sequence[Pieces]) -> tuple[Whole, Whole]:
+    """The whole arrays of outputs, and of inputs, from what each rank reported of its pieces."""
+    sources = {k: v.role.source for k, v in enumerate(program.inputs) if v.role}
+    of_outputs = {k: program.sources.get(v) for k, v in enumerate(program.outputs)}
+    return _wholes(program.outputs, outputs, of_outputs), _wholes(program.inputs, inputs, sources)
+
+
+def wholes(program: Function | None, outputs: Sequence[Pieces]) -> Whole:
+    """The whole arrays of a program's outputs, from the pieces of each rank; of no program none."""
+    return {} if program is None else gathered(program, outputs, [])[0]
+
+
+def _wholes(values: Sequence[Value], reports: Sequence[Pieces], sources: Mapping[int, tuple[int, ...] | None]) -> Whole:
+    pieces: dict[int, dict[Coord, np.ndarray]] = {}
+    for report in reports:
+        for k, (coord, x) in report.items():
+            pieces.setdefault(k, {})[coord] = x if isinstance(x, np.ndarray) else x.array()
+    return {k: whole_array(pieces[k], values[k].type, sources.get(k)) for k in sorted(pieces)}
 
 
 def digest(program: Function) -> bytes:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distir.backends.comm import all_gather, movable
+from distir.backends.epochs import Epochs, Lap, Laps
 from distir.backends.pieces import Coord, digest
 from distir.backends.record import Recorder
 from distir.backends.torch import TorchRank, own_array, to_numpy
@@ -25,12 +26,15 @@ Pieces = dict[int, tuple[Coord, np.ndarray]]
 
 
 class Report(NamedTuple):
-    """What a rank tells after a step; `inputs` (after the last): the values of inputs that were replaced."""
+    """What a rank tells after a step; `inputs` (after the last): the values of inputs that were replaced; `lap` (at the
+    end of an epoch): of the epoch.
+    """
 
     step: int
     seconds: float
     outputs: Pieces
     inputs: Pieces
+    lap: Lap | None = None
 
 
 def execute(
@@ -44,6 +48,8 @@ def execute(
     every: bool = False,
     final: bool = True,
     record: str | None = None,
+    epochs: Epochs | None = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `steps` steps of `program` as rank `rank` of a process group that is joined.
 
@@ -51,21 +57,26 @@ def execute(
     gets the seconds it took on this rank, all ranks having begun together, and this rank's pieces of
     one-element outputs, after the last (or with `every` each) step of all others; and with `final` the
     replaced inputs. Of copies only the first holder reports. `record` is a folder in which to keep every value that is
-    made (see `distir.backends.record`).
+    made (see `distir.backends.record`). `epochs`: at the end of each `report` also gets its lap;
+    `alive` is called now and then while there is nothing to report.
 
     Raises WorkerError if the ranks have different programs.
     """
-    _agree(program, device)
+    agree(digest(program), "would run another plan than rank 0", device)
     recorder = None if record is None else Recorder(Path(record), rank, own_array)
     engine = TorchRank(program, rank, device, recorder)
     engine.load(arrays)
+    laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, alive))
     for k in range(steps):
+        start = time.perf_counter()
         engine.load(feed(k))
+        fed = time.perf_counter()
         _barrier(device)
         begin = time.perf_counter()
         outputs = engine.step()
         engine.synchronize()
-        seconds = time.perf_counter() - begin
+        end = time.perf_counter()
+        lap = laps.add(k, end - start, fed - start) if laps is not None else None
         if recorder is not None:
             recorder.end_step()
         last = k == steps - 1
@@ -76,11 +87,33 @@ def execute(
         report(
             Report(
                 k,
-                seconds,
+                end - begin,
                 _pieces(engine, program.outputs, shown),
                 _pieces(engine, program.inputs, renewed) if last and final else {},
+                lap,
             )
         )
+
+
+def _evaluator(engine: TorchRank, epochs: Epochs, alive: Callable[[], None]) -> Callable[[], Pieces] | None:
+    """What runs the program that evaluates on all held-out samples, with the weights that `engine` then holds."""
+    if epochs.evaluation is None or epochs.held_out is None:
+        return None
+    program, samples = epochs.evaluation, epochs.held_out
+    other = TorchRank(program, engine.mine.rank, engine.device)
+
+    def evaluate() -> Pieces:
+        sums: dict[int, torch.Tensor] = {}
+        other.values = dict(engine.values)
+        for k in range(samples.steps):
+            alive()
+            other.load(samples.step(k))
+            for i, x in other.step().items():
+                sums[i] = x.double() + sums.get(i, 0)
+        other.values = {}
+        return _pieces(other, program.outputs, {i: x / samples.steps for i, x in sums.items()})
+
+    return evaluate
 
 
 def _elements(program: Function, output: int) -> int:
@@ -96,17 +129,17 @@ def _pieces(engine: TorchRank, values: Any, held: Mapping[int, torch.Tensor]) ->
     }
 
 
-def _agree(program: Function, device: torch.device) -> None:
-    """Raises WorkerError, on every rank, naming those whose program is not rank 0's."""
-    mine = torch.frombuffer(bytearray(digest(program)), dtype=torch.uint8).to(device)
+def agree(told: bytes, wrong: str, device: torch.device) -> None:
+    """Raises WorkerError, on every rank, naming those that do not tell what rank 0 tells: they are `wrong`."""
+    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(device)
     everyone = torch.empty((dist.get_world_size(), len(mine)), dtype=torch.uint8, device=device)
     all_gather(movable(everyone), mine)
     others = [r for r, row in enumerate(everyone) if not torch.equal(row, everyone[0])]
     if others:
         names = ", ".join(map(str, others))
         raise WorkerError(
-            f"rank{'s' if len(others) > 1 else ''} {names} would run another plan than rank 0",
-            "start all ranks with the same model, flags and version",
+            f"rank{'s' if len(others) > 1 else ''} {names} {wrong}",
+            "start all ranks with the same model, data, flags and version",
         )
 
 

@@ -15,6 +15,7 @@ from distir.backends.comm import Network
 from distir.backends.lowering import Lowered, Lowering, Tap
 from distir.backends.namespace import torch_dtype
 from distir.backends.pieces import is_primary
+from distir.backends.samples import Chosen
 from distir.executor.collectives import cut
 from distir.executor.sequential import fit
 from distir.ir.device import Mesh
@@ -94,6 +95,8 @@ class TorchRank:
 
     def cut(self, v: Value, x: Any) -> torch.Tensor:
         """This rank's piece of the whole array for input `v`."""
+        if isinstance(x, Chosen) and isinstance(v.type, Tensor) and (v.role is None or v.role.source is None):
+            return to_torch(x.piece(v.type, self.coordinate(v.type)), v.type.dtype, self.device)
         whole, t = fit(x, v), v.type
         if not isinstance(t, Tensor):
             raise UsageError(f"input %{v.name} is not a tensor: {t}")

@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 from distir.backends.comm import start_group
-from distir.backends.launch import RunResult, by_position, gathered
-from distir.backends.rank import Report, execute
+from distir.backends.epochs import Epochs, OnEpoch, epoch_of
+from distir.backends.launch import Data, RunResult, by_position
+from distir.backends.pieces import gathered
+from distir.backends.rank import Report, agree, execute
+from distir.backends.samples import Samples
 from distir.ir.errors import DistirError, WorkerError
 from distir.ir.function import Function
 
@@ -21,13 +24,15 @@ def join(
     program: Function,
     arrays: Mapping[int, Any],
     steps: int,
-    data: Callable[[int], Mapping[Any, Any]] | None,
+    data: Data | Samples | None,
     backend: str,
     timeout: float,
     threads: int,
     every: bool,
     final: bool,
     on_step: Callable[[int, float, dict[int, np.ndarray]], None] | None,
+    epochs: Epochs | None,
+    on_epoch: OnEpoch | None,
 ) -> RunResult:
     """Run `program` as the rank that the environment names; see `launch.run`. Rank 0 gathers the results.
 
@@ -41,26 +46,35 @@ def join(
     result = RunResult(world, rank, backend)
 
     def feed(step: int) -> Mapping[int, Any]:
+        if isinstance(data, Samples):
+            return data.step(step)
         return by_position(program, data(step)) if data else {}
 
     def report(r: Report) -> None:
         everyone: list[Any] = [None] * world
-        dist.gather_object((r.seconds, r.outputs, r.inputs), everyone if rank == 0 else None)
+        dist.gather_object((r.seconds, r.outputs, r.inputs, r.lap), everyone if rank == 0 else None)
         if rank != 0:
             result.seconds.append(r.seconds)
             return
-        result.seconds.append(max(seconds for seconds, _, _ in everyone))
-        outputs, inputs = gathered(program, [o for _, o, _ in everyone], [i for _, _, i in everyone])
+        result.seconds.append(max(seconds for seconds, _, _, _ in everyone))
+        outputs, inputs = gathered(program, [o for _, o, _, _ in everyone], [i for _, _, i, _ in everyone])
         result.outputs.append(outputs)
         result.inputs.update(inputs)
         if on_step is not None:
             on_step(r.step, result.seconds[-1], outputs)
+        if epochs is not None and r.lap is not None:
+            laps = [lap for _, _, _, lap in everyone]
+            result.epochs.append(epoch_of(r.step, epochs, laps))
+            if on_epoch is not None:
+                on_epoch(result.epochs[-1])
 
     mine = not dist.is_initialized()
     try:
         if mine:
             start_group(backend, rank, world, device, None, timeout)
-        execute(program, rank, device, arrays, feed, steps, report, every, final)
+        if isinstance(data, Samples):
+            agree(data.digest(), "would read other data than rank 0", device)
+        execute(program, rank, device, arrays, feed, steps, report, every, final, epochs=epochs)
     except DistirError:
         raise
     except (RuntimeError, OSError) as e:

@@ -21,7 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from distir.backends.epochs import Epochs
 from distir.backends.pieces import Shipped, ship
+from distir.backends.samples import Samples
 from distir.ir.errors import DistirError
 from distir.ir.function import Function
 
@@ -40,6 +42,8 @@ class Job(NamedTuple):
     every: bool
     final: bool
     record: str | None = None
+    samples: Samples | None = None
+    epochs: Epochs | None = None
 
 
 class Failure(NamedTuple):
@@ -159,19 +163,26 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     store = FileStore(str(folder / "store"), job.world)
     start_group(job.backend, rank, job.world, device, store, job.timeout)
 
+    samples = job.samples and job.samples.received()
+    epochs = job.epochs and job.epochs.received()
+
     def feed(step: int) -> Mapping[int, Any]:
-        del step  # they come in order
-        return {k: x.array() for k, x in link.recv().items()}
+        if samples is not None:
+            return samples.step(step)
+        return {k: x.array() for k, x in link.recv().items()}  # they come in order
 
     def report(r: Report) -> None:
         outputs, inputs = (
             {k: (coord, ship(x, folder / f"{name}{k}.{r.step}.{rank}")) for k, (coord, x) in pieces.items()}
             for name, pieces in (("out", r.outputs), ("in", r.inputs))
         )
-        link.send(("step", r.step, r.seconds, outputs, inputs))
+        link.send(("step", r.step, r.seconds, outputs, inputs, r.lap))
+
+    def alive() -> None:
+        link.send(("alive",))
 
     arrays = {k: x.array() for k, x in job.arrays.items()}
-    execute(job.program, rank, device, arrays, feed, job.steps, report, job.every, job.final, job.record)
+    execute(job.program, rank, device, arrays, feed, job.steps, report, job.every, job.final, job.record, epochs, alive)
     dist.destroy_process_group()
     link.send(("done",))
 

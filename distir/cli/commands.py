@@ -12,6 +12,7 @@ from typing import Any
 from distir.api import Model, Plan, load
 from distir.api import run as run_model
 from distir.api import simulate as simulate_model
+from distir.api.metrics import Metrics
 from distir.api.results import Prediction, RunResult, aligned, step_header, step_row
 from distir.api.road import distribute, loss_of
 from distir.cli.output import Progress, print_json, print_program
@@ -45,26 +46,47 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         if speaks:
             print("\n".join(prediction.summary.lines()), flush=True)
 
+    steps = args.steps or (None if args.epochs and args.data else 5)
+    in_epochs = bool(args.epochs or args.metrics)
+    total = steps
+
     def on_step(step: int, time: float, outputs: dict[int, Any]) -> None:
-        progress.phase("running", args.steps)
+        progress.phase("running", total)
         progress.advance(step)
-        if not speaks:
+        if not speaks or in_epochs:
             return
         loss = loss_of(model.function, outputs)
-        widths = [len(x) for x in step_row(max(args.steps - 1, 1000), None if loss is None else 100.0, 0.1)]
+        widths = [len(x) for x in step_row(max(steps or 0, 1000), None if loss is None else 100.0, 0.1)]
         if step == 0:
             print(f"\n{_columns(step_header(loss is not None), widths)}")
         print(_columns(step_row(step, None if loss is None else float(loss), time), widths), flush=True)
 
+    def on_epoch(metrics: Metrics) -> None:
+        nonlocal total
+        total = metrics.steps * (args.epochs or 1)
+        if not speaks or not metrics.epochs:
+            return
+        head, *rows = metrics.table()
+        widths = [
+            max(map(len, column)) for column in zip(head, ("1000", *["100.000000"] * (len(head) - 1)), strict=True)
+        ]
+        if len(rows) == 1:
+            print(f"\n{_columns(head, widths)}")
+        print(_columns(rows[-1], widths), flush=True)
+
     def on_check(step: int, time: float, outputs: dict[int, Any]) -> None:
-        progress.phase("checking", args.steps)
+        progress.phase("checking", total)
         progress.advance(step)
 
     return run_model(
         model,
         plan,
-        steps=args.steps,
+        steps=steps,
+        epochs=args.epochs,
         data=args.data,
+        held_out=args.val_fraction,
+        tokenizer=args.tokenizer,
+        metrics=args.metrics,
         seed=args.seed,
         backend=args.backend,
         check=args.check,
@@ -73,6 +95,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         on_plan=on_plan,
         on_step=on_step,
         on_check=on_check,
+        on_epoch=on_epoch,
     )
 
 

@@ -80,13 +80,8 @@ def _run(commands: Any) -> None:
     _model_flags(parser)
     _plan_flags(parser)
     group = parser.add_argument_group("the run")
-    group.add_argument("--steps", type=_at_least(1), default=5, metavar="N", help="default: 5")
-    group.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the data; default: 0")
-    group.add_argument(
-        "--data",
-        metavar="FILE.npz",
-        help="an array for each input, by name, and labels (cross-entropy) or target (mse); default: drawn",
-    )
+    _data_flags(group)
+    group.add_argument("--metrics", metavar="FILE.json", help="write times, rates and losses to it after each epoch")
     group.add_argument(
         "--backend",
         choices=("gloo", "nccl", "numpy"),
@@ -147,6 +142,28 @@ def _bench(commands: Any) -> None:
     parser.add_argument("--size", type=_at_least(1), action="append", metavar="BYTES", help="likewise a size")
     parser.add_argument(
         "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"
+    )
+
+
+def _data_flags(group: Any) -> None:
+    group.add_argument(
+        "--steps", type=_at_least(1), metavar="N", help="of an epoch at most; default: 5, with --epochs all of --data"
+    )
+    group.add_argument(
+        "--epochs", type=_at_least(1), metavar="N", help="go through the data so often, each time in another order"
+    )
+    group.add_argument(
+        "--data",
+        metavar="FILE",
+        help="a text; or FILE.npz, an array for each input, by name, and labels (cross-entropy) or target (mse); "
+        "default: drawn",
+    )
+    group.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of data and order; default: 0")
+    group.add_argument(
+        "--val-fraction", type=_share, default=0.1, metavar="X", help="of --data held out of epochs; default: 0.1"
+    )
+    group.add_argument(
+        "--tokenizer", metavar="FILE.json", help="of a text: read if it is there, else trained on the text and written"
     )
 
 
@@ -233,6 +250,13 @@ def _number(text: str) -> float:
 
 def _bucket(text: str) -> float:
     return float("inf") if text == "inf" else _number(text)
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"expected a share below 1, got {text}")
+    return value
 
 
 def _positive(text: str) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import threading
 from types import TracebackType
 from typing import Any
 
+from distir.api.metrics import finite
 from distir.ir.function import Function
 
 _PATIENCE_SECONDS = 2.0
@@ -17,15 +17,7 @@ _PATIENCE_SECONDS = 2.0
 
 def print_json(x: Any) -> None:
     """Print it as JSON; numbers that JSON does not have (infinity, nan) as null."""
-    print(json.dumps(_plain(x), indent=2, allow_nan=False))
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {k: _plain(v) for k, v in x.items()}
-    if isinstance(x, list | tuple):
-        return [_plain(v) for v in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+    print(json.dumps(finite(x), indent=2, allow_nan=False))
 
 
 def print_program(function: Function) -> None:

@@ -1,0 +1,56 @@
+""".npz files, of which only what is touched is read: arrays that are not compressed are mapped into memory."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import BinaryIO
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+
+import numpy as np
+
+from distir.ir.errors import UsageError
+
+_LOCAL_HEADER = 30
+"""Bytes of a zip member's header before its name and extra field, whose lengths are its last two numbers."""
+
+
+def archive(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file by name, read-only where they are mapped. Raises UsageError if it is none."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            raise UsageError(f"{path} is not an .npz file", _HINT)
+        with loaded, ZipFile(path) as members, open(path, "rb") as file:
+            stored = {m.filename.removesuffix(".npy"): m for m in members.infolist() if m.compress_type == ZIP_STORED}
+            arrays = {name: _mapped(file, stored.get(name)) for name in loaded.files}
+            arrays = {name: loaded[name] if x is None else x for name, x in arrays.items()}
+    except OSError as e:
+        raise UsageError(f"cannot read data file {path}: {e.strerror or e}") from None
+    except (ValueError, EOFError, BadZipFile) as e:
+        raise UsageError(f"{path} is not an .npz file: {e}") from None
+    if not arrays:
+        raise UsageError(f"{path} is not an .npz file", _HINT)
+    return arrays
+
+
+_HINT = "write it with numpy.savez(path, name=array, ...)"
+
+
+def _mapped(file: BinaryIO, member: ZipInfo | None) -> np.ndarray | None:
+    """The array of a member that is not compressed. None if it cannot be mapped."""
+    if member is None:
+        return None
+    file.seek(member.header_offset)
+    name, extra = struct.unpack("<HH", file.read(_LOCAL_HEADER)[-4:])
+    file.seek(name + extra, 1)
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        return None
+    shape, fortran, dtype = _HEADERS[version](file)
+    if fortran or dtype.hasobject or 0 in shape:
+        return None
+    return np.memmap(file, dtype, "r", file.tell(), shape)
+
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}

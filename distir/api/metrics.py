@@ -1,0 +1,197 @@
+"""What a training run measures, epoch by epoch, beside what was predicted; and the file it is kept in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from distir.api.results import Prediction, rates, seconds
+from distir.backends.epochs import Epoch
+from distir.ir.errors import UsageError
+from distir.ir.files import written
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of an epoch or several alike: its seconds, the mean over ranks; samples and tokens a second of each rank, which
+    is counted as doing an equal part of every step, whatever the plan.
+    """
+
+    seconds: float
+    samples: list[float]
+    tokens: list[float] | None
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks together."""
+        return sum(self.samples)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks together. None if samples are not sequences."""
+        return None if self.tokens is None else sum(self.tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "samples_per_second_by_rank": self.samples,
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second_by_rank": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What was predicted of a run, and what is measured: it grows with every epoch.
+
+    `steps` are those of an epoch; `about` is what else there is to say of the run. `losses[k]` and `validation[k]` are
+    means over epoch k, None where there is no loss or nothing was held out.
+    """
+
+    prediction: Prediction
+    steps: int
+    about: Mapping[str, Any] = field(default_factory=dict)
+    epochs: list[Epoch] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    validation: list[float | None] = field(default_factory=list)
+
+    def add(self, epoch: Epoch, losses: Sequence[float]) -> None:
+        """Count an epoch, of whose steps these are the losses."""
+        self.epochs.append(epoch)
+        self.losses.append(fmean(losses) if losses else None)
+        self.validation.append(float(epoch.means[0]) if epoch.means else None)
+
+    def rates(self, epochs: Sequence[Epoch], warm_up: bool = False) -> Rates:
+        """Of some epochs; with `warm_up` without the first step of each, unless there is no other."""
+        first = warm_up and all(e.steps > 1 for e in epochs)
+        steps = sum(e.steps - first for e in epochs)
+        spent = [sum(e.seconds[r] - first * e.first[r] for e in epochs) for r in range(len(epochs[0].seconds))]
+        summary = self.prediction.summary
+        each = [steps / s / len(spent) for s in spent]
+        tokens = None if summary.tokens is None else [x * summary.tokens for x in each]
+        return Rates(fmean(spent) / steps * self.steps, [x * summary.batch for x in each], tokens)
+
+    @property
+    def measured(self) -> Rates | None:
+        """Without the first epoch, which warms up; of an only epoch without the first step. None before the first."""
+        return self.rates(self.epochs[1:] or self.epochs, len(self.epochs) == 1) if self.epochs else None
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of an epoch."""
+        return self.prediction.step_seconds * self.steps
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A header and a row an epoch."""
+        return [epoch_header(self), *[self.row(k) for k in range(len(self.epochs))]]
+
+    def row(self, k: int) -> tuple[str, ...]:
+        """Epoch, losses (if there are any), time and rate as text."""
+        found = self.rates([self.epochs[k]])
+        losses = [f"{x:.6f}" for x in (self.losses[k], self.validation[k]) if x is not None]
+        rate = found.samples_per_second if found.tokens_per_second is None else found.tokens_per_second
+        return str(self.epochs[k].number), *losses, seconds(found.seconds), f"{rate:,.0f}"
+
+    def lines(self) -> list[str]:
+        """What there is to say at the end: averages, predicted beside measured."""
+        found = self.measured
+        if found is None:
+            return []
+        last = len(self.epochs) - 1
+        which = f"mean of epochs 1 to {last}" if last > 1 else "epoch 1" if last else "without its first step"
+        p = self.prediction
+        said = f"epoch {seconds(found.seconds)} ({which}), {rates(found.samples_per_second, found.tokens_per_second)}"
+        if self.about.get("backend") == "numpy":  # the reference runs all ranks in one process
+            return [said]
+        figures = f"{seconds(self.predicted_seconds)}, {rates(p.samples_per_second, p.tokens_per_second)}"
+        return [said, f"predicted {figures} on {p.cluster}"]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON: seconds; a figure a rank where that is said, or else of all together."""
+        found, p = self.measured, self.prediction
+        epochs = [
+            {
+                "epoch": e.number,
+                "steps": e.steps,
+                "loss": self.losses[k],
+                "validation_loss": self.validation[k],
+                "seconds_by_rank": e.seconds,
+                "data_seconds_by_rank": e.data_seconds,
+                **self.rates([e]).to_json(),
+            }
+            for k, e in enumerate(self.epochs)
+        ]
+        return {
+            **p.summary.to_json(),
+            **self.about,
+            "cluster": p.cluster,
+            "steps": self.steps,
+            "predicted": {
+                "epoch_seconds": self.predicted_seconds,
+                "step_seconds": p.step_seconds,
+                "samples_per_second": p.samples_per_second,
+                "tokens_per_second": p.tokens_per_second,
+            },
+            "measured": found
+            and {
+                "epochs": [e.number for e in self.epochs[1:] or self.epochs],
+                "epoch_seconds": found.seconds,
+                "step_seconds": found.seconds / self.steps,
+                **found.to_json(),
+            },
+            "epochs": epochs,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON, whole or not at all. Raises UsageError if it cannot be written."""
+        write_json(self.to_json(), path)
+
+
+def epoch_header(metrics: Metrics) -> tuple[str, ...]:
+    """The columns of `Metrics.row`."""
+    loss = ["loss"] * any(x is not None for x in metrics.losses)
+    validation = ["validation loss"] * any(x is not None for x in metrics.validation)
+    unit = "samples/s" if metrics.prediction.summary.tokens is None else "tokens/s"
+    return "epoch", *loss, *validation, "time", unit
+
+
+def finite(x: Any) -> Any:
+    """The same for JSON, which has neither infinity nor nan: null stands for them."""
+    if isinstance(x, dict):
+        return {k: finite(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [finite(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def write_json(x: Any, path: str | os.PathLike[str]) -> None:
+    """Write a file whole or not at all. Raises UsageError if it cannot be written."""
+    with written(path) as file:
+        file.write_text(json.dumps(finite(x), indent=2, allow_nan=False) + "\n")
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The runs in a file that `run` or `bench scaling` has written. Raises UsageError if it is none."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as e:
+        raise UsageError(f"cannot read {os.fspath(path)}: {e.strerror or e}") from None
+    except ValueError:
+        raise UsageError(f"{os.fspath(path)} is not JSON", _HINT) from None
+    runs = found.get("runs", [found]) if isinstance(found, dict) else []
+    if not runs or not all(
+        isinstance(r, dict) and {"plan", "predicted", "measured", "epochs"} <= r.keys() for r in runs
+    ):
+        raise UsageError(f"{os.fspath(path)} holds no metrics", _HINT)
+    if any(r["measured"] is None for r in runs):
+        raise UsageError(f"{os.fspath(path)}: no epoch was measured yet")
+    return runs
+
+
+_HINT = "distir run --metrics FILE.json writes them"
