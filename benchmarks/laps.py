@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 
-def parser(text: str | None, runs: int) -> argparse.ArgumentParser:
-    """The flags that all benchmarks have: --runs and --json."""
+def parser(text: str | None, runs: int, json_file: bool = False) -> argparse.ArgumentParser:
+    """The flags that all benchmarks have: --runs and --json; with `json_file` that may name a file, "-" is stdout."""
     found = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--runs", type=_at_least_one, default=runs, metavar="N", help=f"default: {runs}")
-    found.add_argument("--json", action="store_true")
+    if json_file:
+        found.add_argument("--json", nargs="?", const="-", metavar="FILE")
+    else:
+        found.add_argument("--json", action="store_true")
     return found
 
 
@@ -47,8 +52,19 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def machine() -> str:
-    """The processor and the interpreter, in words."""
-    return f"{platform.machine()}, {platform.python_implementation()} {platform.python_version()}"
+    """The processor, its cores and the interpreter, in words."""
+    cores = f"{os.cpu_count()} cores"
+    return f"{_processor()}, {cores}, {platform.python_implementation()} {platform.python_version()}"
+
+
+def _processor() -> str:
+    """Its model, where Linux says it, and its kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{named[0]} ({platform.machine()})" if named else platform.machine()
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FLAGS: dict[str, list[str]] = {
+    "execution": ["--small", "--seconds", "0.1", "--only", "mlp", "ddp"],
     "gpt2_plan": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "scale": ["--dp", "1", "2", "--microbatches", "16", "--no-plans"],
 }
@@ -25,6 +27,38 @@ def test_runs(name: str) -> None:
     assert any(c.isdigit() for c in text)
     found = subprocess.run([*command, "--json"], check=True, capture_output=True, text=True, timeout=600).stdout
     assert json.loads(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["mlp", "fsdp"], ["gpt2", "pipeline"], ["model-parallel"]])
+def test_execution(words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    flags = ["--small", "--seconds", "0.1", "--runs", "1", "--only", *words, "--json", str(file)]
+    command = [sys.executable, str(BENCHMARKS / "execution.py"), *flags]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    found = json.loads(file.read_text())
+    assert len(text.splitlines()) > len(found["results"])
+    for row in found["results"]:
+        assert set(words) <= set(row["words"])
+        assert row["ratio"] == pytest.approx(row["peer_ms"][0] / row["ours_ms"][0])
+    for losses in found["losses"].values():
+        for team in losses.values():
+            assert team[-1] < team[0]  # it trains
+
+
+def test_different_losses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import execution  # pyright: ignore[reportMissingImports]
+
+    def team(name: str, *losses: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, losses=list(losses))
+
+    ours, same, other = team("ours", 2.0, 1.5), team("same", 2.0, 1.50001), team("other", 2.0, 1.51)
+    assert execution.same_losses([ours, same]) == {"ours": [2.0, 1.5], "same": [2.0, 1.50001]}
+    with pytest.raises(SystemExit, match="step 1: ours has the loss"):
+        execution.same_losses([ours, same, other])
+    with pytest.raises(SystemExit, match="step 0"):
+        execution.same_losses([ours, team("diverged", float("nan"), 1.5)])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,271 @@
+"""Training steps against DDP, FSDP2 and torch.distributed.pipelining, side by side, on 2 gloo ranks of one thread.
+
+    python benchmarks/execution.py [--only mlp|gpt2|ddp|fsdp|pipeline|model-parallel ...] [--runs N] [--seconds S]
+                                   [--json [FILE]] [--sweep]
+
+All competitors of a table are started first, and then take turns of about S seconds; N rounds. They have the same
+first weights, data, optimizer (plain SGD), types and number of threads; that they compute the same is checked by the
+losses of the first steps, which are printed. Times are of a step: all ranks begin together, and the slower counts. A
+ratio is the median over rounds of the peer's time by ours in the same round. The peers' scripts and settings are in
+benchmarks/peers; `--sweep` times the settings that were tried. `--only` takes what has all the words given.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from laps import machine, parser, table
+from peers import settings
+from peers.teams import CHECKED_STEPS, Entry, Team, alternate, started
+
+SIZES = {
+    "mlp": {"layers": 8, "width": 1024},
+    "gpt2": {"layers": 4, "width": 256, "heads": 4, "vocab": 8192, "seq": 128},
+}
+SMALL = {
+    "mlp": {"layers": 8, "width": 32},
+    "gpt2": {"layers": 4, "width": 16, "heads": 2, "vocab": 64, "seq": 8},
+}
+BATCH = {"mlp": 256, "gpt2": 8}
+"""Samples of a step, of both ranks together."""
+RATE = {"mlp": 0.05, "gpt2": 0.5}
+"""Of learning: such that the loss changes by more in a few steps than rounding does."""
+MICROBATCHES = 8
+SAME_LOSS = 1e-4
+"""How far the losses of the first steps may be apart, as a share: all compute in float32, in different orders."""
+
+
+@dataclass
+class Row:
+    """A comparison of two teams, by name; `goal` is how many times as quick ours should be, None: it is only told."""
+
+    words: tuple[str, ...]
+    ours: str
+    peer: str
+    goal: float | None
+
+
+class Plans:
+    """The teams of one model, by name, and the rows to be printed of them."""
+
+    def __init__(self, model: str, small: bool, folder: Path) -> None:
+        self.model, self.folder = model, folder
+        self.sizes = (SMALL if small else SIZES)[model]
+        self.file = folder / f"{model}.onnx"
+        self.entries: dict[str, Entry] = {}
+        self.rows: list[Row] = []
+
+    def entry(self, script: str, told: Mapping[str, Any]) -> Entry:
+        work = {"model": self.model, "sizes": self.sizes, "batch": BATCH[self.model], "lr": RATE[self.model]}
+        return Entry(script, work, told)
+
+    def ours(self, name: str, **plan: Any) -> str:
+        self.entries[name] = self.entry("ours", {"model": str(self.file), "plan": plan})
+        return name
+
+    def peer(self, name: str, script: str, told: Mapping[str, Any]) -> str:
+        self.entries[name] = self.entry(script, told)
+        return name
+
+    def row(self, words: str, ours: str, peer: str, goal: float | None) -> None:
+        self.rows.append(Row((self.model, *words.split()), ours, peer, goal))
+
+    def export(self) -> None:
+        """Write the model that distir takes."""
+        from peers.models import Work, export
+
+        export.export(Work(self.model, self.sizes, 1, 0.0).exported, self.file, **self.sizes)
+
+    def only(self, words: Sequence[str]) -> None:
+        """Leave out the rows that have not all of these words, and the teams in none."""
+        self.rows = [row for row in self.rows if set(words) <= set(row.words)]
+        used = {name for row in self.rows for name in (row.ours, row.peer)}
+        self.entries = {name: entry for name, entry in self.entries.items() if name in used}
+
+
+def data_parallel(plans: Plans) -> None:
+    """Against DDP and FSDP2."""
+    model = plans.model
+    ours = plans.ours("dp 2", dp=2)
+    default = plans.peer("DDP", "ddp", settings.DDP_DEFAULT[model])
+    tuned = plans.peer("DDP tuned", "ddp", settings.DDP[model][0])
+    plans.row("ddp", ours, default, 1.15 if model == "mlp" else None)
+    plans.row("ddp", ours, tuned, 1.08 if model == "mlp" else 1.0)
+    if _has_zero():
+        zero = plans.ours("dp 2, zero 3", dp=2, zero=3)
+        plans.row("fsdp", zero, plans.peer("FSDP2", "fsdp", settings.FSDP[model][0]), 1.3)
+
+
+def pipelines(plans: Plans) -> None:
+    """Against torch.distributed.pipelining."""
+    for schedule, name in settings.SCHEDULES.items():
+        chunks = 2 if schedule == "interleaved" else 1
+        plan = {"pp": 2, "microbatches": MICROBATCHES, "schedule": schedule, "chunks": chunks}
+        ours = plans.ours(schedule, **plan)
+        told = settings.PIPELINE[plans.model, schedule][0]
+        peer = plans.peer(name, "pipelining", {"schedule": name, "microbatches": MICROBATCHES, **told})
+        plans.row("pipeline", ours, peer, 1.15 if plans.model == "mlp" else 1.0)
+
+
+def model_parallel(plans: Plans) -> None:
+    """Without microbatches, against pipelined: ours and ours."""
+    whole = plans.ours("pp 2, m 1", pp=2)
+    for m in (4, 8):
+        plans.row("model-parallel", plans.ours(f"pp 2, m {m}", pp=2, microbatches=m), whole, None)
+
+
+def candidates(model: str, small: bool, folder: Path) -> Iterator[Plans]:
+    """The settings of the peers that were tried, one kind after the other: the first of each is compared with."""
+    kinds = [("ddp", settings.DDP[model]), ("fsdp", settings.FSDP[model])]
+    for schedule, name in settings.SCHEDULES.items():
+        common = {"schedule": name, "microbatches": MICROBATCHES}
+        kinds.append(("pipelining", [common | told for told in settings.PIPELINE[model, schedule]]))
+    for script, tried in kinds:
+        plans = Plans(model, small, folder)
+        names = [plans.peer(f"{script} {json.dumps(told)}", script, told) for told in tried]
+        for name in names[1:]:
+            plans.row(script.replace("pipelining", "pipeline"), names[0], name, None)
+        yield plans
+
+
+def _has_zero() -> bool:
+    from dataclasses import fields
+
+    from distir import Plan
+
+    return any(f.name == "zero" for f in fields(Plan))
+
+
+@dataclass
+class Result:
+    """Of one row: milliseconds of a step, ours and the peer's, by round; `ratio` is the median of the rounds'."""
+
+    words: tuple[str, ...]
+    ours: str
+    peer: str
+    ours_ms: list[float]
+    peer_ms: list[float]
+    ratio: float
+    goal: float | None
+
+    @property
+    def cells(self) -> list[str]:
+        ratios = [p / o for p, o in zip(self.peer_ms, self.ours_ms, strict=True)]
+        goal = "" if self.goal is None else f"{self.goal:.2f}"
+        met = "" if self.goal is None else "yes" if self.ratio >= self.goal else "no"
+        ms = [f"{statistics.median(x):.1f}" for x in (self.ours_ms, self.peer_ms)]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        return [self.words[0], self.ours, self.peer, *ms, f"{self.ratio:.2f}", spread, goal, met]
+
+
+HEADER = ["model", "ours", "peer", "ours, ms", "peer, ms", "ratio", "of rounds", "goal", "met"]
+
+
+def measure(plans: Plans, runs: int, seconds: float) -> tuple[list[Result], dict[str, list[float]]]:
+    """The results of the rows, and each team's losses in its first steps. Raises SystemExit if these differ."""
+    with started(plans.entries, plans.folder) as teams:
+        print(f"{plans.model}: {', '.join(team.name for team in teams)}", file=sys.stderr)
+        times = alternate(teams, runs, seconds)
+        losses = same_losses(teams)
+    results: list[Result] = []
+    for row in plans.rows:
+        ours, peer = ([s * 1e3 for s in times[name]] for name in (row.ours, row.peer))
+        ratio = statistics.median(p / o for p, o in zip(peer, ours, strict=True))
+        results.append(Result(row.words, row.ours, row.peer, ours, peer, ratio, row.goal))
+    return results, losses
+
+
+def same_losses(teams: Sequence[Team]) -> dict[str, list[float]]:
+    losses = {team.name: team.losses[:CHECKED_STEPS] for team in teams}
+    first = teams[0]
+    for team in teams:
+        for k, (a, b) in enumerate(zip(losses[first.name], losses[team.name], strict=True)):
+            if not abs(a - b) <= SAME_LOSS * abs(a):
+                raise SystemExit(
+                    f"step {k}: {first.name} has the loss {a}, {team.name} {b}: they compute different things"
+                )
+    return losses
+
+
+def predictions(plans: Plans) -> list[list[str]]:
+    """What the simulator says of the plans without and with microbatches."""
+    import distir
+    from distir.transforms.training import SGD
+
+    model = distir.load(plans.file, {"batch": BATCH[plans.model]}, loss="cross-entropy", optimizer=SGD())
+    found = [distir.simulate(model, distir.Plan(pp=2, microbatches=m)).step_seconds * 1e3 for m in (1, 4, 8)]
+    return [[f"pp 2, m {m}", f"{ms:.1f}", f"{found[0] / ms:.2f}"] for m, ms in zip((1, 4, 8), found, strict=True)]
+
+
+def main() -> None:
+    flags = parser(__doc__, 5, json_file=True)
+    words = ["mlp", "gpt2", "ddp", "fsdp", "pipeline", "model-parallel"]
+    flags.add_argument("--only", nargs="+", default=[], choices=words, metavar="WORD", help=", ".join(words))
+    flags.add_argument("--seconds", type=float, default=1.0, metavar="S", help="of a turn; default: 1")
+    flags.add_argument("--sweep", action="store_true", help="time the settings of the peers that were tried")
+    flags.add_argument("--small", action="store_true", help="tiny models, to see that all of it works")
+    args = flags.parse_args()
+    results: list[Result] = []
+    losses: dict[str, Any] = {}
+    predicted: list[list[str]] = []
+    with tempfile.TemporaryDirectory(prefix="distir-") as name:
+        for plans in _all(args, Path(name)):
+            plans.only(args.only)
+            if plans.rows:
+                plans.export()
+                found, losses_here = measure(plans, args.runs, args.seconds)
+                results += found
+                losses[" ".join(plans.rows[0].words)] = losses_here
+                predicted += predictions(plans) if "model-parallel" in plans.rows[0].words else []
+    _tell(args, results, losses, predicted)
+
+
+def _all(args: Any, folder: Path) -> Iterator[Plans]:
+    for model in SIZES:
+        if args.sweep:
+            yield from candidates(model, args.small, folder)
+            continue
+        for build in (data_parallel, pipelines, *([model_parallel] if model == "gpt2" else [])):
+            plans = Plans(model, args.small, folder)
+            build(plans)
+            yield plans
+
+
+def _tell(args: Any, results: Sequence[Result], losses: Mapping[str, Any], predicted: list[list[str]]) -> None:
+    import torch
+
+    where = f"{machine()}, torch {torch.__version__}, 2 gloo ranks, one thread each"
+    found = {
+        "machine": where,
+        "results": [asdict(r) for r in results],
+        "losses": losses,
+        "predicted": predicted,
+    }
+    if args.json:
+        text = json.dumps(found, indent=2)
+        if args.json == "-":
+            print(text)
+            return
+        Path(args.json).write_text(text + "\n")
+    print(f"{where}\n\n{table(HEADER, [r.cells for r in results])}")
+    checked = [
+        [f"{group}: {name}", f"{row[0]:.5f}", f"{row[-1]:.5f}"]
+        for group, teams in losses.items()
+        for name, row in teams.items()
+    ]
+    print(f"\n{table(['loss', 'first step', f'step {CHECKED_STEPS}'], checked)}")
+    if predicted:
+        print(f"\n{table(['predicted', 'ms', 'speed-up'], predicted)}")
+    if not _has_zero():
+        print("\nnot built: ZeRO-3, so no comparison with FSDP2")
+
+
+if __name__ == "__main__":
+    main()

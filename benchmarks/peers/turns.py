@@ -1,0 +1,83 @@
+"""A competitor's end of the line to benchmarks/execution.py, which lets one of them run at a time.
+
+The controller writes a number of steps; this rank runs them, answers with a line of JSON, and waits in a read, so that
+it costs nothing while others run. Ranks find each other by the environment that torchrun sets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Work, data_of
+from torch import Tensor
+
+
+class Turns:
+    """Counts the steps of a turn. `report` seconds and losses of each step."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.steps = 0
+        self.told: dict[str, list[float]] = {"seconds": [], "losses": []}
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print is no answer
+
+    def step(self) -> int:
+        """The number of the next step; waits until it may run. Raises SystemExit when no more are wanted."""
+        if not self.left:
+            print(json.dumps(self.told), file=self._out, flush=True)
+            self.told = {"seconds": [], "losses": []}
+            line = sys.stdin.readline()
+            if not line:
+                raise SystemExit
+            self.left = int(line)
+        self.left -= 1
+        self.steps += 1
+        return self.steps - 1
+
+    def report(self, seconds: float, loss: float | None) -> None:
+        """What a step took on this rank, and its loss if this rank has (its share of) it."""
+        self.told["seconds"].append(seconds)
+        if loss is not None:
+            self.told["losses"].append(loss)
+
+
+def arguments() -> tuple[Work, dict[str, Any]]:
+    """What to compute, and this competitor's settings."""
+    said = json.loads(sys.argv[1])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return Work(**said["work"]), said["settings"]
+
+
+def start() -> tuple[int, int]:
+    """Join the group of all ranks: this one's number, and how many there are."""
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def optimizer(parameters: Sequence[torch.nn.Parameter], work: Work, settings: dict[str, Any]) -> torch.optim.Optimizer:
+    """Plain SGD; `implementation` is torch's "foreach", "fused", or, if not said, its default."""
+    kind = settings.get("implementation")
+    return torch.optim.SGD(parameters, lr=work.lr, **({kind: True} if kind else {}))
+
+
+def run(work: Work, step: Callable[[Sequence[Tensor]], Tensor | None], rank: int, shares: int) -> None:
+    """Take turns until the controller is gone. All ranks begin a step together; data are there before it begins.
+
+    `shares`: into how many parts the data of a step are cut, for the ranks; 1 gives each rank all of them.
+    """
+    turns, token = Turns(), torch.zeros(1)
+    while True:
+        batch = data_of(work, turns.step(), rank % shares, shares)
+        dist.all_reduce(token)
+        begin = time.perf_counter()
+        loss = step(batch)
+        seconds = time.perf_counter() - begin
+        turns.report(seconds, None if loss is None else float(loss))
