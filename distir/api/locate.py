@@ -20,12 +20,12 @@ import numpy as np
 from distir.api.check import largest_difference, magnitude
 from distir.api.steps import Job, compute_steps
 from distir.backends.record import Key
-from distir.executor.collectives import cut
+from distir.executor.collectives import cut, move
 from distir.executor.sequential import SequentialExecutor, evaluate, fit
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import MismatchError, WorkerError
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import Float32, Float64, Partial, Tensor
+from distir.ir.type import REPLICATE, Float32, Float64, Partial, Tensor
 from distir.transforms.project import ranks
 
 _TOLERANCE = {Float64: 1e-9, Float32: 1e-4}
@@ -222,19 +222,13 @@ def _complete(t: Tensor) -> bool:
 
 
 def _summed(t: Tensor, held: Held) -> Held:
-    """What is held, partial sums (or maxima) replaced by the whole's pieces."""
-    kinds = {p.kind for p in t.placements if isinstance(p, Partial)}
-    if not kinds:
-        return held
-    combine = np.maximum if kinds == {"max"} else np.add
-    whole = [
-        tuple(0 if isinstance(p, Partial) else c for c, p in zip(coord, t.placements, strict=True))
-        for coord in t.mesh.coords
-    ]
-    total: dict[tuple[int, ...], Any] = {}
-    for at, x in zip(whole, held, strict=True):
-        total[at] = combine(total[at], x) if at in total else x
-    return [total[at] for at in whole]
+    """What is held, partial sums (or maxima, or means) replaced by the whole's pieces."""
+    for axis, p in zip(t.mesh.axes, t.placements, strict=True):
+        if isinstance(p, Partial):
+            after = t.placed(axis, REPLICATE, t.piece)
+            held = move(held, t, after, axis, t.mesh.coords)
+            t = after
+    return held
 
 
 def _erased(program: Function, arrays: Sequence[Any]) -> dict[Value, Any]:

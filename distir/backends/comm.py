@@ -7,65 +7,39 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from distir.backends.layout import WIDER, merge_front, movable, split_front
+from distir.backends.memory import Memory, memory_for
 from distir.backends.namespace import torch_dtype
-from distir.backends.pieces import is_primary, join_pieces
-from distir.executor.collectives import cut, local_outer
+from distir.backends.transfers import Group, Pending, Transfers, directed_groups, wait
+from distir.executor.collectives import local_outer
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Function
 from distir.ir.type import Partial, Shard, Tensor
 from distir.ops.comm import ALONG_AXIS
-from distir.transforms.project import coordinate, device_at
-
-Pending = Callable[[], torch.Tensor]
-Group = Any
-"""A process group; None is the group of all ranks."""
+from distir.transforms.project import coordinate
 
 # torch 2.13 renamed these two
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_WIDER = {torch.int16: torch.int32}
-"""What neither gloo nor NCCL reduces is reduced as this."""
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
-def split_front(x: torch.Tensor, dim: int, outer: int, n: int) -> torch.Tensor:
-    """(n, ...): the n parts of `x`, whose `dim` reads as (outer, n, rest), one after the other in memory."""
-    shape = x.shape
-    y = x.reshape(*shape[:dim], outer, n, shape[dim] // (outer * n), *shape[dim + 1 :]).movedim(dim + 1, 0)
-    return y.contiguous().reshape(n, *shape[:dim], shape[dim] // n, *shape[dim + 1 :])
-
-
-def merge_front(x: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
-    """The inverse of `split_front`."""
-    n, *shape = x.shape
-    y = x.reshape(n, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]).movedim(0, dim + 1)
-    return y.reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
-
-
-def merge(parts: Sequence[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
-    """The whole, of whose `dim`, read as (outer, n, rest), these are the n parts."""
-    return merge_front(torch.stack(tuple(parts)), dim, outer)
-
-
-def movable(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as a row, in a type that every backend moves; of the same memory."""
-    row = x.view(-1)
-    return row.view(torch.uint8) if x.dtype in _WIDER else row
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "mean": dist.ReduceOp.SUM}
+"""A mean is a sum that is then divided: gloo has none."""
 
 
 class Network:
     """One rank's end of the communication: its process groups, and the transfers it has under way.
 
     `devices` are the devices of the plan in the order of ranks; every rank must be given the same program,
-    because all create their groups in the program's order. Without `connect` nothing can be sent.
+    because all create all groups, in the program's order. Without `connect` nothing can be sent. `memory` is where the
+    backend takes tensors from, `directed` whether it needs a group for each direction between two ranks (see
+    `transfers`); without them what the backend of the process group needs.
     """
 
     def __init__(
@@ -75,18 +49,24 @@ class Network:
         rank: int,
         device: torch.device,
         connect: bool = True,
+        memory: Memory | None = None,
+        directed: bool | None = None,
     ) -> None:
         self.rank = rank
-        self.device = device
+        self.memory = memory or memory_for(device)
         self.here = devices[rank] if devices else None
         self.number = {d: k for k, d in enumerate(devices)}
-        self._sent: list[Any] = []
         self._groups: dict[tuple[int, ...], Group] = {tuple(range(len(devices))): None}
         for mesh, axis in _axes_used(program):
             for ranks in _groups_along(mesh, axis, self.number):
-                if ranks not in self._groups and rank in ranks:
-                    group = dist.new_group(list(ranks), use_local_synchronization=True) if connect else None
-                    self._groups[ranks] = group
+                members = tuple(sorted(ranks))
+                if members not in self._groups:
+                    self._groups[members] = _new_group(members) if connect else None
+        if directed is None:
+            directed = connect and dist.is_initialized() and dist.get_backend() == "nccl"
+        self.transfers = Transfers(
+            rank, self.memory, directed_groups(program, self.number, _new_group) if directed else None
+        )
 
     def coordinate(self, mesh: Mesh) -> tuple[int, ...]:
         """Where this rank is in the mesh, 0 along its time axis. Raises ModelError if it is not in it."""
@@ -94,148 +74,119 @@ class Network:
             raise ModelError(f"a program on no device has no place in {mesh}")
         return coordinate(mesh, self.here)
 
-    def _group(self, mesh: Mesh, axis: str) -> Group:
+    def _group(self, mesh: Mesh, axis: str) -> tuple[Group, list[int] | None]:
+        """This rank's group along an axis, and the place in it, which is in the order of ranks, of each index along the
+        axis; None if each is at its own."""
         place = mesh.devices.index(self.here) if self.here is not None else 0
-        return self._groups[tuple(self.number[d] for d in mesh.group(axis, place))]
+        ranks = [self.number[d] for d in mesh.group(axis, place)]
+        members = sorted(ranks)
+        return self._groups[tuple(members)], None if ranks == members else [members.index(r) for r in ranks]
 
     # --- collectives along a mesh axis: each returns what the op does to this rank's tensor
 
-    def allreduce(self, before: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
-        """Partial to Replicate."""
-        group, op = self._group(before.mesh, axis), _OPS[_partial(before, axis).kind]
-        wider = _WIDER.get(torch_dtype(before.dtype))
+    def allreduce(self, before: Tensor, axis: str, own: bool = False) -> Callable[[torch.Tensor], Pending]:
+        """Partial to Replicate; an operand of its `own` is reduced in place."""
+        memory, (group, _) = self.memory, self._group(before.mesh, axis)
+        kind, n = _partial(before, axis).kind, before.mesh.size(axis)
         narrow = torch_dtype(before.dtype)
+        wider = WIDER.get(narrow)
 
         def start(x: torch.Tensor) -> Pending:
-            y = x.to(wider) if wider else x.clone(memory_format=torch.contiguous_format)
-            work = dist.all_reduce(y, op, group, async_op=True)
-            return lambda: (_wait(work), y.to(narrow))[1]
+            y = memory.lent(x.to(wider or narrow)) if own or wider else memory.copied(x)
+            work = dist.all_reduce(y, _OPS[kind], group, async_op=True)
+
+            def finish() -> torch.Tensor:
+                wait(work)
+                return memory.back(_reduced(y, kind, n).to(narrow))
+
+            return finish
 
         return start
 
     def allgather(self, before: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
         """Shard to Replicate."""
-        group, (dim, outer, n) = self._group(before.mesh, axis), _digit(before, axis)
+        memory, (group, places) = self.memory, self._group(before.mesh, axis)
+        dim, outer, n = digit(before, axis)
 
         def start(x: torch.Tensor) -> Pending:
-            x = x.contiguous()
-            out = torch.empty((n, *x.shape), dtype=x.dtype, device=x.device)
+            x = memory.lent(x)
+            out = memory.empty((n, *x.shape), x.dtype)
             work = all_gather(movable(out), movable(x), group=group, async_op=True)
-            return lambda: (_wait(work), merge_front(out, dim, outer))[1]
+
+            def finish() -> torch.Tensor:
+                wait(work)
+                return merge_front(_at(memory.back(out), places), dim, outer)
+
+            return finish
 
         return start
 
     def reduce_scatter(self, before: Tensor, after: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
         """Partial to Shard."""
-        group, op = self._group(before.mesh, axis), _OPS[_partial(before, axis).kind]
-        dim, outer, n = _digit(after, axis)
-        wider = _WIDER.get(torch_dtype(before.dtype))
+        memory, (group, places) = self.memory, self._group(before.mesh, axis)
+        kind, (dim, outer, n) = _partial(before, axis).kind, digit(after, axis)
         narrow = torch_dtype(before.dtype)
-        mine = self.coordinate(before.mesh)[before.mesh.position(axis)]
+        wider = WIDER.get(narrow)
+        index = self.coordinate(before.mesh)[before.mesh.position(axis)]
+        mine = index if places is None else places[index]
 
         def start(x: torch.Tensor) -> Pending:
-            parts = split_front(x, dim, outer, n)
-            parts = parts.to(wider) if wider else parts
-            out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=x.device)
+            parts = _to(split_front(x, dim, outer, n), places)
+            parts = memory.lent(parts if wider is None else parts.to(wider))
+            out = memory.empty(parts.shape[1:], parts.dtype)
             try:
-                work = reduce_scatter(out.view(-1), parts.view(-1), op, group=group, async_op=True)
+                work = reduce_scatter(out.view(-1), parts.view(-1), _OPS[kind], group=group, async_op=True)
             except RuntimeError as e:  # gloo has it since torch 2.8
                 if "does not support" not in str(e):
                     raise
                 parts = parts.clone()
-                work = dist.all_reduce(parts, op, group, async_op=True)
-                return lambda: (_wait(work), parts[mine].to(narrow))[1]
-            return lambda: (_wait(work), out.to(narrow))[1]
+                work, out = dist.all_reduce(parts, _OPS[kind], group, async_op=True), parts[mine]
+
+            def finish() -> torch.Tensor:
+                wait(work)
+                return memory.back(_reduced(out, kind, n).to(narrow))
+
+            return finish
 
         return start
 
     def alltoall(self, before: Tensor, after: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
         """Shard of one dim to Shard of another."""
-        group = self._group(before.mesh, axis)
-        dim, outer, n = _digit(before, axis)
-        to_dim, to_outer, _ = _digit(after, axis)
+        memory, (group, places) = self.memory, self._group(before.mesh, axis)
+        dim, outer, n = digit(before, axis)
+        to_dim, to_outer, _ = digit(after, axis)
 
         def start(x: torch.Tensor) -> Pending:
-            parts = split_front(x, to_dim, to_outer, n)
-            out = torch.empty_like(parts)
+            parts = memory.lent(_to(split_front(x, to_dim, to_outer, n), places))
+            out = memory.empty(parts.shape, parts.dtype)
             work = dist.all_to_all_single(movable(out), movable(parts), group=group, async_op=True)
-            return lambda: (_wait(work), merge_front(out, dim, outer))[1]
+
+            def finish() -> torch.Tensor:
+                wait(work)
+                return merge_front(_at(memory.back(out), places), dim, outer)
+
+            return finish
 
         return start
 
-    # --- transfers between devices and meshes; `message` tells those between the same two ranks apart
 
-    def send(self, x: torch.Tensor, to: int, message: int) -> None:
-        """Send to a rank; never waits. The tensor must not be changed before the next `drain`."""
-        self._sent.append(dist.isend(x.contiguous(), to, tag=message))
-
-    def receive(self, t: Tensor, source: int, message: int) -> Pending:
-        """Post a receive, from a rank, of a piece of local type `t`."""
-        out = torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=self.device)
-        work = dist.irecv(out, source, tag=message)
-        return lambda: (_wait(work), out)[1]
-
-    def drain(self) -> None:
-        """Wait until all that was sent has gone."""
-        for work in self._sent:
-            _wait(work)
-        self._sent.clear()
-
-    def sender(self, source: Tensor, to: Device | Mesh, whole: Tensor | None, message: int) -> Callable[..., None]:
-        """What `MPISend` does: to the twin on a mesh, to a device, or, from a device, a piece to each of a
-        mesh.
-
-        `whole` is the type on the mesh, where a device sends to one.
-        """
-        if isinstance(to, Mesh) and isinstance(source.device, Mesh):
-            twin = self.number[device_at(to, self.coordinate(source.device))]
-            return lambda x: self.send(x, twin, message)
-        if isinstance(to, Mesh):
-            if whole is None:
-                raise ModelError(f"a tensor is sent from {source.device} to {to} without placements")
-            targets = [(self.number[d], c) for d, c in zip(to.devices, to.coords, strict=True) if d is not self.here]
-
-            def scatter(x: torch.Tensor) -> None:
-                for rank, coord in targets:
-                    self.send(cut(x, whole, coord), rank, message)
-
-            return scatter
-        target = self.number[to]
-        if isinstance(source.device, Mesh) and not is_primary(source, self.coordinate(source.device)):
-            return lambda x: None  # a copy of what another rank sends
-        return lambda x: self.send(x, target, message)
-
-    def receiver(self, source: Tensor, got: Tensor, message: int) -> Callable[..., Pending]:
-        """What `MPIRecv` and the receiving side of a gather do: `source` is the type where it comes from.
-
-        Given this rank's own piece, if it has one.
-        """
-        if not isinstance(source.device, Mesh):
-            return lambda: self.receive(got, self._rank(source.device), message)
-        if isinstance(got.device, Mesh):
-            twin = self.number[device_at(source.device, self.coordinate(got.device))]
-            return lambda: self.receive(got, twin, message)
-        mesh = source.device
-        holders = [(d, c) for d, c in zip(mesh.devices, mesh.coords, strict=True) if is_primary(source, c)]
-        mine = self.coordinate(mesh) if self.here in mesh.devices else None
-
-        def gather(own: torch.Tensor | None = None) -> Pending:
-            parts = {c: self.receive(source, self.number[d], message) for d, c in holders if d is not self.here}
-            if own is not None and mine is not None and is_primary(source, mine):
-                parts[mine] = lambda: own
-            return lambda: join_pieces({c: parts[c]() for _, c in holders}, source, merge, combine)
-
-        return gather
-
-    def _rank(self, device: Device | Mesh | None) -> int:
-        if not isinstance(device, Device):
-            raise ModelError(f"expected to receive from a device, got {device}")
-        return self.number[device]
+def _at(x: torch.Tensor, places: list[int] | None) -> torch.Tensor:
+    """The rows of `x` in the order of `places`."""
+    return x if places is None else x[places]
 
 
-def _wait(work: Any) -> None:
-    if work is not None:
-        work.wait()
+def _to(x: torch.Tensor, places: list[int] | None) -> torch.Tensor:
+    """The inverse of `_at`."""
+    if places is None:
+        return x
+    out = torch.empty_like(x)
+    out[places] = x
+    return out
+
+
+def _reduced(total: torch.Tensor, kind: str, n: int) -> torch.Tensor:
+    """What n ranks have added up, or taken the maximum of, in place as the result."""
+    return total.div_(n) if kind == "mean" else total
 
 
 def _partial(t: Tensor, axis: str) -> Partial:
@@ -245,21 +196,13 @@ def _partial(t: Tensor, axis: str) -> Partial:
     return p
 
 
-def _digit(t: Tensor, axis: str) -> tuple[int, int, int]:
+def digit(t: Tensor, axis: str) -> tuple[int, int, int]:
     """(dim, outer, n) of the split along `axis`, as it stands in what one device holds."""
     a = t.mesh.position(axis)
     p = t.placements[a]
     if not isinstance(p, Shard):
         raise ModelError(f"expected Shard along {axis!r}, got {t}")
     return p.dim, local_outer(t, a), t.mesh.sizes[a]
-
-
-def combine(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
-    """The sum or maximum of tensors, in order."""
-    total = parts[0]
-    for x in parts[1:]:
-        total = torch.maximum(total, x) if kind == "max" else total + x
-    return total
 
 
 def _axes_used(program: Function) -> list[tuple[Mesh, str]]:
@@ -282,14 +225,22 @@ def _groups_along(mesh: Mesh, axis: str, number: Mapping[Device, int]) -> Iterat
             yield tuple(number[x] for x in group)
 
 
+_timeout: timedelta | None = None
+"""That of the process group that was joined: torch gives further groups its own default."""
+
+
+def _new_group(ranks: Sequence[int]) -> Group:
+    """A group of these ranks, in ascending order. All ranks must call this, members or not: names count the calls."""
+    return dist.new_group(list(ranks), timeout=_timeout)
+
+
 def start_group(backend: str, rank: int, world: int, device: torch.device, store: Any, timeout: float) -> None:
     """Join the process group of all ranks: by `store`, or, if None, by the environment that torchrun sets."""
-    from datetime import timedelta
-
+    global _timeout
     extra: dict[str, Any] = {"store": store, "rank": rank, "world_size": world} if store is not None else {}
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        extra["device_id"] = device
+        torch.cuda.set_device(device)  # without binding the group to it: all ranks would then split at every new group
+    _timeout = timedelta(seconds=timeout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **extra)
+        dist.init_process_group(backend, timeout=_timeout, **extra)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distir.executor.collectives import join_digit, local_outer
+from distir.executor.collectives import combine, join_digit, local_outer
 from distir.executor.sequential import unfit
 from distir.ir.device import Device, Mesh
 from distir.ir.function import Function, Value
@@ -89,7 +89,7 @@ def join_pieces(
 ) -> Any:
     """The whole of a value of type `t` from one of each set of copies of its pieces, by coordinate.
 
-    `merge(parts, dim, outer)` undoes a split, `combine(parts, kind)` sums or takes the maximum, in order.
+    `merge(parts, dim, outer)` undoes a split, `combine(parts, kind)` takes the sum, maximum or mean, in order.
     """
     for i in reversed(range(len(t.placements))):
         p = t.placements[i]
@@ -107,20 +107,13 @@ def join_pieces(
     return next(iter(pieces.values()))
 
 
-def _combine(parts: Sequence[np.ndarray], kind: str) -> np.ndarray:
-    total = parts[0]
-    for x in parts[1:]:
-        total = np.maximum(total, x) if kind == "max" else total + x
-    return total
-
-
 def whole_array(pieces: Mapping[Coord, np.ndarray], t: Type, source: tuple[int, ...] | None = None) -> np.ndarray:
     """The whole array, a copy, of a value of type `t` from one of each set of copies of its pieces.
 
     `source` is its shape without padding, which is cut off.
     """
     if isinstance(t, Tensor) and isinstance(t.device, Mesh):
-        whole = join_pieces(pieces, t, join_digit, _combine)
+        whole = join_pieces(pieces, t, join_digit, combine)
     else:
         whole = next(iter(pieces.values()))
     return np.array(unfit(whole, source))

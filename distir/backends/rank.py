@@ -11,8 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distir.backends.comm import all_gather, movable
+from distir.backends.comm import all_gather
 from distir.backends.epochs import Epochs, Lap, Laps
+from distir.backends.layout import movable
 from distir.backends.pieces import Coord, digest
 from distir.backends.record import Recorder
 from distir.backends.torch import TorchRank, own_array, to_numpy

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distir.backends.comm import combine, merge
+from distir.backends.bundles import bundle_starter
+from distir.backends.layout import combine, merge
+from distir.backends.routes import receiver, sender
 from distir.executor.collectives import cut, local_outer, take_digit
 from distir.ir.device import Mesh
 from distir.ir.errors import ModelError
-from distir.ir.function import Op, Value
+from distir.ir.function import Function, Op, Value
+from distir.ir.kept import kept
 from distir.ir.type import Partial, Shard, Tensor, Tuple
 from distir.ops.comm import ALONG_AXIS
 
@@ -77,21 +80,13 @@ def _starter(b: Body, name: str, before: Tensor, after: Tensor, axis: str) -> Ca
 
 
 def _bundle_along_axis(b: Body, op: Op) -> None:
-    """A collective on a bundle: on each of its members."""
+    """A collective on a bundle of tensors."""
     before, after, axis = op.inputs[0].type, op.outputs[0].type, op.attributes["axis"]
     if not isinstance(before, Tuple) or not isinstance(after, Tuple):
         raise ModelError(f"expected bundles, got {op}")
-    starts = [
-        _starter(b, op.spec.name, t, u, axis)
-        for t, u in zip(before.types, after.types, strict=True)
-        if isinstance(t, Tensor) and isinstance(u, Tensor)
-    ]
-
-    def start(xs: Any) -> Any:
-        pending = [f(x) for f, x in zip(starts, xs, strict=True)]
-        return lambda: tuple([wait() for wait in pending])
-
-    b.assign(op, f"{b.bind(f'bundle_{op.spec.name[3:].lower()}_{axis}', start)}({b.use(op.inputs[0])})", pending=True)
+    name = f"bundle_{op.spec.name[3:].lower()}_{axis}"
+    start = b.bind(name, bundle_starter(b.network, op.spec.name, before, after, axis))
+    b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
 
 
 def _gather_in_time(b: Body, op: Op, t: Tensor, axis: int) -> None:
@@ -117,7 +112,8 @@ def _send(b: Body, op: Op) -> None:
     source, to, whole = _tensor(op.inputs[0]), op.attributes["to"], None
     if isinstance(to, Mesh) and not isinstance(source.device, Mesh):
         whole = Tensor.whole(source.dtype, source.shape, to, op.attributes.get("placements"))
-    send = b.bind("send", b.network.sender(source, to, whole, op.attributes["message"]))
+    stays = op.inputs[0] in b.function.inputs
+    send = b.bind("send", sender(b.network, source, to, whole, op.attributes["message"], stays))
     b.lines.append(f"{send}({b.use(op.inputs[0])})")
 
 
@@ -126,14 +122,14 @@ def _receive(b: Body, op: Op) -> None:
     at = attrs["source"]
     placements = attrs.get("placements") if isinstance(at, Mesh) else None
     source = Tensor.whole(got.dtype, attrs["shape"], at, placements)
-    b.assign(op, f"{b.bind('receive', b.network.receiver(source, got, attrs['message']))}()", pending=True)
+    b.assign(op, f"{b.bind('receive', receiver(b.network, source, got, attrs['message']))}()", pending=True)
 
 
 def _scatter(b: Body, op: Op) -> None:
     """On the device that has the whole, where it also gets a piece."""
     whole, t = _tensor(op.inputs[0]), _tensor(op.outputs[0])
     mine = b.network.coordinate(t.mesh)
-    send = b.bind("send", b.network.sender(whole, t.mesh, t, op.attributes["message"]))
+    send = b.bind("send", sender(b.network, whole, t.mesh, t, op.attributes["message"]))
     b.lines.append(f"{send}({b.use(op.inputs[0])})")
     b.assign(op, f"{b.bind('piece', lambda x: cut(x, t, mine))}({b.use(op.inputs[0])})")
 
@@ -141,8 +137,30 @@ def _scatter(b: Body, op: Op) -> None:
 def _gather(b: Body, op: Op) -> None:
     """On the device that gets the whole, where it also has a piece."""
     source, got = _tensor(op.inputs[0]), _tensor(op.outputs[0])
-    gather = b.bind("gather", b.network.receiver(source, got, op.attributes["message"]))
+    gather = b.bind("gather", receiver(b.network, source, got, op.attributes["message"]))
     b.assign(op, f"{gather}({b.use(op.inputs[0])})", pending=True)
+
+
+@kept
+def _last_of_batches(function: Function) -> frozenset[Op]:
+    """The transfers that no other follows at once: with each, all since the one before are posted together."""
+    ops = function.ops
+    return frozenset(
+        op
+        for op, after in zip(ops, (*ops[1:], None), strict=True)
+        if op.spec.name in _TRANSFERS and (after is None or after.spec.name not in _TRANSFERS)
+    )
+
+
+def _posted(rule: Callable[[Body, Op], None]) -> Callable[[Body, Op], None]:
+    """A transfer, posted with its batch."""
+
+    def with_batch(b: Body, op: Op) -> None:
+        rule(b, op)
+        if op in _last_of_batches(b.function):
+            b.lines.append(f"{b.bind('post', b.network.transfers.post)}()")
+
+    return with_batch
 
 
 def _accumulate(b: Body, op: Op) -> None:
@@ -190,13 +208,17 @@ def _unpack(b: Body, op: Op) -> None:
         b.lines.append(f"{row}= {b.use(op.inputs[0])}")
 
 
-RULES: dict[str, Callable[[Body, Op], None]] = {
-    **dict.fromkeys(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"), _along_axis),
-    "LocalSlice": _slice,
+_TRANSFERS: dict[str, Callable[[Body, Op], None]] = {
     "MPISend": _send,
     "MPIRecv": _receive,
     **dict.fromkeys(("MPIScatter", "MPIBroadcast"), _scatter),
     **dict.fromkeys(("MPIGather", "MPIReduce"), _gather),
+}
+
+RULES: dict[str, Callable[[Body, Op], None]] = {
+    **dict.fromkeys(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"), _along_axis),
+    "LocalSlice": _slice,
+    **{name: _posted(rule) for name, rule in _TRANSFERS.items()},
     "Accumulate": _accumulate,
     "Pack": _pack,
     "Unpack": _unpack,

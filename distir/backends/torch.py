@@ -22,6 +22,7 @@ from distir.ir.device import Mesh
 from distir.ir.errors import UsageError
 from distir.ir.function import Function, Value
 from distir.ir.type import DType, Tensor
+from distir.transforms.ahead import posted_ahead
 from distir.transforms.project import project, ranks
 
 
@@ -73,7 +74,7 @@ class TorchRank:
     ) -> None:
         self.device = torch.device(device)
         self.program = program
-        self.mine = project(program, rank)
+        self.mine = posted_ahead(project(program, rank))
         self.network = Network(program, ranks(program), rank, self.device)
         self.lowering = Lowering(self.network, self.device, tap)
         self.updates = replaced(program)
@@ -121,7 +122,7 @@ class TorchRank:
                 k: x() if j in self.lowered.pending else x
                 for j, (k, x) in enumerate(zip(self.mine.outputs, results, strict=True))
             }
-            self.network.drain()
+            self.network.transfers.drain()
         for k, x in outputs.items():
             if k in self.updates:
                 self.values[self.updates[k]] = x
@@ -160,6 +161,6 @@ def python_source(program: Function, rank: int) -> str:
     cpu = torch.device("cpu")
     lowering = Lowering(Network(program, devices, rank, cpu, connect=False), cpu)
     with double_scalars():
-        mine = project(program, rank).function
+        mine = posted_ahead(project(program, rank)).function
         lowering(mine, replaced(mine))
     return lowering.source()

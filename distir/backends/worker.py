@@ -145,9 +145,10 @@ def _failure(e: BaseException) -> Failure:
 def _in_communication(trace: TracebackType | None) -> bool:
     """Whether an exception arose in a call to torch.distributed, most often because another rank is gone."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
-    from distir.backends import comm
+    from distir.backends import comm, transfers
 
-    return bool(files) and (files[-1] == comm.__file__ or f"{os.sep}distributed{os.sep}" in files[-1])
+    ours = (comm.__file__, transfers.__file__)
+    return bool(files) and (files[-1] in ours or f"{os.sep}distributed{os.sep}" in files[-1])
 
 
 def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from distir.ir.device import Mesh
 from distir.ir.errors import DistirError, MismatchError
-from distir.ir.type import Partial, Replicate, Shard, Tensor
+from distir.ir.type import MEAN, Partial, Replicate, Shard, Tensor
 
 Coord = tuple[int, ...]
 Array = Any
@@ -79,8 +79,9 @@ def start_of(t: Tensor, dim: int, coord: Coord) -> int:
 def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> Array:
     """The whole, from the piece at each coordinate. Raises MismatchError if replicas differ by more than `tolerance`.
 
-    `tolerance` is relative to the largest element; partial pieces are summed (or their maximum taken).
+    `tolerance` is relative to the largest element; partial pieces are summed (or their maximum or mean taken).
     """
+    count = math.prod(t.mesh.sizes[i] for i, p in enumerate(t.placements) if p is MEAN)
     index = np.arange(math.prod(t.global_shape)).reshape(t.global_shape)
     copies: dict[Coord, Array] = {}
     for coord, piece in pieces.items():
@@ -97,7 +98,7 @@ def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> A
             whole[where] += flat
         else:
             whole[where] = flat
-    wholes = list(copies.values())
+    wholes = [x if count == 1 else (x / count).astype(x.dtype) for x in copies.values()]
     for other in wholes[1:]:
         _check_copies(wholes[0], other, t, tolerance)
     return wholes[0].reshape(t.global_shape)
@@ -120,16 +121,17 @@ def _check_copies(a: Array, b: Array, t: Tensor, tolerance: float) -> None:
         raise MismatchError(f"replicas of {t} differ by {error}")
 
 
-def _combine(parts: Sequence[Array], kind: str) -> Array:
+def combine(parts: Sequence[Array], kind: str) -> Array:
+    """The sum, maximum or mean of arrays, in order."""
     total = parts[0]
     for p in parts[1:]:
         total = np.maximum(total, p) if kind == "max" else total + p
-    return total
+    return (total / len(parts)).astype(total.dtype) if kind == "mean" else total
 
 
 def accumulate(total: Array, x: Array, kind: str) -> Array:
     """A running sum (or maximum) over microbatches, and the next one."""
-    return _combine([total, x], kind)
+    return combine([total, x], kind)
 
 
 def move(xs: Sequence[Array], before: Tensor, after: Tensor, axis: str, where: Sequence[Coord]) -> list[Array]:
@@ -145,7 +147,7 @@ def move(xs: Sequence[Array], before: Tensor, after: Tensor, axis: str, where: S
         for key, members in groups.items():
             parts = [xs[k] for k in members]
             if isinstance(p, Partial):
-                wholes[key] = _combine(parts, p.kind)
+                wholes[key] = combine(parts, p.kind)
             elif isinstance(p, Shard):
                 wholes[key] = join_digit(parts, p.dim, local_outer(before, a))
     out: list[Array] = []

@@ -1,8 +1,9 @@
 """The factor notation in which most ops say all there is to know of their shapes.
 
 `"... m k, ... k n -> ... m n | k:sum"`: operands, results, and kinds of factors. `...` stands for leading dims that
-broadcast. A factor of a result only must get its size from elsewhere (`sizes`). Kinds: `sum` and `max` are reduced, so
-that a split factor leaves a Partial; `whole` may not be split. A dim of size 1 of a larger factor broadcasts.
+broadcast. A factor of a result only must get its size from elsewhere (`sizes`). Kinds: `sum`, `max` and `mean`
+are reduced, so that a split factor leaves a Partial; `whole` may not be split. A dim of size 1 of a larger factor
+broadcasts.
 """
 
 from __future__ import annotations

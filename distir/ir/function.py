@@ -159,6 +159,10 @@ class Function:
 
         return pformat(self)
 
+    def __reduce__(self) -> tuple[type[Function], tuple[object, ...]]:
+        """What passes found out stays here: others find it out for themselves."""
+        return Function, (self.name, self.inputs, self.ops, self.outputs, self.updates, self.sources)
+
     def producers(self) -> dict[Value, Op]:
         """The op that makes each value that is not an input."""
         return {v: op for op in self.ops for v in op.outputs}

@@ -55,7 +55,7 @@ class Shard(Placement):
 
 
 class Partial(Placement):
-    """The whole is the sum (or maximum) of the pieces."""
+    """The whole is the sum (or maximum, or, of floats, mean) of the pieces."""
 
     __slots__ = ("kind",)
     _interned: ClassVar[dict[str, Partial]] = {}
@@ -64,8 +64,8 @@ class Partial(Placement):
     def __new__(cls, kind: str = "sum") -> Partial:
         self = cls._interned.get(kind)
         if self is None:
-            if kind not in ("sum", "max"):
-                raise IRTypeError(f"Partial is of sum or max, got {kind!r}")
+            if kind not in ("sum", "max", "mean"):
+                raise IRTypeError(f"Partial is of sum, max or mean, got {kind!r}")
             self = object.__new__(cls)
             self.kind = kind
             cls._interned[kind] = self
@@ -80,3 +80,4 @@ class Partial(Placement):
 
 REPLICATE = Replicate()
 SUM = Partial("sum")
+MEAN = Partial("mean")

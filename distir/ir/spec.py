@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from distir.ir.axes import Factors, Shape, factors
 from distir.ir.errors import IRTypeError, ModelError
-from distir.ir.type import REPLICATE, SUM, DType, Partial, Placement, Shard
+from distir.ir.type import MEAN, REPLICATE, SUM, DType, Partial, Placement, Shard
 
 Attrs = Mapping[str, Any]
 LinearSets = tuple[frozenset[int], ...] | str
@@ -141,9 +141,14 @@ class Spec:
         return found
 
     def neutral(self, strand: Strand) -> float:
-        """The value of an operand that does not count where the op reduces along the strand."""
+        """The value of an operand that does not count where the op reduces along the strand.
+
+        Raises ModelError for a mean, in which there is none.
+        """
         if self.neutral_value is not None:
             return self.neutral_value
+        if MEAN in strand.outs:
+            raise ModelError(f"{self.name}: in a mean every value counts", "decompose it first")
         return float("-inf") if any(isinstance(p, Partial) and p.kind == "max" for p in strand.outs) else 0.0
 
     def flops(self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
@@ -273,8 +278,9 @@ def _place_partial(spec: Spec, attrs: Attrs, placements: Sequence[Placement], re
     if not partial:
         return (REPLICATE,) * results
     sets = spec.linear_sets(len(placements), attrs)
-    if partial in sets and all(placements[k] is SUM for k in partial):
-        return (SUM,) * results
+    kind = placements[min(partial)]
+    if partial in sets and kind in (SUM, MEAN) and all(placements[k] is kind for k in partial):
+        return (kind,) * results
     where = f"only on all operands of one of {list(map(sorted, sets))}, the others replicated" if sets else "nowhere"
     raise IRTypeError(
         f"operand {min(partial)}: expected {REPLICATE}, got {placements[min(partial)]}: {spec.name} is not linear so "

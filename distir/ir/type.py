@@ -4,67 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from distir.ir.device import Device, Mesh
+from distir.ir.dtype import BFloat16 as BFloat16
+from distir.ir.dtype import Bool as Bool
+from distir.ir.dtype import DType as DType
+from distir.ir.dtype import Float as Float
+from distir.ir.dtype import Float16 as Float16
+from distir.ir.dtype import Float32 as Float32
+from distir.ir.dtype import Float64 as Float64
+from distir.ir.dtype import Int8 as Int8
+from distir.ir.dtype import Int16 as Int16
+from distir.ir.dtype import Int32 as Int32
+from distir.ir.dtype import Int64 as Int64
+from distir.ir.dtype import UInt8 as UInt8
 from distir.ir.errors import IRTypeError
+from distir.ir.placement import MEAN as MEAN
 from distir.ir.placement import REPLICATE, Placement, Shard
 from distir.ir.placement import SUM as SUM
 from distir.ir.placement import Partial as Partial
 from distir.ir.placement import Replicate as Replicate
-
-if TYPE_CHECKING:
-    import numpy as np
-
-
-class DType:
-    """An element type. Calling one gives itself, so that `Float()` reads like a type."""
-
-    __slots__ = ("kind", "name", "size")
-    all: ClassVar[dict[str, DType]] = {}
-
-    def __init__(self, name: str, size: int, kind: str) -> None:
-        self.name, self.size, self.kind = name, size, kind
-        self.all[name] = self
-
-    def __call__(self) -> DType:
-        return self
-
-    def __reduce__(self) -> str:
-        return f"_{self.name}"
-
-    def __repr__(self) -> str:
-        return self.name
-
-    @property
-    def floating(self) -> bool:
-        return self.kind == "float"
-
-    @property
-    def numpy(self) -> np.dtype[np.generic]:
-        """The numpy dtype; bf16 comes from ml_dtypes."""
-        import numpy as np
-
-        if self.name == "bf16":
-            import ml_dtypes
-
-            return np.dtype(ml_dtypes.bfloat16)
-        names = {"f": "float", "i": "int", "u": "uint"}
-        return np.dtype("bool" if self.name == "bool" else names[self.name[0]] + self.name[1:])
-
-
-Float16 = _f16 = DType("f16", 2, "float")
-BFloat16 = _bf16 = DType("bf16", 2, "float")
-Float = Float32 = _f32 = DType("f32", 4, "float")
-Float64 = _f64 = DType("f64", 8, "float")
-Bool = _bool = DType("bool", 1, "bool")
-UInt8 = _u8 = DType("u8", 1, "int")
-Int8 = _i8 = DType("i8", 1, "int")
-Int16 = _i16 = DType("i16", 2, "int")
-Int32 = _i32 = DType("i32", 4, "int")
-Int64 = _i64 = DType("i64", 8, "int")
-
 
 NOW = 1 << 40
 """The moment a body is typed at: inside it a range (0, NOW) covers all microbatches before this one, (0, NOW + 1)
@@ -158,6 +119,8 @@ class Tensor:
             for p, n in zip(placements, device.sizes, strict=True):
                 if isinstance(p, Shard) and p.dim < len(whole):
                     whole[p.dim] *= n
+            if MEAN in placements and not dtype.floating:
+                raise IRTypeError(f"a mean is of floats, got {dtype}")
         elif placements:
             raise IRTypeError(f"placements {placements} need a mesh, got device {device}")
         self = object.__new__(cls)

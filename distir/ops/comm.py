@@ -14,7 +14,7 @@ from typing import Any
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import IRTypeError
 from distir.ir.spec import Attrs, op
-from distir.ir.type import NOW, REPLICATE, Partial, Placement, Replicate, Shard, Tensor, Tuple, Type
+from distir.ir.type import MEAN, NOW, REPLICATE, Partial, Placement, Replicate, Shard, Tensor, Tuple, Type
 
 ALONG_AXIS = frozenset(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"))
 """The ops in which the devices along a mesh axis meet; along the time axis they move nothing."""
@@ -220,7 +220,8 @@ def _accumulate(attrs: Attrs, total: Type, x: Type) -> list[Type]:
     if not isinstance(total, Tensor) or not isinstance(x, Tensor) or total.mesh.time is None:
         raise IRTypeError(f"expected tensors on a mesh with a time axis, got {total} and {x}")
     axis = total.mesh.axes[total.mesh.time]
-    _expect(total, axis, Partial)
+    if _expect(total, axis, Partial).on(axis) is MEAN:
+        raise IRTypeError("operand 0: means over microbatches are not accumulated: accumulate sums, and divide")
     end = (NOW if x.piece is None else x.piece[0]) if total.piece and total.piece[0] == 0 else -1
     now = x.piece or (NOW, NOW + 1)
     if total.piece != (0, end) or now[1] != now[0] + 1:

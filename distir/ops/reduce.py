@@ -81,7 +81,7 @@ def _mean_decompose(f: FunctionMaker, o: Op) -> list[Value]:
 
 op(
     "ReduceMean",
-    axes=_axes("whole"),
+    axes=_axes("mean"),
     eval=lambda xp, x, axes, keepdims=0: (
         xp.sum(x, axis=axes, keepdims=bool(keepdims)) / math.prod(x.shape[i] for i in axes)
     ),

@@ -81,7 +81,7 @@ def _meetings(function: Function, mine: int, where: dict[Device | None, int]) ->
             key = mesh, inner.attributes["axis"]
             count[key] = count.get(key, -1) + 1
             t = inner.inputs[0].type
-            form = (inner.spec.name, inner.outputs[0].name, t, inner.attributes.get("dim"), op.attributes.get("mb"))
+            form = (inner.spec.name, inner.outputs[0].name, t, inner.outputs[0].type, op.attributes.get("mb"))
             yield Meeting((*key, count[key]), form, among(mesh), inner)
 
 

@@ -2,6 +2,9 @@
 
 All devices that are in the same meshes share one projected Function; only their coordinates differ. So
 projecting for every rank of a large plan costs no more than for one rank a pipeline stage.
+
+What a stage needs of the inputs of another (a tied weight) is sent before all else: it is there, and nobody should have
+to wait for it until a stage has run.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any, NamedTuple
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.kept import kept
 from distir.ir.type import Tensor, Tuple, Type
 
 Home = Device | Mesh
@@ -50,6 +54,7 @@ def project(function: Function, rank: int) -> RankProgram:
         raise UsageError(
             f"{function.name} runs on {len(devices)} rank{'s' if len(devices) > 1 else ''}, there is no rank {rank}"
         )
+    function = _inputs_first(function)
     device = devices[rank]
     mine = frozenset(h for h in _homes(function) if device in _devices(h))
     return RankProgram(rank, device, *_restricted(function, mine))
@@ -58,6 +63,7 @@ def project(function: Function, rank: int) -> RankProgram:
 def project_all(function: Function) -> list[RankProgram]:
     """The programs of all ranks, in order; those of devices in the same meshes share their Function."""
     devices: Sequence[Device | None] = ranks(function) or [None]
+    function = _inputs_first(function)
     mine: dict[Device | None, list[Home]] = {d: [] for d in devices}
     for home in _homes(function):
         for d in _devices(home):
@@ -88,6 +94,26 @@ def homes_of(t: Type) -> Iterator[Home]:
 def _homes(function: Function) -> dict[Home, None]:
     values = (*function.inputs, *(v for op in function.ops for v in op.outputs))
     return {home: None for t in dict.fromkeys(v.type for v in values) for home in homes_of(t)}
+
+
+@kept
+def _inputs_first(function: Function) -> Function:
+    """The program with what is sent of its inputs, or of parts of them, sent first."""
+    there = set(function.inputs)
+    first: dict[Op, None] = {}
+    for op in function.ops:
+        if op.spec.name in ("Send", "Restrict") and op.inputs[0] in there:
+            first[op] = None
+            if op.spec.name == "Restrict":
+                there.update(op.outputs)
+    return reordered(function, [*first, *[op for op in function.ops if op not in first]])
+
+
+def reordered(function: Function, ops: Sequence[Op]) -> Function:
+    """The function with its ops in another order."""
+    if list(function.ops) == list(ops):
+        return function
+    return Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources)
 
 
 def _restricted(function: Function, mine: frozenset[Home]) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:

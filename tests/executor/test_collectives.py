@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 from distir.executor.collectives import cut, join, join_digit, lanes, local_outer, move, start_of, take_digit
 from distir.ir import Device, Mesh
 from distir.ir.errors import DistirError, IRTypeError, MismatchError
-from distir.ir.type import REPLICATE, SUM, Float64, Partial, Placement, Replicate, Shard, Tensor
+from distir.ir.type import (
+    MEAN,
+    REPLICATE,
+    SUM,
+    BFloat16,
+    DType,
+    Float16,
+    Float64,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Tensor,
+)
 
 MESH = Mesh([Device("gpu", i) for i in range(6)], {"a": 2, "b": 3})
 SHAPE = (12, 36)
@@ -92,6 +105,21 @@ def test_a_maximum_is_taken_of_partial_maxima() -> None:
     assert np.array_equal(join(dict(zip(lanes(MESH), held, strict=True)), t), np.maximum(whole, -whole))
     for x in move(held, t, after, "a", lanes(MESH)):
         assert np.array_equal(x, np.maximum(whole, -whole))
+
+
+@pytest.mark.parametrize("dtype", [Float64, Float16, BFloat16], ids=str)
+def test_a_mean_is_taken_of_partial_means(dtype: DType) -> None:
+    """Along one axis, and along both; the dtype stays."""
+    held = [np.full((4,), 2.0 * c[0] + 6 * c[1], dtype.numpy) for c in lanes(MESH)]
+    t = Tensor.whole(dtype, (4,), MESH, (MEAN, MEAN))
+    whole = join(dict(zip(lanes(MESH), held, strict=True)), t)
+    after = t.placed("a", REPLICATE)
+    moved = move(held, t, after, "a", lanes(MESH))
+    assert [x[0] for x in moved] == [1, 7, 13] * 2
+    moved = move(moved, after, after.placed("b", REPLICATE), "b", lanes(MESH))
+    for x in (whole, *moved):
+        assert x.dtype == dtype.numpy
+        assert x.tolist() == [7] * 4
 
 
 def test_replicas_that_differ_are_an_error() -> None:

@@ -77,12 +77,12 @@ def tensors(draw: st.DrawFn, where: st.SearchStrategy[Any]) -> Tensor:
     end = [1] * rank
     placements: list[Any] = [REPLICATE] * len(at.axes)
     for i in draw(st.permutations(range(len(at.axes)))):
-        kind = draw(st.sampled_from(["replicate", "sum", "max", "shard"]))
+        kind = draw(st.sampled_from(["replicate", "sum", "max", "mean" if dtype.floating else "max", "shard"]))
         if kind == "shard" and rank:
             dim = draw(st.integers(0, rank - 1))
             outer = end[dim] * draw(st.integers(1, 3))
             placements[i], end[dim] = Shard(dim, outer), outer * at.sizes[i]
-        elif kind in ("sum", "max"):
+        elif kind in ("sum", "max", "mean"):
             placements[i] = Partial(kind)
     return Tensor.whole(dtype, [n * draw(st.integers(0, 3)) for n in end], at, placements, piece)
 
@@ -94,7 +94,8 @@ def types(where: st.SearchStrategy[Any]) -> st.SearchStrategy[Type]:
 
 
 def attributes(where: st.SearchStrategy[Any], functions: list[Function]) -> st.SearchStrategy[Attributes]:
-    leaves = numbers | names | st.sampled_from([*DType.all.values(), REPLICATE, Partial("sum"), Partial("max")])
+    partials = [Partial(kind) for kind in ("sum", "max", "mean")]
+    leaves = numbers | names | st.sampled_from([*DType.all.values(), REPLICATE, *partials])
     leaves |= st.builds(Shard, st.integers(0, 3), st.integers(1, 3)) | where
     if functions:
         leaves |= st.sampled_from(functions)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 
 import pytest
 
 from distir.ir import Function, FunctionMaker
 from distir.ir.kept import kept
+from distir.ir.same import same
 
 
 class Found:
@@ -57,3 +59,13 @@ def test_goes_with_its_function() -> None:
     del f
     gc.collect()
     assert seen() is None
+
+
+def test_what_is_found_stays_when_a_function_goes_to_another_process() -> None:
+    @kept
+    def find(function: Function) -> Found:
+        return Found()
+
+    f = FunctionMaker("f").finalize()
+    find(f)
+    assert same(pickle.loads(pickle.dumps(f)), f)

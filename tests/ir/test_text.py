@@ -99,6 +99,7 @@ def test_damaged_text_is_refused_or_read(text: str, data: st.DataObject) -> None
         (tensor((8, 32), STAGE0, Shard(1), Shard(1, 2), Shard(1, 4)), "f32[8, 4{mb,dp,tp}] @ stage0"),
         (tensor((8, 48), STAGE0, Shard(1, 6), Shard(1), Shard(0)), "f32[4{tp}, 12{dp,6:mb}] @ stage0"),
         (tensor((8,), STAGE0, SUM, Partial("max"), REPLICATE), "f32[8]+mb+max:dp @ stage0"),
+        (tensor((8,), STAGE0, SUM, Partial("mean"), REPLICATE), "f32[8]+mb+mean:dp @ stage0"),
         (tensor((8,), STAGE0, SUM, SUM, SUM, piece=(3, 4)), "f32[8]+mb+dp+tp#3 @ stage0"),
         (tensor((8,), STAGE0, SUM, SUM, SUM, piece=(0, 3)), "f32[8]+mb+dp+tp#0:3 @ stage0"),
         (tensor((8,), STAGE0, SUM, SUM, SUM, piece=(0, NOW)), "f32[8]+mb+dp+tp#0:t @ stage0"),

@@ -9,7 +9,20 @@ import pytest
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker
-from distir.ir.type import REPLICATE, SUM, DType, Float32, Float64, Int64, Partial, Placement, Shard, Tensor
+from distir.ir.type import (
+    MEAN,
+    REPLICATE,
+    SUM,
+    DType,
+    Float32,
+    Float64,
+    Int32,
+    Int64,
+    Partial,
+    Placement,
+    Shard,
+    Tensor,
+)
 
 MESH = Mesh([Device("cpu", 0), Device("cpu", 1)], {"tp": 2})
 
@@ -65,6 +78,24 @@ def test_partial_sums_pass_only_linear_operands():
     assert results("Cast", ((4,), SUM), to=Float32) == [SUM]
     refused("operand 0", "Cast", ((4,), SUM), to=Int64)
     refused("operand 0", "PadTo", ((4,), SUM), dim=0, size=6, value=1.0)
+
+
+def test_a_split_mean_leaves_a_partial_mean_which_passes_as_sums_do():
+    assert results("ReduceMean", ((4, 6), Shard(1)), axes=(1,)) == [MEAN]
+    assert results("ReduceMean", ((4, 6), Shard(0)), axes=(1,)) == [Shard(0)]
+    assert results("Add", ((4,), MEAN), ((4,), MEAN)) == [MEAN]
+    assert results("MatMul", ((4, 6), MEAN), ((6, 8), R)) == [MEAN]
+    refused("operand 0: expected Replicate, got Partial.mean.: Add", "Add", ((4,), MEAN), ((4,), SUM))
+    refused("operand 0: expected Replicate, got Partial.mean.: Relu", "Relu", ((4,), MEAN))
+    refused("a mean is of floats, got i32", "ReduceMean", Int32, ((4, 6), Shard(1)), axes=(1,))
+
+
+def test_means_over_microbatches_are_not_accumulated():
+    mesh = Mesh([Device("cpu", 0)], {"mb": 4}, "m")
+    maker = FunctionMaker()
+    total, x = (maker.add_input_value("x", Tensor(Float64, (4,), mesh, (MEAN,), piece)) for piece in ((0, 1), (1, 2)))
+    with pytest.raises(IRTypeError, match="means over microbatches are not accumulated"):
+        maker.emit("Accumulate", total, x)
 
 
 def test_a_split_table_gives_partial_rows():

@@ -125,6 +125,26 @@ def test_a_program_on_no_device_is_one_rank_s():
     assert same(p.function, main)
 
 
+def test_what_a_stage_needs_of_another_s_inputs_is_sent_before_all_else():
+    """A weight that is used last, and part of one that is held by both stages."""
+    first, second = stages(1, 1)
+    both = Mesh((*first.devices, *second.devices), {"pp": 2, "dp": 1, "tp": 1}, "both")
+    f = FunctionMaker("main")
+    x = f.add_input_value("x", Tensor(Float64, (4,), first))
+    w = f.add_input_value("w", Tensor(Float64, (4,), first))
+    v = f.add_input_value("v", Tensor(Float64, (4,), both))
+    y = f.emit("Send", f.emit("Neg", x), to=second)
+    a = f.emit("Send", w, to=second)
+    b = f.emit("Send", f.emit("Restrict", v, to=first), to=second)
+    f.set_outputs([f.emit("Add", f.emit("Add", y, a), b)])
+    a, b = (p.function for p in project_all(f.finalize()))
+    assert kinds(a) == ["MPISend", "Restrict", "MPISend", "Neg", "MPISend"]
+    assert kinds(b) == ["MPIRecv", "MPIRecv", "MPIRecv", "Add", "Add"]
+    assert [op.attributes["message"] for op in a.ops if op.inputs and op.spec.name == "MPISend"] == [
+        op.attributes["message"] for op in b.ops if op.spec.name == "MPIRecv"
+    ]
+
+
 def test_no_such_rank():
     with pytest.raises(UsageError, match="runs on 9 ranks, there is no rank 9"):
         project(two_stages(), 9)

@@ -1,0 +1,43 @@
+"""How pieces of a tensor lie in memory: cut so that each part is in one place, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+WIDER = {torch.int16: torch.int32}
+"""What neither gloo nor NCCL reduces is reduced as this."""
+
+
+def split_front(x: torch.Tensor, dim: int, outer: int, n: int) -> torch.Tensor:
+    """(n, ...): the n parts of `x`, whose `dim` reads as (outer, n, rest), one after the other in memory."""
+    shape = x.shape
+    y = x.reshape(*shape[:dim], outer, n, shape[dim] // (outer * n), *shape[dim + 1 :]).movedim(dim + 1, 0)
+    return y.contiguous().reshape(n, *shape[:dim], shape[dim] // n, *shape[dim + 1 :])
+
+
+def merge_front(x: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
+    """The inverse of `split_front`."""
+    n, *shape = x.shape
+    y = x.reshape(n, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]).movedim(0, dim + 1)
+    return y.reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
+
+
+def merge(parts: Sequence[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
+    """The whole, of whose `dim`, read as (outer, n, rest), these are the n parts."""
+    return merge_front(torch.stack(tuple(parts)), dim, outer)
+
+
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a row, in a type that every backend moves; of the same memory."""
+    row = x.view(-1)
+    return row.view(torch.uint8) if x.dtype in WIDER else row
+
+
+def combine(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
+    """The sum, maximum or mean of tensors, in order."""
+    total = parts[0]
+    for x in parts[1:]:
+        total = torch.maximum(total, x) if kind == "max" else total + x
+    return total / len(parts) if kind == "mean" else total

@@ -1,0 +1,55 @@
+"""Where tensors stand that a backend sends and receives: in the device's memory or, for gloo on GPUs, the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Memory:
+    """The device's own memory: nothing is copied that need not be."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Room for what is received."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def lent(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, contiguous, to be read by the backend; maybe `x` itself."""
+        return x.contiguous()
+
+    def copied(self, x: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of `x` that the backend may change."""
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """What the backend has left in `x`, where it is computed with."""
+        return x
+
+
+class Staged(Memory):
+    """Pinned memory of the host, through which all goes that gloo moves between GPUs, which it cannot read.
+
+    For tests in which several ranks share a GPU: every transfer waits for the GPU.
+    """
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def lent(self, x: torch.Tensor) -> torch.Tensor:
+        return self.empty(x.shape, x.dtype).copy_(x)  # which waits until x is computed
+
+    copied = lent
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x, device=self.device).copy_(x, non_blocking=True)
+
+
+def memory_for(device: torch.device) -> Memory:
+    """What the process group that is joined needs on `device`."""
+    staged = device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo"
+    return Staged(device) if staged else Memory(device)

@@ -1,0 +1,149 @@
+"""Sends and receives between two ranks: none blocks, those issued together go together, what was sent is let go.
+
+Messages between two ranks are told apart by a number; of equal number by their order. On gloo that is all. NCCL knows
+no numbers, and does in order what a rank has to do with another: so each direction between two ranks has a group of its
+own, in which messages are received in the order in which they are sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distir.backends.memory import Memory
+from distir.backends.namespace import torch_dtype
+from distir.ir.device import Device, Mesh
+from distir.ir.function import Function
+from distir.ir.type import Tensor
+from distir.transforms.project import TRANSFERS, homes_of
+
+Pending = Callable[[], torch.Tensor]
+"""What is under way: called, it waits, and gives the result."""
+Group = Any
+"""A process group; None is the group of all ranks."""
+Channels = Mapping[tuple[int, int], Group]
+"""The group in which one rank sends to another, by (from, to)."""
+
+_IN_FLIGHT_BYTES = 64 << 20
+"""So much may be kept only because it is on its way; beyond it, and beyond two messages, the oldest is waited for. That
+cannot block for ever: what `check_order` proves holds even if every send waits until it is received."""
+
+
+def wait(work: Any) -> None:
+    """Wait for what torch.distributed has issued, if it is anything."""
+    if work is not None:
+        work.wait()
+
+
+@dataclass(slots=True)
+class _Issue:
+    """A send or receive: `bytes` are free once it has gone, `works` is what to wait for, once, of all its batch.
+
+    `works` is None until it is posted.
+    """
+
+    sends: bool
+    x: torch.Tensor
+    peer: int
+    message: int
+    bytes: int = 0
+    works: list[Any] | None = None
+
+    def wait(self) -> None:
+        while self.works:
+            wait(self.works.pop())
+
+
+class Transfers:
+    """One rank's sends and receives. What is issued starts with the next `post`."""
+
+    def __init__(self, rank: int, memory: Memory, channels: Channels | None = None) -> None:
+        self.rank, self.memory, self.channels = rank, memory, channels
+        self._issued: list[_Issue] = []
+        self._sent: deque[_Issue] = deque()
+        self._bytes = 0
+
+    def send(self, x: torch.Tensor, to: int, message: int, stays: bool = False) -> None:
+        """Send to a rank. The tensor may be dropped (or `stays`), but not changed before the next `drain`."""
+        lent = self.memory.lent(x)
+        self._issued.append(_Issue(True, lent, to, message, 0 if stays and lent is x else x.nbytes))
+
+    def receive(self, t: Tensor, source: int, message: int) -> Pending:
+        """Receive, from a rank, a piece of local type `t`."""
+        issue = _Issue(False, self.memory.empty(t.shape, torch_dtype(t.dtype)), source, message)
+        self._issued.append(issue)
+
+        def finish() -> torch.Tensor:
+            if issue.works is None:
+                self.post()
+            issue.wait()
+            return self.memory.back(issue.x)
+
+        return finish
+
+    def post(self) -> None:
+        """Start all that was issued."""
+        issued, self._issued = self._issued, []
+        if self.channels is None:
+            for i in issued:
+                i.works = [(dist.isend if i.sends else dist.irecv)(i.x, i.peer, tag=i.message)]
+        else:
+            self._post_by_direction(issued, self.channels)
+        for i in issued:
+            if i.sends:
+                self._sent.append(i)
+                self._bytes += i.bytes
+        while self._bytes > _IN_FLIGHT_BYTES and len(self._sent) > 2:
+            self._forget()
+
+    def _post_by_direction(self, issued: Sequence[_Issue], channels: Channels) -> None:
+        """All that goes in one direction as one: NCCL would else wait for each before the next."""
+        rows: dict[tuple[int, int], list[_Issue]] = {}
+        for i in issued:
+            rows.setdefault((self.rank, i.peer) if i.sends else (i.peer, self.rank), []).append(i)
+        for direction, row in rows.items():
+            group = channels[direction]
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend if i.sends else dist.irecv, i.x, i.peer, group, i.message) for i in row]
+            )
+            for i in row:
+                i.works = works
+
+    def _forget(self) -> None:
+        oldest = self._sent.popleft()
+        self._bytes -= oldest.bytes
+        oldest.wait()
+
+    def drain(self) -> None:
+        """Wait until all that was sent has gone."""
+        self.post()
+        while self._sent:
+            self._forget()
+
+
+def directions(program: Function, number: Mapping[Device, int]) -> list[tuple[int, int]]:
+    """From which rank to which the program sends, in its order: the same on every rank."""
+    found: dict[tuple[int, int], None] = {}
+    for op in program.ops:
+        if op.spec.name in TRANSFERS:
+            for source in homes_of(op.inputs[0].type):
+                found.update(dict.fromkeys(_pairs(source, op.attributes["to"], number)))
+    return [(a, b) for a, b in found if a != b]
+
+
+def _pairs(source: Device | Mesh, to: Device | Mesh, number: Mapping[Device, int]) -> list[tuple[int, int]]:
+    a = [number[d] for d in (source.devices if isinstance(source, Mesh) else (source,))]
+    b = [number[d] for d in (to.devices if isinstance(to, Mesh) else (to,))]
+    if isinstance(source, Mesh) and isinstance(to, Mesh):
+        return list(zip(a, b, strict=True))
+    return [(i, j) for i in a for j in b]
+
+
+def directed_groups(program: Function, number: Mapping[Device, int], new: Callable[[list[int]], Group]) -> Channels:
+    """A group for each direction in which the program sends; every rank must make all of them."""
+    return {(a, b): new([a, b]) for a, b in directions(program, number)}
