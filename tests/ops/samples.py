@@ -22,6 +22,8 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     dtype: DType
     make: Make
+    saved: bool = False
+    """A statistic that a gradient is given: it is not of a small dtype where other operands are."""
 
 
 class Sample(NamedTuple):
@@ -65,8 +67,22 @@ def derived(of: Callable[..., Array], *shape: int, dtype: DType = Float64) -> Op
     return Operand(shape, dtype, lambda rng, made: of(*made))
 
 
+def saved(of: Callable[..., Array], *shape: int) -> Operand:
+    """A statistic of the operands before it."""
+    return Operand(shape, Float64, lambda rng, made: of(*[x.astype(float) for x in made]), saved=True)
+
+
 def sample(op: str, *operands: Operand, detached: tuple[int, ...] = (), **attributes: Any) -> Sample:
     return Sample(op, operands, attributes, detached)
+
+
+def moments(axis: int) -> tuple[Operand, Operand]:
+    """Of the first operand, (4, 2, 6), the mean over the dims from `axis` on, and one over the deviation."""
+    shape, dims = ((4, 2, 1), (2,)) if axis == 2 else ((4, 1, 1), (1, 2))
+    return (
+        saved(lambda x, *_: x.mean(dims, keepdims=True), *shape),
+        saved(lambda x, *_: 1 / x.std(dims, keepdims=True), *shape),
+    )
 
 
 BINARY = ["Add", "Sub", "Mul", "Max", "Min", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
@@ -165,9 +181,11 @@ SAMPLES = [
     sample("LayerNormalization", real(4, 2, 6), real(6), real(6), axis=-1, epsilon=1e-5),
     sample("LayerNormalization", real(4, 6), real(6), axis=1, epsilon=0.1),
     sample("LayerNormalization", real(4, 2, 6), real(2, 6), real(2, 6), axis=1),
-    sample("LayerNormGrad", real(4, 2, 6), real(6), real(4, 2, 6), axis=-1),
-    sample("LayerNormGradWeight", real(4, 2, 6), real(4, 2, 6), axis=-1),
-    sample("LayerNormGradWeight", real(4, 2, 6), real(4, 2, 6), axis=1),
+    sample("LayerNorm", real(4, 2, 6), real(6), real(6), axis=-1, epsilon=1e-5),
+    sample("LayerNorm", real(4, 6), real(6), axis=1, epsilon=0.1),
+    sample("LayerNorm", real(4, 2, 6), real(2, 6), real(2, 6), axis=1),
+    sample("LayerNormGrad", real(4, 2, 6), real(6), *moments(2), real(4, 2, 6), axis=-1),
+    sample("LayerNormGrad", real(4, 2, 6), real(2, 6), *moments(1), real(4, 2, 6), axis=1, bias=False),
     *[sample("Gelu", real(4, 6), approximate=how) for how in ["none", "tanh"]],
     *[sample("GeluGrad", real(4, 6), real(4, 6), approximate=how) for how in ["none", "tanh"]],
     # loss
