@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from distir.backends.attention import attention, attention_grad
 from distir.backends.namespace import TorchNamespace
 from distir.ir.errors import ModelError
 from distir.ir.spec import Spec
@@ -112,6 +113,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "LogSoftmaxGrad": _log_softmax_grad,
     "LayerNorm": _layer_norm,
     "LayerNormGrad": _layer_norm_grad,
+    "Attention": attention,
+    "AttentionGrad": attention_grad,
 }
 """By op: a function of its operands and attributes."""
 

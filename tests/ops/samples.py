@@ -85,6 +85,14 @@ def moments(axis: int) -> tuple[Operand, Operand]:
     )
 
 
+def attended(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *mask: tuple[int, ...]) -> list[Operand]:
+    """What gradients of `Attention` are given: of any numbers, not only of those that it would save."""
+    y = (*q[:-1], v[-1])
+    return [real(*q), real(*k), real(*v), real(*y), saved(lambda *_: np.full(q[:-1], 1.5), *q[:-1]), real(*y)] + [
+        real(*shape) for shape in mask
+    ]
+
+
 BINARY = ["Add", "Sub", "Mul", "Max", "Min", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
 SMOOTH = ["Abs", "Sin", "Cos", "Tanh", "Relu", "Sigmoid", "Silu", "Softplus", "Erf", "Exp"]
 UNARY = [*SMOOTH, "Neg", "Sign", "Floor", "Ceil", "Round"]
@@ -188,6 +196,20 @@ SAMPLES = [
     sample("LayerNormGrad", real(4, 2, 6), real(2, 6), *moments(1), real(4, 2, 6), axis=1, bias=False),
     *[sample("Gelu", real(4, 6), approximate=how) for how in ["none", "tanh"]],
     *[sample("GeluGrad", real(4, 6), real(4, 6), approximate=how) for how in ["none", "tanh"]],
+    # attention
+    sample("Attention", real(4, 2, 6), real(4, 3, 6), real(4, 3, 2), scale=0.5),
+    sample("Attention", real(2, 2, 4, 2), real(2, 2, 4, 2), real(2, 2, 4, 2), scale=0.3, causal=True),
+    sample("Attention", real(2, 2, 4, 3), real(2, 2, 2, 3), real(2, 2, 2, 3), real(2, 1, 1, 2), scale=2.0),
+    sample("Attention", real(2, 4, 3), real(2, 2, 3), real(2, 2, 3), real(4, 2), scale=1.0, causal=True),
+    *[
+        sample("AttentionGrad", *attended(q, k, v), scale=0.5, **how)
+        for q, k, v, how in [((2, 2, 3), (2, 3, 3), (2, 3, 5), {}), ((2, 2, 3), (2, 2, 3), (2, 2, 3), {"causal": True})]
+    ],
+    *[
+        sample(name, *attended((2, 2, 3), (2, 3, 3), (2, 3, 3), mask), scale=0.5)
+        for mask in [(2, 1, 3), (2, 1), (2, 2, 3)]
+        for name in ["AttentionGrad", "AttentionGradMask"]
+    ],
     # loss
     sample("Loss", real(4, 6), real(4, 6), N=4),
     sample("LossGrad", real(4, 6), real(4, 6), N=4),
