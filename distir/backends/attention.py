@@ -5,15 +5,13 @@ All save the same log-sum-exp of each row, so that the gradient need not use the
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from distir.backends.namespace import TorchNamespace
-from distir.ir.spec import lookup
+from distir.backends.namespace import written_out
 
 aten: Any = torch.ops.aten
 
@@ -37,7 +35,7 @@ def attention(
     kernel = _kernel(q, k, v, mask, causal)
     if kernel is None:
         operands = (q, k, v) if mask is None else (q, k, v, mask)
-        return _eval("Attention", q)(*operands, scale=scale, causal=causal)
+        return written_out("Attention", q)(*operands, scale=scale, causal=causal)
     y, lse = _FORWARD[kernel](_four(q), _four(k), _four(v), _mask(kernel, q, k, mask), causal, scale)
     return y.reshape(tuple(q.shape)), lse.reshape(tuple(q.shape[:-1]))
 
@@ -57,16 +55,11 @@ def attention_grad(
     kernel = _kernel(q, k, v, mask, causal)
     if kernel is None:
         operands = (q, k, v, y, lse, d) if mask is None else (q, k, v, y, lse, d, mask)
-        return _eval("AttentionGrad", q)(*operands, scale=scale, causal=causal)
+        return written_out("AttentionGrad", q)(*operands, scale=scale, causal=causal)
     rows = [_four(x) for x in (q, k, v, y)]
     saved = lse.reshape((1,) * (3 - lse.ndim) + tuple(lse.shape))
     grads = _BACKWARD[kernel](_four(d), *rows, saved, _mask(kernel, q, k, mask), causal, scale)
     return tuple([g.reshape(tuple(x.shape)) for g, x in zip(grads[:3], (q, k, v), strict=True)])
-
-
-def _eval(name: str, like: torch.Tensor) -> Callable[..., Any]:
-    """The op's `eval`, on the device of an operand."""
-    return functools.partial(cast(Callable[..., Any], lookup(name).eval), TorchNamespace(like.device))
 
 
 def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from distir.backends.attention import attention, attention_grad
-from distir.backends.namespace import TorchNamespace
+from distir.backends.namespace import TorchNamespace, written_out
 from distir.ir.errors import ModelError
 from distir.ir.spec import Spec
 
@@ -102,6 +102,37 @@ def _layer_norm_grad(
     return rows if bias else rows[:2]
 
 
+# ---------------------------------------------------------------- cross-entropy
+
+
+def _rows(x: torch.Tensor, label: torch.Tensor, ignore_index: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    logs = torch.log_softmax(x, -1)
+    ignored = -100 if ignore_index is None else ignore_index
+    flat = logs.reshape(-1, x.shape[-1]), label.reshape(-1).long()
+    rows, _ = aten.nll_loss_forward.default(*flat, None, 0, ignored)
+    # what all logits of a row are larger by than their logarithms
+    wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+    return rows.reshape(tuple(label.shape)), x[..., 0].to(wide) - logs[..., 0].to(wide)
+
+
+def _slope(
+    x: torch.Tensor,
+    label: torch.Tensor,
+    lse: torch.Tensor,
+    d: torch.Tensor,
+    start: int,
+    classes: int,
+    ignore_index: int | None = None,
+) -> torch.Tensor:
+    if x.shape[-1] != classes:
+        settings = {"start": start, "classes": classes, "ignore_index": ignore_index}
+        return written_out("CrossEntropyGrad", x)(x, label, lse, d, **settings)
+    if ignore_index is not None:
+        d, label = torch.where(label == ignore_index, 0, d), label.clamp(0, classes - 1)
+    y = torch.softmax(x, -1).mul_(d.unsqueeze(-1))
+    return y.scatter_add_(-1, label.long().unsqueeze(-1), d.neg().unsqueeze(-1))
+
+
 NATIVE: dict[str, Callable[..., Any]] = {
     "Gemm": _gemm,
     "ReluGrad": _relu_grad,
@@ -113,6 +144,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "LogSoftmaxGrad": _log_softmax_grad,
     "LayerNorm": _layer_norm,
     "LayerNormGrad": _layer_norm_grad,
+    "CrossEntropy": _rows,
+    "CrossEntropyGrad": _slope,
     "Attention": attention,
     "AttentionGrad": attention_grad,
 }

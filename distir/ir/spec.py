@@ -206,7 +206,8 @@ def op(name: str, **fields: Any) -> Spec:
       attributes that gives it, eval gets the keyword `start`, the global index at which this device's piece of that
       dim begins (a negative dim counts from the last).
     - `grad(maker, op, *gradients of the results) -> gradients of the operands`, None where there is none.
-    - `decompose(maker, op) -> results`: in ops that can be split.
+    - `decompose(maker, op) -> results`: in ops that can be split. With a `grad` beside it, this is done only where
+      there is something to split: the op itself is quicker.
     - `work(attributes, operand shapes, result shapes) -> (FLOP, elements moved)` where axes do not say it; elements
       of the first result's size, 0 for all operands and results.
     - `weight`: the operand that is a weight where it may be one.

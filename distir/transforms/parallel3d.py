@@ -102,7 +102,7 @@ def distribute(
     meshes, host = stage_meshes(dp, tp, pp, devices, num_microbatches, order)
     dims = batch_dims(function, batch)
     data = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
-    source, placed = place(decompose(fuse(function)), data, dp, tp, meshes[0], zero)
+    source, placed = place(decompose(fuse(function), tp > 1), data, dp, tp, meshes[0], zero)
     table = make_table(schedule, pp, num_microbatches, chunks)
     overlap, turn = (False, FORWARD) if schedule == DISTIR_2021 else (overlap, BACKWARD)
     cut = _cut(placed, pp * chunks, num_microbatches, cost, overlap, turn)
@@ -116,7 +116,8 @@ def _cut(placed: Function, parts: int, microbatches: int, cost: StageCost, overl
 
 def source_of(distributed: Function, function: Function) -> Function:
     """What a distributed program is compared with: its source, fused, decomposed and padded as it was."""
-    return pad_like(decompose(fuse(function)), distributed)
+    whole = any(op.spec.decompose is not None for f in (distributed, *distributed.callees()) for op in f.ops)
+    return pad_like(decompose(fuse(function), not whole), distributed)
 
 
 def stage_meshes(

@@ -219,8 +219,14 @@ SAMPLES = [
         for how in ["mean", "sum", "none"]
         for ignore in [None, 3]
     ],
-    sample("LogitSums", real(4, 2, 12), below(12, 4, 2), real(4, 2), detached=(2,)),
-    sample("LogitSumsGrad", real(4, 12), below(12, 4, dtype=Int32), real(4), real(4), real(4)),
+    sample("LogitSums", real(4, 2, 12), below(12, 4, 2), real(4, 2)),
+    sample("CrossEntropy", real(4, 2, 12), below(12, 4, 2)),
+    sample("CrossEntropy", real(4, 6), below(6, 4, dtype=Int32), ignore_index=3),
+    *[
+        sample("CrossEntropyGrad", real(4, 12), below(12, 4, dtype=Int32), lse, real(4), **how)
+        for lse in [saved(lambda x, *_: np.log(np.exp(x).sum(-1)), 4)]
+        for how in [{}, {"ignore_index": 2}]
+    ],
     # optim
     sample("SGD", real(4, 6), real(4, 6), lr=0.1),
     sample("SGD", real(4, 6), real(4, 6), real(4, 6), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),

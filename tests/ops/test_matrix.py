@@ -118,8 +118,12 @@ def test_torch_computes_the_same(sample: Sample, dtype: DType):
         kernel = operator.attrgetter(op.spec.torch)(torch)
         got.append(row(kernel(*[on_torch(x) for x in arrays], **op.attributes)))
     if op.op_type in NATIVE:
-        start = {} if op.spec.indexed(op.attributes) is None else {"start": 0}
-        got.append(row(NATIVE[op.op_type](*[on_torch(x) for x in arrays], **op.attributes, **start)))
+        attributes = dict(op.attributes)
+        if op.spec.indexed(op.attributes) is not None:
+            attributes["start"] = 0
+        if op.spec.local:
+            attributes |= op.spec.local(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs])
+        got.append(row(NATIVE[op.op_type](*[on_torch(x) for x in arrays], **attributes)))
     close = 1e-12 if dtype is Float64 else 2e-5
     for results in got:
         for x, y, v in zip(want, results, op.outputs, strict=True):
@@ -334,7 +338,7 @@ def test_gradient_of_the_decomposition(s: Sample):
     maker = FunctionMaker("loss")
     maker.inputs += function.inputs
     maker.ops += function.ops
-    (y,) = function.outputs
+    y = function.outputs[0]
     c = maker.add_input_value("c", y.type)
     shape = y.type.global_shape  # type: ignore[union-attr]
     loss = maker.emit("Mul", y, c)
@@ -344,5 +348,6 @@ def test_gradient_of_the_decomposition(s: Sample):
     arrays, cotangent = s.arrays(), np.random.default_rng(1).uniform(-1, 1, shape)
     got = run(decompose(grad(maker.finalize(), 0, wrt)), [*arrays, cotangent])[1:]
     for v, g in zip(wrt, got, strict=True):
-        want = slopes(function, arrays, [cotangent], function.inputs.index(v))
+        nothing = [np.zeros(v.type.global_shape) for v in function.outputs[1:]]  # type: ignore[union-attr]
+        want = slopes(function, arrays, [cotangent, *nothing], function.inputs.index(v))
         np.testing.assert_allclose(g, want, rtol=1e-6, atol=1e-6)
