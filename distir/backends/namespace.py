@@ -5,12 +5,14 @@ Names and signatures are the array API standard's. Whatever torch already spells
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 
+from distir.ir.spec import lookup
 from distir.ir.type import DType
 
 Axis = Any
@@ -212,6 +214,11 @@ class TorchNamespace:
 
 def _any_dtype(dtype: Any) -> torch.dtype | None:
     return torch_dtype(dtype) if isinstance(dtype, DType) else dtype
+
+
+def written_out(name: str, like: torch.Tensor) -> Callable[..., Any]:
+    """The `eval` of an op, on the device of an operand: for kernels that cannot take all operands."""
+    return functools.partial(cast(Callable[..., Any], lookup(name).eval), TorchNamespace(like.device))
 
 
 TORCH = TorchNamespace()

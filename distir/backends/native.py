@@ -1,4 +1,7 @@
-"""Ops for which torch has a kernel of its own that is quicker than the calls their `eval` makes, in other words."""
+"""Ops for which torch has a kernel of its own that is quicker than the calls their `eval` makes, in other words.
+
+A function here takes the op's operands and attributes.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from typing import Any
 
 import torch
 
-from distir.backends.namespace import TorchNamespace
+from distir.backends.attention import attention, attention_grad
+from distir.backends.namespace import TorchNamespace, written_out
 from distir.ir.errors import ModelError
 from distir.ir.spec import Spec
+
+aten: Any = torch.ops.aten
 
 
 def _gemm(
@@ -32,12 +38,117 @@ def _gemm(
     return torch.addmm(c, a, b, **scales)
 
 
+# ---------------------------------------------------------------- gradients of functions of points
+
+
 def _relu_grad(y: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """Other than the `eval` where y is nan: there it passes d."""
-    return torch.ops.aten.threshold_backward.default(d, y, 0)
+    return aten.threshold_backward.default(d, y, 0)
 
 
-NATIVE: dict[str, Callable[..., Any]] = {"Gemm": _gemm, "ReluGrad": _relu_grad}
+def _tanh_grad(y: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    return aten.tanh_backward.default(d, y)
+
+
+def _sigmoid_grad(y: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    return aten.sigmoid_backward.default(d, y)
+
+
+def _silu_grad(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    return aten.silu_backward.default(d, x)
+
+
+def _gelu_grad(x: torch.Tensor, d: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return aten.gelu_backward.default(d, x, approximate=approximate)
+
+
+# ---------------------------------------------------------------- softmax and layer norm
+
+
+def _softmax_grad(y: torch.Tensor, d: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    return aten._softmax_backward_data.default(d, y, axis, y.dtype)
+
+
+def _log_softmax_grad(y: torch.Tensor, d: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    return aten._log_softmax_backward_data.default(d, y, axis, y.dtype)
+
+
+def _layer_norm(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y, mean, scale = torch.native_layer_norm(x, list(x.shape[axis:]), gain, bias, epsilon)
+    wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype  # on CPUs it keeps those of small floats small
+    return y, mean.to(wide), scale.to(wide)
+
+
+def _layer_norm_grad(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    d: torch.Tensor,
+    axis: int = -1,
+    bias: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    if x.device.type == "cpu":
+        mean, scale = mean.to(x.dtype), scale.to(x.dtype)
+    rows = aten.native_layer_norm_backward.default(
+        d, x, list(x.shape[axis:]), mean, scale, gain, gain if bias else None, [True, True, bias]
+    )
+    return rows if bias else rows[:2]
+
+
+# ---------------------------------------------------------------- cross-entropy
+
+
+def _rows(x: torch.Tensor, label: torch.Tensor, ignore_index: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    logs = torch.log_softmax(x, -1)
+    ignored = -100 if ignore_index is None else ignore_index
+    flat = logs.reshape(-1, x.shape[-1]), label.reshape(-1).long()
+    rows, _ = aten.nll_loss_forward.default(*flat, None, 0, ignored)
+    # what all logits of a row are larger by than their logarithms
+    wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+    return rows.reshape(tuple(label.shape)), x[..., 0].to(wide) - logs[..., 0].to(wide)
+
+
+def _slope(
+    x: torch.Tensor,
+    label: torch.Tensor,
+    lse: torch.Tensor,
+    d: torch.Tensor,
+    start: int,
+    classes: int,
+    ignore_index: int | None = None,
+) -> torch.Tensor:
+    if x.shape[-1] != classes:
+        settings = {"start": start, "classes": classes, "ignore_index": ignore_index}
+        return written_out("CrossEntropyGrad", x)(x, label, lse, d, **settings)
+    if ignore_index is not None:
+        d, label = torch.where(label == ignore_index, 0, d), label.clamp(0, classes - 1)
+    y = torch.softmax(x, -1).mul_(d.unsqueeze(-1))
+    return y.scatter_add_(-1, label.long().unsqueeze(-1), d.neg().unsqueeze(-1))
+
+
+NATIVE: dict[str, Callable[..., Any]] = {
+    "Gemm": _gemm,
+    "ReluGrad": _relu_grad,
+    "TanhGrad": _tanh_grad,
+    "SigmoidGrad": _sigmoid_grad,
+    "SiluGrad": _silu_grad,
+    "GeluGrad": _gelu_grad,
+    "SoftmaxGrad": _softmax_grad,
+    "LogSoftmaxGrad": _log_softmax_grad,
+    "LayerNorm": _layer_norm,
+    "LayerNormGrad": _layer_norm_grad,
+    "CrossEntropy": _rows,
+    "CrossEntropyGrad": _slope,
+    "Attention": attention,
+    "AttentionGrad": attention_grad,
+}
 """By op: a function of its operands and attributes."""
 
 

@@ -56,6 +56,7 @@ _LOOKS_AT_NO_DATA = frozenset(
         "nelement",
         "__len__",
         "ndimension",
+        "device",
     )
 )
 """What a rule may ask of a tensor that is not a tensor itself."""

@@ -50,6 +50,7 @@ class Spec:
         "name",
         "neutral_value",
         "outputs",
+        "saved",
         "shard",
         "sizes",
         "torch",
@@ -75,6 +76,7 @@ class Spec:
         self.local: Callable[..., Attrs] | None = fields.pop("local", None)
         self.index: tuple[int, int] | Callable[[Attrs], tuple[int, int]] | None = fields.pop("index", None)
         self.outputs: int | Callable[[Attrs], int] = fields.pop("outputs", 1)
+        self.saved: int = fields.pop("saved", 0)
         self.bundle: str | None = fields.pop("bundle", None)
         self.alias: bool = fields.pop("alias", False)
         self.donates: tuple[int, ...] = fields.pop("donates", ())
@@ -209,13 +211,15 @@ def op(name: str, **fields: Any) -> Spec:
       attributes that gives it, eval gets the keyword `start`, the global index at which this device's piece of that
       dim begins (a negative dim counts from the last).
     - `grad(maker, op, *gradients of the results) -> gradients of the operands`, None where there is none.
-    - `decompose(maker, op) -> results`: in ops that can be split.
+    - `decompose(maker, op) -> results`: in ops that can be split. With a `grad` beside it, this is done only where
+      there is something to split: the op itself is quicker.
     - `work(attributes, operand shapes, result shapes) -> (FLOP, elements moved)` where axes do not say it; elements
       of the first result's size, 0 for all operands and results.
     - `weight`: the operand that is a weight where it may be one.
     - `keeps_zero`: a point is 0 in all results where it is 0 in all operands (linear ops do so anyway).
     - `neutral`: the value of an operand that does not count where it is reduced, if not 0 (a sum) or -inf (a maximum).
-    - `outputs`: how many results, a number or a function of the attributes.
+    - `outputs`: how many results, a number or a function of the attributes; `saved`: how many of them, the last, are
+      there for the gradient's sake: no gradient flows from them.
     - `alias`: the result is a view of operand 0. `donates`: operands whose buffer a result may take over.
     - `torch`: the name below `torch` of a faster kernel of the same signature.
     - `comm(attributes, *types) -> types`: the type rule of ops that change placements or structure; `bundle`: "pack"

@@ -11,7 +11,7 @@ from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
 from distir.ir.type import DType, Int64
-from distir.ops.rules import expect, expect_shape, known, points, same, scalar, shape_of, sum_to, tensor
+from distir.ops.rules import expect, expect_shape, points, same, scalar, shape_of, statistic, sum_to, tensor, wide
 
 # ---------------------------------------------------------------- the squared error, point by point, over N
 
@@ -85,36 +85,28 @@ def _label_dtype(attrs: Attrs, logits: DType, labels: DType) -> list[DType]:
 
 
 def _cross_entropy(xp: Any, x: Any, label: Any, ignore_index: int | None = None, reduction: str = "mean") -> Any:
-    top = xp.max(x, axis=-1)
-    total, picked = _logit_sums(xp, x, label, top, 0)
-    rows = xp.log(total) + top - picked
-    valid = (label == label) if ignore_index is None else (label != ignore_index)
-    rows = xp.where(valid, rows, 0)
+    rows, _ = _rows(xp, x, label, ignore_index)
     if reduction == "none":
         return rows
+    valid = (label == label) if ignore_index is None else (label != ignore_index)
     return xp.sum(rows) if reduction == "sum" else xp.sum(rows) / xp.sum(valid, dtype=x.dtype)
 
 
 def _cross_entropy_decompose(f: FunctionMaker, o: Op) -> list[Value]:
-    """In pieces of which each may have the vocabulary split. The count depends on the labels alone."""
+    """The rows' losses, and their sum over the count, which depends on the labels alone."""
     logits, labels = o.inputs
     ignored = o.attributes.get("ignore_index")
-    top = f.emit("Detach", f.emit("ReduceMax", logits, axes=(len(shape_of(logits)) - 1,), keepdims=0))
-    total, picked = f.emit("LogitSums", logits, labels, top)
-    rows = f.emit("Add", f.emit("Sub", f.emit("Log", total), picked), top)
-    valid = None
-    if ignored is not None:
-        valid = f.emit("Not", f.emit("Equal", labels, scalar(f, ignored, labels)))
-        rows = f.emit("Mask", valid, rows)
+    rows, _ = f.emit("CrossEntropy", logits, labels, **({} if ignored is None else {"ignore_index": ignored}))
     if _reduction(o.attributes) == "none":
         return [rows]
     loss = _total(f, rows)
     if _reduction(o.attributes) == "sum":
         return [loss]
-    if valid is None:
+    if ignored is None:
         count = scalar(f, float(math.prod(shape_of(labels))), logits)
     else:  # counted in integers: small floats would round it
-        count = f.emit("Cast", _total(f, f.emit("Cast", valid, to=Int64)), to=tensor(logits).dtype)
+        valid = f.emit("Cast", f.emit("Not", f.emit("Equal", labels, scalar(f, ignored, labels))), to=Int64)
+        count = f.emit("Cast", _total(f, valid), to=tensor(logits).dtype)
     return [f.emit("Div", loss, count)]
 
 
@@ -127,7 +119,56 @@ op(  # ignored labels count neither in the sum nor in the mean; class dim last
 )
 
 
-def _rows(sides: str) -> Any:
+# ---------------------------------------------------------------- its rows, the classes whole or in parts
+
+
+def _rows_dtype(attrs: Attrs, logits: DType, labels: DType) -> list[DType]:
+    return [*_label_dtype(attrs, logits, labels), statistic(logits)]
+
+
+def _rows(xp: Any, x: Any, label: Any, ignore_index: int | None = None) -> tuple[Any, Any]:
+    top = xp.max(wide(xp, x), axis=-1)
+    total, picked = _logit_sums(xp, wide(xp, x), label, top, 0)
+    lse = xp.log(total) + top
+    rows = lse - picked if ignore_index is None else xp.where(label != ignore_index, lse - picked, 0)
+    return xp.asarray(rows, dtype=x.dtype), lse
+
+
+def _rows_decompose(f: FunctionMaker, o: Op) -> list[Value]:
+    """In pieces of which each may have the classes split."""
+    logits, labels = o.inputs
+    ignored = o.attributes.get("ignore_index")
+    top = f.emit("ReduceMax", logits, axes=(len(shape_of(logits)) - 1,), keepdims=0)
+    total, picked = f.emit("LogitSums", logits, labels, top)
+    lse = f.emit("Add", f.emit("Log", total), top)
+    rows = f.emit("Sub", lse, picked)
+    if ignored is not None:
+        rows = f.emit("Mask", f.emit("Equal", labels, scalar(f, ignored, labels)), rows, keep=False)
+    saved = tensor(o.outputs[1]).dtype
+    return [rows, lse if tensor(lse).dtype is saved else f.emit("Cast", lse, to=saved)]
+
+
+def _rows_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Value | None]:
+    return [f.add_op("CrossEntropyGrad", None, [*o.inputs, o.outputs[1], d], o.attributes), None]
+
+
+def _slope_dtype(attrs: Attrs, logits: DType, labels: DType, lse: DType, d: DType) -> list[DType]:
+    if lse is not statistic(logits):
+        raise IRTypeError(f"operand 2: expected {statistic(logits)}, got {lse}")
+    return same(attrs, *_label_dtype(attrs, logits, labels), d)
+
+
+def _slope(
+    xp: Any, x: Any, label: Any, lse: Any, d: Any, start: int, classes: int, ignore_index: int | None = None
+) -> Any:
+    row = label - start
+    here = (row >= 0) & (row < x.shape[-1])
+    d = wide(xp, d) if ignore_index is None else xp.where(label != ignore_index, wide(xp, d), 0)
+    slope = xp.exp(wide(xp, x) - xp.expand_dims(lse, -1)) * xp.expand_dims(d, -1)
+    return xp.asarray(xp.add_last(slope, xp.where(here, row, 0), xp.where(here, -d, 0)), dtype=x.dtype)
+
+
+def _of_labels(sides: str) -> Any:
     """The axes `sides`, where operands of the shape of the labels do not broadcast."""
 
     def axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
@@ -138,11 +179,6 @@ def _rows(sides: str) -> Any:
     return axes
 
 
-def _sums_dtype(attrs: Attrs, logits: DType, labels: DType, *rest: DType) -> list[DType]:
-    _label_dtype(attrs, logits, labels)
-    return same(attrs, logits, *rest)
-
-
 def _logit_sums(xp: Any, x: Any, label: Any, top: Any, start: int) -> tuple[Any, Any]:
     row = label - start
     here = (row >= 0) & (row < x.shape[-1])
@@ -151,33 +187,31 @@ def _logit_sums(xp: Any, x: Any, label: Any, top: Any, start: int) -> tuple[Any,
     return total, xp.where(here, picked[..., 0], 0)
 
 
-def _logit_sums_slope(xp: Any, x: Any, label: Any, top: Any, dtotal: Any, dpicked: Any, start: int) -> Any:
-    row = label - start
-    here = (row >= 0) & (row < x.shape[-1])
-    d = xp.exp(x - xp.expand_dims(top, -1)) * xp.expand_dims(dtotal, -1)
-    return xp.add_last(d, xp.where(here, row, 0), xp.where(here, dpicked, 0))
-
-
-def _logit_sums_grad(f: FunctionMaker, o: Op, *d: Value | None) -> list[Value | None]:
-    return [f.emit("LogitSumsGrad", *o.inputs, *known(f, o, d)), None, None]
-
-
+op(  # logits, labels -> the rows' losses, 0 for ignored labels, and the log-sum-exp of their logits, saved
+    "CrossEntropy",
+    axes=_of_labels("... v, ... -> ..., ... | v:whole"),
+    dtype=_rows_dtype,
+    outputs=2,
+    saved=1,
+    eval=_rows,
+    grad=_rows_grad,
+    decompose=_rows_decompose,
+)
+op(  # the gradient of the logits, from these, the labels, what is saved, and the rows' gradients
+    "CrossEntropyGrad",
+    axes=_of_labels("... v, ..., ..., ... -> ... v"),
+    dtype=_slope_dtype,
+    linear=[{3}],
+    index=(0, -1),
+    local=lambda attrs, ins, outs: {"classes": ins[0].global_shape[-1]},
+    eval=_slope,
+)
 op(  # logits, labels, rows' maxima -> sums of exp(logits - maximum), logits of the labels (0 where not here)
     "LogitSums",
-    axes=_rows("... v, ..., ... -> ..., ... | v:sum"),
-    dtype=lambda attrs, *dtypes: _sums_dtype(attrs, *dtypes) * 2,
+    axes=_of_labels("... v, ..., ... -> ..., ... | v:sum"),
+    dtype=lambda attrs, logits, labels, top: same(attrs, *_label_dtype(attrs, logits, labels), top) * 2,
     outputs=2,
     index=(0, -1),
     neutral=float("-inf"),
     eval=_logit_sums,
-    grad=_logit_sums_grad,
-)
-op(
-    "LogitSumsGrad",
-    axes=_rows("... v, ..., ..., ..., ... -> ... v"),
-    dtype=_sums_dtype,
-    linear=[{3, 4}],
-    index=(0, -1),
-    donates=(0,),
-    eval=_logit_sums_slope,
 )

@@ -10,7 +10,8 @@ from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
-from distir.ops.rules import expect_shape, letters, same, smooth, sum_to
+from distir.ir.type import DType
+from distir.ops.rules import expect_shape, letters, same, smooth, statistic, wide
 
 Axes = Callable[[Attrs, Sequence[Shape]], str]
 
@@ -71,8 +72,11 @@ def _norm_dims(attrs: Attrs, rank: int) -> int:
     return rank - axis if axis >= 0 else -axis
 
 
-def _norm_axes(*rows: str) -> Axes:
-    """Axes from a letter for each operand, last the result: "x" of all dims, "w" of the normalised ones."""
+def _norm_axes(operands: str, results: str) -> Axes:
+    """Axes from a letter for each operand and result: "x" of all dims, "w" of the normalised ones, "m" of the others.
+
+    The letters of operands that may be left out come last.
+    """
 
     def axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
         names = letters(len(shapes[0]))
@@ -80,65 +84,98 @@ def _norm_axes(*rows: str) -> Axes:
         if not 0 < n <= len(names):
             raise IRTypeError(f"operand 0: shape {shapes[0]} has no axis {attrs.get('axis', -1)}")
         lead, tail = names[: len(names) - n], names[len(names) - n :]
-        words = {"x": " ".join(names), "w": " ".join(tail)}
+        words = {"x": " ".join(names), "w": " ".join(tail), "m": " ".join(lead + ["1"] * n)}
+        whole = shapes[0]
+        sizes = {"x": whole, "w": whole[len(lead) :], "m": whole[: len(lead)] + (1,) * n}
+        rows = operands[: max(len(shapes), 2)]
         for k, (row, s) in enumerate(zip(rows, shapes, strict=False)):
-            expect_shape(k, s, shapes[0] if row == "x" else shapes[0][len(lead) :])
-        kinds = [f"{t}:whole" for t in tail] + ([f"{i}:sum" for i in lead] if rows[-1] == "w" else [])
-        operands = ", ".join(words[r] for r in rows[:-1])
-        return f"{operands} -> {words[rows[-1]]} | {' '.join(kinds)}"
+            expect_shape(k, s, sizes[row])
+        kinds = [f"{t}:whole" for t in tail] + ([f"{i}:sum" for i in lead] if "w" in results else [])
+        made = results if attrs.get("bias", True) else results[:-1]
+        return f"{', '.join(words[r] for r in rows)} -> {', '.join(words[r] for r in made)} | {' '.join(kinds)}"
 
     return axes
-
-
-def _standard(xp: Any, x: Any, epsilon: float, dims: tuple[int, ...]) -> tuple[Any, Any]:
-    """`x` less its mean, over its deviation; and one over the deviation."""
-    count = math.prod(x.shape[i] for i in dims)
-    x = x - xp.sum(x, axis=dims, keepdims=True) / count
-    scale = 1 / xp.sqrt(xp.sum(x * x, axis=dims, keepdims=True) / count + epsilon)
-    return x * scale, scale
 
 
 def _dims(x: Any, axis: int) -> tuple[int, ...]:
     return tuple(range(axis % x.ndim, x.ndim))
 
 
-def _layer_norm(xp: Any, x: Any, gain: Any, bias: Any = None, axis: int = -1, epsilon: float = 1e-5) -> Any:
-    y = _standard(xp, x, epsilon, _dims(x, axis))[0] * gain
-    return y if bias is None else y + bias
-
-
-def _layer_norm_grad(xp: Any, x: Any, gain: Any, d: Any, axis: int = -1, epsilon: float = 1e-5) -> Any:
-    dims = _dims(x, axis)
+def _layer_norm(
+    xp: Any, x: Any, gain: Any, bias: Any = None, axis: int = -1, epsilon: float = 1e-5
+) -> tuple[Any, Any, Any]:
+    dims, centred = _dims(x, axis), wide(xp, x)
     count = math.prod(x.shape[i] for i in dims)
-    y, scale = _standard(xp, x, epsilon, dims)
-    d = d * gain
-    mean = xp.sum(d, axis=dims, keepdims=True) / count
-    along = xp.sum(d * y, axis=dims, keepdims=True) / count
-    return scale * (d - mean - y * along)
+    mean = xp.sum(centred, axis=dims, keepdims=True) / count
+    centred = centred - mean
+    scale = 1 / xp.sqrt(xp.sum(centred * centred, axis=dims, keepdims=True) / count + epsilon)
+    y = centred * scale * wide(xp, gain)
+    y = y if bias is None else y + wide(xp, bias)
+    return xp.asarray(y, dtype=x.dtype), mean, scale
 
 
-def _gain_grad(xp: Any, x: Any, d: Any, axis: int = -1, epsilon: float = 1e-5) -> Any:
-    y, _ = _standard(xp, x, epsilon, _dims(x, axis))
-    lead = tuple(range(axis % x.ndim))
-    return xp.sum(d * y, axis=lead) if lead else d * y
+def _layer_norm_grad(
+    xp: Any, x: Any, gain: Any, mean: Any, scale: Any, d: Any, axis: int = -1, bias: bool = True
+) -> tuple[Any, ...]:
+    dims, lead = _dims(x, axis), tuple(range(axis % x.ndim))
+    count = math.prod(x.shape[i] for i in dims)
+    y, d = (wide(xp, x) - mean) * scale, wide(xp, d)
+    rows = d * wide(xp, gain)
+    middle = xp.sum(rows, axis=dims, keepdims=True) / count
+    along = xp.sum(rows * y, axis=dims, keepdims=True) / count
+    results = scale * (rows - middle - y * along), xp.sum(d * y, axis=lead), xp.sum(d, axis=lead)
+    return tuple([xp.asarray(r, dtype=x.dtype) for r in results[: 3 if bias else 2]])
 
 
-def _emit_norm_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
+def _emit_norm_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Value]:
     x, gain, *bias = o.inputs
-    dx = f.add_op("LayerNormGrad", None, [x, gain, d], o.attributes)
-    return [dx, f.add_op("LayerNormGradWeight", None, [x, d], o.attributes), *[sum_to(f, d, b) for b in bias]]
+    mean, scale = o.outputs[1:]
+    attributes = {"axis": o.attributes.get("axis", -1), "bias": bool(bias)}
+    return list(f.add_op("LayerNormGrad", None, [x, gain, mean, scale, d], attributes))
 
 
-op(
+def _statistics_dtype(attrs: Attrs, *dtypes: DType) -> list[DType]:
+    (d,) = same(attrs, *dtypes)
+    return [d, statistic(d), statistic(d)]
+
+
+def _norm_grad_dtype(attrs: Attrs, x: DType, gain: DType, mean: DType, scale: DType, d: DType) -> list[DType]:
+    for k, statistic_dtype in ((2, mean), (3, scale)):
+        if statistic_dtype is not statistic(x):
+            raise IRTypeError(f"operand {k}: expected {statistic(x)}, got {statistic_dtype}")
+    return same(attrs, x, gain, d) * _norm_results(attrs)
+
+
+def _norm_results(attrs: Attrs) -> int:
+    return 3 if attrs.get("bias", True) else 2
+
+
+op(  # x, gain and, if there is one, bias
     "LayerNormalization",
-    axes=lambda attrs, shapes: _norm_axes(*["x", "w", "w"][: max(2, len(shapes))], "x")(attrs, shapes),
+    axes=_norm_axes("xww", "x"),
     dtype=same,
+    weight=1,
+    eval=lambda xp, *operands, **attrs: _layer_norm(xp, *operands, **attrs)[0],
+    decompose=lambda f, o: [f.add_op("LayerNorm", None, o.inputs, o.attributes)[0]],
+)
+op(  # the same, and the mean and one over the deviation of each row
+    "LayerNorm",
+    axes=_norm_axes("xww", "xmm"),
+    dtype=_statistics_dtype,
+    outputs=3,
+    saved=2,
     weight=1,
     eval=_layer_norm,
     grad=_emit_norm_grad,
 )
-op("LayerNormGrad", axes=_norm_axes("x", "w", "x", "x"), dtype=same, linear=[{2}], eval=_layer_norm_grad)
-op("LayerNormGradWeight", axes=_norm_axes("x", "x", "w"), dtype=same, linear=[{1}], eval=_gain_grad)
+op(  # the gradients of x, gain and bias
+    "LayerNormGrad",
+    axes=_norm_axes("xwmmx", "xww"),
+    dtype=_norm_grad_dtype,
+    outputs=_norm_results,
+    linear=[{4}],
+    eval=_layer_norm_grad,
+)
 
 # ---------------------------------------------------------------- Gelu, `approximate` "none" or "tanh"
 

@@ -9,7 +9,7 @@ from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, Strand, op
-from distir.ir.type import Bool, DType, Shard, Tensor
+from distir.ir.type import Bool, DType, Float32, Shard, Tensor
 
 _LETTERS = "abcdefghijklmnop"
 
@@ -53,6 +53,16 @@ def truth(attrs: Attrs, *dtypes: DType) -> list[DType]:
     """The dtype rule of comparisons."""
     same(attrs, *dtypes)
     return [Bool]
+
+
+def statistic(dtype: DType) -> DType:
+    """The dtype of what is summed over many numbers of `dtype` and saved: at least single precision."""
+    return Float32 if dtype.size < 4 else dtype
+
+
+def wide(xp: Any, x: Any) -> Any:
+    """An array, in the dtype of statistics of it."""
+    return xp.cast(x, Float32) if x.dtype.itemsize < 4 else x
 
 
 def expect(k: int, dtype: DType, kind: str) -> None:

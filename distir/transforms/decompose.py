@@ -8,16 +8,24 @@ from distir.ir.kept import kept
 
 
 @kept
-def decompose(function: Function) -> Function:
+def decompose(function: Function, split: bool = True) -> Function:
     """The function with every op that has a `decompose` rule replaced by its parts, in called functions too.
+
+    Without `split`, ops that are taken apart only to be split along a dim that is whole in them stay: those that have a
+    gradient of their own.
 
     Inputs and all values that remain stay the same objects; new values are named after the op they come from.
     A backward op of an op that went is `of` the part that makes its result. Types must be known.
     """
-    return _decomposed(function, {})
+    return _decomposed(function, split, {})
 
 
-def _decomposed(function: Function, done: dict[Function, Function]) -> Function:
+def stays(op: Op, split: bool) -> bool:
+    """Whether `decompose` leaves an op as it is."""
+    return op.spec.decompose is None or (op.spec.grad is not None and not split)
+
+
+def _decomposed(function: Function, split: bool, done: dict[Function, Function]) -> Function:
     if function in done:
         return done[function]
     maker = FunctionMaker(function.name)
@@ -29,29 +37,29 @@ def _decomposed(function: Function, done: dict[Function, Function]) -> Function:
         maker.fresh(v.name)
     became: dict[Op, Op] = {}
     for source in function.ops:
-        op = _rebuilt(source, became, done)
-        if op.spec.decompose is None:
+        op = _rebuilt(source, became, split, done)
+        if stays(op, split):
             maker.ops.append(op)
             became[source] = op
         else:
-            became[source] = expand(maker, op)
+            became[source] = expand(maker, op, split)
     changed = any(a is not b for a, b in became.items())
     done[function] = maker.finalize() if changed else function
     return done[function]
 
 
-def _rebuilt(op: Op, became: dict[Op, Op], done: dict[Function, Function]) -> Op:
+def _rebuilt(op: Op, became: dict[Op, Op], split: bool, done: dict[Function, Function]) -> Op:
     """The op, `of` and calling what became of these."""
     of = became.get(op.of, op.of) if op.of else None
-    callee = _decomposed(op.callee, done) if op.callee else None
+    callee = _decomposed(op.callee, split, done) if op.callee else None
     if of is op.of and callee is op.callee:
         return op
     attributes = op.attributes if callee is op.callee else Attributes({**op.attributes, "callee": callee})
     return Op(op.spec, op.inputs, attributes, op.outputs, of)
 
 
-def expand(maker: FunctionMaker, op: Op) -> Op:
-    """Append the parts of `op`, down to ops without a rule; they make its own output values.
+def expand(maker: FunctionMaker, op: Op, split: bool = False) -> Op:
+    """Append the parts of `op`, down to ops that `decompose` leaves; they make its own output values.
 
     Gives the part that makes the first of these. Raises ModelError if there is no rule.
     """
@@ -74,9 +82,9 @@ def expand(maker: FunctionMaker, op: Op) -> Op:
         inputs, outputs = (tuple([became.get(v, v) for v in row]) for row in (part.inputs, part.outputs))
         of = made.get(part.of, part.of) if part.of else op.of
         new = Op(part.spec, inputs, part.attributes, outputs, of)
-        if new.spec.decompose is None:
+        if stays(new, split):
             maker.ops.append(new)
             made[part] = new
         else:
-            made[part] = expand(maker, new)
+            made[part] = expand(maker, new, split)
     return next(made[part] for part in parts if results[0] in part.outputs)

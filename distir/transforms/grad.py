@@ -145,6 +145,10 @@ class _Backward:
         if rule is None:
             name = op.outputs[0].name
             raise ModelError(f"%{name}: {op.op_type} has no gradient", "keep it off the way from weights to the loss")
+        for v, d in list(zip(op.outputs, given, strict=True))[len(given) - op.spec.saved :]:
+            if d is not None:
+                hint = "compute it by other ops where the loss depends on it"
+                raise ModelError(f"%{v.name}: no gradient flows from what {op.op_type} saves for its own", hint)
         gradients = rule(self.maker, op, *given)
         if len(gradients) != len(op.inputs):
             raise ModelError(f"the gradient rule of {op.op_type} gives {len(gradients)} for {len(op.inputs)} operands")

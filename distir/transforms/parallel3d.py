@@ -14,6 +14,7 @@ from distir.ir.kept import kept
 from distir.ir.pause import no_collection
 from distir.transforms.bodies import Cut, cut_bodies
 from distir.transforms.decompose import decompose
+from distir.transforms.fuse import fuse
 from distir.transforms.pad import pad_like
 from distir.transforms.phases import BACKWARD, FORWARD
 from distir.transforms.pipeline import pipeline
@@ -29,7 +30,7 @@ MIB = 1 << 20
 
 
 class Distributed(NamedTuple):
-    """A distributed program, the placed program it was cut from, and the source it equals (decomposed and padded)."""
+    """A distributed program, the placed program it was cut from, and the source, made ready, that it equals."""
 
     program: Function
     placed: Function
@@ -101,7 +102,7 @@ def distribute(
     meshes, host = stage_meshes(dp, tp, pp, devices, num_microbatches, order)
     dims = batch_dims(function, batch)
     data = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
-    source, placed = place(decompose(function), data, dp, tp, meshes[0], zero)
+    source, placed = place(decompose(fuse(function), tp > 1), data, dp, tp, meshes[0], zero)
     table = make_table(schedule, pp, num_microbatches, chunks)
     overlap, turn = (False, FORWARD) if schedule == DISTIR_2021 else (overlap, BACKWARD)
     cut = _cut(placed, pp * chunks, num_microbatches, cost, overlap, turn)
@@ -114,8 +115,9 @@ def _cut(placed: Function, parts: int, microbatches: int, cost: StageCost, overl
 
 
 def source_of(distributed: Function, function: Function) -> Function:
-    """What a distributed program is compared with: its source, decomposed and padded as it was."""
-    return pad_like(decompose(function), distributed)
+    """What a distributed program is compared with: its source, fused, decomposed and padded as it was."""
+    whole = any(op.spec.decompose is not None for f in (distributed, *distributed.callees()) for op in f.ops)
+    return pad_like(decompose(fuse(function), not whole), distributed)
 
 
 def stage_meshes(

@@ -18,6 +18,7 @@ from distir.ir.spec import Strand
 from distir.ir.type import Int64, Shard, Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.cleanup import extend, fold
+from distir.transforms.fuse import fuse
 from distir.transforms.grad import find_loss, grad, parameters, sources
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def training_step(
     maker = extend(function)
     target = add_loss(maker, function, loss, output)
     maker.set_outputs([target])
-    forward = maker.finalize()
+    forward = fuse(maker.finalize())
     needed = sources(forward, target)
     trained = [w for w in parameters(function) if w in needed]
     if not trained:

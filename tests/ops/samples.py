@@ -22,6 +22,8 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     dtype: DType
     make: Make
+    saved: bool = False
+    """A statistic that a gradient is given: it is not of a small dtype where other operands are."""
 
 
 class Sample(NamedTuple):
@@ -65,8 +67,30 @@ def derived(of: Callable[..., Array], *shape: int, dtype: DType = Float64) -> Op
     return Operand(shape, dtype, lambda rng, made: of(*made))
 
 
+def saved(of: Callable[..., Array], *shape: int) -> Operand:
+    """A statistic of the operands before it."""
+    return Operand(shape, Float64, lambda rng, made: of(*[x.astype(float) for x in made]), saved=True)
+
+
 def sample(op: str, *operands: Operand, detached: tuple[int, ...] = (), **attributes: Any) -> Sample:
     return Sample(op, operands, attributes, detached)
+
+
+def moments(axis: int) -> tuple[Operand, Operand]:
+    """Of the first operand, (4, 2, 6), the mean over the dims from `axis` on, and one over the deviation."""
+    shape, dims = ((4, 2, 1), (2,)) if axis == 2 else ((4, 1, 1), (1, 2))
+    return (
+        saved(lambda x, *_: x.mean(dims, keepdims=True), *shape),
+        saved(lambda x, *_: 1 / x.std(dims, keepdims=True), *shape),
+    )
+
+
+def attended(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *mask: tuple[int, ...]) -> list[Operand]:
+    """What gradients of `Attention` are given: of any numbers, not only of those that it would save."""
+    y = (*q[:-1], v[-1])
+    return [real(*q), real(*k), real(*v), real(*y), saved(lambda *_: np.full(q[:-1], 1.5), *q[:-1]), real(*y)] + [
+        real(*shape) for shape in mask
+    ]
 
 
 BINARY = ["Add", "Sub", "Mul", "Max", "Min", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
@@ -165,11 +189,27 @@ SAMPLES = [
     sample("LayerNormalization", real(4, 2, 6), real(6), real(6), axis=-1, epsilon=1e-5),
     sample("LayerNormalization", real(4, 6), real(6), axis=1, epsilon=0.1),
     sample("LayerNormalization", real(4, 2, 6), real(2, 6), real(2, 6), axis=1),
-    sample("LayerNormGrad", real(4, 2, 6), real(6), real(4, 2, 6), axis=-1),
-    sample("LayerNormGradWeight", real(4, 2, 6), real(4, 2, 6), axis=-1),
-    sample("LayerNormGradWeight", real(4, 2, 6), real(4, 2, 6), axis=1),
+    sample("LayerNorm", real(4, 2, 6), real(6), real(6), axis=-1, epsilon=1e-5),
+    sample("LayerNorm", real(4, 6), real(6), axis=1, epsilon=0.1),
+    sample("LayerNorm", real(4, 2, 6), real(2, 6), real(2, 6), axis=1),
+    sample("LayerNormGrad", real(4, 2, 6), real(6), *moments(2), real(4, 2, 6), axis=-1),
+    sample("LayerNormGrad", real(4, 2, 6), real(2, 6), *moments(1), real(4, 2, 6), axis=1, bias=False),
     *[sample("Gelu", real(4, 6), approximate=how) for how in ["none", "tanh"]],
     *[sample("GeluGrad", real(4, 6), real(4, 6), approximate=how) for how in ["none", "tanh"]],
+    # attention
+    sample("Attention", real(4, 2, 6), real(4, 3, 6), real(4, 3, 2), scale=0.5),
+    sample("Attention", real(2, 2, 4, 2), real(2, 2, 4, 2), real(2, 2, 4, 2), scale=0.3, causal=True),
+    sample("Attention", real(2, 2, 4, 3), real(2, 2, 2, 3), real(2, 2, 2, 3), real(2, 1, 1, 2), scale=2.0),
+    sample("Attention", real(2, 4, 3), real(2, 2, 3), real(2, 2, 3), real(4, 2), scale=1.0, causal=True),
+    *[
+        sample("AttentionGrad", *attended(q, k, v), scale=0.5, **how)
+        for q, k, v, how in [((2, 2, 3), (2, 3, 3), (2, 3, 5), {}), ((2, 2, 3), (2, 2, 3), (2, 2, 3), {"causal": True})]
+    ],
+    *[
+        sample(name, *attended((2, 2, 3), (2, 3, 3), (2, 3, 3), mask), scale=0.5)
+        for mask in [(2, 1, 3), (2, 1), (2, 2, 3)]
+        for name in ["AttentionGrad", "AttentionGradMask"]
+    ],
     # loss
     sample("Loss", real(4, 6), real(4, 6), N=4),
     sample("LossGrad", real(4, 6), real(4, 6), N=4),
@@ -179,8 +219,14 @@ SAMPLES = [
         for how in ["mean", "sum", "none"]
         for ignore in [None, 3]
     ],
-    sample("LogitSums", real(4, 2, 12), below(12, 4, 2), real(4, 2), detached=(2,)),
-    sample("LogitSumsGrad", real(4, 12), below(12, 4, dtype=Int32), real(4), real(4), real(4)),
+    sample("LogitSums", real(4, 2, 12), below(12, 4, 2), real(4, 2)),
+    sample("CrossEntropy", real(4, 2, 12), below(12, 4, 2)),
+    sample("CrossEntropy", real(4, 6), below(6, 4, dtype=Int32), ignore_index=3),
+    *[
+        sample("CrossEntropyGrad", real(4, 12), below(12, 4, dtype=Int32), lse, real(4), **how)
+        for lse in [saved(lambda x, *_: np.log(np.exp(x).sum(-1)), 4)]
+        for how in [{}, {"ignore_index": 2}]
+    ],
     # optim
     sample("SGD", real(4, 6), real(4, 6), lr=0.1),
     sample("SGD", real(4, 6), real(4, 6), real(4, 6), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),

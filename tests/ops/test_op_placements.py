@@ -120,8 +120,12 @@ def test_a_fused_projection_splits_by_heads():
 def test_normalised_dims_stay_whole():
     refused("operand 0", "Softmax", ((4, 6), Shard(1)))
     refused("operand 0", "LayerNormalization", ((4, 6), Shard(1)), ((6,), Shard(0)))
-    assert results("LayerNormGradWeight", ((4, 6), Shard(0)), ((4, 6), Shard(0))) == [SUM]
-    assert results("LayerNormGrad", ((4, 6), R), ((6,), R), ((4, 6), SUM)) == [SUM]
+    assert results("LayerNorm", ((4, 6), Shard(0)), ((6,), R)) == [Shard(0)] * 3
+    rows = ((4, 1), Shard(0))
+    split = [((4, 6), Shard(0)), ((6,), R), rows, rows, ((4, 6), Shard(0))]
+    assert results("LayerNormGrad", *split) == [Shard(0), SUM, SUM]
+    whole = ((4, 1), R)
+    assert results("LayerNormGrad", ((4, 6), R), ((6,), R), whole, whole, ((4, 6), SUM)) == [SUM] * 3
 
 
 def test_what_expands_may_be_split_by_place():

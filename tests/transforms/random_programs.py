@@ -20,6 +20,7 @@ from distir.ir.function import Role
 from distir.ir.type import Float32, Float64, Int64, Tensor
 from distir.ops.rules import shape_of
 from distir.transforms.cleanup import extend, prune
+from distir.transforms.fuse import fuse
 from distir.transforms.grad import grad, parameters
 from distir.transforms.training import SGD, update
 from tests.transforms.programs import BATCH, Plan, Program
@@ -174,8 +175,20 @@ def attention(m: Maker) -> None:
     q, k, v = [m.emit("Transpose", m.emit("Reshape", p, shape=shape), perm=(0, 2, 1, 3)) for p in parts]
     scores = m.emit("MatMul", q, m.emit("Transpose", k, perm=(0, 1, 3, 2)))
     if m.flip():
+        scores = m.emit("Mul", scores, m.number(0.5))
+    mask = m.pick(("none", "filled", "filled", "data", "samples", "learned", "whole"))
+    if mask == "filled":
         mask = m.input(m.sequence, m.sequence, role=Role("constant"))
-        scores = m.emit("Where", m.emit("Less", mask, m.number(0.0)), scores, m.number(-9.0))
+        seen = m.emit("Less", mask, m.number(0.0))
+        scores = m.emit("Where", seen, scores, m.number(m.pick((-9.0, -1e30))))
+    elif mask == "data":
+        scores = m.emit("Add", m.input(1, 1, m.sequence, m.sequence, role=Role("constant")), scores)
+    elif mask == "samples":
+        scores = m.emit("Add", scores, m.input(BATCH, 1, 1, m.sequence))
+    elif mask == "learned":
+        scores = m.emit("Add", scores, m.weight(m.pick((1, heads)), m.sequence, m.sequence))
+    elif mask == "whole":
+        scores = m.emit("Add", scores, m.weight(BATCH, heads, m.sequence, m.sequence))
     mixed = m.emit("Transpose", m.emit("MatMul", m.emit("Softmax", scores, axis=-1), v), perm=(0, 2, 1, 3))
     mixed = m.emit("Reshape", mixed, shape=(BATCH, m.sequence, heads * size))
     m.push(m.emit("Add", x, m.linear(mixed, m.width(x))))
@@ -401,7 +414,7 @@ def random_programs(draw: st.DrawFn, block: Block | None = None) -> Program:
     x = m.streams[-1]
     loss = m.pick(LOSSES)(m, m.linear(x, m.pick(WIDTHS)) if m.flip() or m.width(x) < 2 else x)
     m.f.set_outputs([loss, *m.results])
-    forward = m.f.finalize()
+    forward = fuse(m.f.finalize()) if m.flip() else m.f.finalize()
     step = trained(forward, SGD(0.1, momentum=m.pick((0.0, 0.9))))
     return Program(step, arrays(step, m.data, draw(st.integers(0, 2**32 - 1))), forward)
 

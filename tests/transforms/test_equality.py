@@ -154,7 +154,7 @@ def test_corrupting_one_piece_changes_the_result(plan: Plan) -> None:
     """Each device computes a piece of its own: one wrong number of one device's matrix product shows in the results."""
     program = small_gpt(layers=1)
     function = distributed(program, plan).program
-    products = ("MatMul", "MatMulGradWeight")
+    products = ("MatMul", "MatMulGradWeight", "Attention", "AttentionGrad")
     values = {v for f in function.callees() for op in f.ops if op.op_type in products for v in op.outputs}
     want = program.results()
     nothing = Corrupt(values, 0, 0)

@@ -159,7 +159,7 @@ def test_embedding_and_head_are_part_of_the_balance() -> None:
     made = distributed(program, Plan(1, 1, 2, 2)).program
     first = next(f for f in made.callees() if f.name == "fwd0")
     second = next(f for f in made.callees() if f.name == "fwd1")
-    blocks = [sum(op.op_type == "Softmax" for op in f.ops) for f in (first, second)]
+    blocks = [sum(op.op_type == "Attention" for op in f.ops) for f in (first, second)]
     assert sum(blocks) == 6
     assert blocks[0] > blocks[1]
 

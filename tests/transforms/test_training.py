@@ -223,7 +223,7 @@ def test_backward_ops_know_their_forward_op() -> None:
     step = training_step(p.function, "cross-entropy", "adamw")
     place = {op: i for i, op in enumerate(step.ops)}
     backward = [op for op in step.ops if op.of is not None]
-    assert len(backward) > 100
+    assert len(backward) > 80
     for op in backward:
         assert op.of is not None
         assert op.of.of is None

@@ -1,0 +1,141 @@
+"""Torch's own kernels for attention. Device and operands decide which, when a rank's Python is made.
+
+All save the same log-sum-exp of each row, so that the gradient need not use the kernel that the result came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distir.backends.namespace import written_out
+
+aten: Any = torch.ops.aten
+
+Results = tuple[torch.Tensor, ...]
+_HALVES = (torch.float16, torch.bfloat16)
+_LANES = 8
+"""A CUDA kernel that takes a mask wants the length of its rows to be a multiple of this, and of the rows it saves..."""
+_ROWS = 32
+"""... of that."""
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float = 1.0,
+    causal: bool = False,
+) -> Results:
+    """As the eval of `Attention`."""
+    kernel = _kernel(q, k, v, mask, causal)
+    if kernel is None:
+        operands = (q, k, v) if mask is None else (q, k, v, mask)
+        return written_out("Attention", q)(*operands, scale=scale, causal=causal)
+    y, lse = _FORWARD[kernel](_four(q), _four(k), _four(v), _mask(kernel, q, k, mask), causal, scale)
+    return y.reshape(tuple(q.shape)), lse.reshape(tuple(q.shape[:-1]))
+
+
+def attention_grad(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    y: torch.Tensor,
+    lse: torch.Tensor,
+    d: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float = 1.0,
+    causal: bool = False,
+) -> Results:
+    """As the eval of `AttentionGrad`."""
+    kernel = _kernel(q, k, v, mask, causal)
+    if kernel is None:
+        operands = (q, k, v, y, lse, d) if mask is None else (q, k, v, y, lse, d, mask)
+        return written_out("AttentionGrad", q)(*operands, scale=scale, causal=causal)
+    rows = [_four(x) for x in (q, k, v, y)]
+    saved = lse.reshape((1,) * (3 - lse.ndim) + tuple(lse.shape))
+    grads = _BACKWARD[kernel](_four(d), *rows, saved, _mask(kernel, q, k, mask), causal, scale)
+    return tuple([g.reshape(tuple(x.shape)) for g, x in zip(grads[:3], (q, k, v), strict=True)])
+
+
+def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> str | None:
+    """The kernel that can take these operands; None where the formula has to be written out."""
+    if q.ndim not in (3, 4) or q.shape[-1] != v.shape[-1]:
+        return None
+    if q.device.type == "cpu":
+        return "cpu"
+    if q.device.type != "cuda" or q.dtype == torch.float64:
+        return None
+    square = q.shape[-2] == k.shape[-2]  # elsewhere they do not agree on where the diagonal begins
+    if q.dtype in _HALVES and mask is None and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and (square or not causal):
+        return "flash"
+    return "efficient" if mask is None or k.shape[-2] % _LANES == 0 else None
+
+
+def _four(x: torch.Tensor) -> torch.Tensor:
+    return x.unsqueeze(0) if x.ndim == 3 else x
+
+
+def _mask(kernel: str, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask in four dims, of which the kernel on CUDA does not broadcast any."""
+    if mask is None:
+        return None
+    mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    if kernel == "cpu":
+        return mask
+    lead = _four(q).shape[:2]
+    return mask.expand(*lead, q.shape[-2], k.shape[-2])
+
+
+# ---------------------------------------------------------------- the kernels
+
+
+def _cpu(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float) -> Results:
+    call = aten._scaled_dot_product_flash_attention_for_cpu.default
+    return call(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def _cpu_grad(d: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, mask: Any, causal: bool, scale: float) -> Results:
+    call = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return call(d, q, k, v, y, lse, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def _flash(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float) -> Results:
+    return aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)[:2]
+
+
+def _flash_grad(d: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, mask: Any, causal: bool, scale: float) -> Results:
+    s, t, unused = q.shape[-2], k.shape[-2], _no_random_state(q)
+    call = aten._scaled_dot_product_flash_attention_backward.default
+    return call(d, q, k, v, y, lse, None, None, s, t, 0.0, causal, unused, unused, scale=scale)
+
+
+def _efficient(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float) -> Results:
+    call = aten._scaled_dot_product_efficient_attention.default
+    y, lse, _, _ = call(q, k, v, mask, True, 0.0, causal, scale=scale)
+    return y, lse[..., : q.shape[-2]]
+
+
+def _efficient_grad(d: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, mask: Any, causal: bool, scale: float) -> Results:
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _ROWS), value=math.inf)
+    call = aten._scaled_dot_product_efficient_attention_backward.default
+    unused = _no_random_state(q)
+    wanted = [True, True, True, False]
+    return call(d, q, k, v, mask, y, lse, unused, unused, 0.0, wanted, causal, scale=scale)
+
+
+def _no_random_state(q: torch.Tensor) -> torch.Tensor:
+    """What dropout, of which there is none, would be drawn from."""
+    return torch.empty(0, dtype=torch.int64, device=q.device)
+
+
+_FORWARD: dict[str, Callable[..., Results]] = {"cpu": _cpu, "flash": _flash, "efficient": _efficient}
+_BACKWARD: dict[str, Callable[..., Results]] = {
+    "cpu": _cpu_grad,
+    "flash": _flash_grad,
+    "efficient": _efficient_grad,
+}
