@@ -172,13 +172,15 @@ def run(
     cost = cost_model(this_host(plan.size) if cluster is None else cluster, plan)
     program = distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan))
     prediction = predict(model, plan, program, cost)
-    if on_plan is not None:
-        on_plan(prediction)
     if metrics is not None and epochs is None:
         epochs = 1
     work = plan_work(fed, function, program, steps, epochs, held_out)
     found = None if work.epochs is None else Metrics(prediction, work.epochs.steps, _about(work, fed, backend, plan))
     on_step, on_lap = _measuring(found, function, metrics, on_step, on_epoch)
+    if on_plan is not None:
+        on_plan(prediction)
+    if found is not None and on_epoch is not None:
+        on_epoch(found)
     given = _by_position(function, arrays | fed.fixed())
     job = Job(program, given, work.feed, work.steps, backend, timeout, work.samples, work.epochs, on_lap)
     done = _done(job, prediction, check, on_step)
@@ -213,8 +215,6 @@ def _measuring(
     losses: list[float] = []
     if path is not None and int(os.environ.get("RANK", 0)) == 0:
         metrics.save(path)  # before hours of training: whether it can be written
-    if on_epoch is not None:
-        on_epoch(metrics)
 
     def stepped(step: int, time: float, outputs: dict[int, np.ndarray]) -> None:
         if (loss := loss_of(function, outputs)) is not None:

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from distir.api import Model, Plan, load
@@ -15,7 +14,7 @@ from distir.api import simulate as simulate_model
 from distir.api.metrics import Metrics
 from distir.api.results import Prediction, RunResult, aligned, step_header, step_row
 from distir.api.road import distribute, loss_of
-from distir.cli.output import Progress, print_json, print_program
+from distir.cli.output import Progress, columns, first_rank, print_json, print_program
 from distir.ir.errors import UsageError
 from distir.ir.function import Function
 from distir.transforms.training import optimizer_named
@@ -27,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
         result = _run(args, progress)
         if args.save is not None and result.weights:
             result.save(args.save)
-    if not _first_rank():
+    if not first_rank():
         return
     if args.json:
         print_json(result.to_json() | ({"saved": args.save} if args.save else {}))
@@ -36,10 +35,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
-    model, plan = _model(args), _plan(args)
+    model, plan = model_of(args), _plan(args)
     if args.save is not None:
         _check_save(args.save, model)
-    speaks = not args.json and _first_rank()
+    speaks = not args.json and first_rank()
 
     def on_plan(prediction: Prediction) -> None:
         progress.phase("starting")
@@ -58,8 +57,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         loss = loss_of(model.function, outputs)
         widths = [len(x) for x in step_row(max(steps or 0, 1000), None if loss is None else 100.0, 0.1)]
         if step == 0:
-            print(f"\n{_columns(step_header(loss is not None), widths)}")
-        print(_columns(step_row(step, None if loss is None else float(loss), time), widths), flush=True)
+            print(f"\n{columns(step_header(loss is not None), widths)}")
+        print(columns(step_row(step, None if loss is None else float(loss), time), widths), flush=True)
 
     def on_epoch(metrics: Metrics) -> None:
         nonlocal total
@@ -71,8 +70,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
             max(map(len, column)) for column in zip(head, ("1000", *["100.000000"] * (len(head) - 1)), strict=True)
         ]
         if len(rows) == 1:
-            print(f"\n{_columns(head, widths)}")
-        print(_columns(rows[-1], widths), flush=True)
+            print(f"\n{columns(head, widths)}")
+        print(columns(rows[-1], widths), flush=True)
 
     def on_check(step: int, time: float, outputs: dict[int, Any]) -> None:
         progress.phase("checking", total)
@@ -99,19 +98,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
     )
 
 
-def _columns(row: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
-
-
-def _first_rank() -> bool:
-    """Whether this is the process that speaks: under torchrun, that of rank 0."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
 def simulate(args: argparse.Namespace) -> None:
     """`distir simulate`."""
     with Progress("loading") as progress:
-        model, plan = _model(args), _plan(args)
+        model, plan = model_of(args), _plan(args)
         progress.phase("simulating")
         prediction = simulate_model(model, plan, args.cluster, args.nodes)
         if args.trace is not None:
@@ -134,7 +124,7 @@ def show(args: argparse.Namespace) -> None:
     if stage == "imported":
         args.loss = None
     with Progress("compiling"):
-        function = _stage(_model(args, stage), _plan(args), stage, args.rank or 0)
+        function = _stage(model_of(args, stage), _plan(args), stage, args.rank or 0)
     if args.json:
         from distir.ir import pformat
 
@@ -231,7 +221,7 @@ def bench_collectives(args: argparse.Namespace) -> None:
 
     head = ("collective", "size", "latency", "algorithm bandwidth", "bus bandwidth")
     widths = [max(map(len, COLLECTIVES)), 12, 14, *map(len, head[3:])]
-    speaks = not args.json and _first_rank()
+    speaks = not args.json and first_rank()
     names, sizes = args.collective or COLLECTIVES, args.size or SIZES
     rows: list[Timing] = []
 
@@ -241,20 +231,20 @@ def bench_collectives(args: argparse.Namespace) -> None:
             if not rows:
                 progress.phase("measuring", len(names) * len(sizes))
                 if speaks:
-                    print(_columns(head, widths))
+                    print(columns(head, widths))
             rows.append(t)
             progress.advance(len(rows) - 1)
             if speaks:
                 rates = [f"{x / 1e9:.3f} GB/s" for x in (t.algorithm_bandwidth, t.bus_bandwidth)]
                 cells = [t.collective, f"{t.size:,} B", f"{t.seconds * 1e6:,.1f} us", *rates]
-                print(_columns(cells, widths), flush=True)
+                print(columns(cells, widths), flush=True)
 
         bench_collectives(args.nproc, args.backend, names, sizes, args.timeout, on_timing)
-    if args.json and _first_rank():
+    if args.json and first_rank():
         print_json({"backend": args.backend, "timings": [t._asdict() for t in rows]})
 
 
-def _model(args: argparse.Namespace, stage: str | None = None) -> Model:
+def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
     """The model the flags describe. Raises UsageError for settings of an optimizer that there is not."""
     settings = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}
     given = [f"--{k.replace('_', '-')}" for k, v in {"optimizer": args.optimizer, **settings}.items() if v is not None]

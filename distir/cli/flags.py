@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from distir import __version__
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _schedule(commands)
     _command(commands, "clusters", "list the clusters that are shipped", "clusters", "bytes, FLOP/s, bytes/s")
     _bench(commands)
+    _plot(commands)
     return parser
 
 
@@ -65,9 +67,8 @@ def _command(
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EXIT_CODES)
 
     def command(args: argparse.Namespace) -> None:
-        from distir.cli import commands as found
-
-        getattr(found, function)(args)
+        module, _, found = function.rpartition(".")
+        getattr(import_module(f"distir.cli.{module or 'commands'}"), found)(args)
 
     parser.set_defaults(command=command)
     parser.add_argument("--json", action="store_true", help=f"print JSON: {json}")
@@ -80,22 +81,13 @@ def _run(commands: Any) -> None:
     _model_flags(parser)
     _plan_flags(parser)
     group = parser.add_argument_group("the run")
-    _data_flags(group)
-    group.add_argument("--metrics", metavar="FILE.json", help="write times, rates and losses to it after each epoch")
     group.add_argument(
-        "--backend",
-        choices=("gloo", "nccl", "numpy"),
-        default="gloo",
-        help="gloo: a process a CPU rank; nccl: a GPU a rank; numpy: all in this process; default: gloo",
+        "--epochs", type=_at_least(1), metavar="N", help="go through the data so often, each time in another order"
     )
-    group.add_argument(
-        "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"
-    )
+    _data_flags(group, "5, with --epochs all of --data")
+    _running_flags(group)
     group.add_argument("--check", action="store_true", help="compare with the sequential program on the same data")
     group.add_argument("--save", metavar="FILE.onnx", help="write the model with the trained weights")
-    group.add_argument(
-        "--cluster", metavar="NAME|FILE.toml", help="to predict for; default: cpu-2core, with this host's cores"
-    )
 
 
 def _simulate(commands: Any) -> None:
@@ -143,14 +135,12 @@ def _bench(commands: Any) -> None:
     parser.add_argument(
         "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"
     )
+    _scaling(kinds)
 
 
-def _data_flags(group: Any) -> None:
+def _data_flags(group: Any, steps: str) -> None:
     group.add_argument(
-        "--steps", type=_at_least(1), metavar="N", help="of an epoch at most; default: 5, with --epochs all of --data"
-    )
-    group.add_argument(
-        "--epochs", type=_at_least(1), metavar="N", help="go through the data so often, each time in another order"
+        "--steps", type=_at_least(1), metavar="N", help=f"of an epoch, if there are any, at most; default: {steps}"
     )
     group.add_argument(
         "--data",
@@ -165,6 +155,41 @@ def _data_flags(group: Any) -> None:
     group.add_argument(
         "--tokenizer", metavar="FILE.json", help="of a text: read if it is there, else trained on the text and written"
     )
+
+
+def _running_flags(group: Any) -> None:
+    group.add_argument("--metrics", metavar="FILE.json", help="write times, rates and losses to it after each epoch")
+    group.add_argument(
+        "--backend",
+        choices=("gloo", "nccl", "numpy"),
+        default="gloo",
+        help="gloo: a process a CPU rank; nccl: a GPU a rank; numpy: all in this process; default: gloo",
+    )
+    group.add_argument(
+        "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"
+    )
+    group.add_argument(
+        "--cluster", metavar="NAME|FILE.toml", help="to predict for; default: cpu-2core, with this host's cores"
+    )
+
+
+def _scaling(kinds: Any) -> None:
+    text = "weak scaling: train on more and more ranks, data-parallel, with the same batch a rank"
+    parser = _command(kinds, "scaling", text, "training.scaling", "the metrics of each run, and its efficiency")
+    parser.description = f"{text[0].upper()}{text[1:]}: --dim gives the batch of one rank."
+    _model_flags(parser)
+    group = parser.add_argument_group("the runs")
+    group.add_argument("--ranks", type=_numbers, default=[1, 2], metavar="N,N,...", help="default: 1,2")
+    group.add_argument("--epochs", type=_at_least(1), default=3, metavar="N", help="of each run; default: 3")
+    _data_flags(group, "10, of --data all")
+    _running_flags(group)
+
+
+def _plot(commands: Any) -> None:
+    text = "draw training time and rate, predicted beside measured, of runs with --metrics or of bench scaling"
+    parser = _command(commands, "plot", text, "training.plot", "the files")
+    parser.add_argument("files", nargs="+", metavar="FILE.json", help="what --metrics wrote")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.pdf", help="ends in .pdf, .png or .svg")
 
 
 def _model_flags(parser: argparse.ArgumentParser) -> None:
@@ -264,6 +289,10 @@ def _positive(text: str) -> float:
     if value == 0:
         raise argparse.ArgumentTypeError("expected a number above 0, got 0")
     return value
+
+
+def _numbers(text: str) -> list[int]:
+    return [_at_least(1)(x) for x in text.split(",")]
 
 
 def _size(text: str) -> tuple[str, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +20,16 @@ _PATIENCE_SECONDS = 2.0
 def print_json(x: Any) -> None:
     """Print it as JSON; numbers that JSON does not have (infinity, nan) as null."""
     print(json.dumps(finite(x), indent=2, allow_nan=False))
+
+
+def columns(row: Sequence[str], widths: Sequence[int]) -> str:
+    """A line of a table whose first column is text, the others numbers."""
+    return "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
+
+
+def first_rank() -> bool:
+    """Whether this is the process that speaks: under torchrun, that of rank 0."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def print_program(function: Function) -> None:

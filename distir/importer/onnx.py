@@ -65,6 +65,15 @@ def import_from_onnx(
     return _finish(scope, graph, inputs)
 
 
+def symbolic_dims(path: str | os.PathLike[str]) -> list[str]:
+    """The names of the symbolic dims of an ONNX file's inputs, in order: the first is the batch's, if none is named."""
+    file = Path(path)
+    graph = load(file).graph
+    stored = {t.name for t in graph.initializer}
+    rows = [_dims(file, i) for i in graph.input if i.name not in stored]
+    return list(dict.fromkeys(d for row in rows for d in row if isinstance(d, str)))
+
+
 def load(path: Path) -> onnx.ModelProto:
     """The model at `path`, model-local functions inlined, external data left alone. Raises ModelError if broken."""
     model = onnx.ModelProto()
@@ -113,7 +122,7 @@ def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collectio
 
 def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batch: str | None) -> list[Value]:
     infos = [i for i in graph.input if i.name not in scope.stored]
-    symbols = {i.name: _symbolic_dims(scope, i) for i in infos}
+    symbols = {i.name: _dims(scope.path, i) for i in infos}
     free = list(dict.fromkeys(d for row in symbols.values() for d in row if isinstance(d, str)))
     for d, size in dims.items():
         if d not in free:
@@ -140,15 +149,15 @@ def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batc
     return inputs
 
 
-def _symbolic_dims(scope: Scope, info: onnx.ValueInfoProto) -> list[int | str]:
+def _dims(path: Path, info: onnx.ValueInfoProto) -> list[int | str]:
     """The dims of a graph input: sizes, and names of symbolic ones."""
     if info.type.WhichOneof("value") != "tensor_type" or not info.type.tensor_type.HasField("shape"):
-        raise ModelError(f"{scope.path}: input {info.name!r} is not a tensor of known rank")
+        raise ModelError(f"{path}: input {info.name!r} is not a tensor of known rank")
     row: list[int | str] = []
     for i, d in enumerate(info.type.tensor_type.shape.dim):
         row.append(d.dim_value if d.HasField("dim_value") else d.dim_param or f"{info.name}.{i}")
         if d.dim_value < 0:
-            raise ModelError(f"{scope.path}: input {info.name!r}: dim {i} is {d.dim_value}")
+            raise ModelError(f"{path}: input {info.name!r}: dim {i} is {d.dim_value}")
     return row
 
 

@@ -6,6 +6,6 @@
 Where a figure is the last line of a notebook's cell it shows. Nothing is drawn on a screen, and pyplot is not used.
 """
 
-from distir.viz.draw import curves, memory, timeline
+from distir.viz.draw import curves, grouped, memory, timeline
 
-__all__ = ["curves", "memory", "timeline"]
+__all__ = ["curves", "grouped", "memory", "timeline"]

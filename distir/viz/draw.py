@@ -132,6 +132,34 @@ def curves(
     return figure
 
 
+def grouped(panels: Mapping[str, tuple[str, Mapping[str, Sequence[float]]]], groups: Sequence[str]) -> Figure:
+    """Bars side by side: {title of a panel: (what its axis shows, {name of a bar: its height in each group})}.
+
+    `groups` are the names below the bars, the same in all panels. Bars of one name have one colour.
+    """
+    figure = _figure(max(3.6, 1.2 + 1.1 * len(groups)) * max(1, len(panels)), 3.6)
+    found = figure.subplots(1, len(panels), squeeze=False)[0] if panels else []
+    names = list(dict.fromkeys(name for _, bars in panels.values() for name in bars))
+    colours = dict(zip(names, _OF_CATEGORY.values(), strict=False))
+    width = 0.8 / max(1, len(names))
+    for axes, (title, (label, heights)) in zip(found, panels.items(), strict=True):
+        for name, row in heights.items():
+            offset = (names.index(name) - (len(names) - 1) / 2) * width
+            drawn = axes.bar([k + offset for k in range(len(groups))], row, width, color=colours[name], label=name)
+            axes.bar_label(drawn, fmt=_figures, fontsize="x-small", padding=1)
+        axes.set_title(title, fontsize="medium")
+        axes.set_ylabel(label)
+        axes.set_xticks(range(len(groups)), groups)
+        axes.margins(y=0.1)
+    _legend(figure, colours)
+    return figure
+
+
+def _figures(x: float) -> str:
+    """A number as it stands on a bar: three figures, or all before the point."""
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
+
+
 def _figure(width: float, height: float) -> Figure:
     """An empty figure, in inches. Raises UsageError without matplotlib."""
     try:

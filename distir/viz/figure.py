@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Plain
 
 MIME = "application/vnd.distir.figure+json"
@@ -17,7 +18,10 @@ class Figure(Plain):
     """A matplotlib figure that shows in a notebook without pyplot, and tells the numbers it shows."""
 
     def numbers(self) -> list[dict[str, Any]]:
-        """For each panel its title and labels; by name the points of its lines, and the corners of its areas."""
+        """For each panel its title and labels; by name the points of its lines, and the corners of its areas.
+
+        Where there are bars, by name their heights.
+        """
         return [
             {
                 "title": axes.get_title(),
@@ -28,6 +32,7 @@ class Figure(Plain):
                     str(area.get_label()): [np.asarray(path.vertices).tolist() for path in area.get_paths()]
                     for area in axes.collections
                 },
+                **({"bars": _heights(axes)} if axes.containers else {}),
             }
             for axes in self.axes
         ]
@@ -40,3 +45,7 @@ class Figure(Plain):
             "text/plain": repr(self),
             MIME: self.numbers(),
         }
+
+
+def _heights(axes: Axes) -> dict[str, list[float]]:
+    return {str(bars.get_label()): [float(bar.get_height()) for bar in bars] for bars in axes.containers}

@@ -15,7 +15,7 @@ from distir.hardware import load_cluster
 from distir.ir.errors import UsageError
 from distir.models import mlp
 from distir.transforms import parallel_transform_3d
-from distir.viz import curves, memory, timeline
+from distir.viz import curves, grouped, memory, timeline
 from distir.viz.figure import MIME
 from distir.viz.spans import bars, live
 
@@ -67,6 +67,22 @@ def test_curves_are_what_was_given():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["4", "8"]
 
 
+BARS = {"time": ("s", {"a": [1.0, 2.0], "b": [3.0, 250.5]}), "rate": ("tokens/s", {"a": [5.0, 1.0], "b": [0.5, 2.0]})}
+
+
+def test_bars_are_as_high_as_what_was_given():
+    figure = grouped(BARS, ["1 rank", "2 ranks"])
+    found = figure.numbers()
+    assert {p["title"]: (p["y"], p["bars"]) for p in found} == BARS
+    for axes in figure.axes:
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["1 rank", "2 ranks"]
+        edges = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches)
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(edges))
+    assert {text.get_text() for text in figure.axes[0].texts} == {"1", "2", "3", "250"}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
+    assert grouped({}, []).numbers() == []
+
+
 def test_unknown_axis():
     with pytest.raises(UsageError, match="'z'"):
         curves(PANELS, x="", y="", log="z")
@@ -89,7 +105,12 @@ def test_without_matplotlib(simulation, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "distir.viz.figure")
-    for draw in (lambda: timeline(simulation), lambda: memory(simulation), lambda: curves(PANELS, x="", y="")):
+    for draw in (
+        lambda: timeline(simulation),
+        lambda: memory(simulation),
+        lambda: curves(PANELS, x="", y=""),
+        lambda: grouped({}, []),
+    ):
         with pytest.raises(UsageError, match=r"matplotlib.*pip install 'distir\[viz\]'"):
             draw()
 

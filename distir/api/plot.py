@@ -1,0 +1,67 @@
+"""The two figures of training runs: how long an epoch takes, and how much is done a second, predicted and measured."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distir.api.metrics import read_metrics
+from distir.ir.errors import UsageError, counted
+from distir.ir.files import written
+
+if TYPE_CHECKING:
+    from distir.viz.figure import Figure
+
+FORMATS = ("pdf", "png", "svg")
+_UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
+
+
+def training_figure(runs: Sequence[dict[str, Any]]) -> Figure:
+    """Training time, the mean over ranks and epochs, and tokens a second (samples, if some run has no sequences), the
+    sum over ranks; of runs as `read_metrics` gives them. Raises UsageError without matplotlib.
+    """
+    from distir.viz import grouped
+
+    sides = ("predicted", "measured")
+    times = {side: [run[side]["epoch_seconds"] for run in runs] for side in sides}
+    most = max(x for row in times.values() for x in row)
+    unit, scale = next((u for u in _UNITS if most * u[1] >= 1), _UNITS[-1])
+    what = "tokens" if all(run["measured"]["tokens_per_second"] for run in runs) else "samples"
+    rates = {side: [run[side][f"{what}_per_second"] for run in runs] for side in sides}
+    return grouped(
+        {
+            "training time of an epoch": (
+                f"{unit}, mean over ranks and epochs",
+                {side: [x * scale for x in row] for side, row in times.items()},
+            ),
+            f"{what} a second": (f"{what}/s, sum over ranks", rates),
+        },
+        _labels(runs),
+    )
+
+
+def _labels(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Ranks and batch; what else tells runs apart, where these do not."""
+    labels = [f"{counted(run['plan']['devices'], 'rank')}\nbatch {run['batch']:,}" for run in runs]
+    for more in (_degrees, lambda run: run["model"]):
+        twice = Counter(labels)
+        labels = [f"{x}\n{more(run)}" if twice[x] > 1 else x for x, run in zip(labels, runs, strict=True)]
+    return labels
+
+
+def _degrees(run: dict[str, Any]) -> str:
+    plan = run["plan"]
+    return f"dp {plan['dp']} tp {plan['tp']} pp {plan['pp']} mb {plan['microbatches']}"
+
+
+def plot(files: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
+    """Draw the runs of metrics files as PDF, PNG or SVG. Raises UsageError for files that are none of these."""
+    kind = Path(output).suffix.removeprefix(".").lower()
+    if kind not in FORMATS:
+        raise UsageError(f"cannot draw {os.fspath(output)}", f"a figure's file ends in .{', .'.join(FORMATS)}")
+    figure = training_figure([run for file in files for run in read_metrics(file)])
+    with written(output) as file:
+        figure.savefig(file, format=kind)
