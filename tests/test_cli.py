@@ -710,17 +710,6 @@ def test_plans_on_gloo(model, plan):
     assert "check passed" in done.stdout
 
 
-@pytest.mark.slow
-def test_torchrun(tmp_path):
-    out = tmp_path / "trained.onnx"
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "distir"]
-    flags = ["run", "examples/mlp.onnx", *MSE, "--dp", "2", "--steps", "2", "--check", "--save", str(out)]
-    done = subprocess.run([*line, *flags], capture_output=True, text=True, env=ENV, cwd=ROOT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("check passed") == 1  # only rank 0 speaks
-    assert out.exists()
-
-
 # ---------------------------------------------------------------- the progress bar
 
 

@@ -89,6 +89,7 @@ def run(
     record: Path | None = None,
     epochs: Epochs | None = None,
     on_epoch: OnEpoch | None = None,
+    alone: bool = False,
 ) -> RunResult:
     """Run a distributed program for `steps` steps, with a process for each of its devices.
 
@@ -100,7 +101,7 @@ def run(
     needed, checked before anything starts; `every`: report all outputs after each step; `final`: and the updated
     inputs after the last; `on_step(k, seconds, outputs)` is called after each, `on_epoch` at the end of each of
     `epochs`. `record` is a folder in which to keep every value that is made (see `distir.backends.record`); under
-    torchrun nothing is kept.
+    torchrun nothing is kept. `alone`: start all ranks here even if torchrun has started this process.
 
     Raises UsageError for arguments that do not fit, InfeasibleError if memory does not suffice, WorkerError,
     naming the rank, if one fails, is killed or does not answer in time, and whatever DistirError a rank
@@ -109,7 +110,7 @@ def run(
     from distir.ir.verify import verify
 
     world = max(1, len(ranks(program)))
-    torchrun = joined()
+    torchrun = None if alone else joined()
     started = torchrun[0] if torchrun else nproc
     if started is not None and started != world:
         what = "torchrun started" if torchrun else "nproc asks for"
