@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import distir
 from tests.test_cli import CORRUPT, ENV, MLP, MSE, ROOT, command
 
 LINE = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "distir", "run", MLP, *MSE]
@@ -32,12 +33,13 @@ def exit_codes(done: subprocess.CompletedProcess[str]) -> set[int]:
 def test_the_same_result(tmp_path: Path) -> None:
     """One JSON, one file, the losses of a run without torchrun, and the check."""
     flags = ["--dp", 2, "--microbatches", 2, "--steps", 3, "--check", "--json"]
-    done = torchrun(*flags, "--save", tmp_path / "trained.onnx")
+    done = torchrun(*flags, "--save", tmp_path / "trained.onnx", "--profile", tmp_path / "traces")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["check"]["ok"]
     assert found["losses"] == json.loads(command("run", MLP, *MSE, *flags).stdout)["losses"]
-    assert [p.name for p in tmp_path.iterdir()] == ["trained.onnx"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["traces", "trained.onnx"]
+    assert distir.compare(tmp_path / "traces").ranks == 2
 
 
 def test_only_rank_0_speaks() -> None:

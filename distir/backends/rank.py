@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distir.backends.comm import all_gather, movable
 from distir.backends.epochs import Epochs, Lap, Laps
 from distir.backends.pieces import Coord, digest
+from distir.backends.profile import Profiler
 from distir.backends.record import Recorder
 from distir.backends.torch import TorchRank, own_array, to_numpy
 from distir.ir.errors import WorkerError
@@ -48,6 +49,7 @@ def execute(
     every: bool = False,
     final: bool = True,
     record: str | None = None,
+    profile: str | None = None,
     epochs: Epochs | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> None:
@@ -57,14 +59,15 @@ def execute(
     gets the seconds it took on this rank, all ranks having begun together, and this rank's pieces of
     one-element outputs, after the last (or with `every` each) step of all others; and with `final` the
     replaced inputs. Of copies only the first holder reports. `record` is a folder in which to keep every value that is
-    made (see `distir.backends.record`). `epochs`: at the end of each `report` also gets its lap;
-    `alive` is called now and then while there is nothing to report.
+    made (see `distir.backends.record`), `profile` one for a trace of when ops ran (see `distir.backends.profile`).
+    `epochs`: at the end of each `report` also gets its lap; `alive` is called now and then while there is nothing to report.
 
     Raises WorkerError if the ranks have different programs.
     """
     agree(digest(program), "would run another plan than rank 0", device)
     recorder = None if record is None else Recorder(Path(record), rank, own_array)
-    engine = TorchRank(program, rank, device, recorder)
+    profiler = None if profile is None else Profiler(program, rank, device, Path(profile), steps)
+    engine = TorchRank(program, rank, device, recorder, profiler)
     engine.load(arrays)
     laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, alive))
     for k in range(steps):
@@ -72,11 +75,15 @@ def execute(
         engine.load(feed(k))
         fed = time.perf_counter()
         _barrier(device)
+        if profiler is not None:
+            profiler.begin_step()
         begin = time.perf_counter()
         outputs = engine.step()
         engine.synchronize()
         end = time.perf_counter()
         lap = laps.add(k, end - start, fed - start) if laps is not None else None
+        if profiler is not None:
+            profiler.end_step(k)
         if recorder is not None:
             recorder.end_step()
         last = k == steps - 1
@@ -93,6 +100,8 @@ def execute(
                 lap,
             )
         )
+    if profiler is not None:
+        profiler.write()
 
 
 def _evaluator(engine: TorchRank, epochs: Epochs, alive: Callable[[], None]) -> Callable[[], Pieces] | None:
