@@ -12,8 +12,8 @@ and what communication returns goes through `issued`, which notes the wait for i
     h3 = allreduce_tp(v2)
     h3 = issued(8, begin, h3, t)
 
-On CPUs the clock is `time.perf_counter_ns`, the same in all processes of a host. On CUDA it is an event on the stream
-that computes: waits are those of the stream, and communication ends, as far as can be told, when it is waited for.
+On CPUs the clock is the host's, the same in all its processes. On CUDA it is events on the stream that computes (see
+`clock`): waits are those of the stream, and communication ends, as far as can be told, when it is waited for.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from distir.backends.clock import Clock
 from distir.executor.labels import (
     COMMUNICATION,
     COMPUTE,
@@ -66,12 +67,11 @@ class Profiler:
     """Records the ops of one rank, and writes `rank{r}.json` into `folder`; that of an earlier run is removed first."""
 
     def __init__(self, program: Function, rank: int, device: torch.device, folder: Path, steps: int) -> None:
-        self.program, self.rank, self.device = program, rank, device
+        self.program, self.rank, self.clock = program, rank, Clock(device)
         self.path = folder / f"rank{rank}.json"
         self.path.unlink(missing_ok=True)
         first = min(1, steps - 1)
         self.wanted = range(first, min(first + RECORDED, steps))
-        self.now: Callable[[], Any] = time.perf_counter_ns if device.type == "cpu" else _cuda_event
         self.entries: list[Entry] = []
         self.notes: list[Any] = []
         """Four items a note: number of the entry, begin and end (ns, or CUDA events), microbatch. A flat list: a tuple
@@ -79,6 +79,7 @@ class Profiler:
         """
         self.slices: list[tuple[Entry, int, int, dict[str, Any]]] = []
         self._base: tuple[Any, int] = (None, 0)
+        """When the step began, by the device and by the host."""
 
     # --- while the Python is written
 
@@ -87,7 +88,7 @@ class Profiler:
         if not lines:
             return []
         name, stream, args = _described(op, body.function, self.program, body.network)
-        begin = f"begin = {body.bind('now', self.now)}()"
+        begin = f"begin = {body.bind('now', self.clock.now)}()"
         if op.callee is not None:
             number = self._add(Entry(op.callee.name, FUNCTION, COMPUTE, {"microbatch": op.attributes.get("mb")}))
         elif op.outputs and op.outputs[0] in body.pending:
@@ -113,9 +114,9 @@ class Profiler:
         number = self._add(Entry(name, WAIT, COMPUTE, {}))
 
         def noted() -> None:
-            begin = self.now()
+            begin = self.clock.now()
             wait()
-            self.notes.extend((number, begin, self.now(), None))
+            self.notes.extend((number, begin, self.clock.now(), None))
 
         return noted
 
@@ -123,7 +124,7 @@ class Profiler:
 
     def issued(self, number: int, begin: Any, pending: Callable[[], Any], moment: int | None) -> Callable[[], Any]:
         """What to call in place of `pending`, which was issued since `begin`, to wait for it."""
-        now, note = self.now, self.notes.extend
+        now, note = self.clock.now, self.notes.extend
         note((number, begin, now(), moment))
         complete: list[int] = []
 
@@ -139,13 +140,13 @@ class Profiler:
 
     def sent(self, number: int, begin: Any, moment: int | None) -> None:
         """Note what is sent, and not waited for."""
-        end = self.now()
+        end = self.clock.now()
         self.notes += (number, begin, end, moment, number + 1, begin, end, moment)
 
     def begin_step(self) -> None:
         """Begin to note a step; the device has nothing left to do."""
         self.notes.clear()
-        self._base = self.now(), time.perf_counter_ns()
+        self._base = self.clock.now(), time.perf_counter_ns()
 
     def end_step(self, step: int) -> None:
         """Keep what was noted, if the step is one to record; the device has done all it was given."""
@@ -166,10 +167,9 @@ class Profiler:
         self.slices.append((Entry(f"step {step}", STEP, STEP, {}), self._base[1], end, about))
 
     def _ns(self, moment: Any) -> int:
-        if isinstance(moment, int):
-            return moment
-        event, base = self._base
-        return base + round(event.elapsed_time(moment) * 1e6)
+        """A moment of the step as the host's clock has it."""
+        begin, base = self._base
+        return base + self.clock.between(begin, moment)
 
     # --- afterwards
 
@@ -198,13 +198,6 @@ class Profiler:
                 stop = free[entry.stream] = max(start, stop)
             where = {"pid": pid, "tid": thread[entry.stream], "ts": start / 1e3, "dur": (stop - start) / 1e3}
             yield {**where, "cat": entry.category, "name": entry.name, "ph": "X", "args": {**entry.args, **extra}}
-
-
-def _cuda_event() -> torch.cuda.Event:
-    """An event at this point of the stream that computes."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _described(op: Op, function: Function, program: Function, network: Network) -> tuple[str, str, dict[str, Any]]:

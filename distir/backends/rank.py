@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distir.backends.clock import Clock
 from distir.backends.comm import all_gather, movable
 from distir.backends.epochs import Epochs, Lap, Laps
 from distir.backends.pieces import Coord, digest
@@ -70,6 +70,7 @@ def execute(
     engine = TorchRank(program, rank, device, recorder, profiler)
     engine.load(arrays)
     laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, alive))
+    clock = Clock(device)
     for k in range(steps):
         start = time.perf_counter()
         engine.load(feed(k))
@@ -77,11 +78,12 @@ def execute(
         _barrier(device)
         if profiler is not None:
             profiler.begin_step()
-        begin = time.perf_counter()
+        begin = clock.now()
         outputs = engine.step()
+        end = clock.now()
         engine.synchronize()
-        end = time.perf_counter()
-        lap = laps.add(k, end - start, fed - start) if laps is not None else None
+        seconds = clock.between(begin, end) / 1e9
+        lap = laps.add(k, time.perf_counter() - start, fed - start) if laps is not None else None
         if profiler is not None:
             profiler.end_step(k)
         if recorder is not None:
@@ -94,7 +96,7 @@ def execute(
         report(
             Report(
                 k,
-                end - begin,
+                seconds,
                 _pieces(engine, program.outputs, shown),
                 _pieces(engine, program.inputs, renewed) if last and final else {},
                 lap,
