@@ -154,6 +154,7 @@ def line_up(predicted: Trace, measured: Trace) -> Comparison:
         many = counted(want.devices, "device")
         raise UsageError(f"the prediction is for {many}, the run was of {counted(got.devices, 'rank')}")
     stages = _stages(want, got)
+    joined = {key: s.name for s in got.slices if "does" in s.args for key in s.keys}
     return Comparison(
         ranks=got.devices,
         steps=max(got.recorded.values()),
@@ -161,7 +162,7 @@ def line_up(predicted: Trace, measured: Trace) -> Comparison:
         measured_step=sum(map(got.spent, got.steps)) / got.devices,
         predicted=[_predicted_share(want, classes) for classes, _ in stages],
         measured=[_measured_share(got, want.name(classes), ranks) for classes, ranks in stages],
-        compute=_rows(want, got, lambda s: s.name if s.category == COMPUTE else None),
+        compute=_rows(want, got, lambda s: joined.get(s.key, s.name) if s.category == COMPUTE else None),
         communication=_rows(want, got, lambda s: _communication(s) if s.category == COMMUNICATION else None),
         stages=_rows(want, got, lambda s: _of("stage", s), each=True),
         functions=_rows(want, got, lambda s: _of("function", s), each=True),
@@ -226,8 +227,9 @@ def _stages(want: _Side, got: _Side) -> list[tuple[frozenset[int], list[int]]]:
         who.setdefault(s.key, set()).add(s.process)
     mine: dict[int, set[int]] = {}
     for s in got.slices:
-        if s.category == COMPUTE and s.key in who:
-            mine[s.process] = mine[s.process] & who[s.key] if s.process in mine else set(who[s.key])
+        for key in s.keys if s.category == COMPUTE else ():
+            if key in who:
+                mine[s.process] = mine[s.process] & who[key] if s.process in mine else set(who[key])
     found: dict[frozenset[int], list[int]] = {}
     for rank in got.processes:
         found.setdefault(frozenset(mine.get(rank) or want.processes), []).append(rank)

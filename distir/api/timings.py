@@ -19,6 +19,10 @@ PREDICTED = "predicted.json"
 """The file of a prediction, beside `rank0.json`, `rank1.json`, ..."""
 
 
+Key = tuple[str, str | None, str | None, str | None]
+"""An op of the program: its name, function, result and stage."""
+
+
 class Slice(NamedTuple):
     """An op, or a part of one, on one process: where, and from when to when (s). In a run a process is a rank."""
 
@@ -35,9 +39,16 @@ class Slice(NamedTuple):
         return self.end - self.begin
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> Key:
         """The op: the same in a prediction and in a run."""
         return self.name, self.args.get("function"), self.args.get("result"), self.args.get("stage")
+
+    @property
+    def keys(self) -> list[Key]:
+        """The ops, where several were done at once."""
+        if "does" not in self.args:
+            return [self.key]
+        return [(name, self.args.get("function"), result, self.args.get("stage")) for name, result in self.args["does"]]
 
 
 class Process(NamedTuple):

@@ -42,7 +42,7 @@ from distir.executor.labels import (
 )
 from distir.ir.device import Device, Mesh
 from distir.ir.files import written
-from distir.ir.function import Function, Op
+from distir.ir.function import Function, Op, Value
 from distir.ops.comm import ALONG_AXIS
 from distir.transforms.project import device_at
 
@@ -77,17 +77,24 @@ class Profiler:
         """Four items a note: number of the entry, begin and end (ns, or CUDA events), microbatch. A flat list: a tuple
         a note would set off the garbage collector.
         """
+        self._made: dict[Function, dict[Op, list[Op]]] = {}
         self.slices: list[tuple[Entry, int, int, dict[str, Any]]] = []
         self._base: tuple[Any, int] = (None, 0)
         """When the step began, by the device and by the host."""
 
     # --- while the Python is written
 
-    def timed(self, body: Body, op: Op, lines: Sequence[str]) -> list[str]:
-        """The lines of an op, with those that time it; nothing is timed of an op without lines."""
+    def timed(self, body: Body, ops: Sequence[Op], lines: Sequence[str]) -> list[str]:
+        """The lines of an op, or of several that are done at once, with those that time them; without lines nothing
+        is timed.
+        """
         if not lines:
             return []
+        op = ops[0]
         name, stream, args = _described(op, body.function, self.program, body.network)
+        if op.callee is None and op.spec.comm is None:
+            name, joined = self._joined(body, ops, name)
+            args |= joined
         begin = f"begin = {body.bind('now', self.clock.now)}()"
         if op.callee is not None:
             number = self._add(Entry(op.callee.name, FUNCTION, COMPUTE, {"microbatch": op.attributes.get("mb")}))
@@ -103,6 +110,19 @@ class Profiler:
         else:
             number = self._add(Entry(name, COMPUTE, COMPUTE, args))
         return [begin, *lines, f"{body.bind('note', self.notes.extend)}(({number}, begin, now(), t))"]
+
+    def _joined(self, body: Body, ops: Sequence[Op], name: str) -> tuple[str, dict[str, Any]]:
+        """The name of ops that are done at once, and, if it is not just an op of the program, which of them they do."""
+        made = self._made.get(body.function)
+        if made is None:
+            made = self._made[body.function] = made_by(body.source, body.function)
+        does = [x for op in ops for x in made.get(op, ()) if not x.spec.alias]
+        if [(x.spec, x.outputs[0]) for x in does] == [(op.spec, op.outputs[0]) for op in ops[:1]] or not does:
+            return name, {}
+        return "+".join(dict.fromkeys(x.spec.name for x in does)), {
+            "does": [(x.spec.name, f"%{x.outputs[0].name}") for x in does],
+            "bytes": sum(labels(op, body.function)["bytes"] for op in ops),
+        }
 
     def _add(self, *entries: Entry) -> int:
         """The number of the first of these entries; the others follow it."""
@@ -198,6 +218,26 @@ class Profiler:
                 stop = free[entry.stream] = max(start, stop)
             where = {"pid": pid, "tid": thread[entry.stream], "ts": start / 1e3, "dur": (stop - start) / 1e3}
             yield {**where, "cat": entry.category, "name": entry.name, "ph": "X", "args": {**entry.args, **extra}}
+
+
+def made_by(source: Function, function: Function) -> dict[Op, list[Op]]:
+    """Which ops of `source` each op of `function` does, if some of them were joined: it makes what the last makes.
+
+    What an op that is gone has made was used by the one that it has become a part of.
+    """
+    makes = {op.outputs[0]: op for op in function.ops if op.outputs}
+    user: dict[Value, Op] = {}
+    for op in source.ops:
+        for v in op.inputs:
+            user.setdefault(v, op)
+    found: dict[Op, list[Op]] = {}
+    for op in source.ops:
+        last: Op | None = op
+        while last is not None and last.outputs and last.outputs[0] not in makes:
+            last = user.get(last.outputs[0])
+        if last is not None and last.outputs:
+            found.setdefault(makes[last.outputs[0]], []).append(op)
+    return found
 
 
 def _described(op: Op, function: Function, program: Function, network: Network) -> tuple[str, str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +61,8 @@ def execute(
     one-element outputs, after the last (or with `every` each) step of all others; and with `final` the
     replaced inputs. Of copies only the first holder reports. `record` is a folder in which to keep every value that is
     made (see `distir.backends.record`), `profile` one for a trace of when ops ran (see `distir.backends.profile`).
-    `epochs`: at the end of each `report` also gets its lap; `alive` is called now and then while there is nothing to report.
+    `epochs`: at the end of each `report` also gets its lap; `alive` is called now and then while there is nothing to
+    report.
 
     Raises WorkerError if the ranks have different programs.
     """
@@ -83,9 +85,9 @@ def execute(
         end = clock.now()
         engine.synchronize()
         seconds = clock.between(begin, end) / 1e9
-        lap = laps.add(k, time.perf_counter() - start, fed - start) if laps is not None else None
         if profiler is not None:
             profiler.end_step(k)
+        lap = laps.add(k, time.perf_counter() - start, fed - start) if laps is not None else None
         if recorder is not None:
             recorder.end_step()
         last = k == steps - 1

@@ -102,6 +102,13 @@ def test_several_steps_are_averaged() -> None:
     assert c.compute == [Row("MatMul", 1, 1, 3)]
 
 
+def test_ops_that_are_done_at_once_are_compared_at_once() -> None:
+    want = made([op(0, 0, 1), op(0, 1, 3, "Add", result="%z"), op(0, 3, 4, "Add", result="%other")], 1, ("a",))
+    both = op(0, 1, 6, "MatMul+Add", result="%z", does=[["MatMul", "%y"], ["Add", "%z"]])
+    c = line_up(want, made([step(0, 0, 9), both, op(0, 6, 7, "Add", result="%other")], 1, ("a",)))
+    assert c.compute == [Row("MatMul+Add", 1, 3, 5), Row("Add", 1, 1, 1)]
+
+
 def reduced(rank: int, issued: float, end: float, k: int = 0) -> Slice:
     about = {"ranks": [0, 1], "axis": "dp", "issued": issued * 1e6, "result": f"%r{k}"}
     return op(rank, issued, end, "MPIAllreduce", "communication", **about)
@@ -176,7 +183,8 @@ def test_every_op_that_is_predicted_is_measured_on_its_ranks(run: tuple[distir.R
         (mine,) = {p for p in want.processes if want.processes[p].name.startswith(f"stage{rank // 2}")}
         predicted_ops = [s.key for s in aligned(want) if s.process == mine]
         counts = {key: predicted_ops.count(key) for key in set(predicted_ops)}
-        measured_ops = [s.key for s in got if s.category in ("compute", "communication") and s.args["step"] == 1]
+        ran = [s for s in got if s.category in ("compute", "communication") and s.args["step"] == 1]
+        measured_ops = [key for s in ran for key in s.keys]
         assert {key: measured_ops.count(key) for key in counts if key[0] != "Send"} == {
             key: n for key, n in counts.items() if key[0] != "Send"
         }

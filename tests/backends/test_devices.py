@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import distir
 from distir.api.data import Data
@@ -17,6 +18,15 @@ from distir.backends.torch import TorchRank
 from distir.transforms.training import Optimizer
 from tests.ops.samples import SAMPLES, Sample
 from tests.ops.test_matrix import build
+
+pytestmark = pytest.mark.usefixtures("_sgd")
+
+
+@pytest.fixture
+def _sgd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has no fused SGD on its meta device."""
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *args, **settings: None)
+
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
