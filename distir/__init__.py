@@ -9,7 +9,20 @@ import distir.ops  # noqa: F401  (registers the ops)
 from distir.ir import Device, Function, FunctionMaker, Mesh, Topology, cpprint, parse, pformat, same, verify
 
 if TYPE_CHECKING:
-    from distir.api import Data, Model, Plan, Prediction, RunResult, distribute, load, run, simulate, validate
+    from distir.api import (
+        Comparison,
+        Data,
+        Model,
+        Plan,
+        Prediction,
+        RunResult,
+        compare,
+        distribute,
+        load,
+        run,
+        simulate,
+        validate,
+    )
     from distir.executor.cost_model import CostModel
     from distir.transforms.training import SGD, AdamW
 
@@ -18,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SGD",
     "AdamW",
+    "Comparison",
     "CostModel",
     "Data",
     "Device",
@@ -29,6 +43,7 @@ __all__ = [
     "Prediction",
     "RunResult",
     "Topology",
+    "compare",
     "cpprint",
     "distribute",
     "load",
@@ -43,7 +58,20 @@ __all__ = [
 
 _LATER = {
     **dict.fromkeys(
-        ("Data", "Model", "Plan", "Prediction", "RunResult", "distribute", "load", "run", "simulate", "validate"),
+        (
+            "Comparison",
+            "Data",
+            "Model",
+            "Plan",
+            "Prediction",
+            "RunResult",
+            "compare",
+            "distribute",
+            "load",
+            "run",
+            "simulate",
+            "validate",
+        ),
         "distir.api",
     ),
     "CostModel": "distir.executor.cost_model",

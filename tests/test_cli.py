@@ -577,9 +577,9 @@ def test_a_table_of_ones_own_runs(table):
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory):
-    """The README's main job, with `--save`."""
+    """The README's main job, with `--save` and, in the same folder, `--profile`."""
     saved = tmp_path_factory.mktemp("saved") / "trained.onnx"
-    plan = ["--dp", 2, "--pp", 2, "--microbatches", 4, "--steps", 5, "--check"]
+    plan = ["--dp", 2, "--pp", 2, "--microbatches", 4, "--steps", 5, "--check", "--profile", saved.parent / "traces"]
     return command("run", "examples/gpt2-tiny.onnx", *TRAIN, "--optimizer", "adamw", *plan, "--save", saved), saved
 
 
@@ -609,6 +609,33 @@ def test_what_is_saved_runs_elsewhere_and_is_trained(gloo):
     feed = {"input_ids": np.zeros((2, 16), np.int64), "attention_mask": mask, "position_ids": np.arange(16)[None]}
     (logits,) = session.run(None, feed)
     assert np.isfinite(np.asarray(logits)).all()
+
+
+def test_a_profile_is_compared(gloo, cli):
+    done, saved = gloo
+    folder = saved.parent / "traces"
+    assert done.stdout.endswith(f"profile written: distir compare {folder}\n")
+    assert {p.name for p in folder.iterdir()} == {"predicted.json", *(f"rank{r}.json" for r in range(4))}
+    code, out, err = cli("compare", folder)
+    assert (code, err) == (0, "")
+    assert "4 ranks, 4 steps recorded" in out
+    assert re.search(r"^stage1 \(2 devices\) +predicted .*\n +measured ", out, re.MULTILINE)
+    errors = [float(x.group(1)) for x in re.finditer(r"^MatMul\w* .* [+-]([\d.]+) [mu]?s$", out, re.MULTILINE)]
+    assert len(errors) == 2
+    code, out, _ = cli("compare", folder, "--json")
+    found = json.loads(out)
+    worst = [abs(row["error"]) for row in found["compute"]]
+    assert worst == sorted(worst, reverse=True)
+
+
+def test_profiles_that_cannot_be(cli, tmp_path):
+    flags = [*MSE, "--profile", tmp_path / "p"]
+    code, _, err = cli("run", MLP, *flags, "--backend", "numpy", "--steps", 1)
+    assert (code, "no profile of backend numpy" in err) == (2, True)
+    (tmp_path / "p").write_text("")
+    code, _, err = cli("run", MLP, *flags, "--steps", 1)
+    assert (code, "cannot make the folder" in err) == (2, True)
+    assert_error(cli("compare", tmp_path), 2, "predicted.json")
 
 
 CORRUPT = """
@@ -708,17 +735,6 @@ def test_plans_on_gloo(model, plan):
     done = command("run", f"examples/{model}.onnx", *flags, *degrees, "--optimizer", "adamw", "--steps", 3, "--check")
     assert done.returncode == 0, done.stderr
     assert "check passed" in done.stdout
-
-
-@pytest.mark.slow
-def test_torchrun(tmp_path):
-    out = tmp_path / "trained.onnx"
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "distir"]
-    flags = ["run", "examples/mlp.onnx", *MSE, "--dp", "2", "--steps", "2", "--check", "--save", str(out)]
-    done = subprocess.run([*line, *flags], capture_output=True, text=True, env=ENV, cwd=ROOT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("check passed") == 1  # only rank 0 speaks
-    assert out.exists()
 
 
 # ---------------------------------------------------------------- the progress bar

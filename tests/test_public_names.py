@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NAMES = {
     "distir": [
-        "AdamW", "CostModel", "Data", "Device", "Function", "FunctionMaker", "Mesh", "Model", "Plan", "Prediction",
-        "RunResult", "SGD", "Topology", "cpprint", "distribute", "load", "parse", "pformat", "run", "same",
-        "simulate", "validate", "verify",
+        "AdamW", "Comparison", "CostModel", "Data", "Device", "Function", "FunctionMaker", "Mesh", "Model", "Plan",
+        "Prediction", "RunResult", "SGD", "Topology", "compare", "cpprint", "distribute", "load", "parse", "pformat",
+        "run", "same", "simulate", "validate", "verify",
     ],
     "distir.ir": [
         "Device", "Function", "FunctionMaker", "Mesh", "Op", "Topology", "Value", "cpprint", "parse", "pformat",

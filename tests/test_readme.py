@@ -57,7 +57,15 @@ def test_commands_parse(words):
 
 
 def test_every_kind_of_command_is_there():
-    assert {words[0] for words in commands(README)} == {"run", "simulate", "show", "clusters", "schedule", "bench"}
+    assert {words[0] for words in commands(README)} == {
+        "run",
+        "simulate",
+        "show",
+        "clusters",
+        "schedule",
+        "bench",
+        "compare",
+    }
 
 
 def test_python_of_the_readme_runs(capsys, monkeypatch):

@@ -8,6 +8,7 @@
 """
 
 from distir.api.check import Check
+from distir.api.compare import Comparison, compare
 from distir.api.data import Data
 from distir.api.model import Model, load
 from distir.api.plan import Plan
@@ -16,12 +17,14 @@ from distir.api.road import distribute, run, simulate, validate
 
 __all__ = [
     "Check",
+    "Comparison",
     "Data",
     "Model",
     "Plan",
     "Prediction",
     "RunResult",
     "Summary",
+    "compare",
     "distribute",
     "load",
     "run",

@@ -8,7 +8,6 @@ value is compared with the whole value, as the program computes it without devic
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from distir.backends.record import Key
 from distir.executor.collectives import cut, move
 from distir.executor.sequential import SequentialExecutor, evaluate, fit
 from distir.ir.device import Device, Mesh
-from distir.ir.errors import MismatchError, WorkerError
+from distir.ir.errors import DistirError, MismatchError
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import REPLICATE, Float32, Float64, Partial, Tensor
 from distir.transforms.project import ranks
@@ -50,13 +49,12 @@ class _Found(Exception):
 def locate(job: Job, executor: Callable[..., SequentialExecutor] = SequentialExecutor) -> str:
     """Run a distributed program again, and say in a line which value first differs, its op and rank.
 
-    `executor` makes the executor of the backend "numpy".
+    All ranks are started on this host, even if torchrun started those of the run. `executor` makes the executor of
+    the backend "numpy".
     """
-    if "RANK" in os.environ:
-        return "run it without torchrun to find the op at fault"
     try:
         return _search(job, executor)
-    except WorkerError as e:
+    except DistirError as e:  # such as a lack of memory, or of GPUs, for the ranks of all hosts
         return f"it could not be run again to find the op at fault: {e.message}"
 
 
@@ -92,7 +90,7 @@ def _recording(job: Job, executor: Callable[..., SequentialExecutor]) -> Iterato
 
     with tempfile.TemporaryDirectory(prefix="distir-values-") as name:
         folder, settings = Path(name), {"backend": job.backend, "timeout": job.timeout}
-        run(job.program, job.arrays, job.steps, data=job.feed, final=False, record=folder, **settings)
+        run(job.program, job.arrays, job.steps, data=job.feed, final=False, record=folder, alone=True, **settings)
         files = [recorded(folder, r) for r in range(max(1, len(ranks(job.program))))]
         yield lambda step: [next(file) for file in files]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distir.api.balance import stage_cost
 from distir.api.check import Check, compare
+from distir.api.compare import start_profile
 from distir.api.data import Data
 from distir.api.epochs import Work, plan_work
 from distir.api.locate import locate
@@ -136,6 +138,7 @@ def run(
     check: bool = False,
     cluster: Cluster | None = None,
     timeout: float = 600.0,
+    profile: str | os.PathLike[str] | None = None,
     on_plan: Callable[[Prediction], None] | None = None,
     on_step: OnStep | None = None,
     on_check: OnStep | None = None,
@@ -146,8 +149,9 @@ def run(
     `backend` is "gloo" (CPUs), "nccl" (GPUs) or "numpy" (this process alone). `data` is an .npz file or a text (see
     `Data`), a text's `tokenizer` the file of its BPE (see `read_tokens`); without data they are drawn by `seed`.
     `cluster` is what to predict for; by default "cpu-2core" with this host's number of cores, which the ranks share.
-    `check` compares with the sequential program on the same data. `on_plan` is called when the plan is made, `on_step`
-    and `on_check` after each step, of the run and of the check.
+    `check` compares with the sequential program on the same data. `profile` is a folder for traces: what is predicted,
+    and of each rank when its ops ran (see `compare`). `on_plan` is called when the plan is made, `on_step` and
+    `on_check` after each step, of the run and of the check.
 
     With `epochs` the samples are gone through so often, in an order that `seed` draws for each epoch; of the last of
     them the share `held_out`, rounded up to whole batches, is not trained on: of it the loss is taken at the end of
@@ -172,6 +176,7 @@ def run(
     cost = cost_model(this_host(plan.size) if cluster is None else cluster, plan)
     program = distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan))
     prediction = predict(model, plan, program, cost)
+    traces = None if profile is None else start_profile(Path(profile), backend, prediction)
     if metrics is not None and epochs is None:
         epochs = 1
     work = plan_work(fed, function, program, steps, epochs, held_out)
@@ -182,7 +187,7 @@ def run(
     if found is not None and on_epoch is not None:
         on_epoch(found)
     given = _by_position(function, arrays | fed.fixed())
-    job = Job(program, given, work.feed, work.steps, backend, timeout, work.samples, work.epochs, on_lap)
+    job = Job(program, given, work.feed, work.steps, backend, timeout, work.samples, work.epochs, on_lap, traces)
     done = _done(job, prediction, check, on_step)
     comparison: Check | None = None
     if check and int(os.environ.get("RANK", 0)) == 0:
@@ -249,6 +254,7 @@ def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None)
         on_step=on_step,
         epochs=job.epochs,
         on_epoch=job.on_epoch,
+        profile=job.profile,
     )
     return Steps(result.seconds, result.outputs, result.inputs)
 

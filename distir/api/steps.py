@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ class Job(NamedTuple):
     """What is to be run: `arrays` are the inputs that stay or are updated, by position, `feed` gives the others.
 
     `samples`, if they are in a file, are what `feed` gives: ranks read them themselves. `on_epoch` is called at the end
-    of each of `epochs`.
+    of each of `epochs`. `profile` is a folder for traces of the ranks.
     """
 
     program: Function
@@ -35,6 +36,7 @@ class Job(NamedTuple):
     samples: Samples | None = None
     epochs: Epochs | None = None
     on_epoch: OnEpoch | None = None
+    profile: Path | None = None
 
 
 class Steps(NamedTuple):

@@ -20,15 +20,15 @@ from distir.ir.type import Tensor
 if TYPE_CHECKING:
     from distir.backends.lowering import Compiled, Lowering
 
-_RESERVED = frozenset(("args", "t"))
+_RESERVED = frozenset(("args", "begin", "t"))
 """Names that every function has of its own."""
 
 
 class Body:
-    """One function on its way to Python."""
+    """One function on its way to Python; `source` is what it was before its ops were joined."""
 
-    def __init__(self, lowering: Lowering, function: Function, memory: Memory) -> None:
-        self.lowering, self.function, self.memory = lowering, function, memory
+    def __init__(self, lowering: Lowering, source: Function, function: Function, memory: Memory) -> None:
+        self.lowering, self.source, self.function, self.memory = lowering, source, function, memory
         self.network = lowering.network
         self.lines: list[str] = []
         self.bound: dict[str, Any] = {}
@@ -145,9 +145,10 @@ class Body:
             self.lines.append(f"del {', '.join(map(self.var, dead))}")
 
     def _op(self, op: Op, k: int) -> None:
-        name, self.now = op.spec.name, k
+        name, self.now, begin = op.spec.name, k, len(self.lines)
         if op.callee is not None:
             self._call(op, op.callee, k)
+            self._time([op], begin)
             return
         done = op.outputs and (op.outputs[0] in self.lowering.constants or op.outputs[0] in self.same)
         if op.spec.comm is None and not done:
@@ -156,8 +157,14 @@ class Body:
             if name not in RULES:
                 raise ModelError(f"{self.function.name}: the torch backend cannot run {name}")
             RULES[name](self, op)
+        self._time([op], begin)
         self._tell(op)
         self._free([*op.inputs, *op.outputs], k)
+
+    def _time(self, ops: Sequence[Op], begin: int) -> None:
+        """Have the lines from number `begin` on, which are those of `ops`, timed."""
+        if self.lowering.profiler is not None:
+            self.lines[begin:] = self.lowering.profiler.timed(self, ops, self.lines[begin:])
 
     def _tell(self, op: Op) -> None:
         """Show the tap what the op made, as soon as it is there."""
@@ -227,6 +234,7 @@ class Body:
         """Steps of an optimizer, with one call, the last of them op number k: weights and states are changed where they
         are, if nobody sees it, else in copies.
         """
+        begin = len(self.lines)
         used = dict.fromkeys([v for op in row for v in op.inputs])
         for v in used:
             self.use(v)
@@ -241,6 +249,7 @@ class Body:
         arguments = [f"[{', '.join(map(self.var, values))}]" for values in columns]
         arguments += [f"step={self.var(v)}" for v in row[0].inputs[len(row[0].outputs) + 1 :]]
         self.lines.append(f"{self.bind(row[0].spec.name.lower(), update(row[0]))}({', '.join(arguments)})")
+        self._time(row, begin)
         for op in row:
             self._tell(op)
         self._free([*used, *[v for op in row for v in op.outputs]], k)

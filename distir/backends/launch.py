@@ -87,8 +87,10 @@ def run(
     final: bool = True,
     on_step: OnStep | None = None,
     record: Path | None = None,
+    profile: Path | None = None,
     epochs: Epochs | None = None,
     on_epoch: OnEpoch | None = None,
+    alone: bool = False,
 ) -> RunResult:
     """Run a distributed program for `steps` steps, with a process for each of its devices.
 
@@ -100,7 +102,8 @@ def run(
     needed, checked before anything starts; `every`: report all outputs after each step; `final`: and the updated
     inputs after the last; `on_step(k, seconds, outputs)` is called after each, `on_epoch` at the end of each of
     `epochs`. `record` is a folder in which to keep every value that is made (see `distir.backends.record`); under
-    torchrun nothing is kept.
+    torchrun nothing is kept. `profile` is one in which each rank writes a trace of when its ops ran (see
+    `distir.backends.profile`). `alone`: start all ranks here even if torchrun has started this process.
 
     Raises UsageError for arguments that do not fit, InfeasibleError if memory does not suffice, WorkerError,
     naming the rank, if one fails, is killed or does not answer in time, and whatever DistirError a rank
@@ -109,7 +112,7 @@ def run(
     from distir.ir.verify import verify
 
     world = max(1, len(ranks(program)))
-    torchrun = joined()
+    torchrun = None if alone else joined()
     started = torchrun[0] if torchrun else nproc
     if started is not None and started != world:
         what = "torchrun started" if torchrun else "nproc asks for"
@@ -127,12 +130,14 @@ def run(
         check_order(project_all(epochs.evaluation))
     given = by_position(program, arrays)
     threads = threads or _threads()
+    folder = None if profile is None else str(profile.absolute())
     if torchrun:
         from distir.backends.torchrun import join
 
-        return join(program, given, steps, data, backend, timeout, threads, every, final, on_step, epochs, on_epoch)
-    told = on_step, epochs, on_epoch
-    return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, *told, record).run()
+        told = on_step, epochs, on_epoch, folder
+        return join(program, given, steps, data, backend, timeout, threads, every, final, *told)
+    told = on_step, epochs, on_epoch, record, folder
+    return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, *told).run()
 
 
 def _threads() -> int:
@@ -175,8 +180,9 @@ class _Run:
         epochs: Epochs | None,
         on_epoch: OnEpoch | None,
         record: Path | None,
+        profile: str | None,
     ) -> None:
-        self.record = record
+        self.record, self.profile = record, profile
         self.program, self.given, self.steps = program, given, steps
         self.data, self.samples = (None, data) if isinstance(data, Samples) else (data, None)
         self.epochs, self.on_epoch = epochs, on_epoch
@@ -219,6 +225,7 @@ class _Run:
             self.every,
             self.final,
             None if self.record is None else str(self.record),
+            self.profile,
             self.samples and self.samples.shipped(self.folder, "samples"),
             self.epochs and self.epochs.shipped(self.folder),
         )

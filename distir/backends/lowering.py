@@ -30,6 +30,7 @@ from distir.backends.kernels import Kernel
 from distir.backends.namespace import TorchNamespace
 from distir.backends.native import implementation
 from distir.backends.ownership import Ownership, Share
+from distir.backends.profile import Profiler
 from distir.backends.trace import trace
 from distir.executor.collectives import start_of
 from distir.ir.device import Mesh
@@ -69,9 +70,12 @@ class Local(NamedTuple):
 class Lowering:
     """Lowers the functions of one rank's program; each callee once."""
 
-    def __init__(self, network: Network, device: torch.device, tap: Tap | None = None) -> None:
+    def __init__(
+        self, network: Network, device: torch.device, tap: Tap | None = None, profiler: Profiler | None = None
+    ) -> None:
         self.network = network
         self.tap = tap
+        self.profiler = profiler
         self.xp = TorchNamespace(device)
         self.done: dict[Function, Lowered] = {}
         self.constants: dict[Value, torch.Tensor] = {}
@@ -88,7 +92,7 @@ class Lowering:
             self._ownership = Ownership(function, self._shares, recompose, updates or {})
         lowered = self.done.get(function)
         if lowered is None:
-            body = Body(self, recompose(function), self._ownership.memory[function])
+            body = Body(self, function, recompose(function), self._ownership.memory[function])
             name = self._function_name(function.name)
             lowered = self.done[function] = Lowered(name, *body.lower(name))
         return lowered

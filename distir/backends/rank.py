@@ -11,10 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distir.backends.clock import Clock
 from distir.backends.comm import all_gather
 from distir.backends.epochs import Epochs, Lap, Laps
 from distir.backends.layout import movable
 from distir.backends.pieces import Coord, digest
+from distir.backends.profile import Profiler
 from distir.backends.record import Recorder
 from distir.backends.torch import TorchRank, own_array, to_numpy
 from distir.ir.errors import WorkerError
@@ -49,6 +51,7 @@ def execute(
     every: bool = False,
     final: bool = True,
     record: str | None = None,
+    profile: str | None = None,
     epochs: Epochs | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> None:
@@ -58,26 +61,34 @@ def execute(
     gets the seconds it took on this rank, all ranks having begun together, and this rank's pieces of
     one-element outputs, after the last (or with `every` each) step of all others; and with `final` the
     replaced inputs. Of copies only the first holder reports. `record` is a folder in which to keep every value that is
-    made (see `distir.backends.record`). `epochs`: at the end of each `report` also gets its lap;
-    `alive` is called now and then while there is nothing to report.
+    made (see `distir.backends.record`), `profile` one for a trace of when ops ran (see `distir.backends.profile`).
+    `epochs`: at the end of each `report` also gets its lap; `alive` is called now and then while there is nothing to
+    report.
 
     Raises WorkerError if the ranks have different programs.
     """
     agree(digest(program), "would run another plan than rank 0", device)
     recorder = None if record is None else Recorder(Path(record), rank, own_array)
-    engine = TorchRank(program, rank, device, recorder)
+    profiler = None if profile is None else Profiler(program, rank, device, Path(profile), steps)
+    engine = TorchRank(program, rank, device, recorder, profiler)
     engine.load(arrays)
     laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, alive))
+    clock = Clock(device)
     for k in range(steps):
         start = time.perf_counter()
         engine.load(feed(k))
         fed = time.perf_counter()
         _barrier(device)
-        begin = time.perf_counter()
+        if profiler is not None:
+            profiler.begin_step()
+        begin = clock.now()
         outputs = engine.step()
+        end = clock.now()
         engine.synchronize()
-        end = time.perf_counter()
-        lap = laps.add(k, end - start, fed - start) if laps is not None else None
+        seconds = clock.between(begin, end) / 1e9
+        if profiler is not None:
+            profiler.end_step(k)
+        lap = laps.add(k, time.perf_counter() - start, fed - start) if laps is not None else None
         if recorder is not None:
             recorder.end_step()
         last = k == steps - 1
@@ -88,12 +99,14 @@ def execute(
         report(
             Report(
                 k,
-                end - begin,
+                seconds,
                 _pieces(engine, program.outputs, shown),
                 _pieces(engine, program.inputs, renewed) if last and final else {},
                 lap,
             )
         )
+    if profiler is not None:
+        profiler.write()
 
 
 def _evaluator(engine: TorchRank, epochs: Epochs, alive: Callable[[], None]) -> Callable[[], Pieces] | None:

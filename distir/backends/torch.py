@@ -15,6 +15,7 @@ from distir.backends.comm import Network
 from distir.backends.lowering import Lowered, Lowering, Tap
 from distir.backends.namespace import torch_dtype
 from distir.backends.pieces import is_primary
+from distir.backends.profile import Profiler
 from distir.backends.samples import Chosen
 from distir.executor.collectives import cut
 from distir.executor.sequential import fit
@@ -65,18 +66,25 @@ class TorchRank:
     """One rank of a distributed program, ready to run: `load`, then `step` as often as wanted.
 
     Every rank must be made of the same program, in a process group that is already joined (none is needed for
-    one rank). `tap` is told of every value that is made. Raises ModelError for an op that cannot run, UsageError
-    for a program that is not scheduled.
+    one rank). `tap` is told of every value that is made, `profiler` times every op. Raises ModelError for an op
+    that cannot run, UsageError for a program that is not scheduled.
     """
 
     def __init__(
-        self, program: Function, rank: int, device: torch.device | str = "cpu", tap: Tap | None = None
+        self,
+        program: Function,
+        rank: int,
+        device: torch.device | str = "cpu",
+        tap: Tap | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.program = program
         self.mine = posted_ahead(project(program, rank))
         self.network = Network(program, ranks(program), rank, self.device)
-        self.lowering = Lowering(self.network, self.device, tap)
+        drain = self.network.transfers.drain
+        self.drain = drain if profiler is None else profiler.waiting("Send", drain)
+        self.lowering = Lowering(self.network, self.device, tap, profiler)
         self.updates = replaced(program)
         with double_scalars():
             self.lowered: Lowered = self.lowering(self.mine.function, replaced(self.mine.function))
@@ -122,7 +130,7 @@ class TorchRank:
                 k: x() if j in self.lowered.pending else x
                 for j, (k, x) in enumerate(zip(self.mine.outputs, results, strict=True))
             }
-            self.network.transfers.drain()
+            self.drain()
         for k, x in outputs.items():
             if k in self.updates:
                 self.values[self.updates[k]] = x

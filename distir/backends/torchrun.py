@@ -33,6 +33,7 @@ def join(
     on_step: Callable[[int, float, dict[int, np.ndarray]], None] | None,
     epochs: Epochs | None,
     on_epoch: OnEpoch | None,
+    profile: str | None,
 ) -> RunResult:
     """Run `program` as the rank that the environment names; see `launch.run`. Rank 0 gathers the results.
 
@@ -74,7 +75,7 @@ def join(
             start_group(backend, rank, world, device, None, timeout)
         if isinstance(data, Samples):
             agree(data.digest(), "would read other data than rank 0", device)
-        execute(program, rank, device, arrays, feed, steps, report, every, final, epochs=epochs)
+        execute(program, rank, device, arrays, feed, steps, report, every, final, None, profile, epochs)
     except DistirError:
         raise
     except (RuntimeError, OSError) as e:

@@ -42,6 +42,7 @@ class Job(NamedTuple):
     every: bool
     final: bool
     record: str | None = None
+    profile: str | None = None
     samples: Samples | None = None
     epochs: Epochs | None = None
 
@@ -183,7 +184,8 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
         link.send(("alive",))
 
     arrays = {k: x.array() for k, x in job.arrays.items()}
-    execute(job.program, rank, device, arrays, feed, job.steps, report, job.every, job.final, job.record, epochs, alive)
+    told = job.every, job.final, job.record, job.profile, epochs, alive
+    execute(job.program, rank, device, arrays, feed, job.steps, report, *told)
     dist.destroy_process_group()
     link.send(("done",))
 

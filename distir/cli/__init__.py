@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _told(e: DistirError, argv: Sequence[str] | None) -> int:
-    """The exit code of an error, which with `--json` stands on stdout too."""
-    if "--json" in (sys.argv[1:] if argv is None else argv):
+    """The exit code of an error, which with `--json` stands on stdout too; under torchrun rank 0's only."""
+    if "--json" in (sys.argv[1:] if argv is None else argv) and os.environ.get("RANK", "0") == "0":
         import json
 
         print(json.dumps({"error": e.message, "hint": e.hint, "exit_code": e.exit_code}))
@@ -63,6 +63,7 @@ def _discard_stdout() -> None:
 
 def _complain(message: str, hint: str | None = None) -> None:
     sys.stdout.flush()
-    print(f"distir: error: {message}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")  # torchrun's: all ranks say what is wrong, as each may be ended before it could
+    print(f"distir: {'' if rank == '0' else f'rank {rank}: '}error: {message}", file=sys.stderr)
     if hint:
         print(f"hint: {hint}", file=sys.stderr)

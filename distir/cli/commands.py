@@ -28,10 +28,12 @@ def run(args: argparse.Namespace) -> None:
             result.save(args.save)
     if not first_rank():
         return
+    written = {name: path for name, path in (("saved", args.save), ("profile", args.profile)) if path}
     if args.json:
-        print_json(result.to_json() | ({"saved": args.save} if args.save else {}))
+        print_json(result.to_json() | written)
     else:
-        print("\n".join(["", *result.lines(), *([f"saved {args.save}"] if args.save else [])]))
+        said = {"saved": "saved {}", "profile": "profile written: distir compare {}"}
+        print("\n".join(["", *result.lines(), *[said[name].format(path) for name, path in written.items()]]))
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
@@ -91,11 +93,23 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         check=args.check,
         cluster=args.cluster,
         timeout=args.timeout,
+        profile=args.profile,
         on_plan=on_plan,
         on_step=on_step,
         on_check=on_check,
         on_epoch=on_epoch,
     )
+
+
+def compare(args: argparse.Namespace) -> None:
+    """`distir compare`."""
+    from distir.api import compare
+
+    comparison = compare(args.profile)
+    if args.json:
+        print_json(comparison.to_json())
+    else:
+        print(comparison)
 
 
 def simulate(args: argparse.Namespace) -> None:

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"distir {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     _run(commands)
+    _compare(commands)
     _simulate(commands)
     _show(commands)
     _schedule(commands)
@@ -87,7 +88,16 @@ def _run(commands: Any) -> None:
     _data_flags(group, "5, with --epochs all of --data")
     _running_flags(group)
     group.add_argument("--check", action="store_true", help="compare with the sequential program on the same data")
+    group.add_argument(
+        "--profile", metavar="DIR", help="write traces of what is predicted and of each rank (see `distir compare`)"
+    )
     group.add_argument("--save", metavar="FILE.onnx", help="write the model with the trained weights")
+
+
+def _compare(commands: Any) -> None:
+    text = "line up what `run --profile` has predicted and measured: by op, stage and function, the worst first"
+    parser = _command(commands, "compare", text, "compare", "seconds of a step on a rank")
+    parser.add_argument("profile", metavar="DIR", help="what was given to --profile")
 
 
 def _simulate(commands: Any) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from distir.executor.cost_model import CostModel
 from distir.executor.device_classes import Classes, Home, Uses, classify
+from distir.executor.labels import COMPUTE, RECV, SEND, stream_name
 from distir.executor.lowering import Lowering
 from distir.executor.maxplus import Code, Part, Plan, Slots, Twin
 from distir.executor.shapes import Shapes
@@ -22,7 +23,6 @@ from distir.ir.function import Function, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import Tuple, Type
 
-COMPUTE, SEND, RECV = "compute", "send", "recv"
 _CALL, _SEND = lookup("Call"), lookup("Send")
 Where = tuple[int, str, Home | None]
 """A stream: of a class, its name, for transfers also the partner's home."""
@@ -85,7 +85,7 @@ class Program:
         found = self._stream.get(key)
         if found is None:
             found = self._stream[key] = len(self.streams)
-            self.streams.append((c, shown(*key[1:])))
+            self.streams.append((c, stream_name(*key[1:])))
             self._where.append(key)
         return found
 
@@ -280,11 +280,6 @@ class Program:
             if plan is None and kind >= 0:
                 plan = plans[kind] = self._plan(op)
             yield op, plan
-
-
-def shown(name: str, partner: Home | None) -> str:
-    """The name of a stream as traces show it."""
-    return f"{name} {partner.name if isinstance(partner, Mesh) else partner}" if partner is not None else name
 
 
 def _plan(parts: list[Part], held: tuple[tuple[int, ...], ...]) -> Plan:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from distir.executor.categories import CATEGORIES
-from distir.executor.compile import COMPUTE, RECV, SEND, Program
+from distir.executor.compile import Program
 from distir.executor.device_classes import members
+from distir.executor.labels import COMMUNICATION, COMPUTE, RECV, SEND, labels
 from distir.executor.maxplus import NEVER, Call, Code, Part, Plan
 from distir.executor.memory import Bytes, MemoryUse
 from distir.ir.device import Device
 from distir.ir.files import written
-from distir.ir.function import Op
+from distir.ir.function import Function, Op
 
 VIEW = "view"
 """The thread of ops that take no time; they stand on no stream."""
@@ -227,7 +228,7 @@ def _chrome(program: Program, run: Run, memory: dict[int, MemoryUse]) -> Iterato
     classes = program.classes
     for c, size in enumerate(classes.sizes):
         name = classes.label(c) + (f" ({size} devices)" if size > 1 else "")
-        yield {"name": "process_name", "ph": "M", "pid": _pid(c), "args": {"name": name}}
+        yield {"name": "process_name", "ph": "M", "pid": _pid(c), "args": {"name": name, "devices": size}}
         yield {"name": "process_sort_index", "ph": "M", "pid": _pid(c), "args": {"sort_index": c}}
     for s, (_, name) in enumerate(program.streams):
         yield {"name": "thread_name", "ph": "M", **_thread(program, s), "args": {"name": name}}
@@ -238,35 +239,37 @@ def _chrome(program: Program, run: Run, memory: dict[int, MemoryUse]) -> Iterato
     spans: list[Span] = []
     for done in walk(run):
         span: Span = {}
-        yield from _slices(program, done, span, arrows)
+        yield from _slices(program, run.code.function, None, done, span, arrows)
         spans.append(span)
     yield from _counters(memory, spans)
 
 
-def _slices(program: Program, done: Done, span: Span, arrows: Iterator[int]) -> Iterator[dict[str, Any]]:
+def _slices(
+    program: Program, function: Function, microbatch: int | None, done: Done, span: Span, arrows: Iterator[int]
+) -> Iterator[dict[str, Any]]:
     """The slices of an op, once a class; `span` learns when each class began and ended to compute in it."""
     op, plan, times, _ = done
     if isinstance(plan, Call):
         for inner in walk(expand(plan, times, done.run)):
-            yield from _slices(program, inner, span, arrows)
+            yield from _slices(program, plan.body.function, op.attributes.get("mb"), inner, span, arrows)
         return
     for part, end in zip(plan.parts, times, strict=False):
         start = end - part.duration
         if not part.communicates:
             widen(span, part, end)
-        result = op.outputs[0] if op.outputs else None
+        transfers = part.sources != part.targets
         for s in part.streams:
-            shown = {"result": f"%{result.name}: {result.type!r}"} if result else {}
+            side = (SEND if program.streams[s][0] in part.sources else RECV) if transfers else None
             yield {
                 **_thread(program, s),
-                "cat": "communication" if part.communicates else "compute",
+                "cat": COMMUNICATION if part.communicates else COMPUTE,
                 "name": op.spec.name,
                 "ph": "X",
                 "ts": _us(start),
                 "dur": _length(start, end),
-                "args": shown,
+                "args": labels(op, function, microbatch, side),
             }
-        if part.sources != part.targets:
+        if transfers:
             yield from _arrows(program, op.spec.name, part, start, arrows)
 
 

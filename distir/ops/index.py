@@ -51,7 +51,7 @@ def _gather(xp: Any, table: Any, index: Any, start: int, axis: int = 0) -> Any:
     table = xp.moveaxis(table, axis, 0)
     row = index - start
     here = (row >= 0) & (row < table.shape[0])
-    rows = table[xp.where(here, row, 0)]
+    rows = xp.take(table, xp.where(here, row, 0), axis=0)
     rows = xp.where(xp.reshape(here, (*here.shape, *(1,) * (table.ndim - 1))), rows, 0)
     if axis == 0:
         return rows

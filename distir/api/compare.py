@@ -1,0 +1,257 @@
+"""Predicted and measured seconds side by side: by op, by stage, by function, the worst first.
+
+All seconds are those of one step on one device: sums over devices and steps, divided by their numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distir.api.results import Prediction, html_table, paragraphs, seconds
+from distir.api.results import aligned as aligned_rows
+from distir.api.timings import PREDICTED, Slice, Trace, aligned, read_folder, steps
+from distir.executor.busy import merged
+from distir.executor.labels import COMMUNICATION, COMPUTE, ISSUE, WAIT
+from distir.ir.errors import UsageError, counted
+
+
+class Row(NamedTuple):
+    """One kind of work: how often in a step on a device, and its seconds there, as predicted and as measured."""
+
+    name: str
+    count: float
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.measured - self.predicted
+
+    @property
+    def ratio(self) -> float | None:
+        """None for what is predicted to take no time."""
+        return self.measured / self.predicted if self.predicted else None
+
+
+class Share(NamedTuple):
+    """Where the step of the devices of a stage goes (s); the four parts sum up to `step`.
+
+    Predicted: compute; communication that no compute hides; the rest, in which nothing is done. Measured: compute; the
+    rank's own time to start communication; waits for it, and for other ranks; the rest, between ops.
+    """
+
+    name: str
+    compute: float
+    issue: float
+    wait: float
+    rest: float
+    step: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A prediction and a run, lined up. Rows are worst first, shares in order of stages."""
+
+    ranks: int
+    steps: int
+    predicted_step: float
+    measured_step: float
+    predicted: list[Share]
+    measured: list[Share]
+    compute: list[Row]
+    communication: list[Row]
+    stages: list[Row]
+    functions: list[Row]
+
+    def tables(self) -> list[list[tuple[str, ...]]]:
+        """Headers and rows as text: where a step goes, then the times by op, stage and function."""
+        shares: list[tuple[str, ...]] = [("a step of", "", "compute", "issue", "exposed, wait", "rest", "sum")]
+        for wanted, got in zip(self.predicted, self.measured, strict=True):
+            shares.append((wanted.name, "predicted", *[seconds(x, wanted.step) for x in wanted[1:]]))
+            shares.append(("", "measured", *[seconds(x, got.step) for x in got[1:]]))
+        kinds = {"compute": self.compute, "communication": self.communication}
+        kinds |= {"stage": self.stages, "function": self.functions}
+        return [shares, *[_table(name, rows) for name, rows in kinds.items() if rows]]
+
+    def head(self) -> list[str]:
+        """What is compared, and the times of a step."""
+        times = f"predicted {seconds(self.predicted_step)}, measured {seconds(self.measured_step)}"
+        return [
+            f"step {times} ({self.measured_step / self.predicted_step:.2f} times as long)",
+            f"{counted(self.ranks, 'rank')}, {counted(self.steps, 'step')} recorded; all times are of a step on a rank",
+        ]
+
+    def __str__(self) -> str:
+        shares, *others = [aligned_rows(table) for table in self.tables()]
+        lines = [*self.head(), "", *shares, *_EXPLAINED]
+        for table in others:
+            lines += ["", *table]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return paragraphs(self.head()) + "".join(map(html_table, self.tables())) + paragraphs(_EXPLAINED)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON: seconds."""
+        found: dict[str, Any] = dict(vars(self))
+        for name in ("predicted", "measured"):
+            found[name] = [s._asdict() for s in found[name]]
+        for name in ("compute", "communication", "stages", "functions"):
+            found[name] = [{**r._asdict(), "ratio": r.ratio, "error": r.error} for r in found[name]]
+        return found
+
+
+_EXPLAINED = (
+    "exposed: communication that no compute hides; wait: standing still for it, or for other ranks; issue: the rank's",
+    "own time to start it; rest: predicted, nothing to do; measured, between ops (Python, memory, noting the times)",
+)
+
+
+def _table(name: str, rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    head = (name, "count", "predicted", "measured", "ratio", "error")
+    body: list[tuple[str, ...]] = []
+    for r in rows:
+        error = f"{'-' if r.error < 0 else '+'}{seconds(abs(r.error))}"
+        ratio = "" if r.ratio is None else f"{r.ratio:.2f}"
+        body.append((r.name, f"{r.count:g}", seconds(r.predicted, r.measured), seconds(r.measured), ratio, error))
+    return [head, *body]
+
+
+def start_profile(folder: Path, backend: str, prediction: Prediction) -> Path:
+    """Make a folder for traces, give it, and write the predicted one. Raises UsageError if that cannot be done.
+
+    Under torchrun rank 0 writes it.
+    """
+    if backend == "numpy":
+        raise UsageError("there is no profile of backend numpy, which runs all ranks in this process", "--backend gloo")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"cannot make the folder {folder}: {e.strerror}") from None
+    if int(os.environ.get("RANK", 0)) == 0:
+        prediction.save_trace(folder / PREDICTED)
+    return folder
+
+
+def compare(folder: str | os.PathLike[str]) -> Comparison:
+    """Line up what `run(..., profile=folder)` has written. Raises UsageError if something is missing."""
+    return line_up(*read_folder(Path(folder)))
+
+
+def line_up(predicted: Trace, measured: Trace) -> Comparison:
+    """Line up a prediction and a run. Raises UsageError if they are not of as many devices, or hold no step."""
+    want, got = _Side(predicted), _Side(measured)
+    if not want.steps or not got.steps:
+        raise UsageError("there is no step to compare")
+    if want.devices != got.devices:
+        many = counted(want.devices, "device")
+        raise UsageError(f"the prediction is for {many}, the run was of {counted(got.devices, 'rank')}")
+    stages = _stages(want, got)
+    joined = {key: s.name for s in got.slices if "does" in s.args for key in s.keys}
+    return Comparison(
+        ranks=got.devices,
+        steps=max(got.recorded.values()),
+        predicted_step=max(s.seconds for s in want.steps),
+        measured_step=sum(map(got.spent, got.steps)) / got.devices,
+        predicted=[_predicted_share(want, classes) for classes, _ in stages],
+        measured=[_measured_share(got, want.name(classes), ranks) for classes, ranks in stages],
+        compute=_rows(want, got, lambda s: joined.get(s.key, s.name) if s.category == COMPUTE else None),
+        communication=_rows(want, got, lambda s: _communication(s) if s.category == COMMUNICATION else None),
+        stages=_rows(want, got, lambda s: _of("stage", s), each=True),
+        functions=_rows(want, got, lambda s: _of("function", s), each=True),
+    )
+
+
+class _Side:
+    """A prediction, or a run: its slices, and how much of a step on a device each is."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.processes = trace.processes
+        self.all = trace.slices
+        self.slices = aligned(trace)
+        self.steps = steps(trace)
+        self.recorded = Counter(s.process for s in self.steps)
+        self.devices = sum(p.devices for p in trace.processes.values())
+
+    def weight(self, process: int) -> float:
+        return self.processes[process].devices / self.recorded[process]
+
+    def spent(self, s: Slice) -> float:
+        """Seconds of a step, on all devices of the slice's process together."""
+        return s.seconds * self.weight(s.process)
+
+    def count(self, processes: Iterable[int]) -> int:
+        """How many devices they stand for."""
+        return sum(self.processes[p].devices for p in processes)
+
+    def name(self, processes: Iterable[int]) -> str:
+        return ", ".join(self.processes[p].name for p in sorted(processes))
+
+
+def _communication(s: Slice) -> str:
+    return f"{s.name} {s.args['axis']}" if "axis" in s.args else s.name
+
+
+def _of(what: str, s: Slice) -> str | None:
+    return f"{s.args[what]} {s.category}" if s.category in (COMPUTE, COMMUNICATION) and what in s.args else None
+
+
+def _rows(want: _Side, got: _Side, group: Callable[[Slice], str | None], each: bool = False) -> list[Row]:
+    """A row for each name that `group` gives: means over all devices, or, with `each`, over those that have any."""
+    sums: dict[str, list[float]] = {}
+    for k, side in enumerate((want, got)):
+        found: dict[str, list[Slice]] = {}
+        for s in side.slices:
+            if (name := group(s)) is not None:
+                found.setdefault(name, []).append(s)
+        for name, slices in found.items():
+            devices = side.count({s.process for s in slices}) if each else side.devices
+            row = sums.setdefault(name, [0.0, 0.0, 0.0, 0.0])
+            row[k] = sum(side.weight(s.process) for s in slices) / devices
+            row[2 + k] = sum(map(side.spent, slices)) / devices
+    rows = [Row(name, measured or predicted, p, m) for name, (predicted, measured, p, m) in sums.items()]
+    return sorted(rows, key=lambda r: -abs(r.error))
+
+
+def _stages(want: _Side, got: _Side) -> list[tuple[frozenset[int], list[int]]]:
+    """Which processes of the prediction, which do the same, stand for which ranks of the run."""
+    who: dict[Any, set[int]] = {}
+    for s in want.slices:
+        who.setdefault(s.key, set()).add(s.process)
+    mine: dict[int, set[int]] = {}
+    for s in got.slices:
+        for key in s.keys if s.category == COMPUTE else ():
+            if key in who:
+                mine[s.process] = mine[s.process] & who[key] if s.process in mine else set(who[key])
+    found: dict[frozenset[int], list[int]] = {}
+    for rank in got.processes:
+        found.setdefault(frozenset(mine.get(rank) or want.processes), []).append(rank)
+    return sorted(found.items(), key=lambda item: item[1])
+
+
+def _predicted_share(side: _Side, processes: Iterable[int]) -> Share:
+    compute = busy = 0.0
+    step = max(s.seconds for s in side.steps)
+    for p in processes:
+        mine = [s for s in side.all if s.process == p]
+        compute += sum(side.spent(s) for s in mine if s.category == COMPUTE)
+        busy += sum(b - a for a, b in merged([(s.begin, s.end) for s in mine])) * side.weight(p)
+    n = side.count(processes)
+    return Share(side.name(processes), compute / n, 0.0, (busy - compute) / n, step - busy / n, step)
+
+
+def _measured_share(side: _Side, name: str, ranks: Sequence[int]) -> Share:
+    mine, n = set(ranks), side.count(ranks)
+    step = sum(side.spent(s) for s in side.steps if s.process in mine) / n
+    compute, issue, wait = (
+        sum(side.spent(s) for s in side.slices if s.process in mine and s.category == category) / n
+        for category in (COMPUTE, ISSUE, WAIT)
+    )
+    return Share(name, compute, issue, wait, step - compute - issue - wait, step)

@@ -1,0 +1,29 @@
+"""The time on a device: on CPUs the host's clock, on CUDA events on the stream that computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """`now()` is a moment: of the program on a CPU; on CUDA of the device's work, an event that nothing waits for.
+
+    What is between two moments is known once the device has done all it was given.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.now: Callable[[], Any] = _event if device.type == "cuda" else time.perf_counter_ns
+
+    def between(self, begin: Any, end: Any) -> int:
+        """Nanoseconds."""
+        return end - begin if isinstance(begin, int) else round(begin.elapsed_time(end) * 1e6)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

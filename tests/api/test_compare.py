@@ -1,0 +1,197 @@
+"""Predicted and measured side by side: of made-up traces, of a prediction with itself, of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distir
+from distir.api.compare import Comparison, Row, compare, line_up
+from distir.api.timings import PREDICTED, Process, Slice, Trace, aligned, read_trace
+from distir.ir.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+PLANS = [
+    distir.Plan(),
+    distir.Plan(dp=2, microbatches=2),
+    distir.Plan(tp=2, overlap=False),
+    distir.Plan(dp=2, pp=2, microbatches=4),
+    distir.Plan(pp=2, chunks=2, schedule="interleaved", microbatches=4),
+]
+
+
+def predicted(plan: distir.Plan, folder: Path) -> tuple[distir.Prediction, Trace]:
+    model = distir.load(ROOT / "examples" / "gpt2-tiny.onnx", {"batch": 8}, loss="cross-entropy")
+    prediction = distir.simulate(model, plan, "cpu-2core")
+    prediction.save_trace(folder / PREDICTED)
+    return prediction, read_trace(folder / PREDICTED)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_with_itself_all_is_equal(plan: distir.Plan, tmp_path: Path) -> None:
+    _, trace = predicted(plan, tmp_path)
+    c = line_up(trace, trace)
+    rows = [*c.compute, *c.communication, *c.stages, *c.functions]
+    assert {r.ratio for r in rows} == {1.0}
+    assert {r.error for r in rows} == {0.0}
+    assert c.predicted_step == c.measured_step
+    assert [(s.name, s.compute) for s in c.predicted] == [(s.name, s.compute) for s in c.measured]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_shares_are_the_simulator_s_and_make_the_step(plan: distir.Plan, tmp_path: Path) -> None:
+    prediction, trace = predicted(plan, tmp_path)
+    c = line_up(trace, trace)
+    stages = prediction.simulation.stages
+    assert len(c.predicted) == len(stages)
+    for share, stage in zip(c.predicted, stages, strict=True):
+        want = (stage.compute, 0.0, stage.communication, stage.bubble)
+        assert share[1:5] == pytest.approx(want, abs=2e-6)  # a trace has whole nanoseconds, and many slices
+        assert sum(share[1:5]) == pytest.approx(share.step)
+    devices = sum(s.devices for s in stages)
+    mean = sum(s.compute * s.devices for s in stages) / devices
+    assert sum(r.predicted for r in c.compute) == pytest.approx(mean, abs=2e-6)
+
+
+def made(slices: list[Slice], ranks: int = 2, hosts: tuple[str, ...] = ("a", "a")) -> Trace:
+    return Trace(slices, {k: Process(f"rank {k}", 1, hosts[k]) for k in range(ranks)})
+
+
+def op(rank: int, begin: float, end: float, name: str = "MatMul", category: str = "compute", **args: Any) -> Slice:
+    about = {"function": "f", "stage": "stage0", "result": "%y", "step": 1, **args}
+    return Slice(rank, "dp" if category == "communication" else "compute", category, name, begin, end, about)
+
+
+def step(rank: int, begin: float, end: float) -> Slice:
+    return Slice(rank, "step", "step", "step 1", begin, end, {"step": 1})
+
+
+def test_the_worst_comes_first_and_the_parts_make_the_step() -> None:
+    want = made([op(r, 0, 1) for r in (0, 1)] + [op(r, 1, 3, "Add") for r in (0, 1)])
+    got = made(
+        [step(0, 10, 20), step(1, 10, 18)]
+        + [op(0, 10, 15), op(0, 15, 16, "MPIAllreduce", "issue"), op(0, 16, 18, "Add"), op(0, 18, 19, "x", "wait")]
+        + [op(1, 10, 12), op(1, 12, 15, "Add")]
+    )
+    c = line_up(want, got)
+    assert c.compute == [Row("MatMul", 1, 1, 3.5), Row("Add", 1, 2, 2.5)]
+    assert (c.predicted_step, c.measured_step) == (3, 9)
+    (share,) = c.measured
+    assert share[1:] == (6, 0.5, 0.5, 2, 9)
+    assert c.functions == c.stages[:0] + [Row("f compute", 2, 3, 6)]
+    assert c.stages == [Row("stage0 compute", 2, 3, 6)]
+    text = str(c)
+    assert text.index("MatMul") < text.index("Add")
+    assert "predicted 3.000 s, measured 9.000 s (3.00 times as long)" in text
+    found = c.to_json()
+    assert found["compute"][0] == {
+        "name": "MatMul", "count": 1, "predicted": 1, "measured": 3.5, "ratio": 3.5, "error": 2.5,
+    }  # fmt: skip
+    assert json.loads(json.dumps(found)) == found
+    assert "<table>" in c._repr_html_()
+
+
+def test_several_steps_are_averaged() -> None:
+    want = made([op(0, 0, 1)], 1, ("a",))
+    got = [op(0, 0, 2), op(0, 10, 14)]
+    c = line_up(want, made([step(0, 0, 3), step(0, 10, 15), *got], 1, ("a",)))
+    assert (c.steps, c.measured_step) == (2, 4)
+    assert c.compute == [Row("MatMul", 1, 1, 3)]
+
+
+def test_ops_that_are_done_at_once_are_compared_at_once() -> None:
+    want = made([op(0, 0, 1), op(0, 1, 3, "Add", result="%z"), op(0, 3, 4, "Add", result="%other")], 1, ("a",))
+    both = op(0, 1, 6, "MatMul+Add", result="%z", does=[["MatMul", "%y"], ["Add", "%z"]])
+    c = line_up(want, made([step(0, 0, 9), both, op(0, 6, 7, "Add", result="%other")], 1, ("a",)))
+    assert c.compute == [Row("MatMul+Add", 1, 3, 5), Row("Add", 1, 1, 1)]
+
+
+def reduced(rank: int, issued: float, end: float, k: int = 0) -> Slice:
+    about = {"ranks": [0, 1], "axis": "dp", "issued": issued * 1e6, "result": f"%r{k}"}
+    return op(rank, issued, end, "MPIAllreduce", "communication", **about)
+
+
+def test_communication_begins_when_all_have_issued_it() -> None:
+    slices = [reduced(0, 1, 6), reduced(1, 4, 6.5), reduced(0, 5, 8, 1), reduced(1, 5, 8, 1)]
+    want = [(0, 4, 6), (0, 6, 8), (1, 4, 6.5), (1, 6.5, 8)]
+    assert sorted((s.process, s.begin, s.end) for s in aligned(made(slices))) == want
+    alone = [(0, 1, 6), (0, 6, 8), (1, 4, 6.5), (1, 6.5, 8)]  # the clocks of two hosts differ
+    assert sorted((s.process, s.begin, s.end) for s in aligned(made(slices, hosts=("a", "b")))) == alone
+
+
+def test_transfers_begin_when_both_are_there_and_count_where_they_arrive() -> None:
+    def end(rank: int, side: str, issued: float, done: float) -> Slice:
+        about = {"side": side, "peer": 1 - rank, "message": 7, "issued": issued * 1e6}
+        return op(rank, issued, done, "Send", "communication", **about)
+
+    slices = [end(0, "send", 3, 3.1), end(1, "recv", 1, 5), end(0, "send", 6, 6.1), end(1, "recv", 7, 8)]
+    got = aligned(made(slices))
+    assert [(s.process, s.begin, s.end) for s in got] == [(1, 3, 5), (1, 7, 8)]
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*predicted\.json"):
+        compare(tmp_path)
+    predicted(distir.Plan(dp=2), tmp_path)
+    with pytest.raises(UsageError, match=r"no trace of 2 ranks of 2, such as rank0\.json"):
+        compare(tmp_path)
+    for k in range(2):
+        (tmp_path / f"rank{k}.json").write_text("[]")
+    with pytest.raises(UsageError, match=r"rank0\.json is no trace"):
+        compare(tmp_path)
+    with pytest.raises(UsageError, match="no step"):
+        line_up(made([]), made([]))
+    with pytest.raises(UsageError, match="is for 2 devices, the run was of 1 rank"):
+        line_up(made([op(0, 0, 1)]), made([step(0, 0, 1)], 1))
+
+
+# ---- a run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[distir.RunResult, Path]:
+    folder = tmp_path_factory.mktemp("profile") / "new"
+    model = distir.load(ROOT / "examples" / "gpt2-tiny.onnx", {"batch": 8}, loss="cross-entropy", optimizer="adamw")
+    plan = distir.Plan(dp=2, pp=2, microbatches=2)
+    return distir.run(model, plan, steps=3, profile=folder, timeout=60), folder
+
+
+def test_a_run_and_its_prediction_are_lined_up(run: tuple[distir.RunResult, Path]) -> None:
+    result, folder = run
+    c = compare(folder)
+    assert (c.ranks, c.steps) == (4, 2)
+    assert result.prediction is not None
+    assert c.predicted_step == pytest.approx(result.prediction.step_seconds, abs=1e-8)
+    assert c.measured_step == pytest.approx(sum(result.seconds[1:]) / 2, rel=0.2)  # those are of the slowest rank
+    for share in (*c.predicted, *c.measured):
+        assert sum(share[1:5]) == pytest.approx(share.step)
+        assert all(x >= 0 for x in share[1:])
+    assert [s.name for s in c.measured] == ["stage0 (2 devices)", "stage1 (2 devices)"]
+    assert {r.name for r in c.communication} == {"MPIAllreduce dp", "Send"}
+    assert isinstance(distir.compare(folder), Comparison)
+
+
+def test_every_op_that_is_predicted_is_measured_on_its_ranks(run: tuple[distir.RunResult, Path]) -> None:
+    """As often, in the same function and stage; what is measured beyond that takes no time by the prediction."""
+    _, folder = run
+    want = read_trace(folder / PREDICTED)
+    for rank in range(4):
+        got = aligned(read_trace(folder / f"rank{rank}.json"))
+        (mine,) = {p for p in want.processes if want.processes[p].name.startswith(f"stage{rank // 2}")}
+        predicted_ops = [s.key for s in aligned(want) if s.process == mine]
+        counts = {key: predicted_ops.count(key) for key in set(predicted_ops)}
+        ran = [s for s in got if s.category in ("compute", "communication") and s.args["step"] == 1]
+        measured_ops = [key for s in ran for key in s.keys]
+        assert {key: measured_ops.count(key) for key in counts if key[0] != "Send"} == {
+            key: n for key, n in counts.items() if key[0] != "Send"
+        }
+        assert {key for key in counts if key[0] == "Send"} <= set(measured_ops)  # a bundle: several tensors
+
+
+def test_the_step_and_the_threads_of_a_rank(run: tuple[distir.RunResult, Path]) -> None:
+    _, folder = run
+    streams = {s.stream for s in read_trace(folder / "rank0.json").slices}
+    assert streams == {"step", "compute", "dp", "send stage1", "recv stage1"}

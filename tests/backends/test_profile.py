@@ -1,0 +1,150 @@
+"""Traces of a run: every op of a rank's program, in order, on its thread; as Perfetto reads them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distir
+from distir.api.data import Data
+from distir.backends.profile import RECORDED, Profiler
+from distir.backends.torch import TorchRank
+from distir.ir.function import Function, Op
+from distir.transforms.project import project
+from tests.executor.perfetto import Engine, TraceProcessor
+
+MLP = Path(__file__).parents[2] / "examples" / "mlp.onnx"
+CPU = torch.device("cpu")
+
+
+def profiled(folder: Path, steps: int) -> tuple[Function, dict[str, Any]]:
+    """A program on one rank, without a process group, and its trace."""
+    model = distir.load(MLP, {"batch": 8}, loss="mse", optimizer="adamw")
+    program = distir.distribute(model, distir.Plan(microbatches=2))
+    arrays = model.initial()
+    given = [(arrays | Data(model.function, arrays).step(0))[v] for v in model.function.inputs]
+    profiler = Profiler(program, 0, CPU, folder, steps)
+    rank = TorchRank(program, 0, profiler=profiler)
+    rank.load(dict(enumerate(given)))
+    for k in range(steps):
+        profiler.begin_step()
+        rank.step()
+        profiler.end_step(k)
+    profiler.write()
+    return program, json.loads((folder / "rank0.json").read_text())
+
+
+def slices(trace: dict[str, Any], category: str | None = None) -> list[dict[str, Any]]:
+    found = [e for e in trace["traceEvents"] if e["ph"] == "X" and category in (None, e["cat"])]
+    return sorted(found, key=lambda e: e["ts"])
+
+
+def span(e: dict[str, Any]) -> tuple[int, int]:
+    """Begin and end, in nanoseconds."""
+    begin = round(e["ts"] * 1e3)
+    return begin, begin + round(e["dur"] * 1e3)
+
+
+def within(e: dict[str, Any], outer: dict[str, Any]) -> bool:
+    (a, b), (c, d) = span(e), span(outer)
+    return c <= a and b <= d
+
+
+def instances(program: Function) -> list[tuple[Op, Function, int | None]]:
+    """The ops that a rank runs, in order, calls expanded."""
+    out: list[tuple[Op, Function, int | None]] = []
+
+    def walk(function: Function, moment: int | None) -> None:
+        for op in function.ops:
+            if op.callee is not None:
+                walk(op.callee, op.attributes.get("mb"))
+            else:
+                out.append((op, function, moment))
+
+    walk(program, None)
+    return out
+
+
+def is_constant(op: Op, function: Function) -> bool:
+    """Whether it depends on nothing: then it is computed when the Python is written."""
+    made = function.producers()
+    return all(v in made and is_constant(made[v], function) for v in op.inputs)
+
+
+def test_every_op_appears(tmp_path: Path) -> None:
+    """Each that computes, for each microbatch, by itself or as one of those that are done at once."""
+    program, trace = profiled(tmp_path, 2)
+    want = [
+        (op.spec.name, f.name, f"%{op.outputs[0].name}", moment)
+        for op, f, moment in instances(project(program, 0).function)
+        if op.spec.comm is None and not op.spec.alias and not is_constant(op, f)
+    ]
+    got: list[tuple[Any, ...]] = []
+    for e in slices(trace, "compute"):
+        about = e["args"]
+        for name, result in about.get("does", [(e["name"], about["result"])]):
+            got.append((name, about["function"], result, about.get("microbatch")))
+    assert len(set(got)) == len(got)
+    assert set(want) <= set(got)
+    order = [x for x in got if x in set(want) and x[0] not in ("MatMul", "AdamW")]  # those are moved to others
+    assert order == [x for x in want if x[0] not in ("MatMul", "AdamW")]
+    assert {e["args"]["step"] for e in slices(trace)} == {1}
+
+
+def test_ops_that_are_done_at_once(tmp_path: Path) -> None:
+    """A product with its bias, or turned round, and the weights' updates: they name what they do."""
+    _, trace = profiled(tmp_path, 2)
+    joined = [e for e in slices(trace, "compute") if "does" in e["args"]]
+    assert {e["name"] for e in joined} == {"MatMul+Add", "MatMulGradWeight", "AdamW"}
+    for e in joined:
+        names = [name for name, _ in e["args"]["does"]]
+        assert e["name"] == "+".join(dict.fromkeys(names))
+        assert e["args"]["bytes"] > 0
+
+
+def test_times_nest(tmp_path: Path) -> None:
+    """Ops one after the other, inside the function that has them, inside the step."""
+    program, trace = profiled(tmp_path, 2)
+    (step,) = slices(trace, "step")
+    ops = slices(trace, "compute")
+    assert all(span(e)[0] < span(e)[1] for e in ops)
+    assert all(span(a)[1] <= span(b)[0] for a, b in itertools.pairwise(ops))
+    calls = slices(trace, "function")
+    assert {e["args"].get("microbatch") for e in calls} >= {0, 1}
+    for e in ops:
+        inside = [c["name"] for c in calls if within(e, c)]
+        assert inside == [name for name in [e["args"]["function"]] if name != program.name]
+        assert within(e, step)
+
+
+@pytest.mark.parametrize(("steps", "recorded"), [(1, [0]), (2, [1]), (RECORDED + 3, [*range(1, RECORDED + 1)])])
+def test_the_first_step_warms_up_and_few_are_recorded(tmp_path: Path, steps: int, recorded: list[int]) -> None:
+    _, trace = profiled(tmp_path, steps)
+    assert [e["args"]["step"] for e in slices(trace, "step")] == recorded
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_trace_of_an_earlier_run_is_gone_until_there_is_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json").write_text("old")
+    program = distir.distribute(distir.load(MLP, {"batch": 8}), distir.Plan())
+    Profiler(program, 0, CPU, tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_perfetto_reads_it(tmp_path: Path) -> None:
+    _, trace = profiled(tmp_path, 3)
+    read = TraceProcessor(Engine.load(), (tmp_path / "rank0.json").read_bytes())
+    assert read.query("select name, value from stats where severity != 'info' and value > 0") == []
+    rows = read.query("select count(*) as n from slice")
+    assert rows[0]["n"] == len(slices(trace))
+    assert read.query("select name from process where name is not null") == [{"name": "rank 0"}]
+    threads = {row["name"] for row in read.query("select name from thread where name is not null")}
+    assert threads == {"step", "compute"}
+    # functions are whole slices that hold the ops
+    depth = read.query("select distinct depth from slice where category = 'compute' order by depth")
+    assert [row["depth"] for row in depth] == [0, 1]
