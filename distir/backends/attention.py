@@ -109,28 +109,29 @@ def _flash(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float) -> Res
 
 
 def _flash_grad(d: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, mask: Any, causal: bool, scale: float) -> Results:
-    s, t, unused = q.shape[-2], k.shape[-2], _no_random_state(q)
+    s, t = q.shape[-2], k.shape[-2]
+    seed, offset = _no_random_state(q, torch.uint64, 2), _no_random_state(q, torch.uint64)
     call = aten._scaled_dot_product_flash_attention_backward.default
-    return call(d, q, k, v, y, lse, None, None, s, t, 0.0, causal, unused, unused, scale=scale)
+    return call(d, q, k, v, y, lse, None, None, s, t, 0.0, causal, seed, offset, scale=scale)
 
 
 def _efficient(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float) -> Results:
     call = aten._scaled_dot_product_efficient_attention.default
     y, lse, _, _ = call(q, k, v, mask, True, 0.0, causal, scale=scale)
-    return y, lse[..., : q.shape[-2]]
+    return y, lse.narrow(-1, 0, q.shape[-2])  # it is saved in rows of 32
 
 
 def _efficient_grad(d: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, mask: Any, causal: bool, scale: float) -> Results:
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _ROWS), value=math.inf)
     call = aten._scaled_dot_product_efficient_attention_backward.default
-    unused = _no_random_state(q)
+    seed = offset = _no_random_state(q, torch.int64)
     wanted = [True, True, True, False]
-    return call(d, q, k, v, mask, y, lse, unused, unused, 0.0, wanted, causal, scale=scale)
+    return call(d, q, k, v, mask, y, lse, seed, offset, 0.0, wanted, causal, scale=scale)
 
 
-def _no_random_state(q: torch.Tensor) -> torch.Tensor:
+def _no_random_state(q: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """What dropout, of which there is none, would be drawn from."""
-    return torch.empty(0, dtype=torch.int64, device=q.device)
+    return torch.empty(shape, dtype=dtype, device=q.device)
 
 
 _FORWARD: dict[str, Callable[..., Results]] = {"cpu": _cpu, "flash": _flash, "efficient": _efficient}

@@ -1,0 +1,137 @@
+"""Attention against PyTorch's; rows that may look nowhere; what it saves, and what that is for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distir.executor.sequential import SequentialExecutor
+from distir.ir import Function, FunctionMaker, Value
+from distir.ir.errors import IRTypeError, ModelError
+from distir.ir.spec import lookup
+from distir.ir.type import BFloat16, DType, Float32, Float64, Tensor
+from distir.transforms.grad import grad
+
+Q, K, V = (2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4)
+RNG = np.random.default_rng(0)
+
+
+def program(*mask: int, causal: bool = False, dtype: DType = Float64, keys: tuple[int, ...] = K) -> Function:
+    """The sum of attention times given numbers."""
+    f = FunctionMaker()
+    operands = [f.add_input_value(n, Tensor(dtype, s)) for n, s in zip("qkv", (Q, keys, keys), strict=True)]
+    if mask:
+        operands.append(f.add_input_value("mask", Tensor(dtype, mask)))
+    y, _ = f.emit("Attention", *operands, scale=0.5, **({"causal": True} if causal else {}))
+    weighed = f.emit("Mul", y, f.add_input_value("d", Tensor(dtype, Q)))
+    f.set_outputs([f.emit("ReduceSum", weighed, axes=(0, 1, 2, 3), keepdims=0), y])
+    return f.finalize()
+
+
+def arrays(function: Function) -> list[Any]:
+    return [RNG.standard_normal(v.type.shape) for v in function.inputs]  # type: ignore[union-attr]
+
+
+def with_grad(function: Function) -> Function:
+    return grad(function, 0, function.inputs[:-1])
+
+
+MASKS = [((), False), ((), True), ((5, 7), False), ((2, 1, 1, 7), False), ((3, 5, 7), False)]
+
+
+@pytest.mark.parametrize(("mask", "causal"), MASKS, ids=str)
+def test_result_and_gradients_are_pytorchs(mask: tuple[int, ...], causal: bool) -> None:
+    function = program(*mask, causal=causal)
+    given = arrays(function)
+    loss, y, *grads = SequentialExecutor().compute(with_grad(function), given)
+    tensors = [torch.tensor(x, requires_grad=True) for x in given[:-1]]
+    q, k, v, *m = tensors
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=m[0] if m else None, is_causal=causal, scale=0.5
+    )
+    total = (want * torch.tensor(given[-1])).sum()
+    total.backward()
+    np.testing.assert_allclose(y, want.detach(), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(loss, total.detach(), rtol=1e-12)
+    for x, g in zip(tensors, grads, strict=True):
+        np.testing.assert_allclose(g, x.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_row_that_may_look_nowhere_gives_nothing_and_gets_nothing() -> None:
+    function = program(5, 7)
+    given = arrays(function)
+    given[3][2] = -np.inf
+    with np.errstate(all="raise"):
+        _, y, dq, _, dv, dmask = SequentialExecutor().compute(with_grad(function), given)
+    assert not y[:, :, 2].any()
+    assert not dq[:, :, 2].any()
+    assert not dmask[2].any()
+    assert np.isfinite(dv).all()
+
+
+def test_what_is_saved_is_the_log_of_the_sum() -> None:
+    f = FunctionMaker()
+    operands = [f.add_input_value(n, Tensor(Float64, s)) for n, s in zip("qkv", (Q, K, V), strict=True)]
+    f.set_outputs(f.emit("Attention", *operands, scale=0.5))
+    given = arrays(f.finalize())
+    _, saved = SequentialExecutor().compute(f.finalize(), given)
+    scores = given[0] @ given[1].swapaxes(2, 3) * 0.5
+    np.testing.assert_allclose(saved, np.log(np.exp(scores).sum(-1)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [BFloat16, Float32], ids=repr)
+def test_statistics_are_not_kept_in_small_floats(dtype: DType) -> None:
+    function = program(dtype=dtype)
+    attention = function.ops[0]
+    assert [v.type.dtype for v in attention.outputs] == [dtype, Float32]  # type: ignore[union-attr]
+    given = arrays(function)
+    exact = SequentialExecutor().compute(program(), given)[1]
+    got = SequentialExecutor().compute(function, [np.asarray(x, dtype.numpy) for x in given])[1]
+    assert np.abs(got.astype(float) - exact).max() < (0.05 if dtype is BFloat16 else 1e-5)
+
+
+def norm() -> tuple[FunctionMaker, list[Value]]:
+    f = FunctionMaker()
+    x, w = f.add_input_value("x", Tensor(Float64, (4, 6))), f.add_input_value("w", Tensor(Float64, (6,)))
+    return f, [x, *f.emit("LayerNorm", x, w, axis=1)]
+
+
+@pytest.mark.parametrize("what", [2, 3])
+def test_no_gradient_flows_from_what_is_saved(what: int) -> None:
+    f, values = norm()
+    f.set_outputs([f.emit("ReduceSum", values[what], axes=(0, 1), keepdims=0)])
+    with pytest.raises(ModelError, match="no gradient flows from what LayerNorm saves"):
+        grad(f.finalize(), 0, values[:1])
+
+
+@pytest.mark.parametrize(
+    ("message", "shapes"),
+    [
+        ("operand 1: expected e = 4, got 3", [(2, 5, 4), (2, 5, 3), (2, 5, 3)]),
+        ("operand 2: expected t = 5, got 6", [(2, 5, 4), (2, 5, 4), (2, 6, 4)]),
+        ("operand 1: expected leading dims .2,., got shape", [(2, 5, 4), (1, 5, 4), (2, 5, 4)]),
+        ("operand 3: expected a shape that broadcasts", [(2, 5, 4), (2, 6, 4), (2, 6, 4), (6, 5)]),
+        ("operand 3: expected a shape that broadcasts", [(2, 5, 4), (2, 6, 4), (2, 6, 4), (1, 2, 5, 6)]),
+        ("operand 3: expected a shape that broadcasts", [(1, 5, 4), (1, 6, 4), (1, 6, 4), (2, 5, 6)]),
+        ("operand 0: expected rank 2 or more", [(4,), (4,), (4,)]),
+    ],
+)
+def test_shapes_that_do_not_fit(message: str, shapes: list[tuple[int, ...]]) -> None:
+    f = FunctionMaker()
+    operands = [f.add_input_value("x", Tensor(Float64, s)) for s in shapes]
+    with pytest.raises(IRTypeError, match=message):
+        f.emit("Attention", *operands, scale=1.0)
+
+
+def test_work_is_that_of_the_products() -> None:
+    """2 products of s t e forward, 5 backward; half of them where half is masked."""
+    shapes = [Q, K, V]
+    points = 2 * 3 * 5 * 7
+    assert lookup("Attention").flops({}, shapes, [Q]) == 2 * points * (4 + 4)
+    assert lookup("AttentionGrad").flops({}, shapes, [Q]) == 2 * points * 5 * 4
+    assert lookup("Attention").flops({"causal": True}, shapes, [Q]) == points * (4 + 4)
+    assert math.isclose(lookup("AttentionGrad").flops({"causal": True}, shapes, [Q]), points * 5 * 4)
