@@ -65,6 +65,7 @@ def test_every_kind_of_command_is_there():
         "schedule",
         "bench",
         "compare",
+        "plot",
     }
 
 

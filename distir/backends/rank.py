@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distir.backends.ahead import Ahead
 from distir.backends.clock import Clock
 from distir.backends.comm import all_gather
 from distir.backends.epochs import Epochs, Lap, Laps
@@ -73,10 +74,11 @@ def execute(
     engine = TorchRank(program, rank, device, recorder, profiler)
     engine.load(arrays)
     laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, alive))
+    data = Ahead(engine, feed, steps)
     clock = Clock(device)
     for k in range(steps):
         start = time.perf_counter()
-        engine.load(feed(k))
+        data.load(k)
         fed = time.perf_counter()
         _barrier(device)
         if profiler is not None:

@@ -33,14 +33,14 @@ class Chosen:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # it is one
-        return np.take(self.array, self.rows, self.dim).astype(dtype, copy=False)
+        return _taken(self.array, self.rows, self.dim).astype(dtype, copy=False)
 
     def piece(self, t: Tensor, coord: Coord) -> np.ndarray:
         """What a device at `coord` holds of it under type `t`: only that is read, if nothing but samples is split."""
         if t.digits.keys() <= {self.dim}:
             along = [len(self.rows) if i == self.dim else 1 for i in range(len(t.shape))]
             mine = cut(self.rows.reshape(along), t, coord).reshape(-1)
-            x = np.take(self.array, mine, self.dim)
+            x = _taken(self.array, mine, self.dim)
         else:
             x = cut(np.asarray(self), t, coord)
         return x.astype(t.dtype.numpy, copy=False)
@@ -85,8 +85,13 @@ class Samples(NamedTuple):
         told = hashlib.sha256(str((dict(self.dims), *self[2:])).encode())
         rows = np.unique(np.linspace(self.first, self.first + self.count - 1, _PROBES).astype(int))
         for i, x in sorted(self.arrays.items()):
-            told.update(np.take(x, rows, self.dims[i]).tobytes())
+            told.update(_taken(x, rows, self.dims[i]).tobytes())
         return told.digest()
+
+
+def _taken(x: np.ndarray, rows: np.ndarray, dim: int) -> np.ndarray:
+    """A copy of some rows. Not by `numpy.take`: it copies all of an array that is not aligned, as in .npz files."""
+    return np.asarray(x)[(*(slice(None),) * dim, rows)]
 
 
 @lru_cache(maxsize=2)

@@ -98,9 +98,11 @@ class TorchRank:
 
         Padded inputs given in their source shape are padded with zeros. Raises UsageError for another shape.
         """
-        for k in self.mine.inputs:
-            if k in arrays:
-                self.values[k] = self.cut(self.program.inputs[k], arrays[k])
+        self.values |= self.pieces(arrays)
+
+    def pieces(self, arrays: Mapping[int, Any]) -> dict[int, torch.Tensor]:
+        """What `load` takes, without taking it."""
+        return {k: self.cut(self.program.inputs[k], arrays[k]) for k in self.mine.inputs if k in arrays}
 
     def cut(self, v: Value, x: Any) -> torch.Tensor:
         """This rank's piece of the whole array for input `v`."""
