@@ -37,7 +37,16 @@ def _is_amd() -> bool:
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b."""
-    return linear(a, b.transpose(0, 1)) if _is_worth_it(a, b) else torch.matmul(a, b)
+    return linear(a, b.t()) if _is_worth_it(a, b) else torch.matmul(a, b)
+
+
+def gemm(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, transposed: bool = False) -> torch.Tensor:
+    """a @ b of matrices, or a @ b.T, plus c, if there is one, which may be a row."""
+    if not _is_worth_it(a, b):
+        b = b.t() if transposed else b
+        return torch.mm(a, b) if c is None else torch.addmm(c, a, b)
+    b = b if transposed else b.t()
+    return linear(a, b, c) if c is None or c.shape == b.shape[:1] else linear(a, b) + c
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,5 +62,5 @@ def _is_worth_it(a: torch.Tensor, b: torch.Tensor) -> bool:
         and b.ndim == 2
         and a.ndim >= 2
         and a.device.type == "cpu"
-        and a.numel() * b.shape[1] >= _WORTH
+        and a.numel() * b.numel() >= _WORTH * a.shape[-1] > 0
     )

@@ -47,6 +47,20 @@ def test_layouts(calls: list[tuple[int, ...]], m: tuple[int, ...], left: bool, r
 
 
 @here
+@pytest.mark.parametrize("shape", [(120,), (160, 120), (1, 120)], ids=str)
+def test_with_a_bias(calls: list[tuple[int, ...]], shape: tuple[int, ...]) -> None:
+    a, b = operands((160,), 130, 120, torch.float32)
+    c = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    want = torch.addmm(c.double(), a.double(), b.double())
+    for got in (products.gemm(a, b, c), products.gemm(a, b.t().contiguous(), c, transposed=True)):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    assert calls == [(160, 130)] * 2
+    assert torch.equal(products.gemm(a[:8], b, b[0]), torch.addmm(b[0], a[:8], b))
+    assert torch.equal(products.gemm(a[:8], b), torch.mm(a[:8], b))
+    assert torch.equal(products.gemm(a[:8], b.t(), transposed=True), torch.mm(a[:8], b))
+
+
+@here
 def test_of_one_element_of_memory(calls: list[tuple[int, ...]]) -> None:
     """As kernels are traced."""
     a, b = torch.zeros(()).expand(160, 130), torch.zeros(()).expand(130, 120)
@@ -68,6 +82,7 @@ def test_batches_of_matrices_are_left_to_torch(calls: list[tuple[int, ...]]) -> 
     a, _ = operands((4, 160), 130, 1, torch.float32)
     assert torch.equal(products.matmul(a, a.mT), torch.matmul(a, a.mT))
     assert torch.equal(products.matmul(a[0, 0], a[0].mT), torch.matmul(a[0, 0], a[0].mT))
+    assert torch.equal(products.matmul(a[0, :, :0], a[0, :0]), torch.zeros(160, 130))
     assert not calls
 
 
