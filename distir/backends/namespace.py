@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from distir.backends.products import matmul
 from distir.ir.spec import lookup
 from distir.ir.type import DType
 
@@ -137,6 +138,11 @@ class TorchNamespace:
     def add_last(self, x: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`x` (..., v), taken over, with values (...) added at index (...) of the last dim."""
         return x.scatter_add_(-1, index.long().unsqueeze(-1), values.unsqueeze(-1))
+
+    # --- multiplying
+
+    def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return matmul(a, b)
 
     # --- reducing
 

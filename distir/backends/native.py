@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from distir.backends import products
 from distir.backends.attention import attention, attention_grad
 from distir.backends.namespace import TorchNamespace, written_out
 from distir.ir.errors import ModelError
@@ -30,10 +31,12 @@ def _gemm(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> torch.Tensor:
-    a, b = a.t() if transA else a, b.t() if transB else b
+    a = a.t() if transA else a
+    if alpha == 1 and (c is None or beta == 1):
+        return products.gemm(a, b, c, bool(transB))
+    b = b.t() if transB else b
     if c is None:
-        y = torch.mm(a, b)
-        return y if alpha == 1 else y * alpha
+        return torch.mm(a, b) * alpha
     scales: dict[str, Any] = {k: x for k, x in (("alpha", alpha), ("beta", beta)) if x != 1}
     return torch.addmm(c, a, b, **scales)
 

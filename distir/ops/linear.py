@@ -30,7 +30,6 @@ op(
     weight=1,
     eval=lambda xp, a, b: xp.matmul(a, b),
     grad=_matmul_grad,
-    torch="matmul",
 )
 
 
