@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distir.api.results import Prediction, html_table, paragraphs, seconds
 from distir.api.results import aligned as aligned_rows
-from distir.api.timings import PREDICTED, Slice, Trace, aligned, read_folder, steps
+from distir.api.timings import PREDICTED, Key, Slice, Trace, aligned, read_folder, steps
 from distir.executor.busy import merged
 from distir.executor.labels import COMMUNICATION, COMPUTE, ISSUE, WAIT
 from distir.ir.errors import UsageError, counted
@@ -67,6 +67,8 @@ class Comparison:
     communication: list[Row]
     stages: list[Row]
     functions: list[Row]
+    known: float = 1.0
+    """The share of communication of which it is known when it was complete; only this is compared."""
 
     def tables(self) -> list[list[tuple[str, ...]]]:
         """Headers and rows as text: where a step goes, then the times by op, stage and function."""
@@ -88,7 +90,7 @@ class Comparison:
 
     def __str__(self) -> str:
         shares, *others = [aligned_rows(table) for table in self.tables()]
-        lines = [*self.head(), "", *shares, *_EXPLAINED]
+        lines = [*self.head(), "", *shares, *_EXPLAINED, *self._left_out()]
         for table in others:
             lines += ["", *table]
         return "\n".join(lines)
@@ -96,7 +98,15 @@ class Comparison:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return paragraphs(self.head()) + "".join(map(html_table, self.tables())) + paragraphs(_EXPLAINED)
+        return (
+            paragraphs(self.head())
+            + "".join(map(html_table, self.tables()))
+            + paragraphs([*_EXPLAINED, *self._left_out()])
+        )
+
+    def _left_out(self) -> list[str]:
+        left = f"{1 - self.known:.0%} of communication is left out"
+        return [] if self.known == 1 else [f"{left}: it was complete before it was waited for, and nobody tells when"]
 
     def to_json(self) -> dict[str, Any]:
         """JSON: seconds."""
@@ -147,7 +157,8 @@ def compare(folder: str | os.PathLike[str]) -> Comparison:
 
 def line_up(predicted: Trace, measured: Trace) -> Comparison:
     """Line up a prediction and a run. Raises UsageError if they are not of as many devices, or hold no step."""
-    want, got = _Side(predicted), _Side(measured)
+    got = _Side(measured)
+    want = _Side(predicted, got.known)
     if not want.steps or not got.steps:
         raise UsageError("there is no step to compare")
     if want.devices != got.devices:
@@ -166,26 +177,29 @@ def line_up(predicted: Trace, measured: Trace) -> Comparison:
         communication=_rows(want, got, lambda s: _communication(s) if s.category == COMMUNICATION else None),
         stages=_rows(want, got, lambda s: _of("stage", s), each=True),
         functions=_rows(want, got, lambda s: _of("function", s), each=True),
+        known=sum(got.known.values()) / len(got.known) if got.known else 1.0,
     )
 
 
 class _Side:
-    """A prediction, or a run: its slices, and how much of a step on a device each is."""
+    """A prediction, or a run: its slices, and how much of a step each is; of some ops only a share counts."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, shares: Mapping[Key, float] | None = None) -> None:
         self.processes = trace.processes
         self.all = trace.slices
-        self.slices = aligned(trace)
+        self.slices, self.known = aligned(trace)
+        self.shares = shares or {}
         self.steps = steps(trace)
         self.recorded = Counter(s.process for s in self.steps)
-        self.devices = sum(p.devices for p in trace.processes.values())
+        self.devices = self.count(trace.processes)
 
-    def weight(self, process: int) -> float:
-        return self.processes[process].devices / self.recorded[process]
+    def weight(self, s: Slice) -> float:
+        """For how many slices of a step, on all devices together, it stands."""
+        return self.processes[s.process].devices / self.recorded[s.process] * self.shares.get(s.key, 1.0)
 
     def spent(self, s: Slice) -> float:
-        """Seconds of a step, on all devices of the slice's process together."""
-        return s.seconds * self.weight(s.process)
+        """Seconds of a step, on all devices together."""
+        return s.seconds * self.weight(s)
 
     def count(self, processes: Iterable[int]) -> int:
         """How many devices they stand for."""
@@ -214,7 +228,7 @@ def _rows(want: _Side, got: _Side, group: Callable[[Slice], str | None], each: b
         for name, slices in found.items():
             devices = side.count({s.process for s in slices}) if each else side.devices
             row = sums.setdefault(name, [0.0, 0.0, 0.0, 0.0])
-            row[k] = sum(side.weight(s.process) for s in slices) / devices
+            row[k] = sum(map(side.weight, slices)) / devices
             row[2 + k] = sum(map(side.spent, slices)) / devices
     rows = [Row(name, measured or predicted, p, m) for name, (predicted, measured, p, m) in sums.items()]
     return sorted(rows, key=lambda r: -abs(r.error))
@@ -242,7 +256,7 @@ def _predicted_share(side: _Side, processes: Iterable[int]) -> Share:
     for p in processes:
         mine = [s for s in side.all if s.process == p]
         compute += sum(side.spent(s) for s in mine if s.category == COMPUTE)
-        busy += sum(b - a for a, b in merged([(s.begin, s.end) for s in mine])) * side.weight(p)
+        busy += sum(b - a for a, b in merged([(s.begin, s.end) for s in mine])) * side.count([p])
     n = side.count(processes)
     return Share(side.name(processes), compute / n, 0.0, (busy - compute) / n, step - busy / n, step)
 

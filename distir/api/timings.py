@@ -120,24 +120,39 @@ def steps(trace: Trace) -> list[Slice]:
     return [Slice(p, STEP, STEP, STEP, min(0.0, begin), end, {}) for p in trace.processes]
 
 
-def aligned(trace: Trace) -> list[Slice]:
+class Aligned(NamedTuple):
+    """Slices, and of each communication the share of it whose end is known; the rest is left out."""
+
+    slices: list[Slice]
+    known: dict[Key, float]
+
+
+def aligned(trace: Trace) -> Aligned:
     """The slices, communication from when all that take part have issued it; of transfers only who receives.
 
     Where ranks are on several hosts, whose clocks differ, only from when the rank itself has issued it.
     """
     ready = _issued_by_all(trace.slices) if len({p.host for p in trace.processes.values()}) == 1 else {}
     out: list[Slice] = []
+    found: dict[tuple[Any, ...], list[Slice]] = {}
     free: dict[tuple[int, str], float] = defaultdict(float)
     for s, k in _numbered(sorted(trace.slices, key=lambda s: s.begin)):
-        if s.category == COMMUNICATION:
-            if s.args.get("side") == SEND:
-                continue
+        if s.category != COMMUNICATION:
+            out.append(s)
+        elif s.args.get("side") != SEND:
             if "issued" in s.args:
                 begin = max(s.args["issued"] / 1e6, ready.get(_meeting(s, k), 0.0), free[s.process, s.stream])
                 s = s._replace(begin=min(begin, s.end))
                 free[s.process, s.stream] = s.end
-        out.append(s)
-    return out
+            whole = s.process, s.args.get("step"), s.key, s.args.get("message", (k,))
+            found.setdefault(whole, []).append(s)
+    known: dict[Key, list[bool]] = defaultdict(list)
+    for parts in found.values():  # several of one transfer are the members of a bundle
+        ends = [s.end for s in parts if "late" not in s.args]
+        known[parts[0].key].append(bool(ends))
+        if ends:
+            out.append(parts[0]._replace(begin=min(s.begin for s in parts), end=max(ends)))
+    return Aligned(out, {key: sum(row) / len(row) for key, row in known.items()})
 
 
 def _numbered(slices: Sequence[Slice]) -> Iterator[tuple[Slice, int]]:

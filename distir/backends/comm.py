@@ -54,6 +54,8 @@ class Network:
     ) -> None:
         self.rank = rank
         self.memory = memory or memory_for(device)
+        self.watch: Callable[[Any], None] | None = None
+        """Is told of the work of every collective when it is started."""
         self.here = devices[rank] if devices else None
         self.number = {d: k for k, d in enumerate(devices)}
         self._groups: dict[tuple[int, ...], Group] = {tuple(range(len(devices))): None}
@@ -82,6 +84,11 @@ class Network:
         members = sorted(ranks)
         return self._groups[tuple(members)], None if ranks == members else [members.index(r) for r in ranks]
 
+    def _started(self, work: Any) -> Any:
+        if self.watch is not None and work is not None:
+            self.watch(work)
+        return work
+
     # --- collectives along a mesh axis: each returns what the op does to this rank's tensor
 
     def allreduce(self, before: Tensor, axis: str, own: bool = False) -> Callable[[torch.Tensor], Pending]:
@@ -93,7 +100,7 @@ class Network:
 
         def start(x: torch.Tensor) -> Pending:
             y = memory.lent(x.to(wider or narrow)) if own or wider else memory.copied(x)
-            work = dist.all_reduce(y, _OPS[kind], group, async_op=True)
+            work = self._started(dist.all_reduce(y, _OPS[kind], group, async_op=True))
 
             def finish() -> torch.Tensor:
                 wait(work)
@@ -111,7 +118,7 @@ class Network:
         def start(x: torch.Tensor) -> Pending:
             x = memory.lent(x)
             out = memory.empty((n, *x.shape), x.dtype)
-            work = all_gather(movable(out), movable(x), group=group, async_op=True)
+            work = self._started(all_gather(movable(out), movable(x), group=group, async_op=True))
 
             def finish() -> torch.Tensor:
                 wait(work)
@@ -141,6 +148,7 @@ class Network:
                     raise
                 parts = parts.clone()
                 work, out = dist.all_reduce(parts, _OPS[kind], group, async_op=True), parts[mine]
+            self._started(work)
 
             def finish() -> torch.Tensor:
                 wait(work)
@@ -159,7 +167,7 @@ class Network:
         def start(x: torch.Tensor) -> Pending:
             parts = memory.lent(_to(split_front(x, to_dim, to_outer, n), places))
             out = memory.empty(parts.shape, parts.dtype)
-            work = dist.all_to_all_single(movable(out), movable(parts), group=group, async_op=True)
+            work = self._started(dist.all_to_all_single(movable(out), movable(parts), group=group, async_op=True))
 
             def finish() -> torch.Tensor:
                 wait(work)

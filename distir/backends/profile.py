@@ -13,11 +13,12 @@ and what communication returns goes through `issued`, which notes the wait for i
     h3 = issued(8, begin, h3, t)
 
 On CPUs the clock is the host's, the same in all its processes. On CUDA it is events on the stream that computes (see
-`clock`): waits are those of the stream, and communication ends, as far as can be told, when it is waited for.
+`clock`), and waits are those of the stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import time
@@ -44,7 +45,7 @@ from distir.ir.device import Device, Mesh
 from distir.ir.files import written
 from distir.ir.function import Function, Op, Value
 from distir.ops.comm import ALONG_AXIS
-from distir.transforms.project import device_at
+from distir.transforms.project import device_at, transfer
 
 if TYPE_CHECKING:
     from distir.backends.comm import Network
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
 
 RECORDED = 5
 """So many steps are recorded: those after the first, which warms up; the first if there is no other."""
+PROMPT_NS = 30_000
+"""A wait (in ns) that is over so soon found complete what it waited for. When that was, only some collectives on gloo
+tell: others are marked `late`, and their slices end where the wait begins.
+"""
 
 
 class Entry(NamedTuple):
@@ -79,6 +84,7 @@ class Profiler:
         """
         self._made: dict[Function, dict[Op, list[Op]]] = {}
         self.slices: list[tuple[Entry, int, int, dict[str, Any]]] = []
+        self._futures: list[Any] = []
         self._base: tuple[Any, int] = (None, 0)
         """When the step began, by the device and by the host."""
 
@@ -142,18 +148,27 @@ class Profiler:
 
     # --- while it runs
 
+    def watch(self, work: Any) -> None:
+        """Take note of the work of a collective that has just been started."""
+        if self.clock.on_host:
+            with contextlib.suppress(RuntimeError):  # not all of gloo's tell when they are complete
+                self._futures.append(work.get_future())
+
     def issued(self, number: int, begin: Any, pending: Callable[[], Any], moment: int | None) -> Callable[[], Any]:
         """What to call in place of `pending`, which was issued since `begin`, to wait for it."""
         now, note = self.clock.now, self.notes.extend
         note((number, begin, now(), moment))
         complete: list[int] = []
+        for future in self._futures:
+            future.add_done_callback(lambda _: complete.append(now()))
+        self._futures.clear()
 
         def wait() -> Any:
             start = now()
             result = pending()
             end = now()
             note((number + 1, start, end, moment))
-            note((number + 2, begin, min([*complete, end]) if complete else end, moment))
+            note((number + 2, begin, min(max(complete), end) if complete else end, moment))
             return result
 
         return wait
@@ -173,16 +188,18 @@ class Profiler:
         end = time.perf_counter_ns()
         if step not in self.wanted:
             return
-        waited = 0
-        about = {"step": step}
+        waiting = waited = 0
+        about: dict[str, Any] = {"step": step}
         each = iter(self.notes)
         for number, begin, finish, moment in zip(each, each, each, each, strict=True):
             entry, start, stop = self.entries[number], self._ns(begin), self._ns(finish)
+            extra = about if moment is None else {**about, "microbatch": moment}
             if entry.category == WAIT:
-                waited = stop
+                waiting, waited = start, stop
             elif entry.category in (COMPUTE, ISSUE):
                 start = max(start, waited)  # operands were waited for within the lines of the op
-            extra = about if moment is None else {**about, "microbatch": moment}
+            elif entry.category == COMMUNICATION and stop == waited and waited - waiting < PROMPT_NS:
+                stop, extra = waiting, {**extra, "late": True}
             self.slices.append((entry, start, stop, extra))
         self.slices.append((Entry(f"step {step}", STEP, STEP, {}), self._base[1], end, about))
 
@@ -249,7 +266,7 @@ def _described(op: Op, function: Function, program: Function, network: Network) 
         return name, attrs["axis"], {**labels(op, function), "ranks": ranks}
     if "message" not in attrs:
         return name, COMPUTE, labels(op, function)
-    whole = program.ops[attrs["message"]]  # of which this is one side
+    whole = transfer(program, attrs["message"])  # of which this is one side
     side = RECV if name in ("MPIRecv", "MPIGather", "MPIReduce") else SEND
     partner = (whole.inputs if side == RECV else whole.outputs)[0].type.device
     about: dict[str, Any] = {**labels(whole, program, side=side), "message": attrs["message"]}

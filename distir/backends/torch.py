@@ -82,6 +82,8 @@ class TorchRank:
         self.program = program
         self.mine = posted_ahead(project(program, rank))
         self.network = Network(program, ranks(program), rank, self.device)
+        if profiler is not None:
+            self.network.watch = profiler.watch
         drain = self.network.transfers.drain
         self.drain = drain if profiler is None else profiler.waiting("Send", drain)
         self.lowering = Lowering(self.network, self.device, tap, profiler)

@@ -109,6 +109,11 @@ def _inputs_first(function: Function) -> Function:
     return reordered(function, [*first, *[op for op in function.ops if op not in first]])
 
 
+def transfer(function: Function, message: int) -> Op:
+    """The op of a distributed program whose sides, in the programs of ranks, have that number."""
+    return _inputs_first(function).ops[message]
+
+
 def reordered(function: Function, ops: Sequence[Op]) -> Function:
     """The function with its ops in another order."""
     if list(function.ops) == list(ops):
