@@ -161,6 +161,14 @@ def test_nccl_without_gpus_exits_2(cli, monkeypatch):
     assert "nccl needs a GPU a rank" in err
 
 
+def test_gloo_on_gpus_without_one_exits_2(cli, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    code, _, err = cli("run", MLP, *MSE, "--dp", 2, "--backend", "gloo", "--device", "cuda", "--steps", 1)
+    assert code == 2
+    assert "device cuda needs a GPU" in err
+    assert_error(cli("run", MLP, *MSE, "--backend", "numpy", "--device", "cuda"), 2, "numpy does not run on cuda")
+
+
 def test_bad_models_exit_3(cli, tmp_path):
     text = tmp_path / "text.onnx"
     text.write_text("not a model")

@@ -22,7 +22,7 @@ from distir.api.results import Prediction, RunResult, Summary, size
 from distir.api.steps import Job, OnStep, Steps, compute_steps
 from distir.backends.epochs import Epoch
 from distir.backends.launch import run as launch
-from distir.backends.limits import available_memory
+from distir.backends.limits import available_memory, backend_on
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator import Simulator
 from distir.hardware import load_cluster, this_host
@@ -36,7 +36,6 @@ from distir.transforms.training import AdamW
 
 AnyModel = Model | Function | str | os.PathLike[str]
 Cluster = CostModel | Topology | str | os.PathLike[str]
-BACKENDS = ("gloo", "nccl", "numpy")
 ONE = Plan()
 _KEPT = 4
 """How many times the memory of a run is needed to keep all values that it makes."""
@@ -134,7 +133,8 @@ def run(
     tokenizer: str | os.PathLike[str] | None = None,
     metrics: str | os.PathLike[str] | None = None,
     seed: int = 0,
-    backend: str = "gloo",
+    backend: str | None = None,
+    device: str | None = None,
     check: bool = False,
     cluster: Cluster | None = None,
     timeout: float = 600.0,
@@ -146,9 +146,10 @@ def run(
 ) -> RunResult:
     """Run `steps` steps (1) of the model's program, a process a device, and compare the time with the prediction.
 
-    `backend` is "gloo" (CPUs), "nccl" (GPUs) or "numpy" (this process alone). `data` is an .npz file or a text (see
-    `Data`), a text's `tokenizer` the file of its BPE (see `read_tokens`); without data they are drawn by `seed`.
-    `cluster` is what to predict for; by default "cpu-2core" with this host's number of cores, which the ranks share.
+    `backend` is "gloo" (CPUs), "nccl" (GPUs) or "numpy" (this process alone). `device` is "cpu" or "cuda": on cuda gloo
+    lets ranks share GPUs, for tests; without `backend` gloo runs on the one, nccl on the other. `data` is an .npz file
+    or a text (see `Data`), a text's `tokenizer` the file of its BPE (see `read_tokens`); without data they are drawn by
+    `seed`. `cluster` is what to predict for; by default "cpu-2core", with this host's cores, which the ranks share.
     `check` compares with the sequential program on the same data. `profile` is a folder for traces: what is predicted,
     and of each rank when its ops ran (see `compare`). `on_plan` is called when the plan is made, `on_step` and
     `on_check` after each step, of the run and of the check.
@@ -162,8 +163,7 @@ def run(
     Raises InfeasibleError for a plan that cannot be carried out or does not fit in memory, MismatchError, naming the
     first value that differs, its op and rank, if the check fails, WorkerError if a rank fails.
     """
-    if backend not in BACKENDS:
-        raise UsageError(f"unknown backend {backend!r}", f"choose from {', '.join(BACKENDS)}")
+    backend = backend_on(backend, device)
     for what, number in (("steps", steps), ("epochs", epochs)):
         if number is not None and number < 1:
             raise UsageError(f"{what}: expected at least 1, got {number}")

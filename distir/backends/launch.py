@@ -211,7 +211,6 @@ class _Run:
 
     def _write_job(self) -> None:
         arrays = {k: ship(x, self.folder / f"array{k}") for k, x in self.given.items()}
-        device = "cuda" if self.result.backend == "nccl" else "cpu"
         patience = max(1.0, self.timeout - 2 * _GRACE_SECONDS)  # ranks notice before the whole run is given up
         job = Job(
             self.program,
@@ -219,7 +218,6 @@ class _Run:
             arrays,
             self.steps,
             self.result.backend,
-            device,
             patience,
             self.threads,
             self.every,

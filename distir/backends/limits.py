@@ -16,19 +16,54 @@ def joined() -> tuple[int, int] | None:
     return int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+STAGED = "gloo:cuda"
+"""Computing on GPUs, which ranks may share, and communicating through the host's memory: for tests."""
+_ON = {("gloo", "cpu"): "gloo", ("gloo", "cuda"): STAGED, ("nccl", "cuda"): "nccl", ("numpy", "cpu"): "numpy"}
+
+
+def backend_on(backend: str | None, device: str | None) -> str:
+    """How ranks run: "gloo", "nccl", "gloo:cuda" or "numpy", from a backend and a device ("cpu" or "cuda").
+
+    Of the two either is enough. Raises UsageError for what there is not, or does not go together.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"unknown device {device!r}", "choose from cpu, cuda")
+    if backend is None:
+        return "nccl" if device == "cuda" else "gloo"
+    if backend not in ("gloo", "nccl", "numpy"):
+        raise UsageError(f"unknown backend {backend!r}", "choose from gloo, nccl, numpy")
+    if device is None:
+        return backend
+    if (backend, device) not in _ON:
+        raise UsageError(f"backend {backend} does not run on {device}", "gloo runs on both, nccl on cuda, numpy on cpu")
+    return _ON[backend, device]
+
+
 def check_backend(backend: str, here: int) -> None:
     """Raises UsageError for a backend that there is not, or that `here` ranks on this host cannot use."""
-    if backend not in ("gloo", "nccl"):
+    if backend not in ("gloo", "nccl", STAGED):
         raise UsageError(f"unknown backend {backend!r}", "gloo runs on CPUs, nccl on GPUs")
-    if backend == "nccl":
-        import torch
+    if backend == "gloo":
+        return
+    import torch
 
-        have = torch.cuda.device_count()
-        if have < here:
-            raise UsageError(
-                f"backend nccl needs a GPU a rank: {counted(here, 'rank')}, {counted(have, 'GPU')} here",
-                "use --backend gloo",
-            )
+    have = torch.cuda.device_count()
+    if backend == "nccl" and have < here:
+        raise UsageError(
+            f"backend nccl needs a GPU a rank: {counted(here, 'rank')}, {counted(have, 'GPU')} here",
+            "use --backend gloo" + (", with --device cuda ranks share GPUs" if have else ""),
+        )
+    if not have:
+        raise UsageError("device cuda needs a GPU, there is none here", "without --device ranks run on CPUs")
+
+
+def place_of(backend: str, local_rank: int) -> tuple[str, str]:
+    """The backend's name in torch, and the device of a rank: GPUs are taken in turn."""
+    if backend == "gloo":
+        return backend, "cpu"
+    import torch
+
+    return backend.partition(":")[0], f"cuda:{local_rank % torch.cuda.device_count()}"
 
 
 def available_memory() -> int | None:

@@ -53,3 +53,8 @@ def memory_for(device: torch.device) -> Memory:
     """What the process group that is joined needs on `device`."""
     staged = device.type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo"
     return Staged(device) if staged else Memory(device)
+
+
+def agreed_on(device: torch.device) -> torch.device:
+    """Where ranks that compute on `device` exchange what is not of a program."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device

@@ -16,6 +16,7 @@ from distir.backends.clock import Clock
 from distir.backends.comm import all_gather
 from distir.backends.epochs import Epochs, Lap, Laps
 from distir.backends.layout import movable
+from distir.backends.memory import agreed_on
 from distir.backends.pieces import Coord, digest
 from distir.backends.profile import Profiler
 from distir.backends.record import Recorder
@@ -147,8 +148,8 @@ def _pieces(engine: TorchRank, values: Any, held: Mapping[int, torch.Tensor]) ->
 
 def agree(told: bytes, wrong: str, device: torch.device) -> None:
     """Raises WorkerError, on every rank, naming those that do not tell what rank 0 tells: they are `wrong`."""
-    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(device)
-    everyone = torch.empty((dist.get_world_size(), len(mine)), dtype=torch.uint8, device=device)
+    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(agreed_on(device))
+    everyone = torch.empty((dist.get_world_size(), len(mine)), dtype=torch.uint8, device=mine.device)
     all_gather(movable(everyone), mine)
     others = [r for r, row in enumerate(everyone) if not torch.equal(row, everyone[0])]
     if others:
@@ -160,6 +161,6 @@ def agree(told: bytes, wrong: str, device: torch.device) -> None:
 
 
 def _barrier(device: torch.device) -> None:
-    dist.all_reduce(torch.zeros(1, device=device))
+    dist.all_reduce(torch.zeros(1, device=agreed_on(device)))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

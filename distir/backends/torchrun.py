@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distir.backends.comm import start_group
 from distir.backends.epochs import Epochs, OnEpoch, epoch_of
 from distir.backends.launch import Data, RunResult, by_position
+from distir.backends.limits import place_of
 from distir.backends.pieces import gathered
 from distir.backends.rank import Report, agree, execute
 from distir.backends.samples import Samples
@@ -40,9 +41,8 @@ def join(
     Raises WorkerError if another rank goes away or does not answer in time.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+    name, where = place_of(backend, int(os.environ.get("LOCAL_RANK", rank)))
+    device = torch.device(where)
     torch.set_num_threads(threads)
     result = RunResult(world, rank, backend)
 
@@ -72,7 +72,7 @@ def join(
     mine = not dist.is_initialized()
     try:
         if mine:
-            start_group(backend, rank, world, device, None, timeout)
+            start_group(name, rank, world, device, None, timeout)
         if isinstance(data, Samples):
             agree(data.digest(), "would read other data than rank 0", device)
         execute(program, rank, device, arrays, feed, steps, report, every, final, None, profile, epochs)

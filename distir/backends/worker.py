@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from distir.backends.epochs import Epochs
+from distir.backends.limits import place_of
 from distir.backends.pieces import Shipped, ship
 from distir.backends.samples import Samples
 from distir.ir.errors import DistirError
@@ -36,7 +37,6 @@ class Job(NamedTuple):
     arrays: dict[int, Shipped]
     steps: int
     backend: str
-    device: str
     timeout: float
     threads: int
     every: bool
@@ -161,9 +161,10 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     from distir.backends.rank import Report, execute
 
     torch.set_num_threads(job.threads)
-    device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)
+    backend, where = place_of(job.backend, rank)
+    device = torch.device(where)
     store = FileStore(str(folder / "store"), job.world)
-    start_group(job.backend, rank, job.world, device, store, job.timeout)
+    start_group(backend, rank, job.world, device, store, job.timeout)
 
     samples = job.samples and job.samples.received()
     epochs = job.epochs and job.epochs.received()

@@ -90,6 +90,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         metrics=args.metrics,
         seed=args.seed,
         backend=args.backend,
+        device=args.device,
         check=args.check,
         cluster=args.cluster,
         timeout=args.timeout,

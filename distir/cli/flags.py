@@ -172,8 +172,10 @@ def _running_flags(group: Any) -> None:
     group.add_argument(
         "--backend",
         choices=("gloo", "nccl", "numpy"),
-        default="gloo",
-        help="gloo: a process a CPU rank; nccl: a GPU a rank; numpy: all in this process; default: gloo",
+        help="gloo: a process a CPU rank; nccl: a GPU a rank; numpy: all in this process; default: gloo, on cuda nccl",
+    )
+    group.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: that of the backend; with gloo ranks share GPUs, for tests"
     )
     group.add_argument(
         "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from distir.backends.launch import RunResult, run
+from distir.backends.limits import backend_on, check_backend, place_of
 from distir.executor.sequential import SequentialExecutor
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import InfeasibleError, UsageError, WorkerError
@@ -24,6 +25,7 @@ from distir.ir.type import REPLICATE, Float32, Float64, Shard, Tensor
 from distir.ops.rules import tensor
 from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.training import SGD, initial_state, training_step
+from tests.backends.test_transports import everything
 
 ROOT = Path(__file__).parents[2]
 BATCH, WIDTH = 8, 6
@@ -337,6 +339,63 @@ def test_nccl_runs():
     main = counter(1)
     result: RunResult = run(main, ones(main), 2, backend="nccl", timeout=120)
     assert [float(o[0]) for o in result.outputs] == [48.0, 72.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_share_a_gpu(world: int):
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    main, arrays, want = everything(world)
+    got = run(main, arrays, 2, backend="gloo:cuda", timeout=120).outputs[-1]
+    for k, v in enumerate(main.outputs):
+        np.testing.assert_array_equal(got[k], want[k], err_msg=f"{v}")
+
+
+def test_gloo_on_gpus_needs_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    main = counter()
+    with pytest.raises(UsageError, match="device cuda needs a GPU, there is none here"):
+        run(main, ones(main), backend="gloo:cuda")
+
+
+def test_gpus_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [place_of("gloo:cuda", rank) for rank in range(3)] == [("gloo", f"cuda:{k}") for k in (0, 1, 0)]
+    assert place_of("nccl", 1) == ("nccl", "cuda:1")
+    assert place_of("gloo", 1) == ("gloo", "cpu")
+    check_backend("gloo:cuda", 8)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "found"),
+    [
+        (None, None, "gloo"),
+        (None, "cpu", "gloo"),
+        (None, "cuda", "nccl"),
+        ("nccl", None, "nccl"),
+        ("gloo", "cuda", "gloo:cuda"),
+        ("numpy", "cpu", "numpy"),
+    ],
+)
+def test_of_backend_and_device_either_is_enough(backend: str | None, device: str | None, found: str):
+    assert backend_on(backend, device) == found
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "message"),
+    [
+        ("nccl", "cpu", "backend nccl does not run on cpu"),
+        ("numpy", "cuda", "backend numpy does not run on cuda"),
+        ("gloo:cuda", None, "unknown backend 'gloo:cuda'"),
+        ("gloo", "tpu", "unknown device 'tpu'"),
+    ],
+)
+def test_backends_and_devices_that_do_not_fit(backend: str, device: str | None, message: str):
+    with pytest.raises(UsageError, match=message):
+        backend_on(backend, device)
 
 
 def test_from_another_thread():
