@@ -277,7 +277,7 @@ def test_bench_collectives(cli):
     code, out, _ = cli("bench", "collectives", "--collective", "all-reduce", "--size", "4096", "--size", "65536")
     assert code == 0
     assert [row.split()[:2] for row in out.splitlines()[1:]] == [["all-reduce", "4,096"], ["all-reduce", "65,536"]]
-    code, out, _ = cli("bench", "collectives", "--collective", "send", "--size", "4096", "--json")
+    code, out, _ = cli("bench", "collectives", "--collective", "send-recv", "--size", "4096", "--json")
     (timing,) = json.loads(out)["timings"]
     assert timing["bus_bandwidth"] == pytest.approx(timing["size"] / timing["seconds"])
     assert_error(cli("bench", "collectives", "--collective", "sned"), 2, "'sned'", "all-reduce")

@@ -1,9 +1,9 @@
 """The interconnect benchmark: latency and bandwidth of each collective at each size, among ranks of this host.
 
 Sizes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md there): the size is what one rank has before a
-broadcast, reduction, all-reduce, all-to-all, reduce-scatter or send, and after an all-gather. Algorithm bandwidth is
-size / seconds; bus bandwidth multiplies it by 2 (n-1)/n for an all-reduce, (n-1)/n for all-gather, reduce-scatter and
-all-to-all, 1 for the others, so that it can be compared with the links' whatever n is.
+broadcast, reduction, all-reduce, all-to-all, reduce-scatter, scatter or send, and after a gather or all-gather.
+Algorithm bandwidth is size / seconds; bus bandwidth multiplies it by 2 (n-1)/n for an all-reduce, 1 for broadcast,
+reduction and send, (n-1)/n for the others, so that it can be compared with the links' whatever n is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from distir.ir.errors import UsageError, WorkerError
 if TYPE_CHECKING:
     import torch
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send")
+_PARTS = ("all-gather", "reduce-scatter", "all-to-all", "gather", "scatter")
+"""Those in which what a rank keeps does not go anywhere."""
+COLLECTIVES = ("all-reduce", *_PARTS, "broadcast", "reduce", "send-recv")
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 SIZES = tuple(4**k for k in range(5, 14))
 """1 KiB to 64 MiB."""
 _SECONDS = 0.1
@@ -47,7 +50,7 @@ def bus_factor(collective: str, n: int) -> float:
     """Bus bandwidth over algorithm bandwidth among n ranks."""
     if collective == "all-reduce":
         return 2 * (n - 1) / n
-    return (n - 1) / n if collective in ("all-gather", "reduce-scatter", "all-to-all") else 1.0
+    return (n - 1) / n if collective in _PARTS else 1.0
 
 
 def bench_collectives(
@@ -57,6 +60,7 @@ def bench_collectives(
     sizes: Sequence[int] = SIZES,
     timeout: float = 600.0,
     on_timing: Callable[[Timing], None] | None = None,
+    dtype: str = "float32",
 ) -> list[Timing]:
     """Measure on `nproc` ranks, started here and ended with the call; as torchrun's rank where the environment says so.
 
@@ -68,6 +72,8 @@ def bench_collectives(
     unknown = [c for c in collectives if c not in COLLECTIVES]
     if unknown:
         raise UsageError(f"unknown collective {unknown[0]!r}", f"known are {', '.join(COLLECTIVES)}")
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}", f"known are {', '.join(DTYPES)}")
     if min(sizes, default=0) < 1:
         raise UsageError(f"sizes are at least 1 byte, got {list(sizes)}")
     torchrun = joined()
@@ -83,27 +89,36 @@ def bench_collectives(
             on_timing(t)
 
     if torchrun:
-        _measure_all(int(os.environ["RANK"]), world, backend, None, timeout, collectives, sizes, add)
+        _measure_all(int(os.environ["RANK"]), Settings(world, backend, collectives, sizes, timeout, dtype), None, add)
     else:
         with tempfile.TemporaryDirectory(prefix="distir-") as folder:
-            for row in _run(Path(folder), world, backend, collectives, sizes, timeout):
+            for row in _run(Path(folder), Settings(world, backend, collectives, sizes, timeout, dtype)):
                 add(Timing(*row))
     return timings
 
 
-def _run(
-    folder: Path, world: int, backend: str, collectives: Sequence[str], sizes: Sequence[int], timeout: float
-) -> Iterator[list[Any]]:
+class Settings(NamedTuple):
+    """What all ranks must know."""
+
+    world: int
+    backend: str
+    collectives: Sequence[str]
+    sizes: Sequence[int]
+    timeout: float
+    dtype: str
+
+
+def _run(folder: Path, settings: Settings) -> Iterator[list[Any]]:
     """Start the ranks, and give rank 0's rows as they come."""
     job = folder / "job.json"
-    job.write_text(json.dumps([world, backend, list(collectives), list(sizes), timeout]))
+    job.write_text(json.dumps(settings))
     env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     env["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
     found = folder / "timings"
     found.touch()
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(world):
+        for rank in range(settings.world):
             with open(folder / f"rank{rank}.log", "wb") as log:
                 command = [sys.executable, "-m", "distir.backends.bench", str(folder), str(rank), str(os.getpid())]
                 ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env))
@@ -122,8 +137,8 @@ def _run(
                 raise WorkerError(f"rank {failed[0]} failed{f': {log[-1]}' if log else ''}")
             if all(code == 0 for code in ended):
                 return
-            if time.monotonic() - heard > timeout:
-                raise WorkerError(f"no rank has answered for {timeout:g} s")
+            if time.monotonic() - heard > settings.timeout:
+                raise WorkerError(f"no rank has answered for {settings.timeout:g} s")
             time.sleep(0.02)
     finally:
         for p in ranks:
@@ -131,29 +146,22 @@ def _run(
             p.wait()
 
 
-def _measure_all(
-    rank: int,
-    world: int,
-    backend: str,
-    store: Any,
-    timeout: float,
-    collectives: Sequence[str],
-    sizes: Sequence[int],
-    report: Callable[[Timing], None],
-) -> None:
+def _measure_all(rank: int, settings: Settings, store: Any, report: Callable[[Timing], None]) -> None:
     """What one rank does; rank 0 reports."""
     import torch
     import torch.distributed as dist
 
     from distir.backends.comm import start_group
+    from distir.backends.limits import place_of
 
     torch.set_num_threads(1)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if backend == "nccl" else torch.device("cpu")
-    start_group(backend, rank, world, device, store, timeout)
+    name, where = place_of(settings.backend, int(os.environ.get("LOCAL_RANK", rank)))
+    world, device, dtype = settings.world, torch.device(where), getattr(torch, settings.dtype)
+    start_group(name, rank, world, device, store, settings.timeout)
     try:
-        for collective in collectives:
-            for size in sizes:
-                size, call = _prepare(collective, size, rank, world, device)
+        for collective in settings.collectives:
+            for size in settings.sizes:
+                size, call = _prepare(collective, size, rank, world, device, dtype)
                 seconds = _measure(call, device)
                 if rank == 0:
                     bandwidth = size / seconds
@@ -162,27 +170,31 @@ def _measure_all(
         dist.destroy_process_group()
 
 
-def _prepare(collective: str, size: int, rank: int, world: int, device: torch.device) -> tuple[int, Callable[[], None]]:
-    """The size in bytes, made to fit float32 and the ranks, and what runs the collective once."""
+def _prepare(
+    collective: str, size: int, rank: int, world: int, device: torch.device, dtype: torch.dtype
+) -> tuple[int, Callable[[], None]]:
+    """The size in bytes, made to fit the dtype and the ranks, and what runs the collective once."""
     import torch
     import torch.distributed as dist
 
     from distir.backends.comm import all_gather, reduce_scatter
 
-    elements = max(1, size // (4 * world)) * world
-    whole = torch.zeros(elements, device=device)
-    part = torch.zeros(elements // world, device=device)
+    elements = max(1, size // (dtype.itemsize * world)) * world
+    whole, other = (torch.zeros(elements, device=device, dtype=dtype) for _ in range(2))
+    part = torch.zeros(elements // world, device=device, dtype=dtype)
+    parts = list(whole.chunk(world)) if rank == 0 else None
     calls: dict[str, Callable[[], Any]] = {
         "all-reduce": lambda: dist.all_reduce(whole),
         "all-gather": lambda: all_gather(whole, part),
         "reduce-scatter": lambda: reduce_scatter(part, whole),
         "all-to-all": lambda: dist.all_to_all_single(other, whole),
+        "gather": lambda: dist.gather(part, parts),
+        "scatter": lambda: dist.scatter(part, parts),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "reduce": lambda: dist.reduce(whole, 0),
-        "send": lambda: _pass_on(whole, other, rank, world),
+        "send-recv": lambda: _pass_on(whole, other, rank, world),
     }
-    other = torch.zeros(elements, device=device)
-    return 4 * elements, calls[collective]
+    return dtype.itemsize * elements, calls[collective]
 
 
 def _pass_on(x: torch.Tensor, received: torch.Tensor, rank: int, world: int) -> None:
@@ -233,14 +245,14 @@ def main() -> None:
 
     folder, rank, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     die_with(parent, f"distir-rank{rank}")
-    world, backend, collectives, sizes, timeout = json.loads((folder / "job.json").read_text())
+    settings = Settings(*json.loads((folder / "job.json").read_text()))
     with open(folder / "timings", "a", buffering=1) as out:
-        store = FileStore(str(folder / "store"), world)
+        store = FileStore(str(folder / "store"), settings.world)
 
         def report(t: Timing) -> None:
             out.write(json.dumps(t) + "\n")
 
-        _measure_all(rank, world, backend, store, timeout, collectives, sizes, report)
+        _measure_all(rank, settings, store, report)
 
 
 if __name__ == "__main__":

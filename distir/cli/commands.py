@@ -254,9 +254,9 @@ def bench_collectives(args: argparse.Namespace) -> None:
                 cells = [t.collective, f"{t.size:,} B", f"{t.seconds * 1e6:,.1f} us", *rates]
                 print(columns(cells, widths), flush=True)
 
-        bench_collectives(args.nproc, args.backend, names, sizes, args.timeout, on_timing)
+        bench_collectives(args.nproc, args.backend, names, sizes, args.timeout, on_timing, args.dtype)
     if args.json and first_rank():
-        print_json({"backend": args.backend, "timings": [t._asdict() for t in rows]})
+        print_json({"backend": args.backend, "dtype": args.dtype, "timings": [t._asdict() for t in rows]})
 
 
 def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:

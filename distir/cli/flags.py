@@ -142,6 +142,7 @@ def _bench(commands: Any) -> None:
     parser.add_argument("--nproc", type=_at_least(2), default=2, metavar="N", help="processes; default: 2")
     parser.add_argument("--collective", action="append", metavar="NAME", help="one of them only; may be given again")
     parser.add_argument("--size", type=_at_least(1), action="append", metavar="BYTES", help="likewise a size")
+    parser.add_argument("--dtype", default="float32", metavar="TYPE", help="of the elements; default: float32")
     parser.add_argument(
         "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"
     )

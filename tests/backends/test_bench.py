@@ -30,8 +30,13 @@ def test_sizes_are_made_to_fit_the_ranks() -> None:
     assert t.size == 996  # three equal parts of float32
 
 
+def test_other_dtypes() -> None:
+    timings = bench_collectives(2, collectives=["all-reduce", "gather"], sizes=[1001], dtype="bfloat16")
+    assert [t.size for t in timings] == [1000, 1000]
+
+
 def test_bus_factors_are_those_of_nccl_tests() -> None:
-    assert [bus_factor(c, 4) for c in COLLECTIVES] == [1.5, 0.75, 0.75, 0.75, 1, 1, 1]
+    assert [bus_factor(c, 4) for c in COLLECTIVES] == [1.5, *[0.75] * 5, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +44,7 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
     [
         ({"nproc": 1}, "collectives need at least 2 ranks, got 1"),
         ({"collectives": ["all-redcue"]}, "unknown collective 'all-redcue'"),
+        ({"dtype": "float3"}, "unknown dtype 'float3'"),
         ({"sizes": [0]}, "sizes are at least 1 byte"),
         ({"backend": "mpi"}, "unknown backend 'mpi'"),
     ],
@@ -52,4 +58,4 @@ def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network interface that is not there."""
     monkeypatch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(WorkerError, match=r"rank \d failed: "):
-        bench_collectives(2, collectives=["send"], sizes=[1024])
+        bench_collectives(2, collectives=["send-recv"], sizes=[1024])
