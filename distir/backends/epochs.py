@@ -76,9 +76,14 @@ class Laps:
         return lap
 
 
-def epoch_of(step: int, epochs: Epochs, laps: Sequence[Lap]) -> Epoch:
-    """The epoch that ends with a step, from what each rank, in order, says of it."""
-    return Epoch(
+def end_epoch(
+    done: list[Epoch], step: int, epochs: Epochs | None, told: Sequence[Lap | None], on_epoch: OnEpoch | None
+) -> None:
+    """If an epoch ends with a step, add it to those that are `done`: from what each rank, in order, told of it."""
+    laps = [lap for lap in told if lap is not None]
+    if epochs is None or not laps:
+        return
+    epoch = Epoch(
         step // epochs.steps,
         laps[0].steps,
         [lap.seconds for lap in laps],
@@ -86,3 +91,6 @@ def epoch_of(step: int, epochs: Epochs, laps: Sequence[Lap]) -> Epoch:
         [lap.data_seconds for lap in laps],
         wholes(epochs.evaluation, [lap.means for lap in laps]),
     )
+    done.append(epoch)
+    if on_epoch is not None:
+        on_epoch(epoch)

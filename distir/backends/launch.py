@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from distir.backends.epochs import Epoch, Epochs, Lap, OnEpoch, epoch_of
+from distir.backends.epochs import Epoch, Epochs, OnEpoch, end_epoch
 from distir.backends.limits import check_backend, check_memory, check_repeats, joined
 from distir.backends.pieces import Whole, gathered, ship
 from distir.backends.samples import Samples
@@ -194,7 +194,6 @@ class _Run:
         self.finished: set[int] = set()
         self.failures: dict[int, Failure] = {}
         self.exits: dict[int, int] = {}
-        self.last_heard: dict[int, float] = {}
 
     def run(self) -> RunResult:
         self.folder = Path(tempfile.mkdtemp(prefix="distir-"))
@@ -295,7 +294,6 @@ class _Run:
             case ("done",) if rank is not None:
                 self.finished.add(rank)
             case ("step", int(step), seconds, outputs, inputs, lap) if rank is not None:
-                self.last_heard[rank] = time.monotonic()
                 self.reports[step][rank] = (seconds, outputs, inputs, lap)
                 if len(self.reports[step]) == self.world:
                     self._completed(step)
@@ -314,14 +312,7 @@ class _Run:
         self._feed()
         if self.on_step is not None:
             self.on_step(step, seconds, outputs)
-        self._lapped(step, [lap for _, _, _, lap in reports if lap is not None])
-
-    def _lapped(self, step: int, laps: list[Lap]) -> None:
-        if self.epochs is None or not laps:
-            return
-        self.result.epochs.append(epoch_of(step, self.epochs, laps))
-        if self.on_epoch is not None:
-            self.on_epoch(self.result.epochs[-1])
+        end_epoch(self.result.epochs, step, self.epochs, [lap for _, _, _, lap in reports], self.on_epoch)
 
     def _feed(self) -> None:
         """Send all ranks the data of the next step that has none yet."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distir.backends.comm import start_group
-from distir.backends.epochs import Epochs, OnEpoch, epoch_of
+from distir.backends.epochs import Epochs, OnEpoch, end_epoch
 from distir.backends.launch import Data, RunResult, by_position
 from distir.backends.limits import place_of
 from distir.backends.pieces import gathered
@@ -63,11 +63,7 @@ def join(
         result.inputs.update(inputs)
         if on_step is not None:
             on_step(r.step, result.seconds[-1], outputs)
-        if epochs is not None and r.lap is not None:
-            laps = [lap for _, _, _, lap in everyone]
-            result.epochs.append(epoch_of(r.step, epochs, laps))
-            if on_epoch is not None:
-                on_epoch(result.epochs[-1])
+        end_epoch(result.epochs, r.step, epochs, [lap for _, _, _, lap in everyone], on_epoch)
 
     mine = not dist.is_initialized()
     try:

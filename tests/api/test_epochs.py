@@ -72,7 +72,7 @@ def sequential(model: Model, corpus: Path, epochs: int, share: float) -> tuple[l
     ("plan", "backend"),
     [
         (distir.Plan(dp=2, pp=2, microbatches=2), "gloo"),
-        (distir.Plan(dp=2), "gloo"),
+        (distir.Plan(dp=2, zero=3), "gloo"),
         (distir.Plan(tp=2), "gloo"),
         (distir.Plan(dp=2, tp=2), "numpy"),
     ],

@@ -23,6 +23,9 @@ PLANS = [
     Plan(dp=2, pp=2, microbatches=2, host=True),
     Plan(pp=2, microbatches=4, schedule="interleaved", chunks=2),
     Plan(dp=2, pp=2, microbatches=2, overlap=False),
+    Plan(dp=2, zero=1),
+    Plan(dp=2, tp=2, zero=2),
+    Plan(dp=2, pp=2, microbatches=2, zero=3),
 ]
 
 
