@@ -273,8 +273,9 @@ def _described(op: Op, function: Function, program: Function, network: Network) 
     if whole.spec.name != "Send" or partner is None:
         return whole.spec.name, side, about
     here = (whole.inputs if side == SEND else whole.outputs)[0].type.device
-    meshes = isinstance(partner, Mesh) and isinstance(here, Mesh)
-    twin = device_at(partner, network.coordinate(here)) if meshes else partner
+    twin = partner
+    if isinstance(partner, Mesh) and isinstance(here, Mesh):
+        twin = device_at(partner, network.coordinate(here))
     if isinstance(twin, Device):
         about["peer"] = network.number[twin]
     return "Send", stream_name(side, partner), about
