@@ -30,6 +30,7 @@ from distir.backends.torch import TorchRank
 from distir.executor.sequential import evaluate
 from distir.ir.function import Function, FunctionMaker, Op, Role, Value
 from distir.ir.type import Float32, Tensor
+from distir.ops.rules import shape_of
 from distir.transforms.training import SGD, AdamW
 
 Step = Callable[[], Any]
@@ -181,7 +182,7 @@ def main() -> None:
     model = Model(mlp(args.layers, args.width, args.batch)).training("mse", OPTIMIZERS[args.optimizer])
     arrays = model.initial()
     rng = np.random.default_rng(0)
-    arrays |= {v: rng.standard_normal(v.type.shape, np.float32) for v in model.function.inputs if v not in arrays}
+    arrays |= {v: rng.standard_normal(shape_of(v), np.float32) for v in model.function.inputs if v not in arrays}
     steps = {
         "generated Python": generated(model, arrays),
         "eager autograd, foreach=False": eager(model, arrays, foreach=False),

@@ -53,7 +53,8 @@ def test_labels_tell_runs_apart(runs: list[Metrics]):
 
 def test_efficiency_is_a_share_of_the_first(runs: list[Metrics]):
     (_, first), (_, second) = [(r.measured, r) for r in runs]
-    assert efficiency([first, second], lambda r: r.measured.tokens_per_second) == pytest.approx([1.0, (1 + 2 / 3) / 2])
+    measured = efficiency([first, second], lambda r: r.measured.tokens_per_second)  # type: ignore[union-attr,arg-type]
+    assert measured == pytest.approx([1.0, (1 + 2 / 3) / 2])
     found = to_json(runs)["runs"]
     assert [run["efficiency"] for run in found] == pytest.approx([1.0, 5 / 6])
     assert found[0]["predicted_efficiency"] == 1.0

@@ -61,8 +61,8 @@ def test_on_cuda(kernel: str, dtype: torch.dtype, q: Shape, k: Shape, mask: Shap
         assert lse.shape == q[:-1]
         assert (y.dtype, lse.dtype) == (dtype, torch.float32)
         grads: list[Any] = []
-        extra = given[3:]
-        backward = calls(lambda: grads.extend(attention_grad(*given[:3], y, lse, y, *extra, scale=0.5, causal=causal)))
+        row: list[Any] = [*given[:3], y, lse, y, *given[3:]]
+        backward = calls(lambda: grads.extend(attention_grad(*row, scale=0.5, causal=causal)))
         assert [g.shape for g in grads] == [q, k, k]
         assert all(g.dtype == dtype for g in grads)
     assert forward == [f"_scaled_dot_product_{kernel}_attention.default"]
@@ -103,8 +103,9 @@ def test_on_a_gpu(kernel: str | None, dtype: torch.dtype, q: Shape, k: Shape, ma
     given = operands(lambda *s: torch.randn(s, dtype=dtype, device="cuda"), q, k, k, mask)
     d = torch.randn(q, dtype=dtype, device="cuda")
     xp, how = TorchNamespace("cuda"), {"scale": 0.5, "causal": causal}
-    y, lse = attention(*given, **how)
-    got = [y, lse, *attention_grad(*given[:3], y, lse, d, *given[3:], **how)]
+    y, lse = attention(*given, scale=0.5, causal=causal)
+    row: list[Any] = [*given[:3], y, lse, d, *given[3:]]
+    got = [y, lse, *attention_grad(*row, scale=0.5, causal=causal)]
     wide = [x.double() for x in given]
     y, lse = lookup("Attention").eval(xp, *wide, **how)  # type: ignore[misc]
     want = [y, lse, *lookup("AttentionGrad").eval(xp, *wide[:3], y, lse, d.double(), *wide[3:], **how)]  # type: ignore[misc]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def step() -> tuple[Function, list[np.ndarray]]:
     return function, arrays
 
 
-def program(dp: int, plan: dict[str, float]) -> Function:
+def program(dp: int, plan: dict[str, Any]) -> Function:
     function, _ = step()
     return parallel_transform_3d(function, dp, 1, 1, [Device("cpu", k) for k in range(dp)], 2, **plan)
 
@@ -72,7 +73,7 @@ def program(dp: int, plan: dict[str, float]) -> Function:
 @pytest.mark.parametrize(
     ("dp", "plan"), [(2, {}), (4, {}), (2, {"bucket_mb": 0}), (4, {"bucket_mb": 0.01}), (4, {"overlap": False})]
 )
-def test_gradients_are_bitwise_equal_on_all_replicas(dp: int, plan: dict[str, float], tmp_path: Path):
+def test_gradients_are_bitwise_equal_on_all_replicas(dp: int, plan: dict[str, Any], tmp_path: Path):
     env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     line = [sys.executable, "-c", RANKS, str(dp), str(tmp_path), json.dumps(plan)]
     done = subprocess.run(line, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)

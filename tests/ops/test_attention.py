@@ -58,7 +58,7 @@ def test_result_and_gradients_are_pytorchs(mask: tuple[int, ...], causal: bool) 
     np.testing.assert_allclose(y, want.detach(), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(loss, total.detach(), rtol=1e-12)
     for x, g in zip(tensors, grads, strict=True):
-        np.testing.assert_allclose(g, x.grad, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(g, x.grad, rtol=1e-10, atol=1e-12)  # type: ignore[arg-type]
 
 
 def test_a_row_that_may_look_nowhere_gives_nothing_and_gets_nothing() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,8 @@ def test_bars_are_as_high_as_what_was_given():
     assert {p["title"]: (p["y"], p["bars"]) for p in found} == BARS
     for axes in figure.axes:
         assert [label.get_text() for label in axes.get_xticklabels()] == ["1 rank", "2 ranks"]
-        edges = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches)
+        drawn: list[Any] = list(axes.patches)
+        edges = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in drawn)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(edges))
     assert {text.get_text() for text in figure.axes[0].texts} == {"1", "2", "3", "250"}
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
