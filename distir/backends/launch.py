@@ -56,6 +56,8 @@ class RunResult:
     world: int
     rank: int
     backend: str
+    start_seconds: float = 0.0
+    """From the call until the last rank that was started here had joined."""
     seconds: list[float] = field(default_factory=list)
     outputs: list[dict[int, np.ndarray]] = field(default_factory=list)
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
@@ -196,6 +198,7 @@ class _Run:
         self.exits: dict[int, int] = {}
 
     def run(self) -> RunResult:
+        self.begun = time.monotonic()
         self.folder = Path(tempfile.mkdtemp(prefix="distir-"))
         supervisor: subprocess.Popen[bytes] | None = None
         try:
@@ -291,6 +294,8 @@ class _Run:
                 self.failures[rank] = failure
             case ("alive",):
                 pass  # it was heard
+            case ("ready",):
+                self.result.start_seconds = time.monotonic() - self.begun
             case ("done",) if rank is not None:
                 self.finished.add(rank)
             case ("step", int(step), seconds, outputs, inputs, lap) if rank is not None:

@@ -165,6 +165,7 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     device = torch.device(where)
     store = FileStore(str(folder / "store"), job.world)
     start_group(backend, rank, job.world, device, store, job.timeout)
+    link.send(("ready",))
 
     samples = job.samples and job.samples.received()
     epochs = job.epochs and job.epochs.received()

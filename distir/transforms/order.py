@@ -8,15 +8,17 @@ each collective or transfer that they share. So the time this takes does not gro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
-from distir.ir.function import Function, Op
+from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor
 from distir.ops.comm import ALONG_AXIS
 from distir.transforms.project import RankProgram, homes_of
+
+Names = tuple[str, ...]
 
 
 class Meeting(NamedTuple):
@@ -49,7 +51,7 @@ def check_order(programs: Sequence[RankProgram]) -> None:
 def _meetings(function: Function, mine: int, where: dict[Device | None, int]) -> Iterator[Meeting]:
     """What a program does together with other programs, in order."""
     memo: dict[object, frozenset[int]] = {}
-    bodies: dict[Function, list[tuple[Mesh, Op]]] = {}
+    bodies: dict[Function, list[tuple[Mesh, Op, Names]]] = {}
     count: dict[tuple[object, ...], int] = {}
 
     def among(*homes: Device | Mesh) -> frozenset[int]:
@@ -58,31 +60,44 @@ def _meetings(function: Function, mine: int, where: dict[Device | None, int]) ->
             memo[homes] = frozenset(where[d] for d in devices if d in where)
         return memo[homes]
 
-    def collectives(f: Function) -> list[tuple[Mesh, Op]]:
+    def collectives(f: Function) -> list[tuple[Mesh, Op, Names]]:
         if f not in bodies:
-            bodies[f] = [found for op in f.ops for found in shared(op)]
+            members = _members(f)
+            bodies[f] = [found for op in f.ops for found in shared(op, members)]
         return bodies[f]
 
-    def shared(op: Op) -> list[tuple[Mesh, Op]]:
+    def shared(op: Op, members: Mapping[Value, Names]) -> list[tuple[Mesh, Op, Names]]:
         if op.callee is not None:
             return collectives(op.callee)
         mesh = op.inputs[0].type.device if op.spec.name in ALONG_AXIS else None
         if not isinstance(mesh, Mesh) or mesh.time == mesh.position(op.attributes["axis"]):
             return []
-        return [(mesh, op)] if len(among(mesh)) > 1 else []
+        return [(mesh, op, members.get(op.inputs[0], ()))] if len(among(mesh)) > 1 else []
 
+    members = _members(function)
     for op in function.ops:
         if (message := op.attributes.get("message")) is not None:
             key, who = ("message", message), among(*_ends(op))
             if len(who) > 1:
                 count[key] = count.get(key, -1) + 1
                 yield Meeting((*key, count[key]), _sent(op), who | {mine}, op)
-        for mesh, inner in shared(op):
+        for mesh, inner, names in shared(op, members):
             key = mesh, inner.attributes["axis"]
             count[key] = count.get(key, -1) + 1
-            t = inner.inputs[0].type
-            form = (inner.spec.name, inner.outputs[0].name, t, inner.outputs[0].type, op.attributes.get("mb"))
+            types = inner.inputs[0].type, inner.outputs[0].type
+            form = (inner.spec.name, inner.outputs[0].name, names, *types, op.attributes.get("mb"))
             yield Meeting((*key, count[key]), form, among(mesh), inner)
+
+
+def _members(function: Function) -> dict[Value, Names]:
+    """What is in each bundle that a function makes."""
+    found: dict[Value, Names] = {}
+    for op in function.ops:
+        if op.spec.bundle == "pack":
+            found[op.outputs[0]] = tuple([v.name for v in op.inputs])
+        elif op.spec.name == "After" and op.inputs[0] in found:
+            found[op.outputs[0]] = found[op.inputs[0]]
+    return found
 
 
 def _ends(op: Op) -> tuple[Device | Mesh, Device | Mesh]:

@@ -11,7 +11,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_SECONDS = 60.0
+TIMEOUT = 30.0
+"""Seconds that a rank waits for another."""
+_SECONDS = 2 * TIMEOUT
 
 
 def on_ranks(n: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -62,7 +64,7 @@ def _rank(rank: int, n: int, folder: str, end: Connection, work: Callable[..., A
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     try:
-        start_group("gloo", rank, n, torch.device("cpu"), FileStore(str(Path(folder) / "store"), n), 30.0)
+        start_group("gloo", rank, n, torch.device("cpu"), FileStore(str(Path(folder) / "store"), n), TIMEOUT)
         end.send((True, work(rank, n, *args)))
         dist.barrier()  # others may still be at work
     except BaseException:

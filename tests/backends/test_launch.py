@@ -148,6 +148,13 @@ def test_a_pipeline_trains_as_the_sequential_program(schedule: str):
         np.testing.assert_allclose(x, arrays[k], rtol=1e-10, atol=1e-10)
 
 
+def test_how_long_the_ranks_took_to_be_ready_is_told():
+    begin = time.monotonic()
+    main = counter()
+    result = run(main, ones(main), timeout=60)
+    assert 0 < result.start_seconds < time.monotonic() - begin
+
+
 def run_and_hurt(number: int, hurt: signal.Signals, timeout: float) -> tuple[WorkerError, float]:
     """Send rank `number` a signal after the first of many steps; the error, and how long it took to come."""
     sent: list[float] = []

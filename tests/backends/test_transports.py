@@ -21,7 +21,7 @@ from distir.executor.sequential import SequentialExecutor
 from distir.ir.device import Device, Mesh
 from distir.ir.function import Function, FunctionMaker, Value
 from distir.ir.type import REPLICATE, Bool, DType, Float64, Placement, Shard, Tensor
-from tests.backends.ranks import on_ranks
+from tests.backends.ranks import TIMEOUT, on_ranks
 
 DTYPES = list(DType.all.values())
 KINDS = {"sum": "ReduceSum", "max": "ReduceMax", "mean": "ReduceMean"}
@@ -175,6 +175,16 @@ def run_chained(rank: int, n: int) -> list[list[float]]:
     engine = backend.TorchRank(chained(n), rank)
     engine.load({k: np.arange(2.0) + k for k in range(n - 1)})
     return [x.tolist() for _, x in sorted(engine.step().items())]
+
+
+def timeouts(rank: int, n: int) -> list[float]:
+    """In seconds: of the group of all ranks, and of another."""
+    groups = [dist.group.WORLD, comm._new_group([0, 1])]
+    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]  # type: ignore[union-attr]
+
+
+def test_all_groups_wait_as_long_as_they_were_told() -> None:
+    assert on_ranks(2, timeouts) == [[TIMEOUT, TIMEOUT]] * 2
 
 
 def test_ranks_in_different_numbers_of_groups() -> None:
