@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from distir.ir.type import DType
+from distir.ir.type import BFloat16, DType, Float16
 
+_HALVES = (Float16.numpy, BFloat16.numpy)
 _erf = np.frompyfunc(math.erf, 1, 1)
 
 
@@ -26,10 +27,12 @@ class NumpyNamespace:
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
 
-    # numpy would widen small integers
+    # numpy would widen small integers, and round each partial sum of small floats
 
     def sum(self, x: Any, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
         kept = None if x.dtype == bool else x.dtype
+        if x.dtype in _HALVES and dtype in (None, x.dtype):
+            return np.asarray(np.sum(x, axis=axis, keepdims=keepdims, dtype=np.float32)).astype(x.dtype)
         return np.sum(x, axis=axis, keepdims=keepdims, dtype=dtype or kept)
 
     def prod(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distir.executor.namespace import NUMPY
 from distir.executor.sequential import SequentialExecutor
 from distir.ir import Device, Function, FunctionMaker, Mesh, Value
 from distir.ir.errors import DistirError, MismatchError, UsageError
 from distir.ir.function import Role
-from distir.ir.type import REPLICATE, SUM, BFloat16, Float64, Int64, Placement, Shard, Tensor
+from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float16, Float64, Int64, Placement, Shard, Tensor
 from tests.transforms.programs import Plan, distributed, small_gpt
 
 GPUS = [Device("gpu", i) for i in range(4)]
@@ -162,3 +163,13 @@ def test_the_placed_program_runs_unrolled_in_time() -> None:
     for function in (made.placed, made.program):
         for a, b in zip(SequentialExecutor().compute(function, program.arrays), want, strict=True):
             assert np.max(np.abs(a - b)) <= 1e-10 * max(1.0, float(np.max(np.abs(b))))
+
+
+@pytest.mark.parametrize("dtype", [BFloat16, Float16], ids=repr)
+def test_sums_of_small_floats_are_rounded_once(dtype: DType) -> None:
+    """As torch does it; else the loss of a vocabulary is wrong in its second digit."""
+    x = np.random.default_rng(0).random((3, 509)).astype(dtype.numpy)
+    want = x.astype(np.float64).sum(1)
+    got = NUMPY.sum(x, axis=1)
+    assert got.dtype == dtype.numpy
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=2.0 ** -(8 if dtype is BFloat16 else 10))

@@ -1,0 +1,94 @@
+"""Programs on a GPU. Marked `gpu`: they skip where there is none.
+
+One rank under NCCL, and several that share the GPU over gloo, which goes through the host's memory; all compared with
+the sequential program on numpy.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import distir
+from distir.backends.torch import TorchRank, to_numpy, to_torch
+from distir.executor.sequential import evaluate
+from distir.ir.type import BFloat16, Bool, DType, Float32, Float64, Int64
+from tests.ops.samples import SAMPLES, Sample
+from tests.ops.test_matrix import build, narrow
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ON_GPU: dict[str, Any] = {"device": "cuda", "timeout": 120}
+PLANS = [
+    distir.Plan(dp=2),
+    distir.Plan(tp=2, microbatches=2),
+    distir.Plan(pp=2, microbatches=4),
+    distir.Plan(dp=2, zero=3),
+    distir.Plan(dp=2, pp=2, microbatches=4),
+    distir.Plan(dp=2, tp=2),
+]
+
+
+def gpt(dtype: str | None = None, optimizer: str = "adamw") -> distir.Model:
+    path = EXAMPLES / "gpt2-tiny.onnx"
+    return distir.load(path, {"batch": 8}, loss="cross-entropy", optimizer=optimizer, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [None, "float64", "bfloat16"])
+def test_one_rank_under_nccl_is_the_sequential_program(dtype: str | None) -> None:
+    result = distir.run(gpt(dtype), distir.Plan(microbatches=2), steps=3, backend="nccl", check=True, **ON_GPU)
+    assert result.check is not None
+    assert result.check.ok
+    assert all(0 < s < 60 for s in result.seconds)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_ranks_that_share_a_gpu_are_the_sequential_program(plan: distir.Plan) -> None:
+    result = distir.run(gpt("float64", "sgd"), plan, steps=2, backend="gloo", check=True, **ON_GPU)
+    assert result.check is not None
+    assert result.check.ok
+
+
+def test_bfloat16_between_ranks() -> None:
+    result = distir.run(gpt("bfloat16"), distir.Plan(dp=2, pp=2), steps=2, backend="gloo", check=True, **ON_GPU)
+    assert result.check is not None
+    assert result.check.ok
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=[f"{s.op}-{i}" for i, s in enumerate(SAMPLES)])
+def test_every_op(sample: Sample) -> None:
+    """In float32, as the reference has it."""
+    sample = narrow(sample, Float32)
+    function = build(sample)
+    op, arrays = function.ops[0], sample.arrays()
+    want = evaluate(op, arrays, None)
+    rank = TorchRank(function, 0, "cuda")
+    rank.load(dict(enumerate(arrays)))
+    got = rank.step()
+    for k, x in enumerate(want if isinstance(want, tuple) else (want,)):
+        y = to_numpy(got[k], op.outputs[k].type.dtype)  # type: ignore[union-attr]
+        np.testing.assert_allclose(y, np.asarray(x), rtol=2e-4, atol=2e-4)
+
+
+def test_a_profile_is_of_the_device(tmp_path: Path) -> None:
+    """Slices from events: they lie in their step, and are together no longer than it."""
+    plan = distir.Plan(microbatches=2)
+    distir.run(gpt(), plan, steps=3, backend="nccl", profile=tmp_path, **ON_GPU)
+    events = json.loads((tmp_path / "rank0.json").read_text())["traceEvents"]
+    for step in [e for e in events if e.get("cat") == "step"]:
+        ops = [e for e in events if e.get("cat") == "compute" and e["args"]["step"] == step["args"]["step"]]
+        assert ops
+        assert all(e["dur"] >= 0 and e["ts"] >= step["ts"] - 1 for e in ops)
+        assert 0 < sum(e["dur"] for e in ops) <= step["dur"]
+    assert distir.compare(tmp_path).ranks == 1
+
+
+@pytest.mark.parametrize("dtype", [Float32, Float64, BFloat16, Int64, Bool], ids=repr)
+def test_the_same_bits_come_back(dtype: DType) -> None:
+    x = np.random.default_rng(0).integers(0, 2, (3, 4)).astype(dtype.numpy)
+    assert np.array_equal(to_numpy(to_torch(x, dtype, torch.device("cuda")), dtype), x)
