@@ -1,8 +1,6 @@
 """`python -m distir` is the command line."""
 
-import sys
-
-from distir.cli import main
+from distir.cli import console
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

@@ -76,8 +76,8 @@ class Check:
         }
 
 
-def compare(model: Model, got: Steps, want: Steps) -> Check:
-    """Compare a run with the sequential one. Of each step those outputs are compared that both have.
+def compare(model: Model, got: Steps, want: Steps, begin: int = 0) -> Check:
+    """Compare a run with the sequential one. Of each step, from `begin` on, those outputs are compared that both have.
 
     Allowed is 1e-5 relative, for weights under AdamW 0.05 * lr * steps; in float64 1e-9; in 16 bits 0.05. AdamW divides
     a gradient that is nothing but rounding by another such, so large models may need float64 to pass.
@@ -86,7 +86,7 @@ def compare(model: Model, got: Steps, want: Steps) -> Check:
     tolerance = _tolerance(model)
     diverged = _diverged(got, want)
     rows = [
-        Difference(function.outputs[k].name, _relative(x, want.outputs[step][k]), tolerance, step)
+        Difference(function.outputs[k].name, _relative(x, want.outputs[step][k]), tolerance, begin + step)
         for step, outputs in enumerate(got.outputs[:diverged])
         for k, x in outputs.items()
         if k in want.outputs[step]
@@ -96,7 +96,7 @@ def compare(model: Model, got: Steps, want: Steps) -> Check:
     if diverged is None:
         weights = _weights(model, names, got.inputs, want.inputs, len(want.seconds), tolerance)
     first = next((d for d in (*rows, *weights) if not d.ok), None)
-    return Check(_worst(rows), _worst(weights), first, diverged)
+    return Check(_worst(rows), _worst(weights), first, None if diverged is None else begin + diverged)
 
 
 def _diverged(got: Steps, want: Steps) -> int | None:

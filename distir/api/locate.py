@@ -61,7 +61,7 @@ def locate(job: Job, executor: Callable[..., SequentialExecutor] = SequentialExe
 def _search(job: Job, executor: Callable[..., SequentialExecutor]) -> str:
     with _recording(job, executor) as recording:
         held = dict(job.arrays)
-        for step in range(job.steps):
+        for step in range(job.first, job.steps):
             held |= job.feed(step)
             replay = _Replay(job.program, recording(step))
             try:
@@ -83,13 +83,13 @@ def _recording(job: Job, executor: Callable[..., SequentialExecutor]) -> Iterato
             compute_steps(job, executor(tap=tape), lambda *_: tape.end_step())
         except MismatchError:  # copies of a result differ: what led to them is on the tape
             tape.end_step()
-        yield tape.steps.__getitem__
+        yield lambda step: tape.steps[step - job.first]
         return
     from distir.backends.launch import run
     from distir.backends.record import recorded
 
     with tempfile.TemporaryDirectory(prefix="distir-values-") as name:
-        folder, settings = Path(name), {"backend": job.backend, "timeout": job.timeout}
+        folder, settings = Path(name), {"backend": job.backend, "timeout": job.timeout, "first": job.first}
         run(job.program, job.arrays, job.steps, data=job.feed, final=False, record=folder, alone=True, **settings)
         files = [recorded(folder, r) for r in range(max(1, len(ranks(job.program))))]
         yield lambda step: [next(file) for file in files]

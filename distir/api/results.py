@@ -6,6 +6,7 @@ import html
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,9 @@ import numpy as np
 from distir.api.check import Check
 from distir.api.model import Model
 from distir.api.plan import Plan
+from distir.backends.checkpoint import Saved
 from distir.executor.categories import CATEGORIES
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, counted
 from distir.ir.function import Function
 from distir.ir.type import Tensor
 from distir.transforms.coverage import Coverage, coverage
@@ -172,7 +174,8 @@ class Prediction:
 class RunResult:
     """What a run gave. `weights` are the parameters after the last step, by name; `outputs` those of the last step.
 
-    `seconds` is the time of each step, by the slowest rank. Under torchrun only rank 0 has arrays.
+    `seconds` is the time of each step, by the slowest rank, from step `first` on: those before it were done by the run
+    that was resumed. `saved`: the checkpoints that were written. Under torchrun only rank 0 has arrays.
     """
 
     summary: Summary
@@ -186,11 +189,13 @@ class RunResult:
     model: Model | None = field(default=None, repr=False)
     metrics: Metrics | None = field(default=None, repr=False)
     """Of a run in epochs."""
+    first: int = 0
+    saved: list[Saved] = field(default_factory=list)
 
     @property
     def step_seconds(self) -> float:
-        """The median time of a step, the first, which warms up, left out if there are more."""
-        return median(self.seconds[1:] or self.seconds)
+        """The median time of a step, the first, which warms up, left out if there are more; nan if none was left."""
+        return median(self.seconds[1:] or self.seconds or [nan])
 
     @property
     def samples_per_second(self) -> float:
@@ -216,15 +221,23 @@ class RunResult:
         return [step_header(bool(self.losses)), *[self.row(k) for k in range(len(self.seconds))]]
 
     def row(self, step: int) -> tuple[str, ...]:
-        """The row of one step."""
-        return step_row(step, self.losses[step] if self.losses else None, self.seconds[step])
+        """The row of one step, counted from the first of this run."""
+        return step_row(self.first + step, self.losses[step] if self.losses else None, self.seconds[step])
 
     def lines(self) -> list[str]:
         """What there is to say at the end: rates, predicted against measured, the check."""
-        if self.metrics is not None:
-            return [*self.metrics.lines(), *([] if self.check is None else [str(self.check)])]
+        if not self.seconds:
+            return [f"all {self.first} steps were done before"]
+        lines = self._rates() if self.metrics is None else self.metrics.lines()
+        if self.saved:
+            rate = sum(s.bytes for s in self.saved) / sum(s.seconds for s in self.saved)
+            what = f"{counted(len(self.saved), 'checkpoint')} of {size(self.saved[-1].bytes)}"
+            lines.append(f"{what} written at {rate / 1e6:.1f} MB/s, the last after {self.saved[-1].step} steps")
+        return lines if self.check is None else [*lines, str(self.check)]
+
+    def _rates(self) -> list[str]:
         last = len(self.seconds) - 1
-        which = f" (median of steps 1 to {last})" if last > 1 else ""
+        which = f" (median of steps {self.first + 1} to {self.first + last})" if last > 1 else ""
         lines = [f"step {seconds(self.step_seconds)}{which}, {rates(self.samples_per_second, self.tokens_per_second)}"]
         if self.prediction is not None and self.backend != "numpy":  # the reference runs all ranks in one process
             predicted = self.prediction.step_seconds
@@ -232,7 +245,7 @@ class RunResult:
                 f"predicted {seconds(predicted)} on {self.prediction.cluster}; measured {seconds(self.step_seconds)}"
             )
             lines.append(f"{times} here ({self.step_seconds / predicted:.2f} times as long)")
-        return lines if self.check is None else [*lines, str(self.check)]
+        return lines
 
     def __str__(self) -> str:
         return "\n".join([*self.summary.lines(), "", *aligned(self.table()), "", *self.lines()])
@@ -247,6 +260,7 @@ class RunResult:
         return {
             **self.summary.to_json(),
             "backend": self.backend,
+            "first_step": self.first,
             "losses": self.losses,
             "seconds": self.seconds,
             "step_seconds": self.step_seconds,
@@ -254,6 +268,7 @@ class RunResult:
             "tokens_per_second": self.tokens_per_second,
             "predicted": self.prediction and self.prediction.to_json(),
             "metrics": self.metrics and self.metrics.to_json(),
+            "checkpoints": [s._asdict() for s in self.saved],
             "check": self.check and self.check.to_json(),
         }
 

@@ -19,7 +19,9 @@ from distir.api.metrics import Metrics
 from distir.api.model import Model, as_model
 from distir.api.plan import Plan
 from distir.api.results import Prediction, RunResult, Summary, size
+from distir.api.resume import beginning
 from distir.api.steps import Job, OnStep, Steps, compute_steps
+from distir.backends.checkpoint import Saving, renewed
 from distir.backends.epochs import Epoch
 from distir.backends.launch import run as launch
 from distir.backends.limits import available_memory, backend_on
@@ -139,6 +141,9 @@ def run(
     cluster: Cluster | None = None,
     timeout: float = 600.0,
     profile: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int | None = None,
+    resume: bool = False,
     on_plan: Callable[[Prediction], None] | None = None,
     on_step: OnStep | None = None,
     on_check: OnStep | None = None,
@@ -160,13 +165,20 @@ def run(
     file that is written after each epoch (without `epochs` after an only one); `on_epoch` is called before the first
     and after each.
 
+    `checkpoint` is a directory to which weights and optimizer state are saved after every `every` steps, if that is
+    given, and after the last; the newest two are kept. With `resume` the run goes on with the newest that is undamaged,
+    by whatever plan and backend it was made, until as many steps are done in all.
+
     Raises InfeasibleError for a plan that cannot be carried out or does not fit in memory, MismatchError, naming the
-    first value that differs, its op and rank, if the check fails, WorkerError if a rank fails.
+    first value that differs, its op and rank, if the check fails, WorkerError if a rank fails, UsageError for
+    checkpoints that cannot be written, are of another model, or are all damaged.
     """
     backend = backend_on(backend, device)
     for what, number in (("steps", steps), ("epochs", epochs)):
         if number is not None and number < 1:
             raise UsageError(f"{what}: expected at least 1, got {number}")
+    if checkpoint is not None and backend == "numpy" and "RANK" in os.environ:
+        raise UsageError("with backend numpy each of torchrun's processes does all: they cannot share checkpoints")
     if not 0 <= held_out < 1:
         raise UsageError(f"held_out is a share of at least 0 and below 1, got {held_out:g}")
     model = as_model(model)
@@ -188,16 +200,38 @@ def run(
         on_epoch(found)
     given = _by_position(function, arrays | fed.fixed())
     job = Job(program, given, work.feed, work.steps, backend, timeout, work.samples, work.epochs, on_lap, traces)
-    done = _done(job, prediction, check, on_step)
-    comparison: Check | None = None
-    if check and int(os.environ.get("RANK", 0)) == 0:
-        comparison = compare(model, done, compute_steps(job._replace(program=function, epochs=None), on_step=on_check))
-        if (first := comparison.first) is not None:
-            where = _located(job if first.step is None else job._replace(steps=first.step + 1), prediction)
-            adam = first.step is None and isinstance(model.optimizer, AdamW)
-            hint = "AdamW magnifies the rounding of gradients near its eps: float64 tells rounding from an error"
-            raise MismatchError(f"the run is not the sequential one: {first}; {where}", hint if adam else None)
-    return _result(model, done, prediction, backend, comparison, found)
+    with beginning(model, plan, fed, checkpoint, every, resume) as saving:
+        job = _begun(job, saving, whole=check or backend == "numpy")
+        done = _done(job, prediction, check, on_step)
+    comparison = None
+    if check and done.seconds and int(os.environ.get("RANK", 0)) == 0:
+        comparison = _checked(model, job._replace(epochs=None, saving=None), done, prediction, on_check)
+    return _result(model, done, prediction, job, comparison, found)
+
+
+def _begun(job: Job, saving: Saving | None, whole: bool) -> Job:
+    """The job, as it goes on with a checkpoint. `whole`: its arrays are wanted here, not only by the ranks."""
+    if saving is None or saving.resume is None:
+        return job._replace(saving=saving)
+    old = renewed(job.program)
+    arrays = {k: x for k, x in job.arrays.items() if k not in old}
+    if whole or saving.step >= job.steps:
+        from distir.backends.dcp import read_wholes
+
+        arrays |= read_wholes(Path(saving.directory, saving.resume), job.program)
+    return job._replace(arrays=arrays, first=saving.step, saving=saving)
+
+
+def _checked(model: Model, job: Job, done: Steps, prediction: Prediction, on_check: OnStep | None) -> Check:
+    """Compare with the sequential program. Raises MismatchError if it has other results."""
+    want = compute_steps(job._replace(program=model.function), on_step=on_check)
+    comparison = compare(model, done, want, job.first)
+    if (first := comparison.first) is not None:
+        where = _located(job if first.step is None else job._replace(steps=first.step + 1), prediction)
+        adam = first.step is None and isinstance(model.optimizer, AdamW)
+        hint = "AdamW magnifies the rounding of gradients near its eps: float64 tells rounding from an error"
+        raise MismatchError(f"the run is not the sequential one: {first}; {where}", hint if adam else None)
+    return comparison
 
 
 def _about(work: Work, data: Data, backend: str, plan: Plan) -> dict[str, Any]:
@@ -240,6 +274,8 @@ def _measuring(
 
 def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None) -> Steps:
     """Carry out a job. `every`: give the outputs of every step, not only of the last."""
+    if job.first >= job.steps:  # the checkpoint has them all
+        return Steps([], [], {k: job.arrays[k] for k in renewed(job.program)})
     if job.backend == "numpy":
         return _computed(job, prediction, on_step)
     result = launch(
@@ -255,8 +291,10 @@ def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None)
         epochs=job.epochs,
         on_epoch=job.on_epoch,
         profile=job.profile,
+        first=job.first,
+        saving=job.saving,
     )
-    return Steps(result.seconds, result.outputs, result.inputs)
+    return Steps(result.seconds, result.outputs, result.inputs, result.saved)
 
 
 def _computed(job: Job, prediction: Prediction, on_step: OnStep | None) -> Steps:
@@ -281,7 +319,7 @@ def _located(job: Job, prediction: Prediction) -> str:
     have = available_memory()
     if have is not None and _memory(prediction) * _KEPT > have:
         return "there is not enough memory to find the op at fault: try a smaller batch or model"
-    return locate(job._replace(epochs=None))
+    return locate(job._replace(epochs=None, saving=None))
 
 
 def _by_position(function: Function, arrays: Mapping[Value, Any]) -> dict[int, Any]:
@@ -289,13 +327,13 @@ def _by_position(function: Function, arrays: Mapping[Value, Any]) -> dict[int, A
 
 
 def _result(
-    model: Model, done: Steps, prediction: Prediction, backend: str, check: Check | None, metrics: Metrics | None
+    model: Model, done: Steps, prediction: Prediction, job: Job, check: Check | None, metrics: Metrics | None
 ) -> RunResult:
     function = model.function
     losses = [float(x) for outputs in done.outputs if (x := loss_of(function, outputs)) is not None]
     return RunResult(
         summary=prediction.summary,
-        backend=backend,
+        backend=job.backend,
         losses=losses,
         seconds=done.seconds,
         outputs={function.outputs[k].name: x for k, x in (done.outputs[-1] if done.outputs else {}).items()},
@@ -306,6 +344,8 @@ def _result(
         check=check,
         model=model,
         metrics=metrics,
+        first=job.first,
+        saved=list(done.saved),
     )
 
 

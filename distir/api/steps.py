@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from distir.backends.checkpoint import Saved, Saving
 from distir.backends.epochs import Epoch, Epochs, Laps, OnEpoch
 from distir.backends.samples import Samples
 from distir.executor.sequential import SequentialExecutor
 from distir.ir.function import Function
+
+if TYPE_CHECKING:
+    from distir.backends.dcp import WholeKeeper
 
 Feed = Callable[[int], Mapping[int, Any]]
 """Step number -> the arrays that are new in it, by input position."""
@@ -24,7 +28,8 @@ class Job(NamedTuple):
     """What is to be run: `arrays` are the inputs that stay or are updated, by position, `feed` gives the others.
 
     `samples`, if they are in a file, are what `feed` gives: ranks read them themselves. `on_epoch` is called at the end
-    of each of `epochs`. `profile` is a folder for traces of the ranks.
+    of each of `epochs`. `profile` is a folder for traces of the ranks. The steps are `first` to `steps` - 1. `saving`
+    says which checkpoints to write.
     """
 
     program: Function
@@ -37,14 +42,20 @@ class Job(NamedTuple):
     epochs: Epochs | None = None
     on_epoch: OnEpoch | None = None
     profile: Path | None = None
+    first: int = 0
+    saving: Saving | None = None
 
 
 class Steps(NamedTuple):
-    """What steps gave: seconds each; outputs that are not updates, by position, each; at the end the updated inputs."""
+    """What steps gave: seconds each; outputs that are not updates, by position, each; at the end the updated inputs.
+
+    `saved`: the checkpoints that were written.
+    """
 
     seconds: list[float]
     outputs: list[dict[int, np.ndarray]]
     inputs: dict[int, np.ndarray]
+    saved: Sequence[Saved] = ()
 
 
 def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step: OnStep | None = None) -> Steps:
@@ -54,9 +65,11 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
     position = {v: k for k, v in enumerate(function.inputs)}
     updates = {k: position[function.updates[v]] for k, v in enumerate(function.outputs) if v in function.updates}
     held = dict(job.arrays)
-    done = Steps([], [], {})
+    saved: list[Saved] = []
+    done = Steps([], [], {}, saved)
+    keeper = None if job.saving is None else _keeper(function, job.saving)
     laps = None if job.epochs is None else Laps(job.epochs, None)
-    for step in range(job.steps):
+    for step in range(job.first, job.steps):
         start = time.perf_counter()
         held |= job.feed(step)
         begin = time.perf_counter()
@@ -67,6 +80,8 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
         shown = {k: x for k, x in enumerate(results) if k not in updates}
         done.seconds.append(seconds)
         done.outputs.append(shown)
+        if keeper is not None and keeper.saving.due(step + 1, job.steps):
+            saved.append(keeper.save(step + 1, held))
         if on_step is not None:
             on_step(step, seconds, shown)
         lap = laps.add(step, begin - start + seconds, begin - start) if laps is not None else None
@@ -75,6 +90,12 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
             job.on_epoch(Epoch(step // job.epochs.steps, lap.steps, *spent, _evaluated(executor, job.epochs, held)))
     done.inputs.update({place: held[place] for place in updates.values()})
     return done
+
+
+def _keeper(function: Function, saving: Saving) -> WholeKeeper:
+    from distir.backends.dcp import WholeKeeper  # loads torch
+
+    return WholeKeeper(function, saving)
 
 
 def _evaluated(executor: SequentialExecutor, epochs: Epochs, held: Mapping[int, Any]) -> dict[int, np.ndarray]:

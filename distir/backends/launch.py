@@ -11,7 +11,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from distir.backends.checkpoint import Saved, Saving
 from distir.backends.epochs import Epoch, Epochs, OnEpoch, end_epoch
+from distir.backends.held import scratch
 from distir.backends.limits import check_backend, check_memory, check_repeats, joined
-from distir.backends.pieces import Whole, gathered, ship
+from distir.backends.pieces import Arrays, Whole, by_position, gathered, ship
 from distir.backends.samples import Samples
 from distir.backends.worker import Failure, Job, job_file, log_file
 from distir.ir import errors
@@ -32,8 +33,6 @@ from distir.ir.function import Function
 from distir.transforms.order import check_order
 from distir.transforms.project import project_all, ranks
 
-Arrays = Mapping[Any, Any] | Sequence[Any]
-"""An array for each input: in order, or by input Value or position."""
 Data = Callable[[int], Mapping[Any, Any]]
 OnStep = Callable[[int, float, Whole], None]
 
@@ -50,7 +49,8 @@ class RunResult:
     `seconds[k]`: step k, by the slowest rank, all having begun together; the data were already there.
     `outputs[k]`: of step k, by position among the program's outputs: those of one element, after the last
     step all that are not updates. `inputs`: after the last step, by position, the inputs that the program
-    updates where they are held. Under torchrun only rank 0 has arrays, and `epochs`.
+    updates where they are held. `saved`: the checkpoints that were written. Under torchrun only rank 0 has arrays,
+    `epochs` and `saved`.
     """
 
     world: int
@@ -62,6 +62,7 @@ class RunResult:
     outputs: list[dict[int, np.ndarray]] = field(default_factory=list)
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
     epochs: list[Epoch] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
 
     @property
     def warm_up(self) -> int:
@@ -93,8 +94,10 @@ def run(
     epochs: Epochs | None = None,
     on_epoch: OnEpoch | None = None,
     alone: bool = False,
+    first: int = 0,
+    saving: Saving | None = None,
 ) -> RunResult:
-    """Run a distributed program for `steps` steps, with a process for each of its devices.
+    """Run steps `first` to `steps` - 1 of a distributed program, with a process for each of its devices.
 
     `arrays`: one whole array an input, in order, or a mapping from input Values or positions; inputs that
     change from step to step come from `data(step)`, or are samples, which the ranks read themselves. An output
@@ -105,11 +108,12 @@ def run(
     inputs after the last; `on_step(k, seconds, outputs)` is called after each, `on_epoch` at the end of each of
     `epochs`. `record` is a folder in which to keep every value that is made (see `distir.backends.record`); under
     torchrun nothing is kept. `profile` is one in which each rank writes a trace of when its ops ran (see
-    `distir.backends.profile`). `alone`: start all ranks here even if torchrun has started this process.
+    `distir.backends.profile`). `alone`: start all ranks here even if torchrun has started this process. `saving` says
+    which checkpoints to write, and which to begin with (see `distir.backends.checkpoint`).
 
-    Raises UsageError for arguments that do not fit, InfeasibleError if memory does not suffice, WorkerError,
-    naming the rank, if one fails, is killed or does not answer in time, and whatever DistirError a rank
-    raises.
+    Raises UsageError for arguments that do not fit, or a checkpoint that cannot be written or read, InfeasibleError if
+    memory does not suffice, WorkerError, naming the rank, if one fails, is killed or does not answer in time, and
+    whatever DistirError a rank raises.
     """
     from distir.ir.verify import verify
 
@@ -119,13 +123,13 @@ def run(
     if started is not None and started != world:
         what = "torchrun started" if torchrun else "nproc asks for"
         raise UsageError(f"the plan has {counted(world, 'rank')}, {what} {started}")
-    if steps < 1:
-        raise UsageError(f"steps: expected at least 1, got {steps}")
+    if steps <= first:
+        raise UsageError(f"steps: expected at least {first + 1}, got {steps}")
     here = torchrun[1] if torchrun else world
     check_backend(backend, here)
     check_memory(bytes_per_rank, here)
     verify(program)
-    check_repeats(program, steps)
+    check_repeats(program, steps - first)
     check_order(project_all(program))
     if epochs is not None and epochs.evaluation is not None:
         verify(epochs.evaluation)
@@ -136,9 +140,9 @@ def run(
     if torchrun:
         from distir.backends.torchrun import join
 
-        told = on_step, epochs, on_epoch, folder
+        told = on_step, epochs, on_epoch, folder, first, saving
         return join(program, given, steps, data, backend, timeout, threads, every, final, *told)
-    told = on_step, epochs, on_epoch, record, folder
+    told = on_step, epochs, on_epoch, record, folder, first, saving
     return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, *told).run()
 
 
@@ -146,21 +150,6 @@ def _threads() -> int:
     """Threads of a rank: one, as with torchrun, unless the environment says more: idle ones would only spin."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) else 1
-
-
-def by_position(program: Function, arrays: Arrays) -> dict[int, Any]:
-    """The arrays by position among the program's inputs. Raises UsageError for a sequence of another length."""
-    if not isinstance(arrays, Mapping):
-        if len(arrays) != len(program.inputs):
-            raise UsageError(f"{program.name} has {len(program.inputs)} inputs, got {len(arrays)} arrays")
-        return {k: x for k, x in enumerate(arrays) if x is not None}
-    given: dict[int, Any] = {}
-    for k, v in enumerate(program.inputs):
-        if v in arrays:
-            given[k] = arrays[v]
-        elif k in arrays:
-            given[k] = arrays[k]
-    return given
 
 
 class _Run:
@@ -183,23 +172,26 @@ class _Run:
         on_epoch: OnEpoch | None,
         record: Path | None,
         profile: str | None,
+        first: int,
+        saving: Saving | None,
     ) -> None:
-        self.record, self.profile = record, profile
-        self.program, self.given, self.steps = program, given, steps
+        self.record, self.profile, self.saving = record, profile, saving
+        self.program, self.given, self.first, self.steps = program, given, first, steps
         self.data, self.samples = (None, data) if isinstance(data, Samples) else (data, None)
         self.epochs, self.on_epoch = epochs, on_epoch
         self.world, self.timeout, self.threads = world, timeout, threads
         self.every, self.final, self.on_step = every, final, on_step
         self.result = RunResult(world, 0, backend)
-        self.fed = 0
-        self.reports: list[dict[int, tuple[Any, ...]]] = [{} for _ in range(steps)]
+        self.fed = first
+        self.reports: dict[int, dict[int, tuple[Any, ...]]] = {}
         self.finished: set[int] = set()
         self.failures: dict[int, Failure] = {}
         self.exits: dict[int, int] = {}
 
     def run(self) -> RunResult:
         self.begun = time.monotonic()
-        self.folder = Path(tempfile.mkdtemp(prefix="distir-"))
+        self.folder, held = scratch()
+        self.held = [n for n in (held, self.saving and self.saving.lock) if n is not None]
         supervisor: subprocess.Popen[bytes] | None = None
         try:
             self._write_job()
@@ -209,6 +201,8 @@ class _Run:
             if supervisor is not None:
                 _end(supervisor, [self.control, *self.links])
             shutil.rmtree(self.folder, ignore_errors=True)
+            if held is not None:
+                os.close(held)
         return self.result
 
     def _write_job(self) -> None:
@@ -228,6 +222,8 @@ class _Run:
             self.profile,
             self.samples and self.samples.shipped(self.folder, "samples"),
             self.epochs and self.epochs.shipped(self.folder),
+            self.first,
+            self.saving,
         )
         job_file(self.folder).write_bytes(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
 
@@ -247,7 +243,7 @@ class _Run:
                 stdout=log,
                 stderr=log,
                 env=env,
-                pass_fds=theirs,
+                pass_fds=[*theirs, *self.held],  # what this run holds is held until the last of its processes ends
                 start_new_session=True,
             )
         ends = [Connection(a.detach()) for a, _ in pairs]
@@ -258,7 +254,7 @@ class _Run:
 
     def _listen(self) -> None:
         """Until all ranks are done. Raises for the first of them that fails."""
-        for _ in range(min(_AHEAD, self.steps)):
+        for _ in range(_AHEAD):
             self._feed()
         number = {link: rank for rank, link in enumerate(self.links)}
         open_ends: list[Connection] = [self.control, *self.links]
@@ -298,26 +294,29 @@ class _Run:
                 self.result.start_seconds = time.monotonic() - self.begun
             case ("done",) if rank is not None:
                 self.finished.add(rank)
-            case ("step", int(step), seconds, outputs, inputs, lap) if rank is not None:
-                self.reports[step][rank] = (seconds, outputs, inputs, lap)
+            case ("step", int(step), seconds, outputs, inputs, lap, saved) if rank is not None:
+                self.reports.setdefault(step, {})[rank] = (seconds, outputs, inputs, lap, saved)
                 if len(self.reports[step]) == self.world:
                     self._completed(step)
             case _:
                 raise WorkerError(f"rank {rank} sent {message[0]!r}, which nobody expects")
 
     def _completed(self, step: int) -> None:
-        reports = [report for _, report in sorted(self.reports[step].items())]
-        seconds = max(s for s, _, _, _ in reports)
-        outputs, inputs = gathered(self.program, [o for _, o, _, _ in reports], [i for _, _, i, _ in reports])
+        times, of_outputs, of_inputs, laps, saved = zip(
+            *[report for _, report in sorted(self.reports.pop(step).items())], strict=True
+        )
+        seconds = max(times)
+        outputs, inputs = gathered(self.program, of_outputs, of_inputs)
         self.result.seconds.append(seconds)
         self.result.outputs.append(outputs)
         self.result.inputs.update(inputs)
+        self.result.saved += [s for s in saved[:1] if s is not None]
         for file in self.folder.glob(f"data*.{step}"):
             file.unlink()
         self._feed()
         if self.on_step is not None:
             self.on_step(step, seconds, outputs)
-        end_epoch(self.result.epochs, step, self.epochs, [lap for _, _, _, lap in reports], self.on_epoch)
+        end_epoch(self.result.epochs, step, self.epochs, laps, self.on_epoch)
 
     def _feed(self) -> None:
         """Send all ranks the data of the next step that has none yet."""
@@ -359,7 +358,7 @@ class _Run:
         return error
 
     def _step(self) -> int:
-        return len(self.result.seconds)
+        return self.first + len(self.result.seconds)
 
     def _supervisor_error(self) -> WorkerError:
         log = self.folder / "supervisor.log"

@@ -17,11 +17,14 @@ import numpy as np
 from distir.executor.collectives import combine, join_digit, local_outer
 from distir.executor.sequential import unfit
 from distir.ir.device import Device, Mesh
+from distir.ir.errors import UsageError
 from distir.ir.function import Function, Value
 from distir.ir.type import REPLICATE, Partial, Replicate, Shard, Tensor, Type
 from distir.transforms.project import device_at
 
 Coord = tuple[int, ...]
+Arrays = Mapping[Any, Any] | Sequence[Any]
+"""An array for each input: in order, or by input Value or position."""
 Whole = dict[int, np.ndarray]
 """Whole arrays by position."""
 Pieces = Mapping[int, tuple[Coord, Any]]
@@ -29,6 +32,21 @@ Pieces = Mapping[int, tuple[Coord, Any]]
 
 _INLINE_BYTES = 1 << 12
 """Smaller arrays travel in the message itself."""
+
+
+def by_position(program: Function, arrays: Arrays) -> dict[int, Any]:
+    """The arrays by position among the program's inputs. Raises UsageError for a sequence of another length."""
+    if not isinstance(arrays, Mapping):
+        if len(arrays) != len(program.inputs):
+            raise UsageError(f"{program.name} has {len(program.inputs)} inputs, got {len(arrays)} arrays")
+        return {k: x for k, x in enumerate(arrays) if x is not None}
+    given: dict[int, Any] = {}
+    for k, v in enumerate(program.inputs):
+        if v in arrays:
+            given[k] = arrays[v]
+        elif k in arrays:
+            given[k] = arrays[k]
+    return given
 
 
 class Shipped(NamedTuple):

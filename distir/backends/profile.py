@@ -69,14 +69,18 @@ class Entry(NamedTuple):
 
 
 class Profiler:
-    """Records the ops of one rank, and writes `rank{r}.json` into `folder`; that of an earlier run is removed first."""
+    """Records the ops of one rank in some of the steps `first` to `steps` - 1, and writes `rank{r}.json` into `folder`;
+    that of an earlier run is removed first.
+    """
 
-    def __init__(self, program: Function, rank: int, device: torch.device, folder: Path, steps: int) -> None:
+    def __init__(
+        self, program: Function, rank: int, device: torch.device, folder: Path, first: int, steps: int
+    ) -> None:
         self.program, self.rank, self.clock = program, rank, Clock(device)
         self.path = folder / f"rank{rank}.json"
         self.path.unlink(missing_ok=True)
-        first = min(1, steps - 1)
-        self.wanted = range(first, min(first + RECORDED, steps))
+        warm = first + min(1, steps - first - 1)
+        self.wanted = range(warm, min(warm + RECORDED, steps))
         self.entries: list[Entry] = []
         self.notes: list[Any] = []
         """Four items a note: number of the entry, begin and end (ns, or CUDA events), microbatch. A flat list: a tuple

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from distir.backends.ahead import Ahead
+from distir.backends.checkpoint import Saved, Saving
 from distir.backends.clock import Clock
 from distir.backends.comm import all_gather
 from distir.backends.epochs import Epochs, Lap, Laps
@@ -25,6 +26,9 @@ from distir.ir.errors import WorkerError
 from distir.ir.function import Function
 from distir.ir.type import Tensor
 
+if TYPE_CHECKING:
+    from distir.backends.dcp import Keeper
+
 Pieces = dict[int, tuple[Coord, np.ndarray]]
 """By position among a program's inputs or outputs: where this rank is on the value's mesh, and what it holds.
 """
@@ -32,7 +36,7 @@ Pieces = dict[int, tuple[Coord, np.ndarray]]
 
 class Report(NamedTuple):
     """What a rank tells after a step; `inputs` (after the last): the values of inputs that were replaced; `lap` (at the
-    end of an epoch): of the epoch.
+    end of an epoch): of the epoch; `saved`: the checkpoint that was written after it, if one was.
     """
 
     step: int
@@ -40,6 +44,7 @@ class Report(NamedTuple):
     outputs: Pieces
     inputs: Pieces
     lap: Lap | None = None
+    saved: Saved | None = None
 
 
 def execute(
@@ -56,8 +61,10 @@ def execute(
     profile: str | None = None,
     epochs: Epochs | None = None,
     alive: Callable[[], None] = lambda: None,
+    first: int = 0,
+    saving: Saving | None = None,
 ) -> None:
-    """Run `steps` steps of `program` as rank `rank` of a process group that is joined.
+    """Run steps `first` to `steps` - 1 of `program` as rank `rank` of a process group that is joined.
 
     `arrays`: whole arrays by input position; `feed(k)` those that are new in step k. After each step `report`
     gets the seconds it took on this rank, all ranks having begun together, and this rank's pieces of
@@ -65,19 +72,20 @@ def execute(
     replaced inputs. Of copies only the first holder reports. `record` is a folder in which to keep every value that is
     made (see `distir.backends.record`), `profile` one for a trace of when ops ran (see `distir.backends.profile`).
     `epochs`: at the end of each `report` also gets its lap; `alive` is called now and then while there is nothing to
-    report.
+    report. `saving` says which checkpoints to write, and which to begin with.
 
-    Raises WorkerError if the ranks have different programs.
+    Raises WorkerError if the ranks have different programs, UsageError if a checkpoint cannot be written or read.
     """
-    agree(digest(program), "would run another plan than rank 0", device)
+    agree(digest(program) + first.to_bytes(8), "would run another plan than rank 0", device)
     recorder = None if record is None else Recorder(Path(record), rank, own_array)
-    profiler = None if profile is None else Profiler(program, rank, device, Path(profile), steps)
+    profiler = None if profile is None else Profiler(program, rank, device, Path(profile), first, steps)
     engine = TorchRank(program, rank, device, recorder, profiler)
     engine.load(arrays)
     laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, alive))
+    keeper = None if saving is None else _keeper(engine, rank, saving)
     data = Ahead(engine, feed, steps)
     clock = Clock(device)
-    for k in range(steps):
+    for k in range(first, steps):
         start = time.perf_counter()
         data.load(k)
         fed = time.perf_counter()
@@ -92,6 +100,7 @@ def execute(
         if profiler is not None:
             profiler.end_step(k)
         lap = laps.add(k, time.perf_counter() - start, fed - start) if laps is not None else None
+        saved = keeper.save(k + 1) if keeper is not None and keeper.saving.due(k + 1, steps) else None
         if recorder is not None:
             recorder.end_step()
         last = k == steps - 1
@@ -106,10 +115,20 @@ def execute(
                 _pieces(engine, program.outputs, shown),
                 _pieces(engine, program.inputs, renewed) if last and final else {},
                 lap,
+                saved,
             )
         )
     if profiler is not None:
         profiler.write()
+
+
+def _keeper(engine: TorchRank, rank: int, saving: Saving) -> Keeper:
+    """The keeper of a rank's checkpoints, the one to begin with already loaded."""
+    from distir.backends.dcp import Keeper  # loading torch.distributed.checkpoint takes a while
+
+    keeper = Keeper(engine, rank, saving)
+    keeper.load()
+    return keeper
 
 
 def _evaluator(engine: TorchRank, epochs: Epochs, alive: Callable[[], None]) -> Callable[[], Pieces] | None:

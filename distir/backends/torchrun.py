@@ -10,11 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distir.backends.checkpoint import Saving
 from distir.backends.comm import start_group
 from distir.backends.epochs import Epochs, OnEpoch, end_epoch
-from distir.backends.launch import Data, RunResult, by_position
+from distir.backends.launch import Data, RunResult
 from distir.backends.limits import place_of
-from distir.backends.pieces import gathered
+from distir.backends.pieces import by_position, gathered
 from distir.backends.rank import Report, agree, execute
 from distir.backends.samples import Samples
 from distir.ir.errors import DistirError, WorkerError
@@ -35,6 +36,8 @@ def join(
     epochs: Epochs | None,
     on_epoch: OnEpoch | None,
     profile: str | None,
+    first: int,
+    saving: Saving | None,
 ) -> RunResult:
     """Run `program` as the rank that the environment names; see `launch.run`. Rank 0 gathers the results.
 
@@ -61,6 +64,7 @@ def join(
         outputs, inputs = gathered(program, [o for _, o, _, _ in everyone], [i for _, _, i, _ in everyone])
         result.outputs.append(outputs)
         result.inputs.update(inputs)
+        result.saved += [] if r.saved is None else [r.saved]
         if on_step is not None:
             on_step(r.step, result.seconds[-1], outputs)
         end_epoch(result.epochs, r.step, epochs, [lap for _, _, _, lap in everyone], on_epoch)
@@ -71,7 +75,8 @@ def join(
             start_group(name, rank, world, device, None, timeout)
         if isinstance(data, Samples):
             agree(data.digest(), "would read other data than rank 0", device)
-        execute(program, rank, device, arrays, feed, steps, report, every, final, None, profile, epochs)
+        told = None, profile, epochs, lambda: None, first, saving
+        execute(program, rank, device, arrays, feed, steps, report, every, final, *told)
     except DistirError:
         raise
     except (RuntimeError, OSError) as e:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from distir.backends.checkpoint import Saving
 from distir.backends.epochs import Epochs
 from distir.backends.limits import place_of
 from distir.backends.pieces import Shipped, ship
@@ -45,6 +46,8 @@ class Job(NamedTuple):
     profile: str | None = None
     samples: Samples | None = None
     epochs: Epochs | None = None
+    first: int = 0
+    saving: Saving | None = None
 
 
 class Failure(NamedTuple):
@@ -180,13 +183,13 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
             {k: (coord, ship(x, folder / f"{name}{k}.{r.step}.{rank}")) for k, (coord, x) in pieces.items()}
             for name, pieces in (("out", r.outputs), ("in", r.inputs))
         )
-        link.send(("step", r.step, r.seconds, outputs, inputs, r.lap))
+        link.send(("step", r.step, r.seconds, outputs, inputs, r.lap, r.saved))
 
     def alive() -> None:
         link.send(("alive",))
 
     arrays = {k: x.array() for k, x in job.arrays.items()}
-    told = job.every, job.final, job.record, job.profile, epochs, alive
+    told = job.every, job.final, job.record, job.profile, epochs, alive, job.first, job.saving
     execute(job.program, rank, device, arrays, feed, job.steps, report, *told)
     dist.destroy_process_group()
     link.send(("done",))

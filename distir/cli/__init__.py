@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from distir.ir.errors import DistirError, UsageError
 
@@ -17,11 +18,26 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 
 
+def console() -> NoReturn:
+    """Run the command line of this process, and end it at once.
+
+    Without that, with torch loaded, the interpreter looks for garbage for seconds before it ends, and a rank of
+    torchrun's that was interrupted may be aborted in torch's own clean-up.
+    """
+    try:
+        code = main()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except KeyboardInterrupt:  # again, while the first is being dealt with
+        code = INTERRUPTED
+    os._exit(code)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and give its exit code."""
-    from distir.cli.flags import parse
-
     try:
+        from distir.cli.flags import parse
+
         args = parse(sys.argv[1:] if argv is None else argv)
         args.command(args)
         sys.stdout.flush()

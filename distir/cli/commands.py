@@ -50,16 +50,19 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
     steps = args.steps or (None if args.epochs and args.data else 5)
     in_epochs = bool(args.epochs or args.metrics)
     total = steps
+    begun = False
 
     def on_step(step: int, time: float, outputs: dict[int, Any]) -> None:
+        nonlocal begun
         progress.phase("running", total)
         progress.advance(step)
         if not speaks or in_epochs:
             return
         loss = loss_of(model.function, outputs)
         widths = [len(x) for x in step_row(max(steps or 0, 1000), None if loss is None else 100.0, 0.1)]
-        if step == 0:
+        if not begun:
             print(f"\n{columns(step_header(loss is not None), widths)}")
+            begun = True
         print(columns(step_row(step, None if loss is None else float(loss), time), widths), flush=True)
 
     def on_epoch(metrics: Metrics) -> None:
@@ -95,6 +98,9 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         cluster=args.cluster,
         timeout=args.timeout,
         profile=args.profile,
+        checkpoint=args.checkpoint,
+        every=args.every,
+        resume=args.resume,
         on_plan=on_plan,
         on_step=on_step,
         on_check=on_check,

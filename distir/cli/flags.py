@@ -91,6 +91,15 @@ def _run(commands: Any) -> None:
     group.add_argument(
         "--profile", metavar="DIR", help="write traces of what is predicted and of each rank (see `distir compare`)"
     )
+    group.add_argument(
+        "--checkpoint", metavar="DIR", help="keep the last two checkpoints here; one is written after the last step"
+    )
+    group.add_argument("--every", type=_at_least(1), metavar="N", help="and a checkpoint after every N steps")
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the newest checkpoint that is undamaged, to as many steps in all",
+    )
     group.add_argument("--save", metavar="FILE.onnx", help="write the model with the trained weights")
 
 
