@@ -168,7 +168,7 @@ def test_a_function_is_a_model():
 
 def test_a_model_prints_in_a_line(trained):
     assert repr(trained) == (
-        "Model(gpt2-tiny.onnx: (input_ids: i64[8, 16], labels: i64[8, 16]), 133,696 parameters, 274 ops, AdamW)"
+        "Model(gpt2-tiny.onnx: (input_ids: i64[8, 16], labels: i64[8, 16]), 133,696 parameters, 193 ops, AdamW)"
     )
     assert repr(Model(mlp(3, 8, 16))) == "Model(mlp: (x: f32[8, 16], z: f32[8, 16]), 768 parameters, 14 ops)"
 
@@ -225,7 +225,7 @@ def test_without_overlap_a_device_does_one_thing_at_a_time(trained):
     assert reduced[1] == {"pro", "upd"}
 
 
-@pytest.mark.parametrize("plan", [distir.Plan(1, 1, 4, 16), distir.Plan(2, 2, 4, 8), distir.Plan(1, 1, 8, 16)], ids=str)
+@pytest.mark.parametrize("plan", [distir.Plan(1, 1, 4, 16), distir.Plan(2, 2, 4, 8), distir.Plan(1, 1, 6, 16)], ids=str)
 def test_stages_are_balanced_for_the_cluster(plan):
     """By its own seconds, not by the plain cost that no cluster has: here the head of a large vocabulary is quick."""
     model = distir.Model(training_step(gpt(8, 768, 12, 50304, 128, 512, BFloat16), "cross-entropy", AdamW()))
@@ -332,7 +332,8 @@ def test_tolerances():
     other[:4] = [5.0, 4.0, 3.0, 2.0]
     assert largest_difference(large, other) == 5.0  # no element is let be, however many there are
     assert not check(float("nan"), 0).ok
-    both = compare(Model(function), *[Steps([0.0], [{0: np.array(x)}], {}) for x in (np.nan, np.inf)])
+    diverged = Steps([0.0], [{0: np.array(np.nan)}], {}), Steps([0.0], [{0: np.array(np.inf)}], {})
+    both = compare(Model(function), *diverged)
     assert both.ok
     assert "both runs diverge in step 0" in str(both)
     assert not check(0, float("inf")).ok

@@ -28,7 +28,7 @@ def profiled(folder: Path, steps: int) -> tuple[Function, dict[str, Any]]:
     program = distir.distribute(model, distir.Plan(microbatches=2))
     arrays = model.initial()
     given = [(arrays | Data(model.function, arrays).step(0))[v] for v in model.function.inputs]
-    profiler = Profiler(program, 0, CPU, folder, steps)
+    profiler = Profiler(program, 0, CPU, folder, 0, steps)
     rank = TorchRank(program, 0, profiler=profiler)
     rank.load(dict(enumerate(given)))
     for k in range(steps):
@@ -132,7 +132,7 @@ def test_the_first_step_warms_up_and_few_are_recorded(tmp_path: Path, steps: int
 def test_a_trace_of_an_earlier_run_is_gone_until_there_is_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text("old")
     program = distir.distribute(distir.load(MLP, {"batch": 8}), distir.Plan())
-    Profiler(program, 0, CPU, tmp_path, 1)
+    Profiler(program, 0, CPU, tmp_path, 0, 1)
     assert list(tmp_path.iterdir()) == []
 
 
