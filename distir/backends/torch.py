@@ -80,7 +80,9 @@ class TorchRank:
     ) -> None:
         self.device = torch.device(device)
         self.program = program
-        self.mine = posted_ahead(project(program, rank))
+        self.mine = project(program, rank)
+        if tap is None:  # which is shown what is received at once, and so must not wait for it ahead of time
+            self.mine = posted_ahead(self.mine)
         self.network = Network(program, ranks(program), rank, self.device)
         if profiler is not None:
             self.network.watch = profiler.watch

@@ -11,6 +11,8 @@ from distir.backends.torch import TorchRank, own_array
 from distir.executor.sequential import SequentialExecutor
 from distir.ir.type import BFloat16, Float64
 from distir.models import mlp
+from tests.backends.ranks import on_ranks
+from tests.transforms.programs import Plan, distributed, small_gpt
 
 
 def test_values_come_back_step_by_step(tmp_path: Path):
@@ -57,3 +59,19 @@ def test_arrays_are_copies():
     assert copy.tolist() == [1, 1, 1]
     assert own_array(torch.ones(2, dtype=torch.bfloat16)).dtype == np.float32
     assert BFloat16.numpy.name == "bfloat16"
+
+
+def pipeline(rank: int, n: int) -> int:
+    """How many tensors a rank of a pipeline shows in a step, each as soon as it is there."""
+    source = small_gpt()
+    program = distributed(source, Plan(pp=n, microbatches=4)).program
+    names: list[str] = []
+    engine = TorchRank(program, rank, tap=lambda f, name, x, moment: names.append(name))
+    engine.load(dict(enumerate(source.arrays)))
+    engine.step()
+    return len(names)
+
+
+def test_the_ranks_of_a_pipeline_show_what_they_make():
+    """They wait for every receive where it stands: none may stand before what its sender waits for."""
+    assert min(on_ranks(2, pipeline)) > 0
