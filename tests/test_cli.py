@@ -626,7 +626,7 @@ def test_a_profile_is_compared(gloo, cli):
     assert {p.name for p in folder.iterdir()} == {"predicted.json", *(f"rank{r}.json" for r in range(4))}
     code, out, err = cli("compare", folder)
     assert (code, err) == (0, "")
-    assert "4 ranks, 4 steps recorded" in out
+    assert "4 ranks, the 2 quickest of 4 recorded steps" in out
     assert re.search(r"^stage1 \(2 devices\) +predicted .*\n +measured ", out, re.MULTILINE)
     errors = [float(x.group(1)) for x in re.finditer(r"^MatMul\w* .* [+-]([\d.]+) [mu]?s$", out, re.MULTILINE)]
     assert len(errors) == 2

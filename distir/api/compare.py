@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from distir.api.results import Prediction, html_table, paragraphs, seconds
 from distir.api.results import aligned as aligned_rows
-from distir.api.timings import PREDICTED, Key, Slice, Trace, aligned, read_folder, steps
+from distir.api.timings import PREDICTED, Key, Slice, Trace, aligned, quicker_half, read_folder, steps
 from distir.executor.busy import merged
-from distir.executor.labels import COMMUNICATION, COMPUTE, ISSUE, WAIT
+from distir.executor.labels import COMMUNICATION, COMPUTE, ISSUE, STEP, WAIT
 from distir.ir.errors import UsageError, counted
 
 
@@ -58,7 +58,10 @@ class Comparison:
     """A prediction and a run, lined up. Rows are worst first, shares in order of stages."""
 
     ranks: int
+    recorded: int
+    """How many steps were recorded, ..."""
     steps: int
+    """... and how many of them, the quicker half, are compared."""
     predicted_step: float
     measured_step: float
     predicted: list[Share]
@@ -83,9 +86,10 @@ class Comparison:
     def head(self) -> list[str]:
         """What is compared, and the times of a step."""
         times = f"predicted {seconds(self.predicted_step)}, measured {seconds(self.measured_step)}"
+        some = f"the {self.steps} quickest of {counted(self.recorded, 'recorded step')}"
         return [
             f"step {times} ({self.measured_step / self.predicted_step:.2f} times as long)",
-            f"{counted(self.ranks, 'rank')}, {counted(self.steps, 'step')} recorded; all times are of a step on a rank",
+            f"{counted(self.ranks, 'rank')}, {some}; all times are of a step on a rank",
         ]
 
     def __str__(self) -> str:
@@ -157,7 +161,8 @@ def compare(folder: str | os.PathLike[str]) -> Comparison:
 
 def line_up(predicted: Trace, measured: Trace) -> Comparison:
     """Line up a prediction and a run. Raises UsageError if they are not of as many devices, or hold no step."""
-    got = _Side(measured)
+    recorded = len({s.args["step"] for s in measured.slices if s.category == STEP})
+    got = _Side(quicker_half(measured))
     want = _Side(predicted, got.known)
     if not want.steps or not got.steps:
         raise UsageError("there is no step to compare")
@@ -168,6 +173,7 @@ def line_up(predicted: Trace, measured: Trace) -> Comparison:
     joined = {key: s.name for s in got.slices if "does" in s.args for key in s.keys}
     return Comparison(
         ranks=got.devices,
+        recorded=max(recorded, 1),
         steps=max(got.recorded.values()),
         predicted_step=max(s.seconds for s in want.steps),
         measured_step=sum(map(got.spent, got.steps)) / got.devices,

@@ -10,6 +10,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
 from distir.executor.labels import COMMUNICATION, SEND, STEP
@@ -118,6 +119,19 @@ def steps(trace: Trace) -> list[Slice]:
         return found
     begin, end = min(s.begin for s in trace.slices), max(s.end for s in trace.slices)
     return [Slice(p, STEP, STEP, STEP, min(0.0, begin), end, {}) for p in trace.processes]
+
+
+def quicker_half(trace: Trace) -> Trace:
+    """Without the steps that took longer than the median one: of these a busy machine says more than the program."""
+    seconds: dict[int, float] = {}
+    for s in trace.slices:
+        if s.category == STEP:
+            seconds[s.args["step"]] = max(s.seconds, seconds.get(s.args["step"], 0.0))
+    if not seconds:
+        return trace
+    most = median_low(seconds.values())
+    kept = [s for s in trace.slices if seconds.get(s.args.get("step", -1), 0.0) <= most]
+    return trace._replace(slices=kept)
 
 
 class Aligned(NamedTuple):
