@@ -228,7 +228,7 @@ def test_without_overlap_a_device_does_one_thing_at_a_time(trained):
 @pytest.mark.parametrize("plan", [distir.Plan(1, 1, 4, 16), distir.Plan(2, 2, 4, 8), distir.Plan(1, 1, 6, 16)], ids=str)
 def test_stages_are_balanced_for_the_cluster(plan):
     """By its own seconds, not by the plain cost that no cluster has: here the head of a large vocabulary is quick."""
-    model = distir.Model(training_step(gpt(8, 768, 12, 50304, 128, 512, BFloat16), "cross-entropy", AdamW()))
+    model = distir.Model(training_step(gpt(12, 768, 12, 50304, 128, 512, BFloat16), "cross-entropy", AdamW()))
     prediction = distir.simulate(model, plan, "dgx-h100")
     cost = CostModel(load_cluster("dgx-h100", devices=plan.size))
     plain = Simulator(cost).interpret(distir.distribute(model, plan, cost.topology.devices[: plan.size]))

@@ -105,6 +105,26 @@ def _layer_norm_grad(
     return rows if bias else rows[:2]
 
 
+# ---------------------------------------------------------------- rows of a table that is all here
+
+
+def _gather(table: torch.Tensor, index: torch.Tensor, start: int, whole: bool, axis: int = 0) -> torch.Tensor:
+    if not whole:
+        return written_out("Gather", table)(table, index, start=start, whole=whole, axis=axis)
+    rows = table.index_select(axis, index.long().reshape(-1))
+    return rows.reshape((*table.shape[:axis], *index.shape, *table.shape[axis + 1 :]))
+
+
+def _gather_grad(
+    d: torch.Tensor, index: torch.Tensor, start: int, whole: bool, rows: int, axis: int = 0
+) -> torch.Tensor:
+    if not whole:
+        return written_out("GatherGrad", d)(d, index, start=start, whole=whole, rows=rows, axis=axis)
+    lead, rest = d.shape[:axis], d.shape[axis + index.ndim :]
+    table = torch.zeros((*lead, rows, *rest), dtype=d.dtype, device=d.device)
+    return table.index_add_(axis, index.long().reshape(-1), d.reshape((*lead, index.numel(), *rest)))
+
+
 # ---------------------------------------------------------------- cross-entropy
 
 
@@ -147,6 +167,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "LogSoftmaxGrad": _log_softmax_grad,
     "LayerNorm": _layer_norm,
     "LayerNormGrad": _layer_norm_grad,
+    "Gather": _gather,
+    "GatherGrad": _gather_grad,
     "CrossEntropy": _rows,
     "CrossEntropyGrad": _slope,
     "Attention": attention,

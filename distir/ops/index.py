@@ -10,12 +10,17 @@ from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
-from distir.ir.type import DType
+from distir.ir.type import DType, Tensor
 from distir.ops.rules import expect, shape_of
 
 
 def _axis(attrs: Attrs) -> int:
     return attrs.get("axis", 0)
+
+
+def _whole(attrs: Attrs, table: Tensor) -> bool:
+    """Whether all rows of the table are here."""
+    return table.shape[_axis(attrs)] == table.global_shape[_axis(attrs)]
 
 
 def _row(names: Sequence[str]) -> str:
@@ -46,8 +51,8 @@ def _index_dtype(attrs: Attrs, table: DType, index: DType) -> list[DType]:
     return [table]
 
 
-def _gather(xp: Any, table: Any, index: Any, start: int, axis: int = 0) -> Any:
-    """Rows that are not here (`start` is the first that is) are 0."""
+def _gather(xp: Any, table: Any, index: Any, start: int, whole: bool, axis: int = 0) -> Any:
+    """Rows that are not here (`start` is the first that is; `whole`: all are) are 0."""
     table = xp.moveaxis(table, axis, 0)
     row = index - start
     here = (row >= 0) & (row < table.shape[0])
@@ -58,7 +63,7 @@ def _gather(xp: Any, table: Any, index: Any, start: int, axis: int = 0) -> Any:
     return xp.moveaxis(rows, tuple(range(index.ndim)), tuple(range(axis, axis + index.ndim)))
 
 
-def _gather_grad(xp: Any, d: Any, index: Any, start: int, rows: int, axis: int = 0) -> Any:
+def _gather_grad(xp: Any, d: Any, index: Any, start: int, whole: bool, rows: int, axis: int = 0) -> Any:
     n = index.ndim
     if axis:
         d = xp.moveaxis(d, tuple(range(axis, axis + n)), tuple(range(n)))
@@ -83,6 +88,7 @@ op(  # table (.., v, ..), indices in [0, v) -> (.., *indices, ..), along `axis`
     linear=[{0}],
     weight=0,
     index=lambda attrs: (0, _axis(attrs)),
+    local=lambda attrs, ins, outs: {"whole": _whole(attrs, ins[0])},
     work=lambda attrs, ins, outs: (0.0, 2.0 * math.prod(outs[0]) + math.prod(ins[1])),
     eval=_gather,
     grad=_emit_grad,
@@ -94,7 +100,7 @@ op(  # its gradient, of a table of `rows` rows; these may be split by the attrib
     dtype=_index_dtype,
     linear=[{0}],
     index=lambda attrs: (~0, _axis(attrs)),
-    local=lambda attrs, ins, outs: {"rows": outs[0].shape[_axis(attrs)]},
+    local=lambda attrs, ins, outs: {"rows": outs[0].shape[_axis(attrs)], "whole": _whole(attrs, outs[0])},
     work=lambda attrs, ins, outs: (float(math.prod(ins[0])), 0.0),
     eval=_gather_grad,
     grad=lambda f, o, d: [f.emit("Gather", d, o.inputs[1], axis=_axis(o.attributes)), None],

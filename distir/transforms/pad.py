@@ -125,7 +125,8 @@ class _Padder:
         attributes = dict(op.attributes)
         if strands and op.spec.local:
             types = [self.type(v) for v in op.inputs], [self.type(v) for v in op.outputs]
-            attributes.update(op.spec.local(op.attributes, *types))
+            local = op.spec.local(op.attributes, *types)
+            attributes.update({k: x for k, x in local.items() if k in attributes})
         of = ops.get(op.of) if op.of else None
         names = [v.name for v in op.outputs]
         self.maker.add_op(op.spec, None, ins, attributes if strands else op.attributes, (), names, of)
