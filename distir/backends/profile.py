@@ -49,8 +49,8 @@ from distir.ops.comm import ALONG_AXIS
 from distir.transforms.project import device_at, transfer
 
 if TYPE_CHECKING:
-    from distir.backends.comm import Network
     from distir.backends.body import Body
+    from distir.backends.comm import Network
 
 RECORDED = 5
 """So many steps are recorded: those after the first, which warms up; the first if there is no other."""
