@@ -148,6 +148,8 @@ def test_each_command_has_help(name, capsys):
         (["show", MLP, "--dim", "batch=8", "--stage", "training"], ["loss"]),
         (["show", MLP, *MSE, "--rank", "2"], ["rank 2"]),
         (["show", MLP, *MSE, "--rank", "0", "--stage", "training"], ["--rank"]),
+        (["show", MLP, *MSE, "--python", "--stage", "training"], ["--python"]),
+        (["show", MLP, *MSE, "--python", "--rank", "2"], ["rank 2"]),
     ],
 )
 def test_bad_flags_exit_2(cli, args, words):
@@ -263,6 +265,17 @@ def test_show_json(cli):
     found = json.loads(out)
     assert found["stage"] == "distributed"
     parse(found["program"])
+
+
+def test_show_python(cli):
+    code, out, err = cli("show", MLP, *MSE, "--dp", 2, "--python", "--rank", 1)
+    assert (code, err) == (0, "")
+    compile(out, "source", "exec")
+    assert "def main_graph(args, t):" in out
+    assert "addmm(" in out
+    code, out, _ = cli("show", MLP, *MSE, "--python", "--json")
+    assert json.loads(out)["stage"] == "rank"
+    compile(json.loads(out)["python"], "source", "exec")
 
 
 def test_clusters(cli):

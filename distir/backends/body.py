@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distir.backends.buckets import Bucket, find_buckets
 from distir.backends.kernels import literal, render
 from distir.backends.native import implementation
 from distir.backends.optimizers import GRADIENT, steps_together, update
-from distir.backends.ownership import Memory
-from distir.backends.rules import RULES, passes
+from distir.backends.ownership import Memory, each_part
+from distir.backends.passing import passes
+from distir.backends.rules import RULES
 from distir.ir.device import Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import Tensor
+from distir.ir.type import Tensor, Tuple
 
 if TYPE_CHECKING:
     from distir.backends.lowering import Compiled, Lowering
@@ -23,28 +25,51 @@ if TYPE_CHECKING:
 _RESERVED = frozenset(("args", "begin", "t"))
 """Names that every function has of its own."""
 
+Waits = int | tuple[int, ...]
+"""Of a value: 0 if it is there, else the number of the communication it comes from, in the order in which these were
+started; of a bundle the numbers of its members."""
+
 
 class Body:
-    """One function on its way to Python; `source` is what it was before its ops were joined."""
+    """One function on its way to Python; `source` is what it was before its ops were joined.
 
-    def __init__(self, lowering: Lowering, source: Function, function: Function, memory: Memory) -> None:
+    `waits` are those of its inputs; `kept`: it may keep its communication buffers from one call to the next.
+    """
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        source: Function,
+        function: Function,
+        memory: Memory,
+        waits: Sequence[Waits],
+        kept: bool,
+    ) -> None:
         self.lowering, self.source, self.function, self.memory = lowering, source, function, memory
+        self.kept = kept
         self.network = lowering.network
         self.lines: list[str] = []
         self.bound: dict[str, Any] = {}
         self._bound_names: dict[Any, str] = {}
-        self.number: dict[Value, int] = {}
+        self.names: dict[Value, str] = {}
         self.same: dict[Value, Value] = {}
         """Values that are another one, under its name."""
-        self.pending: set[Value] = set()
+        self.waits: dict[Value, Waits] = {v: w for v, w in zip(function.inputs, waits, strict=True) if _any(w)}
+        """What is not there yet: it has a function's name, which waits and gives it."""
+        self._started = max([0, *[n for w in waits for n in _numbers(w)]])
         self.varies: str | None = None
         self.now = 0
         """The number of the op that is being lowered."""
-        self.temporaries: list[str] = []
+        self._temporaries: list[str] = []
         self.last: dict[Value, int] = {}
+        self._place: dict[Value, tuple[Bucket, int]] = {}
+        self.buckets: dict[Op, Bucket] = {}
+        """Those of bundles, by the ops that pack these."""
 
-    def lower(self, name: str) -> tuple[str, Compiled, frozenset[int], str | None]:
-        """The source of a Python function of that name, the function, which outputs are pending, and what varies."""
+    def lower(self, name: str) -> tuple[str, Compiled, list[Waits], str | None]:
+        """The source of a Python function of that name, the function, for each output what it waits for, and what
+        varies.
+        """
         f = self.function
         for op in f.ops:
             if op.spec.comm is not None and passes(op):
@@ -54,16 +79,18 @@ class Body:
                 self.last[self.itself(v)] = k
         for v in f.outputs:
             self.last[self.itself(v)] = len(f.ops)
+        self.buckets = find_buckets(self, self.kept)
+        self._place = {v: (bucket, k) for pack, bucket in self.buckets.items() for k, v in enumerate(pack.inputs)}
         self._begin()
         for k, row in self._rows():
             if steps_together(row[0]):
                 self._step(row, k)
             else:
                 self._op(row[0], k)
-        pending = self._end()
+        waits = self._end()
         source = f"def {name}(args, t):\n" + "\n".join("    " + line for line in self.lines) + "\n"
         exec(compile(source, f"<distir {name}>", "exec"), self.bound)
-        return source, self.bound[name], pending, self.varies
+        return source, self.bound[name], waits, self.varies
 
     # --- names
 
@@ -74,23 +101,38 @@ class Body:
         return v
 
     def var(self, v: Value) -> str:
-        """The Python name of a value."""
+        """The Python name of a value, or of the function that waits for it."""
         v = self.itself(v)
-        k = self.number.get(v)
-        if k is None:
-            k = self.number[v] = len(self.number)
-        return f"{'h' if v in self.pending else 'v'}{k}"
+        if v not in self.names:
+            self.names[v] = f"{'h' if type(self.waits.get(v)) is int else 'v'}{len(self.names)}"
+        return self.names[v]
 
     def use(self, v: Value) -> str:
-        """The name of a value that is needed now: what is pending is waited for first."""
+        """The name of a value that is needed now: what is under way is waited for first."""
         v = self.itself(v)
         if v in self.lowering.constants:
             self.bound[self.var(v)] = self.lowering.constants[v]
-        if v in self.pending:
-            handle = self.var(v)
-            self.pending.discard(v)
-            self.lines.append(f"{self.var(v)} = {handle}(); del {handle}")
+        waits = self.waits.pop(v, 0)
+        if type(waits) is int and waits:
+            handle = self.names.pop(v)
+            self.names[v] = "v" + handle[1:]
+            self.lines.append(f"{self.names[v]} = {handle}(); del {handle}")
+        elif waits:
+            members = [f"{self.var(v)}[{k}]{'()' if n else ''}" for k, n in enumerate(_numbers(waits))]
+            self.lines.append(f"{self.var(v)} = ({', '.join(members)},)")
         return self.var(v)
+
+    def hand(self, v: Value, k: int) -> tuple[str, Waits]:
+        """The name of a value that op number k hands on as it is, and what it waits for: 0 if it is needed again, for
+        then it is waited for first.
+        """
+        v = self.itself(v)
+        if v not in self.waits or self.last[v] > k or self._operands(k).count(v) > 1:
+            return self.use(v), 0
+        return self.var(v), self.waits.pop(v)
+
+    def _operands(self, k: int) -> list[Value]:
+        return [self.itself(v) for v in self.function.ops[k].inputs]
 
     def bind(self, name: str, x: Any) -> str:
         """A global of the Python function: an object that its source names."""
@@ -128,19 +170,20 @@ class Body:
             self.lines.append(f"{', '.join(self.var(v) for v in inputs)}, = args; args.clear()")
         self._free([v for v in inputs if v not in self.last], -1)
 
-    def _end(self) -> frozenset[int]:
+    def _end(self) -> list[Waits]:
         outputs = [self.itself(v) for v in self.function.outputs]
-        for v in [v for v in self.pending if outputs.count(v) != 1]:
-            self.use(v)
-        row = "".join(f"{self.var(v) if v in self.pending else self.use(v)}, " for v in outputs)
+        for v in list(self.waits):
+            if outputs.count(v) != 1:
+                self.use(v)
+        row = "".join(f"{self.var(v) if v in self.waits else self.use(v)}, " for v in outputs)
         self.lines.append(f"return ({row.rstrip()})")
-        return frozenset(k for k, v in enumerate(outputs) if v in self.pending)
+        return [self.waits.get(v, 0) for v in outputs]
 
     def _free(self, values: Sequence[Value], k: int) -> None:
         """Delete those of `values` that nothing after op number k uses."""
         dead = [v for v in dict.fromkeys(map(self.itself, values)) if self.last.get(v, -1) <= k]
         # constants stay; what was started must end: see `_end`
-        dead = [v for v in dead if v not in self.lowering.constants and v not in self.pending]
+        dead = [v for v in dead if v in self.names and v not in self.lowering.constants and v not in self.waits]
         if dead:
             self.lines.append(f"del {', '.join(map(self.var, dead))}")
 
@@ -175,28 +218,41 @@ class Body:
                 self.lines.append(f"{self.bind('tap', tap)}({names}, {self.use(v)}, t)")
 
     def _call(self, op: Op, callee: Function, k: int) -> None:
-        lowered = self.lowering(callee)
+        handed = [self.hand(v, k) for v in op.inputs]
+        lowered = self.lowering(callee, waits=_renumbered([w for _, w in handed]))
         moment = op.attributes.get("mb")
         if moment is None and lowered.varies:
             raise UsageError(f"{callee.name}: %{lowered.varies} varies in time, but the call has no microbatch")
         function = self.bind(lowered.name, lowered.call)
-        args = [self.use(v) for v in op.inputs]
-        self.lines.append(f"args = [{', '.join(args)}]")
+        self.lines.append(f"args = [{', '.join([name for name, _ in handed])}]")
         self._free(op.inputs, k)  # before the call: the callee holds them now
-        self.pending.update(v for j, v in enumerate(op.outputs) if j in lowered.pending)
+        first = self._started
+        for v, w in zip(op.outputs, lowered.waits, strict=True):
+            if _any(w):
+                self.waits[v] = _later(w, first)
+                self._started = max(self._started, *_numbers(self.waits[v]))
         results = "".join(f"{self.var(v)}, " for v in op.outputs)
         self.lines.append(f"{results + '= ' if results else ''}{function}(args, {moment!r})")
         self._free(op.outputs, k)
 
     def assign(self, op: Op, expression: str, pending: bool = False) -> None:
-        """`%result = expression`."""
+        """`%result = expression`; `pending` if that is a function which waits for it, or, of a bundle, are such."""
+        (v,) = op.outputs
         if pending:
-            self.pending.add(op.outputs[0])
-        self.assign_to(op.outputs[0], expression)
-
-    def assign_to(self, v: Value, expression: str) -> None:
-        """Let `v` be the value of an expression."""
+            self._started += 1
+            self.waits[v] = (self._started,) * len(v.type.types) if isinstance(v.type, Tuple) else self._started
         self.lines.append(f"{self.var(v)} = {expression}")
+
+    def place(self, v: Value) -> str | None:
+        """Where in a communication buffer a value is made, None if in memory of its own."""
+        bucket, k = self._place.get(v, (None, 0))
+        return bucket.names[k + 1] if bucket is not None and v in bucket.placed else None
+
+    def take_over(self, result: Value, before: Value) -> None:
+        """`result` is from now on what `before`, which nothing else uses, was called."""
+        before = self.itself(before)
+        self.same[result] = before
+        self.last[before] = self.last.get(result, -1)
 
     def moment(self, mesh: Mesh, v: Value) -> str:
         """Which microbatch `v` is of, as an expression."""
@@ -209,12 +265,13 @@ class Body:
 
     def _compute(self, op: Op, k: int) -> None:
         local = self.lowering.local(op)
-        free = frozenset(j for j in range(len(op.inputs)) if self.memory.may_overwrite(op, k, j))
-        kernel = self.lowering.kernel(op, local, free)
+        into = self.place(op.outputs[0]) if len(op.outputs) == 1 else None
+        free = [j for j in range(len(op.inputs)) if into is None and self.memory.may_overwrite(op, k, j)]
+        kernel = self.lowering.kernel(op, local, frozenset(free))
         operands = [self.use(v) for v in op.inputs]
         results = [self.var(v) for v in op.outputs]
         if kernel is not None:
-            lines, expressions = render(kernel, operands, self.bind, self._temporary)
+            lines, expressions = render(kernel, operands, self.bind, self._temporary, into)
             self.lines += lines
             self.lines += [f"{v} = {x}" for v, x in zip(results, expressions, strict=True)]
             self._forget()
@@ -229,45 +286,46 @@ class Body:
             expression = f"{self.bind('as_row', _as_row)}({expression})"
         single = op.spec.outputs == 1
         self.lines.append(f"{results[0] if single else ', '.join(results) + ','} = {expression}")
+        if into is not None:
+            self.lines.append(f"{results[0]} = {self.bind('copy_', torch.Tensor.copy_)}({into}, {results[0]})")
 
     def _step(self, row: Sequence[Op], k: int) -> None:
-        """Steps of an optimizer, with one call, the last of them op number k: weights and states are changed where they
-        are, if nobody sees it, else in copies.
+        """Steps of an optimizer, the last of them op number k: one call for all whose gradients come together, in the
+        order in which they come. Weights and states are changed where they are, if nobody sees it, else in copies.
         """
         begin = len(self.lines)
+        groups: dict[int, list[Op]] = {}
+        for op in row:
+            groups.setdefault(max(_numbers(self.waits.get(self.itself(op.inputs[GRADIENT]), 0))), []).append(op)
         used = dict.fromkeys([v for op in row for v in op.inputs])
-        for v in used:
-            self.use(v)
         for number, op in enumerate(row, k - len(row) + 1):
-            operands = [j for j in range(len(op.outputs) + 1) if j != GRADIENT]
-            for result, j in zip(op.outputs, operands, strict=True):
-                if self.memory.may_overwrite(op, number, j):
-                    self.take_over(result, op.inputs[j])
+            for result, j in zip(op.outputs, [j for j in range(len(op.outputs) + 1) if j != GRADIENT], strict=True):
+                v = op.inputs[j]
+                parts = each_part(self.memory.parts[v])
+                if self.memory.may_overwrite(op, number, j) and self.memory.alone(parts, row):
+                    self.use(v)
+                    self.take_over(result, v)
                 else:
-                    self.assign_to(result, f"{self.bind('clone', torch.Tensor.clone)}({self.var(op.inputs[j])})")
-        columns = [[op.inputs[GRADIENT] for op in row], *zip(*[op.outputs for op in row], strict=True)]
-        arguments = [f"[{', '.join(map(self.var, values))}]" for values in columns]
-        arguments += [f"step={self.var(v)}" for v in row[0].inputs[len(row[0].outputs) + 1 :]]
-        self.lines.append(f"{self.bind(row[0].spec.name.lower(), update(row[0]))}({', '.join(arguments)})")
-        self._time(row, begin)
+                    self.lines.append(f"{self.var(result)} = {self.bind('clone', torch.clone)}({self.use(v)})")
+        for _, ops in sorted(groups.items()):
+            columns = [[op.inputs[GRADIENT] for op in ops], *zip(*[op.outputs for op in ops], strict=True)]
+            arguments = [f"[{', '.join(map(self.use, values))}]" for values in columns]
+            arguments += [f"step={self.use(v)}" for v in ops[0].inputs[len(ops[0].outputs) + 1 :]]
+            self.lines.append(f"{self.bind(ops[0].spec.name.lower(), update(ops[0]))}({', '.join(arguments)})")
+            self._time(ops, begin)
+            begin = len(self.lines)
         for op in row:
             self._tell(op)
         self._free([*used, *[v for op in row for v in op.outputs]], k)
 
-    def take_over(self, result: Value, before: Value) -> None:
-        """`result` is from now on what `before`, which nothing else uses, was called."""
-        before = self.itself(before)
-        self.same[result] = before
-        self.last[before] = self.last.get(result, -1)
-
     def _temporary(self) -> str:
-        self.temporaries.append(f"s{len(self.temporaries)}")
-        return self.temporaries[-1]
+        self._temporaries.append(f"s{len(self._temporaries)}")
+        return self._temporaries[-1]
 
     def _forget(self) -> None:
-        if self.temporaries:
-            self.lines.append(f"del {', '.join(self.temporaries)}")
-            self.temporaries.clear()
+        if self._temporaries:
+            self.lines.append(f"del {', '.join(self._temporaries)}")
+            self._temporaries.clear()
 
 
 def _together(row: Sequence[Op], op: Op) -> bool:
@@ -291,3 +349,25 @@ def _dtype(op: Op) -> Any:
 
 def _as_row(y: Any) -> Sequence[Any]:
     return y if isinstance(y, tuple | list) else (y,)
+
+
+def _numbers(w: Waits) -> tuple[int, ...]:
+    return w if isinstance(w, tuple) else (w,)
+
+
+def _any(w: Waits) -> bool:
+    return any(_numbers(w))
+
+
+def _mapped(w: Waits, new: dict[int, int]) -> Waits:
+    return tuple([new[n] for n in w]) if isinstance(w, tuple) else new[w]
+
+
+def _renumbered(waits: Sequence[Waits]) -> tuple[Waits, ...]:
+    """The same with the numbers 0, 1, 2 ..., so that calls that are alike have the same."""
+    new = {n: k for k, n in enumerate(sorted({0, *[n for w in waits for n in _numbers(w)]}))}
+    return tuple([_mapped(w, new) if _any(w) else 0 for w in waits])
+
+
+def _later(w: Waits, by: int) -> Waits:
+    return _mapped(w, {n: n + by if n else 0 for n in _numbers(w)})

@@ -70,16 +70,34 @@ def count_uses(kernel: Kernel) -> Counter[int]:
 Bind = Callable[[str, Any], str]
 
 
+_INTO = {
+    f: getattr(torch, name)
+    for name in ("add", "addmm", "div", "matmul", "mm", "mul", "neg", "sub", "sum")
+    for f in (getattr(torch, name), getattr(torch.Tensor, name))
+}
+"""Functions that can be told where to put their result."""
+
+
 def render(
-    kernel: Kernel, operands: Sequence[str], bind: Bind, fresh: Callable[[], str]
+    kernel: Kernel, operands: Sequence[str], bind: Bind, fresh: Callable[[], str], into: str | None = None
 ) -> tuple[list[str], list[str]]:
     """Statements, and then an expression for each result.
 
     `operands` are the expressions of the op's; `bind(name, x)` gives a global that is x, `fresh()` an unused
-    name.
+    name. `into` is a tensor for the one result, computed straight into it where torch can, else copied.
     """
+    last = kernel.calls[-1] if kernel.calls else None
+    if into is not None and (last is None or last.result not in kernel.results or last.function not in _INTO):
+        lines, (result,) = render(kernel, operands, bind, fresh)
+        return lines, [f"{bind('copy_', torch.Tensor.copy_)}({into}, {result})"]
+    if into is not None and last is not None:
+        number = len(kernel.tensors)
+        named = last._replace(function=_INTO[last.function], kwargs={**last.kwargs, "out": Ref(number)})
+        kernel = kernel._replace(calls=[*kernel.calls[:-1], named])
     uses, in_place = count_uses(kernel), kernel.in_place
     text = dict(enumerate(operands))
+    if into is not None:
+        text[len(kernel.tensors)] = into
     lines: list[str] = []
     for k, call in enumerate(kernel.calls):
         expression = _call_text(call, text, bind)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distir.backends.body import Body
+from distir.backends.body import Body, Waits
 from distir.backends.comm import Network
 from distir.backends.inplace import in_place
 from distir.backends.kernels import Kernel
@@ -47,15 +47,15 @@ _KEPT_BYTES = 1 << 20
 
 
 class Lowered:
-    """A function as Python. `pending` are the positions of outputs that are returned not yet waited for.
+    """A function as Python. `waits` says of each output whether it is there when it is returned: see `Waits`.
 
     `varies` names a value of it that depends on the microbatch, None if there is none.
     """
 
-    __slots__ = ("call", "name", "pending", "source", "varies")
+    __slots__ = ("call", "name", "source", "varies", "waits")
 
-    def __init__(self, name: str, source: str, call: Compiled, pending: frozenset[int], varies: str | None) -> None:
-        self.name, self.source, self.call, self.pending, self.varies = name, source, call, pending, varies
+    def __init__(self, name: str, source: str, call: Compiled, waits: Sequence[Waits], varies: str | None) -> None:
+        self.name, self.source, self.call, self.waits, self.varies = name, source, call, waits, varies
 
 
 class Local(NamedTuple):
@@ -77,24 +77,28 @@ class Lowering:
         self.tap = tap
         self.profiler = profiler
         self.xp = TorchNamespace(device)
-        self.done: dict[Function, Lowered] = {}
+        self.done: dict[tuple[Function, tuple[Waits, ...]], Lowered] = {}
         self.constants: dict[Value, torch.Tensor] = {}
         """Values that depend on nothing."""
         self._ownership: Ownership | None = None
         self._kernels: dict[Any, Kernel | None] = {}
         self._names: dict[str, int] = {}
 
-    def __call__(self, function: Function, updates: Mapping[int, int] | None = None) -> Lowered:
+    def __call__(
+        self, function: Function, updates: Mapping[int, int] | None = None, waits: tuple[Waits, ...] | None = None
+    ) -> Lowered:
         """A function as Python. The first to be lowered is the program, `updates` the positions of its outputs that
-        replace inputs before the next step, and of these.
+        replace inputs before the next step, and of these. `waits` says which inputs come before they are there.
         """
         if self._ownership is None:
             self._ownership = Ownership(function, self._shares, recompose, updates or {})
-        lowered = self.done.get(function)
+        owned, waits = self._ownership, waits or (0,) * len(function.inputs)
+        lowered = self.done.get((function, waits))
         if lowered is None:
-            body = Body(self, function, recompose(function), self._ownership.memory[function])
+            kept = owned.keeps_buffers and owned.calls[function] <= 1
+            body = Body(self, function, recompose(function), owned.memory[function], waits, kept)
             name = self._function_name(function.name)
-            lowered = self.done[function] = Lowered(name, *body.lower(name))
+            lowered = self.done[function, waits] = Lowered(name, *body.lower(name))
         return lowered
 
     def source(self) -> str:

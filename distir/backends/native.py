@@ -31,6 +31,7 @@ def _gemm(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> torch.Tensor:
+    """`a` may be many matrices, if `c` is a row."""
     a = a.t() if transA else a
     if alpha == 1 and (c is None or beta == 1):
         return products.gemm(a, b, c, bool(transB))

@@ -9,10 +9,11 @@ over, having no other use for them. What is on its way to another rank belongs t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distir.backends.rules import passes
+from distir.backends.buckets import buffered
+from distir.backends.passing import passes
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tuple, Type
 from distir.ops.comm import ALONG_AXIS
@@ -24,10 +25,14 @@ Root = int | Place
 
 
 class Part(NamedTuple):
-    """The memory of a tensor. Not `plain`: several of its elements may be one in memory."""
+    """The memory of a tensor. Not `plain`: it may not be written to, whoever else sees it, for several of its elements
+    may be one in memory, or it is on its way somewhere, or a kept constant. `lent`: it may lie in a
+    communication buffer that the next step uses again.
+    """
 
     roots: frozenset[Root]
     plain: bool = True
+    lent: bool = False
 
 
 Parts = Any
@@ -62,6 +67,7 @@ class Memory:
         self.parts: dict[Value, Parts] = {}
         self.foreign: set[Root] = set()
         """What may never be overwritten: sent, or kept."""
+        self.buffered = buffered(function)
         self._taken = 0
         for k, v in enumerate(function.inputs):
             self.parts[v] = _given(v.type, (k,))
@@ -75,7 +81,7 @@ class Memory:
         self.end: dict[Root, int] = {}
         """The number of the last op that uses anything in a root; that of ops, if an output does."""
         for v, k in used.items():
-            for part in _each(self.parts[v]):
+            for part in each_part(self.parts[v]):
                 for root in part.roots:
                     self.end[root] = max(self.end.get(root, -1), k)
         self.owned: frozenset[Place] = frozenset()
@@ -83,15 +89,25 @@ class Memory:
     def summary(self) -> Summary:
         """For callers."""
         sent = frozenset(r for r in self.foreign if not isinstance(r, int))
-        return Summary(tuple([self.parts[v] for v in self.function.outputs]), sent)
+
+        def told(part: Part) -> Part:
+            return part if part.roots.isdisjoint(self.foreign) else part._replace(plain=False)
+
+        return Summary(tuple([_mapped(self.parts[v], told) for v in self.function.outputs]), sent)
 
     def may_overwrite(self, op: Op, k: int, operand: int) -> bool:
         """Whether op number k may write into an operand (of a bundle: into every member)."""
-        parts = [list(_each(self.parts[v])) for v in op.inputs]
-        if not all(self._free(part, k) for part in parts[operand]):
-            return False
-        seen = Counter([r for row in parts for part in row for r in part.roots])
-        return all(seen[r] == 1 for part in parts[operand] for r in part.roots)
+        mine = list(each_part(self.parts[op.inputs[operand]]))
+        return all(self._free(part, k) for part in mine) and self.alone(mine, [op])
+
+    def alone(self, parts: Iterable[Part], ops: Iterable[Op]) -> bool:
+        """Whether among the operands of these ops nothing but each of these parts, once, shares its memory."""
+        seen = Counter([r for op in ops for v in op.inputs for part in each_part(self.parts[v]) for r in part.roots])
+        return all(seen[r] == 1 for part in parts for r in part.roots)
+
+    def ends(self, v: Value, k: int) -> bool:
+        """Whether no op after number k sees the memory of a tensor, which an op of this function took."""
+        return all(isinstance(r, int) and r not in self.foreign and self.end[r] <= k for r in self.parts[v].roots)
 
     def handed(self, op: Op, k: int) -> frozenset[Place]:
         """The tensors that call number k hands over."""
@@ -103,8 +119,13 @@ class Memory:
         )
 
     def _free(self, part: Part, k: int) -> bool:
-        return part.plain and all(
-            self.end[r] <= k and r not in self.foreign and (isinstance(r, int) or r in self.owned) for r in part.roots
+        return (
+            not part.lent
+            and part.plain
+            and all(
+                self.end[r] <= k and r not in self.foreign and (isinstance(r, int) or r in self.owned)
+                for r in part.roots
+            )
         )
 
     # --- what ops make
@@ -135,7 +156,8 @@ class Memory:
     def _union(self, parts: Sequence[Part], plain: bool = True) -> Part:
         if not parts:
             return self._own()
-        return Part(frozenset().union(*[p.roots for p in parts]), plain and all(p.plain for p in parts))
+        roots = frozenset[Root]().union(*[p.roots for p in parts])
+        return Part(roots, plain and all(p.plain for p in parts), any(p.lent for p in parts))
 
     def _moved(self, op: Op, ins: Sequence[Parts]) -> Sequence[Parts]:
         """Communication. What an operation under way still reads counts as part of its result, which is waited for."""
@@ -143,7 +165,9 @@ class Memory:
             return [self._new(v.type) for v in op.outputs]
         if passes(op):
             return ins[:1]
-        read = [part for x in ins for part in _each(x)]
+        if op in self.buffered:  # which reads its buffer only
+            return [_mapped(self._new(v.type), lambda own: own._replace(lent=True)) for v in op.outputs]
+        read = [part for x in ins for part in each_part(x)]
         if op.spec.alias:
             return [self._union(read)]
         if op.spec.name not in ALONG_AXIS:  # a send may be under way until the step ends
@@ -165,7 +189,7 @@ class Memory:
                     roots.append(own[r])
                 else:
                     roots.append(_at(ins, r))
-            return self._union(roots, part.plain)
+            return self._union(roots, part.plain)._replace(lent=part.lent or any(p.lent for p in roots))
 
         for place in summary.sent:
             self.foreign.update(_at(ins, place).roots)
@@ -178,12 +202,12 @@ def _given(t: Type, place: Place) -> Parts:
     return Part(frozenset((place,)))
 
 
-def _each(parts: Parts) -> Iterator[Part]:
+def each_part(parts: Parts) -> Iterator[Part]:
     if isinstance(parts, Part):
         yield parts
     else:
         for p in parts:
-            yield from _each(p)
+            yield from each_part(p)
 
 
 def _places(parts: Parts, place: Place) -> Iterator[tuple[Place, Part]]:
@@ -224,18 +248,24 @@ class Ownership:
         for f in (*program.callees(), program):
             self.memory[f] = Memory(body(f), shares, summaries.__getitem__)
             summaries[f] = self.memory[f].summary()
+        self.calls = Counter([op.callee for f in (*program.callees(), program) for op in f.ops if op.callee])
+        """How often each function is called in a step."""
         self.memory[program].owned = self._replaced(self.memory[program], updates)
         self._hand_over(program)
 
     def _replaced(self, main: Memory, updates: Mapping[int, int]) -> frozenset[Place]:
-        outputs = [list(_each(main.parts[v])) for v in main.function.outputs]
+        outputs = [list(each_part(main.parts[v])) for v in main.function.outputs]
         seen = Counter([r for parts in outputs for part in parts for r in part.roots])
+        self.keeps_buffers = not any(part.lent for parts in outputs for part in parts)
+        """Whether nothing of a step is left in communication buffers when it is over."""
         replaced = set(updates.values())
 
         def alone(root: Root) -> bool:
             return root not in main.foreign and seen[root] == 1 and (isinstance(root, int) or root[0] in replaced)
 
-        return frozenset((i,) for k, i in updates.items() if all(alone(r) for part in outputs[k] for r in part.roots))
+        return frozenset(
+            (i,) for k, i in updates.items() if all(p.plain and all(map(alone, p.roots)) for p in outputs[k])
+        )
 
     def _hand_over(self, program: Function) -> None:
         """What all calls of a function hand over is its own. What a callee calls gets nothing."""

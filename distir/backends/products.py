@@ -41,8 +41,10 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, transposed: bool = False) -> torch.Tensor:
-    """a @ b of matrices, or a @ b.T, plus c, if there is one, which may be a row."""
+    """a @ b of matrices, or a @ b.T, plus c, if there is one, which may be a row; then `a` may be many matrices."""
     if not _is_worth_it(a, b):
+        if a.ndim > 2:
+            return torch.nn.functional.linear(a, b if transposed else b.t(), c)
         b = b.t() if transposed else b
         return torch.mm(a, b) if c is None else torch.addmm(c, a, b)
     b = b if transposed else b.t()

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from distir.backends.buckets import by_member
 from distir.backends.clock import Clock
 from distir.executor.labels import (
     COMMUNICATION,
@@ -48,8 +49,8 @@ from distir.ops.comm import ALONG_AXIS
 from distir.transforms.project import device_at, transfer
 
 if TYPE_CHECKING:
+    from distir.backends.body import Body
     from distir.backends.comm import Network
-    from distir.backends.lowering import Body
 
 RECORDED = 5
 """So many steps are recorded: those after the first, which warms up; the first if there is no other."""
@@ -108,11 +109,12 @@ class Profiler:
         begin = f"begin = {body.bind('now', self.clock.now)}()"
         if op.callee is not None:
             number = self._add(Entry(op.callee.name, FUNCTION, COMPUTE, {"microbatch": op.attributes.get("mb")}))
-        elif op.outputs and op.outputs[0] in body.pending:
+        elif op.outputs and op.outputs[0] in body.waits:
             entry, handle = Entry(name, ISSUE, COMPUTE, args), body.var(op.outputs[0])
             waits = entry._replace(category=WAIT), entry._replace(category=COMMUNICATION, stream=stream)
             number = self._add(entry, *waits)
-            return [begin, *lines, f"{handle} = {body.bind('issued', self.issued)}({number}, begin, {handle}, t)"]
+            issued = self.issued if isinstance(body.waits[op.outputs[0]], int) else self.issued_bundle
+            return [begin, *lines, f"{handle} = {body.bind('issued', issued)}({number}, begin, {handle}, t)"]
         elif args.get("side") == SEND:
             entry = Entry(name, ISSUE, COMPUTE, args)
             number = self._add(entry, entry._replace(category=COMMUNICATION, stream=stream))
@@ -176,6 +178,11 @@ class Profiler:
             return result
 
         return wait
+
+    def issued_bundle(self, number: int, begin: Any, pending: Sequence[Callable[[], Any]], moment: int | None) -> Any:
+        """The same for what gives the members of a bundle: the first that is asked for waits for all."""
+        wait = self.issued(number, begin, lambda: [member() for member in pending], moment)
+        return by_member(lambda: wait, len(pending))()
 
     def sent(self, number: int, begin: Any, moment: int | None) -> None:
         """Note what is sent, and not waited for."""

@@ -17,6 +17,7 @@ from distir.backends.clock import Clock
 from distir.backends.comm import all_gather
 from distir.backends.epochs import Epochs, Lap, Laps
 from distir.backends.layout import movable
+from distir.backends.malloc import keep_freed
 from distir.backends.memory import agreed_on
 from distir.backends.pieces import Coord, digest
 from distir.backends.profile import Profiler
@@ -76,6 +77,7 @@ def execute(
 
     Raises WorkerError if the ranks have different programs, UsageError if a checkpoint cannot be written or read.
     """
+    keep_freed()
     agree(digest(program) + first.to_bytes(8), "would run another plan than rank 0", device)
     recorder = None if record is None else Recorder(Path(record), rank, own_array)
     profiler = None if profile is None else Profiler(program, rank, device, Path(profile), first, steps)

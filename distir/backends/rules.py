@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distir.backends import buckets
 from distir.backends.bundles import bundle_starter
 from distir.backends.layout import combine, merge
 from distir.backends.routes import receiver, sender
@@ -18,7 +19,6 @@ from distir.ir.errors import ModelError
 from distir.ir.function import Function, Op, Value
 from distir.ir.kept import kept
 from distir.ir.type import Partial, Shard, Tensor, Tuple
-from distir.ops.comm import ALONG_AXIS
 
 if TYPE_CHECKING:
     from distir.backends.body import Body
@@ -36,21 +36,6 @@ def digit_of(t: Tensor, axis: int) -> tuple[int, int]:
     if not isinstance(p, Shard):
         raise ModelError(f"expected Shard along {t.mesh.axes[axis]!r}, got {t}")
     return p.dim, t.mesh.sizes[axis]
-
-
-def passes(op: Op) -> bool:
-    """Whether the result of a communication op is its operand: along an axis, if there is one device, or if it is a
-    sum over time, which is complete.
-    """
-    name = op.spec.name
-    if name not in ALONG_AXIS and name != "LocalSlice":
-        return name in ("Restrict", "After")
-    t, axis = op.inputs[0].type, op.attributes["axis"]
-    mesh = t.device
-    if not isinstance(mesh, Mesh):
-        return False
-    over_time = mesh.time == mesh.position(axis) and isinstance(t, Tensor) and isinstance(t.on(axis), Partial)
-    return mesh.size(axis) == 1 or over_time
 
 
 def _along_axis(b: Body, op: Op) -> None:
@@ -80,12 +65,15 @@ def _starter(b: Body, name: str, before: Tensor, after: Tensor, axis: str) -> Ca
 
 
 def _bundle_along_axis(b: Body, op: Op) -> None:
-    """A collective on a bundle of tensors."""
+    """A collective on a bundle of tensors: on the buffer in which they lie, else on one that they are copied into."""
     before, after, axis = op.inputs[0].type, op.outputs[0].type, op.attributes["axis"]
     if not isinstance(before, Tuple) or not isinstance(after, Tuple):
         raise ModelError(f"expected bundles, got {op}")
-    name = f"bundle_{op.spec.name[3:].lower()}_{axis}"
-    start = b.bind(name, bundle_starter(b.network, op.spec.name, before, after, axis))
+    if (bucket := buckets.bucket_of(b, op)) is not None:
+        buckets.reduce(b, op, bucket)
+        return
+    start = buckets.by_member(bundle_starter(b.network, op.spec.name, before, after, axis), len(after.types))
+    start = b.bind(f"bundle_{op.spec.name[3:].lower()}_{axis}", start)
     b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
 
 
@@ -171,13 +159,13 @@ def _accumulate(b: Body, op: Op) -> None:
         add = b.bind("accumulate", accumulator(t, owned))
         b.assign(op, f"{add}({b.use(total)}, {b.use(x)})")
         return
-    names = f"{b.use(total)}, {b.use(x)}"
+    names, place = f"{b.use(total)}, {b.use(x)}", b.place(op.outputs[0])
     add = b.bind("maximum" if _is_max(t) else "add", torch.maximum if _is_max(t) else torch.add)
-    if not owned:
-        b.assign(op, f"{add}({names})")
-        return
-    b.lines.append(f"{add}({names}, out={b.use(total)})")
-    b.take_over(op.outputs[0], total)
+    if place is None and owned:
+        b.lines.append(f"{add}({names}, out={b.use(total)})")
+        b.take_over(op.outputs[0], total)
+    else:
+        b.assign(op, f"{add}({names})" if place is None else f"{add}({names}, out={place})")
 
 
 def accumulator(t: Tuple, owned: bool) -> Callable[[Any, Any], Any]:
@@ -198,16 +186,6 @@ def _is_max(t: Tensor) -> bool:
     return isinstance(p, Partial) and p.kind == "max"
 
 
-def _pack(b: Body, op: Op) -> None:
-    b.assign(op, f"({''.join([f'{b.use(v)}, ' for v in op.inputs]).rstrip()})")
-
-
-def _unpack(b: Body, op: Op) -> None:
-    if op.outputs:
-        row = "".join(f"{b.var(v)}, " for v in op.outputs)
-        b.lines.append(f"{row}= {b.use(op.inputs[0])}")
-
-
 _TRANSFERS: dict[str, Callable[[Body, Op], None]] = {
     "MPISend": _send,
     "MPIRecv": _receive,
@@ -220,6 +198,6 @@ RULES: dict[str, Callable[[Body, Op], None]] = {
     "LocalSlice": _slice,
     **{name: _posted(rule) for name, rule in _TRANSFERS.items()},
     "Accumulate": _accumulate,
-    "Pack": _pack,
-    "Unpack": _unpack,
+    "Pack": buckets.pack,
+    "Unpack": buckets.unpack,
 }

@@ -133,8 +133,8 @@ class TorchRank:
         with torch.inference_mode(), double_scalars():
             results = self.lowered.call(args, None)
             outputs = {
-                k: x() if j in self.lowered.pending else x
-                for j, (k, x) in enumerate(zip(self.mine.outputs, results, strict=True))
+                k: x() if waits else x
+                for k, x, waits in zip(self.mine.outputs, results, self.lowered.waits, strict=True)
             }
             self.drain()
         for k, x in outputs.items():

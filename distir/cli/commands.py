@@ -136,22 +136,33 @@ def simulate(args: argparse.Namespace) -> None:
 def show(args: argparse.Namespace) -> None:
     """`distir show`."""
     planned = any(getattr(args, f.name) is not None for f in dataclasses.fields(Plan))
-    default = "rank" if args.rank is not None else "distributed" if planned else "training" if args.loss else "imported"
+    of_rank = "--rank" if args.rank is not None else "--python" if args.python else None
+    default = "rank" if of_rank else "distributed" if planned else "training" if args.loss else "imported"
     stage = args.stage or default
     if stage == "training" and not args.loss:
         raise UsageError("the training step needs a loss", "--loss cross-entropy")
-    if args.rank is not None and stage != "rank":
-        raise UsageError(f"--rank is for --stage rank, not {stage}")
+    if of_rank and stage != "rank":
+        raise UsageError(f"{of_rank} is for --stage rank, not {stage}")
     if stage == "imported":
         args.loss = None
     with Progress("compiling"):
-        function = _stage(model_of(args, stage), _plan(args), stage, args.rank or 0)
+        model, plan = model_of(args, stage), _plan(args)
+        shown = _python(model, plan, args.rank or 0) if args.python else _stage(model, plan, stage, args.rank or 0)
     if args.json:
         from distir.ir import pformat
 
-        print_json({"stage": stage, "program": pformat(function)})
+        found = {"python": shown} if isinstance(shown, str) else {"program": pformat(shown)}
+        print_json({"stage": stage, **found})
+    elif isinstance(shown, str):
+        print(shown, end="")
     else:
-        print_program(function)
+        print_program(shown)
+
+
+def _python(model: Model, plan: Plan, rank: int) -> str:
+    from distir.backends.torch import python_source
+
+    return python_source(distribute(model, plan), rank)
 
 
 def _stage(model: Model, plan: Plan, stage: str, rank: int) -> Function:

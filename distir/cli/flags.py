@@ -126,6 +126,9 @@ def _show(commands: Any) -> None:
     stages = ("imported", "training", "distributed", "rank")
     parser.add_argument("--stage", choices=stages, help="default: as far as the other flags say")
     parser.add_argument("--rank", type=_at_least(0), metavar="N", help="what this rank runs")
+    parser.add_argument(
+        "--python", action="store_true", help="the Python that a rank runs over torch; default: rank 0's"
+    )
 
 
 def _schedule(commands: Any) -> None:

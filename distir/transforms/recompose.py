@@ -7,7 +7,7 @@
     %m = MatMulGradWeight(%x, %d)
     %g = Transpose(%m, perm=(1, 0))      %g = MatMulGradWeight(%d, %x)
 
-The result is for executors: that a Gemm is split is nothing its placement rule would allow.
+The result is for executors: the first operand may have more dims than a Gemm's has, and no placement rule is asked.
 """
 
 from __future__ import annotations
@@ -62,11 +62,14 @@ def _swaps(op: Op) -> bool:
 
 
 def _fit(matmul: Op, bias: Value, result: Value) -> bool:
-    """Whether, on what one device holds, all are matrices of floats, the bias one of the result's shape or a row."""
+    """Whether, on what one device holds, all are matrices of floats, and the bias one of the result's shape or a row.
+
+    With a row, the first may be many matrices.
+    """
     shapes: list[tuple[int, ...]] = []
     for v in (*matmul.inputs, *matmul.outputs, bias, result):
         if not isinstance(v.type, Tensor) or not v.type.dtype.floating:
             return False
         shapes.append(v.type.shape)
     a, b, product, c, y = shapes
-    return len(a) == len(b) == 2 and product == y and c in (y, y[1:])
+    return len(a) >= 2 and len(b) == 2 and product == y and (c == y[-1:] or (c == y and len(y) == 2))
