@@ -101,6 +101,11 @@ class Lowering:
             lowered = self.done[function, waits] = Lowered(name, *body.lower(name))
         return lowered
 
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether communication buffers may be kept from step to step, by functions that a step calls once."""
+        return self._ownership is not None and self._ownership.keeps_buffers
+
     def source(self) -> str:
         """All the Python there is, callees first."""
         return "\n\n".join(lowered.source for lowered in self.done.values())

@@ -4,6 +4,7 @@ be, compute what the sequential program does, and leave what was given to them a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,26 @@ from hypothesis import strategies as st
 from distir.backends.torch import TorchRank, own_array
 from distir.executor.collectives import join
 from distir.executor.sequential import SequentialExecutor, unfit
+from distir.importer import import_from_onnx
 from distir.ir import Function
-from distir.ir.device import Mesh
+from distir.ir.device import Device, Mesh
 from distir.ir.errors import InfeasibleError
-from distir.ir.type import Tensor
+from distir.ir.function import FunctionMaker, Role
+from distir.ir.type import REPLICATE, Float64, Shard, Tensor
+from distir.transforms.precision import with_dtype
+from distir.transforms.training import training_step
 from tests.backends.threads import World
 from tests.transforms.programs import (
     ADAMW,
+    BATCH,
+    EXAMPLES,
     MOMENTUM,
     TOLERANCE,
     Plan,
     Program,
     distributed,
     error,
+    imported_mlp,
     small_gpt,
 )
 from tests.transforms.random_programs import BLOCKS, LARGE, random_plans, random_programs
@@ -57,8 +65,10 @@ def sequential(program: Program) -> list[list[np.ndarray]]:
     return rows
 
 
-def on_ranks(program: Program, main: Function, size: int) -> tuple[list[list[np.ndarray]], Counter[str]]:
-    """The outputs of each step, whole, and what the Python of all ranks does how often."""
+def on_ranks(
+    program: Program, main: Function, size: int, look: Callable[[TorchRank], object] = id
+) -> tuple[list[list[np.ndarray]], Counter[str]]:
+    """The outputs of each step, whole, and what the Python of all ranks does how often; `look` sees each rank."""
     world = World(size)
     with pytest.MonkeyPatch.context() as patch:
         world.install(patch)
@@ -69,17 +79,22 @@ def on_ranks(program: Program, main: Function, size: int) -> tuple[list[list[np.
             held = dict(engine.values)
             given = {k: own_array(x) for k, x in held.items()}
             steps: list[dict[int, np.ndarray]] = []
+            got: list[dict[int, torch.Tensor]] = []
             for _ in range(STEPS):
-                outputs = engine.step()
-                steps.append({k: own_array(x) for k, x in outputs.items()})
+                got.append(engine.step())
+                steps.append({k: own_array(x) for k, x in got[-1].items()})
                 for k in given.keys() - set(engine.updates.values()):
                     assert engine.values[k] is held[k]
                     np.testing.assert_array_equal(own_array(held[k]), given[k])
+            for outputs, before in zip(got, steps, strict=True):  # only the updates may have been overwritten
+                for k in outputs.keys() - engine.updates.keys():
+                    np.testing.assert_array_equal(own_array(outputs[k]), before[k])
             return engine, steps
 
         ranks = world.run(work)
     seen = Counter[str]()
     for engine, _ in ranks:
+        look(engine)
         source = engine.source()
         seen.update({word: source.count(word) for word in ("out=", "_(", "bucket", "linear(", "sgd", "clone(")})
     return [
@@ -96,12 +111,12 @@ def whole(main: Function, k: int, ranks: list[tuple[TorchRank, dict[int, np.ndar
     return unfit(x, main.sources.get(v))
 
 
-def compared(program: Program, plan: Plan) -> Counter[str]:
+def compared(program: Program, plan: Plan, look: Callable[[TorchRank], object] = id) -> Counter[str]:
     try:
         main = distributed(program, plan).program
     except InfeasibleError:
         return Counter()
-    got, seen = on_ranks(program, main, len(plan.devices))
+    got, seen = on_ranks(program, main, len(plan.devices), look)
     for step, (a, b) in enumerate(zip(got, sequential(program), strict=True)):
         if max(np.abs(x).max(initial=0.0) for x in b) > 1e3:
             break  # it diverges, and so does rounding
@@ -129,6 +144,57 @@ def test_random_programs_on_random_plans() -> None:
 def test_optimizers(plan: Plan, optimizer: Any) -> None:
     seen = compared(small_gpt(optimizer=optimizer), plan)
     assert seen["clone("] == 0
+
+
+def test_buffers_are_kept_if_nothing_is_left_in_them() -> None:
+    for gradients in (False, True):
+        p = imported_mlp()
+        forward = import_from_onnx(EXAMPLES / "mlp.onnx", dims={"batch": BATCH})[0]
+        step = with_dtype(training_step(forward, "mse", MOMENTUM, gradients=gradients), Float64)
+        arrays = {v.name: x for v, x in zip(p.function.inputs, p.arrays, strict=True)}
+        program = Program(step, [arrays[v.name] for v in step.inputs])
+        plan = Plan(dp=2, bucket_mb=0.01)
+        kept: set[bool] = set()
+        seen = compared(program, plan, lambda engine, kept=kept: kept.add(engine.lowering.keeps_buffers))
+        assert seen["bucket"] > 2
+        assert kept == {not gradients}
+
+
+def test_a_function_that_is_called_twice_keeps_no_buffer() -> None:
+    mesh = Mesh([Device("cpu", k) for k in range(2)], {"mb": 2, "dp": 2}, "stage0")
+    t = Tensor.whole(Float64, (8, 3), mesh, (REPLICATE, Shard(0, 2)))
+    body = FunctionMaker("body")
+    x = body.emit("LocalSlice", body.add_input_value("x", t), axis="mb", dim=0)
+    sums = [body.emit("ReduceSum", y, axes=(0,), keepdims=0) for y in (x, body.emit("Exp", x))]
+    bundle = body.emit("MPIAllreduce", body.emit("Pack", *sums), axis="dp")
+    body.set_outputs(body.emit("Unpack", bundle))
+    callee, f = body.finalize(), FunctionMaker("main")
+    x = f.add_input_value("x", t)
+    first, second = [f.add_op("Call", None, [x], {"mb": k}, [callee]) for k in range(2)]
+    totals = [f.emit("Accumulate", a, b) for a, b in zip(first, second, strict=True)]
+    f.set_outputs([f.emit("MPIAllreduce", v, axis="mb") for v in totals])
+    program = Program(f.finalize(), [np.arange(24.0).reshape(8, 3) / 24])
+    got, seen = on_ranks(program, program.function, 2)
+    assert seen["bucket"] == 2
+    for row in got:
+        assert error(row, program.results()) <= TOLERANCE
+
+
+def test_what_is_given_twice_is_not_overwritten() -> None:
+    """An output that is a view of what replaces an input, and two inputs that are replaced by one memory."""
+    f = FunctionMaker()
+    t = Tensor(Float64, (2, 3))
+    a, b, c = [f.add_input_value(n, t, Role("state")) for n in "abc"]
+    x = f.add_input_value("x", t, Role("constant"))
+    new = f.emit("Add", a, x)
+    turned = f.emit("Reshape", new, shape=(3, 2))
+    same, other = f.emit("Reshape", turned, shape=(2, 3)), f.emit("Exp", f.emit("Neg", f.emit("Add", b, c)))
+    f.set_outputs([new, same, other, turned])
+    f.updates = {new: a, same: b, other: c}
+    program = Program(f.finalize(), [np.full((2, 3), float(k + 1)) for k in range(4)])
+    got, _ = on_ranks(program, program.function, 1)
+    for k, (xs, ys) in enumerate(zip(got, sequential(program), strict=True)):
+        assert error(xs, ys) <= TOLERANCE, k
 
 
 @pytest.mark.slow
