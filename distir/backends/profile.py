@@ -106,7 +106,8 @@ class Profiler:
         if op.callee is None and op.spec.comm is None:
             name, joined = self._joined(body, ops, name)
             args |= joined
-        begin = f"begin = {body.bind('now', self.clock.now)}()"
+        now = body.bind("now", self.clock.now)
+        begin = f"begin = {now}()"
         if op.callee is not None:
             number = self._add(Entry(op.callee.name, FUNCTION, COMPUTE, {"microbatch": op.attributes.get("mb")}))
         elif op.outputs and op.outputs[0] in body.waits:
@@ -121,7 +122,7 @@ class Profiler:
             return [begin, *lines, f"{body.bind('sent', self.sent)}({number}, begin, t)"]
         else:
             number = self._add(Entry(name, COMPUTE, COMPUTE, args))
-        return [begin, *lines, f"{body.bind('note', self.notes.extend)}(({number}, begin, now(), t))"]
+        return [begin, *lines, f"{body.bind('note', self.notes.extend)}(({number}, begin, {now}(), t))"]
 
     def _joined(self, body: Body, ops: Sequence[Op], name: str) -> tuple[str, dict[str, Any]]:
         """The name of ops that are done at once, and, if it is not just an op of the program, which of them they do."""
