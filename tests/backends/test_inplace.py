@@ -135,7 +135,7 @@ def test_optimizers_step_whatever_the_strides(turned: bool, dtype: torch.dtype):
             optimizer.step()
         return [w.detach() for w in weights]
 
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {}
+    tolerance: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {}
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
     weights, momenta = tensors(0), [torch.zeros_like(x) for x in tensors(0)]
     for k in range(3):

@@ -72,7 +72,7 @@ class World:
         def finish() -> None:
             if meeting.results is None:
                 meeting.results = results([meeting.brought[r].clone() for r in ranks])
-            out.view(-1).copy_(meeting.results[place].view(-1))
+            out.view(-1).copy_(meeting.results[place].view(-1))  # type: ignore[index]
 
         return _Work(self, lambda: len(meeting.brought) == len(ranks), finish)
 
