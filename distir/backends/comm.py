@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distir.backends.layout import WIDER, merge_front, movable, split_front
+from distir.backends.layout import WIDER, combine, merge_front, movable, split_front
 from distir.backends.memory import Memory, memory_for
 from distir.backends.namespace import torch_dtype
-from distir.backends.transfers import Group, Pending, Transfers, directed_groups, wait
+from distir.backends.transfers import Group, Line, Pending, Transfers, directed_groups, exchange, wait, wait_all
 from distir.executor.collectives import local_outer
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
@@ -38,8 +38,8 @@ class Network:
 
     `devices` are the devices of the plan in the order of ranks; every rank must be given the same program,
     because all create all groups, in the program's order. Without `connect` nothing can be sent. `memory` is where the
-    backend takes tensors from, `directed` whether it needs a group for each direction between two ranks (see
-    `transfers`); without them what the backend of the process group needs.
+    backend takes tensors from, `numbered` whether it tells messages apart by number, as gloo does (see `transfers`);
+    without them as it is for the backend of the process group.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Network:
         device: torch.device,
         connect: bool = True,
         memory: Memory | None = None,
-        directed: bool | None = None,
+        numbered: bool | None = None,
     ) -> None:
         self.rank = rank
         self.memory = memory or memory_for(device)
         self.watch: Callable[[Any], None] | None = None
-        """Is told of the work of every collective when it is started."""
+        """Is told of the work of every collective when it is started. It is to be set before anything else is asked."""
         self.here = devices[rank] if devices else None
         self.number = {d: k for k, d in enumerate(devices)}
         self._groups: dict[tuple[int, ...], Group] = {tuple(range(len(devices))): None}
@@ -64,11 +64,11 @@ class Network:
                 members = tuple(sorted(ranks))
                 if members not in self._groups:
                     self._groups[members] = _new_group(members) if connect else None
-        if directed is None:
-            directed = connect and dist.is_initialized() and dist.get_backend() == "nccl"
-        self.transfers = Transfers(
-            rank, self.memory, directed_groups(program, self.number, _new_group) if directed else None
-        )
+        if numbered is None:
+            numbered = not (connect and dist.is_initialized()) or dist.get_backend() == "gloo"
+        self.numbered = numbered
+        channels = None if numbered else directed_groups(program, self.number, _new_group)
+        self.transfers = Transfers(rank, self.memory, channels)
 
     def coordinate(self, mesh: Mesh) -> tuple[int, ...]:
         """Where this rank is in the mesh, 0 along its time axis. Raises ModelError if it is not in it."""
@@ -76,13 +76,17 @@ class Network:
             raise ModelError(f"a program on no device has no place in {mesh}")
         return coordinate(mesh, self.here)
 
-    def _group(self, mesh: Mesh, axis: str) -> tuple[Group, list[int] | None]:
-        """This rank's group along an axis, and the place in it, which is in the order of ranks, of each index along the
-        axis; None if each is at its own."""
+    def _group(self, mesh: Mesh, axis: str) -> Line:
+        """The ranks along an axis, this among them."""
         place = mesh.devices.index(self.here) if self.here is not None else 0
         ranks = [self.number[d] for d in mesh.group(axis, place)]
         members = sorted(ranks)
-        return self._groups[tuple(members)], None if ranks == members else [members.index(r) for r in ranks]
+        places = None if ranks == members else [members.index(r) for r in ranks]
+        return Line(self._groups[tuple(members)], ranks, ranks.index(self.rank), places)
+
+    def _exchanges(self) -> bool:
+        """Whether parts are sent straight from rank to rank: nobody tells when that is complete."""
+        return self.numbered and self.watch is None
 
     def _started(self, work: Any) -> Any:
         if self.watch is not None and work is not None:
@@ -93,7 +97,7 @@ class Network:
 
     def allreduce(self, before: Tensor, axis: str, own: bool = False) -> Callable[[torch.Tensor], Pending]:
         """Partial to Replicate; an operand of its `own` is reduced in place."""
-        memory, (group, _) = self.memory, self._group(before.mesh, axis)
+        memory, group = self.memory, self._group(before.mesh, axis).group
         kind, n = _partial(before, axis).kind, before.mesh.size(axis)
         narrow = torch_dtype(before.dtype)
         wider = WIDER.get(narrow)
@@ -112,17 +116,21 @@ class Network:
 
     def allgather(self, before: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
         """Shard to Replicate."""
-        memory, (group, places) = self.memory, self._group(before.mesh, axis)
+        memory, line = self.memory, self._group(before.mesh, axis)
         dim, outer, n = digit(before, axis)
+        exchanges = self._exchanges()
 
         def start(x: torch.Tensor) -> Pending:
             x = memory.lent(x)
             out = memory.empty((n, *x.shape), x.dtype)
-            work = self._started(all_gather(movable(out), movable(x), group=group, async_op=True))
+            if exchanges:
+                works = exchange(out, [x] * n, line)
+            else:
+                works = [self._started(all_gather(movable(out), movable(x), group=line.group, async_op=True))]
 
             def finish() -> torch.Tensor:
-                wait(work)
-                return merge_front(_at(memory.back(out), places), dim, outer)
+                wait_all(works)
+                return merge_front(_at(memory.back(out), None if exchanges else line.places), dim, outer)
 
             return finish
 
@@ -130,25 +138,37 @@ class Network:
 
     def reduce_scatter(self, before: Tensor, after: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
         """Partial to Shard."""
-        memory, (group, places) = self.memory, self._group(before.mesh, axis)
+        if not self._exchanges():
+            return self._reduce_scatter(before, after, axis)
+        memory, line = self.memory, self._group(before.mesh, axis)
+        kind, (dim, outer, n) = _partial(before, axis).kind, digit(after, axis)
+
+        def start(x: torch.Tensor) -> Pending:
+            parts = memory.lent(split_front(x, dim, outer, n))
+            got = memory.empty(parts.shape, parts.dtype)
+            works = exchange(got, parts.unbind(), line)
+
+            def finish() -> torch.Tensor:
+                wait_all(works)
+                return combine(memory.back(got).unbind(), kind)
+
+            return finish
+
+        return start
+
+    def _reduce_scatter(self, before: Tensor, after: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
+        """The same by the backend."""
+        memory, line = self.memory, self._group(before.mesh, axis)
         kind, (dim, outer, n) = _partial(before, axis).kind, digit(after, axis)
         narrow = torch_dtype(before.dtype)
         wider = WIDER.get(narrow)
-        index = self.coordinate(before.mesh)[before.mesh.position(axis)]
-        mine = index if places is None else places[index]
 
         def start(x: torch.Tensor) -> Pending:
-            parts = _to(split_front(x, dim, outer, n), places)
+            parts = _to(split_front(x, dim, outer, n), line.places)
             parts = memory.lent(parts if wider is None else parts.to(wider))
             out = memory.empty(parts.shape[1:], parts.dtype)
-            try:
-                work = reduce_scatter(out.view(-1), parts.view(-1), _OPS[kind], group=group, async_op=True)
-            except RuntimeError as e:  # gloo has it since torch 2.8
-                if "does not support" not in str(e):
-                    raise
-                parts = parts.clone()
-                work, out = dist.all_reduce(parts, _OPS[kind], group, async_op=True), parts[mine]
-            self._started(work)
+            rows = out.view(-1), parts.view(-1)
+            work = self._started(reduce_scatter(*rows, _OPS[kind], group=line.group, async_op=True))
 
             def finish() -> torch.Tensor:
                 wait(work)
@@ -160,17 +180,23 @@ class Network:
 
     def alltoall(self, before: Tensor, after: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
         """Shard of one dim to Shard of another."""
-        memory, (group, places) = self.memory, self._group(before.mesh, axis)
+        memory, line = self.memory, self._group(before.mesh, axis)
         dim, outer, n = digit(before, axis)
         to_dim, to_outer, _ = digit(after, axis)
+        exchanges = self._exchanges()
+        places = None if exchanges else line.places
 
         def start(x: torch.Tensor) -> Pending:
             parts = memory.lent(_to(split_front(x, to_dim, to_outer, n), places))
             out = memory.empty(parts.shape, parts.dtype)
-            work = self._started(dist.all_to_all_single(movable(out), movable(parts), group=group, async_op=True))
+            if exchanges:
+                works = exchange(out, parts.unbind(), line)
+            else:
+                rows = movable(out), movable(parts)
+                works = [self._started(dist.all_to_all_single(*rows, group=line.group, async_op=True))]
 
             def finish() -> torch.Tensor:
-                wait(work)
+                wait_all(works)
                 return merge_front(_at(memory.back(out), places), dim, outer)
 
             return finish

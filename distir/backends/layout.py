@@ -36,8 +36,10 @@ def movable(x: torch.Tensor) -> torch.Tensor:
 
 
 def combine(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
-    """The sum, maximum or mean of tensors, in order."""
-    total = parts[0]
-    for x in parts[1:]:
-        total = torch.maximum(total, x) if kind == "max" else total + x
-    return total / len(parts) if kind == "mean" else total
+    """The sum, maximum or mean of tensors, in order, as a new one if there are several."""
+    if len(parts) == 1:
+        return parts[0]
+    total = torch.maximum(parts[0], parts[1]) if kind == "max" else parts[0] + parts[1]
+    for x in parts[2:]:
+        total = torch.maximum(total, x, out=total) if kind == "max" else total.add_(x)
+    return total.div_(len(parts)) if kind == "mean" else total

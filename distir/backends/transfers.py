@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,12 @@ def wait(work: Any) -> None:
         work.wait()
 
 
+def wait_all(works: list[Any]) -> None:
+    """Wait for each, once: gloo would wait for a second message."""
+    while works:
+        wait(works.pop())
+
+
 @dataclass(slots=True)
 class _Issue:
     """A send or receive: `bytes` are free once it has gone, `works` is what to wait for, once, of all its batch.
@@ -55,8 +61,7 @@ class _Issue:
     works: list[Any] | None = None
 
     def wait(self) -> None:
-        while self.works:
-            wait(self.works.pop())
+        wait_all(self.works or [])
 
 
 class Transfers:
@@ -124,6 +129,34 @@ class Transfers:
         self.post()
         while self._sent:
             self._forget()
+
+
+class Line(NamedTuple):
+    """The ranks that meet along a mesh axis, in its order; `index` is the place of this one.
+
+    `places`: where in `group`, which is in the order of ranks, each of them is; None if at its own place.
+    """
+
+    group: Group
+    ranks: list[int]
+    index: int
+    places: list[int] | None
+
+
+_EXCHANGE = 1 << 30
+"""The number of messages between ranks that meet: no other has it."""
+
+
+def exchange(out: torch.Tensor, rows: Sequence[torch.Tensor], line: Line) -> list[Any]:
+    """Send `rows[k]`, contiguous, to the rank at k of a line, and receive `out[k]` from it; gives what to wait for.
+
+    gloo's own gathers, and reductions to parts, pass everything round all ranks, which costs up to three times as much.
+    """
+    others = [(k, r) for k, r in enumerate(line.ranks) if k != line.index]
+    works = [dist.irecv(out[k], r, line.group, _EXCHANGE) for k, r in others]
+    works += [dist.isend(rows[k], r, line.group, _EXCHANGE) for k, r in others]
+    out[line.index].copy_(rows[line.index])
+    return works
 
 
 def directions(program: Function, number: Mapping[Device, int]) -> list[tuple[int, int]]:
