@@ -66,8 +66,9 @@ class Plans:
         work = {"model": self.model, "sizes": self.sizes, "batch": BATCH[self.model], "lr": RATE[self.model]}
         return Entry(script, work, told)
 
-    def ours(self, name: str, **plan: Any) -> str:
-        self.entries[name] = self.entry("ours", {"model": str(self.file), "plan": plan})
+    def ours(self, name: str, mkl: bool = False, **plan: Any) -> str:
+        """A plan of distir's; `mkl`: with the products of matrices by MKL, as the peers have them."""
+        self.entries[name] = self.entry("ours", {"model": str(self.file), "plan": plan, "mkl": mkl})
         return name
 
     def peer(self, name: str, script: str, told: Mapping[str, Any]) -> str:
@@ -98,9 +99,9 @@ def data_parallel(plans: Plans) -> None:
     tuned = plans.peer("DDP tuned", "ddp", settings.DDP[model][0])
     plans.row("ddp", ours, default, 1.15 if model == "mlp" else None)
     plans.row("ddp", ours, tuned, 1.08 if model == "mlp" else 1.0)
-    if _has_zero():
-        zero = plans.ours("dp 2, zero 3", dp=2, zero=3)
-        plans.row("fsdp", zero, plans.peer("FSDP2", "fsdp", settings.FSDP[model][0]), 1.3)
+    plans.row("ddp", plans.ours("dp 2, MKL", mkl=True, dp=2), tuned, None)
+    zero = plans.ours("dp 2, zero 3", dp=2, zero=3)
+    plans.row("fsdp", zero, plans.peer("FSDP2", "fsdp", settings.FSDP[model][0]), 1.3)
 
 
 def pipelines(plans: Plans) -> None:
@@ -108,10 +109,11 @@ def pipelines(plans: Plans) -> None:
     for schedule, name in settings.SCHEDULES.items():
         chunks = 2 if schedule == "interleaved" else 1
         plan = {"pp": 2, "microbatches": MICROBATCHES, "schedule": schedule, "chunks": chunks}
-        ours = plans.ours(schedule, **plan)
         told = settings.PIPELINE[plans.model, schedule][0]
         peer = plans.peer(name, "pipelining", {"schedule": name, "microbatches": MICROBATCHES, **told})
-        plans.row("pipeline", ours, peer, 1.15 if plans.model == "mlp" else 1.0)
+        plans.row("pipeline", plans.ours(schedule, **plan), peer, 1.15 if plans.model == "mlp" else 1.0)
+        if schedule == "1f1b":
+            plans.row("pipeline", plans.ours("1f1b, MKL", mkl=True, **plan), peer, None)
 
 
 def model_parallel(plans: Plans) -> None:
@@ -133,14 +135,6 @@ def candidates(model: str, small: bool, folder: Path) -> Iterator[Plans]:
         for name in names[1:]:
             plans.row(script.replace("pipelining", "pipeline"), names[0], name, None)
         yield plans
-
-
-def _has_zero() -> bool:
-    from dataclasses import fields
-
-    from distir import Plan
-
-    return any(f.name == "zero" for f in fields(Plan))
 
 
 @dataclass
@@ -263,8 +257,6 @@ def _tell(args: Any, results: Sequence[Result], losses: Mapping[str, Any], predi
     print(f"\n{table(['loss', 'first step', f'step {CHECKED_STEPS}'], checked)}")
     if predicted:
         print(f"\n{table(['predicted', 'ms', 'speed-up'], predicted)}")
-    if not _has_zero():
-        print("\nnot built: ZeRO-3, so no comparison with FSDP2")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """distir, as one of torchrun's processes: `distir.run`, whose data wait for this competitor's turn.
 
-Settings: `model`, the ONNX file; `plan`, keywords of `distir.Plan`.
+Settings: `model`, the ONNX file; `plan`, keywords of `distir.Plan`; `mkl`: matrices are multiplied as torch does by
+itself, as for the peers, not by what distir takes to be the quicker library.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from turns import Turns, arguments
 
 import distir
 from distir.api.data import Data
+from distir.backends import products
 from distir.ir.function import Value
 from distir.transforms.training import SGD
 
@@ -37,6 +39,8 @@ class Waiting(Data):
 
 def main() -> None:
     work, settings = arguments()
+    if settings["mkl"]:
+        products.has_quicker = lambda: False
     loss = "mse" if work.model == "mlp" else "cross-entropy"
     model = distir.load(settings["model"], {"batch": work.batch}, loss=loss, optimizer=SGD(work.lr))
     turns = Turns()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 RANKS = 2
 CHECKED_STEPS = 5
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 1200.0
 
 
 class Entry(NamedTuple):
