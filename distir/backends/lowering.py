@@ -29,6 +29,7 @@ from distir.backends.inplace import in_place
 from distir.backends.kernels import Kernel
 from distir.backends.namespace import TorchNamespace
 from distir.backends.native import implementation
+from distir.backends.optimizers import put_together
 from distir.backends.ownership import Ownership, Share
 from distir.backends.profile import Profiler
 from distir.backends.trace import trace
@@ -91,12 +92,12 @@ class Lowering:
         replace inputs before the next step, and of these. `waits` says which inputs come before they are there.
         """
         if self._ownership is None:
-            self._ownership = Ownership(function, self._shares, recompose, updates or {})
+            self._ownership = Ownership(function, self._shares, _body, updates or {})
         owned, waits = self._ownership, waits or (0,) * len(function.inputs)
         lowered = self.done.get((function, waits))
         if lowered is None:
             kept = owned.keeps_buffers and owned.calls[function] <= 1
-            body = Body(self, function, recompose(function), owned.memory[function], waits, kept)
+            body = Body(self, function, _body(function), owned.memory[function], waits, kept)
             name = self._function_name(function.name)
             lowered = self.done[function, waits] = Lowered(name, *body.lower(name))
         return lowered
@@ -177,6 +178,11 @@ class Lowering:
             return start, 0
         after = (*coord[: device.time], 1, *coord[device.time + 1 :])
         return start, start_of(t, dim, after) - start
+
+
+def _body(function: Function) -> Function:
+    """The function as it is run."""
+    return put_together(recompose(function))
 
 
 def _bytes(values: Sequence[Value]) -> int:

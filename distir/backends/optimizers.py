@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from distir.ir.function import Op
+from distir.ir.function import Function, Op, Value
+from distir.ir.kept import kept
 
 Row = list[torch.Tensor]
 _is_contiguous = torch.Tensor.is_contiguous
@@ -100,6 +101,29 @@ _FUSED: dict[str, Callable[..., None]] = {"SGD": sgd, "AdamW": adamw}
 def steps_together(op: Op) -> bool:
     """Whether several of this op may be one call."""
     return op.spec.name in _FUSED and not op.attributes.get("dampening")
+
+
+@kept
+def put_together(function: Function) -> Function:
+    """The function with its optimizers put off until what they give is used: they then follow one another, although
+    weights are cut and gradients come in between.
+    """
+    ops: list[Op] = []
+    waiting: list[Op] = []
+    made: set[Value] = set()
+    for op in function.ops:
+        if steps_together(op) and made.isdisjoint(op.inputs):
+            waiting.append(op)
+            made.update(op.outputs)
+            continue
+        if not made.isdisjoint(op.inputs):
+            ops += waiting
+            waiting, made = [], set()
+        ops.append(op)
+    ops += waiting
+    if ops == list(function.ops):
+        return function
+    return Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources)
 
 
 def update(op: Op) -> Callable[..., None]:

@@ -172,7 +172,9 @@ class Memory:
             return [self._union(read)]
         if op.spec.name not in ALONG_AXIS:  # a send may be under way until the step ends
             self.foreign.update(r for part in read for r in part.roots)
-        return [_mapped(self._new(v.type), lambda own: self._union([own, *read])) for v in op.outputs]
+        if op.outputs and isinstance(op.outputs[0].type, Tuple):  # each member of what the same member is
+            return [tuple([self._union([self._own(), part]) for part in ins[0]])]
+        return [self._union([self._own(), *read]) for _ in op.outputs]
 
     def _new(self, t: Type) -> Parts:
         return tuple([self._new(u) for u in t.types]) if isinstance(t, Tuple) else self._own()

@@ -197,6 +197,13 @@ def test_what_is_given_twice_is_not_overwritten() -> None:
         assert error(xs, ys) <= TOLERANCE, k
 
 
+def test_sharded_optimizers_step_together() -> None:
+    """Although each weight is cut just before its own step; and where the weights are."""
+    seen = compared(imported_mlp(), Plan(dp=2, microbatches=2, overlap=False, zero=2))
+    assert (seen["sgd"], seen["clone("]) == (2, 0)  # one call a rank
+    assert compared(imported_mlp(), Plan(dp=2, zero=1))["clone("] == 0
+
+
 @pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=LARGE, deadline=None)
 @given(st.sampled_from(BLOCKS).flatmap(random_programs), PLANS)
