@@ -110,7 +110,7 @@ class Profiler:
         begin = f"begin = {now}()"
         if op.callee is not None:
             number = self._add(Entry(op.callee.name, FUNCTION, COMPUTE, {"microbatch": op.attributes.get("mb")}))
-        elif op.outputs and op.outputs[0] in body.waits:
+        elif op.spec.bundle is None and op.outputs and op.outputs[0] in body.waits:
             entry, handle = Entry(name, ISSUE, COMPUTE, args), body.var(op.outputs[0])
             waits = entry._replace(category=WAIT), entry._replace(category=COMMUNICATION, stream=stream)
             number = self._add(entry, *waits)
