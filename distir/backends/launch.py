@@ -26,7 +26,7 @@ from distir.backends.held import scratch
 from distir.backends.limits import check_backend, check_memory, check_repeats, joined
 from distir.backends.pieces import Arrays, Whole, by_position, gathered, ship
 from distir.backends.samples import Samples
-from distir.backends.worker import Failure, Job, job_file, log_file
+from distir.backends.worker import Failure, Job, ending, job_file, log_file
 from distir.ir import errors
 from distir.ir.errors import DistirError, UsageError, WorkerError, counted
 from distir.ir.function import Function
@@ -36,6 +36,8 @@ from distir.transforms.project import project_all, ranks
 Data = Callable[[int], Mapping[Any, Any]]
 OnStep = Callable[[int, float, Whole], None]
 
+_START_SECONDS = 60.0
+"""Ranks may take so long to be ready, whatever the timeout: that of a busy host to load torch."""
 _GRACE_SECONDS = 1.0
 """How long after a first failure to wait for others that may say more about the cause."""
 _AHEAD = 2
@@ -190,6 +192,7 @@ class _Run:
 
     def run(self) -> RunResult:
         self.begun = time.monotonic()
+        self.ready, self.patience = 0, max(self.timeout, _START_SECONDS)
         self.folder, held = scratch()
         self.held = [n for n in (held, self.saving and self.saving.lock) if n is not None]
         supervisor: subprocess.Popen[bytes] | None = None
@@ -261,7 +264,7 @@ class _Run:
         heard = failed = time.monotonic()
         while len(self.exits) < self.world:
             now = time.monotonic()
-            limit = failed + _GRACE_SECONDS if self._failed() else heard + self.timeout
+            limit = failed + _GRACE_SECONDS if self._failed() else heard + self.patience
             ready = wait(open_ends, max(0.0, limit - now))
             if not ready and time.monotonic() >= limit:
                 raise self._error()
@@ -291,7 +294,9 @@ class _Run:
             case ("alive",):
                 pass  # it was heard
             case ("ready",):
-                self.result.start_seconds = time.monotonic() - self.begun
+                self.ready += 1
+                if self.ready == self.world:
+                    self.patience, self.result.start_seconds = self.timeout, time.monotonic() - self.begun
             case ("done",) if rank is not None:
                 self.finished.add(rank)
             case ("step", int(step), seconds, outputs, inputs, lap, saved) if rank is not None:
@@ -339,14 +344,14 @@ class _Run:
         killed = {r: c for r, c in self.exits.items() if c and r not in self.failures}
         if killed:
             rank = min(killed, key=lambda r: (killed[r] > 0, r))
-            return WorkerError(f"rank {rank} {_ending(killed[rank])}{self._last_line(rank)}", _STEP_HINT % self._step())
+            return WorkerError(f"rank {rank} {ending(killed[rank])}{self._last_line(rank)}", _STEP_HINT % self._step())
         own = {r: f for r, f in self.failures.items() if not f.peer}
         silent = [r for r in range(self.world) if r not in self.failures and r not in self.exits]
         if not own and (silent or not self.failures):
             names = ", ".join(map(str, silent))
             where = f"step {self._step()}"
             return WorkerError(
-                f"rank{'s' * (len(silent) > 1)} {names} did not answer within {self.timeout:g} s in {where}"
+                f"rank{'s' * (len(silent) > 1)} {names} did not answer within {self.patience:g} s in {where}"
             )
         rank, failure = min((own or self.failures).items())
         kind = getattr(errors, failure.kind, None)
@@ -372,15 +377,6 @@ class _Run:
 
 
 _STEP_HINT = "it was in step %d; a rank that is killed without a word may have run out of memory"
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with status {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def _one_line(text: str) -> str:

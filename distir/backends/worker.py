@@ -60,6 +60,16 @@ class Failure(NamedTuple):
     trace: str
 
 
+def ending(code: int) -> str:
+    """How a process ended, from its exit code."""
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
 def job_file(folder: Path) -> Path:
     return folder / "job.pickle"
 
