@@ -184,7 +184,7 @@ def test_a_run_and_its_prediction_are_lined_up(run: tuple[distir.RunResult, Path
     assert (c.ranks, c.recorded, c.steps) == (4, 2, 1)
     assert result.prediction is not None
     assert c.predicted_step == pytest.approx(result.prediction.step_seconds, abs=1e-8)
-    assert c.measured_step == pytest.approx(min(result.seconds[1:]), rel=0.2)  # those are of the slowest rank
+    assert 0 < c.measured_step <= 1.05 * min(result.seconds[1:])  # a mean over ranks; those are of the slowest
     for share in (*c.predicted, *c.measured):
         assert sum(share[1:5]) == pytest.approx(share.step)
         assert all(x >= 0 for x in share[1:])
