@@ -134,7 +134,7 @@ def _table(name: str, rows: Sequence[Row]) -> list[tuple[str, ...]]:
     for r in rows:
         error = f"{'-' if r.error < 0 else '+'}{seconds(abs(r.error))}"
         ratio = "" if r.ratio is None else f"{r.ratio:.2f}"
-        body.append((r.name, f"{r.count:g}", seconds(r.predicted, r.measured), seconds(r.measured), ratio, error))
+        body.append((r.name, f"{r.count:.3g}", seconds(r.predicted, r.measured), seconds(r.measured), ratio, error))
     return [head, *body]
 
 

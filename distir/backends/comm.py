@@ -55,7 +55,7 @@ class Network:
         self.rank = rank
         self.memory = memory or memory_for(device)
         self.watch: Callable[[Any], None] | None = None
-        """Is told of the work of every collective when it is started. It is to be set before anything else is asked."""
+        """Is told of the work of every collective of the backend's own when it is started."""
         self.here = devices[rank] if devices else None
         self.number = {d: k for k, d in enumerate(devices)}
         self._groups: dict[tuple[int, ...], Group] = {tuple(range(len(devices))): None}
@@ -83,10 +83,6 @@ class Network:
         members = sorted(ranks)
         places = None if ranks == members else [members.index(r) for r in ranks]
         return Line(self._groups[tuple(members)], ranks, ranks.index(self.rank), places)
-
-    def _exchanges(self) -> bool:
-        """Whether parts are sent straight from rank to rank: nobody tells when that is complete."""
-        return self.numbered and self.watch is None
 
     def _started(self, work: Any) -> Any:
         if self.watch is not None and work is not None:
@@ -118,7 +114,7 @@ class Network:
         """Shard to Replicate."""
         memory, line = self.memory, self._group(before.mesh, axis)
         dim, outer, n = digit(before, axis)
-        exchanges = self._exchanges()
+        exchanges = self.numbered
 
         def start(x: torch.Tensor) -> Pending:
             x = memory.lent(x)
@@ -138,7 +134,7 @@ class Network:
 
     def reduce_scatter(self, before: Tensor, after: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
         """Partial to Shard."""
-        if not self._exchanges():
+        if not self.numbered:
             return self._reduce_scatter(before, after, axis)
         memory, line = self.memory, self._group(before.mesh, axis)
         kind, (dim, outer, n) = _partial(before, axis).kind, digit(after, axis)
@@ -183,7 +179,7 @@ class Network:
         memory, line = self.memory, self._group(before.mesh, axis)
         dim, outer, n = digit(before, axis)
         to_dim, to_outer, _ = digit(after, axis)
-        exchanges = self._exchanges()
+        exchanges = self.numbered
         places = None if exchanges else line.places
 
         def start(x: torch.Tensor) -> Pending:

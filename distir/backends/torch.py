@@ -171,10 +171,9 @@ def replaced(program: Function) -> dict[int, int]:
 
 def python_source(program: Function, rank: int) -> str:
     """The Python that a rank would run, to be read. No process group is needed."""
-    devices = ranks(program)
     cpu = torch.device("cpu")
-    lowering = Lowering(Network(program, devices, rank, cpu, connect=False), cpu)
+    mine = posted_ahead(project(program, rank)).function
+    lowering = Lowering(Network(program, ranks(program), rank, cpu, connect=False), cpu)
     with double_scalars():
-        mine = posted_ahead(project(program, rank)).function
         lowering(mine, replaced(mine))
     return lowering.source()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import distir
@@ -183,7 +184,7 @@ def test_a_run_and_its_prediction_are_lined_up(run: tuple[distir.RunResult, Path
     assert (c.ranks, c.recorded, c.steps) == (4, 2, 1)
     assert result.prediction is not None
     assert c.predicted_step == pytest.approx(result.prediction.step_seconds, abs=1e-8)
-    assert c.measured_step == pytest.approx(min(result.seconds[1:]), rel=0.2)  # those are of the slowest rank
+    assert 0 < c.measured_step <= 1.05 * min(result.seconds[1:])  # a mean over ranks; those are of the slowest
     for share in (*c.predicted, *c.measured):
         assert sum(share[1:5]) == pytest.approx(share.step)
         assert all(x >= 0 for x in share[1:])
@@ -213,3 +214,15 @@ def test_the_step_and_the_threads_of_a_rank(run: tuple[distir.RunResult, Path]) 
     _, folder = run
     streams = {s.stream for s in read_trace(folder / "rank0.json").slices}
     assert streams == {"step", "compute", "dp", "send stage1", "recv stage1"}
+
+
+def test_a_run_computes_the_same_bits_with_and_without_a_profile(tmp_path: Path) -> None:
+    """Communication takes the same ways."""
+    model = distir.load(ROOT / "examples" / "mlp.onnx", {"batch": 8}, loss="mse")
+    plan = distir.Plan(dp=2, zero=3)
+    plain, profiled = (distir.run(model, plan, steps=2, profile=p, timeout=60) for p in (None, tmp_path))
+    assert plain.losses == profiled.losses
+    assert all(np.array_equal(x, profiled.weights[name]) for name, x in plain.weights.items())
+    assert {r.name for r in compare(tmp_path).communication} <= {
+        f"{x} dp" for x in ("MPIAllgather", "MPIReduceScatter", "MPIAllreduce")
+    }
