@@ -52,7 +52,7 @@ class World:
         self.failed = False
         self.meetings: dict[Any, _Meeting] = {}
         self.counts: dict[Any, int] = {}
-        self.mail: dict[tuple[int, int, int], list[tuple[torch.Tensor, list[bool]]]] = {}
+        self.mail: dict[tuple[int, int, int], list[dict[str, torch.Tensor]]] = {}
 
     def new_group(self, ranks: Sequence[int], **_: Any) -> tuple[int, ...]:
         return tuple(ranks)
@@ -98,21 +98,29 @@ class World:
         return self._meet(group, x, out, results)
 
     def isend(self, x: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> _Work:
-        taken = [False]
-        with self.changed:
-            self.mail.setdefault((_me.rank, dst, tag), []).append((x, taken))
-            self.changed.notify_all()
-        return _Work(self, lambda: taken[0], lambda: None)
+        return self._post((_me.rank, dst, tag), "sent", x)
 
     def irecv(self, out: torch.Tensor, src: int, group: Any = None, tag: int = 0) -> _Work:
-        box = self.mail.setdefault((src, _me.rank, tag), [])
+        return self._post((src, _me.rank, tag), "received", out)
+
+    def _post(self, way: tuple[int, int, int], side: str, x: torch.Tensor) -> _Work:
+        """One side of a message; the n-th that is sent is the n-th that is received. Who waits first delivers it, once
+        both sides are posted: gloo needs neither to wait for that."""
+        with self.changed:
+            row = self.mail.setdefault(way, [])
+            letter = next((found for found in row if side not in found), None)
+            if letter is None:
+                letter = {}
+                row.append(letter)
+            letter[side] = x
+            self.changed.notify_all()
 
         def finish() -> None:
-            x, taken = box.pop(0)
-            out.view(-1).copy_(x.view(-1))
-            taken[0] = True
+            if "delivered" not in letter:
+                letter["received"].view(-1).copy_(letter["sent"].view(-1))
+                letter["delivered"] = x
 
-        return _Work(self, lambda: bool(box), finish)
+        return _Work(self, lambda: len(letter) > 1, finish)
 
     def install(self, monkeypatch: Any) -> None:
         """Put it in torch.distributed's place."""
