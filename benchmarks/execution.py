@@ -173,6 +173,7 @@ def measure(plans: Plans, runs: int, seconds: float) -> tuple[list[Result], dict
         ours, peer = ([s * 1e3 for s in times[name]] for name in (row.ours, row.peer))
         ratio = statistics.median(p / o for p, o in zip(peer, ours, strict=True))
         results.append(Result(row.words, row.ours, row.peer, ours, peer, ratio, row.goal))
+        print(f"  {row.ours}: {ratio:.2f} times as quick as {row.peer}", file=sys.stderr)
     return results, losses
 
 
