@@ -62,7 +62,7 @@ def plan_of(made: Distributed) -> Summary:
     for f in program.callees():
         for op in f.ops:
             types = tuple(v.type for v in op.inputs), tuple(v.type for v in op.outputs)
-            if op.spec.bundle is None:
+            if op.spec.bundle is None and op.op_type != "After":  # which says when, in the order of the program
                 found[f.name, op.op_type, op.attributes, types] += 1
     for op in program.ops:
         if op.op_type == "Send":
