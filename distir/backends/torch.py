@@ -170,9 +170,9 @@ def replaced(program: Function) -> dict[int, int]:
 
 
 def python_source(program: Function, rank: int) -> str:
-    """The Python that a rank would run, to be read. No process group is needed."""
-    cpu = torch.device("cpu")
+    """The Python that a rank would run, to be read. No process group is needed. Raises UsageError for no such rank."""
     mine = posted_ahead(project(program, rank)).function
+    cpu = torch.device("cpu")
     lowering = Lowering(Network(program, ranks(program), rank, cpu, connect=False), cpu)
     with double_scalars():
         lowering(mine, replaced(mine))
