@@ -11,7 +11,7 @@ STEPS = """
 import resource, sys
 import torch
 from distir.backends.malloc import keep_freed
-if sys.argv[1] == "keep" and not keep_freed():
+if not keep_freed():
     print("none")
     sys.exit()
 def step():
@@ -25,14 +25,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 5)
 """
 
 
-def faults(how: str) -> str:
-    done = subprocess.run([sys.executable, "-c", STEPS, how], capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout.strip()
-
-
 def test_no_page_faults():
-    kept = faults("keep")
-    if kept == "none":
+    """Without it there may be thousands, as what lies above the freed memory decides."""
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, timeout=60)
+    if done.stdout.strip() == "none":
         pytest.skip("the C library has no mallopt")
-    assert int(kept) < 100
-    assert int(faults("default")) > 1000
+    assert int(done.stdout) < 100
