@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distir.backends.memory import Memory
 from distir.backends.namespace import torch_dtype
 from distir.backends.optimizers import steps_together
 from distir.backends.passing import passes
@@ -40,7 +41,7 @@ class Bucket:
     def __init__(self, body: Body, pack: Op, kept: bool) -> None:
         self.body = body
         self.types = [v.type for v in pack.inputs if isinstance(v.type, Tensor)]
-        self.make = buffer(self.types, body.lowering.xp.device, kept)
+        self.make = buffer(self.types, body.network.memory, kept)
         self.placed: set[Value] = set()
         """The members that are made where they belong."""
         self._names: list[str] = []
@@ -56,7 +57,7 @@ class Bucket:
         return self._names
 
 
-def buffer(types: Sequence[Tensor], device: torch.device, kept: bool) -> Callable[[], Row]:
+def buffer(types: Sequence[Tensor], memory: Memory, kept: bool) -> Callable[[], Row]:
     """What gives a buffer for tensors of these types, and a view of it for each; `kept`: the same one each time."""
     dtype = torch_dtype(types[0].dtype)
     step = _ALIGNED // dtype.itemsize
@@ -69,7 +70,7 @@ def buffer(types: Sequence[Tensor], device: torch.device, kept: bool) -> Callabl
     def make() -> Row:
         if held:
             return held[0]
-        flat = torch.empty(ends[-1], dtype=dtype, device=device)
+        flat = memory.empty((ends[-1],), dtype)
         views = [flat[i : i + n].view(t.shape) for i, n, t in zip(ends, sizes, types, strict=False)]
         if kept:
             held.append((flat, *views))
@@ -182,7 +183,15 @@ def by_member(start: Callable[..., Callable[[], Row]], members: int) -> Callable
     """
 
     def each(*operands: Any) -> tuple[Callable[[], torch.Tensor], ...]:
-        finish = functools.cache(start(*operands))
-        return tuple([lambda k=k: finish()[k] for k in range(members)])
+        pending = [start(*operands)]
+        results: list[Any] = []
+
+        def member(k: int) -> torch.Tensor:
+            if pending:
+                results.extend(pending.pop()())
+            x, results[k] = results[k], None  # what is taken is not kept for the sake of others
+            return x
+
+        return tuple([functools.partial(member, k) for k in range(members)])
 
     return each

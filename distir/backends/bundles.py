@@ -1,4 +1,4 @@
-"""Collectives on bundles: one for all members, which lie one after the other in one buffer."""
+"""Collectives on bundles: one for all members."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ from typing import Any
 
 import torch
 
-from distir.backends.comm import Network, digit
-from distir.backends.layout import merge_front, split_front
+from distir.backends.comm import Network
 from distir.ir.errors import ModelError
-from distir.ir.type import REPLICATE, Placement, Shard, Tensor, Tuple
+from distir.ir.type import REPLICATE, Placement, Tensor, Tuple
 
 Tensors = Sequence[torch.Tensor]
-Start = Callable[[Tensors], Callable[[], tuple[torch.Tensor, ...]]]
+Start = Callable[[Tensors], Callable[[], Tensors]]
 """Starts it on the members; what it returns waits, and gives the members of the result."""
 
 
-def bundle_starter(network: Network, name: str, before: Tuple, after: Tuple, axis: str) -> Start:
-    """What starts the collective `name` along `axis` on a bundle of type `before`."""
-    kinds = {"MPIAllreduce": _allreduce, "MPIAllgather": _allgather, "MPIReduceScatter": _reduce_scatter}
-    if name not in kinds:
+def bundle_starter(
+    network: Network, name: str, before: Tuple, after: Tuple, axis: str, within: Sequence[bool] = ()
+) -> Start:
+    """What starts the collective `name` along `axis` on a bundle of type `before`. See `Network.allgather` on
+    `within`.
+    """
+    starts: dict[str, Callable[[], Start]] = {
+        "MPIAllreduce": lambda: _allreduce(network, _tensors(before), _tensors(after), axis),
+        "MPIAllgather": lambda: network.allgather(_tensors(before), axis, within),
+        "MPIReduceScatter": lambda: network.reduce_scatter(_tensors(before), _tensors(after), axis),
+    }
+    if name not in starts:
         raise ModelError(f"{name} does not take bundles")
-    return kinds[name](network, _tensors(before), _tensors(after), axis)
+    return starts[name]()
 
 
 def _allreduce(network: Network, before: list[Tensor], after: list[Tensor], axis: str) -> Start:
@@ -37,48 +44,6 @@ def _allreduce(network: Network, before: list[Tensor], after: list[Tensor], axis
         def members() -> tuple[torch.Tensor, ...]:
             row = finish()
             return tuple([row[a:b].view(t.shape) for t, (a, b) in zip(after, itertools.pairwise(cuts), strict=True)])
-
-        return members
-
-    return start
-
-
-def _allgather(network: Network, before: list[Tensor], after: list[Tensor], axis: str) -> Start:
-    """Every device's buffer is a row of what is gathered."""
-    cuts, digits = _cuts(before), [digit(t, axis) for t in before]
-    gather = network.allgather(_flat(before[0], (1, cuts[-1]), axis, Shard(0)), axis)
-
-    def start(xs: Tensors) -> Any:
-        finish = gather(torch.cat([x.reshape(-1) for x in xs]).unsqueeze(0))
-
-        def members() -> tuple[torch.Tensor, ...]:
-            rows = finish()
-            return tuple(
-                [
-                    merge_front(rows[:, a:b].reshape(n, *t.shape), dim, outer)
-                    for t, (dim, outer, n), (a, b) in zip(before, digits, itertools.pairwise(cuts), strict=True)
-                ]
-            )
-
-        return members
-
-    return start
-
-
-def _reduce_scatter(network: Network, before: list[Tensor], after: list[Tensor], axis: str) -> Start:
-    """The buffer has a row for every device, with its parts of all members."""
-    cuts, digits = _cuts(after), [digit(t, axis) for t in after]
-    n = digits[0][2]
-    row = _flat(before[0], (1, cuts[-1]), axis, Shard(0))
-    scatter = network.reduce_scatter(_flat(before[0], (n, cuts[-1]), axis, before[0].on(axis)), row, axis)
-
-    def start(xs: Tensors) -> Any:
-        parts = [split_front(x, dim, outer, n).view(n, -1) for x, (dim, outer, _) in zip(xs, digits, strict=True)]
-        finish = scatter(torch.cat(parts, 1))
-
-        def members() -> tuple[torch.Tensor, ...]:
-            mine = finish().view(-1)
-            return tuple([mine[a:b].view(t.shape) for t, (a, b) in zip(after, itertools.pairwise(cuts), strict=True)])
 
         return members
 

@@ -5,18 +5,21 @@ Everything is issued at once and returns a `Pending`: call it to wait, and to ha
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distir.backends.layout import WIDER, combine, merge_front, movable, split_front
+from distir.backends.exchange import Finish, Reductions, Row, exchange, gather, reduce_parts
+from distir.backends.layout import WIDER, merge_front, movable, split_front
 from distir.backends.memory import Memory, memory_for
 from distir.backends.namespace import torch_dtype
-from distir.backends.transfers import Group, Line, Pending, Transfers, directed_groups, exchange, wait, wait_all
+from distir.backends.transfers import Group, Line, Pending, Transfers, directed_groups, wait, wait_all
 from distir.executor.collectives import local_outer
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
@@ -69,6 +72,7 @@ class Network:
         self.numbered = numbered
         channels = None if numbered else directed_groups(program, self.number, _new_group)
         self.transfers = Transfers(rank, self.memory, channels)
+        self._reductions = Reductions()
 
     def coordinate(self, mesh: Mesh) -> tuple[int, ...]:
         """Where this rank is in the mesh, 0 along its time axis. Raises ModelError if it is not in it."""
@@ -110,67 +114,56 @@ class Network:
 
         return start
 
-    def allgather(self, before: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
-        """Shard to Replicate."""
-        memory, line = self.memory, self._group(before.mesh, axis)
-        dim, outer, n = digit(before, axis)
-        exchanges = self.numbered
+    def allgather(self, parts: Sequence[Tensor], axis: str, within: Sequence[bool]) -> Callable[[Row], Finish]:
+        """Shard to Replicate, of several tensors. Those of which `within` is true may lie in a whole that nobody else
+        needs.
+        """
+        memory, line = self.memory, self._group(parts[0].mesh, axis)
+        digits = [digit(t, axis) for t in parts]
+        if self.numbered:
+            return gather(memory, line, parts, digits, within)
+        n, cuts = digits[0][2], _cuts(parts)
 
-        def start(x: torch.Tensor) -> Pending:
-            x = memory.lent(x)
+        def start(xs: Row) -> Finish:
+            x = memory.lent(xs[0].view(-1) if len(xs) == 1 and xs[0].is_contiguous() else _flat(xs))
             out = memory.empty((n, *x.shape), x.dtype)
-            if exchanges:
-                works = exchange(out, [x] * n, line)
-            else:
-                works = [self._started(all_gather(movable(out), movable(x), group=line.group, async_op=True))]
+            work = self._started(all_gather(movable(out), movable(x), group=line.group, async_op=True))
 
-            def finish() -> torch.Tensor:
-                wait_all(works)
-                return merge_front(_at(memory.back(out), None if exchanges else line.places), dim, outer)
-
-            return finish
-
-        return start
-
-    def reduce_scatter(self, before: Tensor, after: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
-        """Partial to Shard."""
-        if not self.numbered:
-            return self._reduce_scatter(before, after, axis)
-        memory, line = self.memory, self._group(before.mesh, axis)
-        kind, (dim, outer, n) = _partial(before, axis).kind, digit(after, axis)
-
-        def start(x: torch.Tensor) -> Pending:
-            parts = memory.lent(split_front(x, dim, outer, n))
-            got = memory.empty(parts.shape, parts.dtype)
-            works = exchange(got, parts.unbind(), line)
-
-            def finish() -> torch.Tensor:
-                wait_all(works)
-                return combine(memory.back(got).unbind(), kind)
+            def finish() -> list[torch.Tensor]:
+                wait(work)
+                rows = _at(memory.back(out), line.places)
+                return [
+                    merge_front(rows[:, a:b].reshape(n, *t.shape), dim, outer)
+                    for t, (dim, outer, n), (a, b) in zip(parts, digits, pairwise(cuts), strict=True)
+                ]
 
             return finish
 
         return start
 
-    def _reduce_scatter(self, before: Tensor, after: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
-        """The same by the backend."""
-        memory, line = self.memory, self._group(before.mesh, axis)
-        kind, (dim, outer, n) = _partial(before, axis).kind, digit(after, axis)
-        narrow = torch_dtype(before.dtype)
+    def reduce_scatter(self, before: Sequence[Tensor], after: Sequence[Tensor], axis: str) -> Callable[[Row], Finish]:
+        """Partial to Shard, of several tensors."""
+        memory, line = self.memory, self._group(after[0].mesh, axis)
+        kind, digits = _partial(before[0], axis).kind, [digit(t, axis) for t in after]
+        if self.numbered:
+            return reduce_parts(memory, line, after, digits, kind, self._reductions)
+        n, cuts, narrow = digits[0][2], _cuts(after), torch_dtype(before[0].dtype)
         wider = WIDER.get(narrow)
 
-        def start(x: torch.Tensor) -> Pending:
-            parts = _to(split_front(x, dim, outer, n), line.places)
+        def start(xs: Row) -> Finish:
+            self._reductions.make_room()
+            rows = [split_front(x, *d).view(n, -1) for x, d in zip(xs, digits, strict=True)]
+            parts = _to(rows[0] if len(rows) == 1 else torch.cat(rows, 1), line.places)
             parts = memory.lent(parts if wider is None else parts.to(wider))
             out = memory.empty(parts.shape[1:], parts.dtype)
-            rows = out.view(-1), parts.view(-1)
-            work = self._started(reduce_scatter(*rows, _OPS[kind], group=line.group, async_op=True))
+            work = self._started(reduce_scatter(out, parts.view(-1), _OPS[kind], group=line.group, async_op=True))
 
-            def finish() -> torch.Tensor:
+            def finish() -> list[torch.Tensor]:
                 wait(work)
-                return memory.back(_reduced(out, kind, n).to(narrow))
+                mine = memory.back(_reduced(out, kind, n).to(narrow))
+                return [mine[a:b].view(t.shape) for t, (a, b) in zip(after, pairwise(cuts), strict=True)]
 
-            return finish
+            return self._reductions.started(finish)
 
         return start
 
@@ -212,6 +205,15 @@ def _to(x: torch.Tensor, places: list[int] | None) -> torch.Tensor:
     out = torch.empty_like(x)
     out[places] = x
     return out
+
+
+def _flat(xs: Row) -> torch.Tensor:
+    return torch.cat([x.reshape(-1) for x in xs])
+
+
+def _cuts(types: Sequence[Tensor]) -> list[int]:
+    """Where each of several tensors begins in a row of them all, and where the last ends."""
+    return [0, *accumulate(math.prod(t.shape) for t in types)]
 
 
 def _reduced(total: torch.Tensor, kind: str, n: int) -> torch.Tensor:

@@ -78,6 +78,12 @@ _INTO = {
 """Functions that can be told where to put their result."""
 
 
+def can_place(kernel: Kernel) -> bool:
+    """Whether the one result can be computed straight into a given tensor."""
+    last = kernel.calls[-1] if kernel.calls else None
+    return last is not None and kernel.results == (last.result,) and last.function in _INTO
+
+
 def render(
     kernel: Kernel, operands: Sequence[str], bind: Bind, fresh: Callable[[], str], into: str | None = None
 ) -> tuple[list[str], list[str]]:
@@ -86,12 +92,11 @@ def render(
     `operands` are the expressions of the op's; `bind(name, x)` gives a global that is x, `fresh()` an unused
     name. `into` is a tensor for the one result, computed straight into it where torch can, else copied.
     """
-    last = kernel.calls[-1] if kernel.calls else None
-    if into is not None and (last is None or last.result not in kernel.results or last.function not in _INTO):
+    if into is not None and not can_place(kernel):
         lines, (result,) = render(kernel, operands, bind, fresh)
         return lines, [f"{bind('copy_', torch.Tensor.copy_)}({into}, {result})"]
-    if into is not None and last is not None:
-        number = len(kernel.tensors)
+    if into is not None:
+        last, number = kernel.calls[-1], len(kernel.tensors)
         named = last._replace(function=_INTO[last.function], kwargs={**last.kwargs, "out": Ref(number)})
         kernel = kernel._replace(calls=[*kernel.calls[:-1], named])
     uses, in_place = count_uses(kernel), kernel.in_place

@@ -65,6 +65,7 @@ class RunResult:
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
     epochs: list[Epoch] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
+    memory: list[int | None] = field(default_factory=list)
 
     @property
     def warm_up(self) -> int:
@@ -299,15 +300,15 @@ class _Run:
                     self.patience, self.result.start_seconds = self.timeout, time.monotonic() - self.begun
             case ("done",) if rank is not None:
                 self.finished.add(rank)
-            case ("step", int(step), seconds, outputs, inputs, lap, saved) if rank is not None:
-                self.reports.setdefault(step, {})[rank] = (seconds, outputs, inputs, lap, saved)
+            case ("step", int(step), *told) if rank is not None:
+                self.reports.setdefault(step, {})[rank] = tuple(told)
                 if len(self.reports[step]) == self.world:
                     self._completed(step)
             case _:
                 raise WorkerError(f"rank {rank} sent {message[0]!r}, which nobody expects")
 
     def _completed(self, step: int) -> None:
-        times, of_outputs, of_inputs, laps, saved = zip(
+        times, of_outputs, of_inputs, laps, saved, memory = zip(
             *[report for _, report in sorted(self.reports.pop(step).items())], strict=True
         )
         seconds = max(times)
@@ -316,6 +317,7 @@ class _Run:
         self.result.outputs.append(outputs)
         self.result.inputs.update(inputs)
         self.result.saved += [s for s in saved[:1] if s is not None]
+        self.result.memory = list(memory)
         for file in self.folder.glob(f"data*.{step}"):
             file.unlink()
         self._feed()

@@ -18,6 +18,7 @@ written to again (`relu_`), see `ownership`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,9 +28,9 @@ from distir.backends.body import Body, Waits
 from distir.backends.comm import Network
 from distir.backends.inplace import in_place
 from distir.backends.kernels import Kernel
-from distir.backends.namespace import TorchNamespace
+from distir.backends.namespace import TorchNamespace, torch_dtype
 from distir.backends.native import implementation
-from distir.backends.optimizers import put_together
+from distir.backends.optimizers import put_together, steps_together
 from distir.backends.ownership import Ownership, Share
 from distir.backends.profile import Profiler
 from distir.backends.trace import trace
@@ -84,6 +85,7 @@ class Lowering:
         self._ownership: Ownership | None = None
         self._kernels: dict[Any, Kernel | None] = {}
         self._names: dict[str, int] = {}
+        self._rooms: dict[Any, Callable[[], torch.Tensor]] = {}
 
     def __call__(
         self, function: Function, updates: Mapping[int, int] | None = None, waits: tuple[Waits, ...] | None = None
@@ -106,6 +108,13 @@ class Lowering:
     def keeps_buffers(self) -> bool:
         """Whether communication buffers may be kept from step to step, by functions that a step calls once."""
         return self._ownership is not None and self._ownership.keeps_buffers
+
+    def room(self, t: Tensor) -> Callable[[], torch.Tensor]:
+        """What gives memory for a tensor of a local type."""
+        key = t.shape, torch_dtype(t.dtype)
+        if key not in self._rooms:
+            self._rooms[key] = functools.partial(self.network.memory.empty, *key)
+        return self._rooms[key]
 
     def source(self) -> str:
         """All the Python there is, callees first."""
@@ -154,6 +163,8 @@ class Lowering:
             y = implementation(op.spec, self.xp)(*[self.constants[v] for v in op.inputs], **local.attributes)
             self.constants.update(zip(op.outputs, y if isinstance(y, tuple | list) else (y,), strict=True))
             return None
+        if steps_together(op):  # see `Body`: nothing need be traced, which would take all that a step in parts takes
+            return [Share(frozenset((len(op.inputs) + k,))) for k in range(len(op.outputs))]
         kernel = self.kernel(op, local)
         if kernel is None:
             return [Share(frozenset(range(len(op.inputs))), plain=False) for _ in op.outputs]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+
+from distir.backends.pool import LARGE, Pool
 
 
 class Memory:
@@ -13,9 +16,12 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._pool = Pool() if device.type == "cpu" else None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Room for what is received."""
+        """Room for what is received, or computed."""
+        if self._pool is not None and math.prod(shape) * dtype.itemsize >= LARGE:
+            return self._pool.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def lent(self, x: torch.Tensor) -> torch.Tensor:

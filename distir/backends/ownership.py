@@ -100,6 +100,24 @@ class Memory:
         mine = list(each_part(self.parts[op.inputs[operand]]))
         return all(self._free(part, k) for part in mine) and self.alone(mine, [op])
 
+    def renewable(self, op: Op, k: int) -> list[bool]:
+        """Whether op number k, whose result may lie where its operand does, may write there; of a bundle, for each
+        member.
+        """
+        made: dict[Value, int] = {}
+        for number, other in enumerate(self.function.ops[:k]):
+            made.update(dict.fromkeys(other.outputs, number))
+        later: set[Root] = set()  # memory of which others see something after it
+        for v, used in self.used.items():
+            if used > k and (v in made or v in self.function.inputs):
+                later.update(*[part.roots for part in each_part(self.parts[v])])
+        parts = list(each_part(self.parts[op.inputs[0]]))
+        own = [part.plain and not part.lent and all(map(self._owns, part.roots)) for part in parts]
+        return [
+            mine and part.roots.isdisjoint(later) and self.alone([part], [op])
+            for mine, part in zip(own, parts, strict=True)
+        ]
+
     def alone(self, parts: Iterable[Part], ops: Iterable[Op]) -> bool:
         """Whether among the operands of these ops nothing but each of these parts, once, shares its memory."""
         seen = Counter([r for op in ops for v in op.inputs for part in each_part(self.parts[v]) for r in part.roots])
@@ -119,14 +137,10 @@ class Memory:
         )
 
     def _free(self, part: Part, k: int) -> bool:
-        return (
-            not part.lent
-            and part.plain
-            and all(
-                self.end[r] <= k and r not in self.foreign and (isinstance(r, int) or r in self.owned)
-                for r in part.roots
-            )
-        )
+        return not part.lent and part.plain and all(self.end[r] <= k and self._owns(r) for r in part.roots)
+
+    def _owns(self, root: Root) -> bool:
+        return root not in self.foreign and (isinstance(root, int) or root in self.owned)
 
     # --- what ops make
 

@@ -19,9 +19,10 @@ from distir.backends.epochs import Epochs, Lap, Laps
 from distir.backends.layout import movable
 from distir.backends.malloc import keep_freed
 from distir.backends.memory import agreed_on
-from distir.backends.pieces import Coord, digest
+from distir.backends.pieces import Coord, Shipped, digest
 from distir.backends.profile import Profiler
 from distir.backends.record import Recorder
+from distir.backends.resident import Growth
 from distir.backends.torch import TorchRank, own_array, to_numpy
 from distir.ir.errors import WorkerError
 from distir.ir.function import Function
@@ -46,6 +47,7 @@ class Report(NamedTuple):
     inputs: Pieces
     lap: Lap | None = None
     saved: Saved | None = None
+    memory: int | None = None
 
 
 def execute(
@@ -77,12 +79,14 @@ def execute(
 
     Raises WorkerError if the ranks have different programs, UsageError if a checkpoint cannot be written or read.
     """
+    growth = Growth(device)
     keep_freed()
     agree(digest(program) + first.to_bytes(8), "would run another plan than rank 0", device)
     recorder = None if record is None else Recorder(Path(record), rank, own_array)
     profiler = None if profile is None else Profiler(program, rank, device, Path(profile), first, steps)
     engine = TorchRank(program, rank, device, recorder, profiler)
-    engine.load(arrays)
+    for k, x in arrays.items():  # one at a time: what has been read of a file need not stay
+        engine.load({k: x.array() if isinstance(x, Shipped) else x})
     laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, alive))
     keeper = None if saving is None else _keeper(engine, rank, saving)
     data = Ahead(engine, feed, steps)
@@ -118,6 +122,7 @@ def execute(
                 _pieces(engine, program.inputs, renewed) if last and final else {},
                 lap,
                 saved,
+                growth.bytes(),
             )
         )
     if profiler is not None:

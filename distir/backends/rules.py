@@ -48,20 +48,53 @@ def _along_axis(b: Body, op: Op) -> None:
     if a == before.mesh.time:
         _gather_in_time(b, op, before, a)
     else:
-        start = b.bind(f"{op.spec.name[3:].lower()}_{axis}", _starter(b, op.spec.name, before, after, axis))
+        start = b.bind(f"{op.spec.name[3:].lower()}_{axis}", _starter(b, op, before, after, axis))
         b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
 
 
-def _starter(b: Body, name: str, before: Tensor, after: Tensor, axis: str) -> Callable[[Any], Any]:
+def _starter(b: Body, op: Op, before: Tensor, after: Tensor, axis: str) -> Callable[[Any], Any]:
     """What starts a collective on a tensor of type `before`."""
     network = b.network
     starts = {
         "MPIAllreduce": lambda: network.allreduce(before, axis),
-        "MPIAllgather": lambda: network.allgather(before, axis),
-        "MPIReduceScatter": lambda: network.reduce_scatter(before, after, axis),
+        "MPIAllgather": lambda: _single(network.allgather([before], axis, _within(b, op))),
+        "MPIReduceScatter": lambda: _single(network.reduce_scatter([before], [after], axis)),
         "MPIAlltoall": lambda: network.alltoall(before, after, axis),
     }
-    return starts[name]()
+    return starts[op.spec.name]()
+
+
+def _single(start: Callable[[Any], Callable[[], Any]]) -> Callable[[Any], Any]:
+    """A collective on several tensors, for one."""
+
+    def started(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        finish = start([x])
+        return lambda: finish()[0]
+
+    return started
+
+
+@kept
+def _makers(function: Function) -> dict[Value, Op]:
+    return {v: op for op in function.ops for v in op.outputs}
+
+
+def _within(b: Body, op: Op) -> list[bool]:
+    """Which of the parts that an op gathers lie in the memory of a whole that was cut in the same way, and that nobody
+    sees any more.
+    """
+    makers, t = _makers(b.function), op.outputs[0].type
+    bundle = makers.get(b.itself(op.inputs[0]))
+    parts = bundle.inputs if bundle is not None and bundle.spec.bundle == "pack" else op.inputs
+    wholes = t.types if isinstance(t, Tuple) else (t,)
+    if len(parts) < len(wholes):  # a bundle that was made elsewhere
+        return [False] * len(wholes)
+    found: list[bool] = []
+    for v, whole, free in zip(parts, wholes, b.memory.renewable(op, b.now), strict=True):
+        cut = makers.get(b.itself(v))
+        axis = cut.attributes["axis"] if cut is not None and cut.spec.name == "LocalSlice" else None
+        found.append(free and cut is not None and axis == op.attributes["axis"] and cut.inputs[0].type == whole)
+    return found
 
 
 def _bundle_along_axis(b: Body, op: Op) -> None:
@@ -72,7 +105,8 @@ def _bundle_along_axis(b: Body, op: Op) -> None:
     if (bucket := buckets.bucket_of(b, op)) is not None:
         buckets.reduce(b, op, bucket)
         return
-    start = buckets.by_member(bundle_starter(b.network, op.spec.name, before, after, axis), len(after.types))
+    within = _within(b, op) if op.spec.name == "MPIAllgather" else ()
+    start = buckets.by_member(bundle_starter(b.network, op.spec.name, before, after, axis, within), len(after.types))
     start = b.bind(f"bundle_{op.spec.name[3:].lower()}_{axis}", start)
     b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
 

@@ -143,22 +143,6 @@ class Line(NamedTuple):
     places: list[int] | None
 
 
-_EXCHANGE = 1 << 30
-"""The number of messages between ranks that meet: no other has it."""
-
-
-def exchange(out: torch.Tensor, rows: Sequence[torch.Tensor], line: Line) -> list[Any]:
-    """Send `rows[k]`, contiguous, to the rank at k of a line, and receive `out[k]` from it; gives what to wait for.
-
-    gloo's own gathers, and reductions to parts, pass everything round all ranks, which costs up to three times as much.
-    """
-    others = [(k, r) for k, r in enumerate(line.ranks) if k != line.index]
-    works = [dist.irecv(out[k], r, line.group, _EXCHANGE) for k, r in others]
-    works += [dist.isend(rows[k], r, line.group, _EXCHANGE) for k, r in others]
-    out[line.index].copy_(rows[line.index])
-    return works
-
-
 def directions(program: Function, number: Mapping[Device, int]) -> list[tuple[int, int]]:
     """From which rank to which the program sends, in its order: the same on every rank."""
     found: dict[tuple[int, int], None] = {}

@@ -193,14 +193,13 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
             {k: (coord, ship(x, folder / f"{name}{k}.{r.step}.{rank}")) for k, (coord, x) in pieces.items()}
             for name, pieces in (("out", r.outputs), ("in", r.inputs))
         )
-        link.send(("step", r.step, r.seconds, outputs, inputs, r.lap, r.saved))
+        link.send(("step", r.step, r.seconds, outputs, inputs, r.lap, r.saved, r.memory))
 
     def alive() -> None:
         link.send(("alive",))
 
-    arrays = {k: x.array() for k, x in job.arrays.items()}
     told = job.every, job.final, job.record, job.profile, epochs, alive, job.first, job.saving
-    execute(job.program, rank, device, arrays, feed, job.steps, report, *told)
+    execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told)
     dist.destroy_process_group()
     link.send(("done",))
 

@@ -10,6 +10,7 @@ import torch
 from distir.backends.buckets import buffer, by_member
 from distir.backends.inplace import in_place
 from distir.backends.kernels import Kernel, python_name, render
+from distir.backends.memory import Memory
 from distir.backends.namespace import TORCH
 from distir.backends.optimizers import adamw, sgd
 from distir.backends.trace import trace
@@ -92,7 +93,7 @@ def test_a_result_is_computed_into_a_given_place():
 
 def test_a_buffer_and_its_views():
     types = [Tensor(Float32, s) for s in ((3,), (2, 5), ())]
-    flat, *views = buffer(types, torch.device("cpu"), kept=False)()
+    flat, *views = buffer(types, Memory(torch.device("cpu")), kept=False)()
     assert [tuple(v.shape) for v in views] == [(3,), (2, 5), ()]
     assert all(v.data_ptr() % 64 == flat.data_ptr() % 64 and v.is_contiguous() for v in views)
     flat.zero_()
@@ -100,7 +101,7 @@ def test_a_buffer_and_its_views():
         v.fill_(k + 1)
     assert flat.sum() == 3 * 1 + 10 * 2 + 3
     for kept in (False, True):
-        make = buffer(types, torch.device("cpu"), kept)
+        make = buffer(types, Memory(torch.device("cpu")), kept)
         assert (make()[0] is make()[0]) == kept
 
 

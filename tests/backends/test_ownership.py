@@ -13,6 +13,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from distir.backends import body, exchange, memory
 from distir.backends.torch import TorchRank, own_array
 from distir.executor.collectives import join
 from distir.executor.sequential import SequentialExecutor, unfit
@@ -51,6 +52,15 @@ def doubles() -> Any:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True, params=["as it is", "all is large"])
+def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors go together to other ranks, and have no blocks of the pool: large ones are tried, too."""
+    if request.param == "all is large":
+        monkeypatch.setattr(exchange, "_APART_BYTES", 0)
+        for module in (body, memory):
+            monkeypatch.setattr(module, "LARGE", 1)
 
 
 def sequential(program: Program) -> list[list[np.ndarray]]:

@@ -71,7 +71,7 @@ def test_the_training_step_is_the_same(optimizer: SGD | AdamW, monkeypatch: pyte
     assert "Attention" not in kinds(plain)
     assert len(plain.ops) > 1.3 * len(program.function.ops)
     want = Program(plain, program.arrays).results()
-    assert error(program.results(), want) <= 1e-12
+    assert error(program.results(), want) <= TOLERANCE
 
 
 def small_forward() -> Function:
