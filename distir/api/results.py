@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 6
 """More names than these are counted."""
+_MUCH_MEMORY = 1 << 26
+"""A prediction of fewer bytes is not compared: what Python and the libraries take for themselves would be most of it."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,9 @@ class RunResult:
     """What a run gave. `weights` are the parameters after the last step, by name; `outputs` those of the last step.
 
     `seconds` is the time of each step, by the slowest rank, from step `first` on: those before it were done by the run
-    that was resumed. `saved`: the checkpoints that were written. Under torchrun only rank 0 has arrays.
+    that was resumed. `saved`: the checkpoints that were written. `memory`: the most bytes that each rank has held over
+    what it began with (on CPUs resident memory, on Linux), None where nobody counts. Under torchrun only rank 0 has
+    arrays.
     """
 
     summary: Summary
@@ -191,6 +195,7 @@ class RunResult:
     """Of a run in epochs."""
     first: int = 0
     saved: list[Saved] = field(default_factory=list)
+    memory: list[int | None] = field(default_factory=list)
 
     @property
     def step_seconds(self) -> float:
@@ -228,7 +233,7 @@ class RunResult:
         """What there is to say at the end: rates, predicted against measured, the check."""
         if not self.seconds:
             return [f"all {self.first} steps were done before"]
-        lines = self._rates() if self.metrics is None else self.metrics.lines()
+        lines = [*(self._rates() if self.metrics is None else self.metrics.lines()), *self._memory()]
         if self.saved:
             rate = sum(s.bytes for s in self.saved) / sum(s.seconds for s in self.saved)
             what = f"{counted(len(self.saved), 'checkpoint')} of {size(self.saved[-1].bytes)}"
@@ -246,6 +251,12 @@ class RunResult:
             )
             lines.append(f"{times} here ({self.step_seconds / predicted:.2f} times as long)")
         return lines
+
+    def _memory(self) -> list[str]:
+        known = [n for n in self.memory if n is not None]
+        if self.prediction is None or not known or self.prediction.peak_memory < _MUCH_MEMORY:
+            return []
+        return [f"memory of a rank: predicted {size(self.prediction.peak_memory)} at most; measured {size(max(known))}"]
 
     def __str__(self) -> str:
         return "\n".join([*self.summary.lines(), "", *aligned(self.table()), "", *self.lines()])
@@ -268,6 +279,7 @@ class RunResult:
             "tokens_per_second": self.tokens_per_second,
             "predicted": self.prediction and self.prediction.to_json(),
             "metrics": self.metrics and self.metrics.to_json(),
+            "memory": self.memory,
             "checkpoints": [s._asdict() for s in self.saved],
             "check": self.check and self.check.to_json(),
         }

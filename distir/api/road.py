@@ -294,7 +294,7 @@ def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None)
         first=job.first,
         saving=job.saving,
     )
-    return Steps(result.seconds, result.outputs, result.inputs, result.saved)
+    return Steps(result.seconds, result.outputs, result.inputs, result.saved, result.memory)
 
 
 def _computed(job: Job, prediction: Prediction, on_step: OnStep | None) -> Steps:
@@ -346,6 +346,7 @@ def _result(
         metrics=metrics,
         first=job.first,
         saved=list(done.saved),
+        memory=list(done.memory),
     )
 
 

@@ -49,13 +49,14 @@ class Job(NamedTuple):
 class Steps(NamedTuple):
     """What steps gave: seconds each; outputs that are not updates, by position, each; at the end the updated inputs.
 
-    `saved`: the checkpoints that were written.
+    `saved`: the checkpoints that were written. `memory`: the most bytes that each rank has held over what it began with.
     """
 
     seconds: list[float]
     outputs: list[dict[int, np.ndarray]]
     inputs: dict[int, np.ndarray]
     saved: Sequence[Saved] = ()
+    memory: Sequence[int | None] = ()
 
 
 def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step: OnStep | None = None) -> Steps:

@@ -51,8 +51,9 @@ class RunResult:
     `seconds[k]`: step k, by the slowest rank, all having begun together; the data were already there.
     `outputs[k]`: of step k, by position among the program's outputs: those of one element, after the last
     step all that are not updates. `inputs`: after the last step, by position, the inputs that the program
-    updates where they are held. `saved`: the checkpoints that were written. Under torchrun only rank 0 has arrays,
-    `epochs` and `saved`.
+    updates where they are held. `saved`: the checkpoints that were written. `memory`: the most bytes that each rank has
+    held over what it began with, None where nobody counts. Under torchrun only rank 0 has arrays, `epochs`, `saved`
+    and `memory`.
     """
 
     world: int

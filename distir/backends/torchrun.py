@@ -56,18 +56,20 @@ def join(
 
     def report(r: Report) -> None:
         everyone: list[Any] = [None] * world
-        dist.gather_object((r.seconds, r.outputs, r.inputs, r.lap), everyone if rank == 0 else None)
+        dist.gather_object((r.seconds, r.outputs, r.inputs, r.lap, r.memory), everyone if rank == 0 else None)
         if rank != 0:
             result.seconds.append(r.seconds)
             return
-        result.seconds.append(max(seconds for seconds, _, _, _ in everyone))
-        outputs, inputs = gathered(program, [o for _, o, _, _ in everyone], [i for _, _, i, _ in everyone])
+        times, of_outputs, of_inputs, laps, memory = zip(*everyone, strict=True)
+        result.seconds.append(max(times))
+        result.memory = list(memory)
+        outputs, inputs = gathered(program, of_outputs, of_inputs)
         result.outputs.append(outputs)
         result.inputs.update(inputs)
         result.saved += [] if r.saved is None else [r.saved]
         if on_step is not None:
             on_step(r.step, result.seconds[-1], outputs)
-        end_epoch(result.epochs, r.step, epochs, [lap for _, _, _, lap in everyone], on_epoch)
+        end_epoch(result.epochs, r.step, epochs, laps, on_epoch)
 
     mine = not dist.is_initialized()
     try:

@@ -1,0 +1,69 @@
+"""Blocks of the pool: used again when nothing lies in them, and never more than were in use at once."""
+
+from __future__ import annotations
+
+import torch
+
+from distir.backends.memory import Memory
+from distir.backends.pool import LARGE, Pool
+
+N = LARGE // 4
+
+
+def test_a_block_is_used_again_when_no_view_of_it_is_left() -> None:
+    pool = Pool()
+    x = pool.empty((4, N // 2), torch.float32)
+    assert x.shape == (4, N // 2)
+    assert x.is_contiguous()
+    x.fill_(3.0)
+    at, view = x.data_ptr(), x[1:2].t()
+    del x
+    other = pool.empty((2 * N,), torch.float32)
+    assert other.data_ptr() != at
+    other.fill_(5.0)
+    assert torch.all(view == 3.0)
+    del view
+    assert pool.empty((N,), torch.float64).data_ptr() == at  # as many bytes, in another dtype
+    assert pool.empty((2, N), torch.float32).data_ptr() == at
+
+
+def test_no_more_is_mapped_than_was_in_use_at_once() -> None:
+    pool = Pool()
+
+    def in_turn() -> None:
+        for n in (4, 2, 1):
+            row = [pool.empty((n * N,), torch.float32) for _ in range(4 // n)]
+            assert pool._mapped == 4 * LARGE
+            del row
+
+    in_turn()
+    in_turn()
+    big = pool.empty((6 * N,), torch.float32)
+    assert pool._mapped == 6 * LARGE
+    more = [pool.empty((N,), torch.float32) for _ in range(3)]
+    assert pool._mapped == 9 * LARGE
+    del big, more
+    held = pool.empty((2 * N,), torch.float32)  # of what there was 6 and 1 go
+    assert pool._mapped <= 9 * LARGE
+    assert held.numel() == 2 * N
+
+
+def test_what_lies_in_a_block_stays_while_others_are_given_back() -> None:
+    pool = Pool()
+    kept = [pool.empty((N,), torch.float32).fill_(k) for k in range(5)]
+    del kept[1], kept[2]
+    x = pool.empty((3 * N,), torch.float32).fill_(-1.0)
+    assert [int(y[0]) for y in kept] == [0, 2, 4]
+    assert all(torch.all(y == y[0]) for y in kept)
+    assert torch.all(x == -1.0)
+    assert pool._mapped == 6 * LARGE
+
+
+def test_only_large_tensors_on_the_cpu_have_blocks() -> None:
+    memory = Memory(torch.device("cpu"))
+    assert memory._pool is not None
+    memory.empty((N - 1,), torch.float32)
+    assert not memory._pool._blocks
+    assert memory.empty((0,), torch.float32).numel() == 0
+    memory.empty((N,), torch.float32)
+    assert memory._pool._mapped == LARGE
