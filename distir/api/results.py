@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SHOWN = 6
 """More names than these are counted."""
 _MUCH_MEMORY = 1 << 26
-"""A prediction of fewer bytes is not compared: what Python and the libraries take for themselves would be most of it."""
+"""A prediction of fewer bytes is not compared: what Python and the libraries take would be most of it."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class Job(NamedTuple):
 class Steps(NamedTuple):
     """What steps gave: seconds each; outputs that are not updates, by position, each; at the end the updated inputs.
 
-    `saved`: the checkpoints that were written. `memory`: the most bytes that each rank has held over what it began with.
+    `saved`: the checkpoints that were written. `memory`: the most bytes that each rank held over what it began
+    with.
     """
 
     seconds: list[float]

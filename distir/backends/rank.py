@@ -38,7 +38,8 @@ Pieces = dict[int, tuple[Coord, np.ndarray]]
 
 class Report(NamedTuple):
     """What a rank tells after a step; `inputs` (after the last): the values of inputs that were replaced; `lap` (at the
-    end of an epoch): of the epoch; `saved`: the checkpoint that was written after it, if one was; `memory`: see `Growth`.
+    end of an epoch): of the epoch; `saved`: the checkpoint that was written after it, if one was;
+    `memory`: see `Growth`.
     """
 
     step: int
