@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -9,11 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import distir
+from distir.api.metrics import read_metrics
 from distir.api.results import RunResult
 from distir.backends.dcp import read_wholes
 from distir.backends.held import hold
@@ -130,7 +133,7 @@ def test_in_the_middle_of_an_epoch(model: distir.Model, tmp_path: Path) -> None:
     np.savez(file, x=rng.integers(0, 13, (32, 4)), labels=rng.integers(0, 13, (32, 4)))
 
     def train(directory: Path, resume: bool = False, steps: int = 8, epochs: int = 2) -> RunResult:
-        feed = {"data": file, "held_out": 0.0, "seed": 1}
+        feed = {"data": file, "held_out": 0.0, "seed": 1, "metrics": directory.with_suffix(".json")}
         if steps < 8:  # broken off
 
             def on_step(step: int, *_: object) -> None:
@@ -149,6 +152,26 @@ def test_in_the_middle_of_an_epoch(model: distir.Model, tmp_path: Path) -> None:
     assert largest_error(broken, whole) == 0
     assert broken.metrics is not None
     assert [e.number for e in broken.metrics.epochs] == [1]
+    (in_file,), (of_whole,) = (read_metrics(tmp_path / f"{name}.json") for name in ("broken", "whole"))
+    assert [e["epoch"] for e in in_file["epochs"]] == [0, 1]
+    assert in_file["measured"]["epochs"] == [1]
+    assert in_file["epochs"][0]["loss"] == of_whole["epochs"][0]["loss"]
+    again = train(tmp_path / "broken", resume=True)
+    assert again.losses == []
+    assert read_metrics(tmp_path / "broken.json") == [in_file]
+
+
+def test_metrics_that_cannot_be_gone_on_with(model: distir.Model, tmp_path: Path) -> None:
+    rest: dict[str, Any] = {"backend": "numpy", "epochs": 1, "resume": True, "metrics": tmp_path / "m.json"}
+    for text, message in (("{}", "holds no metrics"), ("x", "is not JSON")):
+        (tmp_path / "m.json").write_text(text)
+        with pytest.raises(UsageError, match=message):
+            distir.run(model, steps=2, checkpoint=tmp_path / "c", **rest)
+        assert (tmp_path / "m.json").read_text() == text
+    runs = [{"plan": {}, "predicted": {}, "measured": None, "epochs": []}] * 2
+    (tmp_path / "m.json").write_text(json.dumps({"runs": runs}))
+    with pytest.raises(UsageError, match="metrics of 2 runs"):
+        distir.run(model, steps=2, checkpoint=tmp_path / "c", **rest)
 
 
 def test_nothing_left_to_do(model: distir.Model, checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:

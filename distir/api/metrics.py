@@ -51,7 +51,8 @@ class Metrics:
     """What was predicted of a run, and what is measured: it grows with every epoch.
 
     `steps` are those of an epoch; `about` is what else there is to say of the run. `losses[k]` and `validation[k]` are
-    means over epoch k, None where there is no loss or nothing was held out.
+    means over epoch k, None where there is no loss or nothing was held out. `earlier`: the file of the run that this
+    goes on with; its epochs are in no average.
     """
 
     prediction: Prediction
@@ -60,6 +61,7 @@ class Metrics:
     epochs: list[Epoch] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     validation: list[float | None] = field(default_factory=list)
+    earlier: dict[str, Any] = field(default_factory=dict)
 
     def add(self, epoch: Epoch, losses: Sequence[float]) -> None:
         """Count an epoch, of whose steps these are the losses."""
@@ -115,6 +117,8 @@ class Metrics:
     def to_json(self) -> dict[str, Any]:
         """JSON: seconds; a figure a rank where that is said, or else of all together."""
         found, p = self.measured, self.prediction
+        plan = p.summary.to_json()["plan"]
+        before = self.earlier.get("measured") if self.earlier.get("plan") == plan else None
         epochs = [
             {
                 "epoch": e.number,
@@ -138,15 +142,30 @@ class Metrics:
                 "samples_per_second": p.samples_per_second,
                 "tokens_per_second": p.tokens_per_second,
             },
-            "measured": found
-            and {
+            "measured": before
+            if found is None
+            else {
                 "epochs": [e.number for e in self.epochs[1:] or self.epochs],
                 "epoch_seconds": found.seconds,
                 "step_seconds": found.seconds / self.steps,
                 **found.to_json(),
             },
-            "epochs": epochs,
+            "epochs": [*self.earlier.get("epochs", []), *epochs],
         }
+
+    def go_on(self, path: str | os.PathLike[str] | None) -> None:
+        """Go on with the file of an earlier run, if there is one. Raises UsageError if it is of something else."""
+        if path is None or not Path(path).exists():
+            return
+        runs = _runs(path)
+        if len(runs) > 1:
+            raise UsageError(f"{os.fspath(path)} holds the metrics of {len(runs)} runs", "--metrics of another file")
+        self.earlier.update(runs[0])
+
+    def forget(self, epoch: int) -> None:
+        """Earlier epochs from number `epoch` on, which are gone through again."""
+        if self.earlier:
+            self.earlier["epochs"] = [e for e in self.earlier["epochs"] if e["epoch"] < epoch]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, whole or not at all. Raises UsageError if it cannot be written."""
@@ -177,7 +196,16 @@ def write_json(x: Any, path: str | os.PathLike[str]) -> None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The runs in a file that `run` or `bench scaling` has written. Raises UsageError if it is none."""
+    """The runs in a file that `run` or `bench scaling` has written. Raises UsageError if it is none, or if no epoch was
+    measured in one.
+    """
+    runs = _runs(path)
+    if any(r["measured"] is None for r in runs):
+        raise UsageError(f"{os.fspath(path)}: no epoch was measured yet")
+    return runs
+
+
+def _runs(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         found = json.loads(Path(path).read_text())
     except OSError as e:
@@ -189,8 +217,6 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         isinstance(r, dict) and {"plan", "predicted", "measured", "epochs"} <= r.keys() for r in runs
     ):
         raise UsageError(f"{os.fspath(path)} holds no metrics", _HINT)
-    if any(r["measured"] is None for r in runs):
-        raise UsageError(f"{os.fspath(path)}: no epoch was measured yet")
     return runs
 
 

@@ -162,8 +162,8 @@ def run(
     With `epochs` the samples are gone through so often, in an order that `seed` draws for each epoch; of the last of
     them the share `held_out`, rounded up to whole batches, is not trained on: of it the loss is taken at the end of
     each epoch. `steps` are then the most of an epoch, and a last batch that is not full is left out. `metrics` is the
-    file that is written after each epoch (without `epochs` after an only one); `on_epoch` is called before the first
-    and after each.
+    file that is written after each epoch (without `epochs` after an only one), and with `resume` gone on with;
+    `on_epoch` is called before the first and after each.
 
     `checkpoint` is a directory to which weights and optimizer state are saved after every `every` steps, if that is
     given, and after the last; the newest two are kept. With `resume` the run goes on with the newest that is undamaged,
@@ -193,6 +193,8 @@ def run(
         epochs = 1
     work = plan_work(fed, function, program, steps, epochs, held_out)
     found = None if work.epochs is None else Metrics(prediction, work.epochs.steps, _about(work, fed, backend, plan))
+    if found is not None and resume:
+        found.go_on(metrics)
     on_step, on_lap = _measuring(found, function, metrics, on_step, on_epoch)
     if on_plan is not None:
         on_plan(prediction)
@@ -202,6 +204,8 @@ def run(
     job = Job(program, given, work.feed, work.steps, backend, timeout, work.samples, work.epochs, on_lap, traces)
     with beginning(model, plan, fed, checkpoint, every, resume) as saving:
         job = _begun(job, saving, whole=check or backend == "numpy")
+        if found is not None:
+            found.forget(job.first // found.steps)
         done = _done(job, prediction, check, on_step)
     comparison = None
     if check and done.seconds and int(os.environ.get("RANK", 0)) == 0:
