@@ -111,21 +111,10 @@ def execute(
         if recorder is not None:
             recorder.end_step()
         last = k == steps - 1
-        shown = {i: x for i, x in outputs.items() if i not in engine.updates}
-        if not (last or every):
-            shown = {i: x for i, x in shown.items() if _elements(program, i) == 1}
-        renewed = {i: engine.values[i] for i in sorted(set(engine.updates.values())) if i in engine.values}
-        report(
-            Report(
-                k,
-                seconds,
-                _pieces(engine, program.outputs, shown),
-                _pieces(engine, program.inputs, renewed) if last and final else {},
-                lap,
-                saved,
-                growth.bytes(),
-            )
-        )
+        made = _made(engine, outputs, last or every)
+        del outputs  # nothing of a step is held in the next
+        report(Report(k, seconds, made, _renewed(engine) if last and final else {}, lap, saved, growth.bytes()))
+        del made
     if profiler is not None:
         profiler.write()
 
@@ -158,6 +147,20 @@ def _evaluator(engine: TorchRank, epochs: Epochs, alive: Callable[[], None]) -> 
         return _pieces(other, program.outputs, {i: x / samples.steps for i, x in sums.items()})
 
     return evaluate
+
+
+def _made(engine: TorchRank, outputs: Mapping[int, torch.Tensor], everything: bool) -> Pieces:
+    """This rank's pieces of the outputs of a step that are no updates: of one element, or all."""
+    shown = {i: x for i, x in outputs.items() if i not in engine.updates}
+    if not everything:
+        shown = {i: x for i, x in shown.items() if _elements(engine.program, i) == 1}
+    return _pieces(engine, engine.program.outputs, shown)
+
+
+def _renewed(engine: TorchRank) -> Pieces:
+    """This rank's pieces of the inputs that are updated."""
+    held = {i: engine.values[i] for i in sorted(set(engine.updates.values())) if i in engine.values}
+    return _pieces(engine, engine.program.inputs, held)
 
 
 def _elements(program: Function, output: int) -> int:
