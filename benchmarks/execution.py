@@ -4,10 +4,11 @@
                                    [--json [FILE]] [--sweep]
 
 All competitors of a table are started first, and then take turns of about S seconds; N rounds. They have the same
-first weights, data, optimizer (plain SGD), types and number of threads; that they compute the same is checked by the
-losses of the first steps, which are printed. Times are of a step: all ranks begin together, and the slower counts. A
-ratio is the median over rounds of the peer's time by ours in the same round. The peers' scripts and settings are in
-benchmarks/peers; `--sweep` times the settings that were tried. `--only` takes what has all the words given.
+first weights, data, optimizer (plain SGD, torch's fused one, but for FSDP2, whose tensors have none), types and number
+of threads; that they compute the same is checked by the losses of the first steps, which are printed. Times are of a
+step: all ranks begin together, and the slower counts. A ratio is the median over rounds of the peer's time by ours in
+the same round. The peers' scripts and settings are in benchmarks/peers; `--sweep` times the settings that were tried.
+`--only` takes what has all the words given.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def main() -> None:
     work, settings = arguments()
     rank, world = start()
     module = sharded(work, settings, world)
-    sgd = optimizer(list(module.parameters()), work, settings)
+    sgd = optimizer(list(module.parameters()), work, {"implementation": "loop"} | settings)  # DTensor has no fused one
 
     def step(batch: Sequence[Tensor]) -> Tensor:
         x, y = batch

@@ -16,7 +16,7 @@ DDP_DEFAULT: dict[str, Settings] = {"mlp": {}, "gpt2": {}}
 DDP: dict[str, list[Settings]] = {
     "mlp": [
         {"ddp": TUNED},
-        {"ddp": TUNED, "implementation": "fused"},
+        {"ddp": TUNED, "implementation": "loop"},
         {"ddp": TUNED, "implementation": "foreach"},
         {"ddp": TUNED | {"bucket_cap_mb": 1}},
         {"ddp": TUNED | {"bucket_cap_mb": 8}},
@@ -25,7 +25,7 @@ DDP: dict[str, list[Settings]] = {
     "gpt2": [
         {"ddp": TUNED},
         {"ddp": TUNED, "attention": "eager"},
-        {"ddp": TUNED, "implementation": "fused"},
+        {"ddp": TUNED, "implementation": "loop"},
         {"ddp": TUNED, "implementation": "foreach"},
         {"ddp": TUNED | {"bucket_cap_mb": 1}},
         {"ddp": TUNED | {"bucket_cap_mb": 8}},
@@ -52,12 +52,12 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "S
 """distir's names of schedules, and torch's."""
 
 PIPELINE: dict[tuple[str, str], list[Settings]] = {
-    ("mlp", "gpipe"): [{"cut": [4, 4]}, {"cut": [4, 4], "outputs": True}, {"cut": [4, 4], "implementation": "fused"}],
-    ("mlp", "1f1b"): [{"cut": [4, 4]}, {"cut": [4, 4], "outputs": True}, {"cut": [4, 4], "implementation": "fused"}],
+    ("mlp", "gpipe"): [{"cut": [4, 4]}, {"cut": [4, 4], "outputs": True}, {"cut": [4, 4], "implementation": "loop"}],
+    ("mlp", "1f1b"): [{"cut": [4, 4]}, {"cut": [4, 4], "outputs": True}, {"cut": [4, 4], "implementation": "loop"}],
     ("mlp", "interleaved"): [
         {"cut": [2, 2, 2, 2]},
         {"cut": [2, 2, 2, 2], "outputs": True},
-        {"cut": [2, 2, 2, 2], "implementation": "fused"},
+        {"cut": [2, 2, 2, 2], "implementation": "loop"},
     ],
     ("gpt2", "gpipe"): [{"cut": [3, 1]}, {"cut": [2, 2]}, {"cut": [4, 0]}],
     ("gpt2", "1f1b"): [{"cut": [3, 1]}, {"cut": [2, 2]}, {"cut": [4, 0]}],

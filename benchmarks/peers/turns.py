@@ -63,9 +63,9 @@ def start() -> tuple[int, int]:
 
 
 def optimizer(parameters: Sequence[torch.nn.Parameter], work: Work, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Plain SGD; `implementation` is torch's "foreach", "fused", or, if not said, its default."""
-    kind = settings.get("implementation")
-    return torch.optim.SGD(parameters, lr=work.lr, **({kind: True} if kind else {}))
+    """Plain SGD; `implementation` is torch's "fused", as distir has it, "foreach" or "loop"; if not said, the first."""
+    kind = settings.get("implementation", "fused")
+    return torch.optim.SGD(parameters, lr=work.lr, fused=kind == "fused", foreach=kind == "foreach")
 
 
 def run(work: Work, step: Callable[[Sequence[Tensor]], Tensor | None], rank: int, shares: int) -> None:
