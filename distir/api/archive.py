@@ -27,8 +27,8 @@ def archive(path: Path) -> dict[str, np.ndarray]:
             arrays = {name: loaded[name] if x is None else x for name, x in arrays.items()}
     except OSError as e:
         raise UsageError(f"cannot read data file {path}: {e.strerror or e}") from None
-    except (ValueError, EOFError, BadZipFile) as e:
-        raise UsageError(f"{path} is not an .npz file: {e}") from None
+    except (ValueError, EOFError, BadZipFile):  # what numpy says of it is to load pickles, which run any code
+        raise UsageError(f"{path} is not an .npz file of numbers, or cut off", _HINT) from None
     if not arrays:
         raise UsageError(f"{path} is not an .npz file", _HINT)
     return arrays

@@ -8,10 +8,8 @@ value is compared with the whole value, as the program computes it without devic
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,11 +83,12 @@ def _recording(job: Job, executor: Callable[..., SequentialExecutor]) -> Iterato
             tape.end_step()
         yield lambda step: tape.steps[step - job.first]
         return
+    from distir.backends.held import scratch_folder
     from distir.backends.launch import run
     from distir.backends.record import recorded
 
-    with tempfile.TemporaryDirectory(prefix="distir-values-") as name:
-        folder, settings = Path(name), {"backend": job.backend, "timeout": job.timeout, "first": job.first}
+    with scratch_folder() as folder:  # for every value of every step: gigabytes
+        settings = {"backend": job.backend, "timeout": job.timeout, "first": job.first}
         run(job.program, job.arrays, job.steps, data=job.feed, final=False, record=folder, alone=True, **settings)
         files = [recorded(folder, r) for r in range(max(1, len(ranks(job.program))))]
         yield lambda step: [next(file) for file in files]

@@ -105,8 +105,9 @@ class Metrics:
         found = self.measured
         if found is None:
             return []
-        last = len(self.epochs) - 1
-        which = f"mean of epochs 1 to {last}" if last > 1 else "epoch 1" if last else "without its first step"
+        counted = [e.number for e in self.epochs[1:]]  # after --resume they do not begin with 1
+        which = f"mean of epochs {counted[0]} to {counted[-1]}" if len(counted) > 1 else ""
+        which = which or (f"epoch {counted[0]}" if counted else "without its first step")
         p = self.prediction
         said = f"epoch {seconds(found.seconds)} ({which}), {rates(found.samples_per_second, found.tokens_per_second)}"
         if self.about.get("backend") == "numpy":  # the reference runs all ranks in one process
@@ -220,4 +221,4 @@ def _runs(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return runs
 
 
-_HINT = "distir run --metrics FILE.json writes them"
+_HINT = "distir run --metrics FILE.json writes what is drawn"

@@ -12,12 +12,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distir.backends.held import scratch_folder
 from distir.ir.errors import UsageError, WorkerError
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def bench_collectives(
     if torchrun:
         _measure_all(int(os.environ["RANK"]), Settings(world, backend, collectives, sizes, timeout, dtype), None, add)
     else:
-        with tempfile.TemporaryDirectory(prefix="distir-") as folder:
-            for row in _run(Path(folder), Settings(world, backend, collectives, sizes, timeout, dtype)):
+        with scratch_folder() as folder:
+            for row in _run(folder, Settings(world, backend, collectives, sizes, timeout, dtype)):
                 add(Timing(*row))
     return timings
 

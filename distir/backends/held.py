@@ -10,6 +10,8 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PREFIX, _MARK = "distir-", "held"
@@ -48,6 +50,18 @@ def scratch() -> tuple[Path, int | None]:
         return folder, None
     (folder / _MARK).touch()
     return folder, number
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder for a while. If this process is killed, the next run removes it."""
+    folder, number = scratch()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if number is not None:
+            os.close(number)
 
 
 def _remove_left(folder: Path) -> None:

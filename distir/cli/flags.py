@@ -37,7 +37,9 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags of a command line; `command` is what carries it out. Raises UsageError for bad ones."""
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:  # argparse would blame the whole program, whose --help has no flags of commands
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", f"{args.prog} --help lists the flags")
     if args.traceback:
         os.environ["DISTIR_TRACEBACK"] = "1"
     return args
@@ -71,7 +73,7 @@ def _command(
         module, _, found = function.rpartition(".")
         getattr(import_module(f"distir.cli.{module or 'commands'}"), found)(args)
 
-    parser.set_defaults(command=command)
+    parser.set_defaults(command=command, prog=parser.prog)
     parser.add_argument("--json", action="store_true", help=f"print JSON: {json}")
     parser.add_argument("--traceback", action="store_true", help="show where an internal error arose")
     return parser

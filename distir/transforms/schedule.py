@@ -38,9 +38,10 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Table:
     Raises InfeasibleError if the microbatches do not divide by the ranks.
     """
     if microbatches % ranks:
+        below, above = (ranks * (microbatches // ranks + more) for more in (0, 1))
         raise InfeasibleError(
             f"interleaved: {microbatches} microbatches do not divide by {ranks} pipeline ranks",
-            f"use {ranks * max(1, microbatches // ranks)} or {ranks * (microbatches // ranks + 1)}",
+            f"use {below} or {above}" if below else f"use {above}",
         )
     table: Table = []
     for rank in range(ranks):

@@ -108,6 +108,17 @@ def test_epochs_are_the_sequential_ones(corpus: Path, tmp_path: Path, plan: dist
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+def test_averages_name_the_epochs_they_are_of(tmp_path: Path):
+    told: list[str] = []
+    for epochs in (2, 4, 7):  # each goes on with the one before
+        result = distir.run(
+            small(), epochs=epochs, steps=2, backend="numpy", checkpoint=tmp_path / "c", resume=epochs > 2
+        )
+        assert result.metrics is not None
+        told.append(result.metrics.lines()[0].split("(")[1].split(")")[0])
+    assert told == ["epoch 1", "epoch 3", "mean of epochs 5 to 6"]
+
+
 def test_samples_of_an_npz_file(tmp_path: Path):
     rng = np.random.default_rng(0)
     ids, labels = rng.integers(0, 300, (2, 26, 8))

@@ -116,8 +116,11 @@ def test_names_generators_tables_and_schedulers() -> None:
         make_table("zigzag", 2, 3)
     with pytest.raises(InfeasibleError, match="made for 3 microbatches, the plan has 4"):
         make_table(PipeDreamScheduler(3), 2, 4)
-    with pytest.raises(InfeasibleError, match="3 microbatches do not divide by 2 pipeline ranks"):
-        make_table("interleaved", 2, 3, 2)
+    for microbatches, hint in ((3, "use 2 or 4"), (1, "use 2")):
+        said = f"{microbatches} microbatches do not divide by 2 pipeline ranks"
+        with pytest.raises(InfeasibleError, match=said) as told:
+            make_table("interleaved", 2, microbatches, 2)
+        assert told.value.hint == hint
 
 
 def test_schedules_of_one_cut_share_their_bodies() -> None:
