@@ -60,7 +60,10 @@ class Check:
         if self.first:
             return f"check failed: {self.first}"
         if self.diverged is not None:
-            parts.append(f"both runs diverge in step {self.diverged}, nothing later is compared")
+            diverge = f"both runs diverge in step {self.diverged}, where their loss is not finite"
+            if not parts:
+                return f"nothing was checked: {diverge}"
+            parts.append(f"{diverge}: nothing later is compared")
         return "check passed: " + "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class Data:
         if self.path is not None:
             text = self.path.suffix not in ARRAYS
             self.file = self._text(self.path, tokenizer) if text else self._read(self.path)
+        if tokenizer is not None and (self.path is None or self.path.suffix in ARRAYS):
+            raise UsageError("a tokenizer is for a text, and there is none", "--data FILE.txt")
 
     @property
     def sampled(self) -> dict[Value, np.ndarray]:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 6
 """More names than these are counted."""
+_FAR = 2.0
+"""How many times as long is worth a hint."""
 _MUCH_MEMORY = 1 << 26
 """A prediction of fewer bytes is not compared: what Python and the libraries take would be most of it."""
 
@@ -250,6 +252,8 @@ class RunResult:
                 f"predicted {seconds(predicted)} on {self.prediction.cluster}; measured {seconds(self.step_seconds)}"
             )
             lines.append(f"{times} here ({self.step_seconds / predicted:.2f} times as long)")
+            if not 1 / _FAR <= self.step_seconds / predicted <= _FAR:
+                lines.append("where they differ: distir run --profile DIR, then distir compare DIR")
         return lines
 
     def _memory(self) -> list[str]:

@@ -44,7 +44,9 @@ def beginning(
     if every is not None and every < 1:
         raise UsageError(f"every: expected at least 1, got {every}")
     if not model.function.updates:
-        raise UsageError("checkpoints are of what is trained: they need a loss to train with", "--loss cross-entropy")
+        raise UsageError(
+            "checkpoints are of what is trained: they need a loss to train with", "--loss cross-entropy, or mse"
+        )
     path = Path(directory).absolute()
     lock = _open(path)
     try:

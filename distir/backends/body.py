@@ -89,7 +89,9 @@ class Body:
             else:
                 self._op(row[0], k)
         waits = self._end()
-        source = f"def {name}(args, t):\n" + "\n".join("    " + line for line in self.lines) + "\n"
+        held = [f"{name} = {v.type}" for v, name in self.names.items() if v in self.lowering.constants]
+        lines = [*([f"# kept from step to step: {', '.join(held)}"] if held else []), *self.lines]
+        source = f"def {name}(args, t):\n" + "\n".join("    " + line for line in lines) + "\n"
         exec(compile(source, f"<distir {name}>", "exec"), self.bound)
         return source, self.bound[name], waits, self.varies
 

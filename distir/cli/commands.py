@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         steps=steps,
         epochs=args.epochs,
         data=args.data,
-        held_out=args.val_fraction,
+        held_out=share_of(args),
         tokenizer=args.tokenizer,
         metrics=args.metrics,
         seed=args.seed,
@@ -106,6 +106,15 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         on_check=on_check,
         on_epoch=on_epoch,
     )
+
+
+def share_of(args: argparse.Namespace) -> float:
+    """Of the samples, what is held out of epochs."""
+    if args.val_fraction is None:
+        return 0.1
+    if args.data is None:
+        raise UsageError("--val-fraction is a share of the samples in a file", "--data FILE")
+    return args.val_fraction
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -140,7 +149,7 @@ def show(args: argparse.Namespace) -> None:
     default = "rank" if of_rank else "distributed" if planned else "training" if args.loss else "imported"
     stage = args.stage or default
     if stage == "training" and not args.loss:
-        raise UsageError("the training step needs a loss", "--loss cross-entropy")
+        raise UsageError("the training step needs a loss", "--loss cross-entropy, or mse")
     if of_rank and stage != "rank":
         raise UsageError(f"{of_rank} is for --stage rank, not {stage}")
     if stage == "imported":
@@ -267,7 +276,7 @@ def bench_collectives(args: argparse.Namespace) -> None:
             rows.append(t)
             progress.advance(len(rows) - 1)
             if speaks:
-                rates = [f"{x / 1e9:.3f} GB/s" for x in (t.algorithm_bandwidth, t.bus_bandwidth)]
+                rates = [f"{x / 1e9:.3g} GB/s" for x in (t.algorithm_bandwidth, t.bus_bandwidth)]
                 cells = [t.collective, f"{t.size:,} B", f"{t.seconds * 1e6:,.1f} us", *rates]
                 print(columns(cells, widths), flush=True)
 
@@ -281,7 +290,7 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
     settings = {"lr": args.lr, "momentum": args.momentum, "weight_decay": args.weight_decay}
     given = [f"--{k.replace('_', '-')}" for k, v in {"optimizer": args.optimizer, **settings}.items() if v is not None]
     if args.loss is None and given and stage is None:
-        raise UsageError(f"{given[0]} needs a loss to train with", "--loss cross-entropy")
+        raise UsageError(f"{given[0]} needs a loss to train with", "--loss cross-entropy, or mse")
     dims: dict[str, int] = {}
     for name, size in args.dim:
         if dims.setdefault(name, size) != size:
@@ -298,7 +307,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 def _check_save(path: str, model: Model) -> None:
     """Before hours of training: whether there will be something to save, and where to."""
     if not model.function.updates:
-        raise UsageError("--save writes trained weights: it needs a loss to train with", "--loss cross-entropy")
+        raise UsageError("--save writes trained weights: it needs a loss to train with", "--loss cross-entropy, or mse")
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UsageError(f"cannot write {path}")

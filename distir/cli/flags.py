@@ -174,9 +174,7 @@ def _data_flags(group: Any, steps: str) -> None:
         "default: drawn",
     )
     group.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of data and order; default: 0")
-    group.add_argument(
-        "--val-fraction", type=_share, default=0.1, metavar="X", help="of --data held out of epochs; default: 0.1"
-    )
+    group.add_argument("--val-fraction", type=_share, metavar="X", help="of --data held out of epochs; default: 0.1")
     group.add_argument(
         "--tokenizer", metavar="FILE.json", help="of a text: read if it is there, else trained on the text and written"
     )

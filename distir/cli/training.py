@@ -7,7 +7,7 @@ import argparse
 from distir.api.metrics import Metrics
 from distir.api.plot import plot as draw
 from distir.api.scaling import HEADER, rows, to_json, weak_scaling
-from distir.cli.commands import model_of
+from distir.cli.commands import model_of, share_of
 from distir.cli.output import Progress, columns, print_json
 from distir.importer import symbolic_dims
 from distir.ir.errors import UsageError
@@ -42,7 +42,7 @@ def scaling(args: argparse.Namespace) -> None:
             epochs=args.epochs,
             steps=args.steps or (None if args.data else 10),
             data=args.data,
-            held_out=args.val_fraction,
+            held_out=share_of(args),
             tokenizer=args.tokenizer,
             seed=args.seed,
             backend=args.backend,

@@ -149,6 +149,7 @@ def grouped(panels: Mapping[str, tuple[str, Mapping[str, Sequence[float]]]], gro
             axes.bar_label(drawn, fmt=_figures, fontsize="x-small", padding=1)
         axes.set_title(title, fontsize="medium")
         axes.set_ylabel(label)
+        axes.yaxis.set_major_formatter(lambda x, _: _figures(x))
         axes.set_xticks(range(len(groups)), groups)
         axes.margins(y=0.1)
     _legend(figure, colours)
