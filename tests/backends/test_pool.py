@@ -90,3 +90,22 @@ def test_other_ways_of_counting_references(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)  # unknown to any kernel
     assert Pool().empty((N,), torch.float32).fill_(1.0).sum() == N
+
+
+def test_what_was_once_in_use_stays_mapped() -> None:
+    pool = Pool()
+    row = [pool.empty((N,), torch.float32) for _ in range(4)]
+    del row
+    x = pool.empty((2 * N,), torch.float32)
+    assert pool._mapped == 4 * LARGE  # two small ones are left
+    assert x.numel() == 2 * N
+
+
+def test_only_idle_blocks_are_given_back() -> None:
+    pool = Pool()
+    row = [pool.empty((N,), torch.float32) for _ in range(2)]
+    del row[0]
+    row.append(pool.empty((2 * N,), torch.float32))  # the idle one goes for it
+    assert pool._mapped == 3 * LARGE
+    row.append(pool.empty((N,), torch.float32))
+    assert pool._mapped == 4 * LARGE
