@@ -212,6 +212,7 @@ def test_a_whole_is_found_only_where_it_is_of_one_piece() -> None:
     for part, n, index in (
         (x[1:2, :3], 4, 1),  # rows of more than is meant
         (x.t()[1:2], 6, 1),
+        (x.as_strided((2, 2), (2, 12), 2), 2, 0),  # rows that are not of one piece themselves
         (x[1:2].clone(), 4, 1),  # it would begin before the memory does
         (x[1:2], 4, 2),
         (x[:2].clone(), 2, 0),  # it would end after it
