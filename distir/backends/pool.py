@@ -6,43 +6,67 @@ heap is left. No more is held than was in use at once: before more is mapped, id
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
-import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
 LARGE = 1 << 20
 """Tensors of so many bytes are worth a block."""
-_IDLE = 3
-"""References to a block in which no tensor lies, as seen here: those of a row, a variable and a call."""
+
+
+class _Block:
+    """Mapped memory, and a weak reference to what shows it to the tensor that lies in it now.
+
+    How often the block itself is referred to would tell the same, but not on every Python alike: since 3.14 not all
+    references are counted.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._shown: Callable[[], memoryview | None] = lambda: None
+
+    @property
+    def idle(self) -> bool:
+        return self._shown() is None
+
+    def take(self) -> memoryview:
+        """The memory: the block is idle again when nothing refers to this any more."""
+        view = memoryview(self._memory)
+        self._shown = weakref.ref(view)
+        return view
 
 
 class Pool:
-    """Blocks by size. A tensor, and what is a view of it, refers to its block, and so keeps it from being idle."""
+    """Blocks by size. A tensor, and what is a view of it, keeps its block from being idle."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, list[mmap.mmap]] = {}
+        self._blocks: dict[int, list[_Block]] = {}
         self._mapped = self._most = 0
         """Bytes there are, and the most that were in use at once."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor on the CPU, with whatever was there."""
         n = math.prod(shape)
-        return torch.frombuffer(self._block(n * dtype.itemsize), dtype=dtype, count=n).view(shape)
+        return torch.frombuffer(self._block(n * dtype.itemsize).take(), dtype=dtype, count=n).view(shape)
 
-    def _block(self, size: int) -> mmap.mmap:
+    def _block(self, size: int) -> _Block:
+        """An idle block."""
         row = self._blocks.setdefault(size, [])
         for block in row:
-            if sys.getrefcount(block) == _IDLE:
+            if block.idle:
                 return block
-        used = size + sum(len(b) for row in self._blocks.values() for b in row if sys.getrefcount(b) > _IDLE)
+        used = size + sum(b.size for row in self._blocks.values() for b in row if not b.idle)
         self._most = max(self._most, used)
         self._give_back(self._mapped + size - self._most)
-        block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            block.madvise(mmap.MADV_HUGEPAGE)
+        block = _Block(size)
         self._mapped += size
         row.append(block)
         return block
@@ -53,7 +77,7 @@ class Pool:
             for k in reversed(range(len(row))):
                 if size <= 0:
                     return
-                if sys.getrefcount(row[k]) == _IDLE - 1:
-                    size -= len(row[k])
-                    self._mapped -= len(row[k])
+                if row[k].idle:
+                    size -= row[k].size
+                    self._mapped -= row[k].size
                     del row[k]

@@ -12,13 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distir.backends import exchange
-from distir.backends.exchange import Reductions, gather, reduce_parts
+from distir.backends import comm, exchange
+from distir.backends.exchange import Reductions, _whole, gather, reduce_parts
 from distir.backends.layout import split_front
 from distir.backends.memory import Memory
-from distir.backends.torch import TorchRank
+from distir.backends.torch import TorchRank, python_source
 from distir.backends.transfers import Line
-from distir.ir.type import Float64, Tensor
+from distir.ir.device import Device, Mesh
+from distir.ir.function import FunctionMaker, Role
+from distir.ir.type import REPLICATE, Float64, Tensor
 from distir.transforms.training import AdamW
 from tests.backends.threads import World
 from tests.transforms.programs import Plan, distributed, imported_mlp
@@ -160,3 +162,60 @@ def test_weights_are_gathered_where_they_were_cut(zero: int, monkeypatch: pytest
     for rows in world.run(work):
         assert rows[0] == rows[1] == rows[2]
         assert len(rows[0]) > 4
+
+
+@pytest.mark.parametrize(
+    ("step", "also_used", "replaced", "want"),
+    [
+        (None, None, True, True),
+        ("SGD", None, True, True),
+        ("Neg", None, True, False),
+        (None, None, False, False),
+        ("SGD", None, False, False),
+        (None, "weight", True, False),
+        ("SGD", "weight", True, False),
+        ("SGD", "part", True, False),
+    ],
+)
+def test_when_a_weight_may_be_gathered_where_it_was_cut(
+    step: str | None, also_used: str | None, replaced: bool, want: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = Mesh([Device("cpu", k) for k in range(2)], {"dp": 2}, "m")
+    t = Tensor.whole(Float64, (4, 3), mesh, (REPLICATE,))
+    f = FunctionMaker()
+    weight, gradient = f.add_input_value("w", t, Role("parameter")), f.add_input_value("g", t, Role("constant"))
+    part, slope = [f.emit("LocalSlice", v, axis="dp", dim=0) for v in (weight, gradient)]
+    if step is not None:
+        part = f.emit("SGD", part, slope, lr=0.1) if step == "SGD" else f.emit(step, part)
+    whole = f.emit("MPIAllgather", part, axis="dp")
+    used = {"weight": weight, "part": part}.get(also_used or "")
+    f.set_outputs([whole] if used is None else [whole, f.emit("Exp", used)])
+    f.updates = {whole: weight} if replaced else {}
+    told: list[bool] = []
+
+    def seen(*args: Any) -> Any:
+        told.extend(args[-1])
+        return gather(*args)
+
+    monkeypatch.setattr(comm, "gather", seen)
+    python_source(f.finalize(), 0)
+    assert told == [want]
+
+
+def test_a_whole_is_found_only_where_it_is_of_one_piece() -> None:
+    x = torch.arange(24.0).view(4, 6)
+    whole = _whole(x[1:2], 4, 1)
+    assert whole is not None
+    assert whole.data_ptr() == x.data_ptr()
+    assert torch.equal(whole, x.view(4, 1, 6))
+    assert _whole(x[2:], 2, 1) is not None
+    for part, n, index in (
+        (x[1:2, :3], 4, 1),  # rows of more than is meant
+        (x.t()[1:2], 6, 1),
+        (x.as_strided((2, 2), (2, 12), 2), 2, 0),  # rows that are not of one piece themselves
+        (x[1:2].clone(), 4, 1),  # it would begin before the memory does
+        (x[1:2], 4, 2),
+        (x[:2].clone(), 2, 0),  # it would end after it
+        (x[:2], 4, 0),
+    ):
+        assert _whole(part, n, index) is None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+
+import pytest
 import torch
 
 from distir.backends.memory import Memory
@@ -67,3 +71,41 @@ def test_only_large_tensors_on_the_cpu_have_blocks() -> None:
     assert memory.empty((0,), torch.float32).numel() == 0
     memory.empty((N,), torch.float32)
     assert memory._pool._mapped == LARGE
+
+
+def test_other_ways_of_counting_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since Python 3.14 a call does not count as a reference to what is in a variable."""
+    count = sys.getrefcount
+    monkeypatch.setattr(sys, "getrefcount", lambda x: count(x) - 2)  # that of this function, and one less
+    pool = Pool()
+    x = pool.empty((N,), torch.float32).fill_(1.0)
+    y = pool.empty((N,), torch.float32).fill_(2.0)
+    assert float(x[0]) == 1.0
+    at = x.data_ptr()
+    del x
+    assert pool.empty((N,), torch.float32).data_ptr() == at
+    assert float(y[0]) == 2.0
+
+
+def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)  # unknown to any kernel
+    assert Pool().empty((N,), torch.float32).fill_(1.0).sum() == N
+
+
+def test_what_was_once_in_use_stays_mapped() -> None:
+    pool = Pool()
+    row = [pool.empty((N,), torch.float32) for _ in range(4)]
+    del row
+    x = pool.empty((2 * N,), torch.float32)
+    assert pool._mapped == 4 * LARGE  # two small ones are left
+    assert x.numel() == 2 * N
+
+
+def test_only_idle_blocks_are_given_back() -> None:
+    pool = Pool()
+    row = [pool.empty((N,), torch.float32) for _ in range(2)]
+    del row[0]
+    row.append(pool.empty((2 * N,), torch.float32))  # the idle one goes for it
+    assert pool._mapped == 3 * LARGE
+    row.append(pool.empty((N,), torch.float32))
+    assert pool._mapped == 4 * LARGE
