@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,6 +109,22 @@ def test_what_is_killed_loses_the_steps_since_the_last_checkpoint(
     kind: str, tmp_path: Path, tmp: Path, undisturbed: str
 ) -> None:
     kill_and_go_on(kind, random.randrange(1 << 30), tmp_path, tmp, undisturbed)
+
+
+def test_what_starts_the_ranks_ends_while_it_still_loads_torch(tmp_path: Path) -> None:
+    """If whoever started it is gone."""
+    folder, stub = tmp_path / "run", tmp_path / "stub"
+    for path in (folder, stub):
+        path.mkdir()
+    (stub / "torch.py").write_text("import time\ntime.sleep(120)\n")
+    mine, its = socket.socketpair()
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(stub), str(ROOT)]))
+    command = [sys.executable, "-m", "distir.backends.worker", str(folder), str(its.fileno())]
+    process = subprocess.Popen(command, env=env, pass_fds=[its.fileno()])
+    its.close()
+    mine.close()
+    assert process.wait(timeout=60) == 1
+    assert not folder.exists()
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def _search(job: Job, executor: Callable[..., SequentialExecutor]) -> str:
                 return f"in step {step} {found}"
             except MismatchError as e:
                 return f"in step {step} {e.message}"
-    return "when it is run again no op is at fault: what happened does not happen every time"
+    return "no op by itself is at fault when it is run again: either rounding adds up, or it does not happen every time"
 
 
 @contextmanager

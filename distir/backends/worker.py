@@ -14,8 +14,10 @@ import pickle
 import shutil
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -86,8 +88,8 @@ _POLL_SECONDS = 0.02
 
 def supervise(folder: Path, control: Connection, links: list[Connection]) -> None:
     """Fork a rank for each link, and tell over `control` how each ended; returns when all have."""
-    from distir.backends import comm, rank  # noqa: F401  (loads torch before the fork: once for all)
-
+    with _watched(folder, control):
+        from distir.backends import comm, rank  # noqa: F401  (loads torch before the fork: once for all)
     job: Job = pickle.loads(job_file(folder).read_bytes())
     gc.collect()
     gc.freeze()
@@ -114,6 +116,29 @@ def supervise(folder: Path, control: Connection, links: list[Connection]) -> Non
     except (EOFError, OSError):
         _kill(list(numbers))
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _watched(folder: Path, control: Connection) -> Iterator[None]:
+    """Loading torch takes a while: if whoever started this goes away in it, FOLDER is removed and this process ends.
+
+    The thread that sees to it has ended before there is a fork.
+    """
+    loaded = threading.Event()
+
+    def watch() -> None:
+        while not loaded.is_set():
+            if control.poll(_POLL_SECONDS):  # nothing is ever sent here
+                shutil.rmtree(folder, ignore_errors=True)
+                os._exit(1)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loaded.set()
+        thread.join()
 
 
 def _kill(pids: list[int]) -> None:
