@@ -4,7 +4,8 @@
 
 Wall-clock seconds, medians, alternating: of `distir --help`, and of an interpreter that does nothing, as whole
 processes; and from a call of `run`, of a program on 8 devices, until the last of its 8 ranks, which are all started
-here, has joined the process group, `distir.backends.launch` having been imported.
+here, has joined the process group, `distir.backends.launch` having been imported. Torch is loaded in that time, by the
+process that the ranks are forked from.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from distir.ir.type import Float32, Shard, Tensor
 COMMANDS = {"python -c pass": ["-c", "pass"], "distir --help": ["-m", "distir", "--help"]}
 RANKS = 8
 READY = f"{RANKS} ranks ready"
+LOADED = "  of that, loading torch"
 GOALS = {"distir --help": 0.3, READY: 2.0}
 
 
@@ -34,8 +36,8 @@ def seconds(arguments: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-def ready_seconds() -> float:
-    """Until all ranks have joined."""
+def ready_seconds() -> tuple[float, float]:
+    """Until all ranks have joined, and of that until torch was loaded."""
     from distir.backends.launch import run
 
     mesh = Mesh([Device("cpu", k) for k in range(RANKS)], {"dp": RANKS})
@@ -43,18 +45,20 @@ def ready_seconds() -> float:
     x = f.add_input_value("x", Tensor.whole(Float32, (RANKS,), mesh, (Shard(0),)))
     f.set_outputs([f.emit("MPIAllgather", x, axis="dp")])
     main = f.finalize()
-    return run(main, [np.zeros(RANKS, np.float32)]).start_seconds
+    result = run(main, [np.zeros(RANKS, np.float32)])
+    return result.start_seconds, result.load_seconds
 
 
 def main() -> None:
     flags = parser(__doc__, 11)
     args = flags.parse_args()
-    times: dict[str, list[float]] = {name: [] for name in (*COMMANDS, READY)}
+    times: dict[str, list[float]] = {name: [] for name in (*COMMANDS, READY, LOADED)}
     ready_seconds()  # imports, and reads files for the first time
     for _ in range(args.runs):
         for name, arguments in COMMANDS.items():
             times[name].append(seconds(arguments))
-        times[READY].append(ready_seconds())
+        for name, found in zip((READY, LOADED), ready_seconds(), strict=True):
+            times[name].append(found)
     medians = {name: statistics.median(found) for name, found in times.items()}
     where = machine()
     if args.json:

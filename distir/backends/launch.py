@@ -61,6 +61,8 @@ class RunResult:
     backend: str
     start_seconds: float = 0.0
     """From the call until the last rank that was started here had joined."""
+    load_seconds: float = 0.0
+    """Of these, until torch was loaded, once for all ranks."""
     seconds: list[float] = field(default_factory=list)
     outputs: list[dict[int, np.ndarray]] = field(default_factory=list)
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
@@ -293,6 +295,8 @@ class _Run:
                 self.exits[who] = code
             case ("error", Failure() as failure) if rank is not None:
                 self.failures[rank] = failure
+            case ("loaded",):
+                self.result.load_seconds = time.monotonic() - self.begun
             case ("alive",):
                 pass  # it was heard
             case ("ready",):

@@ -87,9 +87,10 @@ _POLL_SECONDS = 0.02
 
 
 def supervise(folder: Path, control: Connection, links: list[Connection]) -> None:
-    """Fork a rank for each link, and tell over `control` how each ended; returns when all have."""
+    """Fork a rank for each link; tell over `control` that torch is loaded, and how each ended; return when all have."""
     with _watched(folder, control):
         from distir.backends import comm, rank  # noqa: F401  (loads torch before the fork: once for all)
+    control.send(("loaded",))
     job: Job = pickle.loads(job_file(folder).read_bytes())
     gc.collect()
     gc.freeze()

@@ -152,7 +152,7 @@ def test_how_long_the_ranks_took_to_be_ready_is_told():
     begin = time.monotonic()
     main = counter()
     result = run(main, ones(main), timeout=60)
-    assert 0 < result.start_seconds < time.monotonic() - begin
+    assert 0 < result.load_seconds < result.start_seconds < time.monotonic() - begin
 
 
 def run_and_hurt(number: int, hurt: signal.Signals, timeout: float) -> tuple[WorkerError, float]:
