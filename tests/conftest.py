@@ -1,6 +1,7 @@
-"""Hypothesis profiles; skips that fail where all that tests may need is there (.ci/run: DISTIR_NO_SKIP=1)."""
+"""Hypothesis profiles; what tests may not leave; skips that fail where all is there (.ci/run: DISTIR_NO_SKIP=1)."""
 
 import os
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -19,6 +20,16 @@ def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"{reason} (DISTIR_NO_SKIP: only tests marked gpu may skip)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """No test leaves another default dtype of torch's to those after it."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None and torch.get_default_dtype() != torch.float32:
+        left = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        pytest.fail(f"{item.name} has left {left} as torch's default dtype")
 
 
 @pytest.hookimpl(wrapper=True)

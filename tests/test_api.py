@@ -412,7 +412,7 @@ def test_a_wrong_program_is_named_too(trained):
 
 def test_a_right_run_has_no_op_at_fault(trained):
     job = step_of(trained, distir.Plan(dp=2, pp=2, microbatches=2))
-    assert "no op is at fault" in locate(job._replace(steps=2))
+    assert "no op by itself is at fault" in locate(job._replace(steps=2))
 
 
 def test_a_failed_check_raises(trained, monkeypatch):

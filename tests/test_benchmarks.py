@@ -12,7 +12,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FLAGS: dict[str, list[str]] = {
-    "execution": ["--small", "--seconds", "0.1", "--only", "mlp", "ddp"],
+    "execution": ["--small", "--seconds", "0.1", "--only", "mlp", "fsdp"],
     "gpt2_plan": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "scale": ["--dp", "1", "2", "--microbatches", "16", "--no-plans"],
 }
@@ -30,7 +30,7 @@ def test_runs(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["mlp", "fsdp"], ["gpt2", "pipeline"], ["model-parallel"]])
+@pytest.mark.parametrize("words", [["mlp", "ddp"], ["gpt2", "pipeline"], ["model-parallel"]])
 def test_execution(words: list[str], tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     flags = ["--small", "--seconds", "0.1", "--runs", "1", "--only", *words, "--json", str(file)]

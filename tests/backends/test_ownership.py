@@ -45,15 +45,6 @@ STEPS = 3
 PLANS = random_plans.map(lambda plan: plan._replace(host=False))  # weights that come from a host go nowhere
 
 
-@pytest.fixture(autouse=True)
-def doubles() -> Any:
-    """Threads share the default dtype: it must not change under them."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
 @pytest.fixture(autouse=True, params=["as it is", "all is large"])
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors go together to other ranks, and have no blocks of the pool: large ones are tried, too."""

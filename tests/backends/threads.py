@@ -148,10 +148,15 @@ class World:
                     self.changed.notify_all()
 
         threads = [threading.Thread(target=start, args=(r,), daemon=True) for r in self.everyone]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(2 * SECONDS)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # threads share it: what each sets and resets must not change it
+        try:
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join(2 * SECONDS)
+        finally:
+            torch.set_default_dtype(before)
         if errors:
             raise errors[0]
         assert not any(t.is_alive() for t in threads)
