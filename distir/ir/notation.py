@@ -23,8 +23,9 @@ WHERE = rf"{NAME}(?::-?\d+|\#\d+)?"
 _AXIS = rf"(?:\d+:)?{NAME}"
 _DIM = rf"\d+(?:\{{{_AXIS}(?:,{_AXIS})*\}})?"
 _MOMENT = r"(?:t(?:[+-]\d+)?|-?\d+)"
+_DIMS = rf"(?:{_DIM}(?:,\ {_DIM})*)?"
 TENSOR = (
-    rf"\w+\[(?:{_DIM}(?:,\ {_DIM})*)?\](?:\+(?:\w+:)?{NAME})*"
+    rf"\w+\[{_DIMS}\](?:\+(?:\w+:)?{NAME})*"
     rf"(?:\#{_MOMENT}(?::{_MOMENT})?)?(?:\ @\ {WHERE})?"
 )
 _RUN = rf"({NAME}):(-?\d+)(?:\.\.(-?\d+)(?::(-?[1-9]\d*))?)?((?:\ x\d+\ by\ -?\d+)*)"
@@ -32,7 +33,7 @@ MESH = rf"mesh\ ({LABEL})\(((?:{NAME}=\d+(?:,\ )?)*)\)\ =\ ((?:{_RUN}(?:,\ )?)*)
 
 _is_plain = re.compile(PLAIN).fullmatch
 _is_plain_value = re.compile(PLAIN_VALUE).fullmatch
-_is_tensor = re.compile(rf"(\w+)\[(.*)\]((?:\+(?:\w+:)?{NAME})*)(?:\#([^\s@]+))?(?:\ @\ ({WHERE}))?").fullmatch
+_is_tensor = re.compile(rf"(\w+)\[({_DIMS})\]((?:\+(?:\w+:)?{NAME})*)(?:\#([^\s@]+))?(?:\ @\ ({WHERE}))?").fullmatch
 _is_device = re.compile(rf"({NAME}):(-?\d+)").fullmatch
 _is_mesh = re.compile(rf"\s*{MESH}\s*").fullmatch
 _dims = re.compile(rf"(\d+)(?:\{{({_AXIS}(?:,{_AXIS})*)\}})?").findall

@@ -64,6 +64,13 @@ def test_round_trip_of_many(f: Function) -> None:
     assert difference(parse(pformat(f)), f) is None
 
 
+def test_a_device_whose_name_looks_like_the_end_of_a_type() -> None:
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor(Float(), (2,), Device("]#", 0)))
+    f.set_outputs([x])
+    assert difference(parse(pformat(f.finalize())), f.finalize()) is None
+
+
 NASTY = """\
 mesh "m\\""("a b"=2, mb=3) = gpu:0..1 x1 by 3
 bundle T0 = (f32[2{"a b"}]+mb#0:t+1 @ "m\\"", (i64[], bool[1] @ "x\\ny":-1))
