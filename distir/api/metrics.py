@@ -118,8 +118,8 @@ class Metrics:
     def to_json(self) -> dict[str, Any]:
         """JSON: seconds; a figure a rank where that is said, or else of all together."""
         found, p = self.measured, self.prediction
-        plan = p.summary.to_json()["plan"]
-        before = self.earlier.get("measured") if self.earlier.get("plan") == plan else None
+        summary = p.summary.to_json()
+        before = self.earlier.get("measured") if self.earlier.get("plan") == summary["plan"] else None
         epochs = [
             {
                 "epoch": e.number,
@@ -133,7 +133,7 @@ class Metrics:
             for k, e in enumerate(self.epochs)
         ]
         return {
-            **p.summary.to_json(),
+            **summary,
             **self.about,
             "cluster": p.cluster,
             "steps": self.steps,

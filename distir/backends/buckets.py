@@ -24,6 +24,7 @@ from distir.backends.namespace import torch_dtype
 from distir.backends.optimizers import steps_together
 from distir.backends.passing import passes
 from distir.ir.function import Function, Op, Value
+from distir.ir.kept import kept
 from distir.ir.type import Tensor, Tuple
 
 if TYPE_CHECKING:
@@ -95,9 +96,15 @@ def buffered(function: Function) -> dict[Op, Op]:
     return found
 
 
+@kept
+def makers_of(function: Function) -> dict[Value, Op]:
+    """The op that makes each value."""
+    return {v: op for op in function.ops for v in op.outputs}
+
+
 def find_buckets(b: Body, kept: bool) -> dict[Op, Bucket]:
     """The buckets of a function, by the ops that pack them."""
-    makers = {v: op for op in b.function.ops for v in op.outputs}
+    makers = makers_of(b.function)
     number = {op: k for k, op in enumerate(b.function.ops)}
     found: dict[Op, Bucket] = {}
     for op, pack in b.memory.buffered.items():

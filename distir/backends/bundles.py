@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from distir.backends.comm import Network
+from distir.backends.comm import Network, cuts_of
 from distir.ir.errors import ModelError
 from distir.ir.type import REPLICATE, Placement, Tensor, Tuple
 
@@ -35,7 +34,7 @@ def bundle_starter(
 
 
 def _allreduce(network: Network, before: list[Tensor], after: list[Tensor], axis: str) -> Start:
-    cuts = _cuts(before)
+    cuts = cuts_of(before)
     reduce = network.allreduce(_flat(before[0], (cuts[-1],), axis, before[0].on(axis)), axis, own=True)
 
     def start(xs: Tensors) -> Any:
@@ -55,11 +54,6 @@ def _tensors(t: Tuple) -> list[Tensor]:
     if len(found) < len(t.types) or not found:
         raise ModelError(f"expected a bundle of tensors, got {t}")
     return found
-
-
-def _cuts(types: Sequence[Tensor]) -> list[int]:
-    """Where each member begins in the buffer, and where the last ends."""
-    return [0, *itertools.accumulate(math.prod(t.shape) for t in types)]
 
 
 def _flat(like: Tensor, shape: Sequence[int], axis: str, placement: Placement) -> Tensor:

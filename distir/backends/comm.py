@@ -122,7 +122,7 @@ class Network:
         digits = [digit(t, axis) for t in parts]
         if self.numbered:
             return gather(memory, line, parts, digits, within)
-        n, cuts = digits[0][2], _cuts(parts)
+        n, cuts = digits[0][2], cuts_of(parts)
 
         def start(xs: Row) -> Finish:
             x = memory.lent(xs[0].view(-1) if len(xs) == 1 and xs[0].is_contiguous() else _flat(xs))
@@ -147,7 +147,7 @@ class Network:
         kind, digits = _partial(before[0], axis).kind, [digit(t, axis) for t in after]
         if self.numbered:
             return reduce_parts(memory, line, after, digits, kind, self._reductions)
-        n, cuts, narrow = digits[0][2], _cuts(after), torch_dtype(before[0].dtype)
+        n, cuts, narrow = digits[0][2], cuts_of(after), torch_dtype(before[0].dtype)
         wider = WIDER.get(narrow)
 
         def start(xs: Row) -> Finish:
@@ -211,7 +211,7 @@ def _flat(xs: Row) -> torch.Tensor:
     return torch.cat([x.reshape(-1) for x in xs])
 
 
-def _cuts(types: Sequence[Tensor]) -> list[int]:
+def cuts_of(types: Sequence[Tensor]) -> list[int]:
     """Where each of several tensors begins in a row of them all, and where the last ends."""
     return [0, *accumulate(math.prod(t.shape) for t in types)]
 

@@ -74,27 +74,24 @@ def _single(start: Callable[[Any], Callable[[], Any]]) -> Callable[[Any], Any]:
     return started
 
 
-@kept
-def _makers(function: Function) -> dict[Value, Op]:
-    return {v: op for op in function.ops for v in op.outputs}
-
-
 def _within(b: Body, op: Op) -> list[bool]:
     """Which of the parts that an op gathers lie in the memory of a whole that was cut in the same way, and that nobody
     sees any more.
     """
-    makers, t = _makers(b.function), op.outputs[0].type
+    makers, t = buckets.makers_of(b.function), op.outputs[0].type
     bundle = makers.get(b.itself(op.inputs[0]))
     parts = bundle.inputs if bundle is not None and bundle.spec.bundle == "pack" else op.inputs
     wholes = t.types if isinstance(t, Tuple) else (t,)
     if len(parts) < len(wholes):  # a bundle that was made elsewhere
         return [False] * len(wholes)
-    found: list[bool] = []
-    for v, whole, free in zip(parts, wholes, b.memory.renewable(op, b.now), strict=True):
+    alike: list[bool] = []
+    for v, whole in zip(parts, wholes, strict=True):
         cut = makers.get(b.itself(v))
         axis = cut.attributes["axis"] if cut is not None and cut.spec.name == "LocalSlice" else None
-        found.append(free and cut is not None and axis == op.attributes["axis"] and cut.inputs[0].type == whole)
-    return found
+        alike.append(cut is not None and axis == op.attributes["axis"] and cut.inputs[0].type == whole)
+    if not any(alike):  # as most are not: who sees what need not be found out
+        return alike
+    return [same and free for same, free in zip(alike, b.memory.renewable(op, b.now), strict=True)]
 
 
 def _bundle_along_axis(b: Body, op: Op) -> None:

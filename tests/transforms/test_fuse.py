@@ -71,7 +71,8 @@ def test_the_training_step_is_the_same(optimizer: SGD | AdamW, monkeypatch: pyte
     assert "Attention" not in kinds(plain)
     assert len(plain.ops) > 1.3 * len(program.function.ops)
     want = Program(plain, program.arrays).results()
-    assert error(program.results(), want) <= TOLERANCE
+    bound = TOLERANCE if isinstance(optimizer, AdamW) else 1e-12  # AdamW magnifies rounding, by 1.15e-12 on some CPUs
+    assert error(program.results(), want) <= bound
 
 
 def small_forward() -> Function:
