@@ -4,8 +4,8 @@
 
 All have the same weights, data, dtype and AdamW, and run in one process, taking turns: N runs of some steps each, timed
 by CUDA events; what is printed is the median over runs. The losses of the first steps are printed, too: they should
-agree to bfloat16's precision. PyTorch's have the quickest that it offers: scaled_dot_product_attention with its own
-causal mask, and the fused AdamW. On a GPU the figures are written to benchmarks/results/cuda.json. Where there is none
+agree to bfloat16's precision. PyTorch's have the quickest that it offers: scaled_dot_product_attention, causal by
+itself, and the fused AdamW. On a GPU the figures are written to benchmarks/results/cuda.json. Where there is none
 nothing is measured; `--device cpu` tries the script itself, and writes nothing. Needs the `dev` extra.
 """
 
@@ -44,10 +44,10 @@ class Work:
         self.sizes = {k: getattr(args, k) for k in ("layers", "width", "heads", "vocab", "seq")}
         self.device = torch.device(args.device)
         self.batch = args.batch
-        self.module, inputs = build("gpt2", batch=args.batch, **self.sizes)
+        self.module, _ = build("gpt2", batch=args.batch, ids_only=True, **self.sizes)
         torch.manual_seed(0)
         shape = (args.batch, args.seq)
-        self.inputs = inputs | {"input_ids": torch.randint(self.sizes["vocab"], shape)}
+        self.inputs = {"input_ids": torch.randint(self.sizes["vocab"], shape)}
         self.labels = torch.randint(self.sizes["vocab"], shape)
 
 
@@ -58,7 +58,7 @@ def distir_step(work: Work) -> Step:
     from examples.export import export
 
     with tempfile.TemporaryDirectory() as folder:
-        path = export("gpt2", Path(folder, "gpt2.onnx"), **work.sizes)
+        path = export("gpt2", Path(folder, "gpt2.onnx"), ids_only=True, **work.sizes)
         optimizer = distir.AdamW(lr=LEARNING_RATE)
         model = distir.load(path, {"batch": work.batch}, loss="cross-entropy", optimizer=optimizer, dtype="bfloat16")
         arrays = model.initial()
@@ -81,7 +81,7 @@ def torch_step(work: Work, compiled: bool) -> Step:
 
     module = copy.deepcopy(work.module).to(work.device, torch.bfloat16)
     module.set_attn_implementation("sdpa")  # pyright: ignore[reportCallIssue]
-    inputs = {k: x.to(work.device) for k, x in work.inputs.items()} | {"attention_mask": None}
+    inputs = {k: x.to(work.device) for k, x in work.inputs.items()}
     labels = work.labels.to(work.device).flatten()
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
 

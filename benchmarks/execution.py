@@ -83,7 +83,8 @@ class Plans:
         """Write the model that distir takes."""
         from peers.models import Work, export
 
-        export.export(Work(self.model, self.sizes, 1, 0.0).exported, self.file, **self.sizes)
+        work = Work(self.model, self.sizes, 1, 0.0)
+        export.export(work.exported, self.file, work.ids_only, **self.sizes)
 
     def only(self, words: Sequence[str]) -> None:
         """Leave out the rows that have not all of these words, and the teams in none."""

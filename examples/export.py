@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Export a model with random weights to ONNX: `python examples/export.py NAME [--out FILE] [sizes]`.
+"""Export a model with random weights to ONNX: `python examples/export.py NAME [--out FILE] [--ids-only] [sizes]`.
 
     gpt2-tiny  GPT-2 with 2 layers of width 64, 4 heads, a vocabulary of 509, sequences of 16; one file
     gpt2       GPT-2 small (124M parameters), sequences of 128; weights in FILE.data beside the file
@@ -8,7 +8,8 @@
 The batch is symbolic and named `batch`. GPT-2 takes `input_ids` (batch, S), an additive float
 `attention_mask` (1, 1, S, S) and `position_ids` (1, S), and gives `logits` (batch, S, vocabulary). The MLP
 maps `x` (batch, width) to `y` (batch, width). Every parameter of the module, tied or not, is one initializer
-of the same name.
+of the same name. With `--ids-only` GPT-2 takes `input_ids` alone; that it is causal, and where a token stands, is then
+in the file.
 
 Tests import `build` and `export` to compare with the module in PyTorch. Needs the `dev` extra.
 """
@@ -43,10 +44,13 @@ SEED = 0
 OPSET = 20
 
 
-def build(name: str, *, batch: int = 4, **sizes: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def build(
+    name: str, *, batch: int = 4, ids_only: bool = False, **sizes: int
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """The module in eval mode and example inputs for it, by name: the same ones on every call.
 
-    `sizes` overrides entries of `SIZES[name]`. Raises ValueError for a size that does not apply or fit.
+    `sizes` overrides entries of `SIZES[name]`; `ids_only`: GPT-2 makes mask and positions itself. Raises ValueError for
+    a size that does not apply or fit.
     """
     size = _resolve(name, sizes)
     import torch
@@ -58,15 +62,16 @@ def build(name: str, *, batch: int = 4, **sizes: int) -> tuple[torch.nn.Module, 
         if name == "mlp":
             inputs = {"x": torch.randn(batch, size["width"])}
         else:
-            inputs = {
-                "input_ids": torch.randint(size["vocab"], (batch, size["seq"])),
-                "attention_mask": causal_mask(size["seq"]),
-                "position_ids": torch.arange(size["seq"])[None],
-            }
+            inputs = {"input_ids": torch.randint(size["vocab"], (batch, size["seq"]))}
+            if not ids_only:
+                inputs |= {
+                    "attention_mask": causal_mask(size["seq"]),
+                    "position_ids": torch.arange(size["seq"])[None],
+                }
     return module.eval(), inputs
 
 
-def export(name: str, out: str | os.PathLike[str] | None = None, **sizes: int) -> Path:
+def export(name: str, out: str | os.PathLike[str] | None = None, ids_only: bool = False, **sizes: int) -> Path:
     """Write the model to `out` (default: `NAME.onnx` beside this script) and return that path.
 
     Nothing is seen at `out` before it is complete. Raises ValueError as `build` does, OSError where it cannot
@@ -75,7 +80,7 @@ def export(name: str, out: str | os.PathLike[str] | None = None, **sizes: int) -
     path = Path(out) if out is not None else Path(__file__).with_name(f"{name}.onnx")
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    module, inputs = build(name, **sizes)
+    module, inputs = build(name, ids_only=ids_only, **sizes)
     import torch
 
     batch = torch.export.Dim("batch")
@@ -129,7 +134,7 @@ def _gpt2(size: dict[str, int], positions: int) -> torch.nn.Module:
     class GPT2(GPT2LMHeadModel):
         """Takes tensors and gives the logits. A 4-D mask passes through transformers' masking untouched."""
 
-        def forward(self, input_ids, attention_mask, position_ids):  # pyright: ignore
+        def forward(self, input_ids, attention_mask=None, position_ids=None):  # pyright: ignore
             out = super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids)
             return out.logits
 
@@ -279,15 +284,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: NAME.onnx beside this script")
     for size in SIZES["gpt2"]:
         parser.add_argument(f"--{size}", type=int, metavar="N")
+    parser.add_argument("--ids-only", action="store_true", help="GPT-2 takes no mask and no positions")
     options = vars(parser.parse_args(argv))
-    name, out = options.pop("name"), options.pop("out")
+    name, out, ids_only = options.pop("name"), options.pop("out"), options.pop("ids_only")
     sizes = {key: value for key, value in options.items() if value is not None}
     try:
         _resolve(name, sizes)
     except ValueError as error:
         parser.error(str(error))
     try:
-        path = export(name, out, **sizes)
+        path = export(name, out, ids_only, **sizes)
     except OSError as error:
         parser.error(f"cannot write {error.filename or out}: {error.strerror or error}")
     except ImportError as error:

@@ -34,6 +34,11 @@ class Work(NamedTuple):
         """The name of the model in examples/export.py."""
         return "mlp" if self.model == "mlp" else "gpt2-tiny"
 
+    @property
+    def ids_only(self) -> bool:
+        """Whether it is given nothing but tokens, and is causal by itself."""
+        return self.model == "gpt2"
+
     def data(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The inputs and targets of a step, of all ranks: two batches in turn, so that the loss falls."""
         random = np.random.default_rng((0, step % 2))
@@ -55,7 +60,7 @@ def model(work: Work, attention: str = "sdpa") -> nn.Module:
 
     GPT-2 with attention "sdpa" is causal by itself, with "eager" by a mask; both are what transformers offers.
     """
-    module, _ = export.build(work.exported, **work.sizes)
+    module, _ = export.build(work.exported, ids_only=work.ids_only, **work.sizes)
     if work.model == "mlp":
         return module.train()
     module.set_attn_implementation(attention)  # pyright: ignore[reportCallIssue]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from distir.api.masks import with_causal_attention
 from distir.ir.errors import UsageError
 from distir.ir.function import Function, Value
 from distir.ir.type import DType, Tensor
@@ -131,7 +132,7 @@ def load(
     from distir.importer import import_from_onnx
 
     function, arrays = import_from_onnx(path, dims=dims, batch=batch)
-    model = Model(function, arrays, Path(path))
+    model = Model(with_causal_attention(function, arrays), arrays, Path(path))
     if loss is not None:
         model = model.training(loss, optimizer, output)
     return model if dtype is None else model.with_dtype(dtype)

@@ -9,7 +9,7 @@ from distir.ir.function import FunctionMaker, Op, Value
 from distir.ops.rules import shape_of, statistic, swap_last, tensor
 from distir.transforms.rewrite import Found, Operand, Program, Trail
 
-_NOTHING = -1e30
+NOTHING = -1e30
 """Scores as low as this drown all others (of floats that have 8 bits of exponent): adding it is putting it."""
 
 
@@ -96,7 +96,7 @@ def _unmasked(trail: Trail, v: Value) -> tuple[Value, _Mask | None]:
         condition, a, b = where.inputs
         for scores, low, keep in ((a, b, True), (b, a, False)):
             number = trail.program.number(low)
-            if number is not None and number <= _NOTHING and shape_of(scores) == shape_of(v):
+            if number is not None and number <= NOTHING and shape_of(scores) == shape_of(v):
                 trail.ops.add(where)
                 return scores, _Mask(condition, number, keep)
     return v, None

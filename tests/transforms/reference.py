@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distir.importer import import_from_onnx
+from distir.api.model import load
 from distir.ir import Function, Value, parse, pformat, same, verify
 from distir.ops.rules import shape_of
 from examples.export import build, export
@@ -30,11 +30,12 @@ class Pair(NamedTuple):
         return dict(self.module.named_parameters())
 
 
-def pair(name: str, path: Path | None = None, **sizes: int) -> Pair:
-    """An example model, exported to `path` (default: the file in examples/)."""
-    file = EXAMPLES / f"{name}.onnx" if path is None else export(name, path, **sizes)
-    module, inputs = build(name, batch=BATCH, **sizes)
-    function, arrays = import_from_onnx(file, dims={"batch": BATCH})
+def pair(name: str, path: Path | None = None, ids_only: bool = False, **sizes: int) -> Pair:
+    """An example model as it is loaded, exported to `path` (default: the file in examples/)."""
+    file = EXAMPLES / f"{name}.onnx" if path is None else export(name, path, ids_only, **sizes)
+    module, inputs = build(name, batch=BATCH, ids_only=ids_only, **sizes)
+    model = load(file, {"batch": BATCH})
+    function, arrays = model.function, model.arrays
     feeds = {v: arrays[v] if v in arrays else inputs[v.name].numpy() for v in function.inputs}
     return Pair(function, feeds, module, inputs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,20 @@ def torch_loss(p: Pair, loss: str, target: np.ndarray) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("loss", ["cross-entropy", "ignored", "mse"])
 def test_gradients(name: str, loss: str) -> None:
-    p, ignored, loss = examples(name), loss == "ignored", "mse" if loss == "mse" else "cross-entropy"
+    ignored, loss = loss == "ignored", "mse" if loss == "mse" else "cross-entropy"
+    check_gradients(examples(name), loss, ignored)
+
+
+def test_gradients_of_a_model_that_is_causal_by_itself(tmp_path: Path) -> None:
+    """Its mask is known when it is loaded, and no attention reads it."""
+    p = pair("gpt2-tiny", tmp_path / "ids.onnx", ids_only=True)
+    attention = [op for op in p.function.ops if op.op_type == "Attention"]
+    assert [(len(op.inputs), op.attributes["causal"]) for op in attention] == [(3, True)] * 2
+    assert not any(np.prod(shape_of(v)) >= 16 * 16 for v in p.function.inputs if v.kind == "constant")
+    check_gradients(p, "cross-entropy", ignored=True)
+
+
+def check_gradients(p: Pair, loss: str, ignored: bool) -> None:
     step = sound(training_step(p.function, loss, gradients=True))
     target = target_for(p, loss, ignored)
     label = step.inputs[len(p.function.inputs)]

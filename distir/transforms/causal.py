@@ -1,0 +1,47 @@
+"""Attention that is causal by itself, in place of a mask that says no more than that.
+
+Torch's kernels for it read no mask, and leave out the half of the scores that nobody sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from distir.ir.function import Attributes, Function, Op, Value
+from distir.ops.rules import shape_of
+from distir.transforms.cleanup import prune
+
+_MASK = 3
+"""The operand of Attention that is added to its scores."""
+
+
+def masks(function: Function) -> list[Value]:
+    """What is added to the scores of attention, score by score, each once."""
+    return list(dict.fromkeys(op.inputs[_MASK] for op in function.ops if _masked(op)))
+
+
+def causal(function: Function, masks: Collection[Value]) -> Function:
+    """The function with causal attention where it had one of these masks, which must say just that.
+
+    For programs without gradients. Of the inputs those go that were needed for these masks only.
+    """
+    ops = [_without_mask(op) if _masked(op) and op.inputs[_MASK] in masks else op for op in function.ops]
+    changed = prune(Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates))
+    before, after = _used(function), _used(changed)
+    inputs = tuple([v for v in function.inputs if v in after or v not in before])
+    return Function(function.name, inputs, changed.ops, changed.outputs, changed.updates, function.sources)
+
+
+def _masked(op: Op) -> bool:
+    if op.op_type != "Attention" or len(op.inputs) <= _MASK:
+        return False
+    q, k, _, mask = map(shape_of, op.inputs)
+    return mask[-2:] == (q[-2], k[-2])
+
+
+def _without_mask(op: Op) -> Op:
+    return Op(op.spec, op.inputs[:_MASK], Attributes({**op.attributes, "causal": True}), op.outputs, op.of)
+
+
+def _used(function: Function) -> set[Value]:
+    return {v for op in function.ops for v in op.inputs} | set(function.outputs)
