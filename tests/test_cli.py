@@ -351,6 +351,12 @@ def test_a_cluster_of_ones_own(cli, tmp_path):
     assert "mine, 3 nodes of 8" in out
 
 
+def test_more_devices_than_the_nodes_have(cli):
+    code, out, err = cli("simulate", MLP, *MSE, "--dp", 8, "--pp", 2, "--cluster", "dgx-a100", "--nodes", 1)
+    assert (code, out) == (4, "")
+    assert "1 node of 8 cannot give 16 devices\nhint: 16 devices need 2 nodes" in err
+
+
 def test_forward_only_is_simulated(cli):
     code, out, _ = cli("simulate", GPT, "--dim", "batch=8", "--tp", 2, "--cluster", "dgx-h100", "--json")
     assert code == 0

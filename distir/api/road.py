@@ -100,7 +100,7 @@ def simulate(model: AnyModel, plan: Plan = ONE, cluster: Cluster = "cpu-2core", 
 
 
 def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None) -> CostModel:
-    """The cost model of a cluster that has devices enough for the plan. Raises UsageError if it has not."""
+    """The cost model of a cluster that has devices enough for the plan. Raises InfeasibleError if it has not."""
     if isinstance(cluster, CostModel):
         return cluster
     if isinstance(cluster, Topology):

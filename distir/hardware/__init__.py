@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from distir.ir.errors import UsageError, counted
+from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.topology import Algorithm, DeviceSpec, Link, Regular, Topology
 
 _FOLDER = Path(__file__).parent
@@ -29,7 +29,8 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
     """A cluster by name, or described by a TOML file, as a Topology.
 
     `nodes` is the number of nodes; else as many as `devices` devices need; else 1. Raises UsageError for a name that is
-    not known (it lists those that are), a file that is malformed (it names file and key), or a number out of range.
+    not known (it lists those that are), a file that is malformed (it names file and key), or a number below 1;
+    InfeasibleError if the nodes have not that many devices.
     """
     path = Path(name)
     if path.suffix != ".toml":
@@ -39,8 +40,14 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
     regular = _read(path)
     per_node: int = regular["per_node"]
     count = nodes if nodes is not None else -(-(devices or 1) // per_node)
-    if count < 1 or (devices is not None and not 1 <= devices <= count * per_node):
+    if min(count, count if devices is None else devices) < 1:
         raise UsageError(f"{counted(count, 'node')} of {per_node} cannot give {devices or 'any'} devices")
+    if devices is not None and devices > count * per_node:
+        need = -(-devices // per_node)
+        raise InfeasibleError(
+            f"{counted(count, 'node')} of {per_node} cannot give {devices} devices",
+            f"{counted(devices, 'device')} need {counted(need, 'node')}",
+        )
     return Topology(Regular(**regular, nodes=count))
 
 

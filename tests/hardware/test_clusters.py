@@ -9,7 +9,7 @@ import pytest
 
 import distir.hardware
 from distir.hardware import known_clusters, load_cluster
-from distir.ir.errors import UsageError
+from distir.ir.errors import InfeasibleError, UsageError
 
 FOLDER = Path(distir.hardware.__file__).parent
 
@@ -37,9 +37,12 @@ def test_as_many_nodes_as_are_needed() -> None:
     assert len(load_cluster("dgx-h100").devices) == 8
     assert len(load_cluster("dgx-h100", devices=17).devices) == 24
     assert len(load_cluster("dgx-h100", nodes=5).devices) == 40
-    for wrong in ({"nodes": 0}, {"nodes": 1, "devices": 9}, {"devices": 0}):
+    for wrong in ({"nodes": 0}, {"devices": 0}):
         with pytest.raises(UsageError, match="cannot give"):
             load_cluster("dgx-h100", **wrong)
+    with pytest.raises(InfeasibleError, match="1 node of 8 cannot give 9 devices") as caught:
+        load_cluster("dgx-h100", nodes=1, devices=9)
+    assert caught.value.hint == "9 devices need 2 nodes"
 
 
 def test_a_large_cluster_is_cheap() -> None:
