@@ -368,6 +368,32 @@ def test_tolerance_of_adamw(error, sizes, ok):
     assert ok or found.first.name == "w"
 
 
+def test_a_few_weights_may_go_elsewhere_under_adamw():
+    """One in 10,000, by no more than AdamW moves them; and only if the gradients are right."""
+    n = 20_000
+    f = FunctionMaker()
+    w, m, v = (f.add_input_value(x, Tensor(Float32, (n,)), Role("state" if x in "mv" else "parameter")) for x in "wmv")
+    g, step = f.add_input_value("g", Tensor(Float32, (n,))), f.add_input_value("step", Tensor(Int64, ()))
+    f.set_outputs(f.add_op("AdamW", None, [w, g, m, v, step], output_names=["w.new", "m.new", "v.new"]))
+    model = Model(f.finalize(), optimizer=AdamW(1e-2))
+
+    def check(moved, count, moment=0.0):
+        rows = [np.zeros((3, n)), np.zeros((3, n))]
+        for row in rows:
+            row[1:] = 0.1
+        rows[0][0, 7 : 7 + count] = moved
+        rows[0][1, 5] += moment
+        got, want = (Steps([0.0], [{}], dict(enumerate(row))) for row in rows)
+        return compare(model, got, want)
+
+    assert check(2e-2, 2).ok
+    assert not check(2e-2, 3).ok
+    assert not check(3e-2, 1).ok
+    assert not check(float("nan"), 1).ok
+    assert check(0.0, 0, 5e-5).ok
+    assert check(0.0, 0, 2e-4).first.name == "m"
+
+
 def test_float64_is_compared_to_1e_9(trained):
     result = distir.run(trained, distir.Plan(dp=2, tp=2), steps=2, backend="numpy", check=True)
     assert result.check is not None
