@@ -144,7 +144,6 @@ def test_each_command_has_help(name, capsys):
         (["run", MLP, *MSE, "--backend", "numpy", "--cluster", "nowhere"], ["nowhere", "dgx-a100"]),
         (["simulate", MLP, *MSE], ["--cluster"]),
         (["simulate", MLP, *MSE, "--cluster", "missing.toml"], ["missing.toml"]),
-        (["simulate", MLP, *MSE, "--cluster", "dgx-a100", "--dp", "8", "--tp", "2", "--nodes", "1"], ["16"]),
         (["simulate", MLP, *MSE, "--cluster", "dgx-a100", "--trace", "/no/such/folder/t.json"], ["cannot write"]),
         (["show", MLP, "--dim", "batch=8", "--stage", "training"], ["loss"]),
         (["show", MLP, *MSE, "--rank", "2"], ["rank 2"]),
