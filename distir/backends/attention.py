@@ -5,6 +5,7 @@ All save the same log-sum-exp of each row, so that the gradient need not use the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,10 @@ aten: Any = torch.ops.aten
 
 Results = tuple[torch.Tensor, ...]
 _HALVES = (torch.float16, torch.bfloat16)
+_AMPERE = 8
+"""The first generation of GPUs that has the flash kernels, and bfloat16."""
+_ALIGNED = 16
+"""Of so many bytes, or a multiple, must be what one head has of a row."""
 _LANES = 8
 """A CUDA kernel that takes a mask wants the length of its rows to be a multiple of this, and of the rows it saves..."""
 _ROWS = 32
@@ -68,12 +73,26 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
         return None
     if q.device.type == "cpu":
         return "cpu"
-    if q.device.type != "cuda" or q.dtype == torch.float64:
+    generation = _generation(q.device)
+    aligned = q.shape[-1] * q.dtype.itemsize % _ALIGNED == 0
+    if not generation or not aligned or q.dtype not in (torch.float32, *_HALVES):
+        return None
+    if generation < _AMPERE and q.dtype == torch.bfloat16:
         return None
     square = q.shape[-2] == k.shape[-2]  # elsewhere they do not agree on where the diagonal begins
-    if q.dtype in _HALVES and mask is None and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and (square or not causal):
+    flash = generation >= _AMPERE and q.dtype in _HALVES and q.shape[-1] <= 256
+    if flash and mask is None and (square or not causal):
         return "flash"
-    return "efficient" if mask is None or k.shape[-2] % _LANES == 0 else None
+    whole = mask is None or mask.shape[-1] == k.shape[-2]
+    return "efficient" if whole and (mask is None or k.shape[-2] % _LANES == 0) else None
+
+
+@functools.cache
+def _generation(device: torch.device) -> int:
+    """The major number of a GPU's compute capability; 0 of what is none."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else _AMPERE  # one that is made up
 
 
 def _four(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +107,7 @@ def _mask(kernel: str, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | No
     if kernel == "cpu":
         return mask
     lead = _four(q).shape[:2]
-    return mask.expand(*lead, q.shape[-2], k.shape[-2])
+    return mask.contiguous().expand(*lead, q.shape[-2], k.shape[-2])
 
 
 # ---------------------------------------------------------------- the kernels
@@ -122,7 +141,8 @@ def _efficient(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float) ->
 
 
 def _efficient_grad(d: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, mask: Any, causal: bool, scale: float) -> Results:
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _ROWS), value=math.inf)
+    if lse.shape[-1] % _ROWS:
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _ROWS), value=math.inf)
     call = aten._scaled_dot_product_efficient_attention_backward.default
     seed = offset = _no_random_state(q, torch.int64)
     wanted = [True, True, True, False]

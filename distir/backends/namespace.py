@@ -47,7 +47,7 @@ class TorchNamespace:
     # --- making arrays
 
     def cast(self, x: Any, dtype: DType) -> torch.Tensor:
-        return torch.as_tensor(x, device=self.device).to(torch_dtype(dtype))
+        return self.asarray(x, dtype)
 
     def full(self, shape: Sequence[int], value: Any, dtype: DType) -> torch.Tensor:
         return torch.full(tuple(shape), value, dtype=torch_dtype(dtype), device=self.device)
@@ -66,6 +66,8 @@ class TorchNamespace:
         return torch.ones(tuple(shape), dtype=_any_dtype(dtype), device=self.device)
 
     def asarray(self, x: Any, dtype: Any = None) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):  # it is on the device: what moves nothing cannot wait for it
+            return x if dtype is None else x.to(_any_dtype(dtype))
         return torch.as_tensor(x, dtype=_any_dtype(dtype), device=self.device)
 
     array = asarray
@@ -193,7 +195,13 @@ class TorchNamespace:
     def all(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
         return x.all() if axis is None else torch.all(x, axis, keepdim=bool(keepdims))
 
-    # --- element by element, where torch does not take Python numbers
+    # --- element by element, where torch does not take Python numbers, or not as it should
+
+    def where(self, condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+        """On GPUs torch's own moves a number from the host to the device, and waits until all before it is done."""
+        if self.device.type != "cpu" and isinstance(a, torch.Tensor) is not isinstance(b, torch.Tensor):
+            return b.masked_fill(condition, a) if isinstance(b, torch.Tensor) else a.masked_fill(~condition, b)
+        return torch.where(condition, a, b)
 
     def maximum(self, a: Any, b: Any) -> torch.Tensor:
         if not isinstance(a, torch.Tensor):

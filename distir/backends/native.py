@@ -152,7 +152,7 @@ def _slope(
         settings = {"start": start, "classes": classes, "ignore_index": ignore_index}
         return written_out("CrossEntropyGrad", x)(x, label, lse, d, **settings)
     if ignore_index is not None:
-        d, label = torch.where(label == ignore_index, 0, d), label.clamp(0, classes - 1)
+        d, label = d.masked_fill(label == ignore_index, 0), label.clamp(0, classes - 1)
     y = torch.softmax(x, -1).mul_(d.unsqueeze(-1))
     return y.scatter_add_(-1, label.long().unsqueeze(-1), d.neg().unsqueeze(-1))
 

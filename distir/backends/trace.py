@@ -80,6 +80,8 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.contiguous and id(out) in self.number:
+            out = out.clone()  # the operand of a step may lie in memory otherwise than this one
         if self._same(func, args, out):
             return out
         if isinstance(out, torch.Tensor) or changes_operand(func) or _has_tensor(out):
@@ -118,11 +120,11 @@ class _Recorder(TorchFunctionMode):
 
     def _new(self, x: torch.Tensor, func: Any, row: tuple[Any, ...]) -> int:
         """The number of a result that may be a view of the tensors in `row`."""
-        number, name, address = len(self.kept), python_name(func), x.untyped_storage().data_ptr()
+        number, name, address = len(self.kept), python_name(func), x.untyped_storage()._cdata
         seen = [
             self.memory[r]
             for r in refs_in(row)
-            if name in _MAY_COPY or self.kept[r].untyped_storage().data_ptr() == address
+            if name in _MAY_COPY or self.kept[r].untyped_storage()._cdata == address
         ]
         within = frozenset((number,)) if not seen else frozenset().union(*[m.within for m in seen])
         plain = name not in _OVERLAPPING and all(m.plain for m in seen)
@@ -164,9 +166,11 @@ def trace(op: Op, attributes: Mapping[str, Any], xp: TorchNamespace) -> Kernel |
 
 
 def _zeros(t: Any, device: torch.device) -> torch.Tensor:
-    """A tensor of that local type, of a single element's memory."""
+    """A tensor of that local type; on the host of a single element's memory."""
     if not isinstance(t, Tensor):
         raise ModelError(f"expected a tensor, got {t}")
+    if device.type != "cpu":  # kernels of GPUs want rows to lie in memory one after the other, and read them all
+        return torch.zeros(t.shape, dtype=torch_dtype(t.dtype), device=device)
     return torch.zeros((), dtype=torch_dtype(t.dtype), device=device).expand(t.shape)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from distir.backends.attention import attention, attention_grad
+from distir.backends import attention as attention_kernels
+from distir.backends.attention import _kernel, attention, attention_grad
 from distir.backends.namespace import TorchNamespace
 from distir.ir.spec import lookup
 
@@ -46,7 +47,12 @@ CASES: list[tuple[str | None, torch.dtype, Shape, Shape, Shape | None, bool]] = 
     ("efficient", torch.float32, (3, 20, 8), (3, 16, 8), (20, 16), False),
     (None, torch.float64, HEADS, HEADS, None, True),
     (None, torch.bfloat16, HEADS, (2, 3, 15, 8), (16, 15), False),
+    (None, torch.bfloat16, HEADS, (2, 3, 16, 8), (16, 1), False),
+    (None, torch.bfloat16, (2, 3, 16, 4), (2, 3, 16, 4), None, True),
+    (None, torch.float32, (2, 3, 16, 6), (2, 3, 16, 6), None, True),
+    ("efficient", torch.float32, (2, 3, 16, 4), (2, 3, 16, 4), None, True),
 ]
+"""The last ones: heads that the kernels find misaligned, and keys that all have the same mask."""
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "q", "k", "mask", "causal"), [c for c in CASES if c[0]], ids=str)
@@ -67,6 +73,26 @@ def test_on_cuda(kernel: str, dtype: torch.dtype, q: Shape, k: Shape, mask: Shap
         assert all(g.dtype == dtype for g in grads)
     assert forward == [f"_scaled_dot_product_{kernel}_attention.default"]
     assert backward == [f"_scaled_dot_product_{kernel}_attention_backward.default"]
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "q", "k", "mask", "causal"), [c for c in CASES if not c[0]], ids=str)
+def test_written_out_on_cuda(
+    kernel: None, dtype: torch.dtype, q: Shape, k: Shape, mask: Shape | None, causal: bool
+) -> None:
+    """Where none of the kernels takes the operands."""
+    with FakeTensorMode():
+        given = operands(lambda *s: torch.empty(s, dtype=dtype, device="cuda"), q, k, k, mask)
+        assert _kernel(*given[:3], given[3] if mask else None, causal) is None
+
+
+@pytest.mark.parametrize(("generation", "dtype", "kernel"), [(7, "float16", "efficient"), (7, "bfloat16", None)])
+def test_older_gpus_have_no_flash(
+    monkeypatch: pytest.MonkeyPatch, generation: int, dtype: str, kernel: str | None
+) -> None:
+    monkeypatch.setattr(attention_kernels, "_generation", lambda device: generation)
+    with FakeTensorMode():
+        q = torch.empty(HEADS, dtype=getattr(torch, dtype), device="cuda")
+        assert _kernel(q, q, q, None, True) == kernel
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ and so is whatever looks at data, which on a GPU would wait for it.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,12 @@ import torch
 
 import distir
 from distir.api.data import Data
+from distir.backends import attention
+from distir.backends.namespace import TorchNamespace
 from distir.backends.torch import TorchRank
+from distir.backends.trace import trace
+from distir.ir.function import FunctionMaker
+from distir.ir.type import Float32, Tensor
 from distir.transforms.training import Optimizer
 from tests.ops.samples import SAMPLES, Sample
 from tests.ops.test_matrix import build
@@ -36,6 +42,38 @@ def test_every_op_stays_on_its_device(sample: Sample) -> None:
     rank = TorchRank(build(sample), 0, "meta")
     rank.load({k: np.zeros(o.shape, o.dtype.numpy) for k, o in enumerate(sample.operands)})
     assert {x.device.type for x in rank.step().values()} == {"meta"}
+
+
+@pytest.fixture
+def _as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device is taken for a GPU where kernels are chosen."""
+    monkeypatch.setattr(attention, "_generation", lambda device: 8)
+
+
+@pytest.mark.usefixtures("_as_a_gpu")
+def test_kernels_are_tried_on_operands_as_they_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they refuse rows whose elements are not one after the other, or read beyond what there is."""
+    seen: list[torch.Tensor] = []
+    forward = attention._FORWARD["efficient"]
+    monkeypatch.setitem(attention._FORWARD, "efficient", lambda *a: seen.extend(a[:4]) or forward(*a))
+    f = FunctionMaker("main")
+    rows = [f.add_input_value(name, Tensor(Float32, (2, 4, 64, 16))) for name in "qkv"]
+    f.set_outputs(f.emit("Attention", *rows, f.add_input_value("mask", Tensor(Float32, (64, 64))), scale=0.25))
+    assert trace(f.finalize().ops[0], {"scale": 0.25}, TorchNamespace("meta")) is not None
+    assert len(seen) == 4
+    assert all(x.stride(-1) == 1 for x in seen)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in seen[:3])
+
+
+@pytest.mark.usefixtures("_as_a_gpu")
+def test_a_step_copies_and_waits_for_nothing() -> None:
+    """Weights are renewed where they are; no number is brought from the host to be chosen."""
+    model = distir.load(EXAMPLES / "gpt2-tiny.onnx", {"batch": 8}, loss="cross-entropy", dtype="bfloat16")
+    source = TorchRank(distir.distribute(model, distir.Plan()), 0, "meta").source()
+    assert "attention_backward(" in source
+    assert "contiguous(" in source  # of the mask, however it may lie in memory
+    assert "clone(" not in source
+    assert not re.search(r"\bwhere\([^\n]*, -?[\d.]+[,)]", source)
 
 
 @pytest.mark.parametrize(
