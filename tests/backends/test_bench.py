@@ -7,8 +7,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from distir.backends.bench import COLLECTIVES, Timing, bench_collectives, bus_factor
+from distir.backends.bench import COLLECTIVES, Timing, _pass_on, bench_collectives, bus_factor
 from distir.ir.errors import UsageError, WorkerError
 
 
@@ -23,6 +25,15 @@ def test_every_collective_at_every_size(tmp_path: Path, monkeypatch: pytest.Monk
         assert t.algorithm_bandwidth == pytest.approx(t.size / t.seconds)
         assert t.bus_bandwidth == pytest.approx(t.algorithm_bandwidth * bus_factor(t.collective, 2))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_sent_and_received_goes_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NCCL a rank that first sends waits for one that receives, and there would be none."""
+    posted: list[list[str]] = []
+    monkeypatch.setattr(dist, "P2POp", lambda op, x, peer: (op.__name__, peer))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: posted.append(ops) or [])
+    _pass_on(torch.ones(2), torch.ones(2), 0, 3)
+    assert posted == [[("isend", 1), ("irecv", 2)]]
 
 
 def test_sizes_are_made_to_fit_the_ranks() -> None:
