@@ -133,7 +133,7 @@ def run(
         raise UsageError(f"steps: expected at least {first + 1}, got {steps}")
     here = torchrun[1] if torchrun else world
     check_backend(backend, here)
-    check_memory(bytes_per_rank, here)
+    check_memory(bytes_per_rank, here, backend)
     verify(program)
     check_repeats(program, steps - first)
     check_order(project_all(program))

@@ -16,6 +16,9 @@ def joined() -> tuple[int, int] | None:
     return int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+_LESS = "more microbatches or a smaller batch need less"
+_NO_MEMORY = ("out of memory", "cublas_status_alloc_failed")
+"""What errors say of a GPU without memory."""
 STAGED = "gloo:cuda"
 """Computing on GPUs, which ranks may share, and communicating through the host's memory: for tests."""
 _ON = {("gloo", "cpu"): "gloo", ("gloo", "cuda"): STAGED, ("nccl", "cuda"): "nccl", ("numpy", "cpu"): "numpy"}
@@ -89,13 +92,27 @@ def check_repeats(program: Function, steps: int) -> None:
         )
 
 
-def check_memory(bytes_per_rank: int, here: int) -> None:
-    """Raises InfeasibleError if this host has not that many bytes for each of `here` ranks."""
+def check_memory(bytes_per_rank: int, here: int, backend: str = "gloo") -> None:
+    """Raises InfeasibleError if this host has not that many bytes for each of `here` ranks, which compute on CPUs.
+
+    Those on GPUs need them there; what these have only the ranks find out: see `out_of_memory`.
+    """
+    if backend != "gloo":
+        return
     have = available_memory()
     need = bytes_per_rank * here
     if have is not None and need > have:
         raise InfeasibleError(
             f"{counted(here, 'rank')} of {bytes_per_rank / 2**30:.1f} GiB need {need / 2**30:.1f} GiB, "
             f"{have / 2**30:.1f} GiB are available on this host",
-            "more microbatches or a smaller batch need less",
+            _LESS,
         )
+
+
+def out_of_memory(e: BaseException) -> InfeasibleError | None:
+    """What there is to say if a GPU has no memory left, as torch, CUDA, its libraries or NCCL tell; else None."""
+    text = " ".join(str(e).split())
+    if not isinstance(e, RuntimeError) or not any(words in text.lower() for words in _NO_MEMORY):
+        return None
+    sentences = text.split(". ")[:3]  # what was asked for, and what the GPU has; torch goes on with advice on itself
+    return InfeasibleError(". ".join(sentences).rstrip("."), _LESS)

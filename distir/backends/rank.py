@@ -80,6 +80,8 @@ def execute(
 
     Raises WorkerError if the ranks have different programs, UsageError if a checkpoint cannot be written or read.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # whoever has joined the process group: events and barriers go by it
     growth = Growth(device)
     keep_freed()
     agree(digest(program) + first.to_bytes(8), "would run another plan than rank 0", device)

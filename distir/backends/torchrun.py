@@ -14,7 +14,7 @@ from distir.backends.checkpoint import Saving
 from distir.backends.comm import start_group
 from distir.backends.epochs import Epochs, OnEpoch, end_epoch
 from distir.backends.launch import Data, RunResult
-from distir.backends.limits import place_of
+from distir.backends.limits import out_of_memory, place_of
 from distir.backends.pieces import by_position, gathered
 from distir.backends.rank import Report, agree, execute
 from distir.backends.samples import Samples
@@ -82,6 +82,8 @@ def join(
     except DistirError:
         raise
     except (RuntimeError, OSError) as e:
+        if (told := out_of_memory(e)) is not None:
+            raise type(told)(f"rank {rank}: {told.message}", told.hint) from e
         message = str(e).strip().splitlines()
         raise WorkerError(f"rank {rank} failed: {type(e).__name__}: {message[0] if message else ''}") from e
     finally:

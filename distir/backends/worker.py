@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from distir.backends.checkpoint import Saving
 from distir.backends.epochs import Epochs
-from distir.backends.limits import place_of
+from distir.backends.limits import out_of_memory, place_of
 from distir.backends.pieces import Shipped, ship
 from distir.backends.samples import Samples
 from distir.ir.errors import DistirError
@@ -178,8 +178,10 @@ def _rank(job: Job, rank: int, folder: Path, link: Connection) -> None:
 
 
 def _failure(e: BaseException) -> Failure:
-    message, hint = (e.message, e.hint) if isinstance(e, DistirError) else (str(e), None)
-    return Failure(type(e).__name__, message, hint, _in_communication(e.__traceback__), traceback.format_exc())
+    told = out_of_memory(e) or e
+    message, hint = (told.message, told.hint) if isinstance(told, DistirError) else (str(e), None)
+    peer = told is e and _in_communication(e.__traceback__)
+    return Failure(type(told).__name__, message, hint, peer, traceback.format_exc())
 
 
 def _in_communication(trace: TracebackType | None) -> bool:

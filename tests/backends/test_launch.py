@@ -14,9 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from distir.backends.launch import RunResult, run
-from distir.backends.limits import backend_on, check_backend, place_of
+from distir.backends.limits import STAGED, backend_on, check_backend, check_memory, out_of_memory, place_of
+from distir.backends.worker import _failure
 from distir.executor.sequential import SequentialExecutor
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import InfeasibleError, UsageError, WorkerError
@@ -201,6 +203,29 @@ def test_an_error_of_a_rank_s_own_is_named_with_it(tmp_path: Path):
     with pytest.raises(WorkerError, match=r"rank \d failed: FileNotFoundError: .*weights.bin") as e:
         run(main, [mapped, mapped], timeout=60)
     assert "Traceback" in e.value.__notes__[0]
+
+
+HAVE = "Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 14.75 GiB of which 1.61 GiB is free"
+NO_MEMORY = f"CUDA out of memory. {HAVE}. Including non-PyTorch memory, this process has 13.13 GiB memory in use."
+
+
+def test_a_gpu_without_memory_is_told_in_one_line():
+    failure = _failure(torch.OutOfMemoryError(NO_MEMORY))
+    assert failure.kind == "InfeasibleError"
+    assert not failure.peer
+    assert failure.message.endswith(
+        "Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 14.75 GiB of which 1.61 GiB is free"
+    )
+    assert failure.hint == "more microbatches or a smaller batch need less"
+    assert out_of_memory(RuntimeError("shapes do not match")) is None
+    assert out_of_memory(UsageError("out of memory")) is None
+
+
+def test_gpus_do_not_compute_in_the_host_s_memory():
+    check_memory(1 << 60, 2, "nccl")
+    check_memory(1 << 60, 2, STAGED)
+    with pytest.raises(InfeasibleError):
+        check_memory(1 << 60, 2)
 
 
 def test_the_end_of_the_supervisor_is_the_end_of_all():
