@@ -71,7 +71,7 @@ def buffer(types: Sequence[Tensor], memory: Memory, kept: bool) -> Callable[[], 
     def make() -> Row:
         if held:
             return held[0]
-        flat = memory.empty((ends[-1],), dtype)
+        flat = memory.room((ends[-1],), dtype)
         views = [flat[i : i + n].view(t.shape) for i, n, t in zip(ends, sizes, types, strict=False)]
         if kept:
             held.append((flat, *views))

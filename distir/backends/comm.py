@@ -262,8 +262,16 @@ _timeout: timedelta | None = None
 
 
 def _new_group(ranks: Sequence[int]) -> Group:
-    """A group of these ranks, in ascending order. All ranks must call this, members or not: names count the calls."""
-    return dist.new_group(list(ranks), timeout=_timeout)
+    """A group of these ranks, in ascending order. All ranks must call this, members or not: names count the calls.
+
+    NCCL lets the ranks of a group meet when they first use it, and each waits there, and does nothing else, until all
+    have come. They meet here, where all come in the same order: a receive that is posted ahead would else keep a rank
+    from what it has to do before anybody sends.
+    """
+    group = dist.new_group(list(ranks), timeout=_timeout)
+    if len(ranks) > 1 and dist.is_initialized() and dist.get_backend() == "nccl" and dist.get_rank() in ranks:
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return group
 
 
 def start_group(backend: str, rank: int, world: int, device: torch.device, store: Any, timeout: float) -> None:

@@ -113,7 +113,7 @@ class Lowering:
         """What gives memory for a tensor of a local type."""
         key = t.shape, torch_dtype(t.dtype)
         if key not in self._rooms:
-            self._rooms[key] = functools.partial(self.network.memory.empty, *key)
+            self._rooms[key] = functools.partial(self.network.memory.room, *key)
         return self._rooms[key]
 
     def source(self) -> str:

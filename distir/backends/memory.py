@@ -18,11 +18,15 @@ class Memory:
         self.device = device
         self._pool = Pool() if device.type == "cpu" else None
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Room for what is received, or computed."""
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Room for what is computed."""
         if self._pool is not None and math.prod(shape) * dtype.itemsize >= LARGE:
             return self._pool.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Room for what is received."""
+        return self.room(shape, dtype)
 
     def lent(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, contiguous, to be read by the backend; maybe `x` itself."""

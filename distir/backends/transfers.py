@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from distir.backends.layout import movable
 from distir.backends.memory import Memory
 from distir.backends.namespace import torch_dtype
 from distir.ir.device import Device, Mesh
@@ -114,7 +115,7 @@ class Transfers:
         for direction, row in rows.items():
             group = channels[direction]
             works = dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend if i.sends else dist.irecv, i.x, i.peer, group, i.message) for i in row]
+                [dist.P2POp(dist.isend if i.sends else dist.irecv, movable(i.x), i.peer, group, i.message) for i in row]
             )
             for i in row:
                 i.works = works

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import distir
 from distir.api.data import Data
-from distir.backends import attention
+from distir.backends import attention, comm
+from distir.backends.buckets import buffer
+from distir.backends.memory import Memory, Staged
 from distir.backends.namespace import TorchNamespace
 from distir.backends.torch import TorchRank
 from distir.backends.trace import trace
+from distir.backends.transfers import Transfers
 from distir.ir.function import FunctionMaker
 from distir.ir.type import Float32, Tensor
 from distir.transforms.training import Optimizer
@@ -90,3 +96,44 @@ def test_a_step_never_waits_for_its_device(name: str, loss: str, optimizer: str 
     rank.load({k: given[v] for k, v in enumerate(model.function.inputs)})
     for _ in range(2):
         assert {x.device.type for x in rank.step().values()} == {"meta"}
+
+
+def test_buckets_are_where_gradients_are_computed() -> None:
+    """Also where all that is moved stands in the host's memory."""
+    memory = Staged(torch.device("meta"))
+    row = buffer([Tensor(Float32, (3, 4)), Tensor(Float32, (5,))], memory, kept=False)()
+    assert {x.device.type for x in row} == {"meta"}
+    assert memory.empty((3,), torch.float32).device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bfloat16])
+def test_messages_are_of_types_that_nccl_moves(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    posted: list[torch.Tensor] = []
+
+    def post(ops: list[Any]) -> list[Any]:
+        posted.extend(op[1] for op in ops)
+        return []
+
+    monkeypatch.setattr(dist, "P2POp", lambda *a: a)
+    monkeypatch.setattr(dist, "batch_isend_irecv", post)
+    t = Transfers(0, Memory(torch.device("cpu")), {(0, 1): None})
+    t.send(torch.ones(2, 3, dtype=dtype), 1, 0)
+    t.post()
+    assert [x.dtype for x in posted] == [{torch.int16: torch.uint8}.get(dtype, dtype)]
+
+
+@pytest.mark.parametrize(("backend", "met"), [("nccl", [(0, 2), (1, 2)]), ("gloo", [])])
+def test_ranks_of_a_group_meet_when_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, backend: str, met: list[tuple[int, ...]]
+) -> None:
+    """Under NCCL, which would else let each wait for all in the middle of a step. As rank 2."""
+    seen: list[Any] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: tuple(ranks))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: seen.append(group))
+    with FakeTensorMode():
+        groups = [comm._new_group(ranks) for ranks in ([0, 1], [0, 2], [1, 2], [2])]
+    assert groups == [(0, 1), (0, 2), (1, 2), (2,)]
+    assert seen == met
