@@ -7,6 +7,7 @@ the sequential program on numpy.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import pytest
 import torch
 
 import distir
+from distir.api.data import Data
+from distir.backends.limits import out_of_memory
 from distir.backends.torch import TorchRank, to_numpy, to_torch
 from distir.executor.sequential import evaluate
 from distir.ir.type import BFloat16, Bool, DType, Float32, Float64, Int64
+from distir.transforms.causal import causal
 from tests.ops.samples import SAMPLES, Sample
 from tests.ops.test_matrix import build, narrow
 
@@ -73,6 +77,44 @@ def test_every_op(sample: Sample) -> None:
     for k, x in enumerate(want if isinstance(want, tuple) else (want,)):
         y = to_numpy(got[k], op.outputs[k].type.dtype)  # type: ignore[union-attr]
         np.testing.assert_allclose(y, np.asarray(x), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_step_never_waits_for_its_device(told: bool) -> None:
+    """Neither with the mask as an input nor where attention knows it, and so takes another kernel."""
+    model = gpt("bfloat16")
+    (mask,) = [v for v in model.function.inputs if v.name == "attention_mask"]
+    if told:
+        model = replace(model, function=causal(model.function, mask))
+    arrays = model.initial()
+    data = Data(model.function, arrays)
+    given = arrays | data.fixed() | data.step(0)
+    rank = TorchRank(distir.distribute(model, distir.Plan(microbatches=2)), 0, "cuda")
+    rank.load({k: given[v] for k, v in enumerate(model.function.inputs)})
+    rank.step()  # the first loads kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rank.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_buckets_between_ranks_that_share_a_gpu() -> None:
+    """Gradients are computed straight into a buffer on the GPU, which goes through the host's memory."""
+    result = distir.run(
+        gpt("float64", "sgd"), distir.Plan(dp=2, bucket_mb=0.01), steps=2, check=True, **ON_GPU, backend="gloo"
+    )
+    assert result.check is not None
+    assert result.check.ok
+
+
+def test_a_gpu_without_memory_is_told_in_one_line() -> None:
+    size = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(RuntimeError) as e:
+        torch.empty(size, device="cuda")
+    told = out_of_memory(e.value)
+    assert told is not None
+    assert "GPU 0 has a total capacity" in told.message
 
 
 def test_a_profile_is_of_the_device(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_a_step_copies_and_waits_for_nothing() -> None:
     assert "attention_backward(" in source
     assert "contiguous(" in source  # of the mask, however it may lie in memory
     assert "clone(" not in source
+    assert source.count("embedding_dense_backward(") == 2  # which adds up in float32
     assert not re.search(r"\bwhere\([^\n]*, -?[\d.]+[,)]", source)
 
 
