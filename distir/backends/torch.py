@@ -92,6 +92,8 @@ class TorchRank:
         self.updates = replaced(program)
         with double_scalars():
             self.lowered: Lowered = self.lowering(self.mine.function, replaced(self.mine.function))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of what ops were tried on: see `trace`
         if self.lowered.varies:
             raise UsageError(f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled")
         self.values: dict[int, torch.Tensor] = {}

@@ -101,9 +101,8 @@ def test_a_step_never_waits_for_its_device(told: bool) -> None:
 
 def test_buckets_between_ranks_that_share_a_gpu() -> None:
     """Gradients are computed straight into a buffer on the GPU, which goes through the host's memory."""
-    result = distir.run(
-        gpt("float64", "sgd"), distir.Plan(dp=2, bucket_mb=0.01), steps=2, check=True, **ON_GPU, backend="gloo"
-    )
+    plan = distir.Plan(dp=2, bucket_mb=0.01)
+    result = distir.run(gpt("float64", "sgd"), plan, steps=2, backend="gloo", check=True, **ON_GPU)
     assert result.check is not None
     assert result.check.ok
 
