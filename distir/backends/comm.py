@@ -70,7 +70,7 @@ class Network:
         if numbered is None:
             numbered = not (connect and dist.is_initialized()) or dist.get_backend() == "gloo"
         self.numbered = numbered
-        channels = None if numbered else directed_groups(program, self.number, _new_group)
+        channels = None if numbered else directed_groups(program, self.number, _new_channel)
         self.transfers = Transfers(rank, self.memory, channels)
         self._reductions = Reductions()
 
@@ -262,16 +262,31 @@ _timeout: timedelta | None = None
 
 
 def _new_group(ranks: Sequence[int]) -> Group:
-    """A group of these ranks, in ascending order. All ranks must call this, members or not: names count the calls.
-
-    NCCL lets the ranks of a group meet when they first use it, and each waits there, and does nothing else, until all
-    have come. They meet here, where all come in the same order: a receive that is posted ahead would else keep a rank
-    from what it has to do before anybody sends.
-    """
-    group = dist.new_group(list(ranks), timeout=_timeout)
-    if len(ranks) > 1 and dist.is_initialized() and dist.get_backend() == "nccl" and dist.get_rank() in ranks:
+    """A group of these ranks, in ascending order. All ranks must call this, members or not: names count the calls."""
+    group: Group = dist.new_group(list(ranks), timeout=_timeout)
+    if len(ranks) > 1 and _meets(ranks):
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return group
+
+
+def _new_channel(ranks: Sequence[int]) -> Group:
+    """A group in which the first of two ranks sends to the second; all must call this."""
+    group: Group = dist.new_group(list(ranks), timeout=_timeout)
+    if _meets(ranks):
+        sends = dist.get_rank() == ranks[0]
+        op = dist.P2POp(dist.isend if sends else dist.irecv, torch.zeros(1, device="cuda"), ranks[sends], group)
+        wait_all(dist.batch_isend_irecv([op]))
+    return group
+
+
+def _meets(ranks: Sequence[int]) -> bool:
+    """Whether this rank has to meet the others of a new group.
+
+    NCCL lets ranks meet when they first use a group, and two when they first send: each waits, and does nothing else,
+    until all have come. So they meet when it is made, to which all come in the same order: a receive that is posted
+    ahead would else keep a rank from what it has to do before anybody sends.
+    """
+    return dist.is_initialized() and dist.get_backend() == "nccl" and dist.get_rank() in ranks
 
 
 def start_group(backend: str, rank: int, world: int, device: torch.device, store: Any, timeout: float) -> None:

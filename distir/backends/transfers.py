@@ -1,4 +1,4 @@
-"""Sends and receives between two ranks: none blocks, those issued together go together, what was sent is let go.
+"""Sends and receives between two ranks: none blocks, those issued together start together, what was sent is let go.
 
 Messages between two ranks are told apart by a number; of equal number by their order. On gloo that is all. NCCL knows
 no numbers, and does in order what a rank has to do with another: so each direction between two ranks has a group of its
@@ -8,7 +8,7 @@ own, in which messages are received in the order in which they are sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,11 +95,11 @@ class Transfers:
     def post(self) -> None:
         """Start all that was issued."""
         issued, self._issued = self._issued, []
-        if self.channels is None:
-            for i in issued:
+        for i in issued:
+            if self.channels is None:
                 i.works = [(dist.isend if i.sends else dist.irecv)(i.x, i.peer, tag=i.message)]
-        else:
-            self._post_by_direction(issued, self.channels)
+            else:
+                i.works = self._post_by_direction(i, self.channels)
         for i in issued:
             if i.sends:
                 self._sent.append(i)
@@ -107,18 +107,13 @@ class Transfers:
         while self._bytes > _IN_FLIGHT_BYTES and len(self._sent) > 2:
             self._forget()
 
-    def _post_by_direction(self, issued: Sequence[_Issue], channels: Channels) -> None:
-        """All that goes in one direction as one: NCCL would else wait for each before the next."""
-        rows: dict[tuple[int, int], list[_Issue]] = {}
-        for i in issued:
-            rows.setdefault((self.rank, i.peer) if i.sends else (i.peer, self.rank), []).append(i)
-        for direction, row in rows.items():
-            group = channels[direction]
-            works = dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend if i.sends else dist.irecv, movable(i.x), i.peer, group, i.message) for i in row]
-            )
-            for i in row:
-                i.works = works
+    def _post_by_direction(self, i: _Issue, channels: Channels) -> list[Any]:
+        """Start one in the group of its direction: as a batch of one, which goes by what the group has set up, and not
+        together with others, for NCCL leaves open what happens where the other side puts together other ones.
+        """
+        group = channels[(self.rank, i.peer) if i.sends else (i.peer, self.rank)]
+        op = dist.P2POp(dist.isend if i.sends else dist.irecv, movable(i.x), i.peer, group, i.message)
+        return dist.batch_isend_irecv([op])
 
     def _forget(self) -> None:
         oldest = self._sent.popleft()

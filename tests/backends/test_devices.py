@@ -109,18 +109,15 @@ def test_buckets_are_where_gradients_are_computed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bfloat16])
 def test_messages_are_of_types_that_nccl_moves(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    posted: list[torch.Tensor] = []
-
-    def post(ops: list[Any]) -> list[Any]:
-        posted.extend(op[1] for op in ops)
-        return []
-
+    """And each goes by itself: it is not known what the other side would put together."""
+    posted: list[list[Any]] = []
     monkeypatch.setattr(dist, "P2POp", lambda *a: a)
-    monkeypatch.setattr(dist, "batch_isend_irecv", post)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: posted.append(ops) or [])
     t = Transfers(0, Memory(torch.device("cpu")), {(0, 1): None})
-    t.send(torch.ones(2, 3, dtype=dtype), 1, 0)
+    for number in range(2):
+        t.send(torch.ones(2, 3, dtype=dtype), 1, number)
     t.post()
-    assert [x.dtype for x in posted] == [{torch.int16: torch.uint8}.get(dtype, dtype)]
+    assert [[op[1].dtype for op in ops] for ops in posted] == [[{torch.int16: torch.uint8}.get(dtype, dtype)]] * 2
 
 
 @pytest.mark.parametrize(("backend", "met"), [("nccl", [(0, 2), (1, 2)]), ("gloo", [])])
@@ -137,4 +134,20 @@ def test_ranks_of_a_group_meet_when_it_is_made(
     with FakeTensorMode():
         groups = [comm._new_group(ranks) for ranks in ([0, 1], [0, 2], [1, 2], [2])]
     assert groups == [(0, 1), (0, 2), (1, 2), (2,)]
+    assert seen == met
+
+
+@pytest.mark.parametrize(("backend", "met"), [("nccl", [("irecv", 0, (0, 2)), ("isend", 1, (2, 1))]), ("gloo", [])])
+def test_two_ranks_meet_when_a_channel_is_made(monkeypatch: pytest.MonkeyPatch, backend: str, met: list[Any]) -> None:
+    """By a first message, in the channel's direction: a connection of its own is made for these. As rank 2."""
+    seen: list[Any] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: tuple(ranks))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "P2POp", lambda op, x, peer, group: (op.__name__, peer, group))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: seen.extend(ops) or [])
+    with FakeTensorMode():
+        groups = [comm._new_channel(ranks) for ranks in ([0, 1], [0, 2], [2, 1])]
+    assert groups == [(0, 1), (0, 2), (2, 1)]
     assert seen == met
