@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -149,15 +150,15 @@ def _run(folder: Path, settings: Settings) -> Iterator[list[Any]]:
 def _measure_all(rank: int, settings: Settings, store: Any, report: Callable[[Timing], None]) -> None:
     """What one rank does; rank 0 reports."""
     import torch
-    import torch.distributed as dist
 
-    from distir.backends.comm import start_group
+    from distir.backends.comm import leave_group, start_group
     from distir.backends.limits import place_of
 
     torch.set_num_threads(1)
     name, where = place_of(settings.backend, int(os.environ.get("LOCAL_RANK", rank)))
     world, device, dtype = settings.world, torch.device(where), getattr(torch, settings.dtype)
     start_group(name, rank, world, device, store, settings.timeout)
+    done = False
     try:
         for collective in settings.collectives:
             for size in settings.sizes:
@@ -166,8 +167,9 @@ def _measure_all(rank: int, settings: Settings, store: Any, report: Callable[[Ti
                 if rank == 0:
                     bandwidth = size / seconds
                     report(Timing(collective, size, seconds, bandwidth, bandwidth * bus_factor(collective, world)))
+        done = True
     finally:
-        dist.destroy_process_group()
+        leave_group(done)
 
 
 def _prepare(
@@ -251,7 +253,12 @@ def main() -> None:
         def report(t: Timing) -> None:
             out.write(json.dumps(t) + "\n")
 
-        _measure_all(rank, settings, store, report)
+        try:
+            _measure_all(rank, settings, store, report)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # no clean-up that would wait for other ranks
 
 
 if __name__ == "__main__":

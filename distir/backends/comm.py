@@ -299,3 +299,11 @@ def start_group(backend: str, rank: int, world: int, device: torch.device, store
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.init_process_group(backend, timeout=_timeout, **extra)
+
+
+def leave_group(done: bool) -> None:
+    """Leave the process group. Not `done`: after an error, when other ranks may wait for this one. Then NCCL would wait
+    for them, and nobody would hear of the error; its group ends with the process.
+    """
+    if dist.is_initialized() and (done or dist.get_backend() == "gloo"):
+        dist.destroy_process_group()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distir.backends.checkpoint import Saving
-from distir.backends.comm import start_group
+from distir.backends.comm import leave_group, start_group
 from distir.backends.epochs import Epochs, OnEpoch, end_epoch
 from distir.backends.launch import Data, RunResult
 from distir.backends.limits import out_of_memory, place_of
@@ -71,7 +71,7 @@ def join(
             on_step(r.step, result.seconds[-1], outputs)
         end_epoch(result.epochs, r.step, epochs, laps, on_epoch)
 
-    mine = not dist.is_initialized()
+    mine, done = not dist.is_initialized(), False
     try:
         if mine:
             start_group(name, rank, world, device, None, timeout)
@@ -79,6 +79,7 @@ def join(
             agree(data.digest(), "would read other data than rank 0", device)
         told = None, profile, epochs, lambda: None, first, saving
         execute(program, rank, device, arrays, feed, steps, report, every, final, *told)
+        done = True
     except DistirError:
         raise
     except (RuntimeError, OSError) as e:
@@ -87,6 +88,6 @@ def join(
         message = str(e).strip().splitlines()
         raise WorkerError(f"rank {rank} failed: {type(e).__name__}: {message[0] if message else ''}") from e
     finally:
-        if mine and dist.is_initialized():
-            dist.destroy_process_group()
+        if mine:
+            leave_group(done)
     return result

@@ -151,3 +151,17 @@ def test_two_ranks_meet_when_a_channel_is_made(monkeypatch: pytest.MonkeyPatch, 
         groups = [comm._new_channel(ranks) for ranks in ([0, 1], [0, 2], [2, 1])]
     assert groups == [(0, 1), (0, 2), (2, 1)]
     assert seen == met
+
+
+@pytest.mark.parametrize(
+    ("backend", "done", "left"), [("nccl", True, 1), ("nccl", False, 0), ("gloo", True, 1), ("gloo", False, 1)]
+)
+def test_after_an_error_nccl_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, backend: str, done: bool, left: int
+) -> None:
+    seen: list[None] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: seen.append(None))
+    comm.leave_group(done)
+    assert len(seen) == left
