@@ -4,6 +4,7 @@ numpy.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from distir.backends.kernels import Kernel, literal, render
-from distir.backends.namespace import TORCH, torch_dtype
+from distir.backends.namespace import TORCH, TorchNamespace, torch_dtype
 from distir.backends.torch import double_scalars, to_numpy, to_torch
 from distir.backends.trace import LooksAtData, trace
 from distir.executor.sequential import evaluate
@@ -148,3 +149,14 @@ def test_literals():
     plain = [None, True, 3, -0.5, "mean", (1, 2), [3]]
     assert [literal("c", x, bind) for x in plain] == ["None", "True", "3", "-0.5", "'mean'", "(1, 2)", "[3]"]
     assert [literal("c", x, bind) for x in (float("inf"), slice(1), torch.int8)] == ["c", "c", "dtype"]
+
+
+@pytest.mark.parametrize("numbers", [(0, None), (None, -math.inf), (None, None)])
+def test_where_takes_numbers_on_gpus_as_on_cpus(numbers: tuple[float | None, float | None]) -> None:
+    """There by masked_fill; here tried on tensors that are not on the device."""
+    gpu = TorchNamespace("meta")
+    condition = torch.tensor([[True], [False]])
+    a, b = (torch.tensor([1.5, 2.5]) * k if x is None else x for k, x in enumerate(numbers, 1))
+    got, want = gpu.where(condition, a, b), torch.where(condition, a, b)  # type: ignore[call-overload]
+    assert torch.equal(got, want)
+    assert got.dtype == want.dtype
