@@ -81,8 +81,8 @@ def test_written_out_on_cuda(
 ) -> None:
     """Where none of the kernels takes the operands."""
     with FakeTensorMode():
-        given = operands(lambda *s: torch.empty(s, dtype=dtype, device="cuda"), q, k, k, mask)
-        assert _kernel(*given[:3], given[3] if mask else None, causal) is None
+        x, y, z, *m = operands(lambda *s: torch.empty(s, dtype=dtype, device="cuda"), q, k, k, mask)
+        assert _kernel(x, y, z, m[0] if m else None, causal) is None
 
 
 @pytest.mark.parametrize(("generation", "dtype", "kernel"), [(7, "float16", "efficient"), (7, "bfloat16", None)])

@@ -21,7 +21,8 @@ from distir.backends.limits import out_of_memory
 from distir.backends.torch import TorchRank, to_numpy, to_torch
 from distir.executor.sequential import evaluate
 from distir.ir.type import BFloat16, Bool, DType, Float32, Float64, Int64
-from distir.transforms.causal import causal
+from distir.transforms.causal import causal, masks
+from distir.transforms.fuse import fuse
 from tests.ops.samples import SAMPLES, Sample
 from tests.ops.test_matrix import build, narrow
 
@@ -38,14 +39,22 @@ PLANS = [
 ]
 
 
-def gpt(dtype: str | None = None, optimizer: str = "adamw") -> distir.Model:
-    path = EXAMPLES / "gpt2-tiny.onnx"
-    return distir.load(path, {"batch": 8}, loss="cross-entropy", optimizer=optimizer, dtype=dtype)
+def gpt(dtype: str | None = None, optimizer: str = "adamw", told: bool = False) -> distir.Model:
+    """`told`: that its mask is causal."""
+    model = distir.load(EXAMPLES / "gpt2-tiny.onnx", {"batch": 8})
+    if told:
+        fused = fuse(model.function)
+        model = replace(model, function=causal(fused, masks(fused)))
+    model = model.training("cross-entropy", optimizer)
+    return model if dtype is None else model.with_dtype(dtype)
 
 
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("dtype", [None, "float64", "bfloat16"])
-def test_one_rank_under_nccl_is_the_sequential_program(dtype: str | None) -> None:
-    result = distir.run(gpt(dtype), distir.Plan(microbatches=2), steps=3, backend="nccl", check=True, **ON_GPU)
+def test_one_rank_under_nccl_is_the_sequential_program(dtype: str | None, told: bool) -> None:
+    result = distir.run(
+        gpt(dtype, told=told), distir.Plan(microbatches=2), steps=3, backend="nccl", check=True, **ON_GPU
+    )
     assert result.check is not None
     assert result.check.ok
     assert all(0 < s < 60 for s in result.seconds)
@@ -82,10 +91,7 @@ def test_every_op(sample: Sample) -> None:
 @pytest.mark.parametrize("told", [False, True])
 def test_a_step_never_waits_for_its_device(told: bool) -> None:
     """Neither with the mask as an input nor where attention knows it, and so takes another kernel."""
-    model = gpt("bfloat16")
-    (mask,) = [v for v in model.function.inputs if v.name == "attention_mask"]
-    if told:
-        model = replace(model, function=causal(model.function, mask))
+    model = gpt("bfloat16", told=told)
     arrays = model.initial()
     data = Data(model.function, arrays)
     given = arrays | data.fixed() | data.step(0)
