@@ -365,7 +365,7 @@ def test_tolerance_of_adamw(error, sizes, ok):
 
     found = compare(model, steps(error, sizes[0]), steps(0.0, sizes[1]))
     assert found.ok is ok
-    assert ok or found.first.name == "w"
+    assert ok or str(found.first).startswith("%w differs by")
 
 
 def test_a_few_weights_may_go_elsewhere_under_adamw():
@@ -391,7 +391,7 @@ def test_a_few_weights_may_go_elsewhere_under_adamw():
     assert not check(3e-2, 1).ok
     assert not check(float("nan"), 1).ok
     assert check(0.0, 0, 5e-5).ok
-    assert check(0.0, 0, 2e-4).first.name == "m"
+    assert str(check(0.0, 0, 2e-4).first).startswith("%m differs by")
 
 
 def test_float64_is_compared_to_1e_9(trained):
