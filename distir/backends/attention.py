@@ -77,6 +77,8 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
 
 
 def _four(x: torch.Tensor) -> torch.Tensor:
+    """In four dims, the elements of a row side by side: the kernels take that for granted, and read others wrongly."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
     return x.unsqueeze(0) if x.ndim == 3 else x
 
 
@@ -87,7 +89,7 @@ def _mask(kernel: str, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | No
     mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
     if kernel == "cpu":
         return mask
-    lead = _four(q).shape[:2]
+    lead = (1, *q.shape)[-4:-2]
     return mask.expand(*lead, q.shape[-2], k.shape[-2])
 
 

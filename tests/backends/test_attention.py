@@ -94,6 +94,25 @@ def test_small_floats_on_cpus(dtype: torch.dtype) -> None:
         assert (a.double() - b).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("turned", range(5))
+def test_operands_whose_rows_are_not_side_by_side(turned: int) -> None:
+    """Torch's kernel reads each row as if its elements were; keys come turned from what a model writes out."""
+    torch.manual_seed(0)
+    given = [torch.randn(HEADS, dtype=torch.float64) for _ in range(4)]
+    mask = torch.randn(16, 16, dtype=torch.float64)
+
+    def results(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        q, k, v, d = rows[:4]
+        y, lse = attention(q, k, v, mask, scale=0.5)
+        return [y, lse, *attention_grad(q, k, v, rows[4] if rows[4:] else y, lse, d, mask, scale=0.5)]
+
+    want = results(given)
+    given.append(want[0])
+    given[turned] = given[turned].mT.contiguous().mT
+    for a, b in zip(results(given), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("kernel", "dtype", "q", "k", "mask", "causal"), CASES, ids=str)
