@@ -151,6 +151,26 @@ def _split(n: Node) -> Sequence[Result]:
     return n.emit("Split", n.operand(0), axis=axis, sizes=tuple(sizes))
 
 
+@rule("SplitToSequence")
+def _split_to_sequence(n: Node) -> Sequence[Result]:
+    """Parts of the sizes given, or, of one number, of that size each and the last one of what is left."""
+    n.attr("keepdims")  # of no meaning where sizes are given
+    axis, split = n.axis(0), n.known(1, "the sizes")
+    size, each = n.shape()[axis], int(split.reshape(-1)[0])
+    sizes = [int(x) for x in split] if split.ndim else [each] * (size // each) + [size % each] * (size % each > 0)
+    parts = [n.operand(0)] if len(sizes) == 1 else n.emit("Split", n.operand(0), axis=axis, sizes=tuple(sizes))
+    n.scope.sequences[n.proto.output[0]] = list(parts)
+    return []
+
+
+@rule("SequenceAt")
+def _sequence_at(n: Node) -> Result:
+    parts = n.scope.sequences.get(n.proto.input[0])
+    if parts is None:
+        raise n.error("its first operand is no sequence that was split from a tensor")
+    return parts[int(n.known(1, "the position").reshape(-1)[0])]
+
+
 @rule("Slice")
 def _slice(n: Node) -> Result:
     """Starts and ends come out within the dim, ends open; for a negative step an end of -1 is before the first."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from distir.importer.registry import RULES
+from distir.ir.errors import ModelError
 from tests.importer.models import computed, equal, expected, model, node
 
 
@@ -207,7 +208,23 @@ def name_of(s: Sample) -> str:
 
 
 def test_every_rule_has_a_sample() -> None:
-    assert RULES.keys() <= {s.op_type for s in SAMPLES}
+    assert RULES.keys() <= {s.op_type for s in SAMPLES} | {"SplitToSequence", "SequenceAt"}
+
+
+@pytest.mark.parametrize("split", [2, 7, [2, 4, 1], [7]], ids=str)
+def test_parts_that_are_a_sequence(split: int | list[int], tmp_path: Path) -> None:
+    """As torch's exporter writes a split, before it is optimized."""
+    last = -1 if split == 2 else 0
+    nodes = [node("SplitToSequence", "x s", "parts", axis=-1), node("SequenceAt", "parts i", "y")]
+    inputs = {"x": x(3, 7)}
+    proto = model(nodes, inputs, ["y"], {"s": np.array(split), "i": np.array(last)})
+    equal(computed(proto, inputs, tmp_path / "m.onnx")[1], expected(proto, inputs))
+    nodes[1] = node("Relu", "parts", "y")
+    with pytest.raises(ModelError, match="Relu node 'y': reads 'parts', a sequence"):
+        computed(model(nodes, inputs, ["y"], {"s": np.array(split)}), inputs, tmp_path / "m.onnx")
+    nodes[1] = node("SequenceAt", "x i", "y")
+    with pytest.raises(ModelError, match="no sequence that was split"):
+        computed(model(nodes, inputs, ["y"], {"s": np.array(split), "i": np.array(0)}), inputs, tmp_path / "m.onnx")
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=name_of)
