@@ -148,3 +148,12 @@ def test_of_torch(tmp_path: Path) -> None:
     assert len(parameters) == len(list(module.parameters()))
     (op,) = [op for op in model.function.ops if op.op_type == "Attention"]
     assert op.attributes["causal"]
+
+
+def test_a_flag_that_says_nothing_of_an_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from examples.export import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["mlp", "--ids-only", "--out", str(tmp_path / "m.onnx")])
+    assert stopped.value.code == 2
+    assert "mlp has no mask and no positions" in capsys.readouterr().err
