@@ -288,6 +288,8 @@ def main(argv: list[str] | None = None) -> int:
     options = vars(parser.parse_args(argv))
     name, out, ids_only = options.pop("name"), options.pop("out"), options.pop("ids_only")
     sizes = {key: value for key, value in options.items() if value is not None}
+    if ids_only and name == "mlp":
+        parser.error("mlp has no mask and no positions: --ids-only is for GPT-2")
     try:
         _resolve(name, sizes)
     except ValueError as error:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import distir
-from distir.api.check import compare, largest_difference
+from distir.api.check import Check, Difference, compare, largest_difference
 from distir.api.data import Data, index_limits
 from distir.api.locate import locate
 from distir.api.model import Model
@@ -20,7 +20,7 @@ from distir.ir import Device, FunctionMaker
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError
 from distir.ir.function import Function, Op, Role
 from distir.ir.spec import lookup
-from distir.ir.type import BFloat16, Bool, Float32, Float64, Int64, Tensor
+from distir.ir.type import REPLICATE, BFloat16, Bool, Float32, Float64, Int64, Tensor
 from distir.models import gpt, mlp
 from distir.ops.rules import tensor
 from distir.transforms.parallel3d import stage_meshes
@@ -468,6 +468,36 @@ def test_a_wrong_program_is_named_too(trained):
 def test_a_right_run_has_no_op_at_fault(trained):
     job = step_of(trained, distir.Plan(dp=2, pp=2, microbatches=2))
     assert "no op by itself is at fault" in locate(job._replace(steps=2))
+
+
+def test_where_adamw_makes_much_of_rounding_nothing_is_at_fault():
+    """It moves weights by its rate in any direction where gradients are zero, but for rounding: the keys' biases."""
+    model = distir.load(GPT, {"batch": 8}, loss="cross-entropy", optimizer=AdamW(0.1))
+    job = step_of(model, distir.Plan(tp=2))
+    ops = [op for f in (job.program, *job.program.callees()) for op in f.ops if op.op_type == "AdamW"]
+    # where ranks have the same they would have to have the same noise
+    grads = {op.inputs[1] for op in ops if any(p is not REPLICATE for p in tensor(op.inputs[1]).placements)}
+    noise = np.random.default_rng(0)
+
+    def rounded(v, held):
+        return (
+            [x + np.float32(1e-8) * noise.choice(np.array([-1, 1], np.float32), x.shape) for x in held]
+            if v in grads
+            else held
+        )
+
+    assert "no op by itself is at fault" in locate(job, lambda tap: Both(rounded, tap))
+
+
+@pytest.mark.parametrize(("step", "hint"), [(0, False), (1, True), (None, True)])
+def test_what_is_said_where_adamw_may_have_made_much_of_rounding(step, hint, monkeypatch):
+    """Of all but the losses of the first step, which no update came before."""
+    found = Check(None, None, Difference("loss", 2e-5, 1e-5, step))
+    monkeypatch.setattr("distir.api.road.compare", lambda *_: found)
+    model = distir.load(ROOT / "examples" / "mlp.onnx", {"batch": 8}, loss="mse", optimizer=AdamW(0.1))
+    with pytest.raises(MismatchError) as caught:
+        distir.run(model, distir.Plan(dp=2), steps=2, backend="numpy", check=True)
+    assert ("float64 tells" in (caught.value.hint or "")) is hint
 
 
 def test_a_failed_check_raises(trained, monkeypatch):

@@ -1,4 +1,4 @@
-"""Masks that are known when a model is loaded, and say no more than that attention is causal."""
+"""Masks that are known when a model is loaded, and say no more than that attention is causal, or nothing at all."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from distir.transforms.fuse_attention import NOTHING
 
 
 def with_causal_attention(function: Function, arrays: Mapping[Value, Any]) -> Function:
-    """The function with attention that needs no mask, where its mask is causal whatever the data.
+    """The function with attention that needs no mask, where its mask is causal whatever the data, or hides nothing.
 
     `arrays` are those of its inputs. The function itself is given back if there is no such mask.
     """
     if not any(v.kind == "constant" for v in arrays):
         return function
     fused = fold(fuse(function))
-    found = [v for v in masks(fused) if (x := _known(fused, v, arrays)) is not None and _is_causal(x)]
-    return causal(fused, found) if found else function
+    known = {v: x for v in masks(fused) if (x := _known(fused, v, arrays)) is not None}
+    found = [v for v, x in known.items() if _is_causal(x)]
+    empty = [v for v, x in known.items() if v not in found and not x.any()]
+    return causal(fused, found, empty) if found or empty else function
 
 
 def _known(function: Function, v: Value, arrays: Mapping[Value, Any]) -> np.ndarray | None:

@@ -232,7 +232,7 @@ def _checked(model: Model, job: Job, done: Steps, prediction: Prediction, on_che
     comparison = compare(model, done, want, job.first)
     if (first := comparison.first) is not None:
         where = _located(job if first.step is None else job._replace(steps=first.step + 1), prediction)
-        adam = first.step is None and isinstance(model.optimizer, AdamW)
+        adam = first.step != job.first and isinstance(model.optimizer, AdamW)
         hint = "AdamW magnifies the rounding of gradients near its eps: float64 tells rounding from an error"
         raise MismatchError(f"the run is not the sequential one: {first}; {where}", hint if adam else None)
     return comparison

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from distir.backends.layout import side_by_side
 from distir.backends.namespace import written_out
 
 aten: Any = torch.ops.aten
@@ -96,6 +97,8 @@ def _generation(device: torch.device) -> int:
 
 
 def _four(x: torch.Tensor) -> torch.Tensor:
+    """In four dims, the elements of a row side by side: the kernels take that for granted, and read others wrongly."""
+    x = side_by_side(x)
     return x.unsqueeze(0) if x.ndim == 3 else x
 
 
@@ -106,7 +109,7 @@ def _mask(kernel: str, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | No
     mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
     if kernel == "cpu":
         return mask
-    lead = _four(q).shape[:2]
+    lead = (1, *q.shape)[-4:-2]
     return mask.contiguous().expand(*lead, q.shape[-2], k.shape[-2])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 WIDER = {torch.int16: torch.int32}
 """What neither gloo nor NCCL reduces is reduced as this."""
@@ -27,6 +28,16 @@ def merge_front(x: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
 def merge(parts: Sequence[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
     """The whole, of whose `dim`, read as (outer, n, rest), these are the n parts."""
     return merge_front(torch.stack(tuple(parts)), dim, outer)
+
+
+def side_by_side(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy, in which the elements of a row follow each other in memory; others may lie anywhere.
+
+    To who listens to torch's functions it is one of them: whether it copies is seen at every call anew.
+    """
+    if has_torch_function_unary(x):
+        return handle_torch_function(side_by_side, (x,), x)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def movable(x: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from distir.backends.kernels import Kernel, Memory, Ref, TorchCall, changes_operand, count_uses, python_name, refs_in
+from distir.backends.layout import side_by_side
 from distir.backends.namespace import TorchNamespace, torch_dtype
 from distir.backends.native import implementation
 from distir.ir.errors import ModelError
@@ -38,8 +39,13 @@ _PLAINER: dict[Any, Callable[..., Any]] = {
 
 _NEW_SHAPE = (torch.Tensor.reshape, torch.Tensor.expand)
 
-_MAY_COPY = frozenset(("reshape", "contiguous", "to", "type", "flatten", "ravel", "view_as", "as_tensor"))
+_MAY_COPY = frozenset(
+    ("reshape", "contiguous", "side_by_side", "to", "type", "flatten", "ravel", "view_as", "as_tensor")
+)
 """Functions whose result is a view or a copy, as the strides are."""
+
+_AS_IT_LIES = (torch.Tensor.contiguous, side_by_side)
+"""Functions that look at nothing but strides."""
 
 _OVERLAPPING = frozenset(("expand", "expand_as", "broadcast_to", "as_strided", "unfold"))
 """Views of which several elements may be one in memory."""
@@ -80,8 +86,8 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.contiguous and id(out) in self.number:
-            out = out.clone()  # the operand of a step may lie in memory otherwise than this one
+        if func in _AS_IT_LIES and id(out) in self.number:
+            out = out.view(out.shape)  # the operand of a step may lie in memory otherwise than this one
         if self._same(func, args, out):
             return out
         if isinstance(out, torch.Tensor) or changes_operand(func) or _has_tensor(out):

@@ -24,10 +24,10 @@ NOT_PURE = frozenset(
             "RandomUniform",
             "RandomUniformLike",
         ),
-        *("Dropout", "If", "Loop", "Scan"),
+        *("Dropout", "If", "Loop", "Scan", "SplitToSequence"),
     }
 )
-"""Ops whose results are not determined by operands and attributes, or that hold graphs."""
+"""Ops whose results are not determined by operands and attributes, or that hold graphs, or give no tensors."""
 
 
 def attributes_of(proto: onnx.NodeProto) -> dict[str, Any]:

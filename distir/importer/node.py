@@ -33,6 +33,8 @@ class Scope:
         self.known: dict[str, Read] = {}
         self.stored: dict[str, tuple[DType, tuple[int, ...]]] = {}
         """Type and shape of the initializers, which are in `known`."""
+        self.sequences: dict[str, list[Value]] = {}
+        """Names that stand for several values: parts, of which `SequenceAt` takes one."""
         self.arrays: dict[Value, Read] = {}
         self.frozen: set[str] = set()
         """Initializers that no rule may train: running statistics."""
@@ -201,7 +203,7 @@ class Node:
         if left and not folded:
             raise self.error(f"attribute {left[0]} is not supported")
         names = list(self.proto.output)
-        if any(names[len(results) :]):
+        if any(name and name not in self.scope.sequences for name in names[len(results) :]):
             raise self.error(f"only its first {len(results)} outputs are supported")
         made = {v for op in self.scope.maker.ops[first_op:] for v in op.outputs}
         for name, result in zip(names, results, strict=False):

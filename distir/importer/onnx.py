@@ -2,7 +2,8 @@
 
 - Graph inputs come first, in order. Symbolic dims are bound by `dims`. One of them, the first, is the batch's: inputs
   that have it are data along it, the others are constants; without symbolic dims every input is data along dim 0.
-- Initializers of floating type and rank 1 or more are parameters, except running statistics (role constant).
+- Initializers of floating type and rank 1 or more are parameters, except running statistics, and what torch's
+  exporter says is none (role constant).
   Others, and results of `Constant` nodes, are known at import: with one element they become `Constant` ops where
   they are used, larger ones inputs of role constant.
 - What is computed from known values only (shape arithmetic) is computed now. Only what the outputs need is kept.
@@ -20,6 +21,7 @@ import onnx
 from distir.importer import rules_math, rules_shape  # noqa: F401  (they fill the table)
 from distir.importer.functions import definition, inlined
 from distir.importer.known import attributes_of, fold, foldable
+from distir.importer.marks import not_trained
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
 from distir.importer.registry import RULES
 from distir.importer.tensors import Arrays, dtype_of, parse, parse_tensor_from_file, reader
@@ -114,7 +116,7 @@ def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collectio
     for name in (*scope.parameters, *constants):
         if name not in scope.stored:
             raise UsageError(f"{scope.path} has no initializer {name!r}")
-    scope.frozen.update(constants)
+    scope.frozen.update(constants, not_trained(graph) - scope.parameters)
     for node in graph.node:
         for i in STATISTICS.get(node.op_type, ()):
             scope.frozen.update(node.input[i : i + 1])
@@ -203,12 +205,20 @@ def _results(result: Result | Iterable[Result]) -> list[Result]:
 
 def _check_names(scope: Scope, node: Node, later: Mapping[str, onnx.NodeProto]) -> None:
     for name in node.proto.input:
-        if name and name not in scope.values and name not in scope.known:
+        if name in scope.sequences:
+            if node.proto.op_type != "SequenceAt":
+                raise node.error(f"reads {name!r}, a sequence", "supported is SequenceAt, of one known element")
+        elif name and name not in scope.values and name not in scope.known:
             if name in later:
                 raise node.error(f"reads {name!r} before it is made: the graph has a cycle or is not sorted")
             raise node.error(f"reads {name!r}, which nothing makes")
     for i, name in enumerate(node.proto.output):
-        if name and (name in scope.values or name in scope.known or name in list(node.proto.output)[:i]):
+        if name and (
+            name in scope.values
+            or name in scope.known
+            or name in scope.sequences
+            or name in list(node.proto.output)[:i]
+        ):
             raise node.error(f"makes {name!r}, which is there already")
 
 

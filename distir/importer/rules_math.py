@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 
 from distir.importer.node import Node, Result
@@ -151,6 +152,30 @@ def _gemm(n: Node) -> Result:
     flags = {"transA": int(n.attr("transA", 0)), "transB": int(n.attr("transB", 0))}
     scales = {"alpha": float(n.attr("alpha", 1.0)), "beta": float(n.attr("beta", 1.0))}
     return n.emit("Gemm", *n.operands(), **scales, **flags)
+
+
+@rule("Conv")
+def _conv(n: Node) -> Result:
+    """Of patches side by side, as those of a vision transformer: a product of matrices."""
+    (batch, channels, *sizes), (filters, _, *kernel) = n.shape(), n.shape(1)
+    plain = {"group": 1, "auto_pad": "NOTSET"} | {k: (1,) * len(kernel) for k in ("dilations", "strides")}
+    got = {k: n.attr(k, default) for k, default in plain.items()} | {"pads": n.attr("pads", (0,) * 2 * len(kernel))}
+    n.attr("kernel_shape")
+    side = got["strides"] == tuple(kernel) and not any(got["pads"]) and got["auto_pad"] in ("NOTSET", "VALID")
+    if not side or got["group"] != 1 or (set(got["dilations"]) != {1} and set(kernel) != {1}):
+        hint = "supported: strides as large as the kernel, no pads, no groups, no dilations"
+        raise n.error(f"a convolution with {', '.join(f'{k} {v}' for k, v in got.items())} is not supported", hint)
+    if any(size % k for size, k in zip(sizes, kernel, strict=True)):
+        raise n.error(f"patches of {tuple(kernel)} do not divide {tuple(sizes)}")
+    parts = [(size // k, k) for size, k in zip(sizes, kernel, strict=True)]
+    x = n.reshape(n.operand(0), (batch, channels, *[d for part in parts for d in part]))
+    end = 2 + 2 * len(kernel)
+    x = n.emit("Transpose", x, perm=(0, *range(2, end, 2), 1, *range(3, end, 2)))
+    size = channels * math.prod(kernel)
+    x = n.reshape(x, (batch, *[count for count, _ in parts], size))
+    y = n.emit("MatMul", x, n.emit("Transpose", n.reshape(n.operand(1), (filters, size)), perm=(1, 0)))
+    y = n.emit("Add", y, n.operand(2)) if n.has(2) else y
+    return n.emit("Transpose", y, perm=(0, len(parts) + 1, *range(1, len(parts) + 1)))
 
 
 def _reduced_axes(n: Node) -> tuple[int, ...] | None:

@@ -34,6 +34,42 @@ def _gather(n: Node) -> Result:
     return n.reshape(row, (*shape[:axis], *index.shape, *shape[axis + 1 :]))
 
 
+@rule("GatherND")
+def _gather_nd(n: Node) -> Result:
+    """By known indices. A first dim that is taken as it is stays one, and may still be split: it is the batch's."""
+    n.require("batch_dims", 0, 0)
+    shape, index = n.shape(), n.known(1, "the indices").astype(np.int64)
+    dims = shape[: index.shape[-1]]
+    if ((index < np.negative(dims)) | (index >= dims)).any():
+        raise n.error(f"an index is out of range for dims {dims} of shape {shape}")
+    index, kept = index % dims, 0
+    if index.ndim > 1 and len(dims) > 1 and len(index) == dims[0] and (index[:1, ..., 1:] == index[..., 1:]).all():
+        rows = np.arange(dims[0]).reshape(-1, *[1] * (index.ndim - 2))
+        kept = int((index[..., 0] == rows).all())
+    if kept:
+        index, dims = index[0, ..., 1:], dims[1:]
+    flat = np.ravel_multi_index(tuple(np.moveaxis(index, -1, 0)), dims)
+    rest = shape[kept + len(dims) :]
+    x = n.reshape(n.operand(0), (*shape[:kept], math.prod(dims), *rest))
+    if not np.array_equal(flat.reshape(-1), np.arange(math.prod(dims))):
+        x = n.emit("Gather", x, n.array("indices", flat.reshape(-1)), axis=kept)
+    return n.reshape(x, (*shape[:kept], *flat.shape, *rest))
+
+
+@rule("CumSum")
+def _cum_sum(n: Node) -> Result:
+    """Each a sum of those up to its own: written out, as what is summed up is short, a mask or positions."""
+    shape = n.shape()
+    axis = n.wrap(int(n.known(1, "the axis").reshape(-1)[0]), len(shape))
+    size, after = shape[axis], shape[axis + 1 :]
+    counted = np.tri(size, k=-1 if n.attr("exclusive", 0) else 0, dtype=bool)
+    if n.attr("reverse", 0):
+        counted = counted.T
+    counted = n.array("counted", counted.reshape(size, size, *[1] * len(after)))
+    x = n.reshape(n.operand(0), (*shape[:axis], 1, size, *after))
+    return n.emit("ReduceSum", n.emit("Where", counted, x, n.constant(0, x)), axes=(axis + 1,), keepdims=0)
+
+
 @rule("Transpose")
 def _transpose(n: Node) -> Result:
     rank = len(n.shape())
@@ -113,6 +149,26 @@ def _split(n: Node) -> Sequence[Result]:
     if len(set(sizes)) == 1:
         return n.emit("Split", n.operand(0), axis=axis, parts=len(sizes))
     return n.emit("Split", n.operand(0), axis=axis, sizes=tuple(sizes))
+
+
+@rule("SplitToSequence")
+def _split_to_sequence(n: Node) -> Sequence[Result]:
+    """Parts of the sizes given, or, of one number, of that size each and the last one of what is left."""
+    n.attr("keepdims")  # of no meaning where sizes are given
+    axis, split = n.axis(0), n.known(1, "the sizes")
+    size, each = n.shape()[axis], int(split.reshape(-1)[0])
+    sizes = [int(x) for x in split] if split.ndim else [each] * (size // each) + [size % each] * (size % each > 0)
+    parts = [n.operand(0)] if len(sizes) == 1 else n.emit("Split", n.operand(0), axis=axis, sizes=tuple(sizes))
+    n.scope.sequences[n.proto.output[0]] = list(parts)
+    return []
+
+
+@rule("SequenceAt")
+def _sequence_at(n: Node) -> Result:
+    parts = n.scope.sequences.get(n.proto.input[0])
+    if parts is None:
+        raise n.error("its first operand is no sequence that was split from a tensor")
+    return parts[int(n.known(1, "the position").reshape(-1)[0])]
 
 
 @rule("Slice")

@@ -5,7 +5,8 @@ Torch's kernels for it read no mask, and leave out the half of the scores that n
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from distir.ir.function import Attributes, Function, Op, Value
 from distir.ops.rules import shape_of
@@ -20,12 +21,17 @@ def masks(function: Function) -> list[Value]:
     return list(dict.fromkeys(op.inputs[_MASK] for op in function.ops if _masked(op)))
 
 
-def causal(function: Function, masks: Collection[Value]) -> Function:
-    """The function with causal attention where it had one of these masks, which must say just that.
+def causal(function: Function, masks: Collection[Value], empty: Collection[Value] = ()) -> Function:
+    """The function with causal attention where it had one of these masks, which must say just that; without `empty`.
 
-    For programs without gradients. Of the inputs those go that were needed for these masks only.
+    `empty` are masks that hide nothing. For programs without gradients. Of the inputs those go that were needed for
+    these masks only.
     """
-    ops = [_without_mask(op) if _masked(op) and op.inputs[_MASK] in masks else op for op in function.ops]
+    gone = {v: {"causal": True} for v in masks} | {v: {} for v in empty}
+    ops = [
+        _without_mask(op, gone[op.inputs[_MASK]]) if _masked(op) and op.inputs[_MASK] in gone else op
+        for op in function.ops
+    ]
     changed = prune(Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates))
     before, after = _used(function), _used(changed)
     inputs = tuple([v for v in function.inputs if v in after or v not in before])
@@ -39,8 +45,8 @@ def _masked(op: Op) -> bool:
     return mask[-2:] == (q[-2], k[-2])
 
 
-def _without_mask(op: Op) -> Op:
-    return Op(op.spec, op.inputs[:_MASK], Attributes({**op.attributes, "causal": True}), op.outputs, op.of)
+def _without_mask(op: Op, instead: Mapping[str, Any]) -> Op:
+    return Op(op.spec, op.inputs[:_MASK], Attributes({**op.attributes, **instead}), op.outputs, op.of)
 
 
 def _used(function: Function) -> set[Value]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,14 @@ class Writer(FunctionMaker):
         self.set_outputs([self.emit("MatMul", self.emit("Softmax", x, axis=-1), self.v) for x in scores])
         return self.finalize()
 
-    def check(self, function: Function, causal: list[bool]) -> Function:
-        """Which of its layers become causal; it computes the same."""
+    def check(self, function: Function, causal: Sequence[bool | None]) -> Function:
+        """Which of its layers become causal, None: lose their mask; it computes the same."""
         made = with_causal_attention(function, self.arrays)
         verify(made)
-        if any(causal):
+        if any(c is not False for c in causal):
             attention = [op for op in made.ops if op.op_type == "Attention"]
-            assert [op.attributes.get("causal", False) for op in attention] == causal
-            assert [len(op.inputs) for op in attention] == [3 if c else 4 for c in causal]
+            assert [op.attributes.get("causal", False) for op in attention] == [bool(c) for c in causal]
+            assert [len(op.inputs) for op in attention] == [4 if c is False else 3 for c in causal]
         else:
             assert made is function
         rng = np.random.default_rng(0)
@@ -103,6 +104,19 @@ def test_another_mask_stays_beside_it() -> None:
     made = w.check(w.done(w.emit("Add", w.scores(), a), w.emit("Add", w.scores(), b)), [True, False])
     assert b in made.inputs
     assert a not in made.inputs
+
+
+@pytest.mark.parametrize("lead", [(), (B, 1)], ids=str)
+def test_a_mask_that_hides_nothing_goes(lead: tuple[int, ...]) -> None:
+    """As exporters write for models without one; beside it a causal one, and one that hides something."""
+    w = Writer()
+    nothing, all_seen = w.known("nothing", np.zeros((*lead, S, S))), w.known("all_seen", np.ones((*lead, S, S), bool))
+    other = np.zeros((*lead, S, S))
+    other[..., 0] = LOWEST
+    masks = [nothing, w.known("m", mask(LOWEST)), w.known("other", other)]
+    rows = [w.emit("Add", w.scores(), m) for m in masks]
+    made = w.check(w.done(*rows, w.emit("Where", all_seen, w.scores(), w.of(LOWEST))), [None, True, False, None])
+    assert [v.name for v in made.inputs] == ["q", "k", "v", "other"]
 
 
 def test_what_else_needs_the_mask_keeps_it() -> None:

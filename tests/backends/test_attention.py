@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from distir.backends import attention as attention_kernels
 from distir.backends.attention import _kernel, attention, attention_grad
+from distir.backends.layout import side_by_side
 from distir.backends.namespace import TorchNamespace
+from distir.backends.torch import TorchRank
+from distir.executor.sequential import SequentialExecutor
+from distir.ir.function import FunctionMaker
 from distir.ir.spec import lookup
+from distir.ir.type import Float64, Tensor
 
 Shape = tuple[int, ...]
 
@@ -23,8 +30,6 @@ def operands(make: Callable[..., torch.Tensor], q: Shape, k: Shape, v: Shape, ma
 
 def calls(run: Callable[[], Any]) -> list[str]:
     """The names of the operators that torch is asked for."""
-    from torch.overrides import TorchFunctionMode
-
     seen: list[str] = []
 
     class Listen(TorchFunctionMode):
@@ -118,6 +123,50 @@ def test_small_floats_on_cpus(dtype: torch.dtype) -> None:
     got = [y, lse, *attention_grad(q, k, v, y, lse, d, mask, scale=0.5)]
     for a, b in zip(got, want, strict=True):
         assert (a.double() - b).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("turned", range(5))
+def test_operands_whose_rows_are_not_side_by_side(turned: int) -> None:
+    """Torch's kernel reads each row as if its elements were; keys come turned from what a model writes out."""
+    torch.manual_seed(0)
+    given = [torch.randn(HEADS, dtype=torch.float64) for _ in range(4)]
+    mask = torch.randn(16, 16, dtype=torch.float64)
+
+    def results(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        q, k, v, d = rows[:4]
+        y, lse = attention(q, k, v, mask, scale=0.5)
+        return [y, lse, *attention_grad(q, k, v, rows[4] if rows[4:] else y, lse, d, mask, scale=0.5)]
+
+    want = results(given)
+    given.append(want[0])
+    given[turned] = given[turned].mT.contiguous().mT
+    for a, b in zip(results(given), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_rank_copies_only_rows_that_are_not_side_by_side() -> None:
+    """How an operand lies is seen when the step runs, not when its Python is made."""
+    f = FunctionMaker()
+    q, k, v = (f.add_input_value(x, Tensor(Float64, s)) for x, s in (("q", HEADS), ("k", (2, 3, 8, 16)), ("v", HEADS)))
+    f.set_outputs([f.emit("Attention", q, f.emit("Transpose", k, perm=(0, 1, 3, 2)), v, scale=0.5)[0]])
+    function = f.finalize()
+    given = [np.random.default_rng(i).standard_normal(x.type.shape) for i, x in enumerate((q, k, v))]  # type: ignore[union-attr]
+    rank = TorchRank(function, 0)
+    rank.load(dict(enumerate(given)))
+    copied: list[bool] = []
+
+    class Listen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is side_by_side:
+                copied.append(out is not args[0])
+            return out
+
+    with Listen():
+        (got,) = rank.step().values()
+    (want,) = SequentialExecutor().compute(function, given)
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-12, atol=1e-12)
+    assert copied == [False, True, False]
 
 
 @pytest.mark.gpu

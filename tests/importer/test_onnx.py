@@ -140,6 +140,39 @@ def test_what_is_a_parameter(tmp_path: Path) -> None:
         kinds(parameters=["gain"])
 
 
+def mark(proto: onnx.ModelProto, name: str, key: str, value: str) -> None:
+    entry = proto.graph.value_info.add(name=name)
+    entry.metadata_props.add(key=key, value=value)
+
+
+def test_what_the_exporter_says_is_no_parameter(tmp_path: Path) -> None:
+    """Buffers, and what was computed from no parameter: not trained, and known if it is needed."""
+    names = ("weight", "table", "turned", "angles", "plain", "factor")
+    stored = {n: x(1) if n == "factor" else x(3) for n in names}
+    nodes = [node("Mul", "x weight", "y0")]
+    nodes += [node("Mul", f"y{k} {n}", f"y{k + 1}") for k, n in enumerate(names[1:])]
+    proto = model(nodes, {"x": x(4, 3)}, ["y5"], stored)
+    kind, folded = "pkg.torch.export.graph_signature.InputSpec.kind", "pkg.onnxscript.optimizer.folded_from"
+    mark(proto, "weight", kind, "PARAMETER")
+    mark(proto, "table", kind, "BUFFER")
+    mark(proto, "turned", folded, "['val_1', 'b.weight']")
+    mark(proto, "angles", folded, "['val_2', 'rotary.inv_freq']")
+    mark(proto, "factor", folded, "['val_3']")
+    path = tmp_path / "m.onnx"
+
+    def kinds(**options: Any) -> dict[str, str | None]:
+        return {v.name: v.kind for v in import_from_onnx(write(path, proto), **options)[0].inputs[1:]}
+
+    # what it was computed from is told by names, of which only the signature knows what they are
+    assert kinds() == {n: "constant" if n == "table" else "parameter" for n in names}
+    lines = ["p_b_weight: PARAMETER target='b.weight'", "b_inv: BUFFER target='rotary.inv_freq' persistent=False"]
+    signature = "\n".join(["", "# inputs", "p_a: PARAMETER target='weight'", *lines, "x: USER_INPUT"])
+    proto.graph.metadata_props.add(key="pkg.torch.export.ExportedProgram.graph_signature", value=signature)
+    want = dict.fromkeys(("weight", "turned", "plain"), "parameter") | dict.fromkeys(("table", "angles"), "constant")
+    assert kinds() == want
+    assert kinds(parameters=["table"]) == want | {"table": "parameter"}
+
+
 def test_initializers_that_are_also_inputs(tmp_path: Path) -> None:
     """As files of the oldest format have it."""
     proto = model([node("MatMul", "x w", "y")], {"x": x(2, 3), "w": x(3, 3)}, ["y"], {"w": x(3, 3)})

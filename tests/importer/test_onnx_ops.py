@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from distir.importer.registry import RULES
+from distir.ir.errors import ModelError
 from tests.importer.models import computed, equal, expected, model, node
 
 
@@ -158,6 +159,19 @@ SAMPLES = [
     S("EyeLike", (x(2, 2),), {"dtype": 7}),
     S("Trilu", (x(2, 4, 4),)),
     S("Trilu", (x(3, 4), 1), {"upper": 0}),
+    S("GatherND", (x(2, 3, 4), [[0, 1], [1, -1]])),
+    S("GatherND", (x(2, 3), [[[1, 0], [0, 2]]])),
+    S("GatherND", (ints(9, 2, 3), [[[[0, 2], [0, 0]]], [[[1, 2], [1, 0]]]])),
+    S("GatherND", (truth(2, 3), [[[[0, 0], [0, 1], [0, 2]]], [[[1, 0], [1, 1], [1, 2]]]])),
+    S("GatherND", (x(2, 3), [[[0, 2], [0, 0]], [[1, 2], [1, 1]]])),
+    S("GatherND", (x(2, 3), [[1], [0]])),
+    S("CumSum", (ints(9, 2, 3, 4), 1)),
+    S("CumSum", (x(2, 3), [-1]), {"exclusive": 1}),
+    S("CumSum", (x(2, 3), [1]), {"reverse": 1}),
+    S("CumSum", (x(3), [0]), {"reverse": 1, "exclusive": 1}),
+    S("Conv", (x(2, 3, 4, 6), w(5, 3, 2, 3), w(5)), {"strides": [2, 3], "auto_pad": "VALID"}),
+    S("Conv", (x(2, 3, 4), w(5, 3, 1)), {"dilations": [2], "group": 1, "kernel_shape": [1]}),
+    S("Conv", (x(2, 3, 2, 2, 4), w(5, 3, 1, 2, 2)), {"strides": [1, 2, 2], "pads": [0] * 6}),
     S("Tile", (x(2, 3), [2, 3])),
     S("Tile", (x(2, 3), [1, 1])),
     S("Pad", (x(2, 3), [1, 0, 0, 2], np.float32(0.5))),
@@ -194,7 +208,23 @@ def name_of(s: Sample) -> str:
 
 
 def test_every_rule_has_a_sample() -> None:
-    assert RULES.keys() <= {s.op_type for s in SAMPLES}
+    assert RULES.keys() <= {s.op_type for s in SAMPLES} | {"SplitToSequence", "SequenceAt"}
+
+
+@pytest.mark.parametrize("split", [2, 7, [2, 4, 1], [7]], ids=str)
+def test_parts_that_are_a_sequence(split: int | list[int], tmp_path: Path) -> None:
+    """As torch's exporter writes a split, before it is optimized."""
+    last = -1 if split == 2 else 0
+    nodes = [node("SplitToSequence", "x s", "parts", axis=-1), node("SequenceAt", "parts i", "y")]
+    inputs = {"x": x(3, 7)}
+    proto = model(nodes, inputs, ["y"], {"s": np.array(split), "i": np.array(last)})
+    equal(computed(proto, inputs, tmp_path / "m.onnx")[1], expected(proto, inputs))
+    nodes[1] = node("Relu", "parts", "y")
+    with pytest.raises(ModelError, match="Relu node 'y': reads 'parts', a sequence"):
+        computed(model(nodes, inputs, ["y"], {"s": np.array(split)}), inputs, tmp_path / "m.onnx")
+    nodes[1] = node("SequenceAt", "x i", "y")
+    with pytest.raises(ModelError, match="no sequence that was split"):
+        computed(model(nodes, inputs, ["y"], {"s": np.array(split), "i": np.array(0)}), inputs, tmp_path / "m.onnx")
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=name_of)

@@ -1,0 +1,159 @@
+"""Models as their users export them, by torch alone: what they compute, and what of them is trained."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from distir.api.model import load
+from distir.executor.sequential import SequentialExecutor
+
+B, S = 2, 8
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+
+
+class Logits(torch.nn.Module):
+    """Of a model of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs).logits
+
+
+class Tokens(Logits):
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:  # pyright: ignore
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+class Pixels(Logits):
+    def forward(self, pixel_values: Any) -> Any:  # pyright: ignore
+        return self.model(pixel_values=pixel_values).logits
+
+
+def built(kind: str, **sizes: Any) -> torch.nn.Module:
+    """A model of transformers, by the beginning of its class's name."""
+    import transformers
+
+    heads = {"Bert": "ForMaskedLM", "ViT": "ForImageClassification"}
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **sizes)
+    model = getattr(transformers, kind + heads.get(kind, "ForCausalLM"))._from_config(config)
+    return (Pixels if kind == "ViT" else Tokens)(model)
+
+
+def exported(module: torch.nn.Module, inputs: dict[str, torch.Tensor], path: Path, optimize: bool = True) -> Path:
+    """A file of the module, its weights moved off what they begin with: the exporter merges those that are equal."""
+    with torch.no_grad():
+        for p in module.parameters() if optimize else ():
+            p.add_(torch.randn_like(p), alpha=0.02)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shapes = {name: {0: torch.export.Dim("batch")} for name in inputs}
+        options: dict[str, Any] = {"dynamo": True, "optimize": optimize, "opset_version": 20, "verbose": False}
+        program = torch.onnx.export(module.eval(), (), kwargs=inputs, dynamic_shapes=shapes, **options)
+    assert program is not None
+    program.save(path)
+    return path
+
+
+# a tied embedding of fewer numbers is folded into a transposed copy, and is tied no more
+TEXT = {"vocab_size": 401, "max_position_embeddings": 16}
+CAUSAL = {**TEXT, "num_key_value_heads": 2, "use_cache": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "masked", "attention"),
+    [
+        ("Llama", CAUSAL, False, {"causal": True}),
+        pytest.param("Llama", CAUSAL, True, {"mask": True}, marks=pytest.mark.slow),
+        pytest.param("Mistral", {**CAUSAL, "sliding_window": 3}, False, {"mask": True}, marks=pytest.mark.slow),
+        pytest.param("Qwen2", CAUSAL, True, {"mask": True}, marks=pytest.mark.slow),
+        pytest.param("GPTNeoX", {**TEXT, "use_cache": False}, False, {"causal": True}, marks=pytest.mark.slow),
+        ("Bert", TEXT, True, {"mask": True}),
+        pytest.param("Bert", TEXT, False, {}, marks=pytest.mark.slow),
+        ("ViT", {"image_size": 8, "patch_size": 4}, False, {}),
+    ],
+)
+def test_of_transformers(kind: str, sizes: dict[str, Any], masked: bool, attention: Any, tmp_path: Path) -> None:
+    """The result is onnxruntime's. Parameters of the module are trained, no table of angles; known masks are used."""
+    torch.manual_seed(0)
+    module = built(kind, **sizes)
+    inputs = {"input_ids": torch.randint(401, (B, S))}
+    if kind == "ViT":
+        inputs = {"pixel_values": torch.randn(B, 3, 8, 8)}
+    if masked:
+        inputs["attention_mask"] = torch.ones(B, S, dtype=torch.int64)
+        inputs["attention_mask"][1, 5:] = 0
+    path = exported(module, inputs, tmp_path / "m.onnx")
+    arrays = {name: x.numpy() for name, x in inputs.items()}
+    (want,) = onnxruntime.InferenceSession(path).run(None, arrays)
+    model = load(path, {"batch": B})
+    given = {v: model.arrays[v] if v in model.arrays else arrays[v.name] for v in model.function.inputs}
+    (got,) = SequentialExecutor().compute(model.function, given)
+    np.testing.assert_allclose(got, np.asarray(want), atol=1e-5)
+    trained = [v for v in model.function.inputs if v.kind == "parameter"]
+    assert len(trained) == len(list(module.parameters()))
+    step = load(path, {"batch": B}, loss="cross-entropy")
+    (op,) = [op for op in step.function.ops if op.op_type == "Attention"]
+    assert op.attributes.get("causal", False) is attention.get("causal", False)
+    assert len(op.inputs) == 3 + attention.get("mask", False)
+
+
+def test_as_it_was_written(tmp_path: Path) -> None:
+    """Without the exporter's optimizer every parameter is there, under its name; known masks are seen all the same."""
+    module = built("GPTNeoX", **TEXT, use_cache=False)
+    inputs = {"input_ids": torch.randint(401, (B, S))}
+    model = load(exported(module, inputs, tmp_path / "m.onnx", optimize=False), {"batch": B}, loss="cross-entropy")
+    trained = {v.name for v in model.function.inputs if v.kind == "parameter"}
+    assert trained == {name for name, _ in module.named_parameters()}
+    (op,) = [op for op in model.function.ops if op.op_type == "Attention"]
+    assert op.attributes["causal"]
+
+
+class Masked(torch.nn.Module):
+    """Self-attention with a mask and a table that are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+        self.register_buffer("mask", torch.ones(S, S, dtype=torch.bool).triu(1))
+        self.register_buffer("table", torch.randn(S, 16))
+
+    def forward(self, x: Any) -> Any:
+        x = x + self.table
+        return self.attention(x, x, x, need_weights=False, attn_mask=self.mask)[0]
+
+
+def test_of_torch(tmp_path: Path) -> None:
+    """Masks and factors that the exporter has computed are no weights, so that attention is seen to be causal."""
+    torch.manual_seed(0)
+    module, x = Masked(), torch.randn(B, S, 16)
+    model = load(exported(module, {"x": x}, tmp_path / "m.onnx"), {"batch": B}, loss="mse")
+    parameters = [v for v in model.function.inputs if v.kind == "parameter"]
+    assert len(parameters) == len(list(module.parameters()))
+    (op,) = [op for op in model.function.ops if op.op_type == "Attention"]
+    assert op.attributes["causal"]
+
+
+def test_a_flag_that_says_nothing_of_an_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from examples.export import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["mlp", "--ids-only", "--out", str(tmp_path / "m.onnx")])
+    assert stopped.value.code == 2
+    assert "mlp has no mask and no positions" in capsys.readouterr().err
