@@ -350,6 +350,20 @@ def test_a_cluster_of_ones_own(cli, tmp_path):
     assert "mine, 3 nodes of 8" in out
 
 
+def test_what_is_to_be_noted_of_a_model_is_told_in_a_line(cli, tmp_path):
+    proto = onnx.load(MLP)
+    signature = "p: PARAMETER target='layers.9.bias'"
+    proto.graph.metadata_props.add(key="pkg.torch.export.ExportedProgram.graph_signature", value=signature)
+    entry = proto.graph.value_info.add(name="val_1")
+    entry.metadata_props.add(key="pkg.onnxscript.optimizer.folded_from", value="['layers.0.weight']")
+    path = tmp_path / "m.onnx"
+    onnx.save(proto, path)
+    code, out, err = cli("simulate", path, *MSE, "--cluster", "dgx-a100", "--json")
+    assert (code, json.loads(out)["step_seconds"] > 0) == (0, True)
+    told = f"{path}: 1 of the module's parameters, such as layers.9.bias, are not in the file."
+    assert err.startswith(f"distir: note: {told}")
+
+
 def test_more_devices_than_the_nodes_have(cli):
     code, out, err = cli("simulate", MLP, *MSE, "--dp", 8, "--pp", 2, "--cluster", "dgx-a100", "--nodes", 1)
     assert (code, out) == (4, "")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
-from distir.ir.errors import DistirError, UsageError
+from distir.ir.errors import DistirError, ModelWarning, UsageError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
@@ -39,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from distir.cli.flags import parse
 
         args = parse(sys.argv[1:] if argv is None else argv)
-        args.command(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_note, warnings.showwarning)
+            args.command(args)
         sys.stdout.flush()
     except DistirError as e:
         _complain(e.message, e.hint)
@@ -75,6 +79,14 @@ def _told(e: DistirError, argv: Sequence[str] | None) -> int:
 
 def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _note(others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """Tell what distir warns of in a line; others' warnings as they do."""
+    if not issubclass(category, ModelWarning):
+        others(message, category, *where)
+    elif os.environ.get("RANK", "0") == "0":
+        print(f"distir: note: {message}", file=sys.stderr)
 
 
 def _complain(message: str, hint: str | None = None) -> None:

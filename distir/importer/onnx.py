@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -21,11 +22,11 @@ import onnx
 from distir.importer import rules_math, rules_shape  # noqa: F401  (they fill the table)
 from distir.importer.functions import definition, inlined
 from distir.importer.known import attributes_of, fold, foldable
-from distir.importer.marks import not_trained
+from distir.importer.marks import lost, not_trained
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
 from distir.importer.registry import RULES
 from distir.importer.tensors import Arrays, dtype_of, parse, parse_tensor_from_file, reader
-from distir.ir.errors import ModelError, UsageError
+from distir.ir.errors import ModelError, ModelWarning, UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
 from distir.ir.type import Tensor
 from distir.ops.rules import tensor
@@ -33,6 +34,10 @@ from distir.ops.rules import tensor
 __all__ = ["import_from_onnx", "parse_tensor_from_file"]
 
 OLDEST_OPSET = 13
+_LOST = (
+    "{} of the module's parameters, such as {}, are not in the file. Unless they are tied to others, torch's exporter "
+    "has merged what was equal and dropped what was zero: torch.onnx.export(..., optimize=False) does not"
+)
 STATISTICS = {"BatchNormalization": (3, 4)}
 """Operands that are statistics, not trained."""
 
@@ -52,11 +57,14 @@ def import_from_onnx(
     `parameters` and `constants` name initializers that are, or are not, trained, against the default.
 
     Raises ModelError, in one line with the file and the node, if the file is broken or uses what distir does not
-    know; UsageError if `dims` leaves a symbolic dim open or names one that is not there.
+    know; UsageError if `dims` leaves a symbolic dim open or names one that is not there. Warns (ModelWarning) of
+    parameters that torch's exporter may have merged or dropped.
     """
     file = Path(path)
     model = load(file)
     graph = model.graph
+    if gone := lost(graph):
+        warnings.warn(ModelWarning(f"{file}: {_LOST.format(len(gone), gone[0])}"), stacklevel=2)
     scope = Scope(file, FunctionMaker(name or graph.name or "main"), frozenset(parameters))
     _add_initializers(scope, graph, constants)
     inputs = _add_inputs(scope, graph, dict(dims or {}), batch)

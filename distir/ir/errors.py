@@ -29,6 +29,10 @@ class ModelError(DistirError):
     exit_code = 3
 
 
+class ModelWarning(UserWarning):
+    """Of a model that is accepted, but perhaps not what the user takes it for."""
+
+
 class IRTypeError(ModelError):
     """Types, placements or devices of an op do not fit: the op, the operand, expected and got."""
 

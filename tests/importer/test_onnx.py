@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from distir.executor.sequential import SequentialExecutor
 from distir.importer import import_from_onnx, tensors
 from distir.ir import Function, Role
-from distir.ir.errors import UsageError
+from distir.ir.errors import ModelWarning, UsageError
 from distir.ir.type import BFloat16, Float16, Float32
 from tests.importer.models import computed, equal, expected, info, model, node
 
@@ -171,6 +172,24 @@ def test_what_the_exporter_says_is_no_parameter(tmp_path: Path) -> None:
     want = dict.fromkeys(("weight", "turned", "plain"), "parameter") | dict.fromkeys(("table", "angles"), "constant")
     assert kinds() == want
     assert kinds(parameters=["table"]) == want | {"table": "parameter"}
+
+
+def test_parameters_that_the_exporter_has_merged_are_told(tmp_path: Path) -> None:
+    """Not those it has turned or cut, and nothing of a file that it has left as it was."""
+    stored = {"a.weight": x(3), "turned": x(3)}
+    proto = model([node("Mul", "x a.weight", "y0"), node("Mul", "y0 turned", "y")], {"x": x(4, 3)}, ["y"], stored)
+    names = ("a.weight", "b.weight", "c.weight", "d.bias")
+    lines = [f"p: PARAMETER target='{name}'" for name in names]
+    signature = "\n".join(["# inputs", *lines, "x: USER_INPUT"])
+    proto.graph.metadata_props.add(key="pkg.torch.export.ExportedProgram.graph_signature", value=signature)
+    path = write(tmp_path / "m.onnx", proto)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        import_from_onnx(path)
+    mark(proto, "turned", "pkg.onnxscript.optimizer.folded_from", "['val_1', 'b.weight']")
+    write(path, proto)
+    with pytest.warns(ModelWarning, match=r"m\.onnx: 2 of the module's parameters, such as c\.weight, are not in"):
+        import_from_onnx(path)
 
 
 def test_initializers_that_are_also_inputs(tmp_path: Path) -> None:
