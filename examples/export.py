@@ -50,9 +50,9 @@ def build(
     """The module in eval mode and example inputs for it, by name: the same ones on every call.
 
     `sizes` overrides entries of `SIZES[name]`; `ids_only`: GPT-2 makes mask and positions itself. Raises ValueError for
-    a size that does not apply or fit.
+    what does not apply or fit.
     """
-    size = _resolve(name, sizes)
+    size = _resolve(name, sizes, ids_only)
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -113,7 +113,7 @@ def causal_mask(seq: int) -> torch.Tensor:
     return torch.full((1, 1, seq, seq), torch.finfo(torch.float32).min).triu(1)
 
 
-def _resolve(name: str, sizes: dict[str, int]) -> dict[str, int]:
+def _resolve(name: str, sizes: dict[str, int], ids_only: bool = False) -> dict[str, int]:
     if name not in SIZES:
         raise ValueError(f"unknown model {name!r}: choose from {', '.join(SIZES)}")
     if extra := sorted(sizes.keys() - SIZES[name].keys()):
@@ -121,6 +121,8 @@ def _resolve(name: str, sizes: dict[str, int]) -> dict[str, int]:
     size = {**SIZES[name], **sizes}
     if bad := [f"{key} {value}" for key, value in size.items() if value < 1]:
         raise ValueError(f"sizes must be positive, got {', '.join(bad)}")
+    if ids_only and "vocab" not in size:
+        raise ValueError(f"{name} takes no ids")
     if "heads" in size and size["width"] % size["heads"]:
         raise ValueError(f"width {size['width']} is not divisible by {size['heads']} heads")
     if "seq" in size and size["seq"] > (limit := POSITIONS.get(name, size["seq"])):
@@ -288,10 +290,8 @@ def main(argv: list[str] | None = None) -> int:
     options = vars(parser.parse_args(argv))
     name, out, ids_only = options.pop("name"), options.pop("out"), options.pop("ids_only")
     sizes = {key: value for key, value in options.items() if value is not None}
-    if ids_only and name == "mlp":
-        parser.error("mlp has no mask and no positions: --ids-only is for GPT-2")
     try:
-        _resolve(name, sizes)
+        _resolve(name, sizes, ids_only)
     except ValueError as error:
         parser.error(str(error))
     try:

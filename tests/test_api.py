@@ -20,7 +20,7 @@ from distir.ir import Device, FunctionMaker
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError
 from distir.ir.function import Function, Op, Role
 from distir.ir.spec import lookup
-from distir.ir.type import REPLICATE, BFloat16, Bool, Float32, Float64, Int64, Tensor
+from distir.ir.type import BFloat16, Bool, Float32, Float64, Int64, Tensor
 from distir.models import gpt, mlp
 from distir.ops.rules import tensor
 from distir.transforms.parallel3d import stage_meshes
@@ -325,6 +325,8 @@ def test_tolerances():
     assert not check(3e-5, 0).ok
     assert not check(0, 2e-4).ok
     assert str(check(0, 2e-4).first).startswith("%w differs by")
+    assert check(0, 4e-4, AdamW(1e-2)).ok  # 0.05 * 1e-2 * 1 step
+    assert not check(0, 6e-4, AdamW(1e-2)).ok
     large = np.zeros(300_000)
     other = large.copy()
     other[:4] = [5.0, 4.0, 3.0, 2.0]
@@ -335,63 +337,6 @@ def test_tolerances():
     assert both.ok
     assert "both runs diverge in step 0" in str(both)
     assert not check(0, float("inf")).ok
-
-
-@pytest.mark.parametrize(
-    ("error", "sizes", "ok"),
-    [
-        (4e-4, (0.1, 0.1), True),  # 0.05 * 1e-2 * 1 step
-        (6e-4, (0.1, 0.1), False),
-        (6e-4, (1e-6, 1e-6), True),  # of a gradient that may be nothing but rounding of those 0.1 large
-        (1e-2, (1e-8, 0.0), True),
-        (6e-4, (1e-6, 0.1), False),
-        (6e-4, (0.0, 0.0), False),
-        (3e-2, (1e-8, 1e-8), False),  # nothing moves so far
-        (float("nan"), (1e-8, 1e-8), False),
-    ],
-)
-def test_tolerance_of_adamw(error, sizes, ok):
-    f = FunctionMaker()
-    w, m, v = (f.add_input_value(x, Tensor(Float32, (2,)), Role("state" if x in "mv" else "parameter")) for x in "wmv")
-    g, step = f.add_input_value("g", Tensor(Float32, (2,))), f.add_input_value("step", Tensor(Int64, ()))
-    after = f.add_op("AdamW", None, [w, g, m, v, step], output_names=["w.new", "m.new", "v.new"])
-    f.set_outputs(after)
-    f.updates = dict(zip(after, (w, m, v), strict=True))
-    model = Model(f.finalize(), optimizer=AdamW(1e-2))
-
-    def steps(weight, size):
-        inputs = {0: [1.0, 10.0 + weight], 1: [0, 0], 2: [0.1**2, size**2]}
-        return Steps([0.0], [{}], {k: np.array(x) for k, x in inputs.items()})
-
-    found = compare(model, steps(error, sizes[0]), steps(0.0, sizes[1]))
-    assert found.ok is ok
-    assert ok or str(found.first).startswith("%w differs by")
-
-
-def test_a_few_weights_may_go_elsewhere_under_adamw():
-    """One in 10,000, by no more than AdamW moves them; and only if the gradients are right."""
-    n = 20_000
-    f = FunctionMaker()
-    w, m, v = (f.add_input_value(x, Tensor(Float32, (n,)), Role("state" if x in "mv" else "parameter")) for x in "wmv")
-    g, step = f.add_input_value("g", Tensor(Float32, (n,))), f.add_input_value("step", Tensor(Int64, ()))
-    f.set_outputs(f.add_op("AdamW", None, [w, g, m, v, step], output_names=["w.new", "m.new", "v.new"]))
-    model = Model(f.finalize(), optimizer=AdamW(1e-2))
-
-    def check(moved, count, moment=0.0):
-        rows = [np.zeros((3, n)), np.zeros((3, n))]
-        for row in rows:
-            row[1:] = 0.1
-        rows[0][0, 7 : 7 + count] = moved
-        rows[0][1, 5] += moment
-        got, want = (Steps([0.0], [{}], dict(enumerate(row))) for row in rows)
-        return compare(model, got, want)
-
-    assert check(2e-2, 2).ok
-    assert not check(2e-2, 3).ok
-    assert not check(3e-2, 1).ok
-    assert not check(float("nan"), 1).ok
-    assert check(0.0, 0, 5e-5).ok
-    assert str(check(0.0, 0, 2e-4).first).startswith("%m differs by")
 
 
 def test_float64_is_compared_to_1e_9(trained):
@@ -468,25 +413,6 @@ def test_a_wrong_program_is_named_too(trained):
 def test_a_right_run_has_no_op_at_fault(trained):
     job = step_of(trained, distir.Plan(dp=2, pp=2, microbatches=2))
     assert "no op by itself is at fault" in locate(job._replace(steps=2))
-
-
-def test_where_adamw_makes_much_of_rounding_nothing_is_at_fault():
-    """It moves weights by its rate in any direction where gradients are zero, but for rounding: the keys' biases."""
-    model = distir.load(GPT, {"batch": 8}, loss="cross-entropy", optimizer=AdamW(0.1))
-    job = step_of(model, distir.Plan(tp=2))
-    ops = [op for f in (job.program, *job.program.callees()) for op in f.ops if op.op_type == "AdamW"]
-    # where ranks have the same they would have to have the same noise
-    grads = {op.inputs[1] for op in ops if any(p is not REPLICATE for p in tensor(op.inputs[1]).placements)}
-    noise = np.random.default_rng(0)
-
-    def rounded(v, held):
-        return (
-            [x + np.float32(1e-8) * noise.choice(np.array([-1, 1], np.float32), x.shape) for x in held]
-            if v in grads
-            else held
-        )
-
-    assert "no op by itself is at fault" in locate(job, lambda tap: Both(rounded, tap))
 
 
 @pytest.mark.parametrize(("step", "hint"), [(0, False), (1, True), (None, True)])

@@ -83,8 +83,8 @@ def join(
     except DistirError:
         raise
     except (RuntimeError, OSError) as e:
-        if (told := out_of_memory(e)) is not None:
-            raise type(told)(f"rank {rank}: {told.message}", told.hint) from e
+        if (short := out_of_memory(e)) is not None:
+            raise type(short)(f"rank {rank}: {short.message}", short.hint) from e
         message = str(e).strip().splitlines()
         raise WorkerError(f"rank {rank} failed: {type(e).__name__}: {message[0] if message else ''}") from e
     finally:

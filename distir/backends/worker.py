@@ -195,10 +195,9 @@ def _in_communication(trace: TracebackType | None) -> bool:
 
 def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     import torch
-    import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
-    from distir.backends.comm import start_group
+    from distir.backends.comm import leave_group, start_group
     from distir.backends.rank import Report, execute
 
     torch.set_num_threads(job.threads)
@@ -228,7 +227,7 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
 
     told = job.every, job.final, job.record, job.profile, epochs, alive, job.first, job.saving
     execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told)
-    dist.destroy_process_group()
+    leave_group(True)
     link.send(("done",))
 
 

@@ -39,6 +39,10 @@ class Scope:
         self.frozen: set[str] = set()
         """Initializers that no rule may train: running statistics."""
 
+    def stands(self, name: str) -> bool:
+        """Whether the name stands for anything yet."""
+        return name in self.values or name in self.known or name in self.sequences
+
     def size(self, name: str) -> int:
         """How many elements a known array has; stored ones are not read for that."""
         return math.prod(self.stored[name][1]) if name in self.stored else self.known[name]().size
@@ -106,7 +110,10 @@ class Node:
         """Operand `i`, as a value."""
         if not self.has(i):
             raise self.error(f"operand {i} is missing")
-        return self.scope.value(self.proto.input[i])
+        name = self.proto.input[i]
+        if name in self.scope.sequences:
+            raise self.error(f"reads {name!r}, a sequence", "supported is SequenceAt, of one known element")
+        return self.scope.value(name)
 
     def operands(self) -> list[Value]:
         """All operands. None may be left out."""

@@ -213,20 +213,12 @@ def _results(result: Result | Iterable[Result]) -> list[Result]:
 
 def _check_names(scope: Scope, node: Node, later: Mapping[str, onnx.NodeProto]) -> None:
     for name in node.proto.input:
-        if name in scope.sequences:
-            if node.proto.op_type != "SequenceAt":
-                raise node.error(f"reads {name!r}, a sequence", "supported is SequenceAt, of one known element")
-        elif name and name not in scope.values and name not in scope.known:
+        if name and not scope.stands(name):
             if name in later:
                 raise node.error(f"reads {name!r} before it is made: the graph has a cycle or is not sorted")
             raise node.error(f"reads {name!r}, which nothing makes")
     for i, name in enumerate(node.proto.output):
-        if name and (
-            name in scope.values
-            or name in scope.known
-            or name in scope.sequences
-            or name in list(node.proto.output)[:i]
-        ):
+        if name and (scope.stands(name) or name in list(node.proto.output)[:i]):
             raise node.error(f"makes {name!r}, which is there already")
 
 

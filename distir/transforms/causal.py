@@ -21,13 +21,13 @@ def masks(function: Function) -> list[Value]:
     return list(dict.fromkeys(op.inputs[_MASK] for op in function.ops if _masked(op)))
 
 
-def causal(function: Function, masks: Collection[Value], empty: Collection[Value] = ()) -> Function:
-    """The function with causal attention where it had one of these masks, which must say just that; without `empty`.
+def causal(function: Function, known: Collection[Value], empty: Collection[Value] = ()) -> Function:
+    """The function with causal attention where it had a mask `known` to say just that; without `empty`.
 
     `empty` are masks that hide nothing. For programs without gradients. Of the inputs those go that were needed for
     these masks only.
     """
-    gone = {v: {"causal": True} for v in masks} | {v: {} for v in empty}
+    gone = {v: {"causal": True} for v in known} | {v: {} for v in empty}
     ops = [
         _without_mask(op, gone[op.inputs[_MASK]]) if _masked(op) and op.inputs[_MASK] in gone else op
         for op in function.ops

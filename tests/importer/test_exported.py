@@ -156,4 +156,4 @@ def test_a_flag_that_says_nothing_of_an_example(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit) as stopped:
         main(["mlp", "--ids-only", "--out", str(tmp_path / "m.onnx")])
     assert stopped.value.code == 2
-    assert "mlp has no mask and no positions" in capsys.readouterr().err
+    assert "mlp takes no ids" in capsys.readouterr().err
