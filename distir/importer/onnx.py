@@ -124,7 +124,7 @@ def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collectio
     for name in (*scope.parameters, *constants):
         if name not in scope.stored:
             raise UsageError(f"{scope.path} has no initializer {name!r}")
-    scope.frozen.update(constants, not_trained(graph) - scope.parameters)
+    scope.frozen.update(constants, not_trained(graph))
     for node in graph.node:
         for i in STATISTICS.get(node.op_type, ()):
             scope.frozen.update(node.input[i : i + 1])

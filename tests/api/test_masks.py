@@ -137,6 +137,7 @@ def test_inputs_that_nothing_needed_stay() -> None:
 @pytest.mark.parametrize("role", ["parameter", "data"])
 def test_a_mask_that_may_change_stays(role: str) -> None:
     w = Writer()
+    w.known("constant", np.zeros(3))
     w.check(w.done(w.emit("Add", w.scores(), w.known("m", mask(LOWEST), role))), [False])
 
 

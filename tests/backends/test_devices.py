@@ -60,15 +60,20 @@ def _as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_are_tried_on_operands_as_they_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they refuse rows whose elements are not one after the other, or read beyond what there is."""
     seen: list[torch.Tensor] = []
-    forward = attention._FORWARD["efficient"]
+    forward, backward = attention._FORWARD["efficient"], attention._BACKWARD["efficient"]
     monkeypatch.setitem(attention._FORWARD, "efficient", lambda *a: seen.extend(a[:4]) or forward(*a))
+    monkeypatch.setitem(attention._BACKWARD, "efficient", lambda *a: seen.extend(a[:6]) or backward(*a))
     f = FunctionMaker("main")
-    rows = [f.add_input_value(name, Tensor(Float32, (2, 4, 64, 16))) for name in "qkv"]
-    f.set_outputs(f.emit("Attention", *rows, f.add_input_value("mask", Tensor(Float32, (64, 64))), scale=0.25))
-    assert trace(f.finalize().ops[0], {"scale": 0.25}, TorchNamespace("meta")) is not None
-    assert len(seen) == 4
+    q, k, v, d = [f.add_input_value(name, Tensor(Float32, (2, 4, 64, 16))) for name in "qkvd"]
+    mask = f.add_input_value("mask", Tensor(Float32, (64, 64)))
+    y, lse = f.emit("Attention", q, k, v, mask, scale=0.25)
+    f.set_outputs(f.emit("AttentionGrad", q, k, v, y, lse, d, mask, scale=0.25))
+    for op in f.finalize().ops:
+        assert trace(op, {"scale": 0.25}, TorchNamespace("meta")) is not None
+    assert len(seen) == 10
     assert all(x.stride(-1) == 1 for x in seen)
-    assert all(x.untyped_storage().nbytes() == x.nbytes for x in seen[:3])
+    whole = [x for x in seen if x is not seen[3]]  # the mask is broadcast
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in whole)
 
 
 @pytest.mark.usefixtures("_as_a_gpu")

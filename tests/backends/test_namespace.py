@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from distir.backends.kernels import Kernel, literal, render
 from distir.backends.namespace import TORCH, TorchNamespace, torch_dtype
@@ -157,6 +158,16 @@ def test_where_takes_numbers_on_gpus_as_on_cpus(numbers: tuple[float | None, flo
     gpu = TorchNamespace("meta")
     condition = torch.tensor([[True], [False]])
     a, b = (torch.tensor([1.5, 2.5]) * k if x is None else x for k, x in enumerate(numbers, 1))
-    got, want = gpu.where(condition, a, b), torch.where(condition, a, b)  # type: ignore[call-overload]
+    called: list[Any] = []
+
+    class Listen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Listen():
+        got = gpu.where(condition, a, b)
+    assert (torch.where in called) is (numbers == (None, None))  # which would bring a number from the host
+    want = torch.where(condition, a, b)  # type: ignore[call-overload]
     assert torch.equal(got, want)
     assert got.dtype == want.dtype
