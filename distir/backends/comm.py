@@ -19,6 +19,7 @@ from distir.backends.exchange import Finish, Reductions, Row, exchange, gather, 
 from distir.backends.layout import WIDER, merge_front, movable, split_front
 from distir.backends.memory import Memory, memory_for
 from distir.backends.namespace import torch_dtype
+from distir.backends.nearby import Nearby
 from distir.backends.transfers import Group, Line, Pending, Transfers, directed_groups, wait, wait_all
 from distir.executor.collectives import local_outer
 from distir.ir.device import Device, Mesh
@@ -71,7 +72,11 @@ class Network:
             numbered = not (connect and dist.is_initialized()) or dist.get_backend() == "gloo"
         self.numbered = numbered
         channels = None if numbered else directed_groups(program, self.number, _new_channel)
-        self.transfers = Transfers(rank, self.memory, channels)
+        self.nearby = _nearby if connect else None
+        if self.nearby is not None:
+            for members in self._groups:
+                self.nearby.group(members)
+        self.transfers = Transfers(rank, self.memory, channels, self.nearby)
         self._reductions = Reductions()
 
     def coordinate(self, mesh: Mesh) -> tuple[int, ...]:
@@ -86,7 +91,9 @@ class Network:
         ranks = [self.number[d] for d in mesh.group(axis, place)]
         members = sorted(ranks)
         places = None if ranks == members else [members.index(r) for r in ranks]
-        return Line(self._groups[tuple(members)], ranks, ranks.index(self.rank), places)
+        near = self.nearby is not None and len(ranks) > 1 and self.nearby.reaches(ranks)
+        nearby = self.nearby if near else None
+        return Line(self._groups[tuple(members)], ranks, ranks.index(self.rank), places, nearby)
 
     def _started(self, work: Any) -> Any:
         if self.watch is not None and work is not None:
@@ -97,14 +104,17 @@ class Network:
 
     def allreduce(self, before: Tensor, axis: str, own: bool = False) -> Callable[[torch.Tensor], Pending]:
         """Partial to Replicate; an operand of its `own` is reduced in place."""
-        memory, group = self.memory, self._group(before.mesh, axis).group
+        memory, line = self.memory, self._group(before.mesh, axis)
         kind, n = _partial(before, axis).kind, before.mesh.size(axis)
         narrow = torch_dtype(before.dtype)
         wider = WIDER.get(narrow)
 
         def start(x: torch.Tensor) -> Pending:
             y = memory.lent(x.to(wider or narrow)) if own or wider else memory.copied(x)
-            work = self._started(dist.all_reduce(y, _OPS[kind], group, async_op=True))
+            if line.nearby is None:
+                work = self._started(dist.all_reduce(y, _OPS[kind], line.group, async_op=True))
+            else:
+                work = self._started(line.nearby.allreduce(y, line.ranks, kind))
 
             def finish() -> torch.Tensor:
                 wait(work)
@@ -259,6 +269,8 @@ def _groups_along(mesh: Mesh, axis: str, number: Mapping[Device, int]) -> Iterat
 
 _timeout: timedelta | None = None
 """That of the process group that was joined: torch gives further groups its own default."""
+_nearby: Nearby | None = None
+"""How this rank reaches others of its host, in that process group."""
 
 
 def _new_group(ranks: Sequence[int]) -> Group:
@@ -291,7 +303,7 @@ def _meets(ranks: Sequence[int]) -> bool:
 
 def start_group(backend: str, rank: int, world: int, device: torch.device, store: Any, timeout: float) -> None:
     """Join the process group of all ranks: by `store`, or, if None, by the environment that torchrun sets."""
-    global _timeout
+    global _timeout, _nearby
     extra: dict[str, Any] = {"store": store, "rank": rank, "world_size": world} if store is not None else {}
     if device.type == "cuda":
         torch.cuda.set_device(device)  # without binding the group to it: all ranks would then split at every new group
@@ -299,11 +311,24 @@ def start_group(backend: str, rank: int, world: int, device: torch.device, store
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.init_process_group(backend, timeout=_timeout, **extra)
+    if backend == "gloo" and world > 1:
+        _nearby = Nearby(rank, timeout, _exchanged)
+
+
+def _exchanged(mine: bytes) -> list[bytes]:
+    """What all ranks bring, as many bytes each, in order."""
+    rows = torch.empty((dist.get_world_size(), len(mine)), dtype=torch.uint8)
+    all_gather(rows.view(-1), torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    return [bytes(row.tolist()) for row in rows]
 
 
 def leave_group(done: bool) -> None:
     """Leave the process group. Not `done`: after an error, when other ranks may wait for this one. Then NCCL would wait
     for them, and nobody would hear of the error; its group ends with the process.
     """
+    global _nearby
+    if _nearby is not None:
+        _nearby.close(done)
+        _nearby = None
     if dist.is_initialized() and (done or dist.get_backend() == "gloo"):
         dist.destroy_process_group()

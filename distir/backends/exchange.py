@@ -54,6 +54,8 @@ def swap(out: Row, rows: Row, line: Line) -> list[Any]:
     """Send `rows[k]`, contiguous, to the rank at k of a line, and receive `out[k]` from it, but for its own; gives what
     to wait for.
     """
+    if line.nearby is not None:
+        return [line.nearby.swap(out, rows, line.ranks)]
     others = [(k, r) for k, r in enumerate(line.ranks) if k != line.index]
     works: list[Any] = [dist.irecv(out[k], r, line.group, _NUMBER) for k, r in others]
     works += [dist.isend(rows[k], r, line.group, _NUMBER) for k, r in others]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distir.backends.layout import movable
 from distir.backends.memory import Memory
 from distir.backends.namespace import torch_dtype
+from distir.backends.nearby import Nearby
 from distir.ir.device import Device, Mesh
 from distir.ir.function import Function
 from distir.ir.type import Tensor
@@ -68,8 +69,10 @@ class _Issue:
 class Transfers:
     """One rank's sends and receives. What is issued starts with the next `post`."""
 
-    def __init__(self, rank: int, memory: Memory, channels: Channels | None = None) -> None:
-        self.rank, self.memory, self.channels = rank, memory, channels
+    def __init__(
+        self, rank: int, memory: Memory, channels: Channels | None = None, nearby: Nearby | None = None
+    ) -> None:
+        self.rank, self.memory, self.channels, self.nearby = rank, memory, channels, nearby
         self._issued: list[_Issue] = []
         self._sent: deque[_Issue] = deque()
         self._bytes = 0
@@ -96,7 +99,9 @@ class Transfers:
         """Start all that was issued."""
         issued, self._issued = self._issued, []
         for i in issued:
-            if self.channels is None:
+            if self.nearby is not None and self.nearby.reaches((self.rank, i.peer)):
+                i.works = [(self.nearby.send if i.sends else self.nearby.receive)(i.x, i.peer, i.message)]
+            elif self.channels is None:
                 i.works = [(dist.isend if i.sends else dist.irecv)(i.x, i.peer, tag=i.message)]
             else:
                 i.works = self._post_by_direction(i, self.channels)
@@ -130,13 +135,15 @@ class Transfers:
 class Line(NamedTuple):
     """The ranks that meet along a mesh axis, in its order; `index` is the place of this one.
 
-    `places`: where in `group`, which is in the order of ranks, each of them is; None if at its own place.
+    `places`: where in `group`, which is in the order of ranks, each of them is; None if at its own place. `nearby`: by
+    which all of them reach each other, if they do.
     """
 
     group: Group
     ranks: list[int]
     index: int
     places: list[int] | None
+    nearby: Nearby | None = None
 
 
 def directions(program: Function, number: Mapping[Device, int]) -> list[tuple[int, int]]:

@@ -187,9 +187,9 @@ def _failure(e: BaseException) -> Failure:
 def _in_communication(trace: TracebackType | None) -> bool:
     """Whether an exception arose in a call to torch.distributed, most often because another rank is gone."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
-    from distir.backends import comm, transfers
+    from distir.backends import comm, nearby, transfers
 
-    ours = (comm.__file__, transfers.__file__)
+    ours = (comm.__file__, nearby.__file__, transfers.__file__)
     return bool(files) and (files[-1] in ours or f"{os.sep}distributed{os.sep}" in files[-1])
 
 

@@ -1,0 +1,368 @@
+"""How ranks on one host exchange tensors: they read and write each other's memory. gloo would pass all through sockets.
+
+When all who bring something to a meeting have told that it is there, each who has a part in it does that: it reads
+what it needs, writes where it belongs, and tells when it has. They tell over pipes, a record at a time; in each rank a
+thread reads them and does its part, whatever the program does meanwhile. A wait ends as soon as all have begun, as with
+gloo: what `check_order` proves holds.
+
+The kernel copies from one process to the other at once (process_vm_readv(2), cross-memory attach): nothing is mapped,
+nothing is kept, no file is left. Pipes are found as the open files of a process, under /proc. Where the kernel allows
+neither (on another host or in another container, by a rule, on another system than Linux) nothing is exchanged so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import struct
+import sys
+import threading
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+_CARD = struct.Struct("<16sqqqqq16s")
+"""What tells a process from all others: the boot of its host, its number; a pipe's descriptor, device and inode; where
+in its memory what word is.
+"""
+_RECORD = struct.Struct("<iiiqq4x")
+"""What has happened, on which rank, in which group; at the how manieth meeting of it, and the address of what was
+brought. A page holds a whole number of them: a pipe takes and gives each at once.
+"""
+_BROUGHT, _DONE, _READY, _END = range(4)
+_PIPE_BYTES = 1 << 16
+"""What a pipe holds."""
+_BATCH_BYTES = 64 * _RECORD.size
+"""So much is read of it at once."""
+_LINE_BYTES = 64
+"""Parts that ranks work on begin at multiples of so many bytes: a line of a cache is written by one."""
+_CHUNK_BYTES = 1 << 18
+"""So much is reduced at once: it stays in a core's cache from the reading to the writing."""
+_MESSAGE_BITS = 32
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NO_HOST = bytes(16)
+_PR_SET_PTRACER = 0x59616D61
+
+Rows = Sequence[torch.Tensor]
+Act = Callable[[Mapping[int, int]], None]
+"""A rank's part, given the addresses of what was brought, by rank."""
+Key = tuple[int, int]
+"""Which meeting: of which group, the how manieth."""
+
+
+class _Vector(ctypes.Structure):
+    """struct iovec: see readv(2)."""
+
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
+class Work:
+    """A meeting that is under way, as torch's works are: `wait` for its result."""
+
+    def __init__(self, nearby: Nearby) -> None:
+        self.nearby = nearby
+        self.brought: dict[int, int] = {}
+        self.done: set[int] = set()
+        self.joined = self.acted = False
+        """Whether this rank has come, and what follows is set; whether it has done its part."""
+        self.bringers: Sequence[int] = ()
+        self.doers: Sequence[int] = ()
+        self.act: Act | None = None
+        self.held: Rows = ()
+        """What others may read or write."""
+        self.over = threading.Event()
+        self._callbacks: list[Callable[[Work], None]] = []
+
+    def wait(self) -> None:
+        """Raises RuntimeError if a rank does not come, or is gone."""
+        self.nearby.settle(self)
+
+    def get_future(self) -> Work:
+        """What calls back when it is over."""
+        return self
+
+    def add_done_callback(self, callback: Callable[[Work], None]) -> None:
+        self._callbacks.append(callback)
+        if self.over.is_set():
+            self.end()
+
+    def end(self) -> None:
+        self.over.set()
+        self.act, self.held = None, ()  # not kept for the sake of the work
+        with contextlib.suppress(IndexError):  # each is called once, by whichever thread
+            while True:
+                self._callbacks.pop()(self)
+
+
+class Nearby:
+    """One rank's end: which others it can reach, and what is under way with them.
+
+    `exchange` gives what all ranks of the process group bring, in order. A rank waits `timeout` seconds for others.
+    """
+
+    def __init__(self, rank: int, timeout: float, exchange: Callable[[bytes], list[bytes]]) -> None:
+        self.rank, self.timeout = rank, timeout
+        self._inbox, self._slot = os.pipe()
+        self._pids: dict[int, int] = {}
+        self._pipes: dict[int, int] = {rank: self._slot}
+        self._copy = _copier()
+        self._scratch = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+        boot, status = _boot(), os.fstat(self._inbox)
+        word = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
+        about = os.getpid(), self._slot, status.st_dev, status.st_ino, ctypes.addressof(word), word.raw
+        cards = exchange(_CARD.pack(boot, *about))
+        for r, card in enumerate(cards):
+            theirs, *whom = _CARD.unpack(card)
+            if boot == theirs != _NO_HOST and r != rank:
+                self._open(r, *whom)
+        reached = exchange(bytes([r in self._pipes for r in range(len(cards))]))
+        self._reach = [{k for k, flag in enumerate(row) if flag} for row in reached]
+        self._groups: dict[tuple[int, ...], int] = {}
+        self._met: Counter[Key] = Counter()
+        """How often a group has met, by message."""
+        self._works: dict[Key, Work] = {}
+        self._under_way: deque[Work] = deque()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="distir-nearby", daemon=True)
+        self._thread.start()
+
+    def _open(self, rank: int, pid: int, pipe: int, device: int, inode: int, address: int, word: bytes) -> None:
+        """Reach another rank, if the kernel lets us, and it is the one that is meant."""
+        read = torch.zeros(len(word), dtype=torch.uint8)
+        try:
+            number = os.open(f"/proc/{pid}/fd/{pipe}", os.O_WRONLY)
+            status = os.fstat(number)
+            self._copy("read", pid, address, read)
+        except OSError:
+            return
+        if (status.st_dev, status.st_ino) == (device, inode) and bytes(read.tolist()) == word:
+            self._pids[rank], self._pipes[rank] = pid, number
+
+    def reaches(self, ranks: Sequence[int]) -> bool:
+        """Whether each of these reaches all of them: all ranks answer alike."""
+        return all(self._reach[r].issuperset(ranks) for r in ranks)
+
+    def group(self, ranks: Sequence[int]) -> int:
+        """The number of a group: all ranks of the process group must first ask for all groups, in the same order."""
+        return self._groups.setdefault(tuple(sorted(ranks)), len(self._groups))
+
+    # --- what is brought, and what each does with it: nobody may change it before the work is over
+
+    def allreduce(self, x: torch.Tensor, ranks: Sequence[int], kind: str) -> Work:
+        """Reduce `x`, contiguous, in place, by "sum" or "max": each of `ranks` does a part of it, for all."""
+        me, size = ranks.index(self.rank), x.nbytes
+        others = [r for r in ranks if r != self.rank]
+        part = -(-size // (len(ranks) * _LINE_BYTES)) * _LINE_BYTES
+        begin, end = min(size, me * part), min(size, (me + 1) * part)
+        mine, reduce = _bytes(x), torch.maximum if kind == "max" else torch.add
+
+        def act(brought: Mapping[int, int]) -> None:
+            for at in range(begin, end, _CHUNK_BYTES):
+                chunk = mine[at : min(end, at + _CHUNK_BYTES)]
+                other = self._scratch[: len(chunk)]
+                total = chunk.view(x.dtype)
+                for r in others:
+                    self._read(r, brought[r] + at, other)
+                    reduce(total, other.view(x.dtype), out=total)
+                for r in others:
+                    self._write(r, brought[r] + at, chunk)
+
+        key = self._next(self.group(ranks))
+        return self._start(key, ranks, ranks, dict.fromkeys(ranks, x.data_ptr()), act, [x])
+
+    def swap(self, out: Rows, rows: Rows, ranks: Sequence[int]) -> Work:
+        """Bring `rows[k]`, contiguous, to the k-th of `ranks`, and `out[k]` from it, but for one's own."""
+
+        def act(brought: Mapping[int, int]) -> None:
+            for r, x in zip(ranks, out, strict=True):
+                if r != self.rank:
+                    self._read(r, brought[r], _bytes(x))
+
+        addresses = {r: x.data_ptr() for r, x in zip(ranks, rows, strict=True)}
+        return self._start(self._next(self.group(ranks)), ranks, ranks, addresses, act, rows)
+
+    def send(self, x: torch.Tensor, to: int, message: int) -> Work:
+        """Bring `x`, contiguous, to a rank."""
+        key = self._next(self._way(self.rank, to), message)
+        return self._start(key, [self.rank], [to], {to: x.data_ptr()}, None, [x])
+
+    def receive(self, out: torch.Tensor, source: int, message: int) -> Work:
+        """Have in `out`, contiguous, what a rank sends as `message`: of several, first what is sent first."""
+
+        def act(brought: Mapping[int, int]) -> None:
+            self._read(source, brought[source], _bytes(out))
+
+        return self._start(self._next(self._way(source, self.rank), message), [source], [self.rank], {}, act, ())
+
+    def _read(self, rank: int, address: int, into: torch.Tensor) -> None:
+        self._pass("read", rank, address, into)
+
+    def _write(self, rank: int, address: int, x: torch.Tensor) -> None:
+        self._pass("write", rank, address, x)
+
+    def _pass(self, what: str, rank: int, address: int, x: torch.Tensor) -> None:
+        try:
+            self._copy(what, self._pids[rank], address, x)
+        except OSError as e:
+            raise RuntimeError(f"cannot {what} memory of rank {rank}: {e.strerror}") from e
+
+    # --- meetings
+
+    def _next(self, group: int, message: int = 0) -> Key:
+        self._met[group, message] += 1
+        return group, message << _MESSAGE_BITS | self._met[group, message]
+
+    def _way(self, source: int, to: int) -> int:
+        """The number of two ranks of which the first sends: no other's, nor a group's."""
+        return -1 - source * len(self._reach) - to
+
+    def _start(
+        self,
+        key: Key,
+        bringers: Sequence[int],
+        doers: Sequence[int],
+        addresses: Mapping[int, int],
+        act: Act | None,
+        held: Rows,
+    ) -> Work:
+        """Come to a meeting; `addresses` of what this rank brings to each."""
+        brings = self.rank in bringers
+        if brings:
+            self._make_room()
+        work = self._works.setdefault(key, Work(self))  # others may have come before
+        work.bringers, work.doers, work.act, work.held = bringers, doers, act, held
+        if brings:
+            work.brought[self.rank] = 0
+            self._under_way.append(work)
+            for r in doers:
+                if r != self.rank:
+                    self._tell(r, _BROUGHT, key, addresses[r])
+        work.joined = True
+        if work.done or self._ready(work):  # the thread may not have seen that this rank has come
+            self._tell(self.rank, _READY, key)
+        if self._failure is not None:  # nor see it any more
+            work.end()
+        return work
+
+    def _make_room(self) -> None:
+        """Wait until so little is under way that no pipe is ever full: the threads that empty them never wait.
+
+        Each who brings something sends a rank two records at most, and may make it send itself a third. Waiting cannot
+        block for ever: what `check_order` proves holds even if each send and each collective is waited for at once.
+        """
+        most = max(1, _PIPE_BYTES // (3 * len(self._pipes) * _RECORD.size))
+        while self._under_way and (self._under_way[0].over.is_set() or len(self._under_way) >= most):
+            self.settle(self._under_way.popleft())
+
+    def settle(self, work: Work) -> None:
+        """Wait until a meeting is over. Raises RuntimeError if a rank does not come, or is gone."""
+        if not work.over.wait(self.timeout):
+            absent = [r for r in work.bringers if r not in work.brought] or set(work.doers) - work.done
+            raise RuntimeError(f"waited {self.timeout:g} s for rank {', '.join(map(str, sorted(absent)))}")
+        if self._failure is not None and len(work.done) < max(1, len(work.doers)):
+            raise RuntimeError(str(self._failure)) from self._failure
+
+    def _tell(self, rank: int, what: int, key: Key, address: int = 0) -> None:
+        """Raises RuntimeError if that rank is gone."""
+        try:
+            os.write(self._pipes[rank], _RECORD.pack(what, self.rank, *key, address))
+        except BrokenPipeError as e:
+            raise RuntimeError(f"rank {rank} is gone") from e
+
+    # --- the thread
+
+    def _serve(self) -> None:
+        try:
+            with torch.inference_mode():
+                while True:
+                    for what, rank, group, number, address in _RECORD.iter_unpack(os.read(self._inbox, _BATCH_BYTES)):
+                        if what == _END:
+                            return
+                        self._hear(what, rank, (group, number), address)
+        except BaseException as e:  # whoever waits is told
+            self._failure = e
+            for work in list(self._works.values()):
+                work.end()
+
+    def _hear(self, what: int, rank: int, key: Key, address: int) -> None:
+        work = self._works.get(key)
+        if work is None:
+            if what == _READY:
+                return  # it is over
+            work = self._works.setdefault(key, Work(self))
+        if what == _BROUGHT:
+            work.brought[rank] = address
+        elif what == _DONE:
+            work.done.add(rank)
+        if not work.acted and self._ready(work):
+            work.acted = True
+            assert work.act is not None
+            work.act(work.brought)
+            for r in {*work.bringers, *work.doers} - {self.rank}:
+                self._tell(r, _DONE, key)
+            work.done.add(self.rank)
+        if work.joined and len(work.done) == len(work.doers):
+            del self._works[key]
+            work.end()
+
+    @staticmethod
+    def _ready(work: Work) -> bool:
+        """Whether this rank can do its part."""
+        return work.joined and work.act is not None and work.brought.keys() >= set(work.bringers)
+
+    def close(self, done: bool) -> None:
+        """Leave the others. `done`: nobody waits for anybody; else after an error."""
+        while done and self._under_way:
+            self.settle(self._under_way.popleft())
+        self._tell(self.rank, _END, (0, 0))
+        self._thread.join()
+        for number in (self._inbox, *self._pipes.values()):
+            os.close(number)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _boot() -> bytes:
+    """What tells a host from all others since it was started; nothing where no other process can be reached."""
+    try:
+        return uuid.UUID(_BOOT.read_text().strip()).bytes if sys.platform == "linux" else _NO_HOST
+    except (OSError, ValueError):
+        return _NO_HOST
+
+
+def _copier() -> Callable[[str, int, int, torch.Tensor], None]:
+    """What copies ("read", "write") between the memory of a process, from an address on, and bytes here.
+
+    Raises OSError if the kernel does not do that.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if sys.platform == "linux":
+        # where only ancestors may look into a process (Yama's ptrace_scope 1), those who were started with it may, too
+        libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+    calls = {}
+    for what in ("read", "write"):
+        call = getattr(libc, f"process_vm_{what}v", None)
+        if call is not None:
+            call.restype = ctypes.c_ssize_t
+            calls[what] = call
+
+    def copy(what: str, pid: int, address: int, x: torch.Tensor) -> None:
+        if what not in calls:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        here, left = x.data_ptr(), x.nbytes
+        while left:
+            mine, theirs = _Vector(here, left), _Vector(address, left)
+            n = calls[what](pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+            if n <= 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            here, address, left = here + n, address + n, left - n
+
+    return copy
