@@ -1,4 +1,4 @@
-"""The interconnect benchmark: latency and bandwidth of each collective at each size, among ranks of this host.
+"""The interconnect benchmark: latency and bandwidth of each collective at each size, as a run has them.
 
 Sizes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md there): the size is what one rank has before a
 broadcast, reduction, all-reduce, all-to-all, reduce-scatter, scatter or send, and after a gather or all-gather.
@@ -179,7 +179,10 @@ def _prepare(
     import torch
     import torch.distributed as dist
 
-    from distir.backends.comm import all_gather, reduce_scatter
+    from distir.backends.comm import all_gather, nearby, reduce_scatter
+    from distir.backends.exchange import exchange
+    from distir.backends.layout import total
+    from distir.backends.transfers import Line, wait_all
 
     elements = max(1, size // (dtype.itemsize * world)) * world
     whole, other = (torch.zeros(elements, device=device, dtype=dtype) for _ in range(2))
@@ -196,6 +199,23 @@ def _prepare(
         "reduce": lambda: dist.reduce(whole, 0),
         "send-recv": lambda: _pass_on(whole, other, rank, world),
     }
+    near, ranks = nearby(), list(range(world))
+    if near is not None and near.reaches(ranks):
+        line = Line(None, ranks, rank, None, near)
+        rows, others = whole.view(world, -1).unbind(), other.view(world, -1).unbind()
+        after, before = (rank + 1) % world, (rank - 1) % world
+
+        def reduce_scatter_nearby() -> None:
+            wait_all(exchange(other.view(world, -1), rows, line))
+            total(others, rank, "sum")
+
+        calls |= {
+            "all-reduce": lambda: near.allreduce(whole, ranks, "sum").wait(),
+            "all-gather": lambda: wait_all(exchange(whole.view(world, -1), [part] * world, line)),
+            "reduce-scatter": reduce_scatter_nearby,
+            "all-to-all": lambda: wait_all(exchange(other.view(world, -1), rows, line)),
+            "send-recv": lambda: wait_all([near.send(whole, after, 0), near.receive(other, before, 0)]),
+        }
     return dtype.itemsize * elements, calls[collective]
 
 

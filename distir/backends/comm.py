@@ -72,7 +72,8 @@ class Network:
             numbered = not (connect and dist.is_initialized()) or dist.get_backend() == "gloo"
         self.numbered = numbered
         channels = None if numbered else directed_groups(program, self.number, _new_channel)
-        self.nearby = _nearby if connect else None
+        # what the driver of a GPU has pinned, other processes may not read
+        self.nearby = nearby() if connect and numbered and device.type == "cpu" else None
         if self.nearby is not None:
             for members in self._groups:
                 self.nearby.group(members)
@@ -320,6 +321,11 @@ def _exchanged(mine: bytes) -> list[bytes]:
     rows = torch.empty((dist.get_world_size(), len(mine)), dtype=torch.uint8)
     all_gather(rows.view(-1), torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     return [bytes(row.tolist()) for row in rows]
+
+
+def nearby() -> Nearby | None:
+    """How this rank reaches others of its host; None where nobody does."""
+    return _nearby
 
 
 def leave_group(done: bool) -> None:

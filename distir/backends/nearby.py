@@ -6,8 +6,9 @@ thread reads them and does its part, whatever the program does meanwhile. A wait
 gloo: what `check_order` proves holds.
 
 The kernel copies from one process to the other at once (process_vm_readv(2), cross-memory attach): nothing is mapped,
-nothing is kept, no file is left. Pipes are found as the open files of a process, under /proc. Where the kernel allows
-neither (on another host or in another container, by a rule, on another system than Linux) nothing is exchanged so.
+nothing is kept, no file is left. Pipes are found as the open files of a process, under /proc. Where the kernel does not
+allow it (on another host or in another container, by a rule, on another system than Linux), or the environment has
+DISTIR_CROSS_MEMORY=0, gloo does it all.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Nearby:
         self._inbox, self._slot = os.pipe()
         self._pids: dict[int, int] = {}
         self._pipes: dict[int, int] = {rank: self._slot}
-        self._copy = _copier()
+        self._pass = _copier()
         self._scratch = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
         boot, status = _boot(), os.fstat(self._inbox)
         word = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
@@ -138,7 +139,7 @@ class Nearby:
         try:
             number = os.open(f"/proc/{pid}/fd/{pipe}", os.O_WRONLY)
             status = os.fstat(number)
-            self._copy("read", pid, address, read)
+            self._pass("read", pid, address, read)
         except OSError:
             return
         if (status.st_dev, status.st_ino) == (device, inode) and bytes(read.tolist()) == word:
@@ -156,22 +157,22 @@ class Nearby:
 
     def allreduce(self, x: torch.Tensor, ranks: Sequence[int], kind: str) -> Work:
         """Reduce `x`, contiguous, in place, by "sum" or "max": each of `ranks` does a part of it, for all."""
-        me, size = ranks.index(self.rank), x.nbytes
+        me, row, chunk = ranks.index(self.rank), x.view(-1), _CHUNK_BYTES // x.itemsize
         others = [r for r in ranks if r != self.rank]
-        part = -(-size // (len(ranks) * _LINE_BYTES)) * _LINE_BYTES
-        begin, end = min(size, me * part), min(size, (me + 1) * part)
-        mine, reduce = _bytes(x), torch.maximum if kind == "max" else torch.add
+        line = _LINE_BYTES // x.itemsize
+        part = -(-len(row) // (len(ranks) * line)) * line
+        begin, end = min(len(row), me * part), min(len(row), (me + 1) * part)
+        reduce = torch.maximum if kind == "max" else torch.add
 
         def act(brought: Mapping[int, int]) -> None:
-            for at in range(begin, end, _CHUNK_BYTES):
-                chunk = mine[at : min(end, at + _CHUNK_BYTES)]
-                other = self._scratch[: len(chunk)]
-                total = chunk.view(x.dtype)
+            for at in range(begin, end, chunk):
+                total = row[at : min(end, at + chunk)]
+                other = self._scratch[: total.nbytes].view(x.dtype)
                 for r in others:
-                    self._read(r, brought[r] + at, other)
-                    reduce(total, other.view(x.dtype), out=total)
+                    self._copy("read", r, brought[r] + at * x.itemsize, other)
+                    reduce(total, other, out=total)
                 for r in others:
-                    self._write(r, brought[r] + at, chunk)
+                    self._copy("write", r, brought[r] + at * x.itemsize, total)
 
         key = self._next(self.group(ranks))
         return self._start(key, ranks, ranks, dict.fromkeys(ranks, x.data_ptr()), act, [x])
@@ -182,7 +183,7 @@ class Nearby:
         def act(brought: Mapping[int, int]) -> None:
             for r, x in zip(ranks, out, strict=True):
                 if r != self.rank:
-                    self._read(r, brought[r], _bytes(x))
+                    self._copy("read", r, brought[r], x)
 
         addresses = {r: x.data_ptr() for r, x in zip(ranks, rows, strict=True)}
         return self._start(self._next(self.group(ranks)), ranks, ranks, addresses, act, rows)
@@ -196,19 +197,14 @@ class Nearby:
         """Have in `out`, contiguous, what a rank sends as `message`: of several, first what is sent first."""
 
         def act(brought: Mapping[int, int]) -> None:
-            self._read(source, brought[source], _bytes(out))
+            self._copy("read", source, brought[source], out)
 
         return self._start(self._next(self._way(source, self.rank), message), [source], [self.rank], {}, act, ())
 
-    def _read(self, rank: int, address: int, into: torch.Tensor) -> None:
-        self._pass("read", rank, address, into)
-
-    def _write(self, rank: int, address: int, x: torch.Tensor) -> None:
-        self._pass("write", rank, address, x)
-
-    def _pass(self, what: str, rank: int, address: int, x: torch.Tensor) -> None:
+    def _copy(self, what: str, rank: int, address: int, x: torch.Tensor) -> None:
+        """Raises RuntimeError if that rank is gone."""
         try:
-            self._copy(what, self._pids[rank], address, x)
+            self._pass(what, self._pids[rank], address, x)
         except OSError as e:
             raise RuntimeError(f"cannot {what} memory of rank {rank}: {e.strerror}") from e
 
@@ -326,20 +322,18 @@ class Nearby:
             os.close(number)
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)
-
-
 def _boot() -> bytes:
-    """What tells a host from all others since it was started; nothing where no other process can be reached."""
+    """What tells a host from all others since it was started; nothing where no other process is to be reached."""
+    if sys.platform != "linux" or os.environ.get("DISTIR_CROSS_MEMORY") == "0":
+        return _NO_HOST
     try:
-        return uuid.UUID(_BOOT.read_text().strip()).bytes if sys.platform == "linux" else _NO_HOST
+        return uuid.UUID(_BOOT.read_text().strip()).bytes
     except (OSError, ValueError):
         return _NO_HOST
 
 
 def _copier() -> Callable[[str, int, int, torch.Tensor], None]:
-    """What copies ("read", "write") between the memory of a process, from an address on, and bytes here.
+    """What copies between a process's memory, from an address on, and a contiguous tensor: "read" to it, or "write".
 
     Raises OSError if the kernel does not do that.
     """

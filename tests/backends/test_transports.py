@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distir.backends import comm
+from distir.backends import comm, nearby
 from distir.backends import torch as backend
 from distir.backends.memory import Staged
+from distir.backends.nearby import Nearby
 from distir.backends.torch import to_numpy
 from distir.executor.collectives import cut
 from distir.executor.sequential import SequentialExecutor
@@ -126,7 +127,7 @@ def compared(rank: int, n: int, **settings: Any) -> int:
 
 
 def in_each_way(rank: int, n: int) -> int:
-    """As for gloo; through other memory, as for GPUs; as for NCCL, that knows no numbers of messages."""
+    """As for ranks of one host; through other memory, as for GPUs; as for NCCL, that knows no numbers of messages."""
     elsewhere = Staged(torch.device("cpu"))
     return min(compared(rank, n), compared(rank, n, memory=elsewhere), compared(rank, n, numbered=False))
 
@@ -134,6 +135,21 @@ def in_each_way(rank: int, n: int) -> int:
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_every_op_dtype_and_kind(n: int) -> None:
     assert min(on_ranks(n, in_each_way)) > 100
+
+
+def over_hosts(rank: int, n: int, hosts: list[int]) -> tuple[int, list[bool]]:
+    """As for ranks of several hosts; and which ranks this one reaches."""
+    nearby._boot = lambda: bytes([1 + hosts[rank]] * 16)  # type: ignore[attr-defined]
+    comm._nearby = end = Nearby(rank, TIMEOUT, comm._exchanged)  # type: ignore[attr-defined]
+    return compared(rank, n), [end.reaches((rank, r)) for r in range(n)]
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 1], [0, 1, 2, 3], [0, 1]], ids=str)
+def test_ranks_of_several_hosts(hosts: list[int]) -> None:
+    """Those of one reach each other, and all that cross hosts goes over gloo."""
+    for host, (values, reached) in zip(hosts, on_ranks(len(hosts), over_hosts, hosts), strict=True):
+        assert values > 100
+        assert reached == [host == h for h in hosts]
 
 
 NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
