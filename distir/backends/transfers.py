@@ -1,8 +1,9 @@
 """Sends and receives between two ranks: none blocks, those issued together start together, what was sent is let go.
 
 Messages between two ranks are told apart by a number; of equal number by their order. On gloo, and between ranks that
-read each other's memory, that is all. NCCL knows no numbers, and does in order what a rank has to do with another: so each direction between two ranks has a group of its
-own, in which messages are received in the order in which they are sent.
+read each other's memory, that is all. NCCL knows no numbers, and does in order what a rank has to do with another: so
+each direction between two ranks has a group of its own, in which messages are received in the order in which they are
+sent.
 """
 
 from __future__ import annotations
