@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
 import struct
@@ -28,23 +29,26 @@ from pathlib import Path
 
 import torch
 
-_CARD = struct.Struct("<16sqqqqq16s")
-"""What tells a process from all others: the boot of its host, its number; a pipe's descriptor, device and inode; where
-in its memory what word is.
+_CARD = struct.Struct("<16sqqqqqq16s")
+"""What tells a process from all others: the boot of its host, its number; what its pipe holds, the pipe's descriptor,
+device and inode; where in its memory what word is.
 """
 _RECORD = struct.Struct("<iiiqq4x")
 """What has happened, on which rank, in which group; at the how manieth meeting of it, and the address of what was
 brought. A page holds a whole number of them: a pipe takes and gives each at once.
 """
 _BROUGHT, _DONE, _READY, _END = range(4)
-_PIPE_BYTES = 1 << 16
-"""What a pipe holds."""
 _BATCH_BYTES = 64 * _RECORD.size
 """So much is read of it at once."""
 _LINE_BYTES = 64
 """Parts that ranks work on begin at multiples of so many bytes: a line of a cache is written by one."""
-_CHUNK_BYTES = 1 << 18
-"""So much is reduced at once: it stays in a core's cache from the reading to the writing."""
+_CHUNK = 1 << 15
+"""So many elements are reduced at once. They stay in a core's cache from the reading to the writing, and are too few
+for torch to call other threads, which the program has a use for.
+"""
+_WIDEST_BYTES = 8
+"""Of an element."""
+_LEAVE_SECONDS = 1.0
 _MESSAGE_BITS = 32
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NO_HOST = bytes(16)
@@ -113,15 +117,28 @@ class Nearby:
         self._pids: dict[int, int] = {}
         self._pipes: dict[int, int] = {rank: self._slot}
         self._pass = _copier()
-        self._scratch = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+        self._scratch = torch.empty(_CHUNK * _WIDEST_BYTES, dtype=torch.uint8)
         boot, status = _boot(), os.fstat(self._inbox)
         word = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-        about = os.getpid(), self._slot, status.st_dev, status.st_ino, ctypes.addressof(word), word.raw
+        about = (
+            os.getpid(),
+            _capacity(self._slot),
+            self._slot,
+            status.st_dev,
+            status.st_ino,
+            ctypes.addressof(word),
+            word.raw,
+        )
         cards = exchange(_CARD.pack(boot, *about))
+        holds: list[int] = []
         for r, card in enumerate(cards):
-            theirs, *whom = _CARD.unpack(card)
-            if boot == theirs != _NO_HOST and r != rank:
-                self._open(r, *whom)
+            theirs, pid, capacity, *whom = _CARD.unpack(card)
+            if boot == theirs != _NO_HOST:
+                holds.append(capacity)
+                if r != rank:
+                    self._open(r, pid, *whom)
+        self._most = max(1, min(holds, default=0) // (3 * max(1, len(holds)) * _RECORD.size))
+        """So many meetings may be under way: see `_make_room`."""
         reached = exchange(bytes([r in self._pipes for r in range(len(cards))]))
         self._reach = [{k for k, flag in enumerate(row) if flag} for row in reached]
         self._groups: dict[tuple[int, ...], int] = {}
@@ -157,7 +174,7 @@ class Nearby:
 
     def allreduce(self, x: torch.Tensor, ranks: Sequence[int], kind: str) -> Work:
         """Reduce `x`, contiguous, in place, by "sum" or "max": each of `ranks` does a part of it, for all."""
-        me, row, chunk = ranks.index(self.rank), x.view(-1), _CHUNK_BYTES // x.itemsize
+        me, row = ranks.index(self.rank), x.view(-1)
         others = [r for r in ranks if r != self.rank]
         line = _LINE_BYTES // x.itemsize
         part = -(-len(row) // (len(ranks) * line)) * line
@@ -165,8 +182,8 @@ class Nearby:
         reduce = torch.maximum if kind == "max" else torch.add
 
         def act(brought: Mapping[int, int]) -> None:
-            for at in range(begin, end, chunk):
-                total = row[at : min(end, at + chunk)]
+            for at in range(begin, end, _CHUNK):
+                total = row[at : min(end, at + _CHUNK)]
                 other = self._scratch[: total.nbytes].view(x.dtype)
                 for r in others:
                     self._copy("read", r, brought[r] + at * x.itemsize, other)
@@ -252,8 +269,7 @@ class Nearby:
         Each who brings something sends a rank two records at most, and may make it send itself a third. Waiting cannot
         block for ever: what `check_order` proves holds even if each send and each collective is waited for at once.
         """
-        most = max(1, _PIPE_BYTES // (3 * len(self._pipes) * _RECORD.size))
-        while self._under_way and (self._under_way[0].over.is_set() or len(self._under_way) >= most):
+        while self._under_way and (self._under_way[0].over.is_set() or len(self._under_way) >= self._most):
             self.settle(self._under_way.popleft())
 
     def settle(self, work: Work) -> None:
@@ -317,7 +333,9 @@ class Nearby:
         while done and self._under_way:
             self.settle(self._under_way.popleft())
         self._tell(self.rank, _END, (0, 0))
-        self._thread.join()
+        self._thread.join(_LEAVE_SECONDS)
+        if self._thread.is_alive():
+            return  # stuck in telling one that does not listen: it ends with the process
         for number in (self._inbox, *self._pipes.values()):
             os.close(number)
 
@@ -330,6 +348,11 @@ def _boot() -> bytes:
         return uuid.UUID(_BOOT.read_text().strip()).bytes
     except (OSError, ValueError):
         return _NO_HOST
+
+
+def _capacity(pipe: int) -> int:
+    """The bytes that a pipe holds: fewer where a user has many."""
+    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) if hasattr(fcntl, "F_GETPIPE_SZ") else 0
 
 
 def _copier() -> Callable[[str, int, int, torch.Tensor], None]:
@@ -356,7 +379,8 @@ def _copier() -> Callable[[str, int, int, torch.Tensor], None]:
             mine, theirs = _Vector(here, left), _Vector(address, left)
             n = calls[what](pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
             if n <= 0:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+                number = ctypes.get_errno() if n else errno.EFAULT
+                raise OSError(number, os.strerror(number))
             here, address, left = here + n, address + n, left - n
 
     return copy

@@ -85,7 +85,7 @@ def brought(rank: int, k: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @settings(max_examples=60, deadline=None)
-@given(meetings(), st.booleans(), st.sampled_from([64, 1 << 12, 1 << 18]))
+@given(meetings(), st.booleans(), st.sampled_from([8, 1 << 10, 1 << 15]))
 def test_what_is_exchanged(
     case: tuple[int, list[tuple[str, int, torch.dtype, int, int]]], late: bool, chunk: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_what_is_exchanged(
         return results
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nearby, "_CHUNK_BYTES", chunk)
+        patch.setattr(nearby, "_CHUNK", chunk)
         found = together(n, work)
     for rank, results in enumerate(found):
         at = iter(results)
@@ -139,7 +139,7 @@ def test_what_is_exchanged(
 
 def test_far_more_than_pipes_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for a pipe that only it could empty."""
-    monkeypatch.setattr(nearby, "_PIPE_BYTES", 1 << 11)  # told to think so: some ten are under way at most
+    monkeypatch.setattr(nearby, "_capacity", lambda pipe: 1 << 11)
     most: list[int] = []
 
     def work(end: Nearby) -> float:
