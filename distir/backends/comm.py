@@ -333,8 +333,10 @@ def leave_group(done: bool) -> None:
     for them, and nobody would hear of the error; its group ends with the process.
     """
     global _nearby
-    if _nearby is not None:
-        _nearby.close(done)
-        _nearby = None
-    if dist.is_initialized() and (done or dist.get_backend() == "gloo"):
-        dist.destroy_process_group()
+    left, _nearby = _nearby, None
+    try:
+        if left is not None:
+            left.close(done)
+    finally:
+        if dist.is_initialized() and (done or dist.get_backend() == "gloo"):
+            dist.destroy_process_group()

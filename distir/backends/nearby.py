@@ -19,12 +19,14 @@ import errno
 import fcntl
 import os
 import secrets
+import select
 import struct
 import sys
 import threading
+import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -37,7 +39,7 @@ _RECORD = struct.Struct("<iiiqq4x")
 """What has happened, on which rank, in which group; at the how manieth meeting of it, and the address of what was
 brought. A page holds a whole number of them: a pipe takes and gives each at once.
 """
-_BROUGHT, _DONE, _READY, _END = range(4)
+_BROUGHT, _DONE, _READY, _HEARD, _END = range(5)
 _BATCH_BYTES = 64 * _RECORD.size
 """So much is read of it at once."""
 _LINE_BYTES = 64
@@ -48,6 +50,8 @@ for torch to call other threads, which the program has a use for.
 """
 _WIDEST_BYTES = 8
 """Of an element."""
+_LOOK_SECONDS = 0.5
+"""Who waits looks so often whether the others are still there."""
 _LEAVE_SECONDS = 1.0
 _MESSAGE_BITS = 32
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -80,7 +84,7 @@ class Work:
         self.doers: Sequence[int] = ()
         self.act: Act | None = None
         self.held: Rows = ()
-        """What others may read or write."""
+        """What is read or written, by whomever."""
         self.over = threading.Event()
         self._callbacks: list[Callable[[Work], None]] = []
 
@@ -98,8 +102,11 @@ class Work:
             self.end()
 
     def end(self) -> None:
+        self._call_back()
         self.over.set()
-        self.act, self.held = None, ()  # not kept for the sake of the work
+        self._call_back()  # who came between
+
+    def _call_back(self) -> None:
         with contextlib.suppress(IndexError):  # each is called once, by whichever thread
             while True:
                 self._callbacks.pop()(self)
@@ -130,15 +137,12 @@ class Nearby:
             word.raw,
         )
         cards = exchange(_CARD.pack(boot, *about))
-        holds: list[int] = []
-        for r, card in enumerate(cards):
-            theirs, pid, capacity, *whom = _CARD.unpack(card)
-            if boot == theirs != _NO_HOST:
-                holds.append(capacity)
-                if r != rank:
-                    self._open(r, pid, *whom)
-        self._most = max(1, min(holds, default=0) // (3 * max(1, len(holds)) * _RECORD.size))
+        here = {r: card for r, card in enumerate(map(_CARD.unpack, cards)) if boot == card[0] != _NO_HOST}
+        self._most = min([card[2] for card in here.values()], default=0) // (3 * max(1, len(here)) * _RECORD.size)
         """So many meetings may be under way: see `_make_room`."""
+        for r, (_, pid, _, *whom) in here.items():
+            if r != rank and self._most:
+                self._open(r, pid, *whom)
         reached = exchange(bytes([r in self._pipes for r in range(len(cards))]))
         self._reach = [{k for k, flag in enumerate(row) if flag} for row in reached]
         self._groups: dict[tuple[int, ...], int] = {}
@@ -146,21 +150,21 @@ class Nearby:
         """How often a group has met, by message."""
         self._works: dict[Key, Work] = {}
         self._under_way: deque[Work] = deque()
+        self._heard = threading.Event()
+        """Set when all has been heard that was told before it was cleared."""
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="distir-nearby", daemon=True)
         self._thread.start()
 
     def _open(self, rank: int, pid: int, pipe: int, device: int, inode: int, address: int, word: bytes) -> None:
         """Reach another rank, if the kernel lets us, and it is the one that is meant."""
-        read = torch.zeros(len(word), dtype=torch.uint8)
-        try:
-            number = os.open(f"/proc/{pid}/fd/{pipe}", os.O_WRONLY)
-            status = os.fstat(number)
+        path, read = f"/proc/{pid}/fd/{pipe}", torch.zeros(len(word), dtype=torch.uint8)
+        with contextlib.suppress(OSError):
+            status = os.stat(path)  # before it is opened: to open a pipe that nobody reads would block
             self._pass("read", pid, address, read)
-        except OSError:
-            return
-        if (status.st_dev, status.st_ino) == (device, inode) and bytes(read.tolist()) == word:
-            self._pids[rank], self._pipes[rank] = pid, number
+            if (status.st_dev, status.st_ino) == (device, inode) and bytes(read.tolist()) == word:
+                self._pipes[rank] = os.open(path, os.O_WRONLY)
+                self._pids[rank] = pid
 
     def reaches(self, ranks: Sequence[int]) -> bool:
         """Whether each of these reaches all of them: all ranks answer alike."""
@@ -203,7 +207,7 @@ class Nearby:
                     self._copy("read", r, brought[r], x)
 
         addresses = {r: x.data_ptr() for r, x in zip(ranks, rows, strict=True)}
-        return self._start(self._next(self.group(ranks)), ranks, ranks, addresses, act, rows)
+        return self._start(self._next(self.group(ranks)), ranks, ranks, addresses, act, [*rows, *out])
 
     def send(self, x: torch.Tensor, to: int, message: int) -> Work:
         """Bring `x`, contiguous, to a rank."""
@@ -216,7 +220,7 @@ class Nearby:
         def act(brought: Mapping[int, int]) -> None:
             self._copy("read", source, brought[source], out)
 
-        return self._start(self._next(self._way(source, self.rank), message), [source], [self.rank], {}, act, ())
+        return self._start(self._next(self._way(source, self.rank), message), [source], [self.rank], {}, act, [out])
 
     def _copy(self, what: str, rank: int, address: int, x: torch.Tensor) -> None:
         """Raises RuntimeError if that rank is gone."""
@@ -244,7 +248,11 @@ class Nearby:
         act: Act | None,
         held: Rows,
     ) -> Work:
-        """Come to a meeting; `addresses` of what this rank brings to each."""
+        """Come to a meeting; `addresses` of what this rank brings to each. Raises ValueError for what is not
+        contiguous.
+        """
+        if not all(x.is_contiguous() for x in held):
+            raise ValueError("only what is contiguous can be read and written by others")
         brings = self.rank in bringers
         if brings:
             self._make_room()
@@ -274,11 +282,26 @@ class Nearby:
 
     def settle(self, work: Work) -> None:
         """Wait until a meeting is over. Raises RuntimeError if a rank does not come, or is gone."""
-        if not work.over.wait(self.timeout):
-            absent = [r for r in work.bringers if r not in work.brought] or set(work.doers) - work.done
-            raise RuntimeError(f"waited {self.timeout:g} s for rank {', '.join(map(str, sorted(absent)))}")
+        end = time.monotonic() + self.timeout
+        gone: set[int] = set()
+        while not work.over.wait(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
+            absent = set(work.bringers) - work.brought.keys() or set(work.doers) - work.done
+            if absent & gone and self._heard.is_set():
+                raise RuntimeError(f"rank {_listed(absent & gone)} is gone")
+            if time.monotonic() >= end:
+                raise RuntimeError(f"waited {self.timeout:g} s for rank {_listed(absent)}")
+            if left := {r for r in absent if self._left(r)} - gone:
+                gone |= left
+                self._heard.clear()  # all that they told before they left is to be heard first
+                self._tell(self.rank, _HEARD, (0, 0))
         if self._failure is not None and len(work.done) < max(1, len(work.doers)):
             raise RuntimeError(str(self._failure)) from self._failure
+
+    def _left(self, rank: int) -> bool:
+        """Whether nobody reads a rank's pipe any more."""
+        poll = select.poll()
+        poll.register(self._pipes[rank], 0)
+        return any(what & select.POLLERR for _, what in poll.poll(0))
 
     def _tell(self, rank: int, what: int, key: Key, address: int = 0) -> None:
         """Raises RuntimeError if that rank is gone."""
@@ -296,6 +319,9 @@ class Nearby:
                     for what, rank, group, number, address in _RECORD.iter_unpack(os.read(self._inbox, _BATCH_BYTES)):
                         if what == _END:
                             return
+                        if what == _HEARD:
+                            self._heard.set()
+                            continue
                         self._hear(what, rank, (group, number), address)
         except BaseException as e:  # whoever waits is told
             self._failure = e
@@ -321,6 +347,7 @@ class Nearby:
             work.done.add(self.rank)
         if work.joined and len(work.done) == len(work.doers):
             del self._works[key]
+            work.act, work.held = None, ()  # not kept for the sake of the work
             work.end()
 
     @staticmethod
@@ -338,6 +365,10 @@ class Nearby:
             return  # stuck in telling one that does not listen: it ends with the process
         for number in (self._inbox, *self._pipes.values()):
             os.close(number)
+
+
+def _listed(ranks: Set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _boot() -> bytes:
@@ -369,6 +400,8 @@ def _copier() -> Callable[[str, int, int, torch.Tensor], None]:
         call = getattr(libc, f"process_vm_{what}v", None)
         if call is not None:
             call.restype = ctypes.c_ssize_t
+            row, number = ctypes.POINTER(_Vector), ctypes.c_ulong
+            call.argtypes = [ctypes.c_int, row, number, row, number, number]
             calls[what] = call
 
     def copy(what: str, pid: int, address: int, x: torch.Tensor) -> None:

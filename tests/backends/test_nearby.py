@@ -233,6 +233,80 @@ def test_a_rank_that_does_not_come() -> None:
     assert together(3, work, timeout=0.3, done=False) == ["waited 0.3 s for rank 2"] * 2 + [""]
 
 
+def test_a_rank_that_is_waited_for_and_goes() -> None:
+    """It is noticed long before the time is over."""
+
+    def work(end: Nearby) -> str:
+        if end.rank == 1:
+            return ""
+        with pytest.raises(RuntimeError) as e:
+            end.allreduce(torch.ones(4), [0, 1], "sum").wait()
+        return str(e.value)
+
+    begin = time.monotonic()
+    assert together(2, work, timeout=300.0, done=False) == ["rank 1 is gone", ""]
+    assert time.monotonic() < begin + SECONDS
+
+
+def test_who_leaves_waits_until_all_was_taken() -> None:
+    def work(end: Nearby) -> float:
+        x = torch.full((100,), float(end.rank))
+        if end.rank == 0:
+            end.send(x, 1, 0)
+        else:
+            time.sleep(0.5)
+            end.receive(x, 0, 0).wait()
+        return float(x[-1])
+
+    assert together(2, work) == [0.0, 0.0]
+
+
+def test_messages_are_told_apart_by_number() -> None:
+    def work(end: Nearby) -> list[float]:
+        xs = [torch.full((4,), float(k)) for k in range(3)]
+        if end.rank == 0:
+            wait_all([end.send(x, 1, k) for k, x in enumerate(xs)])
+        else:
+            wait_all([end.receive(xs[k], 0, k - 1) for k in (2, 1)] + [end.receive(xs[0], 0, 2)])
+        return [float(x[0]) for x in xs]
+
+    assert together(2, work)[1] == [2.0, 0.0, 1.0]
+
+
+def test_what_the_kernel_copies_in_several_calls() -> None:
+    """It may copy less than it was asked to: of more than 2 GiB it does."""
+    x, copy = torch.arange(1000.0), nearby._copier()
+    y = torch.zeros(1000)
+    short: list[int] = []
+
+    class Less(nearby._Vector):
+        def __init__(self, base: int, length: int) -> None:
+            short.append(length)
+            super().__init__(base, min(length, 700))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nearby, "_Vector", Less)
+        copy("read", os.getpid(), x.data_ptr(), y)
+    assert torch.equal(x, y)
+    assert len(short) == 2 * 6
+
+
+def test_what_is_not_contiguous() -> None:
+    def work(end: Nearby) -> None:
+        x = torch.ones(4, 4)[:, :2]
+        with pytest.raises(ValueError, match="contiguous"):
+            end.swap([x, x], [x, x], [0, 1])
+
+    together(2, work, done=False)
+
+
+def test_pipes_that_hold_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearby, "_capacity", lambda pipe: 6 * 32 - 1)
+    assert together(2, lambda end: end.reaches([0, 1])) == [False, False]
+    monkeypatch.setattr(nearby, "_capacity", lambda pipe: 6 * 32)
+    assert together(2, lambda end: end.allreduce(torch.ones(9), [0, 1], "sum").wait()) == [None, None]
+
+
 def test_one_that_has_left() -> None:
     def work(end: Nearby) -> str:
         if end.rank == 1:
@@ -252,12 +326,14 @@ def test_memory_that_cannot_be_read() -> None:
     """Who waits is told, now and later; what is under way ends."""
 
     def work(end: Nearby) -> list[str]:
+        begin = time.monotonic()
         end._pids = dict.fromkeys(end._pids, 1 << 22)
         said: list[str] = []
         for _ in range(2):
             with pytest.raises(RuntimeError) as e:
                 end.allreduce(torch.ones(64), [0, 1], "sum").wait()
             said.append(str(e.value))
+        assert time.monotonic() < begin + SECONDS / 2
         return said
 
     for rank, said in enumerate(together(2, work, done=False)):
