@@ -15,7 +15,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from distir.cli import main
+from distir.cli import interrupt, main
 from distir.ir import parse
 
 ROOT = Path(__file__).parent.parent
@@ -229,6 +229,18 @@ def test_interrupted_exits_130(cli, monkeypatch):
     assert_error(cli("show", MLP), 130, "interrupted")
 
 
+def test_an_interrupt_that_a_library_takes_for_its_own_error(cli, monkeypatch):
+    def load(*args):
+        try:
+            interrupt(signal.SIGINT, None)
+        except KeyboardInterrupt:
+            raise ImportError("please read this") from None
+
+    monkeypatch.setattr("distir.cli._interrupts", [])
+    monkeypatch.setattr("distir.cli.commands.show", load)
+    assert_error(cli("show", MLP), 130, "interrupted")
+
+
 def test_a_reader_that_has_enough_is_no_error():
     line = f"{sys.executable} -m distir show {GPT} --dim batch=8 --loss cross-entropy --pp 2; echo $? >&2"
     done = subprocess.run(
@@ -293,6 +305,7 @@ def test_bench_collectives(cli):
     code, out, _ = cli("bench", "collectives", "--collective", "send-recv", "--size", "4096", "--json")
     (timing,) = json.loads(out)["timings"]
     assert timing["bus_bandwidth"] == pytest.approx(timing["size"] / timing["seconds"])
+    assert timing["over"] in ("memory", "gloo")
     assert_error(cli("bench", "collectives", "--collective", "sned"), 2, "'sned'", "all-reduce")
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.backends.held import scratch_folder
+from distir.backends.worker import ending
 from distir.ir.errors import UsageError, WorkerError
 
 if TYPE_CHECKING:
@@ -38,13 +39,16 @@ _MEASUREMENTS = 3
 
 
 class Timing(NamedTuple):
-    """One collective at one size (bytes): seconds, and bandwidths in bytes/s."""
+    """One collective at one size (bytes): seconds, and bandwidths in bytes/s. `over`: "gloo", "nccl", or "memory" where
+    ranks of one host read and write each other's.
+    """
 
     collective: str
     size: int
     seconds: float
     algorithm_bandwidth: float
     bus_bandwidth: float
+    over: str
 
 
 def bus_factor(collective: str, n: int) -> float:
@@ -134,6 +138,9 @@ def _run(folder: Path, settings: Settings) -> Iterator[list[Any]]:
             read = len(rows)
             failed = [r for r, code in enumerate(ended) if code]
             if failed:
+                killed = [r for r in failed if (ended[r] or 0) < 0]
+                if killed:
+                    raise WorkerError(f"rank {killed[0]} {ending(ended[killed[0]] or 0)}")
                 log = (folder / f"rank{failed[0]}.log").read_text(errors="replace").strip().splitlines()
                 raise WorkerError(f"rank {failed[0]} failed{f': {log[-1]}' if log else ''}")
             if all(code == 0 for code in ended):
@@ -162,11 +169,12 @@ def _measure_all(rank: int, settings: Settings, store: Any, report: Callable[[Ti
     try:
         for collective in settings.collectives:
             for size in settings.sizes:
-                size, call = _prepare(collective, size, rank, world, device, dtype)
+                size, over, call = _prepare(collective, size, rank, world, device, dtype)
                 seconds = _measure(call, device)
                 if rank == 0:
                     bandwidth = size / seconds
-                    report(Timing(collective, size, seconds, bandwidth, bandwidth * bus_factor(collective, world)))
+                    bus = bandwidth * bus_factor(collective, world)
+                    report(Timing(collective, size, seconds, bandwidth, bus, over))
         done = True
     finally:
         leave_group(done)
@@ -174,8 +182,8 @@ def _measure_all(rank: int, settings: Settings, store: Any, report: Callable[[Ti
 
 def _prepare(
     collective: str, size: int, rank: int, world: int, device: torch.device, dtype: torch.dtype
-) -> tuple[int, Callable[[], None]]:
-    """The size in bytes, made to fit the dtype and the ranks, and what runs the collective once."""
+) -> tuple[int, str, Callable[[], None]]:
+    """The size in bytes, made to fit the dtype and the ranks, over what it goes, and what runs the collective once."""
     import torch
     import torch.distributed as dist
 
@@ -209,14 +217,16 @@ def _prepare(
             wait_all(exchange(other.view(world, -1), rows, line))
             total(others, rank, "sum")
 
-        calls |= {
+        quick: dict[str, Callable[[], Any]] = {
             "all-reduce": lambda: near.allreduce(whole, ranks, "sum").wait(),
             "all-gather": lambda: wait_all(exchange(whole.view(world, -1), [part] * world, line)),
             "reduce-scatter": reduce_scatter_nearby,
             "all-to-all": lambda: wait_all(exchange(other.view(world, -1), rows, line)),
             "send-recv": lambda: wait_all([near.send(whole, after, 0), near.receive(other, before, 0)]),
         }
-    return dtype.itemsize * elements, calls[collective]
+        if collective in quick:
+            return dtype.itemsize * elements, "memory", quick[collective]
+    return dtype.itemsize * elements, dist.get_backend(), calls[collective]
 
 
 def _pass_on(x: torch.Tensor, received: torch.Tensor, rank: int, world: int) -> None:

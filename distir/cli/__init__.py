@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 
 from distir.ir.errors import DistirError, ModelWarning, UsageError
@@ -27,12 +29,24 @@ def console() -> NoReturn:
     torchrun's that was interrupted may be aborted in torch's own clean-up.
     """
     try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
         code = main()
         sys.stdout.flush()
         sys.stderr.flush()
     except KeyboardInterrupt:  # again, while the first is being dealt with
         code = INTERRUPTED
     os._exit(code)
+
+
+_interrupts: list[int] = []
+"""The signals of Ctrl-C that came."""
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, and remember it: a library that is just being loaded may make another error of it."""
+    _interrupts.append(number)
+    signal.default_int_handler(number, frame)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()
         return 0
     except Exception as e:
+        if _interrupts:
+            _complain("interrupted")
+            return INTERRUPTED
         if isinstance(e, OSError) and e.errno == errno.ENOSPC:  # files say so themselves: it is stdout that is full
             _discard_stdout()
             _complain(f"cannot write the results: {e.strerror}")

@@ -260,8 +260,8 @@ def bench_collectives(args: argparse.Namespace) -> None:
     """`distir bench collectives`."""
     from distir.backends.bench import COLLECTIVES, SIZES, Timing, bench_collectives
 
-    head = ("collective", "size", "latency", "algorithm bandwidth", "bus bandwidth")
-    widths = [max(map(len, COLLECTIVES)), 12, 14, *map(len, head[3:])]
+    head = ("collective", "size", "latency", "algorithm bandwidth", "bus bandwidth", "over")
+    widths = [max(map(len, COLLECTIVES)), 12, 14, *map(len, head[3:5]), len("memory")]
     speaks = not args.json and first_rank()
     names, sizes = args.collective or COLLECTIVES, args.size or SIZES
     rows: list[Timing] = []
@@ -277,7 +277,7 @@ def bench_collectives(args: argparse.Namespace) -> None:
             progress.advance(len(rows) - 1)
             if speaks:
                 rates = [f"{x / 1e9:.3g} GB/s" for x in (t.algorithm_bandwidth, t.bus_bandwidth)]
-                cells = [t.collective, f"{t.size:,} B", f"{t.seconds * 1e6:,.1f} us", *rates]
+                cells = [t.collective, f"{t.size:,} B", f"{t.seconds * 1e6:,.1f} us", *rates, t.over]
                 print(columns(cells, widths), flush=True)
 
         bench_collectives(args.nproc, args.backend, names, sizes, args.timeout, on_timing, args.dtype)

@@ -267,8 +267,9 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--zero",
         type=int,
-        choices=(1, 2, 3),
-        help="replicas split among them: the optimizer's state (1), gradients too (2), parameters too (3)",
+        choices=(0, 1, 2, 3),
+        help="replicas split among them: nothing (0, the default), the optimizer's state (1), gradients too (2), "
+        "parameters too (3)",
     )
     group.add_argument(
         "--order", type=_order, metavar="A,B,C", help="how device numbers run, fastest first; default: tp,dp,pp"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -63,6 +66,28 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
 def test_arguments_that_do_not_fit(change: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         bench_collectives(**{"nproc": 2, **change})
+
+
+def test_what_is_left_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["all-reduce", "broadcast"]
+    if sys.platform == "linux":
+        assert [t.over for t in bench_collectives(2, collectives=names, sizes=[64])] == ["memory", "gloo"]
+    monkeypatch.setenv("DISTIR_CROSS_MEMORY", "0")
+    assert [t.over for t in bench_collectives(2, collectives=names, sizes=[64])] == ["gloo", "gloo"]
+
+
+def test_a_rank_that_is_killed() -> None:
+    def kill(timing: Timing) -> None:
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                name, _, rest = stat.read_text().rpartition(")")
+                if name.endswith("(distir-rank1") and int(rest.split()[1]) == os.getpid():
+                    os.kill(int(stat.parent.name), signal.SIGKILL)
+
+    if sys.platform != "linux":
+        pytest.skip("this system does not show processes under /proc")
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+        bench_collectives(2, sizes=[1 << 10] * 200, on_timing=kill)
 
 
 def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
