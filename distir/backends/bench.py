@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.backends.held import scratch_folder
-from distir.backends.worker import ending
+from distir.backends.worker import die_with, ending
 from distir.ir.errors import UsageError, WorkerError
+from distir.ir.type import DType, Tensor
 
 if TYPE_CHECKING:
     import torch
@@ -136,13 +137,13 @@ def _run(folder: Path, settings: Settings) -> Iterator[list[Any]]:
             yield from map(json.loads, rows[read:])
             heard = time.monotonic() if len(rows) > read else heard
             read = len(rows)
-            failed = [r for r, code in enumerate(ended) if code]
+            failed = {r: code for r, code in enumerate(ended) if code}
             if failed:
-                killed = [r for r in failed if (ended[r] or 0) < 0]
-                if killed:
-                    raise WorkerError(f"rank {killed[0]} {ending(ended[killed[0]] or 0)}")
-                log = (folder / f"rank{failed[0]}.log").read_text(errors="replace").strip().splitlines()
-                raise WorkerError(f"rank {failed[0]} failed{f': {log[-1]}' if log else ''}")
+                rank = min(failed, key=lambda r: (failed[r] > 0, r))  # a death says most
+                if failed[rank] < 0:
+                    raise WorkerError(f"rank {rank} {ending(failed[rank])}")
+                log = (folder / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()
+                raise WorkerError(f"rank {rank} failed{f': {log[-1]}' if log else ''}")
             if all(code == 0 for code in ended):
                 return
             if time.monotonic() - heard > settings.timeout:
@@ -188,8 +189,9 @@ def _prepare(
     import torch.distributed as dist
 
     from distir.backends.comm import all_gather, nearby, reduce_scatter
-    from distir.backends.exchange import exchange
-    from distir.backends.layout import total
+    from distir.backends.exchange import Reductions, exchange, gather, reduce_parts
+    from distir.backends.memory import Memory
+    from distir.backends.namespace import torch_dtype
     from distir.backends.transfers import Line, wait_all
 
     elements = max(1, size // (dtype.itemsize * world)) * world
@@ -209,20 +211,19 @@ def _prepare(
     }
     near, ranks = nearby(), list(range(world))
     if near is not None and near.reaches(ranks):
-        line = Line(None, ranks, rank, None, near)
-        rows, others = whole.view(world, -1).unbind(), other.view(world, -1).unbind()
-        after, before = (rank + 1) % world, (rank - 1) % world
-
-        def reduce_scatter_nearby() -> None:
-            wait_all(exchange(other.view(world, -1), rows, line))
-            total(others, rank, "sum")
-
+        line, memory = Line(None, ranks, rank, None, near), Memory(device)
+        types = [Tensor(next(t for t in DType.all.values() if torch_dtype(t) is dtype), part.shape)]
+        gathers = gather(memory, line, types, [(0, 1, world)], [False])
+        reduces = reduce_parts(memory, line, types, [(0, 1, world)], "sum", Reductions())
+        rows, others = whole.view(world, -1), other.view(world, -1)
         quick: dict[str, Callable[[], Any]] = {
             "all-reduce": lambda: near.allreduce(whole, ranks, "sum").wait(),
-            "all-gather": lambda: wait_all(exchange(whole.view(world, -1), [part] * world, line)),
-            "reduce-scatter": reduce_scatter_nearby,
-            "all-to-all": lambda: wait_all(exchange(other.view(world, -1), rows, line)),
-            "send-recv": lambda: wait_all([near.send(whole, after, 0), near.receive(other, before, 0)]),
+            "all-gather": lambda: gathers([part])(),
+            "reduce-scatter": lambda: reduces([whole])(),
+            "all-to-all": lambda: wait_all(exchange(others, rows.unbind(), line)),
+            "send-recv": lambda: wait_all(
+                [near.send(whole, (rank + 1) % world, 0), near.receive(other, (rank - 1) % world, 0)]
+            ),
         }
         if collective in quick:
             return dtype.itemsize * elements, "memory", quick[collective]
@@ -271,8 +272,6 @@ def _synchronize(device: torch.device) -> None:
 def main() -> None:
     """One rank that `bench_collectives` has started."""
     from torch._C._distributed_c10d import FileStore
-
-    from distir.backends.worker import die_with
 
     folder, rank, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     die_with(parent, f"distir-rank{rank}")

@@ -92,9 +92,9 @@ class Network:
         ranks = [self.number[d] for d in mesh.group(axis, place)]
         members = sorted(ranks)
         places = None if ranks == members else [members.index(r) for r in ranks]
-        near = self.nearby is not None and len(ranks) > 1 and self.nearby.reaches(ranks)
-        nearby = self.nearby if near else None
-        return Line(self._groups[tuple(members)], ranks, ranks.index(self.rank), places, nearby)
+        all_near = self.nearby is not None and len(ranks) > 1 and self.nearby.reaches(ranks)
+        line = Line(self._groups[tuple(members)], ranks, ranks.index(self.rank), places)
+        return line._replace(nearby=self.nearby) if all_near else line
 
     def _started(self, work: Any) -> Any:
         if self.watch is not None and work is not None:

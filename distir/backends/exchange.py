@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distir.backends.layout import merge_front, split_front, total
+from distir.backends.layout import merge_front, split_front
 from distir.backends.memory import Memory
 from distir.backends.transfers import Line, wait_all
 from distir.ir.type import Tensor
@@ -187,7 +187,7 @@ def reduce_parts(
 
         def finish() -> list[torch.Tensor]:
             wait_all(works)
-            totals = [total([memory.back(x) for x in row], line.index, kind) for row in got]
+            totals = [_total([memory.back(x) for x in row], line.index, kind) for row in got]
             got.clear()
             rows.clear()
             done = dict(zip(packing.apart, totals, strict=False))
@@ -197,3 +197,12 @@ def reduce_parts(
         return reductions.started(finish)
 
     return start
+
+
+def _total(row: Sequence[torch.Tensor], mine: int, kind: str) -> torch.Tensor:
+    """The sum, maximum or mean of tensors, in order; all may be written to but the one at `mine`."""
+    total = row[0]
+    for k, x in enumerate(row[1:], 1):
+        into = x if k == 1 and mine == 0 else total
+        total = torch.maximum(total, x, out=into) if kind == "max" else torch.add(total, x, out=into)
+    return total.div_(len(row)) if kind == "mean" else total

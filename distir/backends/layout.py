@@ -54,12 +54,3 @@ def combine(parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
     for x in parts[2:]:
         total = torch.maximum(total, x, out=total) if kind == "max" else total.add_(x)
     return total.div_(len(parts)) if kind == "mean" else total
-
-
-def total(row: Sequence[torch.Tensor], mine: int, kind: str) -> torch.Tensor:
-    """The sum, maximum or mean of tensors, in order; all may be written to but the one at `mine`."""
-    total = row[0]
-    for k, x in enumerate(row[1:], 1):
-        into = x if k == 1 and mine == 0 else total
-        total = torch.maximum(total, x, out=into) if kind == "max" else torch.add(total, x, out=into)
-    return total.div_(len(row)) if kind == "mean" else total

@@ -54,7 +54,9 @@ def check_backend(backend: str, here: int) -> None:
     if backend == "nccl" and have < here:
         raise UsageError(
             f"backend nccl needs a GPU a rank: {counted(here, 'rank')}, {counted(have, 'GPU')} here",
-            "use --backend gloo, with --device cuda ranks share GPUs" if have else "without --device ranks run on CPUs",
+            "use --backend gloo, with --device cuda ranks share GPUs"
+            if have
+            else "with neither --device cuda nor --backend nccl ranks run on CPUs",
         )
     if not have:
         raise UsageError("device cuda needs a GPU, there is none here", "without --device ranks run on CPUs")

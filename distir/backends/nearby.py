@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import os
 import secrets
@@ -30,6 +29,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
+
+from distir.backends.crossmemory import copier
 
 _CARD = struct.Struct("<16sqqqqqq16s")
 """What tells a process from all others: the boot of its host, its number; what its pipe holds, the pipe's descriptor,
@@ -56,19 +57,12 @@ _LEAVE_SECONDS = 1.0
 _MESSAGE_BITS = 32
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NO_HOST = bytes(16)
-_PR_SET_PTRACER = 0x59616D61
 
 Rows = Sequence[torch.Tensor]
 Act = Callable[[Mapping[int, int]], None]
 """A rank's part, given the addresses of what was brought, by rank."""
 Key = tuple[int, int]
 """Which meeting: of which group, the how manieth."""
-
-
-class _Vector(ctypes.Structure):
-    """struct iovec: see readv(2)."""
-
-    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
 
 
 class Work:
@@ -123,20 +117,12 @@ class Nearby:
         self._inbox, self._slot = os.pipe()
         self._pids: dict[int, int] = {}
         self._pipes: dict[int, int] = {rank: self._slot}
-        self._pass = _copier()
+        self._pass = copier()
         self._scratch = torch.empty(_CHUNK * _WIDEST_BYTES, dtype=torch.uint8)
         boot, status = _boot(), os.fstat(self._inbox)
         word = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-        about = (
-            os.getpid(),
-            _capacity(self._slot),
-            self._slot,
-            status.st_dev,
-            status.st_ino,
-            ctypes.addressof(word),
-            word.raw,
-        )
-        cards = exchange(_CARD.pack(boot, *about))
+        pipe = _capacity(self._slot), self._slot, status.st_dev, status.st_ino
+        cards = exchange(_CARD.pack(boot, os.getpid(), *pipe, ctypes.addressof(word), word.raw))
         here = {r: card for r, card in enumerate(map(_CARD.unpack, cards)) if boot == card[0] != _NO_HOST}
         self._most = min([card[2] for card in here.values()], default=0) // (3 * max(1, len(here)) * _RECORD.size)
         """So many meetings may be under way: see `_make_room`."""
@@ -145,6 +131,8 @@ class Nearby:
                 self._open(r, pid, *whom)
         reached = exchange(bytes([r in self._pipes for r in range(len(cards))]))
         self._reach = [{k for k, flag in enumerate(row) if flag} for row in reached]
+        self.near = frozenset(r for r in range(len(cards)) if self.reaches((rank, r)))
+        """The ranks that this one reaches, and that reach it."""
         self._groups: dict[tuple[int, ...], int] = {}
         self._met: Counter[Key] = Counter()
         """How often a group has met, by message."""
@@ -353,7 +341,7 @@ class Nearby:
     @staticmethod
     def _ready(work: Work) -> bool:
         """Whether this rank can do its part."""
-        return work.joined and work.act is not None and work.brought.keys() >= set(work.bringers)
+        return work.joined and work.act is not None and len(work.brought) == len(work.bringers)
 
     def close(self, done: bool) -> None:
         """Leave the others. `done`: nobody waits for anybody; else after an error."""
@@ -384,36 +372,3 @@ def _boot() -> bytes:
 def _capacity(pipe: int) -> int:
     """The bytes that a pipe holds: fewer where a user has many."""
     return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) if hasattr(fcntl, "F_GETPIPE_SZ") else 0
-
-
-def _copier() -> Callable[[str, int, int, torch.Tensor], None]:
-    """What copies between a process's memory, from an address on, and a contiguous tensor: "read" to it, or "write".
-
-    Raises OSError if the kernel does not do that.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if sys.platform == "linux":
-        # where only ancestors may look into a process (Yama's ptrace_scope 1), those who were started with it may, too
-        libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-    calls = {}
-    for what in ("read", "write"):
-        call = getattr(libc, f"process_vm_{what}v", None)
-        if call is not None:
-            call.restype = ctypes.c_ssize_t
-            row, number = ctypes.POINTER(_Vector), ctypes.c_ulong
-            call.argtypes = [ctypes.c_int, row, number, row, number, number]
-            calls[what] = call
-
-    def copy(what: str, pid: int, address: int, x: torch.Tensor) -> None:
-        if what not in calls:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        here, left = x.data_ptr(), x.nbytes
-        while left:
-            mine, theirs = _Vector(here, left), _Vector(address, left)
-            n = calls[what](pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
-            if n <= 0:
-                number = ctypes.get_errno() if n else errno.EFAULT
-                raise OSError(number, os.strerror(number))
-            here, address, left = here + n, address + n, left - n
-
-    return copy

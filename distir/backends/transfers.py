@@ -100,7 +100,7 @@ class Transfers:
         """Start all that was issued."""
         issued, self._issued = self._issued, []
         for i in issued:
-            if self.nearby is not None and self.nearby.reaches((self.rank, i.peer)):
+            if self.nearby is not None and i.peer in self.nearby.near:
                 i.works = [(self.nearby.send if i.sends else self.nearby.receive)(i.x, i.peer, i.message)]
             elif self.channels is None:
                 i.works = [(dist.isend if i.sends else dist.irecv)(i.x, i.peer, tag=i.message)]

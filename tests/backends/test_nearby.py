@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distir.backends import nearby
+from distir.backends import crossmemory, nearby
 from distir.backends.nearby import Nearby, Work
 from distir.backends.transfers import wait_all
 
@@ -275,17 +275,17 @@ def test_messages_are_told_apart_by_number() -> None:
 
 def test_what_the_kernel_copies_in_several_calls() -> None:
     """It may copy less than it was asked to: of more than 2 GiB it does."""
-    x, copy = torch.arange(1000.0), nearby._copier()
+    x, copy = torch.arange(1000.0), crossmemory.copier()
     y = torch.zeros(1000)
     short: list[int] = []
 
-    class Less(nearby._Vector):
+    class Less(crossmemory._Vector):
         def __init__(self, base: int, length: int) -> None:
             short.append(length)
             super().__init__(base, min(length, 700))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nearby, "_Vector", Less)
+        patch.setattr(crossmemory, "_Vector", Less)
         copy("read", os.getpid(), x.data_ptr(), y)
     assert torch.equal(x, y)
     assert len(short) == 2 * 6
