@@ -186,7 +186,9 @@ def test_who_is_told_that_it_is_over() -> None:
     assert together(2, work) == [(1, 2)] * 2
 
 
-@pytest.mark.parametrize("why", ["another host", "switched off", "forbidden", "not the one that is meant"])
+@pytest.mark.parametrize(
+    "why", ["another host", "switched off", "forbidden", "forbidden one way", "not the one that is meant"]
+)
 def test_one_that_is_not_reached(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks answer alike, and the others still reach each other."""
     card, opened = nearby._boot, Nearby._open
@@ -198,6 +200,8 @@ def test_one_that_is_not_reached(why: str, monkeypatch: pytest.MonkeyPatch) -> N
         pid, *rest = args
         if 2 in (rank, end.rank) and why == "forbidden":
             pid = 1 << 22  # beyond the largest there is
+        if end.rank == 2 and why == "forbidden one way":
+            pid = 1 << 22
         if 2 in (rank, end.rank) and why == "not the one that is meant":
             rest[-1] = bytes(16)
         opened(end, rank, pid, *rest)
@@ -219,6 +223,7 @@ def test_one_that_is_not_reached(why: str, monkeypatch: pytest.MonkeyPatch) -> N
     off = why == "switched off"
     want = [not off, False, False, True]
     assert together(3, lambda end: [end.reaches(g) for g in groups]) == [want] * 3
+    assert together(3, lambda end: set(end.near)) == [{0}, {1}, {2}] if off else [{0, 1}, {0, 1}, {2}]
 
 
 def test_a_rank_that_does_not_come() -> None:
@@ -236,11 +241,16 @@ def test_a_rank_that_does_not_come() -> None:
 def test_a_rank_that_is_waited_for_and_goes() -> None:
     """It is noticed long before the time is over."""
 
+    told = threading.Event()
+
     def work(end: Nearby) -> str:
         if end.rank == 1:
+            assert told.wait(SECONDS)
             return ""
+        coming = end.allreduce(torch.ones(4), [0, 1], "sum")
+        told.set()
         with pytest.raises(RuntimeError) as e:
-            end.allreduce(torch.ones(4), [0, 1], "sum").wait()
+            coming.wait()
         return str(e.value)
 
     begin = time.monotonic()
@@ -329,9 +339,12 @@ def test_memory_that_cannot_be_read() -> None:
         begin = time.monotonic()
         end._pids = dict.fromkeys(end._pids, 1 << 22)
         said: list[str] = []
-        for _ in range(2):
+        for start in (
+            lambda: end.allreduce(torch.ones(64), [0, 1], "sum"),
+            lambda: end.receive(torch.ones(64), 1 - end.rank, 0),
+        ):
             with pytest.raises(RuntimeError) as e:
-                end.allreduce(torch.ones(64), [0, 1], "sum").wait()
+                start().wait()
             said.append(str(e.value))
         assert time.monotonic() < begin + SECONDS / 2
         return said
