@@ -1,10 +1,13 @@
 """The road from Python: plans, default data, results, the check and what it says of a wrong run."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import distir
 from distir.api.check import Check, Difference, compare, largest_difference
@@ -147,9 +150,43 @@ def test_data_beside_the_batch_dim(tmp_path):
     x = f.add_input_value("x", Tensor(Float32, (3, 2)), Role("data", 1))
     f.set_outputs([f.emit("Relu", x)])
     np.savez(tmp_path / "data.npz", x=np.arange(12.0).reshape(3, 4))
-    data = Data(f.finalize(), file=tmp_path / "data.npz")
+    data = Data(f.finalize(), source=tmp_path / "data.npz")
     assert data.step(1)[x].tolist() == [[2, 3], [6, 7], [10, 11]]
     assert data.step(2)[x].tolist() == data.step(0)[x].tolist()
+
+
+def small() -> Model:
+    return distir.load(ROOT / "examples" / "mlp.onnx", {"batch": 8}, loss="mse")
+
+
+@pytest.mark.parametrize("backend", ["numpy", "gloo"])
+def test_data_given_as_arrays(tmp_path: Path, backend: str):
+    """They are what a file with these arrays is: tensors and lists, too."""
+    random = np.random.default_rng(0)
+    arrays = {"x": random.normal(size=(20, 32)), "target": random.normal(size=(20, 32))}
+    np.savez(tmp_path / "data.npz", x=arrays["x"], target=arrays["target"])
+    given = {"x": torch.from_numpy(arrays["x"]), "target": arrays["target"].tolist()}
+    runs = [
+        distir.run(small(), distir.Plan(dp=2), data=data, epochs=2, backend=backend)
+        for data in (tmp_path / "data.npz", given)
+    ]
+    assert len(runs[0].losses) == 2 * 1  # of 20 samples 8 are held out, and 4 are no batch
+    assert runs[0].losses == runs[1].losses
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (3, "data: expected a file, or arrays by name, got int"),
+        (np.zeros((8, 32)), "data: expected a file, or arrays by name, got ndarray"),
+        ({"x": [[1.0], [2.0, 3.0]]}, "data: x is not an array"),
+        ({"x": np.zeros((8, 31)), "target": np.zeros((8, 32))}, r"data: x: expected shape (samples, 32), got (8, 31)"),
+        ({"x": np.zeros((8, 32))}, "data has no array 'target'"),
+    ],
+)
+def test_data_that_do_not_fit(data: Any, words: str):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        distir.run(small(), data=data)
 
 
 # ---------------------------------------------------------------- models

@@ -35,11 +35,11 @@ ARRAYS = (".npz", ".npy")
 class Data:
     """The inputs of a program that are neither weights nor optimizer state, step by step.
 
-    `given` maps input Values that are already known to their arrays. `file` is a text (for `tokenizer` see
-    `read_tokens`), or an .npz file with an array for every data input, by name, masks and positions apart: along the
-    input's batch dim it holds samples. Steps take them in order, from the beginning again when they are used up, unless
-    `samples` is asked for epochs. Other inputs may be in an .npz file, whole. Without a file data are drawn, anew for
-    every step and sample, by `seed`.
+    `given` maps input Values that are already known to their arrays. `source` is a text file (for `tokenizer` see
+    `read_tokens`), or an array for every data input, by name, masks and positions apart, as a mapping or in an .npz
+    file: along the input's batch dim it holds samples. Steps take them in order, from the beginning again when they are
+    used up, unless `samples` is asked for epochs. Other inputs may be among the arrays, whole. Without a source data
+    are drawn, anew for every step and sample, by `seed`.
 
     Raises UsageError, in one line, for a file that cannot be read, or a name, shape, type or number that does not fit.
     """
@@ -48,32 +48,37 @@ class Data:
         self,
         function: Function,
         given: Mapping[Value, Any] | None = None,
-        file: str | os.PathLike[str] | None = None,
+        source: Mapping[str, np.ndarray] | str | os.PathLike[str] | None = None,
         seed: int = 0,
         tokenizer: str | os.PathLike[str] | None = None,
     ) -> None:
         self.seed = seed
         self.batch = batch_dims(function)
-        self.path = None if file is None else Path(file)
+        self.path = Path(source) if isinstance(source, str | os.PathLike) else None
+        self.name = "data" if self.path is None else os.fspath(self.path)
         held = set(weights(function)) | set(given or {})
         self.number = {v: k for k, v in enumerate(function.inputs) if v not in held and v.kind != "state"}
         self.limit = index_limits(function)
-        self.file: dict[Value, np.ndarray] = {}
+        self.known: dict[Value, np.ndarray] = {}
         if self.path is not None:
             text = self.path.suffix not in ARRAYS
-            self.file = self._text(self.path, tokenizer) if text else self._read(self.path)
+            self.known = self._text(self.path, tokenizer) if text else self._by_name(archive(self.path))
+        elif isinstance(source, Mapping):
+            self.known = self._by_name({name: _array(name, x) for name, x in source.items()})
+        elif source is not None:
+            raise UsageError(f"data: expected a file, or arrays by name, got {type(source).__name__}")
         if tokenizer is not None and (self.path is None or self.path.suffix in ARRAYS):
             raise UsageError("a tokenizer is for a text, and there is none", "--data FILE.txt")
 
     @property
     def sampled(self) -> dict[Value, np.ndarray]:
-        """Inputs of which the file holds samples."""
-        return {v: x for v, x in self.file.items() if v in self.batch}
+        """Inputs of which there are samples."""
+        return {v: x for v, x in self.known.items() if v in self.batch}
 
     def fixed(self) -> dict[Value, np.ndarray]:
-        """Inputs that stay the same in every step; beside samples of a file all others do."""
-        known = [v for v in self.number if v not in self.batch or (self.sampled and v not in self.file)]
-        return {v: self.file[v] if v in self.file else self._drawn(v, 0) for v in known}
+        """Inputs that stay the same in every step; beside samples all others do."""
+        known = [v for v in self.number if v not in self.batch or (self.sampled and v not in self.known)]
+        return {v: self.known[v] if v in self.known else self._drawn(v, 0) for v in known}
 
     def step(self, step: int) -> dict[Value, np.ndarray]:
         """Inputs that are new in step number `step`."""
@@ -83,21 +88,21 @@ class Data:
         return {v: self._drawn(v, step) for v in self.number if v in self.batch}
 
     def samples(self, epochs: bool = False, share: float = 0.0) -> tuple[Samples, Samples | None]:
-        """The samples of the file to train with, and of its end those held out: whole batches of at least that share.
+        """The samples to train with, and of their end those held out: whole batches of at least that share.
 
         For `epochs` the first are shuffled in each, by the seed. Raises UsageError if not a batch is left to train
-        with, or without a file of samples.
+        with, or without samples.
         """
         arrays = {self.number[v]: x for v, x in self.sampled.items()}
         if not arrays:
-            raise UsageError("samples come from a file of data, and there is none")
+            raise UsageError("samples come from data that are given, and there are none")
         dims = {self.number[v]: self.batch[v] for v in self.sampled}
         v, x = next(iter(self.sampled.items()))
         batch, count = v.type.global_shape[self.batch[v]], x.shape[self.batch[v]]  # type: ignore[union-attr]
         train, held_out = batches(count, batch, share)
         if train < batch:
             said = f"{counted(held_out, 'sample')} held out, a step needs {batch}"
-            raise UsageError(f"{self.path} has {counted(count, 'sample')}, {said}", "--val-fraction 0 holds out none")
+            raise UsageError(f"{self.name} has {counted(count, 'sample')}, {said}", "--val-fraction 0 holds out none")
         kept = Samples(arrays, dims, batch, 0, train, self.seed if epochs else None)
         return kept, Samples(arrays, dims, batch, train, held_out) if held_out else None
 
@@ -117,25 +122,24 @@ class Data:
             return random.standard_normal(shape).astype(dtype.numpy)
         return random.integers(0, self.limit.get(v, 2), shape).astype(dtype.numpy)
 
-    # --- from a file
+    # --- as given
 
-    def _read(self, path: Path) -> dict[Value, np.ndarray]:
-        arrays = archive(path)
+    def _by_name(self, arrays: Mapping[str, np.ndarray]) -> dict[Value, np.ndarray]:
         inputs = {v.name: v for v in self.number}
         names = ", ".join(inputs)
         if unknown := [name for name in arrays if name not in inputs]:
-            raise UsageError(f"{path}: the model has no data input {unknown[0]!r}", f"its data inputs are {names}")
+            raise UsageError(f"{self.name}: the model has no data input {unknown[0]!r}", f"its data inputs are {names}")
         free = (*arrays, MASK, POSITIONS)
         if missing := [v.name for v in self.number if v in self.batch and v.name not in free]:
-            raise UsageError(f"{path} has no array {missing[0]!r}", f"the data inputs are {names}")
-        found = {inputs[name]: self._checked(path, inputs[name], x) for name, x in arrays.items()}
+            raise UsageError(f"{self.name} has no array {missing[0]!r}", f"the data inputs are {names}")
+        found = {inputs[name]: self._checked(inputs[name], x) for name, x in arrays.items()}
         counts = {x.shape[self.batch[v]]: v.name for v, x in found.items() if v in self.batch}
         if len(counts) > 1:
             said = ", ".join(f"{name} {n}" for n, name in counts.items())
-            raise UsageError(f"{path}: its arrays hold different numbers of samples: {said}")
+            raise UsageError(f"{self.name}: its arrays hold different numbers of samples: {said}")
         return found
 
-    def _checked(self, path: Path, v: Value, x: np.ndarray) -> np.ndarray:
+    def _checked(self, v: Value, x: np.ndarray) -> np.ndarray:
         t = v.type
         if not isinstance(t, Tensor):
             raise UsageError(f"input %{v.name} is not a tensor: {t}")
@@ -144,18 +148,18 @@ class Data:
         if dim is not None and x.ndim == len(want):
             fits = [n for i, n in enumerate(x.shape) if i != dim] == [n for i, n in enumerate(want) if i != dim]
             if fits and x.shape[dim] < want[dim]:
-                raise UsageError(f"{path}: {v.name} has {x.shape[dim]} samples, a step needs {want[dim]}")
+                raise UsageError(f"{self.name}: {v.name} has {x.shape[dim]} samples, a step needs {want[dim]}")
         if not fits:
             said = ", ".join("samples" if i == dim else str(n) for i, n in enumerate(want))
-            raise UsageError(f"{path}: {v.name}: expected shape ({said}), got {tuple(x.shape)}")
+            raise UsageError(f"{self.name}: {v.name}: expected shape ({said}), got {tuple(x.shape)}")
         kinds = {"float": "fiu", "int": "iu", "bool": "b"}[t.dtype.kind]
         if x.dtype.kind not in kinds and x.dtype != t.dtype.numpy:
-            raise UsageError(f"{path}: {v.name}: expected {t.dtype.kind} numbers, got {x.dtype}")
+            raise UsageError(f"{self.name}: {v.name}: expected {t.dtype.kind} numbers, got {x.dtype}")
         limit = self.limit.get(v)
         if limit is not None and x.size and x.dtype.kind in "iu":
             bad = x[((x < 0) & (x != IGNORED)) | (x >= limit)]
             if bad.size:
-                raise UsageError(f"{path}: {v.name} holds {bad.flat[0]}, expected numbers from 0 to {limit - 1}")
+                raise UsageError(f"{self.name}: {v.name} holds {bad.flat[0]}, expected numbers from 0 to {limit - 1}")
         return x if v in self.batch else x.astype(t.dtype.numpy, copy=False)
 
     def _text(self, path: Path, tokenizer: str | os.PathLike[str] | None) -> dict[Value, np.ndarray]:
@@ -189,6 +193,13 @@ class Data:
         if other := [v.name for v in self.number if v in self.batch and v.name not in _OF_TEXT | {tokens[0].name}]:
             raise UsageError(f"a text says nothing of the input {other[0]!r}")
         return tokens[0], labels[0]
+
+
+def _array(name: str, x: Any) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except ValueError:
+        raise UsageError(f"data: {name} is not an array") from None
 
 
 _OF_TEXT = {LABELS, MASK, POSITIONS}

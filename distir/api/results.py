@@ -234,7 +234,7 @@ class RunResult:
     def lines(self) -> list[str]:
         """What there is to say at the end: rates, predicted against measured, the check."""
         if not self.seconds:
-            return [f"all {self.first} steps were done before"]
+            return [f"nothing is left to do: steps done before: {self.first}"]
         lines = [*(self._rates() if self.metrics is None else self.metrics.lines()), *self._memory()]
         if self.saved:
             rate = sum(s.bytes for s in self.saved) / sum(s.seconds for s in self.saved)

@@ -24,6 +24,24 @@ _SHOWN = 3
 """More names than these are counted."""
 
 
+def check_settings(
+    model: Model, directory: str | os.PathLike[str] | None, every: int | None, resume: bool, backend: str
+) -> None:
+    """Raises UsageError for settings of checkpoints that do not fit."""
+    if directory is None:
+        if every is not None or resume:
+            raise UsageError(f"{'resume' if resume else 'every'} needs a directory of checkpoints", "--checkpoint DIR")
+        return
+    if backend == "numpy" and "RANK" in os.environ:
+        raise UsageError("with backend numpy each of torchrun's processes does all: they cannot share checkpoints")
+    if every is not None and every < 1:
+        raise UsageError(f"every: expected at least 1, got {every}")
+    if not model.function.updates:
+        raise UsageError(
+            "checkpoints are of what is trained: they need a loss to train with", "--loss cross-entropy, or mse"
+        )
+
+
 @contextmanager
 def beginning(
     model: Model, plan: Plan, data: Data, directory: str | os.PathLike[str] | None, every: int | None, resume: bool
@@ -33,20 +51,12 @@ def beginning(
     What is left of a checkpoint that was never finished is removed. With `resume` the newest that is undamaged is gone
     on with; those that are damaged are named on stderr. Without a directory nothing is saved.
 
-    Raises UsageError for settings that do not fit, a directory that cannot be written or is in use, checkpoints that
-    stand there already if they are not to be resumed, or none of which can be used, or of another model or optimizer.
+    Raises UsageError for a directory that cannot be written or is in use, checkpoints that stand there already if they
+    are not to be resumed, or none of which can be used, or of another model or optimizer.
     """
     if directory is None:
-        if every is not None or resume:
-            raise UsageError(f"{'resume' if resume else 'every'} needs a directory of checkpoints", "--checkpoint DIR")
         yield None
         return
-    if every is not None and every < 1:
-        raise UsageError(f"every: expected at least 1, got {every}")
-    if not model.function.updates:
-        raise UsageError(
-            "checkpoints are of what is trained: they need a loss to train with", "--loss cross-entropy, or mse"
-        )
     path = Path(directory).absolute()
     lock = _open(path)
     try:

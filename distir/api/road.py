@@ -19,7 +19,7 @@ from distir.api.metrics import Metrics
 from distir.api.model import Model, as_model
 from distir.api.plan import Plan
 from distir.api.results import Prediction, RunResult, Summary, size
-from distir.api.resume import beginning
+from distir.api.resume import beginning, check_settings
 from distir.api.steps import Job, OnStep, Steps, compute_steps
 from distir.backends.checkpoint import Saving, renewed
 from distir.backends.epochs import Epoch
@@ -130,7 +130,7 @@ def run(
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    data: Data | str | os.PathLike[str] | None = None,
+    data: Data | Mapping[str, np.ndarray] | str | os.PathLike[str] | None = None,
     held_out: float = 0.1,
     tokenizer: str | os.PathLike[str] | None = None,
     metrics: str | os.PathLike[str] | None = None,
@@ -152,12 +152,12 @@ def run(
     """Run `steps` steps (1) of the model's program, a process a device, and compare the time with the prediction.
 
     `backend` is "gloo" (CPUs), "nccl" (GPUs) or "numpy" (this process alone). `device` is "cpu" or "cuda": on cuda gloo
-    lets ranks share GPUs, for tests; without `backend` gloo runs on the one, nccl on the other. `data` is an .npz file
-    or a text (see `Data`), a text's `tokenizer` the file of its BPE (see `read_tokens`); without data they are drawn by
-    `seed`. `cluster` is what to predict for; by default "cpu-2core", with this host's cores, which the ranks share.
-    `check` compares with the sequential program on the same data. `profile` is a folder for traces: what is predicted,
-    and of each rank when its ops ran (see `compare`). `on_plan` is called when the plan is made, `on_step` and
-    `on_check` after each step, of the run and of the check.
+    lets ranks share GPUs, for tests; without `backend` gloo runs on the one, nccl on the other. `data` is an .npz file,
+    arrays by name or a text (see `Data`), a text's `tokenizer` the file of its BPE (see `read_tokens`); without data
+    they are drawn by `seed`. `cluster` is what to predict for; by default "cpu-2core", with this host's cores, which
+    the ranks share. `check` compares with the sequential program on the same data. `profile` is a folder for traces:
+    what is predicted, and of each rank when its ops ran (see `compare`). `on_plan` is called when the plan is made,
+    `on_step` and `on_check` after each step, of the run and of the check.
 
     With `epochs` the samples are gone through so often, in an order that `seed` draws for each epoch; of the last of
     them the share `held_out`, rounded up to whole batches, is not trained on: of it the loss is taken at the end of
@@ -177,11 +177,10 @@ def run(
     for what, number in (("steps", steps), ("epochs", epochs)):
         if number is not None and number < 1:
             raise UsageError(f"{what}: expected at least 1, got {number}")
-    if checkpoint is not None and backend == "numpy" and "RANK" in os.environ:
-        raise UsageError("with backend numpy each of torchrun's processes does all: they cannot share checkpoints")
     if not 0 <= held_out < 1:
         raise UsageError(f"held_out is a share of at least 0 and below 1, got {held_out:g}")
     model = as_model(model)
+    check_settings(model, checkpoint, every, resume, backend)
     function = model.function
     arrays = model.initial(seed)
     fed = data if isinstance(data, Data) else Data(function, arrays, data, seed, tokenizer)

@@ -14,7 +14,7 @@ from distir.api.road import run
 from distir.backends.limits import joined
 from distir.ir.errors import UsageError, counted
 
-HEADER = ("ranks", "batch", "epoch", "predicted", "rate", "predicted", "efficiency", "predicted")
+HEADER = ("ranks", "batch", "epoch", "predicted epoch", "rate", "predicted rate", "efficiency", "predicted")
 
 
 def weak_scaling(

@@ -12,7 +12,7 @@ from distir.cli.output import Progress, columns, print_json
 from distir.importer import symbolic_dims
 from distir.ir.errors import UsageError
 
-_WIDTHS = (8, 6, 10, 10, 18, 18, 10, 9)
+_WIDTHS = (8, 6, 10, 15, 18, 18, 10, 9)
 
 
 def scaling(args: argparse.Namespace) -> None:

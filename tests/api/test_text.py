@@ -66,7 +66,7 @@ def test_a_tokenizer_is_written_once_and_used(tmp_path: Path):
 def test_windows_and_labels(tmp_path: Path):
     path, file = corpus(tmp_path), tmp_path / "bpe.json"
     function = model()
-    data = Data(function, file=path, tokenizer=file)
+    data = Data(function, source=path, tokenizer=file)
     row = read_tokens(path, 300, file)
     inputs = {v.name: v for v in function.inputs}
     seen = 0
@@ -107,7 +107,7 @@ def two_inputs() -> Function:
 )
 def test_what_cannot_be_trained_on(tmp_path: Path, function: Function, content: str | bytes, words: list[str]):
     with pytest.raises(UsageError) as e:
-        Data(function, file=corpus(tmp_path, content))
+        Data(function, source=corpus(tmp_path, content))
     for word in words:
         assert word in str(e.value)
 
