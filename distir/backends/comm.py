@@ -59,7 +59,7 @@ class Network:
         self.rank = rank
         self.memory = memory or memory_for(device)
         self.watch: Callable[[Any], None] | None = None
-        """Is told of the work of every collective of the backend's own when it is started."""
+        """Is told of the work of every collective when it is started."""
         self.here = devices[rank] if devices else None
         self.number = {d: k for k, d in enumerate(devices)}
         self._groups: dict[tuple[int, ...], Group] = {tuple(range(len(devices))): None}
@@ -93,13 +93,8 @@ class Network:
         members = sorted(ranks)
         places = None if ranks == members else [members.index(r) for r in ranks]
         all_near = self.nearby is not None and len(ranks) > 1 and self.nearby.reaches(ranks)
-        line = Line(self._groups[tuple(members)], ranks, ranks.index(self.rank), places)
-        return line._replace(nearby=self.nearby) if all_near else line
-
-    def _started(self, work: Any) -> Any:
-        if self.watch is not None and work is not None:
-            self.watch(work)
-        return work
+        group, near = self._groups[tuple(members)], self.nearby if all_near else None
+        return Line(group, ranks, ranks.index(self.rank), places, near, self.watch)
 
     # --- collectives along a mesh axis: each returns what the op does to this rank's tensor
 
@@ -113,9 +108,9 @@ class Network:
         def start(x: torch.Tensor) -> Pending:
             y = memory.lent(x.to(wider or narrow)) if own or wider else memory.copied(x)
             if line.nearby is None:
-                work = self._started(dist.all_reduce(y, _OPS[kind], line.group, async_op=True))
+                work = line.started(dist.all_reduce(y, _OPS[kind], line.group, async_op=True))
             else:
-                work = self._started(line.nearby.allreduce(y, line.ranks, kind))
+                work = line.started(line.nearby.allreduce(y, line.ranks, kind))
 
             def finish() -> torch.Tensor:
                 wait(work)
@@ -138,7 +133,7 @@ class Network:
         def start(xs: Row) -> Finish:
             x = memory.lent(xs[0].view(-1) if len(xs) == 1 and xs[0].is_contiguous() else _flat(xs))
             out = memory.empty((n, *x.shape), x.dtype)
-            work = self._started(all_gather(movable(out), movable(x), group=line.group, async_op=True))
+            work = line.started(all_gather(movable(out), movable(x), group=line.group, async_op=True))
 
             def finish() -> list[torch.Tensor]:
                 wait(work)
@@ -167,7 +162,7 @@ class Network:
             parts = _to(rows[0] if len(rows) == 1 else torch.cat(rows, 1), line.places)
             parts = memory.lent(parts if wider is None else parts.to(wider))
             out = memory.empty(parts.shape[1:], parts.dtype)
-            work = self._started(reduce_scatter(out, parts.view(-1), _OPS[kind], group=line.group, async_op=True))
+            work = line.started(reduce_scatter(out, parts.view(-1), _OPS[kind], group=line.group, async_op=True))
 
             def finish() -> list[torch.Tensor]:
                 wait(work)
@@ -193,7 +188,7 @@ class Network:
                 works = exchange(out, parts.unbind(), line)
             else:
                 rows = movable(out), movable(parts)
-                works = [self._started(dist.all_to_all_single(*rows, group=line.group, async_op=True))]
+                works = [line.started(dist.all_to_all_single(*rows, group=line.group, async_op=True))]
 
             def finish() -> torch.Tensor:
                 wait_all(works)

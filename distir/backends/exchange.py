@@ -55,7 +55,7 @@ def swap(out: Row, rows: Row, line: Line) -> list[Any]:
     to wait for.
     """
     if line.nearby is not None:
-        return [line.nearby.swap(out, rows, line.ranks)]
+        return [line.started(line.nearby.swap(out, rows, line.ranks))]
     others = [(k, r) for k, r in enumerate(line.ranks) if k != line.index]
     works: list[Any] = [dist.irecv(out[k], r, line.group, _NUMBER) for k, r in others]
     works += [dist.isend(rows[k], r, line.group, _NUMBER) for k, r in others]

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 RECORDED = 5
 """So many steps are recorded: those after the first, which warms up; the first if there is no other."""
 PROMPT_NS = 30_000
-"""A wait (in ns) that is over so soon found complete what it waited for. When that was, only some collectives on gloo
-tell: others are marked `late`, and their slices end where the wait begins.
+"""A wait (in ns) that is over so soon found complete what it waited for. When that was, collectives tell
+that go over memory, and some of gloo's: others are marked `late`, and their slices end where the wait begins.
 """
 
 

@@ -137,7 +137,7 @@ class Line(NamedTuple):
     """The ranks that meet along a mesh axis, in its order; `index` is the place of this one.
 
     `places`: where in `group`, which is in the order of ranks, each of them is; None if at its own place. `nearby`: by
-    which all of them reach each other, if they do.
+    which all of them reach each other, if they do. `watch` is told of what is started.
     """
 
     group: Group
@@ -145,6 +145,13 @@ class Line(NamedTuple):
     index: int
     places: list[int] | None
     nearby: Nearby | None = None
+    watch: Callable[[Any], None] | None = None
+
+    def started(self, work: Any) -> Any:
+        """The work of a collective, or of a part of one, that has just been started."""
+        if self.watch is not None and work is not None:
+            self.watch(work)
+        return work
 
 
 def directions(program: Function, number: Mapping[Device, int]) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,21 @@ def test_ops_that_are_done_at_once(tmp_path: Path) -> None:
         names = [name for name, _ in e["args"]["does"]]
         assert e["name"] == "+".join(dict.fromkeys(names))
         assert e["args"]["bytes"] > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere gloo does it, which does not tell")
+def test_what_ranks_exchange_tells_when_it_is_complete(tmp_path: Path) -> None:
+    """Which is before whoever waits for it goes on: parameters that are gathered, and gradients that are reduced."""
+    model = distir.load(MLP, {"batch": 8}, loss="mse")
+    distir.run(model, distir.Plan(dp=2, zero=3), steps=3, profile=tmp_path)
+    for rank in range(2):
+        trace = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        begins = {(e["args"]["step"], e["args"]["result"]): e for e in slices(trace, "communication")}
+        ends = {(e["args"]["step"], e["args"]["result"]): e for e in slices(trace, "wait") if "result" in e["args"]}
+        assert {"MPIAllgather", "MPIReduceScatter"} <= {e["name"] for e in begins.values()}
+        assert begins.keys() == ends.keys()
+        assert not [e for e in begins.values() if e["args"].get("late")]
+        assert all(span(e)[1] < span(ends[k])[1] for k, e in begins.items())
 
 
 def test_times_nest(tmp_path: Path) -> None:
