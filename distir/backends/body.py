@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distir.backends.buckets import Bucket, find_buckets
-from distir.backends.kernels import Kernel, can_place, literal, render
+from distir.backends.kernels import literal, render
 from distir.backends.native import implementation
 from distir.backends.optimizers import GRADIENT, steps_together, update
 from distir.backends.ownership import Memory, each_part
@@ -274,8 +275,7 @@ class Body:
         operands = [self.use(v) for v in op.inputs]
         results = [self.var(v) for v in op.outputs]
         if kernel is not None:
-            into = into or self._room(op, kernel)
-            lines, expressions = render(kernel, operands, self.bind, self._temporary, into)
+            lines, expressions = render(kernel, operands, self.bind, self._temporary, into, self._room)
             self.lines += lines
             self.lines += [f"{v} = {x}" for v, x in zip(results, expressions, strict=True)]
             self._forget()
@@ -293,13 +293,13 @@ class Body:
         if into is not None:
             self.lines.append(f"{results[0]} = {self.bind('copy_', torch.Tensor.copy_)}({into}, {results[0]})")
 
-    def _room(self, op: Op, kernel: Kernel) -> str | None:
-        """An expression for memory to compute a large result into, if it can be."""
-        t = op.outputs[0].type
-        on_host = self.lowering.xp.device.type == "cpu"  # other devices have a caching allocator of their own
-        if not on_host or not isinstance(t, Tensor) or t.bytes < LARGE or not can_place(kernel):
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> str | None:
+        """An expression for memory to compute a large tensor into. Devices but CPUs have a caching allocator of their
+        own.
+        """
+        if self.lowering.xp.device.type != "cpu" or math.prod(shape) * dtype.itemsize < LARGE:
             return None
-        return f"{self.bind('room', self.lowering.room(t))}()"
+        return f"{self.bind('room', self.lowering.room(shape, dtype))}()"
 
     def _step(self, row: Sequence[Op], k: int) -> None:
         """Steps of an optimizer, the last of them op number k: one call for all whose gradients come together, in the

@@ -139,7 +139,7 @@ class Network:
                 wait(work)
                 rows = _at(memory.back(out), line.places)
                 return [
-                    merge_front(rows[:, a:b].reshape(n, *t.shape), dim, outer)
+                    merge_front(rows[:, a:b].reshape(n, *t.shape), dim, outer, memory.room)
                     for t, (dim, outer, n), (a, b) in zip(parts, digits, pairwise(cuts), strict=True)
                 ]
 
@@ -158,7 +158,7 @@ class Network:
 
         def start(xs: Row) -> Finish:
             self._reductions.make_room()
-            rows = [split_front(x, *d).view(n, -1) for x, d in zip(xs, digits, strict=True)]
+            rows = [split_front(x, *d).reshape(n, -1) for x, d in zip(xs, digits, strict=True)]
             parts = _to(rows[0] if len(rows) == 1 else torch.cat(rows, 1), line.places)
             parts = memory.lent(parts if wider is None else parts.to(wider))
             out = memory.empty(parts.shape[1:], parts.dtype)
@@ -192,7 +192,7 @@ class Network:
 
             def finish() -> torch.Tensor:
                 wait_all(works)
-                return merge_front(_at(memory.back(out), places), dim, outer)
+                return merge_front(_at(memory.back(out), places), dim, outer, memory.room)
 
             return finish
 

@@ -100,9 +100,9 @@ def gather(
             if packing.together:
                 rows = memory.back(outs.pop())
                 for k, a, b in packing.slices():
-                    wholes[k] = merge_front(rows[:, a:b].reshape(n, *parts[k].shape), *digits[k][:2])
+                    wholes[k] = merge_front(rows[:, a:b].reshape(n, *parts[k].shape), *digits[k][:2], memory.room)
             for k, out in zip(packing.apart, outs, strict=True):
-                wholes[k] = merge_front(memory.back(out), *digits[k][:2])
+                wholes[k] = merge_front(memory.back(out), *digits[k][:2], memory.room)
             outs.clear()
             return [wholes[k] for k in range(len(parts))]
 
@@ -174,29 +174,38 @@ def reduce_parts(
         reductions.make_room()
         rows = [memory.lent(split_front(xs[k], *digits[k])) for k in packing.apart]
         if packing.together:
-            flat = [split_front(xs[k], *digits[k]).view(n, -1) for k in packing.together]
+            flat = [split_front(xs[k], *digits[k]).reshape(n, -1) for k in packing.together]
             rows.append(memory.lent(torch.cat(flat, 1)))
-        places = [k for k in range(n) if k != line.index]
         works: list[Any] = []
-        got: list[list[torch.Tensor]] = []
-        for row in rows:
-            room = memory.empty((n - 1, *row.shape[1:]), row.dtype).unbind()
-            at = dict(zip(places, room, strict=True))
-            got.append([at.get(k, row[k]) for k in range(n)])
-            works += swap(got[-1], row.unbind(), line)
+        totals = [_reduction(memory, line, row, kind, works) for row in rows]
 
         def finish() -> list[torch.Tensor]:
             wait_all(works)
-            totals = [_total([memory.back(x) for x in row], line.index, kind) for row in got]
-            got.clear()
+            results = [total() for total in totals]
+            totals.clear()
             rows.clear()
-            done = dict(zip(packing.apart, totals, strict=False))
-            done |= {k: totals[-1][a:b].view(parts[k].shape) for k, a, b in packing.slices()}
+            done = dict(zip(packing.apart, results, strict=False))
+            done |= {k: results[-1][a:b].view(parts[k].shape) for k, a, b in packing.slices()}
             return [done[k] for k in range(len(parts))]
 
         return reductions.started(finish)
 
     return start
+
+
+def _reduction(
+    memory: Memory, line: Line, row: torch.Tensor, kind: str, works: list[Any]
+) -> Callable[[], torch.Tensor]:
+    """Start to reduce the row of this rank's parts; `works` get what to wait for. Then the result can be had, once."""
+    n, shape = len(line.ranks), row.shape[1:]
+    if line.nearby is not None:
+        out = memory.empty(shape, row.dtype)
+        works.append(line.started(line.nearby.reduce_scatter(out, row.unbind(), line.ranks, kind)))
+        return lambda: out.div_(n) if kind == "mean" else out
+    # each by itself: the total is left in one of them, and must not keep the others
+    got = [row[k] if k == line.index else memory.empty(shape, row.dtype) for k in range(n)]
+    works += swap(got, row.unbind(), line)
+    return lambda: _total([memory.back(x) for x in got], line.index, kind)
 
 
 def _total(row: Sequence[torch.Tensor], mine: int, kind: str) -> torch.Tensor:

@@ -70,12 +70,27 @@ def count_uses(kernel: Kernel) -> Counter[int]:
 Bind = Callable[[str, Any], str]
 
 
-_INTO = {
-    f: getattr(torch, name)
-    for name in ("add", "addmm", "div", "matmul", "mm", "mul", "neg", "sub", "sum")
-    for f in (getattr(torch, name), getattr(torch.Tensor, name))
+_MAKE = ("add", "addmm", "cat", "div", "index_select", "log_softmax", "matmul", "mm", "mul", "neg", "softmax", "sub")
+_INTO: dict[Any, tuple[Callable[..., Any], str]] = {
+    f: (getattr(torch, name), "out")
+    for name in (*_MAKE, "sigmoid", "sum", "tanh", "zeros")
+    for f in (getattr(torch, name), getattr(torch.Tensor, name, None))
+    if f is not None
+} | {
+    torch.nn.functional.gelu: (torch.ops.aten.gelu.out, "out"),
+    torch.ops.aten.gelu_backward.default: (torch.ops.aten.gelu_backward.grad_input, "grad_input"),
+    torch.ops.aten.tanh_backward.default: (torch.ops.aten.tanh_backward.grad_input, "grad_input"),
+    torch.ops.aten.sigmoid_backward.default: (torch.ops.aten.sigmoid_backward.grad_input, "grad_input"),
+    torch.ops.aten.silu_backward.default: (torch.ops.aten.silu_backward.grad_input, "grad_input"),
+    torch.ops.aten.threshold_backward.default: (torch.ops.aten.threshold_backward.grad_input, "grad_input"),
 }
-"""Functions that can be told where to put their result."""
+"""Functions that can be told where to put their result, and by which keyword."""
+
+
+def _placed(call: TorchCall, into: int) -> TorchCall:
+    """The call, told to put its result into tensor number `into`."""
+    function, keyword = _INTO[call.function]
+    return call._replace(function=function, kwargs={**call.kwargs, keyword: Ref(into)})
 
 
 def can_place(kernel: Kernel) -> bool:
@@ -85,24 +100,36 @@ def can_place(kernel: Kernel) -> bool:
 
 
 def render(
-    kernel: Kernel, operands: Sequence[str], bind: Bind, fresh: Callable[[], str], into: str | None = None
+    kernel: Kernel,
+    operands: Sequence[str],
+    bind: Bind,
+    fresh: Callable[[], str],
+    into: str | None = None,
+    room: Callable[[Sequence[int], torch.dtype], str | None] = lambda *_: None,
 ) -> tuple[list[str], list[str]]:
     """Statements, and then an expression for each result.
 
     `operands` are the expressions of the op's; `bind(name, x)` gives a global that is x, `fresh()` an unused
-    name. `into` is a tensor for the one result, computed straight into it where torch can, else copied.
+    name. `into` is a tensor for the one result, computed straight into it where torch can, else copied. `room` gives an
+    expression for memory to compute a tensor into, None if torch is to take it.
     """
     if into is not None and not can_place(kernel):
-        lines, (result,) = render(kernel, operands, bind, fresh)
+        lines, (result,) = render(kernel, operands, bind, fresh, room=room)
         return lines, [f"{bind('copy_', torch.Tensor.copy_)}({into}, {result})"]
-    if into is not None:
-        last, number = kernel.calls[-1], len(kernel.tensors)
-        named = last._replace(function=_INTO[last.function], kwargs={**last.kwargs, "out": Ref(number)})
-        kernel = kernel._replace(calls=[*kernel.calls[:-1], named])
     uses, in_place = count_uses(kernel), kernel.in_place
     text = dict(enumerate(operands))
-    if into is not None:
-        text[len(kernel.tensors)] = into
+    calls: list[TorchCall] = []
+    for k, call in enumerate(kernel.calls):
+        place = into if k == len(kernel.calls) - 1 else None
+        if place is None and call.function in _INTO and call.result is not None:
+            made = kernel.tensors[call.result]
+            place = room(made.shape, made.dtype)
+        if place is not None:
+            number = len(kernel.tensors) + k
+            text[number] = place
+            call = _placed(call, number)
+        calls.append(call)
+    kernel = kernel._replace(calls=calls)
     lines: list[str] = []
     for k, call in enumerate(kernel.calls):
         expression = _call_text(call, text, bind)

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+Room = Callable[..., torch.Tensor]
+"""Memory for a tensor of a shape and a dtype, as `torch.empty` gives it."""
 WIDER = {torch.int16: torch.int32}
 """What neither gloo nor NCCL reduces is reduced as this."""
 
 
 def split_front(x: torch.Tensor, dim: int, outer: int, n: int) -> torch.Tensor:
-    """(n, ...): the n parts of `x`, whose `dim` reads as (outer, n, rest), one after the other in memory."""
+    """(n, ...): the n parts of `x`, whose `dim` reads as (outer, n, rest); where it can be without copying."""
     shape = x.shape
     y = x.reshape(*shape[:dim], outer, n, shape[dim] // (outer * n), *shape[dim + 1 :]).movedim(dim + 1, 0)
-    return y.contiguous().reshape(n, *shape[:dim], shape[dim] // n, *shape[dim + 1 :])
+    return y.reshape(n, *shape[:dim], shape[dim] // n, *shape[dim + 1 :])
 
 
-def merge_front(x: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
-    """The inverse of `split_front`."""
+def merge_front(x: torch.Tensor, dim: int, outer: int, room: Room = torch.empty) -> torch.Tensor:
+    """The inverse of `split_front`; what must be copied is copied to `room`."""
     n, *shape = x.shape
     y = x.reshape(n, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]).movedim(0, dim + 1)
-    return y.reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
+    whole = (*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
+    if y.is_contiguous():
+        return y.view(whole)
+    out = room(whole, dtype=x.dtype)
+    out.view(y.shape).copy_(y)
+    return out
 
 
 def merge(parts: Sequence[torch.Tensor], dim: int, outer: int) -> torch.Tensor:

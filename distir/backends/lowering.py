@@ -28,7 +28,7 @@ from distir.backends.body import Body, Waits
 from distir.backends.comm import Network
 from distir.backends.inplace import in_place
 from distir.backends.kernels import Kernel
-from distir.backends.namespace import TorchNamespace, torch_dtype
+from distir.backends.namespace import TorchNamespace
 from distir.backends.native import implementation
 from distir.backends.optimizers import put_together, steps_together
 from distir.backends.ownership import Ownership, Share
@@ -109,9 +109,9 @@ class Lowering:
         """Whether communication buffers may be kept from step to step, by functions that a step calls once."""
         return self._ownership is not None and self._ownership.keeps_buffers
 
-    def room(self, t: Tensor) -> Callable[[], torch.Tensor]:
-        """What gives memory for a tensor of a local type."""
-        key = t.shape, torch_dtype(t.dtype)
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        """What gives memory for a tensor."""
+        key = tuple(shape), dtype
         if key not in self._rooms:
             self._rooms[key] = functools.partial(self.network.memory.room, *key)
         return self._rooms[key]

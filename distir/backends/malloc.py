@@ -13,6 +13,13 @@ _LARGEST_ON_HEAP = 32 << 20
 """What is larger is mapped, and unmapped when it is free: glibc takes no larger threshold, and gets to it by itself."""
 
 
+def give_back() -> None:
+    """Return to the system what is free now, wherever it is in a heap."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def keep_freed() -> bool:
     """Keep freed memory for what comes next, in this process; whether the C library can be told so."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

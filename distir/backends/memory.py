@@ -28,13 +28,18 @@ class Memory:
         """Room for what is received."""
         return self.room(shape, dtype)
 
+    def held(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, which is new, or a copy, where what is computed may later take its place."""
+        pooled = self._pool is not None and x.nbytes >= LARGE
+        return self.room(x.shape, x.dtype).copy_(x) if pooled else x
+
     def lent(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, contiguous, to be read by the backend; maybe `x` itself."""
-        return x.contiguous()
+        return x if x.is_contiguous() else self.copied(x)
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of `x` that the backend may change."""
-        return x.clone(memory_format=torch.contiguous_format)
+        return self.room(x.shape, x.dtype).copy_(x)
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
         """What the backend has left in `x`, where it is computed with."""

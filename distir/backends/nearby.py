@@ -51,6 +51,8 @@ for torch to call other threads, which the program has a use for.
 """
 _WIDEST_BYTES = 8
 """Of an element."""
+_REDUCE = {"max": torch.maximum}
+"""All other kinds add up."""
 _LOOK_SECONDS = 0.5
 """Who waits looks so often whether the others are still there."""
 _LEAVE_SECONDS = 1.0
@@ -171,7 +173,7 @@ class Nearby:
         line = _LINE_BYTES // x.itemsize
         part = -(-len(row) // (len(ranks) * line)) * line
         begin, end = min(len(row), me * part), min(len(row), (me + 1) * part)
-        reduce = torch.maximum if kind == "max" else torch.add
+        reduce = _REDUCE.get(kind, torch.add)
 
         def act(brought: Mapping[int, int]) -> None:
             for at in range(begin, end, _CHUNK):
@@ -185,6 +187,27 @@ class Nearby:
 
         key = self._next(self.group(ranks))
         return self._start(key, ranks, ranks, dict.fromkeys(ranks, x.data_ptr()), act, [x])
+
+    def reduce_scatter(self, out: torch.Tensor, rows: Rows, ranks: Sequence[int], kind: str) -> Work:
+        """Have in `out` what all bring for this rank, reduced, in the order of `ranks`: `rows[k]` is for the k-th. All
+        contiguous; `kind` as for `allreduce`.
+        """
+        reduce = _REDUCE.get(kind, torch.add)
+        own, whole = rows[ranks.index(self.rank)].view(-1), out.view(-1)
+
+        def act(brought: Mapping[int, int]) -> None:
+            for at in range(0, len(whole), _CHUNK):
+                part = whole[at : at + _CHUNK]
+                other = self._scratch[: part.nbytes].view(part.dtype)
+                total = own[at : at + _CHUNK]
+                for k, r in enumerate(ranks):
+                    x = own[at : at + _CHUNK] if r == self.rank else other if k else part
+                    if r != self.rank:
+                        self._copy("read", r, brought[r] + at * x.itemsize, x)
+                    total = reduce(total, x, out=part) if k else x
+
+        addresses = {r: x.data_ptr() for r, x in zip(ranks, rows, strict=True)}
+        return self._start(self._next(self.group(ranks)), ranks, ranks, addresses, act, [*rows, out])
 
     def swap(self, out: Rows, rows: Rows, ranks: Sequence[int]) -> Work:
         """Bring `rows[k]`, contiguous, to the k-th of `ranks`, and `out[k]` from it, but for one's own."""

@@ -17,7 +17,7 @@ from distir.backends.clock import Clock
 from distir.backends.comm import all_gather
 from distir.backends.epochs import Epochs, Lap, Laps
 from distir.backends.layout import movable
-from distir.backends.malloc import keep_freed
+from distir.backends.malloc import give_back, keep_freed
 from distir.backends.memory import agreed_on
 from distir.backends.pieces import Coord, Shipped, digest
 from distir.backends.profile import Profiler
@@ -90,6 +90,7 @@ def execute(
     engine = TorchRank(program, rank, device, recorder, profiler)
     for k, x in arrays.items():  # one at a time: what has been read of a file need not stay
         engine.load({k: x.array() if isinstance(x, Shipped) else x})
+    give_back()  # what was read of files
     laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, alive))
     keeper = None if saving is None else _keeper(engine, rank, saving)
     data = Ahead(engine, feed, steps)

@@ -104,7 +104,7 @@ class TorchRank:
 
         Padded inputs given in their source shape are padded with zeros. Raises UsageError for another shape.
         """
-        self.values |= self.pieces(arrays)
+        self.values |= {k: self.network.memory.held(x) for k, x in self.pieces(arrays).items()}
 
     def pieces(self, arrays: Mapping[int, Any]) -> dict[int, torch.Tensor]:
         """What `load` takes, without taking it."""
