@@ -158,7 +158,7 @@ class Network:
 
         def start(xs: Row) -> Finish:
             self._reductions.make_room()
-            rows = [split_front(x, *d).reshape(n, -1) for x, d in zip(xs, digits, strict=True)]
+            rows = [split_front(x, *d, memory.room).reshape(n, -1) for x, d in zip(xs, digits, strict=True)]
             parts = _to(rows[0] if len(rows) == 1 else torch.cat(rows, 1), line.places)
             parts = memory.lent(parts if wider is None else parts.to(wider))
             out = memory.empty(parts.shape[1:], parts.dtype)
@@ -182,7 +182,7 @@ class Network:
         places = None if exchanges else line.places
 
         def start(x: torch.Tensor) -> Pending:
-            parts = memory.lent(_to(split_front(x, to_dim, to_outer, n), places))
+            parts = memory.lent(_to(split_front(x, to_dim, to_outer, n, memory.room), places))
             out = memory.empty(parts.shape, parts.dtype)
             if exchanges:
                 works = exchange(out, parts.unbind(), line)

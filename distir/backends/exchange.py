@@ -172,9 +172,9 @@ def reduce_parts(
 
     def start(xs: Row) -> Finish:
         reductions.make_room()
-        rows = [memory.lent(split_front(xs[k], *digits[k])) for k in packing.apart]
+        rows = [memory.lent(split_front(xs[k], *digits[k], memory.room)) for k in packing.apart]
         if packing.together:
-            flat = [split_front(xs[k], *digits[k]).reshape(n, -1) for k in packing.together]
+            flat = [split_front(xs[k], *digits[k], memory.room).reshape(n, -1) for k in packing.together]
             rows.append(memory.lent(torch.cat(flat, 1)))
         works: list[Any] = []
         totals = [_reduction(memory, line, row, kind, works) for row in rows]

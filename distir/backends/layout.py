@@ -7,28 +7,32 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-Room = Callable[..., torch.Tensor]
-"""Memory for a tensor of a shape and a dtype, as `torch.empty` gives it."""
+Room = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+"""Gives memory for a tensor, where the tensors are that are computed with."""
 WIDER = {torch.int16: torch.int32}
 """What neither gloo nor NCCL reduces is reduced as this."""
 
 
-def split_front(x: torch.Tensor, dim: int, outer: int, n: int) -> torch.Tensor:
-    """(n, ...): the n parts of `x`, whose `dim` reads as (outer, n, rest); where it can be without copying."""
+def split_front(x: torch.Tensor, dim: int, outer: int, n: int, room: Room | None = None) -> torch.Tensor:
+    """(n, ...): the n parts of `x`, whose `dim` reads as (outer, n, rest). What must be copied is copied to
+    `room`, by default to new memory."""
     shape = x.shape
     y = x.reshape(*shape[:dim], outer, n, shape[dim] // (outer * n), *shape[dim + 1 :]).movedim(dim + 1, 0)
-    return y.reshape(n, *shape[:dim], shape[dim] // n, *shape[dim + 1 :])
+    parts = (n, *shape[:dim], shape[dim] // n, *shape[dim + 1 :])
+    return y.reshape(parts) if outer == 1 or y.is_contiguous() else _packed(y, parts, room)
 
 
-def merge_front(x: torch.Tensor, dim: int, outer: int, room: Room = torch.empty) -> torch.Tensor:
-    """The inverse of `split_front`; what must be copied is copied to `room`."""
+def merge_front(x: torch.Tensor, dim: int, outer: int, room: Room | None = None) -> torch.Tensor:
+    """The inverse of `split_front`."""
     n, *shape = x.shape
     y = x.reshape(n, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]).movedim(0, dim + 1)
     whole = (*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
-    if y.is_contiguous():
-        return y.view(whole)
-    out = room(whole, dtype=x.dtype)
-    out.view(y.shape).copy_(y)
+    return y.view(whole) if y.is_contiguous() else _packed(y, whole, room)
+
+
+def _packed(x: torch.Tensor, shape: Sequence[int], room: Room | None) -> torch.Tensor:
+    out = torch.empty(shape, dtype=x.dtype, device=x.device) if room is None else room(shape, x.dtype)
+    out.view(x.shape).copy_(x)
     return out
 
 

@@ -92,7 +92,7 @@ class Memory:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.categories = Categories(program.function)
-        self.pack, self.unpack = lookup("Pack"), lookup("Unpack")
+        self.pack, self.unpack, self.reduce_scatter = map(lookup, ("Pack", "Unpack", "MPIReduceScatter"))
         self._steps: dict[tuple[Function, int, frozenset[int]], list[Step]] = {}
         self._used: dict[tuple[Function, int, frozenset[int]], frozenset[int]] = {}
         self._touching: dict[Function, dict[int, list[tuple[int, bool]]]] = {}
@@ -166,7 +166,31 @@ class Memory:
             later.update(uses)
             steps.append(Step(n, op, uses, makes, dies, spare))
         steps.reverse()
+        self._hold(steps)
         return steps
+
+    def _hold(self, steps: list[Step]) -> None:
+        """Let the operands of a reduction to parts live as long as it is under way: it runs beside what follows, until
+        its result is used, or another starts.
+        """
+        at: int | None = None
+        results: set[Value] = set()
+        for k, step in enumerate(steps):
+            starts = step.op.spec is self.reduce_scatter
+            if at is not None and (starts or not results.isdisjoint(step.uses)):
+                if not starts and self.is_view(step.op):
+                    results.update(step.makes)
+                    continue
+                _die_later(steps, at, k - 1)
+                at = None
+            if starts:
+                at, results = k, set(step.makes)
+        if at is not None:
+            _die_later(steps, at, len(steps) - 1)
+
+    def is_view(self, op: Op) -> bool:
+        """Whether its results lie in its operands' buffers."""
+        return bool(op.inputs) and self.program.cost.free(op.spec, op.attributes, [v.type for v in op.inputs])
 
     def used(self, f: Function, c: int, unneeded: frozenset[int]) -> frozenset[int]:
         """The numbers of the inputs that a body uses on class c."""
@@ -201,6 +225,15 @@ class Memory:
         held = self.program.held
         outputs = {k: v for k, v in enumerate(f.outputs) if k not in unneeded and c in held(v.type)}
         return _result(frame, outputs, origin, given)
+
+
+def _die_later(steps: list[Step], begin: int, end: int) -> None:
+    """Let operands that die with a step die with a later one."""
+    step = steps[begin]
+    operands = tuple([v for v in step.dies if v in step.uses])
+    if end > begin and operands:
+        steps[begin] = step._replace(dies=tuple([v for v in step.dies if v not in step.uses]))
+        steps[end] = steps[end]._replace(dies=steps[end].dies + operands)
 
 
 class _Frame:
@@ -241,7 +274,7 @@ class _Frame:
         op = step.op
         if op.callee is not None:
             return self.call(step, op.callee)
-        if op.inputs and self.memory.program.cost.free(op.spec, op.attributes, [v.type for v in op.inputs]):
+        if self.memory.is_view(op):
             self.view(step)
         else:
             self.make(step)
