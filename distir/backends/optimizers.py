@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,19 +19,25 @@ _is_contiguous = torch.Tensor.is_contiguous
 def _contiguous(kernel: Callable[..., None]) -> Callable[..., None]:
     """The kernel for tensors of any strides: it goes through memory as it lies, and does not look at them.
 
-    Its first row of tensors are gradients, which it reads, the others it changes.
+    Its first row of tensors are gradients, which it reads, the others it changes. Of what lies otherwise it gets
+    copies, of one weight at a time.
     """
 
     def update(gradients: Row, *changed: Row, **settings: Any) -> None:
-        gradients = [g.contiguous() for g in gradients]
-        if all([all(map(_is_contiguous, row)) for row in changed]):
-            kernel(gradients, *changed, **settings)
+        rows = [gradients, *changed]
+        if all([all(map(_is_contiguous, row)) for row in rows]):
+            kernel(*rows, **settings)
             return
-        copies = [[x.contiguous() for x in row] for row in changed]
-        kernel(gradients, *copies, **settings)
-        for row, copied in zip(changed, copies, strict=True):
-            for x, y in zip(row, copied, strict=True):
-                x.copy_(y)
+        whole = [all(_is_contiguous(row[k]) for row in rows if row) for k in range(len(gradients))]
+        if any(whole):
+            kernel(*[list(itertools.compress(row, whole)) for row in rows], **settings)
+        for k in [k for k, lies in enumerate(whole) if not lies]:
+            one = [row[k : k + 1] for row in rows]
+            copies = [[x.contiguous() for x in row] for row in one]
+            kernel(*copies, **settings)
+            for row, copied in zip(one[1:], copies[1:], strict=True):
+                for x, y in zip(row, copied, strict=True):
+                    x.copy_(y)
 
     return update
 

@@ -3,6 +3,8 @@
 Buffers are counted, not values: views and bundles lie in their operands' buffers; a result takes over the buffer of an
 operand that the op donates, if nothing else needs it; a buffer is freed after the last use of the last value in it. The
 program's inputs are held by its caller, but those that it updates (`Function.updates`), which die with their last use.
+What a reduction to parts takes dies when the next starts, or with the body, if that only hands the result on: it is
+under way until then.
 
 A call counts as its body inlined. What it adds depends on which tensors die in it and which of its results are needed:
 for each such case it is a (net, peak, where), found once.
@@ -10,6 +12,7 @@ for each such case it is a (net, peak, where), found once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -54,7 +57,7 @@ class MemoryUse(NamedTuple):
 
 class Step(NamedTuple):
     """An op as one class sees it: what it uses and makes there, which values die with it; of a call, also the numbers
-    of the results that nobody needs."""
+    of the results that nobody needs; what is let go of after it, which reductions under way have held."""
 
     number: int
     op: Op
@@ -62,6 +65,7 @@ class Step(NamedTuple):
     makes: tuple[Value, ...]
     dies: tuple[Value, ...]
     unneeded: frozenset[int]
+    lets_go: tuple[Value, ...]
 
 
 class Output(NamedTuple):
@@ -164,29 +168,35 @@ class Memory:
                 ends = uses + makes
             dies = tuple([v for v in dict.fromkeys(ends) if v not in later])
             later.update(uses)
-            steps.append(Step(n, op, uses, makes, dies, spare))
+            steps.append(Step(n, op, uses, makes, dies, spare, ()))
         steps.reverse()
-        self._hold(steps)
+        self._hold(f, steps)
         return steps
 
-    def _hold(self, steps: list[Step]) -> None:
-        """Let the operands of a reduction to parts live as long as it is under way: it runs beside what follows, until
-        its result is used, or another starts.
-        """
-        at: int | None = None
-        results: set[Value] = set()
-        for k, step in enumerate(steps):
-            starts = step.op.spec is self.reduce_scatter
-            if at is not None and (starts or not results.isdisjoint(step.uses)):
-                if not starts and self.is_view(step.op):
-                    results.update(step.makes)
-                    continue
-                _die_later(steps, at, k - 1)
-                at = None
-            if starts:
-                at, results = k, set(step.makes)
-        if at is not None:
-            _die_later(steps, at, len(steps) - 1)
+    def _hold(self, f: Function, steps: list[Step]) -> None:
+        """Let the operands of reductions that are under way live until the next such starts, or the body ends."""
+        under_way = self._under_way(f)
+        if not under_way:
+            return
+        last = {v: op for op in f.ops for v in op.inputs} | dict.fromkeys(f.outputs)
+        begins = [k for k, step in enumerate(steps) if step.op in under_way]
+        for begin, end in itertools.pairwise([*begins, len(steps)]):
+            step = steps[begin]
+            held = tuple([v for v in step.dies if last.get(v) is step.op])
+            if held and end - 1 > begin:
+                steps[begin] = step._replace(dies=tuple([v for v in step.dies if v not in held]))
+                steps[end - 1] = steps[end - 1]._replace(lets_go=held)
+
+    def _under_way(self, f: Function) -> set[Op]:
+        """The reductions to parts whose results a body only hands on: they run beside what follows."""
+        found: dict[Value, Op] = {}
+        for op in f.ops:
+            if op.spec is self.reduce_scatter:
+                found.update(dict.fromkeys(op.outputs, op))
+            elif self.is_view(op):
+                found.update({y: found[x] for x in op.inputs if x in found for y in op.outputs})
+        used = {found[v] for op in f.ops if not self.is_view(op) for v in op.inputs if v in found}
+        return set(found.values()) - used
 
     def is_view(self, op: Op) -> bool:
         """Whether its results lie in its operands' buffers."""
@@ -227,15 +237,6 @@ class Memory:
         return _result(frame, outputs, origin, given)
 
 
-def _die_later(steps: list[Step], begin: int, end: int) -> None:
-    """Let operands that die with a step die with a later one."""
-    step = steps[begin]
-    operands = tuple([v for v in step.dies if v in step.uses])
-    if end > begin and operands:
-        steps[begin] = step._replace(dies=tuple([v for v in step.dies if v not in step.uses]))
-        steps[end] = steps[end]._replace(dies=steps[end].dies + operands)
-
-
 class _Frame:
     """One function running on one class: what is live, counted from its beginning."""
 
@@ -271,9 +272,13 @@ class _Frame:
 
     def step(self, step: Step) -> Bytes:
         """Run one op; its highest point."""
+        highest = self.run(step) if step.op.callee is None else self.call(step, step.op.callee)
+        for v in step.lets_go:
+            self.release(v)
+        return highest
+
+    def run(self, step: Step) -> Bytes:
         op = step.op
-        if op.callee is not None:
-            return self.call(step, op.callee)
         if self.memory.is_view(op):
             self.view(step)
         else:

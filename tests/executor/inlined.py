@@ -6,6 +6,7 @@ no dependence left out.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from distir.executor.categories import CATEGORIES, Categories, leaves
@@ -41,6 +42,24 @@ def towards(name: str, home: Device | Mesh) -> str:
     return f"{name} {home.name if isinstance(home, Mesh) else home}"
 
 
+def handed_on(f: Function, cost: CostModel) -> set[Op]:
+    """The reductions to parts whose results, or views of them, no other op of the body takes."""
+    found: set[Op] = set()
+    for op in f.ops:
+        if op.spec.name == "MPIReduceScatter":
+            same = set(op.outputs)
+            others = []
+            for other in f.ops:
+                if not same.isdisjoint(other.inputs):
+                    if other.inputs and cost.free(other.spec, other.attributes, [v.type for v in other.inputs]):
+                        same.update(other.outputs)
+                    else:
+                        others.append(other)
+            if not others:
+                found.add(op)
+    return found
+
+
 class Inlined:
     """`events` are (op name, start, duration, device, stream); `clock` is by (device, stream)."""
 
@@ -50,6 +69,10 @@ class Inlined:
         self.clock: dict[tuple[Device, str], float] = {}
         self.events: list[tuple[str, float, float, str, str]] = []
         self.flat: list[tuple[Op, tuple[object, ...], tuple[object, ...]]] = []
+        self.bodies: list[list[tuple[int, list[object]]]] = []
+        """Of each body where in `flat` the reductions are whose results it only hands on, and which operands die with
+        each; and where it ends.
+        """
         self.function = function
         start = {v: dict.fromkeys(self.devices(v), NEVER) for v in function.inputs}
         self.names: dict[object, Value] = {}
@@ -73,7 +96,13 @@ class Inlined:
         return out
 
     def run(self, f: Function, env: dict[Value, Any]) -> None:
-        for op in f.ops:
+        waits = handed_on(f, self.cost)
+        begins: list[tuple[int, list[object]]] = []
+        self.bodies.append(begins)
+        for n, op in enumerate(f.ops):
+            if op in waits:
+                later = {v for other in f.ops[n + 1 :] for v in other.inputs} | set(f.outputs)
+                begins.append((len(self.flat), [env[v][0] for v in op.inputs if v not in later]))
             if op.callee is not None:
                 inner = {a: env[b] for a, b in zip(op.callee.inputs, op.inputs, strict=True)}
                 self.run(op.callee, inner)
@@ -85,6 +114,7 @@ class Inlined:
             for v in op.outputs:
                 env[v] = (self.instance(v), times[v])
             self.flat.append((op, tuple(env[v][0] for v in op.inputs), tuple(env[v][0] for v in op.outputs)))
+        begins.append((len(self.flat), []))
 
     def step(self, op: Op, ins: list[dict[Device, float]], times: dict[Value, dict[Device, float]]) -> None:
         spec, attrs, cost = op.spec, op.attributes, self.cost
@@ -140,18 +170,25 @@ class Inlined:
         """Most bytes live on a device, and bytes by category live at the end."""
         categories = Categories(self.function)
         on = {k: device in self.devices(v) for k, v in self.names.items()}
-        steps = []
+        steps: list[Any] = []
+        at: list[int] = []  # of each place in `flat`: how many steps come before it
         for op, ins, outs in self.flat:
             makes = [k for k in outs if on[k]]
             uses = [k for k in ins if on[k]]
+            at.append(len(steps))
             if makes or (uses and not op.spec.alias):
                 steps.append((op, uses, makes))
+        at.append(len(steps))
         last: dict[object, int] = {}
         for i, (_, uses, makes) in enumerate(steps):
             for k in (*uses, *makes):
                 last[k] = i
         for k in self.outputs:
             last[k] = len(steps) + 1
+        for body in self.bodies:
+            here = [(n, held) for n, held in body[:-1] if at[n + 1] > at[n]]
+            for (_, held), (n, _) in pairwise([*here, body[-1]]):
+                last.update({k: max(last[k], at[n] - 1) for k in held})
         updated = set(self.function.updates.values())
         lies: dict[object, list[object]] = {}
         size: dict[object, tuple[int, int]] = {}
