@@ -424,7 +424,7 @@ def test_run_json(cli):
     found = json.loads(out)
     assert len(found["losses"]) == len(found["seconds"]) == 2
     assert found["check"]["ok"] is True
-    assert found["check"]["weights"]["error"] < found["check"]["weights"]["allowed"] == 1e-9
+    assert found["check"]["weights"]["error"] < found["check"]["weights"]["allowed"] == 1e-10
     assert found["predicted"]["step_seconds"] > 0
     assert found["tokens"] is None
 

@@ -174,6 +174,22 @@ def test_metrics_that_cannot_be_gone_on_with(model: distir.Model, tmp_path: Path
         distir.run(model, steps=2, checkpoint=tmp_path / "c", **rest)
 
 
+def test_a_run_that_ends_early_leaves_nothing_half_written(model: distir.Model, tmp_path: Path) -> None:
+    """Whatever ends it, what its ranks were writing then is removed."""
+    part = tmp_path / "c" / ".step-00000002.part"
+
+    def fail(step: int, *_: Any) -> None:
+        if step == 1:
+            part.mkdir(exist_ok=True)
+            (part / "__0_0.distcp").write_bytes(b"0")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        distir.run(model, distir.Plan(dp=2), steps=4, checkpoint=tmp_path / "c", every=1, on_step=fail)
+    assert not part.exists()
+    assert (tmp_path / "c" / "latest").exists()
+
+
 def test_nothing_left_to_do(model: distir.Model, checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = distir.run(model, FOUR, steps=4, checkpoint=checkpoints, resume=True, check=True)
     assert result.losses == []

@@ -72,6 +72,8 @@ def beginning(
         saving = Saving(str(path), every, about, lock=lock)
         yield _resumed(saving, model.function) if resume else _fresh(saving)
     finally:
+        if _first_rank():
+            sweep(path)  # nobody writes any more
         if lock is not None:
             os.close(lock)
 

@@ -35,7 +35,7 @@ class DataPartitioner:
     """
 
     def __init__(self, data: Any, sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234) -> None:
-        if any(s < 0 for s in sizes) or sum(sizes) > 1 + 1e-9:
+        if not all(s >= 0 for s in sizes) or sum(sizes) > 1 + 1e-9:
             raise UsageError(f"sizes: expected shares that sum to at most 1, got {list(sizes)}")
         self.data = data
         order = list(range(_length(data)))

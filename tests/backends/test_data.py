@@ -75,6 +75,7 @@ def test_samples_are_collated() -> None:
         (lambda: DataPartitioner([1], [1.2, -0.2]), "sum to at most 1"),
         (lambda: DataPartitioner(iter([1])), "has no length"),
         (lambda: DataPartitioner([1]).use(3), "there are 3 parts, got 3"),
+        (lambda: DataPartitioner([1, 2], [float("nan"), 0.5]), "sum to at most 1"),
         (lambda: partition_dataset(2, 2, [1, 2, 3]), "there are 2 ranks, got rank 2"),
         (lambda: partition_dataset(0, 4, [1, 2, 3]), "at least as many samples, got 128 and 3"),
         (lambda: partition_dataset(0, 4, [1] * 9, 3), "at least as many samples, got 3 and 9"),
