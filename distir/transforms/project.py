@@ -57,7 +57,7 @@ def project(function: Function, rank: int) -> RankProgram:
     function = _inputs_first(function)
     device = devices[rank]
     mine = frozenset(h for h in _homes(function) if device in _devices(h))
-    return RankProgram(rank, device, *_restricted(function, mine))
+    return RankProgram(rank, device, *_restricted(function, mine, range(len(function.ops))))
 
 
 def project_all(function: Function) -> list[RankProgram]:
@@ -68,12 +68,15 @@ def project_all(function: Function) -> list[RankProgram]:
     for home in _homes(function):
         for d in _devices(home):
             mine[d].append(home)
+    touching = _touching(function)
     shared: dict[frozenset[Home], tuple[Function, tuple[int, ...], tuple[int, ...]]] = {}
     programs: list[RankProgram] = []
     for rank, device in enumerate(devices):
         key = frozenset(mine[device])
         if key not in shared:
-            shared[key] = _restricted(function, key)
+            shared[key] = _restricted(
+                function, key, sorted({n for home in (None, *key) for n in touching.get(home, ())})
+            )
         programs.append(RankProgram(rank, device, *shared[key]))
     return programs
 
@@ -121,7 +124,25 @@ def reordered(function: Function, ops: Sequence[Op]) -> Function:
     return Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources)
 
 
-def _restricted(function: Function, mine: frozenset[Home]) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:
+def _touching(function: Function) -> dict[Home | None, list[int]]:
+    """For each home the numbers of the ops that have a value there; under None of those that have one nowhere."""
+    found: dict[Home | None, list[int]] = {}
+    known: dict[Type, tuple[Home | None, ...]] = {}
+    for n, op in enumerate(function.ops):
+        homes: dict[Home | None, None] = {}
+        for v in (*op.inputs, *op.outputs):
+            if v.type not in known:
+                known[v.type] = tuple(homes_of(v.type)) or (None,)
+            homes.update(dict.fromkeys(known[v.type]))
+        for home in homes or (None,):
+            found.setdefault(home, []).append(n)
+    return found
+
+
+def _restricted(
+    function: Function, mine: frozenset[Home], touching: Iterable[int]
+) -> tuple[Function, tuple[int, ...], tuple[int, ...]]:
+    """What is left of a function; `touching` are the numbers of all ops that may be."""
     f = FunctionMaker(function.name)
     held = _Held(mine)
     env: dict[Value, Value] = {}
@@ -129,7 +150,8 @@ def _restricted(function: Function, mine: frozenset[Home]) -> tuple[Function, tu
     for k in inputs:
         v = function.inputs[k]
         env[v] = f.add_input_value(v.name, v.type, v.role)
-    for message, op in enumerate(function.ops):
+    for message in touching:
+        op = function.ops[message]
         if op.spec.name in TRANSFERS:
             _transfer(f, op, message, env, held)
         elif all(map(held, op.inputs)) and all(map(held, op.outputs)):
