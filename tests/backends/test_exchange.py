@@ -219,3 +219,17 @@ def test_a_whole_is_found_only_where_it_is_of_one_piece() -> None:
         (x[:2], 4, 0),
     ):
         assert _whole(part, n, index) is None
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_part_keeps_no_more_memory_than_its_own(n: int) -> None:
+    """Of all that was received to be added up."""
+
+    def work(line: Line, memory: Memory) -> list[torch.Tensor]:
+        part = part_type(((n, 8), 0, 1), n)
+        start = reduce_parts(memory, line, [part], [(0, 1, n)], "sum", Reductions())
+        return start([torch.ones(n, 8)])()
+
+    for (x,) in on_ranks(list(range(n)), work):
+        assert x.tolist() == [[float(n)] * 8]
+        assert x.untyped_storage().nbytes() == x.nbytes

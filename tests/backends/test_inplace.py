@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from distir.backends import kernels
 from distir.backends.buckets import buffer, by_member
 from distir.backends.inplace import in_place
 from distir.backends.kernels import Kernel, python_name, render
@@ -148,3 +149,29 @@ def test_optimizers_step_whatever_the_strides(turned: bool, dtype: torch.dtype):
         adamw(tensors(k + 1), weights, means, squares, step=torch.tensor(k + 1), **settings)
     for a, b in zip(weights, net(torch.optim.AdamW, **settings), strict=True):
         torch.testing.assert_close(a, b, **tolerance)
+
+
+X, Y = torch.linspace(-2, 2, 12).view(3, 4), torch.linspace(1, 3, 12).view(3, 4)
+OPERANDS: dict[str, tuple[Any, ...]] = {
+    "addmm": (X @ Y.T, X, Y.T),
+    "cat": ((X, Y), 1),
+    "index_select": (X, 0, torch.tensor([2, 0])),
+    "log_softmax": (X, -1),
+    "matmul": (X, Y.T),
+    "mm": (X, Y.T),
+    "softmax": (X, -1),
+    "sum": (X, 1),
+    "threshold_backward": (X, Y, 0),
+    "zeros": ((2, 3),),
+}
+
+
+@pytest.mark.parametrize("function", list(kernels._INTO), ids=str)
+def test_results_are_put_where_they_are_told(function: Any) -> None:
+    name = getattr(function, "__name__", str(function)).split(".")[0]
+    operands = OPERANDS.get(name, (X,) if name in ("gelu", "neg", "sigmoid", "tanh") else (X, Y))
+    want = function(*operands)
+    place = torch.full_like(want, 7)
+    into, keyword = kernels._INTO[function]
+    into(*operands, **{keyword: place})
+    assert torch.equal(place, want)

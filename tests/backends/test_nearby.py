@@ -76,7 +76,7 @@ def meetings(draw: st.DrawFn) -> tuple[int, list[tuple[str, int, torch.dtype, in
     n = draw(st.integers(2, 4))
     rank = st.integers(0, n - 1)
     sizes = st.sampled_from([0, 1, 3, 17, 1000, 40_000])
-    kinds = st.sampled_from(["sum", "max", "swap", "gather", "send"])
+    kinds = st.sampled_from(["sum", "max", "part sum", "part max", "swap", "gather", "send"])
     return n, draw(st.lists(st.tuples(kinds, sizes, st.sampled_from(DTYPES), rank, rank), min_size=1, max_size=8))
 
 
@@ -101,6 +101,9 @@ def test_what_is_exchanged(
             if kind in ("sum", "max"):
                 works.append(end.allreduce(x, ranks, kind))
                 results.append(x)
+            elif kind.startswith("part"):
+                results.append(torch.full_like(x, 7))
+                works.append(end.reduce_scatter(results[-1], [x + r for r in ranks], ranks, kind.split()[1]))
             elif kind == "send":
                 if end.rank == a != b:
                     works.append(end.send(x, b, size))
@@ -127,6 +130,9 @@ def test_what_is_exchanged(
             if kind in ("sum", "max"):
                 stacked = torch.stack(xs)
                 assert torch.equal(next(at), stacked.amax(0) if kind == "max" else stacked.sum(0).to(dtype))
+            elif kind.startswith("part"):
+                stacked = torch.stack([x + rank for x in xs])
+                assert torch.equal(next(at), stacked.amax(0) if kind == "part max" else stacked.sum(0).to(dtype))
             elif kind == "send":
                 if rank == b != a:
                     assert torch.equal(next(at), brought(a, k, size, dtype))
