@@ -56,9 +56,6 @@ def test_growth_is_as_predicted(name: str, plan: distir.Plan, folder: Path) -> N
         pytest.skip("this system does not count resident memory as Linux does")
     assert result.prediction is not None
     assert len(result.memory) == plan.size
-    print(
-        name, plan, *[f"{(n or 0) / 2**20:.0f}" for n in result.memory], f"{result.prediction.peak_memory / 2**20:.0f}"
-    )
     measured, predicted = max(n or 0 for n in result.memory), result.prediction.peak_memory
     assert predicted > 200 << 20
     assert abs(measured / predicted - 1) < WITHIN, (measured, predicted)

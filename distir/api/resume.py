@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from distir.ir.errors import UsageError
 from distir.ir.function import Function
 
 _PATIENCE_SECONDS = 2.0
-"""How long to wait for the last processes of a run that was killed."""
+"""How long to wait for the last processes of a run that was killed, before another begins..."""
+_TIDY_SECONDS = 1.0
+"""... and to remove what it has left: who interrupts it waits for that."""
 _SHOWN = 3
 """More names than these are counted."""
 
@@ -42,7 +44,7 @@ def check_settings(
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def beginning(
     model: Model, plan: Plan, data: Data, directory: str | os.PathLike[str] | None, every: int | None, resume: bool
 ) -> Iterator[Saving | None]:
@@ -72,10 +74,9 @@ def beginning(
         saving = Saving(str(path), every, about, lock=lock)
         yield _resumed(saving, model.function) if resume else _fresh(saving)
     finally:
-        if _first_rank():
-            sweep(path)  # nobody writes any more
         if lock is not None:
             os.close(lock)
+            _tidy(path)
 
 
 def _open(path: Path) -> int | None:
@@ -97,6 +98,14 @@ def _open(path: Path) -> int | None:
             raise UsageError(f"another run writes its checkpoints to {path}", "wait for its end, or use another")
     sweep(path)
     return lock
+
+
+def _tidy(path: Path) -> None:
+    """Remove what was being written when the run ended, if soon nobody writes any more."""
+    with contextlib.suppress(OSError):
+        if (lock := hold(path, _TIDY_SECONDS)) is not None:
+            sweep(path)
+            os.close(lock)
 
 
 def _fresh(saving: Saving) -> Saving:

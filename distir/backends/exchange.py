@@ -177,7 +177,7 @@ def reduce_parts(
             flat = [split_front(xs[k], *digits[k], memory.room).reshape(n, -1) for k in packing.together]
             rows.append(memory.lent(torch.cat(flat, 1)))
         works: list[Any] = []
-        totals = [_reduction(memory, line, row, kind, works) for row in rows]
+        totals = [_reduce(memory, line, row, kind, works) for row in rows]
 
         def finish() -> list[torch.Tensor]:
             wait_all(works)
@@ -193,9 +193,7 @@ def reduce_parts(
     return start
 
 
-def _reduction(
-    memory: Memory, line: Line, row: torch.Tensor, kind: str, works: list[Any]
-) -> Callable[[], torch.Tensor]:
+def _reduce(memory: Memory, line: Line, row: torch.Tensor, kind: str, works: list[Any]) -> Callable[[], torch.Tensor]:
     """Start to reduce the row of this rank's parts; `works` get what to wait for. Then the result can be had, once."""
     n, shape = len(line.ranks), row.shape[1:]
     if line.nearby is not None:

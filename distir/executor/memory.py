@@ -99,6 +99,7 @@ class Memory:
         self.pack, self.unpack, self.reduce_scatter = map(lookup, ("Pack", "Unpack", "MPIReduceScatter"))
         self._steps: dict[tuple[Function, int, frozenset[int]], list[Step]] = {}
         self._used: dict[tuple[Function, int, frozenset[int]], frozenset[int]] = {}
+        self._under_way: dict[Function, dict[Op, set[Value]]] = {}
         self._touching: dict[Function, dict[int, list[tuple[int, bool]]]] = {}
         self._results: dict[object, Result] = {}
         self._alike: dict[frozenset[object], MemoryUse] = {}
@@ -175,28 +176,38 @@ class Memory:
 
     def _hold(self, f: Function, steps: list[Step]) -> None:
         """Let the operands of reductions that are under way live until the next such starts, or the body ends."""
-        under_way = self._under_way(f)
+        under_way = self.under_way(f)
         if not under_way:
             return
-        last = {v: op for op in f.ops for v in op.inputs} | dict.fromkeys(f.outputs)
         begins = [k for k, step in enumerate(steps) if step.op in under_way]
         for begin, end in itertools.pairwise([*begins, len(steps)]):
             step = steps[begin]
-            held = tuple([v for v in step.dies if last.get(v) is step.op])
+            held = tuple([v for v in step.dies if v in under_way[step.op]])
             if held and end - 1 > begin:
                 steps[begin] = step._replace(dies=tuple([v for v in step.dies if v not in held]))
                 steps[end - 1] = steps[end - 1]._replace(lets_go=held)
 
-    def _under_way(self, f: Function) -> set[Op]:
-        """The reductions to parts whose results a body only hands on: they run beside what follows."""
-        found: dict[Value, Op] = {}
-        for op in f.ops:
-            if op.spec is self.reduce_scatter:
-                found.update(dict.fromkeys(op.outputs, op))
-            elif self.is_view(op):
-                found.update({y: found[x] for x in op.inputs if x in found for y in op.outputs})
-        used = {found[v] for op in f.ops if not self.is_view(op) for v in op.inputs if v in found}
-        return set(found.values()) - used
+    def under_way(self, f: Function) -> dict[Op, set[Value]]:
+        """The reductions to parts whose results a body only hands on, which run beside what follows, and of each the
+        operands that nothing uses after it.
+        """
+        if f not in self._under_way:
+            reduced: dict[Value, Op] = {}
+            used: set[Op] = set()
+            last: dict[Value, Op | None] = {}
+            for op in f.ops:
+                last.update(dict.fromkeys(op.inputs, op))
+                if op.spec is self.reduce_scatter:
+                    reduced.update(dict.fromkeys(op.outputs, op))
+                handed = [reduced[v] for v in op.inputs if v in reduced]
+                if handed and self.is_view(op):
+                    reduced.update({y: x for x in handed for y in op.outputs})
+                else:
+                    used.update(handed)
+            last.update(dict.fromkeys(f.outputs))
+            found = [op for op in dict.fromkeys(reduced.values()) if op not in used]
+            self._under_way[f] = {op: {v for v in op.inputs if last[v] is op} for op in found}
+        return self._under_way[f]
 
     def is_view(self, op: Op) -> bool:
         """Whether its results lie in its operands' buffers."""
