@@ -5,11 +5,15 @@ from __future__ import annotations
 import mmap
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from distir.backends.memory import Memory
 from distir.backends.pool import LARGE, Pool
+from distir.backends.torch import TorchRank
+from distir.ir.function import FunctionMaker
+from distir.ir.type import Float32, Tensor
 
 N = LARGE // 4
 
@@ -109,3 +113,16 @@ def test_only_idle_blocks_are_given_back() -> None:
     assert pool._mapped == 3 * LARGE
     row.append(pool.empty((N,), torch.float32))
     assert pool._mapped == 4 * LARGE
+
+
+def test_what_is_large_lies_in_the_pool() -> None:
+    """What is loaded, and what ops make: else it would be held twice, at the peak of each."""
+    f = FunctionMaker("main")
+    x = f.add_input_value("x", Tensor(Float32, (512, 1024)))
+    made = [f.emit("Softmax", x, axis=-1), f.emit("Gelu", x), f.emit("Sigmoid", x)]
+    made += [f.emit("GeluGrad", x, made[1]), f.emit("Concat", x, x, axis=0)]
+    f.set_outputs(made)
+    rank = TorchRank(f.finalize(), 0)
+    rank.load({0: np.ones((512, 1024), np.float32)})
+    for y in (*rank.step().values(), rank.values[0]):
+        assert not y.untyped_storage().resizable()  # as memory is that torch has not taken itself

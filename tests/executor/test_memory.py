@@ -66,6 +66,22 @@ def test_what_nobody_uses_dies_at_once() -> None:
     assert use(f).total == 2 * ONE
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_what_a_reduction_takes_lives_while_it_is_under_way(used: bool) -> None:
+    """Until the next starts; unless its result is used at once, and so waited for."""
+    mesh = Mesh((Device("gpu", 0), Device("gpu", 1)), {"dp": 2})
+    f = FunctionMaker()
+    x = f.add_input_value("x", Tensor(Float(), (32, 32), mesh, (SUM,)))
+    first = f.emit("MPIReduceScatter", f.emit("Add", x, x), axis="dp", dim=0)
+    others = [f.emit("Relu", first)] if used else [first]
+    second = f.emit("MPIReduceScatter", f.emit("Add", x, x), axis="dp", dim=0)
+    f.set_outputs([*others, second])
+    got = use(f, 2)
+    # the input, one part and one more whole; and the first whole, or the second part
+    assert got.total == 2.5 * ONE + (0.5 * ONE if used else ONE)
+    assert sum(got.curve[-1].after) == 2 * ONE
+
+
 def _step(donate: bool) -> FunctionMaker:
     f = FunctionMaker()
     w = f.add_input_value("a", X, Role("parameter"))

@@ -97,6 +97,15 @@ def test_restrict_goes_where_nothing_is_left():
     assert [p.inputs for p in project_all(main)] == [(0,)] * 4
 
 
+def test_what_is_nowhere_is_for_all():
+    (stage,) = stages(1, 2)[:1]
+    f = FunctionMaker("main")
+    x = f.add_input_value("x", Tensor(Float64, (4,), stage))
+    y = f.add_input_value("y", Tensor(Float64, (4,)))
+    f.set_outputs([f.emit("Relu", x), f.emit("Relu", y)])
+    assert [len(p.function.ops) for p in project_all(f.finalize())] == [2, 2]
+
+
 def test_one_by_one_is_as_all_at_once():
     main = two_stages()
     for p in project_all(main):
