@@ -124,5 +124,8 @@ def test_what_is_large_lies_in_the_pool() -> None:
     f.set_outputs(made)
     rank = TorchRank(f.finalize(), 0)
     rank.load({0: np.ones((512, 1024), np.float32)})
-    for y in (*rank.step().values(), rank.values[0]):
+    pool = rank.network.memory._pool
+    assert pool is not None
+    assert pool._mapped == rank.values[0].nbytes
+    for y in rank.step().values():
         assert not y.untyped_storage().resizable()  # as memory is that torch has not taken itself
