@@ -2,7 +2,8 @@
 
 Started by `launch` as `python -m distir.backends.worker FOLDER CONTROL RANK0 RANK1 ...`; the numbers are
 inherited ends of socket pairs. The supervisor tells over CONTROL how each rank ended. If whoever started it
-goes away, it kills the ranks and removes FOLDER; if it goes away itself, the kernel kills the ranks.
+goes away, it kills the ranks and removes FOLDER and what they had half written; if it goes away itself, the kernel
+kills the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from distir.backends.checkpoint import Saving
+from distir.backends.checkpoint import Saving, sweep
 from distir.backends.epochs import Epochs
 from distir.backends.limits import out_of_memory, place_of
 from distir.backends.pieces import Shipped, ship
@@ -117,6 +118,8 @@ def supervise(folder: Path, control: Connection, links: list[Connection]) -> Non
     except (EOFError, OSError):
         _kill(list(numbers))
         shutil.rmtree(folder, ignore_errors=True)
+        if job.saving is not None:
+            sweep(Path(job.saving.directory))
 
 
 @contextmanager
