@@ -1,4 +1,5 @@
-"""A training step of GPT-2 (124M) in bfloat16 on one GPU: distir's, eager PyTorch's with autograd, torch.compile's.
+"""A training step of GPT-2 (124M) in bfloat16 on one GPU: distir's, as it is and compiled (`distir run --compile`),
+eager PyTorch's with autograd, torch.compile's.
 
     python benchmarks/cuda.py [--runs N] [--steps N] [--batch N] [--seq N] [--layers N] [--width N] [--json]
 
@@ -24,7 +25,8 @@ from laps import machine, parser, table
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cuda.json"
 GOAL = {"eager": 1.0, "compile": 0.9}
-"""How many times as quick ours should be."""
+"""How many times as quick one of ours should be."""
+OURS = ("distir", "distir compiled")
 LEARNING_RATE = 1e-4
 WARM_UP = 3
 CHECKED = 3
@@ -43,7 +45,7 @@ class Work:
 
         self.sizes = {k: getattr(args, k) for k in ("layers", "width", "heads", "vocab", "seq")}
         self.device = torch.device(args.device)
-        self.batch = args.batch
+        self.batch, self.dtype = args.batch, args.dtype
         self.module, _ = build("gpt2", batch=args.batch, ids_only=True, **self.sizes)
         torch.manual_seed(0)
         shape = (args.batch, args.seq)
@@ -51,7 +53,7 @@ class Work:
         self.labels = torch.randint(self.sizes["vocab"], shape)
 
 
-def distir_step(work: Work) -> Step:
+def distir_step(work: Work, compiled: bool) -> Step:
     """Ours: the step as one program, without autograd."""
     import distir
     from distir.backends.torch import TorchRank
@@ -60,9 +62,9 @@ def distir_step(work: Work) -> Step:
     with tempfile.TemporaryDirectory() as folder:
         path = export("gpt2", Path(folder, "gpt2.onnx"), ids_only=True, **work.sizes)
         optimizer = distir.AdamW(lr=LEARNING_RATE)
-        model = distir.load(path, {"batch": work.batch}, loss="cross-entropy", optimizer=optimizer, dtype="bfloat16")
+        model = distir.load(path, {"batch": work.batch}, loss="cross-entropy", optimizer=optimizer, dtype=work.dtype)
         arrays = model.initial()
-    rank = TorchRank(distir.distribute(model, distir.Plan()), 0, work.device)
+    rank = TorchRank(distir.distribute(model, distir.Plan()), 0, work.device, compiled=compiled)
     given = {v.name: x.numpy() for v, x in _by_name(model.function, work)}
     rank.load({k: given.get(v.name, arrays.get(v)) for k, v in enumerate(model.function.inputs)})
     return lambda: rank.step()[0]
@@ -79,7 +81,7 @@ def torch_step(work: Work, compiled: bool) -> Step:
 
     import torch
 
-    module = copy.deepcopy(work.module).to(work.device, torch.bfloat16)
+    module = copy.deepcopy(work.module).to(work.device, getattr(torch, work.dtype))
     module.set_attn_implementation("sdpa")  # pyright: ignore[reportCallIssue]
     inputs = {k: x.to(work.device) for k, x in work.inputs.items()}
     labels = work.labels.to(work.device).flatten()
@@ -121,9 +123,9 @@ def measure(args: Any) -> dict[str, Any]:
     import torch
 
     work = Work(args)
-    steps = {"distir": distir_step(work), "eager": torch_step(work, False)}
+    steps = {"distir": distir_step(work, False), "eager": torch_step(work, False)}
     if not args.no_compile:
-        steps["compile"] = torch_step(work, True)
+        steps |= {"distir compiled": distir_step(work, True), "compile": torch_step(work, True)}
     losses = {name: [round(float(step()), 4) for _ in range(CHECKED)] for name, step in steps.items()}
     for step in steps.values():
         seconds(work, step, WARM_UP)
@@ -135,13 +137,18 @@ def measure(args: Any) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if cuda else machine(),
         "torch": torch.__version__,
+        "dtype": args.dtype,
         "sizes": work.sizes | {"batch": work.batch},
         "parameters": sum(p.numel() for p in work.module.parameters()),
         "losses": losses,
         "seconds": {name: statistics.median(row) for name, row in times.items()},
         "ratio": {
-            name: statistics.median(a / b for a, b in zip(row, times["distir"], strict=True))
-            for name, row in times.items()
+            ours: {
+                name: statistics.median(a / b for a, b in zip(row, times[ours], strict=True))
+                for name, row in times.items()
+            }
+            for ours in OURS
+            if ours in times
         },
         "goal": GOAL,
     }
@@ -153,6 +160,7 @@ def main() -> None:
         flags.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
     flags.add_argument("--vocab", type=int, default=50257, metavar="N", help="default: 50257")
     flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="default: cuda")
+    flags.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default: bfloat16")
     flags.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     args = flags.parse_args()
     import torch
@@ -171,11 +179,16 @@ def main() -> None:
         print(json.dumps(found, indent=2))
         return
     rows = [
-        (name, f"{s * 1e3:.2f} ms", f"{found['ratio'][name]:.3f}", " ".join(map(str, found["losses"][name])))
+        (
+            name,
+            f"{s * 1e3:.2f} ms",
+            *[f"{ratio[name]:.3f}" for ratio in found["ratio"].values()],
+            " ".join(map(str, found["losses"][name])),
+        )
         for name, s in found["seconds"].items()
     ]
-    print(f"{found['device']}, torch {found['torch']}, bfloat16, {found['parameters'] / 1e6:.1f}M parameters")
-    print(table(("step", "time", "by ours", "first losses"), rows))
+    print(f"{found['device']}, torch {found['torch']}, {found['dtype']}, {found['parameters'] / 1e6:.1f}M parameters")
+    print(table(("step", "time", *[f"by {ours}" for ours in found["ratio"]], "first losses"), rows))
 
 
 if __name__ == "__main__":

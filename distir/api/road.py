@@ -137,6 +137,7 @@ def run(
     seed: int = 0,
     backend: str | None = None,
     device: str | None = None,
+    compiled: bool = False,
     check: bool = False,
     cluster: Cluster | None = None,
     timeout: float = 600.0,
@@ -155,9 +156,10 @@ def run(
     lets ranks share GPUs, for tests; without `backend` gloo runs on the one, nccl on the other. `data` is an .npz file,
     arrays by name or a text (see `Data`), a text's `tokenizer` the file of its BPE (see `read_tokens`); without data
     they are drawn by `seed`. `cluster` is what to predict for; by default "cpu-2core", with this host's cores, which
-    the ranks share. `check` compares with the sequential program on the same data. `profile` is a folder for traces:
-    what is predicted, and of each rank when its ops ran (see `compare`). `on_plan` is called when the plan is made,
-    `on_step` and `on_check` after each step, of the run and of the check.
+    the ranks share. `compiled`: what ranks compute goes through torch.compile, in the first step, which then takes
+    longer; time and memory are not predicted for that. `check` compares with the sequential program on the same data.
+    `profile` is a folder for traces: what is predicted, and of each rank when its ops ran (see `compare`). `on_plan` is
+    called when the plan is made, `on_step` and `on_check` after each step, of the run and of the check.
 
     With `epochs` the samples are gone through so often, in an order that `seed` draws for each epoch; of the last of
     them the share `held_out`, rounded up to whole batches, is not trained on: of it the loss is taken at the end of
@@ -181,6 +183,8 @@ def run(
         raise UsageError(f"held_out is a share of at least 0 and below 1, got {held_out:g}")
     model = as_model(model)
     check_settings(model, checkpoint, every, resume, backend)
+    if compiled:
+        _check_compiled(backend, profile is not None)
     function = model.function
     arrays = model.initial(seed)
     fed = data if isinstance(data, Data) else Data(function, arrays, data, seed, tokenizer)
@@ -201,6 +205,7 @@ def run(
         on_epoch(found)
     given = _by_position(function, arrays | fed.fixed())
     job = Job(program, given, work.feed, work.steps, backend, timeout, work.samples, work.epochs, on_lap, traces)
+    job = job._replace(compiled=compiled)
     with beginning(model, plan, fed, checkpoint, every, resume) as saving:
         job = _begun(job, saving, whole=check or backend == "numpy")
         if found is not None:
@@ -210,6 +215,14 @@ def run(
     if check and done.seconds and int(os.environ.get("RANK", 0)) == 0:
         comparison = _checked(model, job._replace(epochs=None, saving=None), done, prediction, on_check)
     return _result(model, done, prediction, job, comparison, found)
+
+
+def _check_compiled(backend: str, profiled: bool) -> None:
+    """Raises UsageError for what does not go with torch.compile."""
+    if backend == "numpy":
+        raise UsageError("backend numpy has nothing to compile", "--backend gloo")
+    if profiled:
+        raise UsageError("a profile tells the time of every op, and what is compiled are many", "leave out --compile")
 
 
 def _begun(job: Job, saving: Saving | None, whole: bool) -> Job:
@@ -230,6 +243,10 @@ def _checked(model: Model, job: Job, done: Steps, prediction: Prediction, on_che
     want = compute_steps(job._replace(program=model.function), on_step=on_check)
     comparison = compare(model, done, want, job.first)
     if (first := comparison.first) is not None:
+        if job.compiled:
+            raise MismatchError(
+                f"the run is not the sequential one: {first}", "without --compile the op at fault is told"
+            )
         where = _located(job if first.step is None else job._replace(steps=first.step + 1), prediction)
         adam = first.step != job.first and isinstance(model.optimizer, AdamW)
         hint = "AdamW magnifies the rounding of gradients near its eps: float64 tells rounding from an error"
@@ -296,6 +313,7 @@ def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None)
         profile=job.profile,
         first=job.first,
         saving=job.saving,
+        compiled=job.compiled,
     )
     return Steps(result.seconds, result.outputs, result.inputs, result.saved, result.memory)
 

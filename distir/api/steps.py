@@ -29,7 +29,7 @@ class Job(NamedTuple):
 
     `samples`, if they are in a file, are what `feed` gives: ranks read them themselves. `on_epoch` is called at the end
     of each of `epochs`. `profile` is a folder for traces of the ranks. The steps are `first` to `steps` - 1. `saving`
-    says which checkpoints to write.
+    says which checkpoints to write. `compiled`: ranks put what they compute through torch.compile.
     """
 
     program: Function
@@ -44,6 +44,7 @@ class Job(NamedTuple):
     profile: Path | None = None
     first: int = 0
     saving: Saving | None = None
+    compiled: bool = False
 
 
 class Steps(NamedTuple):

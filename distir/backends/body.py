@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distir.backends.buckets import Bucket, find_buckets
+from distir.backends.compiled import compiled
 from distir.backends.kernels import literal, render
 from distir.backends.native import implementation
 from distir.backends.optimizers import GRADIENT, steps_together, update
@@ -49,6 +50,7 @@ class Body:
     ) -> None:
         self.lowering, self.source, self.function, self.memory = lowering, source, function, memory
         self.kept = kept
+        self.compiled = lowering.compiles(source)
         self.network = lowering.network
         self.lines: list[str] = []
         self.bound: dict[str, Any] = {}
@@ -94,7 +96,8 @@ class Body:
         lines = [*([f"# kept from step to step: {', '.join(held)}"] if held else []), *self.lines]
         source = f"def {name}(args, t):\n" + "\n".join("    " + line for line in lines) + "\n"
         exec(compile(source, f"<distir {name}>", "exec"), self.bound)
-        return source, self.bound[name], waits, self.varies
+        call = self.bound[name]
+        return source, compiled(call) if self.compiled else call, waits, self.varies
 
     # --- names
 
@@ -222,7 +225,8 @@ class Body:
                 self.lines.append(f"{self.bind('tap', tap)}({names}, {self.use(v)}, t)")
 
     def _call(self, op: Op, callee: Function, k: int) -> None:
-        handed = [self.hand(v, k) for v in op.inputs]
+        waited = self.lowering.compiles(callee)
+        handed = [(self.use(v), 0) if waited else self.hand(v, k) for v in op.inputs]
         lowered = self.lowering(callee, waits=_renumbered([w for _, w in handed]))
         moment = op.attributes.get("mb")
         if moment is None and lowered.varies:
@@ -270,7 +274,8 @@ class Body:
     def _compute(self, op: Op, k: int) -> None:
         local = self.lowering.local(op)
         into = self.place(op.outputs[0]) if len(op.outputs) == 1 else None
-        free = [j for j in range(len(op.inputs)) if into is None and self.memory.may_overwrite(op, k, j)]
+        new = into is not None or self.compiled
+        free = [j for j in range(len(op.inputs)) if not new and self.memory.may_overwrite(op, k, j)]
         kernel = self.lowering.kernel(op, local, frozenset(free))
         operands = [self.use(v) for v in op.inputs]
         results = [self.var(v) for v in op.outputs]
@@ -295,9 +300,9 @@ class Body:
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> str | None:
         """An expression for memory to compute a large tensor into. Devices but CPUs have a caching allocator of their
-        own.
+        own, and what is compiled takes its memory itself.
         """
-        if self.lowering.xp.device.type != "cpu" or math.prod(shape) * dtype.itemsize < LARGE:
+        if self.compiled or self.lowering.xp.device.type != "cpu" or math.prod(shape) * dtype.itemsize < LARGE:
             return None
         return f"{self.bind('room', self.lowering.room(shape, dtype))}()"
 

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -264,6 +265,10 @@ class _SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(self.items)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, replace(metadata, planner_data={})  # without it torch 2.6 does not turn it into a file of its own
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         index = write_item.index

@@ -11,6 +11,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ def run(
     alone: bool = False,
     first: int = 0,
     saving: Saving | None = None,
+    compiled: bool = False,
 ) -> RunResult:
     """Run steps `first` to `steps` - 1 of a distributed program, with a process for each of its devices.
 
@@ -115,7 +117,8 @@ def run(
     `epochs`. `record` is a folder in which to keep every value that is made (see `distir.backends.record`); under
     torchrun nothing is kept. `profile` is one in which each rank writes a trace of when its ops ran (see
     `distir.backends.profile`). `alone`: start all ranks here even if torchrun has started this process. `saving` says
-    which checkpoints to write, and which to begin with (see `distir.backends.checkpoint`).
+    which checkpoints to write, and which to begin with (see `distir.backends.checkpoint`). `compiled`: ranks put what
+    they compute through torch.compile.
 
     Raises UsageError for arguments that do not fit, or a checkpoint that cannot be written or read, InfeasibleError if
     memory does not suffice, WorkerError, naming the rank, if one fails, is killed or does not answer in time, and
@@ -146,9 +149,9 @@ def run(
     if torchrun:
         from distir.backends.torchrun import join
 
-        told = on_step, epochs, on_epoch, folder, first, saving
+        told = on_step, epochs, on_epoch, folder, first, saving, compiled
         return join(program, given, steps, data, backend, timeout, threads, every, final, *told)
-    told = on_step, epochs, on_epoch, record, folder, first, saving
+    told = on_step, epochs, on_epoch, record, folder, first, saving, compiled
     return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, *told).run()
 
 
@@ -180,8 +183,9 @@ class _Run:
         profile: str | None,
         first: int,
         saving: Saving | None,
+        compiled: bool,
     ) -> None:
-        self.record, self.profile, self.saving = record, profile, saving
+        self.record, self.profile, self.saving, self.compiled = record, profile, saving, compiled
         self.program, self.given, self.first, self.steps = program, given, first, steps
         self.data, self.samples = (None, data) if isinstance(data, Samples) else (data, None)
         self.epochs, self.on_epoch = epochs, on_epoch
@@ -231,6 +235,7 @@ class _Run:
             self.epochs and self.epochs.shipped(self.folder),
             self.first,
             self.saving,
+            self.compiled,
         )
         job_file(self.folder).write_bytes(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
 
@@ -242,6 +247,10 @@ class _Run:
         env["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
         if any(name == "lo" for _, name in socket.if_nameindex()):
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: no name need be resolved
+        # what torch and compilers leave behind when they are killed goes with the run; what they have made is kept
+        if self.compiled:
+            env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")))
+        env["TMPDIR"] = str(self.folder)
         # a session of its own: Ctrl-C reaches this process only, which then ends the others
         with open(self.folder / "supervisor.log", "wb") as log:
             supervisor = subprocess.Popen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from distir.ir.errors import InfeasibleError, UsageError, counted
+from distir.ir.errors import DistirError, InfeasibleError, UsageError, counted
 from distir.ir.function import Function
 
 
@@ -97,7 +97,7 @@ def check_repeats(program: Function, steps: int) -> None:
 def check_memory(bytes_per_rank: int, here: int, backend: str = "gloo") -> None:
     """Raises InfeasibleError if this host has not that many bytes for each of `here` ranks, which compute on CPUs.
 
-    Those on GPUs need them there; what these have only the ranks find out: see `out_of_memory`.
+    Those on GPUs need them there; what these have only the ranks find out: see `plainly`.
     """
     if backend != "gloo":
         return
@@ -118,3 +118,17 @@ def out_of_memory(e: BaseException) -> InfeasibleError | None:
         return None
     sentences = text.split(". ")[:3]  # what was asked for, and what the GPU has; torch goes on with advice on itself
     return InfeasibleError(". ".join(sentences).rstrip("."), _LESS)
+
+
+def not_compiled(e: BaseException) -> UsageError | None:
+    """What there is to say if torch.compile fails, for want of a compiler, say; else None."""
+    if not any(kind.__module__.startswith(("torch._dynamo.", "torch._inductor.")) for kind in type(e).__mro__):
+        return None
+    lines = str(e).strip().splitlines()
+    told = f"torch.compile fails: {lines[0] if lines else type(e).__name__}"
+    return UsageError(told, "on CPUs it needs a C++ compiler, on GPUs Triton; without --compile neither is needed")
+
+
+def plainly(e: BaseException) -> DistirError | None:
+    """What there is to say of an exception of torch's; None of one that speaks for itself."""
+    return out_of_memory(e) or not_compiled(e)

@@ -26,6 +26,7 @@ import torch
 
 from distir.backends.body import Body, Waits
 from distir.backends.comm import Network
+from distir.backends.compiled import sort
 from distir.backends.inplace import in_place
 from distir.backends.kernels import Kernel
 from distir.backends.namespace import TorchNamespace
@@ -38,6 +39,7 @@ from distir.executor.collectives import start_of
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Shard, Tensor
+from distir.transforms.outline import Sort, outline
 from distir.transforms.recompose import recompose
 
 Compiled = Callable[[list[Any], int | None], Sequence[Any]]
@@ -73,9 +75,15 @@ class Lowering:
     """Lowers the functions of one rank's program; each callee once."""
 
     def __init__(
-        self, network: Network, device: torch.device, tap: Tap | None = None, profiler: Profiler | None = None
+        self,
+        network: Network,
+        device: torch.device,
+        tap: Tap | None = None,
+        profiler: Profiler | None = None,
+        compiling: bool = False,
     ) -> None:
         self.network = network
+        self.compiling = compiling
         self.tap = tap
         self.profiler = profiler
         self.xp = TorchNamespace(device)
@@ -94,6 +102,8 @@ class Lowering:
         replace inputs before the next step, and of these. `waits` says which inputs come before they are there.
         """
         if self._ownership is None:
+            if self.compiling:
+                function = outline(function, self._sort)
             self._ownership = Ownership(function, self._shares, _body, updates or {})
         owned, waits = self._ownership, waits or (0,) * len(function.inputs)
         lowered = self.done.get((function, waits))
@@ -103,6 +113,15 @@ class Lowering:
             name = self._function_name(function.name)
             lowered = self.done[function, waits] = Lowered(name, *body.lower(name))
         return lowered
+
+    def compiles(self, function: Function) -> bool:
+        """Whether the function is for torch.compile, which then takes it as a whole."""
+        return self.compiling and bool(function.ops) and all(self._sort(op) == "joins" for op in function.ops)
+
+    def _sort(self, op: Op) -> Sort:
+        """How an op goes with those that are compiled together. For each microbatch it would be compiled anew."""
+        found = sort(op)
+        return "stays" if found == "joins" and self.local(op).stride else found
 
     @property
     def keeps_buffers(self) -> bool:

@@ -67,6 +67,7 @@ def execute(
     alive: Callable[[], None] = lambda: None,
     first: int = 0,
     saving: Saving | None = None,
+    compiled: bool = False,
 ) -> None:
     """Run steps `first` to `steps` - 1 of `program` as rank `rank` of a process group that is joined.
 
@@ -77,6 +78,7 @@ def execute(
     made (see `distir.backends.record`), `profile` one for a trace of when ops ran (see `distir.backends.profile`).
     `epochs`: at the end of each `report` also gets its lap; `alive` is called now and then while there is nothing to
     report. `saving` says which checkpoints to write, and which to begin with.
+    `compiled`: what only computes goes through torch.compile, when it first runs.
 
     Raises WorkerError if the ranks have different programs, UsageError if a checkpoint cannot be written or read.
     """
@@ -87,7 +89,7 @@ def execute(
     agree(digest(program) + first.to_bytes(8), "would run another plan than rank 0", device)
     recorder = None if record is None else Recorder(Path(record), rank, own_array)
     profiler = None if profile is None else Profiler(program, rank, device, Path(profile), first, steps)
-    engine = TorchRank(program, rank, device, recorder, profiler)
+    engine = TorchRank(program, rank, device, recorder, profiler, compiled)
     for k, x in arrays.items():  # one at a time: what has been read of a file need not stay
         engine.load({k: x.array() if isinstance(x, Shipped) else x})
     give_back()  # what was read of files

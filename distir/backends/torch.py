@@ -66,7 +66,8 @@ class TorchRank:
     """One rank of a distributed program, ready to run: `load`, then `step` as often as wanted.
 
     Every rank must be made of the same program, in a process group that is already joined (none is needed for
-    one rank). `tap` is told of every value that is made, `profiler` times every op. Raises ModelError for an op
+    one rank). `tap` is told of every value that is made, `profiler` times every op. `compiled`: what only computes goes
+    through torch.compile, when it first runs; neither of the two sees into that. Raises ModelError for an op
     that cannot run, UsageError for a program that is not scheduled.
     """
 
@@ -77,6 +78,7 @@ class TorchRank:
         device: torch.device | str = "cpu",
         tap: Tap | None = None,
         profiler: Profiler | None = None,
+        compiled: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.program = program
@@ -88,7 +90,7 @@ class TorchRank:
             self.network.watch = profiler.watch
         drain = self.network.transfers.drain
         self.drain = drain if profiler is None else profiler.waiting("Send", drain)
-        self.lowering = Lowering(self.network, self.device, tap, profiler)
+        self.lowering = Lowering(self.network, self.device, tap, profiler, compiled)
         self.updates = replaced(program)
         with double_scalars():
             self.lowered: Lowered = self.lowering(self.mine.function, replaced(self.mine.function))
@@ -104,7 +106,8 @@ class TorchRank:
 
         Padded inputs given in their source shape are padded with zeros. Raises UsageError for another shape.
         """
-        self.values |= {k: self.network.memory.held(x) for k, x in self.pieces(arrays).items()}
+        with torch.inference_mode():  # as what steps make: for other tensors what is compiled is compiled again
+            self.values |= {k: self.network.memory.held(x) for k, x in self.pieces(arrays).items()}
 
     def pieces(self, arrays: Mapping[int, Any]) -> dict[int, torch.Tensor]:
         """What `load` takes, without taking it."""

@@ -14,7 +14,7 @@ from distir.backends.checkpoint import Saving
 from distir.backends.comm import leave_group, start_group
 from distir.backends.epochs import Epochs, OnEpoch, end_epoch
 from distir.backends.launch import Data, RunResult
-from distir.backends.limits import out_of_memory, place_of
+from distir.backends.limits import place_of, plainly
 from distir.backends.pieces import by_position, gathered
 from distir.backends.rank import Report, agree, execute
 from distir.backends.samples import Samples
@@ -38,6 +38,7 @@ def join(
     profile: str | None,
     first: int,
     saving: Saving | None,
+    compiled: bool,
 ) -> RunResult:
     """Run `program` as the rank that the environment names; see `launch.run`. Rank 0 gathers the results.
 
@@ -77,13 +78,13 @@ def join(
             start_group(name, rank, world, device, None, timeout)
         if isinstance(data, Samples):
             agree(data.digest(), "would read other data than rank 0", device)
-        told = None, profile, epochs, lambda: None, first, saving
+        told = None, profile, epochs, lambda: None, first, saving, compiled
         execute(program, rank, device, arrays, feed, steps, report, every, final, *told)
         done = True
     except DistirError:
         raise
     except (RuntimeError, OSError) as e:
-        if (short := out_of_memory(e)) is not None:
+        if (short := plainly(e)) is not None:
             raise type(short)(f"rank {rank}: {short.message}", short.hint) from e
         message = str(e).strip().splitlines()
         raise WorkerError(f"rank {rank} failed: {type(e).__name__}: {message[0] if message else ''}") from e

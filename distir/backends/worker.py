@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from distir.backends.checkpoint import Saving, sweep
 from distir.backends.epochs import Epochs
-from distir.backends.limits import out_of_memory, place_of
+from distir.backends.limits import place_of, plainly
 from distir.backends.pieces import Shipped, ship
 from distir.backends.samples import Samples
 from distir.ir.errors import DistirError
@@ -51,6 +51,7 @@ class Job(NamedTuple):
     epochs: Epochs | None = None
     first: int = 0
     saving: Saving | None = None
+    compiled: bool = False
 
 
 class Failure(NamedTuple):
@@ -181,7 +182,7 @@ def _rank(job: Job, rank: int, folder: Path, link: Connection) -> None:
 
 
 def _failure(e: BaseException) -> Failure:
-    told = out_of_memory(e) or e
+    told = plainly(e) or e
     message, hint = (told.message, told.hint) if isinstance(told, DistirError) else (str(e), None)
     peer = told is e and _in_communication(e.__traceback__)
     return Failure(type(told).__name__, message, hint, peer, traceback.format_exc())
@@ -228,7 +229,7 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     def alive() -> None:
         link.send(("alive",))
 
-    told = job.every, job.final, job.record, job.profile, epochs, alive, job.first, job.saving
+    told = job.every, job.final, job.record, job.profile, epochs, alive, job.first, job.saving, job.compiled
     execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told)
     leave_group(True)
     link.send(("done",))

@@ -94,6 +94,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         seed=args.seed,
         backend=args.backend,
         device=args.device,
+        compiled=args.compile,
         check=args.check,
         cluster=args.cluster,
         timeout=args.timeout,

@@ -89,6 +89,11 @@ def _run(commands: Any) -> None:
     )
     _data_flags(group, "5, with --epochs all of --data")
     _running_flags(group)
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="put what ranks compute through torch.compile, in the first step, which then takes longer",
+    )
     group.add_argument("--check", action="store_true", help="compare with the sequential program on the same data")
     group.add_argument(
         "--profile", metavar="DIR", help="write traces of what is predicted and of each rank (see `distir compare`)"

@@ -4,7 +4,8 @@ A training step goes through them in this order: `fuse` (with `rewrite` and `fus
 out in many; `grad` and `training` make the step; `decompose` takes apart what cannot be split; `pad` and `spread` (with
 `microbatch`, `classes`, `seeds`, `place` and `shard`) place it on a mesh; `phases`, `stages`, `lift` and `bodies` cut
 it; `schedule` (with `table`) and `pipeline` call the pieces; `project` keeps one rank's part. `parallel3d` composes
-them.
+them. For the backends `ahead` posts receives early, `recompose` joins what was taken apart, `outline` cuts out what is
+compiled as a whole.
 """
 
 from distir.transforms.parallel3d import parallel_transform_3d

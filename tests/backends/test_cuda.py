@@ -60,6 +60,12 @@ def test_one_rank_under_nccl_is_the_sequential_program(dtype: str | None, told: 
     assert all(0 < s < 60 for s in result.seconds)
 
 
+def test_one_compiled_rank_is_the_sequential_program() -> None:
+    result = distir.run(gpt("float64"), steps=3, backend="nccl", compiled=True, check=True, device="cuda")
+    assert result.check is not None
+    assert result.check.ok
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_ranks_that_share_a_gpu_are_the_sequential_program(plan: distir.Plan) -> None:
     result = distir.run(gpt("float64", "sgd"), plan, steps=2, backend="gloo", check=True, **ON_GPU)

@@ -228,6 +228,20 @@ def test_gpus_do_not_compute_in_the_host_s_memory():
         check_memory(1 << 60, 2)
 
 
+def test_temporary_files_of_ranks_go_with_the_run():
+    """Also those that torch and compilers leave when they are killed."""
+    main, found = counter(), list[str]()
+
+    def on_step(k: int, seconds: float, outputs: dict[int, np.ndarray]) -> None:
+        for pid, _ in descendants():
+            env = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+            found.extend(line.partition("=")[2] for line in env if line.startswith("TMPDIR="))
+
+    run(main, ones(main), 2, timeout=60, on_step=on_step)
+    assert len(found) >= 2
+    assert not any(Path(folder).exists() for folder in found)
+
+
 def test_the_end_of_the_supervisor_is_the_end_of_all():
     def on_step(k: int, seconds: float, outputs: dict[int, np.ndarray]) -> None:
         if k == 0:
