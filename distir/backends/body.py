@@ -97,7 +97,7 @@ class Body:
         source = f"def {name}(args, t):\n" + "\n".join("    " + line for line in lines) + "\n"
         exec(compile(source, f"<distir {name}>", "exec"), self.bound)
         call = self.bound[name]
-        return source, compiled(call) if self.compiled else call, waits, self.varies
+        return source, compiled(call, source) if self.compiled else call, waits, self.varies
 
     # --- names
 

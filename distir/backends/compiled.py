@@ -5,6 +5,7 @@ torch's own fused optimizers are left out, which work in place, and so is what c
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,11 @@ def sort(op: Op) -> Sort:
     return "stays" if op.spec.bundle is not None or steps_together(op) else "joins"
 
 
-def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs as `call` does. It is compiled when it is first called, and again for operands that lie otherwise."""
+def compiled(call: Callable[..., Any], source: str) -> Callable[..., Any]:
+    """What runs as `call`, of that source, does. It is compiled when it is first called, and again for operands that lie
+    otherwise.
+    """
+    file = call.__code__.co_filename
+    # a function without source torch 2.11 puts into one of its own, and compiles no more than eight of these
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     return torch.compile(call, dynamic=False)

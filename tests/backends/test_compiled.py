@@ -13,7 +13,6 @@ import torch
 
 import distir
 from distir.api.data import Data
-from distir.backends import body
 from distir.backends.limits import plainly
 from distir.backends.torch import TorchRank
 from distir.ir.errors import UsageError
@@ -35,7 +34,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         sizes.append(sum(node.op not in ("placeholder", "output") for node in graph.graph.nodes))
         return graph.forward
 
-    monkeypatch.setattr(body, "compiled", lambda f: torch.compile(f, backend=backend, fullgraph=True, dynamic=False))
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: plain(f, backend=backend, fullgraph=True, **how))
     torch._dynamo.reset()
     yield sizes
     torch._dynamo.reset()
