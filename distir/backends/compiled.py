@@ -28,8 +28,8 @@ def sort(op: Op) -> Sort:
 
 
 def compiled(call: Callable[..., Any], source: str) -> Callable[..., Any]:
-    """What runs as `call`, of that source, does. It is compiled when it is first called, and again for operands that lie
-    otherwise.
+    """What runs as `call`, of that source, does. It is compiled when it is first called, and again where operands lie
+    in another way.
     """
     file = call.__code__.co_filename
     # a function without source torch 2.11 puts into one of its own, and compiles no more than eight of these
