@@ -113,12 +113,7 @@ def test_a_lack_of_a_compiler_is_told_in_one_line() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [
-        ("gpt2-tiny", distir.Plan(dp=2, microbatches=2, bucket_mb=0.05)),
-        ("gpt2-tiny", distir.Plan(tp=2)),
-        ("gpt2-tiny", distir.Plan(dp=2, zero=3)),
-        ("mlp", distir.Plan(pp=2, microbatches=4)),
-    ],
+    [("gpt2-tiny", distir.Plan(tp=2)), ("mlp", distir.Plan(dp=2, pp=2, microbatches=2, zero=1, bucket_mb=0.005))],
     ids=str,
 )
 def test_compiled_ranks_are_the_sequential_program(name: str, plan: distir.Plan) -> None:
