@@ -198,6 +198,14 @@ def test_nothing_left_to_do(model: distir.Model, checkpoints: Path, capsys: pyte
     assert capsys.readouterr().err == f"distir: going on with {checkpoints / 'step-00000004'}\n"
 
 
+def test_more_than_two_that_a_killed_run_has_left_are_two_again(model: distir.Model, checkpoints: Path) -> None:
+    """Even if there is nothing left to do."""
+    for step in (1, 2):
+        shutil.copytree(checkpoints / "step-00000003", checkpoints / f"step-0000000{step}")
+    distir.run(model, FOUR, steps=4, checkpoint=checkpoints, resume=True)
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+
+
 def test_resuming_where_there_is_nothing_begins(
     model: distir.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from distir.api.data import Data
 from distir.api.model import Model
 from distir.api.plan import Plan
-from distir.backends.checkpoint import Manifest, Saving, candidates, choose, described, sweep
+from distir.backends.checkpoint import Manifest, Saving, candidates, choose, described, sweep, thin
 from distir.backends.held import hold
 from distir.backends.pieces import digest
 from distir.ir.errors import UsageError
@@ -128,6 +128,8 @@ def _resumed(saving: Saving, function: Function) -> Saving:
         _note(f"there is no checkpoint in {directory} yet: beginning with step 0")
         return saving
     name, manifest = chosen
+    if _first_rank():
+        thin(directory, name)
     _note(f"going on with {directory / name}")
     for text in _changed(manifest.about, saving.about):
         _note(f"warning: {text}")

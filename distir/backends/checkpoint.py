@@ -177,6 +177,13 @@ def sweep(directory: Path) -> None:
                 shutil.rmtree(directory / name, ignore_errors=True)
 
 
+def thin(directory: Path, good: str) -> None:
+    """Of those older than `good`, which is undamaged, keep the newest: a run that was killed may have left more."""
+    for name in sorted([name for name in _all(directory) if _step(name) < _step(good)], key=_step)[:-1]:
+        _put_aside(directory / name)
+    sweep(directory)
+
+
 def candidates(directory: Path) -> list[str]:
     """The checkpoints to go on with, best first: the latest, then older ones."""
     latest, names = _latest(directory), sorted(_all(directory), key=_step, reverse=True)
