@@ -204,8 +204,8 @@ def run(
     if found is not None and on_epoch is not None:
         on_epoch(found)
     given = _by_position(function, arrays | fed.fixed())
-    job = Job(program, given, work.feed, work.steps, backend, timeout, work.samples, work.epochs, on_lap, traces)
-    job = job._replace(compiled=compiled)
+    told = work.samples, work.epochs, on_lap, traces
+    job = Job(program, given, work.feed, work.steps, backend, timeout, *told, compiled=compiled)
     with beginning(model, plan, fed, checkpoint, every, resume) as saving:
         job = _begun(job, saving, whole=check or backend == "numpy")
         if found is not None:

@@ -29,7 +29,6 @@ def texts(f: Function) -> list[str]:
     return [
         f"({' '.join(o.op_type for o in op.callee.ops)})"
         if op.callee is not None and ".part" in op.callee.name
-        # the parts' own names do not matter
         else op.op_type
         for op in f.ops
     ]

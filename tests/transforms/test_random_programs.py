@@ -19,7 +19,7 @@ ELSEWHERE = {"AdamW"}
 MOVES = {"MPIAllreduce", "MPIAllgather", "LocalSlice", "Send", "Restrict", "Accumulate", "MPIScatter", "MPIBroadcast"}
 EACH = 12
 """Programs for each block."""
-SLOW = int(os.environ.get("DISTIR_EXAMPLES", "1000"))
+SLOW = int(os.environ.get("DISTIR_EXAMPLES", "1500"))
 
 
 def ops_in(*functions: Function | None) -> Counter[str]:
