@@ -13,9 +13,12 @@ import torch
 
 import distir
 from distir.api.data import Data
+from distir.backends.comm import Network
 from distir.backends.limits import plainly
-from distir.backends.torch import TorchRank
+from distir.backends.lowering import Lowering
+from distir.backends.torch import TorchRank, double_scalars, replaced
 from distir.ir.errors import UsageError
+from distir.transforms.project import project, ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -82,6 +85,20 @@ def test_compiled_functions_are_told_apart_from_python_s(captured: list[int]) ->
     assert not any(re.search(r"\b(room|adamw|add_)\(", f) for f in parts)
     assert sum("adamw(" in f for f in rest) == 1
     assert not any("mm(" in f for f in rest)
+
+
+def test_what_is_on_its_way_is_waited_for_outside() -> None:
+    """What is compiled is given tensors, and not functions that wait for them."""
+    program = distir.distribute(model_of("gpt2-tiny"), distir.Plan(tp=2))
+    cpu = torch.device("cpu")
+    lowering = Lowering(Network(program, ranks(program), 0, cpu, connect=False), cpu, compiling=True)
+    mine = project(program, 0).function
+    with double_scalars():
+        lowering(mine, replaced(mine))
+    functions = lowering.source().split("def ")[1:]
+    waiting = [f.splitlines()[0] for f in functions if re.search(r"\bh\d+\(\)", f)]
+    assert waiting
+    assert not [f for f in waiting if "_part" in f]
 
 
 @pytest.mark.parametrize(
