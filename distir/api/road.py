@@ -20,12 +20,14 @@ from distir.api.model import Model, as_model
 from distir.api.plan import Plan
 from distir.api.results import Prediction, RunResult, Summary, size
 from distir.api.resume import beginning, check_settings
+from distir.api.rounding import perturbed
 from distir.api.steps import Job, OnStep, Steps, compute_steps
 from distir.backends.checkpoint import Saving, renewed
 from distir.backends.epochs import Epoch
 from distir.backends.launch import run as launch
 from distir.backends.limits import available_memory, backend_on
 from distir.executor.cost_model import CostModel
+from distir.executor.sequential import SequentialExecutor
 from distir.executor.simulator import Simulator
 from distir.hardware import load_cluster, this_host
 from distir.ir import Device, Function, Topology, verify
@@ -205,7 +207,7 @@ def run(
         on_epoch(found)
     given = _by_position(function, arrays | fed.fixed())
     told = work.samples, work.epochs, on_lap, traces
-    job = Job(program, given, work.feed, work.steps, backend, timeout, *told, compiled=compiled)
+    job = Job(program, given, work.feed, work.steps, backend, timeout, *told, compiled=compiled, gradients=check)
     with beginning(model, plan, fed, checkpoint, every, resume) as saving:
         job = _begun(job, saving, whole=check or backend == "numpy")
         if found is not None:
@@ -240,8 +242,10 @@ def _begun(job: Job, saving: Saving | None, whole: bool) -> Job:
 
 def _checked(model: Model, job: Job, done: Steps, prediction: Prediction, on_check: OnStep | None) -> Check:
     """Compare with the sequential program. Raises MismatchError if it has other results."""
-    want = compute_steps(job._replace(program=model.function), on_step=on_check)
-    comparison = compare(model, done, want, job.first)
+    alone = job._replace(program=model.function)
+    want = compute_steps(alone, on_step=on_check)
+    rounding = compute_steps(alone, SequentialExecutor(tap=perturbed(model.function)), on_check)
+    comparison = compare(model.function, job.arrays, done, want, rounding, job.first)
     if (first := comparison.first) is not None:
         if job.compiled:
             raise MismatchError(
@@ -314,8 +318,9 @@ def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None)
         first=job.first,
         saving=job.saving,
         compiled=job.compiled,
+        gradients=job.gradients,
     )
-    return Steps(result.seconds, result.outputs, result.inputs, result.saved, result.memory)
+    return Steps(result.seconds, result.outputs, result.inputs, result.saved, result.memory, result.gradients)
 
 
 def _computed(job: Job, prediction: Prediction, on_step: OnStep | None) -> Steps:

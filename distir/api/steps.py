@@ -12,8 +12,9 @@ import numpy as np
 from distir.backends.checkpoint import Saved, Saving
 from distir.backends.epochs import Epoch, Epochs, Laps, OnEpoch
 from distir.backends.samples import Samples
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.sequential import OnGradient, SequentialExecutor, unfit
 from distir.ir.function import Function
+from distir.transforms.gradients import gradients
 
 if TYPE_CHECKING:
     from distir.backends.dcp import WholeKeeper
@@ -29,7 +30,8 @@ class Job(NamedTuple):
 
     `samples`, if they are in a file, are what `feed` gives: ranks read them themselves. `on_epoch` is called at the end
     of each of `epochs`. `profile` is a folder for traces of the ranks. The steps are `first` to `steps` - 1. `saving`
-    says which checkpoints to write. `compiled`: ranks put what they compute through torch.compile.
+    says which checkpoints to write. `compiled`: ranks put what they compute through torch.compile. `gradients`: those
+    of the first step are kept.
     """
 
     program: Function
@@ -45,13 +47,14 @@ class Job(NamedTuple):
     first: int = 0
     saving: Saving | None = None
     compiled: bool = False
+    gradients: bool = False
 
 
 class Steps(NamedTuple):
     """What steps gave: seconds each; outputs that are not updates, by position, each; at the end the updated inputs.
 
     `saved`: the checkpoints that were written. `memory`: the most bytes that each rank held over what it began
-    with.
+    with. `gradients`: those of the first step, as optimizers took them, by the position of the weight.
     """
 
     seconds: list[float]
@@ -59,17 +62,21 @@ class Steps(NamedTuple):
     inputs: dict[int, np.ndarray]
     saved: Sequence[Saved] = ()
     memory: Sequence[int | None] = ()
+    gradients: Mapping[int, np.ndarray] = {}
 
 
 def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step: OnStep | None = None) -> Steps:
     """Run a job in this process. See `SequentialExecutor`."""
     executor = executor or SequentialExecutor()
     function = job.program
+    first: dict[int, np.ndarray] = {}
+    if job.gradients:
+        executor.on_gradient = _keeping(function, first)
     position = {v: k for k, v in enumerate(function.inputs)}
     updates = {k: position[function.updates[v]] for k, v in enumerate(function.outputs) if v in function.updates}
     held = dict(job.arrays)
     saved: list[Saved] = []
-    done = Steps([], [], {}, saved)
+    done = Steps([], [], {}, saved, gradients=first)
     keeper = None if job.saving is None else _keeper(function, job.saving)
     laps = None if job.epochs is None else Laps(job.epochs, None)
     for step in range(job.first, job.steps):
@@ -79,6 +86,7 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
         with np.errstate(all="ignore"):  # a run that diverges says so by its loss
             results = executor.compute(function, [held.get(k) for k in range(len(function.inputs))])
         seconds = time.perf_counter() - begin
+        executor.on_gradient = None
         held |= {place: results[k] for k, place in updates.items()}
         shown = {k: x for k, x in enumerate(results) if k not in updates}
         done.seconds.append(seconds)
@@ -93,6 +101,19 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
             job.on_epoch(Epoch(step // job.epochs.steps, lap.steps, *spent, _evaluated(executor, job.epochs, held)))
     done.inputs.update({place: held[place] for place in updates.values()})
     return done
+
+
+def _keeping(program: Function, found: dict[int, np.ndarray]) -> OnGradient:
+    """What puts each gradient, without padding, into `found`, by the position of the weight."""
+    known = gradients(program)
+
+    def keep(function: str, result: str, x: np.ndarray) -> None:
+        gradient = known.get((function, result))
+        if gradient is not None:
+            role = program.inputs[gradient.weight].role
+            found[gradient.weight] = np.array(unfit(x, role and role.source))
+
+    return keep
 
 
 def _keeper(function: Function, saving: Saving) -> WholeKeeper:

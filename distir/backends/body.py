@@ -202,6 +202,7 @@ class Body:
             return
         done = op.outputs and (op.outputs[0] in self.lowering.constants or op.outputs[0] in self.same)
         if op.spec.comm is None and not done:
+            self._show_gradients([op])
             self._compute(op, k)
         elif not done:
             if name not in RULES:
@@ -223,6 +224,14 @@ class Body:
             if isinstance(v.type, Tensor):
                 names = f"{self.function.name!r}, {v.name!r}"
                 self.lines.append(f"{self.bind('tap', tap)}({names}, {self.use(v)}, t)")
+
+    def _show_gradients(self, ops: Sequence[Op]) -> None:
+        """Show the gradients that optimizers are about to take to whoever wants to see them."""
+        seen = self.lowering.on_gradient
+        for op in ops if seen is not None else ():
+            if (k := op.spec.gradient) is not None:
+                names = f"{self.function.name!r}, {op.outputs[0].name!r}"
+                self.lines.append(f"{self.bind('on_gradient', seen)}({names}, {self.use(op.inputs[k])})")
 
     def _call(self, op: Op, callee: Function, k: int) -> None:
         waited = self.lowering.compiles(callee)
@@ -325,6 +334,7 @@ class Body:
                 else:
                     self.lines.append(f"{self.var(result)} = {self.bind('clone', torch.clone)}({self.use(v)})")
         for _, ops in sorted(groups.items()):
+            self._show_gradients(ops)
             columns = [[op.inputs[GRADIENT] for op in ops], *zip(*[op.outputs for op in ops], strict=True)]
             arguments = [f"[{', '.join(map(self.use, values))}]" for values in columns]
             arguments += [f"step={self.use(v)}" for v in ops[0].inputs[len(ops[0].outputs) + 1 :]]

@@ -25,7 +25,7 @@ from distir.backends.checkpoint import Saved, Saving
 from distir.backends.epochs import Epoch, Epochs, OnEpoch, end_epoch
 from distir.backends.held import scratch
 from distir.backends.limits import check_backend, check_memory, check_repeats, joined
-from distir.backends.pieces import Arrays, Whole, by_position, gathered, ship
+from distir.backends.pieces import Arrays, Whole, by_position, gathered, gathered_gradients, ship
 from distir.backends.samples import Samples
 from distir.backends.worker import Failure, Job, ending, job_file, log_file
 from distir.ir import errors
@@ -67,6 +67,8 @@ class RunResult:
     seconds: list[float] = field(default_factory=list)
     outputs: list[dict[int, np.ndarray]] = field(default_factory=list)
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
+    gradients: dict[int, np.ndarray] = field(default_factory=dict)
+    """If asked for, those of the first step, as optimizers took them, by the position of the weight."""
     epochs: list[Epoch] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     memory: list[int | None] = field(default_factory=list)
@@ -104,6 +106,7 @@ def run(
     first: int = 0,
     saving: Saving | None = None,
     compiled: bool = False,
+    gradients: bool = False,
 ) -> RunResult:
     """Run steps `first` to `steps` - 1 of a distributed program, with a process for each of its devices.
 
@@ -118,7 +121,7 @@ def run(
     torchrun nothing is kept. `profile` is one in which each rank writes a trace of when its ops ran (see
     `distir.backends.profile`). `alone`: start all ranks here even if torchrun has started this process. `saving` says
     which checkpoints to write, and which to begin with (see `distir.backends.checkpoint`). `compiled`: ranks put what
-    they compute through torch.compile.
+    they compute through torch.compile. `gradients`: keep those of the first step.
 
     Raises UsageError for arguments that do not fit, or a checkpoint that cannot be written or read, InfeasibleError if
     memory does not suffice, WorkerError, naming the rank, if one fails, is killed or does not answer in time, and
@@ -149,9 +152,9 @@ def run(
     if torchrun:
         from distir.backends.torchrun import join
 
-        told = on_step, epochs, on_epoch, folder, first, saving, compiled
+        told = on_step, epochs, on_epoch, folder, first, saving, compiled, gradients
         return join(program, given, steps, data, backend, timeout, threads, every, final, *told)
-    told = on_step, epochs, on_epoch, record, folder, first, saving, compiled
+    told = on_step, epochs, on_epoch, record, folder, first, saving, compiled, gradients
     return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, *told).run()
 
 
@@ -184,8 +187,10 @@ class _Run:
         first: int,
         saving: Saving | None,
         compiled: bool,
+        gradients: bool,
     ) -> None:
         self.record, self.profile, self.saving, self.compiled = record, profile, saving, compiled
+        self.gradients = gradients
         self.program, self.given, self.first, self.steps = program, given, first, steps
         self.data, self.samples = (None, data) if isinstance(data, Samples) else (data, None)
         self.epochs, self.on_epoch = epochs, on_epoch
@@ -236,6 +241,7 @@ class _Run:
             self.first,
             self.saving,
             self.compiled,
+            self.gradients,
         )
         job_file(self.folder).write_bytes(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
 
@@ -322,7 +328,7 @@ class _Run:
                 raise WorkerError(f"rank {rank} sent {message[0]!r}, which nobody expects")
 
     def _completed(self, step: int) -> None:
-        times, of_outputs, of_inputs, laps, saved, memory = zip(
+        times, of_outputs, of_inputs, laps, saved, memory, of_gradients = zip(
             *[report for _, report in sorted(self.reports.pop(step).items())], strict=True
         )
         seconds = max(times)
@@ -330,6 +336,7 @@ class _Run:
         self.result.seconds.append(seconds)
         self.result.outputs.append(outputs)
         self.result.inputs.update(inputs)
+        self.result.gradients.update(gathered_gradients(self.program, of_gradients))
         self.result.saved += [s for s in saved[:1] if s is not None]
         self.result.memory = list(memory)
         for file in self.folder.glob(f"data*.{step}"):

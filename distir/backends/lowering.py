@@ -46,6 +46,9 @@ Compiled = Callable[[list[Any], int | None], Sequence[Any]]
 Tap = Callable[[str, str, torch.Tensor, int | None], None]
 """Sees every tensor that is made: (function, value, tensor, microbatch). It must copy what it keeps."""
 
+OnGradient = Callable[[str, str, torch.Tensor], None]
+"""Sees every gradient that an optimizer takes: (function, first result of the optimizer op, gradient)."""
+
 _KEPT_BYTES = 1 << 20
 """A result that depends on nothing is computed once and kept, if it is no larger."""
 
@@ -81,8 +84,10 @@ class Lowering:
         tap: Tap | None = None,
         profiler: Profiler | None = None,
         compiling: bool = False,
+        on_gradient: OnGradient | None = None,
     ) -> None:
         self.network = network
+        self.on_gradient = on_gradient
         self.compiling = compiling
         self.tap = tap
         self.profiler = profiler

@@ -20,6 +20,7 @@ from distir.ir.device import Device, Mesh
 from distir.ir.errors import UsageError
 from distir.ir.function import Function, Value
 from distir.ir.type import REPLICATE, Partial, Replicate, Shard, Tensor, Type
+from distir.transforms.gradients import gradients
 from distir.transforms.project import device_at
 
 Coord = tuple[int, ...]
@@ -141,7 +142,16 @@ def gathered(program: Function, outputs: Sequence[Pieces], inputs: Sequence[Piec
     """The whole arrays of outputs, and of inputs, from what each rank reported of its pieces."""
     sources = {k: v.role.source for k, v in enumerate(program.inputs) if v.role}
     of_outputs = {k: program.sources.get(v) for k, v in enumerate(program.outputs)}
-    return _wholes(program.outputs, outputs, of_outputs), _wholes(program.inputs, inputs, sources)
+    types_of_outputs = {k: v.type for k, v in enumerate(program.outputs)}
+    types_of_inputs = {k: v.type for k, v in enumerate(program.inputs)}
+    return _wholes(types_of_outputs, outputs, of_outputs), _wholes(types_of_inputs, inputs, sources)
+
+
+def gathered_gradients(program: Function, reports: Sequence[Pieces]) -> Whole:
+    """The whole gradients, by the position of the weight, from what each rank reported of its pieces."""
+    types = {g.weight: g.type for g in gradients(program).values()}
+    sources = {k: v.role.source for k, v in enumerate(program.inputs) if v.role}
+    return _wholes(types, reports, sources)
 
 
 def wholes(program: Function | None, outputs: Sequence[Pieces]) -> Whole:
@@ -149,12 +159,14 @@ def wholes(program: Function | None, outputs: Sequence[Pieces]) -> Whole:
     return {} if program is None else gathered(program, outputs, [])[0]
 
 
-def _wholes(values: Sequence[Value], reports: Sequence[Pieces], sources: Mapping[int, tuple[int, ...] | None]) -> Whole:
+def _wholes(
+    types: Mapping[int, Type], reports: Sequence[Pieces], sources: Mapping[int, tuple[int, ...] | None]
+) -> Whole:
     pieces: dict[int, dict[Coord, np.ndarray]] = {}
     for report in reports:
         for k, (coord, x) in report.items():
             pieces.setdefault(k, {})[coord] = x if isinstance(x, np.ndarray) else x.array()
-    return {k: whole_array(pieces[k], values[k].type, sources.get(k)) for k in sorted(pieces)}
+    return {k: whole_array(pieces[k], types[k], sources.get(k)) for k in sorted(pieces)}
 
 
 def digest(program: Function) -> bytes:

@@ -39,7 +39,7 @@ Pieces = dict[int, tuple[Coord, np.ndarray]]
 class Report(NamedTuple):
     """What a rank tells after a step; `inputs` (after the last): the values of inputs that were replaced; `lap` (at the
     end of an epoch): of the epoch; `saved`: the checkpoint that was written after it, if one was;
-    `memory`: see `Growth`.
+    `memory`: see `Growth`; `gradients` (after the first, if asked for): what optimizers took, by the weight's position.
     """
 
     step: int
@@ -49,6 +49,7 @@ class Report(NamedTuple):
     lap: Lap | None = None
     saved: Saved | None = None
     memory: int | None = None
+    gradients: Mapping[int, tuple[Coord, Any]] = {}
 
 
 def execute(
@@ -68,6 +69,7 @@ def execute(
     first: int = 0,
     saving: Saving | None = None,
     compiled: bool = False,
+    keep_gradient: Callable[[int, np.ndarray], Any] | None = None,
 ) -> None:
     """Run steps `first` to `steps` - 1 of `program` as rank `rank` of a process group that is joined.
 
@@ -78,7 +80,8 @@ def execute(
     made (see `distir.backends.record`), `profile` one for a trace of when ops ran (see `distir.backends.profile`).
     `epochs`: at the end of each `report` also gets its lap; `alive` is called now and then while there is nothing to
     report. `saving` says which checkpoints to write, and which to begin with.
-    `compiled`: what only computes goes through torch.compile, when it first runs.
+    `compiled`: what only computes goes through torch.compile, when it first runs. `keep_gradient`, if given, makes what
+    is reported of this rank's piece of a gradient (of the weight at that position), in the first step.
 
     Raises WorkerError if the ranks have different programs, UsageError if a checkpoint cannot be written or read.
     """
@@ -89,7 +92,14 @@ def execute(
     agree(digest(program) + first.to_bytes(8), "would run another plan than rank 0", device)
     recorder = None if record is None else Recorder(Path(record), rank, own_array)
     profiler = None if profile is None else Profiler(program, rank, device, Path(profile), first, steps)
-    engine = TorchRank(program, rank, device, recorder, profiler, compiled)
+    taken: dict[int, tuple[Coord, Any]] = {}
+
+    def on_gradient(weight: int, coord: Coord, x: np.ndarray) -> None:
+        if keep_gradient is not None and k == first:
+            taken[weight] = coord, keep_gradient(weight, x)
+
+    shown = None if keep_gradient is None else on_gradient
+    engine = TorchRank(program, rank, device, recorder, profiler, compiled, shown)
     for k, x in arrays.items():  # one at a time: what has been read of a file need not stay
         engine.load({k: x.array() if isinstance(x, Shipped) else x})
     give_back()  # what was read of files
@@ -118,8 +128,9 @@ def execute(
         last = k == steps - 1
         made = _made(engine, outputs, last or every)
         del outputs  # nothing of a step is held in the next
-        report(Report(k, seconds, made, _renewed(engine) if last and final else {}, lap, saved, growth.bytes()))
-        del made
+        renewed = _renewed(engine) if last and final else {}
+        report(Report(k, seconds, made, renewed, lap, saved, growth.bytes(), taken if k == first else {}))
+        del made, renewed
     if profiler is not None:
         profiler.write()
 

@@ -4,7 +4,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,11 @@ from distir.ir.errors import UsageError
 from distir.ir.function import Function, Value
 from distir.ir.type import DType, Tensor
 from distir.transforms.ahead import posted_ahead
+from distir.transforms.gradients import gradients
 from distir.transforms.project import project, ranks
+
+OnGradient = Callable[[int, tuple[int, ...], np.ndarray], None]
+"""(position of the weight, this rank's coordinate on the gradient's mesh, its piece: only valid during the call)"""
 
 
 def to_torch(x: np.ndarray, dtype: DType, device: torch.device) -> torch.Tensor:
@@ -66,9 +70,10 @@ class TorchRank:
     """One rank of a distributed program, ready to run: `load`, then `step` as often as wanted.
 
     Every rank must be made of the same program, in a process group that is already joined (none is needed for
-    one rank). `tap` is told of every value that is made, `profiler` times every op. `compiled`: what only computes goes
-    through torch.compile, when it first runs; neither of the two sees into that. Raises ModelError for an op
-    that cannot run, UsageError for a program that is not scheduled.
+    one rank). `tap` is told of every value that is made, `profiler` times every op, `on_gradient` is called with the
+    position of a weight and this rank's piece of its gradient before an optimizer takes that. `compiled`: what only
+    computes goes through torch.compile, when it first runs; `tap` and `profiler` do not see into that. Raises
+    ModelError for an op that cannot run, UsageError for a program that is not scheduled.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class TorchRank:
         tap: Tap | None = None,
         profiler: Profiler | None = None,
         compiled: bool = False,
+        on_gradient: OnGradient | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.program = program
@@ -90,7 +96,9 @@ class TorchRank:
             self.network.watch = profiler.watch
         drain = self.network.transfers.drain
         self.drain = drain if profiler is None else profiler.waiting("Send", drain)
-        self.lowering = Lowering(self.network, self.device, tap, profiler, compiled)
+        self.on_gradient = on_gradient
+        shown = None if on_gradient is None else self._show_gradient
+        self.lowering = Lowering(self.network, self.device, tap, profiler, compiled, shown)
         self.updates = replaced(program)
         with double_scalars():
             self.lowered: Lowered = self.lowering(self.mine.function, replaced(self.mine.function))
@@ -146,6 +154,13 @@ class TorchRank:
             if k in self.updates:
                 self.values[self.updates[k]] = x
         return outputs
+
+    def _show_gradient(self, function: str, result: str, x: torch.Tensor) -> None:
+        gradient = gradients(self.program).get((function, result))
+        if gradient is None or self.on_gradient is None or not isinstance(t := gradient.type, Tensor):
+            return
+        if self.holds_first(t):
+            self.on_gradient(gradient.weight, self.coordinate(t), to_numpy(x, t.dtype))
 
     def synchronize(self) -> None:
         """Wait for the device to finish what it was given."""

@@ -15,7 +15,7 @@ from distir.backends.comm import leave_group, start_group
 from distir.backends.epochs import Epochs, OnEpoch, end_epoch
 from distir.backends.launch import Data, RunResult
 from distir.backends.limits import place_of, plainly
-from distir.backends.pieces import by_position, gathered
+from distir.backends.pieces import by_position, gathered, gathered_gradients
 from distir.backends.rank import Report, agree, execute
 from distir.backends.samples import Samples
 from distir.ir.errors import DistirError, WorkerError
@@ -39,6 +39,7 @@ def join(
     first: int,
     saving: Saving | None,
     compiled: bool,
+    gradients: bool = False,
 ) -> RunResult:
     """Run `program` as the rank that the environment names; see `launch.run`. Rank 0 gathers the results.
 
@@ -57,16 +58,18 @@ def join(
 
     def report(r: Report) -> None:
         everyone: list[Any] = [None] * world
-        dist.gather_object((r.seconds, r.outputs, r.inputs, r.lap, r.memory), everyone if rank == 0 else None)
+        row = r.seconds, r.outputs, r.inputs, r.lap, r.memory, r.gradients
+        dist.gather_object(row, everyone if rank == 0 else None)
         if rank != 0:
             result.seconds.append(r.seconds)
             return
-        times, of_outputs, of_inputs, laps, memory = zip(*everyone, strict=True)
+        times, of_outputs, of_inputs, laps, memory, of_gradients = zip(*everyone, strict=True)
         result.seconds.append(max(times))
         result.memory = list(memory)
         outputs, inputs = gathered(program, of_outputs, of_inputs)
         result.outputs.append(outputs)
         result.inputs.update(inputs)
+        result.gradients.update(gathered_gradients(program, of_gradients))
         result.saved += [] if r.saved is None else [r.saved]
         if on_step is not None:
             on_step(r.step, result.seconds[-1], outputs)
@@ -79,7 +82,8 @@ def join(
         if isinstance(data, Samples):
             agree(data.digest(), "would read other data than rank 0", device)
         told = None, profile, epochs, lambda: None, first, saving, compiled
-        execute(program, rank, device, arrays, feed, steps, report, every, final, *told)
+        kept = (lambda _, x: np.array(x)) if gradients else None
+        execute(program, rank, device, arrays, feed, steps, report, every, final, *told, keep_gradient=kept)
         done = True
     except DistirError:
         raise

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.backends.checkpoint import Saving, sweep
 from distir.backends.epochs import Epochs
@@ -31,6 +31,9 @@ from distir.backends.pieces import Shipped, ship
 from distir.backends.samples import Samples
 from distir.ir.errors import DistirError
 from distir.ir.function import Function
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Job(NamedTuple):
@@ -52,6 +55,7 @@ class Job(NamedTuple):
     first: int = 0
     saving: Saving | None = None
     compiled: bool = False
+    gradients: bool = False
 
 
 class Failure(NamedTuple):
@@ -224,13 +228,17 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
             {k: (coord, ship(x, folder / f"{name}{k}.{r.step}.{rank}")) for k, (coord, x) in pieces.items()}
             for name, pieces in (("out", r.outputs), ("in", r.inputs))
         )
-        link.send(("step", r.step, r.seconds, outputs, inputs, r.lap, r.saved, r.memory))
+        link.send(("step", r.step, r.seconds, outputs, inputs, r.lap, r.saved, r.memory, r.gradients))
+
+    def keep_gradient(weight: int, x: np.ndarray) -> Shipped:
+        return ship(x, folder / f"gradient{weight}.{rank}")  # at once: it takes no memory of this process
 
     def alive() -> None:
         link.send(("alive",))
 
     told = job.every, job.final, job.record, job.profile, epochs, alive, job.first, job.saving, job.compiled
-    execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told)
+    kept = keep_gradient if job.gradients else None
+    execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told, keep_gradient=kept)
     leave_group(True)
     link.send(("done",))
 

@@ -42,6 +42,7 @@ class Spec:
         "dtype",
         "eval",
         "grad",
+        "gradient",
         "index",
         "infer",
         "keeps_zero",
@@ -80,6 +81,7 @@ class Spec:
         self.bundle: str | None = fields.pop("bundle", None)
         self.alias: bool = fields.pop("alias", False)
         self.donates: tuple[int, ...] = fields.pop("donates", ())
+        self.gradient: int | None = fields.pop("gradient", None)
         self.keeps_zero: bool = fields.pop("keeps_zero", False)
         self.torch: str | None = fields.pop("torch", None)
         if fields:
@@ -220,6 +222,7 @@ def op(name: str, **fields: Any) -> Spec:
     - `neutral`: the value of an operand that does not count where it is reduced, if not 0 (a sum) or -inf (a maximum).
     - `outputs`: how many results, a number or a function of the attributes; `saved`: how many of them, the last, are
       there for the gradient's sake: no gradient flows from them.
+    - `gradient`: in an optimizer, the operand that is the gradient; operand 0 is the weight, result 0 its next value.
     - `alias`: the result is a view of operand 0. `donates`: operands whose buffer a result may take over.
     - `torch`: the name below `torch` of a faster kernel of the same signature.
     - `comm(attributes, *types) -> types`: the type rule of ops that change placements or structure; `bundle`: "pack"

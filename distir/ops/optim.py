@@ -63,6 +63,7 @@ op(  # (w, g) -> w; with momentum (w, g, m) -> w, m; with dampening also the num
     outputs=_sgd_count,
     donates=(0, 2),
     keeps_zero=True,
+    gradient=1,
     eval=_sgd,
 )
 
@@ -108,5 +109,6 @@ op(  # (w, g, m, v, step) -> w, m, v; step is the number of this step, from 1
     outputs=3,
     donates=(0, 2, 3),
     keeps_zero=True,
+    gradient=1,
     eval=_adamw,
 )

@@ -1,0 +1,53 @@
+"""What rounding alone does to a program: it is computed again, every result moved by about a unit in the last place.
+
+This is Monte Carlo arithmetic (D. S. Parker, "Monte Carlo arithmetic: exploiting randomness in floating-point
+arithmetic", UCLA, 1997). Another order of additions, other kernels, partial sums of shards: they all come to errors of
+that size in results. How far the run ends from the undisturbed one says how much a difference means, for each output
+and parameter: a gradient that cancels to nothing but rounding differs by its own size, and so does what AdamW makes of
+it.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from distir.executor.sequential import Held, Tap
+from distir.ir.function import Function, Value
+from distir.ir.type import Tensor
+
+
+def perturbed(function: Function, seed: int = 0) -> Tap:
+    """For `SequentialExecutor(tap=...)`: moves the elements of results up or down at random, by about one unit in the
+    last place.
+
+    Left as they are: what optimizers give, for a weight takes up its change in the same arithmetic everywhere; views;
+    integers; and what depends on constants alone (positions, masks), which no plan computes otherwise.
+    """
+    rounds = _rounds(function)
+    draw = np.random.default_rng(seed)
+
+    def tap(v: Value, held: Held) -> Held:
+        if v not in rounds:
+            return held
+        x = np.asarray(held)
+        wide = np.promote_types(np.float32, x.dtype)
+        # 16 bits are computed in 32 and rounded back: half a unit moves most of them by one
+        step = ml_dtypes.finfo(x.dtype).eps * (1 if x.dtype == wide else 0.5)
+        signs = draw.integers(0, 2, x.shape, np.int8) * 2 - 1
+        return (x * (1 + signs * wide.type(step))).astype(x.dtype)
+
+    return tap
+
+
+def _rounds(function: Function) -> set[Value]:
+    """The results to move."""
+    varies = {v for v in function.inputs if v.kind != "constant"}
+    found: set[Value] = set()
+    for op in function.ops:
+        if varies.isdisjoint(op.inputs):
+            continue
+        varies.update(op.outputs)
+        if op.spec.gradient is None and not op.spec.alias:
+            found.update(v for v in op.outputs if isinstance(v.type, Tensor) and v.type.dtype.floating)
+    return found

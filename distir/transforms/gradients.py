@@ -1,0 +1,61 @@
+"""Which gradient belongs to which parameter: in a program that is distributed and scheduled, too.
+
+An optimizer op of a distributed program works on a piece of its weight, in the body of a stage, on operands that came
+in bundles. What the weight is, is followed from the program's inputs through calls, bundles and communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from distir.ir.function import Function, Value
+from distir.ir.kept import kept
+from distir.ir.type import Type
+
+Key = tuple[str, str]
+"""A function's name, and that of the first result of an optimizer op in it."""
+Origin = Any
+"""Of a value the position of the program's input that it is, or is a piece of; None if of none; of a bundle a tuple."""
+
+
+class Gradient(NamedTuple):
+    """A gradient as an optimizer takes it: of which input of the program, and its type there."""
+
+    weight: int
+    type: Type
+
+
+@kept
+def gradients(program: Function) -> dict[Key, Gradient]:
+    """The gradient of every weight that an optimizer updates; where several ops update copies of one, the first's."""
+    found: dict[Key, Gradient] = {}
+    walked: dict[tuple[Function, tuple[Origin, ...]], list[Origin]] = {}
+
+    def walk(function: Function, args: Sequence[Origin]) -> list[Origin]:
+        key = function, tuple(args)
+        if key not in walked:
+            env: dict[Value, Origin] = dict(zip(function.inputs, args, strict=True))
+            for op in function.ops:
+                ins = [env[v] for v in op.inputs]
+                if op.spec.gradient is not None and isinstance(ins[0], int):
+                    gradient = Gradient(ins[0], op.inputs[op.spec.gradient].type)
+                    found.setdefault((function.name, op.outputs[0].name), gradient)
+                env.update(zip(op.outputs, outs(op, ins), strict=True))
+            walked[key] = [env[v] for v in function.outputs]
+        return walked[key]
+
+    def outs(op: Any, ins: list[Origin]) -> Sequence[Origin]:
+        if op.callee is not None:
+            return walk(op.callee, ins)
+        if op.spec.bundle == "pack":
+            return [tuple(ins)]
+        if op.spec.bundle == "unpack":
+            return ins[0] if isinstance(ins[0], tuple) else [None] * len(op.outputs)
+        return [ins[0] if op.spec.comm is not None else None] * len(op.outputs)
+
+    walk(program, range(len(program.inputs)))
+    first: dict[int, Key] = {}
+    for key, gradient in found.items():
+        first.setdefault(gradient.weight, key)
+    return {key: found[key] for key in first.values()}

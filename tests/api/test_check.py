@@ -1,0 +1,337 @@
+"""What the check finds, and what it lets pass: faults are seeded into runs, at the size at which training goes."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import distir
+from distir.api.check import Check, Difference, compare, largest_difference
+from distir.api.data import Data
+from distir.api.rounding import perturbed
+from distir.api.steps import Job, Steps, compute_steps
+from distir.executor.sequential import SequentialExecutor, fit
+from distir.ir import FunctionMaker
+from distir.ir.errors import MismatchError
+from distir.ir.function import Role
+from distir.ir.type import Float32, Tensor
+from distir.transforms.training import SGD, AdamW
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 3
+OPTIMIZERS = {"sgd": SGD(0.5), "momentum": SGD(0.2, momentum=0.9), "adamw": AdamW(1e-2)}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+class Case(NamedTuple):
+    """A training step, what it begins with and is fed, its run, and that once more with its results disturbed."""
+
+    model: distir.Model
+    job: Job
+    want: Steps
+    rounding: Steps
+
+    def check(self, got):
+        return compare(self.model.function, self.job.arrays, got, self.want, self.rounding)
+
+    @property
+    def parameters(self):
+        return [k for k, v in enumerate(self.model.function.inputs) if v.kind == "parameter"]
+
+    def name(self, k):
+        return self.model.function.inputs[k].name
+
+
+def model_of(file, optimizer, dtype):
+    loss = "mse" if file == "mlp" else "cross-entropy"
+    return distir.load(ROOT / f"examples/{file}.onnx", {"batch": 8}, loss=loss, optimizer=optimizer, dtype=dtype)
+
+
+def job_of(model, steps=STEPS):
+    function = model.function
+    arrays = model.initial(0)
+    data = Data(function, arrays, seed=0)
+    number = {v: k for k, v in enumerate(function.inputs)}
+    given = {number[v]: fit(x, v) for v, x in (arrays | data.fixed()).items()}
+    return Job(function, given, lambda k: {number[v]: x for v, x in data.step(k).items()}, steps, gradients=True)
+
+
+def case_of(file, optimizer, dtype, steps=STEPS):
+    model = model_of(file, optimizer, dtype)
+    job = job_of(model, steps)
+    rounding = compute_steps(job, SequentialExecutor(tap=perturbed(model.function)))
+    return Case(model, job, compute_steps(job), rounding)
+
+
+@pytest.fixture(scope="module", params=[(o, d) for o in OPTIMIZERS for d in DTYPES], ids=lambda p: "-".join(p))
+def case(request):
+    name, dtype = request.param
+    return case_of("mlp", OPTIMIZERS[name], dtype)
+
+
+def changed(case, factor, only=None):
+    """The run as it is, but that the change of every weight (or of those in `only`) is `factor` times what it is."""
+    held = dict(case.want.inputs)
+    for k in case.parameters if only is None else only:
+        start, end = (np.asarray(x, np.float64) for x in (case.job.arrays[k], case.want.inputs[k]))
+        held[k] = (start + factor * (end - start)).astype(case.want.inputs[k].dtype)
+    return case.want._replace(inputs=held)
+
+
+FACTORS = {"none": 0.0, "half": 0.5, "twice": 2.0, "reversed": -1.0}
+
+
+def found(case, got, faulty):
+    """Whether the check fails, or at least does not say of any of the `faulty` parameters that it is right."""
+    check = case.check(got)
+    return not check.ok or {case.name(k) for k in faulty} <= set(check.unchecked)
+
+
+@pytest.mark.parametrize("fault", FACTORS)
+def test_changes_of_all_weights(case, fault):
+    check = case.check(changed(case, FACTORS[fault]))
+    assert not check.ok
+    assert check.first.kind.endswith("change")
+
+
+@pytest.mark.parametrize("fault", FACTORS)
+def test_the_change_of_one_weight(case, fault):
+    """In 16 bits a change may be lost in rounding: then the parameter is not said to be right; most are told."""
+    told = 0
+    for k in case.parameters:
+        check = case.check(changed(case, FACTORS[fault], [k]))
+        if check.ok:
+            assert case.name(k) in check.unchecked
+        else:
+            assert check.first.name == case.name(k)
+            told += 1
+    assert told == len(case.parameters) or case.want.inputs[case.parameters[0]].dtype.itemsize == 2
+    assert told >= len(case.parameters) / 2
+
+
+def test_a_right_run_passes(case):
+    for other in (case.want, case.rounding):
+        check = case.check(other)
+        assert check.ok, check
+        assert check.weights is not None
+        assert check.gradients is not None
+
+
+def same_shape(case):
+    """Two parameters of one shape, neither of which is hidden by rounding."""
+    hidden = case.check(case.want).unchecked
+    rows = {}
+    for k in case.parameters:
+        if case.name(k) not in hidden:
+            rows.setdefault(case.want.inputs[k].shape, []).append(k)
+    return max(rows.values(), key=len)[:2]
+
+
+def test_updates_of_two_weights_exchanged(case):
+    a, b = same_shape(case)
+    held = dict(case.want.inputs)
+    for k, other in ((a, b), (b, a)):
+        start, change = (np.asarray(x, np.float64) for x in (case.job.arrays[k], case.want.inputs[other]))
+        held[k] = (start + change - np.asarray(case.job.arrays[other], np.float64)).astype(held[k].dtype)
+    check = case.check(case.want._replace(inputs=held))
+    assert check.first.name in (case.name(a), case.name(b))
+
+
+def trained_on(case, weights_of, data_of, steps=STEPS):
+    """A run whose updates come of other weights (those of step `weights_of(k)`) or other data (`data_of` of a batch).
+
+    The outputs are those of the right run, so that only what training changes can tell.
+    """
+    function, executor = case.model.function, SequentialExecutor()
+    number = {v: k for k, v in enumerate(function.inputs)}
+    held = {k: np.asarray(x) for k, x in case.job.arrays.items()}
+    history = [dict(held)]
+    first = {}
+    for step in range(steps):
+        seen = held | {k: history[weights_of(step)][k] for k in case.parameters} | data_of(case.job.feed(step))
+        if step == 0:
+            got = compute_steps(case.job._replace(arrays=seen, feed=lambda _, seen=seen: seen, steps=1))
+            first = got.gradients
+        results = executor.compute(function, [seen[k] for k in range(len(function.inputs))])
+        for v, x in zip(function.outputs, results, strict=True):
+            if v in function.updates:
+                k = number[function.updates[v]]
+                moved = np.asarray(x, np.float64) - np.asarray(seen[k], np.float64)
+                held = held | {k: (np.asarray(held[k], np.float64) + moved).astype(x.dtype)}
+        history.append(dict(held))
+    return case.want._replace(inputs={k: held[k] for k in case.want.inputs}, gradients=first)
+
+
+def test_stale_weights(case):
+    """Every step takes its gradient at the weights of the step before."""
+    got = trained_on(case, lambda k: max(0, k - 1), lambda data: data)
+    assert found(case, got, case.parameters)
+
+
+def test_the_gradient_of_another_microbatch(case):
+    """The second half of the batch is taken to be the first."""
+
+    def halved(data):
+        return {k: np.concatenate([np.asarray(x)[:4]] * 2) for k, x in data.items()}
+
+    got = trained_on(case, lambda k: k, halved)
+    check = case.check(got)
+    assert not check.ok
+    assert check.first.kind.endswith("gradient")
+
+
+def test_what_the_check_says_is_found_in_16_bits_is_most_of_it():
+    """Of GPT-2 in bfloat16: nearly all weights are told, and of those that are not the gradients."""
+    case = case_of("gpt2-tiny", SGD(0.5, momentum=0.9), "bfloat16", 2)
+    check = case.check(case.want)
+    hidden = [name for name in check.unchecked if name in map(case.name, case.parameters)]
+    assert len(hidden) <= len(case.parameters) / 3
+    for k in case.parameters[::5]:
+        gradients = {**case.want.gradients, k: (case.want.gradients[k].astype(np.float32) / 2).astype("bfloat16")}
+        assert case.check(case.want._replace(gradients=gradients)).first.name == case.name(k)
+
+
+def test_state_is_compared_as_weights_are():
+    case = case_of("mlp", AdamW(1e-2), "float32")
+    state = [k for k, v in enumerate(case.model.function.inputs) if v.kind == "state"]
+    for k in state[::5] + state[-1:]:
+        held = {**case.want.inputs, k: case.want.inputs[k] * 2 + (case.want.inputs[k].dtype.kind == "i")}
+        assert case.check(case.want._replace(inputs=held)).first.name == case.name(k)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        distir.Plan(dp=2, zero=1),
+        distir.Plan(tp=2, microbatches=2),
+        distir.Plan(dp=2, zero=3, microbatches=2),
+        distir.Plan(dp=2, tp=2, pp=2, microbatches=4),
+        distir.Plan(pp=2, microbatches=4, schedule="interleaved", chunks=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_right_runs_of_all_plans_pass(optimizer, dtype, plan):
+    model = model_of("mlp", OPTIMIZERS[optimizer], dtype)
+    check = distir.run(model, plan, steps=STEPS, backend="numpy", check=True).check
+    assert check is not None
+    assert check.ok
+    assert check.gradients is not None
+    assert check.weights is not None
+    assert len(check.unchecked) < 16
+
+
+@pytest.mark.parametrize(
+    "plan", [distir.Plan(dp=2, pp=2, zero=1, microbatches=2), distir.Plan(tp=2), distir.Plan(dp=2, zero=3)], ids=str
+)
+def test_gradients_as_optimizers_take_them(plan):
+    """By distributed programs, on numpy and on torch: those of the sequential program, which its updates tell."""
+    model = model_of("gpt2-tiny", SGD(0.1), "float64")
+    job = job_of(model, 1)
+    want = compute_steps(job)
+    weights = [k for k, v in enumerate(model.function.inputs) if v.kind == "parameter"]
+    assert sorted(want.gradients) == weights
+    for k in weights:  # a step of plain descent says what the gradient was
+        start, end = np.asarray(job.arrays[k]), want.inputs[k]
+        assert np.allclose((start - end) / 0.1, want.gradients[k], atol=1e-12)
+    program = distir.distribute(model, plan)
+    from distir.backends.launch import run
+
+    got = compute_steps(job._replace(program=program)).gradients
+    launched = run(program, job.arrays, 1, data=job.feed, gradients=True).gradients
+    for other in (got, launched):
+        assert sorted(other) == weights
+        for k in weights:
+            assert largest_difference(other[k], want.gradients[k]) < 1e-12
+
+
+def test_a_lost_update_of_a_distributed_run_is_found(monkeypatch):
+    """Through `run`, in bfloat16: one optimizer op of the distributed program does nothing."""
+    from distir.executor import sequential
+
+    right = sequential.evaluate
+
+    def wrong(op, ins, coord, xp=sequential.NUMPY):
+        result = right(op, ins, coord, xp)
+        lost = op.spec.gradient is not None and coord is not None and "layers.3.weight" in op.outputs[0].name
+        return (ins[0], *result[1:]) if lost else result
+
+    model = model_of("mlp", SGD(0.2, momentum=0.9), "bfloat16")
+    monkeypatch.setattr(sequential, "evaluate", wrong)
+    with pytest.raises(MismatchError, match=r"change of %layers\.3\.weight differs by 1 \(0 times as long"):
+        distir.run(model, distir.Plan(dp=2), steps=STEPS, backend="numpy", check=True)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def tiny():
+    f = FunctionMaker()
+    w = f.add_input_value("w", Tensor(Float32, (200,)), Role("parameter"))
+    y = f.emit("Relu", w)
+    f.set_outputs([f.emit("ReduceSum", y, axes=(0,), keepdims=0), y])
+    f.updates = {y: w}
+    return f.finalize()
+
+
+def steps_of(loss, change, begin):
+    return Steps([0.0], [{0: np.array(loss, np.float32)}], {0: (begin + change).astype(np.float32)})
+
+
+def test_tolerances():
+    begin = np.linspace(0.1, 1, 200, dtype=np.float32)
+    change = 1e-3 * np.random.default_rng(0).standard_normal(200)
+
+    def check(loss=0.0, weight=0.0):
+        got, want = steps_of(2.0 + loss, change * (1 + weight), begin), steps_of(2.0, change, begin)
+        return compare(tiny(), {0: begin}, got, want)
+
+    assert check(1e-5).ok
+    assert not check(3e-5).ok
+    assert check(weight=5e-5).ok
+    assert not check(weight=1e-3).ok
+    assert str(check(weight=1e-1).first).startswith("change of %w differs by 0.1 (1.1 times as long, 1 the cosine)")
+    assert not check(float("nan")).ok
+    assert not check(weight=float("inf")).ok
+
+
+def test_what_is_not_finite_in_both_is_said_and_the_rest_compared():
+    begin = np.linspace(0.1, 1, 200, dtype=np.float32)
+    change = 1e-3 * np.random.default_rng(0).standard_normal(200)
+    holes = np.where(np.arange(200) % 3 == 0, np.nan, change)
+
+    def check(got, loss=np.nan):
+        return compare(tiny(), {0: begin}, steps_of(loss, got, begin), steps_of(np.nan, holes, begin))
+
+    both = check(holes)
+    assert both.ok
+    assert both.infinite == ("loss in step 0", "w") or both.infinite == (f"{tiny().outputs[0].name} in step 0", "w")
+    assert "not finite, in either run" in str(both)
+    assert not check(holes * 2).ok
+    assert not check(change).ok
+    assert not check(holes, loss=1.0).ok
+
+
+def test_a_change_that_rounding_takes_is_not_said_to_be_right():
+    begin = np.linspace(0.1, 1, 200, dtype=np.float32)
+    same = steps_of(2.0, 0.0, begin)
+    check = compare(tiny(), {0: begin}, same, same)
+    assert check.ok
+    assert check.weights is None
+    assert check.unchecked == ("w",)
+    assert "not checked, as rounding hides what they change by: %w" in str(check)
+    moved = steps_of(2.0, 1e-3, begin)
+    assert not compare(tiny(), {0: begin}, moved, same).ok  # but no weight moves that should not
+
+
+def test_no_element_is_let_be():
+    large = np.zeros(300_000)
+    other = large.copy()
+    other[:4] = [5.0, 4.0, 3.0, 2.0]
+    assert largest_difference(large, other) == 5.0
+    assert largest_difference(large, large[1:]) == float("inf")
+    assert str(Check(None, None, Difference("loss", 1.0, 0.5, 2))) == (
+        "check failed: %loss in step 2 differs by 1, 0.5 is allowed"
+    )
