@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from distir.api.check import largest_difference, magnitude
@@ -146,12 +147,14 @@ class _Replay:
         self.number = {d: r for r, d in enumerate(ranks(program) or [None])}
         self.moments = _Moments(program)
         self.values: list[tuple[Value, int | None, Held]] = []
+        self.before: dict[Value, Held] = {}
+        """For results of optimizer ops what they replace."""
 
     def run(self, held: Mapping[int, Any]) -> dict[int, Any]:
         """The updated inputs. Raises _Found."""
         arrays = [held.get(k) for k in range(len(self.program.inputs))]
         try:
-            results = SequentialExecutor(tap=self.tap).compute(self.program, arrays)
+            results = SequentialExecutor(tap=self.tap, on_update=self.on_update).compute(self.program, arrays)
         except MismatchError:
             self._as_a_whole(arrays)  # this says more than that copies of a result differ
             raise
@@ -160,6 +163,10 @@ class _Replay:
         return {
             position[u]: results[k] for k, v in enumerate(self.program.outputs) if (u := self.program.updates.get(v))
         }
+
+    def on_update(self, function: str, op: Op, ins: Sequence[Held]) -> None:
+        replaced = [x for k, x in enumerate(ins) if k != op.spec.gradient]
+        self.before.update(zip(op.outputs, replaced, strict=False))
 
     def tap(self, v: Value, held: Held) -> Held:
         key = self.moments.key(v)
@@ -180,13 +187,26 @@ class _Replay:
         for device, x in _on_devices(t, held):
             rank = self.number.get(device, 0)
             got = self.made[rank].get(key)
-            pieces.append(x if got is None else self._compared(v, t, rank, x, got, key[2]))
+            before = self.before.get(v)
+            if before is not None and isinstance(t.device, Mesh):
+                before = before[len(pieces)]
+            pieces.append(x if got is None else self._compared(v, t, rank, x, got, key[2], before))
         return pieces if isinstance(t.device, Mesh) else pieces[0]
 
-    def _compared(self, v: Value, t: Tensor, rank: int, want: Any, got: np.ndarray, moment: int | None) -> np.ndarray:
+    def _compared(
+        self, v: Value, t: Tensor, rank: int, want: Any, got: np.ndarray, moment: int | None, before: Any
+    ) -> np.ndarray:
+        tolerance = _TOLERANCE.get(t.dtype, _ROUGH)
         error = largest_difference(got, np.asarray(want)) / max(1.0, magnitude(np.asarray(want)))
-        if not error <= _TOLERANCE.get(t.dtype, _ROUGH):
+        if not error <= tolerance:
             raise _Found(f"{_named(v, self.moments.ops[v], moment)} differs by {error:.3g} on rank {rank}")
+        if before is not None and t.dtype.floating:
+            a, b, c = (np.asarray(x).astype(np.float64) for x in (got, want, before))
+            last_place = float(ml_dtypes.finfo(t.dtype.numpy).eps) * np.linalg.norm(b)
+            error, change = np.linalg.norm(a - b), np.linalg.norm(b - c)
+            if error > 10 * tolerance * change + last_place:
+                what = f"{_named(v, self.moments.ops[v], moment)} changes by another amount on rank {rank}"
+                raise _Found(f"{what}: {np.linalg.norm(a - c):.3g} instead of {change:.3g}")
         return got.astype(np.asarray(want).dtype, copy=False)
 
     def _as_a_whole(self, arrays: Sequence[Any]) -> None:

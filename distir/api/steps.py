@@ -12,8 +12,11 @@ import numpy as np
 from distir.backends.checkpoint import Saved, Saving
 from distir.backends.epochs import Epoch, Epochs, Laps, OnEpoch
 from distir.backends.samples import Samples
-from distir.executor.sequential import OnGradient, SequentialExecutor, unfit
-from distir.ir.function import Function
+from distir.executor.collectives import join, lanes
+from distir.executor.sequential import Held, OnUpdate, SequentialExecutor, unfit
+from distir.ir.device import Mesh
+from distir.ir.function import Function, Op
+from distir.ir.type import Tensor
 from distir.transforms.gradients import gradients
 
 if TYPE_CHECKING:
@@ -71,7 +74,7 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
     function = job.program
     first: dict[int, np.ndarray] = {}
     if job.gradients:
-        executor.on_gradient = _keeping(function, first)
+        executor.on_update = _keeping(function, first)
     position = {v: k for k, v in enumerate(function.inputs)}
     updates = {k: position[function.updates[v]] for k, v in enumerate(function.outputs) if v in function.updates}
     held = dict(job.arrays)
@@ -86,7 +89,7 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
         with np.errstate(all="ignore"):  # a run that diverges says so by its loss
             results = executor.compute(function, [held.get(k) for k in range(len(function.inputs))])
         seconds = time.perf_counter() - begin
-        executor.on_gradient = None
+        executor.on_update = None
         held |= {place: results[k] for k, place in updates.items()}
         shown = {k: x for k, x in enumerate(results) if k not in updates}
         done.seconds.append(seconds)
@@ -103,15 +106,20 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
     return done
 
 
-def _keeping(program: Function, found: dict[int, np.ndarray]) -> OnGradient:
+def _keeping(program: Function, found: dict[int, np.ndarray]) -> OnUpdate:
     """What puts each gradient, without padding, into `found`, by the position of the weight."""
     known = gradients(program)
+    unrolled = not any(op.callee for op in program.ops)
 
-    def keep(function: str, result: str, x: np.ndarray) -> None:
-        gradient = known.get((function, result))
-        if gradient is not None:
-            role = program.inputs[gradient.weight].role
-            found[gradient.weight] = np.array(unfit(x, role and role.source))
+    def keep(function: str, op: Op, ins: Sequence[Held]) -> None:
+        gradient = known.get((function, op.outputs[0].name))
+        if gradient is None or op.spec.gradient is None:
+            return
+        t, x = gradient.type, ins[op.spec.gradient]
+        if isinstance(t, Tensor) and isinstance(t.device, Mesh):
+            x = join(dict(zip(lanes(t.device, unrolled), x, strict=True)), t)
+        role = program.inputs[gradient.weight].role
+        found[gradient.weight] = np.array(unfit(x, role and role.source))
 
     return keep
 

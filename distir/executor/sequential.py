@@ -17,22 +17,22 @@ from distir.ir.type import BFloat16, Partial, Shard, Tensor, Tuple, Type
 Held = Any
 """What is held of a value: an array; on a mesh a list with an array a lane; of a bundle a tuple of these."""
 Tap = Callable[[Value, Held], Held]
-OnGradient = Callable[[str, str, np.ndarray], None]
-"""(function, first result of the optimizer op, the whole gradient)"""
+OnUpdate = Callable[[str, Op, Sequence[Held]], None]
+"""(function, an optimizer op, what is held of its operands)"""
 
 
 class SequentialExecutor:
     """Runs Functions on numpy arrays. `backend` is "numpy".
 
     `tap`, if given, sees what is held of every op's result and may replace it (to compare, or to corrupt);
-    `on_gradient` sees every gradient that an optimizer takes.
+    `on_update` sees what every optimizer op is about to take.
     """
 
-    def __init__(self, backend: str = "numpy", tap: Tap | None = None, on_gradient: OnGradient | None = None) -> None:
+    def __init__(self, backend: str = "numpy", tap: Tap | None = None, on_update: OnUpdate | None = None) -> None:
         if backend != "numpy":
             raise UsageError(f"the sequential executor runs on numpy, got {backend!r}")
         self.tap = tap
-        self.on_gradient = on_gradient
+        self.on_update = on_update
 
     def compute(self, function: Function, arrays: Mapping[Value, Any] | Sequence[Any]) -> list[np.ndarray]:
         """The outputs, whole, in order, from whole inputs (one array an input, or a mapping from input Values).
@@ -44,7 +44,7 @@ class SequentialExecutor:
         if len(given) != len(function.inputs):
             raise UsageError(f"{function.name} has {len(function.inputs)} inputs, got {len(given)}")
         unrolled = not any(op.callee for op in function.ops)
-        run = _Run(self.tap, unrolled, self.on_gradient)
+        run = _Run(self.tap, unrolled, self.on_update)
         held = [run.hold(v, x) for v, x in zip(function.inputs, given, strict=True)]
         results = run.run(function, held, None)
         wholes = [run.whole(v.type, x) for v, x in zip(function.outputs, results, strict=True)]
@@ -72,9 +72,9 @@ def unfit(x: np.ndarray, source: tuple[int, ...] | None) -> np.ndarray:
 
 
 class _Run:
-    def __init__(self, tap: Tap | None, unrolled: bool, on_gradient: OnGradient | None = None) -> None:
+    def __init__(self, tap: Tap | None, unrolled: bool, on_update: OnUpdate | None = None) -> None:
         self.tap = tap
-        self.on_gradient = on_gradient
+        self.on_update = on_update
         self.unrolled = unrolled
 
     def hold(self, v: Value, x: Any) -> Held:
@@ -100,9 +100,8 @@ class _Run:
     def run(self, function: Function, args: Sequence[Held], moment: int | None) -> list[Held]:
         env: dict[Value, Held] = dict(zip(function.inputs, args, strict=True))
         for op in function.ops:
-            if self.on_gradient is not None and (k := op.spec.gradient) is not None:
-                whole = self.whole(op.inputs[k].type, env[op.inputs[k]])
-                self.on_gradient(function.name, op.outputs[0].name, whole)
+            if self.on_update is not None and op.spec.gradient is not None:
+                self.on_update(function.name, op, [env[v] for v in op.inputs])
             try:
                 outs = self.step(op, [env[v] for v in op.inputs], moment)
             except (ValueError, IndexError, TypeError, KeyError) as e:
