@@ -226,10 +226,10 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
         )
         link.send(("step", r.step, r.seconds, outputs, inputs, r.lap, r.saved, r.memory))
 
-    def alive() -> None:
-        link.send(("alive",))
+    def doing(what: str) -> None:
+        link.send(("doing", what))
 
-    told = job.every, job.final, job.record, job.profile, epochs, alive, job.first, job.saving, job.compiled
+    told = job.every, job.final, job.record, job.profile, epochs, doing, job.first, job.saving, job.compiled
     execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told)
     leave_group(True)
     link.send(("done",))
