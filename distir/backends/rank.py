@@ -76,8 +76,8 @@ def execute(
     one-element outputs, after the last (or with `every` each) step of all others; and with `final` the
     replaced inputs. Of copies only the first holder reports. `record` is a folder in which to keep every value that is
     made (see `distir.backends.record`), `profile` one for a trace of when ops ran (see `distir.backends.profile`).
-    `epochs`: at the end of each `report` also gets its lap; `doing` is told what is being done, now and then, while there is
-    nothing to report. `saving` says which checkpoints to write, and which to begin with.
+    `epochs`: at the end of each `report` also gets its lap; `doing` is told what is being done, now and then, while
+    there is nothing to report. `saving` says which checkpoints to write, and which to begin with.
     `compiled`: what only computes goes through torch.compile, when it first runs.
 
     Raises WorkerError if the ranks have different programs, UsageError if a checkpoint cannot be written or read.
