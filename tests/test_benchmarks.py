@@ -13,6 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FLAGS: dict[str, list[str]] = {
     "execution": ["--small", "--seconds", "0.1", "--only", "mlp", "fsdp"],
+    "first_step": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "gpt2_plan": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "scale": ["--dp", "1", "2", "--microbatches", "16", "--no-plans"],
 }

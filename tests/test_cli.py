@@ -818,3 +818,13 @@ def test_the_bar_is_for_terminals_and_for_what_takes_long(monkeypatch, tty, pati
             time.sleep(0.05)
             progress.advance(step)
     assert ("running" in terminal.getvalue()) is seen
+
+
+def test_the_bar_says_what_is_prepared(cli, monkeypatch):
+    from distir.cli import output
+
+    terminal = Terminal(True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.01)
+    assert cli("run", MLP, *MSE, "--dp", 2, "--steps", 2)[0] == 0
+    assert "loading torch" in terminal.getvalue()

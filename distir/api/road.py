@@ -151,6 +151,7 @@ def run(
     on_step: OnStep | None = None,
     on_check: OnStep | None = None,
     on_epoch: Callable[[Metrics], None] | None = None,
+    on_phase: Callable[[str], None] | None = None,
 ) -> RunResult:
     """Run `steps` steps (1) of the model's program, a process a device, and compare the time with the prediction.
 
@@ -161,7 +162,8 @@ def run(
     the ranks share. `compiled`: what ranks compute goes through torch.compile, in the first step, which then takes
     longer; time and memory are not predicted for that. `check` compares with the sequential program on the same data.
     `profile` is a folder for traces: what is predicted, and of each rank when its ops ran (see `compare`). `on_plan` is
-    called when the plan is made, `on_step` and `on_check` after each step, of the run and of the check.
+    called when the plan is made, `on_step` and `on_check` after each step, of the run and of the check, `on_phase` with
+    what is being prepared in between, in words.
 
     With `epochs` the samples are gone through so often, in an order that `seed` draws for each epoch; of the last of
     them the share `held_out`, rounded up to whole batches, is not trained on: of it the loss is taken at the end of
@@ -212,7 +214,7 @@ def run(
         job = _begun(job, saving, whole=check or backend == "numpy")
         if found is not None:
             found.forget(job.first // found.steps)
-        done = _done(job, prediction, check, on_step)
+        done = _done(job, prediction, check, on_step, on_phase)
     comparison = None
     if check and done.seconds and int(os.environ.get("RANK", 0)) == 0:
         comparison = _checked(model, job._replace(epochs=None, saving=None), done, prediction, on_check)
@@ -296,7 +298,13 @@ def _measuring(
     return stepped, lapped
 
 
-def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None) -> Steps:
+def _done(
+    job: Job,
+    prediction: Prediction,
+    every: bool,
+    on_step: OnStep | None,
+    on_phase: Callable[[str], None] | None,
+) -> Steps:
     """Carry out a job. `every`: give the outputs of every step, not only of the last."""
     if job.first >= job.steps:  # the checkpoint has them all
         return Steps([], [], {k: job.arrays[k] for k in renewed(job.program)})
@@ -319,6 +327,7 @@ def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None)
         saving=job.saving,
         compiled=job.compiled,
         gradients=job.gradients,
+        on_phase=on_phase,
     )
     return Steps(result.seconds, result.outputs, result.inputs, result.saved, result.memory, result.gradients)
 

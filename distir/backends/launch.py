@@ -107,6 +107,7 @@ def run(
     saving: Saving | None = None,
     compiled: bool = False,
     gradients: bool = False,
+    on_phase: Callable[[str], None] | None = None,
 ) -> RunResult:
     """Run steps `first` to `steps` - 1 of a distributed program, with a process for each of its devices.
 
@@ -121,7 +122,8 @@ def run(
     torchrun nothing is kept. `profile` is one in which each rank writes a trace of when its ops ran (see
     `distir.backends.profile`). `alone`: start all ranks here even if torchrun has started this process. `saving` says
     which checkpoints to write, and which to begin with (see `distir.backends.checkpoint`). `compiled`: ranks put what
-    they compute through torch.compile. `gradients`: keep those of the first step.
+    they compute through torch.compile. `gradients`: keep those of the first step. `on_phase` is told what is being done
+    where that is not a step.
 
     Raises UsageError for arguments that do not fit, or a checkpoint that cannot be written or read, InfeasibleError if
     memory does not suffice, WorkerError, naming the rank, if one fails, is killed or does not answer in time, and
@@ -152,9 +154,9 @@ def run(
     if torchrun:
         from distir.backends.torchrun import join
 
-        told = on_step, epochs, on_epoch, folder, first, saving, compiled, gradients
+        told = on_step, epochs, on_epoch, folder, first, saving, compiled, gradients, on_phase
         return join(program, given, steps, data, backend, timeout, threads, every, final, *told)
-    told = on_step, epochs, on_epoch, record, folder, first, saving, compiled, gradients
+    told = on_step, epochs, on_epoch, record, folder, first, saving, compiled, gradients, on_phase
     return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, *told).run()
 
 
@@ -188,6 +190,7 @@ class _Run:
         saving: Saving | None,
         compiled: bool,
         gradients: bool,
+        on_phase: Callable[[str], None] | None,
     ) -> None:
         self.record, self.profile, self.saving, self.compiled = record, profile, saving, compiled
         self.gradients = gradients
@@ -196,6 +199,7 @@ class _Run:
         self.epochs, self.on_epoch = epochs, on_epoch
         self.world, self.timeout, self.threads = world, timeout, threads
         self.every, self.final, self.on_step = every, final, on_step
+        self.on_phase = on_phase or (lambda what: None)
         self.result = RunResult(world, 0, backend)
         self.fed = first
         self.reports: dict[int, dict[int, tuple[Any, ...]]] = {}
@@ -209,6 +213,7 @@ class _Run:
         self.folder, held = scratch()
         self.held = [n for n in (held, self.saving and self.saving.lock) if n is not None]
         supervisor: subprocess.Popen[bytes] | None = None
+        self.on_phase("loading torch")
         try:
             self._write_job()
             supervisor = self._start()
@@ -312,8 +317,9 @@ class _Run:
                 self.failures[rank] = failure
             case ("loaded",):
                 self.result.load_seconds = time.monotonic() - self.begun
-            case ("alive",):
-                pass  # it was heard
+            case ("doing", str(what)):  # also a sign of life
+                if rank == 0:
+                    self.on_phase(what)
             case ("ready",):
                 self.ready += 1
                 if self.ready == self.world:

@@ -65,7 +65,7 @@ def execute(
     record: str | None = None,
     profile: str | None = None,
     epochs: Epochs | None = None,
-    alive: Callable[[], None] = lambda: None,
+    doing: Callable[[str], None] = lambda what: None,
     first: int = 0,
     saving: Saving | None = None,
     compiled: bool = False,
@@ -78,8 +78,8 @@ def execute(
     one-element outputs, after the last (or with `every` each) step of all others; and with `final` the
     replaced inputs. Of copies only the first holder reports. `record` is a folder in which to keep every value that is
     made (see `distir.backends.record`), `profile` one for a trace of when ops ran (see `distir.backends.profile`).
-    `epochs`: at the end of each `report` also gets its lap; `alive` is called now and then while there is nothing to
-    report. `saving` says which checkpoints to write, and which to begin with.
+    `epochs`: at the end of each `report` also gets its lap; `doing` is told what is being done, now and then, while
+    there is nothing to report. `saving` says which checkpoints to write, and which to begin with.
     `compiled`: what only computes goes through torch.compile, when it first runs. `keep_gradient`, if given, makes what
     is reported of this rank's piece of a gradient (of the weight at that position), in the first step.
 
@@ -98,14 +98,17 @@ def execute(
         if keep_gradient is not None and k == first:
             taken[weight] = coord, keep_gradient(weight, x)
 
+    doing("choosing kernels")
     shown = None if keep_gradient is None else on_gradient
     engine = TorchRank(program, rank, device, recorder, profiler, compiled, shown)
+    doing("reading weights")
     for k, x in arrays.items():  # one at a time: what has been read of a file need not stay
         engine.load({k: x.array() if isinstance(x, Shipped) else x})
     give_back()  # what was read of files
-    laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, alive))
+    laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, doing))
     keeper = None if saving is None else _keeper(engine, rank, saving)
     data = Ahead(engine, feed, steps)
+    doing("compiling, and running the first step" if compiled else "running the first step")
     clock = Clock(device)
     for k in range(first, steps):
         start = time.perf_counter()
@@ -144,7 +147,7 @@ def _keeper(engine: TorchRank, rank: int, saving: Saving) -> Keeper:
     return keeper
 
 
-def _evaluator(engine: TorchRank, epochs: Epochs, alive: Callable[[], None]) -> Callable[[], Pieces] | None:
+def _evaluator(engine: TorchRank, epochs: Epochs, doing: Callable[[str], None]) -> Callable[[], Pieces] | None:
     """What runs the program that evaluates on all held-out samples, with the weights that `engine` then holds."""
     if epochs.evaluation is None or epochs.held_out is None:
         return None
@@ -155,7 +158,7 @@ def _evaluator(engine: TorchRank, epochs: Epochs, alive: Callable[[], None]) -> 
         sums: dict[int, torch.Tensor] = {}
         other.values = dict(engine.values)
         for k in range(samples.steps):
-            alive()
+            doing("evaluating")
             other.load(samples.step(k))
             for i, x in other.step().items():
                 sums[i] = x.double() + sums.get(i, 0)

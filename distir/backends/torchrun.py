@@ -39,7 +39,8 @@ def join(
     first: int,
     saving: Saving | None,
     compiled: bool,
-    gradients: bool = False,
+    gradients: bool,
+    on_phase: Callable[[str], None] | None,
 ) -> RunResult:
     """Run `program` as the rank that the environment names; see `launch.run`. Rank 0 gathers the results.
 
@@ -75,13 +76,17 @@ def join(
             on_step(r.step, result.seconds[-1], outputs)
         end_epoch(result.epochs, r.step, epochs, laps, on_epoch)
 
+    def doing(what: str) -> None:
+        if rank == 0 and on_phase is not None:
+            on_phase(what)
+
     mine, done = not dist.is_initialized(), False
     try:
         if mine:
             start_group(name, rank, world, device, None, timeout)
         if isinstance(data, Samples):
             agree(data.digest(), "would read other data than rank 0", device)
-        told = None, profile, epochs, lambda: None, first, saving, compiled
+        told = None, profile, epochs, doing, first, saving, compiled
         kept = (lambda _, x: np.array(x)) if gradients else None
         execute(program, rank, device, arrays, feed, steps, report, every, final, *told, keep_gradient=kept)
         done = True

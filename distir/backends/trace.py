@@ -1,12 +1,12 @@
 """What one op does on torch, as the torch calls it comes to.
 
-What computes the op (see `native`) is run once, on zeros, and the torch calls it makes are written down. So the
-generated Python has no layer between it and torch. (Tensors on the "meta" device would do as well, but the first of
-them costs seconds.)
+What computes the op (see `native`) is run once and the torch calls it makes are written down, so that the generated
+Python has no layer between it and torch. On the CPU that computes nothing (see `shapes`), whatever the op's size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +18,7 @@ from distir.backends.kernels import Kernel, Memory, Ref, TorchCall, changes_oper
 from distir.backends.layout import side_by_side
 from distir.backends.namespace import TorchNamespace, torch_dtype
 from distir.backends.native import implementation
+from distir.backends.shapes import META, Uncomputed
 from distir.ir.errors import ModelError
 from distir.ir.function import Op
 from distir.ir.type import Tensor
@@ -67,16 +68,22 @@ _LOOKS_AT_NO_DATA = frozenset(
 )
 """What a rule may ask of a tensor that is not a tensor itself."""
 
+_DEVICE_OF = torch.Tensor.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
+
 
 class LooksAtData(Exception):
     """A rule decides by its data what to call."""
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down the calls made under it; operands must be known before."""
+    """Writes down the calls made under it; operands must be known before.
 
-    def __init__(self, operands: Sequence[torch.Tensor]) -> None:
+    They are on the meta device or on `device`, and are said to be there.
+    """
+
+    def __init__(self, operands: Sequence[torch.Tensor], device: torch.device) -> None:
         super().__init__()
+        self.device = device
         self.calls: list[TorchCall] = []
         self.kept: list[torch.Tensor] = list(operands)  # held, so that an id is one tensor's only
         self.number = {id(x): k for k, x in enumerate(self.kept)}
@@ -85,7 +92,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = self._called(func, args, kwargs or {})
         if func in _AS_IT_LIES and id(out) in self.number:
             out = out.view(out.shape)  # the operand of a step may lie in memory otherwise than this one
         if self._same(func, args, out):
@@ -97,6 +104,20 @@ class _Recorder(TorchFunctionMode):
         elif not isinstance(out, torch.Tensor) and func.__name__ not in _LOOKS_AT_NO_DATA:
             raise LooksAtData(func.__name__)
         return out
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the function gives, on operands without data as on those of the device."""
+        if self.device.type != "cpu" or func is torch.device:
+            return func(*args, **kwargs)
+        if func == _DEVICE_OF:
+            return self.device
+        try:
+            return func(*map(self._without_data, args), **{k: self._without_data(x) for k, x in kwargs.items()})
+        except RuntimeError as e:  # torch's answer where data are asked for
+            raise LooksAtData(func.__name__) from e
+
+    def _without_data(self, x: Any) -> Any:
+        return META if isinstance(x, torch.device) and x == self.device else x
 
     def _same(self, func: Any, args: tuple[Any, ...], out: Any) -> bool:
         """Whether a call gives what it got: x.to(its own dtype), or a reshape to its own shape."""
@@ -157,10 +178,11 @@ def trace(op: Op, attributes: Mapping[str, Any], xp: TorchNamespace) -> Kernel |
     what it gives is not of the op's type.
     """
     compute = implementation(op.spec, xp)
-    operands = [_zeros(v.type, xp.device) for v in op.inputs]
-    recorder = _Recorder(operands)
+    on_cpu = xp.device.type == "cpu"  # kernels of GPUs are tried: they refuse some operands, by size and alignment
+    operands = [_operand(v.type, META if on_cpu else xp.device) for v in op.inputs]
+    recorder = _Recorder(operands, xp.device)
     try:
-        with recorder:
+        with Uncomputed() if on_cpu else contextlib.nullcontext(), recorder:
             y = compute(*operands, **attributes)
     except LooksAtData:
         return None
@@ -171,13 +193,11 @@ def trace(op: Op, attributes: Mapping[str, Any], xp: TorchNamespace) -> Kernel |
     return _scaled(Kernel(recorder.calls, tuple(recorder.number[id(x)] for x in results), recorder.memory))
 
 
-def _zeros(t: Any, device: torch.device) -> torch.Tensor:
-    """A tensor of that local type; on the host of a single element's memory."""
+def _operand(t: Any, device: torch.device) -> torch.Tensor:
+    """A tensor of that local type."""
     if not isinstance(t, Tensor):
         raise ModelError(f"expected a tensor, got {t}")
-    if device.type != "cpu":  # kernels of GPUs want rows to lie in memory one after the other, and read them all
-        return torch.zeros(t.shape, dtype=torch_dtype(t.dtype), device=device)
-    return torch.zeros((), dtype=torch_dtype(t.dtype), device=device).expand(t.shape)
+    return torch.zeros(t.shape, dtype=torch_dtype(t.dtype), device=device)
 
 
 def _check(op: Op, results: Sequence[torch.Tensor]) -> None:

@@ -233,10 +233,10 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     def keep_gradient(weight: int, x: np.ndarray) -> Shipped:
         return ship(x, folder / f"gradient{weight}.{rank}")  # at once: it takes no memory of this process
 
-    def alive() -> None:
-        link.send(("alive",))
+    def doing(what: str) -> None:
+        link.send(("doing", what))
 
-    told = job.every, job.final, job.record, job.profile, epochs, alive, job.first, job.saving, job.compiled
+    told = job.every, job.final, job.record, job.profile, epochs, doing, job.first, job.saving, job.compiled
     kept = keep_gradient if job.gradients else None
     execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told, keep_gradient=kept)
     leave_group(True)

@@ -106,6 +106,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         on_step=on_step,
         on_check=on_check,
         on_epoch=on_epoch,
+        on_phase=progress.phase,
     )
 
 

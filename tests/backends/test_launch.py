@@ -476,3 +476,9 @@ def test_a_program_with_a_host_runs_one_step() -> None:
     assert np.array_equal(result.outputs[0][0], np.full(4, 2, np.float32))
     with pytest.raises(UsageError, match="main cannot run 2 steps: the next %w is not made where it is held"):
         run(program, ones(program), steps=2)
+
+
+def test_what_is_prepared_is_told() -> None:
+    program, told = counter(), list[str]()
+    run(program, ones(program), steps=2, on_phase=told.append, on_step=lambda step, *_: told.append(str(step)))
+    assert told == ["loading torch", "choosing kernels", "reading weights", "running the first step", "0", "1"]
