@@ -30,7 +30,7 @@ from distir.executor.simulator import Simulator
 from distir.hardware import load_cluster, this_host
 from distir.ir import Device, Function, Topology, verify
 from distir.ir import validate as compare_terms
-from distir.ir.errors import InfeasibleError, MismatchError, UsageError, counted
+from distir.ir.errors import CopiesError, InfeasibleError, MismatchError, UsageError, counted
 from distir.ir.function import Value
 from distir.transforms.parallel3d import parallel_transform_3d, source_of
 from distir.transforms.stages import PLAIN, StageCost
@@ -326,7 +326,7 @@ def _computed(job: Job, prediction: Prediction, on_step: OnStep | None) -> Steps
         raise InfeasibleError(f"{size(need)} of memory are needed, {size(have)} are available", hint)
     try:
         return compute_steps(job, on_step=on_step)
-    except MismatchError as e:  # copies of one value differ
+    except CopiesError as e:
         raise MismatchError(f"{e.message}; {_located(job, prediction)}") from e
 
 

@@ -284,11 +284,13 @@ class _Run:
             for end in ready:
                 was_failing = self._failed()
                 try:
-                    self._hear(number.get(end), end.recv())  # type: ignore[union-attr, arg-type]
+                    message = end.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
                     open_ends.remove(end)  # type: ignore[arg-type]
                     if end is self.control and len(self.exits) < self.world:
                         raise self._supervisor_error() from None
+                else:  # what callbacks raise, of whatever kind, is their caller's
+                    self._hear(number.get(end), message)  # type: ignore[arg-type]
                 heard = time.monotonic()
                 if self._failed() and not was_failing:
                     failed = heard

@@ -58,7 +58,7 @@ def execute(
     arrays: Mapping[int, Any],
     feed: Callable[[int], Mapping[int, Any]],
     steps: int,
-    report: Callable[[Report], None],
+    report: Callable[[Report], bool],
     every: bool = False,
     final: bool = True,
     record: str | None = None,
@@ -68,17 +68,18 @@ def execute(
     first: int = 0,
     saving: Saving | None = None,
     compiled: bool = False,
-) -> None:
+) -> bool:
     """Run steps `first` to `steps` - 1 of `program` as rank `rank` of a process group that is joined.
 
     `arrays`: whole arrays by input position; `feed(k)` those that are new in step k. After each step `report`
     gets the seconds it took on this rank, all ranks having begun together, and this rank's pieces of
     one-element outputs, after the last (or with `every` each) step of all others; and with `final` the
-    replaced inputs. Of copies only the first holder reports. `record` is a folder in which to keep every value that is
-    made (see `distir.backends.record`), `profile` one for a trace of when ops ran (see `distir.backends.profile`).
+    replaced inputs. Of copies only the first holder reports. Where it gives True on any rank, all end before the next
+    step. `record` is a folder in which to keep every value that is made (see `distir.backends.record`), `profile` one
+    for a trace of when ops ran (see `distir.backends.profile`).
     `epochs`: at the end of each `report` also gets its lap; `alive` is called now and then while there is nothing to
     report. `saving` says which checkpoints to write, and which to begin with.
-    `compiled`: what only computes goes through torch.compile, when it first runs.
+    `compiled`: what only computes goes through torch.compile, when it first runs. Gives whether all steps were run.
 
     Raises WorkerError if the ranks have different programs, UsageError if a checkpoint cannot be written or read.
     """
@@ -97,11 +98,13 @@ def execute(
     keeper = None if saving is None else _keeper(engine, rank, saving)
     data = Ahead(engine, feed, steps)
     clock = Clock(device)
+    enough = False
     for k in range(first, steps):
         start = time.perf_counter()
         data.load(k)
         fed = time.perf_counter()
-        _barrier(device)
+        if _any(enough, device):  # a barrier, too: all begin together
+            return False
         if profiler is not None:
             profiler.begin_step()
         begin = clock.now()
@@ -118,10 +121,12 @@ def execute(
         last = k == steps - 1
         made = _made(engine, outputs, last or every)
         del outputs  # nothing of a step is held in the next
-        report(Report(k, seconds, made, _renewed(engine) if last and final else {}, lap, saved, growth.bytes()))
+        renewed = _renewed(engine) if last and final else {}
+        enough = report(Report(k, seconds, made, renewed, lap, saved, growth.bytes()))
         del made
     if profiler is not None:
         profiler.write()
+    return True
 
 
 def _keeper(engine: TorchRank, rank: int, saving: Saving) -> Keeper:
@@ -195,7 +200,10 @@ def agree(told: bytes, wrong: str, device: torch.device) -> None:
         )
 
 
-def _barrier(device: torch.device) -> None:
-    dist.all_reduce(torch.zeros(1, device=agreed_on(device)))
+def _any(mine: bool, device: torch.device) -> bool:
+    """Whether any rank says yes; gives it when all have said, and the device has nothing left to do."""
+    votes = torch.full((1,), float(mine), device=agreed_on(device))
+    dist.all_reduce(votes)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return bool(votes.item())

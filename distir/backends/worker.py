@@ -219,12 +219,13 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
             return samples.step(step)
         return {k: x.array() for k, x in link.recv().items()}  # they come in order
 
-    def report(r: Report) -> None:
+    def report(r: Report) -> bool:
         outputs, inputs = (
             {k: (coord, ship(x, folder / f"{name}{k}.{r.step}.{rank}")) for k, (coord, x) in pieces.items()}
             for name, pieces in (("out", r.outputs), ("in", r.inputs))
         )
         link.send(("step", r.step, r.seconds, outputs, inputs, r.lap, r.saved, r.memory))
+        return False
 
     def alive() -> None:
         link.send(("alive",))

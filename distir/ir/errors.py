@@ -49,6 +49,10 @@ class MismatchError(DistirError):
     exit_code = 5
 
 
+class CopiesError(MismatchError):
+    """Copies of one value that differ."""
+
+
 class WorkerError(DistirError):
     """A rank failed, was killed or did not answer in time."""
 
