@@ -48,6 +48,23 @@ def test_ranks_that_run_end_with_an_error_of_a_callback(name: str, error: Except
     assert set(family.alive()) <= {os.getpid()}
 
 
+def test_a_callback_may_take_longer_than_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have ended before what they said is heard."""
+    family, heard = Family(), []
+    key, _, value = family.mark.partition("=")
+    monkeypatch.setenv(key, value)
+
+    def on_step(step: int, *_: Any) -> None:
+        heard.append(step)
+        if step == 0:
+            family.wait_for_the_end(60)
+
+    result = distir.run(small(), steps=3, on_step=on_step)
+    assert heard == [0, 1, 2]
+    assert len(result.losses) == 3
+    assert result.weights
+
+
 JOINED = """
 import os, sys
 import torch.distributed

@@ -283,9 +283,7 @@ class _Run:
                 raise self._error()
             for end in ready:
                 was_failing = self._failed()
-                try:
-                    message = end.recv()  # type: ignore[union-attr]
-                except (EOFError, ConnectionError):
+                if (message := _received(end)) is None:
                     open_ends.remove(end)  # type: ignore[arg-type]
                     if end is self.control and len(self.exits) < self.world:
                         raise self._supervisor_error() from None
@@ -294,6 +292,9 @@ class _Run:
                 heard = time.monotonic()
                 if self._failed() and not was_failing:
                     failed = heard
+        for rank, link in enumerate(self.links):  # a callback may take longer than all that ranks had left to do
+            while link in open_ends and link.poll() and (message := _received(link)) is not None:
+                self._hear(rank, message)
         if self._failed():
             raise self._error()
 
@@ -399,6 +400,14 @@ _STEP_HINT = "it was in step %d; a rank that is killed without a word may have r
 
 def _one_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else "no message"
+
+
+def _received(end: Any) -> tuple[Any, ...] | None:
+    """The next message; None if whoever sent them is gone."""
+    try:
+        return end.recv()
+    except (EOFError, ConnectionError):
+        return None
 
 
 def _end(supervisor: subprocess.Popen[bytes], links: Sequence[Connection]) -> None:
