@@ -23,6 +23,7 @@ from distir.api.resume import beginning, check_settings
 from distir.api.steps import Job, OnStep, Steps, compute_steps
 from distir.backends.checkpoint import Saving, renewed
 from distir.backends.epochs import Epoch
+from distir.backends.finite import ALL_FINITE, Watch, diverged, name_of, refuse
 from distir.backends.launch import run as launch
 from distir.backends.limits import available_memory, backend_on
 from distir.executor.cost_model import CostModel
@@ -145,6 +146,7 @@ def run(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
     resume: bool = False,
+    allow_nonfinite: bool = False,
     on_plan: Callable[[Prediction], None] | None = None,
     on_step: OnStep | None = None,
     on_check: OnStep | None = None,
@@ -171,9 +173,14 @@ def run(
     given, and after the last; the newest two are kept. With `resume` the run goes on with the newest that is undamaged,
     by whatever plan and backend it was made, until as many steps are done in all.
 
-    Raises InfeasibleError for a plan that cannot be carried out or does not fit in memory, MismatchError, naming the
-    first value that differs, its op and rank, if the check fails, WorkerError if a rank fails, UsageError for
-    checkpoints that cannot be written, are of another model, or are all damaged.
+    A training run ends with the first step whose loss is not finite, or after which weights or optimizer state are not;
+    these are looked at before a checkpoint is written, and after the last step. With `allow_nonfinite` it goes on, but
+    no checkpoint is written of what is not finite.
+
+    Raises DivergedError, naming the step, for a run that ends so, with what `check` found up to there; InfeasibleError
+    for a plan that cannot be carried out or does not fit in memory, MismatchError, naming the first value that differs,
+    its op and rank, if the check fails, WorkerError if a rank fails, UsageError for checkpoints that cannot be written,
+    are of another model, not finite, or all damaged.
     """
     backend = backend_on(backend, device)
     for what, number in (("steps", steps), ("epochs", epochs)):
@@ -206,6 +213,7 @@ def run(
     given = _by_position(function, arrays | fed.fixed())
     told = work.samples, work.epochs, on_lap, traces
     job = Job(program, given, work.feed, work.steps, backend, timeout, *told, compiled=compiled)
+    job = job._replace(finite=not allow_nonfinite and bool(function.updates))
     with beginning(model, plan, fed, checkpoint, every, resume) as saving:
         job = _begun(job, saving, whole=check or backend == "numpy")
         if found is not None:
@@ -213,7 +221,10 @@ def run(
         done = _done(job, prediction, check, on_step)
     comparison = None
     if check and done.seconds and int(os.environ.get("RANK", 0)) == 0:
-        comparison = _checked(model, job._replace(epochs=None, saving=None), done, prediction, on_check)
+        again = job._replace(epochs=None, saving=None, finite=False, steps=job.first + len(done.seconds))
+        comparison = _checked(model, again, done, prediction, on_check)
+    if job.finite and done.broken != ALL_FINITE:
+        raise diverged(function, done.broken, job.first + len(done.seconds) - 1, comparison and str(comparison))
     return _result(model, done, prediction, job, comparison, found)
 
 
@@ -234,7 +245,11 @@ def _begun(job: Job, saving: Saving | None, whole: bool) -> Job:
     if whole or saving.step >= job.steps:
         from distir.backends.dcp import read_wholes
 
-        arrays |= read_wholes(Path(saving.directory, saving.resume), job.program)
+        folder = Path(saving.directory, saving.resume)
+        found = read_wholes(folder, job.program)
+        if job.finite:
+            refuse(job.program, Watch(job.program, found).began, folder)
+        arrays |= found
     return job._replace(arrays=arrays, first=saving.step, saving=saving)
 
 
@@ -314,8 +329,9 @@ def _done(job: Job, prediction: Prediction, every: bool, on_step: OnStep | None)
         first=job.first,
         saving=job.saving,
         compiled=job.compiled,
+        finite=job.finite,
     )
-    return Steps(result.seconds, result.outputs, result.inputs, result.saved, result.memory)
+    return Steps(result.seconds, result.outputs, result.inputs, result.saved, result.memory, result.broken)
 
 
 def _computed(job: Job, prediction: Prediction, on_step: OnStep | None) -> Steps:
@@ -368,6 +384,7 @@ def _result(
         first=job.first,
         saved=list(done.saved),
         memory=list(done.memory),
+        unsaved=None if job.saving is None or done.broken == ALL_FINITE else name_of(function, done.broken),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from distir.backends.checkpoint import Saved, Saving
 from distir.backends.epochs import Epoch, Epochs, Laps, OnEpoch
+from distir.backends.finite import ALL_FINITE, Watch, lost
 from distir.backends.samples import Samples
 from distir.executor.sequential import SequentialExecutor
 from distir.ir.function import Function
@@ -29,7 +30,8 @@ class Job(NamedTuple):
 
     `samples`, if they are in a file, are what `feed` gives: ranks read them themselves. `on_epoch` is called at the end
     of each of `epochs`. `profile` is a folder for traces of the ranks. The steps are `first` to `steps` - 1. `saving`
-    says which checkpoints to write. `compiled`: ranks put what they compute through torch.compile.
+    says which checkpoints to write. `compiled`: ranks put what they compute through torch.compile. `finite`: it ends
+    with the first step after which the loss is not finite, or after the last the weights.
     """
 
     program: Function
@@ -45,13 +47,14 @@ class Job(NamedTuple):
     first: int = 0
     saving: Saving | None = None
     compiled: bool = False
+    finite: bool = False
 
 
 class Steps(NamedTuple):
     """What steps gave: seconds each; outputs that are not updates, by position, each; at the end the updated inputs.
 
     `saved`: the checkpoints that were written. `memory`: the most bytes that each rank held over what it began
-    with.
+    with. `broken`: the number of what is not finite after the last (see `distir.backends.finite`).
     """
 
     seconds: list[float]
@@ -59,6 +62,7 @@ class Steps(NamedTuple):
     inputs: dict[int, np.ndarray]
     saved: Sequence[Saved] = ()
     memory: Sequence[int | None] = ()
+    broken: int = ALL_FINITE
 
 
 def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step: OnStep | None = None) -> Steps:
@@ -71,6 +75,8 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
     saved: list[Saved] = []
     done = Steps([], [], {}, saved)
     keeper = None if job.saving is None else _keeper(function, job.saving)
+    watch = Watch(function, held) if job.finite or keeper is not None else None
+    broken = ALL_FINITE
     laps = None if job.epochs is None else Laps(job.epochs, None)
     for step in range(job.first, job.steps):
         start = time.perf_counter()
@@ -83,7 +89,11 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
         shown = {k: x for k, x in enumerate(results) if k not in updates}
         done.seconds.append(seconds)
         done.outputs.append(shown)
-        if keeper is not None and keeper.saving.due(step + 1, job.steps):
+        due = keeper is not None and keeper.saving.due(step + 1, job.steps)
+        broken = lost(function, shown) if job.finite else ALL_FINITE
+        if watch is not None and (due or step == job.steps - 1):
+            broken = min(broken, watch.first(held))
+        if keeper is not None and due and broken == ALL_FINITE:
             saved.append(keeper.save(step + 1, held))
         if on_step is not None:
             on_step(step, seconds, shown)
@@ -91,8 +101,10 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
         if lap is not None and job.epochs is not None and job.on_epoch is not None:
             spent = [lap.seconds], [lap.first], [lap.data_seconds]
             job.on_epoch(Epoch(step // job.epochs.steps, lap.steps, *spent, _evaluated(executor, job.epochs, held)))
+        if job.finite and broken != ALL_FINITE:
+            break
     done.inputs.update({place: held[place] for place in updates.values()})
-    return done
+    return done._replace(broken=broken)
 
 
 def _keeper(function: Function, saving: Saving) -> WholeKeeper:

@@ -23,9 +23,10 @@ import numpy as np
 
 from distir.backends.checkpoint import Saved, Saving
 from distir.backends.epochs import Epoch, Epochs, OnEpoch, end_epoch
+from distir.backends.finite import ALL_FINITE
 from distir.backends.held import scratch
 from distir.backends.limits import check_backend, check_memory, check_repeats, joined
-from distir.backends.pieces import Arrays, Whole, by_position, gathered, ship
+from distir.backends.pieces import Arrays, Pieces, Whole, by_position, gathered, ship
 from distir.backends.samples import Samples
 from distir.backends.worker import Failure, Job, ending, job_file, log_file
 from distir.ir import errors
@@ -70,6 +71,8 @@ class RunResult:
     epochs: list[Epoch] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     memory: list[int | None] = field(default_factory=list)
+    broken: int = ALL_FINITE
+    """The number of what is not finite after the last step, if it was looked for (see `distir.backends.finite`)."""
 
     @property
     def warm_up(self) -> int:
@@ -104,6 +107,7 @@ def run(
     first: int = 0,
     saving: Saving | None = None,
     compiled: bool = False,
+    finite: bool = False,
 ) -> RunResult:
     """Run steps `first` to `steps` - 1 of a distributed program, with a process for each of its devices.
 
@@ -118,7 +122,8 @@ def run(
     torchrun nothing is kept. `profile` is one in which each rank writes a trace of when its ops ran (see
     `distir.backends.profile`). `alone`: start all ranks here even if torchrun has started this process. `saving` says
     which checkpoints to write, and which to begin with (see `distir.backends.checkpoint`). `compiled`: ranks put what
-    they compute through torch.compile.
+    they compute through torch.compile. `finite`: the run ends with the first step after which the loss is not finite,
+    or after the last the weights.
 
     Raises UsageError for arguments that do not fit, or a checkpoint that cannot be written or read, InfeasibleError if
     memory does not suffice, WorkerError, naming the rank, if one fails, is killed or does not answer in time, and
@@ -149,9 +154,9 @@ def run(
     if torchrun:
         from distir.backends.torchrun import join
 
-        told = on_step, epochs, on_epoch, folder, first, saving, compiled
+        told = on_step, epochs, on_epoch, folder, first, saving, compiled, finite
         return join(program, given, steps, data, backend, timeout, threads, every, final, *told)
-    told = on_step, epochs, on_epoch, record, folder, first, saving, compiled
+    told = on_step, epochs, on_epoch, record, folder, first, saving, compiled, finite
     return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, *told).run()
 
 
@@ -184,8 +189,9 @@ class _Run:
         first: int,
         saving: Saving | None,
         compiled: bool,
+        finite: bool,
     ) -> None:
-        self.record, self.profile, self.saving, self.compiled = record, profile, saving, compiled
+        self.record, self.profile, self.saving, self.compiled, self.finite = record, profile, saving, compiled, finite
         self.program, self.given, self.first, self.steps = program, given, first, steps
         self.data, self.samples = (None, data) if isinstance(data, Samples) else (data, None)
         self.epochs, self.on_epoch = epochs, on_epoch
@@ -194,7 +200,7 @@ class _Run:
         self.result = RunResult(world, 0, backend)
         self.fed = first
         self.reports: dict[int, dict[int, tuple[Any, ...]]] = {}
-        self.finished: set[int] = set()
+        self.ends: dict[int, Pieces] = {}
         self.failures: dict[int, Failure] = {}
         self.exits: dict[int, int] = {}
 
@@ -236,6 +242,7 @@ class _Run:
             self.first,
             self.saving,
             self.compiled,
+            self.finite,
         )
         job_file(self.folder).write_bytes(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
 
@@ -315,8 +322,10 @@ class _Run:
                 self.ready += 1
                 if self.ready == self.world:
                     self.patience, self.result.start_seconds = self.timeout, time.monotonic() - self.begun
-            case ("done",) if rank is not None:
-                self.finished.add(rank)
+            case ("done", inputs, int(broken)) if rank is not None:
+                self.ends[rank], self.result.broken = inputs, broken
+                if len(self.ends) == self.world:
+                    self.result.inputs = gathered(self.program, [], list(self.ends.values()))[1]
             case ("step", int(step), *told) if rank is not None:
                 self.reports.setdefault(step, {})[rank] = tuple(told)
                 if len(self.reports[step]) == self.world:
@@ -325,14 +334,13 @@ class _Run:
                 raise WorkerError(f"rank {rank} sent {message[0]!r}, which nobody expects")
 
     def _completed(self, step: int) -> None:
-        times, of_outputs, of_inputs, laps, saved, memory = zip(
+        times, of_outputs, laps, saved, memory = zip(
             *[report for _, report in sorted(self.reports.pop(step).items())], strict=True
         )
         seconds = max(times)
-        outputs, inputs = gathered(self.program, of_outputs, of_inputs)
+        outputs = gathered(self.program, of_outputs, [])[0]
         self.result.seconds.append(seconds)
         self.result.outputs.append(outputs)
-        self.result.inputs.update(inputs)
         self.result.saved += [s for s in saved[:1] if s is not None]
         self.result.memory = list(memory)
         for file in self.folder.glob(f"data*.{step}"):

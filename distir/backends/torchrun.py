@@ -39,6 +39,7 @@ def join(
     first: int,
     saving: Saving | None,
     compiled: bool,
+    finite: bool,
 ) -> RunResult:
     """Run `program` as the rank that the environment names; see `launch.run`. Rank 0 gathers the results.
 
@@ -58,18 +59,22 @@ def join(
 
     failures: list[Exception] = []
 
-    def report(r: Report) -> bool:
+    def told(mine: Any) -> list[Any]:
+        """What all ranks tell, on rank 0."""
         everyone: list[Any] = [None] * world
-        dist.gather_object((r.seconds, r.outputs, r.inputs, r.lap, r.memory), everyone if rank == 0 else None)
+        dist.gather_object(mine, everyone if rank == 0 else None)
+        return everyone
+
+    def report(r: Report) -> bool:
+        everyone = told((r.seconds, r.outputs, r.lap, r.memory))
         if rank != 0:
             result.seconds.append(r.seconds)
             return False
-        times, of_outputs, of_inputs, laps, memory = zip(*everyone, strict=True)
+        times, of_outputs, laps, memory = zip(*everyone, strict=True)
         result.seconds.append(max(times))
         result.memory = list(memory)
-        outputs, inputs = gathered(program, of_outputs, of_inputs)
+        outputs = gathered(program, of_outputs, [])[0]
         result.outputs.append(outputs)
-        result.inputs.update(inputs)
         result.saved += [] if r.saved is None else [r.saved]
         try:
             if on_step is not None:
@@ -85,9 +90,13 @@ def join(
             start_group(name, rank, world, device, None, timeout)
         if isinstance(data, Samples):
             agree(data.digest(), "would read other data than rank 0", device)
-        told = None, profile, epochs, lambda: None, first, saving, compiled
-        if not execute(program, rank, device, arrays, feed, steps, report, every, final, *told):
+        more = None, profile, epochs, lambda: None, first, saving, compiled, finite
+        end = execute(program, rank, device, arrays, feed, steps, report, every, final, *more)
+        if end.told:
             failures += _told_by_first(failures, rank)
+        result.broken, ends = end.broken, told(end.inputs)
+        if rank == 0:
+            result.inputs = gathered(program, [], ends)[1]
         done = True
     except DistirError:
         raise

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from distir.backends.checkpoint import Saving, sweep
 from distir.backends.epochs import Epochs
 from distir.backends.limits import place_of, plainly
-from distir.backends.pieces import Shipped, ship
+from distir.backends.pieces import Coord, Shipped, ship
 from distir.backends.samples import Samples
 from distir.ir.errors import DistirError
 from distir.ir.function import Function
@@ -52,6 +52,7 @@ class Job(NamedTuple):
     first: int = 0
     saving: Saving | None = None
     compiled: bool = False
+    finite: bool = False
 
 
 class Failure(NamedTuple):
@@ -202,7 +203,7 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     from torch._C._distributed_c10d import FileStore
 
     from distir.backends.comm import leave_group, start_group
-    from distir.backends.rank import Report, execute
+    from distir.backends.rank import Pieces, Report, execute
 
     torch.set_num_threads(job.threads)
     backend, where = place_of(job.backend, rank)
@@ -219,21 +220,20 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
             return samples.step(step)
         return {k: x.array() for k, x in link.recv().items()}  # they come in order
 
+    def shipped(name: str, pieces: Pieces) -> dict[int, tuple[Coord, Shipped]]:
+        return {k: (coord, ship(x, folder / f"{name}{k}.{rank}")) for k, (coord, x) in pieces.items()}
+
     def report(r: Report) -> bool:
-        outputs, inputs = (
-            {k: (coord, ship(x, folder / f"{name}{k}.{r.step}.{rank}")) for k, (coord, x) in pieces.items()}
-            for name, pieces in (("out", r.outputs), ("in", r.inputs))
-        )
-        link.send(("step", r.step, r.seconds, outputs, inputs, r.lap, r.saved, r.memory))
+        link.send(("step", r.step, r.seconds, shipped(f"{r.step}.out", r.outputs), r.lap, r.saved, r.memory))
         return False
 
     def alive() -> None:
         link.send(("alive",))
 
-    told = job.every, job.final, job.record, job.profile, epochs, alive, job.first, job.saving, job.compiled
-    execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told)
+    told = job.every, job.final, job.record, job.profile, epochs, alive, job.first, job.saving, job.compiled, job.finite
+    end = execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told)
+    link.send(("done", shipped("in", end.inputs), end.broken))
     leave_group(True)
-    link.send(("done",))
 
 
 def main() -> None:

@@ -108,6 +108,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         checkpoint=args.checkpoint,
         every=args.every,
         resume=args.resume,
+        allow_nonfinite=args.allow_nonfinite,
         on_plan=on_plan,
         on_step=on_step,
         on_check=on_check,
