@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -234,8 +235,9 @@ def test_temporary_files_of_ranks_go_with_the_run():
 
     def on_step(k: int, seconds: float, outputs: dict[int, np.ndarray]) -> None:
         for pid, _ in descendants():
-            env = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-            found.extend(line.partition("=")[2] for line in env if line.startswith("TMPDIR="))
+            with contextlib.suppress(OSError):  # it has just ended
+                env = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+                found.extend(line.partition("=")[2] for line in env if line.startswith("TMPDIR="))
 
     run(main, ones(main), 2, timeout=60, on_step=on_step)
     assert len(found) >= 2
