@@ -384,6 +384,7 @@ def _result(
         first=job.first,
         saved=list(done.saved),
         memory=list(done.memory),
+        profiled=job.profile is not None,
         unsaved=None if job.saving is None or done.broken == ALL_FINITE else name_of(function, done.broken),
     )
 

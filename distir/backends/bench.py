@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distir.backends.held import scratch_folder
 from distir.backends.worker import die_with, ending
 from distir.ir.errors import UsageError, WorkerError
+from distir.ir.files import temporary
 from distir.ir.type import DType, Tensor
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class Settings(NamedTuple):
 def _run(folder: Path, settings: Settings) -> Generator[list[Any]]:
     """Start the ranks, and give rank 0's rows as they come."""
     job = folder / "job.json"
-    job.write_text(json.dumps(settings))
+    with temporary():
+        job.write_text(json.dumps(settings))
     env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     env["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
     found = folder / "timings"

@@ -31,6 +31,7 @@ from distir.backends.samples import Samples
 from distir.backends.worker import Failure, Job, ending, job_file, log_file
 from distir.ir import errors
 from distir.ir.errors import DistirError, UsageError, WorkerError, counted
+from distir.ir.files import temporary
 from distir.ir.function import Function
 from distir.transforms.order import check_order
 from distir.transforms.project import project_all, ranks
@@ -207,11 +208,13 @@ class _Run:
     def run(self) -> RunResult:
         self.begun = time.monotonic()
         self.ready, self.patience = 0, max(self.timeout, _START_SECONDS)
-        self.folder, held = scratch()
+        with temporary():
+            self.folder, held = scratch()
         self.held = [n for n in (held, self.saving and self.saving.lock) if n is not None]
         supervisor: subprocess.Popen[bytes] | None = None
         try:
-            self._write_job()
+            with temporary():
+                self._write_job()
             supervisor = self._start()
             self._listen()
         finally:
@@ -282,6 +285,7 @@ class _Run:
         number = {link: rank for rank, link in enumerate(self.links)}
         open_ends: list[Connection] = [self.control, *self.links]
         heard = failed = time.monotonic()
+        self.heard = dict.fromkeys(range(self.world), heard)
         while len(self.exits) < self.world:
             now = time.monotonic()
             limit = failed + _GRACE_SECONDS if self._failed() else heard + self.patience
@@ -295,7 +299,9 @@ class _Run:
                     if end is self.control and len(self.exits) < self.world:
                         raise self._supervisor_error() from None
                 else:  # what callbacks raise, of whatever kind, is their caller's
-                    self._hear(number.get(end), message)  # type: ignore[arg-type]
+                    if (rank := number.get(end)) is not None:  # type: ignore[arg-type]
+                        self.heard[rank] = time.monotonic()
+                    self._hear(rank, message)
                 heard = time.monotonic()
                 if self._failed() and not was_failing:
                     failed = heard
@@ -357,7 +363,8 @@ class _Run:
             return
         self.fed += 1
         fresh = by_position(self.program, self.data(step)) if self.data else {}
-        shipped = {k: ship(x, self.folder / f"data{k}.{step}") for k, x in fresh.items()}
+        with temporary():
+            shipped = {k: ship(x, self.folder / f"data{k}.{step}") for k, x in fresh.items()}
         for link in self.links:
             try:
                 link.send(shipped)
@@ -376,10 +383,9 @@ class _Run:
         silent = [r for r in range(self.world) if r not in self.failures and r not in self.exits]
         if not own and (silent or not self.failures):
             names = ", ".join(map(str, silent))
-            where = f"step {self._step()}"
-            return WorkerError(
-                f"rank{'s' * (len(silent) > 1)} {names} did not answer within {self.patience:g} s in {where}"
-            )
+            where = f"in step {self._step()}" if self.ready == self.world else "while all were starting"
+            waited = time.monotonic() - max(self.heard[r] for r in silent)
+            return WorkerError(f"rank{'s' * (len(silent) > 1)} {names} did not answer for {waited:.0f} s {where}")
         rank, failure = min((own or self.failures).items())
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, DistirError):

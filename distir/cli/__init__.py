@@ -6,7 +6,6 @@ Nothing here loads numpy, onnx, torch or networkx before a command runs.
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -16,10 +15,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from distir.ir.errors import DistirError, ModelWarning, UsageError
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
+from distir import INTERRUPTED, end_interrupted
+from distir.ir.errors import DistirError, ModelWarning
 
 
 def console() -> NoReturn:
@@ -30,7 +27,7 @@ def console() -> NoReturn:
     """
     _open_streams()
     try:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_interrupted):
             signal.signal(signal.SIGINT, interrupt)
         code = main()
         for stream in (sys.stdout, sys.stderr):
@@ -83,9 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _interrupts:
             _complain("interrupted")
             return INTERRUPTED
-        if isinstance(e, OSError) and e.errno == errno.ENOSPC:  # files say so themselves: it is stdout that is full
-            _complain(f"cannot write the results: {e.strerror}")
-            return UsageError.exit_code
+        from distir.ir.files import no_room
+
+        if (full := no_room(e, "the results")) is not None:  # files say so themselves: it is stdout that is full
+            _complain(full.message)
+            return full.exit_code
         # an error of distir's own
         if os.environ.get("DISTIR_TRACEBACK"):
             raise
