@@ -3,10 +3,44 @@
 `import distir` is quick: numpy, onnx, torch and networkx are loaded when a name that needs them is used.
 """
 
+import os
+import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
-import distir.ops  # noqa: F401  (registers the ops)
-from distir.ir import Device, Function, FunctionMaker, Mesh, Topology, cpprint, parse, pformat, same, verify
+INTERRUPTED = 130
+"""The exit code of the command line after Ctrl-C."""
+
+
+def end_interrupted(*_: Any) -> None:
+    """End this process as Ctrl-C does where nothing has begun yet."""
+    os.write(2, b"distir: error: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _is_command() -> bool:
+    """Whether this process is the command line, `distir` or `python -m distir`, which has just begun to import this."""
+    line = sys.orig_argv
+    module = line[line.index("-m") + 1 :][:1] if "-m" in line and sys.argv[:1] == ["-m"] else []
+    return module == ["distir"] or os.path.basename((sys.argv or [""])[0]) == "distir"
+
+
+if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, end_interrupted)  # until `distir.cli.console` takes over
+
+import distir.ops  # noqa: E402, F401  (registers the ops)
+from distir.ir import (  # noqa: E402
+    Device,
+    Function,
+    FunctionMaker,
+    Mesh,
+    Topology,
+    cpprint,
+    parse,
+    pformat,
+    same,
+    verify,
+)
 
 if TYPE_CHECKING:
     from distir.api import (

@@ -449,9 +449,12 @@ def test_forward_only(cli):
 def test_a_run_that_diverges_says_so_by_its_loss(cli):
     flags = ["--lr", "1e30", "--steps", 3, "--dp", 2, "--backend", "numpy", "--check"]
     code, out, err = cli("run", MLP, *MSE, *flags)
+    assert (code, out.count(" nan ")) == (5, 1)
+    assert "is not finite in step 1; check passed" in err
+    code, out, err = cli("run", MLP, *MSE, *flags, "--allow-nonfinite")
     assert (code, err) == (0, "")
     assert out.count(" nan ") == 2
-    code, out, _ = cli("run", MLP, *MSE, *flags, "--json")
+    code, out, _ = cli("run", MLP, *MSE, *flags, "--allow-nonfinite", "--json")
     assert json.loads(out)["losses"][1:] == [None, None]  # JSON has no nan
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,5 +64,7 @@ def plot(files: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
     if kind not in FORMATS:
         raise UsageError(f"cannot draw {os.fspath(output)}", f"a figure's file ends in .{', .'.join(FORMATS)}")
     figure = training_figure([run for file in files for run in read_metrics(file)])
+    drawn = BytesIO()  # in the middle of a file matplotlib hides that the disk is full behind errors of its own
+    figure.savefig(drawn, format=kind)
     with written(output) as file:
-        figure.savefig(file, format=kind)
+        file.write_bytes(drawn.getvalue())

@@ -198,6 +198,9 @@ class RunResult:
     first: int = 0
     saved: list[Saved] = field(default_factory=list)
     memory: list[int | None] = field(default_factory=list)
+    profiled: bool = False
+    unsaved: str | None = None
+    """What is not finite in the end: there is no checkpoint of it."""
 
     @property
     def step_seconds(self) -> float:
@@ -240,6 +243,8 @@ class RunResult:
             rate = sum(s.bytes for s in self.saved) / sum(s.seconds for s in self.saved)
             what = f"{counted(len(self.saved), 'checkpoint')} of {size(self.saved[-1].bytes)}"
             lines.append(f"{what} written at {rate / 1e6:.1f} MB/s, the last after {self.saved[-1].step} steps")
+        if self.unsaved:
+            lines.append(f"no checkpoint after {self.first + len(self.seconds)} steps: {self.unsaved} is not finite")
         return lines if self.check is None else [*lines, str(self.check)]
 
     def _rates(self) -> list[str]:
@@ -252,7 +257,7 @@ class RunResult:
                 f"predicted {seconds(predicted)} on {self.prediction.cluster}; measured {seconds(self.step_seconds)}"
             )
             lines.append(f"{times} here ({self.step_seconds / predicted:.2f} times as long)")
-            if not 1 / _FAR <= self.step_seconds / predicted <= _FAR:
+            if not self.profiled and not 1 / _FAR <= self.step_seconds / predicted <= _FAR:
                 lines.append("where they differ: distir run --profile DIR, then distir compare DIR")
         return lines
 

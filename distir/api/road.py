@@ -24,6 +24,7 @@ from distir.api.rounding import perturbed
 from distir.api.steps import Job, OnStep, Steps, compute_steps
 from distir.backends.checkpoint import Saving, renewed
 from distir.backends.epochs import Epoch
+from distir.backends.finite import ALL_FINITE, Watch, diverged, name_of, refuse
 from distir.backends.launch import run as launch
 from distir.backends.limits import available_memory, backend_on
 from distir.executor.cost_model import CostModel
@@ -32,7 +33,7 @@ from distir.executor.simulator import Simulator
 from distir.hardware import load_cluster, this_host
 from distir.ir import Device, Function, Topology, verify
 from distir.ir import validate as compare_terms
-from distir.ir.errors import InfeasibleError, MismatchError, UsageError, counted
+from distir.ir.errors import CopiesError, InfeasibleError, MismatchError, UsageError, counted
 from distir.ir.function import Value
 from distir.transforms.parallel3d import parallel_transform_3d, source_of
 from distir.transforms.stages import PLAIN, StageCost
@@ -147,6 +148,7 @@ def run(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int | None = None,
     resume: bool = False,
+    allow_nonfinite: bool = False,
     on_plan: Callable[[Prediction], None] | None = None,
     on_step: OnStep | None = None,
     on_check: OnStep | None = None,
@@ -175,9 +177,14 @@ def run(
     given, and after the last; the newest two are kept. With `resume` the run goes on with the newest that is undamaged,
     by whatever plan and backend it was made, until as many steps are done in all.
 
-    Raises InfeasibleError for a plan that cannot be carried out or does not fit in memory, MismatchError, naming the
-    first value that differs, its op and rank, if the check fails, WorkerError if a rank fails, UsageError for
-    checkpoints that cannot be written, are of another model, or are all damaged.
+    A training run ends with the first step whose loss is not finite, or after which weights or optimizer state are not;
+    these are looked at before a checkpoint is written, and after the last step. With `allow_nonfinite` it goes on, but
+    no checkpoint is written of what is not finite.
+
+    Raises DivergedError, naming the step, for a run that ends so, with what `check` found up to there; InfeasibleError
+    for a plan that cannot be carried out or does not fit in memory, MismatchError, naming the first value that differs,
+    its op and rank, if the check fails, WorkerError if a rank fails, UsageError for checkpoints that cannot be written,
+    are of another model, not finite, or all damaged.
     """
     backend = backend_on(backend, device)
     for what, number in (("steps", steps), ("epochs", epochs)):
@@ -210,6 +217,7 @@ def run(
     given = _by_position(function, arrays | fed.fixed())
     told = work.samples, work.epochs, on_lap, traces
     job = Job(program, given, work.feed, work.steps, backend, timeout, *told, compiled=compiled, gradients=check)
+    job = job._replace(finite=not allow_nonfinite and bool(function.updates))
     with beginning(model, plan, fed, checkpoint, every, resume) as saving:
         job = _begun(job, saving, whole=check or backend == "numpy")
         if found is not None:
@@ -217,7 +225,10 @@ def run(
         done = _done(job, prediction, check, on_step, on_phase)
     comparison = None
     if check and done.seconds and int(os.environ.get("RANK", 0)) == 0:
-        comparison = _checked(model, job._replace(epochs=None, saving=None), done, prediction, on_check)
+        again = job._replace(epochs=None, saving=None, finite=False, steps=job.first + len(done.seconds))
+        comparison = _checked(model, again, done, prediction, on_check)
+    if job.finite and done.broken != ALL_FINITE:
+        raise diverged(function, done.broken, job.first + len(done.seconds) - 1, comparison and str(comparison))
     return _result(model, done, prediction, job, comparison, found)
 
 
@@ -238,7 +249,11 @@ def _begun(job: Job, saving: Saving | None, whole: bool) -> Job:
     if whole or saving.step >= job.steps:
         from distir.backends.dcp import read_wholes
 
-        arrays |= read_wholes(Path(saving.directory, saving.resume), job.program)
+        folder = Path(saving.directory, saving.resume)
+        found = read_wholes(folder, job.program)
+        if job.finite:
+            refuse(job.program, Watch(job.program, found).began, folder)
+        arrays |= found
     return job._replace(arrays=arrays, first=saving.step, saving=saving)
 
 
@@ -328,8 +343,10 @@ def _done(
         compiled=job.compiled,
         gradients=job.gradients,
         on_phase=on_phase,
+        finite=job.finite,
     )
-    return Steps(result.seconds, result.outputs, result.inputs, result.saved, result.memory, result.gradients)
+    kept = result.gradients, result.broken
+    return Steps(result.seconds, result.outputs, result.inputs, result.saved, result.memory, *kept)
 
 
 def _computed(job: Job, prediction: Prediction, on_step: OnStep | None) -> Steps:
@@ -340,7 +357,7 @@ def _computed(job: Job, prediction: Prediction, on_step: OnStep | None) -> Steps
         raise InfeasibleError(f"{size(need)} of memory are needed, {size(have)} are available", hint)
     try:
         return compute_steps(job, on_step=on_step)
-    except MismatchError as e:  # copies of one value differ
+    except CopiesError as e:
         raise MismatchError(f"{e.message}; {_located(job, prediction)}") from e
 
 
@@ -382,6 +399,8 @@ def _result(
         first=job.first,
         saved=list(done.saved),
         memory=list(done.memory),
+        profiled=job.profile is not None,
+        unsaved=None if job.saving is None or done.broken == ALL_FINITE else name_of(function, done.broken),
     )
 
 

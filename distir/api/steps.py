@@ -11,6 +11,7 @@ import numpy as np
 
 from distir.backends.checkpoint import Saved, Saving
 from distir.backends.epochs import Epoch, Epochs, Laps, OnEpoch
+from distir.backends.finite import ALL_FINITE, Watch, lost
 from distir.backends.samples import Samples
 from distir.executor.collectives import join, lanes
 from distir.executor.sequential import Held, OnUpdate, SequentialExecutor, unfit
@@ -34,7 +35,8 @@ class Job(NamedTuple):
     `samples`, if they are in a file, are what `feed` gives: ranks read them themselves. `on_epoch` is called at the end
     of each of `epochs`. `profile` is a folder for traces of the ranks. The steps are `first` to `steps` - 1. `saving`
     says which checkpoints to write. `compiled`: ranks put what they compute through torch.compile. `gradients`: those
-    of the first step are kept.
+    of the first step are kept. `finite`: it ends with the first step after which the loss is not finite, or after the
+    last the weights.
     """
 
     program: Function
@@ -51,13 +53,15 @@ class Job(NamedTuple):
     saving: Saving | None = None
     compiled: bool = False
     gradients: bool = False
+    finite: bool = False
 
 
 class Steps(NamedTuple):
     """What steps gave: seconds each; outputs that are not updates, by position, each; at the end the updated inputs.
 
     `saved`: the checkpoints that were written. `memory`: the most bytes that each rank held over what it began
-    with. `gradients`: those of the first step, as optimizers took them, by the position of the weight.
+    with. `gradients`: those of the first step, as optimizers took them, by the position of the weight. `broken`: the
+    number of what is not finite after the last (see `distir.backends.finite`).
     """
 
     seconds: list[float]
@@ -66,6 +70,7 @@ class Steps(NamedTuple):
     saved: Sequence[Saved] = ()
     memory: Sequence[int | None] = ()
     gradients: Mapping[int, np.ndarray] = {}
+    broken: int = ALL_FINITE
 
 
 def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step: OnStep | None = None) -> Steps:
@@ -81,6 +86,8 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
     saved: list[Saved] = []
     done = Steps([], [], {}, saved, gradients=first)
     keeper = None if job.saving is None else _keeper(function, job.saving)
+    watch = Watch(function, held) if job.finite or keeper is not None else None
+    broken = ALL_FINITE
     laps = None if job.epochs is None else Laps(job.epochs, None)
     for step in range(job.first, job.steps):
         start = time.perf_counter()
@@ -94,7 +101,11 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
         shown = {k: x for k, x in enumerate(results) if k not in updates}
         done.seconds.append(seconds)
         done.outputs.append(shown)
-        if keeper is not None and keeper.saving.due(step + 1, job.steps):
+        due = keeper is not None and keeper.saving.due(step + 1, job.steps)
+        broken = lost(function, shown) if job.finite else ALL_FINITE
+        if watch is not None and (due or step == job.steps - 1):
+            broken = min(broken, watch.first(held))
+        if keeper is not None and due and broken == ALL_FINITE:
             saved.append(keeper.save(step + 1, held))
         if on_step is not None:
             on_step(step, seconds, shown)
@@ -102,8 +113,10 @@ def compute_steps(job: Job, executor: SequentialExecutor | None = None, on_step:
         if lap is not None and job.epochs is not None and job.on_epoch is not None:
             spent = [lap.seconds], [lap.first], [lap.data_seconds]
             job.on_epoch(Epoch(step // job.epochs.steps, lap.steps, *spent, _evaluated(executor, job.epochs, held)))
+        if job.finite and broken != ALL_FINITE:
+            break
     done.inputs.update({place: held[place] for place in updates.values()})
-    return done
+    return done._replace(broken=broken)
 
 
 def _keeping(program: Function, found: dict[int, np.ndarray]) -> OnUpdate:

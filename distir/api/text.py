@@ -79,7 +79,7 @@ def _tokenizer(path: Path, encoding: str, vocabulary: int, given: str | os.PathL
     bpe = _trained(path, encoding, vocabulary)
     if given is not None:
         with written(given) as file:
-            bpe.save(str(file))
+            file.write_text(bpe.to_str(pretty=True), encoding="utf-8")  # the library itself raises no OSError
     return bpe
 
 

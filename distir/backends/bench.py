@@ -8,19 +8,22 @@ reduction and send, (n-1)/n for the others, so that it can be compared with the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.backends.held import scratch_folder
 from distir.backends.worker import die_with, ending
 from distir.ir.errors import UsageError, WorkerError
+from distir.ir.files import temporary
 from distir.ir.type import DType, Tensor
 
 if TYPE_CHECKING:
@@ -98,8 +101,10 @@ def bench_collectives(
         _measure_all(int(os.environ["RANK"]), Settings(world, backend, collectives, sizes, timeout, dtype), None, add)
     else:
         with scratch_folder() as folder:
-            for row in _run(folder, Settings(world, backend, collectives, sizes, timeout, dtype)):
-                add(Timing(*row))
+            settings = Settings(world, backend, collectives, sizes, timeout, dtype)
+            with closing(_run(folder, settings)) as rows:  # whatever `on_timing` raises, the ranks end first
+                for row in rows:
+                    add(Timing(*row))
     return timings
 
 
@@ -114,10 +119,11 @@ class Settings(NamedTuple):
     dtype: str
 
 
-def _run(folder: Path, settings: Settings) -> Iterator[list[Any]]:
+def _run(folder: Path, settings: Settings) -> Generator[list[Any]]:
     """Start the ranks, and give rank 0's rows as they come."""
     job = folder / "job.json"
-    job.write_text(json.dumps(settings))
+    with temporary():
+        job.write_text(json.dumps(settings))
     env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     env["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
     found = folder / "timings"
@@ -167,18 +173,35 @@ def _measure_all(rank: int, settings: Settings, store: Any, report: Callable[[Ti
     world, device, dtype = settings.world, torch.device(where), getattr(torch, settings.dtype)
     start_group(name, rank, world, device, store, settings.timeout)
     done = False
+    failures: list[Exception] = []
     try:
-        for collective in settings.collectives:
-            for size in settings.sizes:
-                size, over, call = _prepare(collective, size, rank, world, device, dtype)
-                seconds = _measure(call, device)
-                if rank == 0:
-                    bandwidth = size / seconds
-                    bus = bandwidth * bus_factor(collective, world)
+        for collective, size in itertools.product(settings.collectives, settings.sizes):
+            size, over, call = _prepare(collective, size, rank, world, device, dtype)
+            seconds = _measure(call, device)
+            if rank == 0:
+                bandwidth = size / seconds
+                bus = bandwidth * bus_factor(collective, world)
+                try:
                     report(Timing(collective, size, seconds, bandwidth, bus, over))
+                except Exception as e:  # the other ranks are told, else they would wait for this one
+                    failures.append(e)
+            if _enough(failures, device):
+                break
         done = True
     finally:
         leave_group(done)
+    if failures:
+        raise failures[0]
+
+
+def _enough(failures: Sequence[Exception], device: torch.device) -> bool:
+    """Whether rank 0 has any."""
+    import torch
+    import torch.distributed as dist
+
+    told = torch.full((1,), float(bool(failures)), device=device)
+    dist.broadcast(told, 0)
+    return bool(told.item())
 
 
 def _prepare(

@@ -110,21 +110,21 @@ class Keeper:
         self.engine, self.saving = engine, saving
         self.ranks = Ranks(rank, dist.get_world_size())
         self.previous = saving.resume
+        self.resumed = None if saving.resume is None else Path(saving.directory, saving.resume)
         self.inputs = renewed(engine.program)
         if away := [v.name for k, v in self.inputs.items() if k not in engine.updates.values()]:
             raise UsageError(f"the next %{away[0]} is not made where it is held: there is nothing to save")
 
     def load(self) -> None:
         """Take this rank's pieces from the checkpoint that the run goes on with. Raises UsageError."""
-        if self.saving.resume is None:
+        if self.resumed is None:
             return
         fresh: dict[int, torch.Tensor] = {}
         for k in self.inputs:
             if k in self.engine.mine.inputs:
                 t = saved_type(self.inputs[k])
                 fresh[k] = torch.zeros(t.shape, dtype=torch_dtype(t.dtype), device=self.engine.device)
-        folder = Path(self.saving.directory, self.saving.resume)
-        read(folder, [self._piece(k, x) for k, x in fresh.items()])
+        read(self.resumed, [self._piece(k, x) for k, x in fresh.items()])
         self.engine.values.update(fresh)
 
     def save(self, step: int) -> Saved:

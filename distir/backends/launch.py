@@ -23,13 +23,15 @@ import numpy as np
 
 from distir.backends.checkpoint import Saved, Saving
 from distir.backends.epochs import Epoch, Epochs, OnEpoch, end_epoch
+from distir.backends.finite import ALL_FINITE
 from distir.backends.held import scratch
 from distir.backends.limits import check_backend, check_memory, check_repeats, joined
-from distir.backends.pieces import Arrays, Whole, by_position, gathered, gathered_gradients, ship
+from distir.backends.pieces import Arrays, Pieces, Whole, by_position, gathered, gathered_gradients, ship
 from distir.backends.samples import Samples
 from distir.backends.worker import Failure, Job, ending, job_file, log_file
 from distir.ir import errors
 from distir.ir.errors import DistirError, UsageError, WorkerError, counted
+from distir.ir.files import temporary
 from distir.ir.function import Function
 from distir.transforms.order import check_order
 from distir.transforms.project import project_all, ranks
@@ -72,6 +74,8 @@ class RunResult:
     epochs: list[Epoch] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     memory: list[int | None] = field(default_factory=list)
+    broken: int = ALL_FINITE
+    """The number of what is not finite after the last step, if it was looked for (see `distir.backends.finite`)."""
 
     @property
     def warm_up(self) -> int:
@@ -108,6 +112,7 @@ def run(
     compiled: bool = False,
     gradients: bool = False,
     on_phase: Callable[[str], None] | None = None,
+    finite: bool = False,
 ) -> RunResult:
     """Run steps `first` to `steps` - 1 of a distributed program, with a process for each of its devices.
 
@@ -123,7 +128,8 @@ def run(
     `distir.backends.profile`). `alone`: start all ranks here even if torchrun has started this process. `saving` says
     which checkpoints to write, and which to begin with (see `distir.backends.checkpoint`). `compiled`: ranks put what
     they compute through torch.compile. `gradients`: keep those of the first step. `on_phase` is told what is being done
-    where that is not a step.
+    where that is not a step. `finite`: the run ends with the first step after which the loss is not finite, or after
+    the last the weights.
 
     Raises UsageError for arguments that do not fit, or a checkpoint that cannot be written or read, InfeasibleError if
     memory does not suffice, WorkerError, naming the rank, if one fails, is killed or does not answer in time, and
@@ -154,9 +160,9 @@ def run(
     if torchrun:
         from distir.backends.torchrun import join
 
-        told = on_step, epochs, on_epoch, folder, first, saving, compiled, gradients, on_phase
+        told = on_step, epochs, on_epoch, folder, first, saving, compiled, gradients, on_phase, finite
         return join(program, given, steps, data, backend, timeout, threads, every, final, *told)
-    told = on_step, epochs, on_epoch, record, folder, first, saving, compiled, gradients, on_phase
+    told = on_step, epochs, on_epoch, record, folder, first, saving, compiled, gradients, on_phase, finite
     return _Run(program, given, steps, data, backend, world, timeout, threads, every, final, *told).run()
 
 
@@ -191,8 +197,9 @@ class _Run:
         compiled: bool,
         gradients: bool,
         on_phase: Callable[[str], None] | None,
+        finite: bool,
     ) -> None:
-        self.record, self.profile, self.saving, self.compiled = record, profile, saving, compiled
+        self.record, self.profile, self.saving, self.compiled, self.finite = record, profile, saving, compiled, finite
         self.gradients = gradients
         self.program, self.given, self.first, self.steps = program, given, first, steps
         self.data, self.samples = (None, data) if isinstance(data, Samples) else (data, None)
@@ -203,19 +210,21 @@ class _Run:
         self.result = RunResult(world, 0, backend)
         self.fed = first
         self.reports: dict[int, dict[int, tuple[Any, ...]]] = {}
-        self.finished: set[int] = set()
+        self.ends: dict[int, Pieces] = {}
         self.failures: dict[int, Failure] = {}
         self.exits: dict[int, int] = {}
 
     def run(self) -> RunResult:
         self.begun = time.monotonic()
         self.ready, self.patience = 0, max(self.timeout, _START_SECONDS)
-        self.folder, held = scratch()
+        with temporary():
+            self.folder, held = scratch()
         self.held = [n for n in (held, self.saving and self.saving.lock) if n is not None]
         supervisor: subprocess.Popen[bytes] | None = None
         self.on_phase("loading torch")
         try:
-            self._write_job()
+            with temporary():
+                self._write_job()
             supervisor = self._start()
             self._listen()
         finally:
@@ -247,6 +256,7 @@ class _Run:
             self.saving,
             self.compiled,
             self.gradients,
+            self.finite,
         )
         job_file(self.folder).write_bytes(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
 
@@ -286,6 +296,7 @@ class _Run:
         number = {link: rank for rank, link in enumerate(self.links)}
         open_ends: list[Connection] = [self.control, *self.links]
         heard = failed = time.monotonic()
+        self.heard = dict.fromkeys(range(self.world), heard)
         while len(self.exits) < self.world:
             now = time.monotonic()
             limit = failed + _GRACE_SECONDS if self._failed() else heard + self.patience
@@ -294,15 +305,20 @@ class _Run:
                 raise self._error()
             for end in ready:
                 was_failing = self._failed()
-                try:
-                    self._hear(number.get(end), end.recv())  # type: ignore[union-attr, arg-type]
-                except (EOFError, ConnectionError):
+                if (message := _received(end)) is None:
                     open_ends.remove(end)  # type: ignore[arg-type]
                     if end is self.control and len(self.exits) < self.world:
                         raise self._supervisor_error() from None
+                else:  # what callbacks raise, of whatever kind, is their caller's
+                    if (rank := number.get(end)) is not None:  # type: ignore[arg-type]
+                        self.heard[rank] = time.monotonic()
+                    self._hear(rank, message)
                 heard = time.monotonic()
                 if self._failed() and not was_failing:
                     failed = heard
+        for rank, link in enumerate(self.links):  # a callback may take longer than all that ranks had left to do
+            while link in open_ends and link.poll() and (message := _received(link)) is not None:
+                self._hear(rank, message)
         if self._failed():
             raise self._error()
 
@@ -324,8 +340,10 @@ class _Run:
                 self.ready += 1
                 if self.ready == self.world:
                     self.patience, self.result.start_seconds = self.timeout, time.monotonic() - self.begun
-            case ("done",) if rank is not None:
-                self.finished.add(rank)
+            case ("done", inputs, int(broken)) if rank is not None:
+                self.ends[rank], self.result.broken = inputs, broken
+                if len(self.ends) == self.world:
+                    self.result.inputs = gathered(self.program, [], list(self.ends.values()))[1]
             case ("step", int(step), *told) if rank is not None:
                 self.reports.setdefault(step, {})[rank] = tuple(told)
                 if len(self.reports[step]) == self.world:
@@ -334,14 +352,13 @@ class _Run:
                 raise WorkerError(f"rank {rank} sent {message[0]!r}, which nobody expects")
 
     def _completed(self, step: int) -> None:
-        times, of_outputs, of_inputs, laps, saved, memory, of_gradients = zip(
+        times, of_outputs, laps, saved, memory, of_gradients = zip(
             *[report for _, report in sorted(self.reports.pop(step).items())], strict=True
         )
         seconds = max(times)
-        outputs, inputs = gathered(self.program, of_outputs, of_inputs)
+        outputs = gathered(self.program, of_outputs, [])[0]
         self.result.seconds.append(seconds)
         self.result.outputs.append(outputs)
-        self.result.inputs.update(inputs)
         self.result.gradients.update(gathered_gradients(self.program, of_gradients))
         self.result.saved += [s for s in saved[:1] if s is not None]
         self.result.memory = list(memory)
@@ -359,7 +376,8 @@ class _Run:
             return
         self.fed += 1
         fresh = by_position(self.program, self.data(step)) if self.data else {}
-        shipped = {k: ship(x, self.folder / f"data{k}.{step}") for k, x in fresh.items()}
+        with temporary():
+            shipped = {k: ship(x, self.folder / f"data{k}.{step}") for k, x in fresh.items()}
         for link in self.links:
             try:
                 link.send(shipped)
@@ -378,10 +396,9 @@ class _Run:
         silent = [r for r in range(self.world) if r not in self.failures and r not in self.exits]
         if not own and (silent or not self.failures):
             names = ", ".join(map(str, silent))
-            where = f"step {self._step()}"
-            return WorkerError(
-                f"rank{'s' * (len(silent) > 1)} {names} did not answer within {self.patience:g} s in {where}"
-            )
+            where = f"in step {self._step()}" if self.ready == self.world else "while all were starting"
+            waited = time.monotonic() - max(self.heard[r] for r in silent)
+            return WorkerError(f"rank{'s' * (len(silent) > 1)} {names} did not answer for {waited:.0f} s {where}")
         rank, failure = min((own or self.failures).items())
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, DistirError):
@@ -410,6 +427,14 @@ _STEP_HINT = "it was in step %d; a rank that is killed without a word may have r
 
 def _one_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else "no message"
+
+
+def _received(end: Any) -> tuple[Any, ...] | None:
+    """The next message; None if whoever sent them is gone."""
+    try:
+        return end.recv()
+    except (EOFError, ConnectionError):
+        return None
 
 
 def _end(supervisor: subprocess.Popen[bytes], links: Sequence[Connection]) -> None:

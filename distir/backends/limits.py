@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from distir.ir.errors import DistirError, InfeasibleError, UsageError, counted
+from distir.ir.files import no_room
 from distir.ir.function import Function
 
 
@@ -130,5 +131,5 @@ def not_compiled(e: BaseException) -> UsageError | None:
 
 
 def plainly(e: BaseException) -> DistirError | None:
-    """What there is to say of an exception of torch's; None of one that speaks for itself."""
-    return out_of_memory(e) or not_compiled(e)
+    """What there is to say of an exception of torch's or the system's; None of one that speaks for itself."""
+    return out_of_memory(e) or not_compiled(e) or no_room(e)

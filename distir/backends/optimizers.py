@@ -13,36 +13,45 @@ from distir.ir.function import Function, Op, Value
 from distir.ir.kept import kept
 
 Row = list[torch.Tensor]
-_is_contiguous = torch.Tensor.is_contiguous
 
 
-def _contiguous(kernel: Callable[..., None]) -> Callable[..., None]:
-    """The kernel for tensors of any strides: it goes through memory as it lies, and does not look at them.
+def _takes_any(narrow: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes of a kernel one for tensors of any strides: it goes through memory as it lies, and does not look at them.
 
     Its first row of tensors are gradients, which it reads, the others it changes. Of what lies otherwise it gets
-    copies, of one weight at a time.
+    copies, of one weight at a time; of 16 bits on CPUs, unless it is right for them (`narrow`), copies in float32.
     """
 
-    def update(gradients: Row, *changed: Row, **settings: Any) -> None:
-        rows = [gradients, *changed]
-        if all([all(map(_is_contiguous, row)) for row in rows]):
-            kernel(*rows, **settings)
-            return
-        whole = [all(_is_contiguous(row[k]) for row in rows if row) for k in range(len(gradients))]
-        if any(whole):
-            kernel(*[list(itertools.compress(row, whole)) for row in rows], **settings)
-        for k in [k for k, lies in enumerate(whole) if not lies]:
-            one = [row[k : k + 1] for row in rows]
-            copies = [[x.contiguous() for x in row] for row in one]
-            kernel(*copies, **settings)
-            for row, copied in zip(one[1:], copies[1:], strict=True):
-                for x, y in zip(row, copied, strict=True):
-                    x.copy_(y)
+    def taken(x: torch.Tensor) -> bool:
+        return x.is_contiguous() and (narrow or x.itemsize >= 4 or not x.is_cpu)
 
-    return update
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous() if narrow or x.itemsize >= 4 or not x.is_cpu else x.float().contiguous()
+
+    def wrapped(kernel: Callable[..., None]) -> Callable[..., None]:
+        def update(gradients: Row, *changed: Row, **settings: Any) -> None:
+            rows = [gradients, *changed]
+            if all([all(map(taken, row)) for row in rows]):
+                kernel(*rows, **settings)
+                return
+            whole = [all(taken(row[k]) for row in rows if row) for k in range(len(gradients))]
+            if any(whole):
+                kernel(*[list(itertools.compress(row, whole)) for row in rows], **settings)
+            for k in [k for k, lies in enumerate(whole) if not lies]:
+                one = [row[k : k + 1] for row in rows]
+                copies = [[copied(x) for x in row] for row in one]
+                kernel(*copies, **settings)
+                for row, changed_copies in zip(one[1:], copies[1:], strict=True):
+                    for x, y in zip(row, changed_copies, strict=True):
+                        x.copy_(y)
+
+        return update
+
+    return wrapped
 
 
-@_contiguous
+# torch leaves weights of 16 bits on CPUs as they are, but for the last few elements: pytorch/pytorch issue 191763
+@_takes_any(narrow=False)
 def sgd(
     gradients: Row,
     weights: Row,
@@ -69,7 +78,7 @@ def sgd(
     )
 
 
-@_contiguous
+@_takes_any(narrow=True)
 def adamw(
     gradients: Row,
     weights: Row,

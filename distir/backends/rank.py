@@ -16,6 +16,7 @@ from distir.backends.checkpoint import Saved, Saving
 from distir.backends.clock import Clock
 from distir.backends.comm import all_gather
 from distir.backends.epochs import Epochs, Lap, Laps
+from distir.backends.finite import ALL_FINITE, Watch, lost, refuse
 from distir.backends.layout import movable
 from distir.backends.malloc import give_back, keep_freed
 from distir.backends.memory import agreed_on
@@ -37,19 +38,28 @@ Pieces = dict[int, tuple[Coord, np.ndarray]]
 
 
 class Report(NamedTuple):
-    """What a rank tells after a step; `inputs` (after the last): the values of inputs that were replaced; `lap` (at the
-    end of an epoch): of the epoch; `saved`: the checkpoint that was written after it, if one was;
-    `memory`: see `Growth`; `gradients` (after the first, if asked for): what optimizers took, by the weight's position.
+    """What a rank tells after a step; `lap` (at the end of an epoch): of the epoch; `saved`: the checkpoint that was
+    written after it, if one was; `memory`: see `Growth`; `gradients` (after the first, if asked for): what optimizers
+    took, by the weight's position.
     """
 
     step: int
     seconds: float
     outputs: Pieces
-    inputs: Pieces
     lap: Lap | None = None
     saved: Saved | None = None
     memory: int | None = None
     gradients: Mapping[int, tuple[Coord, Any]] = {}
+
+
+class End(NamedTuple):
+    """How a rank's run has ended. `inputs`: the values of inputs that were replaced; `broken`: the number of what is
+    not finite, the same on all ranks (see `finite`); `told`: whether it ended because a report asked for it.
+    """
+
+    inputs: Pieces
+    broken: int = ALL_FINITE
+    told: bool = False
 
 
 def execute(
@@ -59,7 +69,7 @@ def execute(
     arrays: Mapping[int, Any],
     feed: Callable[[int], Mapping[int, Any]],
     steps: int,
-    report: Callable[[Report], None],
+    report: Callable[[Report], bool],
     every: bool = False,
     final: bool = True,
     record: str | None = None,
@@ -69,19 +79,23 @@ def execute(
     first: int = 0,
     saving: Saving | None = None,
     compiled: bool = False,
+    finite: bool = False,
     keep_gradient: Callable[[int, np.ndarray], Any] | None = None,
-) -> None:
+) -> End:
     """Run steps `first` to `steps` - 1 of `program` as rank `rank` of a process group that is joined.
 
     `arrays`: whole arrays by input position; `feed(k)` those that are new in step k. After each step `report`
     gets the seconds it took on this rank, all ranks having begun together, and this rank's pieces of
-    one-element outputs, after the last (or with `every` each) step of all others; and with `final` the
-    replaced inputs. Of copies only the first holder reports. `record` is a folder in which to keep every value that is
-    made (see `distir.backends.record`), `profile` one for a trace of when ops ran (see `distir.backends.profile`).
+    one-element outputs, after the last (or with `every` each) step of all others. Of copies only the first holder
+    reports. Where it gives True on any rank, all end before the next step. With `final` the end tells the replaced
+    inputs. `record` is a folder in which to keep every value that is made (see `distir.backends.record`), `profile` one
+    for a trace of when ops ran (see `distir.backends.profile`).
     `epochs`: at the end of each `report` also gets its lap; `doing` is told what is being done, now and then, while
     there is nothing to report. `saving` says which checkpoints to write, and which to begin with.
-    `compiled`: what only computes goes through torch.compile, when it first runs. `keep_gradient`, if given, makes what
-    is reported of this rank's piece of a gradient (of the weight at that position), in the first step.
+    `compiled`: what only computes goes through torch.compile, when it first runs. `finite`: all ranks
+    end with the first step after which the loss is not finite; weights are looked at after the last step, and always
+    before a checkpoint, which is not written of any that are not. `keep_gradient`, if given, makes what is reported of
+    this rank's piece of a gradient (of the weight at that position), in the first step.
 
     Raises WorkerError if the ranks have different programs, UsageError if a checkpoint cannot be written or read.
     """
@@ -107,14 +121,22 @@ def execute(
     give_back()  # what was read of files
     laps = None if epochs is None else Laps(epochs, _evaluator(engine, epochs, doing))
     keeper = None if saving is None else _keeper(engine, rank, saving)
+    watch = Watch(program, engine.values) if finite or keeper is not None else None
+    if finite and keeper is not None and keeper.resumed is not None and watch is not None:
+        refuse(program, _least(device, watch.began)[0], keeper.resumed)
     data = Ahead(engine, feed, steps)
     doing("compiling, and running the first step" if compiled else "running the first step")
     clock = Clock(device)
+    told, broken = False, ALL_FINITE
     for k in range(first, steps):
         start = time.perf_counter()
         data.load(k)
         fed = time.perf_counter()
-        _barrier(device)
+        going, found = _least(device, not told, broken if finite else ALL_FINITE)  # a barrier, too: all begin together
+        if not going:
+            return End({}, found, True)
+        if found != ALL_FINITE:
+            return End(_renewed(engine) if final else {}, found)
         if profiler is not None:
             profiler.begin_step()
         begin = clock.now()
@@ -125,17 +147,21 @@ def execute(
         if profiler is not None:
             profiler.end_step(k)
         lap = laps.add(k, time.perf_counter() - start, fed - start) if laps is not None else None
-        saved = keeper.save(k + 1) if keeper is not None and keeper.saving.due(k + 1, steps) else None
-        if recorder is not None:
-            recorder.end_step()
         last = k == steps - 1
         made = _made(engine, outputs, last or every)
         del outputs  # nothing of a step is held in the next
-        renewed = _renewed(engine) if last and final else {}
-        report(Report(k, seconds, made, renewed, lap, saved, growth.bytes(), taken if k == first else {}))
-        del made, renewed
+        due = keeper is not None and keeper.saving.due(k + 1, steps)
+        broken = lost(program, {i: x for i, (_, x) in made.items()}) if finite else ALL_FINITE
+        if watch is not None and (last or due):
+            broken = _least(device, min(broken, watch.first(engine.values)))[0]
+        saved = keeper.save(k + 1) if keeper is not None and due and broken == ALL_FINITE else None
+        if recorder is not None:
+            recorder.end_step()
+        told = report(Report(k, seconds, made, lap, saved, growth.bytes(), taken if k == first else {}))
+        del made
     if profiler is not None:
         profiler.write()
+    return End(_renewed(engine) if final else {}, broken)
 
 
 def _keeper(engine: TorchRank, rank: int, saving: Saving) -> Keeper:
@@ -209,7 +235,10 @@ def agree(told: bytes, wrong: str, device: torch.device) -> None:
         )
 
 
-def _barrier(device: torch.device) -> None:
-    dist.all_reduce(torch.zeros(1, device=agreed_on(device)))
+def _least(device: torch.device, *mine: int) -> list[int]:
+    """Of each number the least that any rank gives: when all have given theirs, and the device has nothing to do."""
+    numbers = torch.tensor(mine, dtype=torch.int64, device=agreed_on(device))
+    dist.all_reduce(numbers, dist.ReduceOp.MIN)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return numbers.tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,12 @@ def join(
     compiled: bool,
     gradients: bool,
     on_phase: Callable[[str], None] | None,
+    finite: bool,
 ) -> RunResult:
     """Run `program` as the rank that the environment names; see `launch.run`. Rank 0 gathers the results.
 
-    Raises WorkerError if another rank goes away or does not answer in time.
+    Raises WorkerError if another rank goes away or does not answer in time, and what `on_step` or `on_epoch` raise: on
+    other ranks than 0, which calls them, WorkerError, or BrokenPipeError as there.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     name, where = place_of(backend, int(os.environ.get("LOCAL_RANK", rank)))
@@ -57,24 +59,33 @@ def join(
             return data.step(step)
         return by_position(program, data(step)) if data else {}
 
-    def report(r: Report) -> None:
+    failures: list[Exception] = []
+
+    def told(mine: Any) -> list[Any]:
+        """What all ranks tell, on rank 0."""
         everyone: list[Any] = [None] * world
-        row = r.seconds, r.outputs, r.inputs, r.lap, r.memory, r.gradients
-        dist.gather_object(row, everyone if rank == 0 else None)
+        dist.gather_object(mine, everyone if rank == 0 else None)
+        return everyone
+
+    def report(r: Report) -> bool:
+        everyone = told((r.seconds, r.outputs, r.lap, r.memory, r.gradients))
         if rank != 0:
             result.seconds.append(r.seconds)
-            return
-        times, of_outputs, of_inputs, laps, memory, of_gradients = zip(*everyone, strict=True)
+            return False
+        times, of_outputs, laps, memory, of_gradients = zip(*everyone, strict=True)
         result.seconds.append(max(times))
         result.memory = list(memory)
-        outputs, inputs = gathered(program, of_outputs, of_inputs)
+        outputs = gathered(program, of_outputs, [])[0]
         result.outputs.append(outputs)
-        result.inputs.update(inputs)
         result.gradients.update(gathered_gradients(program, of_gradients))
         result.saved += [] if r.saved is None else [r.saved]
-        if on_step is not None:
-            on_step(r.step, result.seconds[-1], outputs)
-        end_epoch(result.epochs, r.step, epochs, laps, on_epoch)
+        try:
+            if on_step is not None:
+                on_step(r.step, result.seconds[-1], outputs)
+            end_epoch(result.epochs, r.step, epochs, laps, on_epoch)
+        except Exception as e:  # the other ranks are told before the next step, else they would wait for this one
+            failures.append(e)
+        return bool(failures)
 
     def doing(what: str) -> None:
         if rank == 0 and on_phase is not None:
@@ -86,18 +97,40 @@ def join(
             start_group(name, rank, world, device, None, timeout)
         if isinstance(data, Samples):
             agree(data.digest(), "would read other data than rank 0", device)
-        told = None, profile, epochs, doing, first, saving, compiled
+        more = None, profile, epochs, doing, first, saving, compiled, finite
         kept = (lambda _, x: np.array(x)) if gradients else None
-        execute(program, rank, device, arrays, feed, steps, report, every, final, *told, keep_gradient=kept)
+        end = execute(program, rank, device, arrays, feed, steps, report, every, final, *more, keep_gradient=kept)
+        if end.told:
+            failures += _told_by_first(failures, rank)
+        result.broken, ends = end.broken, told(end.inputs)
+        if rank == 0:
+            result.inputs = gathered(program, [], ends)[1]
         done = True
     except DistirError:
         raise
     except (RuntimeError, OSError) as e:
         if (short := plainly(e)) is not None:
             raise type(short)(f"rank {rank}: {short.message}", short.hint) from e
-        message = str(e).strip().splitlines()
-        raise WorkerError(f"rank {rank} failed: {type(e).__name__}: {message[0] if message else ''}") from e
+        raise WorkerError(f"rank {rank} failed: {type(e).__name__}: {_one_line(e)}") from e
     finally:
         if mine:
             leave_group(done)
+    if failures:
+        raise failures[0]
     return result
+
+
+def _told_by_first(failures: Sequence[Exception], rank: int) -> list[Exception]:
+    """On other ranks than 0, what to raise where a callback there has failed: nobody reads what they print either."""
+    told: list[Any] = [None]
+    if failures:
+        e = failures[0]
+        told = [(isinstance(e, BrokenPipeError), f"a callback of rank 0 failed: {type(e).__name__}: {_one_line(e)}")]
+    dist.broadcast_object_list(told, 0)
+    closed, text = told[0]
+    return [] if rank == 0 else [BrokenPipeError(text) if closed else WorkerError(text)]
+
+
+def _one_line(e: Exception) -> str:
+    lines = str(e).strip().splitlines()
+    return lines[0] if lines else ""

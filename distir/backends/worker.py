@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distir.backends.checkpoint import Saving, sweep
 from distir.backends.epochs import Epochs
 from distir.backends.limits import place_of, plainly
-from distir.backends.pieces import Shipped, ship
+from distir.backends.pieces import Coord, Shipped, ship
 from distir.backends.samples import Samples
 from distir.ir.errors import DistirError
 from distir.ir.function import Function
@@ -56,6 +56,7 @@ class Job(NamedTuple):
     saving: Saving | None = None
     compiled: bool = False
     gradients: bool = False
+    finite: bool = False
 
 
 class Failure(NamedTuple):
@@ -206,7 +207,7 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     from torch._C._distributed_c10d import FileStore
 
     from distir.backends.comm import leave_group, start_group
-    from distir.backends.rank import Report, execute
+    from distir.backends.rank import Pieces, Report, execute
 
     torch.set_num_threads(job.threads)
     backend, where = place_of(job.backend, rank)
@@ -223,12 +224,13 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
             return samples.step(step)
         return {k: x.array() for k, x in link.recv().items()}  # they come in order
 
-    def report(r: Report) -> None:
-        outputs, inputs = (
-            {k: (coord, ship(x, folder / f"{name}{k}.{r.step}.{rank}")) for k, (coord, x) in pieces.items()}
-            for name, pieces in (("out", r.outputs), ("in", r.inputs))
-        )
-        link.send(("step", r.step, r.seconds, outputs, inputs, r.lap, r.saved, r.memory, r.gradients))
+    def shipped(name: str, pieces: Pieces) -> dict[int, tuple[Coord, Shipped]]:
+        return {k: (coord, ship(x, folder / f"{name}{k}.{rank}")) for k, (coord, x) in pieces.items()}
+
+    def report(r: Report) -> bool:
+        outputs = shipped(f"{r.step}.out", r.outputs)
+        link.send(("step", r.step, r.seconds, outputs, r.lap, r.saved, r.memory, r.gradients))
+        return False
 
     def keep_gradient(weight: int, x: np.ndarray) -> Shipped:
         return ship(x, folder / f"gradient{weight}.{rank}")  # at once: it takes no memory of this process
@@ -236,11 +238,11 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     def doing(what: str) -> None:
         link.send(("doing", what))
 
-    told = job.every, job.final, job.record, job.profile, epochs, doing, job.first, job.saving, job.compiled
+    told = job.every, job.final, job.record, job.profile, epochs, doing, job.first, job.saving, job.compiled, job.finite
     kept = keep_gradient if job.gradients else None
-    execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told, keep_gradient=kept)
+    end = execute(job.program, rank, device, job.arrays, feed, job.steps, report, *told, keep_gradient=kept)
+    link.send(("done", shipped("in", end.inputs), end.broken))
     leave_group(True)
-    link.send(("done",))
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ Nothing here loads numpy, onnx, torch or networkx before a command runs.
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -14,12 +13,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from distir.ir.errors import DistirError, ModelWarning, UsageError
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
+from distir import INTERRUPTED, end_interrupted
+from distir.ir.errors import DistirError, ModelWarning
 
 
 def console() -> NoReturn:
@@ -28,15 +25,27 @@ def console() -> NoReturn:
     Without that, with torch loaded, the interpreter looks for garbage for seconds before it ends, and a rank of
     torchrun's that was interrupted may be aborted in torch's own clean-up.
     """
+    _open_streams()
     try:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_interrupted):
             signal.signal(signal.SIGINT, interrupt)
         code = main()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            _say(stream, "")
     except KeyboardInterrupt:  # again, while the first is being dealt with
         code = INTERRUPTED
     os._exit(code)
+
+
+def _open_streams() -> None:
+    """What whoever started this process has closed leads nowhere: its number is not for the next file to be opened."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 _interrupts: list[int] = []
@@ -65,17 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read stdout has enough
-        _discard_stdout()
+    except BrokenPipeError:  # whoever read what is printed has enough
         return 0
     except Exception as e:
         if _interrupts:
             _complain("interrupted")
             return INTERRUPTED
-        if isinstance(e, OSError) and e.errno == errno.ENOSPC:  # files say so themselves: it is stdout that is full
-            _discard_stdout()
-            _complain(f"cannot write the results: {e.strerror}")
-            return UsageError.exit_code
+        from distir.ir.files import no_room
+
+        if (full := no_room(e, "the results")) is not None:  # files say so themselves: it is stdout that is full
+            _complain(full.message)
+            return full.exit_code
         # an error of distir's own
         if os.environ.get("DISTIR_TRACEBACK"):
             raise
@@ -90,12 +99,17 @@ def _told(e: DistirError, argv: Sequence[str] | None) -> int:
     if "--json" in (sys.argv[1:] if argv is None else argv) and os.environ.get("RANK", "0") == "0":
         import json
 
-        print(json.dumps({"error": e.message, "hint": e.hint, "exit_code": e.exit_code}))
+        _say(sys.stdout, json.dumps({"error": e.message, "hint": e.hint, "exit_code": e.exit_code}) + "\n")
     return e.exit_code
 
 
-def _discard_stdout() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _say(stream: TextIO, text: str) -> None:
+    """Write all that there is to a stream; to nowhere, now and later, if it takes no more."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _note(others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
@@ -107,8 +121,7 @@ def _note(others: Callable[..., None], message: Warning | str, category: type[Wa
 
 
 def _complain(message: str, hint: str | None = None) -> None:
-    sys.stdout.flush()
+    _say(sys.stdout, "")
     rank = os.environ.get("RANK", "0")  # torchrun's: all ranks say what is wrong, as each may be ended before it could
-    print(f"distir: {'' if rank == '0' else f'rank {rank}: '}error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+    said = f"distir: {'' if rank == '0' else f'rank {rank}: '}error: {message}\n"
+    _say(sys.stderr, said + (f"hint: {hint}\n" if hint else ""))

@@ -14,6 +14,7 @@ from distir.api import simulate as simulate_model
 from distir.api.metrics import Metrics
 from distir.api.results import Prediction, RunResult, aligned, step_header, step_row
 from distir.api.road import distribute, loss_of
+from distir.backends.limits import joined
 from distir.cli.output import Progress, columns, first_rank, print_json, print_program
 from distir.ir.errors import UsageError
 from distir.ir.function import Function
@@ -44,8 +45,13 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
 
     def on_plan(prediction: Prediction) -> None:
         progress.phase("starting")
-        if speaks:
+        if not speaks:
+            return
+        try:
             print("\n".join(prediction.summary.lines()), flush=True)
+        except BrokenPipeError:
+            if joined() is None:
+                raise  # else the other ranks must meet this one first: what is printed later raises it again
 
     steps = args.steps or (None if args.epochs and args.data else 5)
     in_epochs = bool(args.epochs or args.metrics)
@@ -102,6 +108,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         checkpoint=args.checkpoint,
         every=args.every,
         resume=args.resume,
+        allow_nonfinite=args.allow_nonfinite,
         on_plan=on_plan,
         on_step=on_step,
         on_check=on_check,

@@ -12,7 +12,7 @@ from distir import __version__
 from distir.ir.errors import UsageError
 
 _EXIT_CODES = "exit codes: 0 done, 1 internal error, 2 bad flags or files, 3 bad model, 4 a plan that cannot be\n\
-carried out or does not fit, 5 results differ, 6 a worker failed"
+carried out or does not fit, 5 results differ or are not finite, 6 a worker failed"
 _TABLE = """A table is a line a pipeline rank, in text or CSV. Its cells are stage, F or B (forward or backward pass),
 microbatch, such as 0F3; idle cells are empty in CSV, dots in text. Of a file only the order of a line's cells counts,
 not their columns: each runs as soon as it can. Stage s stands on rank s modulo the ranks.
@@ -197,6 +197,11 @@ def _running_flags(group: Any) -> None:
     )
     group.add_argument(
         "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"
+    )
+    group.add_argument(
+        "--allow-nonfinite",
+        action="store_true",
+        help="go on where the loss or weights are not finite, instead of ending; of such weights no checkpoint is kept",
     )
     group.add_argument(
         "--cluster", metavar="NAME|FILE.toml", help="to predict for; default: cpu-2core, with this host's cores"

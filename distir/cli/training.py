@@ -47,6 +47,7 @@ def scaling(args: argparse.Namespace) -> None:
             seed=args.seed,
             backend=args.backend,
             cluster=args.cluster,
+            allow_nonfinite=args.allow_nonfinite,
             timeout=args.timeout,
         )
     if args.json:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from distir.ir.device import Mesh
-from distir.ir.errors import DistirError, MismatchError
+from distir.ir.errors import CopiesError, DistirError
 from distir.ir.type import MEAN, Partial, Replicate, Shard, Tensor
 
 Coord = tuple[int, ...]
@@ -77,7 +77,7 @@ def start_of(t: Tensor, dim: int, coord: Coord) -> int:
 
 
 def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> Array:
-    """The whole, from the piece at each coordinate. Raises MismatchError if replicas differ by more than `tolerance`.
+    """The whole, from the piece at each coordinate. Raises CopiesError if replicas differ by more than `tolerance`.
 
     `tolerance` is relative to the largest element; partial pieces are summed (or their maximum or mean taken).
     """
@@ -114,11 +114,11 @@ def _nothing(t: Tensor, dtype: Any) -> Any:
 def _check_copies(a: Array, b: Array, t: Tensor, tolerance: float) -> None:
     if a.dtype.kind not in "fc" or np.array_equal(a, b, equal_nan=True):
         if not np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
-            raise MismatchError(f"replicas of {t} differ")
+            raise CopiesError(f"replicas of {t} differ")
         return
     error = np.max(np.abs(a - b), initial=0.0)
     if not error <= tolerance * max(1.0, float(np.max(np.abs(b), initial=0.0))):
-        raise MismatchError(f"replicas of {t} differ by {error}")
+        raise CopiesError(f"replicas of {t} differ by {error}")
 
 
 def combine(parts: Sequence[Array], kind: str) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import onnx
 from onnx import helper, inliner
 
@@ -10,6 +12,7 @@ from distir.importer.tensors import DTYPES
 from distir.ir.errors import ModelError
 from distir.ops.rules import shape_of, tensor
 
+_SOURCE = re.compile(r"\.(cc|cpp|h):\d+|Assertion")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -20,7 +23,7 @@ def inlined(model: onnx.ModelProto, path: object) -> onnx.ModelProto:
     try:
         model = inliner.inline_local_functions(model)
     except Exception as e:  # the inliner raises all kinds
-        raise ModelError(f"{path}: its functions cannot be inlined: {str(e).splitlines()[0]}") from e
+        raise ModelError(f"{path}: its functions cannot be inlined{_said(e)}") from e
     if model.functions:
         raise ModelError(f"{path}: its function {model.functions[0].name} cannot be inlined: it calls itself?")
     return model
@@ -47,7 +50,9 @@ def definition(node: Node) -> list[onnx.NodeProto] | None:
     try:
         model = inliner.inline_selected_functions(model, [("", proto.op_type)], inline_schema_functions=True)
     except Exception as e:  # the inliner raises all kinds
-        raise node.error(f"its definition cannot be inlined: {str(e).splitlines()[0]}") from e
+        left_out = [k for k, name in enumerate(proto.input) if not name]  # which onnx's inliner does not know
+        without = f" where operand {left_out[0]} is left out" if left_out else ""
+        raise node.error(f"its definition cannot be inlined{without}{_said(e)}") from e
     nodes = list(model.graph.node)
     if any(n.op_type == proto.op_type for n in nodes):
         return None
@@ -57,6 +62,12 @@ def definition(node: Node) -> list[onnx.NodeProto] | None:
             names[:] = [name if name in kept else f"{proto.output[0]}/{name}" for name in names]
         n.name = proto.name
     return nodes
+
+
+def _said(e: Exception) -> str:
+    """The first line of what onnx says, unless it is of its own source."""
+    lines = str(e).strip().splitlines()
+    return f": {lines[0]}" if lines and not _SOURCE.search(lines[0]) else ""
 
 
 def _with_defaults(proto: onnx.NodeProto, opset: int) -> onnx.NodeProto:

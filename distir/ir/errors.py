@@ -49,6 +49,14 @@ class MismatchError(DistirError):
     exit_code = 5
 
 
+class CopiesError(MismatchError):
+    """Copies of one value that differ."""
+
+
+class DivergedError(MismatchError):
+    """A run whose loss or weights have left the finite numbers."""
+
+
 class WorkerError(DistirError):
     """A rank failed, was killed or did not answer in time."""
 

@@ -1,7 +1,8 @@
-"""Writing files so that nothing is half-written: beside the target first, then renamed."""
+"""Writing files so that nothing is half-written: beside the target first, then renamed; and what a full disk says."""
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Generator
@@ -9,6 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distir.ir.errors import UsageError
+
+
+def no_room(e: BaseException, what: str = "temporary files") -> UsageError | None:
+    """What there is to say of an error that says that nothing more can be written; None of another."""
+    if not isinstance(e, OSError) or e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return None
+    hint = f"TMPDIR names another folder than {tempfile.gettempdir()}" if what == "temporary files" else None
+    return UsageError(f"cannot write {what}: {e.strerror}", hint)
+
+
+@contextmanager
+def temporary() -> Generator[None]:
+    """While temporary files are written. Raises UsageError if there is no room for them."""
+    try:
+        yield
+    except OSError as e:
+        raise no_room(e) or e from None
 
 
 @contextmanager

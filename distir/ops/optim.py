@@ -1,15 +1,34 @@
-"""Optimizers, as in torch.optim: from a weight, its gradient and their state to the next ones."""
+"""Optimizers, as in torch.optim: from a weight, its gradient and their state to the next ones.
+
+What is held in 16 bits is computed in float32 and rounded once, at the end: in float16 AdamW's eps would be 0, and in
+bfloat16 a small update would be lost twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.spec import Attrs, op
-from distir.ir.type import DType, Float64
+from distir.ir.type import DType, Float32, Float64
 from distir.ops.rules import expect_shape, letters, same
+
+
+def _in_float32(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule, which gives a result or several, with operands of less than 32 bits widened and its results rounded."""
+
+    def update(xp: Any, w: Any, *operands: Any, **settings: Any) -> Any:
+        narrow = w.dtype
+        if narrow.itemsize >= Float32.size:
+            return rule(xp, w, *operands, **settings)
+        found = rule(xp, *[xp.cast(x, Float32) if x.dtype == narrow else x for x in (w, *operands)], **settings)
+        if isinstance(found, tuple):
+            return tuple(xp.asarray(x, dtype=narrow) for x in found)
+        return xp.asarray(found, dtype=narrow)
+
+    return update
 
 
 def _alike(tensors: int, results: int, attrs: Attrs, shapes: Sequence[Shape]) -> str:
@@ -64,7 +83,7 @@ op(  # (w, g) -> w; with momentum (w, g, m) -> w, m; with dampening also the num
     donates=(0, 2),
     keeps_zero=True,
     gradient=1,
-    eval=_sgd,
+    eval=_in_float32(_sgd),
 )
 
 
@@ -110,5 +129,5 @@ op(  # (w, g, m, v, step) -> w, m, v; step is the number of this step, from 1
     donates=(0, 2, 3),
     keeps_zero=True,
     gradient=1,
-    eval=_adamw,
+    eval=_in_float32(_adamw),
 )

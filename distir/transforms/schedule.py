@@ -113,6 +113,8 @@ SCHEDULES: dict[str, Generator] = {
     "interleaved": interleaved,
     DISTIR_2021: distir2021,
 }
+MOST_CELLS = 1 << 24
+"""The most of a schedule that is generated: that many take over a gigabyte."""
 Schedule = str | os.PathLike[str] | Generator | PipeDreamScheduler | Table
 """A name, the path of a table's file, a generator, or a table."""
 
@@ -131,6 +133,8 @@ def make_table(schedule: Schedule, ranks: int, microbatches: int, chunks: int = 
         schedule = os.fspath(schedule)
     if isinstance(schedule, str):
         if schedule in SCHEDULES:
+            if (cells := 2 * ranks * microbatches * chunks) > MOST_CELLS:
+                raise InfeasibleError(f"a schedule of {cells:,} cells is longer than the {MOST_CELLS:,} distir plans")
             table = SCHEDULES[schedule](ranks, microbatches, chunks)
             if limit is not None:
                 check_memory(table, limit)

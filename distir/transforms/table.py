@@ -30,8 +30,10 @@ class Slot(NamedTuple):
 Table = list[list[Slot]]
 IDLE = "."
 _IDLE = ("", IDLE)
+_DIGITS = 9
+"""The most of a stage's or microbatch's number."""
 _SHOWN = 24
-"""Cells of a row that an error shows."""
+"""Cells of a row, or characters of a cell, that an error shows."""
 
 
 def as_table(rows: Any, name: str = "schedule") -> Table:
@@ -74,11 +76,12 @@ def check_table(table: Table, stages: int, microbatches: int, limit: int | None 
         for k, slot in enumerate(row):
             order.setdefault((slot.stage, slot.phase), []).append(slot.microbatch)
             at.setdefault((slot.stage, slot.phase), []).append((rank, k))
-    for s, phase in [*itertools.product(range(stages), (FORWARD, BACKWARD)), *order]:
+    wanted = ((s, phase) for s in range(stages) for phase in (FORWARD, BACKWARD))
+    for s, phase in itertools.chain(wanted, order):  # the first that lacks ends it, however many are wanted
         got, home = order.get((s, phase), []), s % len(table)
         cells = at.get((s, phase), [])
         where = sorted({rank for rank, _ in cells})
-        if s >= stages or got != list(range(microbatches)) or where != [home]:
+        if s >= stages or len(got) != microbatches or got != list(range(microbatches)) or where != [home]:
             bad = [cell for i, (cell, j) in enumerate(zip(cells, got, strict=True)) if i != j or cell[0] != home]
             shown = str(got[:_SHOWN])[:-1] + (", ...]" if len(got) > _SHOWN else "]")
             raise InfeasibleError(
@@ -192,11 +195,13 @@ def parse_table(text: str, name: str = "schedule") -> Table:
         row: list[Slot] = []
         for k, cell in enumerate(cells, 1):
             match = re.fullmatch(rf"(\d+)([{FORWARD}{BACKWARD}])(\d+)", cell, re.ASCII)
-            if match:
+            if match and max(len(match[1]), len(match[3])) <= _DIGITS:
                 row.append(Slot(int(match[1]), match[2], int(match[3])))
             elif cell not in ("", IDLE):
                 what = f"{name}, line {number}, cell {k}: expected stage, {FORWARD} or {BACKWARD}, microbatch"
-                raise UsageError(f"{what}, such as 0F3 or 1B0, got {cell!r}", _not_known(cell))
+                got = f"{cell[:_SHOWN]!r}{'...' if len(cell) > _SHOWN else ''}"
+                hint = f"a number has at most {_DIGITS} digits" if match else _not_known(cell)
+                raise UsageError(f"{what}, such as 0F3 or 1B0, got {got}", hint)
         if any(cells):
             table.append(row)
     if not any(table):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -182,8 +184,29 @@ def test_a_killed_rank_ends_the_run_and_is_named(number: int):
 
 def test_a_rank_that_stops_answering_is_named():
     error, seconds = run_and_hurt(1, signal.SIGSTOP, 4)
-    assert "rank 1 did not answer within 4 s" in str(error)
+    found = re.fullmatch(r"rank 1 did not answer for (\d+) s in step \d+", str(error))
+    assert found
+    assert int(found[1]) <= seconds + 1
     assert seconds < 7
+
+
+def test_a_rank_that_stops_while_it_starts_was_silent_so_long_as_is_said():
+    """Not as long as ranks may take to start where none fails."""
+    main, begun = counter(), time.monotonic()
+
+    def stop() -> None:
+        while not (found := [pid for pid, name in descendants() if name == "distir-rank1"]):
+            time.sleep(0.001)
+        os.kill(found[0], signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(WorkerError) as e:
+        run(main, ones(main), 2, timeout=4)
+    thread.join()
+    found = re.fullmatch(r"rank 1 did not answer for (\d+) s while all were starting", str(e.value))
+    assert found, e.value
+    assert int(found[1]) <= time.monotonic() - begun + 1
 
 
 def test_a_rank_that_raises_is_named_with_one_line():
@@ -234,8 +257,9 @@ def test_temporary_files_of_ranks_go_with_the_run():
 
     def on_step(k: int, seconds: float, outputs: dict[int, np.ndarray]) -> None:
         for pid, _ in descendants():
-            env = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-            found.extend(line.partition("=")[2] for line in env if line.startswith("TMPDIR="))
+            with contextlib.suppress(OSError):  # it has just ended
+                env = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+                found.extend(line.partition("=")[2] for line in env if line.startswith("TMPDIR="))
 
     run(main, ones(main), 2, timeout=60, on_step=on_step)
     assert len(found) >= 2

@@ -1,5 +1,6 @@
 """Every broken or unknown file ends in one error of one line that names the file, and the node where there is one."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -257,3 +258,17 @@ def test_parse_tensor_from_file(tmp_path: Path) -> None:
             parse_tensor_from_file(file)
     with pytest.raises(UsageError, match="there is no file"):
         parse_tensor_from_file(tmp_path / "none.pb")
+
+
+@pytest.mark.parametrize("operands", ["q k v  pk pv", "q k v  pk"], ids=["past", "past key"])
+def test_a_definition_that_onnx_cannot_inline(operands: str, m: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing of onnx's own source is said."""
+    names = operands.split(" ")
+    inputs = [info(name, [2, 4, 8, 16]) for name in names if name]
+    attention = helper.make_node("Attention", names, ["y"])
+    save(m, [attention], inputs, [info("y", [2, 4, 8, 16])], opset=23)
+    refused(m, "Attention", "cannot be inlined", "operand 3 is left out")
+    with pytest.raises(ModelError) as e:
+        import_from_onnx(m)
+    assert not re.search(r"\.cc|Assertion|inliner", str(e.value))
+    assert capfd.readouterr() == ("", "")

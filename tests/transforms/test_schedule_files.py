@@ -269,3 +269,31 @@ def test_a_table_from_a_file_gives_the_same_results(tmp_path: Path) -> None:
     assert error(run(function, program), program.results()) <= TOLERANCE
     by_name = parallel_transform_3d(program.function, 2, 1, 2, plan.devices, 4, "1f1b")
     assert [op.spec.name for op in function.ops] != [op.spec.name for op in by_name.ops]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("0F99999999999", UsageError, "cell 1: expected stage, F or B, microbatch, .* at most 9 digits"),
+        ("99999999999B0", UsageError, "at most 9 digits"),
+        ("9" * 5000 + "F0", UsageError, "at most 9 digits"),
+        ("0F999999999", InfeasibleError, "expected microbatches 0 to 999999999 in order on rank 0"),
+        ("999999999F0", InfeasibleError, "stage 0 F: expected microbatches 0 to 0 in order on rank 0"),
+    ],
+    ids=range(5),
+)
+def test_numbers_of_any_size_in_a_table(text: str, kind: type[Exception], said: str, tmp_path: Path) -> None:
+    """Nothing as large as they are is made."""
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(kind, match=said) as found:
+        make_table(path, *table_size(read_table(path)))
+    assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("1f1b", (4, 10**11, 1)), ("gpipe", (10**10, 1, 1)), ("interleaved", (4, 4, 10**9))]
+)
+def test_a_schedule_too_long_to_be_made(name: str, size: tuple[int, int, int]) -> None:
+    with pytest.raises(InfeasibleError, match="cells is longer than the 16,777,216"):
+        make_table(name, *size)
