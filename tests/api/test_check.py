@@ -25,6 +25,11 @@ OPTIMIZERS = {"sgd": SGD(0.5), "momentum": SGD(0.2, momentum=0.9), "adamw": Adam
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
+def optimizer_of(name, dtype):
+    """With the usual eps AdamW diverges in float16, in which the squares of small gradients are 0."""
+    return AdamW(1e-2, eps=1e-3) if (name, dtype) == ("adamw", "float16") else OPTIMIZERS[name]
+
+
 class Case(NamedTuple):
     """A training step, what it begins with and is fed, its run, and that once more with its results disturbed."""
 
@@ -68,7 +73,7 @@ def case_of(file, optimizer, dtype, steps=STEPS):
 @pytest.fixture(scope="module", params=[(o, d) for o in OPTIMIZERS for d in DTYPES], ids=lambda p: "-".join(p))
 def case(request):
     name, dtype = request.param
-    return case_of("mlp", OPTIMIZERS[name], dtype)
+    return case_of("mlp", optimizer_of(name, dtype), dtype)
 
 
 def changed(case, factor, only=None):
@@ -219,7 +224,7 @@ def test_state_is_compared_as_weights_are():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_right_runs_of_all_plans_pass(optimizer, dtype, plan):
-    model = model_of("mlp", OPTIMIZERS[optimizer], dtype)
+    model = model_of("mlp", optimizer_of(optimizer, dtype), dtype)
     check = distir.run(model, plan, steps=STEPS, backend="numpy", check=True).check
     assert check is not None
     assert check.ok
