@@ -116,7 +116,7 @@ class TorchNamespace:
     def take(self, x: torch.Tensor, indices: torch.Tensor, axis: int = 0) -> torch.Tensor:
         axis %= x.ndim
         rows = x.index_select(axis, indices.reshape(-1))
-        return rows.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+        return rows.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
     def take_along_axis(self, x: torch.Tensor, indices: torch.Tensor, axis: int = -1) -> torch.Tensor:
         return torch.take_along_dim(x, indices.long(), axis)

@@ -16,10 +16,7 @@ from distir.ops.rules import shape_of, tensor
 
 @rule("Gather")
 def _gather(n: Node) -> Result:
-    """Known indices may count from the end; those that are data must not, as ours do not.
-
-    One known index is a Slice.
-    """
+    """Indices may count from the end. One known index is a Slice."""
     axis, shape = n.axis(0), n.shape()
     if not n.scope.is_known(n.proto.input[1]):
         return n.emit("Gather", n.operand(0), n.operand(1), axis=axis)

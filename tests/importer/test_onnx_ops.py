@@ -103,6 +103,8 @@ SAMPLES = [
     S("Gemm", (x(3, 4), w(4, 5), x(3, 1))),
     S("Gather", (w(7, 3), ints(7, 2, 4))),
     S("Gather", (x(2, 7, 3), ints(7, 4)), {"axis": 1}),
+    S("Gather", (w(7, 3), ints(7, 2, 4, low=-7))),
+    S("Gather", (x(2, 7, 3), ints(7, 4, low=-7).astype(np.int32)), {"axis": 1}),
     S("Gather", (x(2, 7, 3), -2), {"axis": 1}),
     S("Gather", (x(2, 7, 3), [1]), {"axis": -1}),
     S("Gather", (x(2, 7, 3), [[0, -1], [3, 3]]), {"axis": 1}),
