@@ -141,7 +141,10 @@ def _gather_grad(
 # ---------------------------------------------------------------- cross-entropy
 
 
-def _rows(x: torch.Tensor, label: torch.Tensor, ignore_index: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(
+    x: torch.Tensor, label: torch.Tensor, ignore_index: int | None = None, start: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All classes are here: `start` is 0."""
     logs = torch.log_softmax(x, -1)
     ignored = -100 if ignore_index is None else ignore_index
     flat = logs.reshape(-1, x.shape[-1]), label.reshape(-1).long()
