@@ -17,6 +17,7 @@ import pytest
 
 from distir.cli import interrupt, main
 from distir.ir import parse
+from tests.importer.models import model, node
 
 ROOT = Path(__file__).parent.parent
 GPT, MLP = (str(ROOT / "examples" / f"{name}.onnx") for name in ("gpt2-tiny", "mlp"))
@@ -453,6 +454,20 @@ def test_a_run_that_diverges_says_so_by_its_loss(cli):
     assert out.count(" nan ") == 2
     code, out, _ = cli("run", MLP, *MSE, *flags, "--json")
     assert json.loads(out)["losses"][1:] == [None, None]  # JSON has no nan
+
+
+def test_a_loss_of_one_number_and_a_rank(cli, tmp_path):
+    nodes = [
+        node("MatMul", "x w", "y"),
+        node("ReduceMean", "y", "mean", keepdims=0),
+        node("Reshape", "mean to", "loss"),
+    ]
+    stored = {"w": np.ones((4, 3), np.float32), "to": np.array([1])}
+    proto = model(nodes, {"x": np.ones((8, 4), np.float32)}, ["loss"], stored)
+    onnx.save(proto, tmp_path / "m.onnx")
+    code, out, err = cli("run", tmp_path / "m.onnx", "--loss", "loss", "--dp", 2, "--backend", "numpy", "--steps", 2)
+    assert (code, err) == (0, "")
+    assert re.search(r"^step\s+loss\s+time\n0 +-?\d\.\d{6} .*\n1 +-?\d\.\d{6} ", out, re.MULTILINE)
 
 
 def test_bfloat16_runs(cli):
