@@ -125,6 +125,7 @@ def test_each_command_has_help(name, capsys):
         (["run", MLP, "--dim", "batch=zero"], ["whole number"]),
         (["run", MLP, "--dim", "batch=0"], ["at least 1"]),
         (["run", MLP, "--dim", "batch=8", "--dim", "batch=4"], ["twice"]),
+        (["simulate", MLP, "--dim", "batch=99999999999999999999", "--cluster", "dgx-a100"], ["'x'", "more than 2^53"]),
         (["run", MLP], ["batch", "hint: --dim batch=8"]),
         (["run", MLP, "--dim", "batch=8", "--dim", "length=3"], ["length"]),
         (["run", MLP, *MSE, "--dp", "0"], ["--dp", "at least 1"]),
@@ -391,6 +392,22 @@ def test_forward_only_is_simulated(cli):
     assert stage["optimizer state"] == stage["gradients"] == 0
 
 
+@pytest.mark.parametrize(
+    "command", [("run", "--backend", "numpy", "--steps", 2), ("simulate", "--cluster", "cpu-2core")]
+)
+def test_what_trains_nothing_says_so(cli, command):
+    """In text and in JSON; what trains does not."""
+    first, *flags = command
+    said = "on 1 device; forward only: no loss was given to train with\n"
+    for loss in ([], ["--loss", "mse"]):
+        line = [first, MLP, "--dim", "batch=8", *flags, *loss]
+        assert (said in cli(*line)[1]) is not bool(loss)
+        found = json.loads(cli(*line, "--json")[1])
+        assert found["forward_only"] is not bool(loss)
+        if first == "run":
+            assert len(found["seconds"]) == 2
+
+
 # ---------------------------------------------------------------- run, in one process
 
 
@@ -399,6 +416,16 @@ def test_run_without_a_loss_shows_none(cli):
     assert code == 0
     assert re.search(r"^step +time\n0 +[\d.]+ [mu]?s$", out, re.MULTILINE)
     assert "(median of steps 1 to 2)" in out
+
+
+def test_one_step_is_compared_with_nothing():
+    """It warms up. Of two the second is."""
+    one, two = (command("run", MLP, *MSE, "--steps", n).stdout for n in (1, 2))
+    assert "(the first, which warms up)" in one
+    assert re.search(r"^predicted .*; the first step warms up, and is not compared$", one, re.MULTILINE)
+    assert "measured" not in one
+    assert re.search(r"^step [\d.]+ [mu]?s \(step 1\), ", two, re.MULTILINE)
+    assert "times as long" in two
 
 
 def test_no_bubble_has_the_unit_of_the_step(cli):
