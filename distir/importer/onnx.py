@@ -189,10 +189,13 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
         raise ModelError(f"{scope.path}: {proto.op_type} node {proto.name!r}: bad attribute: {e}") from e
     node = Node(scope, proto, attributes, opset)
     _check_names(scope, node, later)
-    if foldable(scope, proto):
-        node.finish(fold(node, opset), len(scope.maker.ops), folded=True)
+    known = foldable(scope, proto)
+    if known and (found := fold(node, opset)) is not None:
+        node.finish(found, len(scope.maker.ops), folded=True)
         return
     rule = RULES.get(proto.op_type) if proto.domain in ("", "ai.onnx") else None
+    if rule is None and known:
+        raise node.error("is not computed at import: its result is too large, or how large cannot be told")
     if rule is None and (nodes := definition(node)) is not None:
         for part in nodes:
             _import_node(scope, part, opset, {})
