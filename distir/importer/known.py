@@ -123,6 +123,8 @@ def fold(node: Node, opset: int) -> list[Result] | None:
     arrays = {name: node.scope.known[name]() for name in proto.input if name}
     if proto.op_type == "Expand" and len(arrays) == 2:
         return _expanded(*[arrays[name] for name in proto.input])
+    if proto.op_type == "Concat" and node.attr("axis") in (-1, arrays[proto.input[0]].ndim - 1):
+        node.scope.joined[proto.output[0]] = list(proto.input)  # each of them may repeat
     cut, restore = _repeated(node, arrays)
     if proto.op_type not in VIEWS:
         size = _result_bytes(node, cut, opset)

@@ -62,7 +62,7 @@ def _coordinates(n: Node, shape: tuple[int, ...]) -> list[np.ndarray]:
     """For each dim that the last one of the indices stands for the indices in it, counted from the front."""
     name = n.proto.input[1]
     parts = n.scope.joined.get(name, [name])
-    if name in n.scope.known or not all(part in n.scope.known for part in parts):
+    if not all(part in n.scope.known for part in parts):
         parts = [name]
     rows = [n.scope.known[part]() for part in parts] if parts != [name] else [n.known(1, "the indices")]
     found = [x[..., k] for x in rows for k in range(x.shape[-1])]

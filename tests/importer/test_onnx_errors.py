@@ -195,14 +195,14 @@ def test_sizes_that_are_beyond_all_counting(m: Path) -> None:
     size = np.int64(1) << 52  # numpy's own products would overflow
     save(m, [node("Relu", "x", "y")], inputs=[info("x", ["batch", 3])], outputs=[info("y", ["batch", 3])])
     refused(m, "'x'", "13,510,798,882,111,488 elements, more than 2^53: batch =", kind=UsageError, dims={"batch": size})
-    assert import_from_onnx(m, dims={"batch": (1 << 53) // 3})
+    import_from_onnx(m, dims={"batch": (1 << 53) // 3})
     save(m, [node("Relu", "x", "y")], inputs=[info("x", [1 << 60])], outputs=[info("y", [1 << 60])])
     refused(m, "'x'", "more than 2^53")
     to = numpy_helper.from_array(np.array([1 << 50, 3]), "to")
     save(
         m, [node("Expand", "x to", "y", "n7")], inputs=[info("x", [1, 3])], outputs=[info("y", None)], initializers=[to]
     )
-    assert import_from_onnx(m)
+    import_from_onnx(m)
     to = numpy_helper.from_array(np.array([1 << 60, 1, 3]), "to")
     save(
         m, [node("Expand", "x to", "y", "n7")], inputs=[info("x", [1, 3])], outputs=[info("y", None)], initializers=[to]

@@ -265,7 +265,7 @@ def test_the_gradient_of_a_vector_without_length(op_type: str, p: int, tmp_path:
     import torch
 
     array = np.array([[3, -4, 0], [0, 0, 0], [1, 2, -2]], np.float64)
-    attributes = {"p": p} if op_type == "LpNormalization" else {"axes": [1]}
+    attributes: dict[str, Any] = {"p": p} if op_type == "LpNormalization" else {"axes": [1]}
     proto = model([node(op_type, "x", "y", **attributes)], {"x": array}, ["y"], opset=17)
     function, _ = computed(proto, {"x": array}, tmp_path / "m.onnx")
     maker = extend(function)
