@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -47,6 +49,12 @@ def test_results_are_those_of_the_whole(data: st.DataObject) -> None:
         np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=1e-12, atol=1e-12)
 
 
+def single(results: Sequence[np.ndarray] | None) -> np.ndarray:
+    assert results is not None
+    (y,) = results
+    return y
+
+
 def test_what_repeats_takes_no_memory() -> None:
     """Nor what is reduced, but then its size counts."""
     f = FunctionMaker("f")
@@ -54,10 +62,10 @@ def test_what_repeats_takes_no_memory() -> None:
     f.emit("ReduceMax", f.emit("Transpose", f.emit("Add", x, y), perm=(2, 0, 1, 3)), axes=(3,), keepdims=1)
     f.emit("ReduceSum", f.ops[0].outputs[0], axes=(0,))
     arrays = [np.broadcast_to(np.arange(30.0).reshape(1, 1, 5, 6), x.type.shape)] * 2  # type: ignore[union-attr]
-    (total,) = evaluate_once(f.ops[0], arrays, 30) or ()
+    total = single(evaluate_once(f.ops[0], arrays, 30))
     assert once(total).shape == (1, 1, 5, 6)
-    (turned,) = evaluate_once(f.ops[1], [total], 30) or ()
-    (top,) = evaluate_once(f.ops[2], [turned], 5) or ()
+    turned = single(evaluate_once(f.ops[1], [total], 30))
+    top = single(evaluate_once(f.ops[2], [turned], 5))
     np.testing.assert_array_equal(once(top)[:, 0, 0, 0], 2 * np.arange(5, 30, 6))
     assert top.shape == (5, 1 << 20, 1, 1)
     assert evaluate_once(f.ops[0], arrays, 29) is None
