@@ -11,7 +11,7 @@ import torch
 
 import distir
 from distir.api.check import Check, Difference
-from distir.api.data import Data, index_limits
+from distir.api.data import Data, IndexRange, index_ranges
 from distir.api.locate import locate
 from distir.api.model import Model
 from distir.api.steps import Job, compute_steps
@@ -128,7 +128,7 @@ def test_ranges_follow_uses_to_what_is_indexed():
     flat = f.emit("Reshape", f.emit("Transpose", ids, perm=(1, 0)), shape=(8,))
     f.set_outputs([f.emit("Gather", table, flat, axis=0), f.emit("Add", other, other)])
     function = f.finalize()
-    assert index_limits(function) == {ids: 7}
+    assert index_ranges(function) == {ids: IndexRange(7, frozenset())}
     step = Data(function).step(0)
     assert step[ids].max() < 7
     assert step[other].max() < 2
@@ -187,6 +187,31 @@ def test_data_given_as_arrays(tmp_path: Path, backend: str):
 def test_data_that_do_not_fit(data: Any, words: str):
     with pytest.raises(UsageError, match=re.escape(words)):
         distir.run(small(), data=data)
+
+
+def test_a_loss_of_one_number_has_any_rank(tmp_path: Path):
+    """What is trained and told is the same, step by step and in epochs, also spread."""
+    data = {"x": np.random.default_rng(0).standard_normal((24, 4))}
+    runs: list[Any] = []
+    for shape in ((), (1,), (1, 1)):
+        f = FunctionMaker()
+        x = f.add_input_value("x", Tensor(Float64, (8, 4)), Role("data", 0))
+        for k in range(2):
+            w = f.add_input_value(f"w{k}", Tensor(Float64, (4, 4)), Role("parameter"))
+            x = f.emit("Tanh", f.emit("MatMul", x, w))
+        mean = f.emit("ReduceMean", f.emit("Mul", x, x), axes=(0, 1))
+        f.set_outputs([f.add_op("Reshape", "loss", [mean], {"shape": shape})])
+        step = training_step(f.finalize(), "loss")
+        assert step.outputs[0].type is Tensor(Float64, shape)
+        for plan in (distir.Plan(), distir.Plan(dp=2, zero=3), distir.Plan(tp=2), distir.Plan(pp=2, microbatches=2)):
+            backend = "gloo" if shape == (1, 1) and plan.pp == 2 else "numpy"
+            told = distir.run(step, plan, backend=backend, data=data, epochs=2, metrics=tmp_path / "m.json")
+            assert told.metrics is not None
+            assert told.outputs["loss"].shape == shape
+            assert json.loads((tmp_path / "m.json").read_text())["epochs"][1]["loss"] == told.metrics.losses[1]
+            runs.append([*told.losses, *told.metrics.losses, *told.metrics.validation])
+            assert len(runs[-1]) == 2 * 2 + 2 + 2
+    np.testing.assert_allclose(runs, [runs[0]] * len(runs), rtol=1e-10)
 
 
 # ---------------------------------------------------------------- models

@@ -17,6 +17,7 @@ import pytest
 
 from distir.cli import interrupt, main
 from distir.ir import parse
+from tests.importer.models import model, node
 
 ROOT = Path(__file__).parent.parent
 GPT, MLP = (str(ROOT / "examples" / f"{name}.onnx") for name in ("gpt2-tiny", "mlp"))
@@ -124,6 +125,7 @@ def test_each_command_has_help(name, capsys):
         (["run", MLP, "--dim", "batch=zero"], ["whole number"]),
         (["run", MLP, "--dim", "batch=0"], ["at least 1"]),
         (["run", MLP, "--dim", "batch=8", "--dim", "batch=4"], ["twice"]),
+        (["simulate", MLP, "--dim", "batch=99999999999999999999", "--cluster", "dgx-a100"], ["'x'", "more than 2^53"]),
         (["run", MLP], ["batch", "hint: --dim batch=8"]),
         (["run", MLP, "--dim", "batch=8", "--dim", "length=3"], ["length"]),
         (["run", MLP, *MSE, "--dp", "0"], ["--dp", "at least 1"]),
@@ -390,6 +392,22 @@ def test_forward_only_is_simulated(cli):
     assert stage["optimizer state"] == stage["gradients"] == 0
 
 
+@pytest.mark.parametrize(
+    "command", [("run", "--backend", "numpy", "--steps", 2), ("simulate", "--cluster", "cpu-2core")]
+)
+def test_what_trains_nothing_says_so(cli, command):
+    """In text and in JSON; what trains does not."""
+    first, *flags = command
+    said = "on 1 device; forward only: no loss was given to train with\n"
+    for loss in ([], ["--loss", "mse"]):
+        line = [first, MLP, "--dim", "batch=8", *flags, *loss]
+        assert (said in cli(*line)[1]) is not bool(loss)
+        found = json.loads(cli(*line, "--json")[1])
+        assert found["forward_only"] is not bool(loss)
+        if first == "run":
+            assert len(found["seconds"]) == 2
+
+
 # ---------------------------------------------------------------- run, in one process
 
 
@@ -398,6 +416,16 @@ def test_run_without_a_loss_shows_none(cli):
     assert code == 0
     assert re.search(r"^step +time\n0 +[\d.]+ [mu]?s$", out, re.MULTILINE)
     assert "(median of steps 1 to 2)" in out
+
+
+def test_one_step_is_compared_with_nothing():
+    """It warms up. Of two the second is."""
+    one, two = (command("run", MLP, *MSE, "--steps", n).stdout for n in (1, 2))
+    assert "(the first, which warms up)" in one
+    assert re.search(r"^predicted .*; the first step warms up, and is not compared$", one, re.MULTILINE)
+    assert "measured" not in one
+    assert re.search(r"^step [\d.]+ [mu]?s \(step 1\), ", two, re.MULTILINE)
+    assert "times as long" in two
 
 
 def test_no_bubble_has_the_unit_of_the_step(cli):
@@ -456,6 +484,20 @@ def test_a_run_that_diverges_says_so_by_its_loss(cli):
     assert out.count(" nan ") == 2
     code, out, _ = cli("run", MLP, *MSE, *flags, "--allow-nonfinite", "--json")
     assert json.loads(out)["losses"][1:] == [None, None]  # JSON has no nan
+
+
+def test_a_loss_of_one_number_and_a_rank(cli, tmp_path):
+    nodes = [
+        node("MatMul", "x w", "y"),
+        node("ReduceMean", "y", "mean", keepdims=0),
+        node("Reshape", "mean to", "loss"),
+    ]
+    stored = {"w": np.ones((4, 3), np.float32), "to": np.array([1])}
+    proto = model(nodes, {"x": np.ones((8, 4), np.float32)}, ["loss"], stored)
+    onnx.save(proto, tmp_path / "m.onnx")
+    code, out, err = cli("run", tmp_path / "m.onnx", "--loss", "loss", "--dp", 2, "--backend", "numpy", "--steps", 2)
+    assert (code, err) == (0, "")
+    assert re.search(r"^step\s+loss\s+time\n0 +-?\d\.\d{6} .*\n1 +-?\d\.\d{6} ", out, re.MULTILINE)
 
 
 def test_bfloat16_runs(cli):

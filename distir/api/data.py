@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from distir.ir.function import Function, Value
 from distir.ir.type import Tensor
 from distir.transforms.decompose import decompose
 from distir.transforms.roles import batch_dims, weights
-from distir.transforms.training import IGNORED
 
 MASK, POSITIONS, LABELS = "attention_mask", "position_ids", "labels"
 ARRAYS = (".npz", ".npy")
@@ -58,7 +57,7 @@ class Data:
         self.name = "data" if self.path is None else os.fspath(self.path)
         held = set(weights(function)) | set(given or {})
         self.number = {v: k for k, v in enumerate(function.inputs) if v not in held and v.kind != "state"}
-        self.limit = index_limits(function)
+        self.range = index_ranges(function)
         self.known: dict[Value, np.ndarray] = {}
         if self.path is not None:
             text = self.path.suffix not in ARRAYS
@@ -120,7 +119,7 @@ class Data:
             return np.ascontiguousarray(np.broadcast_to(np.arange(shape[-1], dtype=dtype.numpy), shape))
         if dtype.floating:
             return random.standard_normal(shape).astype(dtype.numpy)
-        return random.integers(0, self.limit.get(v, 2), shape).astype(dtype.numpy)
+        return random.integers(0, self.range[v].limit if v in self.range else 2, shape).astype(dtype.numpy)
 
     # --- as given
 
@@ -155,18 +154,30 @@ class Data:
         kinds = {"float": "fiu", "int": "iu", "bool": "b"}[t.dtype.kind]
         if x.dtype.kind not in kinds and x.dtype != t.dtype.numpy:
             raise UsageError(f"{self.name}: {v.name}: expected {t.dtype.kind} numbers, got {x.dtype}")
-        limit = self.limit.get(v)
-        if limit is not None and x.size and x.dtype.kind in "iu":
-            bad = x[((x < 0) & (x != IGNORED)) | (x >= limit)]
-            if bad.size:
-                raise UsageError(f"{self.name}: {v.name} holds {bad.flat[0]}, expected numbers from 0 to {limit - 1}")
+        if v in self.range and x.dtype.kind in "iu":
+            self._check_range(v, x)
         return x if v in self.batch else x.astype(t.dtype.numpy, copy=False)
+
+    def _check_range(self, v: Value, x: np.ndarray) -> None:
+        """Raises UsageError, with the first sample at fault, for numbers that choose nothing where they index.
+
+        Negative ones too, though indices may count from the end: in data they mark padding, or what a loss ignores.
+        """
+        allowed, dim = self.range[v], self.batch.get(v)
+        rows = x[None] if dim is None else np.moveaxis(x, dim, 0)
+        each = max(1, _CHUNK // max(1, rows[:1].size))
+        for first in range(0, len(rows), each):
+            wrong = allowed.wrong(rows[first : first + each])
+            if wrong.any():
+                at = tuple(np.argwhere(wrong)[0])
+                where = "" if dim is None else f" in sample {first + at[0]}"
+                raise UsageError(f"{self.name}: {v.name} holds {rows[first:][at]}{where}, expected {allowed}")
 
     def _text(self, path: Path, tokenizer: str | os.PathLike[str] | None) -> dict[Value, np.ndarray]:
         tokens, labels = self._of_text()
         t = tokens.type
         batch, length = t.global_shape  # type: ignore[union-attr]
-        row = read_tokens(path, min(self.limit[tokens], self.limit[labels]), tokenizer)
+        row = read_tokens(path, min(self.range[tokens].limit, self.range[labels].limit), tokenizer)
         count = (len(row) - 1) // length
         if count < batch:
             need = f"a step needs {batch:,} sequences of {length:,} and one more"
@@ -180,7 +191,7 @@ class Data:
         """The inputs that tokens and the tokens after them are for. Raises UsageError if there are none."""
         rows = {
             v: v.type.global_shape
-            for v in self.limit
+            for v in self.range
             if v in self.batch and isinstance(v.type, Tensor) and len(v.type.global_shape) == 2 and self.batch[v] == 0
         }
         labels = [v for v in rows if v.name == LABELS]
@@ -217,24 +228,48 @@ def _mask(shape: tuple[int, ...], dtype: np.dtype[Any], sequences: bool) -> np.n
     return np.ascontiguousarray(np.broadcast_to(np.where(allowed, 0, lowest).astype(dtype), shape))
 
 
-def index_limits(function: Function) -> dict[Value, int]:
-    """For each input of integers that indexes something, how many there are to choose from.
+class IndexRange(NamedTuple):
+    """What integers may be that index something: below `limit`, and not negative; or `ignored`."""
+
+    limit: int
+    ignored: frozenset[int]
+
+    def both(self, other: IndexRange) -> IndexRange:
+        """That of what indexes two things."""
+        return IndexRange(min(self.limit, other.limit), self.ignored & other.ignored)
+
+    def wrong(self, x: np.ndarray) -> np.ndarray:
+        """Which of the numbers are outside."""
+        outside = (x < 0) | (x >= self.limit)
+        for number in self.ignored:
+            outside &= x != number
+        return outside
+
+    def __str__(self) -> str:
+        ignored = "".join(f", or {number}, which is ignored" for number in sorted(self.ignored))
+        return f"numbers from 0 to {self.limit - 1}{ignored}"
+
+
+def index_ranges(function: Function) -> dict[Value, IndexRange]:
+    """For each input of integers that indexes something what they may be.
 
     Followed from the input through ops that keep its numbers, in the parts that ops are decomposed into.
     """
-    parts = decompose(function)
+    parts = decompose(function, False)  # further parts do not know what is ignored
     roots: dict[Value, Value] = {
         v: v for v in parts.inputs if isinstance(v.type, Tensor) and v.type.dtype.kind == "int"
     }
-    found: dict[Value, int] = {}
+    found: dict[Value, IndexRange] = {}
     for op in parts.ops:
         indexed = op.spec.indexed(op.attributes)
         if indexed is not None and indexed[0] >= 0:
             slot, dim = indexed
             limit = op.inputs[slot].type.global_shape[dim]  # type: ignore[union-attr]
+            ignored = op.attributes.get(op.spec.ignored) if op.spec.ignored else None
+            here = IndexRange(limit, frozenset(() if ignored is None else (ignored,)))
             for k, v in enumerate(op.inputs):
                 if k != slot and v in roots:
-                    found[roots[v]] = min(limit, found.get(roots[v], limit))
+                    found[roots[v]] = here.both(found.get(roots[v], here))
         if op.spec.alias and op.inputs and op.inputs[0] in roots:
             roots.update((v, roots[op.inputs[0]]) for v in op.outputs)
         elif op.op_type in _KEEP and op.inputs[0] in roots and op.outputs[0].type.dtype.kind == "int":  # type: ignore[union-attr]
@@ -242,5 +277,7 @@ def index_limits(function: Function) -> dict[Value, int]:
     return found
 
 
+_CHUNK = 1 << 22
+"""Numbers that are checked at once: data may be more than fit in memory."""
 _KEEP = frozenset(("Cast", "Detach", "Expand", "Identity", "Slice", "Transpose", "Reshape"))
 """Ops whose result holds the operand's numbers."""

@@ -1,18 +1,26 @@
-"""Masks that are known when a model is loaded, and say no more than that attention is causal, or nothing at all."""
+"""Masks that are known when a model is loaded, and say no more than that attention is causal, or nothing at all.
+
+What is alike for all samples is looked at once, whatever the batch.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.repeats import evaluate_once, once
+from distir.executor.sequential import fit
 from distir.ir.function import Function, Value
 from distir.transforms.causal import causal, masks
 from distir.transforms.cleanup import fold, live
 from distir.transforms.fuse import fuse
 from distir.transforms.fuse_attention import NOTHING
+
+MOST = 1 << 28
+"""Elements of a mask, or of what it is made of, that are not alike: with more it stays as it is."""
 
 
 def with_causal_attention(function: Function, arrays: Mapping[Value, Any]) -> Function:
@@ -30,13 +38,25 @@ def with_causal_attention(function: Function, arrays: Mapping[Value, Any]) -> Fu
 
 
 def _known(function: Function, v: Value, arrays: Mapping[Value, Any]) -> np.ndarray | None:
-    """The array that `v` is, None if it depends on more than constants."""
+    """The array that `v` (..., s, t) is, of size 1 along leading dims along which it repeats.
+
+    None if it depends on more than constants, or is too large.
+    """
     ops = live(function.ops, [v])
     needed = {x for op in ops for x in op.inputs} | {v}
     inputs = tuple([x for x in function.inputs if x in needed])
     if not all(x.kind == "constant" and x in arrays for x in inputs):
         return None
-    return SequentialExecutor().compute(Function(v.name, inputs, tuple(ops), (v,)), arrays)[0]
+    held: dict[Value, np.ndarray] = {x: fit(arrays[x], x) for x in inputs}
+    for op in ops:
+        with np.errstate(all="ignore"):
+            results = evaluate_once(op, [held[x] for x in op.inputs], MOST)
+        if results is None:
+            return None
+        held.update(zip(op.outputs, results, strict=True))
+    found = once(held[v])
+    shape = (*found.shape[:-2], *held[v].shape[-2:])  # of every row it is asked what it sees
+    return np.broadcast_to(found, shape) if math.prod(shape) <= MOST else None
 
 
 def _is_causal(x: np.ndarray) -> bool:

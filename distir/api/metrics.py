@@ -67,7 +67,7 @@ class Metrics:
         """Count an epoch, of whose steps these are the losses."""
         self.epochs.append(epoch)
         self.losses.append(fmean(losses) if losses else None)
-        self.validation.append(float(epoch.means[0]) if epoch.means else None)
+        self.validation.append(float(epoch.means[0].item()) if epoch.means else None)
 
     def rates(self, epochs: Sequence[Epoch], warm_up: bool = False) -> Rates:
         """Of some epochs; with `warm_up` without the first step of each, unless there is no other."""

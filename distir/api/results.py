@@ -37,7 +37,10 @@ _MUCH_MEMORY = 1 << 26
 
 @dataclass(frozen=True)
 class Summary:
-    """What was made of a model: the plan, what it splits, and what had to be padded for it."""
+    """What was made of a model: the plan, what it splits, and what had to be padded for it.
+
+    `forward_only`: of a model in a file without a loss nothing is trained. What a Function does, its author knows.
+    """
 
     model: str
     plan: Plan
@@ -45,6 +48,7 @@ class Summary:
     tokens: int | None
     split: Coverage | None
     padded: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    forward_only: bool
 
     @staticmethod
     def of(model: Model, plan: Plan, program: Function) -> Summary:
@@ -55,12 +59,14 @@ class Summary:
             if v.role and v.role.source and v.kind != "state" and isinstance(v.type, Tensor)
         }
         split = coverage(program) if plan.tp > 1 else None
-        return Summary(model.name, plan, model.batch, model.tokens, split, padded)
+        forward_only = model.path is not None and not model.function.updates
+        return Summary(model.name, plan, model.batch, model.tokens, split, padded, forward_only)
 
     def lines(self) -> list[str]:
         """The plan, then, where tensor parallelism splits, what it splits and pads."""
         size = f"{self.plan.size} devices" if self.plan.size > 1 else "1 device"
-        lines = [f"{self.model}: {self.plan}, batch {self.batch}, on {size}"]
+        what = "; forward only: no loss was given to train with" if self.forward_only else ""
+        lines = [f"{self.model}: {self.plan}, batch {self.batch}, on {size}{what}"]
         if self.split is not None:
             flops, parameters = _share(self.split.flops), _share(self.split.parameters)
             text = f"tp splits {flops} of the FLOPs and {parameters} of the parameters"
@@ -72,7 +78,7 @@ class Summary:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """JSON of plan, batch, tokens, split and padding."""
+        """JSON of plan, batch, tokens, split and padding, and whether nothing is trained."""
         split = self.split and {
             "flops": self.split.flops,
             "parameters": self.split.parameters,
@@ -87,6 +93,7 @@ class Summary:
             "tokens": self.tokens,
             "split": split,
             "padded": padded,
+            "forward_only": self.forward_only,
         }
 
 
@@ -250,9 +257,13 @@ class RunResult:
     def _rates(self) -> list[str]:
         last = len(self.seconds) - 1
         which = f" (median of steps {self.first + 1} to {self.first + last})" if last > 1 else ""
+        which = which or (" (the first, which warms up)" if last == 0 else f" (step {self.first + 1})")
         lines = [f"step {seconds(self.step_seconds)}{which}, {rates(self.samples_per_second, self.tokens_per_second)}"]
         if self.prediction is not None and self.backend != "numpy":  # the reference runs all ranks in one process
             predicted = self.prediction.step_seconds
+            if last == 0:
+                said = "the first step warms up, and is not compared"
+                return [*lines, f"predicted {seconds(predicted)} on {self.prediction.cluster}; {said}"]
             times = (
                 f"predicted {seconds(predicted)} on {self.prediction.cluster}; measured {seconds(self.step_seconds)}"
             )

@@ -298,7 +298,7 @@ def _measuring(
 
     def stepped(step: int, time: float, outputs: dict[int, np.ndarray]) -> None:
         if (loss := loss_of(function, outputs)) is not None:
-            losses.append(float(loss))
+            losses.append(loss)
         if on_step is not None:
             on_step(step, time, outputs)
 
@@ -382,7 +382,7 @@ def _result(
     model: Model, done: Steps, prediction: Prediction, job: Job, check: Check | None, metrics: Metrics | None
 ) -> RunResult:
     function = model.function
-    losses = [float(x) for outputs in done.outputs if (x := loss_of(function, outputs)) is not None]
+    losses = [x for outputs in done.outputs if (x := loss_of(function, outputs)) is not None]
     return RunResult(
         summary=prediction.summary,
         backend=job.backend,
@@ -404,6 +404,6 @@ def _result(
     )
 
 
-def loss_of(function: Function, outputs: Mapping[int, np.ndarray]) -> np.ndarray | None:
-    """The loss among a step's outputs: the first, if the program trains. None if it is not there."""
-    return outputs.get(0) if function.updates else None
+def loss_of(function: Function, outputs: Mapping[int, np.ndarray]) -> float | None:
+    """The loss among a step's outputs: the first, of one element, if the program trains. None if it is not there."""
+    return float(outputs[0].item()) if function.updates and 0 in outputs else None

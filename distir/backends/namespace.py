@@ -116,7 +116,7 @@ class TorchNamespace:
     def take(self, x: torch.Tensor, indices: torch.Tensor, axis: int = 0) -> torch.Tensor:
         axis %= x.ndim
         rows = x.index_select(axis, indices.reshape(-1))
-        return rows.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+        return rows.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
     def take_along_axis(self, x: torch.Tensor, indices: torch.Tensor, axis: int = -1) -> torch.Tensor:
         return torch.take_along_dim(x, indices.long(), axis)
@@ -165,11 +165,23 @@ class TorchNamespace:
 
     def max(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
         axes = tuple(range(x.ndim)) if axis is None else axis
+        if x.numel() == 0:
+            return self._of_nothing(x, axes, keepdims, True)
         return x if axes == () else torch.amax(x, axes, keepdim=bool(keepdims))
 
     def min(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
         axes = tuple(range(x.ndim)) if axis is None else axis
+        if x.numel() == 0:
+            return self._of_nothing(x, axes, keepdims, False)
         return x if axes == () else torch.amin(x, axes, keepdim=bool(keepdims))
+
+    def _of_nothing(self, x: torch.Tensor, axes: Axis, keepdims: bool, largest: bool) -> torch.Tensor:
+        """The largest or smallest of no elements, where there are any results: ONNX's infinity, or end of the range."""
+        if x.dtype.is_floating_point:
+            ends = math.inf, -math.inf
+        else:
+            ends = (True, False) if x.dtype == torch.bool else (torch.iinfo(x.dtype).max, torch.iinfo(x.dtype).min)
+        return torch.full_like(self.sum(x, axes, keepdims, x.dtype), ends[largest])
 
     def prod(self, x: torch.Tensor, axis: Axis = None, keepdims: bool = False, dtype: Any = None) -> torch.Tensor:
         axes = range(x.ndim) if axis is None else [axis] if isinstance(axis, int) else axis

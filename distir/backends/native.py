@@ -109,29 +109,42 @@ def _layer_norm_grad(
 # ---------------------------------------------------------------- rows of a table that is all here
 
 
-def _gather(table: torch.Tensor, index: torch.Tensor, start: int, whole: bool, axis: int = 0) -> torch.Tensor:
+def _from_the_front(index: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices, of which negative ones count from the end of `count` rows, in a row."""
+    index = index.long().reshape(-1)
+    return torch.where(index < 0, index + count, index)
+
+
+def _gather(
+    table: torch.Tensor, index: torch.Tensor, start: int, whole: bool, count: int, axis: int = 0
+) -> torch.Tensor:
     if not whole:
-        return written_out("Gather", table)(table, index, start=start, whole=whole, axis=axis)
-    rows = table.index_select(axis, index.long().reshape(-1))
+        return written_out("Gather", table)(table, index, start=start, whole=whole, count=count, axis=axis)
+    rows = table.index_select(axis, _from_the_front(index, count))
     return rows.reshape((*table.shape[:axis], *index.shape, *table.shape[axis + 1 :]))
 
 
 def _gather_grad(
-    d: torch.Tensor, index: torch.Tensor, start: int, whole: bool, rows: int, axis: int = 0
+    d: torch.Tensor, index: torch.Tensor, start: int, whole: bool, count: int, rows: int, axis: int = 0
 ) -> torch.Tensor:
     if not whole:
-        return written_out("GatherGrad", d)(d, index, start=start, whole=whole, rows=rows, axis=axis)
+        settings = {"start": start, "whole": whole, "count": count, "rows": rows, "axis": axis}
+        return written_out("GatherGrad", d)(d, index, **settings)
+    row = _from_the_front(index, count)
     lead, rest = d.shape[:axis], d.shape[axis + index.ndim :]
     if d.device.type != "cpu" and not lead and len(rest) == 1:  # adds up small floats in larger ones, in one order
-        return aten.embedding_dense_backward.default(d, index.long(), rows, -1, False)
+        return aten.embedding_dense_backward.default(d, row.reshape(index.shape), rows, -1, False)
     table = torch.zeros((*lead, rows, *rest), dtype=d.dtype, device=d.device)
-    return table.index_add_(axis, index.long().reshape(-1), d.reshape((*lead, index.numel(), *rest)))
+    return table.index_add_(axis, row, d.reshape((*lead, row.numel(), *rest)))
 
 
 # ---------------------------------------------------------------- cross-entropy
 
 
-def _rows(x: torch.Tensor, label: torch.Tensor, ignore_index: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(
+    x: torch.Tensor, label: torch.Tensor, ignore_index: int | None = None, start: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All classes are here: `start` is 0."""
     logs = torch.log_softmax(x, -1)
     ignored = -100 if ignore_index is None else ignore_index
     flat = logs.reshape(-1, x.shape[-1]), label.reshape(-1).long()

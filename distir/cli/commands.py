@@ -69,7 +69,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
         if not begun:
             print(f"\n{columns(step_header(loss is not None), widths)}")
             begun = True
-        print(columns(step_row(step, None if loss is None else float(loss), time), widths), flush=True)
+        print(columns(step_row(step, loss, time), widths), flush=True)
 
     def on_epoch(metrics: Metrics) -> None:
         nonlocal total

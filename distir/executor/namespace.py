@@ -21,6 +21,16 @@ _HALVES = (Float16.numpy, BFloat16.numpy)
 _erf = np.frompyfunc(math.erf, 1, 1)
 
 
+def lowest(dtype: np.dtype[Any]) -> Any:
+    """What a maximum begins with: minus infinity, of integers the lowest of them, of booleans False."""
+    return np.iinfo(dtype).min if dtype.kind in "iu" else False if dtype.kind == "b" else -math.inf
+
+
+def highest(dtype: np.dtype[Any]) -> Any:
+    """What a minimum begins with."""
+    return np.iinfo(dtype).max if dtype.kind in "iu" else True if dtype.kind == "b" else math.inf
+
+
 class NumpyNamespace:
     """numpy, plus what ops need beyond the array API standard."""
 
@@ -34,6 +44,16 @@ class NumpyNamespace:
         if x.dtype in _HALVES and dtype in (None, x.dtype):
             return np.asarray(np.sum(x, axis=axis, keepdims=keepdims, dtype=np.float32)).astype(x.dtype)
         return np.sum(x, axis=axis, keepdims=keepdims, dtype=dtype or kept)
+
+    # of nothing it is ONNX's: minus infinity, or the lowest number
+
+    def max(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+        initial = {} if x.size else {"initial": lowest(x.dtype)}
+        return np.max(x, axis=axis, keepdims=keepdims, **initial)
+
+    def min(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+        initial = {} if x.size else {"initial": highest(x.dtype)}
+        return np.min(x, axis=axis, keepdims=keepdims, **initial)
 
     def prod(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         return np.prod(x, axis=axis, keepdims=keepdims, dtype=x.dtype)

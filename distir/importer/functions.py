@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import onnx
 from onnx import helper, inliner
@@ -15,11 +17,38 @@ from distir.ops.rules import shape_of, tensor
 _SOURCE = re.compile(r"\.(cc|cpp|h):\d+|Assertion")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
+NODES, BYTES, DEPTH = 1 << 18, 1 << 30, 100
+"""The most that functions may expand to: nodes, bytes, and calls within calls (onnx's own limit)."""
+
+
+class _Size(NamedTuple):
+    """What some nodes are once all functions that they call are inlined."""
+
+    nodes: int
+    bytes: int
+    depth: int
+
+
+_Key = tuple[str, str, str]
+_Bodies = Mapping[_Key, Iterable[onnx.NodeProto]]
+
+
+def _key(domain: str, name: str, overload: str) -> _Key:
+    """What a node calls a function by; the standard's domain has two names."""
+    return "" if domain == "ai.onnx" else domain, name, overload
+
 
 def inlined(model: onnx.ModelProto, path: object) -> onnx.ModelProto:
-    """The model with its own functions inlined. Raises ModelError if they cannot be."""
+    """The model with its own functions inlined. Raises ModelError if they cannot be, or would be too large."""
     if not model.functions:
         return model
+    bodies = {_key(f.domain, f.name, f.overload): f.node for f in model.functions}
+    size = _expanded(model.graph.node, bodies, {}, 0)
+    if size.depth > DEPTH:
+        raise ModelError(f"{path}: its functions call each other {DEPTH} deep: one of them calls itself?")
+    if size.nodes > NODES or size.bytes > BYTES:
+        got = f"{size.nodes:,} nodes and {size.bytes:,} bytes"
+        raise ModelError(f"{path}: its functions expand to {got}, the most is {NODES:,} and {BYTES:,}")
     try:
         model = inliner.inline_local_functions(model)
     except Exception as e:  # the inliner raises all kinds
@@ -27,6 +56,43 @@ def inlined(model: onnx.ModelProto, path: object) -> onnx.ModelProto:
     if model.functions:
         raise ModelError(f"{path}: its function {model.functions[0].name} cannot be inlined: it calls itself?")
     return model
+
+
+def _expanded(
+    nodes: Iterable[onnx.NodeProto],
+    bodies: Mapping[_Key, Iterable[onnx.NodeProto]],
+    known: dict[_Key, _Size],
+    depth: int,
+) -> _Size:
+    """The size of nodes that are called `depth` calls deep. Each function is counted once, and `known` from then on.
+
+    A depth over the limit is all there is to know of nodes that have it.
+    """
+    count, size, deepest = 0, 0, depth
+    for node in _all(nodes):
+        key = _key(node.domain, node.op_type, node.overload)
+        if key not in bodies:
+            count, size = count + 1, size + node.ByteSize()
+            continue
+        if depth >= DEPTH:
+            return _Size(0, 0, DEPTH + 1)
+        if key not in known:
+            inner = _expanded(bodies[key], bodies, known, depth + 1)
+            if inner.depth > DEPTH:
+                return inner
+            known[key] = inner._replace(depth=inner.depth - depth)
+        inner = known[key]
+        count, size, deepest = count + inner.nodes, size + inner.bytes, max(deepest, depth + inner.depth)
+    return _Size(count, size, deepest)
+
+
+def _all(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes, and those of the graphs that they hold."""
+    for node in nodes:
+        yield node
+        for a in node.attribute:
+            for graph in (*([a.g] if a.HasField("g") else ()), *a.graphs):
+                yield from _all(graph.node)
 
 
 def definition(node: Node) -> list[onnx.NodeProto] | None:

@@ -1,18 +1,29 @@
-"""Computing at import with what is known there: shape arithmetic, masks, position ids."""
+"""Computing at import with what is known there: shape arithmetic, masks, position ids.
+
+What repeats along a dim is held once: as an array of stride 0 there, of any size. Nothing is computed before it is
+known to be small.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from distir.importer.node import Node, Result, Scope
+from distir.importer.node import Node, Result, Scope, held, once
+from distir.importer.tensors import DTYPES
 
 LIMIT = 1 << 22
-"""Elements an operand may have to be computed with at import."""
+"""Elements an operand may hold to be computed with at import."""
+RESULT = 1 << 28
+"""Bytes that a result may hold."""
+_READ = 1 << 12
+"""Operands of more elements say nothing of a result's shape."""
 
 NOT_PURE = frozenset(
     {
@@ -47,32 +58,177 @@ def attributes_of(proto: onnx.NodeProto) -> dict[str, Any]:
     return result
 
 
+POINTS = frozenset(
+    (
+        *(
+            "Abs",
+            "Add",
+            "And",
+            "BitShift",
+            "BitwiseAnd",
+            "BitwiseNot",
+            "BitwiseOr",
+            "BitwiseXor",
+            "Cast",
+            "Ceil",
+            "Clip",
+        ),
+        *("Cos", "Div", "Equal", "Exp", "Floor", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less"),
+        *(
+            "LessOrEqual",
+            "Log",
+            "Max",
+            "Mean",
+            "Min",
+            "Mod",
+            "Mul",
+            "Neg",
+            "Not",
+            "Or",
+            "Pow",
+            "Reciprocal",
+            "Relu",
+            "Round",
+            "Sign",
+        ),
+        *("Sin", "Sqrt", "Sub", "Sum", "Where", "Xor"),
+    )
+)
+"""Ops on the points of operands that broadcast."""
+
+VIEWS = frozenset(("Identity", "Shape", "Size", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
+"""Ops whose results are views, or a few numbers: how large the operand is does not matter."""
+
+
 def foldable(scope: Scope, proto: onnx.NodeProto) -> bool:
-    """Whether a node can be computed now: all it reads is known, and small enough."""
+    """Whether a node could be computed now: all it reads is known, and small enough."""
     if not proto.input or proto.op_type in NOT_PURE:
         return False
+    if proto.op_type == "ConstantOfShape" or (
+        proto.op_type == "GatherND" and not any(a.name == "batch_dims" and a.i for a in proto.attribute)
+    ):
+        return False  # their rules do it
     for name in proto.input:
         if name and not scope.is_known(name):
             return False
     return all(scope.size(name) <= LIMIT for name in proto.input if name)
 
 
-def fold(node: Node, opset: int) -> list[Result]:
-    """The results of a node whose operands are all known. Raises ModelError if it cannot be computed."""
+def fold(node: Node, opset: int) -> list[Result] | None:
+    """The results of a node whose operands are all known; None if they would be too large, or how large is not known.
+
+    Raises ModelError if they cannot be computed, or with them too much is known.
+    """
+    proto = node.proto
+    arrays = {name: node.scope.known[name]() for name in proto.input if name}
+    if proto.op_type == "Expand" and len(arrays) == 2:
+        return _expanded(*[arrays[name] for name in proto.input])
+    if proto.op_type == "Concat" and node.attr("axis") in (-1, arrays[proto.input[0]].ndim - 1):
+        node.scope.joined[proto.output[0]] = list(proto.input)  # each of them may repeat
+    cut, restore = _repeated(node, arrays)
+    if proto.op_type not in VIEWS:
+        size = _result_bytes(node, cut, opset)
+        if size is None or size > RESULT or any(x.size > LIMIT for x in cut.values()):
+            return None
+    results = [restore(y) for y in _evaluated(node, cut, opset)]
+    for y in results:
+        node.scope.take(node, held(y) * y.itemsize)
+    made = iter(results)
+    return [next(made) if name else np.empty(0) for name in proto.output]
+
+
+def _expanded(x: np.ndarray, shape: np.ndarray) -> list[Result] | None:
+    """A view: how large it is does not matter. None if it does not fit, which the rule tells."""
+    try:
+        return [np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(int(n) for n in shape)))]
+    except ValueError:
+        return None
+
+
+def _repeated(
+    node: Node, arrays: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], Callable[[Any], np.ndarray]]:
+    """The operands without what all repeat along dims that the op leaves alone; and what repeats a result again."""
+    proto, same = node.proto, (dict(arrays), np.asarray)
+    if proto.op_type in POINTS:
+        along, whole = list(arrays), None
+    elif proto.op_type in ("Concat", "CumSum"):
+        along = list(arrays) if proto.op_type == "Concat" else [proto.input[0]]
+        axis = node.attr("axis") if proto.op_type == "Concat" else arrays[proto.input[1]].reshape(-1)[:1]
+        ranks = {arrays[name].ndim for name in along}
+        if len(ranks) != 1 or axis is None:
+            return same
+        whole = int(np.asarray(axis).reshape(-1)[0]) % max(1, *ranks) - max(ranks)
+    else:
+        return same
+    rank = max(arrays[name].ndim for name in along)
+    dims = {
+        d: max(arrays[name].shape[d] for name in along if arrays[name].ndim >= -d)
+        for d in range(-rank, 0)
+        if d != whole and all(_repeats(arrays[name], d) for name in along)
+    }
+    dims = {d: n for d, n in dims.items() if n > 1}
+    if not dims:
+        return same
+
+    def restore(y: Any) -> np.ndarray:
+        y = np.asarray(y)
+        return np.broadcast_to(y, tuple(dims.get(i - y.ndim, n) for i, n in enumerate(y.shape)))
+
+    return {**arrays, **{name: once(arrays[name], dims) for name in along}}, restore
+
+
+def _repeats(x: np.ndarray, dim: int) -> bool:
+    """Whether the array is the same all along a dim, counted from the last; it may be too short to have it."""
+    return x.ndim < -dim or x.shape[dim] == 1 or x.strides[dim] == 0
+
+
+def _result_bytes(node: Node, arrays: Mapping[str, np.ndarray], opset: int) -> int | None:
+    """How large all results of a node are together, as ONNX infers it; None if it cannot be told.
+
+    Raises ModelError if its operands do not fit.
+    """
+    if node.proto.op_type in BOUNDED:
+        return sum(x.size * x.itemsize for x in arrays.values())
+    small = [numpy_helper.from_array(np.array(x), k) for k, x in arrays.items() if x.size <= _READ]
+    inputs = [
+        helper.make_tensor_value_info(k, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+        for k, x in arrays.items()
+        if x.size > _READ
+    ]
+    outputs = [onnx.ValueInfoProto(name=name) for name in node.proto.output if name]
+    graph = helper.make_graph([node.proto], "known", inputs, outputs, small)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid(node.proto.domain, opset)])
+    try:
+        found = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph.output
+    except Exception as e:  # it raises all kinds
+        raise node.error("cannot be computed from what is known at import: its operands do not fit") from e
+    total = 0
+    for info in found:
+        t = info.type.tensor_type
+        if not t.HasField("shape") or any(not d.HasField("dim_value") for d in t.shape.dim):
+            return None
+        size = DTYPES[t.elem_type].size if t.elem_type in DTYPES else 16
+        total += math.prod(d.dim_value for d in t.shape.dim) * size
+    return total
+
+
+BOUNDED = frozenset(("Compress", "NonZero", "Unique"))
+"""Ops whose results are as large as what stands in their operands makes them, but no larger than these by much."""
+
+
+def _evaluated(node: Node, arrays: Mapping[str, np.ndarray], opset: int) -> Sequence[Any]:
+    """The results that are not left out. Raises ModelError if they cannot be computed."""
     from onnx.reference import ReferenceEvaluator
 
-    scope, proto = node.scope, node.proto
-    names = list(dict.fromkeys(name for name in proto.input if name))
-    arrays = {name: scope.known[name]() for name in names}
-    inputs = [helper.make_value_info(name, onnx.TypeProto()) for name in names]
+    proto = node.proto
+    inputs = [helper.make_value_info(name, onnx.TypeProto()) for name in arrays]
     outputs = [helper.make_value_info(name, onnx.TypeProto()) for name in proto.output if name]
     graph = helper.make_graph([proto], "known", inputs, outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid(proto.domain, opset)])
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
-            results = ReferenceEvaluator(model).run(None, arrays)
+            return ReferenceEvaluator(model).run(None, dict(arrays))  # type: ignore[return-value]
     except Exception as e:  # the evaluator raises all kinds
         raise node.error(f"cannot be computed from what is known at import: {e}".splitlines()[0]) from e
-    made = iter(results)
-    return [np.asarray(next(made)) if name else np.empty(0) for name in proto.output]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,19 @@ from distir.ops.rules import shape_of, tensor
 
 Result = Value | np.ndarray
 """What a name of the ONNX graph stands for: a value of the program, or an array known at import."""
+KNOWN = 1 << 30
+"""Bytes of all that is computed at import."""
+
+
+def held(x: np.ndarray) -> int:
+    """How many elements an array holds: along a dim of stride 0 one."""
+    return math.prod([n for n, stride in zip(x.shape, x.strides, strict=True) if stride != 0 or n == 0])
+
+
+def once(x: np.ndarray, dims: Container[int] | None = None) -> np.ndarray:
+    """The array of size 1 along these dims, counted from the last, along which it repeats; along all such without."""
+    found = [dims is None or i - x.ndim in dims for i in range(x.ndim)]
+    return x[tuple([slice(0, 1) if f and x.strides[i] == 0 else slice(None) for i, f in enumerate(found)])]
 
 
 class Scope:
@@ -36,6 +49,10 @@ class Scope:
         self.sequences: dict[str, list[Value]] = {}
         """Names that stand for several values: parts, of which `SequenceAt` takes one."""
         self.arrays: dict[Value, Read] = {}
+        self.joined: dict[str, Sequence[str]] = {}
+        """Names that stand for others one after the other along the last dim: what may be known but for its size."""
+        self.bytes = 0
+        """Of arrays that were computed."""
         self.frozen: set[str] = set()
         """Initializers that no rule may train: running statistics."""
 
@@ -44,8 +61,14 @@ class Scope:
         return name in self.values or name in self.known or name in self.sequences
 
     def size(self, name: str) -> int:
-        """How many elements a known array has; stored ones are not read for that."""
-        return math.prod(self.stored[name][1]) if name in self.stored else self.known[name]().size
+        """How many elements a known array holds; stored ones are not read for that."""
+        return math.prod(self.stored[name][1]) if name in self.stored else held(self.known[name]())
+
+    def take(self, node: Node, size: int) -> None:
+        """Count bytes that a node makes known. Raises ModelError if they are too many in all."""
+        self.bytes += size
+        if self.bytes > KNOWN:
+            raise node.error(f"what is computed at import takes {self.bytes:,} bytes, the most is {KNOWN:,}")
 
     def is_known(self, name: str) -> bool:
         """Whether its value may be computed with at import: whatever is not, or may not be, a parameter."""
@@ -74,6 +97,8 @@ class Scope:
         if self.trainable(name):
             value = self.maker.add_input_value(name, Tensor(dtype, shape), Role("parameter"))
             self.arrays[value] = read
+        elif name not in self.stored and held(array := read()) < array.size:
+            value = self._repeated(name, once(array), shape)
         elif shape.count(1) == len(shape):
             number = (read().reshape(-1)[0].item(),)
             attributes = {"value": number, "shape": shape, "dtype": dtype}
@@ -83,6 +108,14 @@ class Scope:
             self.arrays[value] = read
         self.values[name] = value
         return value
+
+    def _repeated(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> Value:
+        """What repeats an array, in `shape`: the program holds it once."""
+        part = f"{name}.once"
+        while part in self.known or part in self.values:
+            part += "'"
+        self.known[part] = lambda: array
+        return self.maker.add_op("Expand", name, [self.value(part)], {"shape": shape})
 
 
 class Node:
@@ -177,6 +210,11 @@ class Node:
     def constant(self, number: float, like: Value) -> Value:
         """A scalar of the type of `like`."""
         return self.emit("Constant", value=(number,), shape=(), dtype=tensor(like).dtype)
+
+    def room(self, *shape: int) -> tuple[int, ...]:
+        """The shape of an array that a rule is about to make. Raises ModelError if that is too large, 8 bytes each."""
+        self.scope.take(self, math.prod(shape) * 8)
+        return shape
 
     def array(self, what: str, array: np.ndarray) -> Value:
         """An array known at import that the rule made, as a value."""

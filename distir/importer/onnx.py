@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
@@ -28,7 +29,7 @@ from distir.importer.registry import RULES
 from distir.importer.tensors import Arrays, dtype_of, parse, parse_tensor_from_file, reader
 from distir.ir.errors import ModelError, ModelWarning, UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
-from distir.ir.type import Tensor
+from distir.ir.type import MOST, Tensor
 from distir.ops.rules import tensor
 
 __all__ = ["import_from_onnx", "parse_tensor_from_file"]
@@ -151,8 +152,12 @@ def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batc
         if not info.name or info.name in scope.values:
             raise ModelError(f"{scope.path}: input {info.name!r} is there twice or has no name")
         row = symbols[info.name]
-        shape = tuple(dims[d] if isinstance(d, str) else d for d in row)
+        shape = tuple(int(dims[d]) if isinstance(d, str) else d for d in row)
         dtype = dtype_of(info.type.tensor_type.elem_type, f"{scope.path}: input {info.name!r}")
+        if math.prod(shape) > MOST:
+            given = ", ".join(f"{d} = {dims[d]:,}" for d in row if isinstance(d, str))
+            said = f"{scope.path}: input {info.name!r} has {math.prod(shape):,} elements, more than 2^53"
+            raise UsageError(f"{said}: {given}") if given else ModelError(said)
         value = scope.maker.add_input_value(info.name, Tensor(dtype, shape), _role(row, batch))
         scope.values[info.name] = value
         inputs.append(value)
@@ -184,10 +189,13 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
         raise ModelError(f"{scope.path}: {proto.op_type} node {proto.name!r}: bad attribute: {e}") from e
     node = Node(scope, proto, attributes, opset)
     _check_names(scope, node, later)
-    if foldable(scope, proto):
-        node.finish(fold(node, opset), len(scope.maker.ops), folded=True)
+    known = foldable(scope, proto)
+    if known and (found := fold(node, opset)) is not None:
+        node.finish(found, len(scope.maker.ops), folded=True)
         return
     rule = RULES.get(proto.op_type) if proto.domain in ("", "ai.onnx") else None
+    if rule is None and known:
+        raise node.error("is not computed at import: its result is too large, or how large cannot be told")
     if rule is None and (nodes := definition(node)) is not None:
         for part in nodes:
             _import_node(scope, part, opset, {})

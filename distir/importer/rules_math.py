@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from functools import reduce
 
+import ml_dtypes
+
 from distir.importer.node import Node, Result
 from distir.importer.registry import rule
 from distir.importer.tensors import dtype_of
@@ -206,17 +208,30 @@ def _reduction_of_points(n: Node) -> Result:
     elif op_type != "ReduceLogSum":
         x = n.emit("Mul", x, x)
     total = _reduce(n, "ReduceSum", x)
-    after = {"ReduceL2": "Sqrt", "ReduceLogSum": "Log"}.get(op_type)
-    return n.emit(after, total) if after else total
+    if op_type == "ReduceL2":
+        return _where_not(n, n.emit("Sqrt", _divisor(n, total)), total)
+    return n.emit("Log", total) if op_type == "ReduceLogSum" else total
+
+
+def _divisor(n: Node, total: Value) -> Value:
+    """A sum that is not negative, 1 in place of 0: neither its root nor its inverse has an infinite slope."""
+    return n.emit("Where", n.emit("Equal", total, n.constant(0, total)), n.constant(1, total), total)
+
+
+def _where_not(n: Node, x: Value, total: Value) -> Value:
+    """`x`, and 0, which has no slope, where `total` is 0."""
+    return n.emit("Mask", n.emit("Equal", total, n.constant(0, total)), x, keep=False)
 
 
 @rule("ReduceLogSumExp")
 def _log_sum_exp(n: Node) -> Result:
-    """Less the maximum, which is added again, so that nothing overflows."""
+    """Less the maximum, or the largest number if that is infinite, which is added again, so that nothing overflows."""
     x, axes = n.operand(0), _reduced_axes(n)
     if axes is None:
         return x
-    top = n.emit("Detach", n.emit("ReduceMax", x, axes=axes, keepdims=1))
+    largest = float(ml_dtypes.finfo(tensor(x).dtype.numpy).max)
+    top = n.emit("Clip", n.emit("ReduceMax", x, axes=axes, keepdims=1), min=-largest, max=largest)
+    top = n.emit("Detach", top)
     total = n.emit("ReduceSum", n.emit("Exp", n.emit("Sub", x, top)), axes=axes, keepdims=1)
     result = n.emit("Add", n.emit("Log", total), top)
     return result if n.attr("keepdims", 1) else n.dropped(result, axes)
@@ -258,11 +273,13 @@ def _instance_norm(n: Node) -> Result:
 
 @rule("LpNormalization")
 def _lp_norm(n: Node) -> Result:
+    """What has no length stays 0."""
     n.require("p", 2, 1, 2)
-    x, dims = n.operand(0), (n.axis(-1),)
-    if n.attr("p", 2) == 1:
-        return n.emit("Div", x, n.emit("ReduceSum", n.emit("Abs", x), axes=dims, keepdims=1))
-    return n.emit("Div", x, n.emit("Sqrt", n.emit("ReduceSum", n.emit("Mul", x, x), axes=dims, keepdims=1)))
+    x, dims, p = n.operand(0), (n.axis(-1),), n.attr("p", 2)
+    points = n.emit("Abs", x) if p == 1 else n.emit("Mul", x, x)
+    total = n.emit("ReduceSum", points, axes=dims, keepdims=1)
+    length = _divisor(n, total) if p == 1 else n.emit("Sqrt", _divisor(n, total))
+    return _where_not(n, n.emit("Div", x, length), total)
 
 
 @rule("GlobalAveragePool", "GlobalMaxPool")

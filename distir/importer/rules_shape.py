@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distir.importer.node import Node, Result
+from distir.importer.node import Node, Result, once
 from distir.importer.registry import rule
 from distir.importer.tensors import dtype_of
 from distir.ir.type import Int64
 from distir.ops.rules import shape_of, tensor
 
+PARTS = 1 << 16
+"""The most parts that a tensor is split into without their number being written down."""
+
 
 @rule("Gather")
 def _gather(n: Node) -> Result:
-    """Known indices may count from the end; those that are data must not, as ours do not.
-
-    One known index is a Slice.
-    """
+    """Indices may count from the end. One known index is a Slice."""
     axis, shape = n.axis(0), n.shape()
     if not n.scope.is_known(n.proto.input[1]):
         return n.emit("Gather", n.operand(0), n.operand(1), axis=axis)
@@ -38,22 +38,49 @@ def _gather(n: Node) -> Result:
 def _gather_nd(n: Node) -> Result:
     """By known indices. A first dim that is taken as it is stays one, and may still be split: it is the batch's."""
     n.require("batch_dims", 0, 0)
-    shape, index = n.shape(), n.known(1, "the indices").astype(np.int64)
-    dims = shape[: index.shape[-1]]
-    if ((index < np.negative(dims)) | (index >= dims)).any():
-        raise n.error(f"an index is out of range for dims {dims} of shape {shape}")
-    index, kept = index % dims, 0
-    if index.ndim > 1 and len(dims) > 1 and len(index) == dims[0] and (index[:1, ..., 1:] == index[..., 1:]).all():
-        rows = np.arange(dims[0]).reshape(-1, *[1] * (index.ndim - 2))
-        kept = int((index[..., 0] == rows).all())
+    known = n.scope.is_known(n.proto.input[0])
+    shape = n.known(0, "the data").shape if known else n.shape()
+    index = _coordinates(n, shape)
+    if known:
+        return _picked(n.known(0, "the data"), index)
+    full, dims, kept = index[0].shape, shape[: len(index)], 0
+    if full and len(index) > 1 and full[0] == dims[0]:
+        rows = np.arange(dims[0]).reshape(-1, *[1] * (len(full) - 1))
+        kept = int((once(index[0]) == rows).all() and all((once(x) == once(x)[:1]).all() for x in index[1:]))
     if kept:
-        index, dims = index[0, ..., 1:], dims[1:]
-    flat = np.ravel_multi_index(tuple(np.moveaxis(index, -1, 0)), dims)
+        index, dims = [x[0] for x in index[1:]], dims[1:]
+    n.room(*index[0].shape)
+    flat = np.ravel_multi_index(index, dims)
     rest = shape[kept + len(dims) :]
     x = n.reshape(n.operand(0), (*shape[:kept], math.prod(dims), *rest))
     if not np.array_equal(flat.reshape(-1), np.arange(math.prod(dims))):
         x = n.emit("Gather", x, n.array("indices", flat.reshape(-1)), axis=kept)
     return n.reshape(x, (*shape[:kept], *flat.shape, *rest))
+
+
+def _coordinates(n: Node, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """For each dim that the last one of the indices stands for the indices in it, counted from the front."""
+    name = n.proto.input[1]
+    parts = n.scope.joined.get(name, [name])
+    if not all(part in n.scope.known for part in parts):
+        parts = [name]
+    rows = [n.scope.known[part]() for part in parts] if parts != [name] else [n.known(1, "the indices")]
+    found = [x[..., k] for x in rows for k in range(x.shape[-1])]
+    dims = shape[: len(found)]
+    result: list[np.ndarray] = []
+    for x, size in zip(found, dims, strict=True):
+        some = once(x).astype(np.int64)
+        if ((some < -size) | (some >= size)).any():
+            raise n.error(f"an index is out of range for dims {dims} of shape {shape}")
+        result.append(np.broadcast_to(np.where(some < 0, some + size, some), x.shape))
+    return result
+
+
+def _picked(x: np.ndarray, index: Sequence[np.ndarray]) -> np.ndarray:
+    """What stands in `x` at these coordinates. Where it repeats it does not matter which."""
+    full = np.broadcast_shapes(*[i.shape for i in index])
+    at = tuple([once(i) if x.strides[k] else np.zeros([1] * i.ndim, np.int64) for k, i in enumerate(index)])
+    return np.broadcast_to(x[at], (*full, *x.shape[len(index) :]))
 
 
 @rule("CumSum")
@@ -62,6 +89,7 @@ def _cum_sum(n: Node) -> Result:
     shape = n.shape()
     axis = n.wrap(int(n.known(1, "the axis").reshape(-1)[0]), len(shape))
     size, after = shape[axis], shape[axis + 1 :]
+    n.room(size, size)
     counted = np.tri(size, k=-1 if n.attr("exclusive", 0) else 0, dtype=bool)
     if n.attr("reverse", 0):
         counted = counted.T
@@ -133,14 +161,16 @@ def _expand(n: Node) -> Result:
 @rule("Concat")
 def _concat(n: Node) -> Result:
     axis = n.axis(0)
+    if axis == len(n.shape()) - 1:
+        n.scope.joined[n.proto.output[0]] = list(n.proto.input)
     return n.operand(0) if len(n.proto.input) == 1 else n.emit("Concat", *n.operands(), axis=axis)
 
 
 @rule("Split")
 def _split(n: Node) -> Sequence[Result]:
     axis, sizes = n.axis(0), n.ints(1, "the sizes") or n.attr("split")
-    parts = n.attr("num_outputs", len(n.proto.output))
-    size = n.shape()[axis]
+    parts, size = len(n.proto.output), n.shape()[axis]
+    n.require("num_outputs", parts, parts)
     if sizes is None:
         each = -(-size // parts)
         sizes = (*[each] * (parts - 1), size - each * (parts - 1))
@@ -157,6 +187,8 @@ def _split_to_sequence(n: Node) -> Sequence[Result]:
     n.attr("keepdims")  # of no meaning where sizes are given
     axis, split = n.axis(0), n.known(1, "the sizes")
     size, each = n.shape()[axis], int(split.reshape(-1)[0])
+    if split.ndim == 0 and (each < 1 or size // each > PARTS):
+        raise n.error(f"{size} cannot be split into parts of {each}", f"the most is {PARTS} parts")
     sizes = [int(x) for x in split] if split.ndim else [each] * (size // each) + [size % each] * (size % each > 0)
     parts = [n.operand(0)] if len(sizes) == 1 else n.emit("Split", n.operand(0), axis=axis, sizes=tuple(sizes))
     n.scope.sequences[n.proto.output[0]] = list(parts)
@@ -226,6 +258,7 @@ def _eye_like(n: Node) -> Result:
     rows, columns = n.shape()
     to = n.attr("dtype")
     dtype = tensor(n.operand(0)).dtype if to is None else dtype_of(to, f"{n.scope.path}: {n}: attribute dtype")
+    n.room(rows, columns)
     return np.eye(rows, columns, n.attr("k", 0), dtype.numpy)
 
 
@@ -233,7 +266,7 @@ def _eye_like(n: Node) -> Result:
 def _trilu(n: Node) -> Result:
     shape, upper = n.shape(), n.attr("upper", 1)
     k = int(n.known(1, "k").reshape(())) if n.has(1) else 0
-    ones = np.ones(shape[-2:], bool)
+    ones = np.ones(n.room(*shape[-2:]), bool)
     kept = np.triu(ones, k) if upper else np.tril(ones, k)
     return n.emit("Mask", n.array("kept", kept), n.operand(0))
 
@@ -301,7 +334,7 @@ def _one_hot(n: Node) -> Result:
     depth = int(n.known(1, "the depth").reshape(-1)[0])
     axis = n.wrap(n.attr("axis", -1), rank + 1)
     index = n.emit("Cast", n.reshape(n.operand(0), (*n.shape()[:axis], 1, *n.shape()[axis:])), to=Int64)
-    column = np.arange(depth).reshape(-1, *[1] * (rank - axis))
+    column = np.arange(*n.room(depth)).reshape(-1, *[1] * (rank - axis))
     hit = n.emit("Or", *(n.emit("Equal", index, n.array("columns", column - d)) for d in (0, depth)))
     off, on = n.known(2, "the values")
     like = n.array("off", np.asarray(off))

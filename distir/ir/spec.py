@@ -43,6 +43,7 @@ class Spec:
         "eval",
         "grad",
         "gradient",
+        "ignored",
         "index",
         "infer",
         "keeps_zero",
@@ -55,6 +56,7 @@ class Spec:
         "shard",
         "sizes",
         "torch",
+        "unpadded",
         "weight",
         "work",
     )
@@ -76,6 +78,8 @@ class Spec:
         self.neutral_value: float | None = fields.pop("neutral", None)
         self.local: Callable[..., Attrs] | None = fields.pop("local", None)
         self.index: tuple[int, int] | Callable[[Attrs], tuple[int, int]] | None = fields.pop("index", None)
+        self.ignored: str | None = fields.pop("ignored", None)
+        self.unpadded: str | None = fields.pop("unpadded", None)
         self.outputs: int | Callable[[Attrs], int] = fields.pop("outputs", 1)
         self.saved: int = fields.pop("saved", 0)
         self.bundle: str | None = fields.pop("bundle", None)
@@ -211,7 +215,8 @@ def op(name: str, **fields: Any) -> Spec:
     - `eval(xp, *arrays, **attributes)`: its meaning, on local arrays. `local(attributes, operand types, result types)
       -> attributes` gives the attributes for one device's piece. With `index=(slot, dim)`, or a function of the
       attributes that gives it, eval gets the keyword `start`, the global index at which this device's piece of that
-      dim begins (a negative dim counts from the last).
+      dim begins (a negative dim counts from the last). `unpadded` names the attribute that says, if that dim is padded,
+      how long it was; `ignored` the one that says which index, in that dim or not, counts for nothing.
     - `grad(maker, op, *gradients of the results) -> gradients of the operands`, None where there is none.
     - `decompose(maker, op) -> results`: in ops that can be split. With a `grad` beside it, this is done only where
       there is something to split: the op itself is quicker.

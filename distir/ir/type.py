@@ -31,6 +31,9 @@ NOW = 1 << 40
 """The moment a body is typed at: inside it a range (0, NOW) covers all microbatches before this one, (0, NOW + 1)
 also this one. A `Call` puts its own microbatch in its place."""
 
+MOST = 1 << 53
+"""The most elements a tensor may have: up to there floating-point numbers count them exactly."""
+
 Piece = tuple[int, int]
 Digit = tuple[int, int, int]
 """(outer, n, position of the mesh axis)"""
@@ -63,7 +66,7 @@ class Tensor:
     `piece` is the range of microbatches (first, end) that a value of a scheduled program covers, None if the value
     does not vary in time or belongs to a body's own microbatch. Tensors that are alike are the same object.
 
-    Raises IRTypeError if the placements do not fit the shape or the mesh.
+    Raises IRTypeError if the placements do not fit the shape or the mesh, or for more than `MOST` elements in all.
     """
 
     __slots__ = (
@@ -123,6 +126,8 @@ class Tensor:
                 raise IRTypeError(f"a mean is of floats, got {dtype}")
         elif placements:
             raise IRTypeError(f"placements {placements} need a mesh, got device {device}")
+        if math.prod(whole) > MOST:
+            raise IRTypeError(f"{dtype}{whole} has {math.prod(whole):,} elements, more than 2^53")
         self = object.__new__(cls)
         self._digits = _digits(whole, device, placements) if isinstance(device, Mesh) else {}
         self.dtype, self.shape, self.device, self.placements, self.piece = dtype, shape, device, placements, None

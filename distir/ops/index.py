@@ -1,4 +1,7 @@
-"""Ops that pick rows of a table by index. A table split along its rows gives partial sums."""
+"""Ops that pick rows of a table by index. A table split along its rows gives partial sums.
+
+Negative indices count from the end, as in ONNX: of the table's rows, or of the first `count`, if the rest is padding.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
-from distir.ir.type import DType, Tensor
+from distir.ir.type import DType, Int64, Tensor
 from distir.ops.rules import expect, shape_of
 
 
@@ -18,9 +21,10 @@ def _axis(attrs: Attrs) -> int:
     return attrs.get("axis", 0)
 
 
-def _whole(attrs: Attrs, table: Tensor) -> bool:
-    """Whether all rows of the table are here."""
-    return table.shape[_axis(attrs)] == table.global_shape[_axis(attrs)]
+def _rows(attrs: Attrs, table: Tensor) -> Attrs:
+    """Whether all rows of the table are here, and how many there are."""
+    here, rows = table.shape[_axis(attrs)], table.global_shape[_axis(attrs)]
+    return {"whole": here == rows, "count": attrs.get("count", rows)}
 
 
 def _row(names: Sequence[str]) -> str:
@@ -51,44 +55,55 @@ def _index_dtype(attrs: Attrs, table: DType, index: DType) -> list[DType]:
     return [table]
 
 
-def _gather(xp: Any, table: Any, index: Any, start: int, whole: bool, axis: int = 0) -> Any:
-    """Rows that are not here (`start` is the first that is; `whole`: all are) are 0."""
+def _here(xp: Any, index: Any, count: int, start: int, rows: int) -> tuple[Any, Any]:
+    """For each index its row of those that are here (`start` is the first), 0 for another; and whether it is here."""
+    index = xp.cast(index, Int64)  # smaller integers may not hold the sum
+    row = xp.where(index < 0, index + count, index) - start
+    here = (row >= 0) & (row < rows)
+    return xp.where(here, row, 0), here
+
+
+def _gather(xp: Any, table: Any, index: Any, start: int, whole: bool, count: int, axis: int = 0) -> Any:
+    """Rows that are not here (`whole`: all are) are 0."""
     table = xp.moveaxis(table, axis, 0)
-    row = index - start
-    here = (row >= 0) & (row < table.shape[0])
-    rows = xp.take(table, xp.where(here, row, 0), axis=0)
+    row, here = _here(xp, index, count, start, table.shape[0])
+    rows = xp.take(table, row, axis=0)
     rows = xp.where(xp.reshape(here, (*here.shape, *(1,) * (table.ndim - 1))), rows, 0)
     if axis == 0:
         return rows
     return xp.moveaxis(rows, tuple(range(index.ndim)), tuple(range(axis, axis + index.ndim)))
 
 
-def _gather_grad(xp: Any, d: Any, index: Any, start: int, whole: bool, rows: int, axis: int = 0) -> Any:
+def _gather_grad(xp: Any, d: Any, index: Any, start: int, whole: bool, count: int, rows: int, axis: int = 0) -> Any:
     n = index.ndim
     if axis:
         d = xp.moveaxis(d, tuple(range(axis, axis + n)), tuple(range(n)))
-    row = xp.reshape(index, (-1,)) - start
-    here = (row >= 0) & (row < rows)
+    row, here = _here(xp, xp.reshape(index, (-1,)), count, start, rows)
     flat = xp.reshape(d, (math.prod(index.shape), math.prod(d.shape[n:])))
     flat = xp.where(xp.reshape(here, (-1, 1)), flat, 0)
-    table = xp.reshape(xp.scatter_add(rows, xp.where(here, row, 0), flat), (rows, *d.shape[n:]))
+    table = xp.reshape(xp.scatter_add(rows, row, flat), (rows, *d.shape[n:]))
     return xp.moveaxis(table, 0, axis)
 
 
 def _emit_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value | None]:
     table, index = o.inputs
     axis = _axis(o.attributes)
-    return [f.emit("GatherGrad", d, index, rows=shape_of(table)[axis], axis=axis), None]
+    return [f.emit("GatherGrad", d, index, rows=shape_of(table)[axis], axis=axis, **_count(o)), None]
 
 
-op(  # table (.., v, ..), indices in [0, v) -> (.., *indices, ..), along `axis`
+def _count(o: Op) -> Attrs:
+    return {"count": o.attributes["count"]} if "count" in o.attributes else {}
+
+
+op(  # table (.., v, ..), indices in [-v, v) -> (.., *indices, ..), along `axis`
     "Gather",
     axes=_gather_axes,
     dtype=_index_dtype,
     linear=[{0}],
     weight=0,
     index=lambda attrs: (0, _axis(attrs)),
-    local=lambda attrs, ins, outs: {"whole": _whole(attrs, ins[0])},
+    unpadded="count",
+    local=lambda attrs, ins, outs: _rows(attrs, ins[0]),
     work=lambda attrs, ins, outs: (0.0, 2.0 * math.prod(outs[0]) + math.prod(ins[1])),
     eval=_gather,
     grad=_emit_grad,
@@ -100,8 +115,9 @@ op(  # its gradient, of a table of `rows` rows; these may be split by the attrib
     dtype=_index_dtype,
     linear=[{0}],
     index=lambda attrs: (~0, _axis(attrs)),
-    local=lambda attrs, ins, outs: {"rows": outs[0].shape[_axis(attrs)], "whole": _whole(attrs, outs[0])},
+    unpadded="count",
+    local=lambda attrs, ins, outs: {"rows": outs[0].shape[_axis(attrs)], **_rows(attrs, outs[0])},
     work=lambda attrs, ins, outs: (float(math.prod(ins[0])), 0.0),
     eval=_gather_grad,
-    grad=lambda f, o, d: [f.emit("Gather", d, o.inputs[1], axis=_axis(o.attributes)), None],
+    grad=lambda f, o, d: [f.emit("Gather", d, o.inputs[1], axis=_axis(o.attributes), **_count(o)), None],
 )

@@ -126,9 +126,9 @@ def _rows_dtype(attrs: Attrs, logits: DType, labels: DType) -> list[DType]:
     return [*_label_dtype(attrs, logits, labels), statistic(logits)]
 
 
-def _rows(xp: Any, x: Any, label: Any, ignore_index: int | None = None) -> tuple[Any, Any]:
+def _rows(xp: Any, x: Any, label: Any, ignore_index: int | None = None, start: int = 0) -> tuple[Any, Any]:
     top = xp.max(wide(xp, x), axis=-1)
-    total, picked = _logit_sums(xp, wide(xp, x), label, top, 0)
+    total, picked = _logit_sums(xp, wide(xp, x), label, top, start)
     lse = xp.log(total) + top
     rows = lse - picked if ignore_index is None else xp.where(label != ignore_index, lse - picked, 0)
     return xp.asarray(rows, dtype=x.dtype), lse
@@ -193,6 +193,8 @@ op(  # logits, labels -> the rows' losses, 0 for ignored labels, and the log-sum
     dtype=_rows_dtype,
     outputs=2,
     saved=1,
+    index=(0, -1),
+    ignored="ignore_index",
     eval=_rows,
     grad=_rows_grad,
     decompose=_rows_decompose,
@@ -203,6 +205,7 @@ op(  # the gradient of the logits, from these, the labels, what is saved, and th
     dtype=_slope_dtype,
     linear=[{3}],
     index=(0, -1),
+    ignored="ignore_index",
     local=lambda attrs, ins, outs: {"classes": ins[0].global_shape[-1]},
     eval=_slope,
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from distir.ir.function import Function, FunctionMaker, Op, Role, Value
 from distir.ir.spec import Strand
@@ -127,6 +128,8 @@ class _Padder:
             types = [self.type(v) for v in op.inputs], [self.type(v) for v in op.outputs]
             local = op.spec.local(op.attributes, *types)
             attributes.update({k: x for k, x in local.items() if k in attributes})
+        if strands and op.spec.unpadded:
+            self._note_length(op, attributes)
         of = ops.get(op.of) if op.of else None
         names = [v.name for v in op.outputs]
         self.maker.add_op(op.spec, None, ins, attributes if strands else op.attributes, (), names, of)
@@ -134,6 +137,14 @@ class _Padder:
         self.env.update(zip(op.outputs, made.outputs, strict=True))
         for strand in strands:
             self._result(op, strand, ins, made)
+
+    def _note_length(self, op: Op, attributes: dict[str, Any]) -> None:
+        """Say how long the dim was that an op counts from the end of, where it is padded."""
+        slot, dim = op.spec.indexed(op.attributes) or (0, 0)
+        i = self.graph.index[op.inputs[slot] if slot >= 0 else op.outputs[~slot]]
+        dim %= len(self.graph.shapes[i])
+        if (i, dim) in self.sizes and op.spec.unpadded is not None:
+            attributes.setdefault(op.spec.unpadded, self.graph.shapes[i][dim])
 
     def _fill(self, op: Op, ins: list[Value], strand: Strand) -> list[Value]:
         """Operands whose padding may not count, where the op lets what stands along the strand into its results."""

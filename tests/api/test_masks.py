@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distir.api import masks
 from distir.api.masks import with_causal_attention
+from distir.executor.repeats import once
 from distir.executor.sequential import SequentialExecutor
 from distir.ir import Function, FunctionMaker, Value, verify
-from distir.ir.function import Role
+from distir.ir.function import Op, Role
 from distir.ir.type import Bool, Float64, Tensor
 
 B, H, S, E = 2, 3, 5, 4
@@ -113,8 +115,8 @@ def test_a_mask_that_hides_nothing_goes(lead: tuple[int, ...]) -> None:
     nothing, all_seen = w.known("nothing", np.zeros((*lead, S, S))), w.known("all_seen", np.ones((*lead, S, S), bool))
     other = np.zeros((*lead, S, S))
     other[..., 0] = LOWEST
-    masks = [nothing, w.known("m", mask(LOWEST)), w.known("other", other)]
-    rows = [w.emit("Add", w.scores(), m) for m in masks]
+    added = [nothing, w.known("m", mask(LOWEST)), w.known("other", other)]
+    rows = [w.emit("Add", w.scores(), m) for m in added]
     made = w.check(w.done(*rows, w.emit("Where", all_seen, w.scores(), w.of(LOWEST))), [None, True, False, None])
     assert [v.name for v in made.inputs] == ["q", "k", "v", "other"]
 
@@ -165,3 +167,43 @@ def test_one_number_that_is_not_causal_is_enough(data: st.DataObject) -> None:
     if at[2:] == (0, 0):
         numbers[at] = 1.0  # the first row sees nothing else
     w.check(w.done(w.emit("Add", w.scores(), w.known("m", numbers))), [False])
+
+
+def test_what_is_alike_for_all_samples_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of a million, of which not one sample's mask would fit in memory: what is computed is counted."""
+    batch, computed = 1 << 20, []
+    evaluated = masks.evaluate_once
+
+    def counting(op: Op, ins: Any, most: int) -> Any:
+        results = evaluated(op, ins, most)
+        computed.append(sum(once(x).size for x in results or ()))
+        return results
+
+    monkeypatch.setattr(masks, "evaluate_once", counting)
+    f = FunctionMaker("attention")
+    q, k, v = (
+        f.add_input_value(n, Tensor(Float64, (batch, 1, *s)), Role("data", 0))
+        for n, s in (("q", (S, E)), ("k", (E, S)), ("v", (S, E)))
+    )
+    m = f.add_input_value("m", Tensor(Bool, (1, 1, S, S)), Role("constant"))
+    seen = f.emit("Not", f.emit("Expand", m, shape=(batch, 1, S, S)))
+    low = f.emit("Constant", value=(LOWEST,), shape=(), dtype=Float64)
+    scores = f.emit("Where", f.emit("Not", seen), f.emit("MatMul", q, k), low)
+    f.set_outputs([f.emit("MatMul", f.emit("Softmax", scores, axis=-1), v)])
+    made = with_causal_attention(f.finalize(), {m: np.tri(S, dtype=bool)[None, None]})
+    assert [op.attributes["causal"] for op in made.ops if op.op_type == "Attention"] == [True]
+    assert len(computed) >= 4
+    assert max(computed) == S * S
+
+
+@given(st.data())
+def test_samples_that_differ_are_all_looked_at(data: st.DataObject) -> None:
+    """Of a mask that is causal for samples from a number on, or for those of one, nothing is taken for granted."""
+    w = Writer()
+    rows = np.arange(B).reshape(B, 1, 1, 1)
+    first = data.draw(st.integers(0, B))
+    late = w.known("late", rows >= first)
+    seen = w.known("seen", np.tri(S, dtype=bool)[None, None])
+    everything = w.emit("Expand", w.known("all", np.ones((1, 1, 1, S), bool)), shape=(B, 1, S, S))
+    allowed = w.emit("Where", late, w.emit("Expand", seen, shape=(B, 1, S, S)), everything)
+    w.check(w.done(w.emit("Where", allowed, w.scores(), w.of(LOWEST))), [{0: True, B: None}.get(first, False)])

@@ -16,6 +16,7 @@ from distir.backends.kernels import Kernel, literal, render
 from distir.backends.namespace import TORCH, TorchNamespace, torch_dtype
 from distir.backends.torch import double_scalars, to_numpy, to_torch
 from distir.backends.trace import LooksAtData, trace
+from distir.executor.namespace import NUMPY
 from distir.executor.sequential import evaluate
 from distir.ir.errors import ModelError
 from distir.ir.function import FunctionMaker, Op
@@ -171,3 +172,16 @@ def test_where_takes_numbers_on_gpus_as_on_cpus(numbers: tuple[float | None, flo
     want = torch.where(condition, a, b)  # type: ignore[call-overload]
     assert torch.equal(got, want)
     assert got.dtype == want.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(("shape", "axis"), [((2, 0), 1), ((0, 3), 0), ((0, 3), 1), ((2, 0, 3), (0, 1)), ((0,), None)])
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_the_largest_and_smallest_of_nothing(name: str, shape: Any, axis: Any, dtype: torch.dtype) -> None:
+    """As numpy's reference: infinite, or the end of the range. bfloat16 is compared as float32."""
+    got = getattr(TORCH, name)(torch.zeros(shape, dtype=dtype), axis=axis)
+    assert got.dtype == dtype
+    like = np.zeros(shape, "f4" if dtype is torch.bfloat16 else str(dtype).removeprefix("torch."))
+    np.testing.assert_array_equal(
+        got.float() if dtype is torch.bfloat16 else got, getattr(NUMPY, name)(like, axis=axis)
+    )

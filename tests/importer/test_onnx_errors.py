@@ -191,6 +191,26 @@ def test_unnamed_dim_can_be_given(m: Path) -> None:
     assert import_from_onnx(m, dims={"x.0": 5})[0].outputs[0].type.shape == (5, 3)  # type: ignore[union-attr]
 
 
+def test_sizes_that_are_beyond_all_counting(m: Path) -> None:
+    """Who gave the size is told: the user, or the file; an op that makes too much, by its node."""
+    size = np.int64(1) << 52  # numpy's own products would overflow
+    save(m, [node("Relu", "x", "y")], inputs=[info("x", ["batch", 3])], outputs=[info("y", ["batch", 3])])
+    refused(m, "'x'", "13,510,798,882,111,488 elements, more than 2^53: batch =", kind=UsageError, dims={"batch": size})
+    import_from_onnx(m, dims={"batch": (1 << 53) // 3})
+    save(m, [node("Relu", "x", "y")], inputs=[info("x", [1 << 60])], outputs=[info("y", [1 << 60])])
+    refused(m, "'x'", "more than 2^53")
+    to = numpy_helper.from_array(np.array([1 << 50, 3]), "to")
+    save(
+        m, [node("Expand", "x to", "y", "n7")], inputs=[info("x", [1, 3])], outputs=[info("y", None)], initializers=[to]
+    )
+    import_from_onnx(m)
+    to = numpy_helper.from_array(np.array([1 << 60, 1, 3]), "to")
+    save(
+        m, [node("Expand", "x to", "y", "n7")], inputs=[info("x", [1, 3])], outputs=[info("y", None)], initializers=[to]
+    )
+    refused(m, "n7", "Expand: f32[1152921504606846976, 1, 3] has", "more than 2^53")
+
+
 # ---------------------------------------------------------------- weights
 
 

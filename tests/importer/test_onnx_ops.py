@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from distir.executor.sequential import SequentialExecutor
 from distir.importer.registry import RULES
 from distir.ir.errors import ModelError
+from distir.ops.rules import shape_of, tensor
+from distir.transforms.cleanup import extend
+from distir.transforms.grad import grad
 from tests.importer.models import computed, equal, expected, model, node
 
 
@@ -103,6 +107,8 @@ SAMPLES = [
     S("Gemm", (x(3, 4), w(4, 5), x(3, 1))),
     S("Gather", (w(7, 3), ints(7, 2, 4))),
     S("Gather", (x(2, 7, 3), ints(7, 4)), {"axis": 1}),
+    S("Gather", (w(7, 3), ints(7, 2, 4, low=-7))),
+    S("Gather", (x(2, 7, 3), ints(7, 4, low=-7).astype(np.int32)), {"axis": 1}),
     S("Gather", (x(2, 7, 3), -2), {"axis": 1}),
     S("Gather", (x(2, 7, 3), [1]), {"axis": -1}),
     S("Gather", (x(2, 7, 3), [[0, -1], [3, 3]]), {"axis": 1}),
@@ -189,6 +195,12 @@ SAMPLES = [
     S("InstanceNormalization", (x(2, 3, 4, 4), w(3), w(3))),
     S("LpNormalization", (x(2, 3),), {"p": 1}),
     S("LpNormalization", (x(2, 3),), {"axis": 0}),
+    *[S("LpNormalization", (np.diag([3, 0, -2]).astype(np.float32),), {"p": p}) for p in (1, 2)],
+    *[S("ReduceLogSumExp", (np.full((2, 2), number, np.float32),)) for number in (-np.inf, np.inf)],
+    *[S(f"Reduce{k}", (x(2, 0, 3), [1]), {"keepdims": i}) for i, k in enumerate(("Max", "Min"))],
+    *[S(f"Reduce{k}", (ints(7, 2, 0), [1])) for k in ("Max", "Min", "Sum", "Prod")],
+    *[S(f"Reduce{k}", (x(2, 0), [1])) for k in ("Sum", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")],
+    S("ReduceMax", (x(2, 0, 3), [0])),
     *[S(t, (x(2, 3, 4, 5),)) for t in ("GlobalAveragePool", "GlobalMaxPool")],
     S("SoftmaxCrossEntropyLoss", (x(5, 4), ints(4, 5))),
     S("SoftmaxCrossEntropyLoss", (x(5, 4, 3), ints(4, 5, 3)), {"reduction": "none", "ignore_index": 1}),
@@ -245,3 +257,29 @@ def test_rule(sample: Sample, tmp_path: Path) -> None:
     proto = model([one], inputs, outputs, stored, sample.opset)
     _, got = computed(proto, inputs, tmp_path / "m.onnx")
     equal(got, expected(proto, inputs, sample.reference), 1e-5)
+
+
+@pytest.mark.parametrize(("op_type", "p"), [("LpNormalization", 1), ("LpNormalization", 2), ("ReduceL2", 2)])
+def test_the_gradient_of_a_vector_without_length(op_type: str, p: int, tmp_path: Path) -> None:
+    """0 for the vector of zeros; for the others torch's."""
+    import torch
+
+    array = np.array([[3, -4, 0], [0, 0, 0], [1, 2, -2]], np.float64)
+    attributes: dict[str, Any] = {"p": p} if op_type == "LpNormalization" else {"axes": [1]}
+    proto = model([node(op_type, "x", "y", **attributes)], {"x": array}, ["y"], opset=17)
+    function, _ = computed(proto, {"x": array}, tmp_path / "m.onnx")
+    maker = extend(function)
+    (y,) = function.outputs
+    factors = np.random.default_rng(0).standard_normal(shape_of(y))
+    c = maker.add_input_value("c", tensor(y))
+    maker.set_outputs([maker.emit("ReduceSum", maker.emit("Mul", y, c), axes=(0, 1))])
+    step = grad(maker.finalize(), 0, [function.inputs[0]])
+    with np.errstate(all="raise"):
+        got = SequentialExecutor().compute(step, [array, factors])[1]
+    x = torch.tensor(array[[0, 2]], requires_grad=True)
+    length = torch.linalg.vector_norm(x, p, 1, keepdim=True)
+    rows = x / length if op_type == "LpNormalization" else length
+    (rows * torch.tensor(factors[[0, 2]])).sum().backward()
+    assert x.grad is not None
+    np.testing.assert_allclose(got[[0, 2]], x.grad, atol=1e-12)
+    np.testing.assert_array_equal(got[1], 0)

@@ -93,3 +93,18 @@ def test_bundles_of_microbatches_are_what_their_members_are(data: st.DataObject)
     piece = data.draw(pieces)
     other = bundle.of(piece)
     assert other is Tuple([t.of(piece) if t.moves else t for t in members])
+
+
+def test_more_elements_than_can_be_counted_exactly():
+    """In all: on a mesh those of the whole."""
+    mesh = Mesh([Device("d", i) for i in range(4)], {"dp": 4})
+    assert Tensor(Float(), (1 << 26, 1 << 27)).bytes == 4 << 53
+    assert Tensor(Float(), (1 << 51,), mesh, [Shard(0)]).global_shape == (1 << 53,)
+    for shape, where in (((1 << 26, 1 << 28), None), (((1 << 51) + 1,), mesh), ((10**20,), None)):
+        with pytest.raises(IRTypeError, match=r"elements, more than 2\^53$"):
+            Tensor(Float(), shape, where, where and [Shard(0)])
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor(Float(), (1 << 30, 1)))
+    y = f.add_input_value("y", Tensor(Float(), (1, 1 << 30)))
+    with pytest.raises(IRTypeError, match=r"MatMul: f32\[1073741824, 1073741824\] has"):
+        f.emit("MatMul", x, y)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distir.ir.type import Bool, DType, Float32, Float64, Int32, Int64
+from distir.ir.type import Bool, DType, Float32, Float64, Int8, Int32, Int64
 
 Array = Any
 Make = Callable[[np.random.Generator, Sequence[Array]], Array]
@@ -52,6 +52,11 @@ def positive(*shape: int) -> Operand:
 def below(n: int, *shape: int, dtype: DType = Int64) -> Operand:
     """Integers in [0, n)."""
     return Operand(shape, dtype, lambda rng, made: rng.integers(0, n, shape))
+
+
+def around(n: int, *shape: int, dtype: DType = Int64) -> Operand:
+    """Integers in [-n, n): indices that count from either end."""
+    return Operand(shape, dtype, lambda rng, made: rng.integers(-n, n, shape))
 
 
 def truth(*shape: int) -> Operand:
@@ -179,9 +184,14 @@ SAMPLES = [
     sample("Gather", real(12, 6), below(12, 4, 2), axis=0),
     sample("Gather", real(4, 12, 2), below(12, 4, dtype=Int32), axis=1),
     sample("Gather", below(90, 12), below(12, 4), axis=0),
+    sample("Gather", real(12, 6), around(12, 4, 2), axis=0),
+    sample("Gather", real(4, 12, 2), around(12, 4, dtype=Int8), axis=1),
+    sample("Gather", real(12, 6), around(9, 4, 2), axis=0, count=9),
     sample("Gather", real(4, 6), number(3, Int64), axis=1),
     sample("GatherGrad", real(4, 2, 6), below(12, 4, 2), rows=12, axis=0),
     sample("GatherGrad", real(2, 4, 6), below(12, 4, dtype=Int32), rows=12, axis=1),
+    sample("GatherGrad", real(4, 2, 6), around(12, 4, 2), rows=12, axis=0),
+    sample("GatherGrad", real(2, 4, 6), around(9, 4, dtype=Int32), rows=12, count=9, axis=1),
     # nn
     *[sample(name, real(4, 2, 6), axis=-1) for name in ["Softmax", "LogSoftmax"]],
     *[sample(name, real(4, 6), axis=0) for name in ["Softmax", "LogSoftmax"]],

@@ -49,18 +49,19 @@ class Maker:
         self.streams: list[Value] = []
         self.weights: dict[tuple[int, ...], list[Value]] = {}
         self.results: list[Value] = []
-        self.data: dict[Value, int] = {}
-        """How many different numbers each integer input holds; 0 for the others."""
+        self.data: dict[Value, range] = {}
+        """What integer inputs hold."""
         self.pick: Callable[[Sequence[Any]], Any] = lambda options: draw(st.sampled_from(options))
 
     def flip(self, k: int = 2) -> bool:
         """True once in `k` times."""
         return self.draw(st.integers(0, k - 1)) == k - 1
 
-    def input(self, *shape: int, below: int = 0, role: Role | None = None) -> Value:
+    def input(self, *shape: int, below: int = 0, least: int = 0, role: Role | None = None) -> Value:
         t = Tensor(Int64 if below else Float64, shape)
         v = self.f.add_input_value("ids" if below else "data", t, role or Role("data", 0))
-        self.data[v] = below
+        if below:
+            self.data[v] = range(least, below)
         return v
 
     def weight(self, *shape: int) -> Value:
@@ -195,15 +196,16 @@ def attention(m: Maker) -> None:
 
 
 def embedding(m: Maker) -> None:
+    """Ids that count from either end."""
     rows = m.pick(VOCABULARIES)
-    ids = m.input(BATCH, m.sequence, below=rows)
+    ids = m.input(BATCH, m.sequence, below=rows, least=-rows)
     m.push(m.emit("Gather", m.weight(rows, m.pick(WIDTHS)), ids))
 
 
 def columns(m: Maker) -> None:
     """Gather along the last dim, a dim of the table; rows of data are picked by position."""
     table = m.weight(m.pick(WIDTHS), 6)
-    ids = m.input(m.sequence, below=6, role=Role("constant"))
+    ids = m.input(m.sequence, below=6, least=-6, role=Role("constant"))
     picked = m.emit("Transpose", m.emit("Gather", table, ids, axis=1), perm=(1, 0))
     m.push(m.emit("Add", m.linear(m.stream(), m.width(picked)), picked))
 
@@ -325,7 +327,8 @@ def crossed(m: Maker) -> None:
 
 def picked(m: Maker) -> None:
     """Rows of data, by index."""
-    rows = m.emit("Gather", m.input(BATCH, 4), m.input(m.sequence, below=BATCH, role=Role("constant")))
+    ids = m.input(m.sequence, below=BATCH, least=-BATCH, role=Role("constant"))
+    rows = m.emit("Gather", m.input(BATCH, 4), ids)
     m.push(m.emit("Add", m.linear(m.stream(), 4), rows))
 
 
@@ -430,13 +433,13 @@ def trained(function: Function, optimizer: SGD) -> Function:
     return prune(maker.finalize())
 
 
-def arrays(function: Function, below: dict[Value, int], seed: int) -> list[np.ndarray]:
+def arrays(function: Function, held: dict[Value, range], seed: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     made: list[np.ndarray] = []
     for v in function.inputs:
         shape = shape_of(v)
-        if below.get(v):
-            x: Any = rng.integers(0, below[v], shape)
+        if v in held:
+            x: Any = rng.integers(held[v].start, held[v].stop, shape)
         elif v.kind == "state":
             x = rng.standard_normal(shape) * 0.1
         elif v.kind == "parameter":
