@@ -37,7 +37,7 @@ from distir.backends.profile import Profiler
 from distir.backends.trace import trace
 from distir.executor.collectives import start_of
 from distir.ir.device import Mesh
-from distir.ir.function import Function, Op, Value
+from distir.ir.function import Attributes, Function, Op, Value
 from distir.ir.type import Shard, Tensor
 from distir.transforms.outline import Sort, outline
 from distir.transforms.recompose import recompose
@@ -164,8 +164,7 @@ class Lowering:
         if local.stride:
             return None
         types = tuple(v.type for v in (*op.inputs, *op.outputs))
-        attributes = tuple(sorted(local.attributes.items(), key=lambda item: item[0]))
-        key = (op.spec, attributes, types)
+        key = (op.spec, Attributes(local.attributes), types)
         if key not in self._kernels:
             self._kernels[key] = trace(op, local.attributes, self.xp)
         plain = self._kernels[key]

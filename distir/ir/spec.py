@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from distir.ir.attributes import declared
 from distir.ir.axes import Factors, Shape, factors
 from distir.ir.errors import IRTypeError, ModelError
 from distir.ir.type import MEAN, REPLICATE, SUM, DType, Partial, Placement, Shard
@@ -34,6 +35,7 @@ class Spec:
 
     __slots__ = (
         "alias",
+        "attributes",
         "axes",
         "bundle",
         "comm",
@@ -60,6 +62,7 @@ class Spec:
 
     def __init__(self, name: str, **fields: Any) -> None:
         self.name = name
+        self.attributes = declared(fields.pop("attributes", ""))
         self.axes: str | Callable[[Attrs, Sequence[Shape]], str] | None = fields.pop("axes", None)
         self.sizes: Callable[[Attrs, Sequence[Shape]], Mapping[str, int]] | None = fields.pop("sizes", None)
         self.infer: Callable[..., Sequence[Shape]] | None = fields.pop("infer", None)
@@ -200,6 +203,8 @@ _registry: dict[str, Spec] = {}
 def op(name: str, **fields: Any) -> Spec:
     """Define an op. Fields, all optional:
 
+    - `attributes`: those it takes, with their kinds (see `distir.ir.attributes`); none without it. What moves values
+      (`comm`) looks at its own.
     - `axes`: its factors (see `distir.ir.axes`), or a function (attributes, operand shapes) -> text; `sizes`: a
       function (attributes, operand shapes) -> sizes of factors that stand in results only.
     - `infer(attributes, *shapes) -> shapes` and `shard` (a `ShardRule`), for ops that axes cannot say.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distir.ir.errors import MismatchError
-from distir.ir.function import Attributes, Function, Op, Value, exact
+from distir.ir.function import Attributes, Function, Op, Value
 from distir.ir.pause import no_collection
 from distir.ir.spec import Spec
 from distir.ir.type import Tensor
@@ -69,11 +69,12 @@ class _Terms:
         self.erased: dict[int, tuple[Attributes, Attributes]] = {}
 
     def attributes(self, attrs: Attributes) -> Attributes:
-        """The attributes, exact, without those that only say where an op is."""
+        """The attributes without those that only say where an op is."""
+        if "device" not in attrs and "place" not in attrs:
+            return attrs
         found = self.erased.get(id(attrs))
         if found is None:
-            bare = attrs.without("device", "place") if "device" in attrs or "place" in attrs else attrs
-            found = self.erased[id(attrs)] = attrs, exact(bare)
+            found = self.erased[id(attrs)] = attrs, attrs.without("device", "place")
         return found[1]
 
     def walk(self, function: Function, args: Sequence[Term]) -> list[Term]:

@@ -271,7 +271,8 @@ def _wrong_role(role: Role, t: Type) -> str | None:
     if not isinstance(t, Tensor):
         return f"expected a tensor, got {t}"
     shape, source = t.global_shape, role.source
-    if role.batch is not None and (role.kind != "data" or not 0 <= role.batch < len(shape)):
+    batch = role.batch
+    if batch is not None and (role.kind != "data" or type(batch) is not int or not 0 <= batch < len(shape)):
         return f"expected the batch among the dims of data, got {t}"
     if source is not None and not _within(source, shape):
         return f"expected a source shape within {shape}, got {source}"
@@ -280,7 +281,7 @@ def _wrong_role(role: Role, t: Type) -> str | None:
 
 def _within(source: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """May padding have enlarged `source` to `shape`?"""
-    return len(source) == len(shape) and all(a <= b for a, b in zip(source, shape, strict=True))
+    return len(source) == len(shape) and all(type(a) is int and 0 <= a <= b for a, b in zip(source, shape, strict=True))
 
 
 def _updates(new: Type, old: Type) -> bool:

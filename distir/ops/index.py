@@ -29,6 +29,8 @@ def _row(names: Sequence[str]) -> str:
 
 def _factors(axis: int, data: int, index: int) -> tuple[list[str], list[str], list[str], list[str]]:
     """Factors of the dims of the table, the indices and the picked rows, and those of the indices alone."""
+    if axis >= data:
+        raise IRTypeError(f"attribute axis: expected a dim of a table of rank {data}, got {axis}")
     rest = [f"r{i}" for i in range(data - 1)]
     each = [f"i{i}" for i in range(index)]
     return [*rest[:axis], "v", *rest[axis:]], each, [*rest[:axis], *each, *rest[axis:]], each
@@ -83,6 +85,7 @@ def _emit_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value | None]:
 
 op(  # table (.., v, ..), indices in [0, v) -> (.., *indices, ..), along `axis`
     "Gather",
+    attributes="axis:dim?",
     axes=_gather_axes,
     dtype=_index_dtype,
     linear=[{0}],
@@ -95,6 +98,7 @@ op(  # table (.., v, ..), indices in [0, v) -> (.., *indices, ..), along `axis`
 )
 op(  # its gradient, of a table of `rows` rows; these may be split by the attribute `place`
     "GatherGrad",
+    attributes="rows:count axis:size?",
     axes=_gather_grad_axes,
     sizes=lambda attrs, shapes: {"v": attrs["rows"]},
     dtype=_index_dtype,

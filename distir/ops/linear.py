@@ -92,6 +92,7 @@ def _scaled(f: FunctionMaker, v: Value, by: float) -> Value:
 
 op(
     "Gemm",
+    attributes="alpha:number? beta:number? transA:flag? transB:flag?",
     axes=_gemm_axes,
     dtype=same,
     weight=1,
