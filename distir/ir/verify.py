@@ -260,6 +260,8 @@ def _check_interface(f: Function, defined: set[Value]) -> None:
             wrong = f"expected a parameter or a state, got {old.role}"
         elif not _updates(new.type, old.type):
             wrong = f"expected {_difference(old.type, new.type)}"
+        elif f.sources.get(new) != (old.role.source if old.role else None):
+            wrong = f"expected the input's source shape, {old.role and old.role.source}, got {f.sources.get(new)}"
         if wrong is not None:
             what = f"update of {plain_value(old.name)} by {plain_value(new.name)}"
             raise IRTypeError(f"{plain(f.name)}: {what}: {wrong}")

@@ -60,9 +60,10 @@ def pad_like(function: Function, padded: Function) -> Function:
     graph = graph_of(function)
     starts = [
         (i, Shard(dim))
-        for i, w in enumerate(padded.inputs)
-        for dim, size in enumerate(w.role.source if w.role and w.role.source else ())
-        if size != shape_of(w)[dim]
+        for i, (v, w) in enumerate(zip(function.inputs, padded.inputs, strict=False))
+        if w.role and w.role.source
+        for dim, (size, larger) in enumerate(zip(shape_of(v), shape_of(w), strict=False))
+        if size < larger
     ]
     classes = Classes(graph, 1, starts)
     members = classes.members()
@@ -111,7 +112,7 @@ class _Padder:
         if role is None and v in self.weights:
             role = Role("parameter")  # once one input has a role, roles say which are weights
         if t.shape != before:
-            role = Role(role.kind if role else "data", role.batch if role else None, before)
+            role = Role(role.kind if role else "data", role.batch if role else None, (role and role.source) or before)
         self.env[v] = self.maker.add_input_value(v.name, t, role)
         for d, (n, m) in enumerate(zip(before, t.shape, strict=True)):
             if n != m:
