@@ -18,7 +18,8 @@ LinearSets = tuple[frozenset[int], ...] | str
 class Strand(NamedTuple):
     """One digit through an op: how every operand and result is placed if one of them is split so.
 
-    Operands are Shard or Replicate; results may also be Partial, where the split factor is reduced.
+    Operands are Shard or Replicate; results may also be Partial, where the split factor is reduced, and an operand that
+    is added to such a result.
     """
 
     ins: tuple[Placement, ...]
@@ -135,7 +136,7 @@ class Spec:
             return None
         f = self.factors(attrs, ins)
         if f is not None:
-            found = _axes_strand(f, slot, split)
+            found = axes_strand(f, slot, split)
         else:
             found = self.shard(attrs, ins, outs, slot, split, n) if self.shard else None
         if found is None:
@@ -174,7 +175,8 @@ def _linear(sets: Any) -> Any:
     return sets if isinstance(sets, str) or callable(sets) else tuple(frozenset(s) for s in sets)
 
 
-def _axes_strand(f: Factors, slot: int, split: Shard) -> Strand | None:
+def axes_strand(f: Factors, slot: int, split: Shard) -> Strand | None:
+    """The strand of a split of a factor of `axes`; None if it may not be split."""
     name = f.ins[slot][split.dim] if slot >= 0 else f.outs[~slot][split.dim]
     if name is None or f.kinds.get(name) == "whole":
         return None
