@@ -1,7 +1,7 @@
 """The attributes an op takes: names and kinds, and whether given ones are such.
 
 `"axis:dim sizes:sizes? min:number/none?"`: a `?` marks those that may be left out, `/none` those that may be None, and
-`none|tanh` is one of these words. A dim is one of operand 0.
+`none|tanh` is one of these words. A dim is one of operand 0, a size one of operands or results.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _KINDS = {
     "number": _Kind("a number", lambda x, rank: _is_number(x)),
     "numbers": _Kind("a tuple of numbers", _each(lambda x: type(x) in (bool, int, float))),
     "pair": _Kind("two numbers", lambda x, rank: type(x) is tuple and len(x) == 2 and all(map(_is_number, x))),
+    "index": _Kind("an integer from 0", lambda x, rank: _is_int(x) and x >= 0),
     "size": _Kind("an integer from 0", lambda x, rank: _is_int(x) and x >= 0),
     "sizes": _Kind("a tuple of integers from 0", _each(lambda n: _is_int(n) and n >= 0)),
     "count": _Kind("an integer from 1", lambda x, rank: _is_int(x) and x >= 1),

@@ -42,6 +42,8 @@ def _gather_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
 
 
 def _gather_grad_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    if not attrs["rows"] and math.prod(shapes[1]):
+        raise IRTypeError("attribute rows: expected a table in which there are rows, got 0")
     table, each, picked, _ = _factors(_axis(attrs), len(shapes[0]) - len(shapes[1]) + 1, len(shapes[1]))
     return f"{_row(picked)}, {_row(each)} -> {_row(table)} | {_row([f'{e}:sum' for e in each])}"
 
@@ -98,7 +100,7 @@ op(  # table (.., v, ..), indices in [0, v) -> (.., *indices, ..), along `axis`
 )
 op(  # its gradient, of a table of `rows` rows; these may be split by the attribute `place`
     "GatherGrad",
-    attributes="rows:count axis:size?",
+    attributes="rows:size axis:index?",
     axes=_gather_grad_axes,
     sizes=lambda attrs, shapes: {"v": attrs["rows"]},
     dtype=_index_dtype,

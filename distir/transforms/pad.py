@@ -159,14 +159,19 @@ class _Padder:
         return self.filled[key]
 
     def _result(self, op: Op, strand: Strand, ins: Sequence[Value], made: Op) -> None:
-        """A result's padding is 0 if the op is linear in operands whose padding is 0, keeps zero, or scatters."""
+        """A result's padding is 0 if the op is linear in operands whose padding is 0, or keeps zero.
+
+        Or if it scatters: what it is given goes where indices say, which point to no padding.
+        """
         along = {k: p.dim for k, p in enumerate(strand.ins) if isinstance(p, Shard)}
         known = {k: self.tail.get((ins[k], dim)) for k, dim in along.items()}
         if any(x is None or math.isinf(x) for x in known.values()):
             return  # nothing times infinity is not nothing
         zero = {k for k, x in known.items() if x == 0.0}
         linear = any(s <= zero for s in op.spec.linear_sets(len(ins), op.attributes))
-        if not along or linear or (op.spec.keeps_zero and len(zero) == len(along)):
+        indexed = op.spec.indexed(op.attributes)
+        scatters = not along and indexed is not None and indexed[0] < 0
+        if scatters or (along and linear) or (op.spec.keeps_zero and len(zero) == len(along) > 0):
             for v, p in zip(made.outputs, strand.outs, strict=True):
                 if isinstance(p, Shard):
                     self.tail[v, p.dim] = 0.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from distir.backends.compiled import sort
-from distir.ir import Function, Op, Value, verify
+from distir.ir import Function, Mesh, Op, Value, verify
 from distir.ir.errors import IRTypeError, ModelError
 from distir.ir.function import Attributes
 from distir.ops.comm import ALONG_AXIS
@@ -55,8 +55,8 @@ def edits(f: Function) -> Iterator[tuple[str, Function]]:
     for op in f.ops:
         if op.op_type in ALONG_AXIS and op.inputs[0].type is not op.outputs[0].type:
             yield f"{op} dropped", replaced(f, op, None)
-            first = op.inputs[0].type
-            axes = first.device.axes if first.device is not None and hasattr(first.device, "axes") else ()
+            at = op.inputs[0].type.device
+            axes = at.axes if isinstance(at, Mesh) else ()
             for axis in axes:
                 if axis != op.attributes["axis"]:
                     other = Op(op.spec, op.inputs, Attributes({**op.attributes, "axis": axis}), op.outputs)
