@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 
 from distir.api.masks import with_causal_attention
+from distir.executor.sequential import evaluate
 from distir.ir.errors import UsageError
 from distir.ir.function import Function, Value
 from distir.ir.type import DType, Tensor
+from distir.transforms.claims import check_rewrite
+from distir.transforms.fuse import fuse
 from distir.transforms.roles import batch_dims, batch_size, weights
 from distir.transforms.training import Optimizer, initial_state, optimizer_named, training_step
 
@@ -65,7 +68,11 @@ class Model:
         return None
 
     def training(self, loss: str, optimizer: Optimizer | str = "sgd", output: int | str = 0) -> Model:
-        """One step of training it. See `training_step` for `loss`."""
+        """One step of training it. See `training_step` for `loss`.
+
+        Raises MismatchError if an op that is put in the place of several does not compute the same.
+        """
+        check_rewrite(self.function, fuse(self.function), evaluate)
         settings = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
         step = training_step(self.function, loss, settings, output=output)
         return replace(self, function=step, optimizer=settings)

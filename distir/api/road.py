@@ -28,14 +28,16 @@ from distir.backends.finite import ALL_FINITE, Watch, diverged, name_of, refuse
 from distir.backends.launch import run as launch
 from distir.backends.limits import available_memory, backend_on
 from distir.executor.cost_model import CostModel
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.sequential import SequentialExecutor, evaluate
 from distir.executor.simulator import Simulator
 from distir.hardware import load_cluster, this_host
 from distir.ir import Device, Function, Topology, verify
 from distir.ir import validate as compare_terms
 from distir.ir.errors import CopiesError, InfeasibleError, MismatchError, UsageError, counted
 from distir.ir.function import Value
-from distir.transforms.parallel3d import parallel_transform_3d, source_of
+from distir.transforms.claims import check_rewrite
+from distir.transforms.padding import check_padding
+from distir.transforms.parallel3d import parallel_transform_3d, prepared
 from distir.transforms.stages import PLAIN, StageCost
 from distir.transforms.training import AdamW
 
@@ -84,10 +86,16 @@ def distribute(
 def validate(distributed: Function, source: Function) -> None:
     """Check that a distributed program computes what its source does, whatever the inputs.
 
-    The source is what was given to the transform. Raises MismatchError that names the first output which is not the
-    source's, and where the two part.
+    The source is what was given to the transform. What is done to it before it is distributed (ops fused, taken apart,
+    padded) is tried on small instances (`claims`, `padding`); what comes of that has the same terms as the distributed
+    program. Raises MismatchError that names the first output which is not the source's, and where the two part, or the
+    rewrite that computes something else.
     """
-    compare_terms(distributed, source_of(distributed, source))
+    source, fused, parts, padded = prepared(distributed, source)
+    check_rewrite(source, fused, evaluate)
+    check_rewrite(fused, parts, evaluate)
+    check_padding(parts, padded, evaluate)
+    compare_terms(distributed, padded)
 
 
 def simulate(model: AnyModel, plan: Plan = ONE, cluster: Cluster = "cpu-2core", nodes: int | None = None) -> Prediction:

@@ -33,7 +33,7 @@ from distir.ir import errors
 from distir.ir.errors import DistirError, UsageError, WorkerError, counted
 from distir.ir.files import temporary
 from distir.ir.function import Function
-from distir.transforms.order import check_order
+from distir.transforms.order import check_programs
 from distir.transforms.project import project_all, ranks
 
 Data = Callable[[int], Mapping[Any, Any]]
@@ -150,10 +150,10 @@ def run(
     check_memory(bytes_per_rank, here, backend)
     verify(program)
     check_repeats(program, steps - first)
-    check_order(project_all(program))
+    check_programs(project_all(program))
     if epochs is not None and epochs.evaluation is not None:
         verify(epochs.evaluation)
-        check_order(project_all(epochs.evaluation))
+        check_programs(project_all(epochs.evaluation))
     given = by_position(program, arrays)
     threads = threads or _threads()
     folder = None if profile is None else str(profile.absolute())

@@ -19,6 +19,7 @@ written to again (`relu_`), see `ownership`.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,8 +38,9 @@ from distir.backends.profile import Profiler
 from distir.backends.trace import trace
 from distir.executor.collectives import start_of
 from distir.ir.device import Mesh
-from distir.ir.function import Function, Op, Value
+from distir.ir.function import Attributes, Function, Op, Value
 from distir.ir.type import Shard, Tensor
+from distir.ir.verify import verify
 from distir.transforms.outline import Sort, outline
 from distir.transforms.recompose import recompose
 
@@ -105,10 +107,15 @@ class Lowering:
     ) -> Lowered:
         """A function as Python. The first to be lowered is the program, `updates` the positions of its outputs that
         replace inputs before the next step, and of these. `waits` says which inputs come before they are there.
+
+        Raises IRTypeError if the program, with all that is done to it before it is run, is not well typed.
         """
         if self._ownership is None:
+            given = function
             if self.compiling:
                 function = outline(function, self._sort)
+            if (run := _as_run(function, {})) is not given:
+                verify(run)
             self._ownership = Ownership(function, self._shares, _body, updates or {})
         owned, waits = self._ownership, waits or (0,) * len(function.inputs)
         lowered = self.done.get((function, waits))
@@ -169,8 +176,7 @@ class Lowering:
         if local.stride:
             return None
         types = tuple(v.type for v in (*op.inputs, *op.outputs))
-        attributes = tuple(sorted(local.attributes.items(), key=lambda item: item[0]))
-        key = (op.spec, attributes, types)
+        key = (op.spec, Attributes(local.attributes), types)
         if key not in self._kernels:
             self._kernels[key] = trace(op, local.attributes, self.xp)
         plain = self._kernels[key]
@@ -218,6 +224,19 @@ class Lowering:
 def _body(function: Function) -> Function:
     """The function as it is run."""
     return put_together(recompose(function))
+
+
+def _as_run(function: Function, done: dict[Function, Function]) -> Function:
+    """The function, and all that it calls, as they are run, for `verify`; itself if that is as it is."""
+    if function not in done:
+        f = _body(function)
+        ops = list(f.ops)
+        for k, op in enumerate(ops):
+            if op.callee is not None and (callee := _as_run(op.callee, done)) is not op.callee:
+                ops[k] = Op(op.spec, op.inputs, Attributes({**op.attributes, "callee": callee}), op.outputs)
+        same = all(map(operator.is_, ops, f.ops))
+        done[function] = f if same else Function(f.name, f.inputs, tuple(ops), f.outputs, f.updates, f.sources)
+    return done[function]
 
 
 def _bytes(values: Sequence[Value]) -> int:

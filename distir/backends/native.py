@@ -31,13 +31,14 @@ def _gemm(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> torch.Tensor:
-    """`a` may be many matrices, if `c` is a row."""
+    """`a` may be many matrices."""
     a = a.t() if transA else a
-    if alpha == 1 and (c is None or beta == 1):
+    if alpha == 1 and (c is None or beta == 1) and (a.dim() == 2 or c is None or c.dim() == 1):
         return products.gemm(a, b, c, bool(transB))
     b = b.t() if transB else b
-    if c is None:
-        return torch.mm(a, b) * alpha
+    if c is None or a.dim() > 2:
+        y = torch.matmul(a, b) * alpha
+        return y if c is None else y + c * beta
     scales: dict[str, Any] = {k: x for k, x in (("alpha", alpha), ("beta", beta)) if x != 1}
     return torch.addmm(c, a, b, **scales)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from math import copysign, isnan
+from math import isnan
 from typing import Any
 
 from distir.ir.errors import ModelError
@@ -13,17 +14,40 @@ from distir.ir.type import Type
 
 
 class Attributes(dict[str, Any]):
-    """An op's attributes: a mapping of hashable values that is not changed once made; its hash is kept."""
+    """An op's attributes: a mapping of hashable values that is not changed once made.
 
-    __slots__ = ("_hash",)
+    They compare exactly, so that what is memoised for some is not taken for others: 1, 1.0 and True differ, as do 0.0
+    and -0.0, and nan is as any nan.
+    """
+
+    __slots__ = ("_exact", "_hash")
+    _exact: dict[str, Any]
     _hash: int
 
     def __hash__(self) -> int:  # type: ignore[override]
         try:
             return self._hash
         except AttributeError:
-            self._hash = hash(frozenset(self.items()))
+            self._hash = hash(frozenset(self._told().items()))
             return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, dict):
+            return False
+        return self._told() == (other if isinstance(other, Attributes) else Attributes(other))._told()
+
+    def __ne__(self, other: object) -> bool:  # that of dict does not ask __eq__
+        return not self == other
+
+    def _told(self) -> dict[str, Any]:
+        """The values as `==` tells them apart."""
+        try:
+            return self._exact
+        except AttributeError:
+            self._exact = {k: _told(v) for k, v in self.items()}
+            return self._exact
 
     def without(self, *names: str) -> Attributes:
         return Attributes({k: v for k, v in self.items() if k not in names})
@@ -35,19 +59,21 @@ class Attributes(dict[str, Any]):
 NO_ATTRIBUTES = Attributes()
 
 
-def exact(attributes: Attributes) -> Attributes:
-    """The same, with the numbers that `==` confuses (0.0 and -0.0) or does not know again (nan) as text."""
-    told = {k: _told(v) for k, v in attributes.items()}
-    return attributes if all(told[k] is v for k, v in attributes.items()) else Attributes(told)
-
-
 def _told(value: Any) -> Any:
-    if isinstance(value, float):
-        return repr(value) if isnan(value) or (not value and copysign(1, value) < 0) else value
-    if isinstance(value, tuple):
-        items: tuple[Any, ...] = tuple([_told(v) for v in value])
-        return value if all([a is b for a, b in zip(items, value, strict=True)]) else items
-    return value
+    """The value, with its type where `==` needs it; a number with a fraction as text, tuples of them as bytes."""
+    kind = type(value)
+    if kind is int or kind is str:
+        return value
+    if kind is float:
+        return kind, repr(value)
+    if kind is not tuple:
+        return kind, value
+    kinds = {*map(type, value)}
+    if kinds == {float} and not any(map(isnan, value)):
+        return float, array("d", value).tobytes()
+    if kinds == {bool}:
+        return bool, value
+    return value if kinds <= {int, str} else tuple([_told(v) for v in value])
 
 
 def _freeze(value: Any) -> Any:

@@ -32,7 +32,10 @@ class Replicate(Placement):
 
 
 class Shard(Placement):
-    """Dimension `dim`, read as (outer, n, rest), is split on its middle digit over the n devices of the axis."""
+    """Dimension `dim`, read as (outer, n, rest), is split on its middle digit over the n devices of the axis.
+
+    Raises IRTypeError unless `dim` is an integer from 0, and `outer` one from 1.
+    """
 
     __slots__ = ("dim", "outer")
     _interned: ClassVar[dict[tuple[int, int], Shard]] = {}
@@ -40,8 +43,12 @@ class Shard(Placement):
     outer: int
 
     def __new__(cls, dim: int, outer: int = 1) -> Shard:
+        if type(dim) is not int or type(outer) is not int:  # 1.0 and True are found where 1 is
+            raise IRTypeError(f"a split is of a dim and an outer that are integers, got dim={dim!r}, outer={outer!r}")
         self = cls._interned.get((dim, outer))
         if self is None:
+            if dim < 0 or outer < 1:
+                raise IRTypeError(f"a split is of a dim from 0, with an outer from 1, got dim={dim}, outer={outer}")
             self = object.__new__(cls)
             self.dim, self.outer = dim, outer
             cls._interned[dim, outer] = self

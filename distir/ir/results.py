@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distir.ir.device import Mesh
+from distir.ir.attributes import check, short
+from distir.ir.device import Device, Mesh
 from distir.ir.errors import IRTypeError
 from distir.ir.spec import Attrs, Spec, place
-from distir.ir.type import Piece, Replicate, Tensor, Type
+from distir.ir.type import Piece, Replicate, Shard, Tensor, Type
 
+WHERE = ("device", "place")
+"""The attributes that say where an op is, and nothing else: any that computes may have them."""
 _memo: dict[tuple[Any, ...], tuple[Type, ...]] = {}
 _MEMO_LIMIT = 1 << 19
 
@@ -37,12 +40,21 @@ def forget() -> None:
 
 def _infer(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Type, ...]:
     try:
-        return tuple(spec.comm(attrs, *types)) if spec.comm else _local(spec, attrs, types)
+        if spec.comm is None:
+            return _local(spec, attrs, types)
+        check(attrs, spec.attributes, 0)
+        return tuple(spec.comm(attrs, *types))
     except IRTypeError as e:
         raise IRTypeError(f"{spec.name}: {e.message}", e.hint) from None
-    except (KeyError, TypeError, ValueError, IndexError) as e:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         got = ", ".join(map(repr, types))
-        raise IRTypeError(f"{spec.name}({got}) {dict(attrs)}: {type(e).__name__}: {e}") from e
+        raise IRTypeError(f"{spec.name}({got}) {_text(attrs)}: {type(e).__name__}: {e}") from e
+
+
+def _text(attrs: Attrs) -> str:
+    """The attributes on one line, long ones cut."""
+    text = str(dict(attrs))
+    return text if len(text) < 200 else text[:200] + "..."
 
 
 def _local(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Tensor, ...]:
@@ -52,7 +64,10 @@ def _local(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Tensor, .
         if not isinstance(t, Tensor):
             raise IRTypeError(f"operand {k}: expected a tensor, got {t}")
         tensors.append(t)
+    check({k: v for k, v in attrs.items() if k not in WHERE}, spec.attributes, len(tensors[0].shape) if tensors else 0)
     device = tensors[0].device if tensors else attrs.get("device")
+    if ("device" in attrs and attrs["device"] is not device) or not isinstance(device, Device | Mesh | None):
+        raise IRTypeError(f"attribute device: expected where the operands are, {device}, got {short(attrs['device'])}")
     for k, t in enumerate(tensors):
         if t.device is not device:
             raise IRTypeError(f"operand {k}: expected it on {device}, got {t}")
@@ -64,11 +79,11 @@ def _local(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Tensor, .
         dtypes = [tensors[0].dtype] * len(outs)
     if not isinstance(device, Mesh):
         return tuple(Tensor(d, s, device) for d, s in zip(dtypes, outs, strict=True))
-    free = attrs.get("place", ())
+    free = _free(attrs, device)
     rows = []
     for i, (axis, n) in enumerate(zip(device.axes, device.sizes, strict=True)):
         try:
-            rows.append(place(spec, attrs, ins, outs, [t.placements[i] for t in tensors], n, dict(free).get(axis)))
+            rows.append(place(spec, attrs, ins, outs, [t.placements[i] for t in tensors], n, free.get(axis)))
         except IRTypeError as e:
             raise IRTypeError(f"on mesh axis {axis!r}: {e.message}", e.hint) from None
     piece = _piece(tensors, device)
@@ -81,6 +96,19 @@ def _local(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Tensor, .
         slot, dim = indexed
         _contiguous(slot, tensors[slot] if slot >= 0 else results[~slot], dim)
     return tuple(results)
+
+
+def _free(attrs: Attrs, mesh: Mesh) -> dict[str, Shard]:
+    """The mesh axes along which a result is split on a factor that no operand has: the attribute `place`."""
+    free = dict(attrs.get("place", ()))
+    if type(attrs.get("place", ())) is not tuple:
+        raise IRTypeError(f"attribute place: expected a tuple of pairs, got {short(attrs['place'])}")
+    for axis, split in free.items():
+        if axis not in mesh.axes or not isinstance(split, Shard):
+            raise IRTypeError(
+                f"attribute place: expected a Shard along an axis of {mesh}, got {split!r} along {axis!r}"
+            )
+    return free
 
 
 def _contiguous(slot: int, t: Tensor, dim: int) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from distir.ir.attributes import declared
 from distir.ir.axes import Factors, Shape, factors
 from distir.ir.errors import IRTypeError, ModelError
 from distir.ir.type import MEAN, REPLICATE, SUM, DType, Partial, Placement, Shard
@@ -17,7 +18,8 @@ LinearSets = tuple[frozenset[int], ...] | str
 class Strand(NamedTuple):
     """One digit through an op: how every operand and result is placed if one of them is split so.
 
-    Operands are Shard or Replicate; results may also be Partial, where the split factor is reduced.
+    Operands are Shard or Replicate; results may also be Partial, where the split factor is reduced, and an operand that
+    is added to such a result.
     """
 
     ins: tuple[Placement, ...]
@@ -34,6 +36,7 @@ class Spec:
 
     __slots__ = (
         "alias",
+        "attributes",
         "axes",
         "bundle",
         "comm",
@@ -63,6 +66,7 @@ class Spec:
 
     def __init__(self, name: str, **fields: Any) -> None:
         self.name = name
+        self.attributes = declared(fields.pop("attributes", ""))
         self.axes: str | Callable[[Attrs, Sequence[Shape]], str] | None = fields.pop("axes", None)
         self.sizes: Callable[[Attrs, Sequence[Shape]], Mapping[str, int]] | None = fields.pop("sizes", None)
         self.infer: Callable[..., Sequence[Shape]] | None = fields.pop("infer", None)
@@ -138,7 +142,7 @@ class Spec:
             return None
         f = self.factors(attrs, ins)
         if f is not None:
-            found = _axes_strand(f, slot, split)
+            found = axes_strand(f, slot, split)
         else:
             found = self.shard(attrs, ins, outs, slot, split, n) if self.shard else None
         if found is None:
@@ -177,7 +181,8 @@ def _linear(sets: Any) -> Any:
     return sets if isinstance(sets, str) or callable(sets) else tuple(frozenset(s) for s in sets)
 
 
-def _axes_strand(f: Factors, slot: int, split: Shard) -> Strand | None:
+def axes_strand(f: Factors, slot: int, split: Shard) -> Strand | None:
+    """The strand of a split of a factor of `axes`; None if it may not be split."""
     name = f.ins[slot][split.dim] if slot >= 0 else f.outs[~slot][split.dim]
     if name is None or f.kinds.get(name) == "whole":
         return None
@@ -206,6 +211,8 @@ _registry: dict[str, Spec] = {}
 def op(name: str, **fields: Any) -> Spec:
     """Define an op. Fields, all optional:
 
+    - `attributes`: those it takes, with their kinds (see `distir.ir.attributes`); none without it. What moves values
+      (`comm`) looks at its own.
     - `axes`: its factors (see `distir.ir.axes`), or a function (attributes, operand shapes) -> text; `sizes`: a
       function (attributes, operand shapes) -> sizes of factors that stand in results only.
     - `infer(attributes, *shapes) -> shapes` and `shard` (a `ShardRule`), for ops that axes cannot say.

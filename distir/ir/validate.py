@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distir.ir.errors import MismatchError
-from distir.ir.function import Attributes, Function, Op, Value, exact
+from distir.ir.function import Attributes, Function, Op, Value
 from distir.ir.pause import no_collection
 from distir.ir.spec import Spec
 from distir.ir.type import Tensor
@@ -24,7 +24,8 @@ Term = Any
 def validate(distributed: Function, source: Function) -> None:
     """Raises MismatchError that names the first output which is not the source's, and where the two part.
 
-    Inputs and outputs correspond by position. Both functions must have been through the same `decompose` (and `pad`).
+    Inputs and outputs correspond by position, and have the same source shapes. Both functions must have
+    been through the same `decompose` (and `pad`).
     """
     terms = _Terms()
     inputs = _correspond(distributed, source)
@@ -37,6 +38,8 @@ def validate(distributed: Function, source: Function) -> None:
             )
         if isinstance(v.type, Tensor) and isinstance(w.type, Tensor) and v.type.erased() is not w.type.erased():
             raise MismatchError(f"output %{w.name}: expected {v.type.erased()}, got {w.type.erased()}")
+        if source.sources.get(v) != distributed.sources.get(w):
+            raise MismatchError(_other_source(f"output %{w.name}", source.sources.get(v), distributed.sources.get(w)))
     mine, theirs = _updates(distributed), _updates(source)
     if mine != theirs:
         raise MismatchError(f"{distributed.name}: expected updates {theirs} (input: output), got {mine}")
@@ -58,7 +61,14 @@ def _correspond(distributed: Function, source: Function) -> list[Term]:
     for v, w in zip(source.inputs, distributed.inputs, strict=True):
         if v.type.erased() is not w.type.erased():
             raise MismatchError(f"input %{w.name}: expected {v.type.erased()}, got {w.type.erased()}")
+        want, got = (x.role.source if x.role else None for x in (v, w))
+        if want != got:
+            raise MismatchError(_other_source(f"input %{w.name}", want, got))
     return list(range(len(source.inputs)))
+
+
+def _other_source(what: str, want: object, got: object) -> str:
+    return f"{what}: expected {f'the source shape {want}' if want else 'no source shape'}, got {got or 'none'}"
 
 
 class _Terms:
@@ -69,11 +79,12 @@ class _Terms:
         self.erased: dict[int, tuple[Attributes, Attributes]] = {}
 
     def attributes(self, attrs: Attributes) -> Attributes:
-        """The attributes, exact, without those that only say where an op is."""
+        """The attributes without those that only say where an op is."""
+        if "device" not in attrs and "place" not in attrs:
+            return attrs
         found = self.erased.get(id(attrs))
         if found is None:
-            bare = attrs.without("device", "place") if "device" in attrs or "place" in attrs else attrs
-            found = self.erased[id(attrs)] = attrs, exact(bare)
+            found = self.erased[id(attrs)] = attrs, attrs.without("device", "place")
         return found[1]
 
     def walk(self, function: Function, args: Sequence[Term]) -> list[Term]:

@@ -260,6 +260,8 @@ def _check_interface(f: Function, defined: set[Value]) -> None:
             wrong = f"expected a parameter or a state, got {old.role}"
         elif not _updates(new.type, old.type):
             wrong = f"expected {_difference(old.type, new.type)}"
+        elif f.sources.get(new) != (old.role.source if old.role else None):
+            wrong = f"expected the input's source shape, {old.role and old.role.source}, got {f.sources.get(new)}"
         if wrong is not None:
             what = f"update of {plain_value(old.name)} by {plain_value(new.name)}"
             raise IRTypeError(f"{plain(f.name)}: {what}: {wrong}")
@@ -271,7 +273,8 @@ def _wrong_role(role: Role, t: Type) -> str | None:
     if not isinstance(t, Tensor):
         return f"expected a tensor, got {t}"
     shape, source = t.global_shape, role.source
-    if role.batch is not None and (role.kind != "data" or not 0 <= role.batch < len(shape)):
+    batch = role.batch
+    if batch is not None and (role.kind != "data" or type(batch) is not int or not 0 <= batch < len(shape)):
         return f"expected the batch among the dims of data, got {t}"
     if source is not None and not _within(source, shape):
         return f"expected a source shape within {shape}, got {source}"
@@ -280,7 +283,7 @@ def _wrong_role(role: Role, t: Type) -> str | None:
 
 def _within(source: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """May padding have enlarged `source` to `shape`?"""
-    return len(source) == len(shape) and all(a <= b for a, b in zip(source, shape, strict=True))
+    return len(source) == len(shape) and all(type(a) is int and 0 <= a <= b for a, b in zip(source, shape, strict=True))
 
 
 def _updates(new: Type, old: Type) -> bool:

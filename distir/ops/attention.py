@@ -167,6 +167,7 @@ def _work(keys: int, values: int) -> Callable[..., tuple[float, float]]:
 
 op(  # q (.., s, e), k (.., t, e), v (.., t, f), a mask that is added -> (.., s, f), and the rows' log-sum-exp, saved
     "Attention",  # a row that may look nowhere (all of it -inf) gives 0, and saves 0
+    attributes="scale:number? causal:flag?",
     axes=_axes(["s e", "t e", "t f"], lambda rank: "... s f, ... s"),
     dtype=_dtypes,
     outputs=2,
@@ -177,6 +178,7 @@ op(  # q (.., s, e), k (.., t, e), v (.., t, f), a mask that is added -> (.., s,
 )
 op(  # the gradients of q, k and v, from these, the two results, the gradient of the first, and the mask
     "AttentionGrad",
+    attributes="scale:number? causal:flag?",
     axes=_axes(["s e", "t e", "t f", "s f", "s", "s f"], lambda rank: "... s e, ... t e, ... t f"),
     dtype=_grad_dtypes(3),
     outputs=3,
@@ -186,6 +188,7 @@ op(  # the gradients of q, k and v, from these, the two results, the gradient of
 )
 op(  # from the same, the gradient of the mask: of use only where it is trained (a bias of positions)
     "AttentionGradMask",
+    attributes="scale:number? causal:flag?",
     axes=_axes(["s e", "t e", "t f", "s f", "s", "s f"], lambda rank: "mask"),
     dtype=_grad_dtypes(1),
     linear=[{5}],

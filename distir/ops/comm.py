@@ -124,11 +124,11 @@ def _slice(attrs: Attrs, t: Type) -> list[Type]:
     return [t.placed(attrs["axis"], _split(attrs), t.piece)]
 
 
-op("MPIAllreduce", comm=_bundled(_allreduce))
-op("MPIAllgather", comm=_allgather)
-op("MPIReduceScatter", comm=_bundled(_reducescatter))
-op("MPIAlltoall", comm=_alltoall)
-op("LocalSlice", comm=_slice, alias=True)
+op("MPIAllreduce", attributes="axis:text", comm=_bundled(_allreduce))
+op("MPIAllgather", attributes="axis:text", comm=_allgather)
+op("MPIReduceScatter", attributes="axis:text dim:split outer:split?", comm=_bundled(_reducescatter))
+op("MPIAlltoall", attributes="axis:text dim:split outer:split?", comm=_alltoall)
+op("LocalSlice", attributes="axis:text dim:split outer:split?", comm=_slice, alias=True)
 
 
 def _to_mesh(attrs: Attrs, t: Type, broadcast: bool) -> list[Type]:
@@ -158,10 +158,18 @@ def _to_device(attrs: Attrs, t: Type, reduce: bool) -> list[Type]:
     return [Tensor(t.dtype, t.global_shape, to)]
 
 
-op("MPIScatter", comm=lambda attrs, t: _to_mesh(attrs, t, False))
-op("MPIBroadcast", comm=lambda attrs, t: _to_mesh(attrs, t, True))
-op("MPIGather", comm=lambda attrs, t: _to_device(attrs, t, False))
-op("MPIReduce", comm=lambda attrs, t: _to_device(attrs, t, True))
+op(
+    "MPIScatter",
+    attributes="to:home placements:placements? message:size?",
+    comm=lambda attrs, t: _to_mesh(attrs, t, False),
+)
+op(
+    "MPIBroadcast",
+    attributes="to:home placements:placements? message:size?",
+    comm=lambda attrs, t: _to_mesh(attrs, t, True),
+)
+op("MPIGather", attributes="to:home message:size?", comm=lambda attrs, t: _to_device(attrs, t, False))
+op("MPIReduce", attributes="to:home message:size?", comm=lambda attrs, t: _to_device(attrs, t, True))
 
 
 def _send(attrs: Attrs, t: Type) -> list[Type]:
@@ -207,8 +215,8 @@ def _restrict(attrs: Attrs, t: Type) -> list[Type]:
     return [Tensor(t.dtype, t.shape, to, kept, t.piece)]
 
 
-op("Send", comm=_send)
-op("Restrict", comm=_restrict, alias=True)
+op("Send", attributes="to:home message:size?", comm=_send)
+op("Restrict", attributes="to:home", comm=_restrict, alias=True)
 
 
 def _accumulate(attrs: Attrs, total: Type, x: Type) -> list[Type]:
@@ -266,4 +274,4 @@ def _call(attrs: Attrs, *types: Type) -> list[Any]:
     return [v.type if moment is None else v.type.at(moment) for v in callee.outputs]
 
 
-op("Call", comm=_call, outputs=lambda attrs: len(attrs["callee"].outputs))
+op("Call", attributes="callee:function mb:size/none?", comm=_call, outputs=lambda attrs: len(attrs["callee"].outputs))

@@ -152,7 +152,13 @@ smooth(
     lambda xp, x, d: d * (2 / math.sqrt(math.pi)) * xp.exp(-x * x),
     torch="erf",
 )
-smooth("Clip", lambda xp, x, min=None, max=None: xp.clip(x, min, max), _within, torch="clip")
+smooth(
+    "Clip",
+    lambda xp, x, min=None, max=None: xp.clip(x, min, max),
+    _within,
+    torch="clip",
+    attributes="min:number/none? max:number/none?",
+)
 
 
 def _flat(name: str, eval: Callable[..., Any], torch: str) -> None:
@@ -175,6 +181,7 @@ def _cast_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value | None]:
 
 op(
     "Cast",
+    attributes="to:dtype",
     axes=points(1),
     dtype=lambda attrs, d: [attrs["to"]],
     # towards integers what is cut off of each part is not what is cut off of the sum
@@ -231,6 +238,7 @@ op(
 )
 op(  # where the condition is `keep`, x, else 0: a Where with 0 that a partial sum may pass
     "Mask",
+    attributes="keep:flag?",
     axes=points(2),
     dtype=_chosen,
     linear=[{1}],

@@ -33,6 +33,8 @@ def _row(names: Sequence[str]) -> str:
 
 def _factors(axis: int, data: int, index: int) -> tuple[list[str], list[str], list[str], list[str]]:
     """Factors of the dims of the table, the indices and the picked rows, and those of the indices alone."""
+    if axis >= data:
+        raise IRTypeError(f"attribute axis: expected a dim of a table of rank {data}, got {axis}")
     rest = [f"r{i}" for i in range(data - 1)]
     each = [f"i{i}" for i in range(index)]
     return [*rest[:axis], "v", *rest[axis:]], each, [*rest[:axis], *each, *rest[axis:]], each
@@ -44,6 +46,8 @@ def _gather_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
 
 
 def _gather_grad_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    if not attrs["rows"] and math.prod(shapes[1]):
+        raise IRTypeError("attribute rows: expected a table in which there are rows, got 0")
     table, each, picked, _ = _factors(_axis(attrs), len(shapes[0]) - len(shapes[1]) + 1, len(shapes[1]))
     return f"{_row(picked)}, {_row(each)} -> {_row(table)} | {_row([f'{e}:sum' for e in each])}"
 
@@ -97,6 +101,7 @@ def _count(o: Op) -> Attrs:
 
 op(  # table (.., v, ..), indices in [-v, v) -> (.., *indices, ..), along `axis`
     "Gather",
+    attributes="axis:dim?",
     axes=_gather_axes,
     dtype=_index_dtype,
     linear=[{0}],
@@ -110,6 +115,7 @@ op(  # table (.., v, ..), indices in [-v, v) -> (.., *indices, ..), along `axis`
 )
 op(  # its gradient, of a table of `rows` rows; these may be split by the attribute `place`
     "GatherGrad",
+    attributes="rows:size axis:index?",
     axes=_gather_grad_axes,
     sizes=lambda attrs, shapes: {"v": attrs["rows"]},
     dtype=_index_dtype,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from distir.ir.axes import Shape
+from distir.ir.axes import Factors, Shape, factors
 from distir.ir.function import FunctionMaker, Op, Value
-from distir.ir.spec import Attrs, op
+from distir.ir.spec import Attrs, Strand, axes_strand, op
+from distir.ir.type import SUM, Shard
 from distir.ops.rules import all_same, letters, same, scalar, shape_of, sum_to, swap_last
 
 
@@ -63,12 +65,22 @@ op(  # both gradients at once, for backward passes written by hand
 )
 
 
-def _gemm_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
-    a = "k m" if attrs.get("transA") else "m k"
+def _gemm_factors(attrs: Attrs, shapes: Sequence[Shape]) -> Factors:
+    """`a` may be many matrices, if it is not transposed."""
+    a = "k m" if attrs.get("transA") else "... m k"
     b = "n k" if attrs.get("transB") else "k n"
-    c = ["", ", n", ", m n"][len(shapes[2])] if len(shapes) > 2 else None
-    # with a bias, a split k would add it on every device
-    return f"{a}, {b} -> m n | k:whole" if c is None else f"{a}, {b}{c or ', '} -> m n | k:whole"
+    c = ["", ", ", ", n", ", m n"][1 + len(shapes[2]) if len(shapes) > 2 else 0]
+    return factors(f"{a}, {b}{c} -> {'' if attrs.get('transA') else '... '}m n | k:sum", shapes)
+
+
+def _gemm_shard(
+    attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
+) -> Strand | None:
+    """Where k is split, what is added is a partial sum, too: a whole one would be added on every device."""
+    strand = axes_strand(_gemm_factors(attrs, ins), slot, split)
+    if strand is None or len(ins) < 3 or strand.outs != (SUM,):
+        return strand
+    return Strand((*strand.ins[:2], SUM), strand.outs)
 
 
 def _gemm(xp: Any, a: Any, b: Any, c: Any = None, **attrs: Any) -> Any:
@@ -92,10 +104,13 @@ def _scaled(f: FunctionMaker, v: Value, by: float) -> Value:
 
 op(
     "Gemm",
-    axes=_gemm_axes,
+    attributes="alpha:number? beta:number? transA:flag? transB:flag?",
+    infer=lambda attrs, *shapes: _gemm_factors(attrs, shapes).out_shapes(),
+    shard=_gemm_shard,
+    linear=[{0, 2}, {1, 2}],
     dtype=same,
     weight=1,
-    work=lambda attrs, ins, outs: (2.0 * ins[0][0] * ins[0][1] * outs[0][1], 0.0),
+    work=lambda attrs, ins, outs: (2.0 * math.prod(ins[0]) * outs[0][-1], 0.0),
     eval=_gemm,
     decompose=_gemm_decompose,
 )

@@ -21,8 +21,22 @@ def _loss_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
     return [sum_to(f, slope, o.inputs[0]), f.emit("Neg", sum_to(f, slope, o.inputs[1]))]
 
 
-op("Loss", axes=points(2), dtype=same, eval=lambda xp, a, z, N=1: (a - z) ** 2 / N, grad=_loss_grad)
-op("LossGrad", axes=points(2), dtype=same, linear=[{0, 1}], eval=lambda xp, a, z, N=1: 2 * (a - z) / N)
+op(
+    "Loss",
+    attributes="N:number?",
+    axes=points(2),
+    dtype=same,
+    eval=lambda xp, a, z, N=1: (a - z) ** 2 / N,
+    grad=_loss_grad,
+)
+op(
+    "LossGrad",
+    attributes="N:number?",
+    axes=points(2),
+    dtype=same,
+    linear=[{0, 1}],
+    eval=lambda xp, a, z, N=1: 2 * (a - z) / N,
+)
 
 # ---------------------------------------------------------------- a reduction: "mean", "sum" or "none"
 
@@ -68,7 +82,7 @@ def _mse_decompose(f: FunctionMaker, o: Op) -> list[Value]:
     return [f.emit("Div", total, scalar(f, float(math.prod(shape_of(a))), a))]
 
 
-op("MSELoss", infer=_mse_infer, dtype=same, eval=_mse, decompose=_mse_decompose)
+op("MSELoss", attributes="reduction:text?", infer=_mse_infer, dtype=same, eval=_mse, decompose=_mse_decompose)
 
 # ---------------------------------------------------------------- cross-entropy: logits (.., v), labels (..)
 
@@ -112,6 +126,7 @@ def _cross_entropy_decompose(f: FunctionMaker, o: Op) -> list[Value]:
 
 op(  # ignored labels count neither in the sum nor in the mean; class dim last
     "SoftmaxCrossEntropyLoss",
+    attributes="ignore_index:int/none? reduction:text?",
     infer=_labelled,
     dtype=_label_dtype,
     eval=_cross_entropy,
@@ -189,6 +204,7 @@ def _logit_sums(xp: Any, x: Any, label: Any, top: Any, start: int) -> tuple[Any,
 
 op(  # logits, labels -> the rows' losses, 0 for ignored labels, and the log-sum-exp of their logits, saved
     "CrossEntropy",
+    attributes="ignore_index:int/none?",
     axes=_of_labels("... v, ... -> ..., ... | v:whole"),
     dtype=_rows_dtype,
     outputs=2,
@@ -201,6 +217,7 @@ op(  # logits, labels -> the rows' losses, 0 for ignored labels, and the log-sum
 )
 op(  # the gradient of the logits, from these, the labels, what is saved, and the rows' gradients
     "CrossEntropyGrad",
+    attributes="ignore_index:int/none?",
     axes=_of_labels("... v, ..., ..., ... -> ... v"),
     dtype=_slope_dtype,
     linear=[{3}],

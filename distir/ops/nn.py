@@ -46,10 +46,11 @@ def _emit_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
     return [f.add_op(name, None, [o.outputs[0], d], o.attributes)]
 
 
-op("Softmax", axes=_along(1), eval=_softmax, grad=_emit_grad, torch="softmax")
-op("LogSoftmax", axes=_along(1), eval=_log_softmax, grad=_emit_grad, torch="log_softmax")
+op("Softmax", attributes="axis:axis?", axes=_along(1), eval=_softmax, grad=_emit_grad, torch="softmax")
+op("LogSoftmax", attributes="axis:axis?", axes=_along(1), eval=_log_softmax, grad=_emit_grad, torch="log_softmax")
 op(
     "SoftmaxGrad",
+    attributes="axis:axis?",
     axes=_along(2),
     dtype=same,
     linear=[{1}],
@@ -57,6 +58,7 @@ op(
 )
 op(
     "LogSoftmaxGrad",
+    attributes="axis:axis?",
     axes=_along(2),
     dtype=same,
     linear=[{1}],
@@ -152,6 +154,7 @@ def _norm_results(attrs: Attrs) -> int:
 
 op(  # x, gain and, if there is one, bias
     "LayerNormalization",
+    attributes="axis:axis? epsilon:number?",
     axes=_norm_axes("xww", "x"),
     dtype=same,
     weight=1,
@@ -160,6 +163,7 @@ op(  # x, gain and, if there is one, bias
 )
 op(  # the same, and the mean and one over the deviation of each row
     "LayerNorm",
+    attributes="axis:axis? epsilon:number?",
     axes=_norm_axes("xww", "xmm"),
     dtype=_statistics_dtype,
     outputs=3,
@@ -170,6 +174,7 @@ op(  # the same, and the mean and one over the deviation of each row
 )
 op(  # the gradients of x, gain and bias
     "LayerNormGrad",
+    attributes="axis:axis? bias:flag?",
     axes=_norm_axes("xwmmx", "xww"),
     dtype=_norm_grad_dtype,
     outputs=_norm_results,
@@ -196,4 +201,4 @@ def _gelu_slope(xp: Any, x: Any, d: Any, approximate: str = "none") -> Any:
     return d * (0.5 * (1 + xp.erf(x * math.sqrt(0.5))) + x * density)
 
 
-smooth("Gelu", _gelu, _gelu_slope, torch="nn.functional.gelu")
+smooth("Gelu", _gelu, _gelu_slope, torch="nn.functional.gelu", attributes="approximate:none|tanh?")

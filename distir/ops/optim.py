@@ -77,6 +77,7 @@ def _sgd(
 
 op(  # (w, g) -> w; with momentum (w, g, m) -> w, m; with dampening also the number of this step, from 1
     "SGD",
+    attributes="lr:number momentum:number? dampening:number? weight_decay:number? nesterov:flag?",
     axes=_sgd_axes,
     dtype=lambda attrs, *dtypes: same(attrs, *dtypes[: _sgd_count(attrs) + 1]) * _sgd_count(attrs),
     outputs=_sgd_count,
@@ -123,6 +124,7 @@ def _adamw_dtype(attrs: Attrs, *dtypes: DType) -> list[DType]:
 
 op(  # (w, g, m, v, step) -> w, m, v; step is the number of this step, from 1
     "AdamW",
+    attributes="lr:number? betas:pair? eps:number? weight_decay:number?",
     axes=_adamw_axes,
     dtype=_adamw_dtype,
     outputs=3,

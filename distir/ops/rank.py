@@ -37,5 +37,9 @@ def _receive(attrs: Attrs) -> list[Type]:
     ]
 
 
-op("MPISend", comm=_send, outputs=0)
-op("MPIRecv", comm=_receive)
+op("MPISend", attributes="to:home placements:placements? message:size", comm=_send, outputs=0)
+op(
+    "MPIRecv",
+    attributes="source:home to:home dtype:dtype shape:sizes placements:placements? piece:piece? message:size",
+    comm=_receive,
+)

@@ -42,8 +42,15 @@ def _sum_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
     return [d if shape_of(d) == shape else f.emit("Expand", d, shape=shape)]
 
 
-op("ReduceSum", axes=_axes("sum"), linear=[{0}], eval=_over("sum"), grad=_sum_grad)
-op("ReduceProd", axes=_axes("whole"), eval=_over("prod"))
+op(
+    "ReduceSum",
+    attributes="axes:dims keepdims:flag?",
+    axes=_axes("sum"),
+    linear=[{0}],
+    eval=_over("sum"),
+    grad=_sum_grad,
+)
+op("ReduceProd", attributes="axes:dims keepdims:flag?", axes=_axes("whole"), eval=_over("prod"))
 
 
 def _extreme_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
@@ -62,10 +69,11 @@ def _extreme_slope(xp: Any, x: Any, y: Any, d: Any, axes: tuple[int, ...]) -> An
     return xp.where(hit, d / xp.sum(hit, axis=axes, keepdims=True, dtype=x.dtype), 0)
 
 
-op("ReduceMax", axes=_axes("max"), eval=_over("max"), grad=_extreme_grad)
-op("ReduceMin", axes=_axes("whole"), eval=_over("min"), grad=_extreme_grad)
+op("ReduceMax", attributes="axes:dims keepdims:flag?", axes=_axes("max"), eval=_over("max"), grad=_extreme_grad)
+op("ReduceMin", attributes="axes:dims keepdims:flag?", axes=_axes("whole"), eval=_over("min"), grad=_extreme_grad)
 op(  # of ReduceMax and ReduceMin: elements that are alike share it
     "ReduceMaxGrad",
+    attributes="axes:dims",
     axes=_extreme_axes,
     dtype=same,
     linear=[{2}],
@@ -81,6 +89,7 @@ def _mean_decompose(f: FunctionMaker, o: Op) -> list[Value]:
 
 op(
     "ReduceMean",
+    attributes="axes:dims keepdims:flag?",
     axes=_axes("mean"),
     eval=lambda xp, x, axes, keepdims=0: (
         xp.sum(x, axis=axes, keepdims=bool(keepdims)) / math.prod(x.shape[i] for i in axes)

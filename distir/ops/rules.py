@@ -118,7 +118,12 @@ def swap_last(f: FunctionMaker, v: Value) -> Value:
 
 
 def smooth(
-    name: str, eval: Callable[..., Any], slope: Callable[..., Any], saved: str = "x", torch: str | None = None
+    name: str,
+    eval: Callable[..., Any],
+    slope: Callable[..., Any],
+    saved: str = "x",
+    torch: str | None = None,
+    attributes: str = "",
 ) -> None:
     """An op on the points of one operand and, as `<name>Grad`, its gradient.
 
@@ -130,5 +135,5 @@ def smooth(
         v = o.inputs[0] if saved == "x" else o.outputs[0]
         return [f.add_op(f"{name}Grad", None, [v, d], o.attributes)]
 
-    op(name, axes=points(1), eval=eval, grad=grad, torch=torch)
-    op(f"{name}Grad", axes=points(2), dtype=same, linear=[{1}], eval=slope)
+    op(name, axes=points(1), attributes=attributes, eval=eval, grad=grad, torch=torch)
+    op(f"{name}Grad", axes=points(2), attributes=attributes, dtype=same, linear=[{1}], eval=slope)

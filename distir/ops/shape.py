@@ -10,7 +10,7 @@ from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, Strand, op
-from distir.ir.type import Shard, Tensor
+from distir.ir.type import DType, Shard, Tensor
 from distir.ops.rules import expect_shape, known, letters, no_grad, passed, points, same, shape_of, sum_to
 
 
@@ -32,11 +32,25 @@ def _constant_infer(attrs: Attrs) -> list[Shape]:
     shape = attrs.get("shape", ())
     if math.prod(shape) != len(attrs["value"]):
         raise IRTypeError(f"attribute value: expected {math.prod(shape)} numbers, got {len(attrs['value'])}")
+    dtype = attrs["dtype"]
+    if dtype.kind != "float":
+        low, high = _RANGES[dtype.name]
+        for x in attrs["value"]:
+            if isinstance(x, float) or not low <= x <= high:
+                raise IRTypeError(f"attribute value: expected numbers of {dtype}, got {x!r}")
     return [shape]
 
 
+_RANGES = {"bool": (0, 1)} | {
+    d.name: (0, 2 ** (8 * d.size) - 1) if d.name[0] == "u" else (-(2 ** (8 * d.size - 1)), 2 ** (8 * d.size - 1) - 1)
+    for d in DType.all.values()
+    if d.kind == "int"
+}
+"""The least and the largest number of each dtype that is not floating."""
+
 op(
     "Constant",
+    attributes="value:numbers dtype:dtype shape:sizes?",
     infer=_constant_infer,
     dtype=lambda attrs: [attrs["dtype"]],
     eval=lambda xp, value, dtype, shape=(): xp.constant(value, shape, dtype),
@@ -58,6 +72,7 @@ def _transpose_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
 
 op(
     "Transpose",
+    attributes="perm:order",
     axes=_transpose_axes,
     linear=[{0}],
     eval=lambda xp, a, perm: xp.permute_dims(a, perm),
@@ -112,6 +127,7 @@ def _reshape_shard(
 
 op(
     "Reshape",
+    attributes="shape:ints",
     infer=_reshape_infer,
     shard=_reshape_shard,
     linear=[{0}],
@@ -167,6 +183,7 @@ def _split_grad(f: FunctionMaker, o: Op, *d: Value | None) -> list[Value]:
 
 op(
     "Split",
+    attributes="axis:dim parts:count? sizes:sizes?",
     infer=lambda attrs, a: [_with(a, attrs["axis"], s) for s in _sizes(attrs, a[attrs["axis"]])],
     dtype=lambda attrs, d: [d] * (attrs.get("parts") or len(attrs["sizes"])),
     outputs=lambda attrs: attrs.get("parts") or len(attrs["sizes"]),
@@ -204,6 +221,7 @@ def _concat_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
 
 op(
     "Concat",
+    attributes="axis:dim",
     infer=_concat_infer,
     dtype=same,
     shard=_concat_shard,
@@ -256,6 +274,7 @@ def _slice_grad_eval(xp: Any, d: Any, shape: Shape, **attrs: Any) -> Any:
 
 op(
     "Slice",
+    attributes="starts:ints ends:ints axes:dims steps:ints",
     infer=_slice_infer,
     shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, attrs["axes"]),
     linear=[{0}],
@@ -263,9 +282,17 @@ op(
     grad=lambda f, o, d: [f.emit("SliceGrad", d, shape=shape_of(o.inputs[0]), **o.attributes)],
     alias=True,
 )
+
+
+def _slice_grad_infer(attrs: Attrs, d: Shape) -> list[Shape]:
+    expect_shape(0, d, _slice_infer(attrs, attrs["shape"])[0])
+    return [attrs["shape"]]
+
+
 op(
     "SliceGrad",
-    infer=lambda attrs, d: [attrs["shape"]],
+    attributes="starts:ints ends:ints axes:dims steps:ints shape:sizes",
+    infer=_slice_grad_infer,
     shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, attrs["axes"]),
     linear=[{0}],
     local=_here,
@@ -285,6 +312,7 @@ def _expand_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
 
 op(
     "Expand",
+    attributes="shape:sizes",
     axes=_expand_axes,
     sizes=lambda attrs, shapes: dict(zip(letters(len(attrs["shape"])), attrs["shape"], strict=True)),
     linear=[{0}],
@@ -309,6 +337,7 @@ def _resized(attrs: Attrs, shape: Shape, larger: bool) -> list[Shape]:
 
 op(  # dim grows to `size`, by `value` at the end
     "PadTo",
+    attributes="dim:dim size:size value:number?",
     infer=lambda attrs, shape: _resized(attrs, shape, True),
     shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, (attrs["dim"],)),
     linear=lambda attrs: [] if attrs.get("value") else [{0}],
@@ -317,6 +346,7 @@ op(  # dim grows to `size`, by `value` at the end
 )
 op(  # dim shrinks to `size`, at the end
     "CutTo",
+    attributes="dim:dim size:size",
     infer=lambda attrs, shape: _resized(attrs, shape, False),
     shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, (attrs["dim"],)),
     linear=[{0}],
@@ -335,6 +365,7 @@ def _fill_eval(xp: Any, x: Any, start: int, dim: int, size: int, value: float = 
 
 op(  # `value` in place of what stands in dim from index `size` on; the dim may be split
     "FillTail",
+    attributes="dim:dim size:size value:number?",
     axes=points(1),
     index=lambda attrs: (0, attrs["dim"]),
     linear=lambda attrs: [] if attrs.get("value") else [{0}],

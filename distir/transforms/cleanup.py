@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value, exact
+from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor
 
@@ -83,7 +83,7 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
     for source in function.ops:
         op = _rebuilt(source, env, made)
         op = _folded(op, numbers, evaluate) if evaluate else op
-        key = (op.spec, exact(op.attributes), op.inputs, op.of)
+        key = (op.spec, op.attributes, op.inputs, op.of)
         first = seen.get(key)
         stays = op.spec.comm is not None or not outputs.isdisjoint(op.outputs)
         undone = _undone(op, makers) if op.spec in views and not (stays or first or source in forward) else None

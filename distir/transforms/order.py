@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distir.ir.device import Device, Mesh
-from distir.ir.errors import ModelError
+from distir.ir.errors import IRTypeError, ModelError
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor
+from distir.ir.verify import verify
 from distir.ops.comm import ALONG_AXIS
+from distir.transforms.ahead import posted_ahead
 from distir.transforms.project import RankProgram, homes_of
 
 Names = tuple[str, ...]
@@ -29,6 +31,20 @@ class Meeting(NamedTuple):
     who: frozenset[int]
     """The programs that take part, by number."""
     op: Op
+
+
+def check_programs(programs: Sequence[RankProgram]) -> None:
+    """Raises ModelError, naming ranks and ops, unless the programs of all ranks are well typed, with their receives
+    posted ahead, and fit together (see `check_order`)."""
+    checked: set[Function] = set()
+    for p in programs:
+        if p.function not in checked:
+            checked.add(p.function)
+            try:
+                verify(posted_ahead(p).function)
+            except IRTypeError as e:
+                raise IRTypeError(f"rank {p.rank}: {e.message}", e.hint) from None
+    check_order(programs)
 
 
 def check_order(programs: Sequence[RankProgram]) -> None:

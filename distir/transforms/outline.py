@@ -30,7 +30,8 @@ gives is on its way."""
 def outline(function: Function, sort: Callable[[Op], Sort]) -> Function:
     """The function, and all that it calls, with runs of at least two ops as calls.
 
-    Inputs, outputs and what is computed stay the same.
+    Inputs, outputs and what is computed stay the same. Which forward op one is `of` is not kept: it may be in another
+    run.
     """
     return _outlined(function, sort, {})
 
@@ -102,9 +103,9 @@ def _ended(run: list[Op], after: list[Op]) -> Iterator[list[Op]]:
 def _calling(op: Op, sort: Callable[[Op], Sort], done: dict[Function, Function]) -> Op:
     """The op; if it is a call, of what its callee has become."""
     if op.callee is None:
-        return op
+        return op if op.of is None else Op(op.spec, op.inputs, op.attributes, op.outputs)
     attributes = Attributes({**op.attributes, "callee": _outlined(op.callee, sort, done)})
-    return Op(op.spec, op.inputs, attributes, op.outputs, op.of)
+    return Op(op.spec, op.inputs, attributes, op.outputs)
 
 
 def _call(name: str, ops: Sequence[Op], results: Sequence[Value]) -> Op:
@@ -118,6 +119,6 @@ def _call(name: str, ops: Sequence[Op], results: Sequence[Value]) -> Op:
     made = {v for op in ops for v in op.outputs}
     operands = tuple(dict.fromkeys([v for op in ops for v in op.inputs if v not in made]))
     inputs = own(operands)
-    body = tuple([Op(op.spec, own(op.inputs), op.attributes, own(op.outputs), op.of) for op in ops])
+    body = tuple([Op(op.spec, own(op.inputs), op.attributes, own(op.outputs)) for op in ops])
     callee = Function(name, inputs, body, own(results))
     return Op(CALL, operands, Attributes(callee=callee), tuple(results))

@@ -61,9 +61,10 @@ def pad_like(function: Function, padded: Function) -> Function:
     graph = graph_of(function)
     starts = [
         (i, Shard(dim))
-        for i, w in enumerate(padded.inputs)
-        for dim, size in enumerate(w.role.source if w.role and w.role.source else ())
-        if size != shape_of(w)[dim]
+        for i, (v, w) in enumerate(zip(function.inputs, padded.inputs, strict=False))
+        if w.role and w.role.source
+        for dim, (size, larger) in enumerate(zip(shape_of(v), shape_of(w), strict=False))
+        if size < larger
     ]
     classes = Classes(graph, 1, starts)
     members = classes.members()
@@ -112,7 +113,7 @@ class _Padder:
         if role is None and v in self.weights:
             role = Role("parameter")  # once one input has a role, roles say which are weights
         if t.shape != before:
-            role = Role(role.kind if role else "data", role.batch if role else None, before)
+            role = Role(role.kind if role else "data", role.batch if role else None, (role and role.source) or before)
         self.env[v] = self.maker.add_input_value(v.name, t, role)
         for d, (n, m) in enumerate(zip(before, t.shape, strict=True)):
             if n != m:
@@ -169,14 +170,19 @@ class _Padder:
         return self.filled[key]
 
     def _result(self, op: Op, strand: Strand, ins: Sequence[Value], made: Op) -> None:
-        """A result's padding is 0 if the op is linear in operands whose padding is 0, keeps zero, or scatters."""
+        """A result's padding is 0 if the op is linear in operands whose padding is 0, or keeps zero.
+
+        Or if it scatters: what it is given goes where indices say, which point to no padding.
+        """
         along = {k: p.dim for k, p in enumerate(strand.ins) if isinstance(p, Shard)}
         known = {k: self.tail.get((ins[k], dim)) for k, dim in along.items()}
         if any(x is None or math.isinf(x) for x in known.values()):
             return  # nothing times infinity is not nothing
         zero = {k for k, x in known.items() if x == 0.0}
         linear = any(s <= zero for s in op.spec.linear_sets(len(ins), op.attributes))
-        if not along or linear or (op.spec.keeps_zero and len(zero) == len(along)):
+        indexed = op.spec.indexed(op.attributes)
+        scatters = not along and indexed is not None and indexed[0] < 0
+        if scatters or (along and linear) or (op.spec.keeps_zero and len(zero) == len(along) > 0):
             for v, p in zip(made.outputs, strand.outs, strict=True):
                 if isinstance(p, Shard):
                     self.tail[v, p.dim] = 0.0

@@ -114,10 +114,26 @@ def _cut(placed: Function, parts: int, microbatches: int, cost: StageCost, overl
     return cut_bodies(*cut_stages(placed, parts, microbatches, cost, turn), overlap, turn)
 
 
+class Prepared(NamedTuple):
+    """A source on the way to what a distributed program is compared with: as given, and after each rewrite of it."""
+
+    source: Function
+    fused: Function
+    parts: Function
+    padded: Function
+
+
+def prepared(distributed: Function, function: Function) -> Prepared:
+    """A distributed program's source, fused, decomposed and padded as it was."""
+    whole = any(op.spec.decompose is not None for f in (distributed, *distributed.callees()) for op in f.ops)
+    fused = fuse(function)
+    parts = decompose(fused, not whole)
+    return Prepared(function, fused, parts, pad_like(parts, distributed))
+
+
 def source_of(distributed: Function, function: Function) -> Function:
     """What a distributed program is compared with: its source, fused, decomposed and padded as it was."""
-    whole = any(op.spec.decompose is not None for f in (distributed, *distributed.callees()) for op in f.ops)
-    return pad_like(decompose(fuse(function), not whole), distributed)
+    return prepared(distributed, function).padded
 
 
 def stage_meshes(

@@ -7,7 +7,7 @@
     %m = MatMulGradWeight(%x, %d)
     %g = Transpose(%m, perm=(1, 0))      %g = MatMulGradWeight(%d, %x)
 
-The result is for executors: the first operand may have more dims than a Gemm's has, and no placement rule is asked.
+The result is for executors: what could be split before need not be any more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ ADD, MATMUL, WEIGHT, TRANSPOSE, GEMM = map(lookup, ("Add", "MatMul", "MatMulGrad
 
 @kept
 def recompose(function: Function) -> Function:
-    """The function with those ops joined. Its inputs, its outputs, calls and communication stay as they are."""
+    """The function with those ops joined. Its inputs, its outputs, calls and communication stay as they are.
+
+    Of ops that are joined none is a forward op (`of`) any more.
+    """
     used = _uses(function.ops, function.outputs)
     products = {op.outputs[0]: op for op in function.ops if op.spec in (MATMUL, WEIGHT) and used[op.outputs[0]] == 1}
     swapped = {op.outputs[0]: op.inputs[0] for op in function.ops if _swaps(op)}
@@ -36,7 +39,12 @@ def recompose(function: Function) -> Function:
     for spec in (WEIGHT, MATMUL, TRANSPOSE):  # what has become part of another op is not used any more
         left = _uses(ops, function.outputs)
         ops = [op for op in ops if op.spec is not spec or left[op.outputs[0]] or not used[op.outputs[0]]]
-    return Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources)
+    made: dict[Op, Op] = {}
+    for op in ops:
+        of = made.get(op.of) if op.of else None
+        made[op] = op if of is op.of else Op(op.spec, op.inputs, op.attributes, op.outputs, of)
+    ops = tuple(made.values())
+    return Function(function.name, function.inputs, ops, function.outputs, function.updates, function.sources)
 
 
 def _uses(ops: Iterable[Op], outputs: Sequence[Value]) -> Counter[Value]:

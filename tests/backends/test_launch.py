@@ -18,16 +18,18 @@ import numpy as np
 import pytest
 import torch
 
+from distir.backends import launch
 from distir.backends.launch import RunResult, run
 from distir.backends.limits import STAGED, backend_on, check_backend, check_memory, out_of_memory, place_of
 from distir.backends.worker import _failure
 from distir.executor.sequential import SequentialExecutor
 from distir.ir.device import Device, Mesh
-from distir.ir.errors import InfeasibleError, UsageError, WorkerError
-from distir.ir.function import Function, FunctionMaker, Role
+from distir.ir.errors import InfeasibleError, IRTypeError, UsageError, WorkerError
+from distir.ir.function import Function, FunctionMaker, Op, Role, Value
 from distir.ir.type import REPLICATE, Float32, Float64, Shard, Tensor
 from distir.ops.rules import tensor
 from distir.transforms.parallel3d import parallel_transform_3d
+from distir.transforms.project import RankProgram, project_all
 from distir.transforms.training import SGD, initial_state, training_step
 from tests.backends.test_transports import everything
 
@@ -388,6 +390,33 @@ def test_what_is_refused_before_anything_starts():
         run(main, arrays, bytes_per_rank=1 << 50)
     with pytest.raises(UsageError, match="has 2 inputs, got 1"):
         run(main, arrays[:1])
+
+
+def test_programs_of_ranks_are_verified_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    """Without a sum over devices that all ranks have lost: nothing of the order in which they meet shows it."""
+
+    def lossy(program: Function) -> list[RankProgram]:
+        first, *others = project_all(program)
+        f = first.function
+        ops: list[Op] = []
+        env: dict[Value, Value] = {}
+        for op in f.ops:
+            if op.op_type == "MPIAllreduce":
+                env[op.outputs[0]] = op.inputs[0]
+            else:
+                ops.append(Op(op.spec, tuple([env.get(v, v) for v in op.inputs]), op.attributes, op.outputs))
+        new = Function(f.name, f.inputs, tuple(ops), f.outputs, f.updates)
+        return [p._replace(function=new) for p in (first, *others)]
+
+    f = FunctionMaker("main")
+    mesh = Mesh([Device("cpu", 0), Device("cpu", 1)], {"dp": 2}, "m")
+    x = f.add_input_value("x", Tensor(Float64, (4,), mesh, [Shard(0)]))
+    total = f.emit("MPIAllreduce", f.emit("ReduceSum", x, axes=(0,), keepdims=0), axis="dp")
+    f.set_outputs([f.emit("Exp", total)])
+    monkeypatch.setattr(launch, "project_all", lossy)
+    monkeypatch.setattr(launch, "_Run", lambda *given: pytest.fail("ranks were started"))
+    with pytest.raises(IRTypeError, match=r"rank 0: main: op 1 .*Exp.*: expected Replicate, got Partial"):
+        run(f.finalize(), [np.ones(8)])
 
 
 def test_nccl_needs_gpus(monkeypatch: pytest.MonkeyPatch):

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from distir.backends import lowering
 from distir.backends.comm import Network
 from distir.backends.lowering import Lowering
 from distir.backends.torch import TorchRank, python_source
 from distir.executor.sequential import SequentialExecutor
 from distir.ir.device import Device, Mesh
-from distir.ir.errors import UsageError
-from distir.ir.function import Function, FunctionMaker
+from distir.ir.errors import IRTypeError, UsageError
+from distir.ir.function import Function, FunctionMaker, Op
 from distir.ir.type import SUM, Float64, Shard, Tensor
 
 CPU = torch.device("cpu")
@@ -163,3 +164,21 @@ def test_an_input_that_was_never_loaded():
         rank.step()
     with pytest.raises(UsageError, match=r"expected shape \(2,\), got \(3,\)"):
         rank.load({1: np.zeros(3)})
+
+
+def test_what_runs_is_verified(monkeypatch: pytest.MonkeyPatch):
+    """A pass of one rank that loses a sum over devices: no matter that all ranks lose it."""
+    f = FunctionMaker("main")
+    mesh = Mesh([Device("cpu", 0), Device("cpu", 1)], {"dp": 2}, "m")
+    total = f.emit("MPIAllreduce", f.add_input_value("x", Tensor(Float64, (4,), mesh, [SUM])), axis="dp")
+    f.set_outputs([f.emit("Exp", total)])
+    program = f.finalize()
+    assert "allreduce_dp(" in lowered(program)
+
+    def lossy(f: Function) -> Function:
+        ops = tuple([Op(op.spec, f.inputs, op.attributes, op.outputs) for op in f.ops if op.op_type == "Exp"])
+        return Function(f.name, f.inputs, ops, f.outputs)
+
+    monkeypatch.setattr(lowering, "recompose", lossy)
+    with pytest.raises(IRTypeError, match=r"Exp: on mesh axis 'dp': operand 0 .%x.: expected Replicate, got Partial"):
+        lowered(program)

@@ -98,5 +98,5 @@ def pipeline() -> Function:
         grads = list(f.add_op("Call", None, [w, y, *grads], {"mb": mb}, [last if grads else first], ["dw", "loss"]))
     new, loss = f.add_op("Call", None, [w, *grads], {}, [update], ["w.new", "loss"])
     f.set_outputs([loss, new])
-    f.updates[new] = w
+    f.updates[new], f.sources[new] = w, (WIDTH, HIDDEN - 1)
     return f.finalize()

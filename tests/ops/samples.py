@@ -172,6 +172,8 @@ SAMPLES = [
     sample("Gemm", real(6, 4), real(12, 6), real(4, 12), transA=1, transB=1, alpha=0.5, beta=2.0),
     sample("Gemm", real(4, 6), real(6, 12), real(), beta=3.0),
     sample("Gemm", real(4, 6), real(6, 12)),
+    sample("Gemm", real(4, 2, 6), real(6, 12), real(12)),
+    sample("Gemm", real(2, 4, 6), real(12, 6), real(4, 12), transB=1, alpha=0.5, beta=2.0),
     # reduce
     *[sample(name, real(4, 2, 6), axes=(0, 2), keepdims=1) for name in ["ReduceSum", "ReduceMax", "ReduceMin"]],
     *[sample(name, real(4, 6), axes=(1,), keepdims=0) for name in ["ReduceSum", "ReduceMax", "ReduceMean"]],

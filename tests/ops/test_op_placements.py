@@ -59,13 +59,9 @@ def test_a_contracted_factor_leaves_a_partial_sum():
 
 def test_a_bias_is_not_added_on_every_device():
     refused("operand 0: .* Add is not linear", "Add", ((4, 6), SUM), ((6,), R))
-    refused(
-        r"operand 0 of shape \(4, 6\) may not be split",
-        "Gemm",
-        ((4, 6), Shard(1)),
-        ((6, 8), Shard(0)),
-        ((8,), R),
-    )
+    product = ((4, 6), Shard(1)), ((6, 8), Shard(0))
+    refused("operand 2: expected Partial, got Replicate, with operand 0 split", "Gemm", *product, ((8,), R))
+    assert results("Gemm", *product, ((8,), SUM)) == [SUM]
     assert results("Add", ((4, 6), SUM), ((6,), SUM)) == [SUM]
 
 

@@ -202,7 +202,7 @@ class Mutator:
 
         def more(m: Rebuild, op: Op, ins: list[Value]) -> list[Value]:
             first, *rest = m.add(op.spec, ins, op.attributes, op.outputs)
-            return [*m.add(lookup(kind), [first], {"axis": axis, "dim": 0}, op.outputs[:1]), *rest]
+            return [*m.add(lookup(kind), [first], _taken(kind, {"axis": axis, "dim": 0}), op.outputs[:1]), *rest]
 
         return self.fault(site, f"followed by {kind} over {axis}", more)
 
@@ -219,7 +219,7 @@ class Mutator:
         return self.fault(
             site,
             f"as {kind}",
-            lambda m, op, ins: m.add(lookup(kind), ins, {**attributes, **op.attributes}, op.outputs),
+            lambda m, op, ins: m.add(lookup(kind), ins, _taken(kind, {**attributes, **op.attributes}), op.outputs),
         )
 
     def _dim(self) -> Fault | None:
@@ -409,7 +409,9 @@ class Mutator:
         if site is None:
             return None
         name = self.other(next(row for row in families if site.op.op_type in row), site.op.op_type)
-        return self.fault(site, f"as {name}", lambda m, op, ins: m.add(lookup(name), ins, op.attributes, op.outputs))
+        return self.fault(
+            site, f"as {name}", lambda m, op, ins: m.add(lookup(name), ins, _taken(name, op.attributes), op.outputs)
+        )
 
     def _update(self) -> Fault | None:
         """The next values of two inputs swapped."""
@@ -442,6 +444,11 @@ def mutants(programs: Sequence[Function], count: int, seed: int = 0) -> Iterator
 
 def _is(name: str) -> Callable[[Op], bool]:
     return lambda op: op.op_type == name
+
+
+def _taken(kind: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the attributes that an op of this kind takes: others are refused whatever else is wrong."""
+    return {name: x for name, x in attributes.items() if name in lookup(kind).attributes}
 
 
 def _moves(op: Op) -> bool:

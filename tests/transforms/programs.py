@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distir.api.road import validate
 from distir.executor.sequential import SequentialExecutor, Tap
 from distir.importer import import_from_onnx
-from distir.ir import Device, Function, FunctionMaker, Value, validate, verify
+from distir.ir import Device, Function, FunctionMaker, Value, verify
 from distir.ir.type import Float64, Tensor
 from distir.models.gpt import gpt
-from distir.transforms.parallel3d import Distributed, distribute, source_of
+from distir.transforms.parallel3d import Distributed, distribute
 from distir.transforms.precision import with_dtype
 from distir.transforms.training import SGD, AdamW, training_step
 
@@ -192,7 +193,7 @@ def distributed(program: Program, plan: Plan) -> Distributed:
     )
     verify(result.placed)
     verify(result.program)
-    validate(result.program, source_of(result.program, program.function))
+    validate(result.program, program.function)
     return result
 
 

@@ -11,6 +11,7 @@ import pytest
 from distir.executor.sequential import SequentialExecutor
 from distir.ir.function import Function, FunctionMaker, Value
 from distir.ir.type import Float64, Int64, Tensor
+from distir.ir.verify import verify
 from distir.transforms.recompose import recompose
 from tests.transforms.programs import error, imported_mlp, small_gpt
 
@@ -77,6 +78,7 @@ def test_the_gradient_of_a_transposed_matrix():
 def test_of_training_steps(program: Any):
     p = program()
     new = recompose(p.function)
+    verify(new)
     assert error(SequentialExecutor().compute(new, p.arrays), p.results()) <= 1e-12
     assert kinds(new)["Gemm"] >= 6
     assert recompose(p.function) is new
