@@ -59,7 +59,8 @@ def first_lost(lr: str, steps: int) -> tuple[int, list[float]]:
 @pytest.fixture
 def cli(capfd: pytest.CaptureFixture[str]) -> Any:
     def call(*args: object) -> tuple[int, str, str]:
-        return main([*map(str, args)]), *capfd.readouterr()
+        code, (out, err) = main([*map(str, args)]), capfd.readouterr()
+        return code, out, err
 
     return call
 
