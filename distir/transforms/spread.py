@@ -91,7 +91,7 @@ def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Place
     one = _data_parallel(function, n, starts)
     strands = [None if s is None else there[id(s)] for s in one.strands]
     inputs = {v: Shard(s.dim, s.outer * outer) for v, s in one.inputs.items()}
-    return Placed(one.price, strands, one.reduce, inputs)
+    return one._replace(strands=strands, inputs=inputs)
 
 
 @kept
