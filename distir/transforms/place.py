@@ -103,10 +103,11 @@ _NOTHING = _Choice(0.0, 0, None, (), (), False, False)
 
 
 class _Sweep:
-    """Passes over the ops in order, choosing for each the cheapest way; `free` inputs take their first split use."""
+    """Passes over the ops in order, choosing for each the cheapest way; inputs take their first split use, but `whole`
+    ones."""
 
-    def __init__(self, v: View, n: int, chosen: Collection[int]) -> None:
-        self.v, self.n = v, n
+    def __init__(self, v: View, n: int, chosen: Collection[int], whole: Collection[int]) -> None:
+        self.v, self.n, self.whole = v, n, whole
         self.wire = (n - 1) / n * _WIRE
         self.inputs: dict[int, Shard] = {}
         self.reduce: set[int] = set()
@@ -135,6 +136,8 @@ class _Sweep:
         state: list[Placement | None] = [None] * len(v.made)
         self.state = state  # None: an input that may still choose
         total, collectives = 0.0, 0
+        for i in self.whole:
+            state[i] = REPLICATE
         if not first:
             for i in v.inputs:
                 state[i] = self.inputs.get(i, REPLICATE)
@@ -256,9 +259,9 @@ class _Sweep:
         return below
 
 
-def place_all(v: View, n: int, chosen: Collection[int]) -> Placed:
-    """Place every op along an axis of n devices, the classes of the groups `chosen` being split."""
-    sweep = _Sweep(v, n, chosen)
+def place_all(v: View, n: int, chosen: Collection[int], whole: Collection[int] = ()) -> Placed:
+    """Place every op along an axis of n devices, the classes of the groups `chosen` split; inputs `whole` are not."""
+    sweep = _Sweep(v, n, chosen, whole)
     price, collectives = sweep.forward(first=True)
     sweep.settle()
     for _ in range(_SWEEPS - 1):

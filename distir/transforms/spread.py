@@ -102,7 +102,8 @@ def _data_parallel(function: Function, n: int, starts: tuple[Node, ...]) -> Plac
 
 def _batch_split(graph: Graph, classes: Classes, n: int) -> Placed:
     full = view(graph, [[(strand, 0) for strand, _ in row] for row in classes.strands], shares(graph))
-    return place_all(full, n, {0})
+    # replicas hold weights whole, also those that have the batch as a dim
+    return place_all(full, n, {0}, [graph.index[v] for v in weights(graph.function)])
 
 
 def _tensor_parallel(function: Function, n: int, batch: Batch, pieces: int) -> tuple[Function, Placed]:
