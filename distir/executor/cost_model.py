@@ -7,6 +7,7 @@ the dtype the op computes in. Views and bundles are free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from distir.executor import collective_cost as cost
@@ -123,7 +124,7 @@ class CostModel:
         flops, size = work(spec, attrs, ins, outs)
         seconds = size / (what.dram_bandwidth * what.memory_efficiency)
         if flops:
-            dtype = _computed_in(ins, outs)
+            dtype = computed_in(ins, outs)
             peak = what.peak(dtype)
             if self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None:
                 peak = what.peak("tf32")
@@ -177,12 +178,16 @@ def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types) -> tuple[float, floa
         raise ModelError(f"{spec.name}: its work at local shapes {shapes[0]} cannot be told: {e}") from e
 
 
-def _computed_in(ins: Types, outs: Types) -> DType | None:
-    """The widest floating dtype among operands, else among results."""
+def computed_in(ins: Types, outs: Types) -> DType | None:
+    """The dtype an op computes in: that of its largest floating operand (the first, if equal), else of its results.
+
+    A statistic in a wider dtype (the log-sum-exp of attention, the mean of a norm) has no more elements than what it is
+    of, and stands after it; so do a mask, indices and the number of a step. None if there is no tensor.
+    """
     for types in (ins, outs):
-        found = [t.dtype for t in types if isinstance(t, Tensor) and t.dtype.floating]
+        found = [t for t in types if isinstance(t, Tensor) and t.dtype.floating]
         if found:
-            return max(found, key=lambda d: d.size)
+            return max(found, key=lambda t: math.prod(t.shape)).dtype
     return ins[0].dtype if ins and isinstance(ins[0], Tensor) else None
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 
-from distir.executor.cost_model import CostModel, Types, quantize, work
+from distir.executor.cost_model import CostModel, Types, computed_in, quantize, work
 from distir.ir.device import Device, Mesh
 from distir.ir.spec import Attrs, Spec
 from distir.ir.topology import DeviceSpec, Group, Link
@@ -41,7 +41,7 @@ class DistIR2021(CostModel):
         if spec.name in _FREE:
             return 0.0
         tensors = [t for t in ins if isinstance(t, Tensor)]
-        peak = what.peak(tensors[0].dtype if tensors else None)
+        peak = what.peak(computed_in(ins, outs))
         if spec.name == "MatMulGrad":
             x, w, d = (math.prod(t.shape) for t in tensors)
             moved = 2 * (d + w) + 2 * (x + d)

@@ -103,7 +103,9 @@ def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) 
 
 def _check_pieces(count: int, parts: int) -> None:
     if count < parts:
-        raise InfeasibleError(f"{count} cuttable pieces cannot make {parts} stages", f"use at most --pp {count}")
+        raise InfeasibleError(
+            f"{count} cuttable pieces cannot make {parts} stages", f"use at most --pp {max(count, 1)}"
+        )
 
 
 def _best_chain(total: np.ndarray, toll: np.ndarray, within: np.ndarray, parts: int) -> list[int]:

@@ -18,14 +18,13 @@ from distir.ops.rules import shape_of
 class Signature:
     """What ops of the same spec, attributes and operand shapes share; each thing is computed once a signature."""
 
-    __slots__ = ("_alike", "_strands", "attrs", "elements", "flops", "ins", "linear", "number", "outs", "spec")
+    __slots__ = ("_alike", "_strands", "attrs", "flops", "ins", "linear", "number", "outs", "spec")
 
     def __init__(self, number: int, op: Op) -> None:
         self.number, self.spec, self.attrs = number, op.spec, op.attributes
         self.ins: list[Shape] = [shape_of(v) for v in op.inputs]
         self.outs: list[Shape] = [shape_of(v) for v in op.outputs]
         self.flops = op.spec.flops(op.attributes, self.ins, self.outs)
-        self.elements = sum(math.prod(s) for s in self.outs)
         self.linear = op.spec.linear_sets(len(self.ins), op.attributes)
         self._strands: dict[tuple[int, int, Shard], Strand | None] = {}
         self._alike: dict[Strand, Strand] = {}

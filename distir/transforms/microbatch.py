@@ -15,24 +15,37 @@ from distir.ir.type import REPLICATE, SUM, Partial, Placement, Shard
 from distir.transforms.classes import Classes, classes_from
 from distir.transforms.graph import Graph, Signature, closure
 from distir.transforms.place import Placed
+from distir.transforms.roles import weights
 
 
 def place_in_time(graph: Graph, microbatches: int, batch: Mapping[int, int]) -> Placed:
-    """Place every op along the time axis; `batch` maps each data input to its batch dim."""
+    """Place every op along the time axis; `batch` maps each data input to its batch dim.
+
+    A single microbatch is not cut out of the batch where the forward pass would have to be computed before: it is then
+    the whole batch to every op.
+    """
     classes = classes_from(graph, microbatches, tuple([(v, Shard(dim)) for v, dim in batch.items()]))
     key = "in time", classes
     if key not in graph.found:
         graph.found[key] = _place(graph, classes)
-    return graph.found[key]
+    placed, before = graph.found[key]
+    if microbatches == 1 and not before.isdisjoint(closure(graph, _weights(graph), forward=True)):
+        return placed._replace(strands=[None] * len(placed.strands))
+    return placed
 
 
-def _place(graph: Graph, classes: Classes) -> Placed:
+def _weights(graph: Graph) -> list[int]:
+    return [graph.index[v] for v in weights(graph.function)]
+
+
+def _place(graph: Graph, classes: Classes) -> tuple[Placed, set[int]]:
+    """The placements, and the ops that are computed before."""
     options = [[strand for strand, _ in row] for row in classes.strands]
     before: set[int] = set()
     while True:
         strands, conflict = _sweep(graph, graph.order, options, before)
         if conflict is None:
-            return Placed(0.0, strands, set(), {})
+            return Placed(0.0, strands, set(), {}), before
         before |= closure(graph, conflict, forward=False)
 
 

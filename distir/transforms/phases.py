@@ -5,9 +5,14 @@ a finished sum over microbatches is done once after (update). Of the rest, backw
 another (`of`) or use what one made; in a program with a hand-written backward pass, those that the first output (the
 loss) does not need. Free ops on values that do not vary (views of weights, constants, a microbatch's slice of the data)
 belong to no phase: every body that needs one has its own.
+
+Where one microbatch is the whole batch, nothing varies in time. Then what depends on data is forward or backward, and
+what follows the backward pass and differentiates nothing, update.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 from distir.ir.device import TIME
 from distir.ir.function import Function, Op, Value
@@ -74,12 +79,14 @@ def phases(function: Function, turn: str = BACKWARD) -> dict[Op, str]:
     if turn == FORWARD:
         made = {v for op in backward for v in op.outputs}
         backward = {op for op in backward if any(v in made for v in op.inputs)}
+    varying = Varying()
+    if not any([varying[v.type] for op in function.ops for v in (*op.inputs, *op.outputs)]):
+        return _unvaried(function, backward)
     phase: dict[Op, str] = {}
     after: set[Value] = set()
     free = set(function.inputs)  # values that any body can have for nothing, or was given
     late: set[Value] = set()
     results = set(function.outputs)
-    varying = Varying()
     ends: list[Op] = []
     parts = set(weights(function))  # what may be kept in parts
     for op in function.ops:
@@ -89,10 +96,7 @@ def phases(function: Function, turn: str = BACKWARD) -> dict[Op, str]:
         if ended or not after.isdisjoint(ins):
             phase[op] = UPDATE
             after.update(outs)
-        elif (
-            ((op.spec.alias or not ins) and free.issuperset(ins))  # costs nothing
-            or (op.spec is _GATHER and op.attributes["axis"] == DP and parts.issuperset(ins))
-        ) and results.isdisjoint(outs):
+        elif _is_free(op, free, parts) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
         elif not any([varying[v.type] for v in (*ins, *outs)]):
@@ -110,6 +114,51 @@ def phases(function: Function, turn: str = BACKWARD) -> dict[Op, str]:
         if phase[producer[op.inputs[0]]] == FREE:
             phase[producer[op.inputs[0]]] = FORWARD  # what is joined over time must be made somewhere
     return phase
+
+
+def _is_free(op: Op, free: Set[Value], parts: Set[Value]) -> bool:
+    """Whether the op costs nothing, of what every body can have, or gathers a weight that is kept in parts."""
+    if op.spec is _GATHER and op.attributes["axis"] == DP and parts.issuperset(op.inputs):
+        return True
+    return (op.spec.alias or not op.inputs) and free.issuperset(op.inputs)
+
+
+def _unvaried(function: Function, backward: Set[Op]) -> dict[Op, str]:
+    """The phases where nothing varies in time: one microbatch is the whole batch."""
+    phase: dict[Op, str] = {}
+    parts = set(weights(function))
+    depends = {v for v in function.inputs if v not in parts and v.kind != "constant"}
+    free, late, results = set(function.inputs), set[Value](), set(function.outputs)
+    needed = _needed(function, backward)
+    for op in function.ops:
+        ins, outs = op.inputs, op.outputs
+        if _is_free(op, free, parts) and results.isdisjoint(outs):
+            phase[op] = FREE
+            free.update(outs)
+        elif depends.isdisjoint(ins):
+            phase[op] = PROLOGUE
+            free.update(outs)
+            if parts.issuperset(ins):
+                parts.update(outs)
+        elif op in backward or not late.isdisjoint(ins):
+            phase[op] = BACKWARD if op in needed else UPDATE
+            late.update(outs)
+        else:
+            phase[op] = FORWARD
+        if not depends.isdisjoint(ins):
+            depends.update(outs)
+    return phase
+
+
+def _needed(function: Function, backward: Set[Op]) -> set[Op]:
+    """The ops that these need, and themselves."""
+    values: set[Value] = set()
+    needed: set[Op] = set()
+    for op in reversed(function.ops):
+        if op in backward or not values.isdisjoint(op.outputs):
+            needed.add(op)
+            values.update(op.inputs)
+    return needed
 
 
 def _backward(function: Function) -> set[Op]:

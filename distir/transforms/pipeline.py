@@ -51,7 +51,7 @@ class _Emitter:
         self.running: dict[Key, Value] = {}
         self.groups = {(key.stage, key.phase): group for key, group in cut.groups.items() if not key.round}
         self.needs = {
-            at: list(dict.fromkeys([cut.owner[v] for v in (*group.received, *group.saved)]))
+            at: list(dict.fromkeys([cut.owner[v] for v in (*group.received, *group.saved, *_timely(cut, group))]))
             for at, group in self.groups.items()
         }
         self.moved = {mesh: Moved(mesh) for mesh in meshes}
@@ -255,6 +255,11 @@ class _Emitter:
         pieces = [self._get(op.inputs[0], s, i) for i in range(self.microbatches)]
         name = op.outputs[0].name
         self.at[op.outputs[0], s, None] = self.maker.add_op(op.spec, name, pieces, op.attributes)
+
+
+def _timely(cut: Cut, group: Group) -> list[Value]:
+    """What a body takes that does not vary in time, and that a body of the schedule makes all the same."""
+    return [v for v in group.static if v in cut.owner and cut.owner[v].phase in (FORWARD, BACKWARD)]
 
 
 def _union(meshes: Sequence[Mesh]) -> Mesh:

@@ -1,7 +1,7 @@
 """Given the classes that are split, how every op is placed along one mesh axis, and what that costs.
 
-The price is in shares of the program's own totals, so it depends on the program and n alone: FLOPs done over all
-FLOPs, elements made over all made, weights held over all weights, and twice the elements sent over all made.
+The price is in shares of the program's own totals (see `shares`), so it depends on the program and n alone: of FLOPs
+done, of values made and weights held, and for what is sent twice what it costs to make.
 """
 
 from __future__ import annotations
@@ -14,18 +14,28 @@ from typing import NamedTuple
 from distir.ir.spec import Strand
 from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard
 from distir.transforms.graph import Graph, Signature
+from distir.transforms.shares import Shares
 
 _SWEEPS = 6
+_WIRE = 2.0
+"""Price of an element sent, in those of one made."""
+_EVEN = 1 - 1e-9
+"""Shares that differ by less are equal."""
 
 
 class View(NamedTuple):
     """A graph, or its quotient, with the strands that could be taken: `strands[j]` as (strand, group)."""
 
     sigs: Sequence[Signature]
+    kinds: Sequence[int]
+    """Per op its kind, as in `Shares`."""
     ins: Sequence[Sequence[int]]
     outs: Sequence[Sequence[int]]
     strands: Sequence[Sequence[tuple[Strand, int]]]
-    elements: Sequence[int]
+    flops: Sequence[float]
+    made: Sequence[float]
+    held: Sequence[float]
+    """Shares of one op, and of one value."""
     users: Sequence[Sequence[tuple[int, int]]]
     """Per value the (op, operand) that use it."""
     times: Sequence[int]
@@ -33,26 +43,16 @@ class View(NamedTuple):
     copies: Sequence[int]
     """How many values a value stands for."""
     inputs: Collection[int]
-    roles: Sequence[str | None]
     outputs: Collection[int]
     order: Sequence[int]
     """The ops in the order in which they are decided."""
-
-
-class Cost(NamedTuple):
-    """Price of an element sent, a FLOP, an element made, and an element of a weight or state held."""
-
-    wire: float
-    flop: float
-    made: float
-    held: float
 
 
 class Placed(NamedTuple):
     """`strands[j]`: the strand op j takes, None if its operands are replicated (or pass as Partial).
 
     `reduce`: values whose Partial is reduced where it is made. `inputs`: how inputs are split. `scatter`: values whose
-    Partial is scattered as soon as it is made, for those that use it so.
+    Partial is scattered as soon as it is made, for those that use it so. `collectives`: how many there are.
     """
 
     price: float
@@ -60,39 +60,36 @@ class Placed(NamedTuple):
     reduce: set[int]
     inputs: dict[int, Shard]
     scatter: Mapping[int, Shard] = MappingProxyType({})
+    collectives: int = 0
 
 
-def view(graph: Graph, strands: Sequence[Sequence[tuple[Strand, int]]]) -> View:
+def view(graph: Graph, strands: Sequence[Sequence[tuple[Strand, int]]], shares: Shares) -> View:
     """The whole graph as a view."""
     one = [1] * max(len(graph.sigs), len(graph.values))
     return View(
         graph.sigs,
+        shares.kinds,
         graph.ins,
         graph.outs,
         strands,
-        graph.elements,
+        shares.flops,
+        shares.made,
+        shares.held,
         graph.users,
         one,
         one,
         graph.inputs,
-        graph.roles,
         graph.outputs,
         graph.order,
     )
-
-
-def shares(v: View, wire: float = 2.0) -> Cost:
-    """Prices that make each total of the unsplit program 1, and the wire `wire` times as dear as making."""
-    made = sum(s.elements * t for s, t in zip(v.sigs, v.times, strict=False)) or 1
-    flops = sum(s.flops * t for s, t in zip(v.sigs, v.times, strict=False)) or 1
-    held = sum(v.elements[i] * v.copies[i] for i in v.inputs if v.roles[i] in ("parameter", "state")) or 1
-    return Cost(wire / made, 1 / flops, 1 / made, 1 / held)
 
 
 class _Choice(NamedTuple):
     """What is cheapest for an op, given how its operands are placed."""
 
     price: float
+    collectives: int
+    """How many it takes to move operands."""
     strand: Strand | None
     wants: Sequence[Placement]
     outs: Sequence[Placement]
@@ -102,45 +99,49 @@ class _Choice(NamedTuple):
     """Whether a result is Partial."""
 
 
-_NOTHING = _Choice(0.0, None, (), (), False, False)
+_NOTHING = _Choice(0.0, 0, None, (), (), False, False)
 
 
 class _Sweep:
-    """Passes over the ops in order, choosing for each the cheapest way; `free` inputs take their first split use."""
+    """Passes over the ops in order, choosing for each the cheapest way; inputs take their first split use, but `whole`
+    ones."""
 
-    def __init__(self, v: View, n: int, chosen: Collection[int], cost: Cost) -> None:
-        self.v, self.n, self.cost = v, n, cost
-        self.wire = (n - 1) / n * cost.wire
+    def __init__(self, v: View, n: int, chosen: Collection[int], whole: Collection[int]) -> None:
+        self.v, self.n, self.whole = v, n, whole
+        self.wire = (n - 1) / n * _WIRE
         self.inputs: dict[int, Shard] = {}
         self.reduce: set[int] = set()
         self.state: list[Placement | None] = []
         self.made: list[_Choice] = []
         """What was chosen for each op."""
-        # ops alike in signature and options decide alike: a choice is made once for each way operands are placed
+        # ops alike in kind and options decide alike: a choice is made once for each way operands are placed
         self.options: list[tuple[Strand, ...]] = []
         self.kinds: list[int] = []
         self.choices: list[dict[tuple[Placement | None, ...], _Choice]] = []
         numbers: dict[tuple[int, ...], int] = {}
-        for sig, row in zip(v.sigs, v.strands, strict=True):
+        for number, row in zip(v.kinds, v.strands, strict=True):
             options = tuple([strand for strand, group in row if group in chosen]) if row else ()
-            kind = numbers.setdefault((sig.number, *map(id, options)), len(numbers))
+            kind = numbers.setdefault((number, *map(id, options)), len(numbers))
             if kind == len(self.options):
                 self.options.append(options)
                 self.choices.append({})
             self.kinds.append(kind)
 
-    def forward(self, first: bool) -> float:
-        """Decide every op; gives the price of it all. The `first` time inputs are free to be split."""
+    def forward(self, first: bool) -> tuple[float, int]:
+        """Decide every op; gives the price of it all, and the number of collectives.
+
+        The `first` time inputs are free to be split.
+        """
         v, kinds, choices = self.v, self.kinds, self.choices
-        state: list[Placement | None] = [None] * len(v.elements)
+        state: list[Placement | None] = [None] * len(v.made)
         self.state = state  # None: an input that may still choose
-        total = 0.0
+        total, collectives = 0.0, 0
+        for i in self.whole:
+            state[i] = REPLICATE
         if not first:
             for i in v.inputs:
                 state[i] = self.inputs.get(i, REPLICATE)
-                if v.roles[i] in ("parameter", "state"):
-                    share = self.n if i in self.inputs else 1
-                    total += v.elements[i] / share * self.cost.held * v.copies[i]
+                total += v.held[i] / (self.n if i in self.inputs else 1) * v.copies[i]
         made = self.made = [_NOTHING] * len(v.sigs)
         outs, times, reduce = v.outs, v.times, self.reduce
         paid: set[tuple[int, Placement]] = set()
@@ -157,8 +158,9 @@ class _Sweep:
                 if choice is None:
                     choice = known[have] = self._cheapest(j, have, paid)
             made[j] = choice
-            price, _, wants, placements, moves, sums = choice
+            price, moving, _, wants, placements, moves, sums = choice
             total += price * times[j]
+            collectives += moving * times[j]
             if moves:
                 for i, want in zip(ins, wants, strict=True):
                     h = state[i]
@@ -170,35 +172,40 @@ class _Sweep:
                         moved.add(i)
             for i, p in zip(outs[j], placements, strict=True):
                 if sums and i in reduce and isinstance(p, Partial):
-                    total += 2 * v.elements[i] * self.wire * times[j]
+                    collectives += times[j]
+                    total += 2 * v.made[i] * self.wire * times[j]
                     p = REPLICATE
                 state[i] = p
         for i in v.outputs:
             if isinstance(state[i], Partial):
-                total += 2 * v.elements[i] * self.wire * v.copies[i]
-        return total
+                collectives += v.copies[i]
+                total += 2 * v.made[i] * self.wire * v.copies[i]
+        return total, collectives
 
     def _cheapest(self, j: int, have: tuple[Placement | None, ...], paid: Collection[tuple[int, Placement]]) -> _Choice:
         """What op j does; an operand it wants moved costs nothing where it is among those `paid`."""
-        v, cost, n, sig = self.v, self.cost, self.n, self.v.sigs[j]
+        v, n, sig, flops = self.v, self.n, self.v.sigs[j], self.v.flops[j]
+        made = sum([v.made[i] for i in v.outs[j]])
         best = None
         for strand in self.options[self.kinds[j]] or [None]:
             if strand is None:
                 wants, out = self._pass(sig, have)
-                price = sig.flops * cost.flop + sig.elements * cost.made
+                price = flops + made
                 outs: Sequence[Placement] = [out] * len(v.outs[j])
             else:
                 wants, outs = strand.ins, strand.outs
                 reduced = isinstance(outs[0], Partial)
-                price = sig.flops / n * cost.flop + sig.elements / (1 if reduced else n) * cost.made
+                price = flops / n + made / (1 if reduced else n)
+            moving = 0
             for i, h, want in zip(v.ins[j], have, wants, strict=True):
                 if (i, want) not in paid:
-                    price += self._move(h, want, v.elements[i])
+                    price += self._move(h, want, v.made[i])
+                    moving += h is not want and h is not None and h is not REPLICATE
             sums = any([isinstance(p, Partial) for p in outs])
-            rank = price + (2 * sig.elements * self.wire if sums else 0)
+            rank = price + (2 * made * self.wire if sums else 0)
             if best is None or rank < best[0] - 1e-12:
                 moves = any([h is not want for h, want in zip(have, wants, strict=True)])
-                best = rank, _Choice(price, strand, wants, outs, moves, sums)
+                best = rank, _Choice(price, moving, strand, wants, outs, moves, sums)
         if best is None:
             raise RuntimeError("an op has at least one option")
         return best[1]
@@ -212,15 +219,15 @@ class _Sweep:
                 return [SUM if k in linear else REPLICATE for k in range(len(have))], SUM
         return [REPLICATE] * len(have), REPLICATE
 
-    def _move(self, have: Placement | None, want: Placement, elements: int) -> float:
+    def _move(self, have: Placement | None, want: Placement, made: float) -> float:
         if have is want or have is None:
             return 0.0
         if isinstance(have, Replicate):
-            return 1e-9 * elements * self.cost.wire
+            return 1e-9 * made * _WIRE
         if isinstance(have, Partial):
-            return (2 if isinstance(want, Replicate) else 1) * elements * self.wire
+            return (2 if isinstance(want, Replicate) else 1) * made * self.wire
         same_dim = isinstance(want, Shard) and isinstance(have, Shard) and want.dim == have.dim
-        return (elements if isinstance(want, Replicate) or same_dim else elements / self.n) * self.wire
+        return (made if isinstance(want, Replicate) or same_dim else made / self.n) * self.wire
 
     def settle(self) -> None:
         """Decide which Partials are reduced at once: those that cost no more here than where they end up whole."""
@@ -230,9 +237,9 @@ class _Sweep:
             for i in v.outs[j] if self.made[j].sums else ():
                 if not isinstance(self.state[i], Partial):
                     continue
-                here = 2.0 * v.elements[i]
+                here = 2 * v.made[i]
                 below = self._below(i, here, later)
-                if below >= here:
+                if below >= here * _EVEN:
                     self.reduce.add(i)
                 later[i] = min(here, below)
 
@@ -247,20 +254,20 @@ class _Sweep:
         for j, k in v.users[i]:
             if self.made[j].wants[k] is not SUM:
                 return math.inf
-            passed = sum(v.elements[x] for x, w in zip(v.ins[j], self.made[j].wants, strict=True) if w is SUM)
-            below += sum(later.get(x, 0.0) for x in v.outs[j]) * v.elements[i] / passed
+            passed = sum(v.made[x] for x, w in zip(v.ins[j], self.made[j].wants, strict=True) if w is SUM)
+            below += sum(later.get(x, 0.0) for x in v.outs[j]) * v.made[i] / passed
         return below
 
 
-def place_all(v: View, n: int, chosen: Collection[int], cost: Cost) -> Placed:
-    """Place every op along an axis of n devices, the classes of the groups `chosen` being split."""
-    sweep = _Sweep(v, n, chosen, cost)
-    price = sweep.forward(first=True)
+def place_all(v: View, n: int, chosen: Collection[int], whole: Collection[int] = ()) -> Placed:
+    """Place every op along an axis of n devices, the classes of the groups `chosen` split; inputs `whole` are not."""
+    sweep = _Sweep(v, n, chosen, whole)
+    price, collectives = sweep.forward(first=True)
     sweep.settle()
     for _ in range(_SWEEPS - 1):
         before = len(sweep.reduce)
-        price = sweep.forward(first=False)
+        price, collectives = sweep.forward(first=False)
         sweep.settle()
         if len(sweep.reduce) == before:
             break
-    return Placed(price, [choice.strand for choice in sweep.made], sweep.reduce, sweep.inputs)
+    return Placed(price, [choice.strand for choice in sweep.made], sweep.reduce, sweep.inputs, collectives=collectives)

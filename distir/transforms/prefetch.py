@@ -6,6 +6,8 @@ next one's weights are on their way, and no more than two units are held whole a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from distir.ir.function import NO_ATTRIBUTES, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor
@@ -26,14 +28,21 @@ def prefetch(function: Function, axis: str, limit: float) -> Function:
     gathers = {op for unit in units for op in unit}
     number = {unit[0]: k for k, unit in enumerate(units)}
     maker = maker_like(function)
+    producer = function.producers()
+    there: set[Op] = set()
     reached: Value | None = None  # what was computed last
     for op in function.ops:
         if op in number:
             k = number[op]
             for unit in units[k + 1 : k + 2] if k else units[:2]:
+                for view in _views(unit, producer):
+                    if view not in there:
+                        there.add(view)
+                        maker.ops.append(view)
                 _append(maker, unit, reached)
-        if op not in gathers:
+        if op not in gathers and op not in there:
             maker.ops.append(op)
+            there.add(op)
             if op.outputs and not op.spec.alias:
                 reached = op.outputs[0]
     return maker.finalize()
@@ -59,6 +68,18 @@ def _units(function: Function, axis: str, limit: float) -> list[list[Op]]:
         size += t.bytes
         room = size < limit
     return units
+
+
+def _views(unit: list[Op], producer: Mapping[Value, Op]) -> list[Op]:
+    """The views of what the body was given that a unit gathers, in order."""
+    found: list[Op] = []
+    todo = [v for op in unit for v in op.inputs]
+    while todo:
+        op = producer.get(todo.pop())
+        if op is not None:
+            found.append(op)
+            todo += op.inputs
+    return found[::-1]
 
 
 def _append(maker: FunctionMaker, unit: list[Op], reached: Value | None) -> None:

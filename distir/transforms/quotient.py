@@ -12,18 +12,18 @@ from distir.transforms.place import View
 def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
     """The view with one op for each kind of op, and how often it occurs.
 
-    Ops are of a kind if signature, strands and, `rounds` steps around them, their neighbours are alike.
+    Ops are put together if kind, strands and, `rounds` steps around them, their neighbours are alike.
     """
     table: dict[Any, int] = {}
     number_of = table.setdefault
     # a colour is the number of a key; keys are written out in the loops, which are long
     values = [
-        number_of(("value", full.roles[v] if v in full.inputs else "", shape, v in full.outputs), len(table))
-        for v, shape in enumerate(graph.shapes)
+        number_of(("value", graph.roles[v] if v in full.inputs else "", shape, made, v in full.outputs), len(table))
+        for v, (shape, made) in enumerate(zip(graph.shapes, full.made, strict=True))
     ]
     ops = [
-        number_of(("op", sig.number, *sorted([(id(s), g) for s, g in row])), len(table))
-        for sig, row in zip(full.sigs, full.strands, strict=True)
+        number_of(("op", kind, *sorted([(id(s), g) for s, g in row])), len(table))
+        for kind, row in zip(full.kinds, full.strands, strict=True)
     ]
     made: list[Any] = [None] * len(values)
     for _ in range(rounds):
@@ -55,15 +55,17 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
     at = [renumber[c] for c in values]
     return View(
         sigs=[full.sigs[j] for j in kept],
+        kinds=[full.kinds[j] for j in kept],
         ins=[[at[v] for v in full.ins[j]] for j in kept],
         outs=[[at[v] for v in full.outs[j]] for j in kept],
         strands=[full.strands[j] for j in kept],
-        elements=[full.elements[v] for v in first],
+        flops=[full.flops[j] for j in kept],
+        made=[full.made[v] for v in first],
+        held=[full.held[v] for v in first],
         users=[sorted({(number[ops[j]], k) for j, k in full.users[v]}) for v in first],
         times=[times[ops[j]] for j in kept],
         copies=[copies[values[v]] for v in first],
         inputs={at[v] for v in full.inputs},
-        roles=[full.roles[v] for v in first],
         outputs={at[v] for v in full.outputs},
         order=range(len(kept)),
     )

@@ -9,12 +9,19 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from distir.ir.type import Shard
-from distir.transforms.classes import Classes, Groups, all_classes
+from distir.transforms.classes import Classes, Groups, Node, all_classes, classes_from
 from distir.transforms.graph import Graph
-from distir.transforms.place import Cost, Placed, View, place_all, shares, view
+from distir.transforms.place import Placed, View, place_all, view
 from distir.transforms.quotient import quotient
+from distir.transforms.shares import samples, shares
 
 _BETTER = 1 - 1e-6
+_CLEAR = 0.98
+"""What the price must fall to for several groups to come in the place of one."""
+_LATENCY = 3.0
+"""Then a collective costs as much as so many ops, however little it sends."""
+_DIGITS = 12
+"""Of a price: what is left of rounding does not decide between prices that are equal."""
 Chosen = frozenset[int]
 
 
@@ -31,19 +38,21 @@ class Split(NamedTuple):
 
 
 def tensor_parallel(
-    graph: Graph, n: int, weights: Sequence[int], taken: tuple[Classes, int] | None = None, outer: int = 1
+    graph: Graph, n: int, weights: Sequence[int], batch: tuple[Node, ...] = (), pieces: int = 1, outer: int = 1
 ) -> Split:
     """The split of the graph over an axis of n devices that costs least, by local search over groups of classes.
 
-    `taken` are the classes that an earlier mesh axis splits, and its size. What is found is kept with the graph, for
-    all `taken` that get in the way of the same classes.
+    `batch` are the batch dims of the data, which other mesh axes split into `pieces`; what is found depends on neither
+    their size nor the pieces. It is kept with the graph, for all pieces that get in the way of the same classes.
     """
     classes = all_classes(graph, n, outer)
-    bad = frozenset(classes.bad.union(classes.clashing(n, *taken)) if taken else classes.bad)
-    question = classes, bad, tuple(weights)
+    bad = set(classes.bad)
+    for m in {pieces, samples(graph, batch)}:
+        bad |= classes.clashing(n, classes_from(graph, m, batch), m)
+    question = classes, frozenset(bad), tuple(weights), batch
     found = graph.found
     if question not in found:
-        found[question] = _problem(graph, classes, bad, weights)
+        found[question] = _problem(graph, classes, bad, weights, batch)
     if (n, question) not in found:
         found[n, question] = _search(found[question], n)
     return found[n, question]
@@ -56,69 +65,76 @@ class _Problem(NamedTuple):
     groups: Groups
     full: View
     small: View
-    cost: Cost
 
 
-def _problem(graph: Graph, classes: Classes, bad: Collection[int], weights: Sequence[int]) -> _Problem:
+def _problem(
+    graph: Graph, classes: Classes, bad: Collection[int], weights: Sequence[int], batch: tuple[Node, ...]
+) -> _Problem:
     groups = Groups(classes, weights, bad)
     group = groups.group
-    full = view(graph, [[(s, group[c]) for s, c in row if c in group] for row in classes.strands])
-    small = quotient(graph, full)
-    return _Problem(classes, groups, full, small, shares(small))
+    full = view(graph, [[(s, group[c]) for s, c in row if c in group] for row in classes.strands], shares(graph, batch))
+    return _Problem(classes, groups, full, quotient(graph, full))
 
 
 def _search(problem: _Problem, n: int) -> Split:
     """The best groups of classes to split n ways.
 
-    A move takes a group in (and out what clashes with it) or out; when none helps, pairs that clash with the same
-    chosen group are tried together.
+    A move takes a group in (and out what clashes with it) or out. When none helps, the search goes on without one of
+    the chosen groups, in whose place several may come that clash with it.
     """
-    classes, groups, full, small, cost = problem
-    prices: dict[Chosen, float] = {}
+    classes, groups, full, small = problem
+    found: dict[Chosen, tuple[float, float]] = {}
+    ops = sum(small.times)
+
+    def known(chosen: Chosen) -> tuple[float, float]:
+        if chosen not in found:
+            placed = place_all(small, n, chosen)
+            found[chosen] = (
+                round(placed.price, _DIGITS),
+                round(placed.price + _LATENCY * placed.collectives / ops, _DIGITS),
+            )
+        return found[chosen]
 
     def price(chosen: Chosen) -> float:
-        if chosen not in prices:
-            prices[chosen] = place_all(small, n, chosen, cost).price
-        return prices[chosen]
+        return known(chosen)[0]
 
+    def dearer(chosen: Chosen) -> float:
+        return known(chosen)[1]
+
+    clash = groups.clash
     count = len(groups.members)
-    order = [g for g in sorted(range(count), key=lambda g: (-groups.weight[g], g)) if g not in groups.clash[g]]
-    chosen: Chosen = frozenset()
+    order = [g for g in sorted(range(count), key=lambda g: (-groups.weight[g], g)) if g not in clash[g]]
+    chosen = _descend(frozenset(), order, clash, price)
     while True:
-        best = price(chosen)
-        moved = _step(chosen, best, order, groups.clash, price)
-        if price(moved) >= best * _BETTER:
+        others = [
+            _descend(chosen - {c}, [g for g in order if g != c], clash, price)
+            for c in sorted(chosen)
+            if any(b not in clash[a] for a in clash[c] for b in clash[c] if a < b)
+        ]
+        moved = min(others, key=dearer, default=chosen)
+        if dearer(moved) >= dearer(chosen) * _CLEAR:
             break
         chosen = moved
     split = frozenset(c for g in chosen for c in groups.members[g])
-    return Split(place_all(full, n, chosen, cost), classes, split)
+    return Split(place_all(full, n, chosen), classes, split)
 
 
 def _flip(chosen: Chosen, group: int, clash: Sequence[set[int]]) -> Chosen:
     return chosen - {group} if group in chosen else (chosen - clash[group]) | {group}
 
 
-def _step(
-    chosen: Chosen, best: float, order: Sequence[int], clash: Sequence[set[int]], price: Callable[[Chosen], float]
+def _descend(
+    chosen: Chosen, order: Sequence[int], clash: Sequence[set[int]], price: Callable[[Chosen], float]
 ) -> Chosen:
-    """The best next choice: all improving flips that do not touch each other, the one best flip, or a pair."""
-    ranked = sorted((price(_flip(chosen, g, clash)), i, g) for i, g in enumerate(order))
-    together, touched = chosen, set[int]()
-    for p, _, g in ranked:
-        if p < best * _BETTER and not touched & (clash[g] | {g}):
-            together = _flip(together, g, clash)
-            touched |= clash[g] | {g}
-    moves = [together]
-    if ranked:
-        moves.append(_flip(chosen, ranked[0][2], clash))
-    if min(map(price, moves)) < best * _BETTER:
-        return min(moves, key=price)
-    pairs = [
-        _flip(_flip(chosen, a, clash), b, clash)
-        for c in sorted(chosen)
-        for i, a in enumerate(order)
-        if a in clash[c]
-        for b in order[:i]
-        if b in clash[c] and b not in clash[a]
-    ]
-    return min(pairs, key=price, default=chosen)
+    """Moves among the groups in `order` for as long as one helps: all that help and do not touch, or the best one."""
+    while True:
+        best = price(chosen)
+        ranked = sorted((price(_flip(chosen, g, clash)), i, g) for i, g in enumerate(order))
+        together, touched = chosen, set[int]()
+        for p, _, g in ranked:
+            if p < best * _BETTER and not touched & (clash[g] | {g}):
+                together = _flip(together, g, clash)
+                touched |= clash[g] | {g}
+        if together == chosen:
+            return chosen
+        chosen = min(together, _flip(chosen, ranked[0][2], clash), key=price)

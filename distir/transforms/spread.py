@@ -14,10 +14,11 @@ from distir.transforms.classes import Classes, Node, classes_from
 from distir.transforms.graph import Graph, graph_of
 from distir.transforms.microbatch import place_in_time
 from distir.transforms.pad import pad, paddable
-from distir.transforms.place import Placed, place_all, shares, view
+from distir.transforms.place import Placed, place_all, view
 from distir.transforms.roles import batch_size, weights
 from distir.transforms.seeds import Split, tensor_parallel
 from distir.transforms.shard import shard
+from distir.transforms.shares import shares
 from distir.transforms.zero import shard_state
 
 DP, TP = "dp", "tp"
@@ -90,7 +91,7 @@ def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Place
     one = _data_parallel(function, n, starts)
     strands = [None if s is None else there[id(s)] for s in one.strands]
     inputs = {v: Shard(s.dim, s.outer * outer) for v, s in one.inputs.items()}
-    return Placed(one.price, strands, one.reduce, inputs)
+    return one._replace(strands=strands, inputs=inputs)
 
 
 @kept
@@ -100,8 +101,9 @@ def _data_parallel(function: Function, n: int, starts: tuple[Node, ...]) -> Plac
 
 
 def _batch_split(graph: Graph, classes: Classes, n: int) -> Placed:
-    full = view(graph, [[(strand, 0) for strand, _ in row] for row in classes.strands])
-    return place_all(full, n, {0}, shares(full))
+    full = view(graph, [[(strand, 0) for strand, _ in row] for row in classes.strands], shares(graph))
+    # replicas hold weights whole, also those that have the batch as a dim
+    return place_all(full, n, {0}, [graph.index[v] for v in weights(graph.function)])
 
 
 def _tensor_parallel(function: Function, n: int, batch: Batch, pieces: int) -> tuple[Function, Placed]:
@@ -142,5 +144,5 @@ def _what_splits(function: Function, batch: Batch, pieces: int) -> str:
 @kept
 def _search(function: Function, n: int, batch: Batch, pieces: int) -> Split:
     graph = graph_of(function)
-    taken = classes_from(graph, pieces, tuple([(v, Shard(dim)) for v, dim in batch]))
-    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)], (taken, pieces))
+    starts = tuple([(v, Shard(dim)) for v, dim in batch])
+    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)], starts, pieces)

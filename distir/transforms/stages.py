@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from distir.ir.errors import InfeasibleError
 from distir.ir.function import Function, Op, Value
 from distir.ir.kept import kept
 from distir.ops.rules import shape_of, tensor
@@ -13,7 +14,7 @@ from distir.transforms.balance import Choices, balanced, choices
 from distir.transforms.canonical import canonical_order
 from distir.transforms.lift import lift_sums
 from distir.transforms.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases, producers, users
-from distir.transforms.roles import WEIGHTS
+from distir.transforms.roles import WEIGHTS, weights
 
 FLOP_PER_BYTE = 100.0
 """Of the plain default cost: accelerators do about this many FLOPs in the time they move a byte of memory."""
@@ -47,16 +48,37 @@ def cut_stages(
     """The stage of every op that has a phase. A forward op's backward ops, weights and updates go with it.
 
     Sums over time of values from several stages are lifted (see `lift`), so the function is returned too.
-    Raises InfeasibleError if there are fewer forward ops than stages.
+    Raises InfeasibleError if there are fewer forward ops than stages, or if microbatches cannot be told apart.
     """
     phase = phases(function, turn)
     if parts == 1:
         return function, {op: 0 for op in function.ops if phase[op] != FREE}
-    stage = balanced(_choices(function, microbatches, cost, turn), parts)
+    given = _choices(function, microbatches, cost, turn)
+    if len(given.ops) < parts:
+        _check_cuts_batch(function, phase, microbatches)
+    stage = balanced(given, parts)
     _backward_stages(function, phase, stage, parts)
     function, stage = lift_sums(function, stage)
     _once_stages(function, phases(function, turn), stage)
     return function, stage
+
+
+def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches: int) -> None:
+    """Raises InfeasibleError if the forward pass is computed on the whole batch, before the first microbatch."""
+    depends = set(weights(function))
+    differentiated = {op.of for op in function.ops}
+    last: Value | None = None
+    for op in function.ops:
+        if not depends.isdisjoint(op.inputs):
+            depends.update(op.outputs)
+            if phase[op] == PROLOGUE and op in differentiated:
+                last = op.outputs[0]
+    if last is not None:
+        raise InfeasibleError(
+            f"{function.name}: the gradient of %{last.name} needs the whole batch, as it is not a sum or a mean over "
+            f"samples: no stage could begin its backward pass before all {microbatches} microbatches are through",
+            "use --microbatches 1, or --pp 1",
+        )
 
 
 @kept

@@ -7,12 +7,14 @@ import math
 import pytest
 
 from distir.executor import collective_cost as cost
-from distir.executor.cost_model import QUANTUM, CostModel, quantize, work
+from distir.executor.cost_model import QUANTUM, CostModel, computed_in, quantize, work
 from distir.hardware import load_cluster
 from distir.ir import FunctionMaker, Mesh, Topology
 from distir.ir.spec import lookup
 from distir.ir.topology import Algorithm, Group, Link
-from distir.ir.type import REPLICATE, SUM, BFloat16, Float, Int64, Shard, Tensor, Tuple
+from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float, Float16, Float64, Int64, Shard, Tensor, Tuple
+from distir.ops.rules import statistic
+from tests.ops.samples import SAMPLES
 
 FLOPS, BYTES, LAUNCH = 1e12, 1e11, 1e-5
 
@@ -73,6 +75,29 @@ def test_dtypes_have_their_own_peaks() -> None:
     assert seconds("MatMul", half, half, topology=topology) == quantize(work_ / (8 * FLOPS) + LAUNCH)
     assert seconds("MatMul", full, full, topology=topology) == quantize(work_ / FLOPS + LAUNCH)
     assert seconds("MatMul", full, full, topology=topology, tf32=True) == quantize(work_ / (4 * FLOPS) + LAUNCH)
+
+
+@pytest.mark.parametrize("dtype", [Float16, BFloat16, Float64], ids=repr)
+def test_a_statistic_a_mask_or_indices_beside_it_do_not_change_what_an_op_computes_in(dtype: DType) -> None:
+    """Of every sample with a floating operand, in that dtype, its statistics in theirs."""
+    for sample in SAMPLES:
+        wanted = [o.dtype if o.dtype is not Float64 else dtype for o in sample.operands]
+        ins = [Tensor(statistic(d) if o.saved else d, o.shape) for o, d in zip(sample.operands, wanted, strict=True)]
+        if dtype in wanted:
+            f = FunctionMaker()
+            f.emit(sample.op, *[f.add_input_value("x", t) for t in ins], **sample.attributes)
+            assert computed_in(ins, [v.type for v in f.ops[0].outputs]) is dtype, sample
+
+
+@pytest.mark.parametrize("heads", [8, 32])
+@pytest.mark.parametrize("dtype", [Float16, BFloat16, Float], ids=repr)
+def test_the_gradient_of_attention_takes_two_and_a_half_times_as_long(dtype: DType, heads: int) -> None:
+    """Five products for two: Dao 2023 (FlashAttention-2), sections 3.1 and 4.1."""
+    cluster = load_cluster("dgx-a100")
+    x, lse = Tensor(dtype, (32, heads, 4096, 128)), Tensor(statistic(dtype), (32, heads, 4096))
+    forward = seconds("Attention", x, x, x, topology=cluster, causal=True)
+    backward = seconds("AttentionGrad", x, x, x, x, lse, x, topology=cluster, causal=True)
+    assert backward / forward == pytest.approx(2.5, rel=0.01)
 
 
 def test_efficiencies_divide_the_peaks() -> None:
