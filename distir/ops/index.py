@@ -101,7 +101,7 @@ def _count(o: Op) -> Attrs:
 
 op(  # table (.., v, ..), indices in [-v, v) -> (.., *indices, ..), along `axis`
     "Gather",
-    attributes="axis:dim?",
+    attributes="axis:dim? count:size?",
     axes=_gather_axes,
     dtype=_index_dtype,
     linear=[{0}],
@@ -115,7 +115,7 @@ op(  # table (.., v, ..), indices in [-v, v) -> (.., *indices, ..), along `axis`
 )
 op(  # its gradient, of a table of `rows` rows; these may be split by the attribute `place`
     "GatherGrad",
-    attributes="rows:size axis:index?",
+    attributes="rows:size axis:index? count:size?",
     axes=_gather_grad_axes,
     sizes=lambda attrs, shapes: {"v": attrs["rows"]},
     dtype=_index_dtype,
