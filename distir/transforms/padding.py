@@ -185,7 +185,7 @@ class _Trial:
         larger = [Value(v.name, _enlarged(tensor(v), more)) for v, more in zip(ins, self.padded_by, strict=False)]
         attributes = small_attributes(op, sizes, [shape_of(v) for v in ins])
         self.small = _op(op, ins, attributes)
-        self.large = _op(op, larger, _enlarged_attributes(op, new, attributes))
+        self.large = _op(op, larger, _enlarged_attributes(op, new, self.small))
         for k, (v, w) in enumerate(zip(self.small.outputs, self.large.outputs, strict=True)):
             if tensor(w) is not _enlarged(tensor(v), self.padded_by[len(ins) + k]):
                 raise IRTypeError(f"{op}: other sizes than expected")
@@ -194,7 +194,8 @@ class _Trial:
         found: list[list[set[str]]] = [[set() for _ in tensor(v).shape] for v in self.small.outputs]
         for seed, sign in enumerate(SIGNS):
             rng = np.random.default_rng(seed)
-            heads = [random_array(tensor(v), rng, sign) for v in self.small.inputs]
+            named = [-1] if self.small.spec.unpadded else []  # the last there is, whatever comes after it
+            heads = [random_array(tensor(v), rng, sign, named) for v in self.small.inputs]
             wide = [
                 self.padded(tensor(w), head, tails, rng)
                 for w, head, tails in zip(self.large.inputs, heads, self.tails, strict=True)
@@ -241,12 +242,20 @@ def _enlarged(t: Tensor, more: Sequence[int]) -> Tensor:
     return Tensor(t.dtype, [n + k for n, k in zip(t.shape, more, strict=True)])
 
 
-def _enlarged_attributes(op: Op, new: Op, small: Attributes) -> Attributes:
-    """Those of the padded op: sizes that padding has changed are larger, all else is as in the source."""
+def _enlarged_attributes(op: Op, new: Op, small: Op) -> Attributes:
+    """Those of the padded op: sizes that padding has changed are larger, all else is as in the source.
+
+    Beside these the padded op may say how long a dim is without its padding.
+    """
     made: dict[str, Any] = {}
-    if op.attributes.keys() != new.attributes.keys():
+    length = op.spec.unpadded
+    if length is not None and length in new.attributes and length not in op.attributes:
+        if new.attributes[length] != (size := _indexed_size(op)):
+            raise MismatchError(f"{new}: attribute {length}: expected {size}, got {new.attributes[length]}")
+        made[length] = _indexed_size(small)
+    if op.attributes.keys() != new.attributes.keys() - made.keys():
         raise MismatchError(f"{new}: expected attributes {sorted(op.attributes)}, got {sorted(new.attributes)}")
-    for name, x in small.items():
+    for name, x in small.attributes.items():
         old, other = op.attributes[name], new.attributes[name]
         if op.spec.attributes[name].kind in ("size", "sizes"):
             made[name] = _grown(x, old, other)
@@ -255,6 +264,12 @@ def _enlarged_attributes(op: Op, new: Op, small: Attributes) -> Attributes:
         else:
             made[name] = x
     return Attributes(made)
+
+
+def _indexed_size(op: Op) -> int:
+    """How long the dim is that the op indexes."""
+    slot, dim = op.spec.indexed(op.attributes) or (0, 0)
+    return shape_of(op.inputs[slot] if slot >= 0 else op.outputs[~slot])[dim]
 
 
 def _grown(small: Any, old: Any, new: Any) -> Any:
