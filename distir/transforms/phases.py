@@ -12,8 +12,6 @@ what follows the backward pass and differentiates nothing, update.
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 from distir.ir.device import TIME
 from distir.ir.function import Function, Op, Value
 from distir.ir.kept import kept
@@ -116,14 +114,14 @@ def phases(function: Function, turn: str = BACKWARD) -> dict[Op, str]:
     return phase
 
 
-def _is_free(op: Op, free: Set[Value], parts: Set[Value]) -> bool:
+def _is_free(op: Op, free: set[Value], parts: set[Value]) -> bool:
     """Whether the op costs nothing, of what every body can have, or gathers a weight that is kept in parts."""
     if op.spec is _GATHER and op.attributes["axis"] == DP and parts.issuperset(op.inputs):
         return True
     return (op.spec.alias or not op.inputs) and free.issuperset(op.inputs)
 
 
-def _unvaried(function: Function, backward: Set[Op]) -> dict[Op, str]:
+def _unvaried(function: Function, backward: set[Op]) -> dict[Op, str]:
     """The phases where nothing varies in time: one microbatch is the whole batch."""
     phase: dict[Op, str] = {}
     parts = set(weights(function))
@@ -150,7 +148,7 @@ def _unvaried(function: Function, backward: Set[Op]) -> dict[Op, str]:
     return phase
 
 
-def _needed(function: Function, backward: Set[Op]) -> set[Op]:
+def _needed(function: Function, backward: set[Op]) -> set[Op]:
     """The ops that these need, and themselves."""
     values: set[Value] = set()
     needed: set[Op] = set()
