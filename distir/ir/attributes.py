@@ -21,6 +21,9 @@ class Attribute(NamedTuple):
     kind: str
     none: bool
     optional: bool
+    said: str
+    fits: Callable[[Any, int], bool]
+    """(value, rank of operand 0) -> whether it is of this kind."""
 
 
 class _Kind(NamedTuple):
@@ -85,9 +88,9 @@ def declared(text: str) -> dict[str, Attribute]:
     for entry in text.split():
         name, _, kind = entry.partition(":")
         kind, _, none = kind.rstrip("?").partition("/")
-        found[name] = Attribute(kind, none == "none", entry.endswith("?"))
         if "|" not in kind and kind not in _KINDS:
             raise TypeError(f"attribute {entry}: expected a kind of {sorted(_KINDS)}, or one|another")
+        found[name] = Attribute(kind, none == "none", entry.endswith("?"), *_kind(kind))
     return found
 
 
@@ -107,11 +110,12 @@ def short(value: Any) -> str:
 def check(attributes: Mapping[str, Any], takes: Mapping[str, Attribute], rank: int) -> None:
     """Raises IRTypeError unless these are attributes of an op that takes such and has an operand 0 of that rank."""
     for name, value in attributes.items():
-        if name not in takes:
+        one = takes.get(name)
+        if one is None:
             raise IRTypeError(f"expected no attribute {name}", f"it takes {', '.join(takes) or 'none'}")
-        kind = _kind(takes[name].kind)
-        if not (value is None and takes[name].none) and not kind.fits(value, rank):
-            raise IRTypeError(f"attribute {name}: expected {kind.said}, got {short(value)}")
-    for name, one in takes.items():
-        if not one.optional and name not in attributes:
-            raise IRTypeError(f"attribute {name}: expected {_kind(one.kind).said}, got no attribute of that name")
+        if not one.fits(value, rank) and not (value is None and one.none):
+            raise IRTypeError(f"attribute {name}: expected {one.said}, got {short(value)}")
+    if len(attributes) < len(takes):
+        for name, one in takes.items():
+            if not one.optional and name not in attributes:
+                raise IRTypeError(f"attribute {name}: expected {one.said}, got no attribute of that name")

@@ -22,11 +22,11 @@ def infer(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Type, ...]
 
     Raises IRTypeError that names the op, the operand, expected and got.
     """
+    if "callee" in attrs:  # no two calls are alike, and the memo would keep the callee
+        return _infer(spec, attrs, types)
     key = (spec, attrs or None, types)  # None: hashing attributes takes as long as the rest
     result = _memo.get(key)
     if result is None:
-        if "callee" in attrs:  # no two calls are alike, and the memo would keep the callee
-            return _infer(spec, attrs, types)
         if len(_memo) > _MEMO_LIMIT:
             _memo.clear()
         result = _memo[key] = _infer(spec, attrs, types)

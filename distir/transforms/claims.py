@@ -28,7 +28,7 @@ from distir.transforms.instances import (
 )
 from distir.transforms.rewrite import epsilon
 
-_CONSTANT = lookup("Constant")
+_CONSTANT, _CAST = lookup("Constant"), lookup("Cast")
 _tried: set[object] = set()
 _TRIED_LIMIT = 1 << 14
 _ROUNDING = 32
@@ -50,7 +50,10 @@ def check_rewrite(before: Function, after: Function, evaluate: Evaluate) -> None
         if v not in common:
             raise MismatchError(f"{after.name}: a rewrite has lost output %{v.name}")
     for v in new:
-        if v in old and not _alike(old[v], new[v]):
+        callees = (old[v].callee, new[v].callee) if v in old else (None, None)
+        if callees[0] and callees[1] and old[v].inputs == new[v].inputs:
+            check_rewrite(callees[0], callees[1], evaluate)
+        elif v in old and not _alike(old[v], new[v]):
             parts = _cone(v, old, common)
             beside = {x for op in parts for x in op.outputs}  # they depend on one another: see what makes these, too
             _check(_Claim(v, parts, _cone(v, new, common - beside)), evaluate)
@@ -132,10 +135,13 @@ def _small_sides(claim: _Claim, env: Mapping[Value, Value], sizes: Mapping[int, 
 
 
 def _form(ops: Sequence[Op], value: Value) -> object:
-    """Which ops follow which, whatever the sizes."""
+    """Which ops follow which, whatever the sizes; casts among floating dtypes there are none in double precision."""
     number: dict[Value, int] = {}
     rows: list[object] = []
     for op in ops:
+        if op.spec is _CAST and tensor(op.inputs[0]).dtype.floating and tensor(op.outputs[0]).dtype.floating:
+            number[op.outputs[0]] = number.setdefault(op.inputs[0], len(number))
+            continue
         rows.append((op.spec, *[number.setdefault(v, len(number)) for v in op.inputs]))
         for v in op.outputs:
             number.setdefault(v, len(number))

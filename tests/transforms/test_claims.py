@@ -15,7 +15,7 @@ from distir.ir import Device, Function, FunctionMaker, Role, Value
 from distir.ir.errors import MismatchError
 from distir.ir.function import Attributes, Op
 from distir.ir.spec import Spec, lookup
-from distir.ir.type import Float32, Float64, Int64, Tensor
+from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor
 from distir.models.gpt import gpt
 from distir.transforms import claims, decompose, fuse, instances, pad, padding
 from distir.transforms.claims import check_rewrite
@@ -23,6 +23,7 @@ from distir.transforms.fuse import fuse as fused
 from distir.transforms.pad import paddable
 from distir.transforms.padding import check_padding
 from distir.transforms.parallel3d import parallel_transform_3d
+from distir.transforms.precision import with_dtype
 from distir.transforms.training import training_step
 
 Swap = Callable[[pytest.MonkeyPatch], None]
@@ -228,6 +229,30 @@ def test_a_seeded_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # ---------------------------------------------------------------- what is tried, and on what
+
+
+@pytest.mark.parametrize("dtype", [Float32, Float16, BFloat16], ids=repr)
+@pytest.mark.parametrize("make", [step, forward])
+def test_right_rewrites_pass_in_every_dtype(make: Callable[[], Function], dtype: DType) -> None:
+    """Constants are rounded to it, and statistics cast."""
+    for tp in (2, 4):
+        distribute(with_dtype(make(), dtype), tp)
+
+
+def test_functions_that_are_called() -> None:
+    f = FunctionMaker("main")
+    x, labels = f.add_input_value("x", Tensor(Float64, (4, 3))), f.add_input_value("l", Tensor(Int64, (4,)))
+    inner = FunctionMaker("inner")
+    a, b = [inner.add_input_value(v.name, v.type) for v in (x, labels)]
+    inner.set_outputs([inner.emit("SoftmaxCrossEntropyLoss", a, b)])
+    f.set_outputs([f.add_op("Call", None, [x, labels], {}, [inner.finalize()])])
+    function = f.finalize()
+    check_rewrite(function, decompose.decompose(function), evaluate)
+    (op,) = decompose.decompose(function).ops
+    wrong = Function("inner", op.callee.inputs, op.callee.ops[:-1], op.callee.outputs)  # type: ignore[union-attr]
+    bad = Op(op.spec, op.inputs, Attributes({**op.attributes, "callee": wrong}), op.outputs)
+    with pytest.raises(MismatchError, match="has lost output"):
+        check_rewrite(function, Function("main", function.inputs, (bad,), function.outputs), evaluate)
 
 
 def test_what_is_alike_is_tried_once_whatever_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
