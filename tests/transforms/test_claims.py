@@ -154,6 +154,16 @@ def early(old: Callable[..., Any]) -> Callable[..., Any]:
     return filled
 
 
+def longer(old: Callable[..., Any]) -> Callable[..., Any]:
+    def note(self: Any, op: Op, attributes: dict[str, Any]) -> None:
+        before = set(attributes)
+        old(self, op, attributes)
+        for name in attributes.keys() - before:
+            attributes[name] += 1
+
+    return note
+
+
 def all_zero(old: Callable[..., Any]) -> Callable[..., Any]:
     """All padding is taken for 0."""
 
@@ -192,6 +202,8 @@ FAULTS: dict[str, tuple[Callable[[], Function], Swap]] = {
     "pad: inputs whose source is what they became": (step, padder("_input", sources_of_inputs)),
     "pad: filled from one index before": (step, padder("_filled", early)),
     "pad: nothing is filled": (step, padder("_filled", lambda old: lambda self, source, v, dim, value: v)),
+    "pad: indices count from the end of the padding": (step, padder("_note_length", lambda old: lambda *_: None)),
+    "pad: indices count from one after the end": (step, padder("_note_length", longer)),
     "pad: all padding is taken for 0": (forward, padder("_result", all_zero)),
     "decompose: a cross-entropy without its mask": (forward, given("CrossEntropy", attributes_lost("ignore_index"))),
     "decompose: a mean over ignored labels": (
