@@ -17,9 +17,9 @@ from distir.transforms.shares import samples, shares
 
 _BETTER = 1 - 1e-6
 _CLEAR = 0.98
-"""What the price must fall to for several groups to come in the place of one."""
+"""To what share the price must fall for several groups to come in the place of one: prices leave out much."""
 _LATENCY = 3.0
-"""Then a collective costs as much as so many ops, however little it sends."""
+"""In that comparison a collective costs as much more as this many ops of average cost, however little it sends."""
 _DIGITS = 12
 """Of a price: what is left of rounding does not decide between prices that are equal."""
 Chosen = frozenset[int]
