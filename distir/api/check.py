@@ -88,32 +88,49 @@ class Check:
     unchecked: tuple[str, ...] = ()
     """What rounding hides: parameters, of which the change is meant, and other values, as "loss in step 3"."""
     infinite: tuple[str, ...] = ()
-    """What is not finite, in either run the same: the rest of it is compared."""
+    """What is not finite in both runs, in parts or whole: the rest of it is compared."""
+    compared: int = 0
+    """How many values were compared, those that rounding hides left out."""
 
     @property
     def ok(self) -> bool:
         return self.first is None
 
-    def __str__(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """One line."""
         if self.first:
             return f"check failed: {self.first}"
+        if not self.compared:
+            return "nothing was checked"
+        if self.unchecked:
+            all_of_them = self.compared + len(self.unchecked)
+            return f"check passed in part: {self.compared} of {all_of_them} values equal the sequential run's"
+        return f"check passed: {self.compared} of {self.compared} values equal the sequential run's"
+
+    def lines(self) -> list[str]:
+        """The verdict, a row for each sort of value, and what was not checked."""
+        if self.first:
+            return [self.verdict]
         named = (
-            ("outputs equal the sequential run's", self.outputs),
+            ("outputs", self.outputs),
             ("gradients of the first step", self.gradients),
             ("changes of weights", self.weights),
             ("optimizer state", self.state),
         )
-        parts = [
-            f"{what} to {d.error:.2g} (allowed {d.allowed:.2g}; largest error in %{d.name})"
-            for what, d in named
-            if d is not None
-        ]
-        text = "check passed: " + ", ".join(parts) if parts else "nothing was checked"
+        rows = [(what, f"{d.error:.2g}", f"{d.allowed:.2g}", f"%{d.name}") for what, d in named if d is not None]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = [self.verdict]
+        for what, error, allowed, name in rows:
+            lines.append(f"  {what.ljust(widths[0])}  to {error.ljust(widths[1])}  ({allowed} allowed; most in {name})")
         if self.infinite:
-            text += f"; not finite, in either run: {_listed(self.infinite)}"
+            lines.append(f"  not finite in both runs: {_listed(self.infinite)}")
         if self.unchecked:
-            text += f"; not checked, as rounding hides what they change by: {_listed(self.unchecked)}"
-        return text
+            lines.append(f"  not checked, as they change by no more than rounding does: {_listed(self.unchecked)}")
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def to_json(self) -> dict[str, Any]:
         """JSON of the largest errors, and of what was not checked."""
@@ -125,7 +142,8 @@ class Check:
             "first": self.first,
         }
         found = {name: d and d.to_json() for name, d in rows.items()}
-        return {"ok": self.ok, **found, "unchecked": list(self.unchecked), "infinite": list(self.infinite)}
+        names = {"unchecked": list(self.unchecked), "infinite": list(self.infinite)}
+        return {"ok": self.ok, **found, **names, "compared": self.compared}
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -163,8 +181,9 @@ def compare(
     tolerance = _tolerance(function)
     of_outputs = list(_outputs(function, got, want, rounding, first, tolerance.outputs))
     of_gradients = list(_gradients(function, got, want, rounding, first, tolerance.gradients))
-    of_state = list(_state(function, got, want, rounding, tolerance.gradients))
-    of_weights = list(_weights(function, begin, got, want, rounding, tolerance.changes))
+    lost = _lost(got, want)
+    of_state = list(_state(function, got, want, rounding, tolerance.gradients, lost))
+    of_weights = list(_weights(function, begin, got, want, rounding, tolerance.changes, lost))
     at_first = [row for row in of_outputs if row.difference.step == first]
     rows = [*at_first, *of_gradients, *of_outputs[len(at_first) :], *of_state, *of_weights]
     checked = [row.difference for row in rows if not row.hidden]
@@ -176,7 +195,18 @@ def compare(
         state=_worst(of_state),
         unchecked=_names(row for row in rows if row.hidden),
         infinite=_names(row for row in rows if row.infinite),
+        compared=len(checked),
     )
+
+
+def _lost(got: Steps, want: Steps) -> bool:
+    """Whether a number that both runs give, such as the loss, left the finite ones in both: what kernels make of nan is
+    their own."""
+    for a, b in zip(got.outputs, want.outputs, strict=False):
+        numbers = [k for k, x in b.items() if x.size == 1 and x.dtype.kind not in "biu" and k in a]
+        if any(not np.isfinite(a[k]).all() and not np.isfinite(b[k]).all() for k in numbers):
+            return True
+    return False
 
 
 def _names(rows: Iterator[_Row]) -> tuple[str, ...]:
@@ -220,18 +250,26 @@ def _gradients(
         yield _vectors(name, "gradient", x, want.gradients[k], rounding.gradients[k], tolerance, step=first)
 
 
-def _state(function: Function, got: Steps, want: Steps, rounding: Steps, tolerance: float) -> Iterator[_Row]:
+def _state(
+    function: Function, got: Steps, want: Steps, rounding: Steps, tolerance: float, lost: bool
+) -> Iterator[_Row]:
     for k, v in enumerate(function.inputs):
         if v.kind != "state" or k not in got.inputs or k not in want.inputs:
             continue
         if want.inputs[k].dtype.kind in "biu":
             yield _Row(Difference(v.name, largest_difference(got.inputs[k], want.inputs[k]), 0.0))
         else:
-            yield _vectors(v.name, "", got.inputs[k], want.inputs[k], rounding.inputs[k], tolerance)
+            yield _vectors(v.name, "", got.inputs[k], want.inputs[k], rounding.inputs[k], tolerance, lost=lost)
 
 
 def _weights(
-    function: Function, begin: Mapping[int, Any], got: Steps, want: Steps, rounding: Steps, tolerance: float
+    function: Function,
+    begin: Mapping[int, Any],
+    got: Steps,
+    want: Steps,
+    rounding: Steps,
+    tolerance: float,
+    lost: bool,
 ) -> Iterator[_Row]:
     for k, v in enumerate(function.inputs):
         if v.kind != "parameter" or k not in got.inputs or k not in want.inputs:
@@ -249,7 +287,7 @@ def _weights(
             turned = np.abs(changes[1][_uncertain(gradient, disturbed)])
             least += 2 * _norm(np.sort(turned)[-_TURNED:])
             unmoved = not np.any(gradient) and not np.any(changes[1])
-        row = _vectors(v.name, "change", *changes, tolerance, least)
+        row = _vectors(v.name, "change", *changes, tolerance, least, lost=lost)
         yield row._replace(hidden=False) if unmoved else row
 
 
@@ -268,16 +306,20 @@ def _vectors(
     tolerance: float,
     least: float = 0.0,
     step: int | None = None,
+    lost: bool = False,
 ) -> _Row:
     """The norm of the difference of two arrays, relative to that of `want`; or, where rounding is too large for that in
-    single elements, that of the part that goes `want`'s way.
+    single elements, that of the part that goes `want`'s way. `lost`: one may have elements that are not finite where
+    the other has none.
     """
     if got.shape != want.shape:
         return _Row(Difference(name, float("inf"), tolerance, step, kind))
     a, b, c = (np.ravel(x).astype(np.float64) for x in (got, want, rounding))
     finite = np.isfinite(a) & np.isfinite(b)
     infinite = not finite.all()
-    if not np.array_equal(np.isfinite(a), np.isfinite(b)):  # unless rounding alone leaves other elements finite
+    if not lost and not np.array_equal(
+        np.isfinite(a), np.isfinite(b)
+    ):  # unless rounding alone leaves other elements finite
         hidden = not np.array_equal(np.isfinite(c), np.isfinite(b))
         return _Row(Difference(name, float("inf"), tolerance, step, kind, "not finite"), hidden, infinite)
     if infinite:
@@ -311,7 +353,7 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _infinite(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype.kind not in "biu" and not (np.isfinite(a).all() and np.isfinite(b).all())
+    return a.dtype.kind not in "biu" and not (np.isfinite(a).all() or np.isfinite(b).all())
 
 
 def largest_difference(a: np.ndarray, b: np.ndarray) -> float:

@@ -252,7 +252,7 @@ class RunResult:
             lines.append(f"{what} written at {rate / 1e6:.1f} MB/s, the last after {self.saved[-1].step} steps")
         if self.unsaved:
             lines.append(f"no checkpoint after {self.first + len(self.seconds)} steps: {self.unsaved} is not finite")
-        return lines if self.check is None else [*lines, str(self.check)]
+        return lines if self.check is None else [*lines, *self.check.lines()]
 
     def _rates(self) -> list[str]:
         last = len(self.seconds) - 1

@@ -236,7 +236,7 @@ def run(
         again = job._replace(epochs=None, saving=None, finite=False, steps=job.first + len(done.seconds))
         comparison = _checked(model, again, done, prediction, on_check)
     if job.finite and done.broken != ALL_FINITE:
-        raise diverged(function, done.broken, job.first + len(done.seconds) - 1, comparison and str(comparison))
+        raise diverged(function, done.broken, job.first + len(done.seconds) - 1, comparison and comparison.verdict)
     return _result(model, done, prediction, job, comparison, found)
 
 

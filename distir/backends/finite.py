@@ -14,7 +14,7 @@ import numpy as np
 from distir.backends.checkpoint import renewed
 from distir.ir.errors import DivergedError, UsageError
 from distir.ir.function import Function
-from distir.ir.type import Tensor
+from distir.ir.type import Float16, Tensor
 
 LOSS = 0
 ALL_FINITE = 1 << 62
@@ -72,7 +72,9 @@ def refuse(program: Function, number: int, folder: Path) -> None:
 
 def diverged(program: Function, number: int, step: int, check: str | None) -> DivergedError:
     """The error that says what left the finite numbers in a step, and what a check has found up to there."""
-    hint = "a smaller --lr may keep it finite; --allow-nonfinite goes on"
+    narrow = any(isinstance(v.type, Tensor) and v.type.dtype is Float16 for v in renewed(program).values())
+    instead = "--dtype bfloat16, or " if narrow else ""  # float16 has no number between 0 and 6e-8
+    hint = f"{instead}a smaller --lr may keep it finite; --allow-nonfinite goes on"
     return DivergedError(
         f"{name_of(program, number)} is not finite in step {step}{f'; {check}' if check else ''}", hint
     )

@@ -318,9 +318,10 @@ def test_what_is_not_finite_in_both_is_said_and_the_rest_compared():
     both = check(holes)
     assert both.ok
     assert both.infinite == ("loss in step 0", "w") or both.infinite == (f"{tiny().outputs[0].name} in step 0", "w")
-    assert "not finite, in either run" in str(both)
+    assert "not finite in both runs: " in str(both)
     assert not check(holes * 2).ok
-    assert not check(change).ok
+    assert check(change).ok  # what kernels make of nan is their own
+    assert not check(change * 2).ok
     assert not check(holes, loss=1.0).ok
 
 
@@ -331,7 +332,8 @@ def test_a_change_that_rounding_takes_is_not_said_to_be_right():
     assert check.ok
     assert check.weights is None
     assert check.unchecked == ("w",)
-    assert "not checked, as rounding hides what they change by: %w" in str(check)
+    assert str(check).startswith("check passed in part: 1 of 2 values equal the sequential run's\n")
+    assert "not checked, as they change by no more than rounding does: %w" in str(check)
     moved = steps_of(2.0, 1e-3, begin)
     assert not compare(tiny(), {0: begin}, moved, same).ok  # but no weight moves that should not
 
