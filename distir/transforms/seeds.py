@@ -79,8 +79,9 @@ def _problem(
 def _search(problem: _Problem, n: int) -> Split:
     """The best groups of classes to split n ways.
 
-    A move takes a group in (and out what clashes with it) or out. When none helps, the search goes on without one of
-    the chosen groups, in whose place several may come that clash with it.
+    A move takes a group in (and out what clashes with it) or out; when none helps, pairs that clash with the same
+    chosen group are tried together. At last the search goes on without one of the chosen groups, in whose place more
+    may come.
     """
     classes, groups, full, small = problem
     found: dict[Chosen, tuple[float, float]] = {}
@@ -126,15 +127,34 @@ def _flip(chosen: Chosen, group: int, clash: Sequence[set[int]]) -> Chosen:
 def _descend(
     chosen: Chosen, order: Sequence[int], clash: Sequence[set[int]], price: Callable[[Chosen], float]
 ) -> Chosen:
-    """Moves among the groups in `order` for as long as one helps: all that help and do not touch, or the best one."""
+    """Moves among the groups in `order` for as long as one helps."""
     while True:
-        best = price(chosen)
-        ranked = sorted((price(_flip(chosen, g, clash)), i, g) for i, g in enumerate(order))
-        together, touched = chosen, set[int]()
-        for p, _, g in ranked:
-            if p < best * _BETTER and not touched & (clash[g] | {g}):
-                together = _flip(together, g, clash)
-                touched |= clash[g] | {g}
-        if together == chosen:
+        moved = _step(chosen, order, clash, price)
+        if price(moved) >= price(chosen) * _BETTER:
             return chosen
-        chosen = min(together, _flip(chosen, ranked[0][2], clash), key=price)
+        chosen = moved
+
+
+def _step(chosen: Chosen, order: Sequence[int], clash: Sequence[set[int]], price: Callable[[Chosen], float]) -> Chosen:
+    """The best next choice: all improving flips that do not touch each other, the one best flip, or a pair."""
+    best = price(chosen)
+    ranked = sorted((price(_flip(chosen, g, clash)), i, g) for i, g in enumerate(order))
+    together, touched = chosen, set[int]()
+    for p, _, g in ranked:
+        if p < best * _BETTER and not touched & (clash[g] | {g}):
+            together = _flip(together, g, clash)
+            touched |= clash[g] | {g}
+    moves = [together]
+    if ranked:
+        moves.append(_flip(chosen, ranked[0][2], clash))
+    if min(map(price, moves)) < best * _BETTER:
+        return min(moves, key=price)
+    pairs = [
+        _flip(_flip(chosen, a, clash), b, clash)
+        for c in sorted(chosen)
+        for i, a in enumerate(order)
+        if a in clash[c]
+        for b in order[:i]
+        if b in clash[c] and b not in clash[a]
+    ]
+    return min(pairs, key=price, default=chosen)
