@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from distir.api.steps import Steps
 from distir.executor.sequential import fit
 from distir.ir.function import Function
 from distir.ir.type import Float32, Float64, Tensor
+from distir.transforms.rewrite import epsilon
 
 _SMALLEST = 1e-2
 """Losses below this are compared as if they were this large: a loss is a difference of larger numbers."""
@@ -280,7 +280,7 @@ def _weights(
             continue
         changes = [steps.inputs[k].astype(np.float64) - start for steps in (got, want, rounding)]
         # a weight is rounded to its own last place: a few elements may end one place further
-        least = _TURNED**0.5 * float(ml_dtypes.finfo(want.inputs[k].dtype).eps) * magnitude(start)
+        least = _TURNED**0.5 * 2 * epsilon(v.type.dtype) * magnitude(start)  # type: ignore[union-attr]
         unmoved = False
         if k in want.gradients:
             gradient, disturbed = (steps.gradients[k].astype(np.float64) for steps in (want, rounding))
@@ -317,10 +317,8 @@ def _vectors(
     a, b, c = (np.ravel(x).astype(np.float64) for x in (got, want, rounding))
     finite = np.isfinite(a) & np.isfinite(b)
     infinite = not finite.all()
-    if not lost and not np.array_equal(
-        np.isfinite(a), np.isfinite(b)
-    ):  # unless rounding alone leaves other elements finite
-        hidden = not np.array_equal(np.isfinite(c), np.isfinite(b))
+    if not lost and not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        hidden = not np.array_equal(np.isfinite(c), np.isfinite(b))  # rounding alone leaves other elements finite
         return _Row(Difference(name, float("inf"), tolerance, step, kind, "not finite"), hidden, infinite)
     if infinite:
         a, b, c = a[finite], b[finite], c[finite]

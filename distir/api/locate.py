@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from distir.api.check import largest_difference, magnitude
@@ -25,6 +24,7 @@ from distir.ir.errors import DistirError, MismatchError
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import REPLICATE, Float32, Float64, Partial, Tensor
 from distir.transforms.project import ranks
+from distir.transforms.rewrite import epsilon
 
 _TOLERANCE = {Float64: 1e-9, Float32: 1e-4}
 """How far one op may be off, relative to its largest result (at least 1)."""
@@ -202,7 +202,7 @@ class _Replay:
             raise _Found(f"{_named(v, self.moments.ops[v], moment)} differs by {error:.3g} on rank {rank}")
         if before is not None and t.dtype.floating:
             a, b, c = (np.asarray(x).astype(np.float64) for x in (got, want, before))
-            last_place = float(ml_dtypes.finfo(t.dtype.numpy).eps) * np.linalg.norm(b)
+            last_place = 2 * epsilon(t.dtype) * np.linalg.norm(b)
             error, change = np.linalg.norm(a - b), np.linalg.norm(b - c)
             if error > 10 * tolerance * change + last_place:
                 what = f"{_named(v, self.moments.ops[v], moment)} changes by another amount on rank {rank}"

@@ -9,12 +9,12 @@ it.
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 
 from distir.executor.sequential import Held, Tap
 from distir.ir.function import Function, Value
 from distir.ir.type import Tensor
+from distir.transforms.rewrite import epsilon
 
 
 def perturbed(function: Function, seed: int = 0) -> Tap:
@@ -33,7 +33,7 @@ def perturbed(function: Function, seed: int = 0) -> Tap:
         x = np.asarray(held)
         wide = np.promote_types(np.float32, x.dtype)
         # 16 bits are computed in 32 and rounded back: half a unit moves most of them by one
-        step = ml_dtypes.finfo(x.dtype).eps * (1 if x.dtype == wide else 0.5)
+        step = epsilon(v.type.dtype) * (2 if x.dtype == wide else 1)  # type: ignore[union-attr]
         signs = draw.integers(0, 2, x.shape, np.int8) * 2 - 1
         return (x * (1 + signs * wide.type(step))).astype(x.dtype)
 
