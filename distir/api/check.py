@@ -114,7 +114,7 @@ class Check:
             return [self.verdict]
         named = (
             ("outputs", self.outputs),
-            ("gradients of the first step", self.gradients),
+            ("first gradients", self.gradients),
             ("changes of weights", self.weights),
             ("optimizer state", self.state),
         )
