@@ -45,7 +45,7 @@ def test_the_same_result(tmp_path: Path) -> None:
 def test_only_rank_0_speaks() -> None:
     done = torchrun("--tp", 2, "--steps", 2, "--check")
     assert done.returncode == 0, done.stderr
-    assert [done.stdout.count(x) for x in ("tp splits", "step ", "predicted", "check passed")] == [1, 2, 1, 1]
+    assert [done.stdout.count(x) for x in ("tp splits", "\nstep ", "predicted", "check passed")] == [1, 2, 1, 1]
 
 
 def test_a_wrong_result_is_located(tmp_path: Path) -> None:

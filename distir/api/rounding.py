@@ -15,6 +15,10 @@ from distir.executor.sequential import Held, Tap
 from distir.ir.function import Function, Value
 from distir.ir.type import Tensor
 from distir.transforms.rewrite import epsilon
+from distir.transforms.roles import weights
+
+_MASKED = -1e4
+"""Numbers as low as this are scores to which a mask was added."""
 
 
 def perturbed(function: Function, seed: int = 0) -> Tap:
@@ -22,7 +26,8 @@ def perturbed(function: Function, seed: int = 0) -> Tap:
     last place.
 
     Left as they are: what optimizers give, for a weight takes up its change in the same arithmetic everywhere; views;
-    integers; and what depends on constants alone (positions, masks), which no plan computes otherwise.
+    integers; what depends on no weight (positions, masks), which no plan computes otherwise; and what is masked: the
+    last place of -1e9 is 64.
     """
     rounds = _rounds(function)
     draw = np.random.default_rng(seed)
@@ -34,7 +39,7 @@ def perturbed(function: Function, seed: int = 0) -> Tap:
         wide = np.promote_types(np.float32, x.dtype)
         # 16 bits are computed in 32 and rounded back: half a unit moves most of them by one
         step = epsilon(v.type.dtype) * (2 if x.dtype == wide else 1)  # type: ignore[union-attr]
-        signs = draw.integers(0, 2, x.shape, np.int8) * 2 - 1
+        signs = (draw.integers(0, 2, x.shape, np.int8) * 2 - 1) * (x > _MASKED)
         return (x * (1 + signs * wide.type(step))).astype(x.dtype)
 
     return tap
@@ -42,7 +47,7 @@ def perturbed(function: Function, seed: int = 0) -> Tap:
 
 def _rounds(function: Function) -> set[Value]:
     """The results to move."""
-    varies = {v for v in function.inputs if v.kind != "constant"}
+    varies = set(weights(function))
     found: set[Value] = set()
     for op in function.ops:
         if varies.isdisjoint(op.inputs):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from distir.ir.device import Mesh
 from distir.ir.function import Function, Value
 from distir.ir.kept import kept
-from distir.ir.type import Type
+from distir.ir.type import Shard, Tensor, Type
 
 Key = tuple[str, str]
 """A function's name, and that of the first result of an optimizer op in it."""
@@ -28,7 +29,10 @@ class Gradient(NamedTuple):
 
 @kept
 def gradients(program: Function) -> dict[Key, Gradient]:
-    """The gradient of every weight that an optimizer updates; where several ops update copies of one, the first's."""
+    """The gradient of every weight that an optimizer updates; where several ops update copies of one, the first's.
+
+    Left out are weights that are updated in parts, one a microbatch (each of whose rows belongs to a sample).
+    """
     found: dict[Key, Gradient] = {}
     walked: dict[tuple[Function, tuple[Origin, ...]], list[Origin]] = {}
 
@@ -58,4 +62,11 @@ def gradients(program: Function) -> dict[Key, Gradient]:
     first: dict[int, Key] = {}
     for key, gradient in found.items():
         first.setdefault(gradient.weight, key)
-    return {key: found[key] for key in first.values()}
+    parts = {gradient.weight for gradient in found.values() if _of_one_microbatch(gradient.type)}
+    return {key: found[key] for weight, key in first.items() if weight not in parts}
+
+
+def _of_one_microbatch(t: Type) -> bool:
+    if not isinstance(t, Tensor) or not isinstance(mesh := t.device, Mesh) or mesh.time is None:
+        return False
+    return mesh.sizes[mesh.time] > 1 and isinstance(t.placements[mesh.time], Shard)
