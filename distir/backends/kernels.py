@@ -189,5 +189,5 @@ def literal(name: str, x: Any, bind: Bind) -> str:
     if x is None or type(x) in (bool, int, str) or (type(x) is float and abs(x) < float("inf")):
         return repr(x)
     if isinstance(x, tuple | list) and len(x) < 9 and all(type(y) is int for y in x):
-        return repr(tuple(x))  # of a torch.Size, too
+        return repr(tuple(x) if isinstance(x, tuple) else x)  # a torch.Size is a tuple
     return bind("dtype" if isinstance(x, torch.dtype) else name, x)
