@@ -864,6 +864,9 @@ def test_the_bar_is_for_terminals_and_for_what_takes_long(monkeypatch, tty, pati
         for step in range(4):
             time.sleep(0.05)
             progress.advance(step)
+        end = time.monotonic() + 20
+        while seen and "running" not in terminal.getvalue() and time.monotonic() < end:  # on a busy host
+            time.sleep(0.05)
     assert ("running" in terminal.getvalue()) is seen
 
 
