@@ -172,8 +172,8 @@ def compare(
     """Compare a run of a program with the sequential one, `want`, on the same data.
 
     `begin`: the arrays that both began with, by input position. `rounding`: the sequential run once more, disturbed by
-    rounding (see `rounding`); without it only the tolerance is allowed. `first`: the number of the first step. Of each
-    step those outputs are compared that both have.
+    rounding (see `rounding`); without it only the tolerance is allowed. `first`: the number of the first step. What the
+    run does not give is named as not checked, but for outputs of many elements of steps before the last.
 
     Allowed are 2.5 times what rounding does, and at least: for outputs 1e-5 of the largest element, in float64 1e-10,
     in 16 bits 0.05; for gradients, state and changes of weights 1e-4 of the norm, in float64 1e-10, in 16 bits 0.05 and

@@ -12,7 +12,7 @@ from distir.backends.buckets import Bucket, find_buckets
 from distir.backends.compiled import compiled
 from distir.backends.kernels import literal, render
 from distir.backends.native import implementation
-from distir.backends.optimizers import GRADIENT, steps_together, update
+from distir.backends.optimizers import gradient_of, steps_together, update
 from distir.backends.ownership import Memory, each_part
 from distir.backends.passing import passes
 from distir.backends.pool import LARGE
@@ -322,10 +322,12 @@ class Body:
         begin = len(self.lines)
         groups: dict[int, list[Op]] = {}
         for op in row:
-            groups.setdefault(max(_numbers(self.waits.get(self.itself(op.inputs[GRADIENT]), 0))), []).append(op)
+            groups.setdefault(max(_numbers(self.waits.get(self.itself(gradient_of(op)), 0))), []).append(op)
         used = dict.fromkeys([v for op in row for v in op.inputs])
         for number, op in enumerate(row, k - len(row) + 1):
-            for result, j in zip(op.outputs, [j for j in range(len(op.outputs) + 1) if j != GRADIENT], strict=True):
+            for result, j in zip(
+                op.outputs, [j for j in range(len(op.outputs) + 1) if j != op.spec.gradient], strict=True
+            ):
                 v = op.inputs[j]
                 parts = each_part(self.memory.parts[v])
                 if self.memory.may_overwrite(op, number, j) and self.memory.alone(parts, row):
@@ -335,7 +337,7 @@ class Body:
                     self.lines.append(f"{self.var(result)} = {self.bind('clone', torch.clone)}({self.use(v)})")
         for _, ops in sorted(groups.items()):
             self._show_gradients(ops)
-            columns = [[op.inputs[GRADIENT] for op in ops], *zip(*[op.outputs for op in ops], strict=True)]
+            columns = [[gradient_of(op) for op in ops], *zip(*[op.outputs for op in ops], strict=True)]
             arguments = [f"[{', '.join(map(self.use, values))}]" for values in columns]
             arguments += [f"step={self.use(v)}" for v in ops[0].inputs[len(ops[0].outputs) + 1 :]]
             self.lines.append(f"{self.bind(ops[0].spec.name.lower(), update(ops[0]))}({', '.join(arguments)})")

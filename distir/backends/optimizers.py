@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distir.ir.errors import ModelError
 from distir.ir.function import Function, Op, Value
 from distir.ir.kept import kept
 
@@ -109,14 +110,19 @@ def adamw(
     )
 
 
-GRADIENT = 1
-"""Which operand of an optimizer is the gradient; those before and after it are changed, but for a step at the end."""
 _FUSED: dict[str, Callable[..., None]] = {"SGD": sgd, "AdamW": adamw}
 
 
 def steps_together(op: Op) -> bool:
     """Whether several of this op may be one call."""
     return op.spec.name in _FUSED and not op.attributes.get("dampening")
+
+
+def gradient_of(op: Op) -> Value:
+    """An optimizer's gradient; operands before and after it are changed, but for a step at the end."""
+    if op.spec.gradient is None:
+        raise ModelError(f"{op}: not an optimizer")
+    return op.inputs[op.spec.gradient]
 
 
 @kept
