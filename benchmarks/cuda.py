@@ -1,13 +1,13 @@
-"""A training step of GPT-2 (124M) in bfloat16 on one GPU: distir's, as it is and compiled (`distir run --compile`),
-eager PyTorch's with autograd, torch.compile's.
+"""Benchmark of a training step of GPT-2 (124M) in bfloat16 on one GPU: distir, distir compiled (`distir run
+--compile`), eager PyTorch with autograd, torch.compile.
 
     python benchmarks/cuda.py [--runs N] [--steps N] [--batch N] [--seq N] [--layers N] [--width N] [--json]
 
-All have the same weights, data, dtype and AdamW, and run in one process, taking turns: N runs of some steps each, timed
-by CUDA events; what is printed is the median over runs. The losses of the first steps are printed, too: they should
-agree to bfloat16's precision. PyTorch's have the quickest that it offers: scaled_dot_product_attention, causal by
-itself, and the fused AdamW. On a GPU the figures are written to benchmarks/results/cuda.json. Where there is none
-nothing is measured; `--device cpu` tries the script itself, and writes nothing. Needs the `dev` extra.
+All have the same weights, data, dtype and AdamW, and alternate in one process: N runs of some steps each, timed by CUDA
+events; the median over runs is printed. The losses of the first steps are printed, too: they should agree to bfloat16's
+precision. PyTorch uses its fastest kernels: causal scaled_dot_product_attention and the fused AdamW. On a GPU the
+figures are written to benchmarks/results/cuda.json. Without a GPU nothing is measured; `--device cpu` tests the script
+itself and writes nothing. Needs the `dev` extra.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from laps import machine, parser, table
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cuda.json"
 GOAL = {"eager": 1.0, "compile": 0.9}
-"""How many times as quick one of ours should be."""
+"""The speed-up that one of distir's steps should reach."""
 OURS = ("distir", "distir compiled")
 LEARNING_RATE = 1e-4
 WARM_UP = 3
 CHECKED = 3
 Step = Callable[[], Any]
-"""Does one training step, and gives its loss."""
+"""Runs one training step; returns its loss."""
 
 
 class Work:
-    """The model as PyTorch has it, and what it is trained on."""
+    """The PyTorch model and its training data."""
 
     def __init__(self, args: Any) -> None:
         import torch
@@ -54,9 +54,9 @@ class Work:
 
 
 def distir_step(work: Work, compiled: bool) -> Step:
-    """Ours: the step as one program, without autograd."""
+    """distir's step: one program, without autograd."""
     import distir
-    from distir.backends.torch import TorchRank
+    from distir.backends.lowering.engine import TorchRank
     from examples.export import export
 
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def _by_name(function: Any, work: Work) -> list[tuple[Any, Any]]:
 
 
 def torch_step(work: Work, compiled: bool) -> Step:
-    """PyTorch's: autograd, and the quickest of its own attention and AdamW."""
+    """PyTorch's step: autograd, with its fastest attention and AdamW."""
     import copy
 
     import torch
@@ -103,8 +103,8 @@ def torch_step(work: Work, compiled: bool) -> Step:
 
 
 def seconds(work: Work, step: Step, steps: int) -> float:
-    """The time of a step, in the mean of several that follow each other."""
-    from distir.backends.clock import Clock
+    """The time of a step: the mean over consecutive steps."""
+    from distir.backends.tensors.clock import Clock
 
     clock = Clock(work.device)
     begin = clock.now()
@@ -119,7 +119,7 @@ def seconds(work: Work, step: Step, steps: int) -> float:
 
 
 def measure(args: Any) -> dict[str, Any]:
-    """All figures of a run of this script."""
+    """All results of the benchmark."""
     import torch
 
     work = Work(args)

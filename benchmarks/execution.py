@@ -1,14 +1,14 @@
-"""Training steps against DDP, FSDP2 and torch.distributed.pipelining, side by side, on 2 gloo ranks of one thread.
+"""Benchmark of training steps against DDP, FSDP2 and torch.distributed.pipelining, on 2 gloo ranks of one thread.
 
     python benchmarks/execution.py [--only mlp|gpt2|ddp|fsdp|pipeline|model-parallel ...] [--runs N] [--seconds S]
                                    [--json [FILE]] [--sweep]
 
-All competitors of a table are started first, and then take turns of about S seconds; N rounds. They have the same
-first weights, data, optimizer (plain SGD, torch's fused one, but for FSDP2, whose tensors have none), types and number
-of threads; that they compute the same is checked by the losses of the first steps, which are printed. Times are of a
-step: all ranks begin together, and the slower counts. A ratio is the median over rounds of the peer's time by ours in
-the same round. The peers' scripts and settings are in benchmarks/peers; `--sweep` times the settings that were tried.
-`--only` takes what has all the words given.
+All competitors of a table are started first, and then alternate in turns of about S seconds, for N rounds. They have
+the same initial weights, data, optimizer (torch's fused SGD, except FSDP2, whose tensors do not support it), types and
+number of threads; the losses of their first steps are compared and printed. Times are per step: all ranks start
+together, and the slower counts. A ratio is the median over rounds of the peer's time divided by distir's in the same
+round. The peers' scripts and settings are in benchmarks/peers; `--sweep` times all candidate settings. `--only` selects
+the rows that have all the words given.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ SMALL = {
     "gpt2": {"layers": 4, "width": 16, "heads": 2, "vocab": 64, "seq": 8},
 }
 BATCH = {"mlp": 256, "gpt2": 8}
-"""Samples of a step, of both ranks together."""
+"""Samples per step, over both ranks."""
 RATE = {"mlp": 0.05, "gpt2": 0.5}
-"""Of learning: such that the loss changes by more in a few steps than rounding does."""
+"""Learning rate: high enough that a few steps change the loss by more than rounding does."""
 MICROBATCHES = 8
 SAME_LOSS = 1e-4
-"""How far the losses of the first steps may be apart, as a share: all compute in float32, in different orders."""
+"""Relative tolerance of the losses of the first steps: all compute in float32, in different orders."""
 
 
 @dataclass
 class Row:
-    """A comparison of two teams, by name; `goal` is how many times as quick ours should be, None: it is only told."""
+    """A comparison of two teams, by name; `goal` is the speed-up that distir should reach, None if there is no goal."""
 
     words: tuple[str, ...]
     ours: str
@@ -54,7 +54,7 @@ class Row:
 
 
 class Plans:
-    """The teams of one model, by name, and the rows to be printed of them."""
+    """The teams of one model, by name, and the rows of its table."""
 
     def __init__(self, model: str, small: bool, folder: Path) -> None:
         self.model, self.folder = model, folder
@@ -63,38 +63,38 @@ class Plans:
         self.entries: dict[str, Entry] = {}
         self.rows: list[Row] = []
 
-    def entry(self, script: str, told: Mapping[str, Any]) -> Entry:
+    def entry(self, script: str, options: Mapping[str, Any]) -> Entry:
         work = {"model": self.model, "sizes": self.sizes, "batch": BATCH[self.model], "lr": RATE[self.model]}
-        return Entry(script, work, told)
+        return Entry(script, work, options)
 
     def ours(self, name: str, mkl: bool = False, **plan: Any) -> str:
-        """A plan of distir's; `mkl`: with the products of matrices by MKL, as the peers have them."""
+        """A plan of distir; `mkl`: with matrix products by MKL, like the peers."""
         self.entries[name] = self.entry("ours", {"model": str(self.file), "plan": plan, "mkl": mkl})
         return name
 
-    def peer(self, name: str, script: str, told: Mapping[str, Any]) -> str:
-        self.entries[name] = self.entry(script, told)
+    def peer(self, name: str, script: str, options: Mapping[str, Any]) -> str:
+        self.entries[name] = self.entry(script, options)
         return name
 
     def row(self, words: str, ours: str, peer: str, goal: float | None) -> None:
         self.rows.append(Row((self.model, *words.split()), ours, peer, goal))
 
     def export(self) -> None:
-        """Write the model that distir takes."""
+        """Write the ONNX file for distir."""
         from peers.models import Work, export
 
         work = Work(self.model, self.sizes, 1, 0.0)
         export.export(work.exported, self.file, work.ids_only, **self.sizes)
 
     def only(self, words: Sequence[str]) -> None:
-        """Leave out the rows that have not all of these words, and the teams in none."""
+        """Remove the rows without all of these words, and the teams that are in no row."""
         self.rows = [row for row in self.rows if set(words) <= set(row.words)]
         used = {name for row in self.rows for name in (row.ours, row.peer)}
         self.entries = {name: entry for name, entry in self.entries.items() if name in used}
 
 
 def data_parallel(plans: Plans) -> None:
-    """Against DDP and FSDP2."""
+    """Comparisons with DDP and FSDP2."""
     model = plans.model
     ours = plans.ours("dp 2", dp=2)
     default = plans.peer("DDP", "ddp", settings.DDP_DEFAULT[model])
@@ -109,33 +109,33 @@ def data_parallel(plans: Plans) -> None:
 
 
 def pipelines(plans: Plans) -> None:
-    """Against torch.distributed.pipelining."""
+    """Comparisons with torch.distributed.pipelining."""
     for schedule, name in settings.SCHEDULES.items():
         chunks = 2 if schedule == "interleaved" else 1
         plan = {"pp": 2, "microbatches": MICROBATCHES, "schedule": schedule, "chunks": chunks}
-        told = settings.PIPELINE[plans.model, schedule][0]
-        peer = plans.peer(name, "pipelining", {"schedule": name, "microbatches": MICROBATCHES, **told})
+        options = settings.PIPELINE[plans.model, schedule][0]
+        peer = plans.peer(name, "pipelining", {"schedule": name, "microbatches": MICROBATCHES, **options})
         plans.row("pipeline", plans.ours(schedule, **plan), peer, 1.15 if plans.model == "mlp" else 1.0)
         if schedule == "1f1b":
             plans.row("pipeline", plans.ours("1f1b, MKL", mkl=True, **plan), peer, None)
 
 
 def model_parallel(plans: Plans) -> None:
-    """Without microbatches, against pipelined: ours and ours."""
+    """distir without microbatches compared with distir pipelined."""
     whole = plans.ours("pp 2, m 1", pp=2)
     for m in (4, 8):
         plans.row("model-parallel", plans.ours(f"pp 2, m {m}", pp=2, microbatches=m), whole, None)
 
 
 def candidates(model: str, small: bool, folder: Path) -> Iterator[Plans]:
-    """The settings of the peers that were tried, one kind after the other: the first of each is compared with."""
+    """For each peer the teams of its candidate settings, compared with the first, which the other tables use."""
     kinds = [("ddp", settings.DDP[model]), ("fsdp", settings.FSDP[model])]
     for schedule, name in settings.SCHEDULES.items():
         common = {"schedule": name, "microbatches": MICROBATCHES}
-        kinds.append(("pipelining", [common | told for told in settings.PIPELINE[model, schedule]]))
+        kinds.append(("pipelining", [common | options for options in settings.PIPELINE[model, schedule]]))
     for script, tried in kinds:
         plans = Plans(model, small, folder)
-        names = [plans.peer(f"{script} {json.dumps(told)}", script, told) for told in tried]
+        names = [plans.peer(f"{script} {json.dumps(options)}", script, options) for options in tried]
         for name in names[1:]:
             plans.row(script.replace("pipelining", "pipeline"), names[0], name, None)
         yield plans
@@ -143,7 +143,7 @@ def candidates(model: str, small: bool, folder: Path) -> Iterator[Plans]:
 
 @dataclass
 class Result:
-    """Of one row: milliseconds of a step, ours and the peer's, by round; `ratio` is the median of the rounds'."""
+    """The result of one row: milliseconds per step of distir and the peer, by round; `ratio` is their median."""
 
     words: tuple[str, ...]
     ours: str
@@ -194,9 +194,9 @@ def same_losses(teams: Sequence[Team]) -> dict[str, list[float]]:
 
 
 def predictions(plans: Plans) -> list[list[str]]:
-    """What the simulator says of the plans without and with microbatches."""
+    """The simulator's predictions for the plans without and with microbatches."""
     import distir
-    from distir.transforms.training import SGD
+    from distir.transforms.differentiation.training import SGD
 
     model = distir.load(plans.file, {"batch": BATCH[plans.model]}, loss="cross-entropy", optimizer=SGD())
     found = [distir.simulate(model, distir.Plan(pp=2, microbatches=m)).step_seconds * 1e3 for m in (1, 4, 8)]
@@ -207,9 +207,9 @@ def main() -> None:
     flags = parser(__doc__, 5, json_file=True)
     words = ["mlp", "gpt2", "ddp", "fsdp", "pipeline", "model-parallel"]
     flags.add_argument("--only", nargs="+", default=[], choices=words, metavar="WORD", help=", ".join(words))
-    flags.add_argument("--seconds", type=float, default=1.0, metavar="S", help="of a turn; default: 1")
-    flags.add_argument("--sweep", action="store_true", help="time the settings of the peers that were tried")
-    flags.add_argument("--small", action="store_true", help="tiny models, to see that all of it works")
+    flags.add_argument("--seconds", type=float, default=1.0, metavar="S", help="length of a turn; default: 1")
+    flags.add_argument("--sweep", action="store_true", help="time all candidate settings of the peers")
+    flags.add_argument("--small", action="store_true", help="tiny models, to test the script")
     args = flags.parse_args()
     results: list[Result] = []
     losses: dict[str, Any] = {}

@@ -1,11 +1,11 @@
-"""How long a user waits for the first step of GPT-2 (124M parameters) on two ranks.
+"""Benchmark of the time to the first step of GPT-2 (124M parameters) on two ranks.
 
     python benchmarks/first_step.py [--model FILE] [--batch N] [--runs N] [--json]
 
-Wall-clock seconds, medians, from the start of `distir run` with the loss cross-entropy and `--dp 2`, until the plan is
-printed, and until the first step is; how long this step took, and the next one; and, alternating, of an interpreter
-that loads torch and nothing else, which every such command must do. The ratio is that to the latter. Without `--model`
-it is what `python examples/export.py gpt2` writes, which is to be done before.
+Wall-clock seconds, medians: from the start of `distir run` with the loss cross-entropy and `--dp 2` until the plan is
+printed, and until the first step is; of this step, and of the next one; and, alternating, of an interpreter that only
+imports torch, which every such command must do. The ratio is that of the time to the first step to the latter. The
+default model is the file that `python examples/export.py gpt2` writes; run this before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def seconds(model: Path, batch: int) -> dict[str, float]:
-    """Of one command, by what was printed."""
+    """Seconds of the phases of one command, from the lines it printed."""
     flags = ["--dim", f"batch={batch}", "--loss", "cross-entropy", "--dp", "2", "--steps", "2"]
     found: dict[str, float] = {}
     begin = time.perf_counter()

@@ -1,9 +1,9 @@
-"""From an ONNX file to a checked, predicted program: GPT-2 124M, phase by phase, on 128 and on 16,384 devices.
+"""Benchmark of planning, from an ONNX file to a checked, predicted program: GPT-2 124M, on 128 and on 16,384 devices.
 
     python benchmarks/gpt2_plan.py [--model FILE] [--runs N] [--json]
 
-Exports the model first if there is no such file. CPU seconds, medians over the runs; the goal is 5 s for the first plan
-on a 2-core CPU, the second within 20 % of it, and as many lines in the printed program.
+Exports the model first if there is no such file. CPU seconds by phase, medians over the runs. Goals: 5 s for the first
+plan on a 2-core CPU, the second within 20 % of it, with as many lines in the printed program.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pathlib import Path
 from laps import machine, parser
 
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator import Simulator
+from distir.executor.simulator.simulator import Simulator
 from distir.hardware import load_cluster
 from distir.importer import import_from_onnx
 from distir.ir.infer import forget
 from distir.ir.text import pformat
 from distir.ir.validate import validate
 from distir.ir.verify import verify
+from distir.transforms.differentiation.training import AdamW, training_step
 from distir.transforms.parallel3d import parallel_transform_3d, source_of
-from distir.transforms.training import AdamW, training_step
 
 PLANS = ((8, 4, 4), (1024, 4, 4))
 BATCH, MICROBATCHES = 32768, 32
 
 
 def plan(model: Path, dp: int, tp: int, pp: int) -> tuple[dict[str, float], int]:
-    """CPU seconds by phase, with nothing remembered from earlier plans, and the lines of the printed program."""
+    """CPU seconds by phase, with cold caches, and the number of lines of the printed program."""
     forget()
     gc.collect()
     laps: dict[str, float] = {}

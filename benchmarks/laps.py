@@ -1,4 +1,4 @@
-"""What the benchmarks share: their flags, CPU seconds by phase, a table."""
+"""Helpers of the benchmarks: flags, CPU seconds by phase, tables."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Laps:
         self._begin = time.process_time()
 
     def start(self) -> None:
-        """Forget what passed since the last lap."""
+        """Discard the time since the last lap."""
         self._begin = time.process_time()
 
     def lap(self, phase: str) -> None:
-        """What passed since the last lap counts as `phase`."""
+        """Add the time since the last lap to `phase`."""
         now = time.process_time()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._begin
         self._begin = now
@@ -52,13 +52,13 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def machine() -> str:
-    """The processor, its cores and the interpreter, in words."""
+    """A description of the processor, its cores and the interpreter."""
     cores = f"{os.cpu_count()} cores"
     return f"{_processor()}, {cores}, {platform.python_implementation()} {platform.python_version()}"
 
 
 def _processor() -> str:
-    """Its model, where Linux says it, and its kind."""
+    """The processor's model, if Linux reports it, and architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -68,7 +68,7 @@ def _processor() -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned text: the first column to the left, the others to the right."""
+    """A text table: the first column aligned left, the others right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])

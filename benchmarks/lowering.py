@@ -1,12 +1,12 @@
-"""What one op costs where ops are small: a training step of an MLP of 64x64, one thread, float32.
+"""Benchmark of the overhead per op: a training step of an MLP of 64x64, one thread, float32.
 
     python benchmarks/lowering.py [--runs N] [--json] [--layers N] [--width N] [--batch N] [--optimizer sgd|adamw]
 
-Side by side, alternating, on the same weights and data: the generated Python (`distir show --python`), PyTorch's
-eager autograd with `torch.optim` (each of its settings: the quickest counts), an interpreter that looks every value
-up in a dict, and torch.fx's Interpreter on the step that `make_fx` traced. CPU microseconds: medians over runs of a
-step's, divided by the number of ops in the training step's program. The goal: the generated code at most 0.75 of
-eager autograd. That all compute the same loss is checked first.
+Alternates, on the same weights and data: the generated Python (`distir show --python`), PyTorch's eager autograd with
+`torch.optim` (the fastest of its settings counts), an interpreter that looks every value up in a dict, and torch.fx's
+Interpreter on the step traced by `make_fx`. CPU microseconds per op: the median over runs of a step, divided by the
+number of ops in the training step's program. Goal: the generated code takes at most 0.75 of eager autograd. All are
+first checked to compute the same loss.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from laps import machine, parser, table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from distir.api import Plan
+from distir.api.compilation import distribute
 from distir.api.model import Model
-from distir.api.road import distribute
-from distir.backends.namespace import TORCH
-from distir.backends.torch import TorchRank
-from distir.executor.sequential import evaluate
+from distir.backends.lowering.engine import TorchRank
+from distir.backends.tensors.torch_namespace import TORCH
+from distir.executor.reference.sequential import evaluate
 from distir.ir.function import Function, FunctionMaker, Op, Role, Value
 from distir.ir.type import Float32, Tensor
 from distir.ops.rules import shape_of
-from distir.transforms.training import SGD, AdamW
+from distir.transforms.differentiation.training import SGD, AdamW
 
 Step = Callable[[], Any]
-"""Trains once; gives the loss."""
+"""Runs one training step; returns the loss."""
 OPTIMIZERS: dict[str, Any] = {"sgd": SGD(lr=1e-2), "adamw": AdamW(lr=1e-4)}
 GOAL = 0.75
 CALLS = 50
 
 
 def mlp(layers: int, width: int, batch: int) -> Function:
-    """Linear layers, as torch's: x (batch, width) times a transposed weight, plus a bias; a Relu between them."""
+    """Linear layers like torch's, x (batch, width) times a transposed weight plus a bias, with a Relu between them."""
     f = FunctionMaker("mlp")
     h = f.add_input_value("x", Tensor(Float32, (batch, width)), Role("data", 0))
     for k in range(layers):
@@ -55,7 +55,7 @@ def mlp(layers: int, width: int, batch: int) -> Function:
 
 
 def generated(model: Model, arrays: dict[Value, np.ndarray]) -> Step:
-    """The Python that a rank runs, as `distir run` runs it."""
+    """The generated Python, as `distir run` runs it."""
     engine = TorchRank(distribute(model, Plan()), 0)
     engine.load({k: arrays[v] for k, v in enumerate(model.function.inputs)})
     return lambda: engine.step()[0]
@@ -108,7 +108,7 @@ def interpreter(model: Model, arrays: dict[Value, np.ndarray]) -> Step:
 
 
 def _function(op: Op) -> Callable[..., Any]:
-    """What computes an op on tensors: torch's kernel where the op names one, else its `eval`."""
+    """The function that computes an op on tensors: torch's kernel if the op names one, else its `eval`."""
     if op.spec.torch is not None:
         function, attributes = getattr(torch, op.spec.torch), dict(op.attributes)
         return (lambda *xs: function(*xs, **attributes)) if attributes else function
@@ -146,7 +146,7 @@ def _tensors(model: Model, arrays: dict[Value, np.ndarray]) -> tuple[list[torch.
 
 
 def _hyperparameters(optimizer: Any) -> dict[str, Any]:
-    """As torch.optim takes them."""
+    """The optimizer's keywords for torch.optim."""
     return dict(optimizer.attributes)
 
 
@@ -163,7 +163,7 @@ def measure(steps: dict[str, Step], runs: int) -> dict[str, float]:
 
 
 def check(steps: dict[str, Step], times: int = 5) -> None:
-    """Raises SystemExit unless all lose alike over a few steps."""
+    """Raises SystemExit unless all have the same losses over a few steps."""
     losses = {name: [float(step()) for _ in range(times)] for name, step in steps.items()}
     first = next(iter(losses.values()))
     for name, found in losses.items():

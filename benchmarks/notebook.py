@@ -1,11 +1,11 @@
-"""The founding notebook's studies: an MLP swept over (data, horizontal, pipeline, microbatches) plans.
+"""Benchmark of the founding notebook's studies: an MLP swept over (data, horizontal, pipeline, microbatches) plans.
 
     python benchmarks/notebook.py [--runs N] [--json]
 
-CPU seconds by phase, medians over the runs, nothing remembered between runs; within a run the model is built once a
-study (or once a size of it), and what plans share is found once. The topology is made before the clock starts. Goals
-on a 2-core CPU, `verify` counted once a plan: grid 0.7 s, data 0.5, horizontal 0.7, pipeline 0.3; the original took
-139.7, 53, 72 and 8 s.
+CPU seconds by phase, medians over the runs, with cold caches in each run; within a run the model is built once per
+study (or once per size), and plans share cached analyses. The construction of the topology is not timed. Goals on a
+2-core CPU, with one `verify` per plan: grid 0.7 s, data 0.5, horizontal 0.7, pipeline 0.3; the original took 139.7, 53,
+72 and 8 s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEQUENTIAL_LAYERS = 4096
 
 
 class Plan(NamedTuple):
-    """An MLP and how it is spread."""
+    """An MLP and its plan."""
 
     layers: int
     batch: int
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
 
 
 def grid() -> Iterator[Plan]:
-    """All 52 (d, h, p, microbatches) on 16 GPUs: microbatches from 2, at most 32 a plan and 64 over the replicas."""
+    """All 52 (d, h, p, microbatches) on 16 GPUs: 2 to 32 microbatches per plan, at most 64 over all replicas."""
     for d in (1, 2, 4, 8, 16):
         for h in (1, 2, 4, 8, 16):
             if 16 % (d * h) == 0:
@@ -59,7 +59,7 @@ def data() -> Iterator[Plan]:
 
 
 def horizontal() -> Iterator[Plan]:
-    """24 plans: 2 to 128 GPUs, four widths, at least 64 columns a GPU."""
+    """24 plans: 2 to 128 GPUs, four widths, at least 64 columns per GPU."""
     for width in (1024, 4096, 8192, 16384):
         for k in range(1, 8):
             if width >> k >= 64:
@@ -67,7 +67,7 @@ def horizontal() -> Iterator[Plan]:
 
 
 def pipeline() -> Iterator[Plan]:
-    """24 plans: 2 to 64 GPUs (a layer each), four numbers of microbatches."""
+    """24 plans: 2 to 64 GPUs (one layer each), four numbers of microbatches."""
     for m in (2, 4, 8, 16):
         for k in range(1, 7):
             yield Plan(64, 8192, 8192, 1, 1, 2**k, m)
@@ -77,7 +77,7 @@ STUDIES = {"grid": (grid, 0.7), "data": (data, 0.5), "horizontal": (horizontal, 
 
 
 def mlp(layers: int, batch: int, width: int) -> Function:
-    """Forward and backward pass, written by hand as the notebook does."""
+    """Forward and backward pass, written by hand as in the notebook."""
     function = FunctionMaker(name="mlp")
     x = function.add_input_value("x", Tensor(dtype=Float(), shape=(batch, width)))
     z = function.add_input_value("z", Tensor(dtype=Float(), shape=(batch, width)))
@@ -139,7 +139,7 @@ def sequential(simulator: Simulator) -> tuple[dict[str, float], int]:
 
 
 def cluster(gpus: int) -> Topology:
-    """A host and its GPUs, 200 gigabits a second between every two."""
+    """A host and its GPUs, 200 gigabits per second between any two."""
     topology = Topology()
     for _ in range(gpus + 1):
         topology.add_device("gpu", throughput=1e14, dram_bandwidth=1.2e12, kernel_launch_overhead=0)

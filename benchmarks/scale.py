@@ -1,11 +1,11 @@
-"""GPT-3 175B from the builder to the result, and 200 plans of GPT-2 124M.
+"""Benchmark of planning and simulation at scale: GPT-3 175B, and 200 plans of GPT-2 124M.
 
     python benchmarks/scale.py [--runs N] [--dp 8 512] [--microbatches 512] [--json]
 
-GPT-3: 96 layers, hidden 12,288, 96 heads, sequence 2,048, vocabulary 51,200, bfloat16, AdamW; tp 8, pp 16. Every phase
-is in the total but `validate` and the construction of the cluster, shown apart. GPT-2: 12 layers, hidden 768, sequence
-1,024, on 64 devices, every (dp, tp, pp) with 9 numbers of microbatches, 1F1B and GPipe; what plans share is found
-once. CPU seconds, medians over the runs, nothing remembered between them. Goals on a 2-core CPU: 1.5 s on 1,024
+GPT-3: 96 layers, hidden 12,288, 96 heads, sequence 2,048, vocabulary 51,200, bfloat16, AdamW; tp 8, pp 16. The total
+has all phases but `validate` and the construction of the cluster, which are shown separately. GPT-2: 12 layers, hidden
+768, sequence 1,024, on 64 devices, every (dp, tp, pp) with 9 numbers of microbatches, 1F1B and GPipe; plans share
+cached analyses. CPU seconds, medians over the runs, with cold caches in each. Goals on a 2-core CPU: 1.5 s on 1,024
 devices, within 20 % of that on 65,536; 20 s for the 200 plans.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from laps import Laps, machine, medians, parser, table
 
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator import Simulation, Simulator
+from distir.executor.simulator.simulator import Simulation, Simulator
 from distir.hardware import load_cluster
 from distir.ir import Function
 from distir.ir.infer import forget
@@ -27,15 +27,15 @@ from distir.ir.type import BFloat16
 from distir.ir.validate import validate
 from distir.ir.verify import verify
 from distir.models import gpt
+from distir.transforms.differentiation.training import AdamW, training_step
 from distir.transforms.parallel3d import parallel_transform_3d, source_of
-from distir.transforms.training import AdamW, training_step
 
 TP, PP = 8, 16
 PLANS, DEVICES = 200, 64
 
 
 def gpt3(dp: int, microbatches: int) -> tuple[dict[str, float], dict[str, float], Simulation]:
-    """Seconds of the phases, of what is shown apart, and the result. Every microbatch of a replica is one sequence."""
+    """Seconds of the phases, of those not in the total, and the result. A replica's microbatch is one sequence."""
     forget()
     gc.collect()
     laps, apart = Laps(), Laps()
@@ -72,7 +72,7 @@ def plans() -> list[tuple[int, int, int, int, str]]:
 
 
 def gpt2() -> tuple[dict[str, float], int]:
-    """Seconds of the phases over all plans, and how many there are; the global batch is 16,384 sequences."""
+    """Seconds of the phases over all plans, and the number of plans; the global batch is 16,384 sequences."""
     forget()
     gc.collect()
     cluster = load_cluster("dgx-a100", devices=DEVICES)
@@ -98,7 +98,7 @@ def main() -> None:
     flags = parser(__doc__, 3)
     flags.add_argument("--dp", type=int, nargs="+", default=[8, 512])
     flags.add_argument("--microbatches", type=int, default=512)
-    flags.add_argument("--no-plans", action="store_true", help="leave out the 200 plans of GPT-2")
+    flags.add_argument("--no-plans", action="store_true", help="skip the 200 plans of GPT-2")
     args = flags.parse_args()
     result: dict[str, Any] = {"machine": machine(), "GPT-3 175B": {}}
     for dp in args.dp:

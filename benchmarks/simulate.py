@@ -1,10 +1,10 @@
-"""Simulating: the loop and compile on a flat program of 16,386 ops, and the replay of a pipeline's calls.
+"""Benchmark of the simulator: its loop and `compile` on a flat program of 16,386 ops; replay of a pipeline's calls.
 
     python benchmarks/simulate.py [--runs N] [--json]
 
-CPU seconds, medians over the runs. `plain` is the least that plain Python needs for the same program: one loop over
-tuples (duration, stream, inputs) in which every dependence is looked at. Goals on a 2-core CPU: 3 million ops a second
-in the loop, 0.5 million with compile, 60 million op instances a second replaying stages.
+CPU seconds, medians over the runs. `plain` is a lower bound for plain Python on the same program: one loop over tuples
+(duration, stream, inputs) that visits every dependence. Goals on a 2-core CPU: 3 million ops per second in the loop,
+0.5 million with `compile`, 60 million op instances per second replaying stages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 from laps import machine, parser
 
-from distir.executor.busy import busy_times
-from distir.executor.compile import Program
 from distir.executor.cost_model import CostModel
-from distir.executor.memory import Memory
-from distir.executor.trace import Run
+from distir.executor.simulator.busy import busy_times
+from distir.executor.simulator.compile import CompiledProgram
+from distir.executor.simulator.memory import LiveMemory
+from distir.executor.simulator.trace import Run
 from distir.hardware import load_cluster
 from distir.ir import Device, Function, FunctionMaker, Mesh, Topology, Value
 from distir.ir.type import NOW, REPLICATE, SUM, BFloat16, Float, Shard, Tensor, Tuple
@@ -55,8 +55,8 @@ def mlp(device: Device) -> Function:
     return f.finalize()
 
 
-def plain(program: Program) -> Callable[[], list[float]]:
-    """The same work in plain Python: every input of every op is looked at, no dependence is left out."""
+def plain(program: CompiledProgram) -> Callable[[], list[float]]:
+    """The same work in plain Python: visits every input of every op."""
     number: dict[Value, int] = {}
     for v in program.function.inputs:
         number[v] = len(number)
@@ -84,7 +84,7 @@ def plain(program: Program) -> Callable[[], list[float]]:
 
 
 def pipeline(devices: list[Device], stages: int, microbatches: int, dp: int, tp: int, layers: int) -> Function:
-    """1F1B over `stages` of `layers` tensor-parallel layers each: a call a stage, microbatch and direction."""
+    """1F1B over `stages` of `layers` tensor-parallel layers each: one call per stage, microbatch and direction."""
     meshes = [
         Mesh(devices[i * dp * tp : (i + 1) * dp * tp], {"mb": microbatches, "dp": dp, "tp": tp}, f"stage{i}")
         for i in range(stages)
@@ -178,7 +178,7 @@ def _backward(x: Tensor, weights: Tuple, residuals: Tuple, accumulate: bool) -> 
 
 
 def median(runs: int, what: Callable[[], object]) -> float:
-    """CPU seconds, the collector off."""
+    """CPU seconds, with the garbage collector off."""
     times: list[float] = []
     for _ in range(runs):
         gc.collect()
@@ -190,34 +190,34 @@ def median(runs: int, what: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def loop(program: Program) -> Run:
+def loop(program: CompiledProgram) -> Run:
     """One run of a compiled program."""
     ready: list[float] = []
     return Run(program.main, ready, program.main.run([0.0] * len(program.streams), ready))
 
 
 def flat(runs: int) -> dict[str, float]:
-    """Ops a second on the flat program."""
+    """Ops per second on the flat program."""
     topology = Topology()
     function = mlp(topology.add_device("gpu", 1e14, 1.2e12, 0.0))
     cost, n = CostModel(topology), len(function.ops)
-    program = Program(function, cost)
+    program = CompiledProgram(function, cost)
     slow = plain(program)
     seconds = median(runs, lambda: loop(program))
     return {
         "ops": n,
         "loop": n / seconds,
-        "compile and loop": n / median(runs, lambda: loop(Program(function, cost))),
+        "compile and loop": n / median(runs, lambda: loop(CompiledProgram(function, cost))),
         "plain loop": n / median(runs, slow),
         "ratio to plain": median(runs, slow) / seconds,
     }
 
 
 def replayed(runs: int, devices: int) -> dict[str, float]:
-    """Op instances a second, and the seconds of each part, on GPT-3's shapes: 16 stages, 512 microbatches, tp 8."""
+    """Op instances per second, and seconds of each part, at GPT-3's shapes: 16 stages, 512 microbatches, tp 8."""
     cluster = load_cluster("dgx-a100", devices=devices)
     function = pipeline(cluster.devices, 16, 512, devices // 128, 8, 6)
-    program = Program(function, CostModel(cluster))
+    program = CompiledProgram(function, CostModel(cluster))
     instances = sum(len(op.callee.ops) if op.callee else 1 for op in function.ops)
     run = loop(program)
     seconds = median(runs, lambda: loop(program))
@@ -226,10 +226,10 @@ def replayed(runs: int, devices: int) -> dict[str, float]:
         "devices": devices,
         "op instances": instances,
         "replay": instances / seconds,
-        "compile": median(runs, lambda: Program(function, CostModel(cluster))),
+        "compile": median(runs, lambda: CompiledProgram(function, CostModel(cluster))),
         "loop once": seconds,
-        "busy": median(runs, lambda: busy_times(run)),
-        "memory": median(runs, lambda: list(map(Memory(program).use, classes))),
+        "busy": median(runs, lambda: busy_times(run, len(classes))),
+        "memory": median(runs, lambda: list(map(LiveMemory(program).use, classes))),
     }
 
 

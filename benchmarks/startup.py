@@ -1,11 +1,11 @@
-"""How long the command line takes to answer, and ranks to be ready.
+"""Benchmark of the startup of the command line and of a run's ranks.
 
     python benchmarks/startup.py [--runs N] [--json]
 
-Wall-clock seconds, medians, alternating: of `distir --help`, and of an interpreter that does nothing, as whole
-processes; and from a call of `run`, of a program on 8 devices, until the last of its 8 ranks, which are all started
-here, has joined the process group, `distir.backends.launch` having been imported. Torch is loaded in that time, by the
-process that the ranks are forked from.
+Wall-clock seconds, medians, alternating: of the processes `distir --help` and an interpreter that does nothing; and
+from a call of `run`, with a program on 8 devices, until the last of its 8 ranks on this machine has joined the process
+group. `distir.backends.processes.launch` is imported before; the time includes the import of torch by the process that
+the ranks are forked from.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from laps import machine, parser, table
 from distir.ir.device import Device, Mesh
 from distir.ir.function import FunctionMaker
 from distir.ir.type import Float32, Shard, Tensor
+from distir.runtime.job import Job
 
 COMMANDS = {"python -c pass": ["-c", "pass"], "distir --help": ["-m", "distir", "--help"]}
 RANKS = 8
@@ -37,15 +38,15 @@ def seconds(arguments: list[str]) -> float:
 
 
 def ready_seconds() -> tuple[float, float]:
-    """Until all ranks have joined, and of that until torch was loaded."""
-    from distir.backends.launch import run
+    """Seconds until all ranks have joined, and, as part of these, until torch was loaded."""
+    from distir.backends.processes.launch import run
 
     mesh = Mesh([Device("cpu", k) for k in range(RANKS)], {"dp": RANKS})
     f = FunctionMaker()
     x = f.add_input_value("x", Tensor.whole(Float32, (RANKS,), mesh, (Shard(0),)))
     f.set_outputs([f.emit("MPIAllgather", x, axis="dp")])
     main = f.finalize()
-    result = run(main, [np.zeros(RANKS, np.float32)])
+    result = run(Job(main, {0: np.zeros(RANKS, np.float32)}))
     return result.start_seconds, result.load_seconds
 
 

@@ -1,9 +1,9 @@
-"""Finding tensor parallelism in a training step of GPT-2's width, by depth: the goal is 2 s for 96 layers.
+"""Benchmark of the search for tensor parallelism in a training step of GPT-2's width. Goal: 2 s for 96 layers.
 
     python benchmarks/tensor_parallel.py [--layers N ...] [--tp N] [--runs N] [--json]
 
-Times the search on the decomposed training step (CPU seconds, medians over the runs), and all of `place` (padding,
-the batch over time, dp and the construction of the placed program). The search decides alike layers once.
+Times the search on the decomposed training step (CPU seconds, medians over the runs), and all of `place` (padding, the
+batch over time, dp and the construction of the placed program). The search decides once for all equal layers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from laps import machine, parser, table
 from distir.ir import Device, Function, Mesh
 from distir.ir.infer import forget
 from distir.models.gpt import gpt
-from distir.transforms.decompose import decompose
-from distir.transforms.graph import Graph
+from distir.transforms.differentiation.training import training_step
+from distir.transforms.plan import Plan
+from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.roles import weights
-from distir.transforms.seeds import tensor_parallel
-from distir.transforms.spread import place
-from distir.transforms.training import training_step
+from distir.transforms.sharding.graph import Graph
+from distir.transforms.sharding.seeds import tensor_parallel
+from distir.transforms.sharding.spread import padded, place
 
 WIDTH, HEADS, VOCABULARY, SEQUENCE, BATCH, DP, MICROBATCHES = 768, 12, 50257, 1024, 64, 2, 4
 
@@ -41,11 +42,12 @@ def whole(function: Function, tp: int) -> None:
     axes = {"mb": MICROBATCHES, "dp": DP, "tp": tp}
     mesh = Mesh([Device("gpu", i) for i in range(DP * tp)], axes, "stage0")
     batch = {i: v.role.batch for i, v in enumerate(function.inputs) if v.role and v.role.batch is not None}
-    place(function, batch, DP, tp, mesh)
+    sharding = Plan(DP, tp, microbatches=MICROBATCHES).sharding
+    place(padded(function, batch, sharding), batch, sharding, mesh)
 
 
 def seconds(run: Callable[[Function, int], None], layers: int, tp: int, runs: int) -> float:
-    """The median over the runs, each with a function of its own: what is found of one is kept with it."""
+    """The median over the runs, each with its own function, since analyses are cached with it."""
     laps: list[float] = []
     for _ in range(runs):
         function = step(layers)

@@ -1,9 +1,9 @@
-"""Printing, parsing, comparing and verifying programs of 5,000 and 20,000 ops, on a mesh and as a schedule of calls.
+"""Benchmark of printing, parsing, comparing and verifying programs of 5,000 and 20,000 ops, on a mesh and scheduled.
 
     python benchmarks/text.py [--runs N] [--json]
 
-CPU seconds, medians over the runs, and the growth from the small program to the large one (4 is linear). The goals are
-6 s to print and 1 s to parse 20,000 ops, and 10 µs an op to verify.
+CPU seconds, medians over the runs, and the growth from the small program to the large one (4 is linear). Goals: 6 s to
+print and 1 s to parse 20,000 ops, and 10 µs per op to verify.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def whole(shape: tuple[int, ...], at: Mesh, *placements: Shard) -> Tensor:
 
 
 def layers(name: str, at: Mesh, ops: int) -> Function:
-    """Gated two-layer perceptrons with residuals, tensor parallel, of about so many ops; weights in a bundle."""
+    """Gated two-layer perceptrons with residuals, tensor parallel, of about `ops` ops; weights in a bundle."""
     f = FunctionMaker(name)
     x = f.add_input_value("x", whole((BATCH, SEQUENCE, WIDTH), at, Shard(0), Shard(0, MICROBATCHES)))
     up = Tensor.whole(Float(), (WIDTH, 4 * WIDTH), at, (REPLICATE, REPLICATE, Shard(1)))
@@ -60,7 +60,7 @@ def layers(name: str, at: Mesh, ops: int) -> Function:
 
 
 def schedule(ops: int) -> Function:
-    """Stages of 20 layers called for every microbatch, a call and a send a line, of about so many ops."""
+    """Stages of 20 layers called for every microbatch: one line per call and per send, of about `ops` ops."""
     stages = [layers(f"fwd{s}", mesh(s), 160) for s in range(ops // (2 * MICROBATCHES))]
     f = FunctionMaker("main")
     params = [f.add_input_value("params", stage.inputs[1].type) for stage in stages]

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
         Model,
         Plan,
         Prediction,
+        RunCallbacks,
+        RunOptions,
         RunResult,
         compare,
         distribute,
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
         validate,
     )
     from distir.executor.cost_model import CostModel
-    from distir.transforms.training import SGD, AdamW
+    from distir.transforms.differentiation.training import SGD, AdamW
 
 __version__ = "0.1.0"
 
@@ -75,6 +77,8 @@ __all__ = [
     "Model",
     "Plan",
     "Prediction",
+    "RunCallbacks",
+    "RunOptions",
     "RunResult",
     "Topology",
     "compare",
@@ -98,6 +102,8 @@ _LATER = {
             "Model",
             "Plan",
             "Prediction",
+            "RunCallbacks",
+            "RunOptions",
             "RunResult",
             "compare",
             "distribute",
@@ -109,8 +115,8 @@ _LATER = {
         "distir.api",
     ),
     "CostModel": "distir.executor.cost_model",
-    "SGD": "distir.transforms.training",
-    "AdamW": "distir.transforms.training",
+    "SGD": "distir.transforms.differentiation.training",
+    "AdamW": "distir.transforms.differentiation.training",
 }
 
 

@@ -1,7 +1,8 @@
-"""The road from Python: plans, default data, results, the check and what it says of a wrong run."""
+"""The Python API: plans, default data, results, the check and what it says of a wrong run."""
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from distir.api.check import Check, Difference
 from distir.api.data import Data, IndexRange, index_ranges
 from distir.api.locate import locate
 from distir.api.model import Model
-from distir.api.steps import Job, compute_steps
+from distir.api.steps import compute_steps
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.reference.sequential import SequentialExecutor
 from distir.hardware import load_cluster
 from distir.ir import Device, FunctionMaker
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError
@@ -26,11 +27,13 @@ from distir.ir.spec import lookup
 from distir.ir.type import BFloat16, Bool, Float32, Float64, Int64, Tensor
 from distir.models import gpt, mlp
 from distir.ops.rules import tensor
-from distir.transforms.parallel3d import stage_meshes
-from distir.transforms.project import project
-from distir.transforms.schedule import PipeDreamScheduler
-from distir.transforms.table import parse_table
-from distir.transforms.training import AdamW, training_step
+from distir.runtime.job import Job
+from distir.runtime.options import RunOptions
+from distir.transforms.differentiation.training import AdamW, training_step
+from distir.transforms.passes import stage_meshes
+from distir.transforms.pipeline.schedule import PipeDreamScheduler
+from distir.transforms.pipeline.schedule_table import parse_table
+from distir.transforms.rank.project import project
 
 ROOT = Path(__file__).parent.parent
 GPT = ROOT / "examples" / "gpt2-tiny.onnx"
@@ -83,8 +86,8 @@ def test_a_plan_takes_a_table_a_file_or_a_scheduler(trained, tmp_path):
 def test_order_says_which_devices_stand_together():
     devices = [Device("cpu", i) for i in range(12)]
 
-    def listed(order=None):
-        meshes, _ = stage_meshes(2, 3, 2, devices, 1, order)
+    def listed(order=()):
+        meshes = stage_meshes(distir.Plan(2, 3, 2, order=order), devices).meshes
         return [d.index for mesh in meshes for d in mesh.devices]
 
     assert listed() == list(range(12))  # tp fastest, then dp, then pp
@@ -386,7 +389,8 @@ def step_of(model, plan):
     data = Data(model.function, arrays)
     number = {v: k for k, v in enumerate(model.function.inputs)}
     given = {number[v]: x for v, x in (arrays | data.fixed()).items()}
-    return Job(program, given, lambda step: {number[v]: x for v, x in data.step(step).items()}, steps=1)
+    feed = lambda step: {number[v]: x for v, x in data.step(step).items()}  # noqa: E731
+    return Job(program, given, feed, options=RunOptions(backend="numpy"))
 
 
 @pytest.mark.parametrize("plan", [distir.Plan(dp=2), distir.Plan(tp=2, microbatches=2), distir.Plan(2, 2, 2, 2)])
@@ -436,25 +440,25 @@ def test_a_wrong_program_is_named_too(trained):
         for op in program.ops
     ]
     wrong = Function(program.name, program.inputs, tuple(calls), program.outputs, program.updates, program.sources)
-    said = locate(job._replace(program=wrong))
+    said = locate(replace(job, program=wrong))
     assert f"%{victim.outputs[0].name} = Identity(" in said
-    assert "is not the whole program's" in said
+    assert "is not the sequential program's" in said
 
 
 def test_a_right_run_has_no_op_at_fault(trained):
     job = step_of(trained, distir.Plan(dp=2, pp=2, microbatches=2))
-    assert "no op by itself is at fault" in locate(job._replace(steps=2))
+    assert "no op by itself is at fault" in locate(replace(job, steps=2))
 
 
 @pytest.mark.parametrize(("step", "hint"), [(0, False), (1, True), (None, True)])
 def test_what_is_said_where_adamw_may_have_made_much_of_rounding(step, hint, monkeypatch):
     """Of all but the losses of the first step, which no update came before."""
     found = Check(None, None, Difference("loss", 2e-5, 1e-5, step))
-    monkeypatch.setattr("distir.api.road.compare", lambda *_: found)
+    monkeypatch.setattr("distir.api.running.compare", lambda *_: found)
     model = distir.load(ROOT / "examples" / "mlp.onnx", {"batch": 8}, loss="mse", optimizer=AdamW(0.1))
     with pytest.raises(MismatchError) as caught:
         distir.run(model, distir.Plan(dp=2), steps=2, backend="numpy", check=True)
-    assert ("float64 tells" in (caught.value.hint or "")) is hint
+    assert ("float64 distinguishes" in (caught.value.hint or "")) is hint
 
 
 def test_a_failed_check_raises(trained, monkeypatch):

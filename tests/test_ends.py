@@ -122,7 +122,7 @@ def test_what_starts_the_ranks_ends_while_it_still_loads_torch(tmp_path: Path) -
     (stub / "torch.py").write_text("import time\ntime.sleep(120)\n")
     mine, its = socket.socketpair()
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(stub), str(ROOT)]))
-    command = [sys.executable, "-m", "distir.backends.worker", str(folder), str(its.fileno())]
+    command = [sys.executable, "-m", "distir.backends.processes.worker", str(folder), str(its.fileno())]
     process = subprocess.Popen(command, env=env, pass_fds=[its.fileno()])
     its.close()
     mine.close()

@@ -11,13 +11,13 @@ import pytest
 
 import distir
 from distir.api.results import RunResult
-from distir.backends.checkpoint import Saving, renewed
-from distir.backends.dcp import WholeKeeper, read_wholes
-from distir.backends.finite import ALL_FINITE, Watch, is_finite
+from distir.backends.storage.dcp import WholeKeeper, read_wholes
 from distir.cli import main
 from distir.ir.errors import DivergedError, UsageError
 from distir.ir.function import FunctionMaker, Role
 from distir.ir.type import Float32, Tensor
+from distir.runtime.checkpoint import Saving, updated_inputs
+from distir.runtime.finite import ALL_FINITE, FiniteWatch, is_finite
 from tests.runs import ROOT
 from tests.test_torchrun import exit_codes, said, torchrun
 
@@ -123,7 +123,9 @@ def test_going_on_leaves_the_last_finite_checkpoint(plan: distir.Plan, backend: 
 def test_a_checkpoint_that_is_not_finite_is_refused(backend: str, steps: int, tmp_path: Path) -> None:
     """As there may be one of an earlier version; also where no step is left to do."""
     function = two_layers(1.0).function
-    held = {k: np.full((4, 4), np.nan if v.name == "w2" else 1.0, np.float32) for k, v in renewed(function).items()}
+    held = {
+        k: np.full((4, 4), np.nan if v.name == "w2" else 1.0, np.float32) for k, v in updated_inputs(function).items()
+    }
     WholeKeeper(function, Saving(str(tmp_path), None, {})).save(2, held)
     settings: dict[str, Any] = {"steps": steps, "backend": backend, "checkpoint": tmp_path, "resume": True}
     with pytest.raises(UsageError, match=r"step-00000002: %w2 is not finite .*--allow-nonfinite"):
@@ -158,11 +160,11 @@ def test_without_a_loss_nothing_is_looked_at(cli: Any, tmp_path: Path) -> None:
 def test_what_was_not_finite_at_the_beginning_is_not_watched() -> None:
     """A mask of -inf among the weights stays what it is."""
     function = two_layers(1.0).function
-    held = {k: np.zeros((4, 4), np.float32) for k in renewed(function)}
+    held = {k: np.zeros((4, 4), np.float32) for k in updated_inputs(function)}
     first, second = sorted(held)
     held[first][0, 0] = -np.inf
-    watch = Watch(function, held)
-    assert watch.began == first + 1
+    watch = FiniteWatch(function, held)
+    assert watch.initial == first + 1
     assert watch.first(held) == ALL_FINITE
     held[second][3, 3] = np.nan
     assert watch.first(held) == second + 1

@@ -18,10 +18,10 @@ import pytest
 import distir
 from distir.api.metrics import read_metrics
 from distir.api.results import RunResult
-from distir.backends.dcp import read_wholes
-from distir.backends.held import hold
+from distir.backends.storage.dcp import read_wholes
 from distir.cli import main
 from distir.ir.errors import UsageError
+from distir.runtime.run_directory import lock_directory
 from tests.runs import ROOT, free_port, small
 
 FOUR = distir.Plan(2, 2, 1)
@@ -194,8 +194,8 @@ def test_nothing_left_to_do(model: distir.Model, checkpoints: Path, capsys: pyte
     result = distir.run(model, FOUR, steps=4, checkpoint=checkpoints, resume=True, check=True)
     assert result.losses == []
     assert result.weights.keys() == {"table", "up0", "down0", "up1", "down1"}
-    assert result.lines() == ["nothing is left to do: steps done before: 4"]
-    assert capsys.readouterr().err == f"distir: going on with {checkpoints / 'step-00000004'}\n"
+    assert result.lines() == ["nothing left to do: 4 steps already done"]
+    assert capsys.readouterr().err == f"distir: resuming from {checkpoints / 'step-00000004'}\n"
 
 
 def test_more_than_two_that_a_killed_run_has_left_are_two_again(model: distir.Model, checkpoints: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("distir: warning: checkpoint skipped: ")
     assert f"step-00000004/{name} {words}" in first
-    assert second == f"distir: going on with {checkpoints / 'step-00000003'}"
+    assert second == f"distir: resuming from {checkpoints / 'step-00000003'}"
     assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step-00000003", "step-00000005"]
 
 
@@ -259,7 +259,7 @@ def test_when_all_are_damaged_it_ends(model: distir.Model, checkpoints: Path) ->
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (small(optimizer="sgd"), r"it has also %table\.m, %table\.v, %up0\.m and 8 more"),
+        (small(optimizer="sgd"), r"unexpected %table\.m, %table\.v, %up0\.m and 8 more"),
         (small(width=16), r"table: expected f32\[13, 16\], got f32\[13, 12\]"),
         (small("float64"), r"table: expected f64\[13, 12\], got f32\[13, 12\]"),
     ],
@@ -273,7 +273,7 @@ def test_another_model_or_optimizer_is_told(other: distir.Model, words: str, che
 
 def test_an_optimizer_that_keeps_more_is_told(tmp_path: Path) -> None:
     distir.run(small(optimizer="sgd"), backend="numpy", checkpoint=tmp_path)
-    with pytest.raises(UsageError, match=r"it lacks %table\.m, %table\.v, %up0\.m and 8 more"):
+    with pytest.raises(UsageError, match=r"missing %table\.m, %table\.v, %up0\.m and 8 more"):
         distir.run(small(), steps=2, backend="numpy", checkpoint=tmp_path, resume=True)
 
 
@@ -287,7 +287,7 @@ def test_what_may_lead_elsewhere_is_said(
 def test_a_directory_is_not_shared(model: distir.Model, checkpoints: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds checkpoints of an earlier run, step-00000004 the newest"):
         distir.run(model, steps=6, backend="numpy", checkpoint=checkpoints)
-    number = hold(checkpoints)
+    number = lock_directory(checkpoints)
     assert number is not None
     with pytest.raises(UsageError, match="another run writes its checkpoints to"):
         distir.run(model, steps=6, backend="numpy", checkpoint=checkpoints, resume=True)
@@ -302,7 +302,7 @@ def test_processes_that_do_not_share_the_work_share_no_checkpoints(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="they cannot share checkpoints"):
+    with pytest.raises(UsageError, match="a run without torchrun"):
         distir.run(model, backend="numpy", checkpoint=tmp_path)
 
 
@@ -337,7 +337,7 @@ def test_flags(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "2 checkpoints of " in out
     code, out, err = cli(capfd, *numpy, "--steps", 5, "--resume", "--dp", 2)
     assert code == 0
-    assert err == f"distir: going on with {tmp_path / 'c' / 'step-00000003'}\n"
+    assert err == f"distir: resuming from {tmp_path / 'c' / 'step-00000003'}\n"
     assert [line.split()[0] for line in out.splitlines() if line[:1].isdecimal()] == ["3", "4", "1"]
     flip(tmp_path / "c" / "step-00000005" / "__0_0.distcp")
     flip(tmp_path / "c" / "step-00000003" / "__0_0.distcp")
@@ -362,7 +362,7 @@ def test_flags_that_do_not_fit(flags: list[str], words: str, capfd: pytest.Captu
 
 def test_without_training_there_is_nothing_to_save(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*MLP[:-2], "--checkpoint", str(tmp_path)]) == 2
-    assert "checkpoints are of what is trained" in capfd.readouterr().err
+    assert "checkpoints need a training step" in capfd.readouterr().err
 
 
 def torchrun(directory: Path, steps: int, *flags: str) -> list[tuple[int, str, str]]:
@@ -396,6 +396,6 @@ def test_torchrun_writes_and_resumes(tmp_path: Path, capfd: pytest.CaptureFixtur
     (code0, out, err), (code1, *silent) = torchrun(tmp_path, 3, "--resume", "--check")
     assert (code0, code1) == (0, 0), err
     assert "check passed" in out
-    assert f"going on with {tmp_path / 'step-00000001'}" in err
+    assert f"resuming from {tmp_path / 'step-00000001'}" in err
     assert silent == ["", ""]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000003"]

@@ -1,6 +1,6 @@
-"""What all competitors compute: the model and its first weights, the data of each step, the loss.
+"""The workload of all competitors: the model and its initial weights, the data of each step, the loss.
 
-distir gets the same model through its ONNX file, written by examples/export.py; nothing here is distir's.
+distir imports the same model from the ONNX file that examples/export.py writes; this module does not use distir.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sizes = dict[str, int]
 
 
 class Work(NamedTuple):
-    """What is trained: `model` is "mlp" or "gpt2", `batch` the samples of a step on all ranks together."""
+    """The workload: `model` is "mlp" or "gpt2", `batch` the number of samples per step over all ranks."""
 
     model: str
     sizes: Sizes
@@ -36,11 +36,11 @@ class Work(NamedTuple):
 
     @property
     def ids_only(self) -> bool:
-        """Whether it is given nothing but tokens, and is causal by itself."""
+        """Whether its only inputs are tokens; it is causal without a mask."""
         return self.model == "gpt2"
 
     def data(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The inputs and targets of a step, of all ranks: two batches in turn, so that the loss falls."""
+        """The inputs and targets of a step, for all ranks: two batches alternate, so that the loss decreases."""
         random = np.random.default_rng((0, step % 2))
         if self.model == "mlp":
             x, y = random.standard_normal((2, self.batch, self.sizes["width"]), np.float32)
@@ -50,7 +50,7 @@ class Work(NamedTuple):
 
 
 def data_of(work: Work, step: int, rank: int, world: int) -> list[Tensor]:
-    """A rank's share of the data of a step."""
+    """A rank's shard of the data of a step."""
     n = work.batch // world
     return [torch.from_numpy(x[rank * n : (rank + 1) * n]) for x in work.data(step)]
 

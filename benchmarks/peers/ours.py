@@ -1,7 +1,7 @@
-"""distir, as one of torchrun's processes: `distir.run`, whose data wait for this competitor's turn.
+"""distir under torchrun: `distir.run`, with a data iterator that waits for this competitor's turn.
 
-Settings: `model`, the ONNX file; `plan`, keywords of `distir.Plan`; `mkl`: matrices are multiplied as torch does by
-itself, as for the peers, not by what distir takes to be the quicker library.
+Settings: `model`, the ONNX file; `plan`, keywords of `distir.Plan`; `mkl`: matrix products use torch's default library,
+as for the peers, not the one that distir chooses.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from turns import Turns, arguments
 
 import distir
 from distir.api.data import Data
-from distir.backends import products
+from distir.backends.tensors import products
 from distir.ir.function import Value
-from distir.transforms.training import SGD
+from distir.transforms.differentiation.training import SGD
 
 FOREVER = 1 << 30
 
 
 class Waiting(Data):
-    """The data of a step, when its turn has come."""
+    """The data of a step, when it may run."""
 
     def __init__(self, turns: Turns, work: Any, *given: Any) -> None:
         super().__init__(*given)
@@ -40,7 +40,7 @@ class Waiting(Data):
 def main() -> None:
     work, settings = arguments()
     if settings["mkl"]:
-        products.has_quicker = lambda: False
+        products.prefers_onednn = lambda: False
     loss = "mse" if work.model == "mlp" else "cross-entropy"
     model = distir.load(settings["model"], {"batch": work.batch}, loss=loss, optimizer=SGD(work.lr))
     turns = Turns()

@@ -1,6 +1,6 @@
-"""The peers' settings: of each list of candidates the first is what is compared with.
+"""The peers' settings: of each list of candidates the first is used in comparisons.
 
-`python benchmarks/execution.py --sweep` times all candidates side by side; the first is the quickest there.
+`python benchmarks/execution.py --sweep` times all candidates; the first was the fastest.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FSDP: dict[str, list[Settings]] = {
 }
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-"""distir's names of schedules, and torch's."""
+"""Names of schedules: distir's -> torch's."""
 
 PIPELINE: dict[tuple[str, str], list[Settings]] = {
     ("mlp", "gpipe"): [{"cut": [4, 4]}, {"cut": [4, 4], "outputs": True}, {"cut": [4, 4], "implementation": "loop"}],

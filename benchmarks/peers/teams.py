@@ -1,4 +1,4 @@
-"""Competitors as groups of processes that take turns: while one runs, the others wait in a read."""
+"""Runs competitors, each a group of processes, in turns: while one runs, the others block in a read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 1200.0
 
 
 class Entry(NamedTuple):
-    """Who takes part: a script of this folder, what it computes (fields of `models.Work`), and its settings."""
+    """A competitor: a script of this folder, its workload (fields of `models.Work`), and its settings."""
 
     script: str
     work: Mapping[str, Any]
@@ -50,18 +50,18 @@ class Team:
         self.losses: list[float] = []
 
     def ready(self) -> None:
-        """Wait until it can take a turn."""
+        """Wait until it is ready for a turn."""
         self._answers()
 
     def turn(self, steps: int) -> list[float]:
-        """Run some steps: the seconds of each, by the slower rank. Their losses are added to `losses`."""
+        """Run some steps; returns the seconds of each, of the slower rank. Appends their losses to `losses`."""
         for rank in self.ranks:
             with contextlib.suppress(BrokenPipeError):  # it has ended: `_answers` says why
                 _pipe(rank.stdin).write(f"{steps}\n")
                 _pipe(rank.stdin).flush()
         answers = self._answers()
-        told = [a["losses"] for a in answers if a["losses"]]
-        self.losses += [statistics.fmean(row) for row in zip(*told, strict=True)]
+        losses = [a["losses"] for a in answers if a["losses"]]
+        self.losses += [statistics.fmean(row) for row in zip(*losses, strict=True)]
         timed = [a["seconds"] for a in answers if a["seconds"]]
         return [max(row) for row in zip(*timed, strict=True)]
 
@@ -101,7 +101,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def started(entries: Mapping[str, Entry], folder: Path) -> Iterator[list[Team]]:
-    """The teams of these entries, ready; ended with the context."""
+    """A context with the teams of these entries, ready; ends them on exit."""
     teams: list[Team] = []
     try:
         teams += [Team(name, entry, folder) for name, entry in entries.items()]

@@ -1,7 +1,7 @@
-"""A competitor's end of the line to benchmarks/execution.py, which lets one of them run at a time.
+"""A competitor's side of the protocol with benchmarks/execution.py, which runs one competitor at a time.
 
-The controller writes a number of steps; this rank runs them, answers with a line of JSON, and waits in a read, so that
-it costs nothing while others run. Ranks find each other by the environment that torchrun sets.
+The controller writes a number of steps; this rank runs them, answers with a line of JSON, and blocks in a read, so that
+it uses no CPU while others run. Ranks find each other by the environment variables of torchrun.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Turns:
     def __init__(self) -> None:
         self.left = 0
         self.steps = 0
-        self.told: dict[str, list[float]] = {"seconds": [], "losses": []}
+        self.answer: dict[str, list[float]] = {"seconds": [], "losses": []}
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print is no answer
 
     def step(self) -> int:
         """The number of the next step; waits until it may run. Raises SystemExit when no more are wanted."""
         if not self.left:
-            print(json.dumps(self.told), file=self._out, flush=True)
-            self.told = {"seconds": [], "losses": []}
+            print(json.dumps(self.answer), file=self._out, flush=True)
+            self.answer = {"seconds": [], "losses": []}
             line = sys.stdin.readline()
             if not line:
                 raise SystemExit
@@ -43,21 +43,21 @@ class Turns:
         return self.steps - 1
 
     def report(self, seconds: float, loss: float | None) -> None:
-        """What a step took on this rank, and its loss if this rank has (its share of) it."""
-        self.told["seconds"].append(seconds)
+        """Record the seconds of a step on this rank, and its loss if this rank has (its share of) it."""
+        self.answer["seconds"].append(seconds)
         if loss is not None:
-            self.told["losses"].append(loss)
+            self.answer["losses"].append(loss)
 
 
 def arguments() -> tuple[Work, dict[str, Any]]:
-    """What to compute, and this competitor's settings."""
+    """The workload, and this competitor's settings."""
     said = json.loads(sys.argv[1])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return Work(**said["work"]), said["settings"]
 
 
 def start() -> tuple[int, int]:
-    """Join the group of all ranks: this one's number, and how many there are."""
+    """Join the process group; returns this rank and the number of ranks."""
     dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
 

@@ -1,19 +1,22 @@
-"""The road from a model to a prediction or a run, for Python and for the command line.
+"""The Python API: compile a model under a plan, predict its cost, run it. The command line is built on it.
 
     model = load("gpt2.onnx", dims={"batch": 8}, loss="cross-entropy", optimizer="adamw")
     simulate(model, Plan(dp=2, pp=2, microbatches=4), "dgx-a100")
     run(model, Plan(dp=2, pp=2, microbatches=4), steps=5, check=True)
 
-`road` is where the passes are put together; the other modules hold what it needs.
+`compilation` composes the passes and predicts, `running` runs; the other modules serve these two.
 """
 
+from distir.api.callbacks import RunCallbacks
 from distir.api.check import Check
 from distir.api.compare import Comparison, compare
+from distir.api.compilation import distribute, simulate, validate
 from distir.api.data import Data
 from distir.api.model import Model, load
-from distir.api.plan import Plan
 from distir.api.results import Prediction, RunResult, Summary
-from distir.api.road import distribute, run, simulate, validate
+from distir.api.running import run
+from distir.runtime.options import RunOptions
+from distir.transforms.plan import Plan
 
 __all__ = [
     "Check",
@@ -22,6 +25,8 @@ __all__ = [
     "Model",
     "Plan",
     "Prediction",
+    "RunCallbacks",
+    "RunOptions",
     "RunResult",
     "Summary",
     "compare",

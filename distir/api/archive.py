@@ -1,4 +1,4 @@
-""".npz files, of which only what is touched is read: arrays that are not compressed are mapped into memory."""
+"""Read .npz files lazily: uncompressed arrays are memory-mapped."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from distir.ir.errors import UsageError
 
 _LOCAL_HEADER = 30
-"""Bytes of a zip member's header before its name and extra field, whose lengths are its last two numbers."""
+"""Size in bytes of a zip member's local header; its last two numbers are the lengths of the two fields after it."""
 
 
 def archive(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file by name, read-only where they are mapped. Raises UsageError if it is none."""
+    """The arrays of an .npz file by name; mapped ones are read-only. Raises UsageError if it is not an .npz file."""
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -27,8 +27,8 @@ def archive(path: Path) -> dict[str, np.ndarray]:
             arrays = {name: loaded[name] if x is None else x for name, x in arrays.items()}
     except OSError as e:
         raise UsageError(f"cannot read data file {path}: {e.strerror or e}") from None
-    except (ValueError, EOFError, BadZipFile):  # what numpy says of it is to load pickles, which run any code
-        raise UsageError(f"{path} is not an .npz file of numbers, or cut off", _HINT) from None
+    except (ValueError, EOFError, BadZipFile):  # numpy's own message suggests loading pickles, which can run any code
+        raise UsageError(f"{path} is not an .npz file of numbers, or truncated", _HINT) from None
     if not arrays:
         raise UsageError(f"{path} is not an .npz file", _HINT)
     return arrays
@@ -38,7 +38,7 @@ _HINT = "write it with numpy.savez(path, name=array, ...)"
 
 
 def _mapped(file: BinaryIO, member: ZipInfo | None) -> np.ndarray | None:
-    """The array of a member that is not compressed. None if it cannot be mapped."""
+    """The memory-mapped array of an uncompressed member. None if it cannot be mapped."""
     if member is None:
         return None
     file.seek(member.header_offset)

@@ -1,10 +1,10 @@
-"""Comparing a run with the sequential program on the same data, at the scale of what training changes.
+"""Compare a run with the sequential program on the same data, at the scale of the changes that training makes.
 
-A step moves a weight by a thousandth of its size or less, so weights that are close say nothing: they are close, too,
-if no update was made. Compared are the outputs of every step; the gradients of the first, as optimizers took them; at
-the end the changes of weights, and the optimizer's state. All are allowed to differ by what rounding does: the
-sequential program is run once more with its results disturbed by their last bit (see `rounding`). Where that leaves
-nothing to be told, the value is named as not checked.
+A step changes a weight by a thousandth of its size or less, so comparing weights proves nothing: they agree even if no
+update was made. Compared are the outputs of every step; the gradients of the first step, as passed to the optimizers;
+and at the end the changes of weights and the optimizer state. The tolerance is measured: the sequential program is run
+again with the last bit of its results perturbed (see `rounding`). A value whose tolerance would be too large for the
+comparison to mean anything is reported as not checked.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distir.api.steps import Steps
-from distir.executor.sequential import fit
+from distir.executor.reference.sequential import fit, unfit
 from distir.ir.function import Function
 from distir.ir.type import Float32, Float64, Tensor
-from distir.transforms.rewrite import epsilon
+from distir.runtime.outcome import Outcome
+from distir.transforms.rewriting.matching import epsilon
 
 _SMALLEST = 1e-2
 """Losses below this are compared as if they were this large: a loss is a difference of larger numbers."""
 _ROUNDING = 2.5
-"""How many times as far as rounding goes in the sequential program it may go in another."""
-_TURNED = 3
-"""So many elements of a weight may differ by chance where the disturbed run has none that do."""
+"""Tolerance as a multiple of the error that rounding alone causes in the sequential program."""
+_SIGN_FLIPS = 3
+"""Elements of a weight that may differ by chance (a step in the opposite direction) beyond the perturbed run's."""
 _SHOWN = 4
-"""More names than these are counted."""
+"""Names listed in a message; the rest is counted."""
 
 
 class Tolerance(NamedTuple):
-    """How much may differ whatever rounding does: of outputs, relative to the largest element; of gradients and state,
-    and of the changes of weights, relative to their norms.
+    """The least tolerance: for outputs relative to the largest element; for gradients and optimizer state, and for
+    changes of weights, relative to the norm.
     """
 
     outputs: float
@@ -48,15 +48,15 @@ _ROUGH = Tolerance(5e-2, 5e-2, 0.2)
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one value is from the sequential program's, and how far it may be; `kind` says what of it is compared."""
+    """The error of one value against the sequential program, and the error allowed; `kind`: what of it is compared."""
 
     name: str
     error: float
     allowed: float
     step: int | None = None
     kind: str = ""
-    told: str = ""
-    """What more can be said, such as the length and direction."""
+    detail: str = ""
+    """Further detail for the message, such as relative length and cosine."""
 
     @property
     def ok(self) -> bool:
@@ -65,7 +65,7 @@ class Difference:
     def __str__(self) -> str:
         what = f"{self.kind} of %{self.name}" if self.kind else f"%{self.name}"
         where = "" if self.step is None else f" in step {self.step}"
-        more = f" ({self.told})" if self.told else ""
+        more = f" ({self.detail})" if self.detail else ""
         return f"{what}{where} differs by {self.error:.3g}{more}, {self.allowed:.3g} is allowed"
 
     def to_json(self) -> dict[str, Any]:
@@ -75,22 +75,22 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """The largest errors: of outputs (relative to their largest element); of the changes of weights, of the first
-    step's gradients and of the optimizer's state (norms, relative to those of the sequential run).
+    """The result of a check: the largest error of outputs (relative to their largest element), of changes of weights,
+    of the first step's gradients and of the optimizer state (norms, relative to those of the sequential run).
     """
 
     outputs: Difference | None
     weights: Difference | None
     first: Difference | None = None
-    """The first value that differs by more than is allowed."""
+    """The first value whose error exceeds its tolerance."""
     gradients: Difference | None = None
     state: Difference | None = None
     unchecked: tuple[str, ...] = ()
-    """What rounding hides: parameters, of which the change is meant, and other values, as "loss in step 3"."""
+    """Values not checked because of rounding: names of parameters (their changes), or such as "loss in step 3"."""
     infinite: tuple[str, ...] = ()
-    """What is not finite in both runs, in parts or whole: the rest of it is compared."""
+    """Values with elements that are not finite in both runs; only their finite elements are compared."""
     compared: int = 0
-    """How many values were compared, those that rounding hides left out."""
+    """Number of values compared, without those in `unchecked`."""
 
     @property
     def ok(self) -> bool:
@@ -109,7 +109,7 @@ class Check:
         return f"check passed: {self.compared} of {self.compared} values equal the sequential run's"
 
     def lines(self) -> list[str]:
-        """The verdict, a row for each sort of value, and what was not checked."""
+        """The verdict, a row for each kind of value, and what was not checked."""
         if self.first:
             return [self.verdict]
         named = (
@@ -127,7 +127,7 @@ class Check:
             lines.append(f"  not finite in both runs: {_listed(self.infinite)}")
         if self.unchecked:
             lines.append(
-                f"  not checked, as rounding may change them as much, or they are not given: {_listed(self.unchecked)}"
+                f"  not checked (rounding error as large as the value, or not returned): {_listed(self.unchecked)}"
             )
         return lines
 
@@ -154,7 +154,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _Row(NamedTuple):
-    """One comparison. `hidden`: rounding leaves nothing to be told; `infinite`: some is not finite, alike in both."""
+    """One comparison. `hidden`: inconclusive because of rounding; `infinite`: has non-finite elements in both runs."""
 
     difference: Difference
     hidden: bool = False
@@ -164,20 +164,20 @@ class _Row(NamedTuple):
 def compare(
     function: Function,
     begin: Mapping[int, Any],
-    got: Steps,
-    want: Steps,
-    rounding: Steps | None = None,
+    got: Outcome,
+    want: Outcome,
+    rounding: Outcome | None = None,
     first: int = 0,
 ) -> Check:
-    """Compare a run of a program with the sequential one, `want`, on the same data.
+    """Compare a run of a program, `got`, with the sequential run on the same data, `want`.
 
-    `begin`: the arrays that both began with, by input position. `rounding`: the sequential run once more, disturbed by
-    rounding (see `rounding`); without it only the tolerance is allowed. `first`: the number of the first step. What the
-    run does not give is named as not checked, but for outputs of many elements of steps before the last.
+    `begin`: the initial arrays of both, by input position. `rounding`: the perturbed sequential run (see module
+    `rounding`); without it only the least tolerance applies. `first`: the number of the first step. A value that the
+    run did not return is reported as not checked, except outputs of more than one element of steps before the last.
 
-    Allowed are 2.5 times what rounding does, and at least: for outputs 1e-5 of the largest element, in float64 1e-10,
-    in 16 bits 0.05; for gradients, state and changes of weights 1e-4 of the norm, in float64 1e-10, in 16 bits 0.05 and
-    for changes 0.2. Where so much would have to be allowed that half or twice a change would pass, it is not checked.
+    The tolerance is 2.5 times the error of the perturbed run, and at least: for outputs 1e-5 of the largest element
+    (float64 1e-10, 16 bits 0.05); for gradients, state and changes of weights 1e-4 of the norm (float64 1e-10, 16 bits
+    0.05, for changes 0.2). A value is not checked where the tolerance would accept half or twice its change.
     """
     rounding = rounding or want
     tolerance = _tolerance(function)
@@ -201,9 +201,9 @@ def compare(
     )
 
 
-def _lost(got: Steps, want: Steps) -> bool:
-    """Whether a number that both runs give, such as the loss, left the finite ones in both: what kernels make of nan is
-    their own."""
+def _lost(got: Outcome, want: Outcome) -> bool:
+    """Whether a scalar output, such as the loss, is not finite in both runs: kernels differ in how they propagate
+    nan, so then the positions of elements that are not finite are not compared."""
     for a, b in zip(got.outputs, want.outputs, strict=False):
         numbers = [k for k, x in b.items() if x.size == 1 and x.dtype.kind not in "biu" and k in a]
         if any(not np.isfinite(a[k]).all() and not np.isfinite(b[k]).all() for k in numbers):
@@ -227,40 +227,40 @@ def _tolerance(function: Function) -> Tolerance:
 
 
 def _outputs(
-    function: Function, got: Steps, want: Steps, rounding: Steps, first: int, tolerance: float
+    function: Function, got: Outcome, want: Outcome, rounding: Outcome, first: int, tolerance: float
 ) -> Iterator[_Row]:
     for step, outputs in enumerate(want.outputs):
         made = got.outputs[step] if step < len(got.outputs) else {}
         last = step == len(want.outputs) - 1
         for k, y in outputs.items():
             if k not in made:
-                if last or y.size == 1:  # of other steps a run may give no more
+                if last or y.size == 1:  # of earlier steps a run may return only scalars
                     yield _missing(function.outputs[k].name, first + step)
                 continue
             x, z = made[k], rounding.outputs[step][k]
             noise = _ROUNDING * _relative(z, y)
             row = Difference(function.outputs[k].name, _relative(x, y), max(tolerance, noise), first + step)
-            hidden = noise > _TELLS and row.error > tolerance
+            hidden = noise > _INCONCLUSIVE and row.error > tolerance
             yield _Row(row, hidden, _infinite(x, y))
 
 
-_TELLS = 0.45
-"""Relative errors that may be no larger tell nothing."""
+_INCONCLUSIVE = 0.45
+"""A relative tolerance above this makes a comparison inconclusive."""
 
 
 def _gradients(
-    function: Function, got: Steps, want: Steps, rounding: Steps, first: int, tolerance: float
+    function: Function, got: Outcome, want: Outcome, rounding: Outcome, first: int, tolerance: float
 ) -> Iterator[_Row]:
     for k, x in want.gradients.items():
         name = function.inputs[k].name
         if k not in got.gradients:
             yield _missing(name, first, "gradient")
         else:
-            yield _vectors(name, "gradient", got.gradients[k], x, rounding.gradients[k], tolerance, step=first)
+            yield _vectors(name, "gradient", (got.gradients[k], x, rounding.gradients[k]), tolerance, step=first)
 
 
 def _state(
-    function: Function, got: Steps, want: Steps, rounding: Steps, tolerance: float, lost: bool
+    function: Function, got: Outcome, want: Outcome, rounding: Outcome, tolerance: float, lost: bool
 ) -> Iterator[_Row]:
     for k, v in enumerate(function.inputs):
         if v.kind != "state" or k not in want.inputs:
@@ -270,15 +270,16 @@ def _state(
         elif want.inputs[k].dtype.kind in "biu":
             yield _Row(Difference(v.name, largest_difference(got.inputs[k], want.inputs[k]), 0.0))
         else:
-            yield _vectors(v.name, "", got.inputs[k], want.inputs[k], rounding.inputs[k], tolerance, lost=lost)
+            three = got.inputs[k], want.inputs[k], rounding.inputs[k]
+            yield _vectors(v.name, "", three, tolerance, lost=lost)
 
 
 def _weights(
     function: Function,
     begin: Mapping[int, Any],
-    got: Steps,
-    want: Steps,
-    rounding: Steps,
+    got: Outcome,
+    want: Outcome,
+    rounding: Outcome,
     tolerance: float,
     lost: bool,
 ) -> Iterator[_Row]:
@@ -288,25 +289,25 @@ def _weights(
         if k not in got.inputs:
             yield _missing(v.name, None, "change")
             continue
-        start = fit(begin[k], v).astype(np.float64)
+        start = unfit(fit(begin[k], v), v.role and v.role.source).astype(np.float64)
         if got.inputs[k].shape != start.shape:
             yield _Row(Difference(v.name, float("inf"), tolerance, None, "change"))
             continue
-        changes = [steps.inputs[k].astype(np.float64) - start for steps in (got, want, rounding)]
-        # a weight is rounded to its own last place: a few elements may end one place further
-        least = _TURNED**0.5 * 2 * epsilon(v.type.dtype) * magnitude(start)  # type: ignore[union-attr]
+        mine, wanted, perturbed = (steps.inputs[k].astype(np.float64) - start for steps in (got, want, rounding))
+        # each weight is rounded to its own last place, so a few elements may differ by one unit in it
+        least = _SIGN_FLIPS**0.5 * 2 * epsilon(v.type.dtype) * magnitude(start)  # type: ignore[union-attr]
         unmoved = False
         if k in want.gradients:
             gradient, disturbed = (steps.gradients[k].astype(np.float64) for steps in (want, rounding))
-            least += _norm(np.sort(_by_chance(changes[1], gradient, disturbed))[-_TURNED:])
-            unmoved = not np.any(gradient) and not np.any(changes[1])
-        row = _vectors(v.name, "change", *changes, tolerance, least, lost=lost)
+            least += _norm(np.sort(_by_chance(wanted, gradient, disturbed))[-_SIGN_FLIPS:])
+            unmoved = not np.any(gradient) and not np.any(wanted)
+        row = _vectors(v.name, "change", (mine, wanted, perturbed), tolerance, least, lost=lost)
         yield row._replace(hidden=False) if unmoved else row
 
 
 def _by_chance(change: np.ndarray, gradient: np.ndarray, disturbed: np.ndarray) -> np.ndarray:
-    """How far each element's change may be off where its gradient is hardly more than rounding: an optimizer that
-    divides by its size makes a whole step of that, in either direction.
+    """The possible error of each element's change where its gradient is of the size of rounding errors: an optimizer
+    that normalises gradients (AdamW) turns that into a full step, in either direction.
     """
     noise = 3 * _norm(disturbed - gradient) / max(1, gradient.size) ** 0.5
     size = np.abs(gradient)
@@ -315,32 +316,31 @@ def _by_chance(change: np.ndarray, gradient: np.ndarray, disturbed: np.ndarray) 
 
 
 def _missing(name: str, step: int | None = None, kind: str = "") -> _Row:
-    """What the run did not give."""
+    """The row of a value that the run did not return."""
     return _Row(Difference(name, float("nan"), 0.0, step, kind), hidden=True)
 
 
 def _vectors(
     name: str,
     kind: str,
-    got: np.ndarray,
-    want: np.ndarray,
-    rounding: np.ndarray,
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
     tolerance: float,
     least: float = 0.0,
     step: int | None = None,
     lost: bool = False,
 ) -> _Row:
-    """The norm of the difference of two arrays, relative to that of `want`; or, where rounding is too large for that in
-    single elements, that of the part that goes `want`'s way. `lost`: one may have elements that are not finite where
-    the other has none.
+    """The norm of the difference of two arrays, relative to that of `want`; where rounding of single elements is too
+    large for that, the error of the projection on `want`. `arrays`: got, wanted, wanted perturbed by rounding. `lost`:
+    positions of elements that are not finite may differ.
     """
+    got, want, rounding = arrays
     if got.shape != want.shape:
         return _Row(Difference(name, float("inf"), tolerance, step, kind))
     a, b, c = (np.ravel(x).astype(np.float64) for x in (got, want, rounding))
     finite = np.isfinite(a) & np.isfinite(b)
     infinite = not finite.all()
     if not lost and not np.array_equal(np.isfinite(a), np.isfinite(b)):
-        hidden = not np.array_equal(np.isfinite(c), np.isfinite(b))  # rounding alone leaves other elements finite
+        hidden = not np.array_equal(np.isfinite(c), np.isfinite(b))  # rounding alone changes which are finite
         return _Row(Difference(name, float("inf"), tolerance, step, kind, "not finite"), hidden, infinite)
     if infinite:
         a, b, c = a[finite], b[finite], c[finite]
@@ -350,17 +350,17 @@ def _vectors(
         return _Row(Difference(name, error, _ROUNDING * noise + least, step, kind), hidden, infinite)
     noise, error, least = noise / size, error / size, least / size
     along = float(a @ b) / size**2
-    told = f"{_norm(a) / size:.3g} times as long, {_cosine(a, b):.3g} the cosine"
+    detail = f"{_norm(a) / size:.3g} times as long, {_cosine(a, b):.3g} the cosine"
     allowed = max(tolerance, _ROUNDING * noise + least)
     if allowed + noise <= 0.5 or error > allowed:
-        return _Row(Difference(name, error, allowed, step, kind, told), False, infinite)
-    # rounding of single elements goes every way: of n of them 1 / sqrt(n) goes this one; those that are reversed take
-    # away twice their squares
+        return _Row(Difference(name, error, allowed, step, kind, detail), False, infinite)
+    # rounding errors of n elements are independent: 1 / sqrt(n) of their norm falls along `want`; an element whose
+    # sign flips takes away twice its square
     part = abs(float((c - b) @ b)) / size**2
     allowed = max(tolerance, _ROUNDING * (part + noise / max(1, b.size) ** 0.5) + least**2 / 2)
-    hidden = not allowed + part <= _TELLS
+    hidden = not allowed + part <= _INCONCLUSIVE
     what = f"length of the {kind}".strip()
-    return _Row(Difference(name, abs(along - 1), allowed, step, what, told), hidden, infinite)
+    return _Row(Difference(name, abs(along - 1), allowed, step, what, detail), hidden, infinite)
 
 
 def _norm(x: np.ndarray) -> float:
@@ -396,5 +396,5 @@ def magnitude(b: np.ndarray) -> float:
 
 
 def _relative(a: np.ndarray, b: np.ndarray) -> float:
-    """Of one number the relative error; of many, relative to the largest."""
+    """The largest difference, relative to the largest magnitude in `b`."""
     return largest_difference(a, b) / max(_SMALLEST if b.size == 1 else 1.0, magnitude(b))

@@ -1,6 +1,6 @@
-"""Predicted and measured seconds side by side: by op, by stage, by function, the worst first.
+"""Compare predicted with measured seconds by op, stage and function, largest error first.
 
-All seconds are those of one step on one device: sums over devices and steps, divided by their numbers.
+All seconds are means over devices and steps: those of one step on one device.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from distir.api.results import Prediction, html_table, paragraphs, seconds
 from distir.api.results import aligned as aligned_rows
-from distir.api.timings import PREDICTED, Key, Slice, Trace, aligned, quicker_half, read_folder, steps
-from distir.executor.busy import merged
-from distir.executor.labels import COMMUNICATION, COMPUTE, ISSUE, STEP, WAIT
+from distir.api.timings import PREDICTED, Key, Slice, TraceFile, aligned, quicker_half, read_folder, steps
+from distir.executor.simulator.busy import merged
+from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, ISSUE, STEP, WAIT
 from distir.ir.errors import UsageError, counted
 
 
 class Row(NamedTuple):
-    """One kind of work: how often in a step on a device, and its seconds there, as predicted and as measured."""
+    """One kind of work: its count, and its predicted and measured seconds, in one step on one device."""
 
     name: str
     count: float
@@ -34,15 +34,15 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """None for what is predicted to take no time."""
+        """Measured / predicted; None if the prediction is 0."""
         return self.measured / self.predicted if self.predicted else None
 
 
-class Share(NamedTuple):
-    """Where the step of the devices of a stage goes (s); the four parts sum up to `step`.
+class StepShare(NamedTuple):
+    """How the step time of a stage's devices divides (s); the four parts add up to `step`.
 
-    Predicted: compute; communication that no compute hides; the rest, in which nothing is done. Measured: compute; the
-    rank's own time to start communication; waits for it, and for other ranks; the rest, between ops.
+    Predicted: `compute`; `wait`, exposed communication; `rest`, idle. Measured: `compute`; `issue`, the time to start
+    communication; `wait`, for communication and for other ranks; `rest`, between ops.
     """
 
     name: str
@@ -55,26 +55,26 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A prediction and a run, lined up. Rows are worst first, shares in order of stages."""
+    """A prediction compared with a run. Rows are in order of error, largest first; shares in order of stages."""
 
     ranks: int
     recorded: int
-    """How many steps were recorded, ..."""
+    """Number of steps recorded."""
     steps: int
-    """... and how many of them, the quicker half, are compared."""
+    """Number of steps compared: the faster half of those recorded."""
     predicted_step: float
     measured_step: float
-    predicted: list[Share]
-    measured: list[Share]
+    predicted: list[StepShare]
+    measured: list[StepShare]
     compute: list[Row]
     communication: list[Row]
     stages: list[Row]
     functions: list[Row]
     known: float = 1.0
-    """The share of communication of which it is known when it was complete; only this is compared."""
+    """The share of communication whose completion time is available; only this is compared."""
 
     def tables(self) -> list[list[tuple[str, ...]]]:
-        """Headers and rows as text: where a step goes, then the times by op, stage and function."""
+        """Headers and rows as text: the division of a step, then times by op, stage and function."""
         shares: list[tuple[str, ...]] = [("a step of", "", "compute", "issue", "exposed, wait", "rest", "sum")]
         for wanted, got in zip(self.predicted, self.measured, strict=True):
             shares.append((wanted.name, "predicted", *[seconds(x, wanted.step) for x in wanted[1:]]))
@@ -84,9 +84,9 @@ class Comparison:
         return [shares, *[_table(name, rows) for name, rows in kinds.items() if rows]]
 
     def head(self) -> list[str]:
-        """What is compared, and the times of a step."""
+        """The step times, and what is compared."""
         times = f"predicted {seconds(self.predicted_step)}, measured {seconds(self.measured_step)}"
-        some = f"the {self.steps} quickest of {counted(self.recorded, 'recorded step')}"
+        some = f"the {self.steps} fastest of {counted(self.recorded, 'recorded step')}"
         return [
             f"step {times} ({self.measured_step / self.predicted_step:.2f} times as long)",
             f"{counted(self.ranks, 'rank')}, {some}; all times are of a step on a rank",
@@ -109,8 +109,8 @@ class Comparison:
         )
 
     def _left_out(self) -> list[str]:
-        left = f"{1 - self.known:.0%} of communication is left out"
-        return [] if self.known == 1 else [f"{left}: it was complete before it was waited for, and nobody tells when"]
+        left = f"{1 - self.known:.0%} of communication is left out, its completion time unavailable"
+        return [] if self.known == 1 else [f"{left}: it was complete before it was waited for"]
 
     def to_json(self) -> dict[str, Any]:
         """JSON: seconds."""
@@ -123,8 +123,8 @@ class Comparison:
 
 
 _EXPLAINED = (
-    "exposed: communication that no compute hides; wait: standing still for it, or for other ranks; issue: the rank's",
-    "own time to start it; rest: predicted, nothing to do; measured, between ops (Python, memory, noting the times)",
+    "exposed: communication not overlapped by compute; wait: idle until communication or another rank is done;",
+    "issue: time to start communication; rest: predicted, idle; measured, between ops (Python, memory, profiling)",
 )
 
 
@@ -139,12 +139,12 @@ def _table(name: str, rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def start_profile(folder: Path, backend: str, prediction: Prediction) -> Path:
-    """Make a folder for traces, give it, and write the predicted one. Raises UsageError if that cannot be done.
+    """Make the folder for traces and write the predicted trace (under torchrun on rank 0). Returns the folder.
 
-    Under torchrun rank 0 writes it.
+    Raises UsageError if that fails, or for backend numpy.
     """
     if backend == "numpy":
-        raise UsageError("there is no profile of backend numpy, which runs all ranks in this process", "--backend gloo")
+        raise UsageError("backend numpy runs all ranks in one process and cannot be profiled", "--backend gloo")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -155,12 +155,12 @@ def start_profile(folder: Path, backend: str, prediction: Prediction) -> Path:
 
 
 def compare(folder: str | os.PathLike[str]) -> Comparison:
-    """Line up what `run(..., profile=folder)` has written. Raises UsageError if something is missing."""
+    """Compare the traces that `run(..., profile=folder)` has written. Raises UsageError if one is missing."""
     return line_up(*read_folder(Path(folder)))
 
 
-def line_up(predicted: Trace, measured: Trace) -> Comparison:
-    """Line up a prediction and a run. Raises UsageError if they are not of as many devices, or hold no step."""
+def line_up(predicted: TraceFile, measured: TraceFile) -> Comparison:
+    """Compare a prediction with a run. Raises UsageError if their numbers of devices differ, or one has no step."""
     recorded = len({s.args["step"] for s in measured.slices if s.category == STEP})
     got = _Side(quicker_half(measured))
     want = _Side(predicted, got.known)
@@ -170,7 +170,6 @@ def line_up(predicted: Trace, measured: Trace) -> Comparison:
         many = counted(want.devices, "device")
         raise UsageError(f"the prediction is for {many}, the run was of {counted(got.devices, 'rank')}")
     stages = _stages(want, got)
-    joined = {key: s.name for s in got.slices if "does" in s.args for key in s.keys}
     return Comparison(
         ranks=got.devices,
         recorded=max(recorded, 1),
@@ -179,7 +178,7 @@ def line_up(predicted: Trace, measured: Trace) -> Comparison:
         measured_step=sum(map(got.spent, got.steps)) / got.devices,
         predicted=[_predicted_share(want, classes) for classes, _ in stages],
         measured=[_measured_share(got, want.name(classes), ranks) for classes, ranks in stages],
-        compute=_rows(want, got, lambda s: joined.get(s.key, s.name) if s.category == COMPUTE else None),
+        compute=_rows(want, got, lambda s: s.name if s.category == COMPUTE else None),
         communication=_rows(want, got, lambda s: _communication(s) if s.category == COMMUNICATION else None),
         stages=_rows(want, got, lambda s: _of("stage", s), each=True),
         functions=_rows(want, got, lambda s: _of("function", s), each=True),
@@ -188,9 +187,9 @@ def line_up(predicted: Trace, measured: Trace) -> Comparison:
 
 
 class _Side:
-    """A prediction, or a run: its slices, and how much of a step each is; of some ops only a share counts."""
+    """A prediction or a run: its slices with their weights in a step; `shares` scales the weights of some ops."""
 
-    def __init__(self, trace: Trace, shares: Mapping[Key, float] | None = None) -> None:
+    def __init__(self, trace: TraceFile, shares: Mapping[Key, float] | None = None) -> None:
         self.processes = trace.processes
         self.all = trace.slices
         self.slices, self.known = aligned(trace)
@@ -200,15 +199,15 @@ class _Side:
         self.devices = self.count(trace.processes)
 
     def weight(self, s: Slice) -> float:
-        """For how many slices of a step, on all devices together, it stands."""
+        """The number of slices per step, over all devices, that a slice represents."""
         return self.processes[s.process].devices / self.recorded[s.process] * self.shares.get(s.key, 1.0)
 
     def spent(self, s: Slice) -> float:
-        """Seconds of a step, on all devices together."""
+        """The seconds per step, over all devices, that a slice represents."""
         return s.seconds * self.weight(s)
 
     def count(self, processes: Iterable[int]) -> int:
-        """How many devices they stand for."""
+        """The number of devices that processes represent."""
         return sum(self.processes[p].devices for p in processes)
 
     def name(self, processes: Iterable[int]) -> str:
@@ -224,7 +223,7 @@ def _of(what: str, s: Slice) -> str | None:
 
 
 def _rows(want: _Side, got: _Side, group: Callable[[Slice], str | None], each: bool = False) -> list[Row]:
-    """A row for each name that `group` gives: means over all devices, or, with `each`, over those that have any."""
+    """A row for each name that `group` gives: means over all devices, or, with `each`, over those with such slices."""
     sums: dict[str, list[float]] = {}
     for k, side in enumerate((want, got)):
         found: dict[str, list[Slice]] = {}
@@ -241,22 +240,21 @@ def _rows(want: _Side, got: _Side, group: Callable[[Slice], str | None], each: b
 
 
 def _stages(want: _Side, got: _Side) -> list[tuple[frozenset[int], list[int]]]:
-    """Which processes of the prediction, which do the same, stand for which ranks of the run."""
-    who: dict[Any, set[int]] = {}
+    """Match ranks of the run with processes of the prediction (device classes), by the ops that they compute."""
+    processes_of: dict[Any, set[int]] = {}
     for s in want.slices:
-        who.setdefault(s.key, set()).add(s.process)
+        processes_of.setdefault(s.key, set()).add(s.process)
     mine: dict[int, set[int]] = {}
     for s in got.slices:
-        for key in s.keys if s.category == COMPUTE else ():
-            if key in who:
-                mine[s.process] = mine[s.process] & who[key] if s.process in mine else set(who[key])
+        if s.category == COMPUTE and s.key in processes_of:
+            mine[s.process] = mine[s.process] & processes_of[s.key] if s.process in mine else set(processes_of[s.key])
     found: dict[frozenset[int], list[int]] = {}
     for rank in got.processes:
         found.setdefault(frozenset(mine.get(rank) or want.processes), []).append(rank)
     return sorted(found.items(), key=lambda item: item[1])
 
 
-def _predicted_share(side: _Side, processes: Iterable[int]) -> Share:
+def _predicted_share(side: _Side, processes: Iterable[int]) -> StepShare:
     compute = busy = 0.0
     step = max(s.seconds for s in side.steps)
     for p in processes:
@@ -264,14 +262,14 @@ def _predicted_share(side: _Side, processes: Iterable[int]) -> Share:
         compute += sum(side.spent(s) for s in mine if s.category == COMPUTE)
         busy += sum(b - a for a, b in merged([(s.begin, s.end) for s in mine])) * side.count([p])
     n = side.count(processes)
-    return Share(side.name(processes), compute / n, 0.0, (busy - compute) / n, step - busy / n, step)
+    return StepShare(side.name(processes), compute / n, 0.0, (busy - compute) / n, step - busy / n, step)
 
 
-def _measured_share(side: _Side, name: str, ranks: Sequence[int]) -> Share:
+def _measured_share(side: _Side, name: str, ranks: Sequence[int]) -> StepShare:
     mine, n = set(ranks), side.count(ranks)
     step = sum(side.spent(s) for s in side.steps if s.process in mine) / n
     compute, issue, wait = (
         sum(side.spent(s) for s in side.slices if s.process in mine and s.category == category) / n
         for category in (COMPUTE, ISSUE, WAIT)
     )
-    return Share(name, compute, issue, wait, step - compute - issue - wait, step)
+    return StepShare(name, compute, issue, wait, step - compute - issue - wait, step)

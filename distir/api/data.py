@@ -1,11 +1,10 @@
-"""What a model is fed: data from a file, else data that are drawn.
+"""Input data of a model: from a file, from arrays, or random.
 
-This is the only place where names of inputs count. An input called `attention_mask` is a causal mask: of floating type
-(..., S, S) it is added to the scores (0, or the lowest number where a position may not look), of booleans it says
-where it may; a mask of any other form, (batch, S), lets every position count. `position_ids` count from 0.
-Other integers are in the range of what they index: rows of a table, classes of a loss. All else is normal.
-Of a text the input of integers (batch, S) other than these and `labels` gets the tokens, S in a row, and `labels` for
-each the one after it.
+This is the only module that interprets names of inputs. Random data: an input called `attention_mask` is a causal mask:
+of floating type (..., S, S) it is added to the scores (0, or the lowest number where attention is masked), of booleans
+it is true where attention is allowed; a mask of integers, or of form (batch, S), is all ones. `position_ids` count from
+0. Other integers are uniform in the range of what they index (rows of a table, classes of a loss); floating types are
+normal. Text: the one other input of integers (batch, S) gets S consecutive tokens, and `labels` the token after each.
 """
 
 from __future__ import annotations
@@ -18,29 +17,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distir.api.archive import archive
-from distir.api.text import read_tokens
-from distir.backends.samples import Samples, batches
+from distir.api.tokens import read_tokens
 from distir.ir.errors import UsageError, counted
 from distir.ir.function import Function, Value
 from distir.ir.type import Tensor
-from distir.transforms.decompose import decompose
+from distir.runtime.samples import Samples, batches
+from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.roles import batch_dims, weights
 
 MASK, POSITIONS, LABELS = "attention_mask", "position_ids", "labels"
 ARRAYS = (".npz", ".npy")
-"""Files with such a name hold arrays; others are text."""
+"""Suffixes of files that hold arrays; all others are text."""
 
 
 class Data:
-    """The inputs of a program that are neither weights nor optimizer state, step by step.
+    """The inputs of a program that are neither weights nor optimizer state, for each step.
 
-    `given` maps input Values that are already known to their arrays. `source` is a text file (for `tokenizer` see
-    `read_tokens`), or an array for every data input, by name, masks and positions apart, as a mapping or in an .npz
-    file: along the input's batch dim it holds samples. Steps take them in order, from the beginning again when they are
-    used up, unless `samples` is asked for epochs. Other inputs may be among the arrays, whole. Without a source data
-    are drawn, anew for every step and sample, by `seed`.
+    `given`: inputs whose arrays are already known. `source` is a text file (for `tokenizer` see `read_tokens`), or an
+    array of samples, along the batch dim, for every data input, by name (masks and positions are optional), as a
+    mapping or in an .npz file. Steps take samples in order, cyclically; epochs are made by `samples`. Arrays of inputs
+    without a batch dim are taken whole. Without a source data are random, new for every step, from `seed`.
 
-    Raises UsageError, in one line, for a file that cannot be read, or a name, shape, type or number that does not fit.
+    Raises UsageError for a file that cannot be read, or a name, shape, type or number that does not fit.
     """
 
     def __init__(
@@ -55,8 +53,8 @@ class Data:
         self.batch = batch_dims(function)
         self.path = Path(source) if isinstance(source, str | os.PathLike) else None
         self.name = "data" if self.path is None else os.fspath(self.path)
-        held = set(weights(function)) | set(given or {})
-        self.number = {v: k for k, v in enumerate(function.inputs) if v not in held and v.kind != "state"}
+        not_data = set(weights(function)) | set(given or {})
+        self.number = {v: k for k, v in enumerate(function.inputs) if v not in not_data and v.kind != "state"}
         self.range = index_ranges(function)
         self.known: dict[Value, np.ndarray] = {}
         if self.path is not None:
@@ -71,41 +69,41 @@ class Data:
 
     @property
     def sampled(self) -> dict[Value, np.ndarray]:
-        """Inputs of which there are samples."""
+        """The inputs with a batch dim that the source gives: arrays of samples."""
         return {v: x for v, x in self.known.items() if v in self.batch}
 
     def fixed(self) -> dict[Value, np.ndarray]:
-        """Inputs that stay the same in every step; beside samples all others do."""
+        """Inputs that are the same in every step: without a batch dim, or, with a source, without samples."""
         known = [v for v in self.number if v not in self.batch or (self.sampled and v not in self.known)]
         return {v: self.known[v] if v in self.known else self._drawn(v, 0) for v in known}
 
     def step(self, step: int) -> dict[Value, np.ndarray]:
-        """Inputs that are new in step number `step`."""
+        """Inputs that change from step to step, for step number `step`."""
         if self.sampled:
             chosen = self.samples()[0].step(step)
             return {v: np.asarray(chosen[self.number[v]], v.type.dtype.numpy) for v in self.sampled}  # type: ignore[union-attr]
         return {v: self._drawn(v, step) for v in self.number if v in self.batch}
 
     def samples(self, epochs: bool = False, share: float = 0.0) -> tuple[Samples, Samples | None]:
-        """The samples to train with, and of their end those held out: whole batches of at least that share.
+        """(training samples, validation samples): the last `share` of the samples, in whole batches, is held out.
 
-        For `epochs` the first are shuffled in each, by the seed. Raises UsageError if not a batch is left to train
-        with, or without samples.
+        With `epochs` training samples are shuffled in each epoch, by the seed. Raises UsageError if less than a batch
+        is left for training, or if there are no samples.
         """
         arrays = {self.number[v]: x for v, x in self.sampled.items()}
         if not arrays:
-            raise UsageError("samples come from data that are given, and there are none")
+            raise UsageError("there are no samples: no data were given")
         dims = {self.number[v]: self.batch[v] for v in self.sampled}
         v, x = next(iter(self.sampled.items()))
         batch, count = v.type.global_shape[self.batch[v]], x.shape[self.batch[v]]  # type: ignore[union-attr]
         train, held_out = batches(count, batch, share)
         if train < batch:
-            said = f"{counted(held_out, 'sample')} held out, a step needs {batch}"
-            raise UsageError(f"{self.name} has {counted(count, 'sample')}, {said}", "--val-fraction 0 holds out none")
-        kept = Samples(arrays, dims, batch, 0, train, self.seed if epochs else None)
-        return kept, Samples(arrays, dims, batch, train, held_out) if held_out else None
+            detail = f"{counted(held_out, 'sample')} held out, a step needs {batch}"
+            raise UsageError(f"{self.name} has {counted(count, 'sample')}, {detail}", "--val-fraction 0 holds out none")
+        train_samples = Samples(arrays, dims, batch, 0, train, self.seed if epochs else None)
+        return train_samples, Samples(arrays, dims, batch, train, held_out) if held_out else None
 
-    # --- drawn
+    # --- random data
 
     def _drawn(self, v: Value, step: int) -> np.ndarray:
         t = v.type
@@ -121,21 +119,21 @@ class Data:
             return random.standard_normal(shape).astype(dtype.numpy)
         return random.integers(0, self.range[v].limit if v in self.range else 2, shape).astype(dtype.numpy)
 
-    # --- as given
+    # --- given data
 
     def _by_name(self, arrays: Mapping[str, np.ndarray]) -> dict[Value, np.ndarray]:
         inputs = {v.name: v for v in self.number}
         names = ", ".join(inputs)
         if unknown := [name for name in arrays if name not in inputs]:
             raise UsageError(f"{self.name}: the model has no data input {unknown[0]!r}", f"its data inputs are {names}")
-        free = (*arrays, MASK, POSITIONS)
-        if missing := [v.name for v in self.number if v in self.batch and v.name not in free]:
+        provided = (*arrays, MASK, POSITIONS)
+        if missing := [v.name for v in self.number if v in self.batch and v.name not in provided]:
             raise UsageError(f"{self.name} has no array {missing[0]!r}", f"the data inputs are {names}")
         found = {inputs[name]: self._checked(inputs[name], x) for name, x in arrays.items()}
         counts = {x.shape[self.batch[v]]: v.name for v, x in found.items() if v in self.batch}
         if len(counts) > 1:
-            said = ", ".join(f"{name} {n}" for n, name in counts.items())
-            raise UsageError(f"{self.name}: its arrays hold different numbers of samples: {said}")
+            detail = ", ".join(f"{name} {n}" for n, name in counts.items())
+            raise UsageError(f"{self.name}: its arrays hold different numbers of samples: {detail}")
         return found
 
     def _checked(self, v: Value, x: np.ndarray) -> np.ndarray:
@@ -149,8 +147,8 @@ class Data:
             if fits and x.shape[dim] < want[dim]:
                 raise UsageError(f"{self.name}: {v.name} has {x.shape[dim]} samples, a step needs {want[dim]}")
         if not fits:
-            said = ", ".join("samples" if i == dim else str(n) for i, n in enumerate(want))
-            raise UsageError(f"{self.name}: {v.name}: expected shape ({said}), got {tuple(x.shape)}")
+            detail = ", ".join("samples" if i == dim else str(n) for i, n in enumerate(want))
+            raise UsageError(f"{self.name}: {v.name}: expected shape ({detail}), got {tuple(x.shape)}")
         kinds = {"float": "fiu", "int": "iu", "bool": "b"}[t.dtype.kind]
         if x.dtype.kind not in kinds and x.dtype != t.dtype.numpy:
             raise UsageError(f"{self.name}: {v.name}: expected {t.dtype.kind} numbers, got {x.dtype}")
@@ -159,9 +157,9 @@ class Data:
         return x if v in self.batch else x.astype(t.dtype.numpy, copy=False)
 
     def _check_range(self, v: Value, x: np.ndarray) -> None:
-        """Raises UsageError, with the first sample at fault, for numbers that choose nothing where they index.
+        """Check that indices are in range. Raises UsageError that names the first sample out of range.
 
-        Negative ones too, though indices may count from the end: in data they mark padding, or what a loss ignores.
+        Negative indices are rejected although ops accept them: in data they mark padding, or labels to be ignored.
         """
         allowed, dim = self.range[v], self.batch.get(v)
         rows = x[None] if dim is None else np.moveaxis(x, dim, 0)
@@ -188,7 +186,7 @@ class Data:
         }
 
     def _of_text(self) -> tuple[Value, Value]:
-        """The inputs that tokens and the tokens after them are for. Raises UsageError if there are none."""
+        """The inputs for tokens and for labels. Raises UsageError if the model has no such inputs."""
         rows = {
             v: v.type.global_shape
             for v in self.range
@@ -202,7 +200,7 @@ class Data:
         if not labels or rows[labels[0]] != rows[tokens[0]]:
             raise UsageError("text needs a loss that looks at a label for each token", "--loss cross-entropy")
         if other := [v.name for v in self.number if v in self.batch and v.name not in _OF_TEXT | {tokens[0].name}]:
-            raise UsageError(f"a text says nothing of the input {other[0]!r}")
+            raise UsageError(f"a text has no values for the input {other[0]!r}")
         return tokens[0], labels[0]
 
 
@@ -229,17 +227,17 @@ def _mask(shape: tuple[int, ...], dtype: np.dtype[Any], sequences: bool) -> np.n
 
 
 class IndexRange(NamedTuple):
-    """What integers may be that index something: below `limit`, and not negative; or `ignored`."""
+    """The valid indices: 0 to `limit` - 1, and those in `ignored`."""
 
     limit: int
     ignored: frozenset[int]
 
     def both(self, other: IndexRange) -> IndexRange:
-        """That of what indexes two things."""
+        """The indices that are valid in both ranges."""
         return IndexRange(min(self.limit, other.limit), self.ignored & other.ignored)
 
     def wrong(self, x: np.ndarray) -> np.ndarray:
-        """Which of the numbers are outside."""
+        """Mask of the numbers that are out of range."""
         outside = (x < 0) | (x >= self.limit)
         for number in self.ignored:
             outside &= x != number
@@ -251,11 +249,11 @@ class IndexRange(NamedTuple):
 
 
 def index_ranges(function: Function) -> dict[Value, IndexRange]:
-    """For each input of integers that indexes something what they may be.
+    """The range of each integer input that is used as an index.
 
-    Followed from the input through ops that keep its numbers, in the parts that ops are decomposed into.
+    Uses are found through ops that preserve values, after decomposition of ops.
     """
-    parts = decompose(function, False)  # further parts do not know what is ignored
+    parts = decompose(function, False)  # a full decomposition would lose the attribute for ignored labels
     roots: dict[Value, Value] = {
         v: v for v in parts.inputs if isinstance(v.type, Tensor) and v.type.dtype.kind == "int"
     }
@@ -278,6 +276,6 @@ def index_ranges(function: Function) -> dict[Value, IndexRange]:
 
 
 _CHUNK = 1 << 22
-"""Numbers that are checked at once: data may be more than fit in memory."""
+"""Numbers checked at a time: data may be larger than memory."""
 _KEEP = frozenset(("Cast", "Detach", "Expand", "Identity", "Slice", "Transpose", "Reshape"))
-"""Ops whose result holds the operand's numbers."""
+"""Ops whose result holds only values of the operand."""

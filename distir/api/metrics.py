@@ -1,4 +1,4 @@
-"""What a training run measures, epoch by epoch, beside what was predicted; and the file it is kept in."""
+"""Metrics of a training run per epoch, measured and predicted, and their JSON file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from distir.api.results import Prediction, rates, seconds
-from distir.backends.epochs import Epoch
 from distir.ir.errors import UsageError
 from distir.ir.files import written
+from distir.ir.function import Function
+from distir.runtime.epochs import Epoch
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of an epoch or several alike: its seconds, the mean over ranks; samples and tokens a second of each rank, which
-    is counted as doing an equal part of every step, whatever the plan.
+    """Rates of an epoch, or the mean of several: seconds (mean over ranks), and samples and tokens per second of each
+    rank. Each rank is credited with an equal share of every step, whatever the plan.
     """
 
     seconds: float
@@ -29,12 +32,12 @@ class Rates:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks together."""
+        """The sum over ranks."""
         return sum(self.samples)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks together. None if samples are not sequences."""
+        """The sum over ranks. None if samples are not sequences."""
         return None if self.tokens is None else sum(self.tokens)
 
     def to_json(self) -> dict[str, Any]:
@@ -48,11 +51,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What was predicted of a run, and what is measured: it grows with every epoch.
+    """The prediction of a run and its measured epochs, which `add` appends.
 
-    `steps` are those of an epoch; `about` is what else there is to say of the run. `losses[k]` and `validation[k]` are
-    means over epoch k, None where there is no loss or nothing was held out. `earlier`: the file of the run that this
-    goes on with; its epochs are in no average.
+    `steps`: steps per epoch; `about`: further fields of the JSON file. `losses[k]` and `validation[k]` are means over
+    epoch k, None without a loss or without held-out samples. `earlier`: the metrics file of the run that this one
+    resumes; its epochs are in no average.
     """
 
     prediction: Prediction
@@ -64,13 +67,13 @@ class Metrics:
     earlier: dict[str, Any] = field(default_factory=dict)
 
     def add(self, epoch: Epoch, losses: Sequence[float]) -> None:
-        """Count an epoch, of whose steps these are the losses."""
+        """Append an epoch; `losses` are those of its steps."""
         self.epochs.append(epoch)
         self.losses.append(fmean(losses) if losses else None)
         self.validation.append(float(epoch.means[0].item()) if epoch.means else None)
 
     def rates(self, epochs: Sequence[Epoch], warm_up: bool = False) -> Rates:
-        """Of some epochs; with `warm_up` without the first step of each, unless there is no other."""
+        """Mean rates of epochs; with `warm_up` without the first step of each, if each has more than one."""
         first = warm_up and all(e.steps > 1 for e in epochs)
         steps = sum(e.steps - first for e in epochs)
         spent = [sum(e.seconds[r] - first * e.first[r] for e in epochs) for r in range(len(epochs[0].seconds))]
@@ -81,16 +84,16 @@ class Metrics:
 
     @property
     def measured(self) -> Rates | None:
-        """Without the first epoch, which warms up; of an only epoch without the first step. None before the first."""
+        """Mean rates without the first epoch (warm-up); of a single epoch without its first step. None before that."""
         return self.rates(self.epochs[1:] or self.epochs, len(self.epochs) == 1) if self.epochs else None
 
     @property
     def predicted_seconds(self) -> float:
-        """Of an epoch."""
+        """Predicted seconds of an epoch."""
         return self.prediction.step_seconds * self.steps
 
     def table(self) -> list[tuple[str, ...]]:
-        """A header and a row an epoch."""
+        """A header and a row per epoch."""
         return [epoch_header(self), *[self.row(k) for k in range(len(self.epochs))]]
 
     def row(self, k: int) -> tuple[str, ...]:
@@ -101,22 +104,23 @@ class Metrics:
         return str(self.epochs[k].number), *losses, seconds(found.seconds), f"{rate:,.0f}"
 
     def lines(self) -> list[str]:
-        """What there is to say at the end: averages, predicted beside measured."""
+        """Lines for the end of a run: averages, predicted and measured."""
         found = self.measured
         if found is None:
             return []
         counted = [e.number for e in self.epochs[1:]]  # after --resume they do not begin with 1
         which = f"mean of epochs {counted[0]} to {counted[-1]}" if len(counted) > 1 else ""
-        which = which or (f"epoch {counted[0]}" if counted else "without its first step")
+        alone = "without its first step" if self.epochs[0].steps > 1 else "of one step, the first"
+        which = which or (f"epoch {counted[0]}" if counted else alone)
         p = self.prediction
-        said = f"epoch {seconds(found.seconds)} ({which}), {rates(found.samples_per_second, found.tokens_per_second)}"
+        text = f"epoch {seconds(found.seconds)} ({which}), {rates(found.samples_per_second, found.tokens_per_second)}"
         if self.about.get("backend") == "numpy":  # the reference runs all ranks in one process
-            return [said]
+            return [text]
         figures = f"{seconds(self.predicted_seconds)}, {rates(p.samples_per_second, p.tokens_per_second)}"
-        return [said, f"predicted {figures} on {p.cluster}"]
+        return [text, f"predicted {figures} on {p.cluster}"]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON: seconds; a figure a rank where that is said, or else of all together."""
+        """JSON; times in seconds. Keys that end in `_by_rank` have a number per rank, the others are over all ranks."""
         found, p = self.measured, self.prediction
         summary = p.summary.to_json()
         before = self.earlier.get("measured") if self.earlier.get("plan") == summary["plan"] else None
@@ -154,8 +158,8 @@ class Metrics:
             "epochs": [*self.earlier.get("epochs", []), *epochs],
         }
 
-    def go_on(self, path: str | os.PathLike[str] | None) -> None:
-        """Go on with the file of an earlier run, if there is one. Raises UsageError if it is of something else."""
+    def continue_file(self, path: str | os.PathLike[str] | None) -> None:
+        """Continue the metrics file of an earlier run, if it exists. Raises UsageError if it is not one run's file."""
         if path is None or not Path(path).exists():
             return
         runs = _runs(path)
@@ -163,13 +167,13 @@ class Metrics:
             raise UsageError(f"{os.fspath(path)} holds the metrics of {len(runs)} runs", "--metrics of another file")
         self.earlier.update(runs[0])
 
-    def forget(self, epoch: int) -> None:
-        """Earlier epochs from number `epoch` on, which are gone through again."""
+    def drop_from(self, epoch: int) -> None:
+        """Drop the earlier run's epochs from number `epoch` on: they are run again."""
         if self.earlier:
             self.earlier["epochs"] = [e for e in self.earlier["epochs"] if e["epoch"] < epoch]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, whole or not at all. Raises UsageError if it cannot be written."""
+        """Write the JSON file atomically. Raises UsageError if it cannot be written."""
         write_json(self.to_json(), path)
 
 
@@ -182,7 +186,7 @@ def epoch_header(metrics: Metrics) -> tuple[str, ...]:
 
 
 def finite(x: Any) -> Any:
-    """The same for JSON, which has neither infinity nor nan: null stands for them."""
+    """`x` with infinity and nan, which JSON lacks, replaced by None."""
     if isinstance(x, dict):
         return {k: finite(v) for k, v in x.items()}
     if isinstance(x, list | tuple):
@@ -191,14 +195,14 @@ def finite(x: Any) -> Any:
 
 
 def write_json(x: Any, path: str | os.PathLike[str]) -> None:
-    """Write a file whole or not at all. Raises UsageError if it cannot be written."""
+    """Write a JSON file atomically. Raises UsageError if it cannot be written."""
     with written(path) as file:
         file.write_text(json.dumps(finite(x), indent=2, allow_nan=False) + "\n")
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The runs in a file that `run` or `bench scaling` has written. Raises UsageError if it is none, or if no epoch was
-    measured in one.
+    """The runs in a metrics file of `run` or `bench scaling`. Raises UsageError if it is not such a file, or if a run
+    has no measured epoch.
     """
     runs = _runs(path)
     if any(r["measured"] is None for r in runs):
@@ -221,4 +225,9 @@ def _runs(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return runs
 
 
-_HINT = "distir run --metrics FILE.json writes what is drawn"
+_HINT = "distir run --metrics FILE.json writes such a file"
+
+
+def loss_of(function: Function, outputs: Mapping[int, np.ndarray]) -> float | None:
+    """The loss among a step's outputs: the first output of a training step. None if it is absent."""
+    return float(outputs[0].item()) if function.updates and 0 in outputs else None

@@ -1,4 +1,4 @@
-"""A model ready to be spread: its program, the arrays that go with it, and where it came from."""
+"""A model: its program, the arrays of its weights and constants, and the file it came from."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from typing import Any
 import numpy as np
 
 from distir.api.masks import with_causal_attention
-from distir.executor.sequential import evaluate
-from distir.ir.errors import UsageError
+from distir.api.rewrites import check_origins
+from distir.ir import parse, verify
+from distir.ir.errors import DistirError, ModelError, UsageError
 from distir.ir.function import Function, Value
 from distir.ir.type import DType, Tensor
-from distir.transforms.claims import check_rewrite
-from distir.transforms.fuse import fuse
+from distir.transforms.differentiation.training import Optimizer, initial_state, optimizer_named, training_step
+from distir.transforms.passes import SEQUENTIAL, form_of
 from distir.transforms.roles import batch_dims, batch_size, weights
-from distir.transforms.training import Optimizer, initial_state, optimizer_named, training_step
 
+TEXT = ".distir"
+"""Suffix of files that hold a program as text."""
 DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 """Names of floating-point types, as users write them."""
 
 
 @dataclass(frozen=True, repr=False)
 class Model:
-    """A program and what is known of its inputs: `arrays` of parameters and constants, read when asked for.
+    """A program and the arrays of its parameters and constants, which are read lazily.
 
     `path` is the file it came from; `optimizer` that of a training step.
     """
@@ -38,9 +40,11 @@ class Model:
     optimizer: Optimizer | None = None
 
     def __repr__(self) -> str:
-        held = dict.fromkeys(weights(self.function))
-        data = [f"{v.name}: {v.type!r}" for v in self.function.inputs if v not in held and v.kind in ("data", None)]
-        shapes = [v.type.global_shape for v in held if v.kind != "state" and isinstance(v.type, Tensor)]
+        weight_inputs = dict.fromkeys(weights(self.function))
+        data = [
+            f"{v.name}: {v.type!r}" for v in self.function.inputs if v not in weight_inputs and v.kind in ("data", None)
+        ]
+        shapes = [v.type.global_shape for v in weight_inputs if v.kind != "state" and isinstance(v.type, Tensor)]
         parameters = sum(map(math.prod, shapes))
         trained = f", {type(self.optimizer).__name__}" if self.optimizer else ""
         return (
@@ -54,13 +58,13 @@ class Model:
 
     @property
     def batch(self) -> int:
-        """Samples a step. Raises InfeasibleError if the data inputs do not agree."""
+        """Samples per step. Raises InfeasibleError if the batch sizes of the data inputs differ."""
         numbers = {self.function.inputs.index(v): dim for v, dim in batch_dims(self.function).items()}
         return batch_size(self.function, numbers)
 
     @property
     def tokens(self) -> int | None:
-        """Tokens a step: elements of the first input of integers per sample. None where samples are not sequences."""
+        """Tokens per step: elements of the first input of integers (batch, length). None if there is no such input."""
         for v, dim in batch_dims(self.function).items():
             t = v.type
             if isinstance(t, Tensor) and t.dtype.kind == "int" and len(t.global_shape) == 2 and dim == 0:
@@ -68,40 +72,43 @@ class Model:
         return None
 
     def training(self, loss: str, optimizer: Optimizer | str = "sgd", output: int | str = 0) -> Model:
-        """One step of training it. See `training_step` for `loss`.
+        """The model of one training step. See `training_step` for `loss`.
 
-        Raises MismatchError if an op that is put in the place of several does not compute the same.
+        Raises MismatchError if a rewrite of the program violates its law (see `distir.api.rewrites`).
         """
-        check_rewrite(self.function, fuse(self.function), evaluate)
         settings = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
+        if (form := form_of(self.function)) != SEQUENTIAL:
+            raise UsageError(f"{self.name} is {form}: only a sequential program can be made a training step")
         step = training_step(self.function, loss, settings, output=output)
+        check_origins(step)
         return replace(self, function=step, optimizer=settings)
 
     def with_dtype(self, dtype: DType | str) -> Model:
-        """The model computing in another floating-point type. Raises UsageError for an unknown name."""
-        from distir.transforms.precision import with_dtype
+        """The model with another floating-point type. Raises UsageError for an unknown name."""
+        from distir.transforms.rewriting.precision import with_dtype
 
         new = with_dtype(self.function, dtype_named(dtype))
         arrays = _Renamed(dict(zip(new.inputs, self.function.inputs, strict=True)), self.arrays)
         return replace(self, function=new, arrays=arrays)
 
     def initial(self, seed: int = 0) -> dict[Value, Any]:
-        """An array for every parameter, state and known constant: as given, state zero, others drawn.
+        """An array for every parameter, optimizer state and known constant. State is zero.
 
-        Drawn are parameters without an array, normal with a variance of 1 / (size of the first dim).
+        Parameters without an array are random: normal, with variance 1 / (size of the first dim).
         """
         arrays: dict[Value, Any] = {v: self.arrays[v] for v in self.function.inputs if v in self.arrays}
         arrays |= {v: x for v, x in initial_state(self.function).items() if v not in arrays}
         for k, v in enumerate(self.function.inputs):
             if v not in arrays and v in weights(self.function):
-                shape = v.type.erased().global_shape  # type: ignore[union-attr]
+                # what is padded is drawn as it was before
+                shape = (v.role and v.role.source) or v.type.erased().global_shape  # type: ignore[union-attr]
                 draw = np.random.default_rng((seed, k)).standard_normal(shape)
                 arrays[v] = (draw / np.sqrt(max(1, shape[0] if shape else 1))).astype(v.type.dtype.numpy)  # type: ignore[union-attr]
         return arrays
 
 
 class _Renamed(Mapping[Value, Any]):
-    """Arrays under other Values, read when asked for."""
+    """A lazy mapping of arrays, with other Values as keys."""
 
     def __init__(self, before: Mapping[Value, Value], arrays: Mapping[Value, Any]) -> None:
         self._before = {new: old for new, old in before.items() if old in arrays}
@@ -127,33 +134,54 @@ def load(
     batch: str | None = None,
     output: int | str = 0,
 ) -> Model:
-    """The model in an ONNX file; with `loss`, one step of training it.
+    """The model in an ONNX file, or the program in a .distir file; with `loss`, its training step.
 
-    `dims` gives the sizes of symbolic dims, `batch` names the one that is the batch's, if not the first. `loss` is
-    "cross-entropy", "mse" or the name of a value; `output` is the one the first two look at. `dtype` ("float64", ...)
-    changes the type it computes in.
+    `dims`: sizes of symbolic dims; `batch`: the symbolic dim of the batch, by default the first. `loss`:
+    "cross-entropy" or "mse" of output `output` (number or name), or the name of a value that is the loss. `dtype`
+    ("float64", ...): the floating-point type to compute in.
 
-    Raises ModelError for a file that is broken or uses what distir does not know, UsageError for arguments that do
-    not fit it.
+    Raises ModelError for a file that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
     """
-    from distir.importer import import_from_onnx
+    if Path(path).suffix == TEXT:
+        model = _from_text(Path(path), dims or {}, batch)
+    else:
+        from distir.importer import import_from_onnx
 
-    function, arrays = import_from_onnx(path, dims=dims, batch=batch)
-    model = Model(with_causal_attention(function, arrays), arrays, Path(path))
+        function, arrays = import_from_onnx(path, dims=dims, batch=batch)
+        model = Model(with_causal_attention(function, arrays), arrays, Path(path))
     if loss is not None:
         model = model.training(loss, optimizer, output)
     return model if dtype is None else model.with_dtype(dtype)
 
 
+def _from_text(path: Path, dims: Mapping[str, int], batch: str | None) -> Model:
+    """The program in a .distir file, verified; it has no arrays, and may be sequential, placed or distributed."""
+    if dims or batch is not None:
+        given = [f"--dim {name}" for name in dims] or ["--batch-dim"]
+        raise UsageError(f"{path} has no symbolic dimensions: {given[0]} is for ONNX files", f"leave {given[0]} out")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ModelError(f"cannot read {path}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ModelError(f"{path} is not text", "distir show and pformat write a program as text") from e
+    try:
+        function = parse(text)
+        verify(function)
+    except DistirError as e:
+        raise ModelError(f"{path}: {e.message}", e.hint) from None
+    return Model(function, {}, path)
+
+
 def as_model(model: Model | Function | str | os.PathLike[str]) -> Model:
-    """A Model, from one, a Function, or the path of a file."""
+    """A Model, made of a Function or loaded from a path if necessary."""
     if isinstance(model, Model):
         return model
     return Model(model) if isinstance(model, Function) else load(model)
 
 
 def dtype_named(dtype: DType | str) -> DType:
-    """The floating-point type of that name. Raises UsageError for another."""
+    """The floating-point type of that name. Raises UsageError if there is none."""
     if isinstance(dtype, DType):
         return dtype
     found = DType.all.get(DTYPES.get(dtype, dtype))

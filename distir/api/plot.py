@@ -1,4 +1,4 @@
-"""The two figures of training runs: how long an epoch takes, and how much is done a second, predicted and measured."""
+"""The two figures of training runs: seconds per epoch, and tokens (or samples) per second, predicted and measured."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
 
 
 def training_figure(runs: Sequence[dict[str, Any]]) -> Figure:
-    """Training time, the mean over ranks and epochs, and tokens a second (samples, if some run has no sequences), the
-    sum over ranks; of runs as `read_metrics` gives them. Raises UsageError without matplotlib.
+    """Bars of runs (see `read_metrics`): seconds per epoch, the mean over ranks and epochs; tokens per second (samples,
+    if some run has no sequences), the sum over ranks. Raises UsageError without matplotlib.
     """
     from distir.viz import grouped
 
@@ -45,7 +45,7 @@ def training_figure(runs: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _labels(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Ranks and batch; what else tells runs apart, where these do not."""
+    """Ranks and batch of each run; where these are equal, also the degrees of parallelism and the model."""
     labels = [f"{counted(run['plan']['devices'], 'rank')}\nbatch {run['batch']:,}" for run in runs]
     for more in (_degrees, lambda run: run["model"]):
         twice = Counter(labels)
@@ -59,12 +59,12 @@ def _degrees(run: dict[str, Any]) -> str:
 
 
 def plot(files: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
-    """Draw the runs of metrics files as PDF, PNG or SVG. Raises UsageError for files that are none of these."""
+    """Draw the runs of metrics files as PDF, PNG or SVG. Raises UsageError for another format, or no metrics file."""
     kind = Path(output).suffix.removeprefix(".").lower()
     if kind not in FORMATS:
         raise UsageError(f"cannot draw {os.fspath(output)}", f"a figure's file ends in .{', .'.join(FORMATS)}")
     figure = training_figure([run for file in files for run in read_metrics(file)])
-    drawn = BytesIO()  # in the middle of a file matplotlib hides that the disk is full behind errors of its own
+    drawn = BytesIO()  # written by us: matplotlib masks the error of a full disk with one of its own
     figure.savefig(drawn, format=kind)
     with written(output) as file:
         file.write_bytes(drawn.getvalue())

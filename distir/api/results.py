@@ -1,4 +1,4 @@
-"""What `simulate` and `run` give back: they print as text, and as tables in a notebook."""
+"""The results of `simulate` and `run`, printed as text or as tables in a notebook."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ import numpy as np
 
 from distir.api.check import Check
 from distir.api.model import Model
-from distir.api.plan import Plan
-from distir.backends.checkpoint import Saved
-from distir.executor.categories import CATEGORIES
+from distir.executor.simulator.categories import CATEGORIES
 from distir.ir.errors import UsageError, counted
 from distir.ir.function import Function
 from distir.ir.type import Tensor
-from distir.transforms.coverage import Coverage, coverage
+from distir.runtime.checkpoint import Saved
+from distir.transforms.plan import WEIGHTS, Plan
+from distir.transforms.sharding.coverage import Coverage, coverage
 
 if TYPE_CHECKING:
     from distir.api.metrics import Metrics
-    from distir.executor.simulator import Fit, Simulation
+    from distir.executor.simulator.simulator import Fit, Simulation
 
 _SHOWN = 6
-"""More names than these are counted."""
+"""Names listed in a message; the rest is counted."""
 _FAR = 2.0
-"""How many times as long is worth a hint."""
+"""Factor between measured and predicted time from which a hint is printed."""
 _MUCH_MEMORY = 1 << 26
-"""A prediction of fewer bytes is not compared: what Python and the libraries take would be most of it."""
+"""Predicted bytes from which memory is compared: below it Python and the libraries dominate the measurement."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What was made of a model: the plan, what it splits, and what had to be padded for it.
+    """A plan applied to a model: what is split by tensor parallelism, and what is padded.
 
-    `forward_only`: of a model in a file without a loss nothing is trained. What a Function does, its author knows.
+    `forward_only`: the model was loaded from a file without a loss, so nothing is trained. False for a Function.
     """
 
     model: str
@@ -58,27 +58,29 @@ class Summary:
             for v in program.inputs
             if v.role and v.role.source and v.kind != "state" and isinstance(v.type, Tensor)
         }
-        split = coverage(program) if plan.tp > 1 else None
+        weights = plan.sharding.along(WEIGHTS)
+        split = coverage(program, weights[0].name) if weights else None
         forward_only = model.path is not None and not model.function.updates
         return Summary(model.name, plan, model.batch, model.tokens, split, padded, forward_only)
 
     def lines(self) -> list[str]:
-        """The plan, then, where tensor parallelism splits, what it splits and pads."""
+        """The plan; with tensor parallelism the shares that it splits; what is padded."""
         size = f"{self.plan.size} devices" if self.plan.size > 1 else "1 device"
-        what = "; forward only: no loss was given to train with" if self.forward_only else ""
+        what = "; forward only: no loss was given" if self.forward_only else ""
         lines = [f"{self.model}: {self.plan}, batch {self.batch}, on {size}{what}"]
         if self.split is not None:
             flops, parameters = _share(self.split.flops), _share(self.split.parameters)
-            text = f"tp splits {flops} of the FLOPs and {parameters} of the parameters"
+            axes = self.plan.sharding.along(WEIGHTS)
+            text = f"{axes[0].name} splits {flops} of the FLOPs and {parameters} of the parameters"
             names = [v.name for v in self.split.replicated]
             lines.append(f"{text}; not split: {_names(names)}" if names else text)
         if self.padded:
             rows = [f"{name} {_shape(a)} to {_shape(b)}" for name, (a, b) in self.padded.items()]
-            lines.append(f"padded so that it divides: {', '.join(rows)}")
+            lines.append(f"padded to be divisible: {', '.join(rows)}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """JSON of plan, batch, tokens, split and padding, and whether nothing is trained."""
+        """JSON of all fields."""
         split = self.split and {
             "flops": self.split.flops,
             "parameters": self.split.parameters,
@@ -99,7 +101,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan costs on a cluster. `simulation` has the details, `program` is what was simulated."""
+    """The predicted cost of a plan on a cluster. `simulation` has the details, `program` is what was simulated."""
 
     summary: Summary
     cluster: str
@@ -108,7 +110,7 @@ class Prediction:
 
     @property
     def step_seconds(self) -> float:
-        """The time of a step."""
+        """Seconds of a step."""
         return self.simulation.seconds
 
     @property
@@ -123,20 +125,20 @@ class Prediction:
 
     @property
     def fits(self) -> Fit:
-        """Whether it fits in the devices' memory; its message says what is short, and where."""
+        """Whether the program fits in the devices' memory; if not, the message names stage and bytes."""
         return self.simulation.fits()
 
     @property
     def peak_memory(self) -> int:
-        """The most bytes live at once on any device."""
+        """The largest peak of live bytes on any device."""
         return max((s.memory for s in self.simulation.stages), default=0)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace that Perfetto and Chrome open. Raises UsageError if it cannot be written."""
+        """Write a trace in Chrome's format, which Perfetto opens too. Raises UsageError if it cannot be written."""
         self.simulation.to_chrome(Path(path))
 
     def table(self) -> list[tuple[str, ...]]:
-        """A header and a row a stage."""
+        """A header and a row per stage."""
         rows = [("stage", "devices", "compute", "exposed communication", "bubble", "peak memory")]
         for s in self.simulation.stages:
             compute, communication, bubble = (
@@ -146,7 +148,7 @@ class Prediction:
         return rows
 
     def rates(self) -> str:
-        """Step time and rates, in a line."""
+        """Step time and rates as one line."""
         return f"step {seconds(self.step_seconds)}, {rates(self.samples_per_second, self.tokens_per_second)}"
 
     def __str__(self) -> str:
@@ -160,7 +162,7 @@ class Prediction:
         return paragraphs(head) + html_table(self.table()) + paragraphs([self.rates(), self.fits.message])
 
     def to_json(self) -> dict[str, Any]:
-        """JSON: seconds, bytes."""
+        """JSON; times in seconds, memory in bytes."""
         simulation = self.simulation
         classes = simulation.program.classes
         stages = []
@@ -183,12 +185,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run gave. `weights` are the parameters after the last step, by name; `outputs` those of the last step.
+    """The result of a run. `weights` are the parameters after the last step, by name; `outputs` those of the last step.
 
-    `seconds` is the time of each step, by the slowest rank, from step `first` on: those before it were done by the run
-    that was resumed. `saved`: the checkpoints that were written. `memory`: the most bytes that each rank has held over
-    what it began with (on CPUs resident memory, on Linux), None where nobody counts. Under torchrun only rank 0 has
-    arrays.
+    `seconds`: the time of each step on the slowest rank, from step `first` on (earlier steps were done by the run that
+    was resumed). `saved`: the checkpoints written. `memory`: for each rank the increase of peak memory over its start,
+    in bytes (on CPUs resident memory, on Linux), None where not measurable. Under torchrun only rank 0 has arrays.
     """
 
     summary: Summary
@@ -201,17 +202,17 @@ class RunResult:
     check: Check | None = None
     model: Model | None = field(default=None, repr=False)
     metrics: Metrics | None = field(default=None, repr=False)
-    """Of a run in epochs."""
+    """Only of a run in epochs."""
     first: int = 0
     saved: list[Saved] = field(default_factory=list)
     memory: list[int | None] = field(default_factory=list)
     profiled: bool = False
     unsaved: str | None = None
-    """What is not finite in the end: there is no checkpoint of it."""
+    """Name of a value that is not finite after the last step, so that no checkpoint was written."""
 
     @property
     def step_seconds(self) -> float:
-        """The median time of a step, the first, which warms up, left out if there are more; nan if none was left."""
+        """The median time of a step, without the first (warm-up) if there are more; nan if no step was run."""
         return median(self.seconds[1:] or self.seconds or [nan])
 
     @property
@@ -224,7 +225,7 @@ class RunResult:
         return self.summary.tokens / self.step_seconds if self.summary.tokens else None
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the model with these weights as ONNX. Raises UsageError if it came from no file."""
+        """Write the model with these weights as ONNX. Raises UsageError if it was not loaded from an ONNX file."""
         from distir.importer.save import save_onnx
 
         if self.model is None or self.model.path is None:
@@ -232,19 +233,19 @@ class RunResult:
         return save_onnx(self.model.path, self.weights, path)
 
     def table(self) -> list[tuple[str, ...]]:
-        """A header and a row a step, of a run in epochs a row an epoch."""
+        """A header and a row per step, in a run in epochs per epoch."""
         if self.metrics is not None:
             return self.metrics.table()
         return [step_header(bool(self.losses)), *[self.row(k) for k in range(len(self.seconds))]]
 
     def row(self, step: int) -> tuple[str, ...]:
-        """The row of one step, counted from the first of this run."""
+        """The row of a step; `step` counts from the first of this run."""
         return step_row(self.first + step, self.losses[step] if self.losses else None, self.seconds[step])
 
     def lines(self) -> list[str]:
-        """What there is to say at the end: rates, predicted against measured, the check."""
+        """Lines for the end of a run: rates, prediction, memory, checkpoints, the check."""
         if not self.seconds:
-            return [f"nothing is left to do: steps done before: {self.first}"]
+            return [f"nothing left to do: {counted(self.first, 'step')} already done"]
         lines = [*(self._rates() if self.metrics is None else self.metrics.lines()), *self._memory()]
         if self.saved:
             rate = sum(s.bytes for s in self.saved) / sum(s.seconds for s in self.saved)
@@ -257,13 +258,13 @@ class RunResult:
     def _rates(self) -> list[str]:
         last = len(self.seconds) - 1
         which = f" (median of steps {self.first + 1} to {self.first + last})" if last > 1 else ""
-        which = which or (" (the first, which warms up)" if last == 0 else f" (step {self.first + 1})")
+        which = which or (" (the first step, warm-up)" if last == 0 else f" (step {self.first + 1})")
         lines = [f"step {seconds(self.step_seconds)}{which}, {rates(self.samples_per_second, self.tokens_per_second)}"]
         if self.prediction is not None and self.backend != "numpy":  # the reference runs all ranks in one process
             predicted = self.prediction.step_seconds
             if last == 0:
-                said = "the first step warms up, and is not compared"
-                return [*lines, f"predicted {seconds(predicted)} on {self.prediction.cluster}; {said}"]
+                detail = "not compared: the first step is warm-up"
+                return [*lines, f"predicted {seconds(predicted)} on {self.prediction.cluster}; {detail}"]
             times = (
                 f"predicted {seconds(predicted)} on {self.prediction.cluster}; measured {seconds(self.step_seconds)}"
             )
@@ -287,7 +288,7 @@ class RunResult:
         return paragraphs(self.summary.lines()) + html_table(self.table()) + paragraphs(self.lines())
 
     def to_json(self) -> dict[str, Any]:
-        """JSON of all but arrays: seconds, bytes."""
+        """JSON of everything except arrays; times in seconds, memory in bytes."""
         return {
             **self.summary.to_json(),
             "backend": self.backend,
@@ -306,7 +307,7 @@ class RunResult:
 
 
 def step_header(loss: bool) -> tuple[str, ...]:
-    """What `step_row` gives: step, loss (if there is one), time."""
+    """The columns of `step_row`."""
     return ("step", "loss", "time") if loss else ("step", "time")
 
 
@@ -337,7 +338,7 @@ def paragraphs(lines: Sequence[str]) -> str:
 
 
 def seconds(x: float, like: float = 0.0) -> str:
-    """A time with a unit; for 0 the unit of the time `like`."""
+    """A time in seconds with a unit; 0 gets the unit of the time `like`."""
     most = x or like
     if most >= 1 or most == 0:
         return f"{x:.3f} s"
@@ -345,7 +346,7 @@ def seconds(x: float, like: float = 0.0) -> str:
 
 
 def size(n: float) -> str:
-    """Bytes with a unit."""
+    """A number of bytes with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -364,7 +365,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _share(x: float) -> str:
-    """A percentage that is rounded to neither all nor nothing."""
+    """A percentage; only exact values print as 0% or 100%."""
     return f"{x:.1%}" if x in (0.0, 1.0) or 0.0005 <= x < 0.9995 else "less than 0.1%" if x < 0.5 else "over 99.9%"
 
 

@@ -1,4 +1,4 @@
-"""Where a run begins: with its first step, or with what a checkpoint of an earlier run holds."""
+"""The checkpoint directory of a run: lock it, and choose the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -11,55 +11,54 @@ from typing import Any
 
 from distir.api.data import Data
 from distir.api.model import Model
-from distir.api.plan import Plan
-from distir.backends.checkpoint import Manifest, Saving, candidates, choose, described, sweep, thin
-from distir.backends.held import hold
-from distir.backends.pieces import digest
 from distir.ir.errors import UsageError
 from distir.ir.function import Function
+from distir.runtime.checkpoint import (
+    Manifest,
+    Saving,
+    candidates,
+    choose,
+    remove_incomplete,
+    remove_older,
+    tensor_table,
+)
+from distir.runtime.options import RunOptions
+from distir.runtime.pieces import digest
+from distir.runtime.run_directory import lock_directory
+from distir.transforms.plan import Plan
 
 _PATIENCE_SECONDS = 2.0
-"""How long to wait for the last processes of a run that was killed, before another begins..."""
+"""How long a new run waits for the last processes of a killed run to release the lock."""
 _TIDY_SECONDS = 1.0
-"""... and to remove what it has left: who interrupts it waits for that."""
+"""How long a run waits at its end for its processes to release the lock, before it removes incomplete files."""
 _SHOWN = 3
-"""More names than these are counted."""
+"""Names listed in a message; the rest is counted."""
 
 
-def check_settings(
-    model: Model, directory: str | os.PathLike[str] | None, every: int | None, resume: bool, backend: str
-) -> None:
-    """Raises UsageError for settings of checkpoints that do not fit."""
-    if directory is None:
-        if every is not None or resume:
-            raise UsageError(f"{'resume' if resume else 'every'} needs a directory of checkpoints", "--checkpoint DIR")
+def check_settings(model: Model, options: RunOptions) -> None:
+    """Raises UsageError for checkpoint options that the model, or the way ranks are started, does not support."""
+    if options.checkpoint is None:
         return
-    if backend == "numpy" and "RANK" in os.environ:
-        raise UsageError("with backend numpy each of torchrun's processes does all: they cannot share checkpoints")
-    if every is not None and every < 1:
-        raise UsageError(f"every: expected at least 1, got {every}")
+    if options.resolved_backend == "numpy" and "RANK" in os.environ:
+        raise UsageError("checkpoints with backend numpy need a run without torchrun, whose processes would conflict")
     if not model.function.updates:
-        raise UsageError(
-            "checkpoints are of what is trained: they need a loss to train with", "--loss cross-entropy, or mse"
-        )
+        raise UsageError("checkpoints need a training step, and no loss was given", "--loss cross-entropy, or mse")
 
 
 @contextlib.contextmanager
-def beginning(
-    model: Model, plan: Plan, data: Data, directory: str | os.PathLike[str] | None, every: int | None, resume: bool
-) -> Iterator[Saving | None]:
-    """What a run is to save, and what it goes on with; the directory is the run's alone until the context ends.
+def checkpointing(model: Model, plan: Plan, data: Data, options: RunOptions) -> Iterator[Saving | None]:
+    """Context in which a run owns its checkpoint directory; gives its `Saving`, or None without a directory.
 
-    What is left of a checkpoint that was never finished is removed. With `resume` the newest that is undamaged is gone
-    on with; those that are damaged are named on stderr. Without a directory nothing is saved.
+    Incomplete checkpoints are removed. With `resume` the run continues from the newest undamaged checkpoint; damaged
+    ones are reported on stderr.
 
-    Raises UsageError for a directory that cannot be written or is in use, checkpoints that stand there already if they
-    are not to be resumed, or none of which can be used, or of another model or optimizer.
+    Raises UsageError for a directory that cannot be written, is locked by another run, or holds checkpoints although
+    `resume` is false; and if no checkpoint is undamaged, or the chosen one is of another model or optimizer.
     """
-    if directory is None:
+    if options.checkpoint is None:
         yield None
         return
-    path = Path(directory).absolute()
+    path = Path(options.checkpoint).absolute()
     lock = _open(path)
     try:
         about = {
@@ -71,8 +70,8 @@ def beginning(
             "program": digest(model.function).hex(),
             "plan": plan.to_json(),
         }
-        saving = Saving(str(path), every, about, lock=lock)
-        yield _resumed(saving, model.function) if resume else _fresh(saving)
+        saving = Saving(str(path), options.every, about, lock=lock)
+        yield _resumed(saving, model.function) if options.resume else _fresh(saving)
     finally:
         if lock is not None:
             os.close(lock)
@@ -80,7 +79,7 @@ def beginning(
 
 
 def _open(path: Path) -> int | None:
-    """Make the directory, hold it and tidy it up; under torchrun rank 0 does so for all."""
+    """Make the directory, lock it and remove incomplete checkpoints; under torchrun on rank 0. Returns the lock."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not _first_rank():
@@ -90,21 +89,21 @@ def _open(path: Path) -> int | None:
     except OSError as e:
         raise UsageError(f"cannot write checkpoints to {path}: {e.strerror or e}") from None
     try:
-        lock = hold(path, _PATIENCE_SECONDS)
+        lock = lock_directory(path, _PATIENCE_SECONDS)
     except OSError:  # a file system without locks
         lock = None
     else:
         if lock is None:
             raise UsageError(f"another run writes its checkpoints to {path}", "wait for its end, or use another")
-    sweep(path)
+    remove_incomplete(path)
     return lock
 
 
 def _tidy(path: Path) -> None:
-    """Remove what was being written when the run ended, if soon nobody writes any more."""
+    """Remove incomplete checkpoints at the end of a run, unless ranks still hold the lock."""
     with contextlib.suppress(OSError):
-        if (lock := hold(path, _TIDY_SECONDS)) is not None:
-            sweep(path)
+        if (lock := lock_directory(path, _TIDY_SECONDS)) is not None:
+            remove_incomplete(path)
             os.close(lock)
 
 
@@ -112,7 +111,7 @@ def _fresh(saving: Saving) -> Saving:
     if found := candidates(Path(saving.directory)):
         raise UsageError(
             f"{saving.directory} holds checkpoints of an earlier run, {found[0]} the newest",
-            "--resume goes on with it; a new run needs another directory",
+            "--resume continues from it; a new run needs another directory",
         )
     return saving
 
@@ -125,28 +124,28 @@ def _resumed(saving: Saving, function: Function) -> Saving:
         lambda text: _note(f"warning: checkpoint skipped: {text}"),
     )
     if chosen is None:
-        _note(f"there is no checkpoint in {directory} yet: beginning with step 0")
+        _note(f"there is no checkpoint in {directory} yet: starting at step 0")
         return saving
     name, manifest = chosen
     if _first_rank():
-        thin(directory, name)
-    _note(f"going on with {directory / name}")
+        remove_older(directory, name)
+    _note(f"resuming from {directory / name}")
     for text in _changed(manifest.about, saving.about):
         _note(f"warning: {text}")
     return saving._replace(resume=name, step=manifest.step)
 
 
 def _check_fits(folder: Path, manifest: Manifest, function: Function) -> None:
-    """Raises UsageError, naming what differs, if a checkpoint holds other tensors than a program renews."""
-    wanted = described(function)
+    """Raises UsageError, naming the difference, unless a checkpoint has exactly the tensors that a program updates."""
+    wanted = tensor_table(function)
     lacks = [name for name in wanted if name not in manifest.tensors]
     more = [name for name in manifest.tensors if name not in wanted]
-    parts = [f"it lacks {_names(lacks)}"] if lacks else []
+    parts = [f"missing {_names(lacks)}"] if lacks else []
     if more:
-        parts.append(f"it has also {_names(more)}")
+        parts.append(f"unexpected {_names(more)}")
     for name, (shape, dtype) in wanted.items():
         if name in manifest.tensors and (got := manifest.tensors[name]) != (shape, dtype):
-            parts.append(f"{name}: expected {_said(shape, dtype)}, got {_said(*got)}")
+            parts.append(f"{name}: expected {_format_type(shape, dtype)}, got {_format_type(*got)}")
             break
     if parts:
         made = f"made of {manifest.about.get('model')} with {manifest.about.get('optimizer')}"
@@ -154,11 +153,11 @@ def _check_fits(folder: Path, manifest: Manifest, function: Function) -> None:
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is another than it was, and so may lead elsewhere than the earlier run would have."""
+    """Lines about settings that differ from the earlier run's, so that results may differ from continuing it."""
     names = ("optimizer", "batch", "data", "seed")
     found = [f"{k} was {then.get(k)}, is {now[k]}" for k in names if then.get(k) != now[k]]
     if not found and then.get("program") != now["program"]:
-        found.append("the model computes something else than it did")
+        found.append("the model's program has changed")
     return found
 
 
@@ -167,7 +166,7 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(f"%{name}" for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _said(shape: Sequence[int], dtype: str) -> str:
+def _format_type(shape: Sequence[int], dtype: str) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 

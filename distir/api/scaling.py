@@ -1,58 +1,65 @@
-"""Weak scaling: the same work a rank on more and more ranks, how long it takes and how long it should."""
+"""Weak scaling: the same batch per rank on more and more ranks, measured and predicted."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from distir.api.callbacks import takes_changes, with_changes
+from distir.api.compilation import Cluster
 from distir.api.metrics import Metrics, Rates, write_json
 from distir.api.model import Model
-from distir.api.plan import Plan
 from distir.api.results import seconds
-from distir.api.road import run
-from distir.backends.limits import joined
+from distir.api.running import AnyData, run
+from distir.backends.processes.preflight import torchrun_world
 from distir.ir.errors import UsageError, counted
+from distir.runtime.options import RunOptions
+from distir.transforms.plan import Plan
 
 HEADER = ("ranks", "batch", "epoch", "predicted epoch", "rate", "predicted rate", "efficiency", "predicted")
 
 
+@takes_changes
 def weak_scaling(
     model: Callable[[int], Model],
     ranks: Sequence[int],
     batch: int,
+    options: RunOptions | None = None,
     *,
-    metrics: str | os.PathLike[str] | None = None,
+    data: AnyData | None = None,
+    cluster: Cluster | None = None,
     on_run: Callable[[list[Metrics]], None] | None = None,
-    epochs: int = 3,
-    **settings: Any,
+    **changes: Any,
 ) -> list[Metrics]:
-    """Train the model for some epochs on each number of ranks, data-parallel, with `batch` samples a rank.
+    """Train the model for some epochs (default 3) on each number of ranks, data-parallel, with `batch` samples a rank.
 
-    `model` makes it for a batch; `settings` are those of `run`. `metrics` is the file of all runs, written after each;
-    `on_run` is then called with those that there are. Raises UsageError under torchrun, whose ranks are as many as they
-    are.
+    `model(batch)` makes the model for a global batch size. `on_run` is called with all runs so far after each. The
+    rest is as in `run`, except that `metrics` is one file for all runs. Raises UsageError under torchrun, whose number
+    of ranks is fixed.
     """
     if not ranks or min(ranks) < 1 or len(set(ranks)) < len(ranks):
-        raise UsageError(f"ranks are different whole numbers of at least 1, got {', '.join(map(str, ranks))}")
-    if joined() is not None:
-        raise UsageError("scaling starts ranks of its own, as many as it needs", "start it without torchrun")
+        raise UsageError(f"expected distinct numbers of ranks of at least 1, got {', '.join(map(str, ranks))}")
+    if torchrun_world() is not None:
+        raise UsageError("bench scaling starts its ranks itself", "start it without torchrun")
+    options, callbacks = with_changes(options, None, changes)
+    file, options = options.metrics, replace(options, metrics=None, epochs=options.epochs or 3)
     runs: list[Metrics] = []
     for n in ranks:
-        if metrics is not None:
-            write_json(to_json(runs), metrics)  # the first time before the first run: whether it can be written
-        found = run(model(n * batch), Plan(dp=n), epochs=epochs, **settings).metrics
+        if file is not None:
+            write_json(to_json(runs), file)  # also before the first run, to fail early if it cannot be written
+        found = run(model(n * batch), Plan(dp=n), options, data=data, cluster=cluster, callbacks=callbacks).metrics
         if found is not None:
             runs.append(found)
         if on_run is not None:
             on_run(runs)
-    if metrics is not None:
-        write_json(to_json(runs), metrics)
+    if file is not None:
+        write_json(to_json(runs), file)
     return runs
 
 
 def efficiency(runs: Sequence[Metrics], rate: Callable[[Metrics], float]) -> list[float]:
-    """Of each run its rate a rank, as a share of the first run's."""
+    """For each run its rate per rank, relative to that of the first run."""
     each = [rate(run) / run.prediction.summary.plan.size for run in runs]
     return [x / each[0] for x in each]
 
@@ -67,19 +74,19 @@ def to_json(runs: Sequence[Metrics]) -> dict[str, Any]:
 
 
 def measured_rate(run: Metrics) -> float:
-    """Tokens a second of all ranks; samples, if they are no sequences."""
+    """Measured tokens per second over all ranks; samples per second if samples are not sequences."""
     found = run.measured or Rates(0.0, [], None)
     return found.samples_per_second if found.tokens_per_second is None else found.tokens_per_second
 
 
 def predicted_rate(run: Metrics) -> float:
-    """As `measured_rate`."""
+    """Predicted rate, in the unit of `measured_rate`."""
     tokens = run.prediction.tokens_per_second
     return run.prediction.samples_per_second if tokens is None else tokens
 
 
 def rows(runs: Sequence[Metrics]) -> list[tuple[str, ...]]:
-    """A row of `HEADER` a run."""
+    """A row per run, with the columns of `HEADER`."""
     unit = "samples/s" if any(run.prediction.summary.tokens is None for run in runs) else "tokens/s"
     shares = zip(efficiency(runs, measured_rate), efficiency(runs, predicted_rate), strict=True)
     return [

@@ -1,7 +1,7 @@
-"""What traces hold: the slices of a prediction, or of the ranks of a run, with the seconds that each stands for.
+"""Read traces: the slices of a prediction, or of the ranks of a run, aligned for comparison.
 
-Of communication a rank's trace says when the rank issued it and when it was complete. What it waited for other ranks
-before anything could move is not the communication's: here it begins when all that take part have issued it.
+A rank's trace records when the rank issued a communication and when it was complete. A communication is taken to begin
+when all participants have issued it, so waiting for other ranks does not count.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, NamedTuple
 
-from distir.executor.labels import COMMUNICATION, SEND, STEP
+from distir.executor.simulator.labels import COMMUNICATION, SEND, STEP
 from distir.ir.errors import UsageError, counted
 
 PREDICTED = "predicted.json"
-"""The file of a prediction, beside `rank0.json`, `rank1.json`, ..."""
+"""Name of the predicted trace, beside `rank0.json`, `rank1.json`, ..."""
 
 
 Key = tuple[str, str | None, str | None, str | None]
@@ -25,7 +25,7 @@ Key = tuple[str, str | None, str | None, str | None]
 
 
 class Slice(NamedTuple):
-    """An op, or a part of one, on one process: where, and from when to when (s). In a run a process is a rank."""
+    """An op, or a part of one, on a stream of a process, from `begin` to `end` (s). In a run a process is a rank."""
 
     process: int
     stream: str
@@ -44,31 +44,24 @@ class Slice(NamedTuple):
         """The op: the same in a prediction and in a run."""
         return self.name, self.args.get("function"), self.args.get("result"), self.args.get("stage")
 
-    @property
-    def keys(self) -> list[Key]:
-        """The ops, where several were done at once."""
-        if "does" not in self.args:
-            return [self.key]
-        return [(name, self.args.get("function"), result, self.args.get("stage")) for name, result in self.args["does"]]
-
 
 class Process(NamedTuple):
-    """A rank, or, in a prediction, devices that all do the same."""
+    """A rank, or, in a prediction, a device class."""
 
     name: str
     devices: int
     host: str
 
 
-class Trace(NamedTuple):
-    """Slices, and the processes by number."""
+class TraceFile(NamedTuple):
+    """The slices of a trace, and its processes by number."""
 
     slices: list[Slice]
     processes: dict[int, Process]
 
 
-def read_trace(path: Path) -> Trace:
-    """The slices of a trace in Chrome's format. Raises UsageError if it is no such file."""
+def read_trace(path: Path) -> TraceFile:
+    """Read a trace in Chrome's format. Raises UsageError if it is not a trace written by distir."""
     try:
         events = json.loads(path.read_bytes())["traceEvents"]
         about = {e["pid"]: e["args"] for e in events if e["name"] == "process_name"}
@@ -78,8 +71,8 @@ def read_trace(path: Path) -> Trace:
     except OSError as e:
         raise UsageError(f"cannot read {path}: {e.strerror or e}", "distir run --profile DIR writes it") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(f"{path} is no trace of distir's") from None
-    return Trace(
+        raise UsageError(f"{path} is not a trace written by distir") from None
+    return TraceFile(
         slices, {number[k]: Process(x["name"], x.get("devices", 1), x.get("host", "")) for k, x in about.items()}
     )
 
@@ -89,31 +82,31 @@ def _slice(e: Mapping[str, Any], process: int, thread: str) -> Slice:
     return Slice(process, thread, e["cat"], e["name"], begin, begin + e["dur"] / 1e6, e["args"])
 
 
-def read_folder(folder: Path) -> tuple[Trace, Trace]:
-    """The prediction and the run in a folder. Raises UsageError, naming it, for a file that is not there."""
+def read_folder(folder: Path) -> tuple[TraceFile, TraceFile]:
+    """The predicted and the measured trace in a folder. Raises UsageError that names a missing file."""
     predicted = read_trace(folder / PREDICTED)
     world = sum(p.devices for p in predicted.processes.values())
     missing = [r for r in range(world) if not (folder / f"rank{r}.json").exists()]
     if missing:
         raise UsageError(
             f"{folder} has no trace of {counted(len(missing), 'rank')} of {world}, such as rank{missing[0]}.json",
-            "each rank writes its own when the run ends",
+            "each rank writes its trace at the end of the run",
         )
     ranks = [read_trace(folder / f"rank{r}.json") for r in range(world)]
     return predicted, joined(ranks)
 
 
-def joined(traces: Iterable[Trace]) -> Trace:
-    """Several traces as one."""
-    out = Trace([], {})
+def joined(traces: Iterable[TraceFile]) -> TraceFile:
+    """Merge traces."""
+    out = TraceFile([], {})
     for t in traces:
         out.slices.extend(t.slices)
         out.processes.update(t.processes)
     return out
 
 
-def steps(trace: Trace) -> list[Slice]:
-    """The steps that were recorded, of each process; of a prediction the only one."""
+def steps(trace: TraceFile) -> list[Slice]:
+    """The slices of recorded steps, for each process; in a prediction one per process."""
     found = [s for s in trace.slices if s.category == STEP]
     if found or not trace.slices:
         return found
@@ -121,8 +114,8 @@ def steps(trace: Trace) -> list[Slice]:
     return [Slice(p, STEP, STEP, STEP, min(0.0, begin), end, {}) for p in trace.processes]
 
 
-def quicker_half(trace: Trace) -> Trace:
-    """Without the steps that took longer than the median one: of these a busy machine says more than the program."""
+def quicker_half(trace: TraceFile) -> TraceFile:
+    """The trace without steps slower than the median, which measure a busy machine rather than the program."""
     seconds: dict[int, float] = {}
     for s in trace.slices:
         if s.category == STEP:
@@ -130,21 +123,22 @@ def quicker_half(trace: Trace) -> Trace:
     if not seconds:
         return trace
     most = median_low(seconds.values())
-    kept = [s for s in trace.slices if seconds.get(s.args.get("step", -1), 0.0) <= most]
-    return trace._replace(slices=kept)
+    selected = [s for s in trace.slices if seconds.get(s.args.get("step", -1), 0.0) <= most]
+    return trace._replace(slices=selected)
 
 
 class Aligned(NamedTuple):
-    """Slices, and of each communication the share of it whose end is known; the rest is left out."""
+    """Slices, and for each communication op the share of its instances whose completion time is known."""
 
     slices: list[Slice]
     known: dict[Key, float]
 
 
-def aligned(trace: Trace) -> Aligned:
-    """The slices, communication from when all that take part have issued it; of transfers only who receives.
+def aligned(trace: TraceFile) -> Aligned:
+    """Align communication: it begins when all participants have issued it. Of transfers only the receiving side stays.
 
-    Where ranks are on several hosts, whose clocks differ, only from when the rank itself has issued it.
+    With several hosts, whose clocks differ, communication begins when the rank itself has issued it. Communication
+    whose completion time is unavailable is left out.
     """
     ready = _issued_by_all(trace.slices) if len({p.host for p in trace.processes.values()}) == 1 else {}
     out: list[Slice] = []
@@ -155,13 +149,13 @@ def aligned(trace: Trace) -> Aligned:
             out.append(s)
         elif s.args.get("side") != SEND:
             if "issued" in s.args:
-                begin = max(s.args["issued"] / 1e6, ready.get(_meeting(s, k), 0.0), free[s.process, s.stream])
+                begin = max(s.args["issued"] / 1e6, ready.get(_exchange_key(s, k), 0.0), free[s.process, s.stream])
                 s = s._replace(begin=min(begin, s.end))
                 free[s.process, s.stream] = s.end
             whole = s.process, s.args.get("step"), s.key, s.args.get("message", (k,))
             found.setdefault(whole, []).append(s)
     known: dict[Key, list[bool]] = defaultdict(list)
-    for parts in found.values():  # several of one transfer are the members of a bundle
+    for parts in found.values():  # several parts of one transfer are the members of a bundle
         ends = [s.end for s in parts if "late" not in s.args]
         known[parts[0].key].append(bool(ends))
         if ends:
@@ -170,7 +164,7 @@ def aligned(trace: Trace) -> Aligned:
 
 
 def _numbered(slices: Sequence[Slice]) -> Iterator[tuple[Slice, int]]:
-    """Each slice with how many of its op there were before it on its process, in its step."""
+    """Each slice with the number of earlier instances of its op on the same process and in the same step."""
     seen: Counter[tuple[Any, ...]] = Counter()
     for s in slices:
         key = s.process, s.category, s.key, s.args.get("step"), s.args.get("side")
@@ -178,8 +172,8 @@ def _numbered(slices: Sequence[Slice]) -> Iterator[tuple[Slice, int]]:
         seen[key] += 1
 
 
-def _meeting(s: Slice, k: int) -> tuple[Any, ...]:
-    """What is the same for all slices of one collective, or of one transfer, and for no others."""
+def _exchange_key(s: Slice, k: int) -> tuple[Any, ...]:
+    """The key shared by all slices of one collective or transfer."""
     about, rank = s.args, s.process
     if "peer" in about:
         ends = (rank, about["peer"]) if about.get("side") == SEND else (about["peer"], rank)
@@ -188,10 +182,10 @@ def _meeting(s: Slice, k: int) -> tuple[Any, ...]:
 
 
 def _issued_by_all(slices: Sequence[Slice]) -> dict[tuple[Any, ...], float]:
-    """When the last of those that meet had issued it."""
+    """For each collective or transfer, when the last participant issued it (s)."""
     found: dict[tuple[Any, ...], float] = {}
     for s, k in _numbered(sorted(slices, key=lambda s: s.begin)):
         if s.category == COMMUNICATION and "issued" in s.args:
-            key = _meeting(s, k)
+            key = _exchange_key(s, k)
             found[key] = max(found.get(key, 0.0), s.args["issued"] / 1e6)
     return found

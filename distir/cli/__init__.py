@@ -1,7 +1,7 @@
-"""The command line: a thin layer over `distir.api`. Results go to stdout, all else to stderr.
+"""The command line, on top of `distir.api`. Results go to stdout, everything else to stderr.
 
-Every error is one line and, where there is one, a hint; the exit code says of which kind it is (`distir.ir.errors`).
-Nothing here loads numpy, onnx, torch or networkx before a command runs.
+An error prints one line and possibly a hint; the exit code gives its kind (`distir.ir.errors`). numpy, onnx, torch and
+networkx are not loaded before a command runs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from distir.ir.errors import DistirError, ModelWarning
 
 
 def console() -> NoReturn:
-    """Run the command line of this process, and end it at once.
+    """Run the command line, and exit without the interpreter's clean-up.
 
-    Without that, with torch loaded, the interpreter looks for garbage for seconds before it ends, and a rank of
-    torchrun's that was interrupted may be aborted in torch's own clean-up.
+    With torch loaded, garbage collection at exit takes seconds, and an interrupted rank of torchrun may be aborted in
+    torch's clean-up.
     """
     _open_streams()
     try:
@@ -31,80 +31,82 @@ def console() -> NoReturn:
             signal.signal(signal.SIGINT, interrupt)
         code = main()
         for stream in (sys.stdout, sys.stderr):
-            _say(stream, "")
-    except KeyboardInterrupt:  # again, while the first is being dealt with
+            _write(stream, "")
+    except KeyboardInterrupt:  # a second one, while the first is handled
         code = INTERRUPTED
     os._exit(code)
 
 
 def _open_streams() -> None:
-    """What whoever started this process has closed leads nowhere: its number is not for the next file to be opened."""
+    """Redirect closed standard streams to /dev/null, so that the next file opened does not get their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the least number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 _interrupts: list[int] = []
-"""The signals of Ctrl-C that came."""
+"""The SIGINTs received."""
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, and remember it: a library that is just being loaded may make another error of it."""
+    """Raise KeyboardInterrupt, and record it: a library that is being loaded may turn it into another exception."""
     _interrupts.append(number)
     signal.default_int_handler(number, frame)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and give its exit code."""
+    """Run a command line; returns its exit code."""
     try:
         from distir.cli.flags import parse
 
         args = parse(sys.argv[1:] if argv is None else argv)
         with warnings.catch_warnings():
-            warnings.showwarning = partial(_note, warnings.showwarning)
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
             args.command(args)
         sys.stdout.flush()
     except DistirError as e:
-        _complain(e.message, e.hint)
-        return _told(e, argv)
+        _print_error(e.message, e.hint)
+        return _exit_code(e, argv)
     except KeyboardInterrupt:
-        _complain("interrupted")
+        _print_error("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read what is printed has enough
+    except BrokenPipeError:  # the reader of stdout has closed it
         return 0
     except Exception as e:
         if _interrupts:
-            _complain("interrupted")
+            _print_error("interrupted")
             return INTERRUPTED
         from distir.ir.files import no_room
 
-        if (full := no_room(e, "the results")) is not None:  # files say so themselves: it is stdout that is full
-            _complain(full.message)
+        if (
+            full := no_room(e, "the results")
+        ) is not None:  # errors of files are reported where they are written: this one is stdout's
+            _print_error(full.message)
             return full.exit_code
-        # an error of distir's own
+        # a bug in distir
         if os.environ.get("DISTIR_TRACEBACK"):
             raise
         lines = str(e).strip().splitlines() or [""]
-        _complain(f"internal error: {type(e).__name__}: {lines[0]}", "--traceback shows where")
+        _print_error(f"internal error: {type(e).__name__}: {lines[0]}", "--traceback shows where")
         return 1
     return 0
 
 
-def _told(e: DistirError, argv: Sequence[str] | None) -> int:
-    """The exit code of an error, which with `--json` stands on stdout too; under torchrun rank 0's only."""
+def _exit_code(e: DistirError, argv: Sequence[str] | None) -> int:
+    """The exit code of an error; with `--json` also prints the error to stdout (under torchrun on rank 0 only)."""
     if "--json" in (sys.argv[1:] if argv is None else argv) and os.environ.get("RANK", "0") == "0":
         import json
 
-        _say(sys.stdout, json.dumps({"error": e.message, "hint": e.hint, "exit_code": e.exit_code}) + "\n")
+        _write(sys.stdout, json.dumps({"error": e.message, "hint": e.hint, "exit_code": e.exit_code}) + "\n")
     return e.exit_code
 
 
-def _say(stream: TextIO, text: str) -> None:
-    """Write all that there is to a stream; to nowhere, now and later, if it takes no more."""
+def _write(stream: TextIO, text: str) -> None:
+    """Write to a stream and flush it; if that fails, redirect it to /dev/null."""
     try:
         stream.write(text)
         stream.flush()
@@ -112,16 +114,16 @@ def _say(stream: TextIO, text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _note(others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
-    """Tell what distir warns of in a line; others' warnings as they do."""
+def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """Print distir's own warnings as one line; pass others on."""
     if not issubclass(category, ModelWarning):
         others(message, category, *where)
     elif os.environ.get("RANK", "0") == "0":
         print(f"distir: note: {message}", file=sys.stderr)
 
 
-def _complain(message: str, hint: str | None = None) -> None:
-    _say(sys.stdout, "")
-    rank = os.environ.get("RANK", "0")  # torchrun's: all ranks say what is wrong, as each may be ended before it could
-    said = f"distir: {'' if rank == '0' else f'rank {rank}: '}error: {message}\n"
-    _say(sys.stderr, said + (f"hint: {hint}\n" if hint else ""))
+def _print_error(message: str, hint: str | None = None) -> None:
+    _write(sys.stdout, "")
+    rank = os.environ.get("RANK", "0")  # under torchrun every rank prints: rank 0 may be killed first
+    text = f"distir: {'' if rank == '0' else f'rank {rank}: '}error: {message}\n"
+    _write(sys.stderr, text + (f"hint: {hint}\n" if hint else ""))

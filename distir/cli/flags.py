@@ -1,21 +1,25 @@
-"""The flags of every command."""
+"""The flags of all commands."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib import import_module
 from typing import Any, NoReturn
 
 from distir import __version__
 from distir.ir.errors import UsageError
+from distir.transforms.plan import Plan, default_of, default_order
 
-_EXIT_CODES = "exit codes: 0 done, 1 internal error, 2 bad flags or files, 3 bad model, 4 a plan that cannot be\n\
-carried out or does not fit, 5 results differ or are not finite, 6 a worker failed"
-_TABLE = """A table is a line a pipeline rank, in text or CSV. Its cells are stage, F or B (forward or backward pass),
-microbatch, such as 0F3; idle cells are empty in CSV, dots in text. Of a file only the order of a line's cells counts,
-not their columns: each runs as soon as it can. Stage s stands on rank s modulo the ranks.
+_EXIT_CODES = (
+    "exit codes: 0 success, 1 internal error, 2 bad flags or files, 3 bad model, 4 plan is infeasible (in run,\n\
+also: does not fit in memory), 5 results differ or are not finite, 6 a rank failed or timed out"
+)
+_TABLE = """A schedule table has a line per pipeline rank, in text or CSV. A cell is stage, F or B (forward or backward
+pass), microbatch, such as 0F3; idle cells are empty in CSV, dots in text. Only the order of cells in a line matters,
+not their columns: each runs as soon as it can. A stage runs on the rank whose line has its cells.
 """
 _SCHEDULE = "NAME|FILE.csv"
 _NAMES = "1f1b, gpipe, interleaved or distir2021"
@@ -26,7 +30,7 @@ _EXAMPLES = """examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing its usage; flags may not be abbreviated."""
+    """A parser that raises UsageError instead of exiting, and does not accept abbreviated flags."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
@@ -36,9 +40,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of a command line; `command` is what carries it out. Raises UsageError for bad ones."""
+    """Parse a command line; `command` of the result is the function to call. Raises UsageError for bad flags."""
     args, unknown = _parser().parse_known_args(argv)
-    if unknown:  # argparse would blame the whole program, whose --help has no flags of commands
+    if unknown:  # argparse would refer to the top-level --help, which does not list a command's flags
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", f"{args.prog} --help lists the flags")
     if args.traceback:
         os.environ["DISTIR_TRACEBACK"] = "1"
@@ -48,7 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="distir",
-        description="Predict or run distributed deep learning: the same program is predicted and run.",
+        description="Compile, predict and run distributed deep learning.",
         epilog=f"{_EXAMPLES}\n{_EXIT_CODES}",
     )
     parser.add_argument("--version", action="version", version=f"distir {__version__}")
@@ -57,8 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     _compare(commands)
     _simulate(commands)
     _show(commands)
+    text = "list the compiler passes in order"
+    _command(commands, "passes", text, "programs.passes", "names, and the form each takes and gives")
+    _opt(commands)
     _schedule(commands)
-    _command(commands, "clusters", "list the clusters that are shipped", "clusters", "bytes, FLOP/s, bytes/s")
+    _command(commands, "clusters", "list the shipped clusters", "clusters", "bytes, FLOP/s, bytes/s")
     _bench(commands)
     _plot(commands)
     return parser
@@ -75,215 +82,242 @@ def _command(
 
     parser.set_defaults(command=command, prog=parser.prog)
     parser.add_argument("--json", action="store_true", help=f"print JSON: {json}")
-    parser.add_argument("--traceback", action="store_true", help="show where an internal error arose")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an internal error")
     return parser
 
 
 def _run(commands: Any) -> None:
-    parser = _command(commands, "run", "run a model spread over processes, and compare with the prediction", "run")
+    parser = _command(commands, "run", "run a distributed model, and compare its time with the prediction", "run")
     _model_flags(parser)
     _plan_flags(parser)
     group = parser.add_argument_group("the run")
     group.add_argument(
-        "--epochs", type=_at_least(1), metavar="N", help="go through the data so often, each time in another order"
+        "--epochs", type=_at_least(1), metavar="N", help="number of passes over the data, shuffled in each"
     )
     _data_flags(group, "5, with --epochs all of --data")
     _running_flags(group)
     group.add_argument(
         "--compile",
+        dest="compiled",
         action="store_true",
-        help="put what ranks compute through torch.compile, in the first step, which then takes longer",
+        help="compile the ranks' computation with torch.compile, during the first step",
     )
     group.add_argument("--check", action="store_true", help="compare with the sequential program on the same data")
     group.add_argument(
-        "--profile", metavar="DIR", help="write traces of what is predicted and of each rank (see `distir compare`)"
+        "--profile", metavar="DIR", help="write the predicted trace and one of each rank (see `distir compare`)"
     )
     group.add_argument(
-        "--checkpoint", metavar="DIR", help="keep the last two checkpoints here; one is written after the last step"
+        "--checkpoint", metavar="DIR", help="write checkpoints here, after the last step; the newest two are kept"
     )
-    group.add_argument("--every", type=_at_least(1), metavar="N", help="and a checkpoint after every N steps")
+    group.add_argument("--every", type=_at_least(1), metavar="N", help="also write a checkpoint every N steps")
     group.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the newest checkpoint that is undamaged, to as many steps in all",
+        help="resume from the newest undamaged checkpoint, up to that many steps or epochs in total",
     )
     group.add_argument("--save", metavar="FILE.onnx", help="write the model with the trained weights")
 
 
 def _compare(commands: Any) -> None:
-    text = "line up what `run --profile` has predicted and measured: by op, stage and function, the worst first"
+    text = "compare the predicted and measured times of `run --profile` by op, stage and function, largest error first"
     parser = _command(commands, "compare", text, "compare", "seconds of a step on a rank")
-    parser.add_argument("profile", metavar="DIR", help="what was given to --profile")
+    parser.add_argument("profile", metavar="DIR", help="the directory given to --profile")
 
 
 def _simulate(commands: Any) -> None:
-    parser = _command(commands, "simulate", "predict seconds and bytes of a model spread over a cluster", "simulate")
+    parser = _command(commands, "simulate", "predict time and memory of a distributed model on a cluster", "simulate")
     _model_flags(parser)
     _plan_flags(parser)
     group = parser.add_argument_group("the cluster")
     group.add_argument("--cluster", required=True, metavar="NAME|FILE.toml", help="`distir clusters` lists names")
-    group.add_argument("--nodes", type=_at_least(1), metavar="N", help="default: as many as the plan needs")
+    group.add_argument(
+        "--nodes", type=_at_least(1), metavar="N", help="number of nodes; default: as many as the plan needs"
+    )
     group.add_argument("--trace", metavar="FILE.json", help="write a trace that Perfetto opens")
 
 
 def _show(commands: Any) -> None:
-    parser = _command(commands, "show", "print a model's program", "show", "the stage, and the program as text")
+    parser = _command(
+        commands, "show", "print a model's program", "programs.show", "the stage, and the program as text"
+    )
     _model_flags(parser)
     _plan_flags(parser)
-    stages = ("imported", "training", "distributed", "rank")
-    parser.add_argument("--stage", choices=stages, help="default: as far as the other flags say")
-    parser.add_argument("--rank", type=_at_least(0), metavar="N", help="what this rank runs")
     parser.add_argument(
-        "--python", action="store_true", help="the Python that a rank runs over torch; default: rank 0's"
+        "--after", metavar="PASS", help="print the program after this pass (see `distir passes`); default: the last one"
     )
+    parser.add_argument("--rank", type=_at_least(0), metavar="N", help="print this rank's program")
+    parser.add_argument("--python", action="store_true", help="print the generated Python of a rank, by default rank 0")
 
 
 def _schedule(commands: Any) -> None:
-    text = "print a pipeline schedule as a grid, and check it: a row a pipeline rank, a column a time step"
-    parser = _command(commands, "schedule", text, "schedule", "the table; steps, and how many of them a rank is idle")
+    text = "check a pipeline schedule and print it as a grid: a row per pipeline rank, a column per time step"
+    parser = _command(
+        commands, "schedule", text, "programs.schedule", "the table, its steps, and the idle steps of a rank"
+    )
     parser.epilog = f"{_TABLE}\n{parser.epilog}"
-    parser.add_argument("schedule", metavar=_SCHEDULE, help=f"{_NAMES}, or a table's file")
+    parser.add_argument("schedule", metavar=_SCHEDULE, help=f"{_NAMES}, or the file of a table")
     one = _at_least(1)
-    parser.add_argument("--pp", type=one, metavar="N", help="pipeline ranks; default: a file's, else 1")
-    parser.add_argument("--microbatches", type=one, metavar="N", help="default: a file's, else 1")
-    parser.add_argument("--chunks", type=one, metavar="N", help="stages a pipeline rank has; default: a file's, else 1")
-    parser.add_argument("--limit", type=one, metavar="N", help="the most microbatches that a rank may hold saved")
-    parser.add_argument("--csv", action="store_true", help="print CSV, as torch.distributed.pipelining reads it")
+    parser.add_argument("--pp", type=one, metavar="N", help="pipeline ranks; default: as in the file, else 1")
+    parser.add_argument("--microbatches", type=one, metavar="N", help="default: as in the file, else 1")
+    parser.add_argument(
+        "--chunks", type=one, metavar="N", help="stages per pipeline rank; default: as in the file, else 1"
+    )
+    parser.add_argument("--limit", type=one, metavar="N", help="maximum number of microbatches in flight on a rank")
+    parser.add_argument("--csv", action="store_true", help="print CSV in the format of torch.distributed.pipelining")
 
 
 def _bench(commands: Any) -> None:
-    text = "measure how quick something is on this machine"
+    text = "run a benchmark on this machine"
     parser = commands.add_parser("bench", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EXIT_CODES)
     kinds = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
-    text = "latency and bandwidth of each collective at each size, among processes of this host or torchrun's"
+    text = "measure latency and bandwidth of collectives, on processes of this host or under torchrun"
     parser = _command(kinds, "collectives", text, "bench_collectives")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="default: gloo")
     parser.add_argument("--nproc", type=_at_least(2), default=2, metavar="N", help="processes; default: 2")
-    parser.add_argument("--collective", action="append", metavar="NAME", help="one of them only; may be given again")
-    parser.add_argument("--size", type=_at_least(1), action="append", metavar="BYTES", help="likewise a size")
-    parser.add_argument("--dtype", default="float32", metavar="TYPE", help="of the elements; default: float32")
     parser.add_argument(
-        "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"
+        "--collective", action="append", metavar="NAME", help="collective to measure, repeatable; default: all"
+    )
+    parser.add_argument(
+        "--size", type=_at_least(1), action="append", metavar="BYTES", help="size to measure, repeatable"
+    )
+    parser.add_argument("--dtype", default="float32", metavar="TYPE", help="element type; default: float32")
+    parser.add_argument(
+        "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without progress; default: 600"
     )
     _scaling(kinds)
 
 
+def _opt(commands: Any) -> None:
+    text = "read a program, run passes on it, verify and print the result"
+    parser = _command(commands, "opt", text, "programs.opt", "the passes, and the program as text")
+    _model_flags(parser)
+    _plan_flags(parser)
+    group = parser.add_argument_group("the passes")
+    group.add_argument("--passes", required=True, metavar="A,B,...", help="names of `distir passes`, in any order")
+    group.add_argument("-o", "--output", metavar="FILE.distir", help="write the program there instead of printing it")
+
+
 def _data_flags(group: Any, steps: str) -> None:
     group.add_argument(
-        "--steps", type=_at_least(1), metavar="N", help=f"of an epoch, if there are any, at most; default: {steps}"
+        "--steps",
+        type=_at_least(1),
+        metavar="N",
+        help=f"number of steps, with epochs at most so many per epoch; default: {steps}",
     )
     group.add_argument(
         "--data",
         metavar="FILE",
-        help="a text; or FILE.npz, an array for each input, by name, and labels (cross-entropy) or target (mse); "
-        "default: drawn",
+        help="a text; or FILE.npz with an array for each input, by name, and labels (cross-entropy) or target (mse); "
+        "default: random",
     )
-    group.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of data and order; default: 0")
-    group.add_argument("--val-fraction", type=_share, metavar="X", help="of --data held out of epochs; default: 0.1")
     group.add_argument(
-        "--tokenizer", metavar="FILE.json", help="of a text: read if it is there, else trained on the text and written"
+        "--seed", type=_at_least(0), metavar="N", help="seed of random data, weights and shuffling; default: 0"
+    )
+    group.add_argument(
+        "--val-fraction", type=_share, dest="held_out", metavar="X", help="share of --data for validation; default: 0.1"
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="FILE.json",
+        help="BPE of a text: read if it exists, else trained on the text and written",
     )
 
 
 def _running_flags(group: Any) -> None:
-    group.add_argument("--metrics", metavar="FILE.json", help="write times, rates and losses to it after each epoch")
+    group.add_argument(
+        "--metrics", metavar="FILE.json", help="write times, rates and losses to this file after each epoch"
+    )
     group.add_argument(
         "--backend",
         choices=("gloo", "nccl", "numpy"),
-        help="gloo: a process a CPU rank; nccl: a GPU a rank; numpy: all in this process; default: gloo, on cuda nccl",
+        help="gloo: a CPU process per rank; nccl: a GPU per rank; numpy: all ranks in this process; default: gloo, on "
+        "cuda nccl",
     )
     group.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: that of the backend; with gloo ranks share GPUs, for tests"
+        "--device",
+        choices=("cpu", "cuda"),
+        help="default: the backend's; with gloo on cuda ranks share GPUs, for tests",
     )
-    group.add_argument(
-        "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without a sign of life; default: 600"
-    )
+    group.add_argument("--timeout", type=_positive, metavar="S", help="seconds without progress; default: 600")
     group.add_argument(
         "--allow-nonfinite",
         action="store_true",
-        help="go on where the loss or weights are not finite, instead of ending; of such weights no checkpoint is kept",
+        help="continue if the loss or weights are not finite; checkpoints with such values are not written",
     )
     group.add_argument(
-        "--cluster", metavar="NAME|FILE.toml", help="to predict for; default: cpu-2core, with this host's cores"
+        "--cluster",
+        metavar="NAME|FILE.toml",
+        help="cluster of the prediction; default: cpu-2core with this host's cores",
     )
 
 
 def _scaling(kinds: Any) -> None:
-    text = "weak scaling: train on more and more ranks, data-parallel, with the same batch a rank"
-    parser = _command(kinds, "scaling", text, "training.scaling", "the metrics of each run, and its efficiency")
+    text = "weak scaling: train data-parallel on more and more ranks, with the same batch per rank"
+    parser = _command(kinds, "scaling", text, "scaling_commands.scaling", "the metrics of each run, and its efficiency")
     parser.description = f"{text[0].upper()}{text[1:]}: --dim gives the batch of one rank."
     _model_flags(parser)
     group = parser.add_argument_group("the runs")
-    group.add_argument("--ranks", type=_numbers, default=[1, 2], metavar="N,N,...", help="default: 1,2")
-    group.add_argument("--epochs", type=_at_least(1), default=3, metavar="N", help="of each run; default: 3")
+    group.add_argument(
+        "--ranks", type=_numbers, default=[1, 2], metavar="N,N,...", help="numbers of ranks; default: 1,2"
+    )
+    group.add_argument("--epochs", type=_at_least(1), default=3, metavar="N", help="epochs of each run; default: 3")
     _data_flags(group, "10, of --data all")
     _running_flags(group)
 
 
 def _plot(commands: Any) -> None:
-    text = "draw training time and rate, predicted beside measured, of runs with --metrics or of bench scaling"
-    parser = _command(commands, "plot", text, "training.plot", "the files")
-    parser.add_argument("files", nargs="+", metavar="FILE.json", help="what --metrics wrote")
-    parser.add_argument("-o", "--output", required=True, metavar="FILE.pdf", help="ends in .pdf, .png or .svg")
+    text = "plot predicted and measured training time and rate, of runs with --metrics or of bench scaling"
+    parser = _command(commands, "plot", text, "scaling_commands.plot", "the files")
+    parser.add_argument("files", nargs="+", metavar="FILE.json", help="files written by --metrics")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.pdf", help="the figure: .pdf, .png or .svg")
 
 
 def _model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL.onnx", help="opset 13 or later; its weights beside it or in it")
+    parser.add_argument(
+        "model",
+        metavar="MODEL.onnx",
+        help="ONNX of opset 13 or later, weights in it or beside it; or FILE.distir, a program as text",
+    )
     group = parser.add_argument_group("the model")
     group.add_argument(
         "--dim", type=_size, action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
     )
+    group.add_argument("--batch-dim", metavar="NAME", help="the symbolic dimension of the batch; default: the first")
     group.add_argument(
-        "--batch-dim", metavar="NAME", help="the symbolic dimension that is the batch's, if not the first"
-    )
-    group.add_argument(
-        "--loss", metavar="LOSS", help="train with cross-entropy, mse or an output that is the loss; else forward only"
+        "--loss", metavar="LOSS", help="train with cross-entropy, mse or the output of that name; default: forward only"
     )
     group.add_argument("--optimizer", choices=("sgd", "adamw"), help="default: sgd")
-    group.add_argument("--lr", type=_positive, metavar="X", help="default: 0.001")
-    group.add_argument("--momentum", type=_number, metavar="X", help="of sgd; default: 0")
+    group.add_argument("--lr", type=_positive, metavar="X", help="learning rate; default: 0.001")
+    group.add_argument("--momentum", type=_number, metavar="X", help="momentum of sgd; default: 0")
     group.add_argument("--weight-decay", type=_number, metavar="X", help="default: 0, adamw 0.01")
+    group.add_argument(
+        "--clip-norm", type=_positive, metavar="X", help="limit the norm of all gradients together; default: no limit"
+    )
     group.add_argument("--dtype", metavar="TYPE", help="float32, float64, bfloat16 or float16; default: the model's")
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of a plan."""
     group = parser.add_argument_group("the plan")
-    one = _at_least(1)
-    group.add_argument("--dp", type=one, metavar="N", help="replicas (data parallelism); default: 1")
-    group.add_argument("--tp", type=one, metavar="N", help="shards of each weight (tensor parallelism); default: 1")
-    group.add_argument("--pp", type=one, metavar="N", help="pipeline ranks; default: 1")
-    group.add_argument(
-        "--microbatches", type=one, metavar="N", help="pieces of the batch, one after the other; default: 1"
-    )
-    group.add_argument(
-        "--schedule",
-        metavar=_SCHEDULE,
-        help="of the pipeline: a name, or a table (see `distir schedule`); default: 1f1b",
-    )
-    group.add_argument("--chunks", type=one, metavar="N", help="stages a pipeline rank has, if interleaved; default: 1")
-    group.add_argument(
-        "--no-overlap",
-        action="store_const",
-        const=False,
-        dest="overlap",
-        help="communication waits for compute, and reductions of gradients for the last microbatch",
-    )
-    group.add_argument(
-        "--bucket-mb",
-        type=_bucket,
-        metavar="X",
-        help="MiB of gradients that are reduced at once: 0 for one each, inf for one in all; default: 25",
-    )
-    group.add_argument(
-        "--zero",
-        type=int,
-        choices=(0, 1, 2, 3),
-        help="replicas split among them: nothing (0, the default), the optimizer's state (1), gradients too (2), "
-        "parameters too (3)",
-    )
-    group.add_argument(
-        "--order", type=_order, metavar="A,B,C", help="how device numbers run, fastest first; default: tp,dp,pp"
-    )
+    group.add_argument("--plan", metavar="FILE.toml", help="read the plan from a file; other flags override it")
+    group.add_argument("--save-plan", metavar="FILE.toml", help="write the plan to a file")
+    for f in fields(Plan):
+        flag, text = f"--{f.name.replace('_', '-')}", f.metadata["help"]
+        if isinstance(f.default, bool):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+            continue
+        kind = f.metadata.get("kind", type(f.default).__name__)
+        parse, metavar = _KINDS[kind]
+        choices = f.metadata.get("choices")
+        usual = default_of(f)
+        default = ",".join(usual) if kind == "tuple" else f"{usual:g}" if kind == "float" else usual
+        group.add_argument(
+            flag,
+            type=parse if choices is None else type(f.default),
+            choices=choices,
+            metavar=None if choices else metavar,
+            help=f"{text}; default: {default}",
+        )
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -299,17 +333,18 @@ def _at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def _number(text: str) -> float:
+def _number(text: str, above: bool = False) -> float:
+    """A finite number of at least 0, or above 0."""
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
+    if not 0 <= value < float("inf") or (above and value == 0):
+        raise argparse.ArgumentTypeError(f"expected a number {'above' if above else 'of at least'} 0, got {text}")
     return value
 
 
-def _bucket(text: str) -> float:
+def _size_or_inf(text: str) -> float:
     return float("inf") if text == "inf" else _number(text)
 
 
@@ -321,10 +356,7 @@ def _share(text: str) -> float:
 
 
 def _positive(text: str) -> float:
-    value = _number(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("expected a number above 0, got 0")
-    return value
+    return _number(text, above=True)
 
 
 def _numbers(text: str) -> list[int]:
@@ -340,6 +372,17 @@ def _size(text: str) -> tuple[str, int]:
 
 def _order(text: str) -> tuple[str, ...]:
     order = tuple(text.split(","))
-    if sorted(order) != ["dp", "pp", "tp"]:
-        raise argparse.ArgumentTypeError(f"expected tp, dp and pp in some order, such as tp,dp,pp, got {text!r}")
+    if sorted(order) != sorted(default_order()):
+        known = ",".join(default_order())
+        raise argparse.ArgumentTypeError(f"expected {known} in some order, got {text!r}")
     return order
+
+
+_KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "int": (_at_least(1), "N"),
+    "float": (_size_or_inf, "X"),
+    "str": (str, "NAME"),
+    "schedule": (str, _SCHEDULE),
+    "tuple": (_order, "A,B,C"),
+}
+"""By the type of a field's default: the function that parses its flag, and the flag's metavar."""

@@ -1,4 +1,4 @@
-"""Printing: JSON, programs, and a progress bar for what takes long."""
+"""Output: JSON, tables, programs, and a progress bar."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from distir.api.metrics import finite
 from distir.ir.function import Function
 
 _PATIENCE_SECONDS = 2.0
-"""What takes no longer has no progress bar."""
+"""Delay before the progress bar appears."""
 
 
 def print_json(x: Any) -> None:
-    """Print it as JSON; numbers that JSON does not have (infinity, nan) as null."""
+    """Print JSON; infinity and nan become null."""
     print(json.dumps(finite(x), indent=2, allow_nan=False))
 
 
@@ -28,7 +28,7 @@ def columns(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def first_rank() -> bool:
-    """Whether this is the process that speaks: under torchrun, that of rank 0."""
+    """Whether this process prints results: not under torchrun, or rank 0."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -43,7 +43,7 @@ def print_program(function: Function) -> None:
 
 
 class Progress:
-    """A bar on stderr, on a terminal only, and only once two seconds have passed."""
+    """A progress bar on stderr, shown after two seconds and only on a terminal."""
 
     def __init__(self, what: str) -> None:
         self._what, self._total, self._done = what, None, 0
@@ -58,12 +58,12 @@ class Progress:
         return self
 
     def phase(self, what: str, total: int | None = None) -> None:
-        """Say what is being done now, in how many steps if that is known."""
+        """Begin a phase, of `total` steps if known."""
         self._what, self._total, self._done = what, total, 0
         self._update()
 
     def advance(self, step: int) -> None:
-        """Say that step number `step`, from 0, is done."""
+        """Step number `step`, counted from 0, is done."""
         self._done = step + 1
         self._update()
 
@@ -71,7 +71,7 @@ class Progress:
         from rich.console import Console
         from rich.progress import Progress as Bar
 
-        # lines that are printed go above the bar, but never from stdout to stderr
+        # printed lines go above the bar; output to a redirected stdout stays there
         bar = Bar(console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty())
         self._task = bar.add_task(self._what, total=self._total, completed=self._done)
         self._bar = bar

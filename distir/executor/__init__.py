@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distir.executor.sequential import SequentialExecutor
-    from distir.executor.simulator import Simulation, Simulator
+    from distir.executor.reference.sequential import SequentialExecutor
+    from distir.executor.simulator.simulator import Simulation, Simulator
     from distir.ir.infer import infer_types
 
 __all__ = ["SequentialExecutor", "Simulation", "Simulator", "infer_types"]
 
 _HOMES = {
-    "SequentialExecutor": "distir.executor.sequential",
-    "Simulation": "distir.executor.simulator",
-    "Simulator": "distir.executor.simulator",
+    "SequentialExecutor": "distir.executor.reference.sequential",
+    "Simulation": "distir.executor.simulator.simulator",
+    "Simulator": "distir.executor.simulator.simulator",
     "infer_types": "distir.ir.infer",
 }
 

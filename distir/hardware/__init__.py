@@ -1,7 +1,7 @@
-"""Descriptions of real clusters, as TOML files beside this module, and how they are read.
+"""Cluster descriptions: the TOML files beside this module, and their reader.
 
-A file has the tables `device`, `node`, `network`, optionally `host` and `[[collective]]`; each table that holds figures
-says in `source` where they are from. Units: TFLOP/s, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds.
+A file has the tables `device`, `node`, `network`, optionally `host` and `[[collective]]`; `source` in a table cites the
+origin of its figures. Units: TFLOP/s, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _FOLDER = Path(__file__).parent
 
 
 def known_clusters() -> list[str]:
-    """The names of the clusters that are shipped."""
+    """The names of the shipped clusters."""
     return sorted(p.stem for p in _FOLDER.glob("*.toml"))
 
 
 def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None = None) -> Topology:
-    """A cluster by name, or described by a TOML file, as a Topology.
+    """The topology of a shipped cluster, or of one described by a TOML file.
 
-    `nodes` is the number of nodes; else as many as `devices` devices need; else 1. Raises UsageError for a name that is
-    not known (it lists those that are), a file that is malformed (it names file and key), or a number below 1;
-    InfeasibleError if the nodes have not that many devices.
+    `nodes`: number of nodes; by default as many as `devices` devices need, or 1. Raises UsageError for an unknown name
+    (it lists the known ones), a malformed file (it names file and key), or a number below 1; InfeasibleError if the
+    nodes have fewer devices.
     """
     path = Path(name)
     if path.suffix != ".toml":
@@ -52,10 +52,10 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
 
 
 def this_host(ranks: int, cores: int | None = None) -> Topology:
-    """One host whose cores `ranks` ranks share: "cpu-2core" as one node, with this machine's number of cores.
+    """This host, with `ranks` ranks that share its cores: "cpu-2core" as one node with this machine's number of cores.
 
-    How fast this machine's cores, memory and links are is not measured. Where there are more ranks than cores each
-    computes, reads memory and handles messages as much slower.
+    The speeds of cores, memory and links are those of "cpu-2core", not measured here. With more ranks than cores,
+    compute, memory and communication are slower in proportion.
     """
     regular = load_cluster("cpu-2core").regular
     if regular is None:
@@ -104,7 +104,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _Table:
-    """One table of a cluster file: hands out its keys, and complains, by file and key, of wrong or unknown ones."""
+    """One table of a cluster file: typed access to its keys; errors name file and key."""
 
     def __init__(self, path: Path, name: str, table: Mapping[str, Any]) -> None:
         self.path, self.name, self.values = path, name, table

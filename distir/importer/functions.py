@@ -1,4 +1,4 @@
-"""Ops that a model, or the ONNX standard, defines through other ops."""
+"""Inlines functions: ops that a model, or the ONNX standard, defines by other ops."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SOURCE = re.compile(r"\.(cc|cpp|h):\d+|Assertion")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 NODES, BYTES, DEPTH = 1 << 18, 1 << 30, 100
-"""The most that functions may expand to: nodes, bytes, and calls within calls (onnx's own limit)."""
+"""Limits of what functions may expand to: nodes, bytes, and depth of nested calls (onnx's own limit)."""
 
 
 class _Size(NamedTuple):
-    """What some nodes are once all functions that they call are inlined."""
+    """The size of some nodes once all functions that they call are inlined."""
 
     nodes: int
     bytes: int
@@ -34,7 +34,7 @@ _Bodies = Mapping[_Key, Iterable[onnx.NodeProto]]
 
 
 def _key(domain: str, name: str, overload: str) -> _Key:
-    """What a node calls a function by; the standard's domain has two names."""
+    """The identity of a function that a node calls; the standard's domain has two names."""
     return "" if domain == "ai.onnx" else domain, name, overload
 
 
@@ -52,7 +52,7 @@ def inlined(model: onnx.ModelProto, path: object) -> onnx.ModelProto:
     try:
         model = inliner.inline_local_functions(model)
     except Exception as e:  # the inliner raises all kinds
-        raise ModelError(f"{path}: its functions cannot be inlined{_said(e)}") from e
+        raise ModelError(f"{path}: its functions cannot be inlined{_first_line(e)}") from e
     if model.functions:
         raise ModelError(f"{path}: its function {model.functions[0].name} cannot be inlined: it calls itself?")
     return model
@@ -64,9 +64,9 @@ def _expanded(
     known: dict[_Key, _Size],
     depth: int,
 ) -> _Size:
-    """The size of nodes that are called `depth` calls deep. Each function is counted once, and `known` from then on.
+    """The size of nodes in a body that is `depth` calls deep. `known` caches the size of each function.
 
-    A depth over the limit is all there is to know of nodes that have it.
+    If the depth exceeds the limit, counting stops: only `depth` of the result is meaningful.
     """
     count, size, deepest = 0, 0, depth
     for node in _all(nodes):
@@ -87,7 +87,7 @@ def _expanded(
 
 
 def _all(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """The nodes, and those of the graphs that they hold."""
+    """The nodes, and those of their subgraphs."""
     for node in nodes:
         yield node
         for a in node.attribute:
@@ -116,9 +116,9 @@ def definition(node: Node) -> list[onnx.NodeProto] | None:
     try:
         model = inliner.inline_selected_functions(model, [("", proto.op_type)], inline_schema_functions=True)
     except Exception as e:  # the inliner raises all kinds
-        left_out = [k for k, name in enumerate(proto.input) if not name]  # which onnx's inliner does not know
+        left_out = [k for k, name in enumerate(proto.input) if not name]  # which onnx's inliner does not handle
         without = f" where operand {left_out[0]} is left out" if left_out else ""
-        raise node.error(f"its definition cannot be inlined{without}{_said(e)}") from e
+        raise node.error(f"its definition cannot be inlined{without}{_first_line(e)}") from e
     nodes = list(model.graph.node)
     if any(n.op_type == proto.op_type for n in nodes):
         return None
@@ -130,14 +130,14 @@ def definition(node: Node) -> list[onnx.NodeProto] | None:
     return nodes
 
 
-def _said(e: Exception) -> str:
-    """The first line of what onnx says, unless it is of its own source."""
+def _first_line(e: Exception) -> str:
+    """The first line of onnx's message, unless it refers to onnx's source."""
     lines = str(e).strip().splitlines()
     return f": {lines[0]}" if lines and not _SOURCE.search(lines[0]) else ""
 
 
 def _with_defaults(proto: onnx.NodeProto, opset: int) -> onnx.NodeProto:
-    """The node with the attributes it leaves out: definitions refer to them."""
+    """The node with the defaults of the attributes that it leaves out: definitions refer to them."""
     result = onnx.NodeProto()
     result.CopyFrom(proto)
     given = {a.name for a in proto.attribute}

@@ -1,7 +1,7 @@
-"""Computing at import with what is known there: shape arithmetic, masks, position ids.
+"""Constant folding at import: shape arithmetic, masks, position ids.
 
-What repeats along a dim is held once: as an array of stride 0 there, of any size. Nothing is computed before it is
-known to be small.
+An array that repeats along a dim has stride 0 along it, so that it takes little memory whatever its size. A node is
+evaluated only if its result is small.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from distir.importer.node import Node, Result, Scope, held, once
+from distir.importer.node import Node, Result, Scope, collapsed, distinct_elements
 from distir.importer.tensors import DTYPES
 
 LIMIT = 1 << 22
-"""Elements an operand may hold to be computed with at import."""
+"""The maximum number of elements of an operand that is evaluated at import."""
 RESULT = 1 << 28
-"""Bytes that a result may hold."""
+"""The maximum size of a result, in bytes."""
 _READ = 1 << 12
-"""Operands of more elements say nothing of a result's shape."""
+"""The maximum number of elements of an operand that is used to infer a result's shape."""
 
 NOT_PURE = frozenset(
     {
@@ -38,11 +38,11 @@ NOT_PURE = frozenset(
         *("Dropout", "If", "Loop", "Scan", "SplitToSequence"),
     }
 )
-"""Ops whose results are not determined by operands and attributes, or that hold graphs, or give no tensors."""
+"""Ops that are random, have subgraphs, or do not return tensors."""
 
 
 def attributes_of(proto: onnx.NodeProto) -> dict[str, Any]:
-    """A node's attributes as numbers, strings, tuples and arrays; graphs stay what they are."""
+    """A node's attributes as numbers, strings, tuples and arrays; graphs are not converted."""
     result: dict[str, Any] = {}
     for a in proto.attribute:
         value = helper.get_attribute_value(a)
@@ -94,14 +94,14 @@ POINTS = frozenset(
         *("Sin", "Sqrt", "Sub", "Sum", "Where", "Xor"),
     )
 )
-"""Ops on the points of operands that broadcast."""
+"""Elementwise ops with broadcasting."""
 
 VIEWS = frozenset(("Identity", "Shape", "Size", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
-"""Ops whose results are views, or a few numbers: how large the operand is does not matter."""
+"""Ops whose results are views, or a few numbers: operands may be of any size."""
 
 
 def foldable(scope: Scope, proto: onnx.NodeProto) -> bool:
-    """Whether a node could be computed now: all it reads is known, and small enough."""
+    """Whether a node can be evaluated at import: all its operands are known and small enough."""
     if not proto.input or proto.op_type in NOT_PURE:
         return False
     if proto.op_type == "ConstantOfShape" or (
@@ -115,9 +115,9 @@ def foldable(scope: Scope, proto: onnx.NodeProto) -> bool:
 
 
 def fold(node: Node, opset: int) -> list[Result] | None:
-    """The results of a node whose operands are all known; None if they would be too large, or how large is not known.
+    """The results of a node whose operands are all known; None if they are too large or of unknown size.
 
-    Raises ModelError if they cannot be computed, or with them too much is known.
+    Raises ModelError if they cannot be computed, or exceed the limit on all arrays computed at import.
     """
     proto = node.proto
     arrays = {name: node.scope.known[name]() for name in proto.input if name}
@@ -132,13 +132,13 @@ def fold(node: Node, opset: int) -> list[Result] | None:
             return None
     results = [restore(y) for y in _evaluated(node, cut, opset)]
     for y in results:
-        node.scope.take(node, held(y) * y.itemsize)
+        node.scope.take(node, distinct_elements(y) * y.itemsize)
     made = iter(results)
     return [next(made) if name else np.empty(0) for name in proto.output]
 
 
 def _expanded(x: np.ndarray, shape: np.ndarray) -> list[Result] | None:
-    """A view: how large it is does not matter. None if it does not fit, which the rule tells."""
+    """The expanded array, a view of any size. None if the shape does not fit: then the import rule raises the error."""
     try:
         return [np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(int(n) for n in shape)))]
     except ValueError:
@@ -148,7 +148,8 @@ def _expanded(x: np.ndarray, shape: np.ndarray) -> list[Result] | None:
 def _repeated(
     node: Node, arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], Callable[[Any], np.ndarray]]:
-    """The operands without what all repeat along dims that the op leaves alone; and what repeats a result again."""
+    """The operands reduced to size 1 along dims along which all repeat and the op acts elementwise, and a function that
+    repeats a result along these."""
     proto, same = node.proto, (dict(arrays), np.asarray)
     if proto.op_type in POINTS:
         along, whole = list(arrays), None
@@ -175,16 +176,16 @@ def _repeated(
         y = np.asarray(y)
         return np.broadcast_to(y, tuple(dims.get(i - y.ndim, n) for i, n in enumerate(y.shape)))
 
-    return {**arrays, **{name: once(arrays[name], dims) for name in along}}, restore
+    return {**arrays, **{name: collapsed(arrays[name], dims) for name in along}}, restore
 
 
 def _repeats(x: np.ndarray, dim: int) -> bool:
-    """Whether the array is the same all along a dim, counted from the last; it may be too short to have it."""
+    """Whether the array is constant along a dim, counted from the last, or does not have it."""
     return x.ndim < -dim or x.shape[dim] == 1 or x.strides[dim] == 0
 
 
 def _result_bytes(node: Node, arrays: Mapping[str, np.ndarray], opset: int) -> int | None:
-    """How large all results of a node are together, as ONNX infers it; None if it cannot be told.
+    """The total size of a node's results in bytes, by ONNX's shape inference; None if it cannot infer it.
 
     Raises ModelError if its operands do not fit.
     """
@@ -214,11 +215,11 @@ def _result_bytes(node: Node, arrays: Mapping[str, np.ndarray], opset: int) -> i
 
 
 BOUNDED = frozenset(("Compress", "NonZero", "Unique"))
-"""Ops whose results are as large as what stands in their operands makes them, but no larger than these by much."""
+"""Ops with data-dependent result shapes, at most about as large as the operands."""
 
 
 def _evaluated(node: Node, arrays: Mapping[str, np.ndarray], opset: int) -> Sequence[Any]:
-    """The results that are not left out. Raises ModelError if they cannot be computed."""
+    """The results that the node names. Raises ModelError if they cannot be computed."""
     from onnx.reference import ReferenceEvaluator
 
     proto = node.proto

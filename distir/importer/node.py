@@ -17,27 +17,27 @@ from distir.ir.type import DType, Tensor
 from distir.ops.rules import shape_of, tensor
 
 Result = Value | np.ndarray
-"""What a name of the ONNX graph stands for: a value of the program, or an array known at import."""
+"""What a name of the ONNX graph denotes: a value of the program, or an array known at import."""
 KNOWN = 1 << 30
-"""Bytes of all that is computed at import."""
+"""Limit on all arrays computed at import, in bytes."""
 
 
-def held(x: np.ndarray) -> int:
-    """How many elements an array holds: along a dim of stride 0 one."""
+def distinct_elements(x: np.ndarray) -> int:
+    """The number of distinct elements in memory: dims of stride 0 count as 1."""
     return math.prod([n for n, stride in zip(x.shape, x.strides, strict=True) if stride != 0 or n == 0])
 
 
-def once(x: np.ndarray, dims: Container[int] | None = None) -> np.ndarray:
-    """The array of size 1 along these dims, counted from the last, along which it repeats; along all such without."""
+def collapsed(x: np.ndarray, dims: Container[int] | None = None) -> np.ndarray:
+    """The array reduced to size 1 along `dims` (counted from the last; default: all) of stride 0, which repeat it."""
     found = [dims is None or i - x.ndim in dims for i in range(x.ndim)]
     return x[tuple([slice(0, 1) if f and x.strides[i] == 0 else slice(None) for i, f in enumerate(found)])]
 
 
 class Scope:
-    """What the names of the graph stand for, so far.
+    """The names of the graph that are defined so far, and their values.
 
     A name is in `values` (part of the program), in `known` (arrays known at import, read when needed), or in both once
-    a known array has become an operand. `arrays` collects the arrays of inputs that are not the user's.
+    a known array has become an operand. `arrays` has the arrays of inputs that were initializers or computed at import.
     """
 
     def __init__(self, path: Path, maker: FunctionMaker, parameters: frozenset[str]) -> None:
@@ -47,35 +47,36 @@ class Scope:
         self.stored: dict[str, tuple[DType, tuple[int, ...]]] = {}
         """Type and shape of the initializers, which are in `known`."""
         self.sequences: dict[str, list[Value]] = {}
-        """Names that stand for several values: parts, of which `SequenceAt` takes one."""
+        """For each name of a sequence its values, for `SequenceAt`."""
         self.arrays: dict[Value, Read] = {}
         self.joined: dict[str, Sequence[str]] = {}
-        """Names that stand for others one after the other along the last dim: what may be known but for its size."""
+        """For each name of a concatenation along the last dim the names of its parts, each of which may repeat."""
         self.bytes = 0
-        """Of arrays that were computed."""
+        """Total size of the arrays computed at import."""
         self.frozen: set[str] = set()
         """Initializers that no rule may train: running statistics."""
 
-    def stands(self, name: str) -> bool:
-        """Whether the name stands for anything yet."""
+    def is_defined(self, name: str) -> bool:
+        """Whether the name is defined yet."""
         return name in self.values or name in self.known or name in self.sequences
 
     def size(self, name: str) -> int:
-        """How many elements a known array holds; stored ones are not read for that."""
-        return math.prod(self.stored[name][1]) if name in self.stored else held(self.known[name]())
+        """The number of distinct elements of a known array; initializers are not read for that."""
+        return math.prod(self.stored[name][1]) if name in self.stored else distinct_elements(self.known[name]())
 
     def take(self, node: Node, size: int) -> None:
-        """Count bytes that a node makes known. Raises ModelError if they are too many in all."""
+        """Count the bytes of a node's computed results. Raises ModelError if the total exceeds the limit."""
         self.bytes += size
         if self.bytes > KNOWN:
             raise node.error(f"what is computed at import takes {self.bytes:,} bytes, the most is {KNOWN:,}")
 
     def is_known(self, name: str) -> bool:
-        """Whether its value may be computed with at import: whatever is not, or may not be, a parameter."""
+        """Whether the value is known at import: an array that is not a parameter."""
         return name in self.known and not self.trainable(name)
 
     def trainable(self, name: str) -> bool:
-        """Whether it is a parameter: an initializer of floating type and rank 1 or more, or one asked for by name."""
+        """Whether it is a parameter: named by the user, or an initializer of floating type and rank 1 or more that is
+        not frozen."""
         if name in self.parameters:
             return True
         if name not in self.stored or name in self.frozen:
@@ -97,8 +98,8 @@ class Scope:
         if self.trainable(name):
             value = self.maker.add_input_value(name, Tensor(dtype, shape), Role("parameter"))
             self.arrays[value] = read
-        elif name not in self.stored and held(array := read()) < array.size:
-            value = self._repeated(name, once(array), shape)
+        elif name not in self.stored and distinct_elements(array := read()) < array.size:
+            value = self._repeated(name, collapsed(array), shape)
         elif shape.count(1) == len(shape):
             number = (read().reshape(-1)[0].item(),)
             attributes = {"value": number, "shape": shape, "dtype": dtype}
@@ -110,7 +111,7 @@ class Scope:
         return value
 
     def _repeated(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> Value:
-        """What repeats an array, in `shape`: the program holds it once."""
+        """The array expanded to `shape` by an op, so that the program stores its distinct elements only."""
         part = f"{name}.once"
         while part in self.known or part in self.values:
             part += "'"
@@ -119,7 +120,7 @@ class Scope:
 
 
 class Node:
-    """A node being imported. Attributes that no rule asked for are reported by `finish`."""
+    """A node being imported. Attributes that no rule has read are reported by `finish`."""
 
     def __init__(self, scope: Scope, proto: onnx.NodeProto, attributes: Mapping[str, Any], opset: int) -> None:
         self.scope, self.proto, self.opset = scope, proto, opset
@@ -136,7 +137,7 @@ class Node:
         return ModelError(f"{self.scope.path}: {text}", hint)
 
     def has(self, i: int) -> bool:
-        """Whether operand `i`, which may be left out, is there."""
+        """Whether the optional operand `i` is given."""
         return i < len(self.proto.input) and self.proto.input[i] != ""
 
     def operand(self, i: int) -> Value:
@@ -149,11 +150,11 @@ class Node:
         return self.scope.value(name)
 
     def operands(self) -> list[Value]:
-        """All operands. None may be left out."""
+        """All operands. Raises ModelError if one is left out."""
         return [self.operand(i) for i in range(len(self.proto.input))]
 
     def known(self, i: int, what: str) -> np.ndarray:
-        """Operand `i` as an array known at import. Raises ModelError, with `what` it is, if it depends on data."""
+        """Operand `i` as an array known at import. Raises ModelError, naming it `what`, if it depends on data."""
         name = self.proto.input[i]
         if name not in self.scope.known:
             raise self.error(
@@ -212,7 +213,8 @@ class Node:
         return self.emit("Constant", value=(number,), shape=(), dtype=tensor(like).dtype)
 
     def room(self, *shape: int) -> tuple[int, ...]:
-        """The shape of an array that a rule is about to make. Raises ModelError if that is too large, 8 bytes each."""
+        """`shape`, of an array that a rule is about to make. Raises ModelError if 8 bytes per element exceed the limit
+        on arrays computed at import."""
         self.scope.take(self, math.prod(shape) * 8)
         return shape
 
@@ -225,7 +227,7 @@ class Node:
         return self.scope.value(name)
 
     def full(self, shape: tuple[int, ...], number: float, like: Value) -> Value:
-        """`number` everywhere in `shape`."""
+        """A value of `shape` filled with `number`."""
         return self.emit("Expand", self.constant(number, like), shape=shape)
 
     def dropped(self, x: Value, dims: tuple[int, ...]) -> Value:
@@ -233,7 +235,7 @@ class Node:
         return self.reshape(x, tuple(d for i, d in enumerate(shape_of(x)) if i not in dims))
 
     def reshape(self, x: Value, shape: tuple[int, ...]) -> Value:
-        """`x` in another shape, in which one dim may be -1; `x` itself if that is its own."""
+        """`x` in another shape, in which one dim may be -1; `x` itself if the shape does not change."""
         have = shape_of(x)
         rest = -math.prod(shape)
         if shape.count(-1) == 1 and rest > 0:
@@ -243,7 +245,7 @@ class Node:
         return x if full == have else self.emit("Reshape", x, shape=shape)
 
     def finish(self, results: list[Result], first_op: int, folded: bool = False) -> None:
-        """Give the node's outputs their names. Raises ModelError for an attribute that no rule asked for."""
+        """Name the node's results as its outputs. Raises ModelError for an attribute that no rule has read."""
         left = sorted(set(self._attributes) - self._asked)
         if left and not folded:
             raise self.error(f"attribute {left[0]} is not supported")
@@ -264,10 +266,10 @@ class Node:
 
 
 def drop_unused_ops(ops: list[Op], keep: set[Value]) -> None:
-    """Remove, in place, the ops whose results nothing uses."""
-    kept: list[Op] = []
+    """Remove, in place, the ops that no value in `keep` depends on."""
+    live: list[Op] = []
     for op in reversed(ops):
         if any(v in keep for v in op.outputs):
             keep.update(op.inputs)
-            kept.append(op)
-    ops[:] = reversed(kept)
+            live.append(op)
+    ops[:] = reversed(live)

@@ -1,12 +1,11 @@
 """Import of ONNX files: `import_from_onnx`.
 
-- Graph inputs come first, in order. Symbolic dims are bound by `dims`. One of them, the first, is the batch's: inputs
-  that have it are data along it, the others are constants; without symbolic dims every input is data along dim 0.
-- Initializers of floating type and rank 1 or more are parameters, except running statistics, and what torch's
-  exporter says is none (role constant).
-  Others, and results of `Constant` nodes, are known at import: with one element they become `Constant` ops where
-  they are used, larger ones inputs of role constant.
-- What is computed from known values only (shape arithmetic) is computed now. Only what the outputs need is kept.
+- Graph inputs come first, in order. Symbolic dims are bound by `dims`. The first of them is the batch dim: inputs that
+  have it are data along it, the others are constants; without symbolic dims every input is data along dim 0.
+- Initializers of floating type and rank 1 or more are parameters, except running statistics and those that torch's
+  exporter marks as no parameters (role constant). Others, and results of `Constant` nodes, are known at import: with
+  one element they become `Constant` ops where they are used, larger ones inputs of role constant.
+- Nodes of known operands only (shape arithmetic) are evaluated at import. Ops that no output needs are removed.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def import_from_onnx(
 
 
 def symbolic_dims(path: str | os.PathLike[str]) -> list[str]:
-    """The names of the symbolic dims of an ONNX file's inputs, in order: the first is the batch's, if none is named."""
+    """The names of the symbolic dims of an ONNX file's inputs, in order; the first is the batch dim by default."""
     file = Path(path)
     graph = load(file).graph
     stored = {t.name for t in graph.initializer}
@@ -103,7 +102,7 @@ def load(path: Path) -> onnx.ModelProto:
 
 
 def _check_text(graph: onnx.GraphProto, path: Path) -> None:
-    """protobuf hands out names that are not UTF-8 as bytes, which nothing else expects."""
+    """Raise ModelError for a name that is not UTF-8, which protobuf returns as bytes."""
     texts: list[str | bytes] = [graph.name, *[t.name for t in graph.initializer]]
     for t in graph.initializer:
         texts += [text for entry in t.external_data for text in (entry.key, entry.value)]
@@ -156,8 +155,8 @@ def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batc
         dtype = dtype_of(info.type.tensor_type.elem_type, f"{scope.path}: input {info.name!r}")
         if math.prod(shape) > MOST:
             given = ", ".join(f"{d} = {dims[d]:,}" for d in row if isinstance(d, str))
-            said = f"{scope.path}: input {info.name!r} has {math.prod(shape):,} elements, more than 2^53"
-            raise UsageError(f"{said}: {given}") if given else ModelError(said)
+            message = f"{scope.path}: input {info.name!r} has {math.prod(shape):,} elements, more than 2^53"
+            raise UsageError(f"{message}: {given}") if given else ModelError(message)
         value = scope.maker.add_input_value(info.name, Tensor(dtype, shape), _role(row, batch))
         scope.values[info.name] = value
         inputs.append(value)
@@ -195,7 +194,7 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
         return
     rule = RULES.get(proto.op_type) if proto.domain in ("", "ai.onnx") else None
     if rule is None and known:
-        raise node.error("is not computed at import: its result is too large, or how large cannot be told")
+        raise node.error("is not computed at import: its result is too large, or of unknown size")
     if rule is None and (nodes := definition(node)) is not None:
         for part in nodes:
             _import_node(scope, part, opset, {})
@@ -221,12 +220,12 @@ def _results(result: Result | Iterable[Result]) -> list[Result]:
 
 def _check_names(scope: Scope, node: Node, later: Mapping[str, onnx.NodeProto]) -> None:
     for name in node.proto.input:
-        if name and not scope.stands(name):
+        if name and not scope.is_defined(name):
             if name in later:
                 raise node.error(f"reads {name!r} before it is made: the graph has a cycle or is not sorted")
             raise node.error(f"reads {name!r}, which nothing makes")
     for i, name in enumerate(node.proto.output):
-        if name and (scope.stands(name) or name in list(node.proto.output)[:i]):
+        if name and (scope.is_defined(name) or name in list(node.proto.output)[:i]):
             raise node.error(f"makes {name!r}, which is there already")
 
 
@@ -254,7 +253,7 @@ def _finish(scope: Scope, graph: onnx.GraphProto, inputs: list[Value]) -> tuple[
     for info in graph.output:
         value = _output(scope, info)
         if value not in outputs and value not in maker.inputs and value.name != info.name:
-            value.name = maker.fresh(info.name)  # what an alias gives, such as Identity
+            value.name = maker.fresh(info.name)  # the result of an alias, such as Identity
         outputs.append(value)
     used = set(outputs)
     drop_unused_ops(maker.ops, used)

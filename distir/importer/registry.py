@@ -1,7 +1,7 @@
 """The table of import rules: from ONNX op type to a function of the node.
 
-A rule returns the results, in order: values, or arrays where they are known at import. It asks the node for every
-attribute it understands; one that no rule asked for is an error, so nothing is dropped unseen.
+A rule returns the results, in order: values, or arrays if they are known at import. It reads from the node every
+attribute that it supports; an attribute that no rule reads is an error, so none is ignored silently.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How each ONNX op becomes ours: arithmetic, matrix products, reductions, activations."""
+"""Import rules of ONNX ops: arithmetic, matrix products, reductions, activations."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from distir.ops.rules import shape_of, tensor
 @rule("LessOrEqual", "Log", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid")
 @rule("Sign", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Where", "Xor")
 def _same(n: Node) -> Result:
-    """The op of the same name, without attributes."""
+    """Becomes the op of the same name, without attributes."""
     return n.emit(n.proto.op_type, *n.operands())
 
 
 @rule("MatMul")
 def _matmul(n: Node) -> Result:
-    """A vector is a matrix of one row, or of one column if it stands second; that dim goes again."""
+    """A vector becomes a matrix of one row (of one column if it is the second operand); that dim is removed again."""
     a, b = n.operands()
     first, second = len(shape_of(a)) == 1, len(shape_of(b)) == 1
     a = n.reshape(a, (1, *shape_of(a))) if first else a
@@ -36,7 +36,7 @@ def _matmul(n: Node) -> Result:
 
 @rule("Div")
 def _div(n: Node) -> Result:
-    """Of integers ONNX cuts off what is behind the point; ours divides numbers."""
+    """ONNX truncates integer quotients; distir's Div does not."""
     if not tensor(n.operand(0)).dtype.floating:
         raise n.error("a division of integers that depend on data is not supported")
     return n.emit("Div", *n.operands())
@@ -49,7 +49,7 @@ def _identity(n: Node) -> Result:
 
 @rule("Dropout")
 def _dropout(n: Node) -> Result:
-    """In inference nothing is dropped."""
+    """The identity, as in inference."""
     n.attr("seed")
     if n.has(2) and bool(n.known(2, "training_mode").any()):
         raise n.error("training_mode is on", "export the model in inference mode")
@@ -61,7 +61,7 @@ BINARY = {"Sum": "Add", "Mean": "Add", "Max": "Max", "Min": "Min"}
 
 @rule(*BINARY)
 def _chain(n: Node) -> Result:
-    """Any number of operands, two at a time."""
+    """A variadic op becomes a chain of binary ops."""
     xs = n.operands()
     total = reduce(lambda a, b: n.emit(BINARY[n.proto.op_type], a, b), xs)
     return n.emit("Div", total, n.constant(float(len(xs)), total)) if n.proto.op_type == "Mean" else total
@@ -144,7 +144,7 @@ def _softmax(n: Node) -> Result:
 
 @rule("LayerNormalization")
 def _layer_norm(n: Node) -> Result:
-    n.attr("stash_type")  # the precision of the statistics, ours to choose
+    n.attr("stash_type")  # the precision of the statistics: an implementation's choice
     axis, epsilon = n.axis(-1), n.attr("epsilon", 1e-5)
     return n.emit("LayerNormalization", *n.operands(), axis=axis, epsilon=epsilon)
 
@@ -158,7 +158,7 @@ def _gemm(n: Node) -> Result:
 
 @rule("Conv")
 def _conv(n: Node) -> Result:
-    """Of patches side by side, as those of a vision transformer: a product of matrices."""
+    """A convolution of adjacent patches, as in a vision transformer, becomes a matrix product."""
     (batch, channels, *sizes), (filters, _, *kernel) = n.shape(), n.shape(1)
     plain = {"group": 1, "auto_pad": "NOTSET"} | {k: (1,) * len(kernel) for k in ("dilations", "strides")}
     got = {k: n.attr(k, default) for k, default in plain.items()} | {"pads": n.attr("pads", (0,) * 2 * len(kernel))}
@@ -181,7 +181,7 @@ def _conv(n: Node) -> Result:
 
 
 def _reduced_axes(n: Node) -> tuple[int, ...] | None:
-    """The dims to reduce: all if none are given, unless the node says that it does nothing then (None)."""
+    """The dims to reduce; without axes all, or None if the node is then the identity (`noop_with_empty_axes`)."""
     axes, rank = n.axes(), len(n.shape())
     nothing = n.attr("noop_with_empty_axes", 0)
     if not axes:
@@ -201,7 +201,7 @@ def _reduction(n: Node) -> Result:
 
 @rule("ReduceSumSquare", "ReduceL2", "ReduceL1", "ReduceLogSum")
 def _reduction_of_points(n: Node) -> Result:
-    """A sum of something, and something of the sum."""
+    """A sum of mapped elements, then a function of the sum."""
     x, op_type = n.operand(0), n.proto.op_type
     if op_type == "ReduceL1":
         x = n.emit("Abs", x)
@@ -214,18 +214,18 @@ def _reduction_of_points(n: Node) -> Result:
 
 
 def _divisor(n: Node, total: Value) -> Value:
-    """A sum that is not negative, 1 in place of 0: neither its root nor its inverse has an infinite slope."""
+    """`total` (>= 0) with 1 in place of 0: so that neither its root nor its inverse has an infinite slope."""
     return n.emit("Where", n.emit("Equal", total, n.constant(0, total)), n.constant(1, total), total)
 
 
 def _where_not(n: Node, x: Value, total: Value) -> Value:
-    """`x`, and 0, which has no slope, where `total` is 0."""
+    """`x`, but 0, with gradient 0, where `total` is 0."""
     return n.emit("Mask", n.emit("Equal", total, n.constant(0, total)), x, keep=False)
 
 
 @rule("ReduceLogSumExp")
 def _log_sum_exp(n: Node) -> Result:
-    """Less the maximum, or the largest number if that is infinite, which is added again, so that nothing overflows."""
+    """The maximum, clipped to finite numbers, is subtracted before and added after, so that nothing overflows."""
     x, axes = n.operand(0), _reduced_axes(n)
     if axes is None:
         return x
@@ -241,19 +241,19 @@ def _log_sum_exp(n: Node) -> Result:
 
 
 def _standard(n: Node, x: Value, mean: Value, variance: Value, epsilon: float) -> Value:
-    """`x` less its mean, over its deviation."""
+    """`x` minus its mean, divided by its standard deviation."""
     deviation = n.emit("Sqrt", n.emit("Add", variance, n.constant(epsilon, x)))
     return n.emit("Div", n.emit("Sub", x, mean), deviation)
 
 
 def _per_channel(n: Node, i: int) -> Value:
-    """Operand i, of one number a channel, to stand beside operand 0, (batch, channels, ...)."""
+    """Operand i, one number per channel, reshaped to broadcast with operand 0, (batch, channels, ...)."""
     return n.reshape(n.operand(i), (n.shape()[1], *[1] * (len(n.shape()) - 2)))
 
 
 @rule("BatchNormalization")
 def _batch_norm(n: Node) -> Result:
-    """In inference: with the statistics of training, which are constants."""
+    """Inference mode: with running statistics, which are constants."""
     n.attr("momentum")
     n.require("training_mode", 0, 0)
     scale, bias, mean, variance = (_per_channel(n, i) for i in (1, 2, 3, 4))
@@ -273,7 +273,7 @@ def _instance_norm(n: Node) -> Result:
 
 @rule("LpNormalization")
 def _lp_norm(n: Node) -> Result:
-    """What has no length stays 0."""
+    """A vector of norm 0 stays 0."""
     n.require("p", 2, 1, 2)
     x, dims, p = n.operand(0), (n.axis(-1),), n.attr("p", 2)
     points = n.emit("Abs", x) if p == 1 else n.emit("Mul", x, x)
@@ -290,7 +290,7 @@ def _global_pool(n: Node) -> Result:
 
 @rule("SoftmaxCrossEntropyLoss")
 def _cross_entropy(n: Node) -> Result:
-    """ONNX has the classes in dim 1, we have them last."""
+    """ONNX has the classes in dim 1, distir has them last."""
     if n.has(2):
         raise n.error("weights of classes are not supported")
     x, rank = n.operand(0), len(n.shape())

@@ -1,4 +1,4 @@
-"""How each ONNX op becomes ours: ops on shapes, indices and constants."""
+"""Import rules of ONNX ops: ops on shapes, indices and constants."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distir.importer.node import Node, Result, once
+from distir.importer.node import Node, Result, collapsed
 from distir.importer.registry import rule
 from distir.importer.tensors import dtype_of
 from distir.ir.type import Int64
 from distir.ops.rules import shape_of, tensor
 
 PARTS = 1 << 16
-"""The most parts that a tensor is split into without their number being written down."""
+"""The maximum number of parts of a split that gives only the size of a part."""
 
 
 @rule("Gather")
@@ -36,30 +36,33 @@ def _gather(n: Node) -> Result:
 
 @rule("GatherND")
 def _gather_nd(n: Node) -> Result:
-    """By known indices. A first dim that is taken as it is stays one, and may still be split: it is the batch's."""
+    """By indices known at import. A first dim that is indexed in order is not merged with others, as it may be the
+    batch dim, to be split."""
     n.require("batch_dims", 0, 0)
     known = n.scope.is_known(n.proto.input[0])
     shape = n.known(0, "the data").shape if known else n.shape()
     index = _coordinates(n, shape)
     if known:
         return _picked(n.known(0, "the data"), index)
-    full, dims, kept = index[0].shape, shape[: len(index)], 0
+    full, dims, lead = index[0].shape, shape[: len(index)], 0
     if full and len(index) > 1 and full[0] == dims[0]:
         rows = np.arange(dims[0]).reshape(-1, *[1] * (len(full) - 1))
-        kept = int((once(index[0]) == rows).all() and all((once(x) == once(x)[:1]).all() for x in index[1:]))
-    if kept:
+        lead = int(
+            (collapsed(index[0]) == rows).all() and all((collapsed(x) == collapsed(x)[:1]).all() for x in index[1:])
+        )
+    if lead:
         index, dims = [x[0] for x in index[1:]], dims[1:]
     n.room(*index[0].shape)
     flat = np.ravel_multi_index(index, dims)
-    rest = shape[kept + len(dims) :]
-    x = n.reshape(n.operand(0), (*shape[:kept], math.prod(dims), *rest))
+    rest = shape[lead + len(dims) :]
+    x = n.reshape(n.operand(0), (*shape[:lead], math.prod(dims), *rest))
     if not np.array_equal(flat.reshape(-1), np.arange(math.prod(dims))):
-        x = n.emit("Gather", x, n.array("indices", flat.reshape(-1)), axis=kept)
-    return n.reshape(x, (*shape[:kept], *flat.shape, *rest))
+        x = n.emit("Gather", x, n.array("indices", flat.reshape(-1)), axis=lead)
+    return n.reshape(x, (*shape[:lead], *flat.shape, *rest))
 
 
 def _coordinates(n: Node, shape: tuple[int, ...]) -> list[np.ndarray]:
-    """For each dim that the last one of the indices stands for the indices in it, counted from the front."""
+    """The coordinates that the last dim of the indices has: for each, nonnegative indices into one dim of the data."""
     name = n.proto.input[1]
     parts = n.scope.joined.get(name, [name])
     if not all(part in n.scope.known for part in parts):
@@ -69,7 +72,7 @@ def _coordinates(n: Node, shape: tuple[int, ...]) -> list[np.ndarray]:
     dims = shape[: len(found)]
     result: list[np.ndarray] = []
     for x, size in zip(found, dims, strict=True):
-        some = once(x).astype(np.int64)
+        some = collapsed(x).astype(np.int64)
         if ((some < -size) | (some >= size)).any():
             raise n.error(f"an index is out of range for dims {dims} of shape {shape}")
         result.append(np.broadcast_to(np.where(some < 0, some + size, some), x.shape))
@@ -77,15 +80,15 @@ def _coordinates(n: Node, shape: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _picked(x: np.ndarray, index: Sequence[np.ndarray]) -> np.ndarray:
-    """What stands in `x` at these coordinates. Where it repeats it does not matter which."""
+    """The elements of `x` at these coordinates; along dims of stride 0 index 0 is used."""
     full = np.broadcast_shapes(*[i.shape for i in index])
-    at = tuple([once(i) if x.strides[k] else np.zeros([1] * i.ndim, np.int64) for k, i in enumerate(index)])
+    at = tuple([collapsed(i) if x.strides[k] else np.zeros([1] * i.ndim, np.int64) for k, i in enumerate(index)])
     return np.broadcast_to(x[at], (*full, *x.shape[len(index) :]))
 
 
 @rule("CumSum")
 def _cum_sum(n: Node) -> Result:
-    """Each a sum of those up to its own: written out, as what is summed up is short, a mask or positions."""
+    """Becomes masked sums, of quadratic cost: models use it on short dims only, for masks and positions."""
     shape = n.shape()
     axis = n.wrap(int(n.known(1, "the axis").reshape(-1)[0]), len(shape))
     size, after = shape[axis], shape[axis + 1 :]
@@ -109,7 +112,7 @@ def _transpose(n: Node) -> Result:
 
 @rule("Reshape")
 def _reshape(n: Node) -> Result:
-    """A 0 in the target means the operand's dim, unless allowzero; -1 stays."""
+    """A 0 in the target shape stands for the operand's dim, unless `allowzero`; -1 is passed on."""
     target, shape = n.ints(1, "the shape"), n.shape()
     if target is None:
         raise n.error("operand 1 is missing")
@@ -183,8 +186,8 @@ def _split(n: Node) -> Sequence[Result]:
 
 @rule("SplitToSequence")
 def _split_to_sequence(n: Node) -> Sequence[Result]:
-    """Parts of the sizes given, or, of one number, of that size each and the last one of what is left."""
-    n.attr("keepdims")  # of no meaning where sizes are given
+    """The sizes of the parts are given, or one size for all but the last, which has the remainder."""
+    n.attr("keepdims")  # without meaning if sizes are given
     axis, split = n.axis(0), n.known(1, "the sizes")
     size, each = n.shape()[axis], int(split.reshape(-1)[0])
     if split.ndim == 0 and (each < 1 or size // each > PARTS):
@@ -205,7 +208,7 @@ def _sequence_at(n: Node) -> Result:
 
 @rule("Slice")
 def _slice(n: Node) -> Result:
-    """Starts and ends come out within the dim, ends open; for a negative step an end of -1 is before the first."""
+    """Starts and (exclusive) ends are clamped to the dim; with a negative step, an end of -1 is before the first."""
     shape = n.shape()
     starts, ends = n.ints(1, "starts") or (), n.ints(2, "ends") or ()
     axes = n.ints(3, "axes") or tuple(range(len(starts)))
@@ -267,13 +270,13 @@ def _trilu(n: Node) -> Result:
     shape, upper = n.shape(), n.attr("upper", 1)
     k = int(n.known(1, "k").reshape(())) if n.has(1) else 0
     ones = np.ones(n.room(*shape[-2:]), bool)
-    kept = np.triu(ones, k) if upper else np.tril(ones, k)
-    return n.emit("Mask", n.array("kept", kept), n.operand(0))
+    mask = np.triu(ones, k) if upper else np.tril(ones, k)
+    return n.emit("Mask", n.array("kept", mask), n.operand(0))
 
 
 @rule("Tile")
 def _tile(n: Node) -> Result:
-    """Each dim that repeats gets one before it, which is expanded and merged."""
+    """Before each repeated dim a new one is inserted, which is expanded and merged."""
     shape, repeats = n.shape(), n.ints(1, "repeats") or ()
     if len(repeats) != len(shape):
         raise n.error(f"repeats {repeats} do not fit shape {shape}")
@@ -287,7 +290,7 @@ def _tile(n: Node) -> Result:
 
 @rule("Pad")
 def _pad(n: Node) -> Result:
-    """By a known number, dim by dim; a negative pad cuts."""
+    """Pads dim by dim with a number known at import; a negative pad crops."""
     n.require("mode", "constant", "constant")
     x, shape, pads = n.operand(0), n.shape(), n.ints(1, "pads") or ()
     axes = [n.wrap(a, len(shape)) for a in n.ints(3, "axes") or range(len(shape))]
@@ -310,7 +313,7 @@ def _pad(n: Node) -> Result:
 
 @rule("DepthToSpace")
 def _depth_to_space(n: Node) -> Result:
-    """(b, c, h, w) -> (b, c / k², h·k, w·k): of a channel's digits, in the mode's order, two become finer dims."""
+    """(b, c, h, w) -> (b, c / k², h·k, w·k): two of a channel's sub-dimensions, in the mode's order, refine h and w."""
     (b, c, h, w), k, mode = n.shape(), n.attr("blocksize"), n.attr("mode", "DCR")
     if mode == "DCR":
         shape, perm = (b, k, k, c // (k * k), h, w), (0, 3, 4, 1, 5, 2)
@@ -329,7 +332,7 @@ def _space_to_depth(n: Node) -> Result:
 
 @rule("OneHot")
 def _one_hot(n: Node) -> Result:
-    """Where an index, counted from either end, is the number of the column: the second of the two values."""
+    """The second of the two values where an index, possibly negative, equals the column number, else the first."""
     rank = len(n.shape())
     depth = int(n.known(1, "the depth").reshape(-1)[0])
     axis = n.wrap(n.attr("axis", -1), rank + 1)

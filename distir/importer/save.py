@@ -16,20 +16,20 @@ from distir.ir.errors import UsageError
 from distir.ir.files import written
 
 EXTERNAL_FROM = 1_500_000_000
-"""Bytes of weights from which they are kept beside the model: a protobuf file ends at 2 GB."""
+"""Weights of more bytes are stored in a file beside the model: a protobuf file is limited to 2 GB."""
 SMALL = 1024
-"""Bytes below which a tensor stays in the model file, so that shapes can be read without the data."""
+"""Tensors of fewer bytes stay in the model file, so that shapes can be read without the data."""
 ALIGN = 4096
-"""Bytes to which data in a file is aligned, so that it can be memory-mapped."""
+"""Alignment of data in a file, in bytes, for memory mapping."""
 
 
 def save_onnx(source: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], out: str | os.PathLike[str]) -> Path:
     """Write the model at `source` to `out`, initializers replaced by `arrays` of the same name and shape.
 
     Arrays are cast to the type the model stores. Weights go to `OUT.data` beside the model if the source keeps them
-    in another file, or if they are large. Each file is complete before it takes its name; `out` may be `source`.
-    Gives the path written. Raises UsageError for a name that is no initializer, another shape, or a path that cannot
-    be written; ModelError for a broken source.
+    in another file, or if they are large. Files are written atomically; `out` may be `source`. Returns the path
+    written. Raises UsageError for a name that is no initializer, another shape, or a path that cannot be written;
+    ModelError for a broken source.
     """
     source, out = Path(source), Path(out)
     model = onnx.ModelProto()
@@ -59,7 +59,7 @@ def _write(
     out: Path,
     external: bool,
 ) -> None:
-    """Write the model and, if it has any outside, its data beside it."""
+    """Write the model and, if it has any, its external data beside it."""
     data = out.with_name(f"{out.name}.data")
     with open(data, "wb") as file:
         for tensor in model.graph.initializer:

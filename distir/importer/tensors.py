@@ -1,4 +1,4 @@
-"""Tensors in ONNX files: their element types, checks of external data, and arrays that are read only when asked for."""
+"""Tensors in ONNX files: element types, checks of external data, and arrays that are read lazily."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DTYPES: dict[int, DType] = {
     TensorProto.INT32: Int32,
     TensorProto.INT64: Int64,
 }
-"""ONNX element type -> ours."""
+"""ONNX element type -> DType."""
 
 _BY_NUMPY = {d.numpy: d for d in DTYPES.values()}
 
@@ -48,7 +48,7 @@ Read = Callable[[], np.ndarray]
 
 
 def dtype_of(code: int, where: str) -> DType:
-    """Our type of an ONNX element type. Raises ModelError, beginning with `where`, if we have none."""
+    """The DType of an ONNX element type. Raises ModelError, beginning with `where`, if there is none."""
     dtype = DTYPES.get(code)
     if dtype is None:
         names = TensorProto.DataType
@@ -61,7 +61,7 @@ def dtype_of(code: int, where: str) -> DType:
 
 
 def dtype_of_array(array: np.ndarray, where: str) -> DType:
-    """Our type of a numpy array. Raises ModelError, beginning with `where`, if we have none."""
+    """The DType of a numpy array. Raises ModelError, beginning with `where`, if there is none."""
     dtype = _BY_NUMPY.get(array.dtype)
     if dtype is None:
         raise ModelError(f"{where}: element type {array.dtype} is not supported")
@@ -99,7 +99,7 @@ class Arrays(Mapping[Value, np.ndarray]):
 def reader(tensor: TensorProto, path: Path) -> Read:
     """A function that reads `tensor` of the model at `path`, which is checked now.
 
-    Raises ModelError that names file and tensor: an unknown element type, a size that does not fit its shape, and
+    Raises ModelError, naming file and tensor, for an unknown element type, a size that does not fit its shape, and
     external data that is missing, too short, or outside the model's folder.
     """
     where = f"{path}: tensor {tensor.name!r}"
@@ -120,9 +120,9 @@ def reader(tensor: TensorProto, path: Path) -> Read:
 
 
 def parse_tensor_from_file(path: str | os.PathLike[str]) -> np.ndarray:
-    """The array in a file that holds one serialized TensorProto (`.pb`, as ONNX test data are kept).
+    """The array in a file of one serialized TensorProto (`.pb`, the format of ONNX test data).
 
-    Raises ModelError if the file is no such thing.
+    Raises ModelError if the file is not one.
     """
     file = Path(path)
     tensor = TensorProto()

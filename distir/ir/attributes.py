@@ -1,4 +1,4 @@
-"""The attributes an op takes: names and kinds, and whether given ones are such.
+"""The attributes an op takes: their names and kinds, and a check of given attributes against these.
 
 `"axis:dim sizes:sizes? min:number/none?"`: a `?` marks those that may be left out, `/none` those that may be None, and
 `none|tanh` is one of these words. A dim is one of operand 0, a size one of operands or results.
@@ -16,7 +16,7 @@ from distir.ir.placement import Placement
 
 
 class Attribute(NamedTuple):
-    """One that an op takes."""
+    """The declaration of one attribute."""
 
     kind: str
     none: bool
@@ -80,9 +80,9 @@ _KINDS = {
 
 
 def declared(text: str) -> dict[str, Attribute]:
-    """What a text as in this module's docstring says.
+    """Parse the text that declares an op's attributes; the module's docstring defines its form.
 
-    Any op that computes may also have `device` and `place`, which say where it is: they are for `infer` to look at.
+    Any op that computes may also have `device` and `place`, which say where it is: `infer` checks those.
     """
     found: dict[str, Attribute] = {}
     for entry in text.split():
@@ -102,13 +102,13 @@ def _kind(name: str) -> _Kind:
 
 
 def short(value: Any) -> str:
-    """What it is, on one line, in few words."""
+    """A value on one line, cut short."""
     text = f"function {value.name}" if hasattr(value, "ops") else repr(value)
     return text if len(text) < 80 else f"{text[:80]}..."
 
 
 def check(attributes: Mapping[str, Any], takes: Mapping[str, Attribute], rank: int) -> None:
-    """Raises IRTypeError unless these are attributes of an op that takes such and has an operand 0 of that rank."""
+    """Check attributes against a declaration, for an operand 0 of that rank. Raises IRTypeError."""
     for name, value in attributes.items():
         one = takes.get(name)
         if one is None:

@@ -1,4 +1,4 @@
-"""The factor notation in which most ops say all there is to know of their shapes.
+"""The factor notation (like einsum) by which most ops declare their shapes.
 
 `"... m k, ... k n -> ... m n | k:sum"`: operands, results, and kinds of factors. `...` stands for leading dims that
 broadcast. A factor of a result only must get its size from elsewhere (`sizes`). Kinds: `sum`, `max` and `mean`

@@ -41,10 +41,10 @@ class Mesh:
     """An ordered set of devices with named axes, the last varying fastest.
 
     `axes` maps axis names to sizes. The axis named "mb" is a *time* axis: it has a size but no devices; its pieces are
-    microbatches, held one after the other. `len(devices)` is the product of the other axes' sizes. Meshes that are
+    microbatches, processed one after the other. `len(devices)` is the product of the other axes' sizes. Meshes that are
     alike in name, devices and axes are the same object.
 
-    Raises IRTypeError if the number of devices does not fit, or a device stands twice.
+    Raises IRTypeError if the number of devices does not fit, or a device is there twice.
     """
 
     __slots__ = ("_coords", "_index", "axes", "devices", "name", "sizes", "time")
@@ -69,7 +69,7 @@ class Mesh:
         if want != len(devices):
             raise IRTypeError(f"mesh {name} {dict(axes)} needs {want} devices, got {len(devices)}")
         if len(set(devices)) != len(devices):
-            raise IRTypeError(f"mesh {name}: a device stands in it twice")
+            raise IRTypeError(f"mesh {name}: a device is in it twice")
         self = object.__new__(cls)
         self.name, self.devices = name, devices
         self.axes, self.sizes = tuple(axes), tuple(axes.values())
@@ -87,7 +87,7 @@ class Mesh:
         return f"{self.name}({sizes})"
 
     def position(self, axis: str) -> int:
-        """Where `axis` stands among the axes. Raises IRTypeError if it is not one of them."""
+        """The position of `axis` among the axes. Raises IRTypeError if it is not one of them."""
         i = self._index.get(axis)
         if i is None:
             raise IRTypeError(f"mesh {self.name} has no axis {axis!r}", f"its axes are {', '.join(self.axes)}")

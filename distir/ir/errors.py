@@ -1,4 +1,4 @@
-"""The errors distir raises on purpose. Each knows the exit code the command line ends with."""
+"""The errors that distir raises on purpose, each with the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModelError(DistirError):
 
 
 class ModelWarning(UserWarning):
-    """Of a model that is accepted, but perhaps not what the user takes it for."""
+    """A warning about a model that is accepted, but may not be what the user expects."""
 
 
 class IRTypeError(ModelError):
@@ -54,7 +54,7 @@ class CopiesError(MismatchError):
 
 
 class DivergedError(MismatchError):
-    """A run whose loss or weights have left the finite numbers."""
+    """A run whose loss or weights are infinite or nan."""
 
 
 class WorkerError(DistirError):
@@ -64,5 +64,5 @@ class WorkerError(DistirError):
 
 
 def counted(n: int, noun: str, plural: str = "s") -> str:
-    """How many, in words of a message: "1 rank", "2 ranks", "2 microbatches"."""
+    """A number with its noun, for messages: "1 rank", "2 ranks", "2 microbatches"."""
     return f"{n:,} {noun}{plural if n != 1 else ''}"

@@ -1,4 +1,4 @@
-"""Writing files so that nothing is half-written: beside the target first, then renamed; and what a full disk says."""
+"""Atomic writing of files: to a temporary name first, then renamed; and clear errors for a full disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distir.ir.errors import UsageError
 
 
 def no_room(e: BaseException, what: str = "temporary files") -> UsageError | None:
-    """What there is to say of an error that says that nothing more can be written; None of another."""
+    """The UsageError for an OSError of a full disk or quota; None for any other error."""
     if not isinstance(e, OSError) or e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return None
     hint = f"TMPDIR names another folder than {tempfile.gettempdir()}" if what == "temporary files" else None

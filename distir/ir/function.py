@@ -8,7 +8,7 @@ from math import isnan
 from typing import Any
 
 from distir.ir.errors import ModelError
-from distir.ir.results import infer
+from distir.ir.result_types import infer
 from distir.ir.spec import Spec, lookup
 from distir.ir.type import Type
 
@@ -16,8 +16,7 @@ from distir.ir.type import Type
 class Attributes(dict[str, Any]):
     """An op's attributes: a mapping of hashable values that is not changed once made.
 
-    They compare exactly, so that what is memoised for some is not taken for others: 1, 1.0 and True differ, as do 0.0
-    and -0.0, and nan is as any nan.
+    They compare exactly, as cache keys must: 1, 1.0 and True differ, so do 0.0 and -0.0; any two nan are equal.
     """
 
     __slots__ = ("_exact", "_hash")
@@ -28,7 +27,7 @@ class Attributes(dict[str, Any]):
         try:
             return self._hash
         except AttributeError:
-            self._hash = hash(frozenset(self._told().items()))
+            self._hash = hash(frozenset(self._exactly().items()))
             return self._hash
 
     def __eq__(self, other: object) -> bool:
@@ -36,17 +35,17 @@ class Attributes(dict[str, Any]):
             return True
         if not isinstance(other, dict):
             return False
-        return self._told() == (other if isinstance(other, Attributes) else Attributes(other))._told()
+        return self._exactly() == (other if isinstance(other, Attributes) else Attributes(other))._exactly()
 
-    def __ne__(self, other: object) -> bool:  # that of dict does not ask __eq__
+    def __ne__(self, other: object) -> bool:  # dict's __ne__ does not call __eq__
         return not self == other
 
-    def _told(self) -> dict[str, Any]:
-        """The values as `==` tells them apart."""
+    def _exactly(self) -> dict[str, Any]:
+        """The values in a form that `==` compares exactly."""
         try:
             return self._exact
         except AttributeError:
-            self._exact = {k: _told(v) for k, v in self.items()}
+            self._exact = {k: _exactly(v) for k, v in self.items()}
             return self._exact
 
     def without(self, *names: str) -> Attributes:
@@ -59,7 +58,7 @@ class Attributes(dict[str, Any]):
 NO_ATTRIBUTES = Attributes()
 
 
-def _told(value: Any) -> Any:
+def _exactly(value: Any) -> Any:
     """The value, with its type where `==` needs it; a number with a fraction as text, tuples of them as bytes."""
     kind = type(value)
     if kind is int or kind is str:
@@ -73,7 +72,7 @@ def _told(value: Any) -> Any:
         return float, array("d", value).tobytes()
     if kinds == {bool}:
         return bool, value
-    return value if kinds <= {int, str} else tuple([_told(v) for v in value])
+    return value if kinds <= {int, str} else tuple([_exactly(v) for v in value])
 
 
 def _freeze(value: Any) -> Any:
@@ -81,7 +80,7 @@ def _freeze(value: Any) -> Any:
 
 
 class Role:
-    """What an input is: "data" (with the dim of the batch), "parameter", "state" (of the optimizer) or "constant".
+    """The role of an input: "data" (with the dim of the batch), "parameter", "state" (of the optimizer) or "constant".
 
     `source` is the shape in the model, where padding has enlarged it.
     """
@@ -163,7 +162,7 @@ class Function:
     shape in the model.
     """
 
-    __slots__ = ("found", "inputs", "name", "ops", "outputs", "sources", "updates")
+    __slots__ = ("cache", "inputs", "name", "ops", "outputs", "sources", "updates")
 
     def __init__(
         self,
@@ -177,8 +176,8 @@ class Function:
         self.name, self.inputs, self.ops, self.outputs = name, inputs, ops, outputs
         self.updates: dict[Value, Value] = dict(updates or {})
         self.sources: dict[Value, tuple[int, ...]] = dict(sources or {})
-        self.found: dict[object, Any] = {}
-        """What passes found out about it: see `kept`."""
+        self.cache: dict[object, Any] = {}
+        """Results of analyses, cached with the function: see `cached`."""
 
     def __repr__(self) -> str:
         from distir.ir.text import pformat
@@ -186,7 +185,7 @@ class Function:
         return pformat(self)
 
     def __reduce__(self) -> tuple[type[Function], tuple[object, ...]]:
-        """What passes found out stays here: others find it out for themselves."""
+        """Cached analyses are not pickled."""
         return Function, (self.name, self.inputs, self.ops, self.outputs, self.updates, self.sources)
 
     def producers(self) -> dict[Value, Op]:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from distir.ir.errors import IRTypeError, ModelError
 from distir.ir.function import Function, Op, Value
 from distir.ir.pause import no_collection
-from distir.ir.results import forget as forget
-from distir.ir.results import infer as infer
+from distir.ir.result_types import forget as forget
+from distir.ir.result_types import infer as infer
 from distir.ir.type import Type
 
 
@@ -49,7 +49,7 @@ def _typed(function: Function) -> bool:
 
 
 def _results(function: Function, op: Op, types: tuple[Type, ...]) -> Sequence[Type | None]:
-    """The types of an op's results; None for all where an operand has none."""
+    """The types of an op's results; all None if an operand has no type yet."""
     if None in types:  # pyright: ignore[reportUnnecessaryContains]
         return [None] * len(op.outputs)
     try:

@@ -1,9 +1,9 @@
-"""How names, types and the devices of a mesh are written, and read: each way beside its inverse."""
+"""Text of names, types and meshes: each function that writes beside the one that reads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from distir.ir.device import Device, Mesh
@@ -20,7 +20,7 @@ LABEL = rf"{NAME}(?:\#\d+)?"
 """A mesh or a function: `name#1` is the second of that name."""
 WHERE = rf"{NAME}(?::-?\d+|\#\d+)?"
 """A device or a mesh."""
-_AXIS = rf"(?:\d+:)?{NAME}"
+_AXIS = rf"(?:\d+:)?{NAME}(?:\+\d+)?"
 _DIM = rf"\d+(?:\{{{_AXIS}(?:,{_AXIS})*\}})?"
 _MOMENT = r"(?:t(?:[+-]\d+)?|-?\d+)"
 _DIMS = rf"(?:{_DIM}(?:,\ {_DIM})*)?"
@@ -37,7 +37,7 @@ _is_tensor = re.compile(rf"(\w+)\[({_DIMS})\]((?:\+(?:\w+:)?{NAME})*)(?:\#([^\s@
 _is_device = re.compile(rf"({NAME}):(-?\d+)").fullmatch
 _is_mesh = re.compile(rf"\s*{MESH}\s*").fullmatch
 _dims = re.compile(rf"(\d+)(?:\{{({_AXIS}(?:,{_AXIS})*)\}})?").findall
-_digits = re.compile(rf"(?:(\d+):)?({NAME})").findall
+_subdims = re.compile(rf"(?:(\d+):)?({NAME})(?:\+(\d+))?").findall
 _partials = re.compile(rf"\+(?:(\w+):)?({NAME})").findall
 _sizes = re.compile(rf"({NAME})=(\d+)").findall
 _runs = re.compile(_RUN).findall
@@ -46,7 +46,7 @@ _escapes = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U(000[0-9a-f]{5}|0010
 
 
 def fail(expected: str, got: str) -> NoReturn:
-    """Raise ModelError for a text that is not as it should be; `parse` adds where."""
+    """Raise ModelError for malformed text; `parse` adds the line."""
     raise ModelError(f"expected {expected}, got {got or 'the end of the line'}")
 
 
@@ -104,11 +104,13 @@ def write_type(t: Type, mesh_label: Callable[[Mesh], str], bundle: Callable[[Tup
     partial = ""
     at = t.device
     if isinstance(at, Mesh):
-        for dim, digits in t.digits.items():
+        for dim, subdims in t.subdims.items():
             end = 1
             parts: list[str] = []
-            for outer, n, i in digits:
-                parts.append(plain(at.axes[i]) if outer == end else f"{outer}:{plain(at.axes[i])}")
+            for outer, n, i in subdims:
+                shift = t.placements[i].attributes.get("shift")
+                part = plain(at.axes[i]) if outer == end else f"{outer}:{plain(at.axes[i])}"
+                parts.append(f"{part}+{shift}" if shift else part)
                 end = outer * n
             dims[dim] += "{" + ",".join(parts) + "}"
         for axis, p in zip(at.axes, t.placements, strict=True):
@@ -116,6 +118,18 @@ def write_type(t: Type, mesh_label: Callable[[Mesh], str], bundle: Callable[[Tup
                 partial += f"+{plain(axis)}" if p.kind == "sum" else f"+{p.kind}:{plain(axis)}"
     where = "" if at is None else f" @ {mesh_label(at) if isinstance(at, Mesh) else write_device(at)}"
     return f"{t.dtype.name}[{', '.join(dims)}]{partial}{_write_piece(t.piece)}{where}"
+
+
+def format_type(t: Type | None) -> str:
+    """A type as text, whole; meshes by their names."""
+    if t is None:
+        return "untyped"
+    return write_type(t, lambda mesh: plain(mesh.name), lambda bundle: row(map(format_type, bundle.types)))
+
+
+def row(items: Iterable[str]) -> str:
+    """Items in parentheses."""
+    return f"({', '.join(items)})"
 
 
 def read_tensor(text: str, where: Callable[[str], Device | Mesh]) -> Tensor | None:
@@ -136,9 +150,9 @@ def read_tensor(text: str, where: Callable[[str], Device | Mesh]) -> Tensor | No
     for dim, (local, axes) in enumerate(_dims(dims)):
         shape.append(int(local))
         end = 1
-        for outer, axis in _digits(axes):
+        for outer, axis, shift in _subdims(axes):
             axis = unquote(axis)
-            placements[axis] = Shard(dim, int(outer or end))
+            placements[axis] = Shard(dim, int(outer or end), int(shift or 0))
             end = int(outer or end) * (at.size(axis) if isinstance(at, Mesh) else 1)
     for kind, axis in _partials(partials):
         placements[unquote(axis)] = Partial(kind or "sum")
@@ -155,25 +169,27 @@ def _write_piece(piece: Piece | None) -> str:
     if piece is None:
         return ""
     first, end = piece
-    return f"#{_write_moment(first)}" if end == first + 1 else f"#{_write_moment(first)}:{_write_moment(end)}"
+    return (
+        f"#{_write_microbatch(first)}" if end == first + 1 else f"#{_write_microbatch(first)}:{_write_microbatch(end)}"
+    )
 
 
 def _read_piece(text: str | None) -> Piece | None:
     if text is None:
         return None
     first, _, end = text.partition(":")
-    start = _read_moment(first)
-    return start, _read_moment(end) if end else start + 1
+    start = _read_microbatch(first)
+    return start, _read_microbatch(end) if end else start + 1
 
 
-def _write_moment(k: int) -> str:
+def _write_microbatch(k: int) -> str:
     """A microbatch: a number, or one relative to a body's own, `t`."""
     if k < NOW // 2:
         return str(k)
     return f"t{k - NOW:+d}" if k != NOW else "t"
 
 
-def _read_moment(text: str) -> int:
+def _read_microbatch(text: str) -> int:
     return NOW + int(text[1:] or 0) if text[0] == "t" else int(text)
 
 
@@ -191,7 +207,7 @@ def read_device(text: str) -> Device | None:
 
 
 _Run = tuple[str, int, tuple[tuple[int, int], ...]]
-"""(kind, first index, ((count, step), ...)), the inner repetition first."""
+"""(kind, first index, ((count, step), ...)), innermost repetition first."""
 
 
 def write_mesh(mesh: Mesh) -> str:
@@ -223,7 +239,7 @@ def read_mesh(line: str) -> tuple[str, Mesh]:
 
 
 def _merge(runs: Sequence[_Run]) -> list[_Run]:
-    """Neighbours of the same form at equal distances made one."""
+    """Merge neighbouring runs of the same form at equal distances into one."""
     merged: list[_Run] = []
     i = 0
     while i < len(runs):

@@ -34,7 +34,7 @@ _WORDS = {"True": True, "False": False, "None": None, "inf": inf, "nan": nan, "R
 
 
 def parse(text: str) -> Function:
-    """The last function of a text as `pformat` writes it. Types are taken as they stand: see `verify`.
+    """The last function of a text as `pformat` writes it. Types are read, not checked: see `verify`.
 
     Raises ModelError: the number of the line, what was expected there and what stands there instead. UsageError for
     what is no text.
@@ -51,7 +51,7 @@ def parse(text: str) -> Function:
 
 
 class _Parser:
-    """The state of reading one text: where it is, and what has been named so far."""
+    """The state of parsing one text: its position, and the names defined so far."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
@@ -129,10 +129,10 @@ class _Parser:
         if type is None:
             type = read_tensor(token, self.where)
             if type is None:
-                body, _, moment = token.rpartition("#")
+                body, _, microbatch = token.rpartition("#")
                 if body not in self.types:
                     fail("a type", token)
-                type = self.types[body].at(int(moment))
+                type = self.types[body].at(int(microbatch))
             self.types[token] = type
         return type, i + 1
 
@@ -345,8 +345,8 @@ class _Parser:
             return Partial(tokens[i + 2]), i + 4
         if token == "Shard":
             numbers, i = self.value(tokens, i + 1)
-            if not isinstance(numbers, tuple) or len(numbers) not in (1, 2) or {*map(type, numbers)} != {int}:
-                fail("Shard(dim) or Shard(dim, outer)", f"Shard{numbers}")
+            if not isinstance(numbers, tuple) or len(numbers) not in (1, 2, 3) or {*map(type, numbers)} != {int}:
+                fail("Shard(dim), Shard(dim, outer) or Shard(dim, outer, shift)", f"Shard{numbers}")
             return Shard(*numbers), i
         return fail("an attribute", token)
 

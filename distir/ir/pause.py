@@ -1,4 +1,4 @@
-"""Pausing the garbage collector while much is made and none of it garbage: it would walk it all again and again."""
+"""Pausing the cyclic garbage collector while many live objects are created: it would traverse them repeatedly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 _ENOUGH = 4_000_000
-"""Objects made while paused before all are looked at: a few hundred megabytes, were they all garbage."""
+"""After so many objects made while paused a full collection runs: at most some hundred megabytes of garbage."""
 _made = 0
 
 
@@ -15,7 +15,8 @@ _made = 0
 def no_collection() -> Generator[None]:
     """A context, or decorator, in which the cyclic garbage collector does not run.
 
-    What was made in it counts as old when it ends: else the next collection, of what is young, would walk it all.
+    Objects made in it are moved to the oldest generation when it ends; else the next young collection would traverse
+    all of them.
     """
     was = gc.isenabled()
     gc.disable()
@@ -28,7 +29,7 @@ def no_collection() -> Generator[None]:
 
 
 def _settle() -> None:
-    """Make all objects old without looking at them; look at them when enough have come together."""
+    """Move all objects to the oldest generation without traversing them; collect when enough have been made."""
     global _made
     _made += gc.get_count()[0]
     if _made > _ENOUGH:

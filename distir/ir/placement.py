@@ -1,16 +1,45 @@
-"""Placements: what each device's piece is of the whole, along one mesh axis."""
+"""Placements along one mesh axis: how a device's piece relates to the whole.
+
+Their methods work on any array that reshapes and is indexed as numpy's. `xp` is the array namespace (see
+`executor.reference.numpy_namespace`), `i` a device's index along the axis, `n` the size of the axis.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from distir.ir.errors import IRTypeError
 
+Array = Any
+
 
 class Placement:
-    """What each device's piece is of the whole, along one mesh axis."""
+    """How each device's piece relates to the whole, along one mesh axis."""
 
     __slots__ = ()
+
+    def cut(self, x: Array, i: int, n: int) -> Array:
+        """Device i's piece of the whole `x`; all of it if it is not split."""
+        return x
+
+    def join(self, pieces: Sequence[Array], xp: Any) -> Array:
+        """The whole, from the pieces of all devices along the axis, in the order of the devices."""
+        return pieces[0]
+
+    def inside(self, ways: int) -> Placement:
+        """The same in an array that other axes have split `ways` ways outside of this one."""
+        return self
+
+    @property
+    def attributes(self) -> Mapping[str, int]:
+        """The attributes with which a communication op gives this placement."""
+        return {}
+
+    @property
+    def form(self) -> object:
+        """What the members of a bundle that is communicated as one must agree on."""
+        return None
 
 
 class Replicate(Placement):
@@ -32,33 +61,90 @@ class Replicate(Placement):
 
 
 class Shard(Placement):
-    """Dimension `dim`, read as (outer, n, rest), is split on its middle digit over the n devices of the axis.
+    """Dimension `dim`, read as (outer, n, rest), is split in its middle sub-dimension over the n devices of the axis.
 
-    Raises IRTypeError unless `dim` is an integer from 0, and `outer` one from 1.
+    Device i holds slice (i - shift) mod n: with a `shift` of 0 the devices hold the slices in order, with k each slice
+    is k devices further on. Raises IRTypeError unless `dim` and `shift` are integers from 0, and `outer` one from 1.
     """
 
-    __slots__ = ("dim", "outer")
-    _interned: ClassVar[dict[tuple[int, int], Shard]] = {}
+    __slots__ = ("dim", "outer", "shift")
+    _interned: ClassVar[dict[tuple[int, int, int], Shard]] = {}
     dim: int
     outer: int
+    shift: int
 
-    def __new__(cls, dim: int, outer: int = 1) -> Shard:
+    def __new__(cls, dim: int, outer: int = 1, shift: int = 0) -> Shard:
         if type(dim) is not int or type(outer) is not int:  # 1.0 and True are found where 1 is
             raise IRTypeError(f"a split is of a dim and an outer that are integers, got dim={dim!r}, outer={outer!r}")
-        self = cls._interned.get((dim, outer))
+        if type(shift) is not int:
+            raise IRTypeError(f"a split is shifted by an integer, got {shift!r}")
+        self = cls._interned.get((dim, outer, shift))
         if self is None:
             if dim < 0 or outer < 1:
                 raise IRTypeError(f"a split is of a dim from 0, with an outer from 1, got dim={dim}, outer={outer}")
+            if shift < 0:
+                raise IRTypeError(f"a split is shifted by 0 or more, got shift={shift}")
             self = object.__new__(cls)
-            self.dim, self.outer = dim, outer
-            cls._interned[dim, outer] = self
+            self.dim, self.outer, self.shift = dim, outer, shift
+            cls._interned[dim, outer, shift] = self
         return self
 
-    def __reduce__(self) -> tuple[type[Shard], tuple[int, int]]:
-        return Shard, (self.dim, self.outer)
+    def __reduce__(self) -> tuple[type[Shard], tuple[int, int, int]]:
+        return Shard, (self.dim, self.outer, self.shift)
 
     def __repr__(self) -> str:
+        if self.shift:
+            return f"Shard({self.dim}, {self.outer}, {self.shift})"
         return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, {self.outer})"
+
+    def slice_index(self, i: int, n: int) -> int:
+        """The index of the slice that device i holds."""
+        return (i - self.shift) % n if self.shift else i
+
+    def device(self, k: int, n: int) -> int:
+        """The device that holds slice k."""
+        return (k + self.shift) % n if self.shift else k
+
+    def shifted(self, shift: int) -> Shard:
+        """The same split with another shift."""
+        return self if shift == self.shift else Shard(self.dim, self.outer, shift)
+
+    def cut(self, x: Array, i: int, n: int) -> Array:
+        shape, dim = x.shape, self.dim
+        y = x.reshape(*shape[:dim], self.outer, n, -1, *shape[dim + 1 :])
+        y = y[(slice(None),) * (dim + 1) + (self.slice_index(i, n),)]
+        return y.reshape(*shape[:dim], shape[dim] // n, *shape[dim + 1 :])
+
+    def join(self, pieces: Sequence[Array], xp: Any) -> Array:
+        n, dim, shape = len(pieces), self.dim, pieces[0].shape
+        split = [
+            pieces[self.device(k, n)].reshape(*shape[:dim], self.outer, 1, -1, *shape[dim + 1 :]) for k in range(n)
+        ]
+        return xp.concat(split, dim + 1).reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
+
+    def local_size(self, size: int, n: int) -> int:
+        """How much of its dim, of `size`, a device holds."""
+        return size // n
+
+    def start(self, i: int, n: int, size: int) -> int:
+        """Where device i's piece begins in its dim, of `size` elements once outer sub-dimensions are split off."""
+        return self.slice_index(i, n) * self.local_size(size, n)
+
+    def inside(self, ways: int) -> Shard:
+        return self if ways == 1 else Shard(self.dim, self.outer // ways, self.shift)
+
+    @property
+    def attributes(self) -> Mapping[str, int]:
+        given = {"dim": self.dim}
+        if self.outer != 1:
+            given["outer"] = self.outer
+        if self.shift:
+            given["shift"] = self.shift
+        return given
+
+    @property
+    def form(self) -> object:
+        return self.shift
 
 
 class Partial(Placement):
@@ -83,6 +169,19 @@ class Partial(Placement):
 
     def __repr__(self) -> str:
         return "Partial" if self.kind == "sum" else f"Partial({self.kind})"
+
+    def cut(self, x: Array, i: int, n: int) -> Array:
+        raise IRTypeError(f"the pieces of a partial {self.kind} are not parts of the whole")
+
+    def join(self, pieces: Sequence[Array], xp: Any) -> Array:
+        total = pieces[0]
+        for x in pieces[1:]:
+            total = xp.maximum(total, x) if self.kind == "max" else total + x
+        return xp.asarray(total / len(pieces), dtype=total.dtype) if self.kind == "mean" else total
+
+    @property
+    def form(self) -> object:
+        return self.kind
 
 
 REPLICATE = Replicate()

@@ -1,4 +1,4 @@
-"""Structural equality: values, ops and functions compare by identity, `same` compares what they are."""
+"""Structural equality: values, ops and functions compare by identity, `same` compares their contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from distir.ir.function import Attributes, Function, Op, Value
 
 
 def same(f: Function, g: Function, names: bool = True) -> bool:
-    """Are two functions alike: types, roles, ops, attributes, `of`, outputs, updates, callees, and all names?
+    """Whether two functions are equal: types, roles, ops, attributes, `of`, outputs, updates, callees, and all names.
 
     Without `names`, those of functions and values do not count (those of meshes are part of a type).
     """
@@ -16,12 +16,12 @@ def same(f: Function, g: Function, names: bool = True) -> bool:
 
 
 def difference(f: Function, g: Function, names: bool = True) -> str | None:
-    """The first thing that keeps two functions from being `same`, None if they are."""
+    """The first difference between two functions in words, None if they are the `same`."""
     return _Comparison(names).functions(f, g)
 
 
 class _Comparison:
-    """What is known to be alike, so that each callee is compared once."""
+    """Pairs known to be equal, so that each callee is compared once."""
 
     def __init__(self, names: bool) -> None:
         self.names = names
@@ -83,7 +83,7 @@ class _Comparison:
         return None
 
     def equal(self, x: Any, y: Any) -> bool:
-        """1, 1.0 and True differ, as do 0.0 and -0.0; nan is as any nan."""
+        """1, 1.0 and True differ, as do 0.0 and -0.0; any two nan are equal."""
         if type(x) is not type(y):
             return False
         if isinstance(x, tuple):

@@ -1,22 +1,24 @@
-"""What distir knows of an op, and the registry of them. Ops are defined in `distir.ops`, one call of `op` each."""
+"""The definition of an op (`Spec`), and the registry of ops. `distir.ops` defines them, one call of `op` each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from distir.ir.attributes import declared
 from distir.ir.axes import Factors, Shape, factors
+from distir.ir.communication import Communication, Route
 from distir.ir.errors import IRTypeError, ModelError
 from distir.ir.type import MEAN, REPLICATE, SUM, DType, Partial, Placement, Shard
 
 Attrs = Mapping[str, Any]
 LinearSets = tuple[frozenset[int], ...] | str
+T = TypeVar("T")
 
 
-class Strand(NamedTuple):
-    """One digit through an op: how every operand and result is placed if one of them is split so.
+class FactorMapping(NamedTuple):
+    """A factor mapping: how every operand and result is placed if one factor of the op is split over an axis.
 
     Operands are Shard or Replicate; results may also be Partial, where the split factor is reduced, and an operand that
     is added to such a result.
@@ -25,24 +27,32 @@ class Strand(NamedTuple):
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
 
+    def shifted(self, shift: int) -> FactorMapping:
+        """The same with every split shifted by `shift` (see `Shard`)."""
+        ins, outs = ([p.shifted(shift) if isinstance(p, Shard) else p for p in row] for row in self)
+        return FactorMapping(tuple(ins), tuple(outs))
 
-ShardRule = Callable[[Attrs, Sequence[Shape], Sequence[Shape], int, Shard, int], Strand | None]
-"""(attributes, global operand shapes, global result shapes, slot, split, n) -> Strand, or None if it may not be split.
-Slot k is operand k, slot ~k result k; the strand returned must have `split` at that slot."""
+
+ShardRule = Callable[[Attrs, Sequence[Shape], Sequence[Shape], int, Shard, int], FactorMapping | None]
+"""(attributes, global operand shapes, global result shapes, slot, split, n) -> factor mapping; None for a split that is
+not allowed. Slot k is operand k, slot ~k result k; the mapping returned must have `split` at that slot."""
 
 
 class Spec:
     """An op. See `op` for the fields."""
 
     __slots__ = (
+        "addends",
         "alias",
         "attributes",
         "axes",
         "bundle",
         "comm",
         "decompose",
+        "definition",
         "donates",
         "dtype",
+        "each",
         "eval",
         "grad",
         "gradient",
@@ -55,6 +65,7 @@ class Spec:
         "name",
         "neutral_value",
         "outputs",
+        "route",
         "saved",
         "shard",
         "sizes",
@@ -72,11 +83,13 @@ class Spec:
         self.infer: Callable[..., Sequence[Shape]] | None = fields.pop("infer", None)
         self.shard: ShardRule | None = fields.pop("shard", None)
         self.dtype: Callable[..., Sequence[DType]] | None = fields.pop("dtype", None)
-        self.comm: Callable[..., Sequence[Any]] | None = fields.pop("comm", None)
+        self.comm: Communication | None = fields.pop("comm", None)
+        self.route: Route | None = self.comm.route if self.comm is not None else None
         self.linear: LinearSets | Callable[[Attrs], Iterable[Iterable[int]]] = _linear(fields.pop("linear", ()))
         self.eval: Callable[..., Any] | None = fields.pop("eval", None)
         self.grad: Callable[..., Sequence[Any]] | None = fields.pop("grad", None)
         self.decompose: Callable[..., Sequence[Any]] | None = fields.pop("decompose", None)
+        self.definition: Callable[..., Sequence[Any] | None] | None = fields.pop("definition", None)
         self.work: Callable[..., tuple[float, float]] | None = fields.pop("work", None)
         self.weight: int | None = fields.pop("weight", None)
         self.neutral_value: float | None = fields.pop("neutral", None)
@@ -87,8 +100,10 @@ class Spec:
         self.outputs: int | Callable[[Attrs], int] = fields.pop("outputs", 1)
         self.saved: int = fields.pop("saved", 0)
         self.bundle: str | None = fields.pop("bundle", None)
+        self.addends: bool = fields.pop("addends", False)
         self.alias: bool = fields.pop("alias", False)
         self.donates: tuple[int, ...] = fields.pop("donates", ())
+        self.each: Spec | None = fields.pop("each", None)
         self.gradient: int | None = fields.pop("gradient", None)
         self.keeps_zero: bool = fields.pop("keeps_zero", False)
         self.torch: str | None = fields.pop("torch", None)
@@ -101,12 +116,30 @@ class Spec:
     def __reduce__(self) -> tuple[Callable[[str], Spec], tuple[str]]:
         return lookup, (self.name,)
 
+    @property
+    def meaning(self) -> Callable[..., Sequence[Any] | None] | None:
+        """The rule that expresses the op by simpler ones: its `definition`, or `decompose`; None without."""
+        return self.definition or self.decompose
+
     def count(self, attrs: Attrs) -> int:
         """How many results the op has."""
         return self.outputs(attrs) if callable(self.outputs) else self.outputs
 
+    def rows(self, attrs: Attrs, slots: Sequence[T]) -> list[list[T]]:
+        """For an op that repeats another (`each`): the operands of each repetition, the shared ones included."""
+        n = attrs["count"]
+        own = len(slots) // n
+        return [[*slots[k * own : (k + 1) * own], *slots[n * own :]] for k in range(n)]
+
+    def donated(self, attrs: Attrs, operands: int) -> list[int]:
+        """The numbers of the operands whose buffers a result may take over."""
+        if self.each is None:
+            return [k for k in self.donates if k < operands]
+        rows = self.rows(attrs, range(operands))
+        return list(dict.fromkeys(row[k] for row in rows for k in self.each.donated(attrs, len(row))))
+
     def factors(self, attrs: Attrs, shapes: Sequence[Shape]) -> Factors | None:
-        """Its factors at these shapes, None if it is not said by axes."""
+        """Its factors at these shapes; None without `axes`."""
         if self.axes is None:
             return None
         text = self.axes(attrs, shapes) if callable(self.axes) else self.axes
@@ -133,16 +166,22 @@ class Spec:
         """The (slot, dim) that eval's `start` counts in; a negative dim counts from the last."""
         return self.index(attrs) if callable(self.index) else self.index
 
-    def strand(
+    def mapping(
         self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
-    ) -> Strand | None:
-        """The strand that has `split` over n devices at `slot` (k: operand k, ~k: result k); None if there is none."""
+    ) -> FactorMapping | None:
+        """The factor mapping with `split` over n devices at `slot` (k: operand k, ~k: result k); None without one.
+
+        A shift is the same in the whole mapping: an op does not depend on which device holds which slice.
+        """
+        if split.shift:
+            found = self.mapping(attrs, ins, outs, slot, split.shifted(0), n)
+            return None if found is None else found.shifted(split.shift)
         shape = ins[slot] if slot >= 0 else outs[~slot]
         if split.dim >= len(shape):
             return None
         f = self.factors(attrs, ins)
         if f is not None:
-            found = axes_strand(f, slot, split)
+            found = axes_mapping(f, slot, split)
         else:
             found = self.shard(attrs, ins, outs, slot, split, n) if self.shard else None
         if found is None:
@@ -152,16 +191,16 @@ class Spec:
                 return None
         return found
 
-    def neutral(self, strand: Strand) -> float:
-        """The value of an operand that does not count where the op reduces along the strand.
+    def neutral(self, mapping: FactorMapping) -> float:
+        """The neutral value of an operand where the op reduces along this factor mapping.
 
         Raises ModelError for a mean, in which there is none.
         """
         if self.neutral_value is not None:
             return self.neutral_value
-        if MEAN in strand.outs:
+        if MEAN in mapping.outs:
             raise ModelError(f"{self.name}: in a mean every value counts", "decompose it first")
-        return float("-inf") if any(isinstance(p, Partial) and p.kind == "max" for p in strand.outs) else 0.0
+        return float("-inf") if any(isinstance(p, Partial) and p.kind == "max" for p in mapping.outs) else 0.0
 
     def flops(self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
         """Floating-point operations at these (local) shapes: two a point of a contraction, else one a point.
@@ -181,8 +220,8 @@ def _linear(sets: Any) -> Any:
     return sets if isinstance(sets, str) or callable(sets) else tuple(frozenset(s) for s in sets)
 
 
-def axes_strand(f: Factors, slot: int, split: Shard) -> Strand | None:
-    """The strand of a split of a factor of `axes`; None if it may not be split."""
+def axes_mapping(f: Factors, slot: int, split: Shard) -> FactorMapping | None:
+    """The factor mapping of a factor of `axes`; None if it may not be split."""
     name = f.ins[slot][split.dim] if slot >= 0 else f.outs[~slot][split.dim]
     if name is None or f.kinds.get(name) == "whole":
         return None
@@ -198,7 +237,7 @@ def axes_strand(f: Factors, slot: int, split: Shard) -> Strand | None:
             return None  # not reduced and not there: every device would hold a different result
         else:
             outs.append(Partial(kind))
-    return Strand(ins, tuple(outs))
+    return FactorMapping(ins, tuple(outs))
 
 
 def _at(row: Sequence[str | None], name: str, outer: int) -> Placement:
@@ -206,43 +245,55 @@ def _at(row: Sequence[str | None], name: str, outer: int) -> Placement:
 
 
 _registry: dict[str, Spec] = {}
+_conversions: dict[tuple[type[Placement], type[Placement]], list[Spec]] = {}
+"""The ops along an axis, by the placements that they take and give."""
 
 
 def op(name: str, **fields: Any) -> Spec:
     """Define an op. Fields, all optional:
 
-    - `attributes`: those it takes, with their kinds (see `distir.ir.attributes`); none without it. What moves values
-      (`comm`) looks at its own.
+    - `attributes`: those it takes, with their kinds (see `distir.ir.attributes`); none without it. Ops with `comm`
+      check their own.
     - `axes`: its factors (see `distir.ir.axes`), or a function (attributes, operand shapes) -> text; `sizes`: a
       function (attributes, operand shapes) -> sizes of factors that stand in results only.
-    - `infer(attributes, *shapes) -> shapes` and `shard` (a `ShardRule`), for ops that axes cannot say.
+    - `infer(attributes, *shapes) -> shapes` and `shard` (a `ShardRule`), for ops that `axes` cannot describe.
     - `dtype(attributes, *dtypes) -> dtypes` of the results; the first operand's without it.
     - `linear`: the sets of operands in which it is jointly linear, "all" of them, or a function attributes -> sets:
       a Partial may pass there, nowhere else.
+    - `addends`: the result is the sum of its operands, however many. Where some are Partial, so may all be.
     - `eval(xp, *arrays, **attributes)`: its meaning, on local arrays. `local(attributes, operand types, result types)
       -> attributes` gives the attributes for one device's piece. With `index=(slot, dim)`, or a function of the
       attributes that gives it, eval gets the keyword `start`, the global index at which this device's piece of that
       dim begins (a negative dim counts from the last). `unpadded` names the attribute that says, if that dim is padded,
       how long it was; `ignored` the one that says which index, in that dim or not, counts for nothing.
     - `grad(maker, op, *gradients of the results) -> gradients of the operands`, None where there is none.
-    - `decompose(maker, op) -> results`: in ops that can be split. With a `grad` beside it, this is done only where
-      there is something to split: the op itself is quicker.
-    - `work(attributes, operand shapes, result shapes) -> (FLOP, elements moved)` where axes do not say it; elements
-      of the first result's size, 0 for all operands and results.
+    - `decompose(maker, op) -> results`: in ops that can be split. With a `grad` beside it, only if something is split:
+      the op itself is faster.
+    - `definition(maker, op) -> results`: the simpler ops that define it, for ops into which rewrites fuse several and
+      that are not decomposed; None for attributes without a definition. `validate` compares by these definitions (and
+      by `decompose`), and checks them against `eval`.
+    - `work(attributes, operand shapes, result shapes) -> (FLOP, elements moved)` where `axes` does not give it;
+      elements of the first result's size, 0 for all operands and results.
     - `weight`: the operand that is a weight where it may be one.
     - `keeps_zero`: a point is 0 in all results where it is 0 in all operands (linear ops do so anyway).
     - `neutral`: the value of an operand that does not count where it is reduced, if not 0 (a sum) or -inf (a maximum).
     - `outputs`: how many results, a number or a function of the attributes; `saved`: how many of them, the last, are
-      there for the gradient's sake: no gradient flows from them.
+      saved for the gradient: no gradient flows from them.
     - `gradient`: in an optimizer, the operand that is the gradient; operand 0 is the weight, result 0 its next value.
     - `alias`: the result is a view of operand 0. `donates`: operands whose buffer a result may take over.
+    - `each`: the op that this one repeats `count` times at once: the operands of one repetition follow those of
+      another, shared ones last; so do results. Types and meaning are those of that op.
     - `torch`: the name below `torch` of a faster kernel of the same signature.
-    - `comm(attributes, *types) -> types`: the type rule of ops that change placements or structure; `bundle`: "pack"
-      or "unpack" for the two that make and open bundles.
+    - `comm`: the record of an op that changes the devices, placements or structure of values, in place of `axes`,
+      `infer`, `shard`, `linear`, `eval` and `work`: see `Communication`. `bundle`: "pack" or "unpack" for the two that
+      make and open bundles.
     """
     if name in _registry:
         raise ModelError(f"op {name} is defined twice")
     spec = _registry[name] = Spec(name, **fields)
+    if spec.comm is not None:
+        for taken in spec.comm.takes:
+            _conversions.setdefault((taken, spec.comm.gives or taken), []).append(spec)
     return spec
 
 
@@ -255,6 +306,18 @@ def lookup(name: str) -> Spec:
         near = difflib.get_close_matches(name, _registry, 3)
         raise ModelError(f"unknown op {name!r}", f"did you mean {' or '.join(near)}?" if near else None)
     return spec
+
+
+def conversion(have: Placement, want: Placement) -> tuple[Spec, Attrs] | None:
+    """The op that moves a value from one placement along an axis to another, and its attributes but for the axis.
+
+    None if no op does so at once.
+    """
+    for spec in _conversions.get((type(have), type(want)), ()):
+        attrs = spec.comm.converts(have, want) if spec.comm is not None else None
+        if attrs is not None:
+            return spec, attrs
+    return None
 
 
 def all_ops() -> Iterable[Spec]:
@@ -273,23 +336,23 @@ def place(
 ) -> tuple[Placement, ...]:
     """The results' placements along one mesh axis of n devices, from the operands'.
 
-    A split operand must run along a strand, and all others with it; a Partial may stand only where the op is linear,
-    the other operands replicated. `free` splits a result on a factor that no operand has.
+    A split operand must agree with a factor mapping, and all others with it; a Partial is accepted only where the op is
+    linear, with the other operands replicated. `free` splits a result on a factor that no operand has.
 
     Raises IRTypeError that names the operand, expected and got.
     """
     slot, shard = next(((k, p) for k, p in enumerate(placements) if isinstance(p, Shard)), (~0, free))
     if shard is None:
         return _place_partial(spec, attrs, placements, len(outs))
-    strand = spec.strand(attrs, ins, outs, slot, shard, n)
-    if strand is None or (free is not None and strand.outs[0] is not free):
+    mapping = spec.mapping(attrs, ins, outs, slot, shard, n)
+    if mapping is None or (free is not None and mapping.outs[0] is not free):
         what = f"operand {slot} of shape {ins[slot]}" if slot >= 0 else f"result of shape {outs[0]}"
         raise IRTypeError(f"{what} may not be split as {shard} over {n}")
-    for k, (want, got) in enumerate(zip(strand.ins, placements, strict=True)):
+    for k, (want, got) in enumerate(zip(mapping.ins, placements, strict=True)):
         if want is not got:
             split = f"operand {slot} split as {shard}" if slot >= 0 else f"the result split as {shard}"
             raise IRTypeError(f"operand {k}: expected {want}, got {got}, with {split}")
-    return strand.outs
+    return mapping.outs
 
 
 def _place_partial(spec: Spec, attrs: Attrs, placements: Sequence[Placement], results: int) -> tuple[Placement, ...]:

@@ -8,9 +8,10 @@
       return %z, %w.new -> %w
     }
 
-- A shape is what one device holds. `{mb,dp}` names the mesh axes that split a dim, outermost digit first;
-  `{3:tp}` gives the `outer` of a digit that does not begin where the one before ended. `+tp` is a partial
-  sum, `+max:tp` a partial maximum. `#3` is the piece of microbatch 3, `#0:3` of 0, 1 and 2, `t` a body's own.
+- A shape is what one device holds. `{mb,dp}` names the mesh axes that split a dim, outermost first;
+  `{3:tp}` gives the `outer` of a sub-dimension that does not begin where the one before ended. `+tp` is a partial
+  sum, `+max:tp` a partial maximum. `#3` is the piece of microbatch 3, `#0:3` of 0, 1 and 2, `t` the current
+  microbatch of a body.
 - Devices of a mesh are runs `kind:first..last:step`, repeated by ` x8 by 16` (8 of them, 16 apart).
 - A Tuple type of more than 4 entries is a `bundle` in the head, as a body sees it; `T0#3` as a call at mb=3.
 - Callees stand before callers, the program itself last. A Call is written as its callee. `of` names the first
@@ -27,7 +28,7 @@ from typing import Any, TextIO
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Function, Op, Value
-from distir.ir.notation import plain, plain_value, quote, write_device, write_mesh, write_type
+from distir.ir.notation import format_type, plain, plain_value, quote, row, write_device, write_mesh, write_type
 from distir.ir.spec import all_ops
 from distir.ir.type import NOW, DType, Partial, Replicate, Shard, Tensor, Tuple, Type
 
@@ -73,19 +74,8 @@ def cpprint(x: Any, stream: TextIO | None = None, style: Any = None) -> None:
     out.write("\n")
 
 
-def format_type(type: Type | None) -> str:
-    """A type as text, whole; meshes by their names."""
-    if type is None:
-        return "untyped"
-    return write_type(type, lambda mesh: plain(mesh.name), lambda t: _row(map(format_type, t.types)))
-
-
 def _without_colours(sdocs: Iterator[Any]) -> str:
     return "".join([s for s in sdocs if isinstance(s, str)])
-
-
-def _row(items: Iterator[str] | Sequence[str]) -> str:
-    return f"({', '.join(items)})"
 
 
 def _seen_by_body(t: Type, k: int) -> Type:
@@ -212,15 +202,15 @@ class _Printer:
             doc = self._values[v] = self._annotate(self._token.NAME_VARIABLE, plain_value(v.name))
         return doc
 
-    def _definition(self, v: Value, seen: Type | None = None, moment: Any = None) -> list[Doc]:
+    def _definition(self, v: Value, seen: Type | None = None, microbatch: Any = None) -> list[Doc]:
         """`%name: type role`; `seen` is the type the callee gives it."""
         docs = [self._value(v)]
         if v.type is not None:  # pyright: ignore[reportUnnecessaryComparison]
             doc = self._types.get(v.type)
             if doc is None:
-                body = seen if isinstance(seen, Tuple) and type(moment) is int and moment >= 0 else None
-                if body is not None and body.at(moment) is v.type:
-                    self._texts[v.type] = self._bundle(body, moment)
+                body = seen if isinstance(seen, Tuple) and type(microbatch) is int and microbatch >= 0 else None
+                if body is not None and body.at(microbatch) is v.type:
+                    self._texts[v.type] = self._bundle(body, microbatch)
                 doc = self._types[v.type] = self._annotate(self._token.NAME_BUILTIN, self._type(v.type))
             docs += ": ", doc
         if v.role is not None:
@@ -235,22 +225,22 @@ class _Printer:
             text = self._texts[t] = write_type(t, self._mesh, self._bundle)
         return text
 
-    def _bundle(self, t: Tuple, moment: int | None = None) -> str:
-        """A short bundle as it is; a long one by a name, and the microbatch that it is seen at."""
+    def _bundle(self, t: Tuple, microbatch: int | None = None) -> str:
+        """A short bundle in full; a long one by its label, and the microbatch of the call."""
         if len(t.types) <= self._inline:
-            whole = t if moment is None else t.at(moment)
-            return _row([self._type(x) for x in whole.types])
+            whole = t if microbatch is None else t.at(microbatch)
+            return row([self._type(x) for x in whole.types])
         body = t
-        if moment is None and (k := _last_microbatch(t)) is not None and 0 <= k < NOW // 2:
+        if microbatch is None and (k := _last_microbatch(t)) is not None and 0 <= k < NOW // 2:
             body = _seen_by_body(t, k)
-            body, moment = (body, k) if isinstance(body, Tuple) and body.at(k) is t else (t, None)
+            body, microbatch = (body, k) if isinstance(body, Tuple) and body.at(k) is t else (t, None)
         label = self._bundles.get(body)
         if label is None:
-            text = _row([self._type(x) for x in body.types])
+            text = row([self._type(x) for x in body.types])
             label = self._bundles[body] = f"T{len(self._bundles)}"
             name = self._annotate(self._token.NAME_BUILTIN, label)
             self._bundle_lines.append(self._line([self._keyword["bundle"], " ", name, f" = {text}"]))
-        return label if moment is None else f"{label}#{moment}"
+        return label if microbatch is None else f"{label}#{microbatch}"
 
     def _op(self, op: Op, numbers: dict[Op, int] | None) -> list[Doc]:
         """The line of an op; `numbers` are those of all ops of its function."""
@@ -300,7 +290,7 @@ class _Printer:
             case str() if type(x) is str:
                 return quote(x)
             case tuple() if type(x) is tuple:
-                return _row([self._attribute(y) for y in x]) if len(x) != 1 else f"({self._attribute(x[0])},)"
+                return row([self._attribute(y) for y in x]) if len(x) != 1 else f"({self._attribute(x[0])},)"
             case DType() | Shard() | Partial() | Replicate():
                 return repr(x)
             case Mesh():

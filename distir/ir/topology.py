@@ -1,4 +1,4 @@
-"""What devices can do and how they are linked: a graph of devices, switches and links, or a cluster of equal nodes."""
+"""Hardware topology: devices' compute and memory figures, and their links; a graph, or a cluster of equal nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIGABIT = 1.25e8
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """What one device can do. Devices whose specs are equal behave alike.
+    """The figures of one device. Devices with equal specs behave alike.
 
     `throughput` is in FLOP/s, one figure or one per dtype name ("f32", "tf32", "bf16" ...); `dram_bandwidth` in
     bytes/s; `kernel_launch_overhead` in seconds an op; `memory` in bytes. The efficiencies are the share of the peak
@@ -59,7 +59,7 @@ class Link(NamedTuple):
 
 
 _LEAST = 1e-30
-"""Figures below are taken for mistakes: what is divided by them may be no number any more."""
+"""Smaller figures are rejected as mistakes: dividing by them may overflow."""
 SELF = Link(math.inf)
 """A device's link to itself."""
 
@@ -111,7 +111,7 @@ class Topology:
     """Devices and their links.
 
     Built by hand with `add_device`, `add_switch`, `set_bandwidth` and `set_link`, or as a `Regular` cluster, which
-    holds no edges however many devices it has. `version` counts changes, so that what was derived can be kept.
+    holds no edges however many devices it has. `version` counts changes, so that derived results can be cached.
     """
 
     def __init__(self, regular: Regular | None = None) -> None:
@@ -193,7 +193,7 @@ class Topology:
         return Device("host", 0)
 
     def spec(self, device: Device) -> DeviceSpec:
-        """What a device can do. Raises UsageError for one that is not here."""
+        """The figures of a device. Raises UsageError for a device that is not in the topology."""
         found = self._specs.get(device)
         if found is not None:
             return found
@@ -212,7 +212,7 @@ class Topology:
     def set_link(self, a: Device, b: Device, bandwidth: float, latency: float = 0.0) -> None:
         """Link two devices or switches, both ways: bytes/s and seconds. Raises UsageError for a figure out of range."""
         if a is b or not bandwidth >= _LEAST or not 0 <= latency < math.inf:
-            raise UsageError(f"a link from {a} to {b} of {bandwidth} bytes/s and {latency} s makes no sense")
+            raise UsageError(f"a link from {a} to {b} of {bandwidth} bytes/s and {latency} s is out of range")
         link = Link(float(bandwidth), float(latency))
         self._links.setdefault(a, {})[b] = link
         self._links.setdefault(b, {})[a] = link

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from distir.ir.device import Device, Mesh
@@ -28,27 +28,31 @@ from distir.ir.placement import Partial as Partial
 from distir.ir.placement import Replicate as Replicate
 
 NOW = 1 << 40
-"""The moment a body is typed at: inside it a range (0, NOW) covers all microbatches before this one, (0, NOW + 1)
-also this one. A `Call` puts its own microbatch in its place."""
+"""The symbolic current microbatch of a body: inside it a range (0, NOW) covers all microbatches before the current one,
+(0, NOW + 1) includes it. A `Call` substitutes its own microbatch."""
 
 MOST = 1 << 53
 """The most elements a tensor may have: up to there floating-point numbers count them exactly."""
 
 Piece = tuple[int, int]
-Digit = tuple[int, int, int]
-"""(outer, n, position of the mesh axis)"""
+SubDim = tuple[int, int, int]
+"""A sub-dimension: (outer, n, position of the mesh axis)."""
 
 
-def _digits(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> dict[int, list[Digit]]:
-    """For each sharded dim its digits, outermost first. Raises IRTypeError if they overlap or do not divide."""
-    per: dict[int, list[Digit]] = {}
+def _subdims(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) -> dict[int, list[SubDim]]:
+    """For each sharded dim its sub-dimensions, outermost first. Raises IRTypeError if they overlap or do not divide."""
+    per: dict[int, list[SubDim]] = {}
     for i, p in enumerate(placements):
         if isinstance(p, Shard):
             per.setdefault(p.dim, []).append((p.outer, mesh.sizes[i], i))
-    for dim, digits in per.items():
-        digits.sort()
+            if p.shift and (p.shift >= mesh.sizes[i] or i == mesh.time):
+                raise IRTypeError(
+                    f"{p} cannot be shifted by {p.shift} on mesh axis {mesh.axes[i]!r} of size {mesh.sizes[i]}"
+                )
+    for dim, subdims in per.items():
+        subdims.sort()
         inside = 1
-        for outer, n, i in digits:
+        for outer, n, i in subdims:
             if dim >= len(shape) or outer % inside or shape[dim] % (outer * n):
                 size = shape[dim] if dim < len(shape) else "none"
                 raise IRTypeError(
@@ -64,16 +68,16 @@ class Tensor:
 
     `shape` is what ONE device holds; `global_shape` is the whole. On a mesh, `placements` has one entry a mesh axis.
     `piece` is the range of microbatches (first, end) that a value of a scheduled program covers, None if the value
-    does not vary in time or belongs to a body's own microbatch. Tensors that are alike are the same object.
+    does not vary in time or belongs to a body's own microbatch. Equal tensors are the same object (interned).
 
     Raises IRTypeError if the placements do not fit the shape or the mesh, or for more than `MOST` elements in all.
     """
 
     __slots__ = (
         "__weakref__",
-        "_digits",
         "_pieces",
         "_still",
+        "_subdims",
         "bytes",
         "device",
         "dtype",
@@ -84,7 +88,7 @@ class Tensor:
         "shape",
     )
     _interned: ClassVar[WeakValueDictionary[tuple[object, ...], Tensor]] = WeakValueDictionary()
-    """Those without a piece; each knows those that are like it but for their piece."""
+    """Those without a piece; each refers to the tensors that differ from it in the piece alone."""
     dtype: DType
     shape: tuple[int, ...]
     device: Device | Mesh | None
@@ -93,7 +97,7 @@ class Tensor:
     global_shape: tuple[int, ...]
     bytes: int
     moves: bool
-    """Whether it varies in time: is not replicated over the microbatches."""
+    """Whether it varies in time: is not replicated along the time axis."""
     _still: Tensor | None
     """The one without a piece; None for itself."""
     _pieces: dict[Piece, Tensor]
@@ -129,7 +133,7 @@ class Tensor:
         if math.prod(whole) > MOST:
             raise IRTypeError(f"{dtype}{whole} has {math.prod(whole):,} elements, more than 2^53")
         self = object.__new__(cls)
-        self._digits = _digits(whole, device, placements) if isinstance(device, Mesh) else {}
+        self._subdims = _subdims(whole, device, placements) if isinstance(device, Mesh) else {}
         self.dtype, self.shape, self.device, self.placements, self.piece = dtype, shape, device, placements, None
         self.global_shape = tuple(whole)
         self.bytes = math.prod(shape) * dtype.size
@@ -149,24 +153,25 @@ class Tensor:
     ) -> Tensor:
         """As the constructor, but of a global shape. Raises IRTypeError if it does not divide."""
         if isinstance(device, Mesh) and placements is not None:
-            local = list(shape)
-            for dim, digits in _digits(shape, device, placements).items():
-                local[dim] //= math.prod(n for _, n, _ in digits)
-            shape = local
+            _subdims(shape, device, placements)
+            shape = list(shape)
+            for p, n in zip(placements, device.sizes, strict=True):
+                if isinstance(p, Shard):
+                    shape[p.dim] = p.local_size(shape[p.dim], n)
         return Tensor(dtype, shape, device, placements, piece)
 
     def __reduce__(self) -> tuple[type[Tensor], tuple[object, ...]]:
         return Tensor, (self.dtype, self.shape, self.device, self.placements, self.piece)
 
     def __repr__(self) -> str:
-        from distir.ir.text import format_type
+        from distir.ir.notation import format_type
 
         return format_type(self)
 
     @property
-    def digits(self) -> dict[int, list[Digit]]:
+    def subdims(self) -> dict[int, list[SubDim]]:
         """For each sharded dim its (outer, n, mesh axis position), outermost first."""
-        return self._digits
+        return self._subdims
 
     @property
     def mesh(self) -> Mesh:
@@ -178,6 +183,37 @@ class Tensor:
     def on(self, axis: str) -> Placement:
         """How it is placed along a mesh axis. Raises IRTypeError if it is on no mesh, or one without that axis."""
         return self.placements[self.mesh.position(axis)]
+
+    def local(self, i: int) -> Placement:
+        """Its placement along mesh axis number i, within what one device holds: without other axes' sub-dimensions."""
+        p = self.placements[i]
+        if not isinstance(p, Shard) or p.outer == 1:
+            return p
+        return p.inside(math.prod([n for outer, n, k in self.subdims[p.dim] if k != i and outer < p.outer]))
+
+    def cut(self, x: Any, coord: Mapping[int, int] | Sequence[int]) -> Any:
+        """The piece of the whole array `x` that a device at `coord` (its index along each mesh axis) holds.
+
+        Axes that a mapping (mesh axis position -> index) leaves out are kept whole.
+        """
+        at = coord if isinstance(coord, Mapping) else dict(enumerate(coord))
+        for subdims in self._subdims.values():
+            gone = 1
+            for _, n, i in subdims:
+                if i in at:
+                    x = self.placements[i].inside(gone).cut(x, at[i], n)
+                    gone *= n
+        return x
+
+    def start(self, dim: int, coord: Sequence[int]) -> int:
+        """The global index at which the piece at `coord` begins in `dim`; it must be contiguous there (see `infer`)."""
+        start, size = 0, self.global_shape[dim]
+        for _, n, i in self._subdims.get(dim, ()):
+            p = self.placements[i]
+            if isinstance(p, Shard):
+                start += p.start(coord[i], n, size)
+                size = p.local_size(size, n)
+        return start
 
     def placed(self, axis: str, placement: Placement, piece: Piece | None = None) -> Tensor:
         """The same whole with another placement along one axis."""
@@ -193,11 +229,11 @@ class Tensor:
         """The whole, on no device."""
         return Tensor(self.dtype, self.global_shape)
 
-    def at(self, moment: int) -> Tensor:
-        """A body's type as seen by a caller that calls it for microbatch `moment`."""
+    def at(self, microbatch: int) -> Tensor:
+        """The type in the caller that a body's type becomes when it is called with this microbatch."""
         if not self.moves:
             return self
-        return self.of((moment, moment + 1) if self.piece is None else (0, self.piece[1] - NOW + moment))
+        return self.of((microbatch, microbatch + 1) if self.piece is None else (0, self.piece[1] - NOW + microbatch))
 
     def of(self, piece: Piece | None) -> Tensor:
         """The same, of other microbatches."""
@@ -209,7 +245,7 @@ class Tensor:
             other = object.__new__(Tensor)
             other.dtype, other.shape, other.device = still.dtype, still.shape, still.device
             other.placements, other.piece, other.moves = still.placements, piece, still.moves
-            other.global_shape, other.bytes, other._digits = still.global_shape, still.bytes, still._digits
+            other.global_shape, other.bytes, other._subdims = still.global_shape, still.bytes, still._subdims
             other._still, other._pieces = still, still._pieces
             still._pieces[piece] = other
         return other
@@ -218,8 +254,8 @@ class Tensor:
 class Tuple:
     """A bundle of values that travel together: parameters, residuals, gradients.
 
-    Like tensors, bundles that differ only in the microbatches that they are of know each other. The members of one
-    that is made from another are found when looked at: a schedule has a bundle a microbatch and looks at few.
+    As with tensors, bundles that differ only in their microbatches refer to each other. The members of a derived one
+    are computed on first access: a schedule has a bundle for each microbatch and reads few of them.
     """
 
     __slots__ = (
@@ -241,14 +277,14 @@ class Tuple:
     moves: bool
     """Whether any of them varies in time."""
     piece: Piece | None
-    """The microbatches that all members that vary in time are of; None for none, or if they differ."""
+    """The microbatches of all members that vary in time; None if there are none, or if they differ."""
     _still: Tuple | None
     """The one without a piece, maybe itself; None if the members' pieces differ."""
     _types: tuple[Type, ...] | None
     _distinct: tuple[Type, ...] | None
     _moving: tuple[Type, ...] | None
     _others: dict[Piece | int, Tuple]
-    """Of one without a piece those with one; of one whose members' pieces differ, what it is at a moment."""
+    """Without a piece: the bundles that have one. With members of different pieces: its type at each microbatch."""
 
     def __new__(cls, types: Iterable[Type]) -> Tuple:
         types = tuple(types)
@@ -271,7 +307,7 @@ class Tuple:
 
     @staticmethod
     def _common(types: Iterable[Type]) -> tuple[Piece | None, bool]:
-        """The microbatches that all are of that vary in time, and whether they are of different ones."""
+        """The microbatches of all types that vary in time, and whether these differ."""
         pieces = {t.piece for t in types if t.moves}
         odd = [t for t in types if (t._still is None if isinstance(t, Tuple) else not t.moves and t.piece is not None)]
         return (None, True) if odd or len(pieces) > 1 else (next(iter(pieces), None), False)
@@ -293,14 +329,14 @@ class Tuple:
 
     @property
     def distinct(self) -> tuple[Type, ...]:
-        """Its types, each once: a bundle has many members, but of few types."""
+        """Its distinct types: a bundle has many members of few types."""
         if self._distinct is None:
             self._distinct = _all_of((self._still or self).distinct, self.piece)
         return self._distinct
 
     @property
     def moving(self) -> tuple[Type, ...]:
-        """Enough of its distinct types to tell what is wrong with their pieces: all, if these differ.
+        """As many of its distinct types as a check of their pieces needs: all, if the pieces differ.
 
         Else, of the tensors that vary in time, one of each mesh and placement over time.
         """
@@ -323,15 +359,17 @@ class Tuple:
         """The wholes, on no device."""
         return self._each(lambda t: t.erased())
 
-    def at(self, moment: int) -> Tuple:
-        """A body's type as seen by a caller that calls it for microbatch `moment`."""
+    def at(self, microbatch: int) -> Tuple:
+        """The type in the caller that a body's type becomes when it is called with this microbatch."""
         if not self.moves:
             return self
         if self._still is not None:
-            return self.of((moment, moment + 1) if self.piece is None else (0, self.piece[1] - NOW + moment))
-        t = self._others.get(moment)
+            return self.of(
+                (microbatch, microbatch + 1) if self.piece is None else (0, self.piece[1] - NOW + microbatch)
+            )
+        t = self._others.get(microbatch)
         if t is None:
-            t = self._others[moment] = self._each(lambda t: t.at(moment))
+            t = self._others[microbatch] = self._each(lambda t: t.at(microbatch))
         return t
 
     def of(self, piece: Piece | None) -> Tuple:

@@ -3,13 +3,19 @@
 Terms are hash-consed, so two values are the same term exactly if they are the same operations on the same inputs; a
 callee is walked once for each distinct tuple of argument terms. Together with `verify`, whose types say that every
 piece is where it must be and every microbatch counted once, this proves the outputs equal.
+
+A sum of sums is the sum of all their operands, in any order.
+
+An op that only one of two programs has is compared by its definition: a mean that one of them decomposes gives the same
+terms in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from distir.ir.definition import WHERE, Definition, definition_of
 from distir.ir.errors import MismatchError
 from distir.ir.function import Attributes, Function, Op, Value
 from distir.ir.pause import no_collection
@@ -21,13 +27,13 @@ Term = Any
 
 
 @no_collection()
-def validate(distributed: Function, source: Function) -> None:
-    """Raises MismatchError that names the first output which is not the source's, and where the two part.
+def validate(distributed: Function, source: Function) -> list[Definition]:
+    """Raises MismatchError: the first output that differs from the source's, and the first difference in its terms.
 
-    Inputs and outputs correspond by position, and have the same source shapes. Both functions must have
-    been through the same `decompose` (and `pad`).
+    Inputs and outputs correspond by position, and have the same source shapes: what is padded is compared with a source
+    that is. Returns the definitions of ops that the proof relies on.
     """
-    terms = _Terms()
+    terms = Terms(specs(distributed) & specs(source))
     inputs = _correspond(distributed, source)
     want = terms.walk(source, inputs)
     got = terms.walk(distributed, inputs)
@@ -40,13 +46,19 @@ def validate(distributed: Function, source: Function) -> None:
             raise MismatchError(f"output %{w.name}: expected {v.type.erased()}, got {w.type.erased()}")
         if source.sources.get(v) != distributed.sources.get(w):
             raise MismatchError(_other_source(f"output %{w.name}", source.sources.get(v), distributed.sources.get(w)))
-    mine, theirs = _updates(distributed), _updates(source)
+    mine, theirs = positions(distributed), positions(source)
     if mine != theirs:
         raise MismatchError(f"{distributed.name}: expected updates {theirs} (input: output), got {mine}")
+    return terms.definitions
 
 
-def _updates(f: Function) -> dict[int, int]:
-    """The number of each updated input, and that of the output."""
+def specs(function: Function) -> frozenset[Spec]:
+    """All ops of a function and of those it calls."""
+    return frozenset([op.spec for f in (function, *function.callees()) for op in f.ops])
+
+
+def positions(f: Function) -> dict[int, int]:
+    """The position of each updated input, and that of the output."""
     inputs, outputs = {v: i for i, v in enumerate(f.inputs)}, {v: i for i, v in enumerate(f.outputs)}
     return {inputs[old]: outputs[new] for new, old in f.updates.items()}
 
@@ -71,8 +83,17 @@ def _other_source(what: str, want: object, got: object) -> str:
     return f"{what}: expected {f'the source shape {want}' if want else 'no source shape'}, got {got or 'none'}"
 
 
-class _Terms:
-    def __init__(self) -> None:
+class Terms:
+    """Numbers for the terms of functions: equal ones for the same operations on the same arguments.
+
+    Ops that have a definition are numbered by that, but for those `shared`. Communication is erased.
+    """
+
+    def __init__(self, shared: Collection[Spec] = ()) -> None:
+        self.shared = shared
+        self.definitions: list[Definition] = []
+        """Those that have been used."""
+        self.defined: dict[tuple[Any, ...], Definition | None] = {}
         self.table: dict[tuple[Any, ...], int] = {}
         self.known: list[tuple[Any, ...] | None] = []
         self.calls: dict[tuple[Any, ...], list[Term]] = {}
@@ -80,33 +101,56 @@ class _Terms:
 
     def attributes(self, attrs: Attributes) -> Attributes:
         """The attributes without those that only say where an op is."""
-        if "device" not in attrs and "place" not in attrs:
+        if WHERE.isdisjoint(attrs):
             return attrs
         found = self.erased.get(id(attrs))
         if found is None:
-            found = self.erased[id(attrs)] = attrs, attrs.without("device", "place")
+            found = self.erased[id(attrs)] = attrs, attrs.without(*WHERE)
         return found[1]
 
     def walk(self, function: Function, args: Sequence[Term]) -> list[Term]:
         if not self.known:
             self.known = [None] * len(args)
         env: dict[Value, Term] = dict(zip(function.inputs, args, strict=True))
-        table, known, attributes = self.table, self.known, self.attributes
         for op in function.ops:
-            ins = tuple([env[v] for v in op.inputs])
-            if op.spec.comm is not None:
-                outs = self.move(op, ins)
-            else:
-                key = (op.spec, attributes(op.attributes), ins)
-                term = table.get(key)
-                if term is None:
-                    term = table[key] = len(known)
-                    known.append(key)
-                    known += [(None, k, term) for k in range(1, len(op.outputs))]
-                outs = range(term, term + len(op.outputs))
-            for v, t in zip(op.outputs, outs, strict=True):
+            for v, t in zip(op.outputs, self.results(op, tuple([env[v] for v in op.inputs])), strict=True):
                 env[v] = t
         return [env[v] for v in function.outputs]
+
+    def results(self, op: Op, ins: tuple[Term, ...]) -> Sequence[Term]:
+        """The terms of an op's results, given those of its operands."""
+        spec = op.spec
+        if spec.comm is not None:
+            return self.move(op, ins)
+        if spec.meaning is not None and spec not in self.shared and (found := self.definition(op)) is not None:
+            return self.walk(found.parts, ins)
+        if spec.addends:
+            ins = self.summed(spec, ins)
+        return self.number((spec, self.attributes(op.attributes), ins), len(op.outputs))
+
+    def summed(self, spec: Spec, ins: tuple[Term, ...]) -> tuple[Term, ...]:
+        """The operands of a sum, those of sums among them, in any order: addition is associative and commutative."""
+        nested = [(k, self.known[t]) for k, t in enumerate(ins)]
+        flat = [x for k, key in nested for x in (key[2] if key is not None and key[0] is spec else ins[k : k + 1])]
+        return tuple(sorted(flat))
+
+    def number(self, key: tuple[Any, ...], results: int = 1) -> range:
+        """Terms for results that `key` alone identifies."""
+        term = self.table.get(key)
+        if term is None:
+            term = self.table[key] = len(self.known)
+            self.known.append(key)
+            self.known += [(None, k, term) for k in range(1, results)]
+        return range(term, term + results)
+
+    def definition(self, op: Op) -> Definition | None:
+        """Of an op, worked out once for operands alike."""
+        key = op.spec, self.attributes(op.attributes), *[v.type.erased() for v in op.inputs]
+        if key not in self.defined:
+            found = self.defined[key] = definition_of(op)
+            if found is not None:
+                self.definitions.append(found)
+        return self.defined[key]
 
     def move(self, op: Op, ins: tuple[Term, ...]) -> Sequence[Term]:
         callee = op.callee
@@ -118,15 +162,15 @@ class _Terms:
         bundle = op.spec.bundle
         if bundle is not None:
             return [ins] if bundle == "pack" else list(ins[0])
-        if op.spec.name == "After":
-            return ins[:1]
+        if op.spec.comm is not None and op.spec.comm.awaits:
+            ins = tuple([t for k, t in enumerate(ins) if k not in op.spec.comm.awaits])
         if any(t != ins[0] for t in ins):
             other = next(t for t in ins if t != ins[0])
             raise MismatchError(f"{op}: joins different values over time: {self.difference(ins[0], other)}")
         return [ins[0]] * len(op.outputs)
 
     def difference(self, want: Term, got: Term) -> str:
-        """Where two terms part, looking from the results towards the inputs."""
+        """The first difference between two terms, from the results towards the inputs."""
         if isinstance(want, tuple) or isinstance(got, tuple):
             for a, b in zip(want, got, strict=False) if isinstance(want, tuple) and isinstance(got, tuple) else ():
                 if a != b:

@@ -1,4 +1,4 @@
-"""Verification: is a program well formed and well typed, so that it computes what its erasure computes?
+"""Verification: a program is well formed and well typed, so that it computes what its erasure computes.
 
 Each value is defined once, before its uses, under a name of its own; the types of results are those `infer`
 gives for the operands; outputs, updates and roles fit. Time is kept apart from space:
@@ -22,14 +22,12 @@ from distir.ir.function import Function, Op, Role, Value
 from distir.ir.infer import infer
 from distir.ir.notation import plain, plain_value
 from distir.ir.pause import no_collection
-from distir.ir.type import NOW, Shard, Tensor, Tuple, Type
-
-_OVER_TIME = ("MPIAllreduce", "MPIAllgather")
-"""The ops that take a value out of time."""
+from distir.ir.spec import Spec
+from distir.ir.type import NOW, Replicate, Shard, Tensor, Tuple, Type
 
 
 class _View:
-    """What a function may know of time, and what was found right in this view: functions, and types."""
+    """How a function may use the time axis, and the functions and types that were verified under this rule."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -51,6 +49,11 @@ def verify(function: Function) -> None:
             raise IRTypeError(
                 f"{plain(function.name)}: output {plain_value(v.name)}: expected all microbatches, got {v.type}"
             )
+
+
+def _makes_whole(spec: Spec) -> bool:
+    """Whether the result of an op along the time axis no longer varies in time."""
+    return spec.comm is not None and spec.comm.gives is Replicate
 
 
 def _tensors(t: Type) -> Iterator[Tensor]:
@@ -81,7 +84,7 @@ class _Verifier:
                 self._new_type(f, None, v, view)
         defined = set(f.inputs)
         if len(defined) != len(f.inputs):
-            raise IRTypeError(f"{plain(f.name)}: an input stands twice among its inputs")
+            raise IRTypeError(f"{plain(f.name)}: an input is there twice")
         count = len(defined)
         number: dict[Op, int] = {}
         for k, op in enumerate(f.ops):
@@ -125,7 +128,7 @@ class _Verifier:
         view.types.add(v.type)
 
     def _wrong_in_time(self, t: Type, view: _View) -> tuple[str, str | None] | None:
-        """What keeps a value of type `t` out of a function that has this view of time, and a hint."""
+        """Why a value of type `t` is not allowed in a function of this view of time, and a hint; None if it is."""
         if isinstance(t, Tuple):
             for x in t.moving:
                 if x not in view.types:
@@ -149,30 +152,30 @@ class _Verifier:
         return None
 
     def _communication(self, f: Function, k: int, op: Op, view: _View) -> None:
-        """What holds of calls, and of what a body does over time."""
+        """Check calls, and collectives over time in a body."""
         if op.spec.name == "Call":
             self._call(f, k, op, view)
-        elif view is self.body and op.attributes.get("axis") == TIME and op.spec.name in _OVER_TIME:
+        elif view is self.body and op.attributes.get("axis") == TIME and _makes_whole(op.spec):
             for i, v in enumerate(op.inputs):
                 if not isinstance(v.type, Tensor) or v.type.piece != (0, v.type.mesh.size(TIME)):
                     what = f"{op.spec.name}: operand {i}: expected all microbatches, got a body's own: {v.type}"
                     _fail(f, k, what, "reduce over time in a function that is called without mb")
 
     def _call(self, f: Function, k: int, op: Op, view: _View) -> None:
-        callee, moment = op.callee, op.attributes.get("mb")
+        callee, microbatch = op.callee, op.attributes.get("mb")
         if not isinstance(callee, Function):
             _fail(f, k, f"Call: expected a function as callee, got {callee!r}")
-        if moment is None:  # in a body: at the body's own microbatch
+        if microbatch is None:  # in a body: at the body's own microbatch
             self.function(callee, self.body if view is self.body else self.whole)
             return
         if view is self.body:
-            _fail(f, k, f"Call: expected no mb in a body, got mb={moment!r}", "a callee shares its microbatch")
+            _fail(f, k, f"Call: expected no mb in a body, got mb={microbatch!r}", "a callee shares its microbatch")
         size = self._sizes.get(callee)
         if size is None:
             sizes = [n for v in (*callee.inputs, *callee.outputs) for n in _time_sizes(v.type)]
             size = self._sizes[callee] = min(sizes, default=NOW)
-        if type(moment) is not int or not 0 <= moment < size:
-            _fail(f, k, f"Call: expected mb of {plain(callee.name)} in 0..{size - 1}, got {moment!r}")
+        if type(microbatch) is not int or not 0 <= microbatch < size:
+            _fail(f, k, f"Call: expected mb of {plain(callee.name)} in 0..{size - 1}, got {microbatch!r}")
         self.function(callee, self.body)
 
 
@@ -269,7 +272,7 @@ def _check_interface(f: Function, defined: set[Value]) -> None:
 
 
 def _wrong_role(role: Role, t: Type) -> str | None:
-    """What keeps an input of type `t` from this role."""
+    """Why an input of type `t` cannot have this role; None if it can."""
     if not isinstance(t, Tensor):
         return f"expected a tensor, got {t}"
     shape, source = t.global_shape, role.source
@@ -282,12 +285,12 @@ def _wrong_role(role: Role, t: Type) -> str | None:
 
 
 def _within(source: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """May padding have enlarged `source` to `shape`?"""
+    """Whether padding may have enlarged `source` to `shape`."""
     return len(source) == len(shape) and all(type(a) is int and 0 <= a <= b for a, b in zip(source, shape, strict=True))
 
 
 def _updates(new: Type, old: Type) -> bool:
-    """May a value of type `new` be the next one of an input of type `old`?"""
+    """Whether a value of type `new` may be the next one of an input of type `old`."""
     if new is old:
         return True
     if isinstance(old.device, Device) and isinstance(new.device, Mesh):  # a host holds the inputs

@@ -1,5 +1,31 @@
 """All ops. Importing this registers them; it loads neither numpy nor torch."""
 
-from distir.ops import attention, comm, elementwise, index, linear, loss, nn, optim, rank, reduce, shape
+from distir.ops import (
+    attention,
+    collectives,
+    comm,
+    elementwise,
+    index,
+    linear,
+    loss,
+    nn,
+    optim,
+    point_to_point,
+    reduce,
+    shape,
+)
 
-__all__ = ["attention", "comm", "elementwise", "index", "linear", "loss", "nn", "optim", "rank", "reduce", "shape"]
+__all__ = [
+    "attention",
+    "collectives",
+    "comm",
+    "elementwise",
+    "index",
+    "linear",
+    "loss",
+    "nn",
+    "optim",
+    "point_to_point",
+    "reduce",
+    "shape",
+]

@@ -1,4 +1,4 @@
-"""Scaled-dot-product attention as one op, so that scores (s x t for each head) are neither held nor sent.
+"""Scaled-dot-product attention as one op, so that scores (s x t for each head) are neither stored nor sent.
 
 Its backward pass computes them again from what it saves, as FlashAttention does (Dao et al. 2022, Algorithm 4).
 """
@@ -14,7 +14,7 @@ from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
 from distir.ir.type import DType, Int64
-from distir.ops.rules import letters, same, statistic, wide
+from distir.ops.rules import cast, letters, same, scalar, shape_of, statistic, swap_last, tensor, wide
 
 # ---------------------------------------------------------------- types
 
@@ -139,6 +139,27 @@ def _mask_grad(
     return xp.asarray(slopes, dtype=q.dtype)
 
 
+def _definition(f: FunctionMaker, o: Op) -> list[Value] | None:
+    """softmax(q k^T scale + mask) v; of causal attention there is none (its mask would be as large as the scores).
+
+    Scores are in the operands' dtype, as exporters write them out.
+    """
+    if o.attributes.get("causal"):
+        return None
+    q, k, v, *mask = o.inputs
+    scores = f.emit("MatMul", q, swap_last(f, k))
+    scale = o.attributes.get("scale", 1.0)
+    scores = scores if scale == 1.0 else f.emit("Mul", scores, scalar(f, scale, q))
+    scores = f.emit("Add", scores, mask[0]) if mask else scores
+    y = f.emit("MatMul", f.emit("Softmax", scores, axis=-1), v)
+    last = (len(shape_of(scores)) - 1,)
+    scores = cast(f, scores, tensor(o.outputs[1]).dtype)
+    top = f.emit("ReduceMax", scores, axes=last, keepdims=1)
+    total = f.emit("ReduceSum", f.emit("Exp", f.emit("Sub", scores, top)), axes=last, keepdims=1)
+    lse = f.emit("Add", f.emit("Log", total), top)
+    return [y, f.emit("Reshape", lse, shape=shape_of(lse)[:-1])]
+
+
 # ---------------------------------------------------------------- gradient and work
 
 
@@ -152,7 +173,7 @@ def _emit_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Value]:
 
 
 def _work(keys: int, values: int) -> Callable[..., tuple[float, float]]:
-    """So many products of the scores' shape with keys or queries, and with values; half of each if causal.
+    """The work of that many products of the scores' shape with keys or queries, and with values; half if causal.
 
     2 and 5 of them forward and backward: Dao 2023 (FlashAttention-2), sections 3.1 and 4.1.
     """
@@ -166,7 +187,7 @@ def _work(keys: int, values: int) -> Callable[..., tuple[float, float]]:
 
 
 op(  # q (.., s, e), k (.., t, e), v (.., t, f), a mask that is added -> (.., s, f), and the rows' log-sum-exp, saved
-    "Attention",  # a row that may look nowhere (all of it -inf) gives 0, and saves 0
+    "Attention",  # a row that is masked entirely (all of it -inf) gives 0, and saves 0
     attributes="scale:number? causal:flag?",
     axes=_axes(["s e", "t e", "t f"], lambda rank: "... s f, ... s"),
     dtype=_dtypes,
@@ -174,6 +195,7 @@ op(  # q (.., s, e), k (.., t, e), v (.., t, f), a mask that is added -> (.., s,
     saved=1,
     eval=_attention,
     grad=_emit_grad,
+    definition=_definition,
     work=_work(1, 1),
 )
 op(  # the gradients of q, k and v, from these, the two results, the gradient of the first, and the mask
@@ -186,7 +208,7 @@ op(  # the gradients of q, k and v, from these, the two results, the gradient of
     eval=_attention_grad,
     work=_work(3, 2),
 )
-op(  # from the same, the gradient of the mask: of use only where it is trained (a bias of positions)
+op(  # from the same, the gradient of the mask, for a trained one (position biases)
     "AttentionGradMask",
     attributes="scale:number? causal:flag?",
     axes=_axes(["s e", "t e", "t f", "s f", "s", "s f"], lambda rank: "mask"),

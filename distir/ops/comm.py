@@ -1,134 +1,28 @@
-"""Communication and structure: the only ops that change where a value is, or its placement.
+"""Transfers between devices and meshes, and structural ops: accumulation, bundles, calls.
 
-Each is typed by `comm`; their meaning on arrays is in `executor.collectives`. A sum, gather or scatter along an axis
-also takes a bundle of tensors of one mesh and dtype, and is done on all of them at once: `dim` and `outer` are then
-tuples, with an entry for each member.
+Collectives within one mesh are in `collectives`, the two sides of a transfer in rank programs in `point_to_point`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from distir.ir.communication import Communication, Lanes, RuntimeValue, Wire
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import IRTypeError
+from distir.ir.function import Op
 from distir.ir.spec import Attrs, op
-from distir.ir.type import MEAN, NOW, REPLICATE, Partial, Placement, Replicate, Shard, Tensor, Tuple, Type
-
-ALONG_AXIS = frozenset(("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall"))
-"""The ops in which the devices along a mesh axis meet; along the time axis they move nothing."""
+from distir.ir.type import MEAN, NOW, REPLICATE, Partial, Placement, Replicate, Tensor, Tuple, Type
 
 
-Rule = Callable[[Attrs, Type], Tensor]
+def _same(lanes: Lanes, op: Op, ins: Sequence[RuntimeValue]) -> Sequence[RuntimeValue]:
+    """The first operand, unchanged."""
+    return ins[:1]
 
 
-def member_attributes(attrs: Attrs, k: int) -> Attrs:
-    """The attributes with which a collective on a bundle is done on its member number k."""
-    return {name: x[k] if isinstance(x, tuple) else x for name, x in attrs.items()}
-
-
-def _bundled(rule: Rule) -> Callable[[Attrs, Type], list[Type]]:
-    """The rule for a tensor, and for a bundle, of which it holds member by member."""
-
-    def typed(attrs: Attrs, t: Type) -> list[Type]:
-        if not isinstance(t, Tuple):
-            return [rule(attrs, t)]
-        _check_bundle(attrs, t)
-        return [Tuple([rule(member_attributes(attrs, k), x) for k, x in enumerate(t.types)])]
-
-    return typed
-
-
-def _check_bundle(attrs: Attrs, t: Tuple) -> None:
-    """Raises IRTypeError unless the members can be moved as one."""
-    if not t.types:
-        raise IRTypeError("operand 0: expected a bundle that is not empty")
-    first = t.types[0]
-    for x in t.types:
-        if not isinstance(x, Tensor) or not isinstance(first, Tensor):
-            raise IRTypeError(f"operand 0: expected a bundle of tensors, got {t}")
-        if _timed(x, attrs["axis"]):
-            raise IRTypeError(f"operand 0: microbatches are not summed or gathered in bundles, got {x}")
-        alike = x.dtype is first.dtype and x.device is first.device and x.piece == first.piece
-        kinds = [p.kind if isinstance(p, Partial) else "" for p in (x.on(attrs["axis"]), first.on(attrs["axis"]))]
-        if not alike or kinds[0] != kinds[1]:
-            raise IRTypeError(f"operand 0: expected members of one dtype, mesh and reduction, got {first} and {x}")
-    for name, x in attrs.items():
-        if isinstance(x, tuple) and len(x) != len(t.types):
-            raise IRTypeError(f"attribute {name}: expected {len(t.types)} entries, got {len(x)}")
-
-
-def _expect(t: Type, axis: str, kind: type[Placement]) -> Tensor:
-    if not isinstance(t, Tensor):
-        raise IRTypeError(f"operand 0: expected a tensor, got {t}")
-    if not isinstance(t.on(axis), kind):
-        raise IRTypeError(f"operand 0: expected {kind.__name__} along {axis!r}, got {t.on(axis)} in {t}")
-    return t
-
-
-def _split(attrs: Attrs) -> Shard:
-    return Shard(attrs["dim"], attrs.get("outer", 1))
-
-
-def _timed(t: Tensor, axis: str) -> bool:
-    return t.mesh.time == t.mesh.position(axis)
-
-
-def _allreduce(attrs: Attrs, t: Type) -> Tensor:
-    t = _expect(t, attrs["axis"], Partial)
-    if _timed(t, attrs["axis"]) and t.piece is not None and t.piece != (0, t.mesh.size(attrs["axis"])):
-        whole = (0, t.mesh.size(attrs["axis"]))
-        raise IRTypeError(f"operand 0: expected a sum over all microbatches {whole}, got {t.piece}")
-    return t.placed(attrs["axis"], REPLICATE, None if _timed(t, attrs["axis"]) else t.piece)
-
-
-def _allgather(attrs: Attrs, *types: Type) -> list[Type]:
-    """Along the time axis of a scheduled program the operands are the microbatches, in order."""
-    axis = attrs["axis"]
-    if len(types) == 1 and isinstance(types[0], Tuple):
-        return _gathered_bundle(attrs, types[0])
-    first = _expect(types[0], axis, Shard)
-    timed = _timed(first, axis)
-    if len(types) > 1 or (timed and first.piece is not None):
-        want = [first.placed(axis, first.on(axis), (k, k + 1)) for k in range(first.mesh.size(axis))]
-        if not timed or list(types) != want:
-            raise IRTypeError(f"expected the {len(want)} microbatches in order, got {', '.join(map(repr, types))}")
-    return [first.placed(axis, REPLICATE, None if timed else first.piece)]
-
-
-def _gather_member(attrs: Attrs, t: Type) -> Tensor:
-    t = _expect(t, attrs["axis"], Shard)
-    return t.placed(attrs["axis"], REPLICATE, t.piece)
-
-
-_gathered_bundle = _bundled(_gather_member)
-
-
-def _reducescatter(attrs: Attrs, t: Type) -> Tensor:
-    t = _expect(t, attrs["axis"], Partial)
-    if _timed(t, attrs["axis"]):
-        raise IRTypeError("a sum over microbatches cannot be scattered over them")
-    return t.placed(attrs["axis"], _split(attrs), t.piece)
-
-
-def _alltoall(attrs: Attrs, t: Type) -> list[Type]:
-    t = _expect(t, attrs["axis"], Shard)
-    if _timed(t, attrs["axis"]) or t.on(attrs["axis"]).dim == attrs["dim"]:  # type: ignore[union-attr]
-        raise IRTypeError(f"operand 0: expected a split of another dim than {attrs['dim']} over devices, got {t}")
-    return [t.placed(attrs["axis"], _split(attrs), t.piece)]
-
-
-def _slice(attrs: Attrs, t: Type) -> list[Type]:
-    t = _expect(t, attrs["axis"], Replicate)
-    return [t.placed(attrs["axis"], _split(attrs), t.piece)]
-
-
-op("MPIAllreduce", attributes="axis:text", comm=_bundled(_allreduce))
-op("MPIAllgather", attributes="axis:text", comm=_allgather)
-op("MPIReduceScatter", attributes="axis:text dim:split outer:split?", comm=_bundled(_reducescatter))
-op("MPIAlltoall", attributes="axis:text dim:split outer:split?", comm=_alltoall)
-op("LocalSlice", attributes="axis:text dim:split outer:split?", comm=_slice, alias=True)
+# --- between a device and a mesh
 
 
 def _to_mesh(attrs: Attrs, t: Type, broadcast: bool) -> list[Type]:
@@ -158,18 +52,40 @@ def _to_device(attrs: Attrs, t: Type, reduce: bool) -> list[Type]:
     return [Tensor(t.dtype, t.global_shape, to)]
 
 
+def _cut(lanes: Lanes, op: Op, ins: Sequence[RuntimeValue]) -> Sequence[RuntimeValue]:
+    t = op.outputs[0].type
+    assert isinstance(t, Tensor)
+    return [[t.cut(ins[0], coord) for coord in lanes.of(t.mesh)]]
+
+
+def _joined(lanes: Lanes, op: Op, ins: Sequence[RuntimeValue]) -> Sequence[RuntimeValue]:
+    return [lanes.whole(op.inputs[0].type, ins[0])]
+
+
+_SERIAL, _CHAIN = Wire(("serial",)), Wire(("chain",))
 op(
     "MPIScatter",
     attributes="to:home placements:placements? message:size?",
-    comm=lambda attrs, t: _to_mesh(attrs, t, False),
+    comm=Communication(lambda attrs, t: _to_mesh(attrs, t, False), _cut, "scatter", wire=_SERIAL),
 )
 op(
     "MPIBroadcast",
     attributes="to:home placements:placements? message:size?",
-    comm=lambda attrs, t: _to_mesh(attrs, t, True),
+    comm=Communication(lambda attrs, t: _to_mesh(attrs, t, True), _cut, "scatter", wire=_CHAIN),
 )
-op("MPIGather", attributes="to:home message:size?", comm=lambda attrs, t: _to_device(attrs, t, False))
-op("MPIReduce", attributes="to:home message:size?", comm=lambda attrs, t: _to_device(attrs, t, True))
+op(
+    "MPIGather",
+    attributes="to:home message:size?",
+    comm=Communication(lambda attrs, t: _to_device(attrs, t, False), _joined, "gather", wire=_SERIAL),
+)
+op(
+    "MPIReduce",
+    attributes="to:home message:size?",
+    comm=Communication(lambda attrs, t: _to_device(attrs, t, True), _joined, "gather", wire=_CHAIN),
+)
+
+
+# --- from a device to a device, or from a mesh to a mesh
 
 
 def _send(attrs: Attrs, t: Type) -> list[Type]:
@@ -184,14 +100,14 @@ def _send(attrs: Attrs, t: Type) -> list[Type]:
 
 @lru_cache(maxsize=1024)
 def _check_part(whole: Mesh, part: Mesh) -> None:
-    """Raises IRTypeError unless each device of `part` stands in `whole` at the same index along the axes of `part`."""
+    """Raises IRTypeError unless each device of `part` has the same coordinates in `whole` along the axes of `part`."""
     if [a for a in whole.axes if a in part.axes] != list(part.axes):
         raise IRTypeError(f"{part} is not part of {whole}")
     where = dict(zip(whole.devices, whole.coords, strict=True))
-    kept = [whole.position(a) for a in part.axes]
+    positions = [whole.position(a) for a in part.axes]
     for d, coord in zip(part.devices, part.coords, strict=True):
         here = where.get(d)
-        if here is None or tuple([here[i] for i in kept]) != coord:
+        if here is None or tuple([here[i] for i in positions]) != coord:
             raise IRTypeError(f"operand 0: {d} holds another piece in {whole} than in {part}")
 
 
@@ -201,26 +117,38 @@ def _apart(a: Mesh, b: Mesh) -> bool:
 
 
 def _restrict(attrs: Attrs, t: Type) -> list[Type]:
-    """The part, on a stage's mesh, of a value that a larger mesh holds; replicated along the axes that go."""
+    """The part on a smaller mesh of a value on a larger mesh, which must be replicated along the removed axes."""
     to = attrs["to"]
     if not isinstance(t, Tensor) or not isinstance(to, Mesh):
         raise IRTypeError(f"expected a tensor and a mesh, got {t} and {to}")
-    kept: list[Placement] = []
+    placements: list[Placement] = []
     for axis, p in zip(t.mesh.axes, t.placements, strict=True):
         if axis in to.axes:
-            kept.append(p)
+            placements.append(p)
         elif not isinstance(p, Replicate):
             raise IRTypeError(f"operand 0: expected Replicate along {axis!r}, got {t}")
     _check_part(t.mesh, to)
-    return [Tensor(t.dtype, t.shape, to, kept, t.piece)]
+    return [Tensor(t.dtype, t.shape, to, placements, t.piece)]
 
 
-op("Send", attributes="to:home message:size?", comm=_send)
-op("Restrict", attributes="to:home", comm=_restrict, alias=True)
+def _restricted(lanes: Lanes, op: Op, ins: Sequence[RuntimeValue]) -> Sequence[RuntimeValue]:
+    """Each device of the part keeps its piece; lanes of other devices are dropped."""
+    whole, part = op.inputs[0].type.device, op.outputs[0].type.device
+    assert isinstance(whole, Mesh)
+    assert isinstance(part, Mesh)
+    number = {d: k for k, d in enumerate(whole.devices)}
+    return [[ins[0][number[d]] for d in part.devices]]
+
+
+op("Send", attributes="to:home message:size?", comm=Communication(_send, _same, "send", memberwise=True))
+op("Restrict", attributes="to:home", comm=Communication(_restrict, _restricted, unchanged=True), alias=True)
+
+
+# --- structure
 
 
 def _accumulate(attrs: Attrs, total: Type, x: Type) -> list[Type]:
-    """A running sum over microbatches, and the next one."""
+    """The type of a running sum over microbatches with the next microbatch added."""
     if isinstance(total, Tuple) and isinstance(x, Tuple):
         if len(total.types) != len(x.types):
             raise IRTypeError(f"expected bundles of one length, got {len(total.types)} and {len(x.types)}")
@@ -228,7 +156,9 @@ def _accumulate(attrs: Attrs, total: Type, x: Type) -> list[Type]:
     if not isinstance(total, Tensor) or not isinstance(x, Tensor) or total.mesh.time is None:
         raise IRTypeError(f"expected tensors on a mesh with a time axis, got {total} and {x}")
     axis = total.mesh.axes[total.mesh.time]
-    if _expect(total, axis, Partial).on(axis) is MEAN:
+    if not isinstance(total.on(axis), Partial):
+        raise IRTypeError(f"operand 0: expected Partial along {axis!r}, got {total.on(axis)} in {total}")
+    if total.on(axis) is MEAN:
         raise IRTypeError("operand 0: means over microbatches are not accumulated: accumulate sums, and divide")
     end = (NOW if x.piece is None else x.piece[0]) if total.piece and total.piece[0] == 0 else -1
     now = x.piece or (NOW, NOW + 1)
@@ -239,7 +169,17 @@ def _accumulate(attrs: Attrs, total: Type, x: Type) -> list[Type]:
     return [total.placed(axis, total.on(axis), (0, end + 1))]
 
 
-op("Accumulate", comm=_accumulate, donates=(0,))
+def _added(lanes: Lanes, op: Op, ins: Sequence[RuntimeValue]) -> Sequence[RuntimeValue]:
+    def add(t: Type, total: RuntimeValue, x: RuntimeValue) -> RuntimeValue:
+        if isinstance(t, Tuple):
+            return tuple([add(u, a, b) for u, a, b in zip(t.types, total, x, strict=True)])
+        p = t.placements[t.mesh.time or 0]
+        return [p.join(pair, lanes.xp) for pair in zip(total, x, strict=True)]
+
+    return [add(op.inputs[0].type, *ins)]
+
+
+op("Accumulate", comm=Communication(_accumulate, _added, memberwise=True), donates=(0,))
 
 
 def _unpack(attrs: Attrs, t: Type) -> list[Type]:
@@ -248,8 +188,13 @@ def _unpack(attrs: Attrs, t: Type) -> list[Type]:
     return list(t.types)
 
 
-op("Pack", comm=lambda attrs, *types: [Tuple(types)], bundle="pack", alias=True)
-op("Unpack", comm=_unpack, bundle="unpack", alias=True)
+op(
+    "Pack",
+    comm=Communication(lambda attrs, *types: [Tuple(types)], lambda lanes, op, ins: [tuple(ins)]),
+    bundle="pack",
+    alias=True,
+)
+op("Unpack", comm=Communication(_unpack, lambda lanes, op, ins: list(ins[0])), bundle="unpack", alias=True)
 
 
 def _after(attrs: Attrs, t: Type, other: Type) -> list[Type]:
@@ -258,20 +203,27 @@ def _after(attrs: Attrs, t: Type, other: Type) -> list[Type]:
     return [t]
 
 
-op("After", comm=_after, alias=True)
-"""The first operand, as soon as the second is there: so what is done with it does not begin earlier."""
+op("After", comm=Communication(_after, _same, unchanged=True, awaits=(1,)), alias=True)
+"""A control dependence: the first operand, available only when the second is."""
 
 
 def _call(attrs: Attrs, *types: Type) -> list[Any]:
-    """A callee is typed at the moment NOW; the call says which microbatch that is (none: nothing in it varies)."""
-    callee, moment = attrs["callee"], attrs.get("mb")
+    """A callee is typed with the symbolic current microbatch NOW; `mb` of the call is its number (None: nothing in the
+    callee depends on it).
+    """
+    callee, microbatch = attrs["callee"], attrs.get("mb")
     if len(types) != len(callee.inputs):
         raise IRTypeError(f"{callee.name} takes {len(callee.inputs)} operands, got {len(types)}")
     for k, (v, t) in enumerate(zip(callee.inputs, types, strict=True)):
-        want = v.type if moment is None else v.type.at(moment)
+        want = v.type if microbatch is None else v.type.at(microbatch)
         if t is not want:
             raise IRTypeError(f"{callee.name}: operand {k} (%{v.name}): expected {want}, got {t}")
-    return [v.type if moment is None else v.type.at(moment) for v in callee.outputs]
+    return [v.type if microbatch is None else v.type.at(microbatch) for v in callee.outputs]
 
 
-op("Call", attributes="callee:function mb:size/none?", comm=_call, outputs=lambda attrs: len(attrs["callee"].outputs))
+op(
+    "Call",
+    attributes="callee:function mb:size/none?",
+    comm=Communication(_call),
+    outputs=lambda attrs: len(attrs["callee"].outputs),
+)

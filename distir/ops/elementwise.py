@@ -43,7 +43,7 @@ def _pow_dtype(attrs: Attrs, a: DType, b: DType) -> list[DType]:
 
 
 def _larger_grad(f: FunctionMaker, o: Op, d: Value, compare: str) -> list[Value | None]:
-    """Where both are alike, the gradient is the first operand's."""
+    """Where both are equal, the gradient is the first operand's."""
     other = f.emit(compare, *o.inputs)
     return _each(f, o, f.emit("Mask", other, d, keep=False), f.emit("Mask", other, d))
 
@@ -140,7 +140,13 @@ smooth("Cos", lambda xp, x: xp.cos(x), lambda xp, x, d: -d * xp.sin(x), torch="c
 smooth("Tanh", lambda xp, x: xp.tanh(x), lambda xp, y, d: d * (1 - y * y), "y", torch="tanh")
 smooth("Relu", lambda xp, x: xp.clip(x, 0, None), lambda xp, y, d: xp.where(y > 0, d, 0), "y", torch="relu")
 smooth("Sigmoid", _sigmoid, lambda xp, y, d: d * y * (1 - y), "y", torch="sigmoid")
-smooth("Silu", lambda xp, x: x * _sigmoid(xp, x), _silu_slope, torch="nn.functional.silu")
+smooth(
+    "Silu",
+    lambda xp, x: x * _sigmoid(xp, x),
+    _silu_slope,
+    torch="nn.functional.silu",
+    definition=lambda f, o: [f.emit("Mul", o.inputs[0], f.emit("Sigmoid", o.inputs[0]))],
+)
 smooth(
     "Softplus",
     lambda xp, x: xp.clip(x, 0, None) + xp.log1p(xp.exp(-xp.abs(x))),
@@ -184,7 +190,7 @@ op(
     attributes="to:dtype",
     axes=points(1),
     dtype=lambda attrs, d: [attrs["to"]],
-    # towards integers what is cut off of each part is not what is cut off of the sum
+    # not linear towards integers: rounding each addend is not rounding the sum
     linear=lambda attrs: [{0}] if attrs["to"].floating else [],
     eval=lambda xp, x, to: xp.cast(x, to),
     grad=_cast_grad,
@@ -236,7 +242,7 @@ op(
     grad=_where_grad,
     torch="where",
 )
-op(  # where the condition is `keep`, x, else 0: a Where with 0 that a partial sum may pass
+op(  # x where the condition is `keep`, else 0: a Where with 0 that is linear in x
     "Mask",
     attributes="keep:flag?",
     axes=points(2),

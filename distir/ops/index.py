@@ -22,7 +22,7 @@ def _axis(attrs: Attrs) -> int:
 
 
 def _rows(attrs: Attrs, table: Tensor) -> Attrs:
-    """Whether all rows of the table are here, and how many there are."""
+    """Whether this device holds all rows of the table, and how many there are."""
     here, rows = table.shape[_axis(attrs)], table.global_shape[_axis(attrs)]
     return {"whole": here == rows, "count": attrs.get("count", rows)}
 
@@ -60,7 +60,7 @@ def _index_dtype(attrs: Attrs, table: DType, index: DType) -> list[DType]:
 
 
 def _here(xp: Any, index: Any, count: int, start: int, rows: int) -> tuple[Any, Any]:
-    """For each index its row of those that are here (`start` is the first), 0 for another; and whether it is here."""
+    """For each index its row among the local ones (`start` is the first), 0 for others; and whether it is local."""
     index = xp.cast(index, Int64)  # smaller integers may not hold the sum
     row = xp.where(index < 0, index + count, index) - start
     here = (row >= 0) & (row < rows)
@@ -68,7 +68,7 @@ def _here(xp: Any, index: Any, count: int, start: int, rows: int) -> tuple[Any, 
 
 
 def _gather(xp: Any, table: Any, index: Any, start: int, whole: bool, count: int, axis: int = 0) -> Any:
-    """Rows that are not here (`whole`: all are) are 0."""
+    """Rows that are not local are 0 (`whole`: all are local)."""
     table = xp.moveaxis(table, axis, 0)
     row, here = _here(xp, index, count, start, table.shape[0])
     rows = xp.take(table, row, axis=0)

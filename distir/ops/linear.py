@@ -8,7 +8,7 @@ from typing import Any
 
 from distir.ir.axes import Factors, Shape, factors
 from distir.ir.function import FunctionMaker, Op, Value
-from distir.ir.spec import Attrs, Strand, axes_strand, op
+from distir.ir.spec import Attrs, FactorMapping, axes_mapping, op
 from distir.ir.type import SUM, Shard
 from distir.ops.rules import all_same, letters, same, scalar, shape_of, sum_to, swap_last
 
@@ -75,12 +75,12 @@ def _gemm_factors(attrs: Attrs, shapes: Sequence[Shape]) -> Factors:
 
 def _gemm_shard(
     attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
-) -> Strand | None:
-    """Where k is split, what is added is a partial sum, too: a whole one would be added on every device."""
-    strand = axes_strand(_gemm_factors(attrs, ins), slot, split)
-    if strand is None or len(ins) < 3 or strand.outs != (SUM,):
-        return strand
-    return Strand((*strand.ins[:2], SUM), strand.outs)
+) -> FactorMapping | None:
+    """If k is split, the added operand is a partial sum, too: a replicated one would be added on every device."""
+    mapping = axes_mapping(_gemm_factors(attrs, ins), slot, split)
+    if mapping is None or len(ins) < 3 or mapping.outs != (SUM,):
+        return mapping
+    return FactorMapping((*mapping.ins[:2], SUM), mapping.outs)
 
 
 def _gemm(xp: Any, a: Any, b: Any, c: Any = None, **attrs: Any) -> Any:

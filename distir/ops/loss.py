@@ -11,7 +11,7 @@ from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
 from distir.ir.type import DType, Int64
-from distir.ops.rules import expect, expect_shape, points, same, scalar, shape_of, statistic, sum_to, tensor, wide
+from distir.ops.rules import cast, expect, expect_shape, points, same, scalar, shape_of, statistic, sum_to, tensor, wide
 
 # ---------------------------------------------------------------- the squared error, point by point, over N
 
@@ -150,7 +150,7 @@ def _rows(xp: Any, x: Any, label: Any, ignore_index: int | None = None, start: i
 
 
 def _rows_decompose(f: FunctionMaker, o: Op) -> list[Value]:
-    """In pieces of which each may have the classes split."""
+    """By ops that allow the classes to be split."""
     logits, labels = o.inputs
     ignored = o.attributes.get("ignore_index")
     top = f.emit("ReduceMax", logits, axes=(len(shape_of(logits)) - 1,), keepdims=0)
@@ -159,8 +159,7 @@ def _rows_decompose(f: FunctionMaker, o: Op) -> list[Value]:
     rows = f.emit("Sub", lse, picked)
     if ignored is not None:
         rows = f.emit("Mask", f.emit("Equal", labels, scalar(f, ignored, labels)), rows, keep=False)
-    saved = tensor(o.outputs[1]).dtype
-    return [rows, lse if tensor(lse).dtype is saved else f.emit("Cast", lse, to=saved)]
+    return [rows, cast(f, lse, tensor(o.outputs[1]).dtype)]
 
 
 def _rows_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Value | None]:

@@ -11,7 +11,7 @@ from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
 from distir.ir.type import DType
-from distir.ops.rules import expect_shape, letters, same, smooth, statistic, wide
+from distir.ops.rules import cast, expect_shape, letters, same, scalar, shape_of, smooth, statistic, tensor, wide
 
 Axes = Callable[[Attrs, Sequence[Shape]], str]
 
@@ -116,6 +116,22 @@ def _layer_norm(
     return xp.asarray(y, dtype=x.dtype), mean, scale
 
 
+def _layer_norm_definition(f: FunctionMaker, o: Op) -> list[Value]:
+    """Centred, over the deviation, times the gain; in the dtype of statistics (Ba et al. 2016, equation 4)."""
+    small = tensor(o.inputs[0]).dtype
+    x, gain, *bias = [cast(f, v, statistic(small)) for v in o.inputs]
+    axis, rank = o.attributes.get("axis", -1), len(shape_of(x))
+    dims = tuple(range(axis % rank, rank))
+    count = scalar(f, float(math.prod(shape_of(x)[i] for i in dims)), x)
+    mean = f.emit("Div", f.emit("ReduceSum", x, axes=dims, keepdims=1), count)
+    centred = f.emit("Sub", x, mean)
+    squares = f.emit("ReduceSum", f.emit("Mul", centred, centred), axes=dims, keepdims=1)
+    epsilon = scalar(f, o.attributes.get("epsilon", 1e-5), x)
+    scale = f.emit("Reciprocal", f.emit("Sqrt", f.emit("Add", f.emit("Div", squares, count), epsilon)))
+    y = f.emit("Mul", f.emit("Mul", centred, scale), gain)
+    return [cast(f, f.emit("Add", y, bias[0]) if bias else y, small), mean, scale]
+
+
 def _layer_norm_grad(
     xp: Any, x: Any, gain: Any, mean: Any, scale: Any, d: Any, axis: int = -1, bias: bool = True
 ) -> tuple[Any, ...]:
@@ -171,6 +187,7 @@ op(  # the same, and the mean and one over the deviation of each row
     weight=1,
     eval=_layer_norm,
     grad=_emit_norm_grad,
+    definition=_layer_norm_definition,
 )
 op(  # the gradients of x, gain and bias
     "LayerNormGrad",
@@ -201,4 +218,23 @@ def _gelu_slope(xp: Any, x: Any, d: Any, approximate: str = "none") -> Any:
     return d * (0.5 * (1 + xp.erf(x * math.sqrt(0.5))) + x * density)
 
 
-smooth("Gelu", _gelu, _gelu_slope, torch="nn.functional.gelu", attributes="approximate:none|tanh?")
+def _gelu_definition(f: FunctionMaker, o: Op) -> list[Value]:
+    """x (1 + erf(x / sqrt(2))) / 2, as torch's exporters write it; or by tanh (Hendrycks and Gimpel 2016)."""
+    (x,) = o.inputs
+    half, one = [scalar(f, c, x) for c in (0.5, 1.0)]
+    if o.attributes.get("approximate") == "tanh":
+        cube = f.emit("Mul", f.emit("Pow", x, scalar(f, 3.0, x)), scalar(f, 0.044715, x))
+        t = f.emit("Tanh", f.emit("Mul", f.emit("Add", x, cube), scalar(f, _C, x)))
+        return [f.emit("Mul", f.emit("Mul", x, half), f.emit("Add", t, one))]
+    t = f.emit("Erf", f.emit("Div", x, scalar(f, math.sqrt(2), x)))
+    return [f.emit("Mul", f.emit("Mul", x, f.emit("Add", t, one)), half)]
+
+
+smooth(
+    "Gelu",
+    _gelu,
+    _gelu_slope,
+    torch="nn.functional.gelu",
+    attributes="approximate:none|tanh?",
+    definition=_gelu_definition,
+)

@@ -1,6 +1,6 @@
 """Optimizers, as in torch.optim: from a weight, its gradient and their state to the next ones.
 
-What is held in 16 bits is computed in float32 and rounded once, at the end: in float16 AdamW's eps would be 0, and in
+Values of 16 bits are computed in float32 and rounded once, at the end: in float16 AdamW's eps would be 0, and in
 bfloat16 a small update would be lost twice.
 """
 
@@ -11,9 +11,12 @@ from typing import Any
 
 from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
-from distir.ir.spec import Attrs, op
+from distir.ir.spec import Attrs, Spec, op
 from distir.ir.type import DType, Float32, Float64
 from distir.ops.rules import expect_shape, letters, same
+
+CLIP_EPSILON = 1e-6
+"""What `torch.nn.utils.clip_grad_norm_` adds to the norm."""
 
 
 def _in_float32(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +78,7 @@ def _sgd(
     return w - lr * (g + momentum * m if nesterov else m), m
 
 
-op(  # (w, g) -> w; with momentum (w, g, m) -> w, m; with dampening also the number of this step, from 1
+SGD = op(  # (w, g) -> w; with momentum (w, g, m) -> w, m; with dampening also the number of this step, from 1
     "SGD",
     attributes="lr:number momentum:number? dampening:number? weight_decay:number? nesterov:flag?",
     axes=_sgd_axes,
@@ -122,7 +125,7 @@ def _adamw_dtype(attrs: Attrs, *dtypes: DType) -> list[DType]:
     return same(attrs, *dtypes[:4]) * 3
 
 
-op(  # (w, g, m, v, step) -> w, m, v; step is the number of this step, from 1
+ADAMW = op(  # (w, g, m, v, step) -> w, m, v; step is the number of this step, from 1
     "AdamW",
     attributes="lr:number? betas:pair? eps:number? weight_decay:number?",
     axes=_adamw_axes,
@@ -132,4 +135,61 @@ op(  # (w, g, m, v, step) -> w, m, v; step is the number of this step, from 1
     keeps_zero=True,
     gradient=1,
     eval=_in_float32(_adamw),
+)
+
+
+def _grouped(each: Spec) -> Spec:
+    """Define the op that updates `count` weights at once, each with its gradient and states; the step is shared.
+
+    SGD's dampening, with which the first step differs, is left out.
+    """
+    kinds = [f"{k}:{a.kind}{'?' if a.optional else ''}" for k, a in each.attributes.items() if k != "dampening"]
+
+    def results(xp: Any, *operands: Any, count: int, **settings: Any) -> Any:
+        found = [each.eval(xp, *row, **settings) for row in spec.rows({"count": count}, operands)]  # type: ignore[misc]
+        return tuple([x for row in found for x in (row if isinstance(row, tuple) else (row,))])
+
+    def flops(attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> tuple[float, float]:
+        return sum(each.flops(attrs, row, outs) for row in spec.rows(attrs, ins)), 0.0
+
+    spec = op(
+        f"Grouped{each.name}",
+        attributes=" ".join(["count:count", *kinds]),
+        each=each,
+        outputs=lambda attrs: attrs["count"] * each.count(attrs),
+        work=flops,
+        eval=results,
+    )
+    return spec
+
+
+GROUPED = {each: _grouped(each) for each in (SGD, ADAMW)}
+"""By optimizer the op that updates several weights at once."""
+
+
+def _scaled_dtype(attrs: Attrs, x: DType, factor: DType) -> list[DType]:
+    if not factor.floating:
+        raise IRTypeError(f"operand 1: expected a floating type, got {factor}")
+    return [x]
+
+
+def _scaled(xp: Any, x: Any, factor: Any) -> Any:
+    wide = xp.cast(x, Float32) if x.dtype.itemsize < Float32.size else x
+    return xp.asarray(wide * xp.asarray(factor, dtype=wide.dtype), dtype=x.dtype)
+
+
+op(  # from the sum of all squares, float64: the factor that limits the gradients' norm to `norm`
+    "ClipFactor",
+    attributes="norm:number",
+    axes="->",
+    dtype=same,
+    eval=lambda xp, total, norm: xp.minimum(norm / (xp.sqrt(total) + CLIP_EPSILON), 1.0),
+)
+op(  # (x, a number) -> x times it, in x's dtype
+    "Scale",
+    axes=lambda attrs, shapes: f"{(row := ' '.join(letters(len(shapes[0]))))}, -> {row}",
+    dtype=_scaled_dtype,
+    linear=[{0}],
+    donates=(0,),
+    eval=_scaled,
 )

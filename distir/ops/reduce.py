@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from distir.ir.axes import Shape
+from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
-from distir.ops.rules import letters, same, scalar, shape_of
+from distir.ir.type import Float32, Float64
+from distir.ops.rules import expect_shape, letters, same, scalar, shape_of
 
 
 def _axes(kind: str) -> Callable[[Attrs, Sequence[Shape]], str]:
@@ -20,6 +24,10 @@ def _axes(kind: str) -> Callable[[Attrs, Sequence[Shape]], str]:
         return f"{' '.join(names)} -> {' '.join(kept)} | {' '.join(f'{n}:{kind}' for n in sorted(gone))}"
 
     return axes
+
+
+def _row(shape: Shape) -> str:
+    return " ".join(letters(len(shape)))
 
 
 def _over(name: str) -> Callable[..., Any]:
@@ -50,6 +58,37 @@ op(
     eval=_over("sum"),
     grad=_sum_grad,
 )
+
+
+def _addends(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    if not shapes:
+        raise IRTypeError("expected at least one operand, got none")
+    for k, shape in enumerate(shapes):
+        expect_shape(k, shape, shapes[0])
+    return f"{', '.join([_row(shapes[0])] * len(shapes))} -> {_row(shapes[0])}"
+
+
+def _sum_of_squares(xp: Any, x: Any) -> Any:
+    """Values of less than 32 bits are squared in float32: float16 would overflow."""
+    x = xp.cast(x, Float32) if x.dtype.itemsize < Float32.size else x
+    return xp.cast(xp.sum(x * x, axis=tuple(range(x.ndim))), Float64)
+
+
+op(  # of all elements, as float64
+    "SumOfSquares",
+    axes=lambda attrs, shapes: f"{_row(shapes[0])} -> | {' '.join([f'{n}:sum' for n in letters(len(shapes[0]))])}",
+    dtype=lambda attrs, dtype: [Float64],
+    eval=_sum_of_squares,
+)
+op(  # of all operands, which are of one shape
+    "Sum",
+    axes=_addends,
+    dtype=same,
+    linear="all",
+    addends=True,
+    eval=lambda xp, *xs: functools.reduce(operator.add, xs),
+    grad=lambda f, o, d: [d] * len(o.inputs),
+)
 op("ReduceProd", attributes="axes:dims keepdims:flag?", axes=_axes("whole"), eval=_over("prod"))
 
 
@@ -71,7 +110,7 @@ def _extreme_slope(xp: Any, x: Any, y: Any, d: Any, axes: tuple[int, ...]) -> An
 
 op("ReduceMax", attributes="axes:dims keepdims:flag?", axes=_axes("max"), eval=_over("max"), grad=_extreme_grad)
 op("ReduceMin", attributes="axes:dims keepdims:flag?", axes=_axes("whole"), eval=_over("min"), grad=_extreme_grad)
-op(  # of ReduceMax and ReduceMin: elements that are alike share it
+op(  # of ReduceMax and ReduceMin: equal elements share it
     "ReduceMaxGrad",
     attributes="axes:dims",
     axes=_extreme_axes,

@@ -1,4 +1,4 @@
-"""What definitions of ops share: factor names, dtype rules, small pieces of gradients."""
+"""Helpers of op definitions: factor names, dtype rules, common parts of gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
-from distir.ir.spec import Attrs, Strand, op
+from distir.ir.spec import Attrs, FactorMapping, op
 from distir.ir.type import Bool, DType, Float32, Shard, Tensor
 
 _LETTERS = "abcdefghijklmnop"
@@ -56,7 +56,7 @@ def truth(attrs: Attrs, *dtypes: DType) -> list[DType]:
 
 
 def statistic(dtype: DType) -> DType:
-    """The dtype of what is summed over many numbers of `dtype` and saved: at least single precision."""
+    """The dtype of saved statistics, sums over many numbers of `dtype`: at least single precision."""
     return Float32 if dtype.size < 4 else dtype
 
 
@@ -77,9 +77,9 @@ def expect_shape(k: int, got: Shape, want: Shape) -> None:
         raise IRTypeError(f"operand {k}: expected shape {want}, got {got}")
 
 
-def passed(count: int, split: Shard, whole: Container[int], results: int = 1) -> Strand | None:
-    """The strand of an op that leaves dims where they are: dims in `whole` may not be split."""
-    return None if split.dim in whole else Strand((split,) * count, (split,) * results)
+def passed(count: int, split: Shard, whole: Container[int], results: int = 1) -> FactorMapping | None:
+    """The factor mapping of an op that keeps dims in place: dims in `whole` may not be split."""
+    return None if split.dim in whole else FactorMapping((split,) * count, (split,) * results)
 
 
 def scalar(f: FunctionMaker, number: float, like: Value) -> Value:
@@ -89,8 +89,13 @@ def scalar(f: FunctionMaker, number: float, like: Value) -> Value:
     return f.emit("Constant", value=(number,), shape=(), dtype=t.dtype, **where)
 
 
+def cast(f: FunctionMaker, v: Value, to: DType) -> Value:
+    """`v` in that dtype."""
+    return v if tensor(v).dtype is to else f.emit("Cast", v, to=to)
+
+
 def no_grad(f: FunctionMaker, o: Op, *d: Any) -> list[None]:
-    """The gradient of an op through which none flows."""
+    """The gradient rule of an op without gradients."""
     return [None] * len(o.inputs)
 
 
@@ -124,6 +129,7 @@ def smooth(
     saved: str = "x",
     torch: str | None = None,
     attributes: str = "",
+    definition: Callable[..., Sequence[Value]] | None = None,
 ) -> None:
     """An op on the points of one operand and, as `<name>Grad`, its gradient.
 
@@ -135,5 +141,5 @@ def smooth(
         v = o.inputs[0] if saved == "x" else o.outputs[0]
         return [f.add_op(f"{name}Grad", None, [v, d], o.attributes)]
 
-    op(name, axes=points(1), attributes=attributes, eval=eval, grad=grad, torch=torch)
+    op(name, axes=points(1), attributes=attributes, eval=eval, grad=grad, torch=torch, definition=definition)
     op(f"{name}Grad", axes=points(2), attributes=attributes, dtype=same, linear=[{1}], eval=slope)

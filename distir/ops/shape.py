@@ -9,7 +9,7 @@ from typing import Any
 from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
-from distir.ir.spec import Attrs, Strand, op
+from distir.ir.spec import Attrs, FactorMapping, op
 from distir.ir.type import DType, Shard, Tensor
 from distir.ops.rules import expect_shape, known, letters, no_grad, passed, points, same, shape_of, sum_to
 
@@ -93,7 +93,7 @@ def _reshape_infer(attrs: Attrs, shape: Shape) -> list[Shape]:
 
 
 def reshaped(a: Shape, b: Shape, split: Shard, n: int) -> Shard | None:
-    """Where a split of `a` stands once it is reshaped to `b`: dims are grouped by equal products."""
+    """The split of `a` after a reshape to `b`: dims are grouped by equal products."""
     i = j = 0
     while i < len(a) and j < len(b):
         i0, j0, x, y = i, j, a[i], b[j]
@@ -117,12 +117,12 @@ def reshaped(a: Shape, b: Shape, split: Shard, n: int) -> Shard | None:
 
 def _reshape_shard(
     attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
-) -> Strand | None:
+) -> FactorMapping | None:
     a, b = (ins[0], outs[0]) if slot >= 0 else (outs[0], ins[0])
     there = reshaped(a, b, split, n)
     if there is None or reshaped(b, a, there, n) is not split:
-        return None  # a split must come back as it went
-    return Strand((split,), (there,)) if slot >= 0 else Strand((there,), (split,))
+        return None  # the reverse reshape must give the same split
+    return FactorMapping((split,), (there,)) if slot >= 0 else FactorMapping((there,), (split,))
 
 
 op(
@@ -153,7 +153,7 @@ def _sizes(attrs: Attrs, size: int) -> tuple[int, ...]:
 
 def _split_shard(
     attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
-) -> Strand | None:
+) -> FactorMapping | None:
     """Along its axis: (outer, n, rest) of the whole is (outer / parts, n, rest) of each of equal parts."""
     whole = part = split
     if split.dim == attrs["axis"]:
@@ -164,7 +164,7 @@ def _split_shard(
             part = Shard(split.dim, split.outer // parts)
         else:
             whole = Shard(split.dim, split.outer * parts)
-    return Strand((whole,), (part,) * len(outs))
+    return FactorMapping((whole,), (part,) * len(outs))
 
 
 def _split_eval(xp: Any, a: Any, axis: int, parts: int = 0, sizes: tuple[int, ...] | None = None) -> tuple[Any, ...]:
@@ -205,9 +205,9 @@ def _concat_infer(attrs: Attrs, *shapes: Shape) -> list[Shape]:
 
 def _concat_shard(
     attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
-) -> Strand | None:
-    strand = _split_shard(attrs, outs, ins, ~slot, split, n)
-    return None if strand is None else Strand(strand.outs, strand.ins)
+) -> FactorMapping | None:
+    mapping = _split_shard(attrs, outs, ins, ~slot, split, n)
+    return None if mapping is None else FactorMapping(mapping.outs, mapping.ins)
 
 
 def _concat_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
@@ -363,7 +363,7 @@ def _fill_eval(xp: Any, x: Any, start: int, dim: int, size: int, value: float = 
     return xp.concat((head, xp.zeros_like(tail) + value), axis=dim)
 
 
-op(  # `value` in place of what stands in dim from index `size` on; the dim may be split
+op(  # `value` in place of the elements of dim from index `size` on; the dim may be split
     "FillTail",
     attributes="dim:dim size:size value:number?",
     axes=points(1),

@@ -1,4 +1,4 @@
-"""One iteration of training: a distributed program without the distribution of its inputs from a host."""
+"""Removes the distribution of inputs from a host, which leaves one steady-state iteration of training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from distir.ir.type import Tensor
 
 
 def steady_state_transform(function: Function) -> tuple[Function, list[Value]]:
-    """The function with what its inputs' distribution makes as inputs, and these inputs.
+    """The function with its inputs where their distribution would put them; also returns these inputs.
 
-    An op that moves an input from one device to others is taken away, again and again, and its results become inputs
-    of the input's role; an input that nothing uses any more goes.
+    Ops that move an input from one device to others are removed, transitively; their results become inputs of the same
+    role. Inputs without uses are removed.
     """
-    moved: dict[Value, Value] = {v: v for v in function.inputs}  # to the input it comes from
+    moved: dict[Value, Value] = {v: v for v in function.inputs}  # value -> the input that it is a copy or shard of
     kept: list[Op] = []
     taken: list[Value] = []
     for op in function.ops:
@@ -26,7 +26,7 @@ def steady_state_transform(function: Function) -> tuple[Function, list[Value]]:
             kept.append(op)
     used = {v for op in kept for v in op.inputs}.union(function.outputs)
     new = {v: Value(v.name, v.type, moved[v].role) for v in taken if v in used}
-    # Names stay, so they are still unique; types stay, so results are the same Values, and most ops the same Ops.
+    # Names do not change, so they stay unique; types do not, so results are the same Values, and most ops the same Ops.
     maker = FunctionMaker(function.name)
     maker.inputs = [*(v for v in function.inputs if v in used), *new.values()]
     maker.ops = [op if op.of is None and new.keys().isdisjoint(op.inputs) else _on(op, new) for op in kept]
@@ -43,12 +43,12 @@ def steady_state_transform(function: Function) -> tuple[Function, list[Value]]:
 
 
 def _on(op: Op, new: Mapping[Value, Value]) -> Op:
-    """The op on other operands of the same types."""
+    """The op with operands replaced by others of the same types."""
     return Op(op.spec, tuple([new.get(v, v) for v in op.inputs]), op.attributes, op.outputs)
 
 
 def _distributes(op: Op) -> bool:
-    """True for a communication op that only moves a value, whole in time, off the one device that holds it."""
+    """True for a communication op that only moves a value from a single device."""
     before = op.inputs[0].type
     moves = op.spec.bundle is None and op.callee is None
     return moves and isinstance(before, Tensor) and before.device is not None and not before.placements

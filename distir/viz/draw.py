@@ -1,4 +1,4 @@
-"""The figures. matplotlib is loaded when the first one is drawn."""
+"""Draw the figures. matplotlib is loaded with the first one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from distir.executor.categories import CATEGORIES
-from distir.executor.simulator import Simulation
+from distir.executor.simulator.categories import CATEGORIES
+from distir.executor.simulator.simulator import Simulation
 from distir.ir.errors import UsageError
 from distir.viz.spans import BACKWARD, COLLECTIVE, COMPUTE, FORWARD, KINDS, TRANSFER, UPDATE, bars, live
 
@@ -25,13 +25,13 @@ _COLOUR = {
 }
 _OF_CATEGORY = dict(zip(CATEGORIES, ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999"), strict=True))
 _NARROW = 0.012
-"""Bars that take less of the timeline than this have no number."""
+"""Bars narrower than this share of the timeline have no number."""
 
 
 def timeline(simulation: Simulation) -> Figure:
-    """When each device class did what: a row for each of its streams, coloured by kind, numbered by microbatch.
+    """A timeline: a row for each stream of each device class, bars coloured by kind and numbered by microbatch.
 
-    Bars that are narrow, and those of several microbatches (prologues, updates), have no number.
+    Narrow bars, and bars not of a single microbatch (prologues, updates), have no number.
     """
     rows = bars(simulation)
     unit, scale = _unit(simulation.seconds, (("s", 1.0), ("ms", 1e3), ("us", 1e6)))
@@ -59,7 +59,7 @@ def timeline(simulation: Simulation) -> Figure:
 
 
 def memory(simulation: Simulation) -> Figure:
-    """The live memory of each device class over time, by category: a panel a class."""
+    """The live memory of each device class over time, by category: a panel per class."""
     curves = live(simulation)
     most = max((sum(size) for _, points in curves for _, size in points), default=0)
     unit, scale = _unit(simulation.seconds, (("s", 1.0), ("ms", 1e3), ("us", 1e6)))
@@ -69,7 +69,7 @@ def memory(simulation: Simulation) -> Figure:
     used: dict[str, str] = {}
     for axes, (name, points) in zip(panels, curves, strict=True):
         peak = max(sum(size) for _, size in points) * size_scale
-        points = [*[p for p, after in pairwise(points) if after[0] > p[0]], points[-1]]  # those that last
+        points = [*[p for p, after in pairwise(points) if after[0] > p[0]], points[-1]]  # drop points of zero duration
         times = [t * scale for t, _ in points]
         below = [0.0] * len(points)
         for k, category in enumerate(CATEGORIES):
@@ -96,9 +96,9 @@ def curves(
 ) -> Figure:
     """Lines side by side: {title of a panel: {name of a line: [(x, y), ...]}}.
 
-    `x` and `y` are what the axes show, with units; `log` names those ("x", "y") that grow by powers of two (x) or ten
-    (y). All panels share the axes. Lines of one name have one colour; where no two panels have a line in common each
-    has its own legend.
+    `x` and `y` are the labels of the axes, with units; `log` names the logarithmic axes ("x" base 2, "y" base 10). All
+    panels share the axes. Lines of one name have one colour; if no two panels have a line in common each has its own
+    legend.
     """
     if unknown := set(log) - {"x", "y"}:
         raise UsageError(f"log names the axes x and y, got {min(unknown)!r}")
@@ -157,7 +157,7 @@ def grouped(panels: Mapping[str, tuple[str, Mapping[str, Sequence[float]]]], gro
 
 
 def _figures(x: float) -> str:
-    """A number as it stands on a bar: three figures, or all before the point."""
+    """The label of a bar: three significant figures, or all digits before the decimal point."""
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
@@ -178,7 +178,7 @@ def _unit(most: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
 
 
 def _legend(figure: Figure, colours: Mapping[str, str]) -> None:
-    """One legend of all panels, above them."""
+    """One legend for all panels, above them."""
     from matplotlib.patches import Patch
 
     if colours:

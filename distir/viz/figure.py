@@ -1,4 +1,4 @@
-"""The figure that all functions here give: matplotlib's, with its numbers. Loads matplotlib."""
+"""The class of all figures: matplotlib's Figure with access to its data. Loads matplotlib."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Plain
 
 MIME = "application/vnd.distir.figure+json"
-"""Under this type a notebook keeps a figure's numbers beside its image."""
+"""MIME type of a figure's data in a notebook, beside its image."""
 
 
 class Figure(Plain):
-    """A matplotlib figure that shows in a notebook without pyplot, and tells the numbers it shows."""
+    """A matplotlib figure that displays in a notebook without pyplot, and gives access to its data."""
 
     def numbers(self) -> list[dict[str, Any]]:
-        """For each panel its title and labels; by name the points of its lines, and the corners of its areas.
-
-        Where there are bars, by name their heights.
-        """
+        """For each panel its title and labels, and by name points of lines, vertices of areas and heights of bars."""
         return [
             {
                 "title": axes.get_title(),

@@ -1,7 +1,7 @@
-"""What the figures of a simulation show: bars of a timeline, points of a memory curve. Without matplotlib.
+"""The data of a simulation's figures: bars of a timeline, points of memory curves. Does not need matplotlib.
 
-A row of a timeline is a stream of a device class. What runs on it back to back, of one kind and one microbatch, is one
-bar: bars of two microbatches stay apart, even where they touch.
+A row of a timeline is a stream of a device class. Consecutive ops of one kind and one microbatch are merged into one
+bar; bars of different microbatches are not merged.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from distir.executor import trace
-from distir.executor.categories import leaves
-from distir.executor.maxplus import Call, Part
-from distir.executor.memory import Bytes
-from distir.executor.simulator import Simulation
-from distir.executor.trace import Done, Span, expand, walk, widen
+from distir.executor.simulator import trace
+from distir.executor.simulator.categories import leaves
+from distir.executor.simulator.maxplus import Call, OpPart
+from distir.executor.simulator.memory import Bytes
+from distir.executor.simulator.simulator import Simulation
+from distir.executor.simulator.trace import Done, Span, expand, walk, widen
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.function import Function, Op, Value
 
@@ -24,7 +24,7 @@ KINDS = (COMPUTE, FORWARD, BACKWARD, UPDATE, COLLECTIVE, TRANSFER)
 
 
 class Bar(NamedTuple):
-    """What runs without a break on one stream: its kind, the microbatch (None: of several), start and duration (s)."""
+    """A bar on one stream: kind of work, microbatch (None: not of a single one), start and duration (s)."""
 
     kind: str
     microbatch: int | None
@@ -33,7 +33,7 @@ class Bar(NamedTuple):
 
 
 def bars(simulation: Simulation) -> list[tuple[str, list[Bar]]]:
-    """The rows of a timeline, from the top: a name and its bars in order of time. Streams that do nothing are left out.
+    """The rows of a timeline, from the top: a name and its bars in order of time, without idle streams.
 
     Rows are in order of device classes, and of each class: compute, collectives by axis, sends, receives.
     """
@@ -53,13 +53,13 @@ def bars(simulation: Simulation) -> list[tuple[str, list[Bar]]]:
 
 
 def _row_order(c: int, stream: str) -> tuple[int, int, int, str]:
-    """Where a stream of a class stands: kinds in order, then by name, "stage2" before "stage10"."""
+    """The sort key of a stream of class `c`: by kind, then by name, "stage2" before "stage10"."""
     word = stream.split(" ")[0]
     return c, {COMPUTE: 0, "send": 2, "recv": 3}.get(word, 1), len(stream), stream
 
 
 def _microbatch(op: Op) -> int | None:
-    """The microbatch that an op of a program is of: a call's, or that which the values it uses are pieces of."""
+    """The microbatch of an op: of a call its attribute, else that of its operands; None if not a single one."""
     if op.callee is not None:
         return op.attributes.get("mb")
     pieces = {t.piece for v in op.inputs for t in leaves(v.type)}
@@ -67,12 +67,12 @@ def _microbatch(op: Op) -> int | None:
     return piece[0] if piece is not None and piece[1] == piece[0] + 1 else None
 
 
-def _communication(part: Part) -> str:
+def _communication(part: OpPart) -> str:
     return COLLECTIVE if part.sources == part.targets else TRANSFER
 
 
 def _joined(row: list[Bar]) -> list[Bar]:
-    """Bars in order of time, those that touch and are alike made one."""
+    """Bars in order of time; adjacent bars of one kind and microbatch are merged."""
     out: list[Bar] = []
     for bar in sorted(row, key=lambda b: b.start):
         if out and out[-1][:2] == bar[:2] and bar.start <= out[-1].start + out[-1].duration:
@@ -83,11 +83,10 @@ def _joined(row: list[Bar]) -> list[Bar]:
 
 
 def _kinds(main: Function) -> dict[Op, str]:
-    """The kind of each op of a program. An update is what depends on gradients and is of no microbatch; where pieces of
-    microbatches are only put together nothing is updated.
-
-    An op is of the backward pass if it remembers its forward op; a call, if it uses what another call on the same stage
-    made of the same microbatch: what the forward pass saved. Where there is neither all is compute.
+    """The kind of each op of a program. An op is of the backward pass if it records its forward op (`of`); a call, if
+    it uses a result of another call of the same stage and microbatch, that is, a saved value. An update depends on
+    gradients and is not of a microbatch; ops that only join microbatches are not updates. Without any backward op all
+    ops are compute.
     """
     makers: dict[Value, Op] = {}
     late: set[Value] = set()
@@ -106,7 +105,7 @@ def _kinds(main: Function) -> dict[Op, str]:
 
 
 def _joins(op: Op) -> bool:
-    """Whether the op goes along time: on each device it joins what that device made of the microbatches."""
+    """Whether the op joins a device's pieces of all microbatches (it is along the time axis)."""
     return op.attributes.get("axis") == TIME
 
 
@@ -118,12 +117,12 @@ def _uses_saved(op: Op, makers: Mapping[Value, Op]) -> bool:
 
 
 def _stage(call: Op) -> Device | Mesh | None:
-    """Where the tensors are that a call makes."""
+    """The device or mesh of a call's results."""
     return next((t.device for v in call.outputs for t in leaves(v.type)), None)
 
 
-def _parts(done: Done) -> Iterator[tuple[Part, float]]:
-    """The parts of an op, a call's too, and when they end."""
+def _parts(done: Done) -> Iterator[tuple[OpPart, float]]:
+    """The parts of an op, those of a call expanded, and their end times."""
     if isinstance(done.plan, Call):
         for inner in walk(expand(done.plan, done.times, done.run)):
             yield from _parts(inner)
@@ -132,7 +131,7 @@ def _parts(done: Done) -> Iterator[tuple[Part, float]]:
 
 
 def live(simulation: Simulation) -> list[tuple[str, list[tuple[float, Bytes]]]]:
-    """For each device class its name and its live memory up to the end of the run: see `executor.trace.live`."""
+    """Live memory of each device class, by name, until the end of the run: see `executor.simulator.trace.live`."""
     classes = simulation.program.classes
     spans = [_computing(done) for done in walk(simulation.run)]
     out: list[tuple[str, list[tuple[float, Bytes]]]] = []
@@ -143,7 +142,7 @@ def live(simulation: Simulation) -> list[tuple[str, list[tuple[float, Bytes]]]]:
 
 
 def _computing(done: Done) -> Span:
-    """When the compute of an op began and ended on each class that computes in it."""
+    """The span of an op's compute on each device class that takes part in it."""
     span: Span = {}
     for part, end in _parts(done):
         if not part.communicates:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from distir.api.archive import archive
-from distir.backends.pieces import Shipped, ship
 from distir.ir.errors import UsageError
+from distir.runtime.pieces import Shipped, ship
 
 ARRAYS = {
     "a": np.arange(5000, dtype=np.int32).reshape(50, 100),

@@ -17,7 +17,7 @@ from distir.ir import Function, FunctionMaker
 from distir.ir.errors import UsageError
 from distir.ir.function import Role
 from distir.ir.type import Float64, Int64, Tensor
-from distir.transforms.training import training_step
+from distir.transforms.differentiation.training import training_step
 
 ROWS, CLASSES = 7, 5
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from distir.api import masks
 from distir.api.masks import with_causal_attention
-from distir.executor.repeats import once
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.reference.repeats import once
+from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import Function, FunctionMaker, Value, verify
 from distir.ir.function import Op, Role
 from distir.ir.type import Bool, Float64, Tensor

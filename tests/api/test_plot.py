@@ -12,7 +12,7 @@ from distir.api.metrics import Metrics, read_metrics
 from distir.api.plot import plot, training_figure
 from distir.api.scaling import efficiency, rows, to_json, weak_scaling
 from distir.ir.errors import UsageError
-from tests.api.test_epochs import epoch, small
+from tests.api.test_batches import epoch, small
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_weak_scaling_grows_the_batch(tmp_path: Path):
 
 @pytest.mark.parametrize("ranks", [[], [0], [1, 1]])
 def test_ranks_that_are_none(ranks: list[int]):
-    with pytest.raises(UsageError, match="different whole numbers"):
+    with pytest.raises(UsageError, match="distinct numbers of ranks"):
         weak_scaling(small, ranks, 4)
 
 

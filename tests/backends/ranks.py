@@ -22,7 +22,7 @@ def on_ranks(n: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     `work` is a function of a module. Fails with the traceback of the first rank that fails, or if one does not answer.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["distir.backends.rank", __name__])
+    context.set_forkserver_preload(["distir.backends.processes.rank_loop", __name__])
     with tempfile.TemporaryDirectory() as folder:
         ends: list[Connection] = []
         processes: list[Any] = []
@@ -59,7 +59,7 @@ def _rank(rank: int, n: int, folder: str, end: Connection, work: Callable[..., A
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
-    from distir.backends.comm import start_group
+    from distir.backends.transport.torch_distributed import start_group
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

@@ -124,13 +124,13 @@ class World:
 
     def install(self, monkeypatch: Any) -> None:
         """Put it in torch.distributed's place."""
-        import distir.backends.comm as comm
+        from distir.backends.transport import nccl
 
         for name in ("new_group", "all_reduce", "isend", "irecv"):
             monkeypatch.setattr(dist, name, getattr(self, name))
         monkeypatch.setattr(dist, "all_to_all_single", self.all_to_all)
-        monkeypatch.setattr(comm, "all_gather", self.all_gather)
-        monkeypatch.setattr(comm, "reduce_scatter", self.reduce_scatter)
+        monkeypatch.setattr(nccl, "all_gather", self.all_gather)
+        monkeypatch.setattr(nccl, "reduce_scatter", self.reduce_scatter)
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """What `work(rank)` gives on each rank, each in a thread. Raises the first error there is."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from distir.executor.categories import CATEGORIES, Categories, leaves
 from distir.executor.cost_model import CostModel
+from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.ir import Device, Function, Mesh, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import Tuple, Type
@@ -237,7 +237,7 @@ class Inlined:
                 lies[k] = lies[uses[0]]
         else:
             spare: dict[int, list[object]] = {}
-            for k in dict.fromkeys(uses[n] for n in op.spec.donates if n < len(uses)):
+            for k in dict.fromkeys(uses[n] for n in op.spec.donated(op.attributes, len(uses))):
                 if last[k] == i:
                     for b in lies[k]:
                         others = [o for o in live if o is not k and b in lies[o]]

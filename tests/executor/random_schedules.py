@@ -83,10 +83,10 @@ def _random_collective(rng: random.Random, f: FunctionMaker, v: Value) -> Value:
     axis = rng.choice(t.mesh.axes)
     p = t.on(axis)
     if isinstance(p, Shard):
-        name = rng.choice(["MPIAllgather", "MPIAlltoall"])
+        name = rng.choice(["MPIAllgather", "MPIAlltoall", "MPIPermute"])
     else:
-        name = "LocalSlice" if p is REPLICATE else rng.choice(["MPIAllreduce", "MPIReduceScatter"])
-    dims = {} if name in ("MPIAllgather", "MPIAllreduce") else {"dim": rng.randrange(2)}
+        name = "LocalSlice" if p is REPLICATE else rng.choice(["MPIAllreduce", "MPIReduceScatter", "MPIPermute"])
+    dims = {} if name in ("MPIAllgather", "MPIAllreduce", "MPIPermute") else {"dim": rng.randrange(2)}
     return f.emit(name, v, axis=axis, **dims)
 
 

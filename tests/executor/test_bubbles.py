@@ -6,15 +6,16 @@ import pytest
 
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator import Simulation
+from distir.executor.simulator.simulator import Simulation
 from distir.ir import Function, FunctionMaker, Role, Topology
 from distir.ir.spec import Attrs, Spec
 from distir.ir.topology import DeviceSpec, Link
 from distir.ir.type import Float, Tensor
-from distir.transforms.parallel3d import parallel_transform_3d
-from distir.transforms.schedule import Schedule, make_table
-from distir.transforms.stages import StageCost
-from distir.transforms.training import SGD, training_step
+from distir.transforms.differentiation.training import SGD, training_step
+from distir.transforms.parallel3d import distribute
+from distir.transforms.pipeline.schedule import Schedule, make_table
+from distir.transforms.pipeline.stages import StageCost
+from distir.transforms.plan import Plan
 
 
 class OnlyRelu(CostModel):
@@ -49,7 +50,8 @@ def simulate(p: int, m: int, v: int, schedule: Schedule, backward: float = 1.0) 
         for b in devices[: a.index]:
             topology.set_bandwidth(a, b, 8)
     equal = StageCost(lambda op: float(op.spec.name == "Relu"), 0.0)
-    program = parallel_transform_3d(mlp(p * v, m), 1, 1, p, devices, m, schedule, cost=equal, chunks=v)
+    plan = Plan(pp=p, microbatches=m, schedule=schedule, chunks=v)
+    program = distribute(mlp(p * v, m), plan, devices, cost=equal).program
     return Simulator(OnlyRelu(topology, backward)).interpret(program)
 
 

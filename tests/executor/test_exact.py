@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator import Simulation
+from distir.executor.simulator.simulator import Simulation
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology
 from distir.ir.errors import InfeasibleError
 from distir.ir.type import Float, Tensor
 from distir.models.gpt import gpt
+from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from distir.transforms.parallel3d import parallel_transform_3d
-from distir.transforms.table import Slot, Table
-from distir.transforms.training import SGD, AdamW, training_step
+from distir.transforms.pipeline.schedule_table import Cell, Table
 from tests.executor.inlined import Inlined
 from tests.executor.random_schedules import random_topology
 
@@ -58,22 +58,22 @@ class Case(NamedTuple):
 
 
 def random_table(rng: random.Random, ranks: int, microbatches: int) -> Table:
-    """A table that runs: at each moment any slot that is ready, forward or backward, of any rank."""
+    """A table that runs: at each moment any cell that is ready, forward or backward, of any rank."""
     table: Table = [[] for _ in range(ranks)]
-    done: set[Slot] = set()
+    done: set[Cell] = set()
     while True:
-        ready: list[Slot] = []
+        ready: list[Cell] = []
         for s in range(ranks):
-            f, b = (sum(slot.phase == phase for slot in table[s]) for phase in "FB")
-            if f < microbatches and (s == 0 or Slot(s - 1, "F", f) in done):
-                ready.append(Slot(s, "F", f))
-            if b < f and (s == ranks - 1 or Slot(s + 1, "B", b) in done):
-                ready.append(Slot(s, "B", b))
+            f, b = (sum(cell.phase == phase for cell in table[s]) for phase in "FB")
+            if f < microbatches and (s == 0 or Cell(s - 1, "F", f) in done):
+                ready.append(Cell(s, "F", f))
+            if b < f and (s == ranks - 1 or Cell(s + 1, "B", b) in done):
+                ready.append(Cell(s, "B", b))
         if not ready:
             return table
-        slot = rng.choice(ready)
-        table[slot.stage].append(slot)
-        done.add(slot)
+        cell = rng.choice(ready)
+        table[cell.stage].append(cell)
+        done.add(cell)
 
 
 def random_case(seed: int) -> Case:

@@ -1,4 +1,4 @@
-"""Small ONNX models made in tests, run by onnxruntime and by us."""
+"""Small ONNX models for tests, run by onnxruntime and by distir."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.reference.sequential import SequentialExecutor
 from distir.importer import import_from_onnx
 from distir.ir import Function, parse, pformat, same, verify
 
@@ -49,7 +49,7 @@ def model(
 
 
 def expected(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray], reference: bool = False) -> list[np.ndarray]:
-    """What onnxruntime computes, or onnx's reference evaluator for what onnxruntime does not have."""
+    """onnxruntime's results, or those of onnx's reference evaluator for ops that onnxruntime does not have."""
     if reference:
         from onnx.reference import ReferenceEvaluator
 
@@ -62,7 +62,7 @@ def expected(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray], reference
 
 
 def computed(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray], path: Path) -> tuple[Function, list[np.ndarray]]:
-    """What we compute, from a file at `path`. The function is verified, and its text read back."""
+    """distir's results, from a file at `path`. The function is verified, printed and parsed back."""
     path.write_bytes(proto.SerializeToString())
     function, arrays = import_from_onnx(path)
     verify(function)
@@ -72,7 +72,7 @@ def computed(proto: onnx.ModelProto, inputs: Mapping[str, np.ndarray], path: Pat
 
 
 def equal(got: Sequence[np.ndarray], want: Sequence[np.ndarray], tolerance: float = 1e-4) -> None:
-    """Shapes and types equal, numbers to the tolerance, relative to the largest."""
+    """Assert equal shapes and types, and numbers within the tolerance, relative to the largest."""
     assert len(got) == len(want)
     for g, w in zip(got, want, strict=True):
         assert (g.dtype, g.shape) == (w.dtype, w.shape)

@@ -1,4 +1,4 @@
-"""Models as their users export them, by torch alone: what they compute, and what of them is trained."""
+"""Models exported by torch alone, as users do: their results, and which of their initializers are trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from distir.api.model import load
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.reference.sequential import SequentialExecutor
 
 B, S = 2, 8
 SIZES = {
@@ -56,7 +56,7 @@ def built(kind: str, **sizes: Any) -> torch.nn.Module:
 
 
 def exported(module: torch.nn.Module, inputs: dict[str, torch.Tensor], path: Path, optimize: bool = True) -> Path:
-    """A file of the module, its weights moved off what they begin with: the exporter merges those that are equal."""
+    """A file of the module, with weights perturbed from their initial values: the exporter merges equal ones."""
     with torch.no_grad():
         for p in module.parameters() if optimize else ():
             p.add_(torch.randn_like(p), alpha=0.02)
@@ -90,7 +90,8 @@ CAUSAL = {**TEXT, "num_key_value_heads": 2, "use_cache": False}
     ],
 )
 def test_of_transformers(kind: str, sizes: dict[str, Any], masked: bool, attention: Any, tmp_path: Path) -> None:
-    """The result is onnxruntime's. Parameters of the module are trained, no table of angles; known masks are used."""
+    """Results equal onnxruntime's. Parameters of the module are trained, tables of angles are not; known masks are
+    used."""
     torch.manual_seed(0)
     module = built(kind, **sizes)
     inputs = {"input_ids": torch.randint(401, (B, S))}
@@ -115,7 +116,7 @@ def test_of_transformers(kind: str, sizes: dict[str, Any], masked: bool, attenti
 
 
 def test_as_it_was_written(tmp_path: Path) -> None:
-    """Without the exporter's optimizer every parameter is there, under its name; known masks are seen all the same."""
+    """Without the exporter's optimizer every parameter is present under its name; known masks are recognized, too."""
     module = built("GPTNeoX", **TEXT, use_cache=False)
     inputs = {"input_ids": torch.randint(401, (B, S))}
     model = load(exported(module, inputs, tmp_path / "m.onnx", optimize=False), {"batch": B}, loss="cross-entropy")
@@ -140,7 +141,7 @@ class Masked(torch.nn.Module):
 
 
 def test_of_torch(tmp_path: Path) -> None:
-    """Masks and factors that the exporter has computed are no weights, so that attention is seen to be causal."""
+    """Masks and factors that the exporter has folded are no weights, so that attention is recognized as causal."""
     torch.manual_seed(0)
     module, x = Masked(), torch.randn(B, S, 16)
     model = load(exported(module, {"x": x}, tmp_path / "m.onnx"), {"batch": B}, loss="mse")

@@ -1,4 +1,4 @@
-"""Functions of a model are inlined, if that does not make too much of them: that is counted, not tried."""
+"""Functions of a model are inlined, within a limit of size, which is computed before."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def row(calls: Sequence[int]) -> list[onnx.NodeProto]:
 
 
 def in_a_branch(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """The same inside a graph of a node."""
+    """The same nodes inside a subgraph of a node."""
     graph = helper.make_graph(nodes, "branch", [], [info("b", [3])])
     true = helper.make_node("Constant", [], ["c"], value=helper.make_tensor("c", onnx.TensorProto.BOOL, [], [1]))
     return [true, helper.make_node("If", ["c"], ["b"], then_branch=graph, else_branch=graph)]
@@ -42,7 +42,7 @@ def written(bodies: Sequence[Sequence[onnx.NodeProto]], path: Path) -> Path:
 
 
 def levels(*counts: int) -> list[list[onnx.NodeProto]]:
-    """Each function calls the next so often; the last holds so many nodes."""
+    """Function k calls the next one counts[k] times; the last has counts[-1] nodes."""
     return [row([k + 1 if k + 1 < len(counts) else -1] * count) for k, count in enumerate(counts)]
 
 
@@ -80,7 +80,7 @@ def test_calls_as_deep_as_they_may_be(tmp_path: Path) -> None:
 
 @given(st.data())
 def test_they_are_counted_as_they_are_inlined(data: st.DataObject) -> None:
-    """One that is called from several is counted for each, one that nothing calls not at all."""
+    """A function called from several is counted for each call, one that nothing calls is not counted."""
     count = data.draw(st.integers(1, 5))
     calls = [
         data.draw(st.lists(st.sampled_from([-1, *range(k + 1, count)]), min_size=1, max_size=4)) for k in range(count)

@@ -1,4 +1,4 @@
-"""What is computed at import: what repeats once, what is too large not at all, and never before that is known."""
+"""Constant folding at import: repeated elements are stored once, and arrays that are too large are never computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from distir.importer import import_from_onnx
 from distir.importer import node as importer_node
-from distir.importer.node import held
+from distir.importer.node import distinct_elements
 from distir.ir.errors import ModelError
 from tests.importer.models import computed, equal, expected, info, model, node
 
@@ -25,7 +25,7 @@ MUCH = 1 << 36
 def saved(
     path: Path, nodes: Sequence[onnx.NodeProto], stored: dict[str, Any], shape: Sequence[int | str] = (2, 3)
 ) -> Path:
-    """A model of `x` that gives `y`."""
+    """A model from `x` to `y`."""
     proto = model(nodes, {"x": np.zeros(2, np.float32)}, ["y"], {k: np.asarray(v) for k, v in stored.items()})
     proto.graph.input[0].CopyFrom(info("x", shape))
     path.write_bytes(proto.SerializeToString())
@@ -33,7 +33,7 @@ def saved(
 
 
 def after(*nodes: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Nodes that make `e`, of which the sum is added to `x`."""
+    """Nodes that make `e`, whose sum is added to `x`."""
     return [*nodes, node("Cast", "e", "f", to=1), node("ReduceSum", "f", "r"), node("Add", "x r", "y")]
 
 
@@ -72,7 +72,7 @@ KEPT: dict[str, tuple[list[onnx.NodeProto], dict[str, Any]]] = {
 
 
 def peak(path: Path) -> int:
-    """The most bytes that an import takes at once."""
+    """The peak memory of an import, in bytes."""
     tracemalloc.start()
     try:
         import_from_onnx(path)
@@ -103,12 +103,12 @@ def test_what_would_be_too_large_is_refused_before_it_is_made(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_would_be_too_large_is_left_to_the_program(name: str, tmp_path: Path) -> None:
-    """Which says what it would cost. Nothing of that size is held."""
+    """The error gives the size. No array of that size is allocated."""
     nodes, stored = KEPT[name]
     path = saved(tmp_path / "m.onnx", nodes, stored)
     assert peak(path) < 1 << 27
     function, arrays = import_from_onnx(path)
-    assert all(held(arrays[v]) <= 1 << 21 for v in arrays)
+    assert all(distinct_elements(arrays[v]) <= 1 << 21 for v in arrays)
     assert max(v.type.bytes for op in function.ops for v in op.outputs) >= 1 << 36
 
 
@@ -120,7 +120,7 @@ def test_what_repeats_is_an_operand_once(tmp_path: Path) -> None:
 
 
 def mask(batch: int, length: int) -> onnx.ModelProto:
-    """A mask as transformers' are exported: causal within parts of a sequence, told apart by jumps of its positions.
+    """A mask as transformers exports it: causal within parts of a sequence, which are separated by jumps of positions.
 
     Indices into (batch, length) are put side by side from two ranges.
     """
@@ -183,7 +183,7 @@ def test_a_mask_is_onnxruntimes(batch: int, length: int, tmp_path: Path) -> None
 
 
 def test_a_mask_of_many_samples_is_that_of_one(tmp_path: Path) -> None:
-    """The program has one sample's. More is never held: that of all would take 256 MiB, and its indices as much."""
+    """The program stores one sample's. All samples' are never allocated: 256 MiB, and as much for their indices."""
     found: list[np.ndarray] = []
     for batch in (1, 1 << 14):
         path = tmp_path / f"{batch}.onnx"
@@ -201,7 +201,7 @@ def test_a_mask_of_many_samples_is_that_of_one(tmp_path: Path) -> None:
 
 @given(data=st.data())
 def test_what_repeats_is_computed_as_the_whole(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Operands that repeat along some dims, of ops on points and along an axis, against onnxruntime."""
+    """Operands that repeat along some dims, of elementwise ops and ops along an axis, against onnxruntime."""
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     stored: dict[str, np.ndarray] = {"shape": np.array(shape)}

@@ -1,4 +1,4 @@
-"""What an imported Function is: equal to onnxruntime, its inputs and their roles, what is known at import."""
+"""Imported Functions: results equal onnxruntime's; inputs and their roles; values known at import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.reference.sequential import SequentialExecutor
 from distir.importer import import_from_onnx, tensors
 from distir.ir import Function, Role
 from distir.ir.errors import ModelWarning, UsageError
@@ -147,7 +147,7 @@ def mark(proto: onnx.ModelProto, name: str, key: str, value: str) -> None:
 
 
 def test_what_the_exporter_says_is_no_parameter(tmp_path: Path) -> None:
-    """Buffers, and what was computed from no parameter: not trained, and known if it is needed."""
+    """Buffers, and initializers folded from no parameter, are not trained, and known at import if needed."""
     names = ("weight", "table", "turned", "angles", "plain", "factor")
     stored = {n: x(1) if n == "factor" else x(3) for n in names}
     nodes = [node("Mul", "x weight", "y0")]
@@ -175,7 +175,7 @@ def test_what_the_exporter_says_is_no_parameter(tmp_path: Path) -> None:
 
 
 def test_parameters_that_the_exporter_has_merged_are_told(tmp_path: Path) -> None:
-    """Not those it has turned or cut, and nothing of a file that it has left as it was."""
+    """No warning for parameters that it has transposed or sliced, nor for a file that it has not changed."""
     stored = {"a.weight": x(3), "turned": x(3)}
     proto = model([node("Mul", "x a.weight", "y0"), node("Mul", "y0 turned", "y")], {"x": x(4, 3)}, ["y"], stored)
     names = ("a.weight", "b.weight", "c.weight", "d.bias")
@@ -215,7 +215,7 @@ def test_half_precision(dtype: Any, ours: Any, tmp_path: Path) -> None:
 
 
 def test_external_data_is_mapped_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 GiB of weights (a sparse file) are imported at once; what is read is a map of the file."""
+    """8 GiB of weights (a sparse file) are imported immediately; arrays are memory maps of the file."""
     rows = 1 << 20
     with open(tmp_path / "w.bin", "wb") as file:
         file.truncate(8 << 30)

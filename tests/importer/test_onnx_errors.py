@@ -192,7 +192,7 @@ def test_unnamed_dim_can_be_given(m: Path) -> None:
 
 
 def test_sizes_that_are_beyond_all_counting(m: Path) -> None:
-    """Who gave the size is told: the user, or the file; an op that makes too much, by its node."""
+    """The error names the source of the size: the user's dim, the file, or the node with too large a result."""
     size = np.int64(1) << 52  # numpy's own products would overflow
     save(m, [node("Relu", "x", "y")], inputs=[info("x", ["batch", 3])], outputs=[info("y", ["batch", 3])])
     refused(m, "'x'", "13,510,798,882,111,488 elements, more than 2^53: batch =", kind=UsageError, dims={"batch": size})
@@ -282,7 +282,7 @@ def test_parse_tensor_from_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("operands", ["q k v  pk pv", "q k v  pk"], ids=["past", "past key"])
 def test_a_definition_that_onnx_cannot_inline(operands: str, m: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nothing of onnx's own source is said."""
+    """The message does not quote onnx's source."""
     names = operands.split(" ")
     inputs = [info(name, [2, 4, 8, 16]) for name in names if name]
     attention = helper.make_node("Attention", names, ["y"])

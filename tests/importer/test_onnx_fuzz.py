@@ -1,4 +1,4 @@
-"""A file with damaged bytes imports or ends in one of our errors, in one line: never a traceback."""
+"""A file with damaged bytes imports or raises one of distir's errors, in one line: never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each import rule against onnxruntime, on samples of what it must tell apart."""
+"""Each import rule against onnxruntime, on a sample of every case that it distinguishes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.reference.sequential import SequentialExecutor
 from distir.importer.registry import RULES
 from distir.ir.errors import ModelError
 from distir.ops.rules import shape_of, tensor
-from distir.transforms.cleanup import extend
-from distir.transforms.grad import grad
+from distir.transforms.differentiation.grad import grad
+from distir.transforms.rewriting.cleanup import extend
 from tests.importer.models import computed, equal, expected, model, node
 
 

@@ -1,4 +1,4 @@
-"""Random small ONNX graphs: what we compute equals onnxruntime."""
+"""Random small ONNX graphs: results equal onnxruntime's."""
 
 from __future__ import annotations
 

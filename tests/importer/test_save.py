@@ -1,4 +1,4 @@
-"""Models written back with new weights: onnxruntime runs them, and they have the weights."""
+"""Models saved with new weights: onnxruntime runs them, and they have the weights."""
 
 from __future__ import annotations
 

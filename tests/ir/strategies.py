@@ -63,8 +63,8 @@ def meshes(draw: st.DrawFn) -> Mesh:
     return Mesh(devices, dict(zip(axes, sizes, strict=True)), draw(names))
 
 
-moments = st.integers(0, 5) | st.integers(NOW - 2, NOW + 2)
-pieces = st.none() | st.tuples(moments, moments) | st.integers(0, 5).map(lambda k: (k, k + 1))
+microbatches = st.integers(0, 5) | st.integers(NOW - 2, NOW + 2)
+pieces = st.none() | st.tuples(microbatches, microbatches) | st.integers(0, 5).map(lambda k: (k, k + 1))
 
 
 @st.composite
@@ -81,7 +81,8 @@ def tensors(draw: st.DrawFn, where: st.SearchStrategy[Any]) -> Tensor:
         if kind == "shard" and rank:
             dim = draw(st.integers(0, rank - 1))
             outer = end[dim] * draw(st.integers(1, 3))
-            placements[i], end[dim] = Shard(dim, outer), outer * at.sizes[i]
+            shift = 0 if i == at.time else draw(st.integers(0, at.sizes[i] - 1))
+            placements[i], end[dim] = Shard(dim, outer, shift), outer * at.sizes[i]
         elif kind in ("sum", "max", "mean"):
             placements[i] = Partial(kind)
     return Tensor.whole(dtype, [n * draw(st.integers(0, 3)) for n in end], at, placements, piece)
@@ -96,7 +97,7 @@ def types(where: st.SearchStrategy[Any]) -> st.SearchStrategy[Type]:
 def attributes(where: st.SearchStrategy[Any], functions: list[Function]) -> st.SearchStrategy[Attributes]:
     partials = [Partial(kind) for kind in ("sum", "max", "mean")]
     leaves = numbers | names | st.sampled_from([*DType.all.values(), REPLICATE, *partials])
-    leaves |= st.builds(Shard, st.integers(0, 3), st.integers(1, 3)) | where
+    leaves |= st.builds(Shard, st.integers(0, 3), st.integers(1, 3), st.integers(0, 2)) | where
     if functions:
         leaves |= st.sampled_from(functions)
     values = st.recursive(leaves, lambda x: st.lists(x, max_size=3).map(tuple), max_leaves=6)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distir.executor.sequential import evaluate
+from distir.executor.reference.sequential import evaluate
 from distir.ir import Device, Function, Mesh, Op, Value, parse, pformat, verify
 from distir.ir.attributes import declared
 from distir.ir.errors import IRTypeError, ModelError

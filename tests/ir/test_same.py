@@ -55,7 +55,7 @@ CHANGES: dict[str, Callable[[Function], object]] = {
     "of": lambda f: setattr(f.ops[3], "of", f.ops[1]),
     "callee": lambda f: attribute(callee(f), 0, axis="dp"),
     "callee name": lambda f: setattr(callee(f), "name", "other"),
-    "moment": lambda f: attribute(f, 1, mb=1),
+    "microbatch": lambda f: attribute(f, 1, mb=1),
 }
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from distir.ir import Device, Function, FunctionMaker, Mesh, cpprint, parse, pformat, same, verify
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.infer import infer_types
+from distir.ir.notation import format_type
 from distir.ir.same import difference
-from distir.ir.text import format_type
 from distir.ir.type import NOW, REPLICATE, SUM, BFloat16, Bool, Float, Int64, Partial, Shard, Tensor, Tuple
 from tests.ir.programs import STAGE0, pipeline, sequential, tensor
 from tests.ir.strategies import programs
@@ -105,6 +105,7 @@ def test_damaged_text_is_refused_or_read(text: str, data: st.DataObject) -> None
         (tensor((8, 36), STAGE0, REPLICATE, REPLICATE, Shard(1, 3)), "f32[8, 18{3:tp}] @ stage0"),
         (tensor((8, 32), STAGE0, Shard(1), Shard(1, 2), Shard(1, 4)), "f32[8, 4{mb,dp,tp}] @ stage0"),
         (tensor((8, 48), STAGE0, Shard(1, 6), Shard(1), Shard(0)), "f32[4{tp}, 12{dp,6:mb}] @ stage0"),
+        (tensor((8, 48), STAGE0, REPLICATE, Shard(1, 3, 1), Shard(0, 1, 1)), "f32[4{tp+1}, 24{3:dp+1}] @ stage0"),
         (tensor((8,), STAGE0, SUM, Partial("max"), REPLICATE), "f32[8]+mb+max:dp @ stage0"),
         (tensor((8,), STAGE0, SUM, Partial("mean"), REPLICATE), "f32[8]+mb+mean:dp @ stage0"),
         (tensor((8,), STAGE0, SUM, SUM, SUM, piece=(3, 4)), "f32[8]+mb+dp+tp#3 @ stage0"),
@@ -213,7 +214,7 @@ def test_long_bundles_stand_in_the_head_once() -> None:
     assert len(program(40)) - len(program(20)) < 20 * 120
 
 
-def test_a_bundle_keeps_its_moment_when_no_callee_says_it() -> None:
+def test_a_bundle_keeps_its_microbatch_when_no_callee_says_it() -> None:
     body = Tuple([tensor((16,), STAGE0, Shard(0)), *[tensor((4,), STAGE0, SUM, piece=(0, NOW + 1))] * 4])
     f = FunctionMaker("main")
     for k in range(3):
@@ -309,7 +310,10 @@ def program(*lines: str) -> str:
         (program("  %y = Neg(%x, axis=!)"), "line 2: expected an attribute, got !"),
         (program("  %y = Neg(%x, a=1, a=2)"), "line 2: expected name=value, got a="),
         (program("  %y = Neg(%x, a=Shard(x))"), "line 2: expected an attribute, got x"),
-        (program("  %y = Neg(%x, a=Shard(1, 2, 3))"), "line 2: expected Shard(dim) or Shard(dim, outer), got"),
+        (
+            program("  %y = Neg(%x, a=Shard(1, 2, 3, 4))"),
+            "line 2: expected Shard(dim), Shard(dim, outer) or Shard(dim, outer, shift)",
+        ),
         (program("  %y = Neg(%x) of %x"), "line 2: expected the first result of an op before this one, got %x"),
         (program("  %y = Neg(%x) of #0"), "line 2: expected the first result of an op before this one, got #0"),
         (program("  return %x %x"), "line 2: expected , or ), got %x"),

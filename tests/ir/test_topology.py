@@ -115,9 +115,8 @@ def test_the_graph_is_networkx() -> None:
 
 
 def test_importing_it_loads_no_networkx() -> None:
-    code = (
-        "import sys, distir.ir.topology, distir.executor.simulator, distir.hardware; print('networkx' in sys.modules)"
-    )
+    modules = "sys, distir.ir.topology, distir.executor.simulator.simulator, distir.hardware"
+    code = f"import {modules}; print('networkx' in sys.modules)"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert got.stdout.strip() == "False"
 
@@ -143,7 +142,7 @@ def test_figures_that_make_no_sense(figures: dict[str, float]) -> None:
     t.add_device("gpu", memory=math.inf)  # not limited
     a, b = (t.add_device("gpu") for _ in range(2))
     for bandwidth, latency in ((1e-320, 0.0), (math.nan, 0.0), (1e9, math.inf), (1e9, math.nan)):
-        with pytest.raises(UsageError, match="makes no sense"):
+        with pytest.raises(UsageError, match="is out of range"):
             t.set_link(a, b, bandwidth, latency)
 
 

@@ -10,7 +10,7 @@ from distir.ir import Device, Function, FunctionMaker, Mesh, Value, validate
 from distir.ir.errors import MismatchError
 from distir.ir.function import Role
 from distir.ir.type import REPLICATE, Float64, Int64, Shard, Tensor
-from distir.ir.validate import _Terms
+from distir.ir.validate import Terms
 from tests.transforms.mutate import Fault, Mutator, apply
 from tests.transforms.programs import Plan, distributed, small_gpt
 
@@ -104,7 +104,7 @@ def test_a_callee_is_walked_once_for_equal_arguments() -> None:
     counts = []
     for microbatches in (2, 4):
         made = distributed(small_gpt(layers=1), Plan(1, 1, 2, microbatches))
-        terms = _Terms()
+        terms = Terms()
         terms.walk(made.program, list(range(len(made.program.inputs))))
         counts.append(len(terms.known))
     assert counts[0] == counts[1]
@@ -126,3 +126,31 @@ def test_microbatches_of_different_values_do_not_join() -> None:
 def test_a_rebuilt_program_is_still_valid() -> None:
     made = distributed(small_gpt(layers=1), Plan(2, 2, 2, 2))
     validate(apply(made.program, Fault("nothing")), made.source)
+
+
+def mean(divided: bool, by: float = 8.0) -> Function:
+    f = FunctionMaker("mean")
+    x = f.add_input_value("x", Tensor(Float64, (4, 8)), Role("data", 0))
+    if divided:
+        total = f.emit("ReduceSum", x, axes=(1,), keepdims=0)
+        f.set_outputs([f.emit("Div", total, f.emit("Constant", value=(by,), shape=(), dtype=Float64))])
+    else:
+        f.set_outputs([f.emit("ReduceMean", x, axes=(1,), keepdims=0)])
+    return f.finalize()
+
+
+def test_an_op_that_only_one_of_them_has_is_compared_by_its_definition() -> None:
+    for a, b in ((mean(True), mean(False)), (mean(False), mean(True))):
+        (definition,) = validate(a, b)
+        assert definition.op.op_type == "ReduceMean"
+        assert [op.op_type for op in definition.parts.ops] == ["ReduceSum", "Constant", "Div"]
+    assert validate(mean(False), mean(False)) == []
+    with pytest.raises(MismatchError, match=r"expected Constant.*8.0.*got Constant.*7.0"):
+        validate(mean(True, 7.0), mean(False))
+
+
+def test_a_source_is_compared_as_it_was_passed() -> None:
+    """Not taken apart as the distributed program was."""
+    program = small_gpt(layers=1)
+    made = distributed(program, Plan(1, 2, 1, 2))
+    assert {d.op.op_type for d in validate(made.program, program.function)} == {"CrossEntropy"}

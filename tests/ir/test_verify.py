@@ -83,7 +83,7 @@ def test_result_twice() -> None:
 def test_input_twice() -> None:
     f = plain()
     f.inputs = (*f.inputs, f.inputs[0])
-    assert refused(f) == "net: an input stands twice among its inputs"
+    assert refused(f) == "net: an input is there twice"
 
 
 def test_result_is_an_input() -> None:
@@ -265,14 +265,14 @@ def test_a_call_needs_a_function() -> None:
     assert refused(f) == "main: op 7 %w.new, %loss.2 = Call: expected a function as callee, got 3"
 
 
-@pytest.mark.parametrize("moment", [2, -1, 1.0, True, "1"])
-def test_moment_is_one_of_the_microbatches(moment: object) -> None:
+@pytest.mark.parametrize("microbatch", [2, -1, 1.0, True, "1"])
+def test_mb_is_one_of_the_microbatches(microbatch: object) -> None:
     f = pipeline()
-    attributes(f.ops[1], mb=moment)
-    assert f"Call: expected mb of fwd0 in 0..1, got {moment!r}" in refused(f)
+    attributes(f.ops[1], mb=microbatch)
+    assert f"Call: expected mb of fwd0 in 0..1, got {microbatch!r}" in refused(f)
 
 
-def test_wrong_moment() -> None:
+def test_wrong_microbatch() -> None:
     f = pipeline()
     attributes(f.ops[1], mb=1)
     assert "result %y: expected f32[4{mb,dp}, 8]#1 @ stage0, got f32[4{mb,dp}, 8]#0 @ stage0" in refused(f)

@@ -6,12 +6,12 @@ import torch
 
 import distir
 from distir.api.data import Data
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import parse, pformat, same, verify
 from distir.ir.errors import UsageError
 from distir.ir.type import Float64
 from distir.models import gpt, mlp
-from distir.transforms.training import training_step
+from distir.transforms.differentiation.training import training_step
 
 PLANS = [distir.Plan(2, 1, 1), distir.Plan(1, 2, 1), distir.Plan(1, 1, 2, 2), distir.Plan(2, 2, 2, 2)]
 

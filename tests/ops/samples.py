@@ -181,6 +181,10 @@ SAMPLES = [
     sample("ReduceSum", below(9, 4, 6, dtype=Int32), axes=(0,), keepdims=0),
     sample("ReduceMean", real(4, 2, 6), axes=(0, 2), keepdims=1),
     sample("ReduceProd", real(4, 6), axes=(1,), keepdims=1),
+    sample("SumOfSquares", real(4, 6)),
+    sample("SumOfSquares", real()),
+    sample("Sum", real(4, 6), real(4, 6), real(4, 6)),
+    sample("Sum", real(4)),
     sample("ReduceMaxGrad", real(4, 6), derived(lambda x: x.max(1, keepdims=True), 4, 1), real(4, 1), axes=(1,)),
     # index
     sample("Gather", real(12, 6), below(12, 4, 2), axis=0),
@@ -247,5 +251,12 @@ SAMPLES = [
         for n in [1, 2]
     ],
     sample("AdamW", real(4, 6), real(4, 6), real(4, 6), positive(4, 6), number(3.0), lr=0.1, weight_decay=0.1),
+    sample("ClipFactor", number(9.0), norm=0.5),
+    sample("ClipFactor", number(9.0), norm=5),
+    sample("Scale", real(4, 6), number(0.25)),
     sample("AdamW", real(6), real(6), real(6), positive(6), number(3, Int64)),
+    sample("GroupedSGD", real(6), real(6), real(2, 4), real(2, 4), count=2, lr=0.1, weight_decay=0.1),
+    sample("GroupedSGD", *[real(4)] * 3, *[real(5)] * 3, count=2, lr=0.1, momentum=0.9),
+    # a dim of 5 may not be split: there are enough ways to place nine operands
+    sample("GroupedAdamW", *[real(5)] * 3, positive(5), *[real(1)] * 3, positive(1), number(3.0), count=2),
 ]

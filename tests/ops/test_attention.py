@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import Function, FunctionMaker, Value
 from distir.ir.errors import IRTypeError, ModelError
 from distir.ir.spec import lookup
 from distir.ir.type import BFloat16, DType, Float32, Float64, Tensor
-from distir.transforms.grad import grad
+from distir.transforms.differentiation.grad import grad
 
 Q, K, V = (2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4)
 RNG = np.random.default_rng(0)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distir.backends.namespace import TorchNamespace
-from distir.backends.native import implementation
-from distir.executor.namespace import NUMPY
+from distir.backends.lowering.native import implementation
+from distir.backends.tensors.torch_namespace import TorchNamespace
+from distir.executor.reference.numpy_namespace import NUMPY
 from distir.ir.spec import lookup
 from distir.ir.type import Int8, Int32, Int64, UInt8
 

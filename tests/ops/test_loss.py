@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from distir.executor.sequential import SequentialExecutor
+from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import verify
 from distir.ir.device import Device, Mesh
 from distir.ir.function import FunctionMaker
 from distir.ir.type import SUM, Float64, Int64, Replicate, Shard, Tensor
-from distir.transforms.decompose import decompose
+from distir.transforms.rewriting.decompose import decompose
 
 RNG = np.random.default_rng(0)
 LOGITS, LABELS = RNG.normal(size=(4, 3, 8)) * 20, RNG.integers(0, 8, (4, 3))

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from distir.backends.namespace import TORCH, torch_dtype
-from distir.backends.native import NATIVE
-from distir.executor.collectives import cut, join
-from distir.executor.sequential import SequentialExecutor, evaluate
+from distir.backends.lowering.native import NATIVE
+from distir.backends.tensors.torch_namespace import TORCH, torch_dtype
+from distir.executor.reference.joining import join
+from distir.executor.reference.sequential import SequentialExecutor, evaluate
 from distir.ir import parse, pformat, same, verify
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import IRTypeError
@@ -36,8 +36,8 @@ from distir.ir.type import (
     Tensor,
 )
 from distir.ops.rules import statistic
-from distir.transforms.decompose import decompose
-from distir.transforms.grad import grad
+from distir.transforms.differentiation.grad import grad
+from distir.transforms.rewriting.decompose import decompose
 from tests.ops.samples import SAMPLES, Sample
 
 NAMES = [f"{s.op}-{i}" for i, s in enumerate(SAMPLES)]
@@ -92,7 +92,7 @@ def test_inferred_type_is_the_evaluated_one(sample: Sample, dtype: DType):
 def test_refuses_an_operand_more_or_less(sample: Sample):
     allowed = {len(s.operands) for s in SAMPLES if s.op == sample.op}
     x = sample.operands
-    for operands in [x[:-1], (*x, x[-1])] if x and sample.op != "Concat" else []:
+    for operands in [x[:-1], (*x, x[-1])] if x and sample.op not in ("Concat", "Sum") else []:
         if len(operands) not in allowed:
             with pytest.raises(IRTypeError):
                 build(sample._replace(operands=operands))
@@ -234,7 +234,7 @@ def pieces(x: Any, t: Tensor, rng: np.random.Generator) -> list[Any]:
         terms[key] = rng.uniform(-2, 2, x.shape) if x.dtype.kind == "f" else rng.integers(-5, 5, x.shape)
     last = [*terms][-1]
     terms[last] = x - sum(y for key, y in terms.items() if key != last)
-    return [cut(np.asarray(terms[tuple(c[i] for i in partial)], x.dtype), t, c) for c in MESH.coords]
+    return [t.cut(np.asarray(terms[tuple(c[i] for i in partial)], x.dtype), c) for c in MESH.coords]
 
 
 def check_pieces(op: Op, arrays: list[Any], whole: Sequence[Any]) -> None:
@@ -283,27 +283,57 @@ def test_placements(sample: Sample):
         try:
             op = typed(sample, a, b)
         except IRTypeError:
-            continue  # digits of the two axes that do not go together in a result
+            continue  # sub-dimensions of the two axes that do not fit together in a result
         if op is not None:
             check_pieces(op, arrays, whole)
 
 
+def shifted(choice: tuple[Placement, ...], only: int | None = None) -> tuple[Placement, ...]:
+    """The placements with what is split shifted by a device: all of it, or one operand alone."""
+    return tuple(p.shifted(1) if isinstance(p, Shard) and only in (None, k) else p for k, p in enumerate(choice))
+
+
 @each
-def test_strands_run_both_ways(sample: Sample):
-    """From each operand or result that a strand runs through, one finds the same strand."""
+def test_shifted_placements(sample: Sample):
+    """What the rule accepts it accepts with all that is split shifted, but not with one operand shifted alone."""
+    arrays = sample.arrays()
+    whole = run(build(sample), arrays)
+    alone = tuple(Replicate() for _ in choices(sample)[0])
+    split = [c for c in choices(sample) if any(isinstance(p, Shard) for p in c)]
+    for choice in random.Random(0).sample(split, min(30, len(split))):
+        try:
+            op = typed(sample, choice, alone)
+        except IRTypeError:
+            with pytest.raises(IRTypeError):
+                typed(sample, shifted(choice), alone)
+            continue
+        if op is None:
+            continue
+        again = typed(sample, shifted(choice), alone)
+        assert again is not None
+        check_pieces(again, arrays, whole)
+        along = [k for k, p in enumerate(choice) if isinstance(p, Shard)]
+        for k in along if len(along) > 1 else ():
+            with pytest.raises(IRTypeError, match=r"expected|may not be split"):
+                typed(sample, shifted(choice, only=k), alone)
+
+
+@each
+def test_mappings_run_both_ways(sample: Sample):
+    """From each operand or result that a mapping runs through, one finds the same mapping."""
     op = build(sample).ops[0]
     ins, outs = ([v.type.global_shape for v in vs] for vs in (op.inputs, op.outputs))  # type: ignore[union-attr]
     slots = [*enumerate(ins), *((~k, s) for k, s in enumerate(outs))]
     for slot, shape in slots:
         for split in splits(shape):
             assert isinstance(split, Shard)
-            strand = op.spec.strand(op.attributes, ins, outs, slot, split, 2)
-            if strand is None:
+            mapping = op.spec.mapping(op.attributes, ins, outs, slot, split, 2)
+            if mapping is None:
                 continue
-            assert (strand.ins[slot] if slot >= 0 else strand.outs[~slot]) is split
-            for k, p in [*enumerate(strand.ins), *((~k, p) for k, p in enumerate(strand.outs))]:
+            assert (mapping.ins[slot] if slot >= 0 else mapping.outs[~slot]) is split
+            for k, p in [*enumerate(mapping.ins), *((~k, p) for k, p in enumerate(mapping.outs))]:
                 if isinstance(p, Shard):
-                    assert op.spec.strand(op.attributes, ins, outs, k, p, 2) == strand
+                    assert op.spec.mapping(op.attributes, ins, outs, k, p, 2) == mapping
 
 
 # ---------------------------------------------------------------- text

@@ -105,7 +105,7 @@ def test_a_split_table_gives_partial_rows():
 
 
 def test_a_fused_projection_splits_by_heads():
-    """(3, heads): the digit inside the three parts becomes the outermost of each part, and back."""
+    """(3, heads): the sub-dimension inside the three parts becomes the outermost of each part, and back."""
     assert results("Split", ((4, 24), Shard(1, 3)), axis=1, parts=3) == [Shard(1)] * 3
     assert results("Concat", *[((4, 8), Shard(1))] * 3, axis=1) == [Shard(1, 3)]
     refused("operand 0", "Split", ((4, 24), Shard(1)), axis=1, parts=3)

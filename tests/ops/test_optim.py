@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from distir.backends import optimizers
-from distir.backends.namespace import TorchNamespace
-from distir.backends.torch import to_numpy, to_torch
-from distir.executor.namespace import NUMPY
-from distir.executor.sequential import SequentialExecutor
+from distir.backends.lowering import optimizers
+from distir.backends.lowering.engine import to_numpy, to_torch
+from distir.backends.tensors.torch_namespace import TorchNamespace
+from distir.executor.reference.numpy_namespace import NUMPY
+from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker
 from distir.ir.spec import lookup

@@ -26,7 +26,7 @@ DATAFLOW = (
     *("constant", "scale forgotten", "attribute", "op", "update"),
 )
 KINDS = (*COMMUNICATION, *DATAFLOW)
-COLLECTIVES = ("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall", "LocalSlice")
+COLLECTIVES = ("MPIAllreduce", "MPIAllgather", "MPIReduceScatter", "MPIAlltoall", "LocalSlice", "LocalTerm")
 
 Edit = Callable[["Rebuild", Op, list[Value]], Sequence[Value]]
 """(maker, op, its operands in the mutant) -> what stands for its results."""
@@ -223,7 +223,7 @@ class Mutator:
         )
 
     def _dim(self) -> Fault | None:
-        site = self.site(lambda op: op.op_type in COLLECTIVES and "dim" in op.attributes)
+        site = self.site(lambda op: op.op_type in COLLECTIVES and isinstance(op.attributes.get("dim"), int))
         if site is None:
             return None
         old = Shard(site.op.attributes["dim"], site.op.attributes.get("outer", 1))

@@ -11,20 +11,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distir.api.road import validate
-from distir.executor.sequential import SequentialExecutor, Tap
+from distir.api.compilation import validate
+from distir.executor.reference.sequential import SequentialExecutor, Tap
 from distir.importer import import_from_onnx
 from distir.ir import Device, Function, FunctionMaker, Value, verify
 from distir.ir.type import Float64, Tensor
 from distir.models.gpt import gpt
+from distir.transforms import plan as plans_of
+from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from distir.transforms.parallel3d import Distributed, distribute
-from distir.transforms.precision import with_dtype
-from distir.transforms.training import SGD, AdamW, training_step
+from distir.transforms.rewriting.precision import with_dtype
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BATCH = 8
 TOLERANCE = 1e-10
-"""Of what must be equal, relative to the larger of 1 and the largest element."""
+"""Tolerance of results, relative to the larger of 1 and the largest element."""
 ADAMW, MOMENTUM, PLAIN = AdamW(0.01), SGD(0.1, momentum=0.9), SGD(0.1)
 
 
@@ -41,6 +42,8 @@ class Plan(NamedTuple):
     overlap: bool = True
     bucket_mb: float = 25.0
     zero: int = 0
+    recompute: str = "none"
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
         host = "-host" if self.host else ""
@@ -49,7 +52,9 @@ class Plan(NamedTuple):
         bucket = "" if self.bucket_mb == 25.0 else f"-bucket{self.bucket_mb:g}"
         zero = f"-zero{self.zero}" if self.zero else ""
         degrees = f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}"
-        return f"{degrees}-{self.schedule}{host}{chunks}{overlap}{bucket}{zero}"
+        again = "" if self.recompute == "none" else f"-recompute_{self.recompute}"
+        sequence = "-sequence" if self.sequence_parallel else ""
+        return f"{degrees}-{self.schedule}{host}{chunks}{overlap}{bucket}{zero}{again}{sequence}"
 
     @property
     def devices(self) -> list[Device]:
@@ -59,6 +64,15 @@ class Plan(NamedTuple):
     def fits_batch(self) -> bool:
         return BATCH % (self.dp * self.microbatches) == 0
 
+    @property
+    def plan(self) -> plans_of.Plan:
+        """The plan; with a host, devices are in the order with stages outermost."""
+        fields = self._asdict()
+        order = ("pp", "tp", "dp") if fields.pop("host") else ()
+        # DistIR (2021) knew no overlap, and counted the gradient of the loss to the forward pass
+        old = {"overlap": False, "loss_gradient": "forward"} if self.schedule == "distir2021" else {}
+        return plans_of.Plan(**{**fields, "order": order, **old})
+
 
 class Program(NamedTuple):
     """A sequential program in float64 and an array for each of its inputs."""
@@ -66,10 +80,10 @@ class Program(NamedTuple):
     function: Function
     arrays: list[np.ndarray]
     forward: Function | None = None
-    """What it was made of, before ops without a gradient rule were taken apart."""
+    """The function that it was made from, before ops without a gradient rule were decomposed."""
 
     def results(self) -> list[np.ndarray]:
-        """What the program itself computes: the reference."""
+        """The results of the sequential program: the reference."""
         return SequentialExecutor().compute(self.function, self.arrays)
 
 
@@ -177,20 +191,7 @@ def _filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Gen
 
 def distributed(program: Program, plan: Plan) -> Distributed:
     """The program distributed, verified, and validated against the source that was passed."""
-    dp, tp, pp, microbatches, schedule, _, chunks, overlap, bucket_mb, zero = plan
-    result = distribute(
-        program.function,
-        dp,
-        tp,
-        pp,
-        plan.devices,
-        microbatches,
-        schedule,
-        chunks=chunks,
-        overlap=overlap,
-        bucket_mb=bucket_mb,
-        zero=zero,
-    )
+    result = distribute(program.function, plan.plan, plan.devices)
     verify(result.placed)
     verify(result.program)
     validate(result.program, program.function)
@@ -198,7 +199,7 @@ def distributed(program: Program, plan: Plan) -> Distributed:
 
 
 def run(function: Function, program: Program, tap: Tap | None = None) -> list[np.ndarray]:
-    """What a distributed form of the program gives for its arrays."""
+    """The results of a distributed form of the program on its arrays."""
     return SequentialExecutor(tap=tap).compute(function, program.arrays)
 
 
@@ -214,7 +215,7 @@ def error(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
 
 
 def check(program: Program, plan: Plan) -> Function:
-    """Assert that the distributed program computes what the program does; gives it."""
+    """Assert that the distributed program computes what the program does; returns it."""
     function = distributed(program, plan).program
     gap = error(run(function, program), program.results())
     assert gap <= TOLERANCE, f"{plan}: off by {gap}"
@@ -222,7 +223,7 @@ def check(program: Program, plan: Plan) -> Function:
 
 
 def collectives(function: Function, axis: str | None = None) -> Counter[str]:
-    """How many collectives of each kind the distinct bodies of a program hold, along an axis or all."""
+    """The number of collectives of each kind in the distinct bodies of a program, along one axis or all."""
     ops = [op for f in (function, *function.callees()) for op in f.ops]
     return Counter(
         op.spec.name

@@ -1,4 +1,4 @@
-"""Random differentiable programs for hypothesis, made of blocks that together hold every op.
+"""Random differentiable programs for hypothesis, made of blocks that together contain every op.
 
 Streams are activations (batch, sequence, width). Blocks make new streams of earlier ones, so that values skip ahead;
 weights may be used again, so that they are tied. Data are bounded, and what is discontinuous is applied to data only:
@@ -19,10 +19,10 @@ from distir.ir import Function, FunctionMaker, Value
 from distir.ir.function import Role
 from distir.ir.type import Float32, Float64, Int64, Tensor
 from distir.ops.rules import shape_of
-from distir.transforms.cleanup import extend, prune
-from distir.transforms.fuse import fuse
-from distir.transforms.grad import grad, parameters
-from distir.transforms.training import SGD, update
+from distir.transforms.differentiation.grad import grad, parameters
+from distir.transforms.differentiation.training import SGD, update
+from distir.transforms.rewriting.cleanup import extend, prune
+from distir.transforms.rewriting.fuse import fuse
 from tests.transforms.programs import BATCH, Plan, Program
 
 WIDTHS = (4, 6, 8, 12, 16, 13, 7)
@@ -34,7 +34,7 @@ STEPS = ["Sign", "Floor", "Ceil", "Round"]
 COMPARISONS = ["Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
 LOGIC = ["And", "Or", "Xor"]
 LARGE = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example]
-"""The health checks that programs are too large for."""
+"""The health checks that are suppressed, as programs are too large for them."""
 Block = Callable[["Maker"], None]
 
 
@@ -50,11 +50,11 @@ class Maker:
         self.weights: dict[tuple[int, ...], list[Value]] = {}
         self.results: list[Value] = []
         self.data: dict[Value, range] = {}
-        """What integer inputs hold."""
+        """The arrays of integer inputs."""
         self.pick: Callable[[Sequence[Any]], Any] = lambda options: draw(st.sampled_from(options))
 
     def flip(self, k: int = 2) -> bool:
-        """True once in `k` times."""
+        """True with probability 1 / `k`."""
         return self.draw(st.integers(0, k - 1)) == k - 1
 
     def input(self, *shape: int, below: int = 0, least: int = 0, role: Role | None = None) -> Value:
@@ -65,7 +65,7 @@ class Maker:
         return v
 
     def weight(self, *shape: int) -> Value:
-        """A parameter: one that is there already, or a new one."""
+        """A parameter: an existing or a new one."""
         known = self.weights.setdefault(shape, [])
         if known and self.flip(3):
             return self.pick(known)
@@ -76,14 +76,14 @@ class Maker:
         return self.emit("Constant", value=(x,), shape=(), dtype=dtype)
 
     def stream(self) -> Value:
-        """One of the streams, the newer the more likely."""
+        """A random stream; newer ones are more likely."""
         return self.streams[-1 - min(self.draw(st.integers(0, 3)), len(self.streams) - 1)]
 
     def width(self, v: Value) -> int:
         return shape_of(v)[-1]
 
     def push(self, v: Value) -> None:
-        """A new stream, kept within bounds."""
+        """Add a new stream, sometimes through Tanh, so that values stay bounded."""
         self.streams.append(self.emit("Tanh", v) if self.flip(3) else v)
 
     def linear(self, x: Value, width: int) -> Value:
@@ -91,7 +91,7 @@ class Maker:
         return self.emit("Add", y, self.weight(width)) if self.flip() else y
 
     def like(self, x: Value) -> Value:
-        """A stream of the shape of `x`: another that has it, or one made so."""
+        """A stream of the shape of `x`: another one of that shape, or a new one."""
         same = [v for v in self.streams if v is not x and v.type is x.type]
         return self.pick(same) if same else self.linear(self.stream(), self.width(x))
 
@@ -196,7 +196,7 @@ def attention(m: Maker) -> None:
 
 
 def embedding(m: Maker) -> None:
-    """Ids that count from either end."""
+    """Nonnegative and negative indices."""
     rows = m.pick(VOCABULARIES)
     ids = m.input(BATCH, m.sequence, below=rows, least=-rows)
     m.push(m.emit("Gather", m.weight(rows, m.pick(WIDTHS)), ids))
@@ -319,7 +319,7 @@ def per_sample(m: Maker) -> None:
 
 
 def crossed(m: Maker) -> None:
-    """Samples compared with each other: the batch stands twice."""
+    """Samples compared with each other: two dims are the batch."""
     x = m.emit("ReduceSum", m.stream(), axes=(1,), keepdims=0)
     y = m.emit("MatMul", m.emit("Softmax", m.emit("MatMul", x, m.emit("Transpose", x, perm=(1, 0))), axis=-1), x)
     m.push(m.emit("Add", m.linear(m.stream(), m.width(y)), m.emit("Reshape", y, shape=(BATCH, 1, m.width(y)))))
@@ -333,7 +333,7 @@ def picked(m: Maker) -> None:
 
 
 def batch_norm(m: Maker) -> None:
-    """Data less its mean over the batch: what needs it waits for all microbatches."""
+    """Data minus its mean over the batch, which depends on all microbatches."""
     x = m.input(BATCH, m.sequence, 4)
     mean = m.emit("ReduceMean", x, axes=(0, 1), keepdims=1)
     m.push(m.linear(m.emit("Sub", x, mean), m.pick(WIDTHS)))
@@ -418,7 +418,7 @@ def random_programs(draw: st.DrawFn, block: Block | None = None) -> Program:
     loss = m.pick(LOSSES)(m, m.linear(x, m.pick(WIDTHS)) if m.flip() or m.width(x) < 2 else x)
     m.f.set_outputs([loss, *m.results])
     forward = fuse(m.f.finalize()) if m.flip() else m.f.finalize()
-    step = trained(forward, SGD(0.1, momentum=m.pick((0.0, 0.9))))
+    step = trained(forward, SGD(0.1, momentum=m.pick((0.0, 0.9)), clip_norm=m.pick((None, 0.5))))
     return Program(step, arrays(step, m.data, draw(st.integers(0, 2**32 - 1))), forward)
 
 
@@ -467,6 +467,8 @@ random_plans = st.builds(
     chunks=st.just(1),
     bucket_mb=st.sampled_from((25.0, 0.0, 0.001)),
     zero=st.sampled_from((0, 0, 1, 2, 3)),
+    recompute=st.sampled_from(("none", "none", "selective", "full")),
+    sequence_parallel=st.booleans(),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(
     lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)

@@ -59,7 +59,7 @@ def labels_for(function: Function, ignored: bool) -> np.ndarray:
 
 
 def norms(got: Mapping[str, Any], want: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """For each name the norm of the difference, in float64, and what it may be at most."""
+    """For each name the norm of the difference, in float64, and its maximum."""
     largest = max(float(np.linalg.norm(w)) for w in want.values())
     rows: dict[str, tuple[float, float]] = {}
     for name, w in want.items():

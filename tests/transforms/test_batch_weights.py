@@ -1,4 +1,4 @@
-"""Weights with the batch as a dim: replicas hold them whole, and what they mix is gathered where it must be."""
+"""Weights with the batch as a dim: replicas hold them whole; values that mix samples are gathered where necessary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distir.ir.errors import InfeasibleError
 from distir.ir.function import Role
 from distir.ir.type import Float64, Replicate, Tensor
 from distir.ops.rules import tensor
-from distir.transforms.training import SGD, AdamW, training_step
+from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from tests.transforms.programs import ADAMW, BATCH, MOMENTUM, PLAIN, Plan, Program, check, distributed
 
 KINDS = ("mixes", "mixes, first", "mixes back", "rows", "columns", "square", "scale", "none")

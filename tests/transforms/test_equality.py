@@ -11,8 +11,8 @@ import pytest
 from distir.ir import Device, Value
 from distir.ir.errors import InfeasibleError, MismatchError, UsageError
 from distir.ops.rules import tensor
+from distir.transforms.differentiation.training import SGD, AdamW
 from distir.transforms.parallel3d import parallel_transform_3d
-from distir.transforms.training import SGD, AdamW
 from tests.transforms.programs import (
     BATCH,
     TOLERANCE,
@@ -85,7 +85,7 @@ def test_equals_sequential(name: str, plan: Plan) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "distir2021"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_sequential_under_every_plan(name: str, schedule: str, host: bool) -> None:
-    """Every feasible plan of up to 8 devices; nothing is refused but a tp that splits nothing."""
+    """Every feasible plan of up to 8 devices; only a tp that splits nothing is refused."""
     program = PROGRAMS[name]()
     count = 0
     for plan in plans([schedule], [host]):
@@ -178,11 +178,10 @@ def test_corrupting_one_piece_changes_the_result(plan: Plan) -> None:
     [
         ((2, 2, 2, 2), 7, "dp 2 x tp 2 x pp 2 needs 8 devices (or one more, a host), got 7"),
         ((2, 2, 2, 2), 10, "needs 8 devices (or one more, a host), got 10"),
-        ((3, 1, 1, 1), 3, "a batch of 8 does not divide by dp 3 x 1 microbatches = 3 (hint: use a dp that divides 8)"),
+        ((3, 1, 1, 1), 3, "a batch of 8 does not divide by dp 3 x 1 microbatch = 3 (hint: use a dp that divides 8)"),
         ((2, 1, 1, 8), 2, "(hint: with dp 2 use 1, 2, 4 microbatches)"),
         ((1, 1, 14, 1), 14, "13 cuttable pieces cannot make 14 stages (hint: use at most --pp 13)"),
         ((1, 7, 1, 1), 7, "tp 7 splits nothing in mlp (hint: use --tp 2 or 4 or 8 or 16)"),
-        ((0, 1, 1, 1), 0, "degrees are at least 1"),
     ],
 )
 def test_infeasible_says_what_would_fit(degrees: tuple[int, int, int, int], count: int, said: str) -> None:
@@ -207,6 +206,11 @@ def test_a_device_stands_once() -> None:
         parallel_transform_3d(small_gpt().function, 1, 1, 2, [b, a, b], 1)
 
 
+def test_degrees_are_at_least_one() -> None:
+    with pytest.raises(UsageError, match="dp is a whole number of at least 1, got 0"):
+        parallel_transform_3d(written_mlp().function, 0, 1, 1, [], 1)
+
+
 def test_an_order_names_each_axis_once() -> None:
-    with pytest.raises(UsageError, match="an order names dp, tp and pp once each"):
+    with pytest.raises(UsageError, match="an order names tp, dp and pp once each"):
         parallel_transform_3d(written_mlp().function, 1, 1, 1, Plan().devices, 1, order=("tp", "tp", "pp"))

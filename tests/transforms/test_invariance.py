@@ -1,4 +1,4 @@
-"""No knowledge of models: names, and the order in which independent ops stand, do not change the plan."""
+"""Plans do not depend on names, nor on the order of independent ops."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from distir.ir import Function, Op, Value
 from distir.ir.errors import InfeasibleError
-from distir.transforms.cleanup import fold
 from distir.transforms.parallel3d import Distributed
+from distir.transforms.rewriting.cleanup import fold
 from tests.transforms.programs import Plan, Program, distributed, gpt2_tiny, imported_mlp, small_gpt, written_mlp
 from tests.transforms.random_programs import LARGE, random_plans, random_programs
 

@@ -19,7 +19,7 @@ from hypothesis import Phase, given, settings
 
 from distir.ir import Function, validate, verify
 from distir.ir.errors import DistirError, InfeasibleError, IRTypeError, MismatchError
-from distir.transforms.training import SGD
+from distir.transforms.differentiation.training import SGD
 from tests.transforms.mutate import COMMUNICATION, KINDS, Fault, Mutant, apply, mutants
 from tests.transforms.programs import (
     Plan,
@@ -102,7 +102,7 @@ def judged(one: Case, mutant: Mutant) -> str:
 
 
 def same(one: Case, mutant: Mutant) -> bool:
-    """Does the mutant run, and give what the program gives?"""
+    """Whether the mutant runs with the program's results."""
     try:
         return error(run(mutant.function, one.program), one.results) <= 1e-9
     except DistirError:
@@ -122,7 +122,7 @@ def judge(count: int, seed: int) -> list[Verdict]:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """How many mutants of each kind went which way."""
+    """The number of mutants of each kind in each column."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for v in verdicts:
         counts[v.mutant.kind][v.column] += 1
@@ -139,7 +139,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def hold(verdicts: Sequence[Verdict]) -> None:
-    """What is promised of `verify` and `validate`."""
+    """The guarantees of `verify` and `validate`."""
     assert [v.mutant.where for v in verdicts if v.column == DIFFERENT] == []
     late = [v for v in verdicts if v.mutant.kind in COMMUNICATION and v.column == BY_TERMS]
     assert [f"{v.mutant.kind}: {v.mutant.where}" for v in late] == []

@@ -1,4 +1,4 @@
-"""Tables of schedules in files: text, CSV as torch.distributed.pipelining has it, and what is wrong with one."""
+"""Schedule tables in files: text, the CSV format of torch.distributed.pipelining, and errors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.nn import Identity
 
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.transforms.parallel3d import parallel_transform_3d
-from distir.transforms.schedule import gpipe, interleaved, make_table, one_f_one_b
-from distir.transforms.table import (
+from distir.transforms.pipeline.schedule import gpipe, interleaved, make_table, one_f_one_b
+from distir.transforms.pipeline.schedule_table import (
     Table,
     check_memory,
     check_table,
@@ -111,7 +111,7 @@ def test_torch_reads_what_is_written(ranks: int, microbatches: int, chunks: int,
 
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(2, 4, 2), (2, 2, 1), (4, 8, 2), (3, 6, 3)])
 def test_what_torch_writes_is_read(ranks: int, microbatches: int, chunks: int, tmp_path: Path) -> None:
-    """Torch's interleaved schedule is ours."""
+    """Torch's interleaved schedule equals distir's."""
     kind = torch_schedules.ScheduleInterleaved1F1B
     path = tmp_path / "torch.csv"
     _runtime(kind, 0, ranks, ranks * chunks, microbatches)._dump_csv(str(path), format="compute_only")
@@ -154,8 +154,8 @@ def test_tables_of_torch_with_communication_are_refused_by_name(tmp_path: Path) 
         ("0F0,0W0\n", r"line 1, cell 2: .*got '0W0' \(hint: backward passes in two parts"),
         ("0F0;0B0\n", r"line 1, cell 1: .* got '0F0;0B0'"),
         ("0F0,-1F0\n", r"line 1, cell 2: .*got '-1F0'"),
-        ("", r"t\.csv has no slots \(hint: a table is"),
-        (",,\n,\n", r"t\.csv has no slots"),
+        ("", r"t\.csv has no cells \(hint: a table is"),
+        (",,\n,\n", r"t\.csv has no cells"),
     ],
 )
 def test_a_file_that_is_no_table(text: str, said: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Source shapes: where one is changed, left out or made up, `verify` or `validate` says so."""
+"""Source shapes: a changed, missing or invented one is an error of `verify` or `validate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SOURCE = re.compile(r" source=\(([^)]*)\)")
 
 
 def shapes(old: str) -> Iterator[str]:
-    """Other shapes than that of the text, or what is none."""
+    """Other shapes than that in the text, and invalid ones."""
     sizes = [int(n) for n in old.split(",") if n]
     for k, n in enumerate(sizes):
         for new in (n - 5, n - 1, n + 1, 0, -n, float(n)):
@@ -33,7 +33,7 @@ def shapes(old: str) -> Iterator[str]:
 
 
 def edits(text: str) -> Iterator[tuple[str, str]]:
-    """What is done to which `source=`, and the text after it."""
+    """Each edit of a `source=`: a description, and the text after it."""
     for found in _SOURCE.finditer(text):
         head, tail = text[: found.start()], text[found.end() :]
         where = f"number {text[: found.start()].count(' source=')} {found[0]}"
@@ -53,7 +53,7 @@ def accepted(text: str, program: Program) -> bool:
 
 
 def compare(program: Program, plan: Plan) -> int:
-    """Assert that no edit of the plan's program is accepted; how many there are."""
+    """Assert that every edit of the plan's program is refused; returns their number."""
     text = pformat(distributed(program, plan).program)
     assert accepted(text, program)
     rows = list(edits(text))
@@ -115,7 +115,7 @@ def test_sources_that_are_made_up_are_refused(program) -> None:
 
 
 def test_an_update_has_the_source_of_its_input() -> None:
-    """So says `verify` alone, which knows no source program."""
+    """`verify` alone finds it, without the source program."""
     text = pformat(distributed(small_gpt(vocabulary=15), Plan(1, 2, 1, 1)).program)
     new = text.replace("-> %wte source=(15, 8)", "-> %wte source=(14, 8)")
     assert new != text

@@ -15,9 +15,9 @@ import pytest
 from distir.ir import Function, Op, pformat
 from distir.ir.type import Partial, Shard, Tensor
 from distir.ops.rules import shape_of, tensor
-from distir.transforms.coverage import coverage
+from distir.transforms.differentiation.training import SGD, AdamW
 from distir.transforms.roles import WEIGHTS
-from distir.transforms.training import SGD, AdamW
+from distir.transforms.sharding.coverage import coverage
 from tests.transforms.programs import (
     Plan,
     Program,
@@ -142,11 +142,11 @@ def test_a_fused_projection_is_split_by_heads() -> None:
 
 def test_coverage_says_what_is_split() -> None:
     made = distributed(gpt2_tiny(), Plan(1, 4))
-    found = coverage(made.placed)
+    found = coverage(made.placed, "tp")
     assert found.parameters > 0.99
     assert found.flops > 0.99
     assert all(len(shape_of(v)) == 1 for v in found.replicated)
-    none = coverage(distributed(gpt2_tiny(), Plan(2)).placed)
+    none = coverage(distributed(gpt2_tiny(), Plan(2)).placed, "tp")
     assert (none.flops, none.parameters) == (0.0, 0.0)
     assert len(none.replicated) == sum(v.kind == "parameter" for v in made.placed.inputs)
 
@@ -157,7 +157,7 @@ def test_heads_that_do_not_divide_are_replicated_and_reported() -> None:
     plan = Plan(1, 8)
     check(program, plan)
     made = distributed(program, plan)
-    found = coverage(made.placed)
+    found = coverage(made.placed, "tp")
     replicated = {v.name for v in found.replicated}
     assert {v.name for v in made.placed.inputs if shape_of(v) == (24, 72)} <= replicated
     split = {v.name for v in made.placed.inputs if v.kind == "parameter"} - replicated
@@ -176,7 +176,7 @@ def test_nothing_partial_is_a_result() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_golden(name: str) -> None:
-    """What is found does not change unseen. To accept a change: `python -m tests.transforms.test_tensor_parallel`."""
+    """Programs equal the recorded ones. To accept a change: `python -m tests.transforms.test_tensor_parallel`."""
     make, plan = FILES[name]
     text = pformat(distributed(make(), plan).program)
     assert text.rstrip("\n") == (GOLDEN / f"{name}.distir").read_text().rstrip("\n")

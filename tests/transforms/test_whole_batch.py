@@ -1,4 +1,4 @@
-"""Losses that are no mean or sum over samples: they need the whole batch, so a pipeline has one microbatch."""
+"""Losses that are not a mean or sum over samples need the whole batch, so a pipeline has one microbatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distir.ir.errors import InfeasibleError
 from distir.ir.function import Role
 from distir.ir.type import Float64, Tensor
 from distir.ops.rules import shape_of
-from distir.transforms.training import SGD, AdamW, training_step
+from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from tests.transforms.programs import ADAMW, BATCH, MOMENTUM, PLAIN, Plan, Program, check, distributed
 
 WIDTH, LAYERS, WIDE = 8, 4, 1024
@@ -29,7 +29,7 @@ def perplexity(f: FunctionMaker, h: Value, t: Value) -> Value:
 
 
 def contrastive(f: FunctionMaker, h: Value, t: Value) -> Value:
-    """Each sample's target is to be told from those of the others."""
+    """Each sample is classified against the targets of the whole batch."""
     scores = f.emit("MatMul", f.emit("Mul", h, t), f.emit("Transpose", h, perm=(1, 0)))
     scores = f.emit("LogSoftmax", scores, axis=1)
     eye = f.emit("Constant", value=tuple(np.eye(BATCH).ravel().tolist()), shape=(BATCH, BATCH), dtype=Float64)
@@ -48,7 +48,7 @@ def dice(f: FunctionMaker, h: Value, t: Value) -> Value:
 
 
 def centred(f: FunctionMaker, h: Value, t: Value) -> Value:
-    """With the mean over the batch taken off in the middle of the forward pass, as batch norm does."""
+    """Subtracts the mean over the batch within the forward pass, as batch norm does."""
     h = f.emit("Sub", h, f.emit("ReduceMean", h, axes=(0,), keepdims=1))
     w = f.add_input_value("last", Tensor(Float64, (shape_of(h)[1],) * 2), Role("parameter"))
     return f.emit("MSELoss", f.emit("Tanh", f.emit("MatMul", h, w)), t)

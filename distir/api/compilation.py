@@ -1,0 +1,134 @@
+"""Compile a model under a plan into a distributed program, validate it, and predict its cost on a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from distir.api.model import Model, as_model
+from distir.api.results import Prediction, Summary
+from distir.api.rewrites import check_origins
+from distir.api.stage_cost import stage_cost
+from distir.executor.cost_model import CostModel
+from distir.executor.reference.sequential import evaluate
+from distir.executor.simulator.simulator import Simulator
+from distir.hardware import load_cluster
+from distir.ir import Device, Function, Mesh, Topology, verify
+from distir.ir import validate as compare_terms
+from distir.ir.device import TIME
+from distir.ir.errors import UsageError, counted
+from distir.transforms.parallel3d import distribute as spread
+from distir.transforms.parallel3d import source_of
+from distir.transforms.passes import DISTRIBUTED, PLACED, form_of
+from distir.transforms.pipeline.stages import PLAIN, StageCost
+from distir.transforms.plan import AXES, STAGES, Plan
+from distir.transforms.rank.as_run import as_run
+from distir.transforms.rank.post_receives import receive_order
+from distir.transforms.relocate import devices_of, homes_of, relocate
+from distir.transforms.rewriting.claims import check_definition
+
+AnyModel = Model | Function | str | os.PathLike[str]
+Cluster = CostModel | Topology | str | os.PathLike[str]
+ONE = Plan()
+
+
+def distribute(
+    model: AnyModel,
+    plan: Plan = ONE,
+    devices: Sequence[Device] | None = None,
+    check: bool = True,
+    cost: StageCost = PLAIN,
+) -> Function:
+    """The model's program distributed over devices (default: `cpu:0`, `cpu:1`, ...), verified and validated.
+
+    `cost` balances the pipeline stages: the default knows no cluster; `simulate` and `run` pass the cluster's.
+    `check=False` skips verification and validation. Raises InfeasibleError for a plan that cannot be applied.
+    """
+    model = as_model(model)
+    function = model.function
+    if (form := form_of(function)) == DISTRIBUTED:
+        plan_in_effect(model, plan)
+        return function if devices is None else relocate(function, devices)
+    if form == PLACED:
+        hint = "distir opt FILE --passes schedule,bucket,prefetch"
+        raise UsageError(f"{model.name} is placed on a mesh, but not scheduled", hint)
+    devices = [Device("cpu", i) for i in range(plan.size)] if devices is None else devices
+    program = spread(function, plan, devices, cost=cost).program
+    if check:
+        verify(program)
+        validate(program, function)
+    return program
+
+
+def plan_in_effect(model: Model, plan: Plan) -> Plan:
+    """`plan`; for a program that is already distributed, the plan derived from its meshes.
+
+    Raises UsageError if such a program is given a different plan: it cannot be distributed again.
+    """
+    function = model.function
+    if form_of(function) != DISTRIBUTED:
+        return plan
+    homes = homes_of(function)
+    sizes = {axis: n for home in homes if isinstance(home, Mesh) for axis, n in zip(home.axes, home.sizes, strict=True)}
+    degrees = {f.name: sizes[f.name] for f in AXES if f.metadata["strategy"] != STAGES and f.name in sizes}
+    inside = replace(Plan(microbatches=sizes.get(TIME, 1), schedule=f"as in {model.name}"), **degrees)
+    found = replace(inside, **{inside.stages.name: max(1, len(devices_of(function)) // inside.size)})
+    if plan not in (ONE, found):
+        raise UsageError(f"{model.name} is already distributed: a plan cannot be applied to it", "leave the plan out")
+    return found
+
+
+def validate(distributed: Function, source: Function) -> None:
+    """Check that a distributed program computes what its source computes, for all inputs.
+
+    `source` is the program given to the transform. Every rewrite between the imported program and `source`, and between
+    `source` and the program that was distributed (fused, padded), is checked by its law (`distir.api.rewrites`). Then
+    the terms of the distributed program are compared with those of its source; an op that only one of them has is
+    expanded to its definition.
+
+    Raises MismatchError, naming the first output that differs and where the terms diverge, or the rewrite that is not
+    equivalent.
+    """
+    source = source_of(distributed, source)
+    check_origins(source)
+    for definition in compare_terms(distributed, source):
+        check_definition(definition, evaluate)
+
+
+def simulate(model: AnyModel, plan: Plan = ONE, cluster: Cluster = "cpu-2core", nodes: int | None = None) -> Prediction:
+    """Predict a step on a cluster: a shipped one (`distir clusters`), a .toml file, a Topology or a CostModel.
+
+    Without `nodes` the cluster has as many as the plan needs. To compare many plans, pass the same Model and the same
+    CostModel: what does not depend on the plan is then computed once.
+    """
+    model = as_model(model)
+    plan = plan_in_effect(model, plan)
+    cost = cost_model(cluster, plan, nodes)
+    program = distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan))
+    return predict(model, plan, program, cost)
+
+
+def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None) -> CostModel:
+    """The cost model of a cluster. Raises InfeasibleError if it has fewer devices than the plan."""
+    if isinstance(cluster, CostModel):
+        return cluster
+    if isinstance(cluster, Topology):
+        return CostModel(cluster)
+    return CostModel(load_cluster(os.fspath(cluster), nodes, plan.size))
+
+
+def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:
+    """The prediction for a distributed program, in the order in which its ranks run it."""
+    simulator = Simulator(cost, overlap=cost.overlap and plan.overlap)
+    simulation = simulator.interpret(as_run(program), batch=model.batch, tokens=model.tokens, order=receive_order)
+    return Prediction(Summary.of(model, plan, program), describe(cost.topology), program, simulation)
+
+
+def describe(topology: Topology) -> str:
+    """A cluster in a few words."""
+    r = topology.regular
+    if r is None:
+        n = len(topology.devices)
+        return f"of {counted(n, 'device')}"
+    return f"{r.name}, {counted(r.nodes, 'node')} of {r.per_node} {r.kind}"

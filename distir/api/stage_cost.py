@@ -1,0 +1,37 @@
+"""The cost function that balances pipeline stages: seconds by the cluster's cost model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from distir.executor.cost_model import CostModel
+from distir.ir.device import Mesh
+from distir.ir.function import Op
+from distir.transforms.pipeline.stages import PLAIN, StageCost
+from distir.transforms.plan import Plan
+
+
+class OpSeconds(NamedTuple):
+    """Seconds of an op of a placed program on one device, for one microbatch."""
+
+    cost: CostModel
+
+    def __call__(self, op: Op) -> float:
+        cost, spec, attrs = self.cost, op.spec, op.attributes
+        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        mesh = attrs.get("device") or ins[0].device  # type: ignore[union-attr]
+        if not isinstance(mesh, Mesh) or cost.free(spec, attrs, ins):
+            return 0.0
+        if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
+            return cost.collective(spec, attrs, ins, outs, cost.topology.group(mesh.group(axis)))
+        return cost.compute(spec, attrs, ins, outs, mesh.devices[0])
+
+
+def stage_cost(cost: CostModel, plan: Plan) -> StageCost:
+    """The stage cost of a plan: seconds on its first device, and of the link from the first stage to the second."""
+    devices = cost.topology.devices
+    if plan.stages.size == 1 or len(devices) < plan.size:  # `distribute` rejects a plan with too many devices
+        return PLAIN
+    link = cost.topology.link(devices[0], devices[plan.spacing(plan.stages.name)])
+    # each device sends only its own piece of a microbatch
+    return StageCost(OpSeconds(cost), 1 / (link.bandwidth * plan.sharding.pieces))

@@ -1,0 +1,1 @@
+"""Lowering: generate Python over torch calls from a rank's program."""

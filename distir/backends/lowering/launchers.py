@@ -1,0 +1,119 @@
+"""Launch functions of collectives, one per op; their types and meaning are defined in `distir.ops`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from distir.backends.transport.interface import wait_all
+from distir.backends.transport.torch_distributed import Network, cuts_of
+from distir.ir.spec import Attrs
+from distir.ir.type import REPLICATE, Placement, Tensor
+
+Tensors = Sequence[torch.Tensor]
+Start = Callable[[Tensors], Callable[[], Tensors]]
+"""Starts a collective on the members of a bundle, or on one tensor; returns a function that waits and returns the
+results."""
+
+
+class Launch(NamedTuple):
+    """Arguments of a launcher: `before` and `after` are the types of the members, or of the one tensor."""
+
+    network: Network
+    attributes: Attrs
+    before: Sequence[Tensor]
+    after: Sequence[Tensor]
+    within: Sequence[bool]
+    """For each member, whether it may be gathered in place (see `gather` in `exchange`)."""
+
+    @property
+    def axis(self) -> str:
+        return self.attributes["axis"]
+
+
+def _allreduce(x: Launch) -> Start:
+    network, before, after, axis = x.network, x.before, x.after, x.axis
+    if len(before) == 1:
+        return _single(network.allreduce(before[0], axis))
+    cuts = cuts_of(before)
+    reduce = network.allreduce(_flat(before[0], (cuts[-1],), axis, before[0].on(axis)), axis, own=True)
+
+    def start(xs: Tensors) -> Callable[[], Tensors]:
+        finish = reduce(torch.cat([x.reshape(-1) for x in xs]))
+
+        def members() -> Tensors:
+            row = finish()
+            return [row[a:b].view(t.shape) for t, (a, b) in zip(after, itertools.pairwise(cuts), strict=True)]
+
+        return members
+
+    return start
+
+
+def _flat(like: Tensor, shape: Sequence[int], axis: str, placement: Placement) -> Tensor:
+    """The type of a buffer of this local shape, placed along one axis of the mesh of `like`."""
+    placements = [placement if x == axis else REPLICATE for x in like.mesh.axes]
+    return Tensor(like.dtype, shape, like.mesh, placements)
+
+
+def _single(start: Callable[[torch.Tensor], Callable[[], torch.Tensor]]) -> Start:
+    """Adapt a collective on one tensor to the interface for several."""
+
+    def started(xs: Tensors) -> Callable[[], Tensors]:
+        finish = start(xs[0])
+        return lambda: [finish()]
+
+    return started
+
+
+def _permute(x: Launch) -> Start:
+    """Send to one rank of the line and receive from another."""
+    memory, line = x.network.memory, x.network.line(x.before[0], x.axis)
+    n, shift = len(line.ranks), x.attributes.get("shift", 1)
+    to, source = (line.ranks[(line.index + k) % n] for k in (shift, -shift))
+
+    def start(own: torch.Tensor) -> Callable[[], torch.Tensor]:
+        own = memory.to_backend(own)
+        out = memory.empty(own.shape, own.dtype)
+        works = line.transport.permute(out, own, to, source, line)
+
+        def finish() -> torch.Tensor:
+            wait_all(works)
+            return memory.from_backend(out)
+
+        return finish
+
+    return _single(start)
+
+
+LAUNCHERS: dict[str, Callable[[Launch], Start]] = {
+    "MPIAllreduce": _allreduce,
+    "MPIAllgather": lambda x: x.network.allgather(x.before, x.axis, x.within),
+    "MPIReduceScatter": lambda x: x.network.reduce_scatter(x.before, x.after, x.axis),
+    "MPIAlltoall": lambda x: _single(x.network.alltoall(x.before[0], x.after[0], x.axis)),
+    "MPIPermute": _permute,
+}
+
+
+def by_member(start: Callable[..., Callable[[], Tensors]], members: int) -> Callable[..., Any]:
+    """Adapt `start`, which returns a function that waits for all members: the result returns a function per member,
+    which waits and returns that member.
+    """
+
+    def each(*operands: Any) -> tuple[Callable[[], torch.Tensor], ...]:
+        pending = [start(*operands)]
+        results: list[Any] = []
+
+        def member(k: int) -> torch.Tensor:
+            if pending:
+                results.extend(pending.pop()())
+            x, results[k] = results[k], None  # release a member as soon as it is taken
+            return x
+
+        return tuple([functools.partial(member, k) for k in range(members)])
+
+    return each

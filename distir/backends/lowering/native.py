@@ -1,0 +1,211 @@
+"""Ops with a torch kernel that is faster than their `eval`; each function takes the op's operands and attributes."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distir.backends.lowering.attention_kernels import attention, attention_grad
+from distir.backends.tensors import products
+from distir.backends.tensors.torch_namespace import TorchNamespace, written_out
+from distir.ir.errors import ModelError
+from distir.ir.spec import Spec
+
+aten: Any = torch.ops.aten
+
+
+def _gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor | None = None,
+    *,
+    transA: int = 0,
+    transB: int = 0,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> torch.Tensor:
+    """`a` may be a batch of matrices."""
+    a = a.t() if transA else a
+    if alpha == 1 and (c is None or beta == 1) and (a.dim() == 2 or c is None or c.dim() == 1):
+        return products.gemm(a, b, c, bool(transB))
+    b = b.t() if transB else b
+    if c is None or a.dim() > 2:
+        y = torch.matmul(a, b) * alpha
+        return y if c is None else y + c * beta
+    scales: dict[str, Any] = {k: x for k, x in (("alpha", alpha), ("beta", beta)) if x != 1}
+    return torch.addmm(c, a, b, **scales)
+
+
+# ---------------------------------------------------------------- gradients of elementwise functions
+
+
+def _relu_grad(y: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """Differs from the `eval` where y is nan: the result there is d."""
+    return aten.threshold_backward.default(d, y, 0)
+
+
+def _tanh_grad(y: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    return aten.tanh_backward.default(d, y)
+
+
+def _sigmoid_grad(y: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    return aten.sigmoid_backward.default(d, y)
+
+
+def _silu_grad(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    return aten.silu_backward.default(d, x)
+
+
+def _gelu_grad(x: torch.Tensor, d: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return aten.gelu_backward.default(d, x, approximate=approximate)
+
+
+# ---------------------------------------------------------------- softmax and layer norm
+
+
+def _softmax_grad(y: torch.Tensor, d: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    return aten._softmax_backward_data.default(d, y, axis, y.dtype)
+
+
+def _log_softmax_grad(y: torch.Tensor, d: torch.Tensor, axis: int = -1) -> torch.Tensor:
+    return aten._log_softmax_backward_data.default(d, y, axis, y.dtype)
+
+
+def _layer_norm(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y, mean, scale = torch.native_layer_norm(x, list(x.shape[axis:]), gain, bias, epsilon)
+    wide = (
+        torch.float32 if x.dtype.itemsize < 4 else x.dtype
+    )  # on CPUs torch returns statistics of 16-bit operands in 16 bits
+    return y, mean.to(wide), scale.to(wide)
+
+
+def _layer_norm_grad(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    d: torch.Tensor,
+    axis: int = -1,
+    bias: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    if x.device.type == "cpu":
+        mean, scale = mean.to(x.dtype), scale.to(x.dtype)
+    rows = aten.native_layer_norm_backward.default(
+        d, x, list(x.shape[axis:]), mean, scale, gain, gain if bias else None, [True, True, bias]
+    )
+    return rows if bias else rows[:2]
+
+
+# ---------------------------------------------------------------- gathering from a table that is not sharded
+
+
+def _nonnegative(index: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices flattened, negative ones (which count from the end of `count` rows) made non-negative."""
+    index = index.long().reshape(-1)
+    return torch.where(index < 0, index + count, index)
+
+
+def _gather(
+    table: torch.Tensor, index: torch.Tensor, start: int, whole: bool, count: int, axis: int = 0
+) -> torch.Tensor:
+    if not whole:
+        return written_out("Gather", table)(table, index, start=start, whole=whole, count=count, axis=axis)
+    rows = table.index_select(axis, _nonnegative(index, count))
+    return rows.reshape((*table.shape[:axis], *index.shape, *table.shape[axis + 1 :]))
+
+
+def _gather_grad(
+    d: torch.Tensor, index: torch.Tensor, start: int, whole: bool, count: int, rows: int, axis: int = 0
+) -> torch.Tensor:
+    if not whole:
+        settings = {"start": start, "whole": whole, "count": count, "rows": rows, "axis": axis}
+        return written_out("GatherGrad", d)(d, index, **settings)
+    row = _nonnegative(index, count)
+    lead, rest = d.shape[:axis], d.shape[axis + index.ndim :]
+    if d.device.type != "cpu" and not lead and len(rest) == 1:  # accumulates in float32, in a fixed order
+        return aten.embedding_dense_backward.default(d, row.reshape(index.shape), rows, -1, False)
+    table = torch.zeros((*lead, rows, *rest), dtype=d.dtype, device=d.device)
+    return table.index_add_(axis, row, d.reshape((*lead, row.numel(), *rest)))
+
+
+# ---------------------------------------------------------------- cross-entropy
+
+
+def _cross_entropy(
+    x: torch.Tensor, label: torch.Tensor, ignore_index: int | None = None, start: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The classes are not sharded: `start` is 0."""
+    logs = torch.log_softmax(x, -1)
+    ignored = -100 if ignore_index is None else ignore_index
+    flat = logs.reshape(-1, x.shape[-1]), label.reshape(-1).long()
+    rows, _ = aten.nll_loss_forward.default(*flat, None, 0, ignored)
+    # the log-sum-exp of each row: the difference of a logit and its log-probability
+    wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+    return rows.reshape(tuple(label.shape)), x[..., 0].to(wide) - logs[..., 0].to(wide)
+
+
+def _cross_entropy_grad(
+    x: torch.Tensor,
+    label: torch.Tensor,
+    lse: torch.Tensor,
+    d: torch.Tensor,
+    start: int,
+    classes: int,
+    ignore_index: int | None = None,
+) -> torch.Tensor:
+    if x.shape[-1] != classes:
+        settings = {"start": start, "classes": classes, "ignore_index": ignore_index}
+        return written_out("CrossEntropyGrad", x)(x, label, lse, d, **settings)
+    if ignore_index is not None:
+        d, label = d.masked_fill(label == ignore_index, 0), label.clamp(0, classes - 1)
+    y = torch.softmax(x, -1).mul_(d.unsqueeze(-1))
+    return y.scatter_add_(-1, label.long().unsqueeze(-1), d.neg().unsqueeze(-1))
+
+
+def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Without the squares in memory."""
+    wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
+    return torch.linalg.vector_norm(x, dtype=wide).to(torch.float64).square()
+
+
+NATIVE: dict[str, Callable[..., Any]] = {
+    "Gemm": _gemm,
+    "ReluGrad": _relu_grad,
+    "TanhGrad": _tanh_grad,
+    "SigmoidGrad": _sigmoid_grad,
+    "SiluGrad": _silu_grad,
+    "GeluGrad": _gelu_grad,
+    "SoftmaxGrad": _softmax_grad,
+    "LogSoftmaxGrad": _log_softmax_grad,
+    "LayerNorm": _layer_norm,
+    "LayerNormGrad": _layer_norm_grad,
+    "Gather": _gather,
+    "GatherGrad": _gather_grad,
+    "CrossEntropy": _cross_entropy,
+    "CrossEntropyGrad": _cross_entropy_grad,
+    "Attention": attention,
+    "AttentionGrad": attention_grad,
+    "SumOfSquares": _sum_of_squares,
+}
+"""Implementations by op name."""
+
+
+def implementation(spec: Spec, xp: TorchNamespace) -> Callable[..., Any]:
+    """The function that computes an op on tensors: from NATIVE, the torch function its spec names, or its `eval`."""
+    if spec.name in NATIVE:
+        return NATIVE[spec.name]
+    if spec.torch is not None:
+        return operator.attrgetter(spec.torch)(torch)
+    if spec.eval is None:
+        raise ModelError(f"{spec.name} cannot be evaluated: it should have been decomposed")
+    return functools.partial(spec.eval, xp)

@@ -1,0 +1,1 @@
+"""A rank's files: data, checkpoints, recorded values."""

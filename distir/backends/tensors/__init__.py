@@ -1,0 +1,1 @@
+"""Torch tensors on a rank: array namespace, memory layout, allocation, clock."""

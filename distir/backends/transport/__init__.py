@@ -1,0 +1,1 @@
+"""Transports: gloo, NCCL, and shared memory between processes of one host."""

@@ -1,0 +1,1 @@
+"""Transport between ranks of one Linux host that read and write each other's memory."""

@@ -1,0 +1,215 @@
+"""Seconds of ops and of communication on the devices and links of a Topology.
+
+Roofline model, at local shapes: an op takes max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency)) + launch
+overhead. FLOPs are the spec's, bytes are those of operands and results (or the spec's own `work`), the peak is that of
+the dtype that the op computes in. Views and bundles are free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from distir.executor.cost_model import collective_cost as cost
+from distir.ir.communication import Wire
+from distir.ir.device import Device, Mesh
+from distir.ir.errors import ModelError
+from distir.ir.spec import Attrs, Spec
+from distir.ir.topology import DeviceSpec, Group, Link, Topology
+from distir.ir.type import DType, Replicate, Tensor, Type
+
+QUANTUM = 2.0**-44
+"""Durations are multiples of this (0.06 ps), so that sums and maxima of them are exact below 512 s."""
+
+
+def quantize(seconds: float) -> float:
+    """The nearest multiple of the quantum."""
+    return round(seconds / QUANTUM) * QUANTUM
+
+
+Types = Sequence[Type]
+
+
+class CostModel:
+    """Seconds on a Topology, which may be extended later.
+
+    With `tf32`, float32 matrix products run at the topology's "tf32" peak, if it has one. `overlap` is the default of a
+    Simulator: whether a device's communication overlaps its compute; without it a device does one thing at a time.
+    """
+
+    overlap = True
+
+    def __init__(self, topology: Topology, *, tf32: bool = False) -> None:
+        self.topology = topology
+        self.tf32 = tf32
+        self._memo: dict[object, float] = {}
+        self._version = topology.version
+
+    @staticmethod
+    def distir2021(topology: Topology) -> CostModel:
+        """The formulas of DistIR (2021) as first published, to reproduce its figures: see `distir2021`."""
+        from distir.executor.cost_model.distir2021 import DistIR2021
+
+        return DistIR2021(topology)
+
+    def _cache(self) -> dict[object, float]:
+        if self._version != self.topology.version:
+            self._memo.clear()
+            self._version = self.topology.version
+        return self._memo
+
+    def free(self, spec: Spec, attrs: Attrs, ins: Types) -> bool:
+        """Whether the op takes no time: a view, a bundle, a constant, a sum over time (its accumulation is counted)."""
+        if spec.alias or (not ins and spec.name == "Constant"):
+            return True
+        return spec.route == "axis" and spec.comm is not None and spec.comm.idle(attrs, ins[0])
+
+    def collective_axis(self, spec: Spec, attrs: Attrs, ins: Types) -> str | None:
+        """The mesh axis along which the op communicates; None if it is no collective, or along the time axis."""
+        if spec.route != "axis" or not isinstance(mesh := ins[0].device, Mesh):
+            return None
+        axis = attrs["axis"]
+        return None if mesh.time == mesh.position(axis) else axis
+
+    def fan(self, spec: Spec) -> bool | None:
+        """True if the op sends from a device to a mesh, False from a mesh to a device, None if it does neither."""
+        return spec.route == "scatter" if spec.route in ("scatter", "gather") else None
+
+    def compute(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device) -> float:
+        """Seconds an op takes on one device, quantized."""
+        what = self.topology.spec(device)
+        key = (spec, attrs or None, *[_form(t) for t in ins], None, *[_form(t) for t in outs], what)
+        memo = self._cache()
+        seconds = memo.get(key)
+        if seconds is None:
+            seconds = memo[key] = quantize(self.compute_seconds(spec, attrs, ins, outs, what))
+        return seconds
+
+    def collective(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
+        """Seconds of a collective among the devices of a group, quantized."""
+        key = (spec, attrs or None, *[_form(t) for t in ins], None, *[_form(t) for t in outs], group)
+        memo = self._cache()
+        seconds = memo.get(key)
+        if seconds is None:
+            seconds = memo[key] = quantize(self.collective_seconds(spec, attrs, ins, outs, group))
+        return seconds
+
+    def transfer(self, ins: Types, link: Link) -> float:
+        """Seconds of a Send over a link, quantized."""
+        return quantize(self.transfer_seconds(sum(t.bytes for t in ins), link))
+
+    def between(self, spec: Spec, ins: Types, outs: Types, root: Device, mesh: Mesh) -> float:
+        """Seconds of a scatter, broadcast, gather or reduction between a device and a mesh, quantized."""
+        key = (spec, tuple(ins), tuple(outs), root)
+        memo = self._cache()
+        seconds = memo.get(key)
+        if seconds is None:
+            seconds = memo[key] = quantize(self.between_seconds(spec, ins, outs, root, mesh))
+        return seconds
+
+    def compute_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, what: DeviceSpec) -> float:
+        """The roofline of one op. A subclass may have its own."""
+        flops, size = work(spec, attrs, ins, outs)
+        seconds = size / (what.dram_bandwidth * what.memory_efficiency)
+        if flops:
+            dtype = computed_in(ins, outs)
+            peak = what.peak(dtype)
+            if self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None:
+                peak = what.peak("tf32")
+            seconds = max(seconds, flops / (peak * what.compute_efficiency))
+        return seconds + what.kernel_launch_overhead
+
+    def collective_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
+        """See `collective_cost`. A subclass may have its own."""
+        return cost.collective(wire_of(spec), max(ins[0].bytes, outs[0].bytes), group)
+
+    def transfer_seconds(self, size: float, link: Link) -> float:
+        """The link's latency, and the bytes over its bandwidth. A subclass may have its own."""
+        return link.latency + size / link.bandwidth
+
+    def between_seconds(self, spec: Spec, ins: Types, outs: Types, root: Device, mesh: Mesh) -> float:
+        """See `collective_cost`. A gather takes each distinct piece once. A subclass may have its own."""
+        t = outs[0] if spec.route == "scatter" else ins[0]
+        if "chain" in wire_of(spec).patterns:
+            return cost.pipelined(t.bytes, _chain(self.topology, root, mesh))
+        first = _pieces(t) if spec.route == "gather" else None
+        return cost.serial(t.bytes, _links(self.topology, root, mesh, first))
+
+
+def wire_of(spec: Spec) -> Wire:
+    """The traffic of an op that communicates along an axis, or between a device and a mesh."""
+    if spec.comm is None or spec.comm.wire is None:
+        raise ModelError(f"{spec.name} sends nothing")
+    return spec.comm.wire
+
+
+def _form(t: Type) -> object:
+    """Cache key of a type: all of it that determines seconds, without its devices and microbatches."""
+    if isinstance(t, Tensor):
+        mesh = t.device
+        return (t.dtype, t.shape, t.placements, mesh.axes, mesh.sizes) if isinstance(mesh, Mesh) else (t.dtype, t.shape)
+    return tuple([_form(x) for x in t.types])
+
+
+def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types) -> tuple[float, float]:
+    """FLOPs and bytes of an op on one device. Raises ModelError, naming the op, if its rule fails."""
+    size = float(sum(t.bytes for t in ins) + sum(t.bytes for t in outs))
+    if spec.comm is not None:
+        return 0.0, size
+    tensors = [t for t in ins if isinstance(t, Tensor)], [t for t in outs if isinstance(t, Tensor)]
+    local = {k: v for k, v in attrs.items() if k not in ("device", "place")}
+    if spec.local is not None:
+        local.update(spec.local(attrs, *tensors))
+    shapes = [t.shape for t in tensors[0]], [t.shape for t in tensors[1]]
+    try:
+        if spec.work is not None:
+            flops, moved = spec.work(local, *shapes)
+            return float(flops), float(moved) * tensors[1][0].dtype.size or size
+        return spec.flops(local, *shapes), size
+    except (KeyError, TypeError, ValueError, IndexError) as e:
+        raise ModelError(f"{spec.name}: its work at local shapes {shapes[0]} cannot be computed: {e}") from e
+
+
+def computed_in(ins: Types, outs: Types) -> DType | None:
+    """The dtype an op computes in: that of its largest floating operand (the first, if equal), else of its results.
+
+    A statistic in a wider dtype (the log-sum-exp of attention, the mean of a norm) has no more elements than its tensor
+    and comes after it; so do masks, indices and the number of a step. None if there is no tensor.
+    """
+    for types in (ins, outs):
+        found = [t for t in types if isinstance(t, Tensor) and t.dtype.floating]
+        if found:
+            return max(found, key=lambda t: math.prod(t.shape)).dtype
+    return ins[0].dtype if ins and isinstance(ins[0], Tensor) else None
+
+
+def _pieces(t: Type) -> int:
+    """The number of distinct pieces of a value over the devices."""
+    count = 1
+    if isinstance(t, Tensor) and isinstance(t.device, Mesh):
+        for i, (p, n) in enumerate(zip(t.placements, t.device.sizes, strict=True)):
+            if not isinstance(p, Replicate) and i != t.device.time:
+                count *= n
+    return count
+
+
+def _links(topology: Topology, root: Device, mesh: Mesh, first: int | None = None) -> list[tuple[int, Link]]:
+    """For each kind of link the number of the mesh's (first) devices that the root reaches over it, without itself."""
+    count: dict[Link, int] = {}
+    for d in mesh.devices[:first]:
+        if d is not root:
+            link = topology.link(root, d)
+            count[link] = count.get(link, 0) + 1
+    return [(n, link) for link, n in count.items()]
+
+
+def _chain(topology: Topology, root: Device, mesh: Mesh) -> list[tuple[int, Link]]:
+    """For each kind of link the number of hops over it, of a chain from the root through the mesh's devices."""
+    count: dict[Link, int] = {}
+    here = root
+    for d in mesh.devices:
+        if d is not here:
+            link = topology.link(here, d)
+            count[link] = count.get(link, 0) + 1
+            here = d
+    return [(n, link) for link, n in count.items()]

@@ -1,0 +1,1 @@
+"""The reference executor: numpy arrays, one process, every device."""

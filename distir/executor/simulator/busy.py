@@ -1,0 +1,107 @@
+"""Seconds of compute, and seconds busy, of each class of devices.
+
+Compute is the sum of the parts on compute streams. A class is busy while any of its streams is: the union of their
+intervals. Calls of one body with equal entry times, up to a shift, have equal intervals, which are computed once: the
+cost grows with the number of calls, not with what they contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from distir.executor.simulator.maxplus import NEVER, Call, Code
+from distir.executor.simulator.trace import Run, expand, walk
+
+Interval = tuple[float, float]
+
+
+class Left(NamedTuple):
+    """The result of a run by class: seconds of compute, and the intervals in which it was busy, merged."""
+
+    compute: dict[int, float]
+    busy: dict[int, list[Interval]]
+
+
+def busy_times(run: Run, classes: int) -> list[tuple[float, float]]:
+    """For each of so many classes: seconds of compute, seconds busy."""
+    left = _Counter().left(run)
+    return [(left.compute.get(c, 0.0), sum(b - a for a, b in left.busy.get(c, []))) for c in range(classes)]
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self._memo: dict[tuple[Code, tuple[int, ...], tuple[float, ...]], Left] = {}
+        self._floors: dict[tuple[Code, tuple[int, ...]], list[float]] = {}
+
+    def left(self, run: Run) -> Left:
+        """Add up a run."""
+        compute: dict[int, float] = {}
+        busy: dict[int, list[Interval]] = {}
+        for done in walk(run):
+            if isinstance(done.plan, Call):
+                self._add_call(done.plan, done.times, compute, busy)
+                continue
+            for part, end in zip(done.plan.parts, done.times, strict=False):
+                if part.duration:
+                    interval = (end - part.duration, end)
+                    for c in part.classes:
+                        busy.setdefault(c, []).append(interval)
+                        if not part.communicates:
+                            compute[c] = compute.get(c, 0.0) + part.duration
+        return Left(compute, {c: merged(found) for c, found in busy.items()})
+
+    def _add_call(
+        self, call: Call, enter: list[float], compute: dict[int, float], busy: dict[int, list[Interval]]
+    ) -> None:
+        if not call.streams:
+            return
+        zero = enter[0]
+        key = (call.body, call.live, self._relative(call, enter))
+        left = self._memo.get(key)
+        if left is None:
+            left = self.left(expand(call, [t - zero for t in enter], None))
+            self._memo[key] = left
+        for c, seconds in left.compute.items():
+            compute[c] = compute.get(c, 0.0) + seconds
+        for c, found in left.busy.items():
+            busy.setdefault(c, []).extend([(a + zero, b + zero) for a, b in found])
+
+    def _relative(self, call: Call, enter: Sequence[float]) -> tuple[float, ...]:
+        """Entry times relative to the first stream's clock; those too early to matter are raised to the floor."""
+        key = (call.body, call.live)
+        floors = self._floors.get(key)
+        if floors is None:
+            floors = self._floors[key] = _floors(call)
+        zero = enter[0]
+        return tuple([max(t - zero, floor) for t, floor in zip(enter, floors, strict=True)])
+
+
+def _floors(call: Call) -> list[float]:
+    """For each entry the time, relative to the first stream's clock, below which it has no effect."""
+    body, n = call.body, len(call.streams)
+    columns = [body.column(k) for k in (*range(n), *(n + j for j in call.live))]
+    if any(isinstance(plan, Call) for plan in body.plans):
+        return [NEVER] * len(columns)
+    first = columns[0].ready[len(body.columns) :]
+    floors = [0.0]
+    for column in columns[1:]:
+        here = column.ready[len(body.columns) :]
+        floors.append(-max((w - v for v, w in zip(first, here, strict=True) if w != NEVER), default=NEVER))
+    return floors
+
+
+def merged(intervals: list[Interval]) -> list[Interval]:
+    """Disjoint intervals that cover the same, in order."""
+    out: list[Interval] = []
+    start = end = NEVER
+    for a, b in sorted(intervals):
+        if a > end:
+            if end > start:
+                out.append((start, end))
+            start, end = a, b
+        elif b > end:
+            end = b
+    if end > start:
+        out.append((start, end))
+    return out

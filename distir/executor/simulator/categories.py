@@ -1,0 +1,152 @@
+"""The categories of memory: parameters, gradients, optimizer state, activations or buffers.
+
+Derived from roles, types and dataflow, never from names. Of the values a program computes:
+
+- a next parameter or optimizer state (`Function.updates`) is of that category;
+- a sum over microbatches is a gradient; so is, without a time axis, what a weight's update uses that has the weight's
+  shape, back to the op that made it;
+- what a body gives to its caller, and what a forward op makes and a backward op uses, is an activation; so is
+  everything a program makes that has no backward op;
+- the rest is a buffer, as are data and constants.
+"""
+
+from __future__ import annotations
+
+from distir.ir.function import Function, Op, Value
+from distir.ir.spec import lookup
+from distir.ir.type import Partial, Tensor, Tuple, Type
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "buffers")
+PARAMETER, GRADIENT, STATE, ACTIVATION, BUFFER = range(5)
+_OF_ROLE = {"parameter": PARAMETER, "state": STATE}
+Leaf = tuple[Value, int]
+"""A value, and the number of a tensor in it if it is a bundle."""
+
+
+def leaves(t: Type) -> list[Tensor]:
+    """The tensors of a type, in order."""
+    return [x for part in t.types for x in leaves(part)] if isinstance(t, Tuple) else [t]
+
+
+def is_view(op: Op) -> bool:
+    """Whether the results share the operands' buffers."""
+    return op.spec.alias and bool(op.inputs)
+
+
+class Categories:
+    """The categories of a program's values."""
+
+    def __init__(self, main: Function) -> None:
+        self.main = main
+        self.labels: dict[Leaf, int] = {}
+        self._producers: dict[Function, dict[Value, Op]] = {}
+        self._pack, self._unpack = lookup("Pack"), lookup("Unpack")
+        for out, source in main.updates.items():
+            kind = _OF_ROLE.get(source.kind or "", BUFFER)
+            for i in range(len(leaves(out.type))):
+                self._label(self._origin(main, (out, i)), kind, source)
+        for callee in main.callees():
+            for v in callee.outputs:
+                for i in range(len(leaves(v.type))):
+                    _, leaf = self._origin(callee, (v, i))
+                    self.labels.setdefault(leaf, ACTIVATION)
+        self._activations()
+
+    def of_input(self, v: Value) -> int:
+        """The category of an input of the program."""
+        return _OF_ROLE.get(v.kind or "", BUFFER)
+
+    def of(self, v: Value, i: int, t: Tensor) -> int:
+        """The category of tensor number i, of type t, of a value that an op makes."""
+        found = self.labels.get((v, i), BUFFER)
+        if found in (ACTIVATION, BUFFER) and t.placements:
+            time = t.mesh.time
+            if time is not None and isinstance(t.placements[time], Partial):
+                return GRADIENT
+        return found
+
+    def _producer(self, f: Function, v: Value) -> Op | None:
+        if f not in self._producers:
+            self._producers[f] = f.producers()
+        return self._producers[f].get(v)
+
+    def _origin(self, f: Function, leaf: Leaf) -> tuple[Function, Leaf]:
+        """The op that allocates a tensor's buffer, found through views, bundles and calls."""
+        while True:
+            v, i = leaf
+            op = self._producer(f, v)
+            if op is None or not op.inputs:
+                return f, leaf
+            if op.callee is not None:
+                f, leaf = op.callee, (op.callee.outputs[op.outputs.index(v)], i)
+            elif op.spec is self._pack:
+                leaf = _member(op.inputs, i)
+            elif op.spec is self._unpack:
+                before = op.outputs[: op.outputs.index(v)]
+                leaf = op.inputs[0], i + sum(len(leaves(x.type)) for x in before)
+            elif is_view(op):
+                leaf = op.inputs[0], i
+            else:
+                return f, leaf
+
+    def _label(self, at: tuple[Function, Leaf], kind: int, source: Value) -> None:
+        f, leaf = at
+        if self._producer(f, leaf[0]) is None:
+            return
+        self.labels[leaf] = kind
+        if kind == PARAMETER and f is self.main:
+            self._gradients(f, leaf, source)
+
+    def _gradients(self, f: Function, leaf: Leaf, weight: Value) -> None:
+        """Label what a weight's update uses that has its shape, as far back as ops keep that shape."""
+        shape = leaves(weight.type)[0].global_shape
+        todo, seen = [leaf], {leaf}
+        while todo:
+            v, i = todo.pop()
+            op = self._producer(f, v)
+            if op is None:
+                continue
+            if v is not leaf[0] and self.labels.setdefault((v, i), GRADIENT) == PARAMETER:
+                continue
+            if v is not leaf[0] and not _keeps_shape(op):
+                continue
+            for x in op.inputs:
+                _, found = self._origin(f, (x, 0))
+                t = found[0].type
+                if found not in seen and isinstance(t, Tensor) and t.global_shape == shape:
+                    seen.add(found)
+                    todo.append(found)
+
+    def _activations(self) -> None:
+        main = self.main
+        backward = [op for op in main.ops if op.of is not None]
+        if not backward:
+            if not any(op.callee for op in main.ops):
+                for op in main.ops:
+                    for v in op.outputs:
+                        self.labels.setdefault((v, 0), ACTIVATION)
+            return
+        for op in backward:
+            for x in op.inputs:
+                _, leaf = self._origin(main, (x, 0))
+                maker = self._producer(main, leaf[0])
+                if maker is not None and maker.of is None:
+                    self.labels.setdefault(leaf, ACTIVATION)
+
+
+def _member(parts: tuple[Value, ...], i: int) -> Leaf:
+    for v in parts:
+        n = len(leaves(v.type))
+        if i < n:
+            return v, i
+        i -= n
+    raise IndexError(i)
+
+
+def _keeps_shape(op: Op) -> bool:
+    """Whether the op works point by point, or moves data only."""
+    if op.spec.comm is not None:
+        return True
+    shapes = [v.type.global_shape for v in op.inputs if isinstance(v.type, Tensor)]
+    factors = op.spec.factors(op.attributes, shapes)
+    return factors is not None and not factors.kinds and all(s in ((), shapes[0]) for s in shapes)

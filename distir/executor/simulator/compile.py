@@ -1,0 +1,300 @@
+"""Lowering a Function to the flat lists that the loop runs (`maxplus`).
+
+Every class of devices has streams: `compute`, one for the collectives along each mesh axis, one for what it sends to
+and one for what it receives from each mesh or device, so that a waiting transfer does not delay another. An op becomes
+one *part* for each class, or for each set of classes that take part together. Free ops (views, bundles) have no part:
+their results are ready when the parts they depend on are. A dependence that a stream's own order implies is left out. A
+callee is compiled once; an input of a call is live only if it may arrive later than the streams that wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from distir.executor.cost_model import CostModel
+from distir.executor.simulator.dependences import CodeBuilder
+from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify
+from distir.executor.simulator.equal_callees import Shapes
+from distir.executor.simulator.labels import COMPUTE, RECV, SEND, stream_name
+from distir.executor.simulator.maxplus import Code, OpPart, OpPlan, Slots, Twin
+from distir.ir.device import Device, Mesh
+from distir.ir.errors import ModelError, UsageError
+from distir.ir.function import Function, Op, Value
+from distir.ir.spec import lookup
+from distir.ir.type import Tuple, Type
+
+_CALL = lookup("Call")
+Where = tuple[int, str, Home | None]
+"""A stream: of a class, its name, for transfers also the partner's home."""
+
+
+class CompiledProgram:
+    """A function and its callees, compiled for a cost model. `main` is its code; `streams` are (class, name)."""
+
+    def __init__(self, function: Function, cost: CostModel, overlap: bool = True) -> None:
+        self.function = function
+        self.cost = cost
+        self.overlap = overlap
+        self.streams: list[tuple[int, str]] = []
+        self._stream: dict[Where, int] = {}
+        self._where: list[Where] = []
+        self._plans: dict[int, OpPlan] = {}
+        self._bodies: dict[Function, Code | Twin] = {}
+        self._codes: dict[Function, Code] = {}
+        self._situations: dict[Mesh, object] = {}
+        self.default = self._default()
+        self._kinds: dict[object, int] = {}
+        """Numbers of kinds: ops of one kind have the same cost and classes."""
+        self._first: list[tuple[Op, Function]] = []
+        """The first op of each kind."""
+        self._kind_of: dict[Function, list[int]] = {}
+        self._shapes: dict[Function, tuple[int, Mesh]] = {}
+        """Of each callee that is all on one mesh the number of its shape, and the mesh."""
+        self._models: dict[object, Code] = {}
+        """The first code of each shape and situation of a mesh."""
+        self.classes: DeviceClasses = classify(self._uses([*function.callees(), function]), cost.topology)
+        self.main = self._compile(function, entry=True)
+
+    def _default(self) -> Device | None:
+        devices = self.cost.topology.devices[:1]
+        return devices[0] if devices else None
+
+    def home(self, t: Type) -> Home | None:
+        """The home of a value of this type: the topology's first device if the type has none, None for an empty bundle.
+
+        A bundle is where its first member is.
+        """
+        if t.device is not None:
+            return t.device
+        while isinstance(t, Tuple):
+            if not t.types:
+                return None
+            t = t.types[0]
+        if self.default is None:
+            raise UsageError("the topology has no device for a program that is on none", "add one with add_device")
+        return self.default
+
+    def held(self, t: Type) -> tuple[int, ...]:
+        """The classes that hold a value of this type."""
+        home = t.device or self.home(t)
+        return self.classes.homes[home] if home is not None else ()
+
+    def stream(self, c: int, name: str, partner: Home | None = None) -> int:
+        """The number of a class's stream."""
+        key: Where = (c, name, partner) if self.overlap else (c, COMPUTE, None)
+        found = self._stream.get(key)
+        if found is None:
+            found = self._stream[key] = len(self.streams)
+            self.streams.append((c, stream_name(*key[1:])))
+            self._where.append(key)
+        return found
+
+    def _kinds_in(self, f: Function) -> list[int]:
+        """The kind of each op, -1 for a call."""
+        found = self._kind_of.get(f)
+        if found is not None:
+            return found
+        kinds, out = self._kinds, list[int]()
+        for op in f.ops:
+            spec = op.spec
+            if spec is _CALL:
+                out.append(-1)
+                continue
+            key = (spec, op.attributes or None, *[v.type for v in op.inputs])
+            if spec.route == "send":  # whatever it sends, of whichever microbatch
+                key = (spec, *_ends(op), op.inputs[0].type.bytes)
+            n = kinds.get(key)
+            if n is None:
+                n = kinds[key] = len(kinds)
+                self._first.append((op, f))
+            out.append(n)
+        self._kind_of[f] = out
+        return out
+
+    def _uses(self, functions: Iterable[Function]) -> Uses:
+        """The homes, axes and transfers of all functions; of functions of one shape only the first is examined."""
+        uses, shapes = Uses(), Shapes()
+        first: dict[int, Function] = {}
+        for f in functions:
+            for v in f.inputs:
+                self._locate(uses, v, f)
+            shape = shapes.of(f) if f is not self.function else None
+            if shape is not None:
+                self._shapes[f] = shape
+            if shape is None or first.setdefault(shape[0], f) is f:
+                self._kinds_in(f)
+        axis = [self._use(uses, op, f) for op, f in self._first]
+        axes = {n: dict.fromkeys(axis[k] for k in self._kind_of[f] if k >= 0) for n, f in first.items()}
+        for n, mesh in self._shapes.values():
+            for a in axes[n]:
+                if a is not None:
+                    uses.axes[mesh, a] = None
+        return uses
+
+    def _locate(self, uses: Uses, v: Value, f: Function) -> None:
+        if v.type is None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise UsageError(f"{f.name}: %{v.name} has no type", "give the inputs' types, or call infer_types")
+        if (home := self.home(v.type)) is not None:
+            uses.homes[home] = None
+
+    def _use(self, uses: Uses, op: Op, f: Function) -> str | None:
+        """Note what an op uses; the mesh axis along which it communicates."""
+        for v in op.outputs:
+            self._locate(uses, v, f)
+        ins = [v.type for v in op.inputs]
+        if self.cost.free(op.spec, op.attributes, ins):
+            return None
+        axis = self.cost.collective_axis(op.spec, op.attributes, ins)
+        if axis is not None:
+            uses.axes[ins[0].device, axis] = None  # type: ignore[index]
+        elif op.spec.route == "send":
+            uses.sends[_ends(op)] = None
+        return axis
+
+    def body(self, callee: Function) -> Code | Twin:
+        """The code of a callee, or that of another callee that is equal up to its mesh."""
+        found = self._bodies.get(callee)
+        if found is None:
+            found = self._bodies[callee] = self._twin(callee) or self.code(callee)
+        return found
+
+    def code(self, callee: Function) -> Code:
+        """The code of a callee."""
+        found = self._codes.get(callee)
+        if found is None:
+            found = self._codes[callee] = self._compile(callee, entry=False)
+        return found
+
+    def _twin(self, callee: Function) -> Twin | None:
+        """The first code of the same shape, on a mesh in the same situation; None if there is none before."""
+        shape = self._shapes.get(callee)
+        if shape is None:
+            return None
+        number, mesh = shape
+        key = number, self._situation(mesh)
+        model = self._models.get(key)
+        if model is None:
+            self._models[key] = self.code(callee)
+            return None
+        before = self.classes.homes[self._shapes[model.function][1]]
+        classes = dict(zip(before, self.classes.homes[mesh], strict=True))
+        streams: dict[int, int] = {}
+        for s in model.streams:
+            c, name, partner = self._where[s]
+            streams[s] = self.stream(classes[c], name, partner)
+        return Twin(callee, model, classes, streams, self.code)
+
+    def _situation(self, mesh: Mesh) -> object:
+        """The cache key of durations on a mesh: its form, its classes' devices, and which classes communicate."""
+        found = self._situations.get(mesh)
+        if found is None:
+            held = self.classes.homes[mesh]
+            what = tuple([self.cost.topology.spec(self.classes.first[c]) for c in held])
+            meet = [
+                (axis, tuple([held.index(c) for c in p.classes]), p.group)
+                for axis in mesh.axes
+                for p in self.classes.peers.get((mesh, axis), ())
+            ]
+            found = self._situations[mesh] = mesh.axes, mesh.sizes, what, tuple(meet)
+        return found
+
+    def _plan(self, op: Op) -> OpPlan:
+        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        held = tuple([self.held(t) for t in outs])
+        spec, attrs, cost = op.spec, op.attributes, self.cost
+        if cost.free(spec, attrs, ins):
+            return OpPlan((), None, held)
+        if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
+            parts = [
+                self._part(cost.collective(spec, attrs, ins, outs, p.group), [(c, axis, None) for c in p.classes])
+                for p in self.classes.peers[ins[0].device, axis]  # type: ignore[index]
+            ]
+        elif spec.route == "send":
+            return self._send(op, held)
+        elif (outward := cost.fan(spec)) is not None:
+            parts = [self._fan(op, outward)]
+        else:
+            here = held[0] if outs else self.held(ins[0])
+            parts = [
+                self._part(cost.compute(spec, attrs, ins, outs, self.classes.first[c]), [(c, COMPUTE, None)])
+                for c in here
+            ]
+        return _plan(parts, held)
+
+    def _part(
+        self,
+        seconds: float,
+        where: Sequence[Where],
+        sources: tuple[int, ...] | None = None,
+        targets: tuple[int, ...] | None = None,
+    ) -> OpPart:
+        """A part on a stream of each class. Without `sources` and `targets` each class is its own source and target."""
+        streams = [self.stream(*w) for w in where]
+        classes = tuple([c for c, _, _ in where])
+        communicates = where[0][1] != COMPUTE
+        ends = sources or classes, targets or classes
+        return OpPart(seconds, tuple(dict.fromkeys(streams)), classes, *ends, communicates, frozenset(streams))
+
+    def _send(self, op: Op, held: tuple[tuple[int, ...], ...]) -> OpPlan:
+        ins = [v.type for v in op.inputs]
+        a, b = _ends(op)
+        parts: list[OpPart] = []
+        for p in self.classes.pairs[a, b]:
+            where = (p.source, SEND, b), (p.target, RECV, a)
+            parts.append(self._part(self.cost.transfer(ins, p.link), where, (p.source,), (p.target,)))
+        return _plan(parts, held)
+
+    def _fan(self, op: Op, outward: bool) -> OpPart:
+        """The part of a transfer between one device and a mesh: all take part at once."""
+        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        root, mesh = (ins[0].device, outs[0].device) if outward else (outs[0].device, ins[0].device)
+        roots, others = self.classes.homes[root], self.classes.homes[mesh]  # type: ignore[index]
+        where: list[Where] = [(roots[0], SEND if outward else RECV, None)]
+        where += [(c, RECV if outward else SEND, None) for c in others if c != roots[0]]
+        ends = (roots, others) if outward else (others, roots)
+        return self._part(self.cost.between(op.spec, ins, outs, root, mesh), where, *ends)  # type: ignore[arg-type]
+
+    def _compile(self, f: Function, entry: bool) -> Code:
+        """The code of a function; with `entry` of the program itself, whose inputs are ready from the start."""
+        env: list[dict[Value, Slots]] = [{} for _ in self.classes.sizes]
+        columns: list[tuple[int, int]] = []
+        for i, v in enumerate(f.inputs):
+            for c in self.held(v.type):
+                env[c][v] = () if entry else (len(columns),)
+                if not entry:
+                    columns.append((i, c))
+        code = Code(f, self.streams, columns)
+        builder = CodeBuilder(code, env)
+        builder.run(self._planned(f), self.body)
+        for k, v in enumerate(f.outputs):
+            code.outputs += [(k, c, env[c][v]) for c in self.held(v.type)]
+        if not entry:
+            builder.finish()
+        return code
+
+    def _planned(self, f: Function) -> Iterator[tuple[Op, OpPlan | None]]:
+        """The ops with their plans; None for a call."""
+        plans = self._plans
+        for op, kind in zip(f.ops, self._kinds_in(f), strict=True):
+            plan = plans.get(kind)
+            if plan is None and kind >= 0:
+                plan = plans[kind] = self._plan(op)
+            yield op, plan
+
+
+def _plan(parts: list[OpPart], held: tuple[tuple[int, ...], ...]) -> OpPlan:
+    simple = len(parts) == 1 and len(parts[0].streams) == 1 and len(parts[0].classes) == 1
+    return OpPlan(tuple(parts), parts[0] if simple else None, held)
+
+
+def _ends(op: Op) -> tuple[Home, Home]:
+    a, b = op.inputs[0].type.device, op.outputs[0].type.device
+    if a is None or b is None:
+        raise ModelError(f"{op}: a Send is from a device or mesh to another")
+    return a, b
+
+
+def device_streams(program: CompiledProgram) -> Iterator[tuple[int, list[int]]]:
+    """Each class with its streams."""
+    for c in range(len(program.classes.sizes)):
+        yield c, [s for s, (k, _) in enumerate(program.streams) if k == c]

@@ -1,0 +1,145 @@
+"""Building the flat lists of one function: which slots each value depends on, and which dependences are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from distir.executor.simulator.maxplus import Call, Code, OpPlan, Slots, Twin
+from distir.ir.function import Function, Op, Value
+
+
+class CodeBuilder:
+    """The state of compiling one function: the slots each value depends on, and the streams that dominate each slot."""
+
+    def __init__(self, code: Code, env: list[dict[Value, Slots]]) -> None:
+        self.code, self.env = code, env
+        self.dominated: list[frozenset[int]] = [frozenset()] * len(code.columns)
+        """For each slot the streams whose clock is never earlier than it afterwards; for a part its own streams."""
+        self.results: set[int] = set()
+        """The slots that are results of calls."""
+
+    def run(self, ops: Iterable[tuple[Op, OpPlan | None]], body: Callable[[Function], Code | Twin]) -> None:
+        """Lower all ops, each with its plan; without one it is a call."""
+        code, envs, dominated = self.code, self.env, self.dominated
+        duration, stream, needs, more, plans = code.duration, code.stream, code.needs, code.more, code.plans
+        for op, plan in ops:
+            if plan is None:
+                self._call(op, body(op.attributes["callee"]))
+                continue
+            part = plan.simple
+            if part is None:
+                self._general(op, plan)
+                continue
+            # the hot loop for nearly all ops, those of one part on one stream: inlined, no calls
+            env, s = envs[part.sources[0]], part.streams[0]
+            needs.append([j for v in op.inputs for j in env[v] if s not in dominated[j]])
+            slot = (len(dominated),)
+            for v in op.outputs:
+                env[v] = slot
+            dominated.append(part.on)
+            duration.append(part.duration)
+            stream.append(s)
+            more.append(None)
+            plans.append(plan)
+
+    def _general(self, op: Op, plan: OpPlan) -> None:
+        """An op that is free, or has several parts, or several streams."""
+        env, dominated, code = self.env, self.dominated, self.code
+        code.plans.append(plan)
+        if not plan.parts:
+            code.views.append(self._free(op, plan))
+            return
+        for part in plan.parts:
+            on = part.on
+            slots = {j for c in part.sources for v in op.inputs for j in env[c][v]}
+            code.needs.append([j for j in slots if on.isdisjoint(dominated[j])])
+            slot = (len(dominated),)
+            for c in part.targets:
+                for v in op.outputs:
+                    env[c][v] = slot
+            dominated.append(on)
+            code.duration.append(part.duration)
+            code.stream.append(part.streams[0])
+            code.more.append(part.streams[1:] or None)
+
+    def _free(self, op: Op, plan: OpPlan) -> list[Slots]:
+        """The slots that the results of a free op depend on, in each class: those of its operands there."""
+        slots: list[Slots] = []
+        known: dict[int, Slots] = {}
+        for v, classes in zip(op.outputs, plan.classes, strict=True):
+            for c in classes:
+                here = self.env[c]
+                if c not in known:
+                    found = [here[x] for x in op.inputs if x in here]
+                    known[c] = found[0] if len(found) == 1 else self._latest({j for js in found for j in js})
+                here[v] = known[c]
+                slots.append(known[c])
+        return slots
+
+    def _latest(self, slots: set[int]) -> Slots:
+        """The slots that are not dominated: those without a later part on one of their streams."""
+        last: dict[int, int] = {}
+        for j in slots:
+            for s in self.dominated[j] if j not in self.results else ():
+                last[s] = max(last.get(s, -1), j)
+        return tuple([j for j in sorted(slots) if not any(last.get(s, -1) > j for s in self.dominated[j])])
+
+    def _call(self, op: Op, body: Code | Twin) -> None:
+        """A call: which inputs are live, and the map for these."""
+        env, dominated, code = self.env, self.dominated, self.code
+        passed, waits, inputs, outputs = body.passed, body.waits, op.inputs, op.outputs
+        live: list[int] = []
+        needs: list[Slots] = []
+        given = [env[c][inputs[i]] for i, c in body.columns]
+        for j, slots in enumerate(given):
+            if slots and j not in passed:
+                slots = tuple([k for k in slots if waits(j, dominated[k])])
+            if slots:
+                live.append(j)
+                needs.append(slots)
+        summary = body.summary(tuple(live))
+        call = Call(body, tuple(live), summary.rows, given)
+        code.needs.append(needs)
+        code.plans.append(call)
+        code.duration.append(0.0)
+        code.stream.append(-1)
+        code.more.append(call)
+        for (k, c, _), below in zip(body.outputs, summary.dominated, strict=True):
+            if not summary.rows:  # no live entry: the results are always ready
+                env[c][outputs[k]] = ()
+                continue
+            slot = len(dominated)
+            env[c][outputs[k]] = (slot,)
+            self.results.add(slot)
+            dominated.append(below)
+
+    def finish(self) -> None:
+        """Compute what callers of a body need: its streams, and which streams wait for each input."""
+        code, inputs = self.code, len(self.code.columns)
+        code.passed = frozenset(j for _, _, slots in code.outputs for j in slots if j < inputs)
+        code.consumers = [set() for _ in range(inputs)]
+        streams: dict[int, None] = {}
+        slot = inputs
+        for s, needs, more in zip(code.stream, code.needs, code.more, strict=True):
+            if isinstance(more, Call):
+                streams.update(dict.fromkeys(more.streams))
+                self._consume_by_call(more, needs)
+                slot += max(len(more.rows) - len(more.streams), 0)
+                continue
+            streams[s] = None
+            if more is not None:
+                streams.update(dict.fromkeys(more))
+            for j in needs:
+                if j < inputs:
+                    code.consumers[j].add(self.dominated[slot])
+            slot += 1
+        code.streams = tuple(streams)
+
+    def _consume_by_call(self, call: Call, needs: Iterable[Slots]) -> None:
+        consumers, body = self.code.consumers, call.body
+        for j, slots in zip(call.live, needs, strict=True):
+            for k in slots:
+                if k < len(consumers):
+                    consumers[k] |= body.consumers[j]
+                    if j in body.passed:
+                        consumers[k].add(frozenset())

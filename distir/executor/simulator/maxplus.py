@@ -1,0 +1,241 @@
+"""The simulator's loop, and calls as max-plus maps.
+
+In program order, a part starts when its streams and its dependences are ready; its streams and results are ready when
+it ends:
+
+    start = max(clock[streams], ready[needs]);  clock[streams] = ready[part] = start + duration
+
+A call is a max-plus map from (clocks of the streams it uses, times of its inputs) to (clocks, times of its outputs).
+Its columns are computed by the same loop, once for each entry, with all others at minus infinity. As every stream keeps
+program order and no duration depends on time, the map is exact: with durations on a grid of 2^-44 s, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakMethod
+
+from distir.ir.function import Function
+
+NEVER = float("-inf")
+Slots = tuple[int, ...]
+"""Slots that a value depends on: it is ready when all of them are; without any, always."""
+
+
+class OpPart(NamedTuple):
+    """An op on one class of devices, or on classes that meet. `streams` are those of `classes`, one each."""
+
+    duration: float
+    streams: tuple[int, ...]
+    classes: tuple[int, ...]
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    communicates: bool
+    on: frozenset[int]
+
+
+class OpPlan(NamedTuple):
+    """The parts of an op. `simple` is its part where there is only one, on one stream."""
+
+    parts: tuple[OpPart, ...]
+    simple: OpPart | None
+    classes: tuple[tuple[int, ...], ...]
+    """For each result, the classes that hold it."""
+
+
+class Call:
+    """A call in a program: its body, the body's live inputs, the map, and the slots that each input depends on."""
+
+    __slots__ = ("_body", "given", "live", "rows", "streams")
+
+    def __init__(
+        self, body: Code | Twin, live: Slots, rows: Sequence[Sequence[tuple[int, float]]], given: list[Slots]
+    ) -> None:
+        self._body, self.live, self.rows, self.given, self.streams = body, live, rows, given, body.streams
+
+    @property
+    def body(self) -> Code:
+        """The body's own code."""
+        if isinstance(self._body, Twin):
+            self._body = self._body.code
+        return self._body
+
+
+class CallMap(NamedTuple):
+    """A body's map at some live inputs: rows of (column, weight), and by which streams each output is dominated."""
+
+    rows: list[list[tuple[int, float]]]
+    dominated: list[frozenset[int]]
+
+
+class Column(NamedTuple):
+    """Times when one entry is at 0 and all others never: of the streams, of every slot."""
+
+    clock: list[float]
+    ready: list[float]
+
+
+class Code:
+    """A compiled function. Slots are numbered: first a body's inputs (value and class), then parts in program order.
+
+    `duration`, `stream`, `needs`, `more` are the loop's lists: `more` is None for a part on one stream, the other
+    streams of a part on several, a `Call`, or `()` never. A call takes a slot an output and class.
+    """
+
+    def __init__(
+        self, function: Function, program_streams: Sequence[tuple[int, str]], columns: list[tuple[int, int]]
+    ) -> None:
+        self.function = function
+        self.program_streams = program_streams
+        """(class, name) of every stream of the program; grows while the program is compiled."""
+        self.columns = columns
+        """(input, class) of each input slot."""
+        self.plans: list[OpPlan | Call] = []
+        self.views: list[list[Slots]] = []
+        """For each free op, in order, the slots its results depend on, class by class of `OpPlan.classes`."""
+        self.outputs: list[tuple[int, int, Slots]] = []
+        """(output, class, slots it depends on)"""
+        self.streams: tuple[int, ...] = ()
+        self.duration: list[float] = []
+        self.stream: list[int] = []
+        self.needs: list[Sequence[Any]] = []
+        self.more: list[Any] = []
+        self.consumers: list[set[frozenset[int]]] = []
+        """For each input slot, the streams of each part that waits for it; an empty set if they are unknown."""
+        self.passed: frozenset[int] = frozenset()
+        """Input slots that outputs depend on."""
+        self._waits: dict[tuple[int, frozenset[int]], bool] = {}
+        self._column: dict[int, Column] = {}
+        self._summary: dict[Slots, CallMap] = {}
+
+    def run(self, clock: list[float], ready: list[float]) -> list[list[float]]:
+        """The loop. Changes `clock` (of all streams), extends `ready` (of the inputs); returns calls' entry times."""
+        entries: list[list[float]] = []
+        append = ready.append
+        for d, s, needs, more in zip(self.duration, self.stream, self.needs, self.more, strict=True):
+            if more is None:
+                t = clock[s]
+                for j in needs:
+                    r = ready[j]
+                    if r > t:
+                        t = r
+                clock[s] = t = t + d
+                append(t)
+            elif more.__class__ is tuple:
+                t = clock[s]
+                for x in more:
+                    if clock[x] > t:
+                        t = clock[x]
+                for j in needs:
+                    r = ready[j]
+                    if r > t:
+                        t = r
+                clock[s] = t = t + d
+                for x in more:
+                    clock[x] = t
+                append(t)
+            else:
+                enter = [clock[x] for x in more.streams]
+                for slots in needs:  # mostly of one
+                    enter.append(ready[slots[0]] if len(slots) == 1 else max([ready[j] for j in slots]))
+                left = [max([enter[k] + w for k, w in row]) for row in more.rows]
+                for x, t in zip(more.streams, left, strict=False):
+                    clock[x] = t
+                ready += left[len(more.streams) :]
+                entries.append(enter)
+        return entries
+
+    def waits(self, j: int, dominated: frozenset[int]) -> bool:
+        """Whether anything may wait for input slot j, given that these streams dominate it."""
+        key = (j, dominated)
+        found = self._waits.get(key)
+        if found is None:
+            found = self._waits[key] = any(dominated.isdisjoint(s) for s in self.consumers[j])
+        return found
+
+    def column(self, k: int) -> Column:
+        """Entry k: the streams, then the input slots."""
+        found = self._column.get(k)
+        if found is None:
+            clock = [NEVER] * len(self.program_streams)
+            ready = [NEVER] * len(self.columns)
+            if k < len(self.streams):
+                clock[self.streams[k]] = 0.0
+            else:
+                ready[k - len(self.streams)] = 0.0
+            self.run(clock, ready)
+            found = self._column[k] = Column([clock[s] for s in self.streams], ready)
+        return found
+
+    def summary(self, live: Slots) -> CallMap:
+        """The map whose entries are the streams and the live input slots."""
+        found = self._summary.get(live)
+        if found is None:
+            found = self._summary[live] = self._summarise(live)
+        return found
+
+    def _summarise(self, live: Slots) -> CallMap:
+        n = len(self.streams)
+        columns = [self.column(k) for k in (*range(n), *(n + j for j in live))]
+        rows = [[c.clock[i] for c in columns] for i in range(n)]
+        for _, _, slots in self.outputs:
+            rows.append([max([c.ready[j] for j in slots], default=NEVER) for c in columns])
+        dominated: list[frozenset[int]] = []
+        for row in rows[n:]:
+            above = [i for i in range(n) if all(x <= y for x, y in zip(row, rows[i], strict=True))]
+            dominated.append(frozenset(self.streams[i] for i in above))
+        sparse = [[(k, w) for k, w in enumerate(row) if w != NEVER] or [(0, NEVER)] for row in rows]
+        return CallMap(sparse if columns else [], dominated)
+
+
+class Twin:
+    """A body whose code equals that of another, `model`, up to streams and classes.
+
+    It has the interface of `Code` that callers use; the body's own code is compiled on first access.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        model: Code,
+        classes: dict[int, int],
+        streams: dict[int, int],
+        compile_callee: Callable[[Function], Code],
+    ) -> None:
+        self.function, self.model = function, model
+        self._compile_callee = WeakMethod(compile_callee)  # a strong reference would make a cycle with the program
+        self.columns = [(i, classes[c]) for i, c in model.columns]
+        self.outputs = [(k, classes[c], slots) for k, c, slots in model.outputs]
+        self.streams = tuple([streams[s] for s in model.streams])
+        self.passed = model.passed
+        self._there = streams
+        self._back = {t: s for s, t in streams.items()}
+        self._waits: dict[tuple[int, frozenset[int]], bool] = {}
+        self._summary: dict[Slots, CallMap] = {}
+
+    @property
+    def code(self) -> Code:
+        """Its own code, compiled when first asked for. Raises RuntimeError if its program no longer exists."""
+        compile_callee = self._compile_callee()
+        if compile_callee is None:
+            raise RuntimeError(f"the program that {self.function.name} was compiled for is gone")
+        return compile_callee(self.function)
+
+    def waits(self, j: int, dominated: frozenset[int]) -> bool:
+        """As `Code.waits`."""
+        key = (j, dominated)
+        found = self._waits.get(key)
+        if found is None:
+            back = self._back
+            found = self._waits[key] = self.model.waits(j, frozenset([back[s] for s in dominated if s in back]))
+        return found
+
+    def summary(self, live: Slots) -> CallMap:
+        """As `Code.summary`."""
+        found = self._summary.get(live)
+        if found is None:
+            rows, dominated = self.model.summary(live)
+            there = self._there
+            found = self._summary[live] = CallMap(rows, [frozenset([there[s] for s in below]) for below in dominated])
+        return found

@@ -1,0 +1,290 @@
+"""Collectives: the devices along one mesh axis exchange pieces of a value, which changes its placement.
+
+All-reduce, all-gather and reduce-scatter also take a bundle of tensors of one mesh and dtype, on which they operate at
+once: `dim` and `outer` are then tuples with an entry per member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distir.ir.communication import Communication, Coord, Lanes, RuntimeValue, Wire, as_wanted
+from distir.ir.errors import IRTypeError
+from distir.ir.function import Op
+from distir.ir.placement import Array
+from distir.ir.spec import Attrs, op
+from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard, Tensor, Tuple, Type
+
+# --- types
+
+
+def _expect(t: Type, axis: str, takes: tuple[type[Placement], ...]) -> Tensor:
+    if not isinstance(t, Tensor):
+        raise IRTypeError(f"operand 0: expected a tensor, got {t}")
+    if not isinstance(t.on(axis), takes):
+        names = " or ".join([kind.__name__ for kind in takes])
+        raise IRTypeError(f"operand 0: expected {names} along {axis!r}, got {t.on(axis)} in {t}")
+    return t
+
+
+def _timed(t: Tensor, axis: str) -> bool:
+    return t.mesh.time == t.mesh.position(axis)
+
+
+To = Callable[[Attrs, Placement, int], Placement]
+"""(attributes, the operand's placement, devices along the axis) -> the result's. Raises IRTypeError."""
+
+
+def _rule(takes: tuple[type[Placement], ...], to: To, over_time: bool) -> Callable[[Attrs, Type], Tensor]:
+    """The type rule for a tensor. `over_time`: the time axis is allowed too, for a value of all microbatches."""
+
+    def typed(attrs: Attrs, t: Type) -> Tensor:
+        axis = attrs["axis"]
+        t = _expect(t, axis, takes)
+        n = t.mesh.size(axis)
+        timed = _timed(t, axis)
+        if timed and (not over_time or t.piece not in (None, (0, n))):
+            want = f"all microbatches {(0, n)}" if over_time else "a placement over devices, not over microbatches"
+            raise IRTypeError(f"operand 0: expected {want}, got {t}")
+        return t.placed(axis, to(attrs, t.on(axis), n), None if timed else t.piece)
+
+    return typed
+
+
+def _single(rule: Callable[[Attrs, Type], Tensor]) -> Callable[[Attrs, Type], list[Type]]:
+    return lambda attrs, t: [rule(attrs, t)]
+
+
+def _bundled(rule: Callable[[Attrs, Type], Tensor]) -> Callable[[Attrs, Type], list[Type]]:
+    """Extend the rule for a tensor to bundles, member by member."""
+
+    def typed(attrs: Attrs, t: Type) -> list[Type]:
+        if not isinstance(t, Tuple):
+            return [rule(attrs, t)]
+        _check_bundle(attrs, t)
+        return [Tuple([rule(_member_attributes(attrs, k), x) for k, x in enumerate(t.types)])]
+
+    return typed
+
+
+def _member_attributes(attrs: Attrs, k: int) -> Attrs:
+    """The attributes of a collective on a bundle for member number k."""
+    return {name: x[k] if isinstance(x, tuple) else x for name, x in attrs.items()}
+
+
+def _check_bundle(attrs: Attrs, t: Tuple) -> None:
+    """Raises IRTypeError unless the members can be communicated at once."""
+    if not t.types:
+        raise IRTypeError("operand 0: expected a non-empty bundle")
+    first = t.types[0]
+    for x in t.types:
+        if not isinstance(x, Tensor) or not isinstance(first, Tensor):
+            raise IRTypeError(f"operand 0: expected a bundle of tensors, got {t}")
+        if _timed(x, attrs["axis"]):
+            raise IRTypeError(f"operand 0: microbatches are not summed or gathered in bundles, got {x}")
+        alike = x.dtype is first.dtype and x.device is first.device and x.piece == first.piece
+        if not alike or x.on(attrs["axis"]).form != first.on(attrs["axis"]).form:
+            raise IRTypeError(f"operand 0: expected members of one dtype, mesh and reduction, got {first} and {x}")
+    for name, x in attrs.items():
+        if isinstance(x, tuple) and len(x) != len(t.types):
+            raise IRTypeError(f"attribute {name}: expected {len(t.types)} entries, got {len(x)}")
+
+
+def _replicated(attrs: Attrs, p: Placement, n: int) -> Placement:
+    return REPLICATE
+
+
+def _split(attrs: Attrs, p: Placement, n: int) -> Shard:
+    return Shard(attrs["dim"], attrs.get("outer", 1), attrs.get("shift", 0))
+
+
+_gather_bundle = _bundled(_rule((Shard,), _replicated, over_time=False))
+_gather = _rule((Shard,), _replicated, over_time=True)
+
+
+def _allgather(attrs: Attrs, *types: Type) -> list[Type]:
+    """Along the time axis of a scheduled program the operands are the microbatches, in order."""
+    axis = attrs["axis"]
+    if len(types) == 1 and isinstance(types[0], Tuple):
+        return _gather_bundle(attrs, types[0])
+    first = _expect(types[0], axis, (Shard,))
+    if len(types) == 1 and (first.piece is None or not _timed(first, axis)):
+        return [_gather(attrs, first)]
+    want = [first.placed(axis, first.on(axis), (k, k + 1)) for k in range(first.mesh.size(axis))]
+    if not _timed(first, axis) or list(types) != want:
+        raise IRTypeError(f"expected the {len(want)} microbatches in order, got {', '.join(map(repr, types))}")
+    return [first.placed(axis, REPLICATE)]
+
+
+def _split_anew(attrs: Attrs, p: Placement, n: int) -> Shard:
+    if not isinstance(p, Shard) or p.dim == attrs["dim"]:
+        raise IRTypeError(f"operand 0: expected a split of another dim than {attrs['dim']}, got {p}")
+    return Shard(attrs["dim"], attrs.get("outer", 1), p.shift)
+
+
+def _other_dim(have: Placement, want: Placement) -> Attrs | None:
+    if not isinstance(have, Shard) or not isinstance(want, Shard) or have.dim == want.dim or have.shift != want.shift:
+        return None
+    return want.shifted(0).attributes
+
+
+# --- meaning on arrays
+
+Moved = Callable[[Attrs, Sequence[Array], Tensor, Tensor, Sequence[Coord], Any], list[Array]]
+"""(attributes, each lane's array, the operand's type, the result's, the lanes' coordinates, array namespace) -> each
+lane's array of the result."""
+
+
+def rearranged(
+    attrs: Attrs, xs: Sequence[Array], before: Tensor, after: Tensor, where: Sequence[Coord], xp: Any
+) -> list[Array]:
+    """Join the pieces of each group of devices by the operand's placement, and cut them by the result's."""
+    a = before.mesh.position(attrs["axis"])
+    n, p, q = before.mesh.sizes[a], before.local(a), after.local(a)
+    groups: dict[Coord, list[Array]] = {}
+    for x, coord in zip(xs, where, strict=True):
+        groups.setdefault(coord[:a] + coord[a + 1 :], []).append(x)
+    wholes = {key: p.join(pieces, xp) for key, pieces in groups.items()} if p is not REPLICATE else {}
+    return [q.cut(wholes.get(coord[:a] + coord[a + 1 :], x), coord[a], n) for x, coord in zip(xs, where, strict=True)]
+
+
+def _meaning(moved: Moved) -> Callable[[Lanes, Op, Sequence[RuntimeValue]], Sequence[RuntimeValue]]:
+    """The meaning of a collective, from its effect on the arrays of all lanes."""
+
+    def meaning(lanes: Lanes, op: Op, ins: Sequence[RuntimeValue]) -> Sequence[RuntimeValue]:
+        attrs, before, after = op.attributes, op.inputs[0].type, op.outputs[0].type
+        if isinstance(before, Tuple) and isinstance(after, Tuple):
+            pairs = zip(before.types, after.types, strict=True)
+            typed = [(b, a) for b, a in pairs if isinstance(b, Tensor) and isinstance(a, Tensor)]
+            rows = zip(ins[0], typed, strict=True)
+            return [tuple([moved(attrs, x, b, a, lanes.of(b.mesh), lanes.xp) for x, (b, a) in rows])]
+        if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+            raise IRTypeError(f"expected tensors, got {op}")
+        p = before.on(attrs["axis"])
+        if _timed(before, attrs["axis"]) and not lanes.unrolled and p is not REPLICATE:
+            if isinstance(p, Partial):
+                return ins[:1]  # the sum is complete: it was accumulated
+            p = before.local(before.mesh.position(attrs["axis"]))
+            return [[p.join(pieces, lanes.xp) for pieces in zip(*ins, strict=True)]]
+        return [moved(attrs, ins[0], before, after, lanes.of(before.mesh), lanes.xp)]
+
+    return meaning
+
+
+def _parts(n: int) -> tuple[int, int]:
+    """The share of the data that a device sends: all except its own part, as (numerator, denominator)."""
+    return n - 1, n
+
+
+def _along(
+    takes: type[Placement],
+    gives: type[Placement],
+    to: To,
+    wire: Wire | None = None,
+    bundles: bool = False,
+    infer: Callable[..., list[Type]] | None = None,
+    converts: Callable[[Placement, Placement], Attrs | None] = as_wanted,
+) -> Communication:
+    """A collective that joins pieces along an axis and cuts them again. Along time only to or from Replicate."""
+    rule = _rule((takes,), to, over_time=Replicate in (takes, gives))
+    return Communication(
+        infer=infer or (_bundled(rule) if bundles else _single(rule)),
+        meaning=_meaning(rearranged),
+        route="here" if wire is None else "axis",
+        takes=(takes,),
+        gives=gives,
+        converts=converts,
+        wire=wire,
+        bundles=bundles,
+    )
+
+
+# --- the ops
+
+_RING = Wire(("ring",), sent=_parts, steps=lambda n: n - 1)
+_REDUCED = Wire(("ring", "tree"), sent=lambda n: (2 * (n - 1), n), steps=lambda n: 2 * (n - 1))
+
+op("MPIAllreduce", attributes="axis:text", comm=_along(Partial, Replicate, _replicated, _REDUCED, bundles=True))
+op(
+    "MPIAllgather",
+    attributes="axis:text",
+    comm=_along(Shard, Replicate, _replicated, _RING, bundles=True, infer=_allgather),
+)
+op(
+    "MPIReduceScatter",
+    attributes="axis:text dim:split outer:split?",
+    comm=_along(Partial, Shard, _split, _RING, bundles=True),
+)
+op(
+    "MPIAlltoall",
+    attributes="axis:text dim:split outer:split?",
+    comm=_along(Shard, Shard, _split_anew, Wire(("pairs",), sent=_parts, steps=lambda n: n - 1), converts=_other_dim),
+)
+
+
+def _permuted(attrs: Attrs, p: Placement, n: int) -> Placement:
+    """A Partial stays the same sum; the pieces of a Shard are then `shift` devices further along the axis."""
+    shift = attrs.get("shift", 1)
+    if n > 1 and shift % n == 0:
+        raise IRTypeError(f"attribute shift: expected no multiple of the axis's size {n}, got {shift}")
+    return p.shifted((p.shift + shift) % n) if isinstance(p, Shard) else p
+
+
+def _passed_on(
+    attrs: Attrs, xs: Sequence[Array], before: Tensor, after: Tensor, where: Sequence[Coord], xp: Any
+) -> list[Array]:
+    a, shift, pieces = before.mesh.position(attrs["axis"]), attrs.get("shift", 1), dict(zip(where, xs, strict=True))
+    n = before.mesh.sizes[a]
+    return [pieces[(*coord[:a], (coord[a] - shift) % n, *coord[a + 1 :])] for coord in where]
+
+
+def _further_on(have: Placement, want: Placement) -> Attrs | None:
+    if not isinstance(have, Shard) or not isinstance(want, Shard) or have.shifted(0) is not want.shifted(0):
+        return None
+    return {"shift": want.shift - have.shift}
+
+
+op(
+    "MPIPermute",
+    attributes="axis:text shift:int?",
+    comm=Communication(
+        infer=_single(_rule((Shard, Partial), _permuted, over_time=False)),
+        meaning=_meaning(_passed_on),
+        route="axis",
+        takes=(Shard, Partial),
+        converts=_further_on,
+        wire=Wire(("next",)),
+    ),
+)
+"""Each device sends its piece to the device `shift` positions further (default 1, may be negative), cyclically."""
+
+op(
+    "LocalSlice",
+    attributes="axis:text dim:split outer:split? shift:size?",
+    comm=_along(Replicate, Shard, _split),
+    alias=True,
+)
+
+
+def _first_keeps(
+    attrs: Attrs, xs: Sequence[Array], before: Tensor, after: Tensor, where: Sequence[Coord], xp: Any
+) -> list[Array]:
+    """What is whole, on the first device of each group; zeros on the others."""
+    a = before.mesh.position(attrs["axis"])
+    return [x if coord[a] == 0 else xp.zeros_like(x) for x, coord in zip(xs, where, strict=True)]
+
+
+op(
+    "LocalTerm",
+    attributes="axis:text",
+    comm=Communication(
+        infer=_single(_rule((Replicate,), lambda attrs, p, n: SUM, over_time=False)),
+        meaning=_meaning(_first_keeps),
+        route="here",
+        takes=(Replicate,),
+        gives=Partial,
+        converts=lambda have, want: {} if want is SUM else None,
+    ),
+)
+"""A replicated value as the terms of a sum along the axis: the value on the first device, zeros on the others."""

@@ -1,0 +1,241 @@
+"""The training step: a function with its loss, backward pass and optimizer, as one program.
+
+`training_step(function, loss, optimizer)`. Inputs are those of the function (the same Values), then the labels, then
+the optimizer's state; outputs are the loss, the gradients if asked for, then the next value of every parameter and
+state, which `Function.updates` ties to its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distir.ir.errors import UsageError
+from distir.ir.function import Attributes, Function, FunctionMaker, Role, Value
+from distir.ir.pause import no_collection
+from distir.ir.spec import FactorMapping
+from distir.ir.type import Int64, Shard, Tensor
+from distir.ops.rules import shape_of, tensor
+from distir.transforms.differentiation.clip import clip
+from distir.transforms.differentiation.grad import find_loss, grad, parameters, sources
+from distir.transforms.rewriting.cleanup import extend, fold
+from distir.transforms.rewriting.fuse import fuse
+from distir.transforms.rewriting.laws import Law, rewrites
+
+if TYPE_CHECKING:
+    import numpy as np
+
+IGNORED = -100
+"""The label that is ignored in the cross-entropy and in its mean."""
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent, as `torch.optim.SGD`. With momentum, one buffer a parameter.
+
+    `clip_norm`: see `clip`.
+    """
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    clip_norm: float | None = None
+
+    op_type: ClassVar[str] = "SGD"
+    counts: ClassVar[bool] = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of its state, for one parameter."""
+        return ("momentum",) if self.momentum else ()
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        nesterov = {"nesterov": True} if self.nesterov else {}
+        return {"lr": self.lr, "momentum": self.momentum, "weight_decay": self.weight_decay, **nesterov}
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay, as `torch.optim.AdamW`. Two moments a parameter, one step counter for all.
+
+    `clip_norm`: see `clip`.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    clip_norm: float | None = None
+
+    op_type: ClassVar[str] = "AdamW"
+    slots: ClassVar[tuple[str, ...]] = ("m", "v")
+    counts: ClassVar[bool] = True
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return {"lr": self.lr, "betas": tuple(self.betas), "eps": self.eps, "weight_decay": self.weight_decay}
+
+
+Optimizer = SGD | AdamW
+OPTIMIZERS: dict[str, type[SGD] | type[AdamW]] = {"sgd": SGD, "adamw": AdamW}
+
+
+def optimizer_named(name: str, **settings: Any) -> Optimizer:
+    """The optimizer of that name ("sgd", "adamw"); settings that are None keep their default.
+
+    Raises UsageError for another name, or a setting it does not have.
+    """
+    kind = OPTIMIZERS.get(name.lower())
+    if kind is None:
+        raise UsageError(f"unknown optimizer {name!r}", f"choose from {', '.join(OPTIMIZERS)}")
+    given = {k: v for k, v in settings.items() if v is not None}
+    names = [f.name for f in fields(kind)]
+    if unknown := [k for k in given if k not in names]:
+        raise UsageError(f"{name} has no {unknown[0]}", f"it has {', '.join(names)}")
+    return kind(**given)
+
+
+@no_collection()
+def training_step(
+    function: Function,
+    loss: str = "cross-entropy",
+    optimizer: Optimizer | str = "sgd",
+    gradients: bool = False,
+    output: int | str = 0,
+) -> Function:
+    """One step of training `function`: forward, loss, backward, and the update of every parameter.
+
+    `loss` is "cross-entropy" (adds an input `labels` of integers in [0, classes), of the shape of `output` without its
+    last dim, the classes; -100 is ignored), "mse" (adds an input `target` of the shape of `output`), or the name of a
+    value that is the loss. Both are means over the whole batch. `optimizer` is one of the dataclasses here, or "sgd",
+    "adamw" with default settings.
+
+    Inputs: the function's, the labels, then of role state for each parameter the optimizer's buffers, and the step
+    counter; all start at zero (`initial_state`). Outputs: the loss; with `gradients` each parameter's gradient, in
+    order; then, parameter by parameter, its next value and those of its buffers; the next step counter. `updates` ties
+    them to their inputs. A parameter that the loss does not depend on has no gradient, state or update.
+
+    Raises UsageError for a loss that is not there or not a number, or if the function has no parameters.
+    """
+    settings = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
+    forward = fuse(with_loss(function, loss, output))
+    (target,) = forward.outputs
+    needed = sources(forward, target)
+    trained = [w for w in parameters(function) if w in needed]
+    if not trained:
+        raise UsageError(f"{function.name}: the loss %{target.name} depends on no parameter")
+    return fold(with_updates(grad(forward, target, trained), settings, trained, gradients))
+
+
+@rewrites(Law.MORE)
+def with_loss(function: Function, loss: str, output: int | str = 0) -> Function:
+    """The function with the loss as its one output: see `training_step`."""
+    maker = extend(function)
+    maker.set_outputs([add_loss(maker, function, loss, output)])
+    return maker.finalize()
+
+
+@rewrites(Law.MORE)
+def with_updates(backward: Function, optimizer: Optimizer, trained: Sequence[Value], gradients: bool) -> Function:
+    """A loss and the gradients of what is `trained`, with one step of the optimizer: see `training_step`."""
+    maker = extend(backward)
+    new = update(maker, optimizer, dict(zip(trained, backward.outputs[1:], strict=True)))
+    maker.set_outputs([*(backward.outputs if gradients else backward.outputs[:1]), *new])
+    return maker.finalize()
+
+
+def initial_state(function: Function) -> dict[Value, np.ndarray]:
+    """Zeros for every input of role state. Memory is taken when they are written to."""
+    import numpy as np
+
+    return {v: np.zeros(shape_of(v), tensor(v).dtype.numpy) for v in function.inputs if v.kind == "state"}
+
+
+def add_loss(maker: FunctionMaker, function: Function, loss: str, output: int | str = 0) -> Value:
+    """Append the loss and the input it needs; returns the loss, checked to be a scalar. See `training_step`."""
+    if loss not in ("cross-entropy", "mse"):
+        return find_loss(function, loss)
+    x = _output(function, output)
+    t = tensor(x)
+    if not t.dtype.floating:
+        raise UsageError(f"the loss {loss} needs an output of floating type, %{x.name} is {t}")
+    batch = batch_dim(function, x)
+    if loss == "mse":
+        z = maker.add_input_value("target", t, Role("data", batch))
+        return maker.add_op("MSELoss", "loss", [x, z], {"reduction": "mean"})
+    shape = t.global_shape[:-1]
+    if not t.global_shape or batch == len(shape):
+        raise UsageError(f"the last dim of %{x.name}, {t}, is not one of classes", "use the loss mse")
+    labels = maker.add_input_value("labels", Tensor(Int64, shape), Role("data", batch))
+    attributes = {"ignore_index": IGNORED, "reduction": "mean"}
+    return maker.add_op("SoftmaxCrossEntropyLoss", "loss", [x, labels], attributes)
+
+
+def _output(function: Function, output: int | str) -> Value:
+    for i, v in enumerate(function.outputs):
+        if output in (i, v.name):
+            return v
+    names = ", ".join(v.name for v in function.outputs)
+    raise UsageError(f"{function.name} has no output {output!r}", f"its outputs are {names}")
+
+
+def batch_dim(function: Function, value: Value) -> int | None:
+    """The dim of `value` that runs over the batch, followed from the data inputs through the ops; 0 if it is lost.
+
+    None for a value of one number.
+    """
+    split: dict[Value, Shard] = {}
+    for v in function.inputs:
+        if v.kind == "data" and v.role is not None and v.role.batch is not None:
+            split[v] = Shard(v.role.batch)
+    sizes = {shape_of(v)[s.dim] for v, s in split.items()}
+    if len(sizes) == 1:
+        (size,) = sizes
+        known: dict[tuple[object, ...], FactorMapping | None] = {}  # layers are alike
+        for op in function.ops:
+            if split.keys().isdisjoint(op.inputs) or op.spec.comm is not None:
+                continue
+            slot, taken = next((k, split[v]) for k, v in enumerate(op.inputs) if v in split)
+            key = op.spec, op.attributes, slot, taken, *[v.type for v in op.inputs]
+            if key not in known:
+                ins, outs = ([shape_of(v) for v in row] for row in (op.inputs, op.outputs))
+                known[key] = op.spec.mapping(op.attributes, ins, outs, slot, taken, size)
+            mapping = known[key]
+            for v, p in zip(op.outputs, mapping.outs if mapping else (), strict=False):
+                if isinstance(p, Shard):
+                    split[v] = p
+    if value in split:
+        return split[value].dim
+    return 0 if shape_of(value) else None
+
+
+def update(maker: FunctionMaker, optimizer: Optimizer, gradients: Mapping[Value, Value]) -> Sequence[Value]:
+    """Append one optimizer op for each parameter, given its gradient; gives the next values, in order.
+
+    Adds the inputs that hold the optimizer's state, and ties each next value to its input in `maker.updates`.
+    """
+    state = {
+        w: [maker.add_input_value(f"{w.name}.{slot}", w.type, Role("state")) for slot in optimizer.slots]
+        for w in gradients
+    }
+    counter: list[Value] = []
+    after: list[Value] = []
+    if optimizer.counts:
+        step = maker.add_input_value("step", Tensor(Int64, ()), Role("state"))
+        one = maker.emit("Constant", value=(1,), shape=(), dtype=Int64)
+        counter = [maker.add_op("Add", "step.new", [step, one])]
+        maker.updates[counter[0]] = step
+    attributes = Attributes(optimizer.attributes)
+    clipped = clip(maker, [*gradients.values()], optimizer.clip_norm)
+    for w, g in zip(gradients, clipped, strict=True):
+        held = [w, *state[w]]
+        names = [f"{v.name}.new" for v in held]
+        operands = [w, g, *state[w], *counter]
+        maker.add_op(optimizer.op_type, None, operands, attributes, output_names=names)
+        new = maker.ops[-1].outputs
+        maker.updates.update(zip(new, held, strict=True))
+        after += new
+    return [*after, *counter]

@@ -1,0 +1,250 @@
+"""The pass pipeline from a sequential to a distributed program; each pass is a function from Function to Function.
+
+The result of every pass prints, parses and verifies, so each can be inspected, and a test can start from it:
+`distir show --after NAME`, `distir opt FILE.distir --passes NAME,NAME`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from distir.ir.cached import cached
+from distir.ir.device import TIME, Device, Mesh
+from distir.ir.errors import InfeasibleError, UsageError
+from distir.ir.function import Attributes, Function, Op
+from distir.ir.type import Tensor
+from distir.transforms.pipeline.bodies import Cut, cut_bodies
+from distir.transforms.pipeline.bucket import GATHERS, SUMS, bucket, maker_like
+from distir.transforms.pipeline.emission import Stages, pipeline
+from distir.transforms.pipeline.phases import PHASES
+from distir.transforms.pipeline.prefetch import prefetch
+from distir.transforms.pipeline.recompute import recompute
+from distir.transforms.pipeline.schedule import make_table
+from distir.transforms.pipeline.schedule_table import rank_of_stage
+from distir.transforms.pipeline.stages import PLAIN, StageCost, cut_stages
+from distir.transforms.plan import BATCH, MIB, WEIGHTS, Plan
+from distir.transforms.rewriting.decompose import decompose
+from distir.transforms.rewriting.fuse import fuse
+from distir.transforms.roles import batch_dims
+from distir.transforms.sharding.spread import padded, place
+
+SEQUENTIAL, PLACED, DISTRIBUTED = "sequential", "placed", "distributed"
+"""The forms of a program: without devices; on a mesh, each op once; scheduled, each stage on its own mesh."""
+
+
+class PassContext(NamedTuple):
+    """The parameters of passes: the plan, its devices (if there is one more, the first is a host), the cost by which
+    stages are balanced. `batch` maps positions of data inputs to their batch dim, and overrides roles.
+    """
+
+    plan: Plan
+    devices: Sequence[Device]
+    cost: StageCost = PLAIN
+    batch: Mapping[int, int] | None = None
+
+
+class Pass(NamedTuple):
+    """A pass, with the forms of program that it takes and returns."""
+
+    name: str
+    takes: str
+    gives: str
+    run: Callable[[Function, PassContext], Function]
+    about: str
+
+
+def _fuse(function: Function, settings: PassContext) -> Function:
+    return fuse(function)
+
+
+def _decompose(function: Function, settings: PassContext) -> Function:
+    return decompose(function, bool(settings.plan.sharding.along(WEIGHTS)))
+
+
+def _pad(function: Function, settings: PassContext) -> Function:
+    return padded(function, _data(function, settings), settings.plan.sharding)
+
+
+def _place(function: Function, settings: PassContext) -> Function:
+    plan = settings.plan
+    mesh = stage_meshes(plan, settings.devices).meshes[0]
+    return place(function, _data(function, settings), plan.sharding, mesh)
+
+
+def _data(function: Function, settings: PassContext) -> dict[int, int]:
+    """The batch dim of each data input, by its position."""
+    if settings.batch is not None:
+        return dict(settings.batch)
+    dims = batch_dims(function)
+    return {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
+
+
+def _recompute(function: Function, settings: PassContext) -> Function:
+    return recompute(function, settings.plan.recompute, settings.plan.stages.size * settings.plan.chunks)
+
+
+def _schedule(function: Function, settings: PassContext) -> Function:
+    return scheduled(function, settings)
+
+
+def scheduled(placed: Function, settings: PassContext, bodies: BodyPasses | None = None) -> Function:
+    """A placed program cut into stages and phases, which are called in the order of the plan's schedule.
+
+    `bodies` are applied to each body when it is built, which is faster than separate passes over the program.
+    """
+    plan = settings.plan
+    ranks = stage_meshes(plan, settings.devices)
+    table = make_table(plan.schedule, plan.stages.size, plan.microbatches, plan.chunks)
+    where = rank_of_stage(table)
+    stages = ranks._replace(meshes=[ranks.meshes[where[s]] for s in range(len(where))])
+    loss_gradient = next(phase.letter for phase in PHASES.values() if phase.word == plan.loss_gradient)
+    cut = _cut(placed, len(where), plan.microbatches, settings.cost, plan.overlap, loss_gradient)
+    return pipeline(cut, stages, table, bodies)
+
+
+@cached
+def _cut(placed: Function, parts: int, microbatches: int, cost: StageCost, overlap: bool, loss_gradient: str) -> Cut:
+    return cut_bodies(*cut_stages(placed, parts, microbatches, cost, loss_gradient), overlap, loss_gradient)
+
+
+class BodyPasses(NamedTuple):
+    """Passes over bodies, each along an axis of devices, with buckets of `limit` bytes."""
+
+    steps: tuple[tuple[str, str], ...]
+    """(pass, axis)"""
+    limit: float
+
+    @staticmethod
+    def of(plan: Plan, *names: str) -> BodyPasses:
+        """The passes of a plan: those named, or all."""
+        replicas, shards = (tuple([a.name for a in plan.sharding.along(s)]) for s in (BATCH, WEIGHTS))
+        # with sequence parallelism gradients of norms and biases are also summed over the shards
+        axes = {"bucket": replicas + shards if plan.sequence_parallel else replicas, "prefetch": replicas}
+        steps = tuple([(name, axis) for name in names or BODY_PASSES for axis in axes[name]])
+        return BodyPasses(steps, plan.bucket_mb * MIB)
+
+    def __call__(self, body: Function, timed: bool) -> Function:
+        """The transformed body; it is called once a microbatch (`timed`) or once a step."""
+        for name, axis in self.steps:
+            body = BODY_PASSES[name](body, axis, self.limit, timed)
+        return body
+
+
+def _bucket(body: Function, axis: str, limit: float, timed: bool) -> Function:
+    """Bucket reductions of gradients in timed bodies, gathers of weights in the others (the update)."""
+    return bucket(body, axis, limit, SUMS if timed else GATHERS)
+
+
+def _prefetch(body: Function, axis: str, limit: float, timed: bool) -> Function:
+    return prefetch(body, axis, limit) if timed else body
+
+
+BODY_PASSES: dict[str, Callable[[Function, str, float, bool], Function]] = {"bucket": _bucket, "prefetch": _prefetch}
+"""The passes over each body of a program, in this order."""
+
+
+def _on_bodies(name: str) -> Callable[[Function, PassContext], Function]:
+    """The pass of that name, over all bodies of a scheduled program."""
+
+    def run(program: Function, settings: PassContext) -> Function:
+        done = BodyPasses.of(settings.plan, name)
+        new: dict[tuple[Function, bool], Function] = {}
+        ops: list[Op] = []
+        for op in program.ops:
+            if op.callee is not None:
+                key = op.callee, "mb" in op.attributes
+                if key not in new:
+                    new[key] = done(*key)
+                if new[key] is not op.callee:
+                    attributes = Attributes({**op.attributes, "callee": new[key]})
+                    op = Op(op.spec, op.inputs, attributes, op.outputs, op.of)
+            ops.append(op)
+        maker = maker_like(program)
+        maker.ops.extend(ops)
+        return maker.finalize()
+
+    return run
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass(
+        "fuse", SEQUENTIAL, SEQUENTIAL, _fuse, "attention, Gelu and SiLU that are written out, fused into one op each"
+    ),
+    Pass(
+        "decompose",
+        SEQUENTIAL,
+        SEQUENTIAL,
+        _decompose,
+        "ops replaced by their parts where they could not be split as a whole",
+    ),
+    Pass("pad", SEQUENTIAL, SEQUENTIAL, _pad, "dims padded to a multiple of the axis that splits them"),
+    Pass("place", SEQUENTIAL, PLACED, _place, "values placed on a mesh, collectives inserted"),
+    Pass("recompute", PLACED, PLACED, _recompute, "values recomputed in the backward pass instead of saved"),
+    Pass("schedule", PLACED, DISTRIBUTED, _schedule, "cut into stages and phases, called microbatch by microbatch"),
+    Pass(
+        "bucket", DISTRIBUTED, DISTRIBUTED, _on_bodies("bucket"), "gradients reduced, and weights gathered, in buckets"
+    ),
+    Pass("prefetch", DISTRIBUTED, DISTRIBUTED, _on_bodies("prefetch"), "sharded weights gathered one unit ahead"),
+)
+"""From a sequential program to a distributed one."""
+
+
+def run_passes(function: Function, names: Sequence[str], settings: PassContext) -> Function:
+    """Run these passes, in the order given.
+
+    Raises UsageError for an unknown pass, or one that takes another form of program.
+    """
+    known = {p.name: p for p in PASSES}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise UsageError(f"unknown pass {name!r}", hint)
+        if (form := form_of(function)) != known[name].takes:
+            before = [p.name for p in PASSES if p.gives == known[name].takes]
+            hint = f"run {before[0]} first" if form == SEQUENTIAL and before else None
+            raise UsageError(f"{name} takes a {known[name].takes} program; {function.name} is {form}", hint)
+        function = known[name].run(function, settings)
+    return function
+
+
+@cached
+def form_of(function: Function) -> str:
+    """The form of a program: SEQUENTIAL, PLACED or DISTRIBUTED."""
+    types = [v.type for v in (*function.inputs, *[v for op in function.ops for v in op.outputs])]
+    homes = {t.device for t in types if isinstance(t, Tensor) and t.device is not None}
+    if len(homes) < 2 and not any(
+        [isinstance(home, Mesh) for home in homes]
+    ):  # a sequential program may be on one device
+        return SEQUENTIAL
+    calls = any([op.callee is not None for op in function.ops])
+    timed = any([isinstance(home, Mesh) and TIME in home.axes for home in homes])
+    return PLACED if timed and not calls else DISTRIBUTED
+
+
+def stage_meshes(plan: Plan, devices: Sequence[Device]) -> Stages:
+    """One mesh per pipeline rank, and the host if there is one. Raises InfeasibleError for a wrong number of devices,
+    or one that occurs twice."""
+    if len(devices) not in (plan.size, plan.size + 1):
+        axes = " x ".join([f"{a.name} {a.size}" for a in plan.axes])
+        raise InfeasibleError(f"{axes} needs {plan.size} devices (or one more, a host), got {len(devices)}")
+    if len(set(devices)) < len(devices):
+        again = next(d for d, n in Counter(devices).items() if n > 1)
+        raise InfeasibleError(f"a plan needs {len(devices)} different devices, got {again} more than once")
+    host = devices[0] if len(devices) > plan.size else None
+    first = 0 if host is None else 1
+    inside = plan.sharding.axes
+    apart = plan.spacing(plan.stages.name)
+    places = [
+        sum(i * plan.spacing(a.name) for i, a in zip(at, inside, strict=True))
+        for at in itertools.product(*[range(a.size) for a in inside])
+    ]
+    sizes = {TIME: plan.microbatches, **{a.name: a.size for a in inside}}
+    meshes = [
+        Mesh([devices[first + s * apart + k] for k in places], sizes, f"stage{s}") for s in range(plan.stages.size)
+    ]
+    return Stages(meshes, plan.stages.name, host)

@@ -1,0 +1,343 @@
+"""Cuts a placed program into bodies: one function for each stage and phase, typed on the stage's mesh.
+
+A body takes the values that do not vary in time as one bundle, the values that its forward pass saved as another, the
+running sums over microbatches as a third; it takes activations and their gradients one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from distir.ir.device import TIME, Mesh
+from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
+from distir.ir.spec import lookup
+from distir.ir.type import NOW, Partial, Piece, Tuple, Type
+from distir.ops.rules import tensor
+from distir.transforms.append import Moved, append
+from distir.transforms.pipeline.phases import (
+    BACKWARD,
+    FREE,
+    PHASES,
+    UPDATE,
+    Varying,
+    ends_time,
+    phases,
+    producers,
+    users,
+)
+
+PACK, UNPACK, ACCUMULATE, ALLREDUCE = map(lookup, ("Pack", "Unpack", "Accumulate", "MPIAllreduce"))
+OVER_TIME = Attributes(axis=TIME)
+
+
+class BodyKey(NamedTuple):
+    """Identifies a body. Prologue and update are cut into several rounds (`round`) where values cross stages."""
+
+    phase: str
+    stage: int
+    round: int = 0
+
+
+class Total(NamedTuple):
+    """A sum over microbatches. The body that makes `part` accumulates it; after the last microbatch it runs the
+    collectives `reduce`; the result is `whole`."""
+
+    part: Value
+    reduce: tuple[Op, ...]
+    whole: Value
+
+
+class Subgraph:
+    """The ops of one body, its inputs and its outputs.
+
+    Inputs: `static`, values that do not vary in time; `saved`, values that another phase of the same stage made for
+    the same microbatch, by phase; `received`, values of other stages; `summed`, finished totals. Outputs: `residuals`,
+    values saved for other phases of the same stage, by phase; `sends`, all others that are used outside; `totals`, the
+    sums over microbatches that this body accumulates.
+    """
+
+    def __init__(self, key: BodyKey) -> None:
+        self.key = key
+        self.ops: list[Op] = []
+        self.static: list[Value] = []
+        self.saved: dict[str, list[Value]] = {}
+        self.received: list[Value] = []
+        self.totals: list[Total] = []
+        self.summed: list[Total] = []
+        self.residuals: dict[str, list[Value]] = {}
+        self.sends: list[Value] = []
+
+
+class Cut(NamedTuple):
+    """A program cut into bodies. `joins` are the ops that concatenate microbatches; `free` maps each result of a free
+    op (see `phases`) to that op."""
+
+    function: Function
+    groups: dict[BodyKey, Subgraph]
+    owner: dict[Value, BodyKey]
+    joins: list[Op]
+    free: dict[Value, Op]
+    varying: Varying
+    """Whether values of a type differ between microbatches."""
+    sums: dict[tuple[Type, Type, Piece], Type]
+    """Cache: type of a sum over microbatches, by the types of a part and of the whole, and the microbatches in it."""
+    bodies: dict[tuple[BodyKey, Mesh, bool, bool, object], StageFunction]
+    """Cache of built bodies, by mesh, whether for the first and for the last microbatch, and the passes applied.
+    Several schedules of one cut share it."""
+
+
+def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True, loss_gradient: str = BACKWARD) -> Cut:
+    """Group the ops by stage and phase, and find the values that pass between groups.
+
+    Collectives that follow a sum over time run in the last microbatch's backward pass if `overlap`, hidden by compute,
+    else in the update. For `loss_gradient` see `phases`.
+    """
+    phase = phases(function, loss_gradient)
+    producer = producers(function)
+    free = {v: op for op in function.ops if phase[op] == FREE for v in op.outputs}
+    ends = [op for op in function.ops if op.spec.comm is not None and ends_time(op)]
+    joins = [op for op in ends if not _sums(op)]
+    totals = _totals(function, ends, stage if overlap else {})
+    skipped = {op for t in totals for op in t.reduce}.union(ends)
+    groups: dict[BodyKey, Subgraph] = {}
+    owner: dict[Value, BodyKey] = {}
+    home = {t.whole: t for t in totals}
+    for t in totals:  # completed in the first update body of the stage that accumulates it
+        owner[t.whole] = BodyKey(UPDATE, stage[producer[t.part]])
+    for op in joins:
+        owner[op.outputs[0]] = BodyKey(UPDATE, stage[op], -1)
+    keys = {(p, s): BodyKey(p, s) for s in {*stage.values()} for p in PHASES}
+    for op in function.ops:
+        p = phase[op]
+        if p == FREE or op in skipped:
+            continue
+        key = keys[p, stage[op]]
+        if not PHASES[p].timed:
+            key = key._replace(round=_round(op, key, owner, free))
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = Subgraph(key)
+        group.ops.append(op)
+        for v in op.outputs:
+            owner[v] = key
+    for t in totals:
+        groups[owner[t.part]].totals.append(t)
+        groups.setdefault(owner[t.whole], Subgraph(owner[t.whole]))
+    cut = Cut(function, groups, owner, joins, free, Varying(), {}, {})
+    _connect(cut, home)
+    return cut
+
+
+def _sums(op: Op) -> bool:
+    return isinstance(tensor(op.inputs[0]).on(TIME), Partial)
+
+
+def _totals(function: Function, ends: Iterable[Op], stage: Mapping[Op, int]) -> list[Total]:
+    """The sums over time, each with the collectives over devices that follow it on its stage: they can run as soon as
+    the sum is complete."""
+    used = users(function)
+    results = set(function.outputs)
+    totals: list[Total] = []
+    for op in ends:
+        if not _sums(op):
+            continue
+        whole = op.outputs[0]
+        reduce: list[Op] = []
+        while whole not in results and len(used.get(whole, ())) == 1:
+            after = used[whole][0]
+            if after.spec.comm is None or "axis" not in after.attributes or stage.get(after, -1) != stage.get(op):
+                break
+            if not isinstance(tensor(whole).on(after.attributes["axis"]), Partial):
+                break
+            reduce.append(after)
+            whole = after.outputs[0]
+        totals.append(Total(op.inputs[0], tuple(reduce), whole))
+    return totals
+
+
+def roots(v: Value, free: Mapping[Value, Op]) -> list[Value]:
+    """The values that free ops compute `v` from; `v` itself if no free op makes it."""
+    op = free.get(v)
+    return [v] if op is None else [r for w in op.inputs for r in roots(w, free)]
+
+
+def _round(op: Op, at: BodyKey, owner: Mapping[Value, BodyKey], free: Mapping[Value, Op]) -> int:
+    above = [owner[r] for v in op.inputs for r in roots(v, free) if r in owner]
+    return max([0, *[k.round + (k.stage != at.stage) for k in above if k.phase == at.phase]])
+
+
+def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
+    results = set(cut.function.outputs)
+    wanted: dict[Value, set[BodyKey]] = {}
+    for key, group in cut.groups.items():
+        made = {v for op in group.ops for v in op.outputs}
+        outside = dict.fromkeys([v for op in group.ops for v in op.inputs if v not in made])
+        for v in dict.fromkeys([r for w in outside for r in roots(w, cut.free)]):
+            from_key = cut.owner.get(v)
+            if from_key == key:
+                continue
+            wanted.setdefault(v, set()).add(key)
+            if not cut.varying[v.type]:
+                group.static.append(v)
+            elif from_key is not None and _saves_for(from_key, key):
+                group.saved.setdefault(from_key.phase, []).append(v)
+            else:
+                group.received.append(v)
+    for op in cut.joins:
+        wanted.setdefault(op.inputs[0], set()).add(BodyKey(UPDATE, -1))
+    for v, t in totals.items():
+        key = cut.owner[v]
+        cut.groups[key].summed.append(t)
+    for v, key in cut.owner.items():
+        consumers = wanted.get(v)
+        if v not in results:
+            if not consumers:
+                continue
+            if cut.varying[v.type] and all([_saves_for(key, user) for user in consumers]):
+                continue
+        if key in cut.groups:
+            cut.groups[key].sends.append(v)
+    for key, group in cut.groups.items():
+        for phase, values in group.saved.items():
+            cut.groups[BodyKey(phase, key.stage)].residuals[key.phase] = values
+
+
+def _saves_for(key: BodyKey, user: BodyKey) -> bool:
+    """Whether a body saves its results for another, of the same stage and microbatch, instead of sending them."""
+    return key.stage == user.stage and PHASES[key.phase].timed and PHASES[user.phase].timed
+
+
+class StageFunction(NamedTuple):
+    """A built body. Its operands, in order: the static bundle, saved bundles, received values, running sums."""
+
+    function: Function
+    static: bool
+    """Whether it takes a bundle of values that do not vary in time."""
+    saved: tuple[str, ...]
+    """The phases that it takes a bundle of saved values from."""
+    running: bool
+    """Whether it takes the sums over the microbatches before."""
+
+
+def build_body(cut: Cut, group: Subgraph, moved: Moved, microbatches: int, first: bool, last: bool) -> StageFunction:
+    """The function of a group on its stage's mesh, for the first, the last or a middle microbatch."""
+    name = f"{PHASES[group.key.phase].body}{group.key.stage}"
+    if group.key.round:
+        name += f".{group.key.round}"
+    if group.totals and microbatches > 1:
+        name += ".first" if first else ".last" if last else ""
+    return _BodyMaker(cut, group, moved, microbatches, name, first, last).build()
+
+
+class _BodyMaker:
+    """Types are those of the placed program, moved to the stage's mesh; only sums over time get new types."""
+
+    def __init__(
+        self, cut: Cut, group: Subgraph, moved: Moved, microbatches: int, name: str, first: bool, last: bool
+    ) -> None:
+        self.cut, self.group, self.moved, self.microbatches = cut, group, moved, microbatches
+        self.first, self.last = first, last
+        self.maker = FunctionMaker(name)
+        self.env: dict[Value, Value] = {}
+        self.running: Sequence[Value] = ()
+        self.sums: dict[int, Value] = {}
+
+    def bundle(self, name: str, values: Sequence[Value], types: Sequence[Type]) -> tuple[Value, ...]:
+        """Add an input that is a bundle; returns its members."""
+        bundle = self.maker.add_input_value(name, Tuple(types))
+        return append(self.maker, UNPACK, (bundle,), NO_ATTRIBUTES, [v.name for v in values], types)
+
+    def pack(self, name: str, parts: Iterable[Value]) -> Value:
+        """Append the op that packs values into a bundle."""
+        parts = tuple(parts)
+        return append(self.maker, PACK, parts, NO_ATTRIBUTES, (name,), (Tuple([v.type for v in parts]),))[0]
+
+    def build(self) -> StageFunction:
+        group, maker, env, moved = self.group, self.maker, self.env, self.moved
+        for name, values in (("static", group.static), *[("saved", values) for values in group.saved.values()]):
+            if values:
+                types = [moved[v.type] for v in values]
+                env.update(zip(values, self.bundle(name, values, types), strict=True))
+        for v in group.received:
+            env[v] = maker.add_input_value(v.name, moved[v.type])
+        self.running = self._running()
+        self._wholes()
+        summed: dict[Op, list[int]] = {}
+        producer = producers(self.cut.function)
+        late: list[int] = []  # reduced over devices before it is accumulated: last, so that reductions form buckets
+        for k, t in enumerate(group.totals):
+            maker_of = producer[t.part]
+            (late if maker_of.spec.comm else summed.setdefault(maker_of, [])).append(k)
+        for op in group.ops:
+            self._op(op)
+            for k in summed.get(op, ()):
+                self._sum(k)
+        for k in late:
+            self._sum(k)
+        outputs: list[Value] = []
+        outputs += [self.pack("saved", [env[v] for v in values]) for values in group.residuals.values()]
+        outputs += [env[v] for v in group.sends]
+        if group.totals:
+            outputs.append(self.pack("totals", [v for _, v in sorted(self.sums.items())]))
+        maker.set_outputs(outputs)
+        return StageFunction(maker.finalize(), bool(group.static), tuple(group.saved), bool(self.running))
+
+    def _running(self) -> Sequence[Value]:
+        """The sums over the microbatches before this one; none for the first."""
+        if not self.group.totals or self.first:
+            return ()
+        parts = [t.part for t in self.group.totals]
+        return self.bundle("running", parts, [self._summed(v, (0, NOW), v) for v in parts])
+
+    def _summed(self, part: Value, piece: Piece, whole: Value) -> Type:
+        """The type of a sum of `part` over the microbatches `piece`, placed over devices as `whole` is."""
+        key = part.type, whole.type, piece
+        found = self.cut.sums.get(key)
+        if found is None:
+            found = self.cut.sums[key] = tensor(whole).placed(TIME, tensor(part).on(TIME), piece)
+        return self.moved[found]
+
+    def _wholes(self) -> None:
+        """In an update: unpack the finished totals and type each as replicated over time."""
+        totals = self.group.summed
+        if not totals:
+            return
+        everything = (0, self.microbatches)
+        types = [self._summed(t.part, everything, t.whole) for t in totals]
+        for t, v in zip(totals, self.bundle("totals", [t.part for t in totals], types), strict=True):
+            made = append(self.maker, ALLREDUCE, (v,), OVER_TIME, (t.whole.name,), (self.moved[t.whole.type],))
+            self.env[t.whole] = made[0]
+
+    def _sum(self, k: int) -> None:
+        """Accumulate this microbatch's part into total number k; after the last microbatch, reduce it over devices.
+
+        Done as soon as the part exists: it can be freed, and the reduction overlaps the compute that is left.
+        """
+        t = self.group.totals[k]
+        v = self.env[t.part]
+        if self.running:
+            total = self._summed(t.part, (0, NOW + 1), t.part)
+            (v,) = append(self.maker, ACCUMULATE, (self.running[k], v), NO_ATTRIBUTES, (t.part.name,), (total,))
+        for op in t.reduce if self.last else ():
+            v = self.maker.add_op(op.spec, t.part.name, [v], op.attributes)
+        self.sums[k] = v
+
+    def _op(self, op: Op) -> None:
+        env, moved = self.env, self.moved
+        for v in op.inputs:
+            if v not in env:
+                self._op(self.cut.free[v])
+        attributes = op.attributes
+        if "device" in attributes:
+            attributes = Attributes({**attributes, "device": moved.mesh})
+        fresh = self.maker.fresh
+        outputs = tuple([Value(fresh(v.name), moved[v.type]) for v in op.outputs])
+        self.maker.ops.append(Op(op.spec, tuple([env[v] for v in op.inputs]), attributes, outputs))
+        for v, new in zip(op.outputs, outputs, strict=True):
+            env[v] = new
+
+
+def order_of(groups: Mapping[BodyKey, Subgraph], phase: str) -> list[BodyKey]:
+    """The bodies of a phase that runs once a step, by round, then by stage."""
+    return sorted((k for k in groups if k.phase == phase), key=lambda k: (k.round, k.stage))

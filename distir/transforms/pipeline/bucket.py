@@ -1,0 +1,109 @@
+"""Gradient buckets: merges consecutive reductions along a mesh axis into one, on a bundle of their operands.
+
+Members are added in program order, so a backward pass fills buckets from the last layer to the first. A bucket is
+reduced when its last member is computed, overlapping the rest of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
+from distir.ir.spec import Spec, all_ops, lookup
+from distir.ir.type import Tensor, Tuple
+from distir.transforms.append import append
+
+PACK, UNPACK, AFTER = map(lookup, ("Pack", "Unpack", "After"))
+SUMS = frozenset(spec for spec in all_ops() if spec.comm is not None and spec.comm.bundles and spec.comm.sums)
+GATHERS = frozenset(spec for spec in all_ops() if spec.comm is not None and spec.comm.bundles and spec.comm.gathers)
+
+
+def bucket(function: Function, axis: str, limit: float, kinds: Collection[Spec] = SUMS) -> Function:
+    """The function with its collectives along `axis` in buckets; a bucket is full at `limit` bytes on a device.
+
+    Torch's DistributedDataParallel fills its buckets in the same way (`bucket_cap_mb`), except for its smaller first
+    one. With a limit of 0 no collectives are merged, with infinity there is one bucket. A use of a member's result
+    closes its bucket. Members have the same dtype, mesh and reduction. `kinds` are the collectives to merge: `SUMS`
+    reduce gradients, `GATHERS` gather sharded weights.
+    """
+    buckets = _buckets(function, axis, limit, kinds)
+    return _with_bundles(function, buckets) if buckets else function
+
+
+def _buckets(function: Function, axis: str, limit: float, kinds: Collection[Spec]) -> dict[Op, list[Op]]:
+    """The buckets of more than one member, by their last member."""
+    found: dict[Op, list[Op]] = {}
+    filling: dict[object, list[Op]] = {}
+    size: dict[object, int] = {}
+    waiting: dict[Value, object] = {}
+    """The open bucket that each result belongs to."""
+
+    def end(key: object) -> None:
+        members = filling.pop(key, [])
+        if len(members) > 1:
+            found[members[-1]] = members
+
+    for op in function.ops:
+        for v in op.inputs if waiting else ():
+            if v in waiting:
+                end(waiting[v])
+        t = op.inputs[0].type if op.spec in kinds and op.attributes["axis"] == axis else None
+        if isinstance(t, Tensor):
+            key = op.spec, t.dtype, t.device, t.piece, t.on(axis).form
+            if key not in filling:
+                filling[key], size[key] = [], 0
+            filling[key].append(op)
+            size[key] += max(t.bytes, op.outputs[0].type.bytes)
+            waiting[op.outputs[0]] = key
+            if size[key] >= limit:
+                end(key)
+    for key in list(filling):
+        end(key)
+    return found
+
+
+def _with_bundles(function: Function, buckets: dict[Op, list[Op]]) -> Function:
+    """The function with each bucket's collectives merged. All other ops are the same objects."""
+    bundled = {op for members in buckets.values() for op in members}
+    maker = maker_like(function)
+    for op in function.ops:
+        if op in buckets:
+            bundle_collective(maker, buckets[op])
+        elif op not in bundled:
+            maker.ops.append(op)
+    return maker.finalize()
+
+
+def maker_like(function: Function) -> FunctionMaker:
+    """A maker with the function's name, inputs, outputs and updates, its value names reserved, but without ops."""
+    maker = FunctionMaker(function.name)
+    maker.inputs = list(function.inputs)
+    for v in (*function.inputs, *[v for op in function.ops for v in op.outputs]):
+        maker.fresh(v.name)
+    maker.set_outputs(function.outputs)
+    maker.updates, maker.sources = function.updates, function.sources
+    return maker
+
+
+def bundle_collective(maker: FunctionMaker, members: list[Op], after: Value | None = None) -> None:
+    """Append one collective, on a bundle of the members' operands; its results are the members' own Values.
+
+    With `after`, it starts no earlier than that value is computed.
+    """
+    operands = tuple([op.inputs[0] for op in members])
+    results = tuple([op.outputs[0] for op in members])
+    first = members[0]
+    types = Tuple([v.type for v in operands])
+    (bundle,) = append(maker, PACK, operands, NO_ATTRIBUTES, ("bucket",), (types,))
+    if after is not None:
+        (bundle,) = append(maker, AFTER, (bundle, after), NO_ATTRIBUTES, ("bucket",), (types,))
+    attributes = first.attributes
+    if "dim" in attributes:
+        rows = {
+            "dim": [op.attributes["dim"] for op in members],
+            "outer": [op.attributes.get("outer", 1) for op in members],
+        }
+        attributes = Attributes(axis=attributes["axis"], **{k: tuple(row) for k, row in rows.items()})
+    wholes = Tuple([v.type for v in results])
+    (bundle,) = append(maker, first.spec, (bundle,), attributes, ("bucket",), (wholes,))
+    maker.ops.append(Op(UNPACK, (bundle,), NO_ATTRIBUTES, results))

@@ -1,0 +1,49 @@
+"""An order of a program's ops that depends neither on names nor on the order in which they were written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from distir.ir.function import Function, Op, Value
+
+
+def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
+    """`ops` in a topological order that depends neither on names nor on the order in which they are given.
+
+    Ops are sorted by the longest chain of ops that depends on them, longest first; ties by a hash of the term that an
+    op computes; ops of equal terms by the position of their results among the function's outputs.
+    """
+    depth: dict[Value, int] = {}
+    rows: dict[int, list[Op]] = {}  # by the length of the longest chain that begins with them
+    for op in reversed(ops):
+        height = 1 + max([depth.get(v, 0) for v in op.outputs], default=0)
+        rows.setdefault(height, []).append(op)
+        for v in op.inputs:
+            depth[v] = max(depth.get(v, 0), height)
+    name = _term_names(function, [op for row in rows.values() if len(row) > 1 for op in row])
+    place = {v: i for i, v in enumerate(function.outputs)}
+    for row in rows.values():
+        if len(row) > 1:
+            row.reverse()  # in the order given
+            row.sort(key=lambda op: (name[op], [place.get(v, -1) for v in op.outputs]))
+    return [op for height in sorted(rows, reverse=True) for op in rows[height]]
+
+
+def _term_names(function: Function, ops: Iterable[Op]) -> dict[Op, str]:
+    """For each op a hash of the term that it computes, in terms of the positions of the function's inputs."""
+    todo, needed = set(ops), set[Op]()
+    wanted: set[Value] = set()
+    for op in reversed(function.ops):
+        if op in todo or not wanted.isdisjoint(op.outputs):
+            needed.add(op)
+            wanted.update(op.inputs)
+    digest = {v: f"in{i}" for i, v in enumerate(function.inputs)}
+    name: dict[Op, str] = {}
+    for op in function.ops:
+        if op in needed:
+            text = f"{op.spec.name}|{dict(op.attributes)!r}|" + ",".join([digest[v] for v in op.inputs])
+            name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            for k, v in enumerate(op.outputs):
+                digest[v] = f"{name[op]}.{k}"
+    return name

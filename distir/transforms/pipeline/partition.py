@@ -1,0 +1,228 @@
+"""Cuts forward ops into stages so as to minimise the maximum stage cost, communication between stages included."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from distir.ir.errors import InfeasibleError
+from distir.ir.function import Op, Value
+from distir.ops.rules import shape_of, tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_CANDIDATES = 400
+
+
+class Choices(NamedTuple):
+    """The ways in which ops, in topological order, can be cut into stages.
+
+    Every union of the first stages is a closed set of ops: one that contains what its ops depend on. If there are few
+    closed sets, `member` has a row for each, a column an op; `total` is the cost of each set's ops, `cut_cost` that of
+    sending what crosses its border, `subset[i, j]` says whether set i is a proper subset of set j. Else these are None
+    and the ops are cut in the order given: `costs` is the cost of each op, `crossing` the cut cost before each.
+    """
+
+    ops: Sequence[Op]
+    costs: Sequence[float]
+    crossing: Sequence[float]
+    member: np.ndarray | None
+    total: np.ndarray | None = None
+    cut_cost: np.ndarray | None = None
+    subset: np.ndarray | None = None
+
+
+def choices(forward: Sequence[Op], costs: Sequence[float], byte: float) -> Choices:
+    """All ways to cut ops, or, if there are too many, only those that keep the order given. `byte` is the cost of a
+    byte sent between stages."""
+    place = {v: i for i, op in enumerate(forward) for v in op.outputs}
+    found = _closed(tuple([sum(1 << i for i in {place[v] for v in op.inputs if v in place}) for op in forward]))
+    if found is None:
+        return Choices(forward, costs, _crossing(forward, byte), None)
+    cut_cost = _borders(forward, found.member, byte)
+    return Choices(forward, costs, (), found.member, _loads(found.sets, costs), cut_cost, found.subset)
+
+
+class _ClosedSets(NamedTuple):
+    """Closed sets of ops (bit i: op i), smallest first; as rows of 0 and 1, a column an op; which is a subset of
+    which."""
+
+    sets: list[int]
+    member: np.ndarray
+    subset: np.ndarray
+
+
+@lru_cache(maxsize=32)  # independent of shapes: plans of one model share it
+def _closed(needs: tuple[int, ...]) -> _ClosedSets | None:
+    """The closed sets of ops with these dependences (bit i: on op i); None if there are more than `_CANDIDATES`."""
+    import numpy as np
+
+    sets = _closed_sets(needs, _CANDIDATES)
+    if sets is None:
+        return None
+    member = _members(sets, len(needs))
+    inside = member.astype(np.float32)
+    common = inside @ inside.T  # how many ops two sets share
+    size = common.diagonal()
+    return _ClosedSets(sets, member, (common == size[:, None]) & (size[:, None] < size[None, :]))
+
+
+def balanced(given: Choices, parts: int) -> dict[Op, int]:
+    """The stage of each op. Raises InfeasibleError if there are fewer ops than stages."""
+    _check_pieces(len(given.ops), parts)
+    _, _, _, member, total, cut_cost, subset = given
+    if member is None or total is None or cut_cost is None or subset is None:
+        cuts = balanced_cut(given.costs, given.crossing, parts)
+        return {op: bisect_right(cuts, i) for i, op in enumerate(given.ops)}
+    chain = _best_chain(total, cut_cost, subset, parts)
+    later = (parts - 1 - member[chain].sum(axis=0, dtype=int)).tolist()
+    return dict(zip(given.ops, later, strict=True))
+
+
+def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:
+    """Cut a sequence into `parts` so as to minimise the maximum cost of a part.
+
+    A part costs the sum of its elements' `costs` and the larger of its two cut costs; `crossing[i]` is that of a cut
+    before element i. Returns parts - 1 positions (the first index of each later part). In a long sequence only the
+    cheapest crossings are candidates. Raises InfeasibleError if there are fewer elements than parts.
+    """
+    import numpy as np
+
+    n = len(costs)
+    _check_pieces(n, parts)
+    inner = list(range(1, n))
+    if len(inner) > _CANDIDATES:
+        keep = max(_CANDIDATES, parts)
+        inner = sorted(sorted(inner, key=lambda i: (crossing[i], i))[:keep])
+    at = [0, *inner, n]
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])[at]
+    cut_cost = np.array([0.0, *[crossing[i] for i in inner], 0.0])
+    return [at[k] for k in _best_chain(total, cut_cost, np.triu(np.ones((len(at), len(at)), bool), 1), parts)]
+
+
+def _check_pieces(count: int, parts: int) -> None:
+    if count < parts:
+        raise InfeasibleError(
+            f"{count} cuttable pieces cannot make {parts} stages", f"use at most --pp {max(count, 1)}"
+        )
+
+
+def _best_chain(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray, parts: int) -> list[int]:
+    """The best chain of parts - 1 sets, each a `subset` of the next, between the first set (empty) and the last (all).
+
+    `total[k]` is the cost of set k's ops, `cut_cost[k]` that of sending what crosses its border. A stage is the
+    difference of consecutive sets; it costs its ops and the larger of its two cut costs, for the links to both sides
+    work at the same time. The chain minimises the maximum stage cost; among such chains, the sum of squares.
+    """
+    import numpy as np
+
+    part = np.where(subset, total[None, :] - total[:, None] + np.maximum(cut_cost[None, :], cut_cost[:, None]), np.inf)
+    both = np.empty_like(part)
+    worst = part[0]
+    for _ in range(parts - 1):
+        worst = np.maximum(worst[:, None], part, out=both).min(axis=0)
+    square = np.where(part <= worst[-1] * (1 + 1e-9), part**2, np.inf)
+    best = [square[0]]
+    for _ in range(parts - 1):
+        best.append(np.add(best[-1][:, None], square, out=both).min(axis=0))
+    chain: list[int] = []
+    k = len(total) - 1
+    for before in reversed(best[:-1]):
+        k = int(np.argmin(before + square[:, k]))
+        chain.append(k)
+    return chain[::-1]
+
+
+def _closed_sets(needs: Sequence[int], most: int) -> list[int] | None:
+    """All closed sets of ops (bit i: op i), smallest first; None if there are more than `most`.
+
+    Ops are in topological order, so a closed set without its last op is closed: each is found once, from that one.
+    """
+    users: list[list[int]] = [[] for _ in needs]
+    for j, need in enumerate(needs):
+        while need:
+            i = need.bit_length() - 1
+            users[i].append(j)
+            need ^= 1 << i
+    found = [0]
+    row = [(0, [j for j, need in enumerate(needs) if not need])]  # sets, and the ops that may be added to them
+    while row:
+        grown: list[tuple[int, list[int]]] = []
+        for s, ready in row:
+            for at, i in enumerate(ready):
+                t = s | 1 << i
+                grown.append((t, sorted(ready[at + 1 :] + [j for j in users[i] if not needs[j] & ~t])))
+        found += [s for s, _ in grown]
+        if len(found) > most:
+            return None
+        row = grown
+    return sorted(found, key=lambda s: (s.bit_count(), s))
+
+
+def _members(sets: Sequence[int], count: int) -> np.ndarray:
+    """A row a set, a column an op: 1 where the op is in the set."""
+    import numpy as np
+
+    width = (count + 7) // 8
+    raw = b"".join([s.to_bytes(width, "little") for s in sets])
+    rows = np.frombuffer(raw, np.uint8).reshape(len(sets), width)
+    return np.unpackbits(rows, axis=1, count=count, bitorder="little")
+
+
+def _loads(sets: Sequence[int], costs: Sequence[float]) -> np.ndarray:
+    """The cost of each closed set, given smallest first: that of the set without its last op, plus that op's."""
+    import numpy as np
+
+    load = {0: 0.0}
+    for s in sets:
+        if s:
+            last = s.bit_length() - 1
+            load[s] = load[s ^ 1 << last] + costs[last]
+    return np.array([load[s] for s in sets])
+
+
+def _borders(forward: Sequence[Op], member: np.ndarray, byte: float) -> np.ndarray:
+    """The cut cost of each set (a row of 0 and 1): sending the values made in it and used outside, and their gradients
+    back."""
+    import numpy as np
+
+    users: dict[Value, set[int]] = {}
+    for i, op in enumerate(forward):
+        for v in op.inputs:
+            users.setdefault(v, set()).add(i)
+    made = [(i, v) for i, op in enumerate(forward) for v in op.outputs if v in users]
+    used = np.zeros((len(forward), len(made)), np.float32)
+    used[[i for _, v in made for i in users[v]], [k for k, (_, v) in enumerate(made) for _ in users[v]]] = 1
+    here = member.astype(np.float32) @ used  # how many of a value's users are in a set
+    crossing = (member[:, [i for i, _ in made]] > 0) & (here < used.sum(axis=0))
+    sent = np.array([_sent(v, byte) for _, v in made])
+    return (crossing.T * sent[:, None]).sum(axis=0)
+
+
+def _sent(v: Value, byte: float) -> float:
+    """The cost of sending a value to another stage, and its gradient back."""
+    return 2 * byte * math.prod(shape_of(v)) * tensor(v).dtype.size
+
+
+def _crossing(forward: Sequence[Op], byte: float) -> list[float]:
+    """The cut cost before each op: of sending the values made before it and used from it on, and their gradients."""
+    place = {op: i for i, op in enumerate(forward)}
+    made = {v: i for op, i in place.items() for v in op.outputs}
+    last = dict(made)
+    for op, i in place.items():
+        for v in op.inputs:
+            if v in last:
+                last[v] = max(last[v], i)
+    change = [0.0] * (len(forward) + 1)
+    for v, i in made.items():
+        change[i + 1] += _sent(v, byte)
+        change[last[v] + 1] -= _sent(v, byte)
+    total, result = 0.0, []
+    for x in change:
+        total += x
+        result.append(max(total, 0.0))
+    return result

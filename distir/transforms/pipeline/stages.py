@@ -1,0 +1,268 @@
+"""Cuts a placed program into pipeline stages: balances the forward pass; all other ops follow their forward ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from distir.ir.cached import cached
+from distir.ir.errors import InfeasibleError
+from distir.ir.function import Function, Op, Value
+from distir.ir.type import Tensor
+from distir.ops.rules import shape_of, tensor
+from distir.transforms.pipeline.add_by_stage import add_by_stage
+from distir.transforms.pipeline.canonical import canonical_order
+from distir.transforms.pipeline.copies import copies, on_own_stages
+from distir.transforms.pipeline.lift import lift_sums
+from distir.transforms.pipeline.partition import Choices, balanced, choices
+from distir.transforms.pipeline.phases import (
+    BACKWARD,
+    FORWARD,
+    FREE,
+    PROLOGUE,
+    UPDATE,
+    ends_time,
+    phases,
+    producers,
+    users,
+)
+from distir.transforms.roles import WEIGHTS, weights
+
+FLOP_PER_BYTE = 100.0
+"""For `plain_cost`: the FLOPs an accelerator does in the time that it moves one byte of memory, roughly."""
+LINK_PER_MEMORY = 30.0
+"""By how much a link between stages is slower than memory, roughly."""
+
+
+class StageCost(NamedTuple):
+    """The cost by which stages are balanced: of an op on one device, and of a byte sent to the next stage.
+
+    Ops of one spec, attributes and types cost the same.
+    """
+
+    op: Callable[[Op], float]
+    sent: float
+
+
+def plain_cost(op: Op) -> float:
+    """FLOPs plus bytes moved, in FLOPs, at global shapes: so the cut does not depend on how the op is split."""
+    moved = sum(math.prod(shape_of(v)) * tensor(v).dtype.size for v in (*op.inputs, *op.outputs))
+    flops = op.spec.flops(op.attributes, list(map(shape_of, op.inputs)), list(map(shape_of, op.outputs)))
+    return flops + (0.0 if op.spec.alias else FLOP_PER_BYTE * moved)
+
+
+PLAIN = StageCost(plain_cost, FLOP_PER_BYTE * LINK_PER_MEMORY)
+
+
+def cut_stages(
+    function: Function, parts: int, microbatches: int, cost: StageCost = PLAIN, loss_gradient: str = BACKWARD
+) -> tuple[Function, dict[Op, int]]:
+    """The function, and the stage of every op that has a phase. Backward ops and updates follow their forward op.
+
+    The function is changed: sums of values from several stages are lifted (see `lift`), copies stay on their stage.
+    Raises InfeasibleError if there are fewer forward ops than stages, or if the forward pass needs the whole batch.
+    """
+    phase = phases(function, loss_gradient)
+    if parts == 1:
+        return function, {op: 0 for op in function.ops if phase[op] != FREE}
+    given = _choices(function, microbatches, cost, loss_gradient)
+    if len(given.ops) < parts:
+        _check_cuts_batch(function, phase, microbatches)
+    stage = balanced(given, parts)
+    _backward_stages(function, phase, stage, parts)
+    function, stage = lift_sums(*on_own_stages(function, stage))
+    phase = phases(function, loss_gradient)
+    _once_stages(function, phase, stage)
+    return add_by_stage(function, phase, stage)
+
+
+def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches: int) -> None:
+    """Raises InfeasibleError if the forward pass is computed on the whole batch, before the first microbatch."""
+    depends = set(weights(function))
+    differentiated = {op.of for op in function.ops}
+    last: Value | None = None
+    for op in function.ops:
+        if not depends.isdisjoint(op.inputs):
+            depends.update(op.outputs)
+            if phase[op] == PROLOGUE and op in differentiated:
+                last = op.outputs[0]
+    if last is not None:
+        raise InfeasibleError(
+            f"{function.name}: the gradient of %{last.name} needs the whole batch, as it is not a sum or a mean over "
+            f"samples: no stage could begin its backward pass before all {microbatches} microbatches are through",
+            "use --microbatches 1, or --pp 1",
+        )
+
+
+@cached
+def _choices(function: Function, microbatches: int, cost: StageCost, loss_gradient: str) -> Choices:
+    """How the forward ops can be cut, each at the cost of itself and of the ops that follow it to its stage."""
+    phase = phases(function, loss_gradient)
+    forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
+    price = _priced(cost.op)
+    follow = _following_cost(function, phase, forward, microbatches, price)
+    return choices(forward, [price(op) + follow.get(op, 0.0) for op in forward], cost.sent)
+
+
+def _priced(cost: Callable[[Op], float]) -> Callable[[Op], float]:
+    """`cost`, cached by the op's spec, attributes and operand types."""
+    known: dict[tuple[object, ...], float] = {}
+
+    def price(op: Op) -> float:
+        key = op.spec, op.attributes, tuple([v.type for v in op.inputs])
+        found = known.get(key)
+        if found is None:
+            found = known[key] = cost(op)
+        return found
+
+    return price
+
+
+def _following_cost(
+    function: Function,
+    phase: Mapping[Op, str],
+    forward: Sequence[Op],
+    microbatches: int,
+    cost: Callable[[Op], float],
+) -> dict[Op, float]:
+    """Per forward op the cost of its backward ops and, divided by the number of microbatches, of the updates of the
+    weights that it is the first to use."""
+    follow: dict[Op, float] = {}
+    user = _first_users(function, phase, forward)
+    touched: dict[Value, list[Op]] = {}
+    for op in forward:
+        for v in dict.fromkeys((*op.inputs, *op.outputs)):
+            touched.setdefault(v, []).append(op)
+    for op in function.ops:
+        share = 1.0
+        if phase[op] == UPDATE:
+            owner = next((user[v] for v in op.inputs if v in user), None)
+            share = 1.0 / microbatches
+        elif phase[op] == BACKWARD:
+            owner = op.of or _likely_forward(op, touched)
+        else:
+            continue
+        if owner is not None and phase.get(owner) == FORWARD:
+            follow[owner] = follow.get(owner, 0.0) + cost(op) * share
+    return follow
+
+
+def _likely_forward(op: Op, touched: Mapping[Value, Sequence[Op]]) -> Op | None:
+    """The forward op of a backward op without `of`: of those that share most values with it, the last."""
+    count: dict[Op, int] = {}
+    for v in op.inputs:
+        for f in touched.get(v, ()):
+            count[f] = count.get(f, 0) + 1
+    most = max(count.values(), default=0)
+    return next((f for f in reversed(count) if count[f] == most), None)
+
+
+def _first_users(function: Function, phase: Mapping[Op, str], forward: Sequence[Op]) -> dict[Value, Op]:
+    """Per input the first forward op that uses it, directly or through free ops."""
+    root = {v: v for v in function.inputs}
+    for op in function.ops:
+        if phase[op] == FREE:
+            for v in op.inputs:
+                if v in root:
+                    root.update(dict.fromkeys(op.outputs, root[v]))
+    user: dict[Value, Op] = {}
+    for op in forward:
+        for v in op.inputs:
+            if v in root:
+                user.setdefault(root[v], op)
+    return user
+
+
+def _backward_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int], parts: int) -> None:
+    """A backward op goes to its forward op's stage; without `of`, to the last stage that has all its saved values.
+
+    Never to a later stage than its gradients come from: gradients flow backward only.
+    """
+    producer, again = producers(function), copies(function)
+    available: dict[Value, int] = {}  # bit s: stage s makes or uses it
+    for op in function.ops:
+        if phase[op] == FORWARD:
+            here = 1 << stage[op]
+            for v in (*op.inputs, *op.outputs):
+                available[v] = available.get(v, 0) | here
+    for op in function.ops:
+        if phase[op] != BACKWARD:
+            continue
+        if op.of is not None and op.outputs[0] in again:
+            stage[op] = stage[op.of]
+            continue
+        made = [producer[v] for v in op.inputs if v in producer and v not in again]
+        top = min([stage[p] for p in made if phase[p] == BACKWARD], default=parts - 1)
+        if op.of is not None and op.of in stage:
+            stage[op] = min(stage[op.of], top)
+            continue
+        saved = [available[v] for v in op.inputs if v in available]
+        at_hand = (1 << top + 1) - 1
+        for stages in saved:
+            at_hand &= stages
+        stage[op] = at_hand.bit_length() - 1 if at_hand else min([top, *[x.bit_length() - 1 for x in saved]])
+
+
+def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int]) -> None:
+    """Prologue ops go to their first user's stage, updates to their weight's, sums to the stage that accumulates."""
+    producer = producers(function)
+    used = users(function)
+    updates = [op for op in function.ops if phase[op] == UPDATE]
+
+    def first(v: Value) -> tuple[int, int]:
+        return -_bytes(v), stage[producer[v]]
+
+    home = homes(function, phase, stage)
+    for op in updates:
+        if op.spec.comm is not None and ends_time(op):
+            stage[op] = stage[producer[op.inputs[0]]]
+        elif owned := [home[v] for v in op.inputs if v in home and v.kind in WEIGHTS]:
+            stage[op] = max(owned)
+    for op in updates:
+        if op not in stage:
+            above = [v for v in op.inputs if v in producer and producer[v] in stage]
+            below = [stage[u] for v in op.outputs for u in used.get(v, ()) if u in stage]
+            from_one = len({stage[producer[v]] for v in above}) == 1
+            stage[op] = stage[producer[min(above, key=first)]] if from_one or not below else min(below)
+    for op in reversed(function.ops):
+        if phase[op] == PROLOGUE:
+            below = [s for v in op.outputs for s in _user_stages(v, used, phase, stage)]
+            stage[op] = min(below, default=0)
+
+
+def _bytes(v: Value) -> int:
+    return v.type.bytes if isinstance(v.type, Tensor) else 0
+
+
+def _user_stages(
+    v: Value, used: Mapping[Value, Sequence[Op]], phase: Mapping[Op, str], stage: Mapping[Op, int]
+) -> list[int]:
+    """The stages of the ops that use a value, directly or through free ops."""
+    found: list[int] = []
+    for op in used.get(v, ()):
+        if phase[op] == FREE:
+            for w in op.outputs:
+                found += _user_stages(w, used, phase, stage)
+        elif op in stage:
+            found.append(stage[op])
+    return found
+
+
+def homes(function: Function, phase: Mapping[Op, str], stage: Mapping[Op, int]) -> dict[Value, int]:
+    """The stage of each input: the first that uses it in the forward pass, else in the backward pass, the prologue, the
+    update; through free ops too."""
+    roots: dict[Value, tuple[Value, ...]] = {v: (v,) for v in function.inputs}
+    found: dict[Value, tuple[int, int]] = {}
+    rank = {FORWARD: 0, BACKWARD: 1, PROLOGUE: 2, UPDATE: 3}
+    for op in function.ops:
+        if phase[op] == FREE:
+            above = tuple(dict.fromkeys(r for v in op.inputs for r in roots.get(v, ())))
+            for w in op.outputs:
+                roots[w] = above
+        elif op in stage:
+            for v in op.inputs:
+                for r in roots.get(v, ()):
+                    here = rank[phase[op]], stage[op]
+                    found[r] = min(found.get(r, here), here)
+    return {v: at for v, (_, at) in found.items()}

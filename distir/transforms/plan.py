@@ -1,0 +1,320 @@
+"""The plan: every setting of how a program is spread over devices, as one value.
+
+`Plan` is the table: a field is a line, with its default and a sentence of help. The flags of the command line, JSON,
+TOML and `repr` are made from its fields. A field with a strategy is an axis of the mesh of devices, and its value the
+number of devices along it; what a strategy does is a row of `sharding.strategies.STRATEGIES`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import tomllib
+from dataclasses import Field, asdict, dataclass, field, fields
+from os import PathLike, fspath
+from typing import Any, NamedTuple
+
+from distir.ir.errors import InfeasibleError, UsageError, counted
+from distir.ir.files import written
+from distir.transforms.pipeline.phases import BACKWARD, PHASES
+from distir.transforms.pipeline.schedule import Schedule, make_table
+from distir.transforms.pipeline.schedule_table import format_table, parse_table
+
+BATCH, WEIGHTS, STAGES = "batch", "weights", "stages"
+"""Strategies: the axis splits the batch; the weights; the program, into pipeline stages."""
+_NESTING = (WEIGHTS, BATCH, STAGES)
+"""The order in which device numbers run through the axes, fastest first: weights' axes, which send the most bytes."""
+BUCKET_MB = 25.0
+"""The size of gradient buckets, in MiB: torch's DistributedDataParallel has the same default."""
+MIB = 1 << 20
+MOST = 1 << 20
+"""The most devices of a plan: that many can be listed in a few seconds."""
+_NO_NUMBER = "inf"
+"""Infinity, as TOML has it and JSON has not."""
+
+
+class Axis(NamedTuple):
+    """An axis of the mesh of devices: how many devices it has, and by which strategy values are placed along it."""
+
+    name: str
+    size: int
+    strategy: str
+
+
+class Sharding(NamedTuple):
+    """The settings that decide placements, and the axes of more than one device, but that of stages."""
+
+    axes: tuple[Axis, ...] = ()
+    microbatches: int = 1
+    zero: int = 0
+    sequence: bool = False
+
+    def along(self, strategy: str) -> tuple[Axis, ...]:
+        """The axes of a strategy."""
+        return tuple([a for a in self.axes if a.strategy == strategy])
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces into which the batch is split, over microbatches and devices."""
+        return self.microbatches * math.prod([a.size for a in self.along(BATCH)])
+
+
+def _setting(default: Any, text: str, **more: Any) -> Any:
+    """A field with its help. `more`: `choices`; `check`, a function that gives the value or raises ValueError; `usual`,
+    one that makes the default; `read`, one of what TOML gives and of where that is; `written`, one of a plan that gives
+    TOML for a value that is neither a string nor a path; `kind`, how a flag is read, if not as the default's type.
+    """
+    return field(default=default, metadata={"help": text, **more})
+
+
+def _axis(strategy: str, text: str) -> Any:
+    return _setting(1, text, strategy=strategy)
+
+
+def _recomputed(x: Any) -> str:
+    """What to recompute. Raises ValueError unless it is one of the words, or a number of bytes."""
+    text = str(x)
+    if text not in ("none", "selective", "full") and not 0 <= float(text) < math.inf:
+        raise ValueError(text)
+    return text
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """How a program is spread over dp * tp * pp devices: replicas, tensor shards, pipeline stages.
+
+    The batch is cut into `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline
+    rank) or "distir2021"; or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file.
+    `order` says how numbers of devices run through the axes, the fastest first. Without `overlap` a device does one
+    thing at a time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of
+    `bucket_mb` MiB: 0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's
+    state, also gradients, also parameters among them (Rajbhandari et al. 2020). With `sequence_parallel` activations
+    between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute`
+    says what the backward pass recomputes: "none", "selective", "full", or a number of bytes
+    (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the gradient of the loss with respect to
+    itself: DistIR (2021) counted it to the forward pass.
+
+    Raises UsageError for a value that is none of the field's, InfeasibleError for more devices than can be listed.
+    """
+
+    dp: int = _axis(BATCH, "replicas (data parallelism)")
+    tp: int = _axis(WEIGHTS, "shards of each weight (tensor parallelism)")
+    pp: int = _axis(STAGES, "pipeline ranks")
+    microbatches: int = _setting(1, "pieces of the batch, one after the other")
+    schedule: Schedule = _setting(  # noqa: RUF009
+        "1f1b",
+        "of the pipeline: a name, or the file of a table (see `distir schedule`)",
+        check=lambda x: x,  # `make_table` checks schedules
+        read=lambda x, where: parse_table(x, where) if isinstance(x, str) and "\n" in x else x,
+        written=lambda plan: _table_as_toml(plan),
+        kind="schedule",
+    )
+    order: tuple[str, ...] = _setting(
+        (),
+        "how device numbers run through the axes, fastest first",
+        usual=lambda: default_order(),
+        read=lambda x, where: tuple(x) if isinstance(x, list) else x,
+    )
+    chunks: int = _setting(1, "stages a pipeline rank has, if interleaved")
+    overlap: bool = _setting(
+        True, "communication runs beside compute, and gradients are reduced before the last backward pass has ended"
+    )
+    bucket_mb: float = _setting(
+        BUCKET_MB, "MiB of gradients that are reduced at once: 0 for one each, inf for one in all"
+    )
+    zero: int = _setting(
+        0,
+        "replicas split among them: nothing (0), the optimizer's state (1), gradients too (2), parameters too (3)",
+        choices=(0, 1, 2, 3),
+    )
+    sequence_parallel: bool = _setting(
+        False, "between the products of tensor parallelism each shard has a part of the sequence (sequence parallelism)"
+    )
+    recompute: str = _setting(
+        "none",
+        "what the backward pass computes once more instead of the forward pass saving it: none, selective (what is "
+        "cheap), full (all of each repeated block but its input), or the bytes that a device may save of a microbatch",
+        check=_recomputed,
+    )
+    loss_gradient: str = _setting(
+        PHASES[BACKWARD].word,
+        "the pass that computes the gradient of the loss itself",
+        choices=tuple([phase.word for phase in PHASES.values() if phase.timed]),
+    )
+
+    def __post_init__(self) -> None:
+        names = tuple([f.name for f in AXES])
+        object.__setattr__(self, "order", tuple(self.order) or default_order())
+        for f in fields(self):
+            object.__setattr__(self, f.name, _checked(f, getattr(self, f.name)))
+        if self.size > MOST:
+            raise InfeasibleError(f"{self.size:,} devices are more than the {MOST:,} that distir plans for")
+        if sorted(self.order) != sorted(names):
+            raise UsageError(f"an order names {_listed(default_order())} once each, got {', '.join(self.order)}")
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes of devices, also those of one device."""
+        return tuple([Axis(f.name, getattr(self, f.name), f.metadata["strategy"]) for f in AXES])
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod([a.size for a in self.axes])
+
+    @property
+    def stages(self) -> Axis:
+        """The axis of pipeline ranks."""
+        return next(a for a in self.axes if a.strategy == STAGES)
+
+    @property
+    def sharding(self) -> Sharding:
+        """What decides placements."""
+        axes = tuple([a for a in self.axes if a.strategy != STAGES and a.size > 1])
+        return Sharding(axes, self.microbatches, self.zero, self.sequence_parallel)
+
+    def spacing(self, axis: str) -> int:
+        """The stride along an axis: the difference between the numbers of neighbouring devices."""
+        size = {a.name: a.size for a in self.axes}
+        return math.prod([size[name] for name in self.order[: self.order.index(axis)]])
+
+    def __str__(self) -> str:
+        known = [a for a in self.axes if a.size > 1 or a.name in _ALWAYS_SHOWN]
+        text = f"{' x '.join([f'{a.name} {a.size}' for a in known])}, {counted(self.microbatches, 'microbatch', 'es')}"
+        if self.stages.size > 1:
+            text += f", {_schedule_text(self)}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
+        text += "" if self.order == default_order() else f", order {','.join(self.order)}"
+        text += f", ZeRO {self.zero}" if self.zero else ""
+        if self.bucket_mb != BUCKET_MB:
+            text += f", buckets of {self.bucket_mb:g} MiB"
+        text += ", sequence parallel" if self.sequence_parallel else ""
+        text += "" if self.recompute == "none" else f", recompute {self.recompute}"
+        if self.loss_gradient != PHASES[BACKWARD].word:
+            text += f", gradient of the loss in the {self.loss_gradient} pass"
+        return text if self.overlap else f"{text}, no overlap"
+
+    def __repr__(self) -> str:
+        changed = [f for f in fields(self) if getattr(self, f.name) != default_of(f)]
+        return f"Plan({', '.join([f'{f.name}={getattr(self, f.name)!r}' for f in changed])})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields, and the number of devices."""
+        said = {"schedule": _schedule_text(self), "order": list(self.order), "devices": self.size}
+        if math.isinf(self.bucket_mb):
+            said["bucket_mb"] = _NO_NUMBER
+        return {**asdict(self), **said}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it to a TOML file that `load_plan` reads. Raises UsageError where that cannot be written."""
+        with written(path) as file:
+            file.write_text(self.to_toml(), encoding="utf-8")
+
+    def to_toml(self) -> str:
+        """The fields that are not at their default, each after its help, as TOML."""
+        lines: list[str] = []
+        for f in fields(self):
+            x = getattr(self, f.name)
+            if x == default_of(f):
+                continue
+            if "written" in f.metadata and not isinstance(x, str | PathLike):
+                text = f.metadata["written"](self)
+            elif isinstance(x, float) and math.isinf(x):
+                text = _NO_NUMBER
+            else:
+                text = json.dumps(fspath(x) if isinstance(x, PathLike) else list(x) if isinstance(x, tuple) else x)
+            lines += [f"# {f.metadata['help']}", f"{f.name} = {text}"]
+        return "\n".join(["# a plan of distir", *lines, ""])
+
+
+AXES: tuple[Field[int], ...] = tuple([f for f in fields(Plan) if "strategy" in f.metadata])
+"""The fields that are axes."""
+_ALWAYS_SHOWN = tuple([f.name for f in AXES])
+
+
+def default_order() -> tuple[str, ...]:
+    """The default order in which device numbers run through the axes."""
+    return tuple([f.name for f in sorted(AXES, key=lambda f: _NESTING.index(f.metadata["strategy"]))])
+
+
+def load_plan(path: str | PathLike[str]) -> dict[str, Any]:
+    """The fields of a plan that a TOML file gives, checked.
+
+    Raises UsageError, naming file, key, what was expected and what there is, for a file that cannot be read, is no
+    TOML, or has an unknown key or a value that is none of the field's.
+    """
+    name = fspath(path)
+    try:
+        with open(name, "rb") as file:
+            given = tomllib.load(file)
+    except OSError as e:
+        raise UsageError(f"cannot read {name}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UsageError(f"{name} is no TOML: {e}", "a plan is lines such as: dp = 2") from e
+    known = {f.name: f for f in fields(Plan)}
+    found: dict[str, Any] = {}
+    for key, x in given.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise UsageError(
+                f"{name}: a plan has no {key!r}", f"did you mean {near[0]}?" if near else f"known are {_listed(known)}"
+            )
+        if "read" in known[key].metadata:
+            x = known[key].metadata["read"](x, f"{name}, {key}")
+        try:
+            found[key] = _checked(known[key], x)
+        except UsageError as e:
+            raise UsageError(f"{name}: {e.message}", e.hint) from None
+    return found
+
+
+def _checked(f: Field[Any], x: Any) -> Any:
+    """A field's value. Raises UsageError for one that is none."""
+    if "check" in f.metadata:
+        try:
+            return f.metadata["check"](x)
+        except ValueError:
+            raise UsageError(f"{f.name}: expected {f.metadata['help'].partition(': ')[2]}; got {x!r}") from None
+    if "choices" in f.metadata:
+        if isinstance(x, bool) or x not in f.metadata["choices"]:
+            raise UsageError(f"{f.name} is {_listed(f.metadata['choices'], 'or')}, got {x!r}")
+    elif isinstance(f.default, bool):
+        if not isinstance(x, bool):
+            raise UsageError(f"{f.name} is true or false, got {x!r}")
+    elif isinstance(f.default, int):
+        if not isinstance(x, int) or isinstance(x, bool) or x < 1:
+            raise UsageError(f"{f.name} is a whole number of at least 1, got {x!r}")
+    elif isinstance(f.default, float):
+        if isinstance(x, bool) or not isinstance(x, int | float) or not x >= 0:
+            raise UsageError(f"{f.name} is a number of at least 0, got {x!r}")
+    elif isinstance(f.default, tuple) and not (isinstance(x, tuple) and all(isinstance(n, str) for n in x)):
+        raise UsageError(f"{f.name} is a list of names, got {x!r}")
+    return x
+
+
+def default_of(f: Field[Any]) -> Any:
+    """The default of a field of a plan, also of one whose default is made."""
+    return f.metadata["usual"]() if "usual" in f.metadata else f.default
+
+
+def _listed(names: Any, word: str = "and") -> str:
+    """Names in a row: "a, b and c"."""
+    *head, last = map(str, names)
+    return f"{', '.join(head)} {word} {last}" if head else last
+
+
+def _schedule_text(plan: Plan) -> str:
+    """A schedule's name or file; a table's rows, parted by semicolons."""
+    schedule = plan.schedule
+    if isinstance(schedule, str | os.PathLike):
+        return fspath(schedule)
+    if callable(schedule):
+        return getattr(schedule, "__name__", type(schedule).__name__)
+    return format_table(schedule).replace("\n", "; ")
+
+
+def _table_as_toml(plan: Plan) -> str:
+    """A schedule that is no name or file, as a string of TOML."""
+    table = make_table(plan.schedule, plan.stages.size, plan.microbatches, plan.chunks)
+    return f'"""\n{format_table(table)}\n"""'

@@ -1,0 +1,40 @@
+"""The passes over a distributed program before it is run: recompose ops, group optimizers, send inputs first.
+
+The result is still the distributed program of all ranks: it is simulated, and projected to each rank (see
+`rank_program`).
+"""
+
+from __future__ import annotations
+
+import operator
+
+from distir.ir.cached import cached
+from distir.ir.function import Attributes, Function, Op
+from distir.transforms.rank.group_optimizers import group_optimizers
+from distir.transforms.rank.project import inputs_first
+from distir.transforms.rank.recompose import recompose
+
+
+@cached
+def as_run(program: Function) -> Function:
+    """The program as ranks run it. Values keep their names, except intermediate values of recomposed ops."""
+    recomposed = _calling(program, {f: recompose(f) for f in (*program.callees(), program)})
+    grouped = _calling(recomposed, group_optimizers(recomposed))
+    return inputs_first(grouped)
+
+
+def _calling(program: Function, new: dict[Function, Function]) -> Function:
+    """Replace the program and its callees as `new` says, and the callees in their calls."""
+    done: dict[Function, Function] = {}
+    for before in (*program.callees(), program):
+        f = new[before]
+        ops = [_call(op, done[op.callee]) if op.callee is not None else op for op in f.ops]
+        same = all(map(operator.is_, ops, f.ops))
+        done[before] = f if same else Function(f.name, f.inputs, tuple(ops), f.outputs, f.updates, f.sources)
+    return done[program]
+
+
+def _call(op: Op, callee: Function) -> Op:
+    if callee is op.callee:
+        return op
+    return Op(op.spec, op.inputs, Attributes({**op.attributes, "callee": callee}), op.outputs, op.of)

@@ -1,0 +1,83 @@
+"""Recomposes decomposed ops before a run: a product and its bias become one op again.
+
+    %t = Transpose(%w, perm=(1, 0))
+    %m = MatMul(%x, %t)
+    %y = Add(%m, %b)                     %y = Gemm(%x, %w, %b, transB=1)
+
+    %m = MatMulGradWeight(%x, %d)
+    %g = Transpose(%m, perm=(1, 0))      %g = MatMulGradWeight(%d, %x)
+
+The result is for execution: it need not be splittable any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from distir.ir.cached import cached
+from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, Op, Value
+from distir.ir.spec import lookup
+from distir.ir.type import Tensor
+from distir.transforms.rewriting.laws import Law, rewrites
+
+ADD, MATMUL, WEIGHT, TRANSPOSE, GEMM = map(lookup, ("Add", "MatMul", "MatMulGradWeight", "Transpose", "Gemm"))
+
+
+@cached
+@rewrites(Law.SAME)
+def recompose(function: Function) -> Function:
+    """The function with those ops recomposed. Its inputs, outputs, calls and communication do not change.
+
+    Backward ops of recomposed ops lose their `of`.
+    """
+    used = _uses(function.ops, function.outputs)
+    products = {op.outputs[0]: op for op in function.ops if op.spec in (MATMUL, WEIGHT) and used[op.outputs[0]] == 1}
+    swapped = {op.outputs[0]: op.inputs[0] for op in function.ops if _swaps(op)}
+    joined = {op: new for op in function.ops if (new := _joined(op, products, swapped)) is not op}
+    if not joined:
+        return function
+    ops = [joined.get(op, op) for op in function.ops]
+    for spec in (WEIGHT, MATMUL, TRANSPOSE):  # remove ops that have become part of another
+        left = _uses(ops, function.outputs)
+        ops = [op for op in ops if op.spec is not spec or left[op.outputs[0]] or not used[op.outputs[0]]]
+    made: dict[Op, Op] = {}
+    for op in ops:
+        of = made.get(op.of) if op.of else None
+        made[op] = op if of is op.of else Op(op.spec, op.inputs, op.attributes, op.outputs, of)
+    ops = tuple(made.values())
+    return Function(function.name, function.inputs, ops, function.outputs, function.updates, function.sources)
+
+
+def _uses(ops: Iterable[Op], outputs: Sequence[Value]) -> Counter[Value]:
+    return Counter([v for op in ops for v in op.inputs] + list(outputs))
+
+
+def _joined(op: Op, products: Mapping[Value, Op], swapped: Mapping[Value, Value]) -> Op:
+    """The op recomposed with those that make its operands, or the op itself. `products` have a single use."""
+    if op.spec is ADD:
+        for product, bias in (op.inputs, op.inputs[::-1]):
+            matmul = products.get(product)
+            if matmul is not None and matmul.spec is MATMUL and _fit(matmul, bias, op.outputs[0]):
+                a, b = matmul.inputs
+                attributes = Attributes(transB=1) if b in swapped else NO_ATTRIBUTES
+                return Op(GEMM, (a, swapped.get(b, b), bias), attributes, op.outputs, op.of)
+    if _swaps(op) and (product := products.get(op.inputs[0])) is not None and product.spec is WEIGHT:
+        return Op(WEIGHT, product.inputs[::-1], NO_ATTRIBUTES, op.outputs, op.of)
+    return op
+
+
+def _swaps(op: Op) -> bool:
+    return op.spec is TRANSPOSE and op.attributes["perm"] == (1, 0)
+
+
+def _fit(matmul: Op, bias: Value, result: Value) -> bool:
+    """Whether Gemm can do the work, by local shapes: floats, a matrix times a matrix, and a bias that is a row or has
+    the result's shape. With a row, the first operand may be a batch of matrices."""
+    shapes: list[tuple[int, ...]] = []
+    for v in (*matmul.inputs, *matmul.outputs, bias, result):
+        if not isinstance(v.type, Tensor) or not v.type.dtype.floating:
+            return False
+        shapes.append(v.type.shape)
+    a, b, product, c, y = shapes
+    return len(a) >= 2 and len(b) == 2 and product == y and (c == y[-1:] or (c == y and len(y) == 2))

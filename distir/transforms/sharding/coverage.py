@@ -1,0 +1,58 @@
+"""How much of a program a mesh axis splits, and which weights it leaves replicated."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from distir.ir.device import Mesh
+from distir.ir.function import Function, Value
+from distir.ir.type import Shard, Tensor
+from distir.ops.rules import shape_of, tensor
+from distir.transforms.roles import weights
+
+
+class Coverage(NamedTuple):
+    """How much of a program an axis splits: shares of FLOPs and of parameters, and the weights it does not split."""
+
+    flops: float
+    parameters: float
+    replicated: tuple[Value, ...]
+
+
+def coverage(placed: Function, axis: str) -> Coverage:
+    """What is split along an axis of a placed or scheduled program; FLOPs are those of one device of the other axes."""
+    held = [v for v in placed.inputs if v.kind == "parameter"] or weights(placed)
+    elements = {v: math.prod(shape_of(v)) for v in held}
+    unsplit = [v for v in held if not _split(v, axis)]
+    share = 1 - sum(elements[v] for v in unsplit) / max(1, sum(elements.values()))
+    total, split = _flops(placed, axis, {})
+    return Coverage(split / total if total else 0.0, share, tuple(unsplit))
+
+
+def _split(v: Value, axis: str) -> int:
+    """Over how many devices a value is split along the axis; 0 if it is not."""
+    t = v.type
+    if not isinstance(t, Tensor) or not isinstance(t.device, Mesh) or axis not in t.device.axes:
+        return 0
+    return t.device.size(axis) if isinstance(t.on(axis), Shard) else 0
+
+
+def _flops(function: Function, axis: str, done: dict[Function, tuple[float, float]]) -> tuple[float, float]:
+    """FLOPs of a function without the split along the axis, and how many of them are split."""
+    if function in done:
+        return done[function]
+    total = split = 0.0
+    for op in function.ops:
+        if op.callee is not None:
+            called = _flops(op.callee, axis, done)
+            total, split = total + called[0], split + called[1]
+        elif op.spec.comm is None:
+            work = op.spec.flops(
+                op.attributes, [tensor(v).shape for v in op.inputs], [tensor(v).shape for v in op.outputs]
+            )
+            n = max([_split(v, axis) for v in (*op.inputs, *op.outputs)], default=0)
+            total += work * max(1, n)
+            split += work * n
+    done[function] = total, split
+    return total, split

@@ -1,0 +1,171 @@
+"""A function as arrays of integers, for passes that traverse it many times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from distir.ir.axes import Shape
+from distir.ir.cached import cached
+from distir.ir.function import Attributes, Function, Op, Value
+from distir.ir.spec import FactorMapping, Spec
+from distir.ir.type import Shard, Type
+from distir.ops.rules import shape_of
+
+
+class Signature:
+    """What ops of the same spec, attributes and operand shapes share, computed once per signature."""
+
+    __slots__ = ("_alike", "_mappings", "attrs", "flops", "ins", "linear", "number", "outs", "spec")
+
+    def __init__(self, number: int, op: Op) -> None:
+        self.number, self.spec, self.attrs = number, op.spec, op.attributes
+        self.ins: list[Shape] = [shape_of(v) for v in op.inputs]
+        self.outs: list[Shape] = [shape_of(v) for v in op.outputs]
+        self.flops = op.spec.flops(op.attributes, self.ins, self.outs)
+        self.linear = op.spec.linear_sets(len(self.ins), op.attributes)
+        self._mappings: dict[tuple[int, int, Shard], FactorMapping | None] = {}
+        self._alike: dict[FactorMapping, FactorMapping] = {}
+
+    def mapping(self, slot: int, split: Shard, n: int) -> FactorMapping | None:
+        """The factor mapping with `split` over n devices at `slot`; equal mappings are the same object, whatever n."""
+        key = (n, slot, split)
+        if key not in self._mappings:
+            found = self.spec.mapping(self.attrs, self.ins, self.outs, slot, split, n)
+            if found is not None and self._scatters(found):
+                found = None
+            if found is not None:
+                found = self._alike.setdefault(found, found)
+                for k, p in mapping_slots(found):
+                    self._mappings.setdefault((n, k, p), found)
+            self._mappings[key] = found
+        return self._mappings[key]
+
+    def _scatters(self, mapping: FactorMapping) -> bool:
+        """True if an indexed dim would not be split in contiguous ranges: one offset could not locate a part."""
+        indexed = self.spec.indexed(self.attrs)
+        if indexed is None:
+            return False
+        slot, dim = indexed
+        p, shape = (mapping.ins[slot], self.ins[slot]) if slot >= 0 else (mapping.outs[~slot], self.outs[~slot])
+        return isinstance(p, Shard) and p.dim == dim % len(shape) and p.outer != 1
+
+
+def mapping_slots(mapping: FactorMapping) -> list[tuple[int, Shard]]:
+    """The slots that a mapping splits (operand k as k, result k as ~k), with their split."""
+    ins = [(k, p) for k, p in enumerate(mapping.ins) if isinstance(p, Shard)]
+    return ins + [(~k, p) for k, p in enumerate(mapping.outs) if isinstance(p, Shard)]
+
+
+class Graph:
+    """Values and ops of a function by number. `uses[v]` lists (op, slot), results as slot ~k.
+
+    Costly properties are computed on first access. It must not be changed: see `graph_of`.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.values: list[Value] = list(function.inputs)
+        self.index: dict[Value, int] = {v: i for i, v in enumerate(self.values)}
+        self.shapes: list[Shape] = [shape_of(v) for v in self.values]
+        self.uses: list[list[tuple[int, int]]] = [[] for _ in self.values]
+        self.sigs: list[Signature] = []
+        self.ins: list[list[int]] = []
+        self.outs: list[list[int]] = []
+        table: dict[tuple[Spec, Attributes, tuple[Type, ...]], Signature] = {}
+        index, values, uses = self.index, self.values, self.uses
+        for j, op in enumerate(function.ops):
+            inputs = op.inputs
+            key = (op.spec, op.attributes, tuple([v.type for v in inputs]))
+            sig = table.get(key)
+            if sig is None:
+                sig = table[key] = Signature(len(table), op)
+            self.sigs.append(sig)
+            row = [index[v] for v in inputs]
+            self.ins.append(row)
+            for k, i in enumerate(row):
+                uses[i].append((j, k))
+            row = list(range(len(values), len(values) + len(op.outputs)))
+            self.outs.append(row)
+            for k, v in enumerate(op.outputs):
+                index[v] = row[k]
+                uses.append([(j, ~k)])
+            values += op.outputs
+            self.shapes += sig.outs
+        self.kinds: list[Signature] = list(table.values())
+        self.cache: dict[object, Any] = {}
+        """Results of passes, cached with the graph."""
+        self.inputs = range(len(function.inputs))
+        self.outputs = frozenset(index[v] for v in function.outputs)
+        self.roles: list[str | None] = [v.kind for v in function.inputs] + [None] * (len(values) - len(self.inputs))
+
+    @cached_property
+    def users(self) -> list[list[tuple[int, int]]]:
+        """Per value the (op, operand) that use it."""
+        return [[use for use in row if use[1] >= 0] for row in self.uses]
+
+    @cached_property
+    def elements(self) -> list[int]:
+        """Per value how many elements it has."""
+        size = {shape: math.prod(shape) for shape in set(self.shapes)}
+        return [size[shape] for shape in self.shapes]
+
+    @cached_property
+    def heights(self) -> list[int]:
+        """Per op the length of the longest path from it to a result."""
+        below = [0] * len(self.values)
+        height = [0] * len(self.sigs)
+        for j in range(len(height) - 1, -1, -1):
+            h = height[j] = 1 + max([below[v] for v in self.outs[j]], default=0)
+            for v in self.ins[j]:
+                if below[v] < h:
+                    below[v] = h
+        return height
+
+    @cached_property
+    def order(self) -> list[int]:
+        """A topological order of the ops that depends neither on names nor on the order of the function's ops.
+
+        By descending height; among equal heights, by operands, kind and attributes.
+        """
+        levels: dict[int, list[int]] = {}
+        for j, h in enumerate(self.heights):
+            levels.setdefault(-h, []).append(j)
+        kind = [(sig.spec.name, repr(dict(sig.attrs))) for sig in self.kinds]
+        # rank of values: inputs by number, then results by the position of their op and their number in it
+        rank = list(self.inputs) + [0] * (len(self.values) - len(self.inputs))
+        most = max([len(outs) for outs in self.outs], default=0)
+        first = len(self.inputs)
+        ins, outs, sigs = self.ins, self.outs, self.sigs
+        order: list[int] = []
+        for level in sorted(levels):
+            row = levels[level]
+            if len(row) > 1:
+                row = [j for *_, j in sorted([([rank[v] for v in ins[j]], kind[sigs[j].number], j) for j in row])]
+            for j in row:
+                for k, v in enumerate(outs[j]):
+                    rank[v] = first + k
+                first += most
+            order += row
+        return order
+
+
+@cached
+def graph_of(function: Function) -> Graph:
+    """The function's graph, cached with the function."""
+    return Graph(function)
+
+
+def closure(graph: Graph, roots: Sequence[int], forward: bool) -> set[int]:
+    """The ops that depend on the given values (forward), or that these depend on."""
+    seen: set[int] = set()
+    todo = list(roots)
+    while todo:
+        v = todo.pop()
+        for j, k in graph.uses[v]:
+            if (k >= 0) == forward and j not in seen:
+                seen.add(j)
+                todo += graph.outs[j] if forward else graph.ins[j]
+    return seen

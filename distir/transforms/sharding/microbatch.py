@@ -1,0 +1,153 @@
+"""Splitting the batch over time: which ops work on a microbatch, and which on the whole batch.
+
+Along the time axis the only collective is a sum: a value summed over microbatches is complete only after the last of
+them. An op that needs such a sum runs after all microbatches (the update); if its result is needed within the
+microbatches (the count of a mean loss), the sum and all it depends on are computed before them, on the whole batch (the
+prologue).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from distir.ir.spec import FactorMapping
+from distir.ir.type import REPLICATE, SUM, Partial, Placement, Shard
+from distir.transforms.roles import weights
+from distir.transforms.sharding.classes import Classes, classes_from
+from distir.transforms.sharding.graph import Graph, Signature, closure
+from distir.transforms.sharding.place import Placed
+
+
+def place_in_time(graph: Graph, microbatches: int, batch: Mapping[int, int]) -> Placed:
+    """Place every op along the time axis; `batch` maps each data input to its batch dim.
+
+    With a single microbatch, if the forward pass would be in the prologue, nothing is split: every op works on the
+    whole batch.
+    """
+    classes = classes_from(graph, microbatches, tuple([(v, Shard(dim)) for v, dim in batch.items()]))
+    key = "in time", classes
+    if key not in graph.cache:
+        graph.cache[key] = _place(graph, classes)
+    placed, before = graph.cache[key]
+    if microbatches == 1 and not before.isdisjoint(closure(graph, _weights(graph), forward=True)):
+        return placed._replace(mappings=[None] * len(placed.mappings))
+    return placed
+
+
+def _weights(graph: Graph) -> list[int]:
+    return [graph.index[v] for v in weights(graph.function)]
+
+
+def _place(graph: Graph, classes: Classes) -> tuple[Placed, set[int]]:
+    """The placements, and the ops of the prologue."""
+    options = [[mapping for mapping, _ in row] for row in classes.mappings]
+    before: set[int] = set()
+    totals: set[int] = set()
+    while True:
+        known = len(totals)
+        mappings, conflict = _sweep(graph, options, before, totals)
+        if len(totals) > known:
+            continue
+        if conflict is None:
+            return Placed(0.0, mappings, set(), {}), before
+        before |= closure(graph, conflict, forward=False)
+
+
+def _sweep(
+    graph: Graph, options: Sequence[Sequence[FactorMapping]], before: Collection[int], totals: set[int]
+) -> tuple[list[FactorMapping | None], list[int] | None]:
+    """Each op's mapping, with the ops `before` unsplit; or the values that are complete too late for an op that needs
+    them.
+
+    `totals` are sums over microbatches that some op takes whole. What takes one beside what comes late waits for it; so
+    does what passes it on, if that, too, is taken whole (then no other sum need be kept): such sums are added, for a
+    sweep that goes by them.
+    """
+    state: list[Placement] = [REPLICATE] * len(graph.values)
+    after: set[int] = set()  # values that are complete only after all microbatches
+    sources: dict[int, list[int]] = {}  # result of a linear op on partial sums -> those sums
+    mappings: list[FactorMapping | None] = [None] * len(graph.sigs)
+    waiting: dict[tuple[int, int], FactorMapping] = {}  # of ops that wait, by their numbers of operands and results
+    taken_whole: set[int] = set()
+    # memoised: ops of equal signature, options and operand placements are treated alike
+    known: dict[tuple[int | Placement, ...], tuple[FactorMapping | None, Sequence[Placement], bool]] = {}
+    for j in graph.order:
+        sig, ins, outs = graph.sigs[j], graph.ins[j], graph.outs[j]
+        have = tuple([state[v] for v in ins])
+        late = not after.isdisjoint(ins)
+        if late and SUM in have and not taken_whole.isdisjoint(ins):
+            totals.update(v for v, p in zip(ins, have, strict=True) if p is SUM and v in taken_whole)
+        if SUM in have and all(p is REPLICATE or v in totals for p, v in zip(have, ins, strict=True)):
+            form = len(ins), len(outs)
+            if form not in waiting:
+                waiting[form] = FactorMapping(*[(REPLICATE,) * count for count in form])
+            mappings[j] = waiting[form]
+            after.update(outs)
+            continue
+        if late and any(p is not REPLICATE for p in have):
+            return mappings, [v for v in ins if v in after]
+        free = () if late or j in before else options[j]
+        key = (sig.number, *map(id, free), *have)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = _work(sig, have, free)
+        mapping, placements, whole = found
+        if late or not whole:
+            sums = [v for v in ins if v in after or state[v] is SUM]
+            if j not in before and _splits_but_for(sums, ins, have, options[j]):
+                return mappings, sums
+            after.update(outs)
+            todo = [v for v in ins if state[v] is SUM]
+            while todo:
+                v = todo.pop()
+                if v not in taken_whole:
+                    taken_whole.add(v)
+                    todo += sources.get(v, ())
+        elif mapping is None and SUM in have:
+            passed_on = [v for v in ins if state[v] is SUM]
+            sources.update(dict.fromkeys(outs, passed_on))
+        mappings[j] = mapping
+        for v, p in zip(outs, placements, strict=True):
+            state[v] = p
+    return mappings, None
+
+
+def _work(
+    sig: Signature, have: Sequence[Placement], options: Sequence[FactorMapping]
+) -> tuple[FactorMapping | None, Sequence[Placement], bool]:
+    """An op's mapping, its results' placements, and whether it takes its operands without completing sums first."""
+    mapping = _possible(options, have)
+    if mapping is not None:
+        return mapping, mapping.outs, True
+    if _passes(sig.linear, have):
+        return None, [SUM] * len(sig.outs), True
+    return None, [REPLICATE] * len(sig.outs), all(p is REPLICATE for p in have)
+
+
+def _splits_but_for(
+    sums: Sequence[int], ins: Sequence[int], have: Sequence[Placement], options: Sequence[FactorMapping]
+) -> bool:
+    """True if the op could work on microbatches, were the sums complete: other operands fit or are free to slice."""
+    return any(
+        any(isinstance(p, Shard) for p in s.ins)
+        and all(
+            want is REPLICATE if v in sums else h is want or (h is REPLICATE and isinstance(want, Shard))
+            for v, h, want in zip(ins, have, s.ins, strict=True)
+        )
+        for s in options
+    )
+
+
+def _possible(options: Sequence[FactorMapping], have: Sequence[Placement]) -> FactorMapping | None:
+    """A mapping that fits the operands, or slices replicated ones, which is free; with the fewest reductions."""
+    fits = [
+        s
+        for s in options
+        if all(h is want or (h is REPLICATE and isinstance(want, Shard)) for h, want in zip(have, s.ins, strict=True))
+    ]
+    return min(fits, key=lambda s: sum(isinstance(p, Partial) for p in s.outs), default=None)
+
+
+def _passes(linear: Sequence[Collection[int]], have: Sequence[Placement]) -> bool:
+    partial = {k for k, p in enumerate(have) if p is SUM}
+    return bool(partial) and partial in [set(s) for s in linear] and all(p in (SUM, REPLICATE) for p in have)

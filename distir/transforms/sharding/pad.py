@@ -1,0 +1,201 @@
+"""Padding dims that do not divide: a vocabulary of 509 over 2 devices becomes one of 510.
+
+Which dims: a weight's dim of odd size whose whole factor class is clean, so that it can be split once it divides. What
+stands in the padding of an input is 0; where an op reduces over a padded dim, or could otherwise let the padding into
+a result, it is first filled with the neutral value (`neutral` of the op's spec). Inputs remember
+their source shape in their role: executors pad what they feed, and cut what they give back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distir.ir.function import Function, FunctionMaker, Op, Role, Value
+from distir.ir.spec import FactorMapping
+from distir.ir.type import Shard, Tensor
+from distir.ops.rules import shape_of, tensor
+from distir.transforms.rewriting.laws import Law, rewrites
+from distir.transforms.roles import weights
+from distir.transforms.sharding.classes import Classes
+from distir.transforms.sharding.graph import graph_of
+
+_WORTH = 8
+"""A dim is padded only if that makes it longer by less than 1 / _WORTH."""
+Sizes = dict[tuple[int, int], int]
+"""(value number, dim) -> padded size"""
+
+
+def paddable(function: Function, n: int) -> list[Sizes]:
+    """The classes that padding would let split n ways, each with the padded size of all its dims."""
+    graph = graph_of(function)
+    starts = [
+        (graph.index[v], Shard(dim))
+        for v in weights(function)
+        for dim, size in enumerate(graph.shapes[graph.index[v]])
+        if size % n and _rounded(size, n) - size < size / _WORTH
+    ]
+    classes = Classes(graph, 1, starts)
+    found: list[Sizes] = []
+    for c, nodes in sorted(classes.members().items()):
+        sizes = {graph.shapes[v][split.dim] for v, split in nodes}
+        if c not in classes.bad and len(sizes) == 1 and all(split.outer == 1 for _, split in nodes):
+            found.append({(v, split.dim): _rounded(sizes.copy().pop(), n) for v, split in nodes})
+    return found
+
+
+def _rounded(size: int, n: int) -> int:
+    return -(-size // n) * n
+
+
+@rewrites(Law.PADDED)
+def pad(function: Function, chosen: Sequence[Sizes]) -> Function:
+    """The function with these classes' dims padded; inputs and outputs remember their source shapes."""
+    if not chosen:
+        return function
+    sizes = {node: size for one in chosen for node, size in one.items()}
+    return _Padder(function, sizes).build()
+
+
+def pad_like(function: Function, padded: Function) -> Function:
+    """The function padded as another, its padded form, was: what a distributed program is compared with."""
+    graph = graph_of(function)
+    starts = [
+        (i, Shard(dim))
+        for i, (v, w) in enumerate(zip(function.inputs, padded.inputs, strict=False))
+        if w.role and w.role.source
+        for dim, (size, larger) in enumerate(zip(shape_of(v), shape_of(w), strict=False))
+        if size < larger
+    ]
+    classes = Classes(graph, 1, starts)
+    members = classes.members()
+    chosen: dict[int, Sizes] = {}
+    for i, split in starts:
+        size = shape_of(padded.inputs[i])[split.dim]
+        c = classes.at[i][split]
+        chosen[c] = {(v, s.dim): size for v, s in members[c]}
+    return pad(function, list(chosen.values()))
+
+
+class _Padder:
+    def __init__(self, function: Function, sizes: Mapping[tuple[int, int], int]) -> None:
+        self.function, self.sizes = function, sizes
+        self.weights = frozenset(weights(function))
+        self.graph = graph_of(function)
+        # padded dims are followed through the mappings for one device
+        starts = [(v, Shard(dim)) for v, dim in sizes]
+        self.mappings = [[s for s, _ in row] for row in Classes(self.graph, 1, starts).mappings]
+        self.maker = FunctionMaker(function.name)
+        self.env: dict[Value, Value] = {}
+        self.tail: dict[tuple[Value, int], float] = {}  # known contents of the padding of a new value's dim
+        self.filled: dict[tuple[Value, int, float], Value] = {}
+
+    def type(self, v: Value) -> Tensor:
+        i = self.graph.index[v]
+        shape = [self.sizes.get((i, d), n) for d, n in enumerate(self.graph.shapes[i])]
+        return Tensor(tensor(v).dtype, shape)
+
+    def build(self) -> Function:
+        for v in self.function.inputs:
+            self._input(v)
+        ops: dict[Op, Op] = {}
+        for j, op in enumerate(self.function.ops):
+            self._op(j, op, ops)
+        outputs = [self._output(v) for v in self.function.outputs]
+        self.maker.set_outputs(outputs)
+        new = dict(zip(self.function.outputs, outputs, strict=True))
+        self.maker.updates = {new[a]: self.env[b] for a, b in self.function.updates.items()}
+        return self.maker.finalize()
+
+    def _input(self, v: Value) -> None:
+        t = self.type(v)
+        role = v.role
+        before = self.graph.shapes[self.graph.index[v]]
+        if role is None and v in self.weights:
+            role = Role("parameter")  # once one input has a role, roles say which are weights
+        if t.shape != before:
+            role = Role(role.kind if role else "data", role.batch if role else None, (role and role.source) or before)
+        self.env[v] = self.maker.add_input_value(v.name, t, role)
+        for d, (n, m) in enumerate(zip(before, t.shape, strict=True)):
+            if n != m:
+                self.tail[self.env[v], d] = 0.0
+
+    def _op(self, j: int, op: Op, ops: dict[Op, Op]) -> None:
+        ins = [self.env[v] for v in op.inputs]
+        mappings = self.mappings[j]
+        for mapping in mappings:
+            ins = self._fill(op, ins, mapping)
+        attributes = dict(op.attributes)
+        if mappings and op.spec.local:
+            types = [self.type(v) for v in op.inputs], [self.type(v) for v in op.outputs]
+            local = op.spec.local(op.attributes, *types)
+            attributes.update({k: x for k, x in local.items() if k in attributes})
+        if mappings and op.spec.unpadded:
+            self._note_length(op, attributes)
+        of = ops.get(op.of) if op.of else None
+        names = [v.name for v in op.outputs]
+        self.maker.add_op(op.spec, None, ins, attributes if mappings else op.attributes, (), names, of)
+        made = ops[op] = self.maker.ops[-1]
+        self.env.update(zip(op.outputs, made.outputs, strict=True))
+        for mapping in mappings:
+            self._result(op, mapping, ins, made)
+
+    def _note_length(self, op: Op, attributes: dict[str, Any]) -> None:
+        """Say how long the dim was that an op counts from the end of, where it is padded."""
+        slot, dim = op.spec.indexed(op.attributes) or (0, 0)
+        i = self.graph.index[op.inputs[slot] if slot >= 0 else op.outputs[~slot]]
+        dim %= len(self.graph.shapes[i])
+        if (i, dim) in self.sizes and op.spec.unpadded is not None:
+            attributes.setdefault(op.spec.unpadded, self.graph.shapes[i][dim])
+
+    def _fill(self, op: Op, ins: list[Value], mapping: FactorMapping) -> list[Value]:
+        """The operands, filled with the neutral value unless every result has the padded dim."""
+        if all(isinstance(p, Shard) for p in mapping.outs):
+            return ins
+        value = op.spec.neutral(mapping)
+        return [
+            self._filled(v, w, p.dim, value) if isinstance(p, Shard) else w
+            for v, w, p in zip(op.inputs, ins, mapping.ins, strict=True)
+        ]
+
+    def _filled(self, source: Value, v: Value, dim: int, value: float) -> Value:
+        """`v` with `value` in its padding; integers as they are: padded rows of indices do not occur."""
+        if self.tail.get((v, dim)) == value or not tensor(v).dtype.floating:
+            return v
+        key = v, dim, value
+        if key not in self.filled:
+            size = self.graph.shapes[self.graph.index[source]][dim]
+            attributes = {"dim": dim, "size": size, "value": value}
+            self.filled[key] = self.maker.add_op("FillTail", v.name, [v], attributes)
+            self.tail[self.filled[key], dim] = value
+        return self.filled[key]
+
+    def _result(self, op: Op, mapping: FactorMapping, ins: Sequence[Value], made: Op) -> None:
+        """A result's padding is 0 if the op is linear in operands whose padding is 0, or keeps zero.
+
+        Or if it scatters: indices never point into the padding.
+        """
+        along = {k: p.dim for k, p in enumerate(mapping.ins) if isinstance(p, Shard)}
+        known = {k: self.tail.get((ins[k], dim)) for k, dim in along.items()}
+        if any(x is None or math.isinf(x) for x in known.values()):
+            return  # 0 * inf is nan
+        zero = {k for k, x in known.items() if x == 0.0}
+        linear = any(s <= zero for s in op.spec.linear_sets(len(ins), op.attributes))
+        indexed = op.spec.indexed(op.attributes)
+        scatters = not along and indexed is not None and indexed[0] < 0
+        if scatters or (along and linear) or (op.spec.keeps_zero and len(zero) == len(along) > 0):
+            for v, p in zip(made.outputs, mapping.outs, strict=True):
+                if isinstance(p, Shard):
+                    self.tail[v, p.dim] = 0.0
+
+    def _output(self, v: Value) -> Value:
+        """The next value of an input is padded with zeros, as the input is; other outputs with anything."""
+        w = self.env[v]
+        i = self.graph.index[v]
+        for d in range(len(self.graph.shapes[i])):
+            if (i, d) in self.sizes and v in self.function.updates:
+                w = self._filled(v, w, d, 0.0)
+        if w.type is not v.type:
+            self.maker.sources[w] = self.function.sources.get(v, self.graph.shapes[i])
+        return w

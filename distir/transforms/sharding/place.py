@@ -1,0 +1,291 @@
+"""Placement of every op along one mesh axis, given the classes that are split, and its cost.
+
+The price is a sum of shares of the program's own totals (see `shares`), so it depends on the program and n alone: of
+FLOPs, of elements computed and of weights stored; an element sent costs twice one computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from distir.ir.spec import FactorMapping
+from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard
+from distir.transforms.sharding.graph import Graph, Signature
+from distir.transforms.sharding.shares import Shares
+
+_SWEEPS = 6
+_WIRE = 2.0
+"""Price of an element sent, relative to one computed."""
+_EVEN = 1 - 1e-9
+"""Prices whose ratio is at least this are equal."""
+
+
+class View(NamedTuple):
+    """A graph, or its quotient, with each op's candidate mappings: `mappings[j]` as (mapping, group).
+
+    An op without a mapping of a chosen group is not split; None in a row allows that beside the other mappings.
+    """
+
+    sigs: Sequence[Signature]
+    kinds: Sequence[int]
+    """Per op its kind, as in `Shares`."""
+    ins: Sequence[Sequence[int]]
+    outs: Sequence[Sequence[int]]
+    mappings: Sequence[Sequence[tuple[FactorMapping | None, int]]]
+    flops: Sequence[float]
+    made: Sequence[float]
+    held: Sequence[float]
+    """Shares of one op, and of one value."""
+    users: Sequence[Sequence[tuple[int, int]]]
+    """Per value the (op, operand) that use it."""
+    times: Sequence[int]
+    """How many ops an op stands for."""
+    copies: Sequence[int]
+    """How many values a value stands for."""
+    inputs: Collection[int]
+    outputs: Collection[int]
+    order: Sequence[int]
+    """The ops in the order in which they are decided."""
+
+
+class Placed(NamedTuple):
+    """`mappings[j]`: the mapping op j takes, None if its operands are replicated (or pass as Partial).
+
+    `reduce`: values whose Partial is reduced where it is made. `inputs`: how inputs are split. `scatter`: values whose
+    Partial is scattered as soon as it is made, for those that use it so. `collectives`: how many there are.
+    """
+
+    price: float
+    mappings: list[FactorMapping | None]
+    reduce: set[int]
+    inputs: dict[int, Shard]
+    scatter: Mapping[int, Shard] = MappingProxyType({})
+    collectives: int = 0
+
+
+def view(graph: Graph, mappings: Sequence[Sequence[tuple[FactorMapping | None, int]]], shares: Shares) -> View:
+    """The whole graph as a view."""
+    one = [1] * max(len(graph.sigs), len(graph.values))
+    return View(
+        graph.sigs,
+        shares.kinds,
+        graph.ins,
+        graph.outs,
+        mappings,
+        shares.flops,
+        shares.made,
+        shares.held,
+        graph.users,
+        one,
+        one,
+        graph.inputs,
+        graph.outputs,
+        graph.order,
+    )
+
+
+class _Choice(NamedTuple):
+    """The cheapest mapping for an op, given its operands' placements."""
+
+    price: float
+    collectives: int
+    """The number of collectives that convert its operands."""
+    mapping: FactorMapping | None
+    wants: Sequence[Placement]
+    outs: Sequence[Placement]
+    moves: bool
+    """Whether an operand must be converted to another placement."""
+    sums: bool
+    """Whether a result is Partial."""
+
+
+_NOTHING = _Choice(0.0, 0, None, (), (), False, False)
+
+
+class _Sweep:
+    """Passes over the ops in order, with the cheapest mapping for each; inputs not in `whole` follow a split use."""
+
+    def __init__(self, v: View, n: int, chosen: Collection[int], whole: Collection[int]) -> None:
+        self.v, self.n, self.whole = v, n, whole
+        self.wire = (n - 1) / n * _WIRE
+        self.inputs: dict[int, Shard] = {}
+        self.reduce: set[int] = set()
+        self.state: list[Placement | None] = []
+        self.made: list[_Choice] = []
+        """The choice for each op."""
+        # memoised: ops of equal kind, options and operand placements have the same choice
+        self.options: list[tuple[FactorMapping | None, ...]] = []
+        self.kinds: list[int] = []
+        self.choices: list[dict[tuple[Placement | None, ...], _Choice]] = []
+        numbers: dict[tuple[int, ...], int] = {}
+        for number, row in zip(v.kinds, v.mappings, strict=True):
+            options = tuple([mapping for mapping, group in row if group in chosen]) if row else ()
+            kind = numbers.setdefault((number, *map(id, options)), len(numbers))
+            if kind == len(self.options):
+                self.options.append(options)
+                self.choices.append({})
+            self.kinds.append(kind)
+
+    def forward(self, first: bool) -> tuple[float, int]:
+        """Choose for every op; returns the total price and the number of collectives.
+
+        In the `first` pass inputs have no placement yet.
+        """
+        v, kinds, choices = self.v, self.kinds, self.choices
+        state: list[Placement | None] = [None] * len(v.made)
+        self.state = state  # None: an input without a placement yet
+        total, collectives = 0.0, 0
+        for i in self.whole:
+            state[i] = REPLICATE
+        if not first:
+            for i in v.inputs:
+                state[i] = self.inputs.get(i, REPLICATE)
+                total += v.held[i] / (self.n if i in self.inputs else 1) * v.copies[i]
+        made = self.made = [_NOTHING] * len(v.sigs)
+        outs, times, reduce = v.outs, v.times, self.reduce
+        paid: set[tuple[int, Placement]] = set()
+        moved: set[int] = set()  # the values in `paid`
+        operands = v.ins
+        for j in v.order:
+            ins = operands[j]
+            have = tuple([state[i] for i in ins])
+            if moved and not moved.isdisjoint(ins):
+                choice = self._cheapest(j, have, paid)
+            else:
+                known = choices[kinds[j]]
+                choice = known.get(have)
+                if choice is None:
+                    choice = known[have] = self._cheapest(j, have, paid)
+            made[j] = choice
+            price, moving, _, wants, placements, moves, sums = choice
+            total += price * times[j]
+            collectives += moving * times[j]
+            if moves:
+                for i, want in zip(ins, wants, strict=True):
+                    h = state[i]
+                    if h is None:
+                        if isinstance(want, Shard):
+                            state[i] = self.inputs[i] = want
+                    elif h is not want:
+                        paid.add((i, want))
+                        moved.add(i)
+            for i, p in zip(outs[j], placements, strict=True):
+                if sums and i in reduce and isinstance(p, Partial):
+                    collectives += times[j]
+                    total += 2 * v.made[i] * self.wire * times[j]
+                    p = REPLICATE
+                state[i] = p
+        for i in v.outputs:
+            if isinstance(state[i], Partial):
+                collectives += v.copies[i]
+                total += 2 * v.made[i] * self.wire * v.copies[i]
+        return total, collectives
+
+    def _cheapest(self, j: int, have: tuple[Placement | None, ...], paid: Collection[tuple[int, Placement]]) -> _Choice:
+        """The choice for op j; a conversion of an operand that is in `paid` costs nothing more."""
+        v, n, sig, flops = self.v, self.n, self.v.sigs[j], self.v.flops[j]
+        made = sum([v.made[i] for i in v.outs[j]])
+        best = None
+        options = self.options[self.kinds[j]] or (None,)
+        # a sum that is passed on where ops may be split is scattered later, at half the price of reducing it
+        later = 1 if len(options) > 1 and None in options else 2
+        if later == 1 and sig.spec.alias:
+            made = 0.0  # a view
+        for mapping in options:
+            if mapping is None:
+                wants, out = self._pass(sig, have)
+                price = flops + made
+                outs: Sequence[Placement] = [out] * len(v.outs[j])
+            else:
+                wants, outs = mapping.ins, mapping.outs
+                reduced = isinstance(outs[0], Partial)
+                price = flops / n + made / (1 if reduced else n)
+            moving = 0
+            for i, h, want in zip(v.ins[j], have, wants, strict=True):
+                if (i, want) not in paid:
+                    price += self._move(h, want, v.made[i])
+                    moving += h is not want and h is not None and h is not REPLICATE
+            partial = [v.made[i] for i, p in zip(v.outs[j], outs, strict=True) if isinstance(p, Partial)]
+            rank = price + later * sum(partial) * self.wire
+            if best is None or rank < best[0] - 1e-12:
+                moves = any([h is not want for h, want in zip(have, wants, strict=True)])
+                best = rank, _Choice(price, moving, mapping, wants, outs, moves, bool(partial))
+        if best is None:
+            raise RuntimeError("an op has at least one option")
+        return best[1]
+
+    def _pass(self, sig: Signature, have: Sequence[Placement | None]) -> tuple[Sequence[Placement], Placement]:
+        """Operand and result placements of an op that is not split. A Partial on all operands of a linear set passes on
+        if the others are replicated; on any operand of a sum."""
+        if sig.spec.addends and SUM in have and all([h is SUM or h is None or h is REPLICATE for h in have]):
+            return [SUM] * len(have), SUM
+        for linear in sig.linear:
+            if all(have[k] is SUM for k in linear) and all(
+                h is None or isinstance(h, Replicate) for k, h in enumerate(have) if k not in linear
+            ):
+                return [SUM if k in linear else REPLICATE for k in range(len(have))], SUM
+        return [REPLICATE] * len(have), REPLICATE
+
+    def _move(self, have: Placement | None, want: Placement, made: float) -> float:
+        if have is want or have is None:
+            return 0.0
+        if isinstance(have, Replicate):
+            return 1e-9 * made * _WIRE
+        if isinstance(have, Partial):
+            return (2 if isinstance(want, Replicate) else 1) * made * self.wire
+        same_dim = isinstance(want, Shard) and isinstance(have, Shard) and want.dim == have.dim
+        return (made if isinstance(want, Replicate) or same_dim else made / self.n) * self.wire
+
+    def settle(self) -> None:
+        """Decide which Partials are reduced where they are made: those that cost no more there than at their uses."""
+        v = self.v
+        later: dict[int, float] = {}
+        for j in reversed(v.order):
+            for i in v.outs[j] if self.made[j].sums else ():
+                if not isinstance(self.state[i], Partial):
+                    continue
+                here = 2 * v.made[i]
+                below = self._below(i, here, later)
+                if below >= here * _EVEN:
+                    self.reduce.add(i)
+                later[i] = min(here, below)
+
+    def _below(self, i: int, here: float, later: Mapping[int, float]) -> float:
+        v = self.v
+        wants = {self.made[j].wants[k] for j, k in v.users[i]}
+        if i in v.outputs:
+            return here
+        if len(wants) == 1 and isinstance(next(iter(wants)), Shard):
+            return here / 2
+        below = 0.0
+        for j, k in v.users[i]:
+            if self.made[j].wants[k] is not SUM:
+                return math.inf
+            passed = sum(v.made[x] for x, w in zip(v.ins[j], self.made[j].wants, strict=True) if w is SUM)
+            below += sum(later.get(x, 0.0) for x in v.outs[j]) * v.made[i] / passed
+        return below
+
+
+def place_all(v: View, n: int, chosen: Collection[int], whole: Collection[int] = ()) -> Placed:
+    """Place every op along an axis of n devices, the classes of the groups `chosen` split; inputs `whole` are not."""
+    return place_values(v, n, chosen, whole)[0]
+
+
+def place_values(
+    v: View, n: int, chosen: Collection[int], whole: Collection[int] = ()
+) -> tuple[Placed, Sequence[Placement | None]]:
+    """As `place_all`, with the placement of each value where it is made."""
+    sweep = _Sweep(v, n, chosen, whole)
+    price, collectives = sweep.forward(first=True)
+    sweep.settle()
+    for _ in range(_SWEEPS - 1):
+        before = len(sweep.reduce)
+        price, collectives = sweep.forward(first=False)
+        sweep.settle()
+        if len(sweep.reduce) == before:
+            break
+    mappings = [choice.mapping for choice in sweep.made]
+    return Placed(price, mappings, sweep.reduce, sweep.inputs, collectives=collectives), sweep.state

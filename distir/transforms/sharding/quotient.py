@@ -1,0 +1,70 @@
+"""The quotient of a graph: one op for each kind, so that its size is independent of the number of equal layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from distir.transforms.sharding.graph import Graph
+from distir.transforms.sharding.place import View
+
+
+def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
+    """The view with one op for each kind, and its count: ops whose kind and mappings are equal, and those of their
+    neighbours up to `rounds` steps away, are merged (colour refinement).
+    """
+    table: dict[Any, int] = {}
+    number_of = table.setdefault
+    # a colour is the number of a key; keys are written out in the loops, which are long
+    values = [
+        number_of(("value", graph.roles[v] if v in full.inputs else "", shape, made, v in full.outputs), len(table))
+        for v, (shape, made) in enumerate(zip(graph.shapes, full.made, strict=True))
+    ]
+    ops = [
+        number_of(("op", kind, *sorted([(id(s), g) for s, g in row])), len(table))
+        for kind, row in zip(full.kinds, full.mappings, strict=True)
+    ]
+    made: list[Any] = [None] * len(values)
+    for _ in range(rounds):
+        for op, outs in zip(ops, full.outs, strict=True):
+            for k, v in enumerate(outs):
+                made[v] = op, k
+        values = [
+            number_of((c, maker, frozenset([(ops[j], k) for j, k in users]) if users else None), len(table))
+            for c, maker, users in zip(values, made, full.users, strict=True)
+        ]
+        ops = [
+            number_of((c, tuple([values[v] for v in ins]), tuple([values[v] for v in outs])), len(table))
+            for c, ins, outs in zip(ops, full.ins, full.outs, strict=True)
+        ]
+    number: dict[int, int] = {}
+    kept: list[int] = []
+    for j in full.order:
+        if ops[j] not in number:
+            number[ops[j]] = len(kept)
+            kept.append(j)
+    times = Counter(ops)
+    renumber: dict[int, int] = {}
+    first: list[int] = []
+    for v, c in enumerate(values):
+        if c not in renumber:
+            renumber[c] = len(first)
+            first.append(v)
+    copies = Counter(values)
+    at = [renumber[c] for c in values]
+    return View(
+        sigs=[full.sigs[j] for j in kept],
+        kinds=[full.kinds[j] for j in kept],
+        ins=[[at[v] for v in full.ins[j]] for j in kept],
+        outs=[[at[v] for v in full.outs[j]] for j in kept],
+        mappings=[full.mappings[j] for j in kept],
+        flops=[full.flops[j] for j in kept],
+        made=[full.made[v] for v in first],
+        held=[full.held[v] for v in first],
+        users=[sorted({(number[ops[j]], k) for j, k in full.users[v]}) for v in first],
+        times=[times[ops[j]] for j in kept],
+        copies=[copies[values[v]] for v in first],
+        inputs={at[v] for v in full.inputs},
+        outputs={at[v] for v in full.outputs},
+        order=range(len(kept)),
+    )

@@ -1,0 +1,79 @@
+"""Costs of a program's ops as shares of its own totals, so that no split depends on the hardware or the batch.
+
+What has a batch factor is counted for one sample: FLOPs over all FLOPs, elements made over all that are made. What has
+none (the gradient of a weight, its update) is counted in elements of weights: to make one costs what it costs to hold
+one. So the shares of a program are the same for every batch, and those of a large batch, where activations decide.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from distir.ir.type import Shard
+from distir.transforms.roles import weights
+from distir.transforms.sharding.classes import Node, classes_from
+from distir.transforms.sharding.graph import Graph, closure
+
+
+class Shares(NamedTuple):
+    """Of each op's FLOPs, of making each value, and of holding each input (0 if it is no weight).
+
+    `kinds` numbers the ops: those of one kind are alike in signature and in all shares.
+    """
+
+    flops: list[float]
+    made: list[float]
+    held: list[float]
+    kinds: list[int]
+
+
+def shares(graph: Graph, batch: tuple[Node, ...] = ()) -> Shares:
+    """The shares of a program whose data have the batch dims `batch`; without any, all of it counts as one sample."""
+    size = samples(graph, batch)
+    varies = _varying(graph, batch, size) if batch else [True] * len(graph.values)
+    elements, first = graph.elements, len(graph.inputs)
+    weighs = [0] * len(elements)
+    for v in weights(graph.function):
+        weighs[graph.index[v]] = elements[graph.index[v]]
+    held = sum(weighs) or 1
+    made = [n // size if varying else n for n, varying in zip(elements, varies, strict=True)]
+    total = sum([n for n, varying in zip(made[first:], varies[first:], strict=True) if varying]) or 1
+    numbers: dict[tuple[int, ...], int] = {}
+    kinds: list[int] = []
+    flops: list[float] = []
+    for sig, ins, outs in zip(graph.sigs, graph.ins, graph.outs, strict=True):
+        pattern = [varies[v] for v in (*ins, *outs)]
+        kinds.append(numbers.setdefault((sig.number, *pattern), len(numbers)))
+        flops.append(sig.flops / size if any(pattern) else sig.flops)
+    work = sum(flops) or 1
+    return Shares(
+        [n / work for n in flops],
+        [n / (total if varying else held) for n, varying in zip(made, varies, strict=True)],
+        [n / held for n in weighs],
+        kinds,
+    )
+
+
+def samples(graph: Graph, batch: tuple[Node, ...]) -> int:
+    """How many samples the data have of which `batch` are the batch dims; 1 without any."""
+    return next((graph.shapes[v][split.dim] for v, split in batch), 1)
+
+
+def _varying(graph: Graph, batch: tuple[Node, ...], size: int) -> list[bool]:
+    """Which values have the batch as a factor of their elements."""
+    varies = [bool(row) for row in classes_from(graph, size, batch).at]
+    if size > 1:
+        return varies
+    # reshapes lose a batch of 1: then a value varies if it has another dim of the data that is no dim of a weight
+    sizes: dict[int, list[Node]] = {}
+    for v, _ in batch:
+        for dim, n in enumerate(graph.shapes[v]):
+            sizes.setdefault(n, []).append((v, Shard(dim)))
+    for n, starts in sizes.items() if max(sizes) > 1 else ():
+        at = classes_from(graph, n, tuple(starts)).at
+        held = {c for v in weights(graph.function) for c in at[graph.index[v]].values()}
+        varies = [varying or not held.issuperset(row.values()) for varying, row in zip(varies, at, strict=True)]
+    # a dim of size 1 is ambiguous: what does not depend on the data has no batch factor
+    depends = {v for j in closure(graph, [v for v, _ in batch], forward=True) for v in graph.outs[j]}
+    depends.update(v for v, _ in batch)
+    return [varying and v in depends for v, varying in enumerate(varies)]

@@ -1,0 +1,74 @@
+"""Placement of a sequential program on a mesh: each axis by its strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distir.ir.device import TIME, Mesh
+from distir.ir.errors import InfeasibleError, counted
+from distir.ir.function import Function
+from distir.transforms.plan import BATCH, Axis, Sharding
+from distir.transforms.roles import batch_size
+from distir.transforms.sharding.graph import graph_of
+from distir.transforms.sharding.place import Placed
+from distir.transforms.sharding.shard import shard
+from distir.transforms.sharding.strategies import IN_TIME, STRATEGIES, Batch, Problem
+
+_RECENT = 1 << 16
+"""The most ops of placed functions cached with their source: plans that differ only in their schedule share them."""
+
+
+def padded(function: Function, batch: Mapping[int, int], sharding: Sharding) -> Function:
+    """The function, padded where that lets an axis split more. It must be decomposed; `batch` as in `place`."""
+    pairs = tuple(batch.items())
+    for axis in _decided_in_turn(sharding):
+        function = STRATEGIES[axis.strategy].pad(Problem(function, pairs, sharding, {}), axis)
+    return function
+
+
+def place(function: Function, batch: Mapping[int, int], sharding: Sharding, mesh: Mesh) -> Function:
+    """The function on a mesh: the batch split over time and replicas, weights, ...; not scheduled.
+
+    `batch` maps numbers of inputs to their batch dim. The function must be decomposed, and padded for the same axes.
+    Raises InfeasibleError for a batch that does not divide.
+    """
+    _check_batch(batch_size(function, batch), sharding)
+    key = sharding, mesh, tuple(batch.items())
+    recent: dict[object, Function] = function.cache.setdefault(place, {})
+    if key not in recent:
+        recent[key] = _place(function, tuple(batch.items()), sharding, mesh)
+        while len(recent) > 1 and sum(len(placed.ops) for placed in recent.values()) > _RECENT:
+            del recent[next(iter(recent))]
+    return recent[key]
+
+
+def _place(function: Function, batch: Batch, sharding: Sharding, mesh: Mesh) -> Function:
+    axes = _decided_in_turn(sharding)
+    decided: dict[str, Placed] = {}
+    for axis in axes:
+        decided[axis.name] = STRATEGIES[axis.strategy].place(Problem(function, batch, sharding, decided), axis)
+    # ZeRO 2 and 3: scatter each microbatch's gradients before adding them; else scatter the sum of all microbatches
+    first = (BATCH, IN_TIME) if sharding.zero > 1 else (IN_TIME, BATCH)
+    converted = sorted(axes, key=lambda a: first.index(a.strategy) if a.strategy in first else len(first))
+    return shard(graph_of(function), mesh, {a.name: decided[a.name] for a in converted})
+
+
+def _decided_in_turn(sharding: Sharding) -> list[Axis]:
+    axes = (Axis(TIME, sharding.microbatches, IN_TIME), *sharding.axes)
+    return sorted(axes, key=lambda a: list(STRATEGIES).index(a.strategy))
+
+
+def _check_batch(size: int, sharding: Sharding) -> None:
+    """Raises InfeasibleError, with what would fit, for a batch that is not of equal pieces."""
+    if size % sharding.pieces == 0:
+        return
+    axes = sharding.along(BATCH)
+    replicas = " x ".join([f"{a.name} {a.size}" for a in axes])
+    n = sharding.pieces // sharding.microbatches
+    fits = [str(m) for m in range(1, size // n + 1) if size % (n * m) == 0] if size % n == 0 else []
+    into = " x ".join([*([replicas] if axes else []), counted(sharding.microbatches, "microbatch", "es")])
+    if fits:
+        hint = f"{f'with {replicas} ' if axes else ''}use {', '.join(fits)} microbatches"
+    else:
+        hint = f"use a {' x '.join([a.name for a in axes])} that divides {size}"
+    raise InfeasibleError(f"a batch of {size} does not divide by {into} = {sharding.pieces}", hint)

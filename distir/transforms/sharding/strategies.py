@@ -1,0 +1,167 @@
+"""Strategies: what an axis of a mesh is for, and so how every op is placed along it.
+
+A new kind of parallelism is a row of `STRATEGIES`, and an axis of the plan that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from distir.ir.cached import cached
+from distir.ir.errors import InfeasibleError
+from distir.ir.function import Function
+from distir.ir.type import Shard
+from distir.ops.rules import shape_of
+from distir.transforms.plan import BATCH, WEIGHTS, Axis, Sharding
+from distir.transforms.roles import weights
+from distir.transforms.sharding.classes import Classes, Node, classes_from
+from distir.transforms.sharding.graph import Graph, graph_of
+from distir.transforms.sharding.microbatch import place_in_time
+from distir.transforms.sharding.pad import pad, paddable
+from distir.transforms.sharding.place import Placed, place_all, view
+from distir.transforms.sharding.seeds import Split, tensor_parallel
+from distir.transforms.sharding.sequence import shard_sequence
+from distir.transforms.sharding.shares import shares
+from distir.transforms.sharding.zero import shard_state
+
+IN_TIME = "time"
+"""The strategy of the axis of microbatches, which is none of devices."""
+_TRIED = 6
+"""Degrees tried for the hint of an error."""
+Batch = tuple[tuple[int, int], ...]
+"""(number of an input, its batch dim)"""
+
+
+class Problem(NamedTuple):
+    """Input of a strategy: a function, its data's batch dims, the plan's settings, and placements along other axes."""
+
+    function: Function
+    batch: Batch
+    sharding: Sharding
+    decided: Mapping[str, Placed]
+    """The placements along axes decided earlier, by axis."""
+
+
+def _unpadded(problem: Problem, axis: Axis) -> Function:
+    return problem.function
+
+
+class Strategy(NamedTuple):
+    """How every op is placed along an axis, and the function padded before, so that more of it can be split."""
+
+    place: Callable[[Problem, Axis], Placed]
+    pad: Callable[[Problem, Axis], Function] = _unpadded
+
+
+def _place_microbatches(problem: Problem, axis: Axis) -> Placed:
+    return place_in_time(graph_of(problem.function), axis.size, dict(problem.batch))
+
+
+def _place_replicas(problem: Problem, axis: Axis) -> Placed:
+    """The batch split over replicas; with ZeRO state, gradients and weights, too."""
+    sharding = problem.sharding
+    replicas = data_parallel(problem.function, axis.size, problem.batch, sharding.pieces // axis.size)
+    if not sharding.zero:
+        return replicas
+    others = [(problem.decided[a.name], a.size) for a in sharding.axes if a.name in problem.decided]
+    return shard_state(graph_of(problem.function), replicas, axis.size, sharding.zero, others)
+
+
+def _place_weights(problem: Problem, axis: Axis) -> Placed:
+    """Weights split where that costs least; with sequence parallelism what lies between their products, too."""
+    function, batch, sharding, _ = problem
+    split = _search(function, axis.size, batch, sharding.pieces)
+    if not sharding.sequence:
+        return split.placed
+    starts = tuple([(v, Shard(dim)) for v, dim in batch])
+    placed = shard_sequence(graph_of(function), split, axis.size, starts, sharding.pieces)
+    if placed is split.placed:
+        raise InfeasibleError(
+            f"sequence parallelism over {axis.name} {axis.size} splits nothing in {function.name}",
+            f"it needs a dim of the data, other than the batch, that {axis.size} divides; else do without it",
+        )
+    return placed
+
+
+def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Placed:
+    """The batch's class split over n devices, inside the split into microbatches.
+
+    If every op has the same mappings inside microbatches as for the whole batch, the placements found for one
+    microbatch are reused with another `outer`.
+    """
+    graph = graph_of(function)
+    starts = tuple([(v, Shard(dim)) for v, dim in batch])
+    there = classes_from(graph, n, starts).inside(outer, n)
+    if there is None:
+        return _batch_split(graph, Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch]), n)
+    one = _data_parallel(function, n, starts)
+    mappings = [None if s is None else there[id(s)] for s in one.mappings]
+    inputs = {v: Shard(s.dim, s.outer * outer) for v, s in one.inputs.items()}
+    return one._replace(mappings=mappings, inputs=inputs)
+
+
+@cached
+def _data_parallel(function: Function, n: int, starts: tuple[Node, ...]) -> Placed:
+    graph = graph_of(function)
+    return _batch_split(graph, classes_from(graph, n, starts), n)
+
+
+def _batch_split(graph: Graph, classes: Classes, n: int) -> Placed:
+    full = view(graph, [[(mapping, 0) for mapping, _ in row] for row in classes.mappings], shares(graph))
+    # weights are replicated, also those that have the batch as a dim
+    return place_all(full, n, {0}, [graph.index[v] for v in weights(graph.function)])
+
+
+def _pad_weights(problem: Problem, axis: Axis) -> Function:
+    """The function, padded where that lets more of the weights be split.
+
+    The batch, split over time and replicas, is not split once more. Raises InfeasibleError if nothing can be split.
+    """
+    function, batch, sharding, _ = problem
+    n, pieces = axis.size, sharding.pieces
+    options = _paddable(function, n)
+    which = tuple(range(len(options)))
+    split = _search(_padded(function, n, which), n, batch, pieces)
+    inputs = len(function.inputs)  # only inputs keep their numbers when padded
+    useful = tuple([k for k in which if any(v < inputs and split.splits(v, Shard(d)) for v, d in options[k])])
+    if useful != which:
+        split = _search(_padded(function, n, useful), n, batch, pieces)
+    if not split.chosen:
+        raise InfeasibleError(
+            f"{axis.name} {n} splits nothing in {function.name}", _what_splits(function, axis.name, batch, pieces)
+        )
+    return _padded(function, n, useful)
+
+
+_paddable = cached(paddable)
+
+
+@cached
+def _padded(function: Function, n: int, which: tuple[int, ...]) -> Function:
+    """The function with these of the `paddable` classes padded."""
+    options = _paddable(function, n)
+    return pad(function, [options[k] for k in which])
+
+
+def _what_splits(function: Function, axis: str, batch: Batch, pieces: int) -> str:
+    """A hint: the first degrees that split something."""
+    sizes = {d for v in weights(function) for d in shape_of(v)}
+    degrees = [k for k in range(2, max(sizes, default=1) + 1) if any(d % k == 0 for d in sizes)]
+    fits = [str(k) for k in degrees[:_TRIED] if _search(function, k, batch, pieces).chosen]
+    return f"use --{axis} {' or '.join(fits)}" if fits else f"use --{axis} 1: its weights cannot be split"
+
+
+@cached
+def _search(function: Function, n: int, batch: Batch, pieces: int) -> Split:
+    graph = graph_of(function)
+    starts = tuple([(v, Shard(dim)) for v, dim in batch])
+    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)], starts, pieces)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    WEIGHTS: Strategy(_place_weights, _pad_weights),
+    IN_TIME: Strategy(_place_microbatches),
+    BATCH: Strategy(_place_replicas),
+}
+"""By name, in the order in which axes are decided: data parallelism splits what the axes of weights leave whole."""

@@ -1,0 +1,180 @@
+"""ZeRO: optimizer state, gradients and parameters split over the replicas of data parallelism.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. A stage is a choice of
+placements along dp; the collectives follow from them (`shard`):
+
+1. an optimizer op works on a shard of its weight, so its state is sharded, a gradient is reduce-scattered once its sum
+   over microbatches is complete, and the next weight is all-gathered;
+2. a gradient is reduce-scattered in each microbatch, so that sums over microbatches are sharded, too (with one
+   microbatch that is the same as 1);
+3. a weight is sharded and is all-gathered for each forward and each backward pass that uses it (`prefetch` says
+   when).
+
+A weight of which no dim divides by dp stays replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distir.ir.spec import FactorMapping
+from distir.ir.type import REPLICATE, Placement, Shard
+from distir.transforms.sharding.graph import Graph
+from distir.transforms.sharding.place import Placed
+
+STAGES = (0, 1, 2, 3)
+
+
+def shard_state(graph: Graph, replicas: Placed, n: int, stage: int, others: Sequence[tuple[Placed, int]]) -> Placed:
+    """The placements along dp, of n replicas, with what the ZeRO stage splits.
+
+    `others` are the placements along other axes of devices, with their sizes: a dim that one of them splits is used
+    last, and split inside that.
+    """
+    mappings, inputs, reduce = list(replicas.mappings), dict(replicas.inputs), set(replicas.reduce)
+    scatter: dict[int, Shard] = {}
+    for j, slot in _updates(graph):
+        if mappings[j] is not None:
+            continue
+        mapping = _split(graph, j, slot, n, others)
+        if mapping is None:
+            continue
+        mappings[j] = mapping
+        for k, (i, p) in enumerate(zip(graph.ins[j], mapping.ins, strict=True)):
+            if isinstance(p, Shard) and (graph.roles[i] == "state" or (k == slot and stage == 3)):
+                inputs[i] = p
+            elif isinstance(p, Shard) and i not in graph.inputs:
+                made, part = _split_before(graph, mappings, i, p, n)
+                reduce -= _passing(graph, mappings, made)
+                if stage >= 2:
+                    scatter[made] = part
+    if stage == 3:
+        for weight in [i for i in graph.inputs if graph.roles[i] == "parameter"]:
+            if weight not in inputs and not _is_renewed(graph, weight):
+                inputs.update(_split_weight(graph, weight, n, others))
+            if weight in inputs:
+                _split_casts(graph, mappings, weight, inputs[weight], n)
+    return replicas._replace(mappings=mappings, inputs=inputs, reduce=reduce, scatter=scatter)
+
+
+def _updates(graph: Graph) -> list[tuple[int, int]]:
+    """The ops that compute the next value of one of their operands, a parameter, with the number of that operand."""
+    found: list[tuple[int, int]] = []
+    updates, index = graph.function.updates, graph.index
+    for j, op in enumerate(graph.function.ops):
+        renewed = {index[updates[v]] for v in op.outputs if v in updates}
+        slot = next((k for k, i in enumerate(graph.ins[j]) if i in renewed and graph.roles[i] == "parameter"), None)
+        if slot is not None:
+            found.append((j, slot))
+    return found
+
+
+def _split_before(
+    graph: Graph, mappings: list[FactorMapping | None], value: int, split: Shard, n: int
+) -> tuple[int, Shard]:
+    """The value to reduce-scatter for an optimizer that takes its gradient split so, and how it is split.
+
+    That is the gradient itself, unless it is computed pointwise from a value that other ops use too, as the global norm
+    does: then that value is scattered, and those ops work on the shard.
+    """
+    path: list[tuple[int, FactorMapping, int, Shard]] = []
+    i, p = value, split
+    while i not in graph.inputs:
+        j, slot = graph.uses[i][0]
+        mapping = graph.sigs[j].mapping(slot, p, n) if mappings[j] is None else None
+        if mapping is None:
+            break
+        parts = [(x, q) for x, q in zip(graph.ins[j], mapping.ins, strict=True) if isinstance(q, Shard)]
+        if len(parts) != 1 or parts[0][0] in graph.inputs:
+            break
+        i, p = parts[0]
+        path.append((j, mapping, i, p))
+    while path and len(graph.users[path[-1][2]]) == 1:
+        path.pop()
+    for j, mapping, i, p in path:
+        mappings[j] = mapping
+        for user, slot in graph.users[i]:
+            if mappings[user] is None:
+                mappings[user] = graph.sigs[user].mapping(slot, p, n)
+    return path[-1][2:] if path else (value, split)
+
+
+def _passing(graph: Graph, mappings: Sequence[FactorMapping | None], value: int) -> set[int]:
+    """The values whose Partial may pass to `value`: itself, and what unsplit ops compute it from."""
+    found: set[int] = set()
+    todo = [value]
+    while todo:
+        i = todo.pop()
+        if i not in found and i not in graph.inputs:
+            found.add(i)
+            j = graph.uses[i][0][0]
+            todo += graph.ins[j] if mappings[j] is None else []
+    return found
+
+
+def _is_renewed(graph: Graph, weight: int) -> bool:
+    return graph.function.inputs[weight] in graph.function.updates.values()
+
+
+def _split(graph: Graph, j: int, slot: int, n: int, others: Sequence[tuple[Placed, int]]) -> FactorMapping | None:
+    """The mapping of an optimizer op split along its weight, inside what other axes split of its operands."""
+    shape = graph.shapes[graph.ins[j][slot]]
+    alike = [i for i in graph.ins[j] if graph.shapes[i] == shape]
+    for i in alike:  # what a gradient is made of pointwise, as where it is clipped, is split with it
+        alike += [x for x in _operands(graph, i) if graph.shapes[x] == shape and x not in alike]
+    taken: list[tuple[Placement, int]] = []
+    for placed, size in others:
+        if (mapping := placed.mappings[j]) is not None:
+            taken.append((mapping.ins[slot], size))
+        taken += [(p, size) for i in alike for p in _placements(graph, placed, i)]
+    for split in _splits(len(shape), taken):
+        mapping = graph.sigs[j].mapping(slot, split, n)
+        if mapping is not None:
+            return mapping
+    return None
+
+
+def _split_weight(graph: Graph, weight: int, n: int, others: Sequence[tuple[Placed, int]]) -> dict[int, Shard]:
+    """How a weight that is not updated is split."""
+    shape = graph.shapes[weight]
+    taken = [(placed.inputs.get(weight, REPLICATE), size) for placed, size in others]
+    return next(({weight: p} for p in _splits(len(shape), taken) if shape[p.dim] % (p.outer * n) == 0), {})
+
+
+def _splits(rank: int, taken: Sequence[tuple[Placement, int]]) -> list[Shard]:
+    """The candidate splits of values of `rank` dims: dims that no other axis splits first, then inside those that one
+    does. `taken`: placements along other axes, with their sizes.
+
+    Slices of the first dim are contiguous, so gathering them needs no copy.
+    """
+    inside = [1] * rank  # how often each dim is split already
+    for p, size in taken:
+        if isinstance(p, Shard):
+            inside[p.dim] = max(inside[p.dim], p.outer * size)
+    return [Shard(dim, inside[dim]) for dim in sorted(range(rank), key=lambda d: inside[d] > 1)]
+
+
+def _placements(graph: Graph, placed: Placed, value: int) -> list[Placement]:
+    """How a value is placed where it is made, or held as an input; a gradient that several ops take, also by these."""
+    if value in graph.inputs:
+        return [placed.inputs.get(value, REPLICATE)]
+    uses = graph.uses[value] if len(graph.users[value]) > 1 else graph.uses[value][:1]
+    rows = [(placed.mappings[j], slot) for j, slot in uses]
+    return [m.ins[slot] if slot >= 0 else m.outs[~slot] for m, slot in rows if m is not None]
+
+
+def _operands(graph: Graph, value: int) -> list[int]:
+    """The operands of the op that makes a value, if several ops take one of them."""
+    ins = [] if value in graph.inputs else graph.ins[graph.uses[value][0][0]]
+    return ins if any([len(graph.users[x]) > 1 for x in ins]) else []
+
+
+def _split_casts(graph: Graph, mappings: list[FactorMapping | None], weight: int, split: Shard, n: int) -> None:
+    """Casts of a weight work on the shard, so that the narrower dtype is gathered."""
+    for j, slot in graph.users[weight]:
+        sig = graph.sigs[j]
+        pointwise = not sig.spec.alias and sig.ins == sig.outs == [graph.shapes[weight]]
+        if pointwise and mappings[j] is None:
+            mapping = sig.mapping(slot, split, n)
+            if mapping is not None and all(p is not REPLICATE for p in mapping.outs):
+                mappings[j] = mapping

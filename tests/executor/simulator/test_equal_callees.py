@@ -1,0 +1,69 @@
+"""Stages that are the same up to their mesh: what is taken from one for another is what its own code would give."""
+
+from __future__ import annotations
+
+import pytest
+
+from distir.executor.cost_model import CostModel
+from distir.executor.simulator.compile import CompiledProgram
+from distir.executor.simulator.maxplus import Call, Code, Twin
+from distir.executor.simulator.simulator import Simulator
+from distir.ir import Function, Topology
+from distir.models import mlp
+from distir.transforms import parallel_transform_3d
+
+
+def plan(topology: Topology, d: int, h: int, p: int) -> Function:
+    return parallel_transform_3d(mlp(8, 16, 16), d, h, p, topology.devices[: d * h * p], 4)
+
+
+def topology(slow: int | None = None, far: int | None = None) -> Topology:
+    """Eight devices, one of which may compute or communicate more slowly."""
+    t = Topology()
+    for i in range(8):
+        t.add_device("gpu", 1e9 if i != slow else 5e8, 1e9)
+    for i, a in enumerate(t.devices):
+        for k, b in enumerate(t.devices[:i]):
+            t.set_bandwidth(a, b, 8 if far not in (i, k) else 2)
+    return t
+
+
+def bodies(program: CompiledProgram) -> list[Code | Twin]:
+    return [program.body(f) for f in program.function.callees()]
+
+
+@pytest.mark.parametrize(("d", "h", "p"), [(1, 1, 8), (2, 1, 4), (1, 2, 4)])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_twin_is_its_own_code(d: int, h: int, p: int, overlap: bool):
+    t = topology()
+    program = CompiledProgram(plan(t, d, h, p), CostModel(t), overlap)
+    twins = [b for b in bodies(program) if isinstance(b, Twin)]
+    assert twins
+    for twin in twins:
+        own = twin.code
+        assert own.function is twin.function
+        assert (twin.columns, twin.outputs, twin.streams, twin.passed) == (
+            own.columns,
+            own.outputs,
+            own.streams,
+            own.passed,
+        )
+    for call in program.main.plans:
+        if isinstance(call, Call):
+            rows, _ = call.body.summary(call.live)
+            assert (call.rows, call.streams) == (rows, call.body.streams)
+
+
+@pytest.mark.parametrize("slow", [None, 0, 3, 7])
+@pytest.mark.parametrize("far", [None, 3, 6])
+@pytest.mark.parametrize(("d", "h", "p"), [(1, 1, 8), (2, 1, 4), (1, 2, 4)])
+def test_each_stage_with_its_own_code_takes_as_long(
+    monkeypatch: pytest.MonkeyPatch, slow: int | None, far: int | None, d: int, h: int, p: int
+):
+    t = topology(slow, far)
+    program = plan(t, d, h, p)
+    shared = Simulator(CostModel(t)).interpret(program)
+    monkeypatch.setattr(CompiledProgram, "_twin", lambda self, callee: None)  # pyright: ignore[reportUnknownLambdaType]
+    own = Simulator(CostModel(t)).interpret(program)
+    assert dict(shared.timestamps) == dict(own.timestamps)
+    assert shared.stages == own.stages

@@ -1,0 +1,186 @@
+"""Recomputation: exact, proved, and what is saved is what was chosen by cost."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from distir.api.compilation import validate
+from distir.executor import Simulator
+from distir.executor.cost_model import CostModel
+from distir.executor.simulator.simulator import Simulation
+from distir.hardware import load_cluster
+from distir.ir import Device, Function, FunctionMaker, Op, parse, pformat, same, verify
+from distir.ir.errors import InfeasibleError, UsageError
+from distir.models.gpt import gpt
+from distir.transforms.differentiation.training import training_step
+from distir.transforms.parallel3d import distribute
+from distir.transforms.passes import PassContext, run_passes
+from distir.transforms.pipeline.copies import copies
+from distir.transforms.pipeline.phases import BACKWARD, phases
+from distir.transforms.pipeline.recompute import _blocks_again, _cheap, _saving, recompute, saved_bytes
+from distir.transforms.pipeline.stages import cut_stages
+from distir.transforms.plan import Plan
+from tests.transforms.programs import ADAMW, TOLERANCE, error, gpt2_tiny, imported_mlp, run, small_gpt
+
+PROGRAMS = {
+    "gpt": lambda: small_gpt(layers=4, optimizer=ADAMW),
+    "gpt2-tiny": gpt2_tiny,
+    "mlp": imported_mlp,
+}
+PLANS = [
+    Plan(),
+    Plan(2, 2, 2, 2),
+    Plan(2, 1, 2, 4, zero=3),
+    Plan(1, 2, 4, 4, "gpipe"),
+    Plan(1, 1, 2, 4, "interleaved", chunks=2),
+    Plan(1, 1, 3, 2, overlap=False, loss_gradient="forward"),
+]
+
+
+def placed(function: Function, plan: Plan) -> Function:
+    devices = [Device("cpu", i) for i in range(plan.size)]
+    return run_passes(function, ("fuse", "decompose", "pad", "place"), PassContext(plan, devices))
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_equals_sequential(name: str, plan: Plan, how: str) -> None:
+    program = PROGRAMS[name]()
+    devices = [Device("cpu", i) for i in range(plan.size)]
+    made = distribute(program.function, replace(plan, recompute=how), devices)
+    verify(made.placed)
+    assert same(parse(pformat(made.placed)), made.placed)
+    verify(made.program)
+    validate(made.program, program.function)
+    assert error(run(made.program, program), program.results()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_copies_run_in_the_backward_pass_on_their_own_stage(how: str) -> None:
+    base = recompute(placed(small_gpt(layers=4).function, Plan(microbatches=2)), how)
+    assert copies(base)
+    function, stage = cut_stages(base, 3, 2)
+    phase, again = phases(function), copies(function)
+    assert again
+    home = {v: stage[op] for op in function.ops if op in stage for v in op.outputs}
+    for op in function.ops:
+        if op.outputs[0] in again:
+            assert phase[op] == BACKWARD
+            assert op.of is not None
+            assert stage[op] == stage[op.of]
+        for v in op.inputs:
+            if v in again:
+                assert home[v] == stage[op], "what crosses from stage to stage is never made again for it"
+
+
+def test_full_saves_what_crosses_between_blocks_alike() -> None:
+    """Of a GPT of n layers what enters each layer: (batch, sequence, width)."""
+    saved: dict[int, float] = {}
+    for layers in (3, 6):
+        base = placed(small_gpt(layers=layers).function, Plan())
+        found = _saving(base)
+        assert len(found.blocks) == layers
+        assert len({len(block) for block in found.blocks}) == 1
+        full = recompute(base, "full")
+        saved[layers] = saved_bytes(_saving(full), ())
+        assert saved[layers] < saved_bytes(found, ()) / 4
+    assert saved[6] - saved[3] == 3 * 8 * 4 * 8 * 8  # three more layers: batch 8, sequence 4, width 8, float64
+
+
+def large() -> Function:
+    """A GPT wide enough that its products are dear, with attention taken apart into scores and softmax."""
+    return training_step(gpt(2, 1024, 16, 128, 64, 2), optimizer="sgd")
+
+
+def test_selective_makes_no_matrix_product_of_weights_again() -> None:
+    base = placed(large(), Plan())
+    found = _saving(base)
+    again = _cheap(found)
+    assert again
+    names = {found.maker[v].spec.name for v in again}
+    assert "MatMul" not in names
+    assert {"LayerNorm", "Gelu"} <= names
+    assert saved_bytes(found, again) < 0.8 * saved_bytes(found, ())
+
+
+def test_no_collective_is_repeated_where_it_is_cheap_to_save() -> None:
+    base = placed(large(), Plan(tp=4))
+    made = recompute(base, "selective")
+    kinds = {op.spec.name for op in made.ops if op.outputs[0] in copies(made)}
+    assert kinds
+    assert not {name for name in kinds if name.startswith("MPI")}
+
+
+def test_a_budget_of_bytes() -> None:
+    base = placed(small_gpt(layers=4).function, Plan())
+    none = saved_bytes(_saving(base), ())
+    cheap = saved_bytes(_saving(recompute(base, "selective")), ())
+    full = saved_bytes(_saving(recompute(base, "full")), ())
+    assert full < cheap < none
+    assert recompute(base, str(none)) is base
+    for budget in (none - 1, cheap, cheap - 1, full + 1):
+        got = saved_bytes(_saving(recompute(base, str(budget))), ())
+        assert got <= budget
+    assert saved_bytes(_saving(recompute(base, str(cheap / 2), stages=2)), ()) == cheap
+    with pytest.raises(InfeasibleError, match="bytes saved a microbatch are too few: with all blocks made again it is"):
+        recompute(base, "1")
+
+
+def simulated(plan: Plan) -> tuple[Function, Simulation]:
+    topology = load_cluster("dgx-a100", None, plan.size)
+    step = training_step(gpt(8, 256, 8, 512, 128, 16), optimizer="sgd")
+    program = distribute(step, plan, topology.devices[: plan.size]).program
+    return program, Simulator(CostModel(topology)).interpret(program)
+
+
+def test_live_memory_falls_as_predicted() -> None:
+    """The peak falls by about what is no longer saved, times the microbatches in flight, and the step takes longer."""
+    none, selective, full = (simulated(Plan(2, 1, 2, 4, recompute=how))[1] for how in ("none", "selective", "full"))
+    first = [s.stages[0] for s in (none, selective, full)]
+    assert first[0].memory > first[1].memory > first[2].memory
+    assert none.seconds < full.seconds < 1.5 * none.seconds
+    base = placed(training_step(gpt(8, 256, 8, 512, 128, 16), optimizer="sgd"), Plan(2, 1, 2, 4))
+    less = (saved_bytes(_saving(base), ()) - saved_bytes(_saving(recompute(base, "full")), ())) / 2  # of one stage
+    fallen = first[0].memory - first[2].memory
+    assert 0.5 * 2 * less < fallen < 1.1 * 2 * less  # two microbatches in flight, one block of them being made again
+
+
+def test_where_no_blocks_are_alike_nothing_is_made_again() -> None:
+    f = FunctionMaker("odd")
+    from distir.ir import Role
+    from distir.ir.type import Float, Tensor
+
+    x = f.add_input_value("x", Tensor(Float(), (8, 4)), Role("data", 0))
+    widths = [4, 6, 10, 3]
+    for k, (a, b) in enumerate(itertools.pairwise(widths)):
+        x = f.emit("Relu", f.emit("MatMul", x, f.add_input_value(f"w{k}", Tensor(Float(), (a, b)), Role("parameter"))))
+    f.set_outputs([x])
+    base = placed(training_step(f.finalize(), "mse", "sgd"), Plan())
+    assert _saving(base).blocks == []
+    assert recompute(base, "full") is base
+
+
+def test_words_and_bytes_only() -> None:
+    with pytest.raises(UsageError, match=r"recompute: expected none, selective .* or the bytes .*; got 'some'"):
+        Plan(recompute="some")
+    assert Plan(recompute="1e9").recompute == "1e9"
+
+
+def test_a_gradient_of_the_same_kind_is_no_copy() -> None:
+    """The gradient of a product is a product, and `of` it."""
+    base = placed(imported_mlp().function, Plan())
+    ops: list[Op] = [op for op in base.ops if op.of is not None and op.of.spec is op.spec]
+    assert ops
+    assert not copies(base)
+
+
+@pytest.mark.parametrize("layers", [2, 3, 5])
+def test_blocks_are_found_in_few_layers(layers: int) -> None:
+    """The first of two begins with another sum than the second: that of the embeddings."""
+    saving = _saving(placed(small_gpt(layers=layers).function, Plan()))
+    assert len(saving.blocks) >= layers
+    assert saved_bytes(saving, _blocks_again(saving, saving.blocks)) < 0.6 * saved_bytes(saving, ())

@@ -1,0 +1,232 @@
+"""Stages are balanced, values that skip a stage are sent on, and tied weights stay tied."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distir.ir import Function, FunctionMaker, Op, Value
+from distir.ir.errors import InfeasibleError
+from distir.ir.function import Role
+from distir.ir.type import Float64, Tensor
+from distir.models import mlp
+from distir.ops.rules import shape_of, tensor
+from distir.transforms.differentiation.training import training_step
+from distir.transforms.pipeline.partition import balanced_cut
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, phases
+from distir.transforms.pipeline.stages import PLAIN, StageCost, cut_stages
+from tests.transforms.programs import BATCH, Plan, Program, check, distributed, error, gpt2_tiny, run, small_gpt
+
+costs = st.lists(st.integers(0, 20), min_size=1, max_size=9)
+
+
+def max_cost(cuts: tuple[int, ...], cost: list[int], cut_cost: list[int]) -> int:
+    """The maximum cost of a part, the larger cut cost of its ends included."""
+    ends = (0, *cuts, len(cost))
+    return max(
+        sum(cost[a:b]) + max(cut_cost[a] if a else 0, cut_cost[b] if b < len(cost) else 0)
+        for a, b in itertools.pairwise(ends)
+    )
+
+
+@given(costs, st.integers(1, 5), st.randoms(use_true_random=False))
+def test_a_sequence_is_cut_best(cost: list[int], parts: int, rng: random.Random) -> None:
+    cut_cost = [rng.randrange(10) for _ in range(len(cost) + 1)]
+    if parts > len(cost):
+        with pytest.raises(InfeasibleError, match=f"{len(cost)} cuttable pieces cannot make {parts} stages"):
+            balanced_cut(cost, cut_cost, parts)
+        return
+    cuts = tuple(balanced_cut(cost, cut_cost, parts))
+    assert list(cuts) == sorted(set(cuts))
+    best = min(max_cost(c, cost, cut_cost) for c in itertools.combinations(range(1, len(cost)), parts - 1))
+    assert max_cost(cuts, cost, cut_cost) == best
+
+
+def test_of_equal_cuts_the_most_even() -> None:
+    """The last element alone determines the maximum cost; the others are still balanced."""
+    assert balanced_cut([1.0] * 6 + [9.0], [0.0] * 8, 4) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_equal_layers_are_cut_alike(parts: int) -> None:
+    """The cost of a hand-written backward pass counts: sending costs more here than a layer's forward pass."""
+    placed = distributed(Program(mlp(8, 4096, 4096), []), Plan(1, 1, 1, 2)).placed
+    _, stage = cut_stages(placed, parts, 2)
+    for kind in ("MatMul", "Relu", "MatMulGrad"):
+        count = Counter(s for op, s in stage.items() if op.spec.name == kind)
+        assert count == dict.fromkeys(range(parts), 8 // parts), kind
+
+
+def test_a_backward_pass_written_by_hand_is_paid_for() -> None:
+    """Its ops have no `of`: their forward ops are inferred from their operands."""
+    placed = distributed(Program(mlp(8, 64, 64), []), Plan(1, 1, 1, 2)).placed
+    _, stage = cut_stages(placed, 4, 2, StageCost(lambda op: float(op.spec.name == "MatMulGrad"), 0.0))
+    assert Counter(s for op, s in stage.items() if op.spec.name == "MatMulGrad") == dict.fromkeys(range(4), 2)
+
+
+# ---- against brute force over all monotone assignments
+
+
+def branched(seed: int) -> Function:
+    """A training step of a small random network with skip connections and branches."""
+    rng = random.Random(seed)
+    f = FunctionMaker("net")
+    streams = [f.add_input_value("x", Tensor(Float64, (BATCH, 8)), Role("data", 0))]
+    for i in range(rng.randrange(3, 6)):
+        if rng.random() < 0.3 and len(streams) > 2:
+            streams.append(f.emit("Add", streams[-1], rng.choice(streams[1:])))
+            continue
+        w = f.add_input_value(f"w{i}", Tensor(Float64, (8, 8)), Role("parameter"))
+        y = f.emit("MatMul", rng.choice(streams[-3:]), w)
+        streams.append(f.emit("Relu", y) if rng.random() < 0.5 else y)
+    used = {v for op in f.ops for v in op.inputs}
+    first, *rest = [v for v in streams[1:] if v not in used]
+    for v in rest:
+        first = f.emit("Add", first, v)
+    f.set_outputs([first])
+    return training_step(f.finalize(), "mse")
+
+
+def stage_price(function: Function, stage: dict[Op, int], parts: int, microbatches: int) -> float:
+    """The maximum stage cost, as the cut counts it: ops with those that follow them, and cut costs, both ways."""
+    phase = phases(function)
+    load = [0.0] * parts
+    weight_user: dict[Value, Op] = {}
+    forward = [op for op in function.ops if phase[op] == FORWARD]
+    for op in sorted(forward, key=lambda op: stage[op]):
+        for v in op.inputs:
+            weight_user.setdefault(v, op)
+    for op in function.ops:
+        if phase[op] == FORWARD:
+            load[stage[op]] += PLAIN.op(op)
+        elif phase[op] == BACKWARD and op.of in stage:
+            load[stage[op.of]] += PLAIN.op(op)
+        elif phase[op] == "U":
+            owner = next((weight_user[v] for v in op.inputs if v in weight_user), None)
+            if owner is not None:  # a sum over time is paid for as it runs
+                load[stage[owner]] += PLAIN.op(op) / microbatches
+    made = {v: stage[op] for op in forward for v in op.outputs}
+    last = dict(made)
+    for op in forward:
+        for v in op.inputs:
+            if v in last:
+                last[v] = max(last[v], stage[op])
+    tolls = [0.0] * (parts + 1)
+    for v, s in made.items():
+        for boundary in range(s, last[v]):
+            tolls[boundary + 1] += 2 * PLAIN.sent * tensor(v).dtype.size * math.prod(shape_of(v))
+    return max(x + max(ends) for x, ends in zip(load, itertools.pairwise(tolls), strict=True))
+
+
+def monotone(forward: list[Op], parts: int) -> list[dict[Op, int]]:
+    """Every assignment in which no op is on an earlier stage than its operands, and no stage is empty."""
+    producer = {v: op for op in forward for v in op.outputs}
+    found: list[dict[Op, int]] = [{}]
+    for op in forward:
+        found = [
+            {**stage, op: s}
+            for stage in found
+            for s in range(max([0, *(stage[producer[v]] for v in op.inputs if v in producer)]), parts)
+        ]
+    return [stage for stage in found if len(set(stage.values())) == parts]
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_as_cheap_as_brute_force(seed: int, parts: int) -> None:
+    function = branched(seed)
+    placed = distributed(Program(function, []), Plan(1, 1, 1, 2)).placed
+    phase = phases(placed)
+    forward = [op for op in placed.ops if phase[op] == FORWARD]
+    assignments = monotone(forward, parts)
+    best = min(stage_price(placed, stage, parts, 2) for stage in assignments)
+    cut, found = cut_stages(placed, parts, 2)
+    mine = {v.name: s for op, s in found.items() for v in op.outputs}
+    stage = {op: mine[op.outputs[0].name] for op in forward}
+    assert cut is not None
+    assert stage_price(placed, stage, parts, 2) <= best * (1 + 1e-9)
+
+
+def test_embedding_and_head_are_part_of_the_balance() -> None:
+    """With a large vocabulary the head's stage has fewer blocks."""
+    program = small_gpt(layers=6, vocabulary=512)
+    made = distributed(program, Plan(1, 1, 2, 2)).program
+    first = next(f for f in made.callees() if f.name == "fwd0")
+    second = next(f for f in made.callees() if f.name == "fwd1")
+    blocks = [sum(op.op_type == "Attention" for op in f.ops) for f in (first, second)]
+    assert sum(blocks) == 6
+    assert blocks[0] > blocks[1]
+
+
+# ---- what crosses stages
+
+
+def skipping() -> Program:
+    """The first activation is used again at the very end, and a weight on the first and the last stage."""
+    f = FunctionMaker("skip")
+    width = 256  # so wide that computing costs more than sending
+    x = f.add_input_value("x", Tensor(Float64, (BATCH, width)), Role("data", 0))
+    weights = [f.add_input_value(f"w{i}", Tensor(Float64, (width, width)), Role("parameter")) for i in range(6)]
+    first = a = f.emit("Tanh", f.emit("MatMul", x, weights[0]))
+    for w in weights[1:]:
+        a = f.emit("Tanh", f.emit("MatMul", a, w))
+    f.set_outputs([f.emit("Add", f.emit("MatMul", a, weights[0]), first)])
+    step = training_step(f.finalize(), "mse", gradients=True)
+    rng = np.random.default_rng(0)
+    return Program(step, [rng.standard_normal(shape_of(v)) / 16 for v in step.inputs])
+
+
+def test_values_that_skip_stages_are_sent_on() -> None:
+    program = skipping()
+    function = check(program, Plan(1, 1, 3, 4))
+    sends = [op for op in function.ops if op.op_type == "Send" and op.inputs[0].kind is None]
+    ways = [(tensor(op.inputs[0]).mesh.name, op.attributes["to"].name) for op in sends]
+    assert ways.count(("stage0", "stage2")) == 4  # once a microbatch, though two ops there need it
+    assert ways.count(("stage0", "stage1")) == ways.count(("stage1", "stage2")) == 4
+
+
+def test_tied_weights_have_one_gradient_and_one_home() -> None:
+    program, plan = gpt2_tiny(), Plan(1, 1, 2, 4)
+    function = distributed(program, plan).program
+    table = next(v for v in function.inputs if shape_of(v) == (509, 64) and v.kind == "parameter")
+    sent = [op for op in function.ops if op.op_type == "Send" and op.inputs[0] is table]
+    assert len(sent) == 1  # the weight itself, once a step
+    updates = [op for f in function.callees() for op in f.ops if op.op_type == "AdamW"]
+    assert sum(shape_of(op.inputs[0]) == (509, 64) for op in updates) == 1
+    assert error(run(function, program), program.results()) <= 1e-10
+
+
+def test_a_tied_gradient_is_sent_once_a_step() -> None:
+    """Each stage accumulates its part over the microbatches before sending it."""
+    for microbatches in (1, 2, 4):
+        function = distributed(small_gpt(), Plan(1, 1, 2, microbatches)).program
+        sent = [op for op in function.ops if op.op_type == "Send"]
+        whole = [op for op in sent if "(16, 8)" in str(getattr(op.inputs[0].type, "global_shape", ""))]
+        assert len(whole) <= 2  # the weight one way, its gradient the other
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([2, 3, 4]))
+def test_gradients_flow_backward_only(seed: int, parts: int) -> None:
+    """No stage of the backward pass waits for an earlier one."""
+    placed = distributed(Program(branched(seed), []), Plan(1, 1, 1, 2)).placed
+    try:
+        cut, stage = cut_stages(placed, parts, 2)
+    except InfeasibleError:
+        return
+    phase, producer = phases(cut), cut.producers()
+    for op in cut.ops:
+        for v in op.inputs:
+            made = producer.get(v)
+            if made in stage and op in stage and phase[op] == phase[made]:
+                if phase[op] == FORWARD:
+                    assert stage[made] <= stage[op]
+                elif phase[op] == BACKWARD:
+                    assert stage[made] >= stage[op]

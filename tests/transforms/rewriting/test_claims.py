@@ -1,0 +1,349 @@
+"""Tests what rewrites claim: every law, every definition and every gradient rule, on random instances."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distir.api.compilation import validate
+from distir.api.masks import with_causal_attention
+from distir.api.rewrites import CHECKS, check_origins, rewritten
+from distir.executor.reference.sequential import SequentialExecutor, evaluate
+from distir.ir import Device, Function, FunctionMaker, Role, Value
+from distir.ir.definition import definition_of
+from distir.ir.errors import MismatchError, ModelWarning
+from distir.ir.function import Attributes, Op
+from distir.ir.spec import lookup
+from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor
+from distir.models.gpt import gpt
+from distir.ops.rules import shape_of, tensor
+from distir.transforms.differentiation.grad import grad
+from distir.transforms.differentiation.training import SGD, training_step, with_loss, with_updates
+from distir.transforms.parallel3d import parallel_transform_3d, source_of
+from distir.transforms.rank.project import project
+from distir.transforms.rank.recompose import recompose
+from distir.transforms.rewriting import claims, cleanup, decompose, instances
+from distir.transforms.rewriting.claims import check_definition, check_gradient, check_rewrite
+from distir.transforms.rewriting.fuse import fuse as fused
+from distir.transforms.rewriting.laws import REWRITES, Law, Origin, origins
+from distir.transforms.rewriting.precision import with_dtype
+from distir.transforms.sharding import check_padding as padding
+from distir.transforms.sharding import pad
+from distir.transforms.sharding.check_padding import check_padding
+from distir.transforms.sharding.pad import paddable
+from tests.ops.samples import SAMPLES, Sample
+from tests.ops.test_matrix import build
+from tests.transforms.programs import Plan, distributed, gpt2_tiny, small_gpt
+from tests.transforms.rewriting.faults import (
+    attention,
+    differs,
+    forward,
+    fresh,
+    parts,
+    small_floats,
+    trained,
+    untidy,
+    written_step,
+)
+
+PACKAGE = Path(claims.__file__).parents[2]
+
+
+# ---------------------------------------------------------------- every rewrite
+
+
+def loss_of_trained() -> Function:
+    return with_loss(fresh(trained()), "cross-entropy")
+
+
+def slopes() -> Function:
+    f = loss_of_trained()
+    return grad(f, 0, [v for v in f.inputs if v.kind == "parameter"])
+
+
+def padded() -> Function:
+    f = decompose.decompose(fresh(written_step()), True)
+    return pad.pad(f, paddable(f, 2))
+
+
+def updated() -> Function:
+    f = slopes()
+    return with_updates(f, SGD(0.5), [v for v in f.inputs if v.kind == "parameter"], False)
+
+
+REWRITTEN: dict[str, Callable[[], Function]] = {
+    "fuse": lambda: fused(fresh(forward())),
+    "decompose": lambda: decompose.decompose(fresh(forward())),
+    "fold": lambda: cleanup.fold(fresh(untidy()), evaluate),
+    "pad": padded,
+    "recompose": lambda: recompose(fresh(parts())),
+    "grad": slopes,
+    "with_loss": loss_of_trained,
+    "with_updates": updated,
+    "with_dtype": lambda: with_dtype(fresh(small_floats()), Float64),
+    "with_causal_attention": lambda: with_causal_attention(fresh(attention()[0]), attention()[1]),
+}
+"""An instance of every rewrite."""
+
+
+def test_every_law_has_a_check_and_every_rewrite_an_instance() -> None:
+    assert set(CHECKS) == set(Law)
+    assert set(REWRITTEN) == set(REWRITES)
+    assert set(REWRITES.values()) == set(Law)
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_a_rewrite_keeps_its_law(name: str) -> None:
+    """The check passes, and both functions compute the same on random numbers."""
+    after = REWRITTEN[name]()
+    origin = after.cache[Origin]
+    assert (origin.rewrite, origin.law) == (name, REWRITES[name])
+    check_origins(after)
+    before = origin.before
+    if origin.law is Law.MORE:
+        both = [v for v in before.producers() if v in after.producers()]
+        assert both
+        before, after = [Function(f.name, f.inputs, f.ops, tuple(both)) for f in (before, after)]
+    for seed in range(3):
+        arrays = drawn(origin.before, after, seed)
+        want, got = [SequentialExecutor().compute(f, [arrays[v.name] for v in f.inputs]) for f in (before, after)]
+        if origin.law is Law.RETYPED:
+            got = [x.astype(np.float32) for x in got]
+        near = 1e-5 if origin.law is Law.RETYPED else 1e-9
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=near, atol=near)
+
+
+def drawn(before: Function, after: Function, seed: int) -> dict[str, Any]:
+    """Arrays for the inputs of both by name, in their source shapes; known masks have their actual values."""
+    rng = np.random.default_rng(seed)
+    masks = {v: x for v, x in attention()[1].items() if v in before.inputs}
+    found: dict[str, Any] = {v.name: x for v, x in masks.items()}
+    for v in (*before.inputs, *after.inputs):
+        shape = (v.role and v.role.source) or shape_of(v)
+        integers = tensor(v).dtype.kind == "int"
+        found.setdefault(v.name, rng.integers(0, 5, shape) if integers else 0.4 * rng.standard_normal(shape))
+    return found
+
+
+def test_what_a_rank_runs_is_joined_by_law() -> None:
+    """Products and biases, in bodies with bundles and communication."""
+    program = distributed(small_gpt(layers=1), Plan(1, 2, 2, 2)).program
+    bodies = [f for rank in range(4) for f in project(program, rank).function.callees()]
+    joined = [new for f in bodies if (new := recompose(f)) is not f]
+    assert len(joined) > 4
+    for new in joined:
+        check_origins(new)
+
+
+HELPERS = {"prune", "rewrite", "causal", "pad_like"}
+"""Helpers of rewrites, which are no rewrites themselves; `pad_like` pads by `pad`."""
+
+
+@pytest.mark.parametrize("room", ["transforms/rewriting", "transforms/differentiation", "transforms/sharding/pad.py"])
+def test_no_rewrite_is_without_a_law(room: str) -> None:
+    """Public functions from a Function to a Function are rewrites, or named above."""
+    place = PACKAGE / room
+    for path in sorted(place.glob("*.py")) if place.is_dir() else [place]:
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or not node.args.args:
+                continue
+            types = [ast.unparse(x) if x else "" for x in (node.args.args[0].annotation, node.returns)]
+            if types == ["Function", "Function"] and node.name not in HELPERS | {"training_step"}:
+                assert node.name in REWRITES, f"{path}: {node.name} states no law"
+
+
+# ---------------------------------------------------------------- every definition and every gradient rule
+
+DEFINED = [s for s in SAMPLES if lookup(s.op).meaning is not None]
+SLOPED = [s for s in SAMPLES if lookup(s.op).grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [Float64, Float32, BFloat16], ids=repr)
+@pytest.mark.parametrize("s", DEFINED, ids=lambda s: s.op)
+def test_an_op_computes_what_its_definition_does(s: Sample, dtype: DType) -> None:
+    """On small instances; in double precision also on the sample's own operands."""
+    (op,) = with_dtype(build(s), dtype).ops
+    found = definition_of(op)
+    if found is None:
+        assert op.attributes.get("causal")
+        return
+    check_definition(found, evaluate)
+    for seed in range(3) if dtype is Float64 else ():
+        want, got = [SequentialExecutor().compute(f, s.arrays(seed)) for f in (build(s), found.parts)]
+        assert not differs(got, want)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_causal_attention_is_attention_under_a_triangle(s: int, t: int, seed: int) -> None:
+    """The law by which masks go."""
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal((2, n, 3)) for n in (s, t, t)]
+    f = FunctionMaker("both")
+    q, k, v = [f.add_input_value(n, Tensor(Float64, x.shape)) for n, x in zip("qkv", arrays, strict=True)]
+    mask = f.add_input_value("mask", Tensor(Float64, (s, t)))
+    y = f.emit("Attention", q, k, v, scale=0.5, causal=True)[0]
+    f.set_outputs([y, f.emit("Attention", q, k, v, mask, scale=0.5)[0]])
+    triangle = np.where(np.tri(s, t, dtype=bool), 0, -np.inf)
+    got, want = SequentialExecutor().compute(f.finalize(), [*arrays, triangle])
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("s", SLOPED, ids=lambda s: s.op)
+def test_a_gradient_rule_gives_the_slope(s: Sample) -> None:
+    check_gradient(build(s).ops[-1], evaluate)
+
+
+def test_what_cannot_be_tried_is_said() -> None:
+    """A rewrite of ops whose sizes are too large to test, and that give only NaN at small sizes."""
+    f = FunctionMaker("large")
+    x = f.add_input_value("x", Tensor(Float64, (1 << 12, 1 << 12)))
+    cut = f.emit("Slice", x, starts=(0, 0), ends=(4096, 4000), axes=(0, 1), steps=(1, 1))
+    f.set_outputs([f.emit("Neg", cut)])
+    before = f.finalize()
+    cut_op, neg = before.ops
+    other = Op(lookup("Abs"), neg.inputs, neg.attributes, neg.outputs)
+    inside = Op(
+        cut_op.spec, cut_op.inputs, Attributes({**cut_op.attributes, "starts": (0, 0)}), (Value("c", cut.type),)
+    )
+    other = Op(other.spec, inside.outputs, other.attributes, other.outputs)
+    with pytest.warns(ModelWarning, match="has not been tried"):
+        check_rewrite(before, Function("large", before.inputs, (inside, other), before.outputs), evaluate)
+
+
+# ---------------------------------------------------------------- from the program as imported on
+
+
+def test_validate_goes_back_to_the_program_as_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault before the model became a training step is found when the step is distributed."""
+    from distir.transforms.rewriting import fuse
+
+    rule = fuse.find_silu
+    monkeypatch.setattr(fuse, "find_silu", lambda program, op: (x := rule(program, op)) and x._replace(op_type="Tanh"))
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor(Float64, (8, 8)), Role("data", 0))
+    h = f.emit("MatMul", x, f.add_input_value("w", Tensor(Float64, (8, 8)), Role("parameter")))
+    f.set_outputs([f.emit("Mul", h, f.emit("Sigmoid", h))])
+    step = training_step(f.finalize(), "mse", "sgd")
+    program = parallel_transform_3d(step, 2, 1, 1, [Device("cpu", i) for i in range(2)], 2)
+    with pytest.raises(MismatchError, match="Sigmoid, Mul as Tanh"):
+        validate(program, step)
+
+
+def test_what_was_rewritten_is_listed() -> None:
+    step = gpt2_tiny().function
+    program = parallel_transform_3d(step, 1, 2, 1, [Device("cpu", i) for i in range(2)], 1)
+    lines = rewritten(source_of(program, step))
+    assert [line.split(":")[0] for line in lines] == ["fuse", "grad", "fold", "with_dtype", "decompose", "pad"]
+    assert "2 Attention, 2 Gelu in place of " in lines[0]
+    assert lines[1] == "grad: 8 Gemm, 5 LayerNormalization, 1 SoftmaxCrossEntropyLoss decomposed"
+    assert lines[4] == "decompose: 1 CrossEntropy decomposed"
+    assert lines[5].startswith("pad: 509 padded to 510 (%")
+    first = [origin.rewrite for origin, _ in origins(step)][-1]
+    assert first == "with_loss"
+
+
+def distribute(f: Function, tp: int = 2) -> None:
+    """As `distir.distribute` does, with no cached analyses of other functions."""
+    f = Function(f.name, f.inputs, f.ops, f.outputs, f.updates)
+    validate(parallel_transform_3d(f, 1, tp, 1, [Device("cpu", k) for k in range(tp)], 1), f)
+
+
+# ---------------------------------------------------------------- what is tried, and on what
+
+
+@pytest.mark.parametrize("dtype", [Float32, Float16, BFloat16], ids=repr)
+@pytest.mark.parametrize("make", [written_step, forward])
+def test_right_rewrites_pass_in_every_dtype(make: Callable[[], Function], dtype: DType) -> None:
+    """Constants are rounded to it, and statistics cast."""
+    for tp in (2, 4):
+        distribute(with_dtype(make(), dtype), tp)
+
+
+def test_functions_that_are_called() -> None:
+    f = FunctionMaker("main")
+    x, labels = f.add_input_value("x", Tensor(Float64, (4, 3))), f.add_input_value("l", Tensor(Int64, (4,)))
+    inner = FunctionMaker("inner")
+    a, b = [inner.add_input_value(v.name, v.type) for v in (x, labels)]
+    inner.set_outputs([inner.emit("SoftmaxCrossEntropyLoss", a, b)])
+    f.set_outputs([f.add_op("Call", None, [x, labels], {}, [inner.finalize()])])
+    function = f.finalize()
+    check_rewrite(function, decompose.decompose(function), evaluate)
+    (op,) = decompose.decompose(function).ops
+    wrong = Function("inner", op.callee.inputs, op.callee.ops[:-1], op.callee.outputs)  # type: ignore[union-attr]
+    bad = Op(op.spec, op.inputs, Attributes({**op.attributes, "callee": wrong}), op.outputs)
+    with pytest.raises(MismatchError, match="has lost output"):
+        check_rewrite(function, Function("main", function.inputs, (bad,), function.outputs), evaluate)
+
+
+def test_what_is_alike_is_tried_once_whatever_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On few elements, for programs of any size; the second time nothing is evaluated."""
+    evaluated: list[int] = []
+
+    def counting(op: Op, ins: Sequence[Any], coord: None) -> Any:
+        evaluated.append(sum(np.size(x) for x in ins))
+        return evaluate(op, ins, coord)
+
+    def tried(layers: int, width: int, words: int) -> int:
+        evaluated.clear()
+        for module, name in ((claims, "_tried"), (padding, "_tried")):
+            monkeypatch.setattr(module, name, type(getattr(module, name))())
+        f = training_step(gpt(layers, width, 2, words, 16, 4, Float32), "cross-entropy", "adamw")
+        parts = decompose.decompose(f)
+        check_rewrite(f, parts, counting)
+        check_padding(parts, pad.pad(parts, paddable(parts, 2)), counting)
+        assert max(evaluated) < 5000
+        return len(evaluated)
+
+    assert tried(1, 64, 509) == tried(4, 256, 4099) > 0
+    f = forward()
+    check_rewrite(f, fused(f), counting)
+    evaluated.clear()
+    other = Function(f.name, f.inputs, f.ops, f.outputs)
+    check_rewrite(other, fused(other), counting)
+    assert evaluated == []
+
+
+def test_an_exporter_s_attention_is_tried_at_small_sizes() -> None:
+    """Keys whose leading dims are merged and split: shapes in attributes become small, too."""
+    f = FunctionMaker("exported")
+    q, k, v = [f.add_input_value(n, Tensor(Float32, (16, 12, 512, 64))) for n in "qkv"]
+    merged = f.emit("Reshape", k, shape=(192, 512, 64))
+    turned = f.emit("Reshape", f.emit("Transpose", merged, perm=(0, 2, 1)), shape=(16, 12, 64, 512))
+    f.set_outputs([f.emit("MatMul", f.emit("Softmax", f.emit("MatMul", q, turned), axis=-1), v)])
+    function = f.finalize()
+    new = fused(function)
+    assert [op.op_type for op in new.ops] == ["Attention"]
+    small = instances.small_sizes(function.ops)
+    env = {x: Value(x.name, instances.small_type(x, small)) for x in function.inputs}
+    made = instances.small_ops(function.ops, env, small)
+    assert env[k].type is Tensor(Float64, (3, 2, 5, 4))
+    assert made[1].outputs[0].type is Tensor(Float64, (6, 4, 5))
+    check_rewrite(function, new, evaluate)
+
+
+def test_a_weight_whose_gradient_is_a_constant() -> None:
+    """Its padding stays 0 from step to step: what is expanded into it is not 0 there."""
+    f = FunctionMaker("total")
+    x = f.add_input_value("x", Tensor(Float64, (4, 9)), Role("data", 0))
+    w, b = [f.add_input_value(n, Tensor(Float64, s), Role("parameter")) for n, s in (("w", (9, 8)), ("b", (8,)))]
+    y = f.emit("ReduceSum", f.emit("Add", f.emit("MatMul", x, w), b), axes=(0, 1), keepdims=0)
+    loss = f.emit("Add", y, f.emit("ReduceSum", w, axes=(0, 1), keepdims=0))
+    f.set_outputs([loss])
+    step = training_step(f.finalize(), loss.name, "sgd")
+    padded = pad.pad(step, paddable(step, 2))
+    assert any(v.role and v.role.source for v in padded.inputs)
+    check_padding(step, padded, evaluate)
+    new = next(v for v in padded.outputs if v in padded.updates and padded.updates[v].name == "w")
+    seen: dict[Value, Any] = {}
+    arrays = [np.ones(v.type.shape) for v in step.inputs]  # type: ignore[union-attr]
+    SequentialExecutor(tap=lambda v, x: seen.setdefault(v, x)).compute(padded, arrays)
+    assert np.all(seen[new][9:] == 0)
+    assert np.any(seen[new][:9] != 1)

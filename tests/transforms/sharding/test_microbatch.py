@@ -1,0 +1,51 @@
+"""What works on a microbatch and what on the whole batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distir.executor.reference.sequential import SequentialExecutor
+from distir.ir import Device, FunctionMaker, Role, verify
+from distir.ir.function import Function
+from distir.ir.type import Float64, Tensor
+from distir.ir.validate import validate
+from distir.ops.rules import shape_of
+from distir.transforms.differentiation.training import SGD, training_step
+from distir.transforms.parallel3d import distribute
+from distir.transforms.plan import Plan
+
+
+def centred(late: bool) -> Function:
+    """A layer on data less their mean over the batch; or (`late`) less the mean of what a first layer makes."""
+    maker = FunctionMaker("centred")
+    x = maker.add_input_value("x", Tensor(Float64, (8, 4)), Role("data", 0))
+    v, w = [maker.add_input_value(n, Tensor(Float64, (4, 4)), Role("parameter")) for n in "vw"]
+    h = maker.emit("Tanh", maker.emit("MatMul", x, v)) if late else x
+    h = maker.emit("Sub", h, maker.emit("ReduceMean", h, axes=(0,), keepdims=1))
+    y = maker.emit("Relu", maker.emit("MatMul", h, w))
+    maker.set_outputs([maker.add_op("ReduceSum", "loss", [y], {"axes": (0, 1), "keepdims": 0})])
+    return training_step(maker.finalize(), "loss", SGD(0.1), gradients=True)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("dp", "pp", "microbatches"), [(1, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 2)])
+def test_statistics_of_the_batch_are_those_of_the_whole_batch(late, dp, pp, microbatches):
+    step = centred(late)
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape_of(v)) for v in step.inputs]
+    devices = [Device("cpu", i) for i in range(dp * pp)]
+    done = distribute(step, Plan(dp, 1, pp, microbatches), devices)
+    verify(done.program)
+    validate(done.program, done.source)
+    for a, b in zip(
+        SequentialExecutor().compute(done.program, arrays), SequentialExecutor().compute(step, arrays), strict=True
+    ):
+        assert np.abs(a - b).max() <= 1e-10 * max(1, np.abs(b).max())
+
+
+def test_only_the_statistics_are_in_the_prologue():
+    done = distribute(centred(False), Plan(microbatches=2), [Device("cpu", 0)])
+    before = {f.name: f for f in done.program.callees()}["prologue0"]
+    assert not [op for op in before.ops if op.spec.weight is not None]  # the matrix products stay on microbatches
+    assert any(op.spec is not None and op.inputs and shape_of(op.outputs[0]) == (1, 4) for op in before.ops)

@@ -1,0 +1,144 @@
+"""Padding never changes a result, whatever stands in it; executors pad what they feed and cut what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distir.executor.reference.sequential import SequentialExecutor
+from distir.ir import Function, FunctionMaker, Value, verify
+from distir.ir.function import Role
+from distir.ir.same import same
+from distir.ir.type import Float64, Tensor
+from distir.ops.rules import shape_of
+from distir.transforms.rewriting.decompose import decompose
+from distir.transforms.sharding.pad import pad, pad_like, paddable
+from tests.transforms.programs import (
+    TOLERANCE,
+    Plan,
+    Program,
+    check,
+    distributed,
+    error,
+    gpt2_tiny,
+    imported_mlp,
+    run,
+    small_gpt,
+    written_mlp,
+)
+from tests.transforms.random_programs import LARGE, random_programs
+
+
+def padded(program: Program, n: int) -> Function:
+    """The decomposed function with all padded that can be, so that it divides by n."""
+    function = decompose(program.function)
+    return pad(function, paddable(function, n))
+
+
+def enlarged(function: Function) -> list[Value]:
+    return [v for v in function.inputs if v.role is not None and v.role.source is not None]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "make",
+    [gpt2_tiny, imported_mlp, lambda: small_gpt(vocabulary=15), lambda: written_mlp(width=15)],
+    ids=["gpt2-tiny", "mlp", "small gpt", "written mlp"],
+)
+def test_padding_changes_no_result(make: Callable[[], Program], n: int) -> None:
+    program = make()
+    function = padded(program, n)
+    verify(function)
+    assert error(run(function, program), program.results()) <= TOLERANCE
+
+
+def test_only_what_does_not_divide_is_padded() -> None:
+    function = padded(gpt2_tiny(), 2)
+    assert {(shape_of(v), v.role.source) for v in enlarged(function) if v.role} == {((510, 64), (509, 64))}
+    assert {shape_of(v): s for v, s in function.sources.items()} == {(510, 64): (509, 64)}
+    assert padded(small_gpt(), 2) is decompose(small_gpt().function) or not enlarged(padded(small_gpt(), 2))
+
+
+def test_a_dim_is_not_padded_by_much() -> None:
+    """9 to 10 is 1 in 9; 5 to 8 would be more than half again."""
+    assert enlarged(padded(small_gpt(vocabulary=9), 2))
+    assert not enlarged(padded(small_gpt(vocabulary=5), 4))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=LARGE)
+@given(random_programs(), st.sampled_from([2, 3, 4, 5]))
+def test_padding_changes_no_result_of_random_programs(program: Program, n: int) -> None:
+    function = padded(program, n)
+    verify(function)
+    assert error(run(function, program), program.results()) <= TOLERANCE
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None, suppress_health_check=LARGE)
+@given(random_programs(), st.sampled_from([2, 3, 4, 5]))
+def test_padding_changes_no_result_of_many_random_programs(program: Program, n: int) -> None:
+    assert error(run(padded(program, n), program), program.results()) <= TOLERANCE
+
+
+def test_padding_stays_zero_from_step_to_step() -> None:
+    """The next value of a padded input has zeros where the input has them."""
+    program = gpt2_tiny()
+    function = padded(program, 4)
+    seen: dict[Value, Any] = {}
+    SequentialExecutor(tap=lambda v, x: seen.setdefault(v, x)).compute(function, program.arrays)
+    grown = {new: old for new, old in function.updates.items() if old in enlarged(function)}
+    assert len(grown) == 3  # the embedding and its two moments
+    for new in grown:
+        assert seen[new].shape == (512, 64)
+        assert np.all(seen[new][509:] == 0)
+        assert np.any(seen[new][:509] != 0)
+
+
+def test_several_steps_with_padded_weights() -> None:
+    """What a step gives can be fed to the next."""
+    program = small_gpt(vocabulary=15)
+    function = distributed(program, Plan(1, 2, 2, 2)).program
+    wholes = [list(program.arrays), list(program.arrays)]
+    for _ in range(3):
+        for f, arrays in zip((program.function, function), wholes, strict=True):
+            results = SequentialExecutor().compute(f, arrays)
+            for new, old in f.updates.items():
+                arrays[f.inputs.index(old)] = results[f.outputs.index(new)]
+    assert error(wholes[1], wholes[0]) <= TOLERANCE
+    assert error(wholes[0], program.arrays) > 1e-3
+
+
+def test_what_reduces_a_padded_dim_sees_neutral_values() -> None:
+    """Of a maximum over a padded dim with negative values, 0 in the padding would win."""
+    f = FunctionMaker("top")
+    x = f.add_input_value("x", Tensor(Float64, (4, 9)), Role("data", 0))
+    w = f.add_input_value("w", Tensor(Float64, (9,)), Role("parameter"))
+    y = f.emit("Mul", x, w)
+    f.set_outputs([f.emit("ReduceMax", y, axes=(1,), keepdims=0), f.emit("ReduceSum", f.emit("Exp", y), axes=(1,))])
+    program = Program(f.finalize(), [-1 - np.arange(36.0).reshape(4, 9), np.ones(9)])
+    function = padded(program, 2)
+    assert [shape_of(v) for v in enlarged(function)] == [(4, 10), (10,)]
+    fills = [op.attributes["value"] for op in function.ops if op.op_type == "FillTail"]
+    assert sorted(fills) == [float("-inf"), 0.0]
+    assert error(run(function, program), program.results()) <= TOLERANCE
+
+
+def test_pad_like_pads_the_source_as_a_distributed_program_was() -> None:
+    program = small_gpt(vocabulary=15)
+    made = distributed(program, Plan(1, 2, 2, 2))
+    assert enlarged(made.program)
+    assert same(pad_like(decompose(program.function), made.program), made.source)
+
+
+def test_a_program_without_roles_keeps_its_weights_apart_from_its_data() -> None:
+    program = written_mlp(layers=4, width=15)
+    function = padded(program, 2)
+    kinds = {v.name: v.kind for v in function.inputs}
+    assert {k for name, k in kinds.items() if name.startswith("w")} == {"parameter"}
+    assert "parameter" not in {k for name, k in kinds.items() if not name.startswith("w")}
+    check(program, Plan(2, 2, 2, 2))

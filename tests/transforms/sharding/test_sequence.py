@@ -1,0 +1,178 @@
+"""Sequence parallelism: exact, two collectives a block and direction in the place of each all-reduce, less saved."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from distir.api import load, simulate
+from distir.ir import Function, FunctionMaker, Role
+from distir.ir.errors import InfeasibleError
+from distir.ir.type import Float64, Shard, Tensor, Tuple
+from distir.ops.rules import tensor
+from distir.transforms import plan as plans_of
+from distir.transforms.differentiation.training import training_step
+from distir.transforms.parallel3d import distribute
+from distir.transforms.passes import PassContext, run_passes
+from distir.transforms.pipeline.recompute import _cheap, _saving, _still_saved
+from tests.transforms.llama import llama
+from tests.transforms.programs import (
+    ADAMW,
+    EXAMPLES,
+    Plan,
+    Program,
+    check,
+    collectives,
+    distributed,
+    gpt2_tiny,
+    imported_mlp,
+    small_gpt,
+)
+from tests.transforms.test_tensor_parallel import body, executed, over
+
+PLANS = [
+    Plan(1, 2, sequence_parallel=True),
+    Plan(1, 4, sequence_parallel=True),
+    Plan(2, 2, 2, 2, zero=3, sequence_parallel=True),
+    Plan(2, 2, 1, 4, zero=2, recompute="selective", sequence_parallel=True),
+    Plan(1, 2, 2, 4, "interleaved", chunks=2, recompute="full", sequence_parallel=True),
+    Plan(1, 2, 4, 4, "gpipe", overlap=False, sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("program", [gpt2_tiny, lambda: small_gpt(layers=4, optimizer=ADAMW)], ids=["gpt2", "gpt"])
+def test_equals_sequential(program: Callable[[], Program], plan: Plan) -> None:
+    check(program(), plan)
+
+
+def moved(program: Program, plan: Plan, name: str) -> Counter[tuple[str, int]]:
+    """What a body sends over tp of activations, with how many elements: of gradients of vectors there are buckets."""
+    found = Counter[tuple[str, int]]()
+    for op in over(body(program, plan, name), "tp"):
+        t = op.outputs[0].type
+        for member in t.types if isinstance(t, Tuple) else (t,):
+            assert isinstance(member, Tensor)
+            found[op.op_type, math.prod(member.global_shape)] += len(member.shape) > 1
+    return +found
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_two_gathers_and_two_scatters_a_block_and_direction(tp: int, overlap: bool) -> None:
+    """And no all-reduce, where there were two: the same bytes, sent in two halves."""
+    plan = Plan(1, tp, overlap=overlap, sequence_parallel=True)
+    for phase in ("fwd0", "bwd0"):
+        counts = [moved(small_gpt(layers=n), plan, phase) for n in (3, 4, 5)]
+        size = 8 * 4 * 8  # batch, sequence, width
+        assert (
+            counts[1] - counts[0] == counts[2] - counts[1] == {("MPIAllgather", size): 2, ("MPIReduceScatter", size): 2}
+        )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_gpt2_reduces_nothing_but_rows_of_logits(tp: int) -> None:
+    """Beside the blocks: a scatter of the embedding, a gather before the logits, and of these the other way."""
+    plan, tokens, width = Plan(1, tp, sequence_parallel=True), 8 * 16, 64
+    forward = moved(gpt2_tiny(), plan, "fwd0")
+    assert forward == {
+        ("MPIReduceScatter", tokens * width): 1 + 2 * 2,
+        ("MPIAllgather", tokens * width): 2 * 2 + 1,
+        ("MPIAllreduce", tokens): 3,  # maxima, sums and the logits of the labels: too little to be split
+    }
+    backward = moved(gpt2_tiny(), plan, "bwd0")
+    assert {kind for kind, _ in backward} == {"MPIReduceScatter", "MPIAllgather"}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_between_products_a_device_holds_its_part_of_the_sequence(tp: int) -> None:
+    """Every norm, sum of a residual, and their gradients: a tp-th of the tokens."""
+    plan = Plan(1, tp, sequence_parallel=True)
+    for phase in ("fwd0", "bwd0"):
+        found = [op for op in executed(body(gpt2_tiny(), plan, phase)) if op.op_type in ("LayerNorm", "LayerNormGrad")]
+        assert len(found) == 5
+        for op in found:
+            assert isinstance(tensor(op.outputs[0]).on("tp"), Shard)
+
+
+def placed(program: Program, plan: Plan) -> Function:
+    return run_passes(program.function, ("fuse", "decompose", "pad", "place"), PassContext(plan.plan, plan.devices))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_with_selective_recomputation_all_that_is_saved_of_a_block_is_split(tp: int) -> None:
+    """Gathers are made again, as in Megatron-LM: a layer more saves no value whole, where without the split two are."""
+    whole: dict[bool, int] = {}
+    for on in (False, True):
+        counts: list[int] = []
+        for layers in (2, 3):
+            saving = _saving(placed(small_gpt(layers=layers), Plan(1, tp, sequence_parallel=on)))
+            saved = _still_saved(saving, _cheap(saving))
+            counts.append(sum(not isinstance(tensor(v).on("tp"), Shard) for v in saved))
+        whole[on] = counts[1] - counts[0]
+    assert whole == {False: 2, True: 0}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_predicted_memory_falls(recompute: str) -> None:
+    model = load(EXAMPLES / "gpt2-tiny.onnx", {"batch": 64}, loss="cross-entropy", optimizer="adamw")
+    plans = [plans_of.Plan(tp=4, sequence_parallel=on, recompute=recompute) for on in (False, True)]
+    before, after = (simulate(model, p, "dgx-a100").peak_memory for p in plans)
+    assert after < before
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_gradients_of_norms_are_reduced_over_shards_in_one_bucket(dp: int) -> None:
+    """Each shard has a part of the sums over the sequence: after the last microbatch, all of them at once."""
+    function = distributed(gpt2_tiny(), Plan(dp, 2, 1, 4, sequence_parallel=True)).program
+    bundles = [op.inputs[0].type for op in over(function, "tp") if op.op_type == "MPIAllreduce"]
+    members = [t.types for t in bundles if isinstance(t, Tuple)]
+    of_vectors = [row for row in members if all(isinstance(t, Tensor) and len(t.shape) == 1 for t in row)]
+    assert [len(row) for row in of_vectors] == [10]
+
+
+def test_a_sequence_that_does_not_divide() -> None:
+    """The MLP has no dim of the data beside the batch that its products leave whole."""
+    with pytest.raises(InfeasibleError, match="sequence parallelism over tp 2 splits nothing in") as e:
+        distributed(imported_mlp(), Plan(1, 2, sequence_parallel=True))
+    assert e.value.hint == "it needs a dim of the data, other than the batch, that 2 divides; else do without it"
+    check(imported_mlp(), Plan(2, 1, sequence_parallel=True))  # without shards there is nothing to do
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["products of 3 dims", "flat products"])
+def test_sums_of_several_products_are_scattered_once(flat: bool) -> None:
+    """The gradients through queries, keys and values, and through both halves of a gated MLP, are added up before."""
+    counts: list[Counter[str]] = []
+    for layers in (2, 3):
+        model = llama(layers, width=64, heads=8, kv=4, ffn=176, vocabulary=512, sequence=64, batch=8, flat=flat)
+        step = training_step(model, "cross-entropy", ADAMW)
+        plan = Plan(1, 2, sequence_parallel=True)
+        counts.append(collectives(distribute(step, plan.plan, plan.devices).placed, "tp"))
+    layer = counts[1] - counts[0]
+    assert (layer["MPIReduceScatter"], layer["MPIAllgather"]) == (4, 4)
+
+
+def encoder(sequence: int) -> Function:
+    """A block on float data: its width is a dim of the data too, and one of the norm, which cannot be split."""
+    f = FunctionMaker("encoder")
+    x = f.add_input_value("x", Tensor(Float64, (8, sequence, 16)), Role("data", 0))
+    shapes = {"up": (16, 32), "down": (32, 16), "scale": (16,), "bias": (16,), "positions": (sequence, 16)}
+    w = {name: f.add_input_value(name, Tensor(Float64, shape), Role("parameter")) for name, shape in shapes.items()}
+    x = f.emit("Add", x, w["positions"])
+    y = f.emit("Add", x, f.emit("MatMul", f.emit("Relu", f.emit("MatMul", x, w["up"])), w["down"]))
+    f.set_outputs([f.emit("LayerNormalization", y, w["scale"], w["bias"], axis=-1, epsilon=1e-5)])
+    return f.finalize()
+
+
+def test_features_are_no_sequence() -> None:
+    """Also where a weight, a table of positions, has the sequence as a dim."""
+    plan = Plan(1, 2, sequence_parallel=True)
+    split = distribute(training_step(encoder(6), "mse", ADAMW), plan.plan, plan.devices).placed
+    norms = [op for op in split.ops if op.op_type == "LayerNorm"]
+    assert [tensor(op.outputs[0]).on("tp") for op in norms] == [Shard(1)]
+    plan = Plan(1, 4, sequence_parallel=True)  # does not divide 6, but 16
+    with pytest.raises(InfeasibleError, match="splits nothing"):
+        distribute(training_step(encoder(6), "mse", ADAMW), plan.plan, plan.devices)

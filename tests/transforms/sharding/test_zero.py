@@ -1,0 +1,205 @@
+"""ZeRO: what is kept in parts, which collectives that takes, and how much memory is left."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import distir
+from distir.executor.cost_model import CostModel
+from distir.executor.simulator.memory import MemoryUse
+from distir.executor.simulator.simulator import Simulator
+from distir.hardware import load_cluster
+from distir.ir import Function, FunctionMaker, Op, Role
+from distir.ir.errors import UsageError
+from distir.ir.type import BFloat16, DType, Float32, Float64, Shard, Tensor
+from distir.transforms.differentiation.training import SGD, AdamW, training_step
+from distir.transforms.parallel3d import parallel_transform_3d
+from distir.transforms.sharding.graph import graph_of
+from distir.transforms.sharding.place import Placed
+from distir.transforms.sharding.zero import shard_state
+from tests.transforms.programs import Plan, Program, check, distributed, imported_mlp, small_gpt
+
+ADAMW = AdamW(0.01)
+
+
+def over_dp(f: Function) -> Counter[tuple[str, str]]:
+    """(body without its number and turn, op) of every collective along dp."""
+    found: Counter[tuple[str, str]] = Counter()
+    for g in f.callees():
+        phase = g.name.split(".")[0].rstrip("0123456789")
+        for op in g.ops:
+            if op.spec.name.startswith("MPI") and op.attributes["axis"] == "dp":
+                found[phase, op.spec.name] += 1
+    return found
+
+
+def parts(f: Function, kind: str) -> tuple[int, int]:
+    """How many inputs of a kind are split over dp, and how many there are."""
+    held = [v.type for v in f.inputs if v.kind == kind and isinstance(v.type, Tensor) and v.type.shape]
+    return sum(isinstance(t.on("dp"), Shard) for t in held), len(held)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_is_kept_in_parts(zero: int) -> None:
+    program = distributed(small_gpt(optimizer=ADAMW), Plan(2, zero=zero)).program
+    assert parts(program, "state")[0] == (parts(program, "state")[1] if zero else 0)
+    assert parts(program, "parameter")[0] == (parts(program, "parameter")[1] if zero == 3 else 0)
+
+
+def test_gradients_are_scattered_once_or_in_each_microbatch() -> None:
+    program = Program(training_step(matmuls(), "mse", ADAMW), [])
+    scattered = [
+        over_dp(distributed(program, Plan(2, 1, 1, 4, zero=zero, bucket_mb=0)).program)["bwd", "MPIReduceScatter"]
+        for zero in (0, 1, 2)
+    ]
+    # the bodies of the first and of other microbatches are functions of their own
+    assert scattered == [0, 3, 6]
+
+
+def test_one_microbatch_makes_no_difference_between_1_and_2() -> None:
+    program = Program(training_step(matmuls(), "mse", ADAMW), [])
+    found = [over_dp(distributed(program, Plan(2, zero=zero, bucket_mb=0)).program) for zero in (1, 2)]
+    assert found[0] == found[1]
+
+
+def test_weights_are_gathered_in_both_passes_and_not_before() -> None:
+    found = over_dp(distributed(small_gpt(), Plan(2, 1, 1, 2, zero=3, bucket_mb=0)).program)
+    assert found["fwd", "MPIAllgather"] > 0
+    assert found["bwd", "MPIAllgather"] > 0
+    assert found["update", "MPIAllgather"] == 0
+
+
+def test_a_dim_that_tensor_parallelism_splits_is_taken_last() -> None:
+    program = distributed(imported_mlp(ADAMW), Plan(2, 2, zero=3)).program
+    for v in program.inputs:
+        t = v.type
+        if v.kind == "parameter" and isinstance(t, Tensor) and len(t.shape) == 2:
+            a, b = t.on("dp"), t.on("tp")
+            assert isinstance(a, Shard)
+            assert not isinstance(b, Shard) or a.dim != b.dim
+
+
+def test_both_axes_split_the_only_dim() -> None:
+    """A bias that tp splits is split by dp inside its parts."""
+    check(imported_mlp(ADAMW), Plan(2, 2, 1, 2, zero=3))
+    program = distributed(imported_mlp(ADAMW), Plan(2, 2, zero=3)).program
+    both = [
+        v
+        for v in program.inputs
+        if v.kind == "parameter" and isinstance(v.type, Tensor) and len(v.type.shape) == 1
+        if isinstance(v.type.on("dp"), Shard) and isinstance(v.type.on("tp"), Shard)
+    ]
+    assert both
+
+
+def odd(width: int) -> Program:
+    """A product with a weight, and a gain, of an odd width."""
+    f = FunctionMaker("odd")
+    x = f.add_input_value("x", Tensor(Float64, (8, width)), Role("data", batch=0))
+    w = f.add_input_value("w", Tensor(Float64, (width, 2 * width)), Role("parameter"))
+    g = f.add_input_value("g", Tensor(Float64, (2 * width - 1,)), Role("parameter"))
+    y = f.emit("Slice", f.emit("MatMul", x, w), starts=(0,), ends=(2 * width - 1,), axes=(1,), steps=(1,))
+    f.set_outputs([f.emit("Mul", y, g)])
+    step = training_step(f.finalize(), "mse", SGD(0.1, momentum=0.9), gradients=True)
+    rng = np.random.default_rng(0)
+    return Program(step, [rng.standard_normal(v.type.shape) for v in step.inputs])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_does_not_divide_stays_whole(zero: int) -> None:
+    program = odd(5)
+    check(program, Plan(2, 1, 1, 2, zero=zero))
+    found = {v.name: v.type for v in distributed(program, Plan(2, zero=zero)).program.inputs}
+    assert isinstance(found["w.momentum"].on("dp"), Shard)  # type: ignore[union-attr]
+    assert not isinstance(found["g.momentum"].on("dp"), Shard)  # type: ignore[union-attr]
+
+
+def matmuls(layers: int = 3, width: int = 16, cast: bool = False, dtype: DType = Float32) -> Function:
+    """A chain of products with square weights; with `cast` they and all else are rounded to bfloat16 first."""
+    f = FunctionMaker("m")
+    x = f.add_input_value("x", Tensor(dtype, (8, width)), Role("data", batch=0))
+    y = f.emit("Cast", x, to=BFloat16) if cast else x
+    for k in range(layers):
+        w = f.add_input_value(f"w{k}", Tensor(dtype, (width, width)), Role("parameter"))
+        y = f.emit("MatMul", y, f.emit("Cast", w, to=BFloat16) if cast else w)
+    f.set_outputs([f.emit("Cast", y, to=dtype) if cast else y])
+    return f.finalize()
+
+
+def gathers(f: Function) -> list[tuple[Function, Op]]:
+    return [(g, op) for g in f.callees() for op in g.ops if op.spec.name == "MPIAllgather"]
+
+
+def test_what_is_cast_is_gathered_as_the_narrower() -> None:
+    step = training_step(matmuls(cast=True), "mse", SGD(0.1))
+    program = distributed(Program(step, []), Plan(2, zero=3, bucket_mb=0)).program
+    found = gathers(program)
+    assert found
+    assert {op.inputs[0].type.dtype for _, op in found} == {BFloat16}  # type: ignore[union-attr]
+
+
+def test_each_unit_is_gathered_one_ahead() -> None:
+    """A gather comes right before the op that needs the one before it, after what that op waits for."""
+    step = training_step(matmuls(6), "mse", SGD(0.1))
+    program = distributed(Program(step, []), Plan(2, zero=3, bucket_mb=0)).program
+    body = next(g for g in program.callees() if g.name.startswith("fwd"))
+    told = [op.spec.name for op in body.ops if op.spec.name in ("MPIAllgather", "MatMul")]
+    assert told == ["MPIAllgather", *["MPIAllgather", "MatMul"] * 5, "MatMul"]
+    last = [op for op in body.ops if op.spec.name == "MPIAllgather"][-1]
+    waits = next(op for op in body.ops if last.inputs[0] in op.outputs)
+    third = [op for op in body.ops if op.spec.name == "MatMul"][3]
+    assert waits.spec.name == "After"
+    assert waits.inputs[1] is third.outputs[0]
+
+
+def memory(function: Function, dp: int, zero: int) -> MemoryUse:
+    """The live memory of a device of `dp`, one gradient a bucket."""
+    cost = CostModel(load_cluster("dgx-h100", 1))
+    devices = cost.topology.devices[:dp]
+    program = parallel_transform_3d(function, dp, 1, 1, devices, 1, bucket_mb=0, zero=zero)
+    return Simulator(cost).interpret(program).memory(devices[0])
+
+
+def test_no_more_than_two_units_are_whole_at_a_time() -> None:
+    """Live memory of a forward pass, of weights that are much larger than activations."""
+    width, layers = 512, 12
+    square = width * width * 4
+    peak = [memory(matmuls(layers, width), 2, zero).total for zero in (0, 3)]
+    assert peak[0] > layers * square
+    assert layers / 2 * square < peak[1] < (layers / 2 + 2.5) * square
+
+
+def test_memory_of_weights_gradients_and_state_falls_stage_by_stage() -> None:
+    """In units of the weights: 1 of them, 1 of their gradients, 2 of moments; a gradient may be alive as it is made."""
+    layers, width, dp = 16, 256, 4
+    step = training_step(matmuls(layers, width), "mse", ADAMW)
+    unit = layers * width * width * 4
+    total = [memory(step, dp, zero).total / unit for zero in (0, 1, 2, 3)]
+    slack = 4 / layers
+    for found, least in zip(total, (4, 1 + 3 / dp, 1 + 3 / dp, 4 / dp), strict=True):
+        assert least - 0.01 < found < least + slack
+
+
+def test_zero_of_a_plan() -> None:
+    assert str(distir.Plan(dp=2, zero=3)) == "dp 2 x tp 1 x pp 1, 1 microbatch, ZeRO 3"
+    with pytest.raises(UsageError, match="zero is 0, 1, 2 or 3"):
+        distir.Plan(zero=4)
+
+
+def test_an_update_that_another_axis_splits_is_split_inside() -> None:
+    """Where tp splits an optimizer's op, though it holds the weight and its gradient whole, dp splits each part."""
+    f = FunctionMaker("linear")
+    x = f.add_input_value("x", Tensor(Float64, (4, 3)), Role("data", 0))
+    w = f.add_input_value("w", Tensor(Float64, (3, 8)), Role("parameter"))
+    f.set_outputs([f.emit("MatMul", x, w)])
+    graph = graph_of(training_step(f.finalize(), "mse", SGD(0.1)))
+    (j,) = [j for j, sig in enumerate(graph.sigs) if sig.spec.name == "SGD"]
+    whole = Placed(0.0, [None] * len(graph.sigs), set(), {})
+    mappings = list(whole.mappings)
+    mappings[j] = graph.sigs[j].mapping(0, Shard(1), 2)
+    split = shard_state(graph, whole, 2, 1, [(whole._replace(mappings=mappings), 2)]).mappings[j]
+    assert split is not None
+    assert split.ins[0] is Shard(1, 2)  # 3 rows do not divide; of 8 columns tp has the halves

@@ -1,0 +1,175 @@
+"""The plan as one value: its fields, axes, files; and that no pass knows an axis by its name."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+import distir
+from distir.ir.errors import InfeasibleError, UsageError
+from distir.transforms.pipeline.schedule import gpipe, interleaved
+from distir.transforms.plan import AXES, BATCH, STAGES, WEIGHTS, Axis, Plan, default_order, load_plan
+from distir.transforms.sharding.strategies import STRATEGIES
+
+ROOMS = Path(__file__).parents[2] / "distir" / "transforms"
+PLANS = st.builds(
+    Plan,
+    dp=st.integers(1, 8),
+    tp=st.integers(1, 8),
+    pp=st.integers(1, 8),
+    microbatches=st.integers(1, 64),
+    schedule=st.sampled_from(["1f1b", "gpipe", "a table.csv"]),
+    order=st.permutations(["dp", "tp", "pp"]).map(tuple),
+    chunks=st.integers(1, 3),
+    overlap=st.booleans(),
+    bucket_mb=st.sampled_from([0.0, 0.25, 25.0, 1e6, float("inf")]),
+    zero=st.sampled_from([0, 1, 2, 3]),
+    loss_gradient=st.sampled_from(["forward", "backward"]),
+)
+
+
+def test_axes_are_the_fields_with_a_strategy() -> None:
+    plan = Plan(2, 3, 4, microbatches=5, zero=1)
+    assert plan.axes == (Axis("dp", 2, BATCH), Axis("tp", 3, WEIGHTS), Axis("pp", 4, STAGES))
+    assert {a.strategy for a in plan.axes} - {STAGES} <= set(STRATEGIES)
+    assert plan.size == 24
+    assert plan.stages == Axis("pp", 4, STAGES)
+    assert plan.sharding.axes == plan.axes[:2]
+    assert plan.sharding.pieces == 10
+    assert Plan(tp=2).sharding.axes == (Axis("tp", 2, WEIGHTS),)  # axes of one device are none
+    assert default_order() == plan.order == ("tp", "dp", "pp")
+    assert [plan.spacing(axis) for axis in plan.order] == [1, 3, 6]
+    assert [Plan(2, 3, 4, order=("pp", "dp", "tp")).spacing(a) for a in ("pp", "dp", "tp")] == [1, 4, 8]
+
+
+def test_every_field_has_a_sentence_of_help() -> None:
+    for f in fields(Plan):
+        assert len(f.metadata["help"].split()) >= 2, f.name
+
+
+@settings(deadline=None)
+@given(plan=PLANS)
+def test_a_plan_reads_back_from_its_file_and_its_repr(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("plans") / "plan.toml"
+    plan.save(path)
+    assert Plan(**load_plan(path)) == plan
+    assert eval(repr(plan), {"Plan": Plan, "inf": float("inf")}) == plan
+    given = plan.to_json()
+    assert given.pop("devices") == plan.size
+    assert Plan(**{**given, "bucket_mb": float(given["bucket_mb"]), "order": tuple(given["order"])}) == plan
+
+
+def test_a_file_says_only_what_differs(tmp_path: Path) -> None:
+    assert Plan().to_toml() == "# a plan of distir\n"
+    text = Plan(dp=2, overlap=False).to_toml()
+    assert [line for line in text.splitlines() if not line.startswith("#")] == ["dp = 2", "overlap = false"]
+
+
+@pytest.mark.parametrize("table", [gpipe(2, 4), interleaved(2, 4, 2)])
+def test_tables_are_written_into_the_file(table: Any, tmp_path: Path) -> None:
+    plan = Plan(pp=2, microbatches=4, chunks=1 if table == gpipe(2, 4) else 2, schedule=table)
+    plan.save(tmp_path / "p.toml")
+    assert Plan(**load_plan(tmp_path / "p.toml")) == plan
+
+
+def test_generators_are_written_as_their_table(tmp_path: Path) -> None:
+    Plan(pp=2, microbatches=4, schedule=gpipe).save(tmp_path / "p.toml")
+    assert load_plan(tmp_path / "p.toml")["schedule"] == gpipe(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("dp = ", "is no TOML", "dp = 2"),
+        ("ziro = 2", "a plan has no 'ziro'", "did you mean zero?"),
+        ("colour = 'red'", "a plan has no 'colour'", "known are dp, tp, pp"),
+        ("dp = 0", "dp is a whole number of at least 1, got 0", None),
+        ("dp = 2.5", "dp is a whole number of at least 1, got 2.5", None),
+        ("dp = true", "dp is a whole number of at least 1, got True", None),
+        ("zero = 4", "zero is 0, 1, 2 or 3, got 4", None),
+        ("overlap = 1", "overlap is true or false, got 1", None),
+        ("bucket_mb = -1", "bucket_mb is a number of at least 0, got -1", None),
+        ("order = 'tp'", "order is a list of names, got 'tp'", None),
+        ("loss_gradient = 'sideways'", "loss_gradient is forward or backward, got 'sideways'", None),
+        ("schedule = '''\n0F0 0X0\n'''", "schedule, line 1, cell 2: expected stage, F or B, microbatch", None),
+    ],
+)
+def test_a_file_that_is_no_plan(text: str, said: str, hint: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as told:
+        load_plan(path)
+    assert str(path) in told.value.message
+    assert said in told.value.message
+    assert hint is None or hint in (told.value.hint or "")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        load_plan(tmp_path / "none.toml")
+
+
+def test_values_that_are_none() -> None:
+    with pytest.raises(UsageError, match="an order names tp, dp and pp once each, got tp, tp, pp"):
+        Plan(order=("tp", "tp", "pp"))
+    with pytest.raises(InfeasibleError, match="more than the"):
+        Plan(dp=1 << 21)
+
+
+NAMES = {f.name for f in AXES} | {f.name.upper() for f in AXES}
+
+
+def named(tree: ast.AST) -> list[int]:
+    """The lines where an axis is named: as a string, a name, or an attribute."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Constant) and node.value in NAMES)
+        or (isinstance(node, ast.Name) and node.id in NAMES)
+        or (isinstance(node, ast.Attribute) and node.attr in NAMES)
+        or (isinstance(node, ast.arg) and node.arg in NAMES)
+    ]
+
+
+# All but the table itself, and the founding notebook's signature.
+NAMELESS = sorted(p for p in ROOMS.rglob("*.py") if p.name not in ("plan.py", "parallel3d.py"))
+
+
+@pytest.mark.parametrize("path", NAMELESS, ids=lambda p: str(p.relative_to(ROOMS)))
+def test_no_pass_names_an_axis(path: Path) -> None:
+    assert named(ast.parse(path.read_text())) == []
+
+
+def test_a_name_is_seen() -> None:
+    assert sorted(named(ast.parse('f(x, "dp")\nDP = 1\nplan.tp\ndef g(pp): pass'))) == [1, 2, 3, 4]
+
+
+def test_a_new_axis_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of one's own with another name for replicas: nothing but the table knows it."""
+    from distir.ir import Device, verify
+    from distir.transforms.passes import PassContext, run_passes
+    from distir.transforms.plan import Sharding
+    from tests.transforms.programs import error, run, written_mlp
+
+    class Renamed(Plan):
+        @property
+        def sharding(self) -> Sharding:
+            own = super().sharding
+            return own._replace(axes=tuple([a._replace(name={"dp": "replicas"}.get(a.name, a.name)) for a in own.axes]))
+
+        def spacing(self, axis: str) -> int:
+            return super().spacing({"replicas": "dp"}.get(axis, axis))
+
+    program = written_mlp()
+    plan = Renamed(2, 2, 2, 2, zero=3)
+    names = ("fuse", "decompose", "pad", "place", "schedule", "bucket", "prefetch")
+    made = run_passes(program.function, names, PassContext(plan, [Device("cpu", i) for i in range(8)]))
+    verify(made)
+    assert "replicas" in distir.pformat(made)
+    assert error(run(made, program), program.results()) <= 1e-10
