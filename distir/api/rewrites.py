@@ -11,6 +11,7 @@ from distir.ir.function import Function, Op
 from distir.ops.rules import shape_of
 from distir.transforms.rewriting.claims import check_gradients, check_rewrite
 from distir.transforms.rewriting.laws import Law, Origin, origins
+from distir.transforms.rewriting.mixed_precision import check_mixed_precision
 from distir.transforms.rewriting.precision import check_dtype
 from distir.transforms.sharding.check_padding import check_padding
 
@@ -26,6 +27,7 @@ CHECKS: dict[Law, Callable[[Origin, Function], None]] = {
     Law.KNOWN: lambda origin, after: check_masks(origin.before, after, *origin.given),
     Law.PADDED: lambda origin, after: check_padding(origin.before, after, evaluate),
     Law.RETYPED: lambda origin, after: check_dtype(origin.before, after, *origin.given),
+    Law.MIXED: lambda origin, after: check_mixed_precision(origin.before, after, *origin.given),
 }
 """By law: a check that raises MismatchError if a rewrite violates it."""
 
@@ -56,7 +58,7 @@ _MOST = 4
 
 
 def _line(origin: Origin, after: Function) -> str:
-    if origin.law is Law.RETYPED:
+    if origin.law in (Law.RETYPED, Law.MIXED):
         return f"{origin.rewrite}: {origin.given[0]}"
     if origin.law is Law.PADDED:
         pairs = {

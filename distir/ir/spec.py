@@ -65,6 +65,7 @@ class Spec:
         "name",
         "neutral_value",
         "outputs",
+        "precision",
         "route",
         "saved",
         "shard",
@@ -105,6 +106,7 @@ class Spec:
         self.donates: tuple[int, ...] = fields.pop("donates", ())
         self.each: Spec | None = fields.pop("each", None)
         self.gradient: int | None = fields.pop("gradient", None)
+        self.precision: str | None = fields.pop("precision", None)
         self.keeps_zero: bool = fields.pop("keeps_zero", False)
         self.torch: str | None = fields.pop("torch", None)
         if fields:
@@ -283,6 +285,9 @@ def op(name: str, **fields: Any) -> Spec:
     - `alias`: the result is a view of operand 0. `donates`: operands whose buffer a result may take over.
     - `each`: the op that this one repeats `count` times at once: the operands of one repetition follow those of
       another, shared ones last; so do results. Types and meaning are those of that op.
+    - `precision`: in mixed precision "low", if operands and results are of 16 bits (sums inside it are wider), or
+      "wide", if they are float32; without it those of its operands. An attribute `result` is the dtype of results that
+      are wider than the operands.
     - `torch`: the name below `torch` of a faster kernel of the same signature.
     - `comm`: the record of an op that changes the devices, placements or structure of values, in place of `axes`,
       `infer`, `shard`, `linear`, `eval` and `work`: see `Communication`. `bundle`: "pack" or "unpack" for the two that

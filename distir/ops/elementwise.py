@@ -85,6 +85,7 @@ op(
     "Pow",
     axes=points(2),
     dtype=_pow_dtype,
+    precision="wide",
     eval=lambda xp, a, b: xp.asarray(a**b, dtype=a.dtype),
     grad=_pow_grad,
 )
@@ -130,10 +131,10 @@ def _within(xp: Any, x: Any, d: Any, min: float | None = None, max: float | None
     return d if max is None else xp.where(x <= max, d, 0)
 
 
-smooth("Reciprocal", lambda xp, x: 1 / x, lambda xp, y, d: -d * y * y, "y", torch="reciprocal")
-smooth("Sqrt", lambda xp, x: xp.sqrt(x), lambda xp, y, d: 0.5 * d / y, "y", torch="sqrt")
-smooth("Exp", lambda xp, x: xp.exp(x), lambda xp, y, d: d * y, "y", torch="exp")
-smooth("Log", lambda xp, x: xp.log(x), lambda xp, x, d: d / x, torch="log")
+smooth("Reciprocal", lambda xp, x: 1 / x, lambda xp, y, d: -d * y * y, "y", torch="reciprocal", precision="wide")
+smooth("Sqrt", lambda xp, x: xp.sqrt(x), lambda xp, y, d: 0.5 * d / y, "y", torch="sqrt", precision="wide")
+smooth("Exp", lambda xp, x: xp.exp(x), lambda xp, y, d: d * y, "y", torch="exp", precision="wide")
+smooth("Log", lambda xp, x: xp.log(x), lambda xp, x, d: d / x, torch="log", precision="wide")
 smooth("Abs", lambda xp, x: xp.abs(x), lambda xp, x, d: d * xp.sign(x), torch="abs")
 smooth("Sin", lambda xp, x: xp.sin(x), lambda xp, x, d: d * xp.cos(x), torch="sin")
 smooth("Cos", lambda xp, x: xp.cos(x), lambda xp, x, d: -d * xp.sin(x), torch="cos")
@@ -151,6 +152,7 @@ smooth(
     "Softplus",
     lambda xp, x: xp.clip(x, 0, None) + xp.log1p(xp.exp(-xp.abs(x))),
     lambda xp, x, d: d * _sigmoid(xp, x),
+    precision="wide",
 )
 smooth(
     "Erf",

@@ -106,6 +106,7 @@ op(  # table (.., v, ..), indices in [-v, v) -> (.., *indices, ..), along `axis`
     dtype=_index_dtype,
     linear=[{0}],
     weight=0,
+    precision="low",
     index=lambda attrs: (0, _axis(attrs)),
     unpadded="count",
     local=lambda attrs, ins, outs: _rows(attrs, ins[0]),

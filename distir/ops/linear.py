@@ -30,6 +30,7 @@ op(
     dtype=same,
     linear=[{0}, {1}],
     weight=1,
+    precision="low",
     eval=lambda xp, a, b: xp.matmul(a, b),
     grad=_matmul_grad,
 )
@@ -110,6 +111,7 @@ op(
     linear=[{0, 2}, {1, 2}],
     dtype=same,
     weight=1,
+    precision="low",
     work=lambda attrs, ins, outs: (2.0 * math.prod(ins[0]) * outs[0][-1], 0.0),
     eval=_gemm,
     decompose=_gemm_decompose,

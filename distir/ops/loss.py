@@ -26,6 +26,7 @@ op(
     attributes="N:number?",
     axes=points(2),
     dtype=same,
+    precision="wide",
     eval=lambda xp, a, z, N=1: (a - z) ** 2 / N,
     grad=_loss_grad,
 )
@@ -82,7 +83,15 @@ def _mse_decompose(f: FunctionMaker, o: Op) -> list[Value]:
     return [f.emit("Div", total, scalar(f, float(math.prod(shape_of(a))), a))]
 
 
-op("MSELoss", attributes="reduction:text?", infer=_mse_infer, dtype=same, eval=_mse, decompose=_mse_decompose)
+op(
+    "MSELoss",
+    attributes="reduction:text?",
+    infer=_mse_infer,
+    dtype=same,
+    precision="wide",
+    eval=_mse,
+    decompose=_mse_decompose,
+)
 
 # ---------------------------------------------------------------- cross-entropy: logits (.., v), labels (..)
 
@@ -98,37 +107,53 @@ def _label_dtype(attrs: Attrs, logits: DType, labels: DType) -> list[DType]:
     return [logits]
 
 
-def _cross_entropy(xp: Any, x: Any, label: Any, ignore_index: int | None = None, reduction: str = "mean") -> Any:
-    rows, _ = _rows(xp, x, label, ignore_index)
+def _loss_dtype(attrs: Attrs, logits: DType, labels: DType) -> list[DType]:
+    _label_dtype(attrs, logits, labels)
+    result = attrs.get("result", logits)
+    if result not in (logits, statistic(logits)):
+        raise IRTypeError(f"attribute result: expected {logits} or {statistic(logits)}, got {result}")
+    return [result]
+
+
+def _cross_entropy(
+    xp: Any,
+    x: Any,
+    label: Any,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+    result: DType | None = None,
+) -> Any:
+    rows, _ = _rows(xp, x, label, ignore_index, result=result)
     if reduction == "none":
         return rows
     valid = (label == label) if ignore_index is None else (label != ignore_index)
-    return xp.sum(rows) if reduction == "sum" else xp.sum(rows) / xp.sum(valid, dtype=x.dtype)
+    return xp.sum(rows) if reduction == "sum" else xp.sum(rows) / xp.sum(valid, dtype=rows.dtype)
 
 
 def _cross_entropy_decompose(f: FunctionMaker, o: Op) -> list[Value]:
     """The rows' losses, and their sum over the count, which depends on the labels alone."""
     logits, labels = o.inputs
     ignored = o.attributes.get("ignore_index")
-    rows, _ = f.emit("CrossEntropy", logits, labels, **({} if ignored is None else {"ignore_index": ignored}))
+    given = {k: x for k in ("ignore_index", "result") if (x := o.attributes.get(k)) is not None}
+    rows, _ = f.emit("CrossEntropy", logits, labels, **given)
     if _reduction(o.attributes) == "none":
         return [rows]
     loss = _total(f, rows)
     if _reduction(o.attributes) == "sum":
         return [loss]
     if ignored is None:
-        count = scalar(f, float(math.prod(shape_of(labels))), logits)
+        count = scalar(f, float(math.prod(shape_of(labels))), rows)
     else:  # counted in integers: small floats would round it
         valid = f.emit("Cast", f.emit("Not", f.emit("Equal", labels, scalar(f, ignored, labels))), to=Int64)
-        count = f.emit("Cast", _total(f, valid), to=tensor(logits).dtype)
+        count = f.emit("Cast", _total(f, valid), to=tensor(rows).dtype)
     return [f.emit("Div", loss, count)]
 
 
 op(  # ignored labels count neither in the sum nor in the mean; class dim last
     "SoftmaxCrossEntropyLoss",
-    attributes="ignore_index:int/none? reduction:text?",
+    attributes="ignore_index:int/none? reduction:text? result:dtype?",
     infer=_labelled,
-    dtype=_label_dtype,
+    dtype=_loss_dtype,
     eval=_cross_entropy,
     decompose=_cross_entropy_decompose,
 )
@@ -138,15 +163,17 @@ op(  # ignored labels count neither in the sum nor in the mean; class dim last
 
 
 def _rows_dtype(attrs: Attrs, logits: DType, labels: DType) -> list[DType]:
-    return [*_label_dtype(attrs, logits, labels), statistic(logits)]
+    return [*_loss_dtype(attrs, logits, labels), statistic(logits)]
 
 
-def _rows(xp: Any, x: Any, label: Any, ignore_index: int | None = None, start: int = 0) -> tuple[Any, Any]:
-    top = xp.max(wide(xp, x), axis=-1)
-    total, picked = _logit_sums(xp, wide(xp, x), label, top, start)
-    lse = xp.log(total) + top
+def _rows(
+    xp: Any, x: Any, label: Any, ignore_index: int | None = None, result: DType | None = None, start: int = 0
+) -> tuple[Any, Any]:
+    top = xp.max(x, axis=-1)
+    total, picked = _logit_sums(xp, x, label, top, start)
+    lse = xp.log(total) + wide(xp, top)
     rows = lse - picked if ignore_index is None else xp.where(label != ignore_index, lse - picked, 0)
-    return xp.asarray(rows, dtype=x.dtype), lse
+    return (xp.asarray(rows, dtype=x.dtype) if result is None else xp.cast(rows, result)), lse
 
 
 def _rows_decompose(f: FunctionMaker, o: Op) -> list[Value]:
@@ -155,21 +182,24 @@ def _rows_decompose(f: FunctionMaker, o: Op) -> list[Value]:
     ignored = o.attributes.get("ignore_index")
     top = f.emit("ReduceMax", logits, axes=(len(shape_of(logits)) - 1,), keepdims=0)
     total, picked = f.emit("LogitSums", logits, labels, top)
-    lse = f.emit("Add", f.emit("Log", total), top)
+    lse = f.emit("Add", f.emit("Log", total), cast(f, top, tensor(total).dtype))
     rows = f.emit("Sub", lse, picked)
     if ignored is not None:
         rows = f.emit("Mask", f.emit("Equal", labels, scalar(f, ignored, labels)), rows, keep=False)
-    return [rows, cast(f, lse, tensor(o.outputs[1]).dtype)]
+    return [cast(f, rows, tensor(o.outputs[0]).dtype), lse]
 
 
 def _rows_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Value | None]:
-    return [f.add_op("CrossEntropyGrad", None, [*o.inputs, o.outputs[1], d], o.attributes), None]
+    attributes = {k: x for k, x in o.attributes.items() if k != "result"}
+    return [f.add_op("CrossEntropyGrad", None, [*o.inputs, o.outputs[1], d], attributes), None]
 
 
 def _slope_dtype(attrs: Attrs, logits: DType, labels: DType, lse: DType, d: DType) -> list[DType]:
     if lse is not statistic(logits):
         raise IRTypeError(f"operand 2: expected {statistic(logits)}, got {lse}")
-    return same(attrs, *_label_dtype(attrs, logits, labels), d)
+    if d is not statistic(logits):
+        same(attrs, logits, logits, logits, d)
+    return _label_dtype(attrs, logits, labels)
 
 
 def _slope(
@@ -193,17 +223,22 @@ def _of_labels(sides: str) -> Any:
     return axes
 
 
+def _sums_dtype(attrs: Attrs, logits: DType, labels: DType, top: DType) -> list[DType]:
+    same(attrs, *_label_dtype(attrs, logits, labels), top)
+    return [statistic(logits)] * 2
+
+
 def _logit_sums(xp: Any, x: Any, label: Any, top: Any, start: int) -> tuple[Any, Any]:
     row = label - start
     here = (row >= 0) & (row < x.shape[-1])
     picked = xp.take_along_axis(x, xp.expand_dims(xp.where(here, row, 0), -1), axis=-1)
-    total = xp.sum(xp.exp(x - xp.expand_dims(top, -1)), axis=-1)
-    return total, xp.where(here, picked[..., 0], 0)
+    total = xp.sum(xp.exp(wide(xp, x) - wide(xp, xp.expand_dims(top, -1))), axis=-1)
+    return total, wide(xp, xp.where(here, picked[..., 0], 0))
 
 
 op(  # logits, labels -> the rows' losses, 0 for ignored labels, and the log-sum-exp of their logits, saved
     "CrossEntropy",
-    attributes="ignore_index:int/none?",
+    attributes="ignore_index:int/none? result:dtype?",
     axes=_of_labels("... v, ... -> ..., ... | v:whole"),
     dtype=_rows_dtype,
     outputs=2,
@@ -228,7 +263,7 @@ op(  # the gradient of the logits, from these, the labels, what is saved, and th
 op(  # logits, labels, rows' maxima -> sums of exp(logits - maximum), logits of the labels (0 where not here)
     "LogitSums",
     axes=_of_labels("... v, ..., ... -> ..., ... | v:sum"),
-    dtype=lambda attrs, logits, labels, top: same(attrs, *_label_dtype(attrs, logits, labels), top) * 2,
+    dtype=_sums_dtype,
     outputs=2,
     index=(0, -1),
     neutral=float("-inf"),

@@ -11,7 +11,19 @@ from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
 from distir.ir.type import DType
-from distir.ops.rules import cast, expect_shape, letters, same, scalar, shape_of, smooth, statistic, tensor, wide
+from distir.ops.rules import (
+    cast,
+    expect_shape,
+    letters,
+    rounded_once,
+    same,
+    scalar,
+    shape_of,
+    smooth,
+    statistic,
+    tensor,
+    wide,
+)
 
 Axes = Callable[[Attrs, Sequence[Shape]], str]
 
@@ -31,11 +43,13 @@ def _along(operands: int) -> Axes:
     return axes
 
 
+@rounded_once
 def _softmax(xp: Any, x: Any, axis: int = -1) -> Any:
     e = xp.exp(x - xp.max(x, axis=axis, keepdims=True))
     return e / xp.sum(e, axis=axis, keepdims=True)
 
 
+@rounded_once
 def _log_softmax(xp: Any, x: Any, axis: int = -1) -> Any:
     x = x - xp.max(x, axis=axis, keepdims=True)
     return x - xp.log(xp.sum(xp.exp(x), axis=axis, keepdims=True))
@@ -47,14 +61,22 @@ def _emit_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
 
 
 op("Softmax", attributes="axis:axis?", axes=_along(1), eval=_softmax, grad=_emit_grad, torch="softmax")
-op("LogSoftmax", attributes="axis:axis?", axes=_along(1), eval=_log_softmax, grad=_emit_grad, torch="log_softmax")
+op(
+    "LogSoftmax",
+    attributes="axis:axis?",
+    axes=_along(1),
+    precision="wide",
+    eval=_log_softmax,
+    grad=_emit_grad,
+    torch="log_softmax",
+)
 op(
     "SoftmaxGrad",
     attributes="axis:axis?",
     axes=_along(2),
     dtype=same,
     linear=[{1}],
-    eval=lambda xp, y, d, axis=-1: y * (d - xp.sum(y * d, axis=axis, keepdims=True)),
+    eval=rounded_once(lambda xp, y, d, axis=-1: y * (d - xp.sum(y * d, axis=axis, keepdims=True))),
 )
 op(
     "LogSoftmaxGrad",
@@ -62,7 +84,7 @@ op(
     axes=_along(2),
     dtype=same,
     linear=[{1}],
-    eval=lambda xp, y, d, axis=-1: d - xp.exp(y) * xp.sum(d, axis=axis, keepdims=True),
+    eval=rounded_once(lambda xp, y, d, axis=-1: d - xp.exp(y) * xp.sum(d, axis=axis, keepdims=True)),
 )
 
 # ---------------------------------------------------------------- layer norm, over the dims from `axis` on
@@ -174,6 +196,7 @@ op(  # x, gain and, if there is one, bias
     axes=_norm_axes("xww", "x"),
     dtype=same,
     weight=1,
+    precision="low",
     eval=lambda xp, *operands, **attrs: _layer_norm(xp, *operands, **attrs)[0],
     decompose=lambda f, o: [f.add_op("LayerNorm", None, o.inputs, o.attributes)[0]],
 )
@@ -185,6 +208,7 @@ op(  # the same, and the mean and one over the deviation of each row
     outputs=3,
     saved=2,
     weight=1,
+    precision="low",
     eval=_layer_norm,
     grad=_emit_norm_grad,
     definition=_layer_norm_definition,

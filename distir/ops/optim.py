@@ -1,48 +1,78 @@
 """Optimizers, as in torch.optim: from a weight, its gradient and their state to the next ones.
 
+Operands: the weight, its gradient, its states, and then numbers that all weights share: `step`, the number of this step
+from 1; the learning rate, if it is `scheduled`; and, if it `skips`, whether this step changes nothing. The gradient may
+be of 16 bits where the weight is not.
+
 Values of 16 bits are computed in float32 and rounded once, at the end: in float16 AdamW's eps would be 0, and in
 bfloat16 a small update would be lost twice.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.spec import Attrs, Spec, op
-from distir.ir.type import DType, Float32, Float64
+from distir.ir.type import Bool, DType, Float32, Float64
 from distir.ops.rules import expect_shape, letters, same
 
 CLIP_EPSILON = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm."""
 
 
-def _in_float32(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule, which gives a result or several, with operands of less than 32 bits widened and its results rounded."""
+def shared_numbers(attrs: Attrs, count: int) -> list[str]:
+    """The names of an optimizer's last `count` operands, which all weights share."""
+    last = [name for flag, name in (("scheduled", "lr"), ("skips", "skip")) if attrs.get(flag)]
+    return [*["step"] * (count - len(last)), *last]
 
-    def update(xp: Any, w: Any, *operands: Any, **settings: Any) -> Any:
-        narrow = w.dtype
-        if narrow.itemsize >= Float32.size:
-            return rule(xp, w, *operands, **settings)
-        found = rule(xp, *[xp.cast(x, Float32) if x.dtype == narrow else x for x in (w, *operands)], **settings)
-        if isinstance(found, tuple):
-            return tuple(xp.asarray(x, dtype=narrow) for x in found)
-        return xp.asarray(found, dtype=narrow)
+
+def _stepping(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The `eval` of a rule, which gives a result or several: values of less than 32 bits are widened, its results
+    rounded; nothing changes if the step is skipped."""
+
+    def update(xp: Any, w: Any, g: Any, *operands: Any, **settings: Any) -> Any:
+        given = [*operands]
+        skip = given.pop() if settings.pop("skips", False) else None
+        if settings.pop("scheduled", False):
+            settings["lr"] = given.pop()
+        narrow, wide = w.dtype, w.dtype.itemsize < Float32.size
+        held = [w, *[x for x in given if x.shape == w.shape and x.dtype == narrow]]
+        row = [xp.cast(x, Float32) if wide and x.dtype == narrow else x for x in (w, *given)]
+        found = rule(xp, row[0], xp.asarray(g, dtype=row[0].dtype), *row[1:], **settings)
+        results = [xp.asarray(x, dtype=narrow) for x in (found if isinstance(found, tuple) else (found,))]
+        if skip is not None:
+            results = [xp.where(skip, old, new) for old, new in zip(held, results, strict=False)]
+        return tuple(results) if isinstance(found, tuple) else results[0]
 
     return update
 
 
 def _alike(tensors: int, results: int, attrs: Attrs, shapes: Sequence[Shape]) -> str:
-    """`tensors` operands of one shape, and perhaps a scalar, the step."""
-    if len(shapes) not in (tensors, tensors + 1):
-        raise IRTypeError(f"expected {tensors} operands, or one more, got {len(shapes)}")
+    """`tensors` operands of one shape, then numbers."""
+    numbers = len(shapes) - tensors
+    least = len(shared_numbers(attrs, 0))
+    if not least <= numbers <= least + 1:
+        raise IRTypeError(f"expected {tensors + least} operands, or one more, got {len(shapes)}")
     for k, s in enumerate(shapes):
         expect_shape(k, s, shapes[0] if k < tensors else ())
     row = " ".join(letters(len(shapes[0])))
-    step = [""] * (len(shapes) - tensors)
-    return f"{', '.join([row] * tensors + step)} -> {', '.join([row] * results)}"
+    return f"{', '.join([row] * tensors + [''] * numbers)} -> {', '.join([row] * results)}"
+
+
+def _dtypes(tensors: int, results: int, attrs: Attrs, dtypes: Sequence[DType]) -> list[DType]:
+    """Weight and states are of one dtype, the gradient of that or of 16 bits."""
+    w, g, *states = dtypes[:tensors]
+    if not (g.floating and g.size == 2 < w.size):
+        same(attrs, w, g)
+    same(attrs, w, w, *states)
+    for k, name in enumerate(shared_numbers(attrs, len(dtypes) - tensors), tensors):
+        if (name == "skip" and dtypes[k] is not Bool) or (name == "lr" and not dtypes[k].floating):
+            raise IRTypeError(f"operand {k}: expected {'a number' if name == 'lr' else Bool}, got {dtypes[k]}")
+    return [w] * results
 
 
 def _sgd_count(attrs: Attrs) -> int:
@@ -50,7 +80,7 @@ def _sgd_count(attrs: Attrs) -> int:
 
 
 def _sgd_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
-    if attrs.get("dampening") and len(shapes) < 4:
+    if attrs.get("dampening") and len(shapes) - len(shared_numbers(attrs, 0)) < 4:
         raise IRTypeError(f"dampening needs 4 operands (weight, gradient, momentum, step), got {len(shapes)}")
     n = _sgd_count(attrs)
     return _alike(n + 1, n, attrs, shapes)
@@ -63,12 +93,13 @@ def _sgd(
     m: Any = None,
     step: Any = None,
     *,
-    lr: float,
+    lr: Any,
     momentum: float = 0.0,
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> Any:
+    lr = lr if isinstance(lr, float | int) else xp.asarray(lr, dtype=w.dtype)
     if weight_decay:
         g = g + weight_decay * w
     if not momentum:
@@ -80,14 +111,15 @@ def _sgd(
 
 SGD = op(  # (w, g) -> w; with momentum (w, g, m) -> w, m; with dampening also the number of this step, from 1
     "SGD",
-    attributes="lr:number momentum:number? dampening:number? weight_decay:number? nesterov:flag?",
+    attributes="lr:number momentum:number? dampening:number? weight_decay:number? nesterov:flag? scheduled:flag? "
+    "skips:flag?",
     axes=_sgd_axes,
-    dtype=lambda attrs, *dtypes: same(attrs, *dtypes[: _sgd_count(attrs) + 1]) * _sgd_count(attrs),
+    dtype=lambda attrs, *dtypes: _dtypes(_sgd_count(attrs) + 1, _sgd_count(attrs), attrs, dtypes),
     outputs=_sgd_count,
     donates=(0, 2),
     keeps_zero=True,
     gradient=1,
-    eval=_in_float32(_sgd),
+    eval=_stepping(_sgd),
 )
 
 
@@ -99,14 +131,15 @@ def _adamw(
     v: Any,
     step: Any,
     *,
-    lr: float = 1e-3,
+    lr: Any = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
 ) -> Any:
     """Decoupled weight decay (Loshchilov and Hutter, 2019), in the order of torch.optim.AdamW."""
     b1, b2 = betas
-    w = w * (1 - lr * weight_decay)
+    kept = 1 - lr * weight_decay
+    w = w * (kept if isinstance(kept, float | int) else xp.asarray(kept, dtype=w.dtype))
     m = m + (1 - b1) * (g - m)
     v = b2 * v + (1 - b2) * g * g
     step = xp.cast(step, Float64)  # 1 - 0.999 in float32 has four digits
@@ -116,25 +149,26 @@ def _adamw(
 
 
 def _adamw_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
-    if len(shapes) != 5:
-        raise IRTypeError(f"expected 5 operands (weight, gradient, two moments, step), got {len(shapes)}")
+    expected = 5 + len(shared_numbers(attrs, 0))
+    if len(shapes) != expected:
+        raise IRTypeError(f"expected {expected} operands (weight, gradient, two moments, step ...), got {len(shapes)}")
     return _alike(4, 3, attrs, shapes)
 
 
 def _adamw_dtype(attrs: Attrs, *dtypes: DType) -> list[DType]:
-    return same(attrs, *dtypes[:4]) * 3
+    return _dtypes(4, 3, attrs, dtypes)
 
 
 ADAMW = op(  # (w, g, m, v, step) -> w, m, v; step is the number of this step, from 1
     "AdamW",
-    attributes="lr:number? betas:pair? eps:number? weight_decay:number?",
+    attributes="lr:number? betas:pair? eps:number? weight_decay:number? scheduled:flag? skips:flag?",
     axes=_adamw_axes,
     dtype=_adamw_dtype,
     outputs=3,
     donates=(0, 2, 3),
     keeps_zero=True,
     gradient=1,
-    eval=_in_float32(_adamw),
+    eval=_stepping(_adamw),
 )
 
 
@@ -165,6 +199,28 @@ def _grouped(each: Spec) -> Spec:
 
 GROUPED = {each: _grouped(each) for each in (SGD, ADAMW)}
 """By optimizer the op that updates several weights at once."""
+
+
+def _learning_rate(
+    xp: Any, step: Any, lr: float, warmup: int = 0, decay: str = "none", steps: int = 0, least: float = 0.0
+) -> Any:
+    step = xp.cast(step, Float64)
+    rate = lr * xp.clip(step / max(1, warmup), 0, 1)
+    if decay == "none":
+        return rate
+    done = xp.clip((step - warmup) / max(1, steps - warmup), 0, 1)
+    left = 1 - done if decay == "linear" else 0.5 * (1 + xp.cos(math.pi * done))
+    return xp.where(step < warmup, rate, least + (lr - least) * left)
+
+
+op(  # the learning rate of a step, numbered from 1: linear from 0 to `lr` over `warmup` steps, then down to `least`,
+    # which is reached at number `steps`: linearly, or along half a cosine (Loshchilov and Hutter, 2017)
+    "LearningRate",
+    attributes="lr:number warmup:index? decay:none|linear|cosine? steps:index? least:number?",
+    axes="->",
+    dtype=lambda attrs, step: [Float64],
+    eval=_learning_rate,
+)
 
 
 def _scaled_dtype(attrs: Attrs, x: DType, factor: DType) -> list[DType]:

@@ -54,6 +54,7 @@ op(
     "ReduceSum",
     attributes="axes:dims keepdims:flag?",
     axes=_axes("sum"),
+    precision="wide",
     linear=[{0}],
     eval=_over("sum"),
     grad=_sum_grad,
@@ -89,7 +90,7 @@ op(  # of all operands, which are of one shape
     eval=lambda xp, *xs: functools.reduce(operator.add, xs),
     grad=lambda f, o, d: [d] * len(o.inputs),
 )
-op("ReduceProd", attributes="axes:dims keepdims:flag?", axes=_axes("whole"), eval=_over("prod"))
+op("ReduceProd", attributes="axes:dims keepdims:flag?", axes=_axes("whole"), precision="wide", eval=_over("prod"))
 
 
 def _extreme_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
@@ -130,6 +131,7 @@ op(
     "ReduceMean",
     attributes="axes:dims keepdims:flag?",
     axes=_axes("mean"),
+    precision="wide",
     eval=lambda xp, x, axes, keepdims=0: (
         xp.sum(x, axis=axes, keepdims=bool(keepdims)) / math.prod(x.shape[i] for i in axes)
     ),

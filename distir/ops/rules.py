@@ -65,6 +65,18 @@ def wide(xp: Any, x: Any) -> Any:
     return xp.cast(x, Float32) if x.dtype.itemsize < 4 else x
 
 
+def rounded_once(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The `eval` of an op with a result of its operands' dtype: of 16 bits computed in float32, and rounded at the end,
+    as kernels do."""
+
+    def eval(xp: Any, *operands: Any, **attributes: Any) -> Any:
+        if operands[0].dtype.itemsize >= 4 or "float" not in str(operands[0].dtype):
+            return rule(xp, *operands, **attributes)
+        return xp.asarray(rule(xp, *[wide(xp, x) for x in operands], **attributes), dtype=operands[0].dtype)
+
+    return eval
+
+
 def expect(k: int, dtype: DType, kind: str) -> None:
     """Raises IRTypeError if operand k is not of that kind of dtype: "float", "int" or "bool"."""
     if dtype.kind != kind:
@@ -130,6 +142,7 @@ def smooth(
     torch: str | None = None,
     attributes: str = "",
     definition: Callable[..., Sequence[Value]] | None = None,
+    precision: str | None = None,
 ) -> None:
     """An op on the points of one operand and, as `<name>Grad`, its gradient.
 
@@ -141,5 +154,14 @@ def smooth(
         v = o.inputs[0] if saved == "x" else o.outputs[0]
         return [f.add_op(f"{name}Grad", None, [v, d], o.attributes)]
 
-    op(name, axes=points(1), attributes=attributes, eval=eval, grad=grad, torch=torch, definition=definition)
-    op(f"{name}Grad", axes=points(2), attributes=attributes, dtype=same, linear=[{1}], eval=slope)
+    op(
+        name,
+        axes=points(1),
+        attributes=attributes,
+        precision=precision,
+        eval=rounded_once(eval),
+        grad=grad,
+        torch=torch,
+        definition=definition,
+    )
+    op(f"{name}Grad", axes=points(2), attributes=attributes, dtype=same, linear=[{1}], eval=rounded_once(slope))

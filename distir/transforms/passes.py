@@ -20,7 +20,7 @@ from distir.ir.type import Tensor
 from distir.transforms.pipeline.bodies import Cut, cut_bodies
 from distir.transforms.pipeline.bucket import GATHERS, SUMS, bucket, maker_like
 from distir.transforms.pipeline.emission import Stages, pipeline
-from distir.transforms.pipeline.phases import PHASES
+from distir.transforms.pipeline.phases import PHASES, PhaseRules
 from distir.transforms.pipeline.prefetch import prefetch
 from distir.transforms.pipeline.recompute import recompute
 from distir.transforms.pipeline.schedule import make_table
@@ -102,13 +102,14 @@ def scheduled(placed: Function, settings: PassContext, bodies: BodyPasses | None
     where = rank_of_stage(table)
     stages = ranks._replace(meshes=[ranks.meshes[where[s]] for s in range(len(where))])
     loss_gradient = next(phase.letter for phase in PHASES.values() if phase.word == plan.loss_gradient)
-    cut = _cut(placed, len(where), plan.microbatches, settings.cost, plan.overlap, loss_gradient)
+    rules = PhaseRules(loss_gradient, plan.zero == 3)
+    cut = _cut(placed, len(where), plan.microbatches, settings.cost, plan.overlap, rules)
     return pipeline(cut, stages, table, bodies)
 
 
 @cached
-def _cut(placed: Function, parts: int, microbatches: int, cost: StageCost, overlap: bool, loss_gradient: str) -> Cut:
-    return cut_bodies(*cut_stages(placed, parts, microbatches, cost, loss_gradient), overlap, loss_gradient)
+def _cut(placed: Function, parts: int, microbatches: int, cost: StageCost, overlap: bool, rules: PhaseRules) -> Cut:
+    return cut_bodies(*cut_stages(placed, parts, microbatches, cost, rules), overlap, rules)
 
 
 class BodyPasses(NamedTuple):

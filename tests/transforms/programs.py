@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A sequential program in float64 and an array for each of its inputs."""
+    """A sequential program and an array for each of its inputs. It is run in float64, whatever its types are."""
 
     function: Function
     arrays: list[np.ndarray]
@@ -84,7 +84,7 @@ class Program(NamedTuple):
 
     def results(self) -> list[np.ndarray]:
         """The results of the sequential program: the reference."""
-        return SequentialExecutor().compute(self.function, self.arrays)
+        return SequentialExecutor().compute(in_float64(self.function), self.arrays)
 
 
 def plans(schedules: Sequence[str] = ("1f1b",), hosts: Sequence[bool] = (False,), limit: int = 8) -> Iterator[Plan]:
@@ -198,9 +198,16 @@ def distributed(program: Program, plan: Plan) -> Distributed:
     return result
 
 
+def in_float64(function: Function) -> Function:
+    """A function with narrower types widened: what it computes but for rounding."""
+    types = [v.type for f in (function, *function.callees()) for v in f.producers()]
+    narrow = any(isinstance(t, Tensor) and t.dtype.floating and t.dtype is not Float64 for t in types)
+    return with_dtype(function, Float64) if narrow else function
+
+
 def run(function: Function, program: Program, tap: Tap | None = None) -> list[np.ndarray]:
     """The results of a distributed form of the program on its arrays."""
-    return SequentialExecutor(tap=tap).compute(function, program.arrays)
+    return SequentialExecutor(tap=tap).compute(in_float64(function), program.arrays)
 
 
 def error(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:

@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 
 from distir.ir import Function, FunctionMaker, Value
 from distir.ir.function import Role
-from distir.ir.type import Float32, Float64, Int64, Tensor
+from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor
 from distir.ops.rules import shape_of
 from distir.transforms.differentiation.grad import grad, parameters
-from distir.transforms.differentiation.training import SGD, update
+from distir.transforms.differentiation.loss_scale import LossScale, scale_loss
+from distir.transforms.differentiation.training import SGD, LearningRate, narrowed, update
 from distir.transforms.rewriting.cleanup import extend, prune
 from distir.transforms.rewriting.fuse import fuse
+from distir.transforms.rewriting.mixed_precision import mixed_precision
+from distir.transforms.rewriting.precision import with_dtype
 from tests.transforms.programs import BATCH, Plan, Program
 
 WIDTHS = (4, 6, 8, 12, 16, 13, 7)
@@ -418,17 +421,35 @@ def random_programs(draw: st.DrawFn, block: Block | None = None) -> Program:
     loss = m.pick(LOSSES)(m, m.linear(x, m.pick(WIDTHS)) if m.flip() or m.width(x) < 2 else x)
     m.f.set_outputs([loss, *m.results])
     forward = fuse(m.f.finalize()) if m.flip() else m.f.finalize()
-    step = trained(forward, SGD(0.1, momentum=m.pick((0.0, 0.9)), clip_norm=m.pick((None, 0.5))))
-    return Program(step, arrays(step, m.data, draw(st.integers(0, 2**32 - 1))), forward)
+    low = m.pick((None, None, BFloat16, Float16))
+    schedule = m.pick((None, LearningRate(4, m.pick(("linear", "cosine")), 8)))
+    optimizer = SGD(
+        0.1, m.pick((0.0, 0.9)), 0.1, clip_norm=m.pick((None, 0.5)), schedule=schedule, decay_vectors=m.flip()
+    )
+    step = trained(forward, optimizer, low, m.pick((Float32, low or Float32)))
+    data = {step.inputs[forward.inputs.index(v)]: x for v, x in m.data.items()}
+    return Program(step, arrays(step, data, draw(st.integers(0, 2**32 - 1))), forward)
 
 
-def trained(function: Function, optimizer: SGD) -> Function:
-    """The function with gradients and next values of all its parameters."""
+def trained(function: Function, optimizer: SGD, low: DType | None = None, grad_dtype: DType = Float32) -> Function:
+    """The function with gradients and next values of all its parameters; with `low` in mixed precision, otherwise in
+    float64."""
+    scaling = None
+    if low is not None:
+        function = mixed_precision(with_dtype(function, Float32), low)
+    target = function.outputs[0]
+    if low is Float16:
+        maker = extend(function)
+        target = scale_loss(maker, target)
+        maker.set_outputs([*function.outputs, target])
+        function = maker.finalize()
+        scaling = LossScale.of(function)
     weights = parameters(function)
-    backward = grad(function, function.outputs[0], weights)
+    backward = grad(function, target, weights)
     gradients = backward.outputs[len(function.outputs) :]
     maker = extend(backward)
-    new = update(maker, optimizer, dict(zip(weights, gradients, strict=True)))
+    given = {w: narrowed(maker, backward, g, grad_dtype) for w, g in zip(weights, gradients, strict=True)}
+    new = update(maker, optimizer, given, scaling)
     maker.set_outputs([*backward.outputs, *new])
     return prune(maker.finalize())
 

@@ -21,6 +21,7 @@ from distir.backends.tensors.pool import LARGE
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor
+from distir.ops.optim import shared_numbers
 from distir.transforms.rank.alias_analysis import FunctionMemory
 from distir.transforms.rank.group_optimizers import updates_weights
 
@@ -231,7 +232,9 @@ class FunctionLowering(FunctionWriter):
         self._emit_on_gradient(zip(op.outputs[::n], gradients, strict=True))
         columns = [gradients, *[op.outputs[j::n] for j in range(n)]]
         arguments = [f"[{', '.join(map(self.use, values))}]" for values in columns]
-        arguments += [f"step={self.use(v)}" for _, v in rows[0][n + 1 :]]
+        shared = [v for _, v in rows[0][n + 1 :]]
+        names = shared_numbers(op.attributes, len(shared))
+        arguments += [f"{name}={self.use(v)}" for name, v in zip(names, shared, strict=True)]
         self.lines.append(f"{self.bind(each.name.lower(), update(op))}({', '.join(arguments)})")
         self._time(op, begin)
         self._emit_tap(op)

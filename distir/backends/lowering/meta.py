@@ -117,6 +117,7 @@ _RULES: dict[Any, Callable[..., Shapes]] = {
     **dict.fromkeys((aten.zeros_like.default, aten.ones_like.default, aten.full_like.default), _like_first),
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _reduced),
     **dict.fromkeys((aten.amax.default, aten.amin.default, aten.prod.default, aten.prod.dim_int), _reduced),
+    aten.logsumexp.default: _reduced,
     **dict.fromkeys((aten.any.default, aten.any.dim, aten.all.default, aten.all.dim), _reduced),
     **dict.fromkeys((aten.argmax.default, aten.argmin.default), _reduced),
     aten.cat.default: _joined,

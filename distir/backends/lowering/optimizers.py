@@ -19,7 +19,8 @@ def _any_strides(narrow: bool) -> Callable[[Callable[..., None]], Callable[..., 
     """Decorator for a fused kernel, which ignores strides: makes it accept tensors of any strides.
 
     The first row of tensors are gradients, which are read; the others are updated. Tensors that are not contiguous are
-    copied, one weight at a time; so are 16-bit tensors on CPUs, as float32, unless the kernel supports them (`narrow`).
+    copied, one weight at a time; so are gradients of another dtype than their weight, and 16-bit tensors on CPUs, as
+    float32, unless the kernel supports them (`narrow`).
     """
 
     def taken(x: torch.Tensor) -> bool:
@@ -31,19 +32,22 @@ def _any_strides(narrow: bool) -> Callable[[Callable[..., None]], Callable[..., 
     def wrapped(kernel: Callable[..., None]) -> Callable[..., None]:
         def update(gradients: Row, *changed: Row, **settings: Any) -> None:
             rows = [gradients, *changed]
-            if all([all(map(taken, row)) for row in rows]):
+            alike = [g.dtype is w.dtype for g, w in zip(gradients, changed[0], strict=True)]
+            if all(alike) and all([all(map(taken, row)) for row in rows]):
                 kernel(*rows, **settings)
                 return
-            whole = [all(taken(row[k]) for row in rows if row) for k in range(len(gradients))]
+            whole = [alike[k] and all(taken(row[k]) for row in rows if row) for k in range(len(gradients))]
             if any(whole):
                 kernel(*[list(itertools.compress(row, whole)) for row in rows], **settings)
             for k in [k for k, lies in enumerate(whole) if not lies]:
                 one = [row[k : k + 1] for row in rows]
                 copies = [[copied(x) for x in row] for row in one]
+                copies[0] = [g.to(w.dtype) for g, w in zip(copies[0], copies[1], strict=True)]
                 kernel(*copies, **settings)
                 for row, changed_copies in zip(one[1:], copies[1:], strict=True):
                     for x, y in zip(row, changed_copies, strict=True):
-                        x.copy_(y)
+                        if x is not y:
+                            x.copy_(y)
 
         return update
 
@@ -57,10 +61,11 @@ def sgd(
     weights: Row,
     momenta: Row | tuple[()] = (),
     *,
-    lr: float,
+    lr: float | torch.Tensor,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
+    skip: torch.Tensor | None = None,
     **_: Any,
 ) -> None:
     """A step of SGD, without dampening."""
@@ -75,6 +80,7 @@ def sgd(
         nesterov=nesterov,
         maximize=False,
         is_first_step=False,  # momenta start at zero, which is equivalent
+        found_inf=None if skip is None else skip.float(),
     )
 
 
@@ -84,10 +90,12 @@ def adamw(
     weights: Row,
     *moments: Row,
     step: torch.Tensor,
-    lr: float = 1e-3,
+    lr: float | torch.Tensor = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
+    skip: torch.Tensor | None = None,
+    **_: Any,
 ) -> None:
     """Step number `step` of AdamW. `moments`: the running means of gradients and of their squares."""
     means, squares = moments
@@ -105,6 +113,7 @@ def adamw(
         eps=eps,
         amsgrad=False,
         maximize=False,
+        found_inf=None if skip is None else skip.float(),
     )
 
 

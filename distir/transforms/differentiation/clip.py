@@ -7,25 +7,20 @@ scalars then combines them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from distir.ir.errors import UsageError
 from distir.ir.function import FunctionMaker, Value
 
 
-def clip(maker: FunctionMaker, gradients: Sequence[Value], norm: float | None) -> Iterator[Value]:
-    """Append the clipping ops; yields each gradient clipped, just before its use, so that it lives no longer than
-    needed.
+def sum_of_squares(maker: FunctionMaker, gradients: Sequence[Value]) -> Value:
+    """Append the sum of the squares of all gradients, |g|^2."""
+    return maker.emit("Sum", *[maker.emit("SumOfSquares", g) for g in gradients])
 
-    All are scaled by min(1, norm / (|g| + 1e-6)), where |g| is the square root of the sum of all squares. With None
-    they stay as they are. Raises UsageError for a norm that is not positive.
-    """
-    if norm is None or not gradients:
-        yield from gradients
-        return
+
+def clip_factor(maker: FunctionMaker, squares: Value, norm: float) -> Value:
+    """Append the factor that limits the norm, min(1, norm / (|g| + 1e-6)). Raises UsageError for a norm that is not
+    positive."""
     if not norm > 0:
         raise UsageError(f"the norm to clip gradients to is a positive number, got {norm!r}")
-    total = maker.emit("Sum", *[maker.emit("SumOfSquares", g) for g in gradients])
-    factor = maker.emit("ClipFactor", total, norm=float(norm))
-    for g in gradients:
-        yield maker.emit("Scale", g, factor)
+    return maker.emit("ClipFactor", squares, norm=float(norm))

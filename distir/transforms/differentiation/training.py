@@ -8,20 +8,23 @@ state, which `Function.updates` ties to its input.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distir.ir.dtype import DType
 from distir.ir.errors import UsageError
 from distir.ir.function import Attributes, Function, FunctionMaker, Role, Value
 from distir.ir.pause import no_collection
 from distir.ir.spec import FactorMapping
-from distir.ir.type import Int64, Shard, Tensor
+from distir.ir.type import Float16, Float32, Int64, Shard, Tensor
 from distir.ops.rules import shape_of, tensor
-from distir.transforms.differentiation.clip import clip
+from distir.transforms.differentiation.clip import clip_factor, sum_of_squares
 from distir.transforms.differentiation.grad import find_loss, grad, parameters, sources
+from distir.transforms.differentiation.loss_scale import LossScale, scale_loss, skips, unscale
 from distir.transforms.rewriting.cleanup import extend, fold
 from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.rewriting.laws import Law, rewrites
+from distir.transforms.rewriting.mixed_precision import mixed_precision
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,10 +34,33 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
+class LearningRate:
+    """A schedule of the learning rate: from 0 to the optimizer's `lr` in `warmup` steps, linearly; then, if `decay` is
+    "linear" or "cosine", down to `least`, which is reached at step number `steps`.
+
+    Raises UsageError for another decay, or one that has no steps.
+    """
+
+    warmup: int = 0
+    decay: str = "none"
+    steps: int = 0
+    least: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.decay not in ("none", "linear", "cosine"):
+            raise UsageError(f"unknown decay {self.decay!r} of the learning rate", "choose from none, linear, cosine")
+        if self.decay != "none" and self.steps <= self.warmup:
+            raise UsageError(
+                f"the learning rate decays from step {self.warmup} to step {self.steps}", "give it more steps"
+            )
+
+
+@dataclass(frozen=True)
 class SGD:
     """Stochastic gradient descent, as `torch.optim.SGD`. With momentum, one buffer a parameter.
 
-    `clip_norm`: see `clip`.
+    `clip_norm`: see `clip`. `schedule`: of the learning rate. With `decay_vectors` false, weights of fewer than two
+    dims, such as those of norms and biases, do not decay.
     """
 
     lr: float = 1e-3
@@ -42,6 +68,8 @@ class SGD:
     weight_decay: float = 0.0
     nesterov: bool = False
     clip_norm: float | None = None
+    schedule: LearningRate | None = None
+    decay_vectors: bool = True
 
     op_type: ClassVar[str] = "SGD"
     counts: ClassVar[bool] = False
@@ -61,7 +89,7 @@ class SGD:
 class AdamW:
     """Adam with decoupled weight decay, as `torch.optim.AdamW`. Two moments a parameter, one step counter for all.
 
-    `clip_norm`: see `clip`.
+    `clip_norm`, `schedule`, `decay_vectors`: as of `SGD`.
     """
 
     lr: float = 1e-3
@@ -69,6 +97,8 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 1e-2
     clip_norm: float | None = None
+    schedule: LearningRate | None = None
+    decay_vectors: bool = True
 
     op_type: ClassVar[str] = "AdamW"
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
@@ -105,6 +135,8 @@ def training_step(
     optimizer: Optimizer | str = "sgd",
     gradients: bool = False,
     output: int | str = 0,
+    precision: DType = Float32,
+    grad_dtype: DType = Float32,
 ) -> Function:
     """One step of training `function`: forward, loss, backward, and the update of every parameter.
 
@@ -116,18 +148,26 @@ def training_step(
     Inputs: the function's, the labels, then of role state for each parameter the optimizer's buffers, and the step
     counter; all start at zero (`initial_state`). Outputs: the loss; with `gradients` each parameter's gradient, in
     order; then, parameter by parameter, its next value and those of its buffers; the next step counter. `updates` ties
-    them to their inputs. A parameter that the loss does not depend on has no gradient, state or update.
+    them to their inputs. A parameter that the loss does not depend on has no gradient, state or update. With
+    another `precision` than float32 products are in it, weights and statistics in float32 (`mixed_precision`);
+    gradients are accumulated in `grad_dtype`, float32 or that. In float16 the loss is scaled (`loss_scale`).
 
     Raises UsageError for a loss that is not there or not a number, or if the function has no parameters.
     """
     settings = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
     forward = fuse(with_loss(function, loss, output))
-    (target,) = forward.outputs
+    if grad_dtype not in (Float32, precision):
+        raise UsageError(f"gradients are accumulated in float32 or in the precision, {precision}; got {grad_dtype}")
+    forward = forward if precision is Float32 else mixed_precision(forward, precision)
+    forward = with_scaled_loss(forward) if precision is Float16 else forward
+    target = forward.outputs[-1]
     needed = sources(forward, target)
     trained = [w for w in parameters(function) if w in needed]
     if not trained:
         raise UsageError(f"{function.name}: the loss %{target.name} depends on no parameter")
-    return fold(with_updates(grad(forward, target, trained), settings, trained, gradients))
+    backward = grad(forward, target, trained)
+    scaling = LossScale.of(forward) if precision is Float16 else None
+    return fold(with_updates(backward, settings, trained, gradients, grad_dtype, scaling))
 
 
 @rewrites(Law.MORE)
@@ -139,12 +179,39 @@ def with_loss(function: Function, loss: str, output: int | str = 0) -> Function:
 
 
 @rewrites(Law.MORE)
-def with_updates(backward: Function, optimizer: Optimizer, trained: Sequence[Value], gradients: bool) -> Function:
+def with_scaled_loss(function: Function) -> Function:
+    """A loss, with the scaled loss as second output."""
+    maker = extend(function)
+    maker.set_outputs([function.outputs[0], scale_loss(maker, function.outputs[0])])
+    return maker.finalize()
+
+
+@rewrites(Law.MORE)
+def with_updates(
+    backward: Function,
+    optimizer: Optimizer,
+    trained: Sequence[Value],
+    gradients: bool,
+    grad_dtype: DType = Float32,
+    scaling: LossScale | None = None,
+) -> Function:
     """A loss and the gradients of what is `trained`, with one step of the optimizer: see `training_step`."""
     maker = extend(backward)
-    new = update(maker, optimizer, dict(zip(trained, backward.outputs[1:], strict=True)))
-    maker.set_outputs([*(backward.outputs if gradients else backward.outputs[:1]), *new])
+    found = backward.outputs[len(backward.outputs) - len(trained) :]
+    narrowed = {w: narrowed(maker, backward, g, grad_dtype) for w, g in zip(trained, found, strict=True)}
+    new = update(maker, optimizer, narrowed, scaling)
+    maker.set_outputs([backward.outputs[0], *(found if gradients else ()), *new])
     return maker.finalize()
+
+
+def narrowed(maker: FunctionMaker, backward: Function, gradient: Value, dtype: DType) -> Value:
+    """A gradient in that dtype: before it was cast, if it was."""
+    if dtype is Float32 or tensor(gradient).dtype is dtype:
+        return gradient
+    op = backward.producers().get(gradient)
+    if op is not None and op.op_type == "Cast" and tensor(op.inputs[0]).dtype is dtype:
+        return op.inputs[0]
+    return maker.emit("Cast", gradient, to=dtype)
 
 
 def initial_state(function: Function) -> dict[Value, np.ndarray]:
@@ -212,30 +279,60 @@ def batch_dim(function: Function, value: Value) -> int | None:
     return 0 if shape_of(value) else None
 
 
-def update(maker: FunctionMaker, optimizer: Optimizer, gradients: Mapping[Value, Value]) -> Sequence[Value]:
+def update(
+    maker: FunctionMaker,
+    optimizer: Optimizer,
+    gradients: Mapping[Value, Value],
+    scaling: LossScale | None = None,
+) -> Sequence[Value]:
     """Append one optimizer op for each parameter, given its gradient; gives the next values, in order.
 
-    Adds the inputs that hold the optimizer's state, and ties each next value to its input in `maker.updates`.
+    Adds the inputs that hold the optimizer's state, and ties each next value to its input in `maker.updates`. With
+    `scaling` the gradients are those of the scaled loss.
     """
+    before = len(maker.updates)
+    factor = skip = None
+    if gradients and (scaling is not None or optimizer.clip_norm is not None):
+        squares = sum_of_squares(maker, [*gradients.values()])
+        if scaling is not None:
+            skip = skips(maker, scaling, squares)
+            factor, squares = unscale(maker, scaling, squares)
+        if optimizer.clip_norm is not None:
+            clipping = clip_factor(maker, squares, optimizer.clip_norm)
+            factor = clipping if factor is None else maker.emit("Mul", factor, clipping)
+    shared = list(maker.updates)[before:]
     state = {
         w: [maker.add_input_value(f"{w.name}.{slot}", w.type, Role("state")) for slot in optimizer.slots]
         for w in gradients
     }
     counter: list[Value] = []
+    numbers: list[Value] = []
+    """The operands that all weights share."""
     after: list[Value] = []
-    if optimizer.counts:
+    if optimizer.counts or optimizer.schedule is not None:
         step = maker.add_input_value("step", Tensor(Int64, ()), Role("state"))
         one = maker.emit("Constant", value=(1,), shape=(), dtype=Int64)
-        counter = [maker.add_op("Add", "step.new", [step, one])]
+        taken = one if skip is None else maker.emit("Cast", maker.emit("Not", skip), to=Int64)
+        counter = [maker.add_op("Add", "step.new", [step, taken])]
         maker.updates[counter[0]] = step
-    attributes = Attributes(optimizer.attributes)
-    clipped = clip(maker, [*gradients.values()], optimizer.clip_norm)
-    for w, g in zip(gradients, clipped, strict=True):
+        numbers = counter if optimizer.counts else []
+    given = optimizer.attributes
+    if optimizer.schedule is not None:
+        schedule = {"lr": float(optimizer.lr), **asdict(optimizer.schedule)}
+        numbers = [*numbers, maker.add_op("LearningRate", "lr", counter, schedule)]
+        given["scheduled"] = True
+    if skip is not None:
+        numbers = [*numbers, skip]
+        given["skips"] = True
+    attributes, flat = Attributes(given), Attributes({**given, "weight_decay": 0.0})
+    for w, g in gradients.items():
+        g = g if factor is None else maker.emit("Scale", g, factor)  # just before its use: it lives no longer
         held = [w, *state[w]]
         names = [f"{v.name}.new" for v in held]
-        operands = [w, g, *state[w], *counter]
-        maker.add_op(optimizer.op_type, None, operands, attributes, output_names=names)
+        operands = [w, g, *state[w], *numbers]
+        decays = optimizer.decay_vectors or len(shape_of(w)) > 1
+        maker.add_op(optimizer.op_type, None, operands, attributes if decays else flat, output_names=names)
         new = maker.ops[-1].outputs
         maker.updates.update(zip(new, held, strict=True))
         after += new
-    return [*after, *counter]
+    return [*after, *counter, *shared]

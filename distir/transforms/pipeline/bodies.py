@@ -16,10 +16,11 @@ from distir.ir.type import NOW, Partial, Piece, Tuple, Type
 from distir.ops.rules import tensor
 from distir.transforms.append import Moved, append
 from distir.transforms.pipeline.phases import (
-    BACKWARD,
     FREE,
     PHASES,
+    RULES,
     UPDATE,
+    PhaseRules,
     Varying,
     ends_time,
     phases,
@@ -87,13 +88,13 @@ class Cut(NamedTuple):
     Several schedules of one cut share it."""
 
 
-def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True, loss_gradient: str = BACKWARD) -> Cut:
+def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True, rules: PhaseRules = RULES) -> Cut:
     """Group the ops by stage and phase, and find the values that pass between groups.
 
     Collectives that follow a sum over time run in the last microbatch's backward pass if `overlap`, hidden by compute,
-    else in the update. For `loss_gradient` see `phases`.
+    else in the update. For `rules` see `phases`.
     """
-    phase = phases(function, loss_gradient)
+    phase = phases(function, rules)
     producer = producers(function)
     free = {v: op for op in function.ops if phase[op] == FREE for v in op.outputs}
     ends = [op for op in function.ops if op.spec.comm is not None and ends_time(op)]

@@ -53,6 +53,18 @@ CELLS = tuple([phase.letter for phase in PHASES.values() if phase.timed])
 """The phases that a schedule orders."""
 
 
+class PhaseRules(NamedTuple):
+    """What decides phases beside the program: the phase of the ops that begin the backward pass (that no other backward
+    op feeds), and whether weights that are sharded over replicas are gathered in every pass that uses them (ZeRO 3),
+    or once a step."""
+
+    loss_gradient: str = BACKWARD
+    gathers_again: bool = True
+
+
+RULES = PhaseRules()
+
+
 producers = cached(Function.producers)
 """`Function.producers`, cached with the function."""
 
@@ -111,13 +123,10 @@ def replica_axes(function: Function) -> tuple[str, ...]:
 
 
 @cached
-def phases(function: Function, loss_gradient: str = BACKWARD) -> dict[Op, str]:
-    """The phase of every op of a program that is placed but not scheduled.
-
-    `loss_gradient` is the phase of the ops that begin the backward pass (that no other backward op feeds).
-    """
+def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
+    """The phase of every op of a program that is placed but not scheduled."""
     backward = _backward(function)
-    if loss_gradient == FORWARD:
+    if rules.loss_gradient == FORWARD:
         again = copies(function)
         made = {v for op in backward for v in op.outputs if v not in again}
         start = {op for op in backward if op.outputs[0] not in again and made.isdisjoint(op.inputs)}
@@ -129,7 +138,7 @@ def phases(function: Function, loss_gradient: str = BACKWARD) -> dict[Op, str]:
         backward -= start
     varying = Varying()
     if not any([varying[v.type] for op in function.ops for v in (*op.inputs, *op.outputs)]):
-        return _unvaried(function, backward)
+        return _unvaried(function, backward, rules)
     phase: dict[Op, str] = {}
     after: set[Value] = set()
     free = set(function.inputs)  # values that any body can take as inputs or recompute at no cost
@@ -137,7 +146,7 @@ def phases(function: Function, loss_gradient: str = BACKWARD) -> dict[Op, str]:
     results = set(function.outputs)
     ends: list[Op] = []
     parts = set(weights(function))  # weights, and prologue results of weights alone: they may be sharded over replicas
-    replicas = replica_axes(function)
+    replicas = replica_axes(function) if rules.gathers_again else ()
     for op in function.ops:
         ins, outs = op.inputs, op.outputs
         if ended := op.spec.comm is not None and ends_time(op):
@@ -173,13 +182,14 @@ def _is_free(op: Op, free: set[Value], parts: set[Value], replicas: Collection[s
     return (op.spec.alias or not op.inputs) and free.issuperset(op.inputs)
 
 
-def _unvaried(function: Function, backward: set[Op]) -> dict[Op, str]:
+def _unvaried(function: Function, backward: set[Op], rules: PhaseRules) -> dict[Op, str]:
     """The phases if nothing varies in time: one microbatch is the whole batch."""
     phase: dict[Op, str] = {}
     parts = set(weights(function))
     depends = {v for v in function.inputs if v not in parts and v.kind != "constant"}
     free, late, results = set(function.inputs), set[Value](), set(function.outputs)
-    needed, replicas = _needed(function, backward), replica_axes(function)
+    needed = _needed(function, backward)
+    replicas = replica_axes(function) if rules.gathers_again else ()
     for op in function.ops:
         ins, outs = op.inputs, op.outputs
         if _is_free(op, free, parts, replicas) and results.isdisjoint(outs):

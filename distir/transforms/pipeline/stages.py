@@ -21,7 +21,9 @@ from distir.transforms.pipeline.phases import (
     FORWARD,
     FREE,
     PROLOGUE,
+    RULES,
     UPDATE,
+    PhaseRules,
     ends_time,
     phases,
     producers,
@@ -56,23 +58,23 @@ PLAIN = StageCost(plain_cost, FLOP_PER_BYTE * LINK_PER_MEMORY)
 
 
 def cut_stages(
-    function: Function, parts: int, microbatches: int, cost: StageCost = PLAIN, loss_gradient: str = BACKWARD
+    function: Function, parts: int, microbatches: int, cost: StageCost = PLAIN, rules: PhaseRules = RULES
 ) -> tuple[Function, dict[Op, int]]:
     """The function, and the stage of every op that has a phase. Backward ops and updates follow their forward op.
 
     The function is changed: sums of values from several stages are lifted (see `lift`), copies stay on their stage.
     Raises InfeasibleError if there are fewer forward ops than stages, or if the forward pass needs the whole batch.
     """
-    phase = phases(function, loss_gradient)
+    phase = phases(function, rules)
     if parts == 1:
         return function, {op: 0 for op in function.ops if phase[op] != FREE}
-    given = _choices(function, microbatches, cost, loss_gradient)
+    given = _choices(function, microbatches, cost, rules)
     if len(given.ops) < parts:
         _check_cuts_batch(function, phase, microbatches)
     stage = balanced(given, parts)
     _backward_stages(function, phase, stage, parts)
     function, stage = lift_sums(*on_own_stages(function, stage))
-    phase = phases(function, loss_gradient)
+    phase = phases(function, rules)
     _once_stages(function, phase, stage)
     return add_by_stage(function, phase, stage)
 
@@ -96,9 +98,9 @@ def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches:
 
 
 @cached
-def _choices(function: Function, microbatches: int, cost: StageCost, loss_gradient: str) -> Choices:
+def _choices(function: Function, microbatches: int, cost: StageCost, rules: PhaseRules) -> Choices:
     """How the forward ops can be cut, each at the cost of itself and of the ops that follow it to its stage."""
-    phase = phases(function, loss_gradient)
+    phase = phases(function, rules)
     forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
     price = _priced(cost.op)
     follow = _following_cost(function, phase, forward, microbatches, price)

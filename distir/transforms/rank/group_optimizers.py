@@ -3,8 +3,8 @@
     %w, %m = SGD(%w0, %g, %m0)            %w, %m, %v, %n = GroupedSGD(%w0, %g, %m0, %v0, %h, %n0, count=2)
     %v, %n = SGD(%v0, %h, %n0)
 
-Optimizer ops are first deferred until their results are used, which makes them consecutive. Of consecutive ones with
-the same settings, those whose gradients come from the same collective form a group, so that each group waits for one
+Optimizer ops are first deferred until their results are used, which makes them consecutive. Of consecutive ones, those
+with the same settings whose gradients come from the same collective form a group, so that each group waits for one
 collective only. Groups are ordered as their collectives start; gradients that need none come first.
 """
 
@@ -45,11 +45,13 @@ def _grouped(function: Function, arrivals: _Arrivals) -> Function:
         return function
     ops: list[Op] = []
     for row in _rows(_deferred(function).ops):
-        groups: dict[Begin, list[Op]] = {}
+        groups: dict[tuple[Begin, int], list[Op]] = {}
+        settings: dict[tuple[object, ...], int] = {}
         for op in row:
             begin = arrivals.of(function, op.inputs[_gradient(op)]) if len(row) > 1 else NO_COLLECTIVE
-            groups.setdefault(begin, []).append(op)
-        ops += [_as_one(groups[begin]) for begin in sorted(groups)]
+            kind = settings.setdefault(_settings(op), len(settings))
+            groups.setdefault((begin, kind), []).append(op)
+        ops += [_as_one(groups[key]) for key in sorted(groups)]
     return Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources)
 
 
@@ -79,11 +81,11 @@ def _deferred(function: Function) -> Function:
 
 
 def _rows(ops: Sequence[Op]) -> Iterator[list[Op]]:
-    """The ops in order; consecutive optimizers that can be grouped are in one row."""
+    """The ops in order; consecutive optimizers that do not depend on each other are in one row."""
     row: list[Op] = []
     made: set[Value] = set()
     for op in ops:
-        if row and not (_alike(row[0], op) and made.isdisjoint(op.inputs)):
+        if row and not (may_group(row[0]) and may_group(op) and made.isdisjoint(op.inputs)):
             yield row
             row, made = [], set()
         row.append(op)
@@ -92,17 +94,10 @@ def _rows(ops: Sequence[Op]) -> Iterator[list[Op]]:
         yield row
 
 
-def _alike(first: Op, op: Op) -> bool:
-    """Whether two optimizers can be grouped: of the same dtype, device and step, with the same settings."""
-    return (
-        op.spec is first.spec
-        and may_group(op)
-        and op.attributes == first.attributes
-        and len(op.inputs) == len(first.inputs)
-        and op.inputs[_own(op) :] == first.inputs[_own(op) :]
-        and op.inputs[0].type.device is first.inputs[0].type.device
-        and getattr(op.inputs[0].type, "dtype", None) is getattr(first.inputs[0].type, "dtype", None)
-    )
+def _settings(op: Op) -> tuple[object, ...]:
+    """Equal for optimizers that can be grouped: the op, its settings, dtype and device, and the numbers they share."""
+    t = op.inputs[0].type
+    return op.spec, op.attributes, len(op.inputs), op.inputs[_own(op) :], t.device, getattr(t, "dtype", None)
 
 
 def _own(op: Op) -> int:

@@ -169,7 +169,7 @@ def random_array(t: Tensor, rng: np.random.Generator, sign: Callable[[Any], Any]
     if t.dtype.floating:
         return np.asarray(sign(rng.standard_normal(shape)) if shape else 0.5 + rng.random(), t.dtype.numpy)
     if t.dtype.kind == "bool":
-        return rng.integers(0, 2, shape) == 1
+        return np.asarray(rng.integers(0, 2, shape) == 1)
     if not shape:
         return np.asarray(1, t.dtype.numpy)
     return rng.choice([0, 1, 0, 1, *named], shape).astype(t.dtype.numpy)

@@ -25,6 +25,7 @@ class Law(Enum):
     KNOWN = "the same results, given the values of known constants"
     PADDED = "the same results within the source shapes, if the padding of the inputs is 0"
     RETYPED = "the same ops in another floating-point type"
+    MIXED = "the same ops, products in another floating-point type"
 
 
 class Origin(NamedTuple):

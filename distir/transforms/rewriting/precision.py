@@ -6,7 +6,7 @@ from typing import Any
 
 from distir.ir.errors import MismatchError
 from distir.ir.function import Attributes, Function, FunctionMaker, Op
-from distir.ir.type import DType, Tensor, Type
+from distir.ir.type import DType, Tensor, Tuple, Type
 from distir.transforms.rewriting.laws import Law, rewrites
 
 
@@ -16,13 +16,17 @@ def _change(x: Any, dtype: DType) -> Any:
 
 def _retyped(t: Type, dtype: DType) -> Type:
     if not isinstance(t, Tensor):
-        return t
+        return Tuple(tuple([_retyped(x, dtype) for x in t.types]))
     return Tensor(_change(t.dtype, dtype), t.shape, t.device, t.placements, t.piece)
 
 
 @rewrites(Law.RETYPED)
 def with_dtype(function: Function, dtype: DType) -> Function:
     """The function with all floating-point values as `dtype`; integers and booleans do not change."""
+    return _with_dtype(function, dtype, {})
+
+
+def _with_dtype(function: Function, dtype: DType, callees: dict[Function, Function]) -> Function:
     maker = FunctionMaker(function.name)
     env = {v: maker.add_input_value(v.name, _retyped(v.type, dtype), v.role) for v in function.inputs}
     ops: dict[Op, Op] = {}
@@ -30,6 +34,10 @@ def with_dtype(function: Function, dtype: DType) -> Function:
         attributes = op.attributes
         if any(isinstance(x, DType) for x in attributes.values()):
             attributes = {k: _change(x, dtype) for k, x in attributes.items()}
+        if (callee := op.callee) is not None:
+            if callee not in callees:
+                callees[callee] = _with_dtype(callee, dtype, callees)
+            attributes = {**attributes, "callee": callees[callee]}
         of = ops.get(op.of) if op.of else None
         maker.add_op(op.spec, None, [env[v] for v in op.inputs], attributes, (), [v.name for v in op.outputs], of)
         ops[op] = maker.ops[-1]

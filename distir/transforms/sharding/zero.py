@@ -10,7 +10,8 @@ placements along dp; the collectives follow from them (`shard`):
 3. a weight is sharded and is all-gathered for each forward and each backward pass that uses it (`prefetch` says
    when).
 
-A weight of which no dim divides by dp stays replicated.
+A weight of which no dim divides by dp stays replicated. In mixed precision, where a weight is used only in a narrower
+type, it is sharded at every stage, cast, and gathered as that: at 1 and 2 once a step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 
 from distir.ir.spec import FactorMapping
 from distir.ir.type import REPLICATE, Placement, Shard
+from distir.ops.rules import tensor
 from distir.transforms.sharding.graph import Graph
 from distir.transforms.sharding.place import Placed
 
@@ -41,19 +43,20 @@ def shard_state(graph: Graph, replicas: Placed, n: int, stage: int, others: Sequ
             continue
         mappings[j] = mapping
         for k, (i, p) in enumerate(zip(graph.ins[j], mapping.ins, strict=True)):
-            if isinstance(p, Shard) and (graph.roles[i] == "state" or (k == slot and stage == 3)):
+            if isinstance(p, Shard) and (
+                graph.roles[i] == "state" or (k == slot and (stage == 3 or _is_narrowed(graph, i, j)))
+            ):
                 inputs[i] = p
             elif isinstance(p, Shard) and i not in graph.inputs:
                 made, part = _split_before(graph, mappings, i, p, n)
                 reduce -= _passing(graph, mappings, made)
                 if stage >= 2:
                     scatter[made] = part
-    if stage == 3:
-        for weight in [i for i in graph.inputs if graph.roles[i] == "parameter"]:
-            if weight not in inputs and not _is_renewed(graph, weight):
-                inputs.update(_split_weight(graph, weight, n, others))
-            if weight in inputs:
-                _split_casts(graph, mappings, weight, inputs[weight], n)
+    for weight in [i for i in graph.inputs if graph.roles[i] == "parameter"]:
+        if stage == 3 and weight not in inputs and not _is_renewed(graph, weight):
+            inputs.update(_split_weight(graph, weight, n, others))
+        if weight in inputs:
+            _split_casts(graph, mappings, weight, inputs[weight], n)
     return replicas._replace(mappings=mappings, inputs=inputs, reduce=reduce, scatter=scatter)
 
 
@@ -169,12 +172,23 @@ def _operands(graph: Graph, value: int) -> list[int]:
     return ins if any([len(graph.users[x]) > 1 for x in ins]) else []
 
 
+def _is_narrowed(graph: Graph, weight: int, update: int) -> bool:
+    """Whether all uses of a weight but its update take it in a narrower dtype."""
+    size, ops = tensor(graph.values[weight]).dtype.size, graph.function.ops
+    uses = [j for j, _ in graph.users[weight] if j != update]
+    return all([_is_pointwise(graph, j, weight) and tensor(ops[j].outputs[0]).dtype.size < size for j in uses])
+
+
+def _is_pointwise(graph: Graph, op: int, value: int) -> bool:
+    """Whether an op computes its one result point by point from that value alone."""
+    sig = graph.sigs[op]
+    return not sig.spec.alias and sig.ins == sig.outs == [graph.shapes[value]]
+
+
 def _split_casts(graph: Graph, mappings: list[FactorMapping | None], weight: int, split: Shard, n: int) -> None:
     """Casts of a weight work on the shard, so that the narrower dtype is gathered."""
     for j, slot in graph.users[weight]:
-        sig = graph.sigs[j]
-        pointwise = not sig.spec.alias and sig.ins == sig.outs == [graph.shapes[weight]]
-        if pointwise and mappings[j] is None:
-            mapping = sig.mapping(slot, split, n)
+        if _is_pointwise(graph, j, weight) and mappings[j] is None:
+            mapping = graph.sigs[j].mapping(slot, split, n)
             if mapping is not None and all(p is not REPLICATE for p in mapping.outs):
                 mappings[j] = mapping
