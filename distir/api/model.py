@@ -25,6 +25,8 @@ TEXT = ".distir"
 """Suffix of files that hold a program as text."""
 DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 """Names of floating-point types, as users write them."""
+PRECISIONS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+"""Names of the types in mixed precision."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,15 +73,25 @@ class Model:
                 return t.global_shape[0] * t.global_shape[1]
         return None
 
-    def training(self, loss: str, optimizer: Optimizer | str = "sgd", output: int | str = 0) -> Model:
+    def training(
+        self,
+        loss: str,
+        optimizer: Optimizer | str = "sgd",
+        output: int | str = 0,
+        precision: str = "fp32",
+        grad_dtype: str = "fp32",
+    ) -> Model:
         """The model of one training step. See `training_step` for `loss`.
 
-        Raises MismatchError if a rewrite of the program violates its law (see `distir.api.rewrites`).
+        `precision`: of products, "fp32", "bf16" or "fp16"; weights and statistics stay float32. `grad_dtype`: of
+        gradients while they are accumulated and reduced. Raises MismatchError if a rewrite of the program violates its
+        law (see `distir.api.rewrites`).
         """
         settings = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
         if (form := form_of(self.function)) != SEQUENTIAL:
             raise UsageError(f"{self.name} is {form}: only a sequential program can be made a training step")
-        step = training_step(self.function, loss, settings, output=output)
+        low, accumulated = (precision_named(name) for name in (precision, grad_dtype))
+        step = training_step(self.function, loss, settings, output=output, precision=low, grad_dtype=accumulated)
         check_origins(step)
         return replace(self, function=step, optimizer=settings)
 
@@ -133,12 +145,14 @@ def load(
     dtype: DType | str | None = None,
     batch: str | None = None,
     output: int | str = 0,
+    precision: str = "fp32",
+    grad_dtype: str = "fp32",
 ) -> Model:
     """The model in an ONNX file, or the program in a .distir file; with `loss`, its training step.
 
     `dims`: sizes of symbolic dims; `batch`: the symbolic dim of the batch, by default the first. `loss`:
     "cross-entropy" or "mse" of output `output` (number or name), or the name of a value that is the loss. `dtype`
-    ("float64", ...): the floating-point type to compute in.
+    ("float64", ...): the floating-point type of the whole program; `precision`, `grad_dtype`: see `Model.training`.
 
     Raises ModelError for a file that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
     """
@@ -150,7 +164,7 @@ def load(
         function, arrays = import_from_onnx(path, dims=dims, batch=batch)
         model = Model(with_causal_attention(function, arrays), arrays, Path(path))
     if loss is not None:
-        model = model.training(loss, optimizer, output)
+        model = model.training(loss, optimizer, output, precision, grad_dtype)
     return model if dtype is None else model.with_dtype(dtype)
 
 
@@ -178,6 +192,13 @@ def as_model(model: Model | Function | str | os.PathLike[str]) -> Model:
     if isinstance(model, Model):
         return model
     return Model(model) if isinstance(model, Function) else load(model)
+
+
+def precision_named(name: str) -> DType:
+    """The floating-point type of that precision. Raises UsageError if there is none."""
+    if name not in PRECISIONS:
+        raise UsageError(f"unknown precision {name!r}", f"choose from {', '.join(PRECISIONS)}")
+    return DType.all[PRECISIONS[name]]
 
 
 def dtype_named(dtype: DType | str) -> DType:

@@ -14,7 +14,7 @@ from distir.api.results import RunResult, aligned
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.cli.watching import run_callbacks
 from distir.ir.errors import UsageError
-from distir.transforms.differentiation.training import optimizer_named
+from distir.transforms.differentiation.training import LearningRate, optimizer_named
 from distir.transforms.plan import load_plan
 
 
@@ -155,16 +155,34 @@ def bench_collectives(args: argparse.Namespace) -> None:
 
 def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
     """The model given by the flags. Raises UsageError for optimizer settings without a loss, or that do not fit."""
-    settings = {k: getattr(args, k) for k in ("lr", "momentum", "weight_decay", "clip_norm")}
-    given = [f"--{k.replace('_', '-')}" for k, v in {"optimizer": args.optimizer, **settings}.items() if v is not None]
+    settings = {k: getattr(args, k) for k in ("lr", "momentum", "weight_decay", "clip_norm", "decay_vectors")}
+    schedule = {k: getattr(args, k) for k in ("warmup", "lr_decay", "decay_steps", "min_lr")}
+    precisions = {k: getattr(args, k) for k in ("precision", "grad_dtype")}
+    training = {"optimizer": args.optimizer, **settings, **schedule, **precisions}
+    given = [f"--{k.replace('_', '-')}" for k, v in training.items() if v is not None]
     if args.loss is None and given and stage is None:
         raise UsageError(f"{given[0]} needs a loss", "--loss cross-entropy, or mse")
     dims: dict[str, int] = {}
     for name, size in args.dim:
         if dims.setdefault(name, size) != size:
             raise UsageError(f"--dim {name} is given twice: {dims[name]} and {size}")
-    optimizer = optimizer_named(args.optimizer or "sgd", **settings)
-    return load(args.model, dims, loss=args.loss, optimizer=optimizer, dtype=args.dtype, batch=args.batch_dim)
+    optimizer = optimizer_named(args.optimizer or "sgd", schedule=_learning_rate(schedule), **settings)
+    said = {k: x for k, x in precisions.items() if x is not None}
+    return load(args.model, dims, loss=args.loss, optimizer=optimizer, dtype=args.dtype, batch=args.batch_dim, **said)
+
+
+def _learning_rate(given: dict[str, Any]) -> LearningRate | None:
+    """The schedule of the learning rate that the flags give. Raises UsageError for flags that do not fit together."""
+    if all(x is None for x in given.values()):
+        return None
+    if given["lr_decay"] is None:
+        for name in ("decay_steps", "min_lr"):
+            if given[name] is not None:
+                raise UsageError(f"--{name.replace('_', '-')} needs --lr-decay", "--lr-decay linear, or cosine")
+    elif given["decay_steps"] is None:
+        raise UsageError("--lr-decay needs --decay-steps", "the step at which the learning rate has fallen")
+    fields = {"warmup": given["warmup"], "decay": given["lr_decay"], "steps": given["decay_steps"]}
+    return LearningRate(**{k: x for k, x in {**fields, "least": given["min_lr"]}.items() if x is not None})
 
 
 def plan_of(args: argparse.Namespace) -> Plan:

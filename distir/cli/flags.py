@@ -293,6 +293,29 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--clip-norm", type=_positive, metavar="X", help="limit the norm of all gradients together; default: no limit"
     )
+    group.add_argument(
+        "--decay-vectors",
+        action=argparse.BooleanOptionalAction,
+        help="whether weights of fewer than two dims, as of norms and biases, decay; default: they do",
+    )
+    group.add_argument(
+        "--warmup", type=_at_least(1), metavar="N", help="steps in which the learning rate rises from 0; default: none"
+    )
+    group.add_argument(
+        "--lr-decay", choices=("linear", "cosine"), help="how the learning rate falls after that; default: it does not"
+    )
+    group.add_argument("--decay-steps", type=_at_least(1), metavar="N", help="the step at which it has fallen")
+    group.add_argument("--min-lr", type=_number, metavar="X", help="the learning rate from then on; default: 0")
+    group.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="of products; weights and statistics stay float32 (mixed precision); default: fp32",
+    )
+    group.add_argument(
+        "--grad-dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="of gradients while they are accumulated and reduced: fp32, or as --precision; default: fp32",
+    )
     group.add_argument("--dtype", metavar="TYPE", help="float32, float64, bfloat16 or float16; default: the model's")
 
 

@@ -70,8 +70,9 @@ def _dtypes(tensors: int, results: int, attrs: Attrs, dtypes: Sequence[DType]) -
         same(attrs, w, g)
     same(attrs, w, w, *states)
     for k, name in enumerate(shared_numbers(attrs, len(dtypes) - tensors), tensors):
-        if (name == "skip" and dtypes[k] is not Bool) or (name == "lr" and not dtypes[k].floating):
-            raise IRTypeError(f"operand {k}: expected {'a number' if name == 'lr' else Bool}, got {dtypes[k]}")
+        if (dtypes[k] is Bool) != (name == "skip") or (name == "lr" and not dtypes[k].floating):
+            expected = {"skip": "bool", "lr": "a floating type", "step": "a number"}[name]
+            raise IRTypeError(f"operand {k}: expected {expected}, got {dtypes[k]}")
     return [w] * results
 
 

@@ -237,7 +237,7 @@ SAMPLES = [
     ],
     sample("LogitSums", real(4, 2, 12), below(12, 4, 2), real(4, 2)),
     sample("CrossEntropy", real(4, 2, 12), below(12, 4, 2)),
-    sample("CrossEntropy", real(4, 6), below(6, 4, dtype=Int32), ignore_index=3),
+    sample("CrossEntropy", real(4, 6), below(6, 4, dtype=Int32), ignore_index=3, result=Float64),
     *[
         sample("CrossEntropyGrad", real(4, 12), below(12, 4, dtype=Int32), lse, real(4), **how)
         for lse in [saved(lambda x, *_: np.log(np.exp(x).sum(-1)), 4)]
@@ -251,6 +251,19 @@ SAMPLES = [
         for n in [1, 2]
     ],
     sample("AdamW", real(4, 6), real(4, 6), real(4, 6), positive(4, 6), number(3.0), lr=0.1, weight_decay=0.1),
+    *[
+        sample("AdamW", real(4), real(4), real(4), positive(4), number(3, Int64), number(0.2), flag, **how)
+        for flag in (number(1, Bool), number(0, Bool))
+        for how in [{"scheduled": True, "skips": True, "weight_decay": 0.1}]
+    ],
+    sample("SGD", real(4), real(4), real(4), number(0.2), lr=0.1, momentum=0.9, scheduled=True, weight_decay=0.1),
+    sample("SGD", real(4), real(4), number(1, Bool), lr=0.1, skips=True),
+    sample("GroupedSGD", real(6), real(6), real(4), real(4), number(0.2), count=2, lr=0.1, scheduled=True),
+    *[
+        sample("LearningRate", number(n, Int64), lr=0.1, warmup=4, decay=decay, steps=12, least=0.01)
+        for n in (3, 8)
+        for decay in ("none", "linear", "cosine")
+    ],
     sample("ClipFactor", number(9.0), norm=0.5),
     sample("ClipFactor", number(9.0), norm=5),
     sample("Scale", real(4, 6), number(0.25)),

@@ -83,11 +83,9 @@ def _layer_norm(
     axis: int = -1,
     epsilon: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    y, mean, scale = torch.native_layer_norm(x, list(x.shape[axis:]), gain, bias, epsilon)
-    wide = (
-        torch.float32 if x.dtype.itemsize < 4 else x.dtype
-    )  # on CPUs torch returns statistics of 16-bit operands in 16 bits
-    return y, mean.to(wide), scale.to(wide)
+    if x.device.type == "cpu" and x.dtype.itemsize < 4:  # else statistics are of 16 bits, too
+        gain, bias = gain.float(), torch.zeros_like(gain, dtype=torch.float32) if bias is None else bias.float()
+    return torch.native_layer_norm(x, list(x.shape[axis:]), gain, bias, epsilon)
 
 
 def _layer_norm_grad(
@@ -99,12 +97,12 @@ def _layer_norm_grad(
     axis: int = -1,
     bias: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    if x.device.type == "cpu":
-        mean, scale = mean.to(x.dtype), scale.to(x.dtype)
+    if x.device.type == "cpu" and x.dtype.itemsize < 4:
+        gain = gain.float()
     rows = aten.native_layer_norm_backward.default(
         d, x, list(x.shape[axis:]), mean, scale, gain, gain if bias else None, [True, True, bias]
     )
-    return rows if bias else rows[:2]
+    return tuple([r.to(x.dtype) for r in (rows if bias else rows[:2])])
 
 
 # ---------------------------------------------------------------- gathering from a table that is not sharded

@@ -198,8 +198,11 @@ def with_updates(
     """A loss and the gradients of what is `trained`, with one step of the optimizer: see `training_step`."""
     maker = extend(backward)
     found = backward.outputs[len(backward.outputs) - len(trained) :]
-    narrowed = {w: narrowed(maker, backward, g, grad_dtype) for w, g in zip(trained, found, strict=True)}
-    new = update(maker, optimizer, narrowed, scaling)
+    given = {w: narrowed(maker, backward, g, grad_dtype) for w, g in zip(trained, found, strict=True)}
+    new = update(maker, optimizer, given, scaling)
+    if scaling is not None and gradients:
+        inverse = maker.emit("Reciprocal", scaling.scale)
+        found = [maker.emit("Scale", g, inverse) for g in found]
     maker.set_outputs([backward.outputs[0], *(found if gradients else ()), *new])
     return maker.finalize()
 

@@ -45,10 +45,13 @@ def _grouped(function: Function, arrivals: _Arrivals) -> Function:
         return function
     ops: list[Op] = []
     for row in _rows(_deferred(function).ops):
+        if len(row) == 1:
+            ops += row
+            continue
         groups: dict[tuple[Begin, int], list[Op]] = {}
         settings: dict[tuple[object, ...], int] = {}
         for op in row:
-            begin = arrivals.of(function, op.inputs[_gradient(op)]) if len(row) > 1 else NO_COLLECTIVE
+            begin = arrivals.of(function, op.inputs[_gradient(op)])
             kind = settings.setdefault(_settings(op), len(settings))
             groups.setdefault((begin, kind), []).append(op)
         ops += [_as_one(groups[key]) for key in sorted(groups)]
