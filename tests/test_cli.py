@@ -860,14 +860,58 @@ def test_plans_on_gloo(model, plan):
             marks=pytest.mark.slow,
         ),
         pytest.param("--dp 4 --zero 1 --no-overlap --bucket-mb 0 --clip-norm 0.1", marks=pytest.mark.slow),
+        "--dp 2 --pp 2 --microbatches 2 --zero 1 --precision fp16 --clip-norm 0.1 --weight-decay 0.3 "
+        "--no-decay-vectors --warmup 2 --lr-decay cosine --decay-steps 9",
+        pytest.param(
+            "--dp 2 --tp 2 --microbatches 2 --zero 3 --precision bf16 --grad-dtype bf16", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_settings_on_gloo(flags):
-    """Sequence parallelism, recomputation and clipping, in float64: on ranks they are the sequential program."""
+    """Sequence parallelism, recomputation, clipping, mixed precision, with all types widened to float64: on ranks they
+    are the sequential program."""
     precise = ["--optimizer", "adamw", "--dtype", "float64", "--steps", 2, "--check"]
     done = command("run", "examples/gpt2-tiny.onnx", *TRAIN, *flags.split(), *precise)
     assert done.returncode == 0, done.stderr
     assert "check passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("precision", "flags"),
+    [
+        ("--precision bf16 --grad-dtype bf16", "--optimizer adamw --dp 2 --zero 1"),
+        pytest.param("--precision fp16", "--dp 2 --tp 2 --momentum 0.9 --clip-norm 1", marks=pytest.mark.slow),
+    ],
+)
+def test_mixed_precision_on_gloo(precision, flags):
+    """In its own types: the losses are those of float32, to what 16 bits allow."""
+    losses = []
+    for more in (precision.split(), []):
+        done = command("run", "examples/gpt2-tiny.onnx", *TRAIN, *flags.split(), *more, "--steps", 4, "--json")
+        assert done.returncode == 0, done.stderr
+        losses.append(json.loads(done.stdout)["losses"])
+    narrow, wide = losses
+    assert narrow != wide
+    assert narrow == pytest.approx(wide, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lr-decay linear", "--lr-decay needs --decay-steps"),
+        ("--min-lr 0.1", "--min-lr needs --lr-decay"),
+        ("--warmup 5 --lr-decay cosine --decay-steps 5", "the learning rate decays from step 5 to step 5"),
+        (
+            "--precision bf16 --grad-dtype fp16",
+            "gradients are accumulated in float32 or in the precision, bf16; got f16",
+        ),
+        ("--grad-dtype bf16", "gradients are accumulated in float32 or in the precision, f32; got bf16"),
+    ],
+)
+def test_settings_of_training_that_do_not_fit(flags, message):
+    done = command("simulate", "examples/gpt2-tiny.onnx", *TRAIN, *flags.split(), "--cluster", "dgx-a100")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"distir: error: {message}")
 
 
 # ---------------------------------------------------------------- the progress bar

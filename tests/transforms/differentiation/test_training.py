@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from distir.ops.rules import shape_of
 from distir.transforms.differentiation.training import (
     SGD,
     AdamW,
+    LearningRate,
     Optimizer,
     batch_dim,
     initial_state,
@@ -88,7 +90,23 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "sgd, clipped": SGD(0.5, momentum=0.9, clip_norm=0.1),
     "adamw, clipped": AdamW(clip_norm=0.1),
     "sgd, never reaching the norm": SGD(0.05, clip_norm=1e4),
+    "sgd, cosine": SGD(0.5, 0.9, 0.1, schedule=LearningRate(2, "cosine", 5, 0.1), decay_vectors=False),
+    "adamw, linear": AdamW(0.01, weight_decay=0.5, schedule=LearningRate(1, "linear", 4), decay_vectors=False),
+    "adamw, warm-up": AdamW(0.01, schedule=LearningRate(4)),
 }
+
+
+def rate(optimizer: Optimizer, step: int) -> float:
+    """The factor of the learning rate in a step, numbered from 1."""
+    plan = optimizer.schedule
+    if plan is None:
+        return 1.0
+    if step < plan.warmup or plan.decay == "none":
+        return min(1.0, step / max(1, plan.warmup))
+    done = min(1.0, (step - plan.warmup) / (plan.steps - plan.warmup))
+    left = 1 - done if plan.decay == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)
+    least = plan.least / optimizer.lr
+    return least + (1 - least) * left
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
@@ -100,9 +118,15 @@ def test_five_steps(name: str, optimizer: Optimizer) -> None:
     step = sound(training_step(p.function, loss, optimizer))
     got, last = run(step, {**p.feeds, step.inputs[len(p.function.inputs)]: target}, 5)
 
-    settings = asdict(optimizer)
-    limit = settings.pop("clip_norm")
-    optim = getattr(torch.optim, type(optimizer).__name__)(p.module.parameters(), **settings)
+    settings = {k: x for k, x in asdict(optimizer).items() if k not in ("clip_norm", "schedule", "decay_vectors")}
+    limit = optimizer.clip_norm
+    flat = {} if optimizer.decay_vectors else {"weight_decay": 0.0}
+    groups = [
+        {"params": [w for w in p.module.parameters() if (w.ndim > 1) == matrix], **how}
+        for matrix, how in ((True, {}), (False, flat))
+    ]
+    optim = getattr(torch.optim, type(optimizer).__name__)(groups, **settings)
+    rates = torch.optim.lr_scheduler.LambdaLR(optim, lambda k: rate(optimizer, k + 1))
     want: list[float] = []
     for _ in range(5):
         optim.zero_grad()
@@ -112,6 +136,7 @@ def test_five_steps(name: str, optimizer: Optimizer) -> None:
             norm = torch.nn.utils.clip_grad_norm_(p.module.parameters(), limit)
             assert (norm > limit) == (limit < 1)  # the one is clipped, the other not
         optim.step()
+        rates.step()
         want.append(value.item())
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert want[-1] < want[0]
@@ -254,3 +279,11 @@ def test_backward_ops_know_their_forward_op() -> None:
     assert len({v.name for v in made}) == len(made)
     assert {f"{n}.new" for n in p.weights()} <= {v.name for v in made}
     assert BATCH in shape_of(step.inputs[0])
+
+
+def test_a_schedule_that_cannot_be() -> None:
+    with pytest.raises(UsageError, match="unknown decay 'square' of the learning rate") as e:
+        LearningRate(decay="square", steps=3)
+    assert e.value.hint == "choose from none, linear, cosine"
+    with pytest.raises(UsageError, match="the learning rate decays from step 3 to step 3"):
+        LearningRate(3, "linear", 3)
