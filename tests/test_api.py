@@ -487,3 +487,19 @@ def test_infeasible_plans(trained):
         distir.distribute(trained, distir.Plan(dp=3))
     with pytest.raises(InfeasibleError, match="needs 2 devices"):
         distir.distribute(trained, distir.Plan(dp=2), [Device("cpu", 0)])
+
+
+@pytest.mark.parametrize("backend", ["numpy", "gloo"])
+def test_steps_whose_gradients_overflow_are_counted(backend: str) -> None:
+    """Targets so large that gradients of the scaled loss do not fit into float16, until the scale has fallen."""
+    model = distir.load(ROOT / "examples/mlp.onnx", {"batch": 8}).training("mse", AdamW(1e-3), precision="fp16")
+    rng = np.random.default_rng(0)
+    names = {v.name: v for v in model.function.inputs if v.kind == "data"}
+    data = {name: rng.standard_normal(v.type.global_shape).astype(np.float32) for name, v in names.items()}
+    data["target"] *= 100
+    result = distir.run(model, distir.Plan(dp=2), steps=8, data=data, backend=backend)
+    assert 1 <= result.skipped < 8
+    assert f"{result.skipped} step" in str(result)
+    assert result.to_json()["skipped_steps"] == result.skipped
+    changed = [n for n, x in model.initial().items() if n.kind == "parameter" and np.any(result.weights[n.name] != x)]
+    assert changed

@@ -209,6 +209,8 @@ class RunResult:
     profiled: bool = False
     unsaved: str | None = None
     """Name of a value that is not finite after the last step, so that no checkpoint was written."""
+    skipped: int = 0
+    """The number of steps, since training began, that were skipped because gradients overflowed float16."""
 
     @property
     def step_seconds(self) -> float:
@@ -251,6 +253,8 @@ class RunResult:
             rate = sum(s.bytes for s in self.saved) / sum(s.seconds for s in self.saved)
             what = f"{counted(len(self.saved), 'checkpoint')} of {size(self.saved[-1].bytes)}"
             lines.append(f"{what} written at {rate / 1e6:.1f} MB/s, the last after {self.saved[-1].step} steps")
+        if self.skipped:
+            lines.append(f"{counted(self.skipped, 'step')} skipped: gradients were not finite in float16")
         if self.unsaved:
             lines.append(f"no checkpoint after {self.first + len(self.seconds)} steps: {self.unsaved} is not finite")
         return lines if self.check is None else [*lines, *self.check.lines()]
@@ -303,6 +307,7 @@ class RunResult:
             "memory": self.memory,
             "checkpoints": [s._asdict() for s in self.saved],
             "check": self.check and self.check.to_json(),
+            "skipped_steps": self.skipped,
         }
 
 

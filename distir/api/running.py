@@ -36,6 +36,7 @@ from distir.runtime.job import Job, JobCallbacks, OnStep, ignore
 from distir.runtime.options import RunOptions
 from distir.runtime.outcome import Outcome
 from distir.runtime.samples import Samples
+from distir.transforms.differentiation.loss_scale import SKIPPED
 from distir.transforms.differentiation.training import AdamW
 from distir.transforms.plan import Plan
 
@@ -234,4 +235,5 @@ def _result(model: Model, prepared: _Prepared, done: Outcome, check: Check | Non
         memory=done.memory,
         profiled=job.options.profile is not None,
         unsaved=None if job.saving is None or done.broken == ALL_FINITE else name_of(function, done.broken),
+        skipped=next((int(x) for k, x in done.inputs.items() if function.inputs[k].name == SKIPPED), 0),
     )

@@ -14,7 +14,7 @@ from distir.ir import Function, FunctionMaker, Role
 from distir.ir.errors import UsageError
 from distir.ir.type import DType, Float16, Float32, Float64, Tensor
 from distir.ops.rules import shape_of, tensor
-from distir.transforms.differentiation.clip import clip
+from distir.transforms.differentiation.clip import clip_factor, sum_of_squares
 from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from distir.transforms.parallel3d import distribute
 from tests.transforms.programs import BATCH, EXAMPLES, Plan, check, collectives, gpt2_tiny, imported_mlp, small_gpt
@@ -95,7 +95,8 @@ def test_weights_stay_on_their_stages(zero: int) -> None:
 def clipped(dtype: DType, gradients: list[np.ndarray], norm: float) -> list[np.ndarray]:
     f = FunctionMaker("clipped")
     values = [f.add_input_value(f"g{k}", Tensor(dtype, g.shape), Role("parameter")) for k, g in enumerate(gradients)]
-    results = list(clip(f, values, norm))
+    factor = clip_factor(f, sum_of_squares(f, values), norm)
+    results = [f.emit("Scale", g, factor) for g in values]
     assert [tensor(v).dtype for v in results] == [dtype] * len(results)
     f.set_outputs(results)
     return SequentialExecutor().compute(f.finalize(), gradients)
