@@ -107,7 +107,7 @@ def kill_and_go_on(kind: str, seed: int, tmp_path: Path, tmp: Path, undisturbed:
     ]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [0, *[pytest.param(k, marks=pytest.mark.slow) for k in (1, 2)]])
 def test_a_rank_that_is_killed_loses_the_steps_since_the_last_checkpoint(
     number: int, tmp_path: Path, tmp: Path, undisturbed: str
 ) -> None:

@@ -114,7 +114,7 @@ def test_numpy_goes_on_bit_for_bit(model: distir.Model, tmp_path: Path) -> None:
     assert largest_error(result, whole) == 0
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_is_sharded_along_dp_goes_on_bit_for_bit(zero: int, model: distir.Model, tmp_path: Path) -> None:
     plan = distir.Plan(dp=2, zero=zero)
     whole = distir.run(model, plan, steps=4)

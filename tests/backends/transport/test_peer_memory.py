@@ -83,7 +83,7 @@ def brought(rank: int, k: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng([rank, k]).integers(0, 9, size)).to(dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(several_exchanges(), st.booleans(), st.sampled_from([8, 1 << 10, 1 << 15]))
 def test_what_is_exchanged(
     case: tuple[int, list[tuple[str, int, torch.dtype, int, int]]], late: bool, chunk: int
