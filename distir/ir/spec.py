@@ -129,8 +129,9 @@ class Spec:
 
     def rows(self, attrs: Attrs, slots: Sequence[T]) -> list[list[T]]:
         """For an op that repeats another (`each`): the operands of each repetition, the shared ones included."""
-        n = attrs["count"]
-        own = len(slots) // n
+        if self.each is None:
+            return [list(slots)]
+        n, own = attrs["count"], self.each.count(attrs) + 1  # for each result the value before; and the gradient
         return [[*slots[k * own : (k + 1) * own], *slots[n * own :]] for k in range(n)]
 
     def donated(self, attrs: Attrs, operands: int) -> list[int]:

@@ -54,9 +54,6 @@ def _stepping(rule: Callable[..., Any]) -> Callable[..., Any]:
 def _alike(tensors: int, results: int, attrs: Attrs, shapes: Sequence[Shape]) -> str:
     """`tensors` operands of one shape, then numbers."""
     numbers = len(shapes) - tensors
-    least = len(shared_numbers(attrs, 0))
-    if not least <= numbers <= least + 1:
-        raise IRTypeError(f"expected {tensors + least} operands, or one more, got {len(shapes)}")
     for k, s in enumerate(shapes):
         expect_shape(k, s, shapes[0] if k < tensors else ())
     row = " ".join(letters(len(shapes[0])))
@@ -81,9 +78,11 @@ def _sgd_count(attrs: Attrs) -> int:
 
 
 def _sgd_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
-    if attrs.get("dampening") and len(shapes) - len(shared_numbers(attrs, 0)) < 4:
+    n, numbers = _sgd_count(attrs), len(shared_numbers(attrs, 0))
+    if attrs.get("dampening") and len(shapes) - numbers != 4:
         raise IRTypeError(f"dampening needs 4 operands (weight, gradient, momentum, step), got {len(shapes)}")
-    n = _sgd_count(attrs)
+    if not attrs.get("dampening") and len(shapes) - numbers != n + 1:
+        raise IRTypeError(f"expected {n + 1 + numbers} operands, got {len(shapes)}")
     return _alike(n + 1, n, attrs, shapes)
 
 
@@ -181,7 +180,7 @@ def _grouped(each: Spec) -> Spec:
     kinds = [f"{k}:{a.kind}{'?' if a.optional else ''}" for k, a in each.attributes.items() if k != "dampening"]
 
     def results(xp: Any, *operands: Any, count: int, **settings: Any) -> Any:
-        found = [each.eval(xp, *row, **settings) for row in spec.rows({"count": count}, operands)]  # type: ignore[misc]
+        found = [each.eval(xp, *row, **settings) for row in spec.rows({"count": count, **settings}, operands)]  # type: ignore[misc]
         return tuple([x for row in found for x in (row if isinstance(row, tuple) else (row,))])
 
     def flops(attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> tuple[float, float]:

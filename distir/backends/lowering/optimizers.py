@@ -54,6 +54,13 @@ def _any_strides(narrow: bool) -> Callable[[Callable[..., None]], Callable[..., 
     return wrapped
 
 
+def _rate(lr: float | torch.Tensor) -> float | torch.Tensor:
+    """The learning rate as kernels take it: on GPUs they read float32; for meta tensors there is none."""
+    if isinstance(lr, float | int) or lr.is_cpu:
+        return lr
+    return 1.0 if lr.is_meta else lr.float()
+
+
 # on CPUs torch updates only the last few elements of 16-bit weights: pytorch/pytorch issue 191763
 @_any_strides(narrow=False)
 def sgd(
@@ -75,7 +82,7 @@ def sgd(
         momenta,
         weight_decay=weight_decay,
         momentum=momentum,
-        lr=lr,
+        lr=_rate(lr),
         dampening=0.0,
         nesterov=nesterov,
         maximize=False,
@@ -106,7 +113,7 @@ def adamw(
         squares,
         [],
         [step.float()] * len(weights),
-        lr=lr,
+        lr=_rate(lr),
         beta1=betas[0],
         beta2=betas[1],
         weight_decay=weight_decay,

@@ -14,8 +14,8 @@ import sys
 from typing import NamedTuple
 
 from distir.ir.function import Function, FunctionMaker, Role, Value
-from distir.ir.type import Float32, Float64, Int64, Tensor
-from distir.ops.rules import scalar
+from distir.ir.type import Float64, Int64, Tensor
+from distir.ops.rules import scalar, tensor
 
 INITIAL = 16
 """The exponent of the first scale."""
@@ -40,7 +40,7 @@ class LossScale(NamedTuple):
 def scale_loss(maker: FunctionMaker, loss: Value) -> Value:
     """Append the scaled loss, which is to be differentiated."""
     exponent = maker.add_input_value(EXPONENT, Tensor(Int64, ()), Role("state"))
-    shifted = maker.emit("Cast", maker.emit("Add", exponent, scalar(maker, INITIAL, exponent)), to=Float32)
+    shifted = maker.emit("Cast", maker.emit("Add", exponent, scalar(maker, INITIAL, exponent)), to=tensor(loss).dtype)
     scale = maker.add_op("Pow", "loss_scale", [scalar(maker, 2.0, shifted), shifted])
     return maker.add_op("Mul", "scaled_loss", [loss, scale])
 

@@ -39,6 +39,7 @@ from tests.transforms.programs import (
     distributed,
     error,
     imported_mlp,
+    in_float64,
     small_gpt,
 )
 from tests.transforms.random_programs import BLOCKS, LARGE, random_plans, random_programs
@@ -116,9 +117,10 @@ def whole(main: Function, k: int, ranks: list[tuple[TorchRank, dict[int, np.ndar
 
 def compared(program: Program, plan: Plan, look: Callable[[TorchRank], object] = id) -> Counter[str]:
     try:
-        main = distributed(program, plan).program
+        main = in_float64(distributed(program, plan).program)
     except InfeasibleError:
         return Counter()
+    program = program._replace(function=in_float64(program.function))
     got, seen = on_ranks(program, main, len(plan.devices), look)
     for step, (a, b) in enumerate(zip(got, sequential(program), strict=True)):
         if max(np.abs(x).max(initial=0.0) for x in b) > 1e3:
