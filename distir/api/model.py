@@ -17,6 +17,8 @@ from distir.ir import parse, verify
 from distir.ir.errors import DistirError, ModelError, UsageError
 from distir.ir.function import Function, Value
 from distir.ir.type import DType, Tensor
+from distir.models.decoder import angles, decoder
+from distir.models.named import is_named, named
 from distir.transforms.differentiation.training import Optimizer, initial_state, optimizer_named, training_step
 from distir.transforms.passes import SEQUENTIAL, form_of
 from distir.transforms.roles import batch_dims, batch_size, weights
@@ -33,13 +35,14 @@ PRECISIONS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 class Model:
     """A program and the arrays of its parameters and constants, which are read lazily.
 
-    `path` is the file it came from; `optimizer` that of a training step.
+    `path` is the file it came from, `title` what it is called without one; `optimizer` that of a training step.
     """
 
     function: Function
     arrays: Mapping[Value, Any] = field(default_factory=dict)
     path: Path | None = None
     optimizer: Optimizer | None = None
+    title: str | None = None
 
     def __repr__(self) -> str:
         weight_inputs = dict.fromkeys(weights(self.function))
@@ -55,8 +58,8 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The file's name, or the function's."""
-        return self.path.name if self.path else self.function.name
+        """The file's name, its title, or the function's name."""
+        return self.path.name if self.path else self.title or self.function.name
 
     @property
     def batch(self) -> int:
@@ -148,7 +151,8 @@ def load(
     precision: str = "fp32",
     grad_dtype: str = "fp32",
 ) -> Model:
-    """The model in an ONNX file, or the program in a .distir file; with `loss`, its training step.
+    """The model in an ONNX file, the program in a .distir file, or a model by its name and sizes, such as
+    "gpt:layers=12,hidden=768,heads=12" (`distir.models.Decoder` lists them); with `loss`, its training step.
 
     `dims`: sizes of symbolic dims; `batch`: the symbolic dim of the batch, by default the first. `loss`:
     "cross-entropy" or "mse" of output `output` (number or name), or the name of a value that is the loss. `dtype`
@@ -156,7 +160,9 @@ def load(
 
     Raises ModelError for a file that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
     """
-    if Path(path).suffix == TEXT:
+    if is_named(str(path)):
+        model = _built(str(path), dims or {}, batch)
+    elif Path(path).suffix == TEXT:
         model = _from_text(Path(path), dims or {}, batch)
     else:
         from distir.importer import import_from_onnx
@@ -166,6 +172,16 @@ def load(
     if loss is not None:
         model = model.training(loss, optimizer, output, precision, grad_dtype)
     return model if dtype is None else model.with_dtype(dtype)
+
+
+def _built(text: str, dims: Mapping[str, int], batch: str | None) -> Model:
+    """A model by its name and sizes; its weights are random."""
+    if batch is not None:
+        raise UsageError(f"{text} has no symbolic dimensions: --batch-dim is for ONNX files", "leave --batch-dim out")
+    config = named(text, dims)
+    function = decoder(config)
+    by_name = {v.name: v for v in function.inputs}
+    return Model(function, {by_name[name]: x for name, x in angles(config).items()}, title=text.partition(":")[0])
 
 
 def _from_text(path: Path, dims: Mapping[str, int], batch: str | None) -> Model:

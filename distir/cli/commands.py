@@ -198,6 +198,8 @@ def _check_save(path: str, model: Model) -> None:
     """Check, before training, that `--save` will have weights to write and a writable path."""
     if not model.function.updates:
         raise UsageError("--save writes trained weights: it needs a loss", "--loss cross-entropy, or mse")
+    if model.path is None:
+        raise UsageError(f"--save writes the model's ONNX file with other weights: {model.name} has none")
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise UsageError(f"cannot write {path}")

@@ -276,7 +276,8 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL.onnx",
-        help="ONNX of opset 13 or later, weights in it or beside it; or FILE.distir, a program as text",
+        help="ONNX of opset 13 or later, weights in it or beside it; FILE.distir, a program as text; or a model by its "
+        "sizes: gpt:layers=12,hidden=768,heads=12 or llama:...",
     )
     group = parser.add_argument_group("the model")
     group.add_argument(

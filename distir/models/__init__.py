@@ -1,6 +1,8 @@
 """Models built with FunctionMaker, of any size, without a file."""
 
+from distir.models.decoder import Decoder, decoder
 from distir.models.gpt import gpt
 from distir.models.mlp import mlp
+from distir.models.named import named
 
-__all__ = ["gpt", "mlp"]
+__all__ = ["Decoder", "decoder", "gpt", "mlp", "named"]

@@ -1,0 +1,179 @@
+"""Decoder-only transformers of any size: GPT-2's and Llama's architectures, and what lies between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from distir.ir.errors import UsageError
+from distir.ir.function import Function, FunctionMaker, Role, Value
+from distir.ir.type import DType, Float32, Int64, Tensor
+from distir.ops.rules import shape_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_EPSILON = 1e-5
+_BASE = 10_000.0
+"""Of rotary positions: Su et al. 2021."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a decoder-only transformer, and which of the usual parts it has.
+
+    Sequences of `seq` tokens. `kv_heads`: heads of keys and values (grouped queries), by default `heads`. `ffn`: the
+    width between the products of an MLP, by default 4 `hidden`, if `gated` 8/3 of it, rounded up to a multiple of 256.
+    `gated`: the MLP is silu(x W) * (x V), else gelu(x W). `rotary`: positions turn queries and keys, else a table of
+    them is added. `rms`: root-mean-square norms, else layer norms. `tied`: the head is the embedding. `bias`: products
+    have one.
+
+    Raises UsageError for sizes below 1, or heads that do not divide what they split.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int = 50_257
+    seq: int = 1024
+    batch: int = 1
+    kv_heads: int = 0
+    ffn: int = 0
+    gated: bool = False
+    rotary: bool = False
+    rms: bool = False
+    tied: bool = True
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        if not self.ffn:
+            wide = -(-8 * self.hidden // 3 // 256) * 256 if self.gated else 4 * self.hidden
+            object.__setattr__(self, "ffn", wide)
+        for f in fields(self):
+            if not isinstance(f.default, bool) and getattr(self, f.name) < 1:
+                raise UsageError(f"{f.name} is a whole number of at least 1, got {getattr(self, f.name)}")
+        for what, whole, part in (("hidden", self.hidden, self.heads), ("heads", self.heads, self.kv_heads)):
+            if whole % part:
+                name = "heads" if what == "hidden" else "kv_heads"
+                raise UsageError(f"{what} {whole} does not divide by {part} {name}")
+        if self.rotary and self.hidden // self.heads % 2:
+            raise UsageError(f"rotary positions need heads of even size, got {self.hidden // self.heads}")
+
+    @property
+    def size(self) -> int:
+        """The size of a head."""
+        return self.hidden // self.heads
+
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": {"vocab": 32_000, "seq": 2048, "gated": True, "rotary": True, "rms": True, "tied": False, "bias": False},
+}
+"""By name the parts that differ from `Decoder`'s defaults."""
+
+
+def decoder(config: Decoder, dtype: DType = Float32) -> Function:
+    """The forward pass: `input_ids` (batch, seq) to `logits` (batch, seq, vocab); other inputs are weights, and with
+    rotary positions the tables `cos` and `sin`, (1, 1, seq, size of a head), see `angles`."""
+    return _Builder(config, dtype).build()
+
+
+def angles(config: Decoder) -> Mapping[str, np.ndarray]:
+    """The tables of rotary positions, by name; none without them."""
+    import numpy as np
+
+    if not config.rotary:
+        return {}
+    rates = _BASE ** (-np.arange(0, config.size, 2) / config.size)
+    turns = np.tile(np.outer(np.arange(config.seq), rates), 2)[None, None]
+    return {"cos": np.cos(turns).astype(np.float32), "sin": np.sin(turns).astype(np.float32)}
+
+
+class _Builder:
+    def __init__(self, config: Decoder, dtype: DType) -> None:
+        self.config, self.dtype = config, dtype
+        self.maker = FunctionMaker("decoder")
+        self.emit = self.maker.emit
+        self.rows = config.batch, config.seq
+
+    def build(self) -> Function:
+        c = self.config
+        ids = self.maker.add_input_value("input_ids", Tensor(Int64, self.rows), Role("data", 0))
+        if c.rotary:
+            table = Tensor(self.dtype, (1, 1, c.seq, c.size))
+            self.cos, self.sin = (self.maker.add_input_value(n, table, Role("constant")) for n in ("cos", "sin"))
+        embedding = self.parameter("embedding", c.vocab, c.hidden)
+        x = self.emit("Gather", embedding, ids, axis=0)
+        if not c.rotary:
+            x = self.emit("Add", x, self.parameter("positions", c.seq, c.hidden))
+        for i in range(c.layers):
+            x = self.emit("Add", x, self.attention(self.norm(x, f"{i}.norm1"), f"{i}.attention"))
+            x = self.emit("Add", x, self.mlp(self.norm(x, f"{i}.norm2"), f"{i}.mlp"))
+        x = self.norm(x, "norm")
+        head = self.emit("Transpose", embedding, perm=(1, 0)) if c.tied else self.parameter("head", c.hidden, c.vocab)
+        self.maker.set_outputs([self.maker.add_op("MatMul", "logits", [x, head])])
+        return self.maker.finalize()
+
+    def parameter(self, name: str, *shape: int) -> Value:
+        return self.maker.add_input_value(name, Tensor(self.dtype, shape), Role("parameter"))
+
+    def norm(self, x: Value, name: str) -> Value:
+        gain = self.parameter(f"{name}.weight", self.config.hidden)
+        if not self.config.rms:
+            bias = self.parameter(f"{name}.bias", self.config.hidden)
+            return self.emit("LayerNormalization", x, gain, bias, axis=2, epsilon=_EPSILON)
+        squares = self.emit("ReduceMean", self.emit("Mul", x, x), axes=(2,), keepdims=1)
+        epsilon = self.emit("Constant", value=(_EPSILON,), shape=(), dtype=self.dtype)
+        scale = self.emit("Reciprocal", self.emit("Sqrt", self.emit("Add", squares, epsilon)))
+        return self.emit("Mul", self.emit("Mul", x, scale), gain)
+
+    def linear(self, x: Value, name: str, out: int) -> Value:
+        y = self.emit("MatMul", x, self.parameter(f"{name}.weight", shape_of(x)[-1], out))
+        return self.emit("Add", y, self.parameter(f"{name}.bias", out)) if self.config.bias else y
+
+    def by_heads(self, x: Value, heads: int) -> Value:
+        y = self.emit("Reshape", x, shape=(*self.rows, heads, self.config.size))
+        return self.emit("Transpose", y, perm=(0, 2, 1, 3))
+
+    def attention(self, x: Value, name: str) -> Value:
+        c = self.config
+        if c.kv_heads == c.heads:  # one product
+            found = self.emit("Split", self.linear(x, f"{name}.qkv", 3 * c.hidden), axis=2, parts=3)
+        else:
+            pair = self.linear(x, f"{name}.kv", 2 * c.kv_heads * c.size)
+            found = [self.linear(x, f"{name}.q", c.hidden), *self.emit("Split", pair, axis=2, parts=2)]
+        q, k, v = (self.by_heads(y, heads) for y, heads in zip(found, (c.heads, c.kv_heads, c.kv_heads), strict=True))
+        if c.rotary:
+            q, k = self.turned(q), self.turned(k)
+        k, v = self.repeated(k), self.repeated(v)
+        y, _ = self.emit("Attention", q, k, v, scale=1 / math.sqrt(c.size), causal=True)
+        y = self.emit("Reshape", self.emit("Transpose", y, perm=(0, 2, 1, 3)), shape=(*self.rows, c.hidden))
+        return self.linear(y, f"{name}.out", c.hidden)
+
+    def turned(self, x: Value) -> Value:
+        """Each pair of numbers turned by an angle that grows with the position."""
+        a, b = self.emit("Split", x, axis=3, parts=2)
+        across = self.emit("Concat", self.emit("Neg", b), a, axis=3)
+        return self.emit("Add", self.emit("Mul", x, self.cos), self.emit("Mul", across, self.sin))
+
+    def repeated(self, x: Value) -> Value:
+        """Each head of keys or values once for each head of queries that shares it."""
+        c, (batch, seq) = self.config, self.rows
+        times = c.heads // c.kv_heads
+        if times == 1:
+            return x
+        x = self.emit("Reshape", x, shape=(batch, c.kv_heads, 1, seq, c.size))
+        x = self.emit("Expand", x, shape=(batch, c.kv_heads, times, seq, c.size))
+        return self.emit("Reshape", x, shape=(batch, c.heads, seq, c.size))
+
+    def mlp(self, x: Value, name: str) -> Value:
+        c = self.config
+        if c.gated:
+            gate, up = self.emit("Split", self.linear(x, f"{name}.in", 2 * c.ffn), axis=2, parts=2)
+            y = self.emit("Mul", self.emit("Silu", gate), up)
+        else:
+            y = self.emit("Gelu", self.linear(x, f"{name}.in", c.ffn), approximate="tanh")
+        return self.linear(y, f"{name}.out", c.hidden)

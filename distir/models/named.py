@@ -1,0 +1,50 @@
+"""Models by name and sizes: `gpt:layers=96,hidden=12288,heads=96,seq=2048`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+
+from distir.ir.errors import UsageError
+from distir.models.decoder import ARCHITECTURES, Decoder
+
+
+def is_named(text: str) -> bool:
+    """Whether a text is a model's name and sizes, not a file."""
+    return text.partition(":")[0] in ARCHITECTURES and ":" in text
+
+
+def named(text: str, dims: Mapping[str, int]) -> Decoder:
+    """The decoder that a text describes; `dims` override its sizes.
+
+    Raises UsageError, with a hint, for a key that there is not, a value that is no whole number, or a size that is
+    missing or does not fit.
+    """
+    name, _, rest = text.partition(":")
+    known = {f.name: f for f in fields(Decoder)}
+    given: dict[str, int] = {}
+    for entry in [x for x in rest.split(",") if x]:
+        key, _, number = entry.partition("=")
+        try:
+            given[key] = int(number)
+        except ValueError:
+            raise UsageError(f"{text}: expected {key}=N, a whole number, got {entry!r}") from None
+    given |= dims
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise UsageError(
+                f"{text}: {name} has no {key!r}",
+                f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}",
+            )
+        if isinstance(known[key].default, bool) and given[key] not in (0, 1):
+            raise UsageError(f"{text}: {key} is 0 or 1, got {given[key]}")
+    flags = {k: bool(x) if isinstance(known[k].default, bool) else x for k, x in given.items()}
+    missing = [k for k in ("layers", "hidden", "heads") if k not in given]
+    if missing:
+        raise UsageError(f"{text}: {' and '.join(missing)} missing", f"such as {name}:layers=12,hidden=768,heads=12")
+    try:
+        return Decoder(**{**ARCHITECTURES[name], **flags})
+    except UsageError as e:
+        raise UsageError(f"{text}: {e.message}", e.hint) from None
