@@ -14,10 +14,10 @@ from distir.api.locate import locate
 from distir.api.rounding import perturbed
 from distir.api.steps import compute_steps
 from distir.executor.reference.sequential import SequentialExecutor, fit
-from distir.ir import FunctionMaker
+from distir.ir import Device, FunctionMaker, Mesh
 from distir.ir.errors import MismatchError
 from distir.ir.function import Role
-from distir.ir.type import Float32, Float64, Tensor
+from distir.ir.type import REPLICATE, Float32, Float64, Shard, Tensor
 from distir.runtime.job import Job
 from distir.runtime.options import RunOptions
 from distir.runtime.outcome import Outcome
@@ -454,3 +454,20 @@ def test_the_op_that_lost_an_update_is_named():
 
     assert "%layers.3.weight.new = SGD(" in (said := locate(job, Losing))
     assert "changes by another amount on rank 1: 0 instead of" in said
+
+
+@pytest.mark.parametrize("placements", [(REPLICATE, REPLICATE), (Shard(0), REPLICATE), (Shard(0), Shard(1))], ids=str)
+@pytest.mark.parametrize("axis", ["tp", "mb"], ids=["two axes of devices", "microbatches"])
+def test_on_a_mesh_results_are_disturbed_and_replicas_move_alike(axis, placements):
+    """Each element of the whole by itself: by a unit up or down, the same one on every device that has it."""
+    mesh = Mesh([Device("cpu", k) for k in range(2 if axis == "mb" else 4)], {axis: 2, "dp": 2})
+    f = FunctionMaker("doubled")
+    x = f.add_input_value("x", Tensor.whole(Float32, (32, 32), mesh, placements), Role("parameter"))
+    f.set_outputs([f.emit("Add", x, x)])
+    function, ones = f.finalize(), np.ones((32, 32), np.float32)
+    (found,) = SequentialExecutor(tap=perturbed(function)).compute(function, [ones])
+    up = found > 2
+    assert np.array_equal(found, np.where(up, 2 + 2**-22, 2 - 2**-22))
+    assert 0.4 < up.mean() < 0.6
+    for half in (up[:16] == up[16:], up[:, :16] == up[:, 16:]):
+        assert 0.4 < half.mean() < 0.6

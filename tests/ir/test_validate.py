@@ -154,3 +154,50 @@ def test_a_source_is_compared_as_it_was_passed() -> None:
     program = small_gpt(layers=1)
     made = distributed(program, Plan(1, 2, 1, 2))
     assert {d.op.op_type for d in validate(made.program, program.function)} == {"CrossEntropy"}
+
+
+Nested = int | tuple["Nested", ...]
+
+
+def total(nested: Nested, name: str = "Sum", **attributes: int) -> Function:
+    """A sum of inputs, by their numbers, and of sums of them; or another op in the place of each sum."""
+    f = FunctionMaker("total")
+    xs = [f.add_input_value(x, Tensor(Float64, (2,))) for x in "abc"]
+
+    def added(x: Nested) -> Value:
+        return xs[x] if isinstance(x, int) else f.emit(name, *map(added, x), **attributes)
+
+    f.set_outputs([added(nested)])
+    return f.finalize()
+
+
+@pytest.mark.parametrize("nested", [(2, 0, 1), ((0, 1), 2), (2, (1, 0)), (((0,), 1), (2,))], ids=str)
+def test_a_sum_of_sums_is_the_sum_of_all_in_any_order(nested: Nested) -> None:
+    validate(total(nested), total((0, 1, 2)))
+    validate(total((0, 1, 2)), total(nested))
+
+
+@pytest.mark.parametrize(
+    "nested", [(0, 1), (1, 2), (0, 1, 1), (0, 1, 2, 2), ((0, 1), 0), ((0, 1), (2, 1)), ((0, 1),)], ids=str
+)
+def test_sums_of_other_operands_differ(nested: Nested) -> None:
+    """Each counts, as often as it stands there."""
+    for a, b in ((nested, (0, 1, 2)), ((0, 1, 2), nested)):
+        with pytest.raises(MismatchError):
+            validate(total(a), total(b))
+
+
+def test_other_ops_in_a_sum_are_not_taken_apart() -> None:
+    with pytest.raises(MismatchError):
+        validate(total(((0, 1), 2), "Sub"), total((0, (1, 2)), "Sub"))
+    with pytest.raises(MismatchError):
+        validate(total((0, 1, 2), "Concat", axis=0), total((1, 0, 2), "Concat", axis=0))
+
+    def scaled(outside: bool) -> Function:
+        f = FunctionMaker("scaled")
+        a, b = [f.add_input_value(x, Tensor(Float64, ())) for x in "ab"]
+        f.set_outputs([f.emit("Sum", f.emit("Mul", a, b), b) if outside else f.emit("Sum", a, b, b)])
+        return f.finalize()
+
+    with pytest.raises(MismatchError):
+        validate(scaled(True), scaled(False))

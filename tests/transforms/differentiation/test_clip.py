@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.importer import import_from_onnx
@@ -111,6 +112,17 @@ def test_norms_that_leave_the_range_of_the_squares(dtype: DType) -> None:
         want = 1 / (8 + 1e-6 / size)  # 64 elements of that size
         for g, x in zip(gradients, found, strict=True):
             np.testing.assert_allclose(x.astype(np.float64), g.astype(np.float64) * want, rtol=2e-3)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-5, 0.0])
+def test_norms_as_small_as_what_is_added_to_them(size: float) -> None:
+    """torch adds 1e-6 to the norm: there the factor is less than the limit by the norm."""
+    g = np.array([0.6, -0.8]) * size
+    w = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    w.grad = torch.tensor(g)
+    torch.nn.utils.clip_grad_norm_([w], 1e-6)
+    (found,) = clipped(Float64, [g], 1e-6)
+    np.testing.assert_allclose(found, w.grad.numpy(), rtol=1e-12)
 
 
 def test_what_is_not_finite_stays_so() -> None:

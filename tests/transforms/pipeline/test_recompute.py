@@ -115,6 +115,25 @@ def test_no_collective_is_repeated_where_it_is_cheap_to_save() -> None:
     assert not {name for name in kinds if name.startswith("MPI")}
 
 
+def test_sums_over_devices_are_not_repeated() -> None:
+    """A short product and the function on it are made again, but not where the product is summed over devices."""
+    from distir.ir import Role
+    from distir.ir.type import Float64, Tensor
+
+    f = FunctionMaker("short")
+    x = f.add_input_value("x", Tensor(Float64, (512, 64)), Role("data", 0))
+    a, b = [f.add_input_value(name, Tensor(Float64, (64, 64)), Role("parameter")) for name in "ab"]
+    f.set_outputs([f.emit("Tanh", f.emit("MatMul", f.emit("Relu", f.emit("MatMul", x, a)), b))])
+    step = training_step(f.finalize(), "mse", "sgd")
+    products: list[int] = []
+    for tp in (1, 2):
+        made = recompute(placed(step, Plan(tp=tp)), "selective")
+        kinds = [op.op_type for op in made.ops if op.outputs[0] in copies(made)]
+        assert "MPIAllreduce" not in kinds
+        products.append(kinds.count("MatMul"))
+    assert products == [2, 1]
+
+
 def test_a_budget_of_bytes() -> None:
     base = placed(small_gpt(layers=4).function, Plan())
     none = saved_bytes(_saving(base), ())

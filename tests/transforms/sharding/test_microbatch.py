@@ -16,22 +16,26 @@ from distir.transforms.parallel3d import distribute
 from distir.transforms.plan import Plan
 
 
-def centred(late: bool) -> Function:
-    """A layer on data less their mean over the batch; or (`late`) less the mean of what a first layer makes."""
+def centred(late: bool, twice: bool = False) -> Function:
+    """A layer on data less their mean over the batch; or (`late`) less the mean of what a first layer makes.
+
+    `twice`: the mean is used whole (its square), and that beside it.
+    """
     maker = FunctionMaker("centred")
     x = maker.add_input_value("x", Tensor(Float64, (8, 4)), Role("data", 0))
     v, w = [maker.add_input_value(n, Tensor(Float64, (4, 4)), Role("parameter")) for n in "vw"]
     h = maker.emit("Tanh", maker.emit("MatMul", x, v)) if late else x
-    h = maker.emit("Sub", h, maker.emit("ReduceMean", h, axes=(0,), keepdims=1))
+    mean = maker.emit("ReduceMean", h, axes=(0,), keepdims=1)
+    h = maker.emit("Sub", h, maker.emit("Add", mean, maker.emit("Mul", mean, mean)) if twice else mean)
     y = maker.emit("Relu", maker.emit("MatMul", h, w))
     maker.set_outputs([maker.add_op("ReduceSum", "loss", [y], {"axes": (0, 1), "keepdims": 0})])
     return training_step(maker.finalize(), "loss", SGD(0.1), gradients=True)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("late", "twice"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize(("dp", "pp", "microbatches"), [(1, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 2)])
-def test_statistics_of_the_batch_are_those_of_the_whole_batch(late, dp, pp, microbatches):
-    step = centred(late)
+def test_statistics_of_the_batch_are_those_of_the_whole_batch(late, twice, dp, pp, microbatches):
+    step = centred(late, twice)
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape_of(v)) for v in step.inputs]
     devices = [Device("cpu", i) for i in range(dp * pp)]

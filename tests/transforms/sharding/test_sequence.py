@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from distir.api import load, simulate
-from distir.ir import Function, FunctionMaker, Role
+from distir.ir import Function, FunctionMaker, Role, Value
 from distir.ir.errors import InfeasibleError
-from distir.ir.type import Float64, Shard, Tensor, Tuple
+from distir.ir.type import DType, Float32, Float64, Shard, Tensor, Tuple
 from distir.ops.rules import tensor
 from distir.transforms import plan as plans_of
 from distir.transforms.differentiation.training import training_step
@@ -155,24 +155,85 @@ def test_sums_of_several_products_are_scattered_once(flat: bool) -> None:
     assert (layer["MPIReduceScatter"], layer["MPIAllgather"]) == (4, 4)
 
 
-def encoder(sequence: int) -> Function:
-    """A block on float data: its width is a dim of the data too, and one of the norm, which cannot be split."""
+def encoder(sequence: int, held: DType = Float64) -> Function:
+    """A block on float data: its width is a dim of the data too, and one of the norm, which cannot be split.
+
+    Weights are held in a dtype of their own, and cast for use.
+    """
     f = FunctionMaker("encoder")
     x = f.add_input_value("x", Tensor(Float64, (8, sequence, 16)), Role("data", 0))
     shapes = {"up": (16, 32), "down": (32, 16), "scale": (16,), "bias": (16,), "positions": (sequence, 16)}
-    w = {name: f.add_input_value(name, Tensor(Float64, shape), Role("parameter")) for name, shape in shapes.items()}
+    w = {name: f.add_input_value(name, Tensor(held, shape), Role("parameter")) for name, shape in shapes.items()}
+    if held is not Float64:
+        w = {name: f.emit("Cast", v, to=Float64) for name, v in w.items()}
     x = f.emit("Add", x, w["positions"])
     y = f.emit("Add", x, f.emit("MatMul", f.emit("Relu", f.emit("MatMul", x, w["up"])), w["down"]))
     f.set_outputs([f.emit("LayerNormalization", y, w["scale"], w["bias"], axis=-1, epsilon=1e-5)])
     return f.finalize()
 
 
-def test_features_are_no_sequence() -> None:
+@pytest.mark.parametrize("held", [Float64, Float32], ids=["weights as they are", "weights that are cast"])
+def test_features_are_no_sequence(held: DType) -> None:
     """Also where a weight, a table of positions, has the sequence as a dim."""
     plan = Plan(1, 2, sequence_parallel=True)
-    split = distribute(training_step(encoder(6), "mse", ADAMW), plan.plan, plan.devices).placed
+    split = distribute(training_step(encoder(6, held), "mse", ADAMW), plan.plan, plan.devices).placed
     norms = [op for op in split.ops if op.op_type == "LayerNorm"]
     assert [tensor(op.outputs[0]).on("tp") for op in norms] == [Shard(1)]
     plan = Plan(1, 4, sequence_parallel=True)  # does not divide 6, but 16
     with pytest.raises(InfeasibleError, match="splits nothing"):
-        distribute(training_step(encoder(6), "mse", ADAMW), plan.plan, plan.devices)
+        distribute(training_step(encoder(6, held), "mse", ADAMW), plan.plan, plan.devices)
+
+
+def attended(sequence: int) -> Function:
+    """Attention whose scores are capped, which no fused op computes, and a product after it."""
+    f = FunctionMaker("attended")
+    x = f.add_input_value("x", Tensor(Float64, (8, sequence, 16)), Role("data", 0))
+
+    def linear(x: Value) -> Value:
+        return f.emit("MatMul", x, f.add_input_value("w", Tensor(Float64, (16, 16)), Role("parameter")))
+
+    def heads(x: Value) -> Value:
+        return f.emit("Transpose", f.emit("Reshape", linear(x), shape=(8, sequence, 4, 4)), perm=(0, 2, 1, 3))
+
+    scale, bias = [f.add_input_value(n, Tensor(Float64, (16,)), Role("parameter")) for n in ("scale", "bias")]
+    y = f.emit("LayerNormalization", x, scale, bias, axis=-1, epsilon=1e-5)
+    q, k, v = heads(y), heads(y), heads(y)
+    scores = f.emit("Tanh", f.emit("MatMul", q, f.emit("Transpose", k, perm=(0, 1, 3, 2))))
+    mixed = f.emit("Transpose", f.emit("MatMul", f.emit("Softmax", scores, axis=3), v), perm=(0, 2, 1, 3))
+    f.set_outputs([f.emit("Add", x, linear(f.emit("Reshape", mixed, shape=(8, sequence, 16))))])
+    return f.finalize()
+
+
+def test_products_of_activations_have_no_features() -> None:
+    """The keys that the scores are products with have the sequence as a dim, and are no weights."""
+    plan = Plan(1, 2, sequence_parallel=True)
+    split = distribute(training_step(attended(8), "mse", ADAMW), plan.plan, plan.devices).placed
+    norms = [op for op in split.ops if op.op_type == "LayerNorm"]
+    assert [tensor(op.outputs[0]).on("tp") for op in norms] == [Shard(1)]
+
+
+def towers(*layers: int) -> Function:
+    """Towers of so many blocks, each on data of its own; the result is their product."""
+    f = FunctionMaker("towers")
+
+    def weight(*shape: int) -> Value:
+        return f.add_input_value("w", Tensor(Float64, shape), Role("parameter"))
+
+    tops: list[Value] = []
+    for k, blocks in enumerate(layers):
+        x = f.add_input_value(f"x{k}", Tensor(Float64, (8, 8, 16)), Role("data", 0))
+        for _ in range(blocks):
+            y = f.emit("LayerNormalization", x, weight(16), weight(16), axis=-1, epsilon=1e-5)
+            y = f.emit("MatMul", f.emit("Relu", f.emit("MatMul", y, weight(16, 64))), weight(64, 16))
+            x = f.emit("Add", x, y)
+        tops.append(f.emit("MatMul", x, weight(16, 16)))
+    f.set_outputs([f.emit("Mul", *tops)])
+    return f.finalize()
+
+
+def test_a_small_part_of_a_model_is_split_too() -> None:
+    """One block beside six is worth collectives of its own, as are the ends of each tower."""
+    plan = Plan(1, 2, sequence_parallel=True)
+    split = distribute(training_step(towers(6, 1), "mse", ADAMW), plan.plan, plan.devices).placed
+    norms = [op for op in split.ops if op.op_type == "LayerNorm"]
+    assert [tensor(op.outputs[0]).on("tp") for op in norms] == [Shard(1)] * 7

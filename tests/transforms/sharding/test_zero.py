@@ -141,6 +141,17 @@ def test_what_is_cast_is_gathered_as_the_narrower() -> None:
     assert {op.inputs[0].type.dtype for _, op in found} == {BFloat16}  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_gradients_are_summed_in_the_dtype_of_the_weight(microbatches: int, zero: int) -> None:
+    """Though casts of them to it could work on shards: sums of bfloat16 would be rounded."""
+    program = Program(training_step(matmuls(cast=True), "mse", SGD(0.1)), [])
+    made = distributed(program, Plan(2, 1, 1, microbatches, zero=zero, bucket_mb=0)).program
+    scattered = [op for f in made.callees() for op in f.ops if op.spec.name == "MPIReduceScatter"]
+    assert scattered
+    assert {op.inputs[0].type.dtype for op in scattered} == {Float32}  # type: ignore[union-attr]
+
+
 def test_each_unit_is_gathered_one_ahead() -> None:
     """A gather comes right before the op that needs the one before it, after what that op waits for."""
     step = training_step(matmuls(6), "mse", SGD(0.1))
@@ -203,3 +214,54 @@ def test_an_update_that_another_axis_splits_is_split_inside() -> None:
     split = shard_state(graph, whole, 2, 1, [(whole._replace(mappings=mappings), 2)]).mappings[j]
     assert split is not None
     assert split.ins[0] is Shard(1, 2)  # 3 rows do not divide; of 8 columns tp has the halves
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("turned", [False, True], ids=["weights as they are", "weights transposed"])
+def test_a_gradient_of_the_whole_batch_is_scattered_too(turned: bool, zero: int) -> None:
+    """It is no sum over microbatches, which would be reduced only where it is used."""
+    f = FunctionMaker("whole")
+    h = f.add_input_value("x", Tensor(Float64, (8, 4)), Role("data", 0))
+    for name in "vw":
+        w = f.add_input_value(name, Tensor(Float64, (4, 4)), Role("parameter"))
+        h = f.emit("Tanh", f.emit("MatMul", h, f.emit("Transpose", w, perm=(1, 0)) if turned else w))
+        if name == "v":
+            h = f.emit("Sub", h, f.emit("ReduceMean", h, axes=(0,), keepdims=1))
+    f.set_outputs([f.add_op("ReduceSum", "loss", [h], {"axes": (0, 1), "keepdims": 0})])
+    program = Program(training_step(f.finalize(), "loss", SGD(0.1)), [])
+    found = Counter(op.op_type for op in distributed(program, Plan(2, zero=zero)).placed.ops)
+    whole = Counter(op.op_type for op in distributed(program, Plan(2)).placed.ops)
+    assert (found["MPIReduceScatter"], whole["MPIReduceScatter"]) == (2, 0)
+    assert whole["MPIAllreduce"] - found["MPIAllreduce"] == 2
+
+
+@pytest.mark.parametrize(
+    ("clipped", "split"),
+    [(False, "MatMulGradWeight"), (True, "MatMulGradWeight"), (True, "SumOfSquares")],
+    ids=["as it is made", "as it is made, before it is clipped", "where its norm is computed"],
+)
+def test_a_dim_that_another_axis_splits_of_the_gradient_is_taken_last(clipped: bool, split: str) -> None:
+    """Though that axis leaves the optimizer's op whole."""
+    f = FunctionMaker("linear")
+    x = f.add_input_value("x", Tensor(Float64, (4, 6)), Role("data", 0))
+    f.set_outputs([f.emit("MatMul", x, f.add_input_value("w", Tensor(Float64, (6, 8)), Role("parameter")))])
+    graph = graph_of(training_step(f.finalize(), "mse", SGD(0.1, clip_norm=1.0 if clipped else None)))
+    at = {sig.spec.name: j for j, sig in enumerate(graph.sigs)}
+    whole = Placed(0.0, [None] * len(graph.sigs), set(), {})
+    mappings = list(whole.mappings)
+    mappings[at[split]] = graph.sigs[at[split]].mapping(0 if split == "SumOfSquares" else ~0, Shard(0), 2)
+    assert mappings[at[split]] is not None
+    for others, want in (([], Shard(0)), ([(whole._replace(mappings=mappings), 2)], Shard(1))):
+        found = shard_state(graph, whole, 2, 1, others).mappings[at["SGD"]]
+        assert found is not None
+        assert found.ins[0] is want
+
+
+def test_a_weight_that_is_not_trained_is_split_where_another_axis_does_not() -> None:
+    f = FunctionMaker("linear")
+    x = f.add_input_value("x", Tensor(Float64, (4, 6)), Role("data", 0))
+    f.set_outputs([f.emit("MatMul", x, f.add_input_value("w", Tensor(Float64, (6, 8)), Role("parameter")))])
+    graph = graph_of(f.finalize())
+    whole = Placed(0.0, [None] * len(graph.sigs), set(), {})
+    for given, want in (({}, Shard(0)), ({1: Shard(0)}, Shard(1))):
+        assert shard_state(graph, whole, 2, 3, [(whole._replace(inputs=given), 2)]).inputs == {1: want}
