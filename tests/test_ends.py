@@ -208,7 +208,7 @@ def test_all_ranks_of_torchrun_end_within_two_seconds(tmp_path: Path) -> None:
         line = [*CLI, "--steps", "1000000", "--checkpoint", str(tmp_path), "--every", "2"]
         processes.append(start(line, env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}))
     errors = interrupted(processes, family, signal.SIGINT, group=False)
-    assert "distir: error: interrupted\n" in errors
+    assert any(err.endswith("error: interrupted\n") for err in errors)
     assert not any("Traceback" in err for err in errors)
     # whoever hears of the other's end first may take it for a failure
     assert {p.returncode for p in processes} <= {130, 6}
