@@ -26,7 +26,7 @@ def coverage(placed: Function, axis: str) -> Coverage:
     elements = {v: math.prod(shape_of(v)) for v in held}
     unsplit = [v for v in held if not _split(v, axis)]
     share = 1 - sum(elements[v] for v in unsplit) / max(1, sum(elements.values()))
-    total, split = _flops(placed, axis, {})
+    total, split = _flops(placed, axis, {}, {})
     return Coverage(split / total if total else 0.0, share, tuple(unsplit))
 
 
@@ -38,20 +38,28 @@ def _split(v: Value, axis: str) -> int:
     return t.device.size(axis) if isinstance(t.on(axis), Shard) else 0
 
 
-def _flops(function: Function, axis: str, done: dict[Function, tuple[float, float]]) -> tuple[float, float]:
-    """FLOPs of a function without the split along the axis, and how many of them are split."""
+def _flops(
+    function: Function, axis: str, done: dict[Function, tuple[float, float]], known: dict[object, tuple[float, int]]
+) -> tuple[float, float]:
+    """FLOPs of a function without the split along the axis, and how many of them are split.
+
+    `known`: of each kind of op the FLOPs on a device, and over how many devices it is split.
+    """
     if function in done:
         return done[function]
     total = split = 0.0
     for op in function.ops:
         if op.callee is not None:
-            called = _flops(op.callee, axis, done)
+            called = _flops(op.callee, axis, done, known)
             total, split = total + called[0], split + called[1]
         elif op.spec.comm is None:
-            work = op.spec.flops(
-                op.attributes, [tensor(v).shape for v in op.inputs], [tensor(v).shape for v in op.outputs]
-            )
-            n = max([_split(v, axis) for v in (*op.inputs, *op.outputs)], default=0)
+            key = op.spec, op.attributes or None, *[v.type for v in op.inputs], None, *[v.type for v in op.outputs]
+            found = known.get(key)
+            if found is None:
+                shapes = ([tensor(v).shape for v in row] for row in (op.inputs, op.outputs))
+                n = max([_split(v, axis) for v in (*op.inputs, *op.outputs)], default=0)
+                found = known[key] = op.spec.flops(op.attributes, *shapes), n
+            work, n = found
             total += work * max(1, n)
             split += work * n
     done[function] = total, split
