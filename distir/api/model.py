@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,14 @@ DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f1
 """Names of floating-point types, as users write them."""
 PRECISIONS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 """Names of the types in mixed precision."""
+
+
+class Precision(NamedTuple):
+    """Types in mixed precision, by name ("fp32", "bf16", "fp16"): of products, and of gradients while they are
+    accumulated and reduced."""
+
+    products: str = "fp32"
+    gradients: str = "fp32"
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,19 +89,18 @@ class Model:
         loss: str,
         optimizer: Optimizer | str = "sgd",
         output: int | str = 0,
-        precision: str = "fp32",
-        grad_dtype: str = "fp32",
+        precision: Precision | str = "fp32",
     ) -> Model:
         """The model of one training step. See `training_step` for `loss`.
 
-        `precision`: of products, "fp32", "bf16" or "fp16"; weights and statistics stay float32. `grad_dtype`: of
-        gradients while they are accumulated and reduced. Raises MismatchError if a rewrite of the program violates its
-        law (see `distir.api.rewrites`).
+        `precision`: of products, "fp32", "bf16" or "fp16"; weights and statistics stay float32 (mixed precision).
+        Raises MismatchError if a rewrite of the program violates its law (see `distir.api.rewrites`).
         """
         settings = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
         if (form := form_of(self.function)) != SEQUENTIAL:
             raise UsageError(f"{self.name} is {form}: only a sequential program can be made a training step")
-        low, accumulated = (precision_named(name) for name in (precision, grad_dtype))
+        given = precision if isinstance(precision, Precision) else Precision(precision)
+        low, accumulated = map(precision_named, given)
         step = training_step(self.function, loss, settings, output=output, precision=low, grad_dtype=accumulated)
         check_origins(step)
         return replace(self, function=step, optimizer=settings)
@@ -148,15 +155,14 @@ def load(
     dtype: DType | str | None = None,
     batch: str | None = None,
     output: int | str = 0,
-    precision: str = "fp32",
-    grad_dtype: str = "fp32",
+    precision: Precision | str = "fp32",
 ) -> Model:
     """The model in an ONNX file, the program in a .distir file, or a model by its name and sizes, such as
     "gpt:layers=12,hidden=768,heads=12" (`distir.models.Decoder` lists them); with `loss`, its training step.
 
     `dims`: sizes of symbolic dims; `batch`: the symbolic dim of the batch, by default the first. `loss`:
     "cross-entropy" or "mse" of output `output` (number or name), or the name of a value that is the loss. `dtype`
-    ("float64", ...): the floating-point type of the whole program; `precision`, `grad_dtype`: see `Model.training`.
+    ("float64", ...): the floating-point type of the whole program; `precision`: see `Model.training`.
 
     Raises ModelError for a file that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
     """
@@ -170,7 +176,7 @@ def load(
         function, arrays = import_from_onnx(path, dims=dims, batch=batch)
         model = Model(with_causal_attention(function, arrays), arrays, Path(path))
     if loss is not None:
-        model = model.training(loss, optimizer, output, precision, grad_dtype)
+        model = model.training(loss, optimizer, output, precision)
     return model if dtype is None else model.with_dtype(dtype)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from distir.api import Model, Plan, RunOptions, load
 from distir.api import run as run_model
 from distir.api import simulate as simulate_model
+from distir.api.model import Precision
 from distir.api.results import RunResult, aligned
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.cli.watching import run_callbacks
@@ -167,8 +168,16 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
         if dims.setdefault(name, size) != size:
             raise UsageError(f"--dim {name} is given twice: {dims[name]} and {size}")
     optimizer = optimizer_named(args.optimizer or "sgd", schedule=_learning_rate(schedule), **settings)
-    said = {k: x for k, x in precisions.items() if x is not None}
-    return load(args.model, dims, loss=args.loss, optimizer=optimizer, dtype=args.dtype, batch=args.batch_dim, **said)
+    precision = Precision(args.precision or "fp32", args.grad_dtype or "fp32")
+    return load(
+        args.model,
+        dims,
+        loss=args.loss,
+        optimizer=optimizer,
+        dtype=args.dtype,
+        batch=args.batch_dim,
+        precision=precision,
+    )
 
 
 def _learning_rate(given: dict[str, Any]) -> LearningRate | None:

@@ -54,58 +54,37 @@ def _any_strides(narrow: bool) -> Callable[[Callable[..., None]], Callable[..., 
     return wrapped
 
 
-def _rate(lr: float | torch.Tensor) -> float | torch.Tensor:
-    """The learning rate as kernels take it: on GPUs they read float32; for meta tensors there is none."""
-    if isinstance(lr, float | int) or lr.is_cpu:
-        return lr
-    return 1.0 if lr.is_meta else lr.float()
+def _numbers(settings: dict[str, Any], lr: float) -> dict[str, Any]:
+    """The learning rate, and whether to skip the step, as kernels take them: on GPUs they read a rate in float32; a
+    meta tensor has none."""
+    rate, skip = settings.get("lr", lr), settings.get("skip")
+    if isinstance(rate, torch.Tensor) and not rate.is_cpu:
+        rate = 1.0 if rate.is_meta else rate.float()
+    return {"lr": rate, "found_inf": None if skip is None else skip.float()}
 
 
 # on CPUs torch updates only the last few elements of 16-bit weights: pytorch/pytorch issue 191763
 @_any_strides(narrow=False)
-def sgd(
-    gradients: Row,
-    weights: Row,
-    momenta: Row | tuple[()] = (),
-    *,
-    lr: float | torch.Tensor,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    skip: torch.Tensor | None = None,
-    **_: Any,
-) -> None:
-    """A step of SGD, without dampening."""
+def sgd(gradients: Row, weights: Row, momenta: Row | tuple[()] = (), **settings: Any) -> None:
+    """A step of SGD, without dampening; `settings` are the op's attributes, and the numbers that weights share."""
     torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
         weights,
         gradients,
         momenta,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=_rate(lr),
+        weight_decay=settings.get("weight_decay", 0.0),
+        momentum=settings.get("momentum", 0.0),
         dampening=0.0,
-        nesterov=nesterov,
+        nesterov=settings.get("nesterov", False),
         maximize=False,
         is_first_step=False,  # momenta start at zero, which is equivalent
-        found_inf=None if skip is None else skip.float(),
+        **_numbers(settings, 1e-3),
     )
 
 
 @_any_strides(narrow=True)
-def adamw(
-    gradients: Row,
-    weights: Row,
-    *moments: Row,
-    step: torch.Tensor,
-    lr: float | torch.Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    skip: torch.Tensor | None = None,
-    **_: Any,
-) -> None:
-    """Step number `step` of AdamW. `moments`: the running means of gradients and of their squares."""
-    means, squares = moments
+def adamw(gradients: Row, weights: Row, means: Row, squares: Row, *, step: torch.Tensor, **settings: Any) -> None:
+    """Step number `step` of AdamW, with the running means of gradients and of their squares; `settings` as of `sgd`."""
+    first, second = settings.get("betas", (0.9, 0.999))
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         weights,
         gradients,
@@ -113,14 +92,13 @@ def adamw(
         squares,
         [],
         [step.float()] * len(weights),
-        lr=_rate(lr),
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
+        beta1=first,
+        beta2=second,
+        weight_decay=settings.get("weight_decay", 1e-2),
+        eps=settings.get("eps", 1e-8),
         amsgrad=False,
         maximize=False,
-        found_inf=None if skip is None else skip.float(),
+        **_numbers(settings, 1e-3),
     )
 
 
