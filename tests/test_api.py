@@ -495,7 +495,7 @@ def test_steps_whose_gradients_overflow_are_counted(backend: str) -> None:
     model = distir.load(ROOT / "examples/mlp.onnx", {"batch": 8}).training("mse", AdamW(1e-3), precision="fp16")
     rng = np.random.default_rng(0)
     names = {v.name: v for v in model.function.inputs if v.kind == "data"}
-    data = {name: rng.standard_normal(v.type.global_shape).astype(np.float32) for name, v in names.items()}
+    data = {name: rng.standard_normal(tensor(v).global_shape).astype(np.float32) for name, v in names.items()}
     data["target"] *= 100
     result = distir.run(model, distir.Plan(dp=2), steps=8, data=data, backend=backend)
     assert 1 <= result.skipped < 8

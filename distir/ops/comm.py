@@ -15,6 +15,7 @@ from distir.ir.errors import IRTypeError
 from distir.ir.function import Op
 from distir.ir.spec import Attrs, op
 from distir.ir.type import MEAN, NOW, REPLICATE, Partial, Placement, Replicate, Tensor, Tuple, Type
+from distir.ops.rules import tensor
 
 
 def _same(lanes: Lanes, op: Op, ins: Sequence[RuntimeValue]) -> Sequence[RuntimeValue]:
@@ -53,8 +54,7 @@ def _to_device(attrs: Attrs, t: Type, reduce: bool) -> list[Type]:
 
 
 def _cut(lanes: Lanes, op: Op, ins: Sequence[RuntimeValue]) -> Sequence[RuntimeValue]:
-    t = op.outputs[0].type
-    assert isinstance(t, Tensor)
+    t = tensor(op.outputs[0])
     return [[t.cut(ins[0], coord) for coord in lanes.of(t.mesh)]]
 
 
@@ -133,9 +133,7 @@ def _restrict(attrs: Attrs, t: Type) -> list[Type]:
 
 def _restricted(lanes: Lanes, op: Op, ins: Sequence[RuntimeValue]) -> Sequence[RuntimeValue]:
     """Each device of the part keeps its piece; lanes of other devices are dropped."""
-    whole, part = op.inputs[0].type.device, op.outputs[0].type.device
-    assert isinstance(whole, Mesh)
-    assert isinstance(part, Mesh)
+    whole, part = tensor(op.inputs[0]).mesh, tensor(op.outputs[0]).mesh
     number = {d: k for k, d in enumerate(whole.devices)}
     return [[ins[0][number[d]] for d in part.devices]]
 

@@ -135,11 +135,11 @@ smooth("Reciprocal", lambda xp, x: 1 / x, lambda xp, y, d: -d * y * y, "y", torc
 smooth("Sqrt", lambda xp, x: xp.sqrt(x), lambda xp, y, d: 0.5 * d / y, "y", torch="sqrt", precision="wide")
 smooth("Exp", lambda xp, x: xp.exp(x), lambda xp, y, d: d * y, "y", torch="exp", precision="wide")
 smooth("Log", lambda xp, x: xp.log(x), lambda xp, x, d: d / x, torch="log", precision="wide")
-smooth("Abs", lambda xp, x: xp.abs(x), lambda xp, x, d: d * xp.sign(x), torch="abs")
+smooth("Abs", lambda xp, x: xp.abs(x), lambda xp, x, d: d * xp.sign(x), torch="abs", exact=True)
 smooth("Sin", lambda xp, x: xp.sin(x), lambda xp, x, d: d * xp.cos(x), torch="sin")
 smooth("Cos", lambda xp, x: xp.cos(x), lambda xp, x, d: -d * xp.sin(x), torch="cos")
 smooth("Tanh", lambda xp, x: xp.tanh(x), lambda xp, y, d: d * (1 - y * y), "y", torch="tanh")
-smooth("Relu", lambda xp, x: xp.clip(x, 0, None), lambda xp, y, d: xp.where(y > 0, d, 0), "y", torch="relu")
+smooth("Relu", lambda xp, x: xp.clip(x, 0, None), lambda xp, y, d: xp.where(y > 0, d, 0), "y", torch="relu", exact=True)
 smooth("Sigmoid", _sigmoid, lambda xp, y, d: d * y * (1 - y), "y", torch="sigmoid")
 smooth(
     "Silu",
@@ -166,6 +166,7 @@ smooth(
     _within,
     torch="clip",
     attributes="min:number/none? max:number/none?",
+    exact=True,
 )
 
 

@@ -70,7 +70,7 @@ def rounded_once(rule: Callable[..., Any]) -> Callable[..., Any]:
     as kernels do."""
 
     def eval(xp: Any, *operands: Any, **attributes: Any) -> Any:
-        if operands[0].dtype.itemsize >= 4 or "float" not in str(operands[0].dtype):
+        if operands[0].dtype.itemsize >= 4:
             return rule(xp, *operands, **attributes)
         return xp.asarray(rule(xp, *[wide(xp, x) for x in operands], **attributes), dtype=operands[0].dtype)
 
@@ -143,12 +143,14 @@ def smooth(
     attributes: str = "",
     definition: Callable[..., Sequence[Value]] | None = None,
     precision: str | None = None,
+    exact: bool = False,
 ) -> None:
     """An op on the points of one operand and, as `<name>Grad`, its gradient.
 
     `slope(xp, saved, d, **attributes)` is the operand's gradient from the result's, d, and what is saved: the
-    operand ("x") or the result ("y").
+    operand ("x") or the result ("y"). An `exact` function rounds nothing, and may be of integers.
     """
+    once: Callable[..., Any] = (lambda rule: rule) if exact else rounded_once
 
     def grad(f: FunctionMaker, o: Op, d: Value) -> Sequence[Value]:
         v = o.inputs[0] if saved == "x" else o.outputs[0]
@@ -159,9 +161,9 @@ def smooth(
         axes=points(1),
         attributes=attributes,
         precision=precision,
-        eval=rounded_once(eval),
+        eval=once(eval),
         grad=grad,
         torch=torch,
         definition=definition,
     )
-    op(f"{name}Grad", axes=points(2), attributes=attributes, dtype=same, linear=[{1}], eval=rounded_once(slope))
+    op(f"{name}Grad", axes=points(2), attributes=attributes, dtype=same, linear=[{1}], eval=once(slope))

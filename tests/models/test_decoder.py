@@ -20,7 +20,6 @@ from distir.models.named import is_named, named
 from distir.ops.rules import shape_of
 
 transformers = pytest.importorskip("transformers")
-SIZES = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "seq": 12, "batch": 2}
 
 
 def perturbed(model: Any) -> Any:
@@ -43,7 +42,7 @@ def gpt2() -> tuple[Decoder, Any, dict[str, np.ndarray]]:
         parts += [(f"{i}.attention.out", b.attn.c_proj), (f"{i}.mlp.in", b.mlp.c_fc), (f"{i}.mlp.out", b.mlp.c_proj)]
     for name, part in parts:
         weights |= {f"{name}.weight": part.weight, f"{name}.bias": part.bias}
-    return Decoder(**SIZES), model, arrays(weights)
+    return Decoder(2, 32, 4, vocab=61, seq=12, batch=2), model, arrays(weights)
 
 
 def llama(tied: bool) -> tuple[Decoder, Any, dict[str, np.ndarray]]:

@@ -88,6 +88,19 @@ def test_inferred_type_is_the_evaluated_one(sample: Sample, dtype: DType):
         assert (x.shape, x.dtype) == (v.type.shape, v.type.dtype.numpy)
 
 
+ROUNDED_ONCE = ("Softmax", "LogSoftmax", "Gelu", "Silu", "Tanh", "Sigmoid", "Exp", "Log", "Sqrt", "Erf", "Softplus")
+
+
+@pytest.mark.parametrize("dtype", [Float16, BFloat16], ids=repr)
+@pytest.mark.parametrize("name", [f"{name}{of}" for name in ROUNDED_ONCE for of in ("", "Grad")])
+def test_16_bits_are_computed_in_float32_and_rounded_once(name: str, dtype: DType):
+    for sample in [s for s in SAMPLES if s.op == name]:
+        arrays = narrow(sample, dtype).arrays()
+        (got,) = run(build(narrow(sample, dtype)), arrays)
+        (want,) = run(build(narrow(sample, Float32)), [x.astype(np.float32) for x in arrays])
+        np.testing.assert_array_equal(got, want.astype(dtype.numpy))
+
+
 @each
 def test_refuses_an_operand_more_or_less(sample: Sample):
     allowed = {len(s.operands) for s in SAMPLES if s.op == sample.op}

@@ -448,7 +448,7 @@ def trained(function: Function, optimizer: SGD, low: DType | None = None, grad_d
     backward = grad(function, target, weights)
     gradients = backward.outputs[len(function.outputs) :]
     maker = extend(backward)
-    given = {w: narrowed(maker, backward, g, grad_dtype) for w, g in zip(weights, gradients, strict=True)}
+    given = dict(zip(weights, narrowed(maker, gradients, grad_dtype), strict=True))
     new = update(maker, optimizer, given, scaling)
     maker.set_outputs([*backward.outputs, *new])
     return prune(maker.finalize())

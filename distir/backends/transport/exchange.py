@@ -16,6 +16,7 @@ import torch
 from distir.backends.tensors.layout import merge_front, split_front
 from distir.backends.tensors.staging import DeviceMemory
 from distir.backends.transport.interface import Line, wait_all
+from distir.ir.errors import WorkerError
 from distir.ir.type import Tensor
 
 Row = Sequence[torch.Tensor]
@@ -135,7 +136,8 @@ class _Reduction:
         """The results, once."""
         self.end()
         result, self.result = self.result, None
-        assert result is not None
+        if result is None:
+            raise WorkerError("the results of an exchange were taken twice")
         return result
 
 

@@ -32,9 +32,9 @@ class LossScale(NamedTuple):
 
     @staticmethod
     def of(function: Function) -> LossScale:
-        """That of a function whose last output is the scaled loss."""
-        exponent = next(v for v in function.inputs if v.name == EXPONENT)
-        return LossScale(exponent, function.producers()[function.outputs[-1]].inputs[1])
+        """That of a function to which `scale_loss` was appended last: its exponent is the last input, its result the
+        last output."""
+        return LossScale(function.inputs[-1], function.producers()[function.outputs[-1]].inputs[1])
 
 
 def scale_loss(maker: FunctionMaker, loss: Value) -> Value:

@@ -15,9 +15,9 @@ from distir.ir.dtype import DType
 from distir.ir.errors import UsageError
 from distir.ir.function import Attributes, Function, FunctionMaker, Role, Value
 from distir.ir.pause import no_collection
-from distir.ir.spec import FactorMapping
+from distir.ir.spec import FactorMapping, lookup
 from distir.ir.type import Float16, Float32, Int64, Shard, Tensor
-from distir.ops.rules import shape_of, tensor
+from distir.ops.rules import cast, shape_of, tensor
 from distir.transforms.differentiation.clip import clip_factor, sum_of_squares
 from distir.transforms.differentiation.grad import find_loss, grad, parameters, sources
 from distir.transforms.differentiation.loss_scale import LossScale, scale_loss, skips, unscale
@@ -29,6 +29,7 @@ from distir.transforms.rewriting.mixed_precision import mixed_precision
 if TYPE_CHECKING:
     import numpy as np
 
+_CAST = lookup("Cast")
 IGNORED = -100
 """The label that is ignored in the cross-entropy and in its mean."""
 
@@ -198,7 +199,7 @@ def with_updates(
     """A loss and the gradients of what is `trained`, with one step of the optimizer: see `training_step`."""
     maker = extend(backward)
     found = backward.outputs[len(backward.outputs) - len(trained) :]
-    given = {w: narrowed(maker, backward, g, grad_dtype) for w, g in zip(trained, found, strict=True)}
+    given = dict(zip(trained, narrowed(maker, found, grad_dtype), strict=True))
     new = update(maker, optimizer, given, scaling)
     if scaling is not None and gradients:
         inverse = maker.emit("Reciprocal", scaling.scale)
@@ -207,14 +208,13 @@ def with_updates(
     return maker.finalize()
 
 
-def narrowed(maker: FunctionMaker, backward: Function, gradient: Value, dtype: DType) -> Value:
-    """A gradient in that dtype: before it was cast, if it was."""
-    if dtype is Float32 or tensor(gradient).dtype is dtype:
-        return gradient
-    op = backward.producers().get(gradient)
-    if op is not None and op.op_type == "Cast" and tensor(op.inputs[0]).dtype is dtype:
-        return op.inputs[0]
-    return maker.emit("Cast", gradient, to=dtype)
+def narrowed(maker: FunctionMaker, gradients: Sequence[Value], dtype: DType) -> Sequence[Value]:
+    """Gradients in that dtype, as they were before they were cast from it; if it is float32, as they are."""
+    if dtype is Float32:
+        return gradients
+    before = {op.outputs[0]: op.inputs[0] for op in maker.ops if op.spec is _CAST}
+    narrow = [before.get(g, g) for g in gradients]
+    return [v if tensor(v).dtype is dtype else cast(maker, g, dtype) for v, g in zip(narrow, gradients, strict=True)]
 
 
 def initial_state(function: Function) -> dict[Value, np.ndarray]:

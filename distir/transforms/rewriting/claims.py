@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from distir.ir.definition import Definition, definition_of
-from distir.ir.errors import IRTypeError, MismatchError, ModelWarning
+from distir.ir.errors import IRTypeError, MismatchError, ModelError, ModelWarning
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.validate import Term, Terms, specs
@@ -383,7 +383,8 @@ def check_gradient(op: Op, evaluate: Evaluate) -> None:
 def _slopes_agree(op: Op, evaluate: Evaluate) -> bool | None:
     """Whether the rule gives the slope along random directions; None if no slope is finite."""
     rule = op.spec.grad
-    assert rule is not None
+    if rule is None:
+        raise ModelError(f"{op.op_type} has no gradient rule to check")
     maker = FunctionMaker("gradient")
     maker.inputs.extend(op.inputs)
     maker.ops.append(op)

@@ -14,8 +14,7 @@ from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import Function, FunctionMaker, Role, verify
 from distir.ir.errors import MismatchError, UsageError
 from distir.ir.function import Attributes, Op
-from distir.ir.spec import lookup
-from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor
+from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor, Tuple
 from distir.models.gpt import gpt
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import AdamW, training_step, with_loss
@@ -26,6 +25,7 @@ from tests.transforms.programs import TOLERANCE, error
 from tests.transforms.reference import labels_for, pair, sound
 
 torch.set_num_threads(1)
+WEIGHT = Role("parameter")
 LOW = pytest.mark.parametrize("low", [BFloat16, Float16], ids=str)
 PRODUCTS = {
     "MatMul",
@@ -52,6 +52,8 @@ def test_products_are_narrow_and_state_is_wide(low: DType) -> None:
         assert dtypes(step, name) == {low}, name
     assert dtypes(step, "AdamW") == {Float32}
     assert tensor(step.outputs[0]).dtype is Float32
+    rows = [v for op in step.ops if op.op_type == "CrossEntropy" for v in op.outputs]
+    assert {tensor(v).dtype for v in rows} == {Float32}
     kept = [v for v in step.inputs if tensor(v).dtype.floating]
     assert {tensor(v).dtype for v in kept} == {Float32}
     casts = Counter(op.inputs[0] for op in step.ops if op.op_type == "Cast")
@@ -62,12 +64,12 @@ def test_logits_are_never_wide() -> None:
     """Neither whole, nor split over classes, where the cross-entropy is computed in parts."""
     function = gpt(1, 16, 4, 32, 8, 4)
     step = training_step(function, "cross-entropy", AdamW(), precision=BFloat16)
-    for program in (step, distribute(step, Plan(dp=2, tp=2, microbatches=2))):
+    for program, parts in ((step, False), (distribute(step, Plan(dp=2, tp=2, microbatches=2)), True)):
         made = [v for f in (*program.callees(), program) for op in f.ops for v in op.outputs if op.spec.bundle is None]
         logits = [v for v in made if isinstance(v.type, Tensor) and v.type.global_shape == (4, 8, 32)]
         assert logits
         assert {tensor(v).dtype for v in logits} == {BFloat16}
-        assert "LogitSums" not in Counter(op.op_type for op in program.ops) or program is not step
+        assert parts == any(op.op_type == "LogitSums" for f in (*program.callees(), program) for op in f.ops)
 
 
 def norm_program(low: DType) -> tuple[Function, dict[str, Op]]:
@@ -232,8 +234,9 @@ def sent(program: Function, kind: str) -> set[str]:
     found: set[str] = set()
     for op in (op for f in (*program.callees(), program) for op in f.ops):
         if op.op_type == kind and op.attributes["axis"] == "dp":
-            members = getattr(op.inputs[0].type, "types", (op.inputs[0].type,))
-            found |= {str(t.dtype) for t in members if t.shape}
+            sent = op.inputs[0].type
+            members = sent.types if isinstance(sent, Tuple) else (sent,)
+            found |= {str(t.dtype) for t in members if isinstance(t, Tensor) and t.shape}
     return found
 
 
@@ -247,8 +250,21 @@ def test_zero_gathers_narrow_weights(zero: int, grad_dtype: DType) -> None:
     where = {f.name for f in program.callees() for op in f.ops if op.op_type == "MPIAllgather"}
     once = {name for name in where if name.startswith("prologue")}
     assert (where == once) == (zero < 3)  # once a step, or for every pass
-    shards = {tensor(v).dtype for v in program.inputs if v.kind == "parameter" and v.type.shape != shape_of(v)}  # type: ignore[union-attr]
+    held = [tensor(v) for v in program.inputs if v.kind == "parameter"]
+    shards = {t.dtype for t in held if t.shape != t.global_shape}
     assert shards == {Float32}
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_only_what_is_used_as_narrow_is_sharded_without_its_update(narrow: bool) -> None:
+    """ZeRO 1: gathering a weight that an op has computed from it in float32 would save nothing."""
+    f = FunctionMaker("negated")
+    x, w = (f.add_input_value(n, Tensor(Float32, (8, 8)), r) for n, r in (("x", Role("data", 0)), ("w", WEIGHT)))
+    f.set_outputs([f.emit("MatMul", x, w if narrow else f.emit("Neg", w))])
+    step = training_step(f.finalize(), "mse", precision=BFloat16 if narrow else Float32)
+    program = distribute(step, Plan(dp=2, zero=1))
+    shape = next(tensor(v).shape for v in program.inputs if v.kind == "parameter")
+    assert shape == ((4, 8) if narrow else (8, 8))
 
 
 def test_bytes_of_a_parameter() -> None:
@@ -270,4 +286,3 @@ def test_an_optimizer_takes_a_narrow_gradient() -> None:
     (got,) = SequentialExecutor().compute(function, [x, d])
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, x - np.float32(0.1) * d.astype(np.float32))
-    assert lookup("SGD").precision is None

@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 
 from distir.backends.transport.shared_memory.crossmemory import copier
+from distir.ir.errors import WorkerError
 
 _IDENTITY = struct.Struct("<16sqqqqqq16s")
 """Identity of a process: boot id of its host, pid; capacity, descriptor, device and inode of its pipe; the address of a
@@ -371,7 +372,8 @@ class PeerMemory:
             work.done.add(rank)
         if not work.worked and self._ready(work):
             work.worked = True
-            assert work.work_on is not None
+            if work.work_on is None:
+                raise WorkerError(f"rank {self.rank} has no part in a collective that is ready")
             work.work_on(work.posted)
             for r in {*work.sources, *work.workers} - {self.rank}:
                 self._notify(r, _DONE, key)
