@@ -60,6 +60,7 @@ class Spec:
         "index",
         "infer",
         "keeps_zero",
+        "kernel",
         "linear",
         "local",
         "name",
@@ -107,6 +108,7 @@ class Spec:
         self.each: Spec | None = fields.pop("each", None)
         self.gradient: int | None = fields.pop("gradient", None)
         self.precision: str | None = fields.pop("precision", None)
+        self.kernel: str | None = fields.pop("kernel", None)
         self.keeps_zero: bool = fields.pop("keeps_zero", False)
         self.torch: str | None = fields.pop("torch", None)
         if fields:
@@ -277,6 +279,8 @@ def op(name: str, **fields: Any) -> Spec:
       by `decompose`), and checks them against `eval`.
     - `work(attributes, operand shapes, result shapes) -> (FLOP, elements moved)` where `axes` does not give it;
       elements of the first result's size, 0 for all operands and results.
+    - `kernel`: the kind of kernel whose speed the cost model takes: "product" (matrix products, convolutions) or
+      "attention" (fused); without it, one that is limited by memory.
     - `weight`: the operand that is a weight where it may be one.
     - `keeps_zero`: a point is 0 in all results where it is 0 in all operands (linear ops do so anyway).
     - `neutral`: the value of an operand that does not count where it is reduced, if not 0 (a sum) or -inf (a maximum).
