@@ -138,6 +138,8 @@ class Regular:
     host: DeviceSpec | None = None
     host_link: Link | None = None
     algorithms: tuple[Algorithm, ...] = ()
+    over_nodes: tuple[Algorithm, ...] = ()
+    """The library's algorithms inside a node, and over several, if these are others."""
 
 
 class Topology:
@@ -359,7 +361,8 @@ def regular_group(r: Regular, nodes: Iterable[int]) -> Group:
 
 def spread(r: Regular, nodes: int, per_node: int, size: int) -> Group:
     """A group of `size` devices on `nodes` nodes, at least `per_node` on each."""
-    return Group(size, nodes, per_node, r.intra, r.inter if nodes > 1 else None, r.algorithms)
+    algorithms = r.over_nodes if nodes > 1 and r.over_nodes else r.algorithms
+    return Group(size, nodes, per_node, r.intra, r.inter if nodes > 1 else None, algorithms)
 
 
 def _regular_link(r: Regular, a: Device, b: Device) -> Link | None:
