@@ -15,21 +15,21 @@ import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from distir.api.cases import CLIP_NORM, Perceptron, Row, Setup, read_rows
-from distir.api.compilation import cost_model, distribute, simulated
+from distir.api.cases import CLIP_NORM, Measurement, Perceptron, Setup, read_rows
+from distir.api.compilation import distribute, simulated
 from distir.api.model import Model, Precision
 from distir.api.scores import Case, Scores, scores
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
+from distir.hardware import load_cluster
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.function import Function
 from distir.models.decoder import Decoder, decoder
 from distir.models.mlp import mlp
 from distir.transforms.differentiation.training import optimizer_named
-from distir.transforms.plan import Plan
 
 GIB = 1 << 30
 
@@ -41,11 +41,11 @@ class Predicted(NamedTuple):
     peak_bytes: int
 
 
-class Outcome(NamedTuple):
+class Scored(NamedTuple):
     """A row and its prediction, or the reason why there is none; the seconds it took to build its program and to
     predict."""
 
-    row: Row
+    row: Measurement
     predicted: Predicted | None
     reason: str | None
     build_seconds: float = 0.0
@@ -64,16 +64,16 @@ class Outcome(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """The outcome of every row, in the order of the file, and the scores of each source."""
+    """Every row with its prediction, in the order of the file, and the scores of each source."""
 
-    outcomes: list[Outcome]
+    rows: list[Scored]
     sources: dict[str, Scores]
 
     def to_json(self) -> dict[str, Any]:
         """Errors as shares, times in seconds, memory in GiB."""
         return {
-            "sources": {name: score._asdict() for name, score in self.sources.items()},
-            "rows": [outcome.to_json() for outcome in self.outcomes],
+            "sources": {name: found._asdict() for name, found in self.sources.items()},
+            "rows": [scored.to_json() for scored in self.rows],
         }
 
 
@@ -93,57 +93,57 @@ def accuracy(
         if name not in known:
             raise UsageError(f"{os.fspath(path)} has no rows of the source {name!r}", f"it has {', '.join(known)}")
     rows = [row for row in rows if not sources or row.source in sources]
-    outcomes: list[Outcome] = []
+    found: list[Scored] = []
     for k, row in enumerate(rows):
-        outcomes.append(outcome_of(row))
+        found.append(score(row))
         if on_row is not None:
             on_row(k, len(rows))
-    return Accuracy(outcomes, scores_of(outcomes))
+    return Accuracy(found, scores_of(found))
 
 
-def outcome_of(row: Row) -> Outcome:
+def score(row: Measurement) -> Scored:
     """A row's prediction. A row that distir cannot express has a reason instead."""
     if row.setup is None:
-        return Outcome(row, None, row.reason)
+        return Scored(row, None, row.reason)
     begin = time.perf_counter()
     try:
         program = program_of(row)
         built = time.perf_counter()
         predicted = predict(row, program)
     except DistirError as e:
-        return Outcome(row, None, e.message)
-    return Outcome(row, predicted, None, built - begin, time.perf_counter() - built)
+        return Scored(row, None, e.message)
+    return Scored(row, predicted, None, built - begin, time.perf_counter() - built)
 
 
-def program_of(row: Row) -> Function:
+def program_of(row: Measurement) -> Function:
     """The distributed program of a row; rows of equal setups share one. Raises DistirError if there can be none."""
     return _program(_setup_of(row))
 
 
-def predict(row: Row, program: Function, cost: CostModel | None = None) -> Predicted:
+def predict(row: Measurement, program: Function, cost: CostModel | None = None) -> Predicted:
     """The predicted step of a row whose program is built, by the cost model of its cluster or another one."""
     setup = _setup_of(row)
     simulation = simulated(program, setup.plan, cost or cost_of(row))
     return Predicted(simulation.seconds, max(simulation.peak_memory.values(), default=0))
 
 
-def cost_of(row: Row) -> CostModel:
+def cost_of(row: Measurement) -> CostModel:
     """The cost model of a row's cluster, with as many nodes as the row needs. Raises UsageError if there is none."""
     setup = _setup_of(row)
     return _cost(setup.cluster, setup.plan.size)
 
 
-def scores_of(outcomes: Collection[Outcome]) -> dict[str, Scores]:
+def scores_of(rows: Collection[Scored]) -> dict[str, Scores]:
     """The scores of each source, in the order in which they occur."""
-    found: dict[str, list[Case]] = {outcome.row.source: [] for outcome in outcomes}
-    for outcome in outcomes:
-        if (case := _case(outcome)) is not None:
-            found[outcome.row.source].append(case)
+    found: dict[str, list[Case]] = {scored.row.source: [] for scored in rows}
+    for scored in rows:
+        if (case := _case(scored)) is not None:
+            found[scored.row.source].append(case)
     return {name: scores(cases) for name, cases in found.items()}
 
 
-def _case(outcome: Outcome) -> Case | None:
-    row, predicted = outcome.row, outcome.predicted
+def _case(scored: Scored) -> Case | None:
+    row, predicted = scored.row, scored.predicted
     if predicted is None or row.measured_seconds is None or row.setup is None:
         return None
     sizes = replace(row.setup.model, batch=1)
@@ -153,13 +153,13 @@ def _case(outcome: Outcome) -> Case | None:
     return Case(row.measured_seconds, predicted.seconds, sizes, choice, row.measured_gib, predicted.peak_bytes / GIB)
 
 
-def _setup_of(row: Row) -> Setup:
+def _setup_of(row: Measurement) -> Setup:
     if row.setup is None:
         raise UsageError(f"{row.id} cannot be predicted: {row.reason}")
     return row.setup
 
 
-@lru_cache(maxsize=None)
+@cache
 def _program(setup: Setup) -> Function:
     model = _model(setup.model, setup.precision, setup.optimizer)
     cost = _cost(setup.cluster, setup.plan.size)
@@ -167,9 +167,9 @@ def _program(setup: Setup) -> Function:
     return distribute(model, setup.plan, devices, cost=stage_cost(cost, setup.plan))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cost(cluster: str, devices: int) -> CostModel:
-    return cost_model(cluster, Plan(dp=devices))
+    return CostModel(load_cluster(cluster, devices=devices))
 
 
 @lru_cache(maxsize=16)

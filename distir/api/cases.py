@@ -58,7 +58,7 @@ class Setup(NamedTuple):
     cluster: str
 
 
-class Row(NamedTuple):
+class Measurement(NamedTuple):
     """A measured run: a row of the file.
 
     `measured_seconds` of a step and `measured_gib`, the peak of memory on a device, are None where the file does not
@@ -106,7 +106,7 @@ _EXPECTED: dict[Callable[[str], Any], str] = {
 }
 
 
-class Column(NamedTuple):
+class CsvColumn(NamedTuple):
     """A column of the file: how a cell is read (ValueError if it cannot be), and what an empty cell means.
 
     `needed`: the file must have the column, and a row without it cannot be predicted.
@@ -117,46 +117,46 @@ class Column(NamedTuple):
     needed: bool = False
 
 
-COLUMNS: dict[str, Column] = {
-    "id": Column(str, ""),
-    "source": Column(str, "", True),
-    "model_family": Column(str, None, True),
-    "layers": Column(_whole, None, True),
-    "hidden": Column(_whole, None, True),
-    "heads": Column(_whole),
-    "kv_heads": Column(_whole, 0),
-    "ffn_hidden": Column(_whole, 0),
-    "vocab": Column(_whole, VOCAB),
-    "seq": Column(_whole),
-    "global_batch": Column(_whole, None, True),
-    "micro_batch": Column(_whole, None, True),
-    "dp": Column(_whole, 1),
-    "tp": Column(_whole, 1),
-    "pp": Column(_whole, 1),
-    "vpp": Column(_whole, 1),
-    "cp": Column(_whole, 1),
-    "ep": Column(_whole, 1),
-    "zero_stage": Column(_stage, 0),
-    "sequence_parallel": Column(_flag, False),
-    "recompute": Column(str, _NONE),
-    "attention": Column(str, ""),
-    "dtype": Column(str, None, True),
-    "grad_dtype": Column(str, ""),
-    "optimizer": Column(str, _NONE),
-    "schedule": Column(str, ""),
-    "overlap_grad_reduce": Column(_flag, False),
-    "cluster": Column(str, None, True),
-    "runtime": Column(str, ""),
-    "gpus": Column(_whole),
-    "measured_step_s": Column(_positive, None, True),
-    "measured_peak_gib": Column(_positive),
-    "measured_tokens_per_s_per_gpu": Column(_positive),
-    "notes": Column(str, ""),
+COLUMNS: dict[str, CsvColumn] = {
+    "id": CsvColumn(str, ""),
+    "source": CsvColumn(str, "", True),
+    "model_family": CsvColumn(str, None, True),
+    "layers": CsvColumn(_whole, None, True),
+    "hidden": CsvColumn(_whole, None, True),
+    "heads": CsvColumn(_whole),
+    "kv_heads": CsvColumn(_whole, 0),
+    "ffn_hidden": CsvColumn(_whole, 0),
+    "vocab": CsvColumn(_whole, VOCAB),
+    "seq": CsvColumn(_whole),
+    "global_batch": CsvColumn(_whole, None, True),
+    "micro_batch": CsvColumn(_whole, None, True),
+    "dp": CsvColumn(_whole, 1),
+    "tp": CsvColumn(_whole, 1),
+    "pp": CsvColumn(_whole, 1),
+    "vpp": CsvColumn(_whole, 1),
+    "cp": CsvColumn(_whole, 1),
+    "ep": CsvColumn(_whole, 1),
+    "zero_stage": CsvColumn(_stage, 0),
+    "sequence_parallel": CsvColumn(_flag, False),
+    "recompute": CsvColumn(str, _NONE),
+    "attention": CsvColumn(str, ""),
+    "dtype": CsvColumn(str, None, True),
+    "grad_dtype": CsvColumn(str, ""),
+    "optimizer": CsvColumn(str, _NONE),
+    "schedule": CsvColumn(str, ""),
+    "overlap_grad_reduce": CsvColumn(_flag, False),
+    "cluster": CsvColumn(str, None, True),
+    "runtime": CsvColumn(str, ""),
+    "gpus": CsvColumn(_whole),
+    "measured_step_s": CsvColumn(_positive, None, True),
+    "measured_peak_gib": CsvColumn(_positive),
+    "measured_tokens_per_s_per_gpu": CsvColumn(_positive),
+    "notes": CsvColumn(str, ""),
 }
 """In the order of the file; other columns are ignored."""
 
 
-def read_rows(path: str | os.PathLike[str]) -> list[Row]:
+def read_rows(path: str | os.PathLike[str]) -> list[Measurement]:
     """The rows of a file of measured runs.
 
     A row with a bad cell, or that distir cannot express, has a reason and no setup. Raises UsageError for a file that
@@ -175,7 +175,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     return rows
 
 
-def _rows(lines: Iterator[str], name: str) -> Iterator[Row]:
+def _rows(lines: Iterator[str], name: str) -> Iterator[Measurement]:
     begins = [0]
 
     def uncommented() -> Iterator[str]:
@@ -218,7 +218,7 @@ class _CellError(DistirError):
     """A cell of another form than its column's."""
 
 
-def _row(header: list[str], cells: list[str], where: str, line: int) -> Row:
+def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurement:
     """A row of the file, its first fault as its reason."""
     reason: str | None = None
     if len(cells) != len(header):
@@ -242,7 +242,7 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Row:
             setup = _setup(values)
         except DistirError as e:
             reason = e.message
-    return Row(
+    return Measurement(
         values["id"] or f"line {line}",
         values["source"],
         line,
@@ -315,7 +315,7 @@ def _plan(values: Mapping[str, Any]) -> Plan:
     plan = Plan(
         **{f.name: values[f.name] for f in AXES},
         microbatches=batch // (replicas * micro),
-        **({} if schedule == _NONE else {"schedule": schedule}),
+        schedule="1f1b" if schedule == _NONE else schedule,
         chunks=chunks,
         overlap=values["overlap_grad_reduce"],
         zero=values["zero_stage"],
