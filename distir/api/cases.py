@@ -179,9 +179,11 @@ def _rows(lines: Iterator[str], name: str) -> Iterator[Measurement]:
     begins = [0]
 
     def uncommented() -> Iterator[str]:
+        quoted = False  # whether the line begins inside a cell: there # begins no comment
         for number, line in enumerate(lines, 1):
-            if not line.startswith("#"):
+            if quoted or not line.startswith("#"):
                 begins.append(number)
+                quoted ^= line.count('"') % 2 == 1
                 yield line
 
     reader = csv.reader(uncommented(), strict=True)
