@@ -143,25 +143,21 @@ def against(points: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: s
     axes = figure.add_subplot()
     axes.set_xscale("log")
     axes.set_yscale("log")
-    ends = [
-        f(v for pairs in points.values() for pair in pairs for v in pair) for f in (min, max) if any(points.values())
-    ]
-    least, most = (ends[0] / 1.5, ends[1] * 1.5) if ends else (0.1, 10.0)
+    numbers = [v for pairs in points.values() for pair in pairs for v in pair] or [1.0]
+    ends = [min(numbers) / 1.5, max(numbers) * 1.5]
     for share, style in ((0.0, "-"), (within, ":"), (-within, ":")):
         label = f"{share:+.0%}" if share else "equal"
-        axes.plot(
-            [least, most], [least * (1 + share), most * (1 + share)], style, color="grey", linewidth=1, label=label
-        )
+        axes.plot(ends, [v * (1 + share) for v in ends], style, color="grey", linewidth=1, label=label)
     for k, (name, pairs) in enumerate(points.items()):
         colour = _COLOURS[k % len(_COLOURS)]
         axes.plot([a for a, _ in pairs], [b for _, b in pairs], "o", markersize=4, alpha=0.8, color=colour, label=name)
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
-    axes.set_aspect("equal")
+    axes.set_box_aspect(1)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize="small")
     return figure
 
 
