@@ -10,11 +10,13 @@ from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
-from distir.ir.type import DType
+from distir.ir.type import DType, Int64
 from distir.ops.rules import (
     cast,
+    expect,
     expect_shape,
     letters,
+    points,
     rounded_once,
     same,
     scalar,
@@ -85,6 +87,30 @@ op(
     dtype=same,
     linear=[{1}],
     eval=rounded_once(lambda xp, y, d, axis=-1: d - xp.exp(y) * xp.sum(d, axis=axis, keepdims=True)),
+)
+
+
+
+def _causal(xp: Any, x: Any, start: Sequence[int], value: float = -math.inf) -> Any:
+    rows, columns = [xp.arange(a, a + n, Int64) for a, n in zip(start[-2:], x.shape[-2:], strict=True)]
+    return xp.where(xp.expand_dims(columns, 0) <= xp.expand_dims(rows, 1), x, value)
+
+
+def _causal_dtype(attrs: Attrs, dtype: DType) -> list[DType]:
+    expect(0, dtype, "float")
+    return [dtype]
+
+
+op(  # scores (.., s, t), with `value` (by default -inf) above the diagonal of the last two dims
+    "CausalMask",
+    attributes="value:number?",
+    axes=points(1),
+    dtype=_causal_dtype,
+    linear=lambda attrs: [] if attrs.get("value", -math.inf) else [{0}],
+    index=(0, None),
+    donates=(0,),
+    eval=_causal,
+    grad=lambda f, o, d: [f.emit("CausalMask", d, value=0.0)],
 )
 
 # ---------------------------------------------------------------- layer norm, over the dims from `axis` on
