@@ -179,8 +179,7 @@ class _Builder:
     def probabilities(self, q: Value, k: Value, scale: float) -> Value:
         """Those of causal attention. The Dropout, also of ratio 0, keeps them from being fused."""
         scores = self.emit("MatMul", q, self.emit("Transpose", k, perm=(0, 1, 3, 2)))
-        scores = self.emit("Mul", scores, self.emit("Constant", value=(scale,), shape=(), dtype=self.dtype))
-        found = self.emit("Softmax", self.emit("CausalMask", scores), axis=3)
+        found = self.emit("Softmax", self.emit("CausalMask", scores, scale=scale), axis=3)
         return self.emit("Dropout", found, ratio=self.config.dropout)
 
     def dropped(self, x: Value) -> Value:

@@ -202,7 +202,7 @@ SAMPLES = [
     *[sample(name, real(4, 2, 6), axis=-1) for name in ["Softmax", "LogSoftmax"]],
     *[sample(name, real(4, 6), axis=0) for name in ["Softmax", "LogSoftmax"]],
     *[sample(name, real(4, 6), real(4, 6), axis=-1) for name in ["SoftmaxGrad", "LogSoftmaxGrad"]],
-    *[sample("CausalMask", real(2, 4, 6), **how) for how in [{"value": -9.0}, {"value": 0.0}]],
+    *[sample("CausalMask", real(2, 4, 6), **how) for how in [{"value": -9.0, "scale": 0.5}, {"value": 0.0}]],
     sample("Dropout", real(4, 6), ratio=0.1),
     *[sample("RandomKey", number(n, Int64), seed=3, stream=2) for n in (0, 1000)],
     sample("RandomDropout", real(4, 2, 6), number(-12345678987654321, Int64), ratio=0.3),

@@ -18,6 +18,7 @@ from distir.ir.dtype import DType
 from distir.ir.errors import ModelError
 from distir.ir.spec import Spec
 from distir.ops import dropout
+from distir.ops.nn import causal
 
 aten: Any = torch.ops.aten
 
@@ -73,6 +74,11 @@ def _gelu_grad(x: torch.Tensor, d: torch.Tensor, approximate: str = "none") -> t
 
 def _softmax_grad(y: torch.Tensor, d: torch.Tensor, axis: int = -1) -> torch.Tensor:
     return aten._softmax_backward_data.default(d, y, axis, y.dtype)
+
+
+def _causal_mask(x: torch.Tensor, start: Sequence[int], scale: float = 1.0, value: float = -math.inf) -> torch.Tensor:
+    seen = causal(TorchNamespace(x.device), *[range(a, a + n) for a, n in zip(start[-2:], x.shape[-2:], strict=True)])
+    return (x * scale).masked_fill(~seen, value)
 
 
 def _log_softmax_grad(y: torch.Tensor, d: torch.Tensor, axis: int = -1) -> torch.Tensor:
@@ -267,6 +273,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "SigmoidGrad": _sigmoid_grad,
     "SiluGrad": _silu_grad,
     "GeluGrad": _gelu_grad,
+    "CausalMask": _causal_mask,
     "SoftmaxGrad": _softmax_grad,
     "LogSoftmaxGrad": _log_softmax_grad,
     "LayerNorm": _layer_norm,
