@@ -260,8 +260,8 @@ def index_ranges(function: Function) -> dict[Value, IndexRange]:
     found: dict[Value, IndexRange] = {}
     for op in parts.ops:
         indexed = op.spec.indexed(op.attributes)
-        if indexed is not None and indexed[0] >= 0:
-            slot, dim = indexed
+        slot, dim = indexed or (-1, None)
+        if slot >= 0 and dim is not None:
             limit = op.inputs[slot].type.global_shape[dim]  # type: ignore[union-attr]
             ignored = op.attributes.get(op.spec.ignored) if op.spec.ignored else None
             here = IndexRange(limit, frozenset(() if ignored is None else (ignored,)))

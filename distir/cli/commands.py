@@ -167,6 +167,7 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
     for name, size in args.dim:
         if dims.setdefault(name, size) != size:
             raise UsageError(f"--dim {name} is given twice: {dims[name]} and {size}")
+    settings["dropout_seed"] = getattr(args, "seed", None)
     optimizer = optimizer_named(args.optimizer or "sgd", schedule=_learning_rate(schedule), **settings)
     precision = Precision(args.precision or "fp32", args.grad_dtype or "fp32")
     return load(

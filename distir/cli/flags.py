@@ -233,7 +233,7 @@ def _data_flags(group: Any, steps: str) -> None:
         "default: random",
     )
     group.add_argument(
-        "--seed", type=_at_least(0), metavar="N", help="seed of random data, weights and shuffling; default: 0"
+        "--seed", type=_at_least(0), metavar="N", help="seed of random data, weights, dropout and shuffling; default: 0"
     )
     group.add_argument(
         "--val-fraction", type=_share, dest="held_out", metavar="X", help="share of --data for validation; default: 0.1"

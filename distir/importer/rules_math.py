@@ -49,11 +49,14 @@ def _identity(n: Node) -> Result:
 
 @rule("Dropout")
 def _dropout(n: Node) -> Result:
-    """The identity, as in inference."""
+    """The identity if the model was exported for inference; in training mode the op that training makes random."""
     n.attr("seed")
-    if n.has(2) and bool(n.known(2, "training_mode").any()):
-        raise n.error("training_mode is on", "export the model in inference mode")
-    return n.operand(0)
+    if not (n.has(2) and bool(n.known(2, "training_mode").any())):
+        return n.operand(0)
+    ratio = float(n.known(1, "ratio").reshape(())) if n.has(1) else 0.5
+    if not 0 <= ratio < 1:
+        raise n.error(f"ratio {ratio:g} is not in [0, 1)")
+    return n.emit("Dropout", n.operand(0), ratio=ratio)
 
 
 BINARY = {"Sum": "Add", "Mean": "Add", "Max": "Max", "Min": "Min"}

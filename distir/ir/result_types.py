@@ -129,15 +129,15 @@ def _free(attrs: Attrs, mesh: Mesh) -> dict[str, Shard]:
     return free
 
 
-def _contiguous(slot: int, t: Tensor, dim: int) -> None:
-    """An indexed dim must be split in contiguous ranges, so that one offset says which part a device holds."""
-    inside = 1
-    dim %= len(t.shape)
-    for outer, n, _ in t.subdims.get(dim, ()):
-        if outer != inside:
-            what = f"operand {slot}" if slot >= 0 else f"result {~slot}"
-            raise IRTypeError(f"{what}: expected dim {dim} split in contiguous ranges, got {t}")
-        inside *= n
+def _contiguous(slot: int, t: Tensor, dim: int | None) -> None:
+    """An indexed dim (None: each) must be split in contiguous ranges: one offset then says which part a device holds."""
+    for d in range(len(t.shape)) if dim is None else [dim % len(t.shape)]:
+        inside = 1
+        for outer, n, _ in t.subdims.get(d, ()):
+            if outer != inside:
+                what = f"operand {slot}" if slot >= 0 else f"result {~slot}"
+                raise IRTypeError(f"{what}: expected dim {d} split in contiguous ranges, got {t}")
+            inside *= n
 
 
 def _piece(tensors: Sequence[Tensor], mesh: Mesh) -> Piece | None:

@@ -14,6 +14,8 @@ from distir.ir.type import MEAN, REPLICATE, SUM, DType, Partial, Placement, Shar
 
 Attrs = Mapping[str, Any]
 LinearSets = tuple[frozenset[int], ...] | str
+Indexed = tuple[int, int | None]
+"""(slot, dim): the dim that an op counts in, a negative one from the last; None for all dims."""
 T = TypeVar("T")
 
 
@@ -72,6 +74,7 @@ class Spec:
         "shard",
         "sizes",
         "torch",
+        "training_only",
         "unpadded",
         "weight",
         "work",
@@ -96,7 +99,7 @@ class Spec:
         self.weight: int | None = fields.pop("weight", None)
         self.neutral_value: float | None = fields.pop("neutral", None)
         self.local: Callable[..., Attrs] | None = fields.pop("local", None)
-        self.index: tuple[int, int] | Callable[[Attrs], tuple[int, int]] | None = fields.pop("index", None)
+        self.index: Indexed | Callable[[Attrs], Indexed] | None = fields.pop("index", None)
         self.ignored: str | None = fields.pop("ignored", None)
         self.unpadded: str | None = fields.pop("unpadded", None)
         self.outputs: int | Callable[[Attrs], int] = fields.pop("outputs", 1)
@@ -110,6 +113,7 @@ class Spec:
         self.precision: str | None = fields.pop("precision", None)
         self.kernel: str | None = fields.pop("kernel", None)
         self.keeps_zero: bool = fields.pop("keeps_zero", False)
+        self.training_only: bool = fields.pop("training_only", False)
         self.torch: str | None = fields.pop("torch", None)
         if fields:
             raise TypeError(f"op {name}: unknown fields {sorted(fields)}")
@@ -167,9 +171,16 @@ class Spec:
             return () if attrs is None else tuple(frozenset(s) for s in self.linear(attrs))
         return self.linear
 
-    def indexed(self, attrs: Attrs) -> tuple[int, int] | None:
-        """The (slot, dim) that eval's `start` counts in; a negative dim counts from the last."""
+    def indexed(self, attrs: Attrs) -> Indexed | None:
+        """The (slot, dim) that eval's `start` counts in; None if eval takes no `start`."""
         return self.index(attrs) if callable(self.index) else self.index
+
+    def indexes(self, attrs: Attrs, slot: int, dim: int, rank: int) -> bool:
+        """Whether eval's `start` counts in that dim, from 0, of the operand or result of that rank."""
+        indexed = self.indexed(attrs)
+        if indexed is None or indexed[0] != slot:
+            return False
+        return indexed[1] is None or indexed[1] % rank == dim
 
     def mapping(
         self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
@@ -269,8 +280,9 @@ def op(name: str, **fields: Any) -> Spec:
     - `eval(xp, *arrays, **attributes)`: its meaning, on local arrays. `local(attributes, operand types, result types)
       -> attributes` gives the attributes for one device's piece. With `index=(slot, dim)`, or a function of the
       attributes that gives it, eval gets the keyword `start`, the global index at which this device's piece of that
-      dim begins (a negative dim counts from the last). `unpadded` names the attribute that says, if that dim is padded,
-      how long it was; `ignored` the one that says which index, in that dim or not, counts for nothing.
+      dim begins (a negative dim counts from the last); with a dim of None a tuple, for all dims. `unpadded` names the
+      attribute that says, if that dim is padded, how long it was (of all dims: the shape); `ignored` the one that says
+      which index, in that dim or not, counts for nothing.
     - `grad(maker, op, *gradients of the results) -> gradients of the operands`, None where there is none.
     - `decompose(maker, op) -> results`: in ops that can be split. With a `grad` beside it, only if something is split:
       the op itself is faster.
@@ -282,6 +294,7 @@ def op(name: str, **fields: Any) -> Spec:
     - `kernel`: the kind of kernel whose speed the cost model takes: "product" (matrix products, convolutions) or
       "attention" (fused); without it, one that is limited by memory.
     - `weight`: the operand that is a weight where it may be one.
+    - `training_only`: an op of training alone; in evaluation result 0 is operand 0.
     - `keeps_zero`: a point is 0 in all results where it is 0 in all operands (linear ops do so anyway).
     - `neutral`: the value of an operand that does not count where it is reduced, if not 0 (a sum) or -inf (a maximum).
     - `outputs`: how many results, a number or a function of the attributes; `saved`: how many of them, the last, are

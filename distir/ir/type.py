@@ -215,6 +215,12 @@ class Tensor:
                 size = p.local_size(size, n)
         return start
 
+    def starts(self, dim: int | None, coord: Sequence[int] | None) -> int | tuple[int, ...]:
+        """`start`, also for a dim counted from the last, and for None of all dims; 0 without a coordinate."""
+        if dim is None:
+            return tuple([0 if coord is None else self.start(d, coord) for d in range(len(self.shape))])
+        return 0 if coord is None else self.start(dim % len(self.shape), coord)
+
     def placed(self, axis: str, placement: Placement, piece: Piece | None = None) -> Tensor:
         """The same whole with another placement along one axis."""
         i = self.mesh.position(axis)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from distir.ir.errors import UsageError
@@ -28,9 +28,12 @@ class Decoder:
     width between the products of an MLP, by default 4 `hidden`, if `gated` 8/3 of it, rounded up to a multiple of 256.
     `gated`: the MLP is silu(x W) * (x V), else gelu(x W). `rotary`: positions turn queries and keys, else a table of
     them is added. `rms`: root-mean-square norms, else layer norms. `tied`: the head is the embedding. `bias`: products
-    have one.
+    have one. `dropout`: the ratio of what is dropped in training: of the embeddings, of what attention and MLP add, and of
+    attention's probabilities. `attention`: "fused" in one op, or "unfused", by default only with dropout: the
+    probabilities are then values of their own.
 
-    Raises UsageError for sizes below 1, or heads that do not divide what they split.
+    Raises UsageError for sizes below 1, heads that do not divide what they split, a ratio outside of [0, 1), or dropout
+    of fused attention.
     """
 
     layers: int
@@ -46,14 +49,24 @@ class Decoder:
     rms: bool = False
     tied: bool = True
     bias: bool = True
+    dropout: float = 0.0
+    attention: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         if not self.ffn:
             wide = -(-8 * self.hidden // 3 // 256) * 256 if self.gated else 4 * self.hidden
             object.__setattr__(self, "ffn", wide)
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout is a number from 0 to 1, 1 not included, got {self.dropout:g}")
+        if not self.attention:
+            object.__setattr__(self, "attention", "unfused" if self.dropout else "fused")
+        if self.attention not in ("fused", "unfused"):
+            raise UsageError(f"attention is fused or unfused, got {self.attention!r}")
+        if self.attention == "fused" and self.dropout:
+            raise UsageError("fused attention has no dropout", "leave out one of attention=fused and dropout")
         for f in fields(self):
-            if not isinstance(f.default, bool) and getattr(self, f.name) < 1:
+            if kind_of(f) is int and getattr(self, f.name) < 1:
                 raise UsageError(f"{f.name} is a whole number of at least 1, got {getattr(self, f.name)}")
         for what, whole, part in (("hidden", self.hidden, self.heads), ("heads", self.heads, self.kv_heads)):
             if whole % part:
@@ -66,6 +79,11 @@ class Decoder:
     def size(self) -> int:
         """The size of a head."""
         return self.hidden // self.heads
+
+
+def kind_of(field: Field[Any]) -> type:
+    """The type of a field of `Decoder`."""
+    return int if field.default is MISSING else type(field.default)
 
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -109,9 +127,10 @@ class _Builder:
         x = self.emit("Gather", embedding, ids, axis=0)
         if not c.rotary:
             x = self.emit("Add", x, self.parameter("positions", c.seq, c.hidden))
+        x = self.dropped(x)
         for i in range(c.layers):
-            x = self.emit("Add", x, self.attention(self.norm(x, f"{i}.norm1"), f"{i}.attention"))
-            x = self.emit("Add", x, self.mlp(self.norm(x, f"{i}.norm2"), f"{i}.mlp"))
+            x = self.emit("Add", x, self.dropped(self.attention(self.norm(x, f"{i}.norm1"), f"{i}.attention")))
+            x = self.emit("Add", x, self.dropped(self.mlp(self.norm(x, f"{i}.norm2"), f"{i}.mlp")))
         x = self.norm(x, "norm")
         head = self.emit("Transpose", embedding, perm=(1, 0)) if c.tied else self.parameter("head", c.hidden, c.vocab)
         self.maker.set_outputs([self.maker.add_op("MatMul", "logits", [x, head])])
@@ -149,9 +168,22 @@ class _Builder:
         if c.rotary:
             q, k = self.turned(q), self.turned(k)
         k, v = self.repeated(k), self.repeated(v)
-        y, _ = self.emit("Attention", q, k, v, scale=1 / math.sqrt(c.size), causal=True)
+        scale = 1 / math.sqrt(c.size)
+        if c.attention == "fused":
+            y, _ = self.emit("Attention", q, k, v, scale=scale, causal=True)
+        else:
+            y = self.emit("MatMul", self.probabilities(q, k, scale), v)
         y = self.emit("Reshape", self.emit("Transpose", y, perm=(0, 2, 1, 3)), shape=(*self.rows, c.hidden))
         return self.linear(y, f"{name}.out", c.hidden)
+
+    def probabilities(self, q: Value, k: Value, scale: float) -> Value:
+        """Those of causal attention. The Dropout, also of ratio 0, keeps them from being fused."""
+        scores = self.emit("MatMul", q, self.emit("Transpose", k, perm=(0, 1, 3, 2)))
+        found = self.emit("Softmax", self.emit("CausalMask", scores, scale=scale), axis=3)
+        return self.emit("Dropout", found, ratio=self.config.dropout)
+
+    def dropped(self, x: Value) -> Value:
+        return self.emit("Dropout", x, ratio=self.config.dropout) if self.config.dropout else x
 
     def turned(self, x: Value) -> Value:
         """Each pair of numbers turned by an angle that grows with the position."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from typing import Any
 
 from distir.ir.errors import UsageError
-from distir.models.decoder import ARCHITECTURES, Decoder
+from distir.models.decoder import ARCHITECTURES, Decoder, kind_of
+
+_KINDS: dict[type, tuple[Callable[[str], Any], str]] = {
+    bool: (int, "N, a whole number"),
+    float: (float, "X, a number"),
+    int: (int, "N, a whole number"),
+    str: (str, "WORD"),
+}
+"""By the type of a field how its value is read, and what is expected."""
 
 
 def is_named(text: str) -> bool:
@@ -18,18 +27,20 @@ def is_named(text: str) -> bool:
 def named(text: str, dims: Mapping[str, int]) -> Decoder:
     """The decoder that a text describes; `dims` override its sizes.
 
-    Raises UsageError, with a hint, for a key that there is not, a value that is no whole number, or a size that is
-    missing or does not fit.
+    Raises UsageError, with a hint, for a key that there is not, a value of another type, or a size that is missing or
+    does not fit.
     """
     name, _, rest = text.partition(":")
     known = {f.name: f for f in fields(Decoder)}
-    given: dict[str, int] = {}
+    given: dict[str, Any] = {}
     for entry in [x for x in rest.split(",") if x]:
-        key, _, number = entry.partition("=")
+        key, _, value = entry.partition("=")
+        kind = kind_of(known[key]) if key in known else int
+        parse, expected = _KINDS[kind]
         try:
-            given[key] = int(number)
+            given[key] = parse(value)
         except ValueError:
-            raise UsageError(f"{text}: expected {key}=N, a whole number, got {entry!r}") from None
+            raise UsageError(f"{text}: expected {key}={expected}, got {entry!r}") from None
     given |= dims
     for key in given:
         if key not in known:

@@ -10,11 +10,13 @@ from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
-from distir.ir.type import DType
+from distir.ir.type import DType, Int64
 from distir.ops.rules import (
     cast,
+    expect,
     expect_shape,
     letters,
+    points,
     rounded_once,
     same,
     scalar,
@@ -85,6 +87,41 @@ op(
     dtype=same,
     linear=[{1}],
     eval=rounded_once(lambda xp, y, d, axis=-1: d - xp.exp(y) * xp.sum(d, axis=axis, keepdims=True)),
+)
+
+
+
+def causal(xp: Any, rows: range, columns: range) -> Any:
+    """Which columns of a square matrix come at or before the diagonal of these rows."""
+    r, c = [xp.arange(x.start, x.stop, Int64) for x in (rows, columns)]
+    return xp.expand_dims(c, 0) <= xp.expand_dims(r, 1)
+
+
+@rounded_once
+def _causal_mask(xp: Any, x: Any, start: Sequence[int], scale: float = 1.0, value: float = -math.inf) -> Any:
+    seen = causal(xp, *[range(a, a + n) for a, n in zip(start[-2:], x.shape[-2:], strict=True)])
+    return xp.where(seen, x * scale, value)
+
+
+def _causal_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
+    return [f.add_op("CausalMask", None, [d], {**o.attributes, "value": 0.0})]
+
+
+def _causal_dtype(attrs: Attrs, dtype: DType) -> list[DType]:
+    expect(0, dtype, "float")
+    return [dtype]
+
+
+op(  # scores (.., s, t) times `scale`, and above the diagonal of these dims `value`, by default -inf: so a key is not seen
+    "CausalMask",  # by queries before it. One op, as the kernels of trainers are: scaled scores are not held as well
+    attributes="scale:number? value:number?",
+    axes=points(1),
+    dtype=_causal_dtype,
+    linear=lambda attrs: [] if attrs.get("value", -math.inf) else [{0}],
+    index=(0, None),
+    donates=(0,),
+    eval=_causal_mask,
+    grad=_causal_grad,
 )
 
 # ---------------------------------------------------------------- layer norm, over the dims from `axis` on

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.files import written
 from distir.transforms.pipeline.phases import BACKWARD, PHASES
+from distir.transforms.pipeline.recompute import WORDS
 from distir.transforms.pipeline.schedule import Schedule, make_table
 from distir.transforms.pipeline.schedule_table import format_table, parse_table
 
@@ -76,7 +77,7 @@ def _axis(strategy: str, text: str) -> Any:
 def _recomputed(x: Any) -> str:
     """What to recompute. Raises ValueError unless it is one of the words, or a number of bytes."""
     text = str(x)
-    if text not in ("none", "selective", "full") and not 0 <= float(text) < math.inf:
+    if text not in WORDS and not 0 <= float(text) < math.inf:
         raise ValueError(text)
     return text
 
@@ -92,7 +93,7 @@ class Plan:
     `bucket_mb` MiB: 0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's
     state, also gradients, also parameters among them (Rajbhandari et al. 2020). With `sequence_parallel` activations
     between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute`
-    says what the backward pass recomputes: "none", "selective", "full", or a number of bytes
+    says what the backward pass recomputes: "none", "gathers", "attention", "selective", "full", or a number of bytes
     (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the gradient of the loss with respect to
     itself: DistIR (2021) counted it to the forward pass.
 
@@ -134,8 +135,8 @@ class Plan:
     )
     recompute: str = _setting(
         "none",
-        "what the backward pass computes once more instead of the forward pass saving it: none, selective (what is "
-        "cheap), full (all of each repeated block but its input), or the bytes that a device may save of a microbatch",
+        "what the backward pass computes once more instead of the forward pass saving it: none, gathers (of what is "
+        "sharded), attention (these, and its probabilities), selective (what is cheap), full (all of each repeated block but its input), or the bytes that a device may save of a microbatch",
         check=_recomputed,
     )
     loss_gradient: str = _setting(

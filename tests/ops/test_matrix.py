@@ -133,7 +133,8 @@ def test_torch_computes_the_same(sample: Sample, dtype: DType):
     if op.op_type in NATIVE:
         attributes = dict(op.attributes)
         if op.spec.indexed(op.attributes) is not None:
-            attributes["start"] = 0
+            slot, dim = op.spec.indexed(op.attributes)
+            attributes["start"] = op.inputs[slot].type.starts(dim, None)
         if op.spec.local:
             attributes |= op.spec.local(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs])
         got.append(row(NATIVE[op.op_type](*[on_torch(x) for x in arrays], **attributes)))

@@ -19,6 +19,7 @@ from distir.ir import Function, FunctionMaker, Value
 from distir.ir.function import Role
 from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor
 from distir.ops.rules import shape_of
+from distir.transforms.differentiation.dropout import step_of, with_dropout
 from distir.transforms.differentiation.grad import grad, parameters
 from distir.transforms.differentiation.loss_scale import LossScale, scale_loss
 from distir.transforms.differentiation.training import SGD, LearningRate, narrowed, update
@@ -180,11 +181,13 @@ def attention(m: Maker) -> None:
     scores = m.emit("MatMul", q, m.emit("Transpose", k, perm=(0, 1, 3, 2)))
     if m.flip():
         scores = m.emit("Mul", scores, m.number(0.5))
-    mask = m.pick(("none", "filled", "filled", "data", "samples", "learned", "whole"))
+    mask = m.pick(("none", "filled", "filled", "data", "samples", "learned", "whole", "causal", "causal"))
     if mask == "filled":
         mask = m.input(m.sequence, m.sequence, role=Role("constant"))
         seen = m.emit("Less", mask, m.number(0.0))
         scores = m.emit("Where", seen, scores, m.number(m.pick((-9.0, -1e30))))
+    elif mask == "causal":
+        scores = m.emit("CausalMask", scores, **m.pick(({}, {"scale": 0.5}, {"value": -3.0})))
     elif mask == "data":
         scores = m.emit("Add", m.input(1, 1, m.sequence, m.sequence, role=Role("constant")), scores)
     elif mask == "samples":
@@ -193,7 +196,9 @@ def attention(m: Maker) -> None:
         scores = m.emit("Add", scores, m.weight(m.pick((1, heads)), m.sequence, m.sequence))
     elif mask == "whole":
         scores = m.emit("Add", scores, m.weight(BATCH, heads, m.sequence, m.sequence))
-    mixed = m.emit("Transpose", m.emit("MatMul", m.emit("Softmax", scores, axis=-1), v), perm=(0, 2, 1, 3))
+    weights = m.emit("Softmax", scores, axis=-1)
+    weights = m.emit("Dropout", weights, ratio=m.pick((0.0, 0.3))) if m.flip() else weights
+    mixed = m.emit("Transpose", m.emit("MatMul", weights, v), perm=(0, 2, 1, 3))
     mixed = m.emit("Reshape", mixed, shape=(BATCH, m.sequence, heads * size))
     m.push(m.emit("Add", x, m.linear(mixed, m.width(x))))
 
@@ -315,6 +320,22 @@ def tensor_constant(m: Maker) -> None:
     m.push(m.emit("Add", m.linear(m.stream(), n), c))
 
 
+def dropped(m: Maker) -> None:
+    """Dropout of what a product makes, in several shapes, and of data."""
+    x = m.stream()
+    y = m.linear(x, m.width(x))
+    how = m.pick(("alone", "residual", "turned", "samples"))
+    if how == "turned":
+        z = m.emit("Transpose", m.emit("Reshape", y, shape=(-1, m.width(x))), perm=(1, 0))
+        z = m.emit("Transpose", m.emit("Dropout", z, ratio=0.25), perm=(1, 0))
+        y = m.emit("Reshape", z, shape=shape_of(y))
+    elif how == "samples":
+        y = m.emit("Mul", y, m.emit("Dropout", m.emit("Exp", m.input(BATCH, 1, 1)), ratio=0.5))
+    else:
+        y = m.emit("Dropout", y, ratio=m.pick((0.1, 0.5)))
+    m.push(m.emit("Add", x, y) if how == "residual" else y)
+
+
 def per_sample(m: Maker) -> None:
     """A weight for each sample, as models exported with a fixed batch have them."""
     x = m.stream()
@@ -343,7 +364,7 @@ def batch_norm(m: Maker) -> None:
 
 
 BLOCKS: list[Block] = [
-    *[linear, residual, attention, embedding, tied_head],
+    *[linear, residual, attention, embedding, tied_head, dropped],
     *[unary, of_positive, binary, quotient, power, exponential, layer_norm, rms_norm, columns, gemm, split_and_join],
     *[cut, reduced, turned, by_heads, steps, conditional, classes, padded, stopped, tensor_constant, batch_norm],
     *[per_sample, crossed, picked],
@@ -432,9 +453,10 @@ def random_programs(draw: st.DrawFn, block: Block | None = None) -> Program:
 
 
 def trained(function: Function, optimizer: SGD, low: DType | None = None, grad_dtype: DType = Float32) -> Function:
-    """The function with gradients and next values of all its parameters; with `low` in mixed precision, otherwise in
-    float64."""
+    """The function with dropout, gradients and next values of all its parameters; with `low` in mixed precision,
+    otherwise in float64."""
     scaling = None
+    function = with_dropout(function, seed=3)
     if low is not None:
         function = mixed_precision(with_dtype(function, Float32), low)
     target = function.outputs[0]
@@ -449,7 +471,7 @@ def trained(function: Function, optimizer: SGD, low: DType | None = None, grad_d
     gradients = backward.outputs[len(function.outputs) :]
     maker = extend(backward)
     given = dict(zip(weights, narrowed(maker, gradients, grad_dtype), strict=True))
-    new = update(maker, optimizer, given, scaling)
+    new = update(maker, optimizer, given, scaling, step_of(backward))
     maker.set_outputs([*backward.outputs, *new])
     return prune(maker.finalize())
 
@@ -461,6 +483,8 @@ def arrays(function: Function, held: dict[Value, range], seed: int) -> list[np.n
         shape = shape_of(v)
         if v in held:
             x: Any = rng.integers(held[v].start, held[v].stop, shape)
+        elif v.kind == "state" and v.type.dtype.kind == "int":  # type: ignore[union-attr]
+            x = rng.integers(0, 3, shape)
         elif v.kind == "state":
             x = rng.standard_normal(shape) * 0.1
         elif v.kind == "parameter":
@@ -488,7 +512,7 @@ random_plans = st.builds(
     chunks=st.just(1),
     bucket_mb=st.sampled_from((25.0, 0.0, 0.001)),
     zero=st.sampled_from((0, 0, 1, 2, 3)),
-    recompute=st.sampled_from(("none", "none", "selective", "full")),
+    recompute=st.sampled_from(("none", "none", "gathers", "attention", "selective", "full")),
     sequence_parallel=st.booleans(),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(

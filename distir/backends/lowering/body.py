@@ -193,7 +193,7 @@ class FunctionLowering(FunctionWriter):
         keywords = [f"{name}={literal(name, x, self.bind)}" for name, x in local.attributes.items()]
         if local.stride:
             self.varies = op.outputs[0].name
-            keywords.append(f"start={local.start} + t * {local.stride}")
+            keywords.append(f"start={_at_microbatch(local.start, local.stride)}")
         compute = self.bind(op.spec.name, implementation(op.spec, self.context.xp))
         expression = f"{compute}({', '.join([*operands, *keywords])})"
         if callable(op.spec.outputs) and len(op.outputs) == 1:
@@ -248,6 +248,13 @@ class FunctionLowering(FunctionWriter):
         if self._temporaries:
             self.lines.append(f"del {', '.join(self._temporaries)}")
             self._temporaries.clear()
+
+
+def _at_microbatch(start: Any, stride: Any) -> str:
+    """The expression of a start at microbatch `t`."""
+    if isinstance(start, tuple):
+        return f"({', '.join([_at_microbatch(*pair) for pair in zip(start, stride, strict=True)])},)"
+    return f"{start} + t * {stride}" if stride else str(start)
 
 
 def _as_row(y: Any) -> Sequence[Any]:

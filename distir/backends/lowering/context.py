@@ -24,13 +24,16 @@ _KEPT_BYTES = 1 << 20
 """Largest size of a constant result, which is computed once and kept."""
 
 
+Start = int | tuple[int, ...] | None
+
+
 class Local(NamedTuple):
-    """A compute op on one rank: its local attributes, and the index offset `start` of its eval, which grows by
-    `stride` from one microbatch to the next."""
+    """A compute op on one rank: its local attributes, and the index offset `start` of its eval (of several dims: a
+    tuple), which grows by `stride` from one microbatch to the next; 0 if it does not."""
 
     attributes: dict[str, Any]
-    start: int | None
-    stride: int
+    start: Start
+    stride: int | tuple[int, ...]
 
 
 class RankContext:
@@ -93,9 +96,9 @@ class RankContext:
             return [ResultAlias(frozenset(range(len(op.inputs))), plain=False) for _ in op.outputs]
         return [ResultAlias(m.within, m.plain) for m in (kernel.tensors[r] for r in kernel.results)]
 
-    def _start(self, op: Op) -> tuple[int | None, int]:
+    def _start(self, op: Op) -> tuple[Start, int | tuple[int, ...]]:
         """(global index at which this rank's piece begins in the dim that the op indexes, its growth from one
-        microbatch to the next).
+        microbatch to the next), each a tuple if the op indexes all dims.
         """
         indexed = op.spec.indexed(op.attributes)
         if indexed is None:
@@ -103,15 +106,20 @@ class RankContext:
         slot, dim = indexed
         t = (op.inputs[slot] if slot >= 0 else op.outputs[~slot]).type
         device = op.outputs[0].type.device
-        if not isinstance(device, Mesh) or not isinstance(t, Tensor):
+        if not isinstance(t, Tensor):
             return 0, 0
-        dim %= len(t.shape)
+        if not isinstance(device, Mesh):
+            return t.starts(dim, None), 0
         coord = self.network.coordinate(device)
-        start = t.start(dim, coord)
+        start = t.starts(dim, coord)
         if device.time is None or device.sizes[device.time] == 1 or not isinstance(t.placements[device.time], Shard):
             return start, 0
         after = (*coord[: device.time], 1, *coord[device.time + 1 :])
-        return start, t.start(dim, after) - start
+        then = t.starts(dim, after)
+        if isinstance(start, tuple) and isinstance(then, tuple):
+            growth = tuple([b - a for a, b in zip(start, then, strict=True)])
+            return start, growth if any(growth) else 0
+        return start, then - start  # type: ignore[operator]
 
 
 def _bytes(values: Sequence[Value]) -> int:

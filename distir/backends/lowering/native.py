@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from distir.backends.lowering.attention_kernels import attention, attention_grad
 from distir.backends.tensors import products
@@ -15,6 +17,8 @@ from distir.backends.tensors.torch_namespace import TorchNamespace, torch_dtype,
 from distir.ir.dtype import DType
 from distir.ir.errors import ModelError
 from distir.ir.spec import Spec
+from distir.ops import dropout
+from distir.ops.nn import causal
 
 aten: Any = torch.ops.aten
 
@@ -70,6 +74,11 @@ def _gelu_grad(x: torch.Tensor, d: torch.Tensor, approximate: str = "none") -> t
 
 def _softmax_grad(y: torch.Tensor, d: torch.Tensor, axis: int = -1) -> torch.Tensor:
     return aten._softmax_backward_data.default(d, y, axis, y.dtype)
+
+
+def _causal_mask(x: torch.Tensor, start: Sequence[int], scale: float = 1.0, value: float = -math.inf) -> torch.Tensor:
+    seen = causal(TorchNamespace(x.device), *[range(a, a + n) for a, n in zip(start[-2:], x.shape[-2:], strict=True)])
+    return (x * scale).masked_fill(~seen, value)
 
 
 def _log_softmax_grad(y: torch.Tensor, d: torch.Tensor, axis: int = -1) -> torch.Tensor:
@@ -213,6 +222,44 @@ def _narrow_slope(x: torch.Tensor, label: torch.Tensor, lse: torch.Tensor, d: to
     return y
 
 
+# ---------------------------------------------------------------- dropout
+
+
+_GPU_BLOCK = 1 << 24
+"""Elements of a mask that are computed at a time on GPUs, where launches take long and memory is large."""
+
+
+def random_mask(
+    key: torch.Tensor, shape: Sequence[int], start: Sequence[int], whole: Sequence[int], ratio: float
+) -> torch.Tensor:
+    """See `distir.ops.dropout.random_mask`.
+
+    Under a TorchFunctionMode it is a call like torch's own: how many calls it makes depends on the size.
+    """
+    if has_torch_function_unary(key):
+        return handle_torch_function(random_mask, (key,), key, shape, start, whole, ratio)
+    if key.device.type == "meta":
+        return torch.empty(tuple(shape), dtype=torch.bool, device=key.device)
+    settings: dict[str, int] = {}
+    if torch.compiler.is_compiling():  # which fuses all of it
+        settings["block"] = max(1, math.prod(shape))
+    elif key.device.type != "cpu":
+        settings["block"] = _GPU_BLOCK
+    return dropout.random_mask(TorchNamespace(key.device), key, shape, start, whole, ratio, **settings)
+
+
+def _random_dropout(
+    x: torch.Tensor, key: torch.Tensor, ratio: float, start: Sequence[int], whole: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = random_mask(key, tuple(x.shape), start, whole, ratio)
+    return _dropped(x, mask, ratio), mask
+
+
+def _dropped(x: torch.Tensor, mask: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Without `x` in float32: a kernel rounds the product once."""
+    return TorchNamespace(x.device).where(mask, x * (1 / (1 - ratio)), 0)
+
+
 def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     """Without the squares in memory."""
     wide = torch.float32 if x.dtype.itemsize < 4 else x.dtype
@@ -226,6 +273,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "SigmoidGrad": _sigmoid_grad,
     "SiluGrad": _silu_grad,
     "GeluGrad": _gelu_grad,
+    "CausalMask": _causal_mask,
     "SoftmaxGrad": _softmax_grad,
     "LogSoftmaxGrad": _log_softmax_grad,
     "LayerNorm": _layer_norm,
@@ -236,6 +284,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "CrossEntropyGrad": _cross_entropy_grad,
     "Attention": attention,
     "AttentionGrad": attention_grad,
+    "RandomDropout": _random_dropout,
+    "DropoutGrad": _dropped,
     "SumOfSquares": _sum_of_squares,
 }
 """Implementations by op name."""

@@ -152,9 +152,7 @@ def evaluate(op: Op, ins: Sequence[Any], coord: tuple[int, ...] | None, xp: Any 
     if indexed is not None:
         slot, dim = indexed
         t = (op.inputs[slot] if slot >= 0 else op.outputs[~slot]).type
-        attrs["start"] = 0
-        if coord is not None and isinstance(t, Tensor):
-            attrs["start"] = t.start(dim % len(t.shape), coord)
+        attrs["start"] = t.starts(dim, coord) if isinstance(t, Tensor) else 0
     return spec.eval(xp, *ins, **attrs)
 
 

@@ -3,14 +3,17 @@
 Derived from roles, types and dataflow, never from names. Of the values a program computes:
 
 - a next parameter or optimizer state (`Function.updates`) is of that category;
-- a sum over microbatches is a gradient; so is, without a time axis, what a weight's update uses that has the weight's
-  shape, back to the op that made it;
-- what a body gives to its caller, and what a forward op makes and a backward op uses, is an activation; so is
+- a sum over microbatches is a gradient; so is what a weight's update uses that has the weight's shape, back to the op
+  that made it;
+- what a body makes of parameters alone and gives to its caller, such as a weight in 16 bits, counts with these;
+- what a body otherwise gives to its caller, and what a forward op makes and a backward op uses, is an activation; so is
   everything a program makes that has no backward op;
 - the rest is a buffer, as are data and constants.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import lookup
@@ -40,16 +43,18 @@ class Categories:
         self.main = main
         self.labels: dict[Leaf, int] = {}
         self._producers: dict[Function, dict[Value, Op]] = {}
+        self._callers = _callers(main)
         self._pack, self._unpack = lookup("Pack"), lookup("Unpack")
         for out, source in main.updates.items():
             kind = _OF_ROLE.get(source.kind or "", BUFFER)
             for i in range(len(leaves(out.type))):
                 self._label(self._origin(main, (out, i)), kind, source)
+        owned = _Owned(main).leaves
         for callee in main.callees():
             for v in callee.outputs:
                 for i in range(len(leaves(v.type))):
                     _, leaf = self._origin(callee, (v, i))
-                    self.labels.setdefault(leaf, ACTIVATION)
+                    self.labels.setdefault(leaf, PARAMETER if leaf in owned else ACTIVATION)
         self._activations()
 
     def of_input(self, v: Value) -> int:
@@ -94,28 +99,33 @@ class Categories:
         if self._producer(f, leaf[0]) is None:
             return
         self.labels[leaf] = kind
-        if kind == PARAMETER and f is self.main:
+        if kind == PARAMETER:
             self._gradients(f, leaf, source)
 
     def _gradients(self, f: Function, leaf: Leaf, weight: Value) -> None:
         """Label what a weight's update uses that has its shape, as far back as ops keep that shape."""
         shape = leaves(weight.type)[0].global_shape
-        todo, seen = [leaf], {leaf}
+        todo, seen = [(f, leaf)], {leaf}
         while todo:
-            v, i = todo.pop()
+            f, (v, i) = todo.pop()
             op = self._producer(f, v)
             if op is None:
+                if f in self._callers:  # an operand of the body
+                    caller, call = self._callers[f]
+                    found = self._origin(caller, (call.inputs[f.inputs.index(v)], i))
+                    if found[1] not in seen:
+                        seen.add(found[1])
+                        todo.append(found)
                 continue
             if v is not leaf[0] and self.labels.setdefault((v, i), GRADIENT) == PARAMETER:
                 continue
             if v is not leaf[0] and not _keeps_shape(op):
                 continue
             for x in op.inputs:
-                _, found = self._origin(f, (x, 0))
-                t = found[0].type
-                if found not in seen and isinstance(t, Tensor) and t.global_shape == shape:
+                where, found = self._origin(f, (x, 0))
+                if found not in seen and leaves(found[0].type)[found[1]].global_shape == shape:
                     seen.add(found)
-                    todo.append(found)
+                    todo.append((where, found))
 
     def _activations(self) -> None:
         main = self.main
@@ -132,6 +142,60 @@ class Categories:
                 maker = self._producer(main, leaf[0])
                 if maker is not None and maker.of is None:
                     self.labels.setdefault(leaf, ACTIVATION)
+
+
+def _callers(main: Function) -> dict[Function, tuple[Function, Op]]:
+    """The one call of each function that is called once, and the function that it is in."""
+    found: dict[Function, tuple[Function, Op]] = {}
+    many: set[Function] = set()
+    for f in (main, *main.callees()):
+        for op in f.ops:
+            if op.callee is not None and (op.callee in found or op.callee in many):
+                found.pop(op.callee, None)
+                many.add(op.callee)
+            elif op.callee is not None:
+                found[op.callee] = f, op
+    return found
+
+
+class _Owned:
+    """The tensors that a program computes of parameters alone, in callees too."""
+
+    NONE, OWNED, OTHER = range(3)
+    """What a tensor depends on: nothing, parameters alone, anything else."""
+
+    def __init__(self, main: Function) -> None:
+        self.leaves: set[Leaf] = set()
+        self._other: set[Leaf] = set()
+        self._walked: dict[tuple[Function, tuple[tuple[int, ...], ...]], list[tuple[int, ...]]] = {}
+        roles = [self.OWNED if v.kind == "parameter" else self.OTHER for v in main.inputs]
+        self._walk(main, [(k,) * len(leaves(v.type)) for k, v in zip(roles, main.inputs, strict=True)])
+        self.leaves -= self._other  # another call gives it other arguments
+
+    def _walk(self, f: Function, args: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        key = f, tuple(args)
+        if key in self._walked:
+            return self._walked[key]
+        env = dict(zip(f.inputs, args, strict=True))
+        for op in f.ops:
+            ins = [env[v] for v in op.inputs]
+            if op.callee is not None:
+                outs = self._walk(op.callee, ins)
+            elif op.spec.bundle == "pack":
+                outs = [tuple([k for row in ins for k in row])]
+            elif op.spec.bundle == "unpack":
+                row = iter(ins[0])
+                outs = [tuple([next(row) for _ in leaves(v.type)]) for v in op.outputs]
+            else:
+                kind = max([k for row in ins for k in row], default=self.NONE)
+                outs = [(kind,) * len(leaves(v.type)) for v in op.outputs]
+            for v, row in zip(op.outputs, outs, strict=True):
+                env[v] = row
+                for i, k in enumerate(row):
+                    if k != self.NONE:
+                        (self.leaves if k == self.OWNED else self._other).add((v, i))
+        self._walked[key] = [env[v] for v in f.outputs]
+        return self._walked[key]
 
 
 def _member(parts: tuple[Value, ...], i: int) -> Leaf:

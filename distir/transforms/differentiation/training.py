@@ -1,4 +1,4 @@
-"""The training step: a function with its loss, backward pass and optimizer, as one program.
+"""The training step: a function with its loss, dropout, backward pass and optimizer, as one program.
 
 `training_step(function, loss, optimizer)`. Inputs are those of the function (the same Values), then the labels, then
 the optimizer's state; outputs are the loss, the gradients if asked for, then the next value of every parameter and
@@ -19,6 +19,7 @@ from distir.ir.spec import FactorMapping, lookup
 from distir.ir.type import Float16, Float32, Int64, Shard, Tensor
 from distir.ops.rules import cast, shape_of, tensor
 from distir.transforms.differentiation.clip import clip_factor, sum_of_squares
+from distir.transforms.differentiation.dropout import step_of, with_dropout
 from distir.transforms.differentiation.grad import find_loss, grad, parameters, sources
 from distir.transforms.differentiation.loss_scale import LossScale, scale_loss, skips, unscale
 from distir.transforms.rewriting.cleanup import extend, fold
@@ -61,7 +62,7 @@ class SGD:
     """Stochastic gradient descent, as `torch.optim.SGD`. With momentum, one buffer a parameter.
 
     `clip_norm`: see `clip`. `schedule`: of the learning rate. With `decay_vectors` false, weights of fewer than two
-    dims, such as those of norms and biases, do not decay.
+    dims, such as those of norms and biases, do not decay. `dropout_seed`: see `with_dropout`.
     """
 
     lr: float = 1e-3
@@ -71,6 +72,7 @@ class SGD:
     clip_norm: float | None = None
     schedule: LearningRate | None = None
     decay_vectors: bool = True
+    dropout_seed: int = 0
 
     op_type: ClassVar[str] = "SGD"
     counts: ClassVar[bool] = False
@@ -90,7 +92,7 @@ class SGD:
 class AdamW:
     """Adam with decoupled weight decay, as `torch.optim.AdamW`. Two moments a parameter, one step counter for all.
 
-    `clip_norm`, `schedule`, `decay_vectors`: as of `SGD`.
+    `clip_norm`, `schedule`, `decay_vectors`, `dropout_seed`: as of `SGD`.
     """
 
     lr: float = 1e-3
@@ -100,6 +102,7 @@ class AdamW:
     clip_norm: float | None = None
     schedule: LearningRate | None = None
     decay_vectors: bool = True
+    dropout_seed: int = 0
 
     op_type: ClassVar[str] = "AdamW"
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
@@ -151,12 +154,13 @@ def training_step(
     order; then, parameter by parameter, its next value and those of its buffers; the next step counter. `updates` ties
     them to their inputs. A parameter that the loss does not depend on has no gradient, state or update. With
     another `precision` than float32 products are in it, weights and statistics in float32 (`mixed_precision`);
-    gradients are accumulated in `grad_dtype`, float32 or that. In float16 the loss is scaled (`loss_scale`).
+    gradients are accumulated in `grad_dtype`, float32 or that. In float16 the loss is scaled (`loss_scale`). Dropout
+    is drawn at random, from the optimizer's `dropout_seed` and the step counter (`with_dropout`).
 
     Raises UsageError for a loss that is not there or not a number, or if the function has no parameters.
     """
     settings = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
-    forward = fuse(with_loss(function, loss, output))
+    forward = with_dropout(fuse(with_loss(function, loss, output)), settings.dropout_seed)
     if grad_dtype not in (Float32, precision):
         raise UsageError(f"gradients are accumulated in float32 or in the precision, {precision}; got {grad_dtype}")
     forward = forward if precision is Float32 else mixed_precision(forward, precision)
@@ -200,7 +204,7 @@ def with_updates(
     maker = extend(backward)
     found = backward.outputs[len(backward.outputs) - len(trained) :]
     given = dict(zip(trained, narrowed(maker, found, grad_dtype), strict=True))
-    new = update(maker, optimizer, given, scaling)
+    new = update(maker, optimizer, given, scaling, step_of(backward))
     if scaling is not None and gradients:
         inverse = maker.emit("Reciprocal", scaling.scale)
         found = [maker.emit("Scale", g, inverse) for g in found]
@@ -287,11 +291,12 @@ def update(
     optimizer: Optimizer,
     gradients: Mapping[Value, Value],
     scaling: LossScale | None = None,
+    step: Value | None = None,
 ) -> Sequence[Value]:
     """Append one optimizer op for each parameter, given its gradient; gives the next values, in order.
 
     Adds the inputs that hold the optimizer's state, and ties each next value to its input in `maker.updates`. With
-    `scaling` the gradients are those of the scaled loss.
+    `scaling` the gradients are those of the scaled loss. `step`: the step counter, if the program has one already.
     """
     before = len(maker.updates)
     factor = skip = None
@@ -312,8 +317,9 @@ def update(
     numbers: list[Value] = []
     """The operands that all weights share."""
     after: list[Value] = []
-    if optimizer.counts or optimizer.schedule is not None:
+    if step is None and (optimizer.counts or optimizer.schedule is not None):
         step = maker.add_input_value("step", Tensor(Int64, ()), Role("state"))
+    if step is not None:
         one = maker.emit("Constant", value=(1,), shape=(), dtype=Int64)
         taken = one if skip is None else maker.emit("Cast", maker.emit("Not", skip), to=Int64)
         counter = [maker.add_op("Add", "step.new", [step, taken])]

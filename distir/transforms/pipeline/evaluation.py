@@ -1,5 +1,6 @@
 """Extracts the forward pass of a distributed training step: a program without the ops that the loss does not need.
 
+Ops of training alone (`training_only`, such as dropout) are left out: their first operand stands in for the result.
 It is extracted from the training program, not distributed again: weights stay on the stages and in the shards that
 training has them in, so a rank evaluates with the weights it has. Bundles become their members: most are not needed.
 """
@@ -44,6 +45,10 @@ def _memberwise(op: Op) -> bool:
     return op.spec.comm is not None and op.spec.comm.memberwise
 
 
+def _left_out(op: Op) -> bool:
+    return op.spec.training_only
+
+
 def paths(t: Type) -> frozenset[Path]:
     """The paths of all tensors in a type."""
     if not isinstance(t, Tuple):
@@ -80,6 +85,10 @@ def _live(function: Function, wanted: dict[Value, frozenset[Path]], known: Known
         got = tuple([wanted.get(v, NOTHING) for v in op.outputs])
         if not any(got):
             continue
+        if _left_out(op):
+            want(op.inputs[0], got[0])
+            kept.append((op, None))
+            continue
         inner = None
         if op.callee is not None:
             inner = _live(op.callee, dict(zip(op.callee.outputs, got, strict=True)), known)
@@ -110,6 +119,8 @@ def _rebuild(live: Live, f: FunctionMaker, env: Env, bodies: dict[int, Function]
                 env.setdefault(op.outputs[path[0]], {})[path[1:]] = x
         elif inner is not None:
             _call(op, inner, f, env, bodies)
+        elif _left_out(op):
+            env[op.outputs[0]] = env[op.inputs[0]]
         elif _memberwise(op):
             for path in sorted(env[op.inputs[0]]):
                 x = f.add_op(op.spec, _name(op.outputs[0], path), [env[v][path] for v in op.inputs], op.attributes)

@@ -3,9 +3,12 @@
 Also called activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). Which values
 are saved is chosen by cost, on the placed program:
 
+- `gathers`: only what is all-gathered from saved shards, as with sequence parallelism;
+- `attention`: that, and attention's scores and probabilities: what lies between two products of activations. With tensor
+  and sequence parallelism this is what Megatron-LM calls selective (Korthikanti et al., "Reducing Activation
+  Recomputation in Large Transformer Models", 2022, section 5);
 - `selective`: what is cheap to compute for its size is recomputed, such as scores and softmax of attention, norms and
-  activation functions (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022), and
-  what is all-gathered from saved shards, as with sequence parallelism;
+  activation functions, and what is all-gathered from saved shards;
 - `full`: of repeated blocks only the values that cross from one to the next are saved;
 - a number of bytes: `selective`, and as many blocks in full as it takes for what a device saves of one microbatch.
 
@@ -31,6 +34,8 @@ from distir.transforms.pipeline.canonical import canonical_order
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, phases
 from distir.transforms.pipeline.stages import FLOP_PER_BYTE, plain_cost
 
+WORDS = ("none", "gathers", "attention", "selective", "full")
+"""What to recompute, from nothing to all, but for bytes."""
 CHEAP = 8.0
 """An op is cheap if it costs no more than moving this many times the bytes of its result through memory."""
 
@@ -39,7 +44,7 @@ _FEW = 8
 
 
 def recompute(function: Function, how: str, stages: int = 1) -> Function:
-    """The placed program with values recomputed in the backward pass: `how` is "none", "selective", "full" or bytes.
+    """The placed program with values recomputed in the backward pass: `how` is one of `WORDS`, or bytes.
 
     The bytes are what a device may hold saved for one microbatch, if `stages` stages save equally much. Raises
     InfeasibleError if so little cannot be reached.
@@ -47,7 +52,11 @@ def recompute(function: Function, how: str, stages: int = 1) -> Function:
     if how == "none":
         return function
     saving = _saving(function)
-    if how == "selective":
+    if how == "gathers":
+        again = _gathered(saving)
+    elif how == "attention":
+        again = _gathered(saving) | _between_products(saving)
+    elif how == "selective":
         again = _cheap(saving)
     elif how == "full":
         again = _blocks_again(saving, saving.blocks)
@@ -154,11 +163,48 @@ def _path(saving: _Saving, op: Op, there: Collection[Value]) -> tuple[list[Op], 
 
 def _repeatable(op: Op) -> bool:
     """Whether an op may be cheap: communication is not, except all-gathers of saved shards."""
+    return op.spec.comm is None or op.spec.alias or _gathers(op)
+
+
+def _gathers(op: Op) -> bool:
+    """Whether an op all-gathers shards."""
     if op.spec.comm is None or op.spec.alias:
-        return True
+        return False
     axis = op.attributes["axis"]
     have, got = tensor(op.inputs[0]).on(axis), tensor(op.outputs[0]).on(axis)
     return isinstance(have, Shard) and isinstance(got, Replicate)
+
+
+# ---- by dataflow
+
+
+def _gathered(saving: _Saving) -> set[Value]:
+    """The values that are all-gathered from shards that the forward pass makes."""
+    return {v for op in saving.forward if _gathers(op) and op.inputs[0] in saving.maker for v in op.outputs}
+
+
+def _between_products(saving: _Saving) -> set[Value]:
+    """The values from one product of activations (queries and keys) up to another (with values), with no other product
+    in between."""
+    products = {op for op in saving.forward if _contracts(op)}
+    ends = [op for op in products if all([v in saving.maker for v in op.inputs])]
+    after = {v for op in ends for v in op.outputs}
+    for op in saving.forward:
+        if op not in products and not after.isdisjoint(op.inputs):
+            after.update(op.outputs)
+    between = {v for op in ends for v in op.inputs if v in after}
+    for op in reversed(saving.forward):
+        if op not in products and not between.isdisjoint(op.outputs):
+            between.update(op.outputs)
+            between.update([v for v in op.inputs if v in after])
+    return between
+
+
+def _contracts(op: Op) -> bool:
+    """Whether an op multiplies two operands and sums the products."""
+    f = op.spec.factors(op.attributes, [shape_of(v) for v in op.inputs]) if op.spec.comm is None else None
+    summed = [name for name, kind in f.kinds.items() if kind == "sum"] if f is not None else []
+    return f is not None and any(sum(name in row for row in f.ins) > 1 for name in summed)
 
 
 # ---- in blocks

@@ -45,13 +45,13 @@ def _counts_in_time(op: Op) -> bool:
     indexed = op.spec.indexed(op.attributes)
     if indexed is None:
         return False
-    slot, dim = indexed
+    slot = indexed[0]
     t = (op.inputs[slot] if slot >= 0 else op.outputs[~slot]).type
     mesh = t.device
     if not isinstance(t, Tensor) or not isinstance(mesh, Mesh) or mesh.time is None or mesh.sizes[mesh.time] == 1:
         return False
     split = t.placements[mesh.time]
-    return isinstance(split, Shard) and split.dim == dim % len(t.shape)
+    return isinstance(split, Shard) and op.spec.indexes(op.attributes, slot, split.dim, len(t.shape))
 
 
 def outline(function: Function, sort: Callable[[Op], Sort] = sort) -> Function:

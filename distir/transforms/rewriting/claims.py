@@ -405,8 +405,8 @@ def _slopes_agree(op: Op, evaluate: Evaluate) -> bool | None:
         def total(step: float) -> Any:
             moved = {v: arrays[v] + (step * u if tensor(v).dtype.floating else 0) for v, u in along.items()}  # noqa: B023
             made = computed([op], moved, evaluate)
-            return sum(
-                np.sum(made[y] * arrays[d])  # noqa: B023
+            return sum(  # what is masked out has no slope
+                np.sum(np.where(np.isinf(made[y]), 0.0, made[y] * arrays[d]))  # noqa: B023
                 for y, d in zip(op.outputs, given, strict=True)
                 if d is not None
             )

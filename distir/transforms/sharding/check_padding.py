@@ -273,10 +273,11 @@ def _enlarged_attributes(op: Op, new: Op, small: Op) -> Attributes:
     return Attributes(made)
 
 
-def _indexed_size(op: Op) -> int:
-    """How long the dim is that the op indexes."""
+def _indexed_size(op: Op) -> int | Shape:
+    """How long the dim is that the op indexes; of all dims, the shape."""
     slot, dim = op.spec.indexed(op.attributes) or (0, 0)
-    return shape_of(op.inputs[slot] if slot >= 0 else op.outputs[~slot])[dim]
+    shape = shape_of(op.inputs[slot] if slot >= 0 else op.outputs[~slot])
+    return shape if dim is None else shape[dim]
 
 
 def _grown(small: Any, old: Any, new: Any) -> Any:

@@ -45,12 +45,13 @@ class Signature:
 
     def _scatters(self, mapping: FactorMapping) -> bool:
         """True if an indexed dim would not be split in contiguous ranges: one offset could not locate a part."""
-        indexed = self.spec.indexed(self.attrs)
-        if indexed is None:
+        if self.spec.index is None:
             return False
-        slot, dim = indexed
-        p, shape = (mapping.ins[slot], self.ins[slot]) if slot >= 0 else (mapping.outs[~slot], self.outs[~slot])
-        return isinstance(p, Shard) and p.dim == dim % len(shape) and p.outer != 1
+        for slot, p in mapping_slots(mapping):
+            rank = len(self.ins[slot] if slot >= 0 else self.outs[~slot])
+            if p.outer != 1 and self.spec.indexes(self.attrs, slot, p.dim, rank):
+                return True
+        return False
 
 
 def mapping_slots(mapping: FactorMapping) -> list[tuple[int, Shard]]:

@@ -145,9 +145,10 @@ class _Padder:
         """Say how long the dim was that an op counts from the end of, where it is padded."""
         slot, dim = op.spec.indexed(op.attributes) or (0, 0)
         i = self.graph.index[op.inputs[slot] if slot >= 0 else op.outputs[~slot]]
-        dim %= len(self.graph.shapes[i])
-        if (i, dim) in self.sizes and op.spec.unpadded is not None:
-            attributes.setdefault(op.spec.unpadded, self.graph.shapes[i][dim])
+        shape = self.graph.shapes[i]
+        dims = range(len(shape)) if dim is None else [dim % len(shape)]
+        if any((i, d) in self.sizes for d in dims) and op.spec.unpadded is not None:
+            attributes.setdefault(op.spec.unpadded, shape if dim is None else shape[dim])
 
     def _fill(self, op: Op, ins: list[Value], mapping: FactorMapping) -> list[Value]:
         """The operands, filled with the neutral value unless every result has the padded dim."""

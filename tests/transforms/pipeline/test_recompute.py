@@ -184,7 +184,7 @@ def test_where_no_blocks_are_alike_nothing_is_made_again() -> None:
 
 
 def test_words_and_bytes_only() -> None:
-    with pytest.raises(UsageError, match=r"recompute: expected none, selective .* or the bytes .*; got 'some'"):
+    with pytest.raises(UsageError, match=r"recompute: expected none, .* or the bytes .*; got 'some'"):
         Plan(recompute="some")
     assert Plan(recompute="1e9").recompute == "1e9"
 
