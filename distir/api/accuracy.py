@@ -24,7 +24,7 @@ from distir.api.model import Model, Precision
 from distir.api.scores import Case, Scores, scores
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
-from distir.hardware import load_cluster
+from distir.hardware import load_cluster, load_runtime
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.function import Function
 from distir.models.decoder import Decoder, decoder
@@ -128,9 +128,12 @@ def predict(row: Measurement, program: Function, cost: CostModel | None = None) 
 
 
 def cost_of(row: Measurement) -> CostModel:
-    """The cost model of a row's cluster, with as many nodes as the row needs. Raises UsageError if there is none."""
+    """The cost model of a row's cluster, with as many nodes as the row needs, and of the software that executed it.
+
+    Raises UsageError if there is no such cluster or runtime.
+    """
     setup = _setup_of(row)
-    return _cost(setup.cluster, setup.plan.size)
+    return _cost(setup.cluster, setup.plan.size, row.runtime)
 
 
 def scores_of(rows: Collection[Scored]) -> dict[str, Scores]:
@@ -168,8 +171,8 @@ def _program(setup: Setup) -> Function:
 
 
 @cache
-def _cost(cluster: str, devices: int) -> CostModel:
-    return CostModel(load_cluster(cluster, devices=devices))
+def _cost(cluster: str, devices: int, runtime: str | None = None) -> CostModel:
+    return CostModel(load_cluster(cluster, devices=devices), runtime=load_runtime(runtime) if runtime else None)
 
 
 @lru_cache(maxsize=16)

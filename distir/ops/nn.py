@@ -90,7 +90,6 @@ op(
 )
 
 
-
 def causal(xp: Any, rows: range, columns: range) -> Any:
     """Which columns of a square matrix come at or before the diagonal of these rows."""
     r, c = [xp.arange(x.start, x.stop, Int64) for x in (rows, columns)]
