@@ -6,8 +6,9 @@ import math
 from functools import reduce
 
 import ml_dtypes
+import numpy as np
 
-from distir.importer.node import Node, Result
+from distir.importer.node import Node, Result, collapsed
 from distir.importer.registry import rule
 from distir.importer.tensors import dtype_of
 from distir.ir.function import Value
@@ -51,7 +52,7 @@ def _identity(n: Node) -> Result:
 def _dropout(n: Node) -> Result:
     """The identity, as in inference."""
     n.attr("seed")
-    if n.has(2) and bool(n.known(2, "training_mode").any()):
+    if n.has(2) and bool(n.numbers(2, "training_mode").any()):
         raise n.error("training_mode is on", "export the model in inference mode")
     return n.operand(0)
 
@@ -81,7 +82,8 @@ def _cast_like(n: Node) -> Result:
     n.attr("saturate")
     to = tensor(n.operand(1)).dtype
     if n.scope.is_known(n.proto.input[0]):
-        return n.known(0, "the number").astype(to.numpy)
+        x = n.known(0, "the number")
+        return np.broadcast_to(collapsed(x).astype(to.numpy), x.shape)
     x = n.operand(0)
     return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _EPSILON = 1e-5
 _BASE = 10_000.0
 """Of rotary positions: Su et al. 2021."""
+_LAYERS = 1 << 14
+"""Limit on layers, each of which is some thirty ops of the program."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Decoder:
     them is added. `rms`: root-mean-square norms, else layer norms. `tied`: the head is the embedding. `bias`: products
     have one.
 
-    Raises UsageError for sizes below 1, or heads that do not divide what they split.
+    Raises UsageError for sizes below 1, more than 16,384 layers, or heads that do not divide what they split.
     """
 
     layers: int
@@ -55,6 +57,8 @@ class Decoder:
         for f in fields(self):
             if not isinstance(f.default, bool) and getattr(self, f.name) < 1:
                 raise UsageError(f"{f.name} is a whole number of at least 1, got {getattr(self, f.name)}")
+        if self.layers > _LAYERS:
+            raise UsageError(f"layers is at most {_LAYERS:,}, got {self.layers:,}")
         for what, whole, part in (("hidden", self.hidden, self.heads), ("heads", self.heads, self.kv_heads)):
             if whole % part:
                 name = "heads" if what == "hidden" else "kv_heads"
