@@ -110,6 +110,12 @@ def test_a_large_cluster_is_cheap() -> None:
     assert time.process_time() - start < 0.1
 
 
+def test_a_cluster_beyond_all_clusters() -> None:
+    """Refused before its devices are made."""
+    with pytest.raises(UsageError, match="99,999,999,999,999 nodes of 8 have more than 16,777,216 devices"):
+        load_cluster("dgx-a100", nodes=99_999_999_999_999)
+
+
 def test_an_unknown_cluster_lists_the_known() -> None:
     with pytest.raises(UsageError, match=r"unknown cluster 'dgx-b900'.*cpu-2core, .*dgx-a100, .*dgx-h100") as e:
         load_cluster("dgx-b900")
