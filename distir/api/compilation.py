@@ -12,7 +12,7 @@ from distir.api.rewrites import check_origins
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.reference.sequential import evaluate
-from distir.executor.simulator.simulator import Simulator
+from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster
 from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms

@@ -9,7 +9,7 @@ import ml_dtypes
 
 from distir.importer.node import Node, Result
 from distir.importer.registry import rule
-from distir.importer.tensors import dtype_of
+from distir.importer.tensor_proto import dtype_of
 from distir.ir.function import Value
 from distir.ops.rules import shape_of, tensor
 
