@@ -74,7 +74,7 @@ class CompiledProgram:
             raise UsageError("the topology has no device for a program that is on none", "add one with add_device")
         return self.default
 
-    def held(self, t: Type) -> tuple[int, ...]:
+    def classes_of(self, t: Type) -> tuple[int, ...]:
         """The classes that hold a value of this type."""
         home = t.device or self.home(t)
         return self.classes.homes[home] if home is not None else ()
@@ -200,7 +200,7 @@ class CompiledProgram:
 
     def _plan(self, op: Op) -> OpPlan:
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-        held = tuple([self.held(t) for t in outs])
+        held = tuple([self.classes_of(t) for t in outs])
         spec, attrs, cost = op.spec, op.attributes, self.cost
         if cost.free(spec, attrs, ins):
             return OpPlan((), None, held)
@@ -214,7 +214,7 @@ class CompiledProgram:
         elif (outward := cost.fan(spec)) is not None:
             parts = [self._fan(op, outward)]
         else:
-            here = held[0] if outs else self.held(ins[0])
+            here = held[0] if outs else self.classes_of(ins[0])
             parts = [
                 self._part(cost.compute(spec, attrs, ins, outs, self.classes.first[c]), [(c, COMPUTE, None)])
                 for c in here
@@ -259,7 +259,7 @@ class CompiledProgram:
         env: list[dict[Value, Slots]] = [{} for _ in self.classes.sizes]
         columns: list[tuple[int, int]] = []
         for i, v in enumerate(f.inputs):
-            for c in self.held(v.type):
+            for c in self.classes_of(v.type):
                 env[c][v] = () if entry else (len(columns),)
                 if not entry:
                     columns.append((i, c))
@@ -267,7 +267,7 @@ class CompiledProgram:
         builder = CodeBuilder(code, env)
         builder.run(self._planned(f), self.body)
         for k, v in enumerate(f.outputs):
-            code.outputs += [(k, c, env[c][v]) for c in self.held(v.type)]
+            code.outputs += [(k, c, env[c][v]) for c in self.classes_of(v.type)]
         if not entry:
             builder.finish()
         return code
