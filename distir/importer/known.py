@@ -16,7 +16,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from distir.importer.node import NUMBERS, Node, Result, Scope, collapsed, distinct_elements
-from distir.importer.tensors import DTYPES
+from distir.importer.tensor_proto import DTYPES
 
 LIMIT = 1 << 22
 """The maximum number of elements of an operand that is evaluated at import."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from distir.importer.tensors import Read, dtype_of_array
+from distir.importer.tensor_proto import Read, dtype_of_array
 from distir.ir.errors import ModelError
 from distir.ir.function import FunctionMaker, Op, Role, Value
 from distir.ir.type import DType, Tensor

@@ -25,7 +25,7 @@ from distir.importer.known import attributes_of, fold, foldable
 from distir.importer.marks import lost, not_trained
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
 from distir.importer.registry import RULES
-from distir.importer.tensors import Arrays, dtype_of, parse, parse_tensor_from_file, reader
+from distir.importer.tensor_proto import Arrays, dtype_of, parse, parse_tensor_from_file, reader
 from distir.ir.errors import ModelError, ModelWarning, UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
 from distir.ir.type import MOST, Tensor

@@ -10,7 +10,7 @@ import numpy as np
 
 from distir.importer.node import Node, Result, collapsed
 from distir.importer.registry import rule
-from distir.importer.tensors import dtype_of
+from distir.importer.tensor_proto import dtype_of
 from distir.ir.function import Value
 from distir.ops.rules import shape_of, tensor
 
@@ -54,7 +54,7 @@ def _dropout(n: Node) -> Result:
     n.attr("seed")
     if not (n.has(2) and bool(n.numbers(2, "training_mode").any())):
         return n.operand(0)
-    ratio = float(n.numbers(1, "ratio").reshape(())) if n.has(1) else 0.5
+    ratio = float(n.numbers(1, "ratio")[0]) if n.has(1) else 0.5
     if not 0 <= ratio < 1:
         raise n.error(f"ratio {ratio:g} is not in [0, 1)")
     return n.emit("Dropout", n.operand(0), ratio=ratio)

@@ -9,7 +9,7 @@ import numpy as np
 
 from distir.importer.node import NUMBERS, Node, Result, collapsed
 from distir.importer.registry import rule
-from distir.importer.tensors import dtype_of
+from distir.importer.tensor_proto import dtype_of
 from distir.ir.type import Int64
 from distir.ops.rules import shape_of, tensor
 

@@ -37,7 +37,7 @@ class View(NamedTuple):
     mappings: Sequence[Sequence[tuple[FactorMapping | None, int]]]
     flops: Sequence[float]
     made: Sequence[float]
-    held: Sequence[float]
+    stored: Sequence[float]
     """Shares of one op, and of one value."""
     users: Sequence[Sequence[tuple[int, int]]]
     """Per value the (op, operand) that use it."""
@@ -77,7 +77,7 @@ def view(graph: Graph, mappings: Sequence[Sequence[tuple[FactorMapping | None, i
         mappings,
         shares.flops,
         shares.made,
-        shares.held,
+        shares.stored,
         graph.users,
         one,
         one,
@@ -143,7 +143,7 @@ class _Sweep:
         if not first:
             for i in v.inputs:
                 state[i] = self.inputs.get(i, REPLICATE)
-                total += v.held[i] / (self.n if i in self.inputs else 1) * v.copies[i]
+                total += v.stored[i] / (self.n if i in self.inputs else 1) * v.copies[i]
         made = self.made = [_NOTHING] * len(v.sigs)
         outs, times, reduce = v.outs, v.times, self.reduce
         paid: set[tuple[int, Placement]] = set()

@@ -5,6 +5,7 @@ A new kind of parallelism is a row of `STRATEGIES`, and an axis of the plan that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -59,9 +60,11 @@ def _place_microbatches(problem: Problem, axis: Axis) -> Placed:
 
 
 def _place_replicas(problem: Problem, axis: Axis) -> Placed:
-    """The batch split over replicas; with ZeRO state, gradients and weights, too."""
+    """The batch split over replicas, inside earlier axes of replicas; with ZeRO state, gradients and weights, too."""
     sharding = problem.sharding
-    replicas = data_parallel(problem.function, axis.size, problem.batch, sharding.pieces // axis.size)
+    outside = [a.size for a in sharding.along(BATCH) if a.name in problem.decided]
+    outer = sharding.microbatches * math.prod(outside)
+    replicas = data_parallel(problem.function, axis.size, problem.batch, outer)
     if not sharding.zero:
         return replicas
     others = [(problem.decided[a.name], a.size) for a in sharding.axes if a.name in problem.decided]
