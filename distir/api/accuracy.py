@@ -32,6 +32,7 @@ from distir.models.mlp import mlp
 from distir.transforms.differentiation.training import optimizer_named
 
 GIB = 1 << 30
+_PEAK = "peak of memory"
 
 
 class Predicted(NamedTuple):
@@ -121,10 +122,14 @@ def program_of(row: Measurement) -> Function:
 
 
 def predict(row: Measurement, program: Function, cost: CostModel | None = None) -> Predicted:
-    """The predicted step of a row whose program is built, by the cost model of its cluster or another one."""
-    setup = _setup_of(row)
-    simulation = simulated(program, setup.plan, cost or cost_of(row))
-    return Predicted(simulation.seconds, max(simulation.peak_memory.values(), default=0))
+    """The predicted step of a row whose program is built, by the cost model of its cluster or another one.
+
+    The peak of memory does not depend on the cost model: it is computed with the first prediction.
+    """
+    simulation = simulated(program, _setup_of(row).plan, cost or cost_of(row))
+    if _PEAK not in program.cache:
+        program.cache[_PEAK] = max(simulation.peak_memory.values(), default=0)
+    return Predicted(simulation.seconds, program.cache[_PEAK])
 
 
 def cost_of(row: Measurement) -> CostModel:
