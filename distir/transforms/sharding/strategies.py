@@ -97,7 +97,7 @@ def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Place
     starts = tuple([(v, Shard(dim)) for v, dim in batch])
     there = classes_from(graph, n, starts).inside(outer, n)
     if there is None:
-        return _batch_split(graph, Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch]), n)
+        return _batch_split(graph, Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch], outer), n)
     one = _data_parallel(function, n, starts)
     mappings = [None if s is None else there[id(s)] for s in one.mappings]
     inputs = {v: Shard(s.dim, s.outer * outer) for v, s in one.inputs.items()}
