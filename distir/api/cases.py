@@ -23,9 +23,9 @@ MLP = "mlp"
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": ARCHITECTURES["gpt"],
     "llama": ARCHITECTURES["llama"],
-    "mpt": ARCHITECTURES["gpt"],
+    "mpt": {**ARCHITECTURES["gpt"], "bias": False},
 }
-"""The parts of the decoders, by family. MPT's layers are GPT-2's."""
+"""The parts of the decoders, by family. MPT's layers are GPT-2's, without biases of products."""
 VOCAB = 51_200
 """The size of the vocabulary where the cell is empty: GPT-2's, padded as Megatron-LM pads it."""
 CLIP_NORM = 1.0

@@ -13,7 +13,7 @@ from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.reference.sequential import evaluate
 from distir.executor.simulator.simulation import Simulation, Simulator
-from distir.hardware import load_cluster
+from distir.hardware import load_cluster, load_runtime
 from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms
 from distir.ir.device import TIME
@@ -99,26 +99,36 @@ def validate(distributed: Function, source: Function) -> None:
         check_definition(definition, evaluate)
 
 
-def simulate(model: AnyModel, plan: Plan = ONE, cluster: Cluster = "cpu-2core", nodes: int | None = None) -> Prediction:
+def simulate(
+    model: AnyModel,
+    plan: Plan = ONE,
+    cluster: Cluster = "cpu-2core",
+    nodes: int | None = None,
+    runtime: str | None = None,
+) -> Prediction:
     """Predict a step on a cluster: a shipped one (`distir clusters`), a .toml file, a Topology or a CostModel.
 
-    Without `nodes` the cluster has as many as the plan needs. To compare many plans, pass the same Model and the same
+    Without `nodes` the cluster has as many as the plan needs. `runtime` names the software that issues the ops
+    (`distir.hardware.known_runtimes`); without it that takes no time; a CostModel has its own. To compare many plans, pass the same Model and the same
     CostModel: what does not depend on the plan is then computed once.
     """
     model = as_model(model)
     plan = plan_in_effect(model, plan)
-    cost = cost_model(cluster, plan, nodes)
+    cost = cost_model(cluster, plan, nodes, runtime)
     program = distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan))
     return predict(model, plan, program, cost)
 
 
-def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None) -> CostModel:
-    """The cost model of a cluster. Raises InfeasibleError if it has fewer devices than the plan."""
+def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: str | None = None) -> CostModel:
+    """The cost model of a cluster, under a runtime.
+
+    Raises InfeasibleError if the cluster has fewer devices than the plan, UsageError for an unknown name.
+    """
     if isinstance(cluster, CostModel):
         return cluster
-    if isinstance(cluster, Topology):
-        return CostModel(cluster)
-    return CostModel(load_cluster(os.fspath(cluster), nodes, plan.size))
+    host = None if runtime is None else load_runtime(runtime)
+    topology = cluster if isinstance(cluster, Topology) else load_cluster(os.fspath(cluster), nodes, plan.size)
+    return CostModel(topology, runtime=host)
 
 
 def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:

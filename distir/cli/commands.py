@@ -75,7 +75,7 @@ def simulate(args: argparse.Namespace) -> None:
     with Progress("loading") as progress:
         model, plan = model_of(args), plan_of(args)
         progress.phase("simulating")
-        prediction = simulate_model(model, plan, args.cluster, args.nodes)
+        prediction = simulate_model(model, plan, args.cluster, args.nodes, args.runtime)
         if args.trace is not None:
             prediction.save_trace(args.trace)
     if args.json:

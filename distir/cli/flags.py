@@ -143,6 +143,12 @@ def _simulate(commands: Any) -> None:
     group.add_argument(
         "--nodes", type=_at_least(1), metavar="N", help="number of nodes; default: as many as the plan needs"
     )
+    group.add_argument(
+        "--runtime",
+        metavar="NAME",
+        help="the software whose host issues the ops: distir, distir-compiled, torch-eager or megatron; "
+        "default: none, issuing takes no time",
+    )
     group.add_argument("--trace", metavar="FILE.json", help="write a trace that Perfetto opens")
 
 

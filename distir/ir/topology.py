@@ -35,7 +35,7 @@ class DeviceSpec:
     bytes/s; `kernel_launch_overhead` in seconds an op; `memory` in bytes. The efficiencies are the share of the peak
     figures that large kernels reach; a matrix product of `half_size` FLOP reaches half of that (its launch, and tiles
     that do not fill the device). Where they differ: `wide` for products in float32 and float64, `attention` for fused
-    attention. `batched_efficiency` is the share of `memory_efficiency` that batched products reach.
+    attention. `batched_efficiency` is the share of `memory_efficiency` that batched products of these reach.
     """
 
     throughput: tuple[tuple[str, float], ...]

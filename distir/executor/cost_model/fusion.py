@@ -21,7 +21,8 @@ UNFUSED = Fused()
 def fused(f: Function) -> dict[Op, Fused]:
     """The ops of a function that are part of a chain.
 
-    A pointwise op is joined to the one after it if that alone uses its result, with the same shape and devices.
+    A pointwise op is joined to the one after it if that alone uses its result, and gives one of the same shape on the
+    same devices, such as another pointwise op, or the softmax or norm of its rows.
     """
     users: dict[Value, list[Op]] = {}
     for op in f.ops:
@@ -30,11 +31,10 @@ def fused(f: Function) -> dict[Op, Fused]:
     given = set(f.outputs)
     chains: dict[Op, Fused] = {}
     for op in f.ops:
-        if not _is_pointwise(op):
+        if not (_is_limited_by_memory(op) and _is_pointwise(op)):
             continue
-        (y,) = op.outputs
-        later = users.get(y, [])
-        if y in given or len(later) != 1 or not _is_pointwise(later[0]) or not _alike(y, later[0].outputs[0]):
+        y, later = op.outputs[0], users.get(op.outputs[0], [])
+        if y in given or len(later) != 1 or not _is_limited_by_memory(later[0]) or not _alike(y, later[0].outputs[0]):
             continue
         chains[op] = chains.get(op, UNFUSED)._replace(result=True)
         after = chains.get(later[0], UNFUSED)
@@ -43,10 +43,13 @@ def fused(f: Function) -> dict[Op, Fused]:
     return chains
 
 
+def _is_limited_by_memory(op: Op) -> bool:
+    """Whether an op computes on one device, without a kernel of its own kind."""
+    return op.spec.comm is None and not op.spec.alias and not op.spec.kernel and bool(op.inputs and op.outputs)
+
+
 def _is_pointwise(op: Op) -> bool:
-    """Whether the op has one result, each element of which depends on one element of each operand."""
-    if op.spec.comm is not None or op.spec.alias or op.spec.kernel or not op.inputs or len(op.outputs) != 1:
-        return False
+    """Whether each element of the results depends on one element of each operand."""
     shapes = [v.type.global_shape for v in op.inputs if isinstance(v.type, Tensor)]
     found = op.spec.factors(op.attributes, shapes) if len(shapes) == len(op.inputs) else None
     return found is not None and not found.kinds and len(found.outs[0]) == len(set(found.outs[0]))

@@ -139,11 +139,11 @@ class CostModel:
         """The roofline of one op. A subclass may have its own."""
         flops, size = work(spec, attrs, ins, outs)
         bandwidth = what.dram_bandwidth * what.memory_efficiency
-        if spec.kernel == "product" and _batched(ins):
+        dtype = computed_in(ins, outs)
+        if spec.kernel == "product" and dtype is not None and dtype.size > 2 and _batched(ins):
             bandwidth *= what.batched_efficiency
         seconds = size / bandwidth
         if flops:
-            dtype = computed_in(ins, outs)
             peak = what.peak(dtype)
             if self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None:
                 peak = what.peak("tf32")
