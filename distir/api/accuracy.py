@@ -27,6 +27,7 @@ from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster, load_runtime
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.function import Function
+from distir.ir.pause import no_collection
 from distir.models.decoder import Decoder, decoder
 from distir.models.mlp import mlp
 from distir.transforms.differentiation.training import optimizer_named
@@ -102,6 +103,7 @@ def accuracy(
     return Accuracy(found, scores_of(found))
 
 
+@no_collection()  # each collection would go through all programs that are kept
 def score(row: Measurement) -> Scored:
     """A row's prediction. A row that distir cannot express has a reason instead."""
     if row.setup is None:

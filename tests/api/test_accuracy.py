@@ -368,7 +368,7 @@ def test_rows_of_another_length(tmp_path: Path, table) -> None:
 
 
 def test_lines_count_where_a_cell_has_several(table) -> None:
-    path = table({**GPT, "notes": '"one\n# no comment\ntwo"'}, {**GPT, "layers": "x"})
+    path = table({**GPT, "notes": '"one\ntwo\n# no comment"'}, {**GPT, "layers": "x"})
     good, bad = read_rows(path)
     assert good.reason is None
     assert bad.line == 5
