@@ -70,6 +70,8 @@ def check_dropout(before: Function, after: Function, evaluate: Evaluate) -> None
     made = after.producers()
     seen: set[object] = set()
     for op in after.ops:
+        if _is_drawn(op):
+            raise MismatchError(f"{after.name}: {op}: expected it to be drawn at random")
         if op.spec is not RANDOM:
             continue
         key = made.get(op.inputs[1])

@@ -8,7 +8,7 @@ state, which `Function.updates` ties to its input.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distir.ir.dtype import DType
@@ -72,7 +72,7 @@ class SGD:
     clip_norm: float | None = None
     schedule: LearningRate | None = None
     decay_vectors: bool = True
-    dropout_seed: int = 0
+    dropout_seed: int = field(default=0, repr=False)
 
     op_type: ClassVar[str] = "SGD"
     counts: ClassVar[bool] = False
@@ -102,7 +102,7 @@ class AdamW:
     clip_norm: float | None = None
     schedule: LearningRate | None = None
     decay_vectors: bool = True
-    dropout_seed: int = 0
+    dropout_seed: int = field(default=0, repr=False)
 
     op_type: ClassVar[str] = "AdamW"
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
