@@ -12,7 +12,7 @@ from distir.api.rewrites import check_origins
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.reference.sequential import evaluate
-from distir.executor.simulator.simulator import Simulator
+from distir.executor.simulator.simulator import Simulation, Simulator
 from distir.hardware import load_cluster
 from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms
@@ -120,9 +120,16 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None) -> CostMo
 
 def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:
     """The prediction for a distributed program, in the order in which its ranks run it."""
-    simulator = Simulator(cost, overlap=cost.overlap and plan.overlap)
-    simulation = simulator.interpret(as_run(program), batch=model.batch, tokens=model.tokens, order=receive_order)
+    simulation = simulated(program, plan, cost, model.batch, model.tokens)
     return Prediction(Summary.of(model, plan, program), describe(cost.topology), program, simulation)
+
+
+def simulated(
+    program: Function, plan: Plan, cost: CostModel, batch: int | None = None, tokens: int | None = None
+) -> Simulation:
+    """The simulation of a distributed program, in the order in which its ranks run it."""
+    simulator = Simulator(cost, overlap=cost.overlap and plan.overlap)
+    return simulator.interpret(as_run(program), batch=batch, tokens=tokens, order=receive_order)
 
 
 def describe(topology: Topology) -> str:

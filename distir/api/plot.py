@@ -1,4 +1,7 @@
-"""The two figures of training runs: seconds per epoch, and tokens (or samples) per second, predicted and measured."""
+"""Figures of predictions beside measurements, in files.
+
+Of training runs two: seconds per epoch, and tokens (or samples) per second. Of an accuracy: predicted against measured.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,12 @@ from distir.ir.errors import UsageError, counted
 from distir.ir.files import written
 
 if TYPE_CHECKING:
+    from distir.api.accuracy import Accuracy
     from distir.viz.figure import Figure
 
 FORMATS = ("pdf", "png", "svg")
+ACCURATE = 0.2
+"""The error that the figure of an accuracy marks."""
 _UNITS = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
 
 
@@ -60,11 +66,33 @@ def _degrees(run: dict[str, Any]) -> str:
 
 def plot(files: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
     """Draw the runs of metrics files as PDF, PNG or SVG. Raises UsageError for another format, or no metrics file."""
+    format_of(output)
+    save(training_figure([run for file in files for run in read_metrics(file)]), output)
+
+
+def accuracy_figure(found: Accuracy) -> Figure:
+    """Predicted against measured seconds of the rows that are predicted. Raises UsageError without matplotlib."""
+    from distir.viz import against
+
+    points: dict[str, list[tuple[float, float]]] = {name: [] for name in found.sources}
+    for scored in found.rows:
+        if scored.predicted is not None and scored.row.measured_seconds is not None:
+            points[scored.row.source].append((scored.row.measured_seconds, scored.predicted.seconds))
+    shown = {name: pairs for name, pairs in points.items() if pairs}
+    return against(shown, x="measured step (s)", y="predicted step (s)", within=ACCURATE)
+
+
+def format_of(output: str | os.PathLike[str]) -> str:
+    """The format of a figure's file, as its name ends. Raises UsageError for one that is not drawn."""
     kind = Path(output).suffix.removeprefix(".").lower()
     if kind not in FORMATS:
         raise UsageError(f"cannot draw {os.fspath(output)}", f"a figure's file ends in .{', .'.join(FORMATS)}")
-    figure = training_figure([run for file in files for run in read_metrics(file)])
+    return kind
+
+
+def save(figure: Figure, output: str | os.PathLike[str]) -> None:
+    """Write a figure. Raises UsageError for another format than PDF, PNG or SVG, or a file that cannot be written."""
     drawn = BytesIO()  # written by us: matplotlib masks the error of a full disk with one of its own
-    figure.savefig(drawn, format=kind)
+    figure.savefig(drawn, format=format_of(output))
     with written(output) as file:
         file.write_bytes(drawn.getvalue())

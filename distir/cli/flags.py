@@ -23,6 +23,15 @@ not their columns: each runs as soon as it can. A stage runs on the rank whose l
 """
 _SCHEDULE = "NAME|FILE.csv"
 _NAMES = "1f1b, gpipe, interleaved or distir2021"
+_SCORES = """The error of a row is predicted / measured - 1, of seconds of a step.
+  MAE, p50, p90, worst  mean, median, 90th percentile and largest of the errors' magnitudes
+  bias                  mean error: above 0 predictions are slow
+  Spearman              rank correlation of predicted and measured within each model (equal layers, hidden, heads, seq,
+                        vocab) of at least 3 rows, weighted by rows
+  regret                among rows of one model, number of GPUs and batch (at least 2): measured time of the one
+                        predicted quickest, over the best measured, minus 1; the mean
+  memory error          mean of |predicted / measured - 1| of peaks of memory, where measured
+"""
 _EXAMPLES = """examples:
   distir run gpt2.onnx --dim batch=8 --loss cross-entropy --dp 2 --pp 2 --microbatches 4 --check
   distir simulate gpt2.onnx --dim batch=512 --loss cross-entropy --dp 8 --tp 4 --cluster dgx-a100
@@ -60,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _run(commands)
     _compare(commands)
     _simulate(commands)
+    _accuracy(commands)
     _show(commands)
     text = "list the compiler passes in order"
     _command(commands, "passes", text, "programs.passes", "names, and the form each takes and gives")
@@ -134,6 +144,18 @@ def _simulate(commands: Any) -> None:
         "--nodes", type=_at_least(1), metavar="N", help="number of nodes; default: as many as the plan needs"
     )
     group.add_argument("--trace", metavar="FILE.json", help="write a trace that Perfetto opens")
+
+
+def _accuracy(commands: Any) -> None:
+    text = "predict measured training runs, and score the predictions of each source"
+    parser = _command(commands, "accuracy", text, "scoreboard.accuracy", "errors as shares, seconds, GiB")
+    parser.epilog = f"{_SCORES}\n{parser.epilog}"
+    parser.add_argument("file", metavar="FILE.csv", help="the runs: docs/accuracy.md describes the columns")
+    parser.add_argument(
+        "--source", action="append", default=[], metavar="NAME", help="only rows of this source, repeatable"
+    )
+    parser.add_argument("--rows", action="store_true", help="also list each row, measured and predicted")
+    parser.add_argument("--plot", metavar="FILE.pdf", help="draw predicted against measured: .pdf, .png or .svg")
 
 
 def _show(commands: Any) -> None:

@@ -1,7 +1,11 @@
-"""Cluster descriptions: the TOML files beside this module, and their reader.
+"""Descriptions of clusters, of their parts, and of runtimes: the TOML files beside this module, and their reader.
 
-A file has the tables `device`, `node`, `network`, optionally `host` and `[[collective]]`; `source` in a table cites the
-origin of its figures. Units: TFLOP/s, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds.
+A cluster has a `device`, a `node` and a `network`: each a table, or the name of a file in `devices`, `nodes`,
+`networks`; optionally a `host`. Nodes and networks may list the algorithms of their collectives, as `[[collective]]`.
+A node is a domain of devices on one fast network, such as a rack of NVLink; `runtimes.toml` describes runtimes.
+
+`source` cites the origin of figures. Units: TFLOP/s, GFLOP, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds;
+those of links are of a device, those of a network of a port (`ports` a node, by default one a device).
 """
 
 from __future__ import annotations
@@ -10,19 +14,21 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
-from distir.ir.topology import Algorithm, DeviceSpec, Link, Regular, Topology
+from distir.ir.runtime import Runtime
+from distir.ir.topology import Algorithm, DeviceSpec, Link, Products, Regular, Topology
 
 _FOLDER = Path(__file__).parent
 
 
 def known_clusters() -> list[str]:
     """The names of the shipped clusters."""
-    return sorted(p.stem for p in _FOLDER.glob("*.toml"))
+    return sorted(p.stem for p in _FOLDER.glob("*.toml") if p.stem != "runtimes")
 
 
 def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None = None) -> Topology:
@@ -86,21 +92,59 @@ def _read(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UsageError(f"{path} is not valid TOML: {e}") from None
     root = _Table(path, "", table)
-    device, node, network = root.table("device"), root.table("node"), root.table("network")
+    device, node, network = root.part("device"), root.part("node"), root.part("network")
     host = root.table("host") if "host" in table else None
+    per_node = node.whole("devices")
     out = {
         "name": root.text("name"),
         "kind": device.text("kind"),
         "spec": _spec(device),
-        "per_node": node.whole("devices"),
+        "per_node": per_node,
         "intra": _link(node),
-        "inter": _link(network),
+        "inter": _shared(_link(network), network, per_node),
         "host": _spec(host) if host else None,
         "host_link": _link(host) if host else None,
-        "algorithms": tuple(_algorithm(t) for t in root.tables("collective")),
+        "algorithms": tuple(_algorithm(t) for t in node.tables("collective")),
+        "over_nodes": tuple(_algorithm(t) for t in network.tables("collective")),
     }
     root.done()
     return out
+
+
+def known_runtimes() -> list[str]:
+    """The names of the shipped runtimes."""
+    return sorted(_runtimes())
+
+
+def load_runtime(name: str) -> Runtime:
+    """A shipped runtime. Raises UsageError, with the known names, if there is none."""
+    found = _runtimes()
+    if name not in found:
+        raise UsageError(f"unknown runtime {name!r}", f"known: {', '.join(sorted(found))}")
+    return found[name]
+
+
+@cache
+def _runtimes() -> dict[str, Runtime]:
+    path = _FOLDER / "runtimes.toml"
+    root = _Table(path, "", tomllib.loads(path.read_text()))
+    found = {name: _runtime(name, root.table(name)) for name in root.values}
+    root.done()
+    return found
+
+
+def _runtime(name: str, t: _Table) -> Runtime:
+    op, communication, member, call = (
+        t.figure(key, 0.0) * 1e-6 for key in ("op_us", "communication_us", "member_us", "call_us")
+    )
+    return Runtime(name, op, communication, member, call, t.flag("fuses"), t.flag("waits"))
+
+
+def _shared(link: Link, network: _Table, devices: int) -> Link:
+    """A device's share of the ports of its node, and of what an oversubscribed network carries."""
+    ports = network.whole("ports", devices)
+    share = min(1.0, ports / devices) / network.figure("oversubscription", 1.0, least=1.0)
+    return link._replace(bandwidth=link.bandwidth * share, bus=link.collective() * share)
 
 
 class _Table:
@@ -133,8 +177,8 @@ class _Table:
             raise self.error(key, "expected a number above 0")
         return value
 
-    def whole(self, key: str) -> int:
-        value = self.get(key)
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(key, f"expected a whole number above 0, got {value!r}")
         return value
@@ -150,6 +194,24 @@ class _Table:
         if not isinstance(value, Mapping):
             raise self.error(key, f"expected a table, got {value!r}")
         self.parts.append(_Table(self.path, f"{self.name}.{key}".strip("."), value))
+        return self.parts[-1]
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key, False)
+        if not isinstance(value, bool):
+            raise self.error(key, f"expected true or false, got {value!r}")
+        return value
+
+    def part(self, key: str) -> _Table:
+        """A table, or the one in a file of that name in the folder of such parts."""
+        if not isinstance(name := self.get(key), str):
+            return self.table(key)
+        folder = _FOLDER / f"{key}s"
+        known = sorted(p.stem for p in folder.glob("*.toml"))
+        if name not in known:
+            raise self.error(key, f"unknown {key} {name!r} (known: {', '.join(known)}; or a table)")
+        path = folder / f"{name}.toml"
+        self.parts.append(_Table(path, "", tomllib.loads(path.read_text())))
         return self.parts[-1]
 
     def tables(self, key: str) -> list[_Table]:
@@ -180,7 +242,18 @@ def _spec(t: _Table) -> DeviceSpec:
         t.positive("memory_gb") * 1e9,
         _share(t, "compute_efficiency"),
         _share(t, "memory_efficiency"),
+        t.figure("half_gflop", 0.0) * 1e9,
+        _products(t, "wide"),
+        _products(t, "attention"),
+        _share(t, "batched_efficiency"),
     )
+
+
+def _products(t: _Table, kind: str) -> Products | None:
+    """The speed of a kind of products, if the file gives it."""
+    if f"{kind}_efficiency" not in t.values:
+        return None
+    return Products(_share(t, f"{kind}_efficiency"), t.figure(f"{kind}_half_gflop", 0.0) * 1e9)
 
 
 def _share(t: _Table, key: str, default: float = 1.0) -> float:
@@ -192,12 +265,15 @@ def _share(t: _Table, key: str, default: float = 1.0) -> float:
 
 def _link(t: _Table) -> Link:
     bandwidth = t.positive("link_gbs") * 1e9
-    return Link(bandwidth, t.figure("link_us") * 1e-6, t.figure("bus_gbs", bandwidth / 1e9) * 1e9)
+    by = t.table("bus_gbs_by") if "bus_gbs_by" in t.values else None
+    sizes = tuple((int(n), by.positive(n) * 1e9) for n in by.values if n.isdecimal()) if by else ()
+    return Link(bandwidth, t.figure("link_us") * 1e-6, t.figure("bus_gbs", bandwidth / 1e9) * 1e9, sizes)
 
 
 def _algorithm(t: _Table) -> Algorithm:
     kind = t.text("kind")
-    if kind not in ("ring", "tree"):
-        raise t.error("kind", f"expected ring or tree, got {kind!r}")
-    intra, inter = t.figure("intra_us") * 1e-6, t.figure("inter_us") * 1e-6
-    return Algorithm(kind, t.figure("base_us") * 1e-6, intra, inter, _share(t, "share"))
+    if kind not in ("ring", "tree", "in-network"):
+        raise t.error("kind", f"expected ring, tree or in-network, got {kind!r}")
+    base, intra, inter = (t.figure(key) * 1e-6 for key in ("base_us", "intra_us", "inter_us"))
+    share = t.positive("share") if "share" in t.values else 1.0
+    return Algorithm(kind, base, intra, inter, share, t.figure("saturation", 0.0))

@@ -54,9 +54,10 @@ class Lanes(Protocol):
 class Wire(NamedTuple):
     """The traffic among n devices that reduce, gather or pass on S bytes (the size of the whole on one device).
 
-    `patterns` are the possible algorithms, of which the fastest is taken: "ring", "tree", "pairs" (each sends to each),
-    "next" (each sends to one); between one device and a mesh "serial" (one after the other) or "chain" (from device to
-    device), which `sent` and `steps` do not apply to. `executor.cost_model.collective_cost` gives seconds.
+    `patterns` are the possible algorithms, of which the fastest is taken: "ring", "tree", "in-network" (by switches),
+    "pairs" (each sends to each), "next" (each sends to one); between one device and a mesh "serial" (one after the
+    other) or "chain" (from device to device), which `sent` and `steps` do not apply to.
+    `executor.cost_model.collective_cost` gives seconds.
     """
 
     patterns: tuple[str, ...]

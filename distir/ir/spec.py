@@ -62,6 +62,7 @@ class Spec:
         "index",
         "infer",
         "keeps_zero",
+        "kernel",
         "linear",
         "local",
         "name",
@@ -110,6 +111,7 @@ class Spec:
         self.each: Spec | None = fields.pop("each", None)
         self.gradient: int | None = fields.pop("gradient", None)
         self.precision: str | None = fields.pop("precision", None)
+        self.kernel: str | None = fields.pop("kernel", None)
         self.keeps_zero: bool = fields.pop("keeps_zero", False)
         self.training_only: bool = fields.pop("training_only", False)
         self.torch: str | None = fields.pop("torch", None)
@@ -289,6 +291,8 @@ def op(name: str, **fields: Any) -> Spec:
       by `decompose`), and checks them against `eval`.
     - `work(attributes, operand shapes, result shapes) -> (FLOP, elements moved)` where `axes` does not give it;
       elements of the first result's size, 0 for all operands and results.
+    - `kernel`: the kind of kernel whose speed the cost model takes: "product" (matrix products, convolutions) or
+      "attention" (fused); without it, one that is limited by memory.
     - `weight`: the operand that is a weight where it may be one.
     - `training_only`: an op of training alone; in evaluation result 0 is operand 0.
     - `keeps_zero`: a point is 0 in all results where it is 0 in all operands (linear ops do so anyway).

@@ -19,13 +19,23 @@ GIGABIT = 1.25e8
 """Bytes in a gigabit."""
 
 
+class Products(NamedTuple):
+    """The speed of a kind of products: the share of the peak that large ones reach, and the FLOP of one that reaches
+    half of it."""
+
+    efficiency: float = 1.0
+    half_size: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """The figures of one device. Devices with equal specs behave alike.
 
     `throughput` is in FLOP/s, one figure or one per dtype name ("f32", "tf32", "bf16" ...); `dram_bandwidth` in
     bytes/s; `kernel_launch_overhead` in seconds an op; `memory` in bytes. The efficiencies are the share of the peak
-    figures that large kernels reach.
+    figures that large kernels reach; a matrix product of `half_size` FLOP reaches half of that (its launch, and tiles
+    that do not fill the device). Where they differ: `wide` for products in float32 and float64, `attention` for fused
+    attention. `batched_efficiency` is the share of `memory_efficiency` that batched products reach.
     """
 
     throughput: tuple[tuple[str, float], ...]
@@ -34,6 +44,10 @@ class DeviceSpec:
     memory: float = math.inf
     compute_efficiency: float = 1.0
     memory_efficiency: float = 1.0
+    half_size: float = 0.0
+    wide: Products | None = None
+    attention: Products | None = None
+    batched_efficiency: float = 1.0
 
     def peak(self, dtype: DType | str | None) -> float:
         """FLOP/s of a dtype; one that has no figure of its own runs at the speed of f32."""
@@ -41,21 +55,30 @@ class DeviceSpec:
         name = dtype.name if isinstance(dtype, DType) else dtype or "f32"
         return peaks.get(name) or peaks.get("f32") or self.throughput[0][1]
 
+    def products(self, dtype: DType | None, attention: bool = False) -> Products:
+        """The speed of matrix products in a dtype, or of fused attention."""
+        if attention and self.attention is not None:
+            return self.attention
+        if self.wide is not None and dtype is not None and dtype.floating and dtype.size > 2:
+            return self.wide
+        return Products(self.compute_efficiency, self.half_size)
+
 
 class Link(NamedTuple):
     """A link between two devices: `bandwidth` in bytes/s one way, `latency` in seconds a message.
 
-    `bus` is the bandwidth a device reaches in collectives over such links, where it differs from `bandwidth`.
+    `bus` is the bandwidth a device reaches in collectives over such links, where it differs from `bandwidth`; `bus_by`
+    that in groups of some sizes, where the links between devices are not all alike.
     """
 
     bandwidth: float
     latency: float = 0.0
     bus: float | None = None
+    bus_by: tuple[tuple[int, float], ...] = ()
 
-    @property
-    def collective(self) -> float:
-        """Bytes/s a device moves in a ring of such links."""
-        return self.bandwidth if self.bus is None else self.bus
+    def collective(self, size: int = 0) -> float:
+        """Bytes/s a device moves in a ring of such links, in a group of that size."""
+        return dict(self.bus_by).get(size) or (self.bandwidth if self.bus is None else self.bus)
 
 
 _LEAST = 1e-30
@@ -67,7 +90,10 @@ SELF = Link(math.inf)
 class Algorithm(NamedTuple):
     """One way the communication library runs a collective: seconds = base + steps · step latency + bytes / (share · B).
 
-    `kind` is "ring" or "tree"; `intra` and `inter` are the seconds of a step inside a node and between nodes.
+    `kind` is "ring", "tree", or "in-network": reduced by switches inside a node, where each device sends and receives
+    the value once. `intra` and `inter` are the seconds of a step inside a node and between nodes. With `saturation`, in
+    √s, the links fill up gradually and latency is hidden behind the transfer: where x is the seconds of the transfer
+    and l those of all latencies, seconds = (l^4 + (x + saturation · √x)^4)^(1/4).
     """
 
     kind: str
@@ -75,6 +101,13 @@ class Algorithm(NamedTuple):
     intra: float
     inter: float
     share: float = 1.0
+    saturation: float = 0.0
+
+    def seconds(self, latency: float, transfer: float) -> float:
+        """Of all its latencies and of its transfer."""
+        if not self.saturation:
+            return latency + transfer
+        return (latency**4 + (transfer + self.saturation * math.sqrt(transfer)) ** 4) ** 0.25
 
 
 class Group(NamedTuple):
@@ -105,6 +138,8 @@ class Regular:
     host: DeviceSpec | None = None
     host_link: Link | None = None
     algorithms: tuple[Algorithm, ...] = ()
+    over_nodes: tuple[Algorithm, ...] = ()
+    """The library's algorithms inside a node, and over several, if these are others."""
 
 
 class Topology:
@@ -313,7 +348,7 @@ class Topology:
 def slowest(links: Iterable[Link]) -> Link:
     """The least bandwidth and the greatest latency among links."""
     links = list(links) or [SELF]
-    return Link(min(x.bandwidth for x in links), max(x.latency for x in links), min(x.collective for x in links))
+    return Link(min(x.bandwidth for x in links), max(x.latency for x in links), min(x.collective() for x in links))
 
 
 def regular_group(r: Regular, nodes: Iterable[int]) -> Group:
@@ -326,7 +361,8 @@ def regular_group(r: Regular, nodes: Iterable[int]) -> Group:
 
 def spread(r: Regular, nodes: int, per_node: int, size: int) -> Group:
     """A group of `size` devices on `nodes` nodes, at least `per_node` on each."""
-    return Group(size, nodes, per_node, r.intra, r.inter if nodes > 1 else None, r.algorithms)
+    algorithms = r.over_nodes if nodes > 1 and r.over_nodes else r.algorithms
+    return Group(size, nodes, per_node, r.intra, r.inter if nodes > 1 else None, algorithms)
 
 
 def _regular_link(r: Regular, a: Device, b: Device) -> Link | None:

@@ -197,6 +197,7 @@ op(  # q (.., s, e), k (.., t, e), v (.., t, f), a mask that is added -> (.., s,
     eval=_attention,
     grad=_emit_grad,
     definition=_definition,
+    kernel="attention",
     work=_work(1, 1),
 )
 op(  # the gradients of q, k and v, from these, the two results, the gradient of the first, and the mask
@@ -207,6 +208,7 @@ op(  # the gradients of q, k and v, from these, the two results, the gradient of
     outputs=3,
     linear=[{5}],
     eval=_attention_grad,
+    kernel="attention",
     work=_work(3, 2),
 )
 op(  # from the same, the gradient of the mask, for a trained one (position biases)
@@ -216,5 +218,6 @@ op(  # from the same, the gradient of the mask, for a trained one (position bias
     dtype=_grad_dtypes(1),
     linear=[{5}],
     eval=_mask_grad,
+    kernel="attention",
     work=_work(1, 1),
 )

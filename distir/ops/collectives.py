@@ -203,7 +203,7 @@ def _along(
 # --- the ops
 
 _RING = Wire(("ring",), sent=_parts, steps=lambda n: n - 1)
-_REDUCED = Wire(("ring", "tree"), sent=lambda n: (2 * (n - 1), n), steps=lambda n: 2 * (n - 1))
+_REDUCED = Wire(("ring", "tree", "in-network"), sent=lambda n: (2 * (n - 1), n), steps=lambda n: 2 * (n - 1))
 
 op("MPIAllreduce", attributes="axis:text", comm=_along(Partial, Replicate, _replicated, _REDUCED, bundles=True))
 op(

@@ -31,6 +31,7 @@ op(
     linear=[{0}, {1}],
     weight=1,
     precision="low",
+    kernel="product",
     eval=lambda xp, a, b: xp.matmul(a, b),
     grad=_matmul_grad,
 )
@@ -52,6 +53,7 @@ op(  # of MatMul (..., k) x (k, n) the gradient of the matrix, summed over all r
     axes=_weight_axes,
     dtype=same,
     linear=[{0}, {1}],
+    kernel="product",
     eval=_weight_eval,
 )
 op(  # both gradients at once, for backward passes written by hand
@@ -61,6 +63,7 @@ op(  # both gradients at once, for backward passes written by hand
     outputs=2,
     linear=[{2}],
     weight=1,
+    kernel="product",
     work=lambda attrs, ins, outs: (4.0 * ins[0][0] * ins[1][0] * ins[1][1], 0.0),
     eval=lambda xp, x, w, d: (xp.matmul(d, w.T), xp.matmul(x.T, d)),
 )
@@ -112,6 +115,7 @@ op(
     dtype=same,
     weight=1,
     precision="low",
+    kernel="product",
     work=lambda attrs, ins, outs: (2.0 * math.prod(ins[0]) * outs[0][-1], 0.0),
     eval=_gemm,
     decompose=_gemm_decompose,

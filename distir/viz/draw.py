@@ -24,6 +24,8 @@ _COLOUR = {
     TRANSFER: "#CC79A7",
 }
 _OF_CATEGORY = dict(zip(CATEGORIES, ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999"), strict=True))
+_COLOURS = [f"C{k}" for k in range(10)] + ["#000000", "#F0E442", "#009E73", "#56B4E9", "#882255", "#44AA99"]
+"""Of names, one after the other."""
 _NARROW = 0.012
 """Bars narrower than this share of the timeline have no number."""
 
@@ -129,6 +131,33 @@ def curves(
         found[0].set_ylabel(y)
     if shared:
         _legend(figure, colours)
+    return figure
+
+
+def against(points: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str, within: float = 0.2) -> Figure:
+    """Points of two positive quantities in one unit, on logarithmic axes: {name: [(x, y), ...]}, each name a colour.
+
+    Lines mark where both are equal, and where `y` is larger or smaller by the share `within`.
+    """
+    figure = _figure(6.4, 4.8)
+    axes = figure.add_subplot()
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    numbers = [v for pairs in points.values() for pair in pairs for v in pair] or [1.0]
+    ends = [min(numbers) / 1.5, max(numbers) * 1.5]
+    for share, style in ((0.0, "-"), (within, ":"), (-within, ":")):
+        label = f"{share:+.0%}" if share else "equal"
+        axes.plot(ends, [v * (1 + share) for v in ends], style, color="grey", linewidth=1, label=label)
+    for k, (name, pairs) in enumerate(points.items()):
+        colour = _COLOURS[k % len(_COLOURS)]
+        axes.plot([a for a, _ in pairs], [b for _, b in pairs], "o", markersize=4, alpha=0.8, color=colour, label=name)
+    axes.set_xlim(*ends)
+    axes.set_ylim(*ends)
+    axes.set_box_aspect(1)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize="small")
     return figure
 
 

@@ -10,8 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 from distir.executor.cost_model import CostModel
+from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.ir import Device, Function, Mesh, Op, Value
+from distir.ir.communication import TRANSFERS
 from distir.ir.spec import lookup
 from distir.ir.type import Tuple, Type
 
@@ -74,6 +76,8 @@ class Inlined:
         each; and where it ends.
         """
         self.function = function
+        self.entered: set[Device] | None = None
+        """In a function that is called: the hosts that have issued an op of it."""
         start = {v: dict.fromkeys(self.devices(v), NEVER) for v in function.inputs}
         self.names: dict[object, Value] = {}
         env = {v: (self.instance(v), t) for v, t in start.items()}
@@ -97,6 +101,7 @@ class Inlined:
 
     def run(self, f: Function, env: dict[Value, Any]) -> None:
         waits = handed_on(f, self.cost)
+        chains = fused(f) if self.cost.runtime is not None and self.cost.runtime.fuses else {}
         begins: list[tuple[int, list[object]]] = []
         self.bodies.append(begins)
         for n, op in enumerate(f.ops):
@@ -105,18 +110,22 @@ class Inlined:
                 begins.append((len(self.flat), [env[v][0] for v in op.inputs if v not in later]))
             if op.callee is not None:
                 inner = {a: env[b] for a, b in zip(op.callee.inputs, op.inputs, strict=True)}
+                before, self.entered = self.entered, set()
                 self.run(op.callee, inner)
+                self.entered = before
                 for a, b in zip(op.outputs, op.callee.outputs, strict=True):
                     env[a] = inner[b]
                 continue
             times: dict[Value, dict[Device, float]] = {v: {} for v in op.outputs}
-            self.step(op, [env[v][1] for v in op.inputs], times)
+            self.step(op, [env[v][1] for v in op.inputs], times, chains.get(op, UNFUSED))
             for v in op.outputs:
                 env[v] = (self.instance(v), times[v])
             self.flat.append((op, tuple(env[v][0] for v in op.inputs), tuple(env[v][0] for v in op.outputs)))
         begins.append((len(self.flat), []))
 
-    def step(self, op: Op, ins: list[dict[Device, float]], times: dict[Value, dict[Device, float]]) -> None:
+    def step(
+        self, op: Op, ins: list[dict[Device, float]], times: dict[Value, dict[Device, float]], chained: Fused
+    ) -> None:
         spec, attrs, cost = op.spec, op.attributes, self.cost
         tin: list[Any] = [v.type for v in op.inputs]
         tout: list[Any] = [v.type for v in op.outputs]
@@ -148,14 +157,16 @@ class Inlined:
             meets.append((seconds, streams, *ends))
         else:
             for d in self.devices(op.outputs[0]):
-                meets.append((cost.compute(spec, attrs, tin, tout, d), [(d, "compute")], [d], [d]))
+                meets.append((cost.compute(spec, attrs, tin, tout, d, chained), [(d, "compute")], [d], [d]))
         events = []
         for seconds, streams, sources, targets in meets:
             keys = list(dict.fromkeys((d, name if self.overlap else "compute") for d, name in streams))
             start = max(self.clock.get(k, 0.0) for k in keys)
-            start = max([start, *(x[d] for x in ins for d in sources)])
+            start = max([start, *(x[d] for x in ins for d in sources), *self.issued(op, keys, chained)])
             for k in keys:
                 self.clock[k] = start + seconds
+                if spec.route in TRANSFERS and cost.runtime is not None and cost.runtime.waits and cost.issue(spec, 2):
+                    self.clock[k[0], "host"] = start + seconds
                 events.append((spec.name, start, seconds, repr(k[0]), k[1]))
             for v in op.outputs:
                 for d in targets:
@@ -165,6 +176,20 @@ class Inlined:
             for i, d in enumerate(dict.fromkeys(d for v in (*op.inputs, *op.outputs) for d in self.devices(v)))
         }
         self.events += sorted(events, key=lambda e: order[e[3]])
+
+    def issued(self, op: Op, keys: list[tuple[Device, str]], chained: Fused) -> list[float]:
+        """When the hosts of the devices have issued an op."""
+        hosts = list(dict.fromkeys(d for d, _ in keys))
+        seconds = self.cost.issue(op.spec, len(hosts), chained)
+        if not seconds:
+            return []
+        for d in hosts:
+            more = 0.0
+            if self.entered is not None and d not in self.entered:
+                self.entered.add(d)
+                more = self.cost.enter()
+            self.clock[d, "host"] = self.clock.get((d, "host"), 0.0) + seconds + more
+        return [self.clock[d, "host"] for d in hosts]
 
     def peak(self, device: Device) -> tuple[int, list[int]]:
         """Most bytes live on a device, and bytes by category live at the end."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Value
 from distir.ir.errors import IRTypeError
+from distir.ir.runtime import Runtime
 from distir.ir.topology import Algorithm, DeviceSpec, Link, Regular, Topology
 from distir.ir.type import NOW, REPLICATE, SUM, Float, Shard, Tensor, Tuple
 
@@ -32,6 +33,14 @@ def random_topology(rng: random.Random, devices: int) -> tuple[Topology, list[De
         for b in made[:i]:
             t.set_link(a, b, rng.choice(gbps) * 1e8, 1e-6)
     return t, made
+
+
+def random_runtime(rng: random.Random) -> Runtime | None:
+    """A runtime whose hosts are slower or quicker than the devices; often none."""
+    if rng.random() < 0.4:
+        return None
+    op, communication, member, call = (rng.choice([0.0, 1e-7, 3e-6, 2e-5]) for _ in range(4))
+    return Runtime("random", op, communication, member, call, fuses=rng.random() < 0.5, waits=rng.random() < 0.5)
 
 
 def _random_type(rng: random.Random, mesh: Mesh) -> Tensor:

@@ -26,7 +26,7 @@ from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.pipeline.schedule_table import Cell, Table
 from tests.executor.inlined import Inlined
-from tests.executor.random_schedules import random_topology
+from tests.executor.random_schedules import random_runtime, random_topology
 
 BATCH = 8
 
@@ -97,7 +97,7 @@ def random_case(seed: int) -> Case:
 
 def check(case: Case, overlap: bool, seed: int) -> Simulation:
     """Every event of every device; when each was done; the peak of memory and what is live at the end."""
-    cost = CostModel(case.topology)
+    cost = CostModel(case.topology, runtime=random_runtime(random.Random(seed)))
     simulation = Simulator(cost, overlap=overlap).interpret(case.function)
     inlined = Inlined(case.function, cost, overlap)
     assert [(e.name, e.ts, e.dur, e.pid, e.tid) for e in simulation.trace] == inlined.events

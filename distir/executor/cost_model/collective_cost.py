@@ -8,6 +8,8 @@ The group has n devices on N nodes; S is the size in bytes of the whole value th
 
     all-reduce, ring    2 S (n-1) / (n B) + base + 2 (n-N) intra + 2 (N-1) inter
     all-reduce, tree    2 S / B + base + 2 (n/N - 1) intra + 2 log2(N) inter     (over nodes only)
+    all-reduce, in-network
+                        S / B + base                                            (inside a node only)
     all-gather, reduce-scatter
                         S (n-1) / (n B) + base + (n-N) intra + (N-1) inter
     to one other        S / bandwidth + latency, of the slowest link
@@ -16,7 +18,8 @@ The group has n devices on N nodes; S is the size in bytes of the whole value th
     broadcast, reduce   S / B + (n-1) steps: a ring, pipelined in small pieces
     scatter, gather     the root's transfers one after the other, and one latency
 
-`intra` and `inter` are step latencies. The fastest algorithm counts. If a topology has none, a ring with the latencies
+`intra` and `inter` are step latencies; an algorithm that saturates hides its latency (`Algorithm.seconds`). The fastest
+algorithm counts. If a topology has none, a ring with the latencies
 of the links is assumed.
 """
 
@@ -38,10 +41,10 @@ def _algorithms(group: Group, kind: str) -> list[Algorithm]:
 
 def bus(group: Group) -> float:
     """The bandwidth of the group's ring, in bytes/s per device."""
+    inside = group.intra.collective(group.per_node)
     if group.inter is None:
-        return group.intra.collective
-    inside = group.intra.collective if group.per_node > 1 else math.inf
-    return min(inside, group.per_node * group.inter.collective)
+        return inside
+    return min(inside if group.per_node > 1 else math.inf, group.per_node * group.inter.collective())
 
 
 def _ring_latency(a: Algorithm, group: Group, rounds: int) -> float:
@@ -57,7 +60,16 @@ def _ring(wire: Wire, size: float, group: Group) -> list[float]:
     """Around the ring: one round is n-1 steps."""
     (a, n), b = wire.sent(group.size), bus(group)
     rounds = wire.steps(group.size) // max(1, group.size - 1)
-    return [a * size / (n * b * x.share) + _ring_latency(x, group, rounds) for x in _algorithms(group, "ring")]
+    transfer = a * size / (n * b)
+    return [x.seconds(_ring_latency(x, group, rounds), transfer / x.share) for x in _algorithms(group, "ring")]
+
+
+def _in_network(wire: Wire, size: float, group: Group) -> list[float]:
+    """Reduced and spread by switches inside a node: each device sends and receives the value once."""
+    if group.nodes > 1:
+        return []
+    transfer = size / group.intra.collective(group.size)
+    return [x.seconds(x.base, transfer / x.share) for x in _algorithms(group, "in-network")]
 
 
 def _tree(wire: Wire, size: float, group: Group) -> list[float]:
@@ -66,7 +78,7 @@ def _tree(wire: Wire, size: float, group: Group) -> list[float]:
         return []
     inside, levels, b = group.size / group.nodes - 1, math.log2(group.nodes), bus(group)
     return [
-        2 * size / (b * x.share) + x.base + 2 * (inside * x.intra + levels * x.inter)
+        x.seconds(x.base + 2 * (inside * x.intra + levels * x.inter), 2 * size / (b * x.share))
         for x in _algorithms(group, "tree")
     ]
 
@@ -88,7 +100,7 @@ def _next(wire: Wire, size: float, group: Group) -> list[float]:
     return [slowest + min(x.base for x in _algorithms(group, "ring"))]
 
 
-_PATTERNS = {"ring": _ring, "tree": _tree, "pairs": _pairs, "next": _next}
+_PATTERNS = {"ring": _ring, "tree": _tree, "in-network": _in_network, "pairs": _pairs, "next": _next}
 
 
 def pipelined(size: float, links: Iterable[tuple[int, Link]]) -> float:

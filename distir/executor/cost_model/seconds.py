@@ -1,8 +1,11 @@
 """Seconds of ops and of communication on the devices and links of a Topology.
 
-Roofline model, at local shapes: an op takes max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency)) + launch
-overhead. FLOPs are the spec's, bytes are those of operands and results (or the spec's own `work`), the peak is that of
-the dtype that the op computes in. Views and bundles are free.
+Roofline model, at local shapes: an op takes max((FLOPs + h) / (peak · efficiency), bytes / (bandwidth · efficiency)) +
+launch overhead. FLOPs are the spec's, bytes are those of operands and results (or the spec's own `work`), the peak is
+that of the dtype that the op computes in; h is the size at which a product reaches half of its efficiency, 0 for other
+ops. Views and bundles are free.
+
+With a `Runtime` the host takes time to issue each op, and chains of pointwise ops may count as one.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ import math
 from collections.abc import Sequence
 
 from distir.executor.cost_model import collective_cost as cost
+from distir.executor.cost_model.fusion import UNFUSED, Fused
 from distir.ir.communication import Wire
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
+from distir.ir.runtime import Runtime
 from distir.ir.spec import Attrs, Spec
 from distir.ir.topology import DeviceSpec, Group, Link, Topology
 from distir.ir.type import DType, Replicate, Tensor, Type
@@ -31,7 +36,7 @@ Types = Sequence[Type]
 
 
 class CostModel:
-    """Seconds on a Topology, which may be extended later.
+    """Seconds on a Topology, which may be extended later, under a runtime (None: a host that takes no time).
 
     With `tf32`, float32 matrix products run at the topology's "tf32" peak, if it has one. `overlap` is the default of a
     Simulator: whether a device's communication overlaps its compute; without it a device does one thing at a time.
@@ -39,9 +44,10 @@ class CostModel:
 
     overlap = True
 
-    def __init__(self, topology: Topology, *, tf32: bool = False) -> None:
+    def __init__(self, topology: Topology, *, tf32: bool = False, runtime: Runtime | None = None) -> None:
         self.topology = topology
         self.tf32 = tf32
+        self.runtime = runtime
         self._memo: dict[object, float] = {}
         self._version = topology.version
 
@@ -75,15 +81,37 @@ class CostModel:
         """True if the op sends from a device to a mesh, False from a mesh to a device, None if it does neither."""
         return spec.route == "scatter" if spec.route in ("scatter", "gather") else None
 
-    def compute(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device) -> float:
-        """Seconds an op takes on one device, quantized."""
+    def compute(
+        self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device, fused: Fused = UNFUSED
+    ) -> float:
+        """Seconds an op takes on one device, quantized; `fused` is what it does not move, in a chain."""
         what = self.topology.spec(device)
-        key = (spec, attrs or None, *[_form(t) for t in ins], None, *[_form(t) for t in outs], what)
+        key = (spec, attrs or None, *[_form(t) for t in ins], None, *[_form(t) for t in outs], what, fused)
         memo = self._cache()
         seconds = memo.get(key)
         if seconds is None:
-            seconds = memo[key] = quantize(self.compute_seconds(spec, attrs, ins, outs, what))
+            seconds = self.compute_seconds(spec, attrs, ins, outs, what)
+            if fused is not UNFUSED:
+                seconds = self._in_chain(seconds, ins, outs, what, fused)
+            seconds = memo[key] = quantize(seconds)
         return seconds
+
+    def _in_chain(self, seconds: float, ins: Types, outs: Types, what: DeviceSpec, fused: Fused) -> float:
+        """Seconds that are left of an op that is limited by memory, without what it does not move."""
+        saved = sum(ins[k].bytes for k in fused.operands) + (outs[0].bytes if fused.result else 0)
+        launch = what.kernel_launch_overhead if fused.operands else 0.0
+        return max(0.0, seconds - saved / (what.dram_bandwidth * what.memory_efficiency) - launch)
+
+    def issue(self, spec: Spec, devices: int = 1, fused: Fused = UNFUSED) -> float:
+        """Seconds that a host takes to issue an op to its device, quantized; `devices` take part in it."""
+        r = self.runtime
+        if r is None or fused.operands:
+            return 0.0
+        return quantize(r.op if spec.route is None else r.communication + r.member * (devices - 1))
+
+    def enter(self) -> float:
+        """Seconds that a host takes to call a function, quantized."""
+        return quantize(self.runtime.call) if self.runtime is not None else 0.0
 
     def collective(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
         """Seconds of a collective among the devices of a group, quantized."""
@@ -110,13 +138,18 @@ class CostModel:
     def compute_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, what: DeviceSpec) -> float:
         """The roofline of one op. A subclass may have its own."""
         flops, size = work(spec, attrs, ins, outs)
-        seconds = size / (what.dram_bandwidth * what.memory_efficiency)
+        bandwidth = what.dram_bandwidth * what.memory_efficiency
+        if spec.kernel == "product" and _batched(ins):
+            bandwidth *= what.batched_efficiency
+        seconds = size / bandwidth
         if flops:
             dtype = computed_in(ins, outs)
             peak = what.peak(dtype)
             if self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None:
                 peak = what.peak("tf32")
-            seconds = max(seconds, flops / (peak * what.compute_efficiency))
+            speed = what.products(dtype, spec.kernel == "attention")
+            half = speed.half_size if spec.kernel else 0.0
+            seconds = max(seconds, (flops + half) / (peak * speed.efficiency))
         return seconds + what.kernel_launch_overhead
 
     def collective_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
@@ -134,6 +167,11 @@ class CostModel:
             return cost.pipelined(t.bytes, _chain(self.topology, root, mesh))
         first = _pieces(t) if spec.route == "gather" else None
         return cost.serial(t.bytes, _links(self.topology, root, mesh, first))
+
+
+def _batched(ins: Types) -> bool:
+    """Whether a product has a matrix of its own for each one of a batch."""
+    return len(ins) > 1 and isinstance(t := ins[1], Tensor) and len(t.shape) > 2 and math.prod(t.shape[:-2]) > 1
 
 
 def wire_of(spec: Spec) -> Wire:

@@ -1,10 +1,11 @@
 """Lowering a Function to the flat lists that the loop runs (`maxplus`).
 
 Every class of devices has streams: `compute`, one for the collectives along each mesh axis, one for what it sends to
-and one for what it receives from each mesh or device, so that a waiting transfer does not delay another. An op becomes
-one *part* for each class, or for each set of classes that take part together. Free ops (views, bundles) have no part:
-their results are ready when the parts they depend on are. A dependence that a stream's own order implies is left out. A
-callee is compiled once; an input of a call is live only if it may arrive later than the streams that wait for it.
+and one for what it receives from each mesh or device, so that a waiting transfer does not delay another; under a
+runtime also that of its host, which issues the ops. An op becomes one *part* for each class, or for each set of classes
+that take part together. Free ops (views, bundles) have no part: their results are ready when the parts they depend on
+are. A dependence that a stream's own order implies is left out. A callee is compiled once; an input of a call is live
+only if it may arrive later than the streams that wait for it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from distir.executor.cost_model import CostModel
+from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.dependences import CodeBuilder
-from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify
+from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
 from distir.executor.simulator.equal_callees import Shapes
-from distir.executor.simulator.labels import COMPUTE, RECV, SEND, stream_name
-from distir.executor.simulator.maxplus import Code, OpPart, OpPlan, Slots, Twin
+from distir.executor.simulator.labels import COMPUTE, HOST, RECV, SEND, stream_name
+from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
+from distir.ir.communication import TRANSFERS
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
@@ -35,6 +38,11 @@ class CompiledProgram:
         self.function = function
         self.cost = cost
         self.overlap = overlap
+        runtime = cost.runtime
+        self._issued = runtime is not None and runtime.issues
+        """Whether hosts take time."""
+        self._waits = runtime is not None and runtime.waits
+        self._fuses = runtime is not None and runtime.fuses
         self.streams: list[tuple[int, str]] = []
         self._stream: dict[Where, int] = {}
         self._where: list[Where] = []
@@ -47,6 +55,8 @@ class CompiledProgram:
         """Numbers of kinds: ops of one kind have the same cost and classes."""
         self._first: list[tuple[Op, Function]] = []
         """The first op of each kind."""
+        self._chained: list[Fused] = []
+        """Of each kind what its ops do not move."""
         self._kind_of: dict[Function, list[int]] = {}
         self._shapes: dict[Function, tuple[int, Mesh]] = {}
         """Of each callee that is all on one mesh the number of its shape, and the mesh."""
@@ -81,7 +91,7 @@ class CompiledProgram:
 
     def stream(self, c: int, name: str, partner: Home | None = None) -> int:
         """The number of a class's stream."""
-        key: Where = (c, name, partner) if self.overlap else (c, COMPUTE, None)
+        key: Where = (c, name, partner) if self.overlap or name == HOST else (c, COMPUTE, None)
         found = self._stream.get(key)
         if found is None:
             found = self._stream[key] = len(self.streams)
@@ -95,18 +105,21 @@ class CompiledProgram:
         if found is not None:
             return found
         kinds, out = self._kinds, list[int]()
+        chains = fused(f) if self._fuses else {}
         for op in f.ops:
             spec = op.spec
             if spec is _CALL:
                 out.append(-1)
                 continue
-            key = (spec, op.attributes or None, *[v.type for v in op.inputs])
+            chained = chains.get(op, UNFUSED)
+            key = (spec, op.attributes or None, chained, *[v.type for v in op.inputs])
             if spec.route == "send":  # whatever it sends, of whichever microbatch
                 key = (spec, *_ends(op), op.inputs[0].type.bytes)
             n = kinds.get(key)
             if n is None:
                 n = kinds[key] = len(kinds)
                 self._first.append((op, f))
+                self._chained.append(chained)
             out.append(n)
         self._kind_of[f] = out
         return out
@@ -198,7 +211,7 @@ class CompiledProgram:
             found = self._situations[mesh] = mesh.axes, mesh.sizes, what, tuple(meet)
         return found
 
-    def _plan(self, op: Op) -> OpPlan:
+    def _plan(self, op: Op, chained: Fused = UNFUSED) -> OpPlan:
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         held = tuple([self.held(t) for t in outs])
         spec, attrs, cost = op.spec, op.attributes, self.cost
@@ -206,7 +219,12 @@ class CompiledProgram:
             return OpPlan((), None, held)
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
             parts = [
-                self._part(cost.collective(spec, attrs, ins, outs, p.group), [(c, axis, None) for c in p.classes])
+                self._part(
+                    op,
+                    cost.collective(spec, attrs, ins, outs, p.group),
+                    [(c, axis, None) for c in p.classes],
+                    devices=p.group.size,
+                )
                 for p in self.classes.peers[ins[0].device, axis]  # type: ignore[index]
             ]
         elif spec.route == "send":
@@ -216,24 +234,40 @@ class CompiledProgram:
         else:
             here = held[0] if outs else self.held(ins[0])
             parts = [
-                self._part(cost.compute(spec, attrs, ins, outs, self.classes.first[c]), [(c, COMPUTE, None)])
+                self._part(
+                    op,
+                    cost.compute(spec, attrs, ins, outs, self.classes.first[c], chained),
+                    [(c, COMPUTE, None)],
+                    chained=chained,
+                )
                 for c in here
             ]
         return _plan(parts, held)
 
     def _part(
         self,
+        op: Op,
         seconds: float,
         where: Sequence[Where],
-        sources: tuple[int, ...] | None = None,
-        targets: tuple[int, ...] | None = None,
+        ends: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        devices: int = 1,
+        chained: Fused = UNFUSED,
     ) -> OpPart:
-        """A part on a stream of each class. Without `sources` and `targets` each class is its own source and target."""
+        """A part on a stream of each class; `ends` are those where its operands and its results are, by default each.
+
+        `devices` take part in it.
+        """
         streams = [self.stream(*w) for w in where]
         classes = tuple([c for c, _, _ in where])
         communicates = where[0][1] != COMPUTE
-        ends = sources or classes, targets or classes
-        return OpPart(seconds, tuple(dict.fromkeys(streams)), classes, *ends, communicates, frozenset(streams))
+        issues, waits = None, ()
+        if self._issued and (issue := self.cost.issue(op.spec, devices, chained)):
+            hosts = [self.stream(c, HOST) for c in dict.fromkeys(classes)]
+            issues = tuple([(host, issue) for host in hosts])
+            waits = tuple(hosts) if self._waits and op.spec.route in TRANSFERS else ()
+        sources, targets = ends or (classes, classes)
+        on, streams = frozenset((*streams, *waits)), tuple(dict.fromkeys(streams))
+        return OpPart(seconds, streams, classes, sources, targets, communicates, on, issues, waits)
 
     def _send(self, op: Op, held: tuple[tuple[int, ...], ...]) -> OpPlan:
         ins = [v.type for v in op.inputs]
@@ -241,7 +275,8 @@ class CompiledProgram:
         parts: list[OpPart] = []
         for p in self.classes.pairs[a, b]:
             where = (p.source, SEND, b), (p.target, RECV, a)
-            parts.append(self._part(self.cost.transfer(ins, p.link), where, (p.source,), (p.target,)))
+            seconds = self.cost.transfer(ins, p.link)
+            parts.append(self._part(op, seconds, where, ((p.source,), (p.target,)), devices=2))
         return _plan(parts, held)
 
     def _fan(self, op: Op, outward: bool) -> OpPart:
@@ -252,7 +287,8 @@ class CompiledProgram:
         where: list[Where] = [(roots[0], SEND if outward else RECV, None)]
         where += [(c, RECV if outward else SEND, None) for c in others if c != roots[0]]
         ends = (roots, others) if outward else (others, roots)
-        return self._part(self.cost.between(op.spec, ins, outs, root, mesh), where, *ends)  # type: ignore[arg-type]
+        seconds = self.cost.between(op.spec, ins, outs, root, mesh)  # type: ignore[arg-type]
+        return self._part(op, seconds, where, ends, devices=len({root, *members(mesh)}))  # type: ignore[arg-type]
 
     def _compile(self, f: Function, entry: bool) -> Code:
         """The code of a function; with `entry` of the program itself, whose inputs are ready from the start."""
@@ -264,11 +300,14 @@ class CompiledProgram:
                 if not entry:
                     columns.append((i, c))
         code = Code(f, self.streams, columns)
+        code.issues = [] if self._issued else None
         builder = CodeBuilder(code, env)
         builder.run(self._planned(f), self.body)
         for k, v in enumerate(f.outputs):
             code.outputs += [(k, c, env[c][v]) for c in self.held(v.type)]
         if not entry:
+            if code.issues is not None:
+                code.issues = _entered(code.issues, self.cost.enter())
             builder.finish()
         return code
 
@@ -278,12 +317,23 @@ class CompiledProgram:
         for op, kind in zip(f.ops, self._kinds_in(f), strict=True):
             plan = plans.get(kind)
             if plan is None and kind >= 0:
-                plan = plans[kind] = self._plan(op)
+                plan = plans[kind] = self._plan(op, self._chained[kind])
             yield op, plan
 
 
+def _entered(issues: list[Issues | None], seconds: float) -> list[Issues | None]:
+    """The same, where the first part that each host issues in a function takes `seconds` more: those of the call."""
+    entered: set[int] = set()
+    out: list[Issues | None] = []
+    for issue in issues:
+        new = [(host, x + (0.0 if host in entered else seconds)) for host, x in issue or ()]
+        entered.update(host for host, _ in new)
+        out.append(tuple(new) or None)
+    return out
+
+
 def _plan(parts: list[OpPart], held: tuple[tuple[int, ...], ...]) -> OpPlan:
-    simple = len(parts) == 1 and len(parts[0].streams) == 1 and len(parts[0].classes) == 1
+    simple = len(parts) == 1 and len(parts[0].on) == 1 and len(parts[0].classes) == 1
     return OpPlan(tuple(parts), parts[0] if simple else None, held)
 
 

@@ -22,6 +22,7 @@ class CodeBuilder:
         """Lower all ops, each with its plan; without one it is a call."""
         code, envs, dominated = self.code, self.env, self.dominated
         duration, stream, needs, more, plans = code.duration, code.stream, code.needs, code.more, code.plans
+        issues = code.issues
         for op, plan in ops:
             if plan is None:
                 self._call(op, body(op.attributes["callee"]))
@@ -41,6 +42,8 @@ class CodeBuilder:
             stream.append(s)
             more.append(None)
             plans.append(plan)
+            if issues is not None:
+                issues.append(part.issues)
 
     def _general(self, op: Op, plan: OpPlan) -> None:
         """An op that is free, or has several parts, or several streams."""
@@ -60,7 +63,9 @@ class CodeBuilder:
             dominated.append(on)
             code.duration.append(part.duration)
             code.stream.append(part.streams[0])
-            code.more.append(part.streams[1:] or None)
+            code.more.append(part.streams[1:] + part.waits or None)
+            if code.issues is not None:
+                code.issues.append(part.issues)
 
     def _free(self, op: Op, plan: OpPlan) -> list[Slots]:
         """The slots that the results of a free op depend on, in each class: those of its operands there."""
@@ -104,6 +109,8 @@ class CodeBuilder:
         code.duration.append(0.0)
         code.stream.append(-1)
         code.more.append(call)
+        if code.issues is not None:
+            code.issues.append(None)
         for (k, c, _), below in zip(body.outputs, summary.dominated, strict=True):
             if not summary.rows:  # no live entry: the results are always ready
                 env[c][outputs[k]] = ()
@@ -119,6 +126,8 @@ class CodeBuilder:
         code.passed = frozenset(j for _, _, slots in code.outputs for j in slots if j < inputs)
         code.consumers = [set() for _ in range(inputs)]
         streams: dict[int, None] = {}
+        for issue in code.issues or ():
+            streams.update(dict.fromkeys(host for host, _ in issue or ()))
         slot = inputs
         for s, needs, more in zip(code.stream, code.needs, code.more, strict=True):
             if isinstance(more, Call):

@@ -8,8 +8,8 @@ from typing import Any
 from distir.ir.device import Device, Mesh
 from distir.ir.function import Function, Op, Value
 
-COMPUTE, SEND, RECV = "compute", "send", "recv"
-"""Streams of a device; those of collectives have the names of their axes."""
+COMPUTE, SEND, RECV, HOST = "compute", "send", "recv", "host"
+"""Streams of a device, and that of its host; those of collectives have the names of their axes."""
 COMMUNICATION, ISSUE, WAIT, FUNCTION, STEP = "communication", "issue", "wait", "function", "step"
 """Categories of slices, besides COMPUTE. Only measured traces have the last four: launches of communication and waits
 for it, on the compute stream, calls of functions, and whole steps.

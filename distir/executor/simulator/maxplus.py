@@ -5,6 +5,10 @@ it ends:
 
     start = max(clock[streams], ready[needs]);  clock[streams] = ready[part] = start + duration
 
+If a host must issue the part, its clock moves first, and the part starts no earlier than that:
+
+    clock[host] += issue;  start = max(start, clock[host])
+
 A call is a max-plus map from (clocks of the streams it uses, times of its inputs) to (clocks, times of its outputs).
 Its columns are computed by the same loop, once for each entry, with all others at minus infinity. As every stream keeps
 program order and no duration depends on time, the map is exact: with durations on a grid of 2^-44 s, bit for bit.
@@ -19,12 +23,17 @@ from weakref import WeakMethod
 from distir.ir.function import Function
 
 NEVER = float("-inf")
+Issues = tuple[tuple[int, float], ...]
+"""Of the hosts that issue a part: stream and seconds."""
 Slots = tuple[int, ...]
 """Slots that a value depends on: it is ready when all of them are; without any, always."""
 
 
 class OpPart(NamedTuple):
-    """An op on one class of devices, or on classes that meet. `streams` are those of `classes`, one each."""
+    """An op on one class of devices, or on classes that meet. `streams` are those of `classes`, one each.
+
+    `issues` are those of its hosts, `waits` the streams of hosts that wait for its end.
+    """
 
     duration: float
     streams: tuple[int, ...]
@@ -33,6 +42,8 @@ class OpPart(NamedTuple):
     targets: tuple[int, ...]
     communicates: bool
     on: frozenset[int]
+    issues: Issues | None = None
+    waits: tuple[int, ...] = ()
 
 
 class OpPlan(NamedTuple):
@@ -61,6 +72,17 @@ class Call:
             self._body = self._body.code
         return self._body
 
+    def run(self, needs: Sequence[Slots], clock: list[float], ready: list[float]) -> list[float]:
+        """Apply the map; returns the entry times."""
+        enter = [clock[x] for x in self.streams]
+        for slots in needs:  # mostly of one
+            enter.append(ready[slots[0]] if len(slots) == 1 else max([ready[j] for j in slots]))
+        left = [max([enter[k] + w for k, w in row]) for row in self.rows]
+        for x, t in zip(self.streams, left, strict=False):
+            clock[x] = t
+        ready += left[len(self.streams) :]
+        return enter
+
 
 class CallMap(NamedTuple):
     """A body's map at some live inputs: rows of (column, weight), and by which streams each output is dominated."""
@@ -80,7 +102,8 @@ class Code:
     """A compiled function. Slots are numbered: first a body's inputs (value and class), then parts in program order.
 
     `duration`, `stream`, `needs`, `more` are the loop's lists: `more` is None for a part on one stream, the other
-    streams of a part on several, a `Call`, or `()` never. A call takes a slot an output and class.
+    streams of a part on several, a `Call`, or `()` never. A call takes a slot an output and class. `issues` are those
+    of each part; `None` where no host takes any time.
     """
 
     def __init__(
@@ -101,6 +124,7 @@ class Code:
         self.stream: list[int] = []
         self.needs: list[Sequence[Any]] = []
         self.more: list[Any] = []
+        self.issues: list[Issues | None] | None = None
         self.consumers: list[set[frozenset[int]]] = []
         """For each input slot, the streams of each part that waits for it; an empty set if they are unknown."""
         self.passed: frozenset[int] = frozenset()
@@ -111,6 +135,8 @@ class Code:
 
     def run(self, clock: list[float], ready: list[float]) -> list[list[float]]:
         """The loop. Changes `clock` (of all streams), extends `ready` (of the inputs); returns calls' entry times."""
+        if self.issues is not None:
+            return self._run_issued(self.issues, clock, ready)
         entries: list[list[float]] = []
         append = ready.append
         for d, s, needs, more in zip(self.duration, self.stream, self.needs, self.more, strict=True):
@@ -136,14 +162,32 @@ class Code:
                     clock[x] = t
                 append(t)
             else:
-                enter = [clock[x] for x in more.streams]
-                for slots in needs:  # mostly of one
-                    enter.append(ready[slots[0]] if len(slots) == 1 else max([ready[j] for j in slots]))
-                left = [max([enter[k] + w for k, w in row]) for row in more.rows]
-                for x, t in zip(more.streams, left, strict=False):
-                    clock[x] = t
-                ready += left[len(more.streams) :]
-                entries.append(enter)
+                entries.append(more.run(needs, clock, ready))
+        return entries
+
+    def _run_issued(self, issues: list[Issues | None], clock: list[float], ready: list[float]) -> list[list[float]]:
+        """The same loop, with hosts that issue the parts."""
+        entries: list[list[float]] = []
+        for d, s, needs, more, issue in zip(self.duration, self.stream, self.needs, self.more, issues, strict=True):
+            if isinstance(more, Call):
+                entries.append(more.run(needs, clock, ready))
+                continue
+            t = clock[s]
+            for host, seconds in issue or ():
+                clock[host] = issued = clock[host] + seconds
+                if issued > t:
+                    t = issued
+            for x in more or ():
+                if clock[x] > t:
+                    t = clock[x]
+            for j in needs:
+                r = ready[j]
+                if r > t:
+                    t = r
+            clock[s] = t = t + d
+            for x in more or ():
+                clock[x] = t
+            ready.append(t)
         return entries
 
     def waits(self, j: int, dominated: frozenset[int]) -> bool:

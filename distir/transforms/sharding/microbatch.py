@@ -59,9 +59,9 @@ def _sweep(
     """Each op's mapping, with the ops `before` unsplit; or the values that are complete too late for an op that needs
     them.
 
-    `totals` are sums over microbatches that some op takes whole. What takes one beside what comes late waits for it; so
-    does what passes it on, if that, too, is taken whole (then no other sum need be kept): such sums are added, for a
-    sweep that goes by them.
+    `totals` are sums over microbatches that some op takes whole. What takes one, or what is made of it, beside what
+    comes late waits for it; so does what passes it on, if that, too, is taken whole (then no other sum need be kept):
+    such sums are added, for a sweep that goes by them.
     """
     state: list[Placement] = [REPLICATE] * len(graph.values)
     after: set[int] = set()  # values that are complete only after all microbatches
@@ -75,8 +75,8 @@ def _sweep(
         sig, ins, outs = graph.sigs[j], graph.ins[j], graph.outs[j]
         have = tuple([state[v] for v in ins])
         late = not after.isdisjoint(ins)
-        if late and SUM in have and not taken_whole.isdisjoint(ins):
-            totals.update(v for v, p in zip(ins, have, strict=True) if p is SUM and v in taken_whole)
+        if late and SUM in have:
+            totals.update(_taken_whole([v for v, p in zip(ins, have, strict=True) if p is SUM], sources, taken_whole))
         if SUM in have and all(p is REPLICATE or v in totals for p, v in zip(have, ins, strict=True)):
             form = len(ins), len(outs)
             if form not in waiting:
@@ -110,6 +110,19 @@ def _sweep(
         for v, p in zip(outs, placements, strict=True):
             state[v] = p
     return mappings, None
+
+
+def _taken_whole(sums: Sequence[int], sources: Mapping[int, Sequence[int]], taken: Collection[int]) -> set[int]:
+    """Of these sums those that some op takes whole; in place of another, those from which it is made."""
+    found: set[int] = set()
+    todo = list(sums)
+    while todo:
+        v = todo.pop()
+        if v in taken:
+            found.add(v)
+        else:
+            todo += sources.get(v, ())
+    return found
 
 
 def _work(

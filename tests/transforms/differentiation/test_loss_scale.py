@@ -13,6 +13,7 @@ from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import Function, FunctionMaker, Role, verify
 from distir.ir.function import Value
 from distir.ir.type import Float16, Float32, Tensor
+from distir.models.decoder import Decoder, decoder
 from distir.transforms.differentiation import loss_scale
 from distir.transforms.differentiation.loss_scale import EXPONENT, FINITE_STEPS, INITIAL, SKIPPED
 from distir.transforms.differentiation.training import (
@@ -133,3 +134,16 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(plan: Plan) -> None:
             assert a[name] == b[name]
         for name in a:  # in 16 bits sums over other pieces are rounded otherwise
             np.testing.assert_allclose(np.asarray(a[name], float), np.asarray(b[name], float), rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(), AdamW(), AdamW(clip_norm=1.0)], ids=repr)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_the_model_works_on_microbatches(optimizer: Optimizer, zero: int) -> None:
+    """What is kept of the whole batch are sums: no matrix product is in the prologue."""
+    step = training_step(
+        decoder(Decoder(2, 8, 2, vocab=16, seq=4, batch=8)), "cross-entropy", optimizer, precision=Float16
+    )
+    program = distribute(step, Plan(dp=2, pp=2, microbatches=2, zero=zero))
+    once = [f for f in program.callees() if f.name.startswith(("prologue", "update"))]
+    assert once
+    assert not [op for f in once for op in f.ops if op.spec.weight is not None]

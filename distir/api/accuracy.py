@@ -1,0 +1,181 @@
+"""The accuracy of predictions: measured training runs (`distir.api.cases`), each predicted by the simulator.
+
+    for row in read_rows("cases.csv"):
+        if row.setup:
+            program = program_of(row)
+            print(row.id, row.measured_seconds, predict(row, program).seconds)
+
+A prediction has two halves. `program_of` builds what a row describes, and keeps it; `predict` prices it, and can be
+called again with another cost model, to fit constants.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from distir.api.cases import CLIP_NORM, Measurement, Perceptron, Setup, read_rows
+from distir.api.compilation import distribute, simulated
+from distir.api.model import Model, Precision
+from distir.api.scores import Case, Scores, scores
+from distir.api.stage_cost import stage_cost
+from distir.executor.cost_model import CostModel
+from distir.hardware import load_cluster
+from distir.ir.errors import DistirError, UsageError
+from distir.ir.function import Function
+from distir.models.decoder import Decoder, decoder
+from distir.models.mlp import mlp
+from distir.transforms.differentiation.training import optimizer_named
+
+GIB = 1 << 30
+
+
+class Predicted(NamedTuple):
+    """Predicted seconds of a step, and the peak of memory in bytes on the device that needs most."""
+
+    seconds: float
+    peak_bytes: int
+
+
+class Scored(NamedTuple):
+    """A row and its prediction, or the reason why there is none; the seconds it took to build its program and to
+    predict."""
+
+    row: Measurement
+    predicted: Predicted | None
+    reason: str | None
+    build_seconds: float = 0.0
+    predict_seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds, and GiB of memory."""
+        return {
+            "id": self.row.id,
+            "measured_step_s": self.row.measured_seconds,
+            "predicted_step_s": self.predicted and self.predicted.seconds,
+            "measured_peak_gib": self.row.measured_gib,
+            "predicted_peak_gib": self.predicted and self.predicted.peak_bytes / GIB,
+            "reason": self.reason,
+        }
+
+
+class Accuracy(NamedTuple):
+    """Every row with its prediction, in the order of the file, and the scores of each source."""
+
+    rows: list[Scored]
+    sources: dict[str, Scores]
+
+    def to_json(self) -> dict[str, Any]:
+        """Errors as shares, times in seconds, memory in GiB."""
+        return {
+            "sources": {name: found._asdict() for name, found in self.sources.items()},
+            "rows": [scored.to_json() for scored in self.rows],
+        }
+
+
+def accuracy(
+    path: str | os.PathLike[str],
+    sources: Collection[str] = (),
+    on_row: Callable[[int, int], None] | None = None,
+) -> Accuracy:
+    """Predict the rows of a file of measured runs, and score the predictions; of these sources only, if any are given.
+
+    `on_row(k, n)` is called when row k of n is done. Raises UsageError for a file that cannot be read or has no rows
+    (see `read_rows`), or an unknown source.
+    """
+    rows = read_rows(path)
+    known = list(dict.fromkeys(row.source for row in rows))
+    for name in sources:
+        if name not in known:
+            raise UsageError(f"{os.fspath(path)} has no rows of the source {name!r}", f"it has {', '.join(known)}")
+    rows = [row for row in rows if not sources or row.source in sources]
+    found: list[Scored] = []
+    for k, row in enumerate(rows):
+        found.append(score(row))
+        if on_row is not None:
+            on_row(k, len(rows))
+    return Accuracy(found, scores_of(found))
+
+
+def score(row: Measurement) -> Scored:
+    """A row's prediction. A row that distir cannot express has a reason instead."""
+    if row.setup is None:
+        return Scored(row, None, row.reason)
+    begin = time.perf_counter()
+    try:
+        program = program_of(row)
+        built = time.perf_counter()
+        predicted = predict(row, program)
+    except DistirError as e:
+        return Scored(row, None, e.message)
+    return Scored(row, predicted, None, built - begin, time.perf_counter() - built)
+
+
+def program_of(row: Measurement) -> Function:
+    """The distributed program of a row; rows of equal setups share one. Raises DistirError if there can be none."""
+    return _program(_setup_of(row))
+
+
+def predict(row: Measurement, program: Function, cost: CostModel | None = None) -> Predicted:
+    """The predicted step of a row whose program is built, by the cost model of its cluster or another one."""
+    setup = _setup_of(row)
+    simulation = simulated(program, setup.plan, cost or cost_of(row))
+    return Predicted(simulation.seconds, max(simulation.peak_memory.values(), default=0))
+
+
+def cost_of(row: Measurement) -> CostModel:
+    """The cost model of a row's cluster, with as many nodes as the row needs. Raises UsageError if there is none."""
+    setup = _setup_of(row)
+    return _cost(setup.cluster, setup.plan.size)
+
+
+def scores_of(rows: Collection[Scored]) -> dict[str, Scores]:
+    """The scores of each source, in the order in which they occur."""
+    found: dict[str, list[Case]] = {scored.row.source: [] for scored in rows}
+    for scored in rows:
+        if (case := _case(scored)) is not None:
+            found[scored.row.source].append(case)
+    return {name: scores(cases) for name, cases in found.items()}
+
+
+def _case(scored: Scored) -> Case | None:
+    row, predicted = scored.row, scored.predicted
+    if predicted is None or row.measured_seconds is None or row.setup is None:
+        return None
+    sizes = replace(row.setup.model, batch=1)
+    if isinstance(sizes, Decoder):
+        sizes = sizes.layers, sizes.hidden, sizes.heads, sizes.seq, sizes.vocab
+    choice = sizes, row.setup.plan.size, row.setup.model.batch
+    return Case(row.measured_seconds, predicted.seconds, sizes, choice, row.measured_gib, predicted.peak_bytes / GIB)
+
+
+def _setup_of(row: Measurement) -> Setup:
+    if row.setup is None:
+        raise UsageError(f"{row.id} cannot be predicted: {row.reason}")
+    return row.setup
+
+
+@cache
+def _program(setup: Setup) -> Function:
+    model = _model(setup.model, setup.precision, setup.optimizer)
+    cost = _cost(setup.cluster, setup.plan.size)
+    devices = cost.topology.devices[: setup.plan.size]
+    return distribute(model, setup.plan, devices, cost=stage_cost(cost, setup.plan))
+
+
+@cache
+def _cost(cluster: str, devices: int) -> CostModel:
+    return CostModel(load_cluster(cluster, devices=devices))
+
+
+@lru_cache(maxsize=16)
+def _model(sizes: Decoder | Perceptron, precision: Precision, optimizer: str | None) -> Model:
+    """The training step; of a perceptron its forward and backward pass."""
+    if isinstance(sizes, Perceptron):
+        return Model(mlp(sizes.layers, sizes.batch, sizes.hidden))
+    settings = optimizer_named(optimizer or "sgd", clip_norm=CLIP_NORM)
+    return Model(decoder(sizes)).training("cross-entropy", settings, precision=precision)

@@ -1,0 +1,329 @@
+"""Measured training runs in a CSV file: its columns, its rows, and the model, plan and cluster that a row describes.
+
+`docs/accuracy.md` describes the file column by column. Lines that begin with `#` are comments.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from distir.api.model import PRECISIONS, Precision
+from distir.ir.errors import DistirError, UsageError
+from distir.models.decoder import ARCHITECTURES, Decoder
+from distir.transforms.pipeline.schedule import SCHEDULES
+from distir.transforms.plan import AXES, Plan
+
+MLP = "mlp"
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt": ARCHITECTURES["gpt"],
+    "llama": ARCHITECTURES["llama"],
+    "mpt": ARCHITECTURES["gpt"],
+}
+"""The parts of the decoders, by family. MPT's layers are GPT-2's."""
+VOCAB = 51_200
+"""The size of the vocabulary where the cell is empty: GPT-2's, padded as Megatron-LM pads it."""
+CLIP_NORM = 1.0
+"""Megatron-LM, Composer and torchtitan limit the norm of all gradients to 1 by default: decoders are trained so."""
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
+_NONE = "none"
+_MOST = 1 << 53
+"""Numbers up to here are exact in a float."""
+
+
+@dataclass(frozen=True)
+class Perceptron:
+    """The sizes of `distir.models.mlp`: `layers` square weights of `hidden` by `hidden`, `batch` samples a step."""
+
+    layers: int
+    hidden: int
+    batch: int
+
+
+class Setup(NamedTuple):
+    """What a run's program is made of: equal setups have the same program.
+
+    `optimizer` is None for a step without one. `cluster`: a shipped one, or a .toml file.
+    """
+
+    model: Decoder | Perceptron
+    precision: Precision
+    optimizer: str | None
+    plan: Plan
+    cluster: str
+
+
+class Measurement(NamedTuple):
+    """A measured run: a row of the file.
+
+    `measured_seconds` of a step and `measured_gib`, the peak of memory on a device, are None where the file does not
+    say. `runtime` is the software that executed the run. `setup` is None where distir cannot express the run; then
+    `reason` says why.
+    """
+
+    id: str
+    source: str
+    line: int
+    measured_seconds: float | None
+    measured_gib: float | None
+    runtime: str
+    setup: Setup | None
+    reason: str | None
+
+
+def _whole(text: str) -> int:
+    n = int(text)
+    if not 1 <= n <= _MOST:
+        raise ValueError(text)
+    return n
+
+
+def _positive(text: str) -> float:
+    x = float(text)
+    if not 0 < x < math.inf:
+        raise ValueError(text)
+    return x
+
+
+def _flag(text: str) -> bool:
+    return bool(("0", "1").index(text))
+
+
+def _stage(text: str) -> int:
+    return ("0", "1", "2", "3").index(text)
+
+
+_EXPECTED: dict[Callable[[str], Any], str] = {
+    _whole: "a whole number of at least 1",
+    _positive: "a number above 0",
+    _flag: "0 or 1",
+    _stage: "0, 1, 2 or 3",
+}
+
+
+class CsvColumn(NamedTuple):
+    """A column of the file: how a cell is read (ValueError if it cannot be), and what an empty cell means.
+
+    `needed`: the file must have the column, and a row without it cannot be predicted.
+    """
+
+    read: Callable[[str], Any]
+    empty: Any = None
+    needed: bool = False
+
+
+COLUMNS: dict[str, CsvColumn] = {
+    "id": CsvColumn(str, ""),
+    "source": CsvColumn(str, "", True),
+    "model_family": CsvColumn(str, None, True),
+    "layers": CsvColumn(_whole, None, True),
+    "hidden": CsvColumn(_whole, None, True),
+    "heads": CsvColumn(_whole),
+    "kv_heads": CsvColumn(_whole, 0),
+    "ffn_hidden": CsvColumn(_whole, 0),
+    "vocab": CsvColumn(_whole, VOCAB),
+    "seq": CsvColumn(_whole),
+    "global_batch": CsvColumn(_whole, None, True),
+    "micro_batch": CsvColumn(_whole, None, True),
+    "dp": CsvColumn(_whole, 1),
+    "tp": CsvColumn(_whole, 1),
+    "pp": CsvColumn(_whole, 1),
+    "vpp": CsvColumn(_whole, 1),
+    "cp": CsvColumn(_whole, 1),
+    "ep": CsvColumn(_whole, 1),
+    "zero_stage": CsvColumn(_stage, 0),
+    "sequence_parallel": CsvColumn(_flag, False),
+    "recompute": CsvColumn(str, _NONE),
+    "attention": CsvColumn(str, ""),
+    "dtype": CsvColumn(str, None, True),
+    "grad_dtype": CsvColumn(str, ""),
+    "optimizer": CsvColumn(str, _NONE),
+    "schedule": CsvColumn(str, ""),
+    "overlap_grad_reduce": CsvColumn(_flag, False),
+    "cluster": CsvColumn(str, None, True),
+    "runtime": CsvColumn(str, ""),
+    "gpus": CsvColumn(_whole),
+    "measured_step_s": CsvColumn(_positive, None, True),
+    "measured_peak_gib": CsvColumn(_positive),
+    "measured_tokens_per_s_per_gpu": CsvColumn(_positive),
+    "notes": CsvColumn(str, ""),
+}
+"""In the order of the file; other columns are ignored."""
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[Measurement]:
+    """The rows of a file of measured runs.
+
+    A row with a bad cell, or that distir cannot express, has a reason and no setup. Raises UsageError for a file that
+    cannot be read, is no CSV, lacks a column that is needed, or has no rows.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, encoding="utf-8-sig", newline="") as file:
+            rows = list(_rows(file, name))
+    except OSError as e:
+        raise UsageError(f"cannot read {name}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise UsageError(f"{name} is not text", "a file of measured runs is CSV, in UTF-8") from e
+    if not rows:
+        raise UsageError(f"{name} has no rows", "a header, then a line a measured run")
+    return rows
+
+
+def _rows(lines: Iterator[str], name: str) -> Iterator[Measurement]:
+    begins = [0]
+
+    def uncommented() -> Iterator[str]:
+        quoted = False  # whether the line begins inside a cell: there # begins no comment
+        for number, line in enumerate(lines, 1):
+            if quoted or not line.startswith("#"):
+                begins.append(number)
+                quoted ^= line.count('"') % 2 == 1
+                yield line
+
+    reader = csv.reader(uncommented(), strict=True)
+    try:
+        header: list[str] | None = None
+        for cells in reader:
+            line, begins[1:] = begins[1], []
+            if not any(map(str.strip, cells)):
+                continue
+            if header is None:
+                header = [c.strip() for c in cells]
+                _check_header(header, f"{name}, line {line}")
+            else:
+                yield _row(header, [c.strip() for c in cells], f"{name}, line {line}", line)
+    except csv.Error as e:
+        raise UsageError(f"{name}, line {begins[-1]}: {e}", "a file of measured runs is CSV") from e
+
+
+def _check_header(header: list[str], where: str) -> None:
+    if twice := [c for k, c in enumerate(header) if c in header[:k]]:
+        raise UsageError(f"{where}: the column {twice[0]!r} is there twice")
+    for column in COLUMNS:
+        if column in header:
+            continue
+        near = difflib.get_close_matches(column, [c for c in header if c not in COLUMNS], 1, 0.8)
+        if near or COLUMNS[column].needed:
+            hint = (
+                f"is it {near[0]!r}?" if near else f"needed are {', '.join(k for k, c in COLUMNS.items() if c.needed)}"
+            )
+            raise UsageError(f"{where}: no column {column!r}", hint)
+
+
+class _CellError(DistirError):
+    """A cell of another form than its column's."""
+
+
+def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurement:
+    """A row of the file, its first fault as its reason."""
+    reason: str | None = None
+    if len(cells) != len(header):
+        reason = f"{where}: expected {len(header)} cells, got {len(cells)}"
+    values: dict[str, Any] = {}
+    given = dict(zip(header, cells, strict=False))
+    for name, column in COLUMNS.items():
+        text = given.get(name, "")
+        values[name] = column.empty
+        if text:
+            try:
+                values[name] = column.read(text)
+            except ValueError:
+                expected = _EXPECTED[column.read]
+                reason = reason or f"{where}, column {name}: expected {expected}, got {text[:40]!r}"
+        elif name == "measured_step_s":
+            reason = reason or f"{where}, column {name}: empty"
+    setup = None
+    if reason is None:
+        try:
+            setup = _setup(values)
+        except DistirError as e:
+            reason = e.message
+    return Measurement(
+        values["id"] or f"line {line}",
+        values["source"],
+        line,
+        values["measured_step_s"],
+        values["measured_peak_gib"],
+        values["runtime"] or _runtime(values),
+        setup,
+        reason,
+    )
+
+
+def _runtime(values: Mapping[str, Any]) -> str:
+    """The software that a run was executed by, where the file does not say it: decoders of Megatron's families with
+    whole parameters on each replica by Megatron-LM, all else by PyTorch in eager mode."""
+    megatron = values["model_family"] in ("gpt", "llama") and values["zero_stage"] < 3
+    return "megatron" if megatron else "torch-eager"
+
+
+def _setup(values: Mapping[str, Any]) -> Setup:
+    """What a row describes. Raises DistirError, with the reason, where distir cannot express it."""
+    for name, column in COLUMNS.items():
+        if column.needed and values[name] is None:
+            raise UsageError(f"{name} is not given")
+    for name in ("cp", "ep"):
+        if values[name] > 1:
+            kind = "context" if name == "cp" else "expert"
+            raise UsageError(f"{name} {values[name]}: distir has no {kind} parallelism")
+    dtype = values["dtype"]
+    if dtype not in PRECISIONS:
+        raise UsageError(f"dtype {dtype} is none of {', '.join(PRECISIONS)}")
+    model = _model(values)
+    if isinstance(model, Perceptron):
+        if dtype != "fp32" or values["optimizer"] != _NONE:
+            raise UsageError(f"the step of an {MLP} is in fp32, without optimizer")
+        return Setup(model, Precision(), None, _plan(values), values["cluster"])
+    if values["optimizer"] not in _OPTIMIZERS:
+        raise UsageError(f"optimizer {values['optimizer']} is none of {', '.join(_OPTIMIZERS)}")
+    precision = Precision(dtype, values["grad_dtype"] or ("fp16" if dtype == "fp16" else "fp32"))
+    if precision.gradients not in ("fp32", dtype):
+        raise UsageError(f"grad_dtype {precision.gradients} is neither fp32 nor the dtype, {dtype}")
+    return Setup(model, precision, _OPTIMIZERS[values["optimizer"]], _plan(values), values["cluster"])
+
+
+def _model(values: Mapping[str, Any]) -> Decoder | Perceptron:
+    family, batch = values["model_family"], values["global_batch"]
+    if family == MLP:
+        return Perceptron(values["layers"], values["hidden"], batch)
+    if family not in FAMILIES:
+        raise UsageError(f"model_family {family} is none of {', '.join([*FAMILIES, MLP])}")
+    for name in ("heads", "seq"):
+        if values[name] is None:
+            raise UsageError(f"{name} is not given")
+    sizes = {name: values[name] for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq")}
+    return Decoder(**{**FAMILIES[family], **sizes, "ffn": values["ffn_hidden"], "batch": batch})
+
+
+def _plan(values: Mapping[str, Any]) -> Plan:
+    replicas, micro, batch = values["dp"], values["micro_batch"], values["global_batch"]
+    if batch % (replicas * micro):
+        raise UsageError(f"a batch of {batch} is no whole number of microbatches: dp {replicas} x micro_batch {micro}")
+    chunks, schedule = values["vpp"], values["schedule"] or ("interleaved" if values["vpp"] > 1 else _NONE)
+    if schedule == _NONE and values["pp"] > 1:
+        schedule = "" if values["schedule"] else "1f1b"
+    if schedule not in (*SCHEDULES, _NONE):
+        raise UsageError(f"schedule {values['schedule']} with pp {values['pp']}: known are {', '.join(SCHEDULES)}")
+    if chunks > 1 and schedule != "interleaved":
+        raise UsageError(f"vpp {chunks} needs the schedule interleaved, got {schedule}")
+    if values["recompute"] not in (_NONE, "selective", "full"):
+        raise UsageError(f"recompute {values['recompute']} is none of none, selective, full")
+    plan = Plan(
+        **{f.name: values[f.name] for f in AXES},
+        microbatches=batch // (replicas * micro),
+        schedule="1f1b" if schedule == _NONE else schedule,
+        chunks=chunks,
+        overlap=values["overlap_grad_reduce"],
+        zero=values["zero_stage"],
+        sequence_parallel=values["sequence_parallel"],
+        recompute=values["recompute"],
+    )
+    if values["gpus"] not in (None, plan.size):
+        raise UsageError(f"gpus is {values['gpus']}, the product of dp, tp and pp {plan.size}")
+    return plan

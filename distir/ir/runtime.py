@@ -1,0 +1,31 @@
+"""The runtime of a program: what the host spends to issue ops to a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The figures of a framework, on the host of each device. All but the name and flags are seconds.
+
+    The host issues the ops of a device one after the other and runs ahead of it; a device waits for an op that is not
+    issued yet. `op`: of a compute op; `communication`: of a collective or transfer, and `member` more for each further
+    device that takes part; `call`: of each call of a function, such as a microbatch of a stage.
+
+    `fuses`: chains of pointwise ops run as one op, without reading or writing what is between them. `waits`: the host
+    waits until a transfer has ended before it goes on.
+    """
+
+    name: str
+    op: float = 0.0
+    communication: float = 0.0
+    member: float = 0.0
+    call: float = 0.0
+    fuses: bool = False
+    waits: bool = False
+
+    @property
+    def issues(self) -> bool:
+        """Whether the host takes any time."""
+        return max(self.op, self.communication, self.member, self.call) > 0
