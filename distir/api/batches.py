@@ -14,7 +14,6 @@ from distir.runtime.options import RunOptions
 from distir.runtime.samples import Samples
 from distir.transforms.parallel3d import source_of
 from distir.transforms.pipeline.evaluation import evaluation
-from distir.transforms.rewriting.cleanup import prune
 
 
 class Workload(NamedTuple):

@@ -28,8 +28,8 @@ class Decoder:
     width between the products of an MLP, by default 4 `hidden`, if `gated` 8/3 of it, rounded up to a multiple of 256.
     `gated`: the MLP is silu(x W) * (x V), else gelu(x W). `rotary`: positions turn queries and keys, else a table of
     them is added. `rms`: root-mean-square norms, else layer norms. `tied`: the head is the embedding. `bias`: products
-    have one. `dropout`: the ratio of what is dropped in training: of the embeddings, of what attention and MLP add, and of
-    attention's probabilities. `attention`: "fused" in one op, or "unfused", by default only with dropout: the
+    have one. `dropout`: the ratio of what is dropped in training: of the embeddings, of what attention and MLP add, and
+    of attention's probabilities. `attention`: "fused" in one op, or "unfused", by default only with dropout: the
     probabilities are then values of their own.
 
     Raises UsageError for sizes below 1, heads that do not divide what they split, a ratio outside of [0, 1), or dropout

@@ -101,8 +101,9 @@ def test_the_share_that_is_dropped(ratio: float) -> None:
 
 def test_masks_are_independent_of_each_other_and_along_themselves() -> None:
     """Of other steps, seeds, dropouts; and of the same, some elements on."""
-    at = [dict(step=s) for s in (0, 1, 2, 1000)] + [dict(seed=1), dict(seed=2**32), dict(stream=1), dict(stream=2)]
-    masks = [mask((COUNT,), **where) for where in at]
+    steps = [{"step": s} for s in (0, 1, 2, 1000)]
+    others = [{"seed": 1}, {"seed": 2**32}, {"stream": 1}, {"stream": 2}]
+    masks = [mask((COUNT,), **where) for where in (*steps, *others)]
     for a, b in itertools.combinations(masks, 2):
         assert deviations(a == b, 0.5) < 5
     for lag in (1, 2, 3, 64, 1000, 1024, 4096, 65536):

@@ -1,9 +1,9 @@
 """What a layer of a transformer saves for its backward pass, against published closed forms.
 
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), equations 1 to 6,
-for 16 bits, with dropout, and attention that is not fused. s: length of the sequence, b: of the microbatch, h: hidden
-size, a: heads, t: shards of tensor parallelism. None of these is written into the package: the bytes follow from which
-values the backward ops use, and from their types.
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), sections 4 and
+5, for 16 bits, with dropout, and attention that is not fused. s: length of the sequence, b: sequences in a microbatch, h:
+hidden size, a: heads, t: shards of tensor parallelism. None of these is written into the package: the bytes follow from
+which values the backward ops use, and from their types.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_bytes_of_a_layer(form: str, size: tuple[int, int, int, int]) -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_two_microbatches_are_in_flight_on_the_first_of_two_stages(precision: str) -> None:
-    """Each with the layers of its stage: equation 5, and section 4.2.3."""
+    """Each with the layers of its stage: section 4.2.3."""
     s, b, h, a = 1024, 2, 2048, 16
     plan = Plan(pp=2, microbatches=4, tp=2)
     by_layers = [saved(model(layers, s, 4 * b, h, a, precision), plan) for layers in (4, 6)]

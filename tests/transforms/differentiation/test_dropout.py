@@ -19,7 +19,7 @@ from distir.ir import Function, FunctionMaker, Role, Value, parse, pformat, same
 from distir.ir.errors import MismatchError
 from distir.ir.function import Op
 from distir.ir.spec import lookup
-from distir.ir.type import BFloat16, Float16, Float32, Float64, Int64, Tensor
+from distir.ir.type import BFloat16, Float16, Float32, Float64, Tensor
 from distir.models.decoder import Decoder, decoder
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation import dropout
@@ -28,7 +28,7 @@ from distir.transforms.differentiation.training import SGD, AdamW, LearningRate,
 from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.evaluation import evaluation
 from distir.transforms.rewriting.precision import with_dtype
-from tests.transforms.programs import BATCH, TOLERANCE, Plan, Program, check, distributed, error, run
+from tests.transforms.programs import BATCH, PLAIN, TOLERANCE, Plan, Program, check, distributed, error, run
 
 RATIO = 0.2
 SMALL = Decoder(2, 16, 4, vocab=19, seq=6, batch=BATCH, dropout=RATIO)
@@ -39,7 +39,7 @@ def drawn(function: Function) -> list[Op]:
 
 
 @functools.cache
-def program(optimizer: Optimizer = SGD(0.1), config: Decoder = SMALL, step: int = 3) -> Program:
+def program(optimizer: Optimizer = PLAIN, config: Decoder = SMALL, step: int = 3) -> Program:
     """A training step in float64, at a step that is not the first."""
     function = with_dtype(training_step(decoder(config), "cross-entropy", optimizer, gradients=True), Float64)
     rng = np.random.default_rng(0)
@@ -282,7 +282,12 @@ def attributes(**new: Any) -> Change:
 
 
 def of_another(op: Op, f: FunctionMaker) -> Op:
-    return Op(op.spec, (f.inputs[0] if len(shape_of(op.inputs[0])) else op.inputs[0], *op.inputs[1:]), op.attributes, op.outputs)
+    return Op(
+        op.spec,
+        (f.inputs[0] if len(shape_of(op.inputs[0])) else op.inputs[0], *op.inputs[1:]),
+        op.attributes,
+        op.outputs,
+    )
 
 
 def as_op(name: str) -> Change:
