@@ -28,8 +28,8 @@ def key(step: int = 0, seed: int = 0, stream: int = 0) -> Any:
     return dropout._key(NUMPY, np.asarray(step), seed, stream)
 
 
-def mask(shape: Shape, ratio: float = 0.5, start: Shape | None = None, whole: Shape | None = None, **at: int) -> Any:
-    return dropout.random_mask(NUMPY, key(**at), shape, start or (0,) * len(shape), whole or shape, ratio)
+def mask(shape: Shape, ratio: float = 0.5, **at: int) -> Any:
+    return dropout.random_mask(NUMPY, key(**at), shape, (0,) * len(shape), shape, ratio)
 
 
 def mixed(z: int) -> int:
@@ -132,9 +132,9 @@ def built(dtype: DType, shape: Shape, ratio: float, whole: Shape | None = None) 
 
 @pytest.mark.parametrize("dtype", [Float64, Float32, Float16, BFloat16], ids=repr)
 def test_kept_elements_are_scaled_and_rounded_once(dtype: DType) -> None:
-    x = np.random.default_rng(0).standard_normal((8, 32)).astype(dtype.numpy)
+    x: Any = np.random.default_rng(0).standard_normal((8, 32)).astype(dtype.numpy)
     y, kept, d = SequentialExecutor().compute(built(dtype, (8, 32), 0.1), [x, np.asarray(5)])
-    wide = x.astype(np.float32 if dtype.size < 4 else dtype.numpy)
+    wide: Any = x.astype(np.float32 if dtype.size < 4 else dtype.numpy)
     assert np.array_equal(y, np.where(kept, (wide * (1 / 0.9)).astype(dtype.numpy), 0))
     assert np.array_equal(d, y)
     assert np.array_equal(kept, mask((8, 32), 0.1, step=5, seed=1, stream=2))

@@ -1,9 +1,9 @@
 """What a layer of a transformer saves for its backward pass, against published closed forms.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), sections 4 and
-5, for 16 bits, with dropout, and attention that is not fused. s: length of the sequence, b: sequences in a microbatch, h:
-hidden size, a: heads, t: shards of tensor parallelism. None of these is written into the package: the bytes follow from
-which values the backward ops use, and from their types.
+5, for 16 bits, with dropout, and attention that is not fused. s: length of the sequence, b: sequences in a microbatch,
+h: hidden size, a: heads, t: shards of tensor parallelism. None of these is written into the package: the bytes follow
+from which values the backward ops use, and from their types.
 """
 
 from __future__ import annotations
