@@ -19,7 +19,7 @@ from distir.ir.spec import FactorMapping, lookup
 from distir.ir.type import Float16, Float32, Int64, Shard, Tensor
 from distir.ops.rules import cast, shape_of, tensor
 from distir.transforms.differentiation.clip import clip_factor, sum_of_squares
-from distir.transforms.differentiation.dropout import step_of, with_dropout
+from distir.transforms.differentiation.draw_dropout import step_of, with_dropout
 from distir.transforms.differentiation.grad import find_loss, grad, parameters, sources
 from distir.transforms.differentiation.loss_scale import LossScale, scale_loss, skips, unscale
 from distir.transforms.rewriting.cleanup import extend, fold

@@ -24,7 +24,7 @@ from distir.ir.spec import lookup
 from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor
 from distir.models.gpt import gpt
 from distir.ops.rules import shape_of, tensor
-from distir.transforms.differentiation.dropout import with_dropout
+from distir.transforms.differentiation.draw_dropout import with_dropout
 from distir.transforms.differentiation.grad import grad
 from distir.transforms.differentiation.training import (
     SGD,

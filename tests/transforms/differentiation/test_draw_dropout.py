@@ -22,8 +22,8 @@ from distir.ir.spec import lookup
 from distir.ir.type import BFloat16, Float16, Float32, Float64, Tensor
 from distir.models.decoder import Decoder, decoder
 from distir.ops.rules import shape_of, tensor
-from distir.transforms.differentiation import dropout
-from distir.transforms.differentiation.dropout import step_of, with_dropout
+from distir.transforms.differentiation import draw_dropout
+from distir.transforms.differentiation.draw_dropout import step_of, with_dropout
 from distir.transforms.differentiation.training import SGD, AdamW, LearningRate, Optimizer, training_step
 from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.evaluation import evaluation
@@ -319,7 +319,7 @@ def test_the_law_rejects(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             return super().finalize()
 
     source = before()
-    monkeypatch.setattr(dropout, "FunctionMaker", Changed)
+    monkeypatch.setattr(draw_dropout, "FunctionMaker", Changed)
     made = with_dropout(source, 0)
     with pytest.raises(MismatchError):
         check_origins(made)
