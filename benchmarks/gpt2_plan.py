@@ -20,7 +20,7 @@ from pathlib import Path
 from laps import machine, parser
 
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.simulator import Simulator
+from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster
 from distir.importer import import_from_onnx
 from distir.ir.infer import forget

@@ -19,7 +19,7 @@ from typing import Any
 from laps import Laps, machine, medians, parser, table
 
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.simulator import Simulation, Simulator
+from distir.executor.simulator.simulation import Simulation, Simulator
 from distir.hardware import load_cluster
 from distir.ir import Function
 from distir.ir.infer import forget

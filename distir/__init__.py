@@ -6,13 +6,12 @@
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
 
 INTERRUPTED = 130
 """The exit code of the command line after Ctrl-C."""
 
 
-def end_interrupted(*_: Any) -> None:
+def end_interrupted(*_: object) -> None:
     """End this process as Ctrl-C does where nothing has begun yet."""
     os.write(2, b"distir: error: interrupted\n")
     os._exit(INTERRUPTED)
@@ -27,6 +26,8 @@ def _is_command() -> bool:
 
 if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end_interrupted)  # until `distir.cli.console` takes over
+
+from typing import TYPE_CHECKING, Any  # noqa: E402  (an interrupt while it is loaded is handled, too)
 
 import distir.ops  # noqa: E402, F401  (registers the ops)
 from distir.ir import (  # noqa: E402

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import io
@@ -52,6 +53,15 @@ def test_an_interrupt_while_modules_are_loaded_has_no_traceback(name: str, how: 
     line = [sys.executable, *start, "simulate", MLP, *MSE, "--cluster", "dgx-a100"]
     done = subprocess.run(line, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "distir: error: interrupted\n")
+
+
+def test_an_interrupt_is_handled_before_anything_else_is_loaded() -> None:
+    """Until then Ctrl-C shows a traceback: what is imported first is what the handler needs."""
+    body = ast.parse((ROOT / "distir/__init__.py").read_text()).body
+    begin = next(k for k, node in enumerate(body) if isinstance(node, ast.If))
+    before = [ast.unparse(node) for node in body[:begin] if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert before == ["import os", "import signal", "import sys"]
+    assert "signal.signal(signal.SIGINT, end_interrupted)" in ast.unparse(body[begin])
 
 
 def test_importing_distir_leaves_signals_alone() -> None:

@@ -166,8 +166,28 @@ def test_no_circles():
     assert bad_circles(graph_of(FILES)) == []
 
 
+def without(graph, direct):
+    """The modules that are not in `direct`, and import none that is."""
+    return [m for m in graph if m not in direct and not networkx.descendants(graph, m) & direct]
+
+
+def test_what_loads_no_torch_is_not_in_backends():
+    paths = [p for p in FILES if part_of(p) == "backends" and p.stem != "__init__"]
+    graph = graph_of(paths)
+    graph.add_nodes_from(map(module_of, paths))
+    direct = {module_of(p) for p in paths if any(name.split(".")[0] == "torch" for _, name in imported(p))}
+    assert without(graph, direct) == []
+
+
+def test_what_loads_no_torch_is_seen():
+    graph = networkx.DiGraph([("a", "b"), ("b", "c"), ("d", "e")])
+    assert without(graph, {"c"}) == ["d", "e"]
+
+
 def test_no_two_modules_of_one_name():
-    assert given_twice((p.stem, module_of(p)) for p in FILES if p.stem not in ("__init__", "__main__")) == {}
+    """Packages are modules, too."""
+    names = [module_of(p) for p in FILES if p.stem != "__main__"]
+    assert given_twice((name.rpartition(".")[2], name) for name in names) == {}
 
 
 def test_no_two_public_classes_of_one_name():

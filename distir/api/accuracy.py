@@ -24,7 +24,7 @@ from distir.api.model import Model, Precision
 from distir.api.scores import Case, Scores, scores
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
-from distir.hardware import load_cluster
+from distir.hardware import load_cluster, load_runtime
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.function import Function
 from distir.models.decoder import Decoder, decoder
@@ -32,6 +32,7 @@ from distir.models.mlp import mlp
 from distir.transforms.differentiation.training import optimizer_named
 
 GIB = 1 << 30
+_PEAK = "peak of memory"
 
 
 class Predicted(NamedTuple):
@@ -121,16 +122,23 @@ def program_of(row: Measurement) -> Function:
 
 
 def predict(row: Measurement, program: Function, cost: CostModel | None = None) -> Predicted:
-    """The predicted step of a row whose program is built, by the cost model of its cluster or another one."""
-    setup = _setup_of(row)
-    simulation = simulated(program, setup.plan, cost or cost_of(row))
-    return Predicted(simulation.seconds, max(simulation.peak_memory.values(), default=0))
+    """The predicted step of a row whose program is built, by the cost model of its cluster or another one.
+
+    The peak of memory does not depend on the cost model: it is computed with the first prediction.
+    """
+    simulation = simulated(program, _setup_of(row).plan, cost or cost_of(row))
+    if _PEAK not in program.cache:
+        program.cache[_PEAK] = max(simulation.peak_memory.values(), default=0)
+    return Predicted(simulation.seconds, program.cache[_PEAK])
 
 
 def cost_of(row: Measurement) -> CostModel:
-    """The cost model of a row's cluster, with as many nodes as the row needs. Raises UsageError if there is none."""
+    """The cost model of a row's cluster, with as many nodes as the row needs, and of the software that executed it.
+
+    Raises UsageError if there is no such cluster or runtime.
+    """
     setup = _setup_of(row)
-    return _cost(setup.cluster, setup.plan.size)
+    return _cost(setup.cluster, setup.plan.size, row.runtime)
 
 
 def scores_of(rows: Collection[Scored]) -> dict[str, Scores]:
@@ -168,8 +176,8 @@ def _program(setup: Setup) -> Function:
 
 
 @cache
-def _cost(cluster: str, devices: int) -> CostModel:
-    return CostModel(load_cluster(cluster, devices=devices))
+def _cost(cluster: str, devices: int, runtime: str | None = None) -> CostModel:
+    return CostModel(load_cluster(cluster, devices=devices), runtime=load_runtime(runtime) if runtime else None)
 
 
 @lru_cache(maxsize=16)

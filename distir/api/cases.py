@@ -30,6 +30,9 @@ VOCAB = 51_200
 """The size of the vocabulary where the cell is empty: GPT-2's, padded as Megatron-LM pads it."""
 CLIP_NORM = 1.0
 """Megatron-LM, Composer and torchtitan limit the norm of all gradients to 1 by default: decoders are trained so."""
+DROPOUT = 0.1
+"""Megatron-LM's ratio of dropout by default, in the years of its runs with unfused attention."""
+_FUSED = ("flash", "fused")
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 _NONE = "none"
 _MOST = 1 << 53
@@ -298,7 +301,16 @@ def _model(values: Mapping[str, Any]) -> Decoder | Perceptron:
         if values[name] is None:
             raise UsageError(f"{name} is not given")
     sizes = {name: values[name] for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq")}
-    return Decoder(**{**FAMILIES[family], **sizes, "ffn": values["ffn_hidden"], "batch": batch})
+    if values["attention"] not in ("", "unfused", *_FUSED):
+        raise UsageError(f"attention {values['attention']} is none of unfused, {', '.join(_FUSED)}")
+    unfused = {"attention": "unfused", "dropout": DROPOUT} if values["attention"] == "unfused" else {}
+    return Decoder(**{**FAMILIES[family], **sizes, **unfused, "ffn": values["ffn_hidden"], "batch": batch})
+
+
+def _recompute(values: Mapping[str, Any]) -> str:
+    """What is recomputed: selective recomputation of unfused attention is that of Megatron-LM."""
+    selective = values["recompute"] == "selective" and values["attention"] == "unfused"
+    return "attention" if selective else values["recompute"]
 
 
 def _plan(values: Mapping[str, Any]) -> Plan:
@@ -322,7 +334,7 @@ def _plan(values: Mapping[str, Any]) -> Plan:
         overlap=values["overlap_grad_reduce"],
         zero=values["zero_stage"],
         sequence_parallel=values["sequence_parallel"],
-        recompute=values["recompute"],
+        recompute=_recompute(values),
     )
     if values["gpus"] not in (None, plan.size):
         raise UsageError(f"gpus is {values['gpus']}, the product of dp, tp and pp {plan.size}")

@@ -12,7 +12,7 @@ from distir.api.rewrites import check_origins
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.reference.sequential import evaluate
-from distir.executor.simulator.simulator import Simulation, Simulator
+from distir.executor.simulator.simulation import Simulation, Simulator
 from distir.hardware import load_cluster
 from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms
@@ -20,7 +20,7 @@ from distir.ir.device import TIME
 from distir.ir.errors import UsageError, counted
 from distir.transforms.parallel3d import distribute as spread
 from distir.transforms.parallel3d import source_of
-from distir.transforms.passes import DISTRIBUTED, PLACED, form_of
+from distir.transforms.passes import DISTRIBUTED, ONE_RANK, PLACED, form_of
 from distir.transforms.pipeline.stages import PLAIN, StageCost
 from distir.transforms.plan import AXES, STAGES, Plan
 from distir.transforms.rank.as_run import as_run
@@ -53,6 +53,9 @@ def distribute(
     if form == PLACED:
         hint = "distir opt FILE --passes schedule,bucket,prefetch"
         raise UsageError(f"{model.name} is placed on a mesh, but not scheduled", hint)
+    if form == ONE_RANK:
+        hint = "distir show without --rank prints the program of all ranks"
+        raise UsageError(f"{model.name} is the program of one rank, which needs the others", hint)
     devices = [Device("cpu", i) for i in range(plan.size)] if devices is None else devices
     program = spread(function, plan, devices, cost=cost).program
     if check:

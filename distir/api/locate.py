@@ -17,7 +17,6 @@ import numpy as np
 
 from distir.api.check import largest_difference, magnitude
 from distir.api.steps import compute_steps
-from distir.backends.storage.record import RecordKey
 from distir.executor.reference.numpy_namespace import NUMPY
 from distir.executor.reference.sequential import SequentialExecutor, evaluate, fit
 from distir.ir.device import Device, Mesh
@@ -26,6 +25,7 @@ from distir.ir.function import Function, Op, Value
 from distir.ir.type import REPLICATE, Float32, Float64, Partial, Tensor
 from distir.ops.collectives import rearranged
 from distir.runtime.job import Job, JobCallbacks
+from distir.runtime.record import RecordKey
 from distir.transforms.rank.project import ranks
 from distir.transforms.rewriting.matching import epsilon
 
@@ -91,7 +91,7 @@ def _recording(job: Job, executor: Callable[..., SequentialExecutor]) -> Iterato
         yield lambda step: tape.steps[step - job.first]
         return
     from distir.backends.processes.launch import run
-    from distir.backends.storage.record import recorded
+    from distir.runtime.record import recorded
     from distir.runtime.run_directory import scratch_folder
 
     with scratch_folder() as folder:  # for every value of every step: gigabytes

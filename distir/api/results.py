@@ -25,7 +25,7 @@ from distir.transforms.sharding.coverage import Coverage, coverage
 
 if TYPE_CHECKING:
     from distir.api.metrics import Metrics
-    from distir.executor.simulator.simulator import Fit, Simulation
+    from distir.executor.simulator.simulation import Fit, Simulation
 
 _SHOWN = 6
 """Names listed in a message; the rest is counted."""

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distir.executor.reference.sequential import SequentialExecutor
-    from distir.executor.simulator.simulator import Simulation, Simulator
+    from distir.executor.simulator.simulation import Simulation, Simulator
     from distir.ir.infer import infer_types
 
 __all__ = ["SequentialExecutor", "Simulation", "Simulator", "infer_types"]
 
 _HOMES = {
     "SequentialExecutor": "distir.executor.reference.sequential",
-    "Simulation": "distir.executor.simulator.simulator",
-    "Simulator": "distir.executor.simulator.simulator",
+    "Simulation": "distir.executor.simulator.simulation",
+    "Simulator": "distir.executor.simulator.simulation",
     "infer_types": "distir.ir.infer",
 }
 

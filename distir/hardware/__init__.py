@@ -24,6 +24,8 @@ from distir.ir.runtime import Runtime
 from distir.ir.topology import Algorithm, DeviceSpec, Link, Products, Regular, Topology
 
 _FOLDER = Path(__file__).parent
+_DEVICES = 1 << 24
+"""Limit on the devices of a cluster, each of which is an object."""
 
 
 def known_clusters() -> list[str]:
@@ -35,8 +37,8 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
     """The topology of a shipped cluster, or of one described by a TOML file.
 
     `nodes`: number of nodes; by default as many as `devices` devices need, or 1. Raises UsageError for an unknown name
-    (it lists the known ones), a malformed file (it names file and key), or a number below 1; InfeasibleError if the
-    nodes have fewer devices.
+    (it lists the known ones), a malformed file (it names file and key), a number below 1, or more than 16,777,216
+    devices; InfeasibleError if the nodes have fewer devices.
     """
     path = Path(name)
     if path.suffix != ".toml":
@@ -48,6 +50,8 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
     count = nodes if nodes is not None else -(-(devices or 1) // per_node)
     if min(count, count if devices is None else devices) < 1:
         raise UsageError(f"{counted(count, 'node')} of {per_node} cannot give {devices or 'any'} devices")
+    if count * per_node > _DEVICES:
+        raise UsageError(f"{counted(count, 'node')} of {per_node} have more than {_DEVICES:,} devices")
     if devices is not None and devices > count * per_node:
         need = -(-devices // per_node)
         raise InfeasibleError(

@@ -10,7 +10,7 @@ import onnx
 from onnx import helper, inliner
 
 from distir.importer.node import Node
-from distir.importer.tensors import DTYPES
+from distir.importer.tensor_proto import DTYPES
 from distir.ir.errors import ModelError
 from distir.ops.rules import shape_of, tensor
 

@@ -15,8 +15,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from distir.importer.node import Node, Result, Scope, collapsed, distinct_elements
-from distir.importer.tensors import DTYPES
+from distir.importer.node import NUMBERS, Node, Result, Scope, collapsed, distinct_elements
+from distir.importer.tensor_proto import DTYPES
 
 LIMIT = 1 << 22
 """The maximum number of elements of an operand that is evaluated at import."""
@@ -97,7 +97,7 @@ POINTS = frozenset(
 """Elementwise ops with broadcasting."""
 
 VIEWS = frozenset(("Identity", "Shape", "Size", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
-"""Ops whose results are views, or a few numbers: operands may be of any size."""
+"""Ops whose results are views, or a few numbers: the first operand may be of any size."""
 
 
 def foldable(scope: Scope, proto: onnx.NodeProto) -> bool:
@@ -121,12 +121,17 @@ def fold(node: Node, opset: int) -> list[Result] | None:
     """
     proto = node.proto
     arrays = {name: node.scope.known[name]() for name in proto.input if name}
+    if any(x.dtype.kind in "OSU" for x in arrays.values()):  # texts, whose length no shape tells
+        return None
     if proto.op_type == "Expand" and len(arrays) == 2:
         return _expanded(*[arrays[name] for name in proto.input])
     if proto.op_type == "Concat" and node.attr("axis") in (-1, arrays[proto.input[0]].ndim - 1):
         node.scope.joined[proto.output[0]] = list(proto.input)  # each of them may repeat
     cut, restore = _repeated(node, arrays)
-    if proto.op_type not in VIEWS:
+    if proto.op_type in VIEWS:
+        if any(arrays[name].size > NUMBERS for name in proto.input[1:] if name):
+            return None
+    else:
         size = _result_bytes(node, cut, opset)
         if size is None or size > RESULT or any(x.size > LIMIT for x in cut.values()):
             return None
@@ -139,6 +144,8 @@ def fold(node: Node, opset: int) -> list[Result] | None:
 
 def _expanded(x: np.ndarray, shape: np.ndarray) -> list[Result] | None:
     """The expanded array, a view of any size. None if the shape does not fit: then the import rule raises the error."""
+    if shape.size > NUMBERS:
+        return None
     try:
         return [np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(int(n) for n in shape)))]
     except ValueError:
@@ -190,7 +197,8 @@ def _result_bytes(node: Node, arrays: Mapping[str, np.ndarray], opset: int) -> i
     Raises ModelError if its operands do not fit.
     """
     if node.proto.op_type in BOUNDED:
-        return sum(x.size * x.itemsize for x in arrays.values())
+        each = max(1, len(node.proto.output))  # NonZero gives a number for each dim, others one for each output
+        return sum(x.size * max(x.itemsize, 8 * max(each, x.ndim)) for x in arrays.values())
     small = [numpy_helper.from_array(np.array(x), k) for k, x in arrays.items() if x.size <= _READ]
     inputs = [
         helper.make_tensor_value_info(k, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
@@ -215,7 +223,7 @@ def _result_bytes(node: Node, arrays: Mapping[str, np.ndarray], opset: int) -> i
 
 
 BOUNDED = frozenset(("Compress", "NonZero", "Unique"))
-"""Ops with data-dependent result shapes, at most about as large as the operands."""
+"""Ops with data-dependent result shapes, bounded by the operands'."""
 
 
 def _evaluated(node: Node, arrays: Mapping[str, np.ndarray], opset: int) -> Sequence[Any]:

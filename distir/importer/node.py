@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from distir.importer.tensors import Read, dtype_of_array
+from distir.importer.tensor_proto import Read, dtype_of_array
 from distir.ir.errors import ModelError
 from distir.ir.function import FunctionMaker, Op, Role, Value
 from distir.ir.type import DType, Tensor
@@ -20,6 +20,10 @@ Result = Value | np.ndarray
 """What a name of the ONNX graph denotes: a value of the program, or an array known at import."""
 KNOWN = 1 << 30
 """Limit on all arrays computed at import, in bytes."""
+NUMBERS = 1 << 16
+"""Limit on the elements of an operand that gives a shape, axes, sizes or positions."""
+_MESSAGE = 1 << 11
+"""Limit on the text of an error, in characters: a name or a shape in it may have any length."""
 
 
 def distinct_elements(x: np.ndarray) -> int:
@@ -134,6 +138,7 @@ class Node:
     def error(self, message: str, hint: str | None = None) -> ModelError:
         """An error that begins with the file and the node."""
         text = f"{self}: {message}".replace("\n", "\\n")  # names may hold anything
+        text = text if len(text) <= _MESSAGE else f"{text[:_MESSAGE]} ..."
         return ModelError(f"{self.scope.path}: {text}", hint)
 
     def has(self, i: int) -> bool:
@@ -162,16 +167,23 @@ class Node:
             )
         return self.scope.known[name]()
 
+    def numbers(self, i: int, what: str) -> np.ndarray:
+        """Operand `i`, known at import, in one row. Raises ModelError if it has more elements than such operands may
+        have: an array that repeats its elements has any size at no cost until it is copied."""
+        x = self.known(i, what)
+        if x.size > NUMBERS:
+            raise self.error(
+                f"{what} (operand {i}, {self.proto.input[i]!r}) has {x.size:,} elements, the most is {NUMBERS:,}"
+            )
+        return x.reshape(-1)
+
     def ints(self, i: int, what: str) -> tuple[int, ...] | None:
         """Operand `i` as integers known at import, None if it is left out."""
-        if not self.has(i):
-            return None
-        return tuple(int(x) for x in self.known(i, what).reshape(-1))
+        return tuple(int(x) for x in self.numbers(i, what)) if self.has(i) else None
 
-    def number(self, i: int) -> float | int | None:
-        """Operand `i` as one number, None if it is not known at import."""
-        name = self.proto.input[i]
-        return self.scope.known[name]().reshape(-1)[0].item() if self.scope.is_known(name) else None
+    def number(self, i: int, what: str = "the number") -> float | int | None:
+        """The first element of operand `i`, None if it is not known at import."""
+        return self.numbers(i, what)[0].item() if self.scope.is_known(self.proto.input[i]) else None
 
     def attr(self, name: str, default: Any = None) -> Any:
         """An attribute: a number, string, tuple or array."""

@@ -25,7 +25,7 @@ from distir.importer.known import attributes_of, fold, foldable
 from distir.importer.marks import lost, not_trained
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
 from distir.importer.registry import RULES
-from distir.importer.tensors import Arrays, dtype_of, parse, parse_tensor_from_file, reader
+from distir.importer.tensor_proto import Arrays, dtype_of, parse, parse_tensor_from_file, reader
 from distir.ir.errors import ModelError, ModelWarning, UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
 from distir.ir.type import MOST, Tensor
@@ -224,9 +224,11 @@ def _check_names(scope: Scope, node: Node, later: Mapping[str, onnx.NodeProto]) 
             if name in later:
                 raise node.error(f"reads {name!r} before it is made: the graph has a cycle or is not sorted")
             raise node.error(f"reads {name!r}, which nothing makes")
-    for i, name in enumerate(node.proto.output):
-        if name and (scope.is_defined(name) or name in list(node.proto.output)[:i]):
+    made: set[str] = set()
+    for name in node.proto.output:
+        if name and (scope.is_defined(name) or name in made):
             raise node.error(f"makes {name!r}, which is there already")
+        made.add(name)
 
 
 def _output(scope: Scope, info: onnx.ValueInfoProto) -> Value:
@@ -250,10 +252,12 @@ def _output(scope: Scope, info: onnx.ValueInfoProto) -> Value:
 def _finish(scope: Scope, graph: onnx.GraphProto, inputs: list[Value]) -> tuple[Function, Arrays]:
     maker = scope.maker
     outputs: list[Value] = []
+    named = set(maker.inputs)
     for info in graph.output:
         value = _output(scope, info)
-        if value not in outputs and value not in maker.inputs and value.name != info.name:
+        if value not in named and value not in scope.arrays and value.name != info.name:
             value.name = maker.fresh(info.name)  # the result of an alias, such as Identity
+        named.add(value)
         outputs.append(value)
     used = set(outputs)
     drop_unused_ops(maker.ops, used)

@@ -6,10 +6,11 @@ import math
 from functools import reduce
 
 import ml_dtypes
+import numpy as np
 
-from distir.importer.node import Node, Result
+from distir.importer.node import Node, Result, collapsed
 from distir.importer.registry import rule
-from distir.importer.tensors import dtype_of
+from distir.importer.tensor_proto import dtype_of
 from distir.ir.function import Value
 from distir.ops.rules import shape_of, tensor
 
@@ -51,9 +52,9 @@ def _identity(n: Node) -> Result:
 def _dropout(n: Node) -> Result:
     """The identity if the model was exported for inference; in training mode the op that training makes random."""
     n.attr("seed")
-    if not (n.has(2) and bool(n.known(2, "training_mode").any())):
+    if not (n.has(2) and bool(n.numbers(2, "training_mode").any())):
         return n.operand(0)
-    ratio = float(n.known(1, "ratio").reshape(())) if n.has(1) else 0.5
+    ratio = float(n.numbers(1, "ratio")[0]) if n.has(1) else 0.5
     if not 0 <= ratio < 1:
         raise n.error(f"ratio {ratio:g} is not in [0, 1)")
     return n.emit("Dropout", n.operand(0), ratio=ratio)
@@ -84,7 +85,8 @@ def _cast_like(n: Node) -> Result:
     n.attr("saturate")
     to = tensor(n.operand(1)).dtype
     if n.scope.is_known(n.proto.input[0]):
-        return n.known(0, "the number").astype(to.numpy)
+        x = n.known(0, "the number")
+        return np.broadcast_to(collapsed(x).astype(to.numpy), x.shape)
     x = n.operand(0)
     return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
 

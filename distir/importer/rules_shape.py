@@ -7,14 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distir.importer.node import Node, Result, collapsed
+from distir.importer.node import NUMBERS, Node, Result, collapsed
 from distir.importer.registry import rule
-from distir.importer.tensors import dtype_of
+from distir.importer.tensor_proto import dtype_of
 from distir.ir.type import Int64
 from distir.ops.rules import shape_of, tensor
-
-PARTS = 1 << 16
-"""The maximum number of parts of a split that gives only the size of a part."""
 
 
 @rule("Gather")
@@ -23,13 +20,14 @@ def _gather(n: Node) -> Result:
     axis, shape = n.axis(0), n.shape()
     if not n.scope.is_known(n.proto.input[1]):
         return n.emit("Gather", n.operand(0), n.operand(1), axis=axis)
-    index = n.known(1, "the indices").astype(np.int64)
+    given = n.known(1, "the indices")
+    index = collapsed(given).astype(np.int64)
     if ((index < -shape[axis]) | (index >= shape[axis])).any():
         raise n.error(f"an index is out of range for dim {axis} of shape {shape}")
-    index = index % shape[axis]
+    index = np.broadcast_to(index % shape[axis], given.shape)
     if index.size != 1:
         return n.emit("Gather", n.operand(0), n.array("indices", index), axis=axis)
-    at = int(index.reshape(-1)[0])
+    at = int(index.item())
     row = n.emit("Slice", n.operand(0), starts=(at,), ends=(at + 1,), axes=(axis,), steps=(1,))
     return n.reshape(row, (*shape[:axis], *index.shape, *shape[axis + 1 :]))
 
@@ -68,6 +66,8 @@ def _coordinates(n: Node, shape: tuple[int, ...]) -> list[np.ndarray]:
     if not all(part in n.scope.known for part in parts):
         parts = [name]
     rows = [n.scope.known[part]() for part in parts] if parts != [name] else [n.known(1, "the indices")]
+    if (count := sum(x.shape[-1] for x in rows)) > len(shape):
+        raise n.error(f"its indices have {count:,} coordinates each, its data {len(shape)} dims")
     found = [x[..., k] for x in rows for k in range(x.shape[-1])]
     dims = shape[: len(found)]
     result: list[np.ndarray] = []
@@ -90,7 +90,7 @@ def _picked(x: np.ndarray, index: Sequence[np.ndarray]) -> np.ndarray:
 def _cum_sum(n: Node) -> Result:
     """Becomes masked sums, of quadratic cost: models use it on short dims only, for masks and positions."""
     shape = n.shape()
-    axis = n.wrap(int(n.known(1, "the axis").reshape(-1)[0]), len(shape))
+    axis = n.wrap(int(n.numbers(1, "the axis")[0]), len(shape))
     size, after = shape[axis], shape[axis + 1 :]
     n.room(size, size)
     counted = np.tri(size, k=-1 if n.attr("exclusive", 0) else 0, dtype=bool)
@@ -188,11 +188,11 @@ def _split(n: Node) -> Sequence[Result]:
 def _split_to_sequence(n: Node) -> Sequence[Result]:
     """The sizes of the parts are given, or one size for all but the last, which has the remainder."""
     n.attr("keepdims")  # without meaning if sizes are given
-    axis, split = n.axis(0), n.known(1, "the sizes")
-    size, each = n.shape()[axis], int(split.reshape(-1)[0])
-    if split.ndim == 0 and (each < 1 or size // each > PARTS):
-        raise n.error(f"{size} cannot be split into parts of {each}", f"the most is {PARTS} parts")
-    sizes = [int(x) for x in split] if split.ndim else [each] * (size // each) + [size % each] * (size % each > 0)
+    axis, split = n.axis(0), n.numbers(1, "the sizes")
+    size, each, one = n.shape()[axis], int(split[0]), n.known(1, "the sizes").ndim == 0
+    if one and (each < 1 or size // each > NUMBERS):
+        raise n.error(f"{size} cannot be split into parts of {each}", f"the most is {NUMBERS} parts")
+    sizes = [int(x) for x in split] if not one else [each] * (size // each) + [size % each] * (size % each > 0)
     parts = [n.operand(0)] if len(sizes) == 1 else n.emit("Split", n.operand(0), axis=axis, sizes=tuple(sizes))
     n.scope.sequences[n.proto.output[0]] = list(parts)
     return []
@@ -203,7 +203,7 @@ def _sequence_at(n: Node) -> Result:
     parts = n.scope.sequences.get(n.proto.input[0])
     if parts is None:
         raise n.error("its first operand is no sequence that was split from a tensor")
-    return parts[int(n.known(1, "the position").reshape(-1)[0])]
+    return parts[int(n.numbers(1, "the position")[0])]
 
 
 @rule("Slice")
@@ -296,7 +296,7 @@ def _pad(n: Node) -> Result:
     axes = [n.wrap(a, len(shape)) for a in n.ints(3, "axes") or range(len(shape))]
     if len(pads) != 2 * len(axes):
         raise n.error(f"pads {pads} do not fit axes {axes}")
-    number = n.known(2, "the number").reshape(-1)[0].item() if n.has(2) else 0
+    number = n.numbers(2, "the number")[0].item() if n.has(2) else 0
     for axis, before, after in zip(axes, pads[: len(axes)], pads[len(axes) :], strict=True):
         size = shape_of(x)[axis]
         if before < 0 or after < 0:
@@ -334,7 +334,7 @@ def _space_to_depth(n: Node) -> Result:
 def _one_hot(n: Node) -> Result:
     """The second of the two values where an index, possibly negative, equals the column number, else the first."""
     rank = len(n.shape())
-    depth = int(n.known(1, "the depth").reshape(-1)[0])
+    depth = int(n.numbers(1, "the depth")[0])
     axis = n.wrap(n.attr("axis", -1), rank + 1)
     index = n.emit("Cast", n.reshape(n.operand(0), (*n.shape()[:axis], 1, *n.shape()[axis:])), to=Int64)
     column = np.arange(*n.room(depth)).reshape(-1, *[1] * (rank - axis))

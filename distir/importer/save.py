@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from distir.importer.tensors import DTYPES, parse, reader
+from distir.importer.tensor_proto import DTYPES, parse, reader
 from distir.ir.errors import UsageError
 from distir.ir.files import written
 

@@ -46,7 +46,7 @@ class Lanes(Protocol):
         """The coordinates of each lane of a mesh."""
         ...
 
-    def whole(self, t: Type, held: RuntimeValue) -> Any:
+    def whole(self, t: Type, value: RuntimeValue) -> Any:
         """The whole array of a value of type `t`. Raises CopiesError if replicas differ."""
         ...
 

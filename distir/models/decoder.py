@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _EPSILON = 1e-5
 _BASE = 10_000.0
 """Of rotary positions: Su et al. 2021."""
+_LAYERS = 1 << 14
+"""Limit on layers, each of which is some thirty ops of the program."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,12 @@ class Decoder:
     width between the products of an MLP, by default 4 `hidden`, if `gated` 8/3 of it, rounded up to a multiple of 256.
     `gated`: the MLP is silu(x W) * (x V), else gelu(x W). `rotary`: positions turn queries and keys, else a table of
     them is added. `rms`: root-mean-square norms, else layer norms. `tied`: the head is the embedding. `bias`: products
-    have one. `dropout`: the ratio of what is dropped in training: of the embeddings, of what attention and MLP add, and
+    have one. `dropout`: the ratio of what is dropped in training, of the embeddings, of what attention and MLP add, and
     of attention's probabilities. `attention`: "fused" in one op, or "unfused", by default only with dropout: the
     probabilities are then values of their own.
 
-    Raises UsageError for sizes below 1, heads that do not divide what they split, a ratio outside of [0, 1), or dropout
-    of fused attention.
+    Raises UsageError for sizes below 1, more than 16,384 layers, heads that do not divide what they split, a ratio
+    outside of [0, 1), or dropout of fused attention.
     """
 
     layers: int
@@ -68,6 +70,8 @@ class Decoder:
         for f in fields(self):
             if kind_of(f) is int and getattr(self, f.name) < 1:
                 raise UsageError(f"{f.name} is a whole number of at least 1, got {getattr(self, f.name)}")
+        if self.layers > _LAYERS:
+            raise UsageError(f"layers is at most {_LAYERS:,}, got {self.layers:,}")
         for what, whole, part in (("hidden", self.hidden, self.heads), ("heads", self.heads, self.kv_heads)):
             if whole % part:
                 name = "heads" if what == "hidden" else "kv_heads"

@@ -139,16 +139,15 @@ def smooth(
     eval: Callable[..., Any],
     slope: Callable[..., Any],
     saved: str = "x",
-    torch: str | None = None,
     attributes: str = "",
-    definition: Callable[..., Sequence[Value]] | None = None,
-    precision: str | None = None,
     exact: bool = False,
+    **more: Any,
 ) -> None:
     """An op on the points of one operand and, as `<name>Grad`, its gradient.
 
     `slope(xp, saved, d, **attributes)` is the operand's gradient from the result's, d, and what is saved: the
-    operand ("x") or the result ("y"). An `exact` function rounds nothing, and may be of integers.
+    operand ("x") or the result ("y"). An `exact` function rounds nothing, and may be of integers. `more` are further
+    fields of the op's definition (see `distir.ir.spec.op`).
     """
     once: Callable[..., Any] = (lambda rule: rule) if exact else rounded_once
 
@@ -156,14 +155,5 @@ def smooth(
         v = o.inputs[0] if saved == "x" else o.outputs[0]
         return [f.add_op(f"{name}Grad", None, [v, d], o.attributes)]
 
-    op(
-        name,
-        axes=points(1),
-        attributes=attributes,
-        precision=precision,
-        eval=once(eval),
-        grad=grad,
-        torch=torch,
-        definition=definition,
-    )
+    op(name, axes=points(1), attributes=attributes, eval=once(eval), grad=grad, **more)
     op(f"{name}Grad", axes=points(2), attributes=attributes, dtype=same, linear=[{1}], eval=once(slope))

@@ -48,7 +48,7 @@ class Job:
     `arrays`: whole arrays by input position; those that change from step to step come from `data` (samples are read by
     the ranks themselves). An output that is an update replaces its input before the next step. `epochs`: length and
     evaluation of epochs. `saving`: checkpoints to write, and the one to resume from. `record`: a folder in which ranks
-    record every value (see `distir.backends.storage.record`); the outcome then has no inputs. `bytes_per_rank`:
+    record every value (see `distir.runtime.record`); the outcome then has no inputs. `bytes_per_rank`:
     predicted memory, for the preflight check.
     """
 

@@ -32,8 +32,9 @@ from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.roles import batch_dims
 from distir.transforms.sharding.spread import padded, place
 
-SEQUENTIAL, PLACED, DISTRIBUTED = "sequential", "placed", "distributed"
-"""The forms of a program: without devices; on a mesh, each op once; scheduled, each stage on its own mesh."""
+SEQUENTIAL, PLACED, DISTRIBUTED, ONE_RANK = "sequential", "placed", "distributed", "of one rank"
+"""The forms of a program: without devices; on a mesh, each op once; scheduled, each stage on its own mesh; and the part
+of it that one rank of a pipeline runs."""
 
 
 class PassContext(NamedTuple):
@@ -215,7 +216,9 @@ def run_passes(function: Function, names: Sequence[str], settings: PassContext) 
 
 @cached
 def form_of(function: Function) -> str:
-    """The form of a program: SEQUENTIAL, PLACED or DISTRIBUTED."""
+    """The form of a program: SEQUENTIAL, PLACED, DISTRIBUTED or ONE_RANK."""
+    if any([op.spec.comm is not None and op.spec.comm.route in ("outgoing", "incoming") for op in function.ops]):
+        return ONE_RANK
     types = [v.type for v in (*function.inputs, *[v for op in function.ops for v in op.outputs])]
     homes = {t.device for t in types if isinstance(t, Tensor) and t.device is not None}
     if len(homes) < 2 and not any(

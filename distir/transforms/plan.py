@@ -20,8 +20,8 @@ from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.files import written
 from distir.transforms.pipeline.phases import BACKWARD, PHASES
 from distir.transforms.pipeline.recompute import WORDS
-from distir.transforms.pipeline.schedule import Schedule, make_table
-from distir.transforms.pipeline.schedule_table import format_table, parse_table
+from distir.transforms.pipeline.schedule import Schedule, check_name, make_table
+from distir.transforms.pipeline.schedule_table import as_table, format_table, parse_table
 
 BATCH, WEIGHTS, STAGES = "batch", "weights", "stages"
 """Strategies: the axis splits the batch; the weights; the program, into pipeline stages."""
@@ -108,7 +108,7 @@ class Plan:
         "1f1b",
         "of the pipeline: a name, or the file of a table (see `distir schedule`)",
         check=lambda x: x,  # `make_table` checks schedules
-        read=lambda x, where: parse_table(x, where) if isinstance(x, str) and "\n" in x else x,
+        read=lambda x, where: _read_schedule(x, where),
         written=lambda plan: _table_as_toml(plan),
         kind="schedule",
     )
@@ -244,7 +244,7 @@ def load_plan(path: str | PathLike[str]) -> dict[str, Any]:
     """The fields of a plan that a TOML file gives, checked.
 
     Raises UsageError, naming file, key, what was expected and what there is, for a file that cannot be read, is no
-    TOML, or has an unknown key or a value that is none of the field's.
+    TOML, or has an unknown key or a value that is none of the field's; InfeasibleError for too many devices.
     """
     name = fspath(path)
     try:
@@ -268,6 +268,10 @@ def load_plan(path: str | PathLike[str]) -> dict[str, Any]:
             found[key] = _checked(known[key], x)
         except UsageError as e:
             raise UsageError(f"{name}: {e.message}", e.hint) from None
+    try:
+        Plan(**found)  # fields that do not fit each other
+    except (UsageError, InfeasibleError) as e:
+        raise type(e)(f"{name}: {e.message}", e.hint) from None
     return found
 
 
@@ -314,6 +318,16 @@ def _schedule_text(plan: Plan) -> str:
     if callable(schedule):
         return getattr(schedule, "__name__", type(schedule).__name__)
     return format_table(schedule).replace("\n", "; ")
+
+
+def _read_schedule(x: Any, where: str) -> Schedule:
+    """A schedule as TOML has it: a name, a path, the text of a table or its rows. Raises UsageError else."""
+    if isinstance(x, str):
+        if "\n" in x:
+            return parse_table(x, where)
+        check_name(x, f"{where}: ")
+        return x
+    return as_table(x, where)
 
 
 def _table_as_toml(plan: Plan) -> str:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from distir.executor.simulator.categories import CATEGORIES
-from distir.executor.simulator.simulator import Simulation
+from distir.executor.simulator.simulation import Simulation
 from distir.ir.errors import UsageError
 from distir.viz.spans import BACKWARD, COLLECTIVE, COMPUTE, FORWARD, KINDS, TRANSFER, UPDATE, bars, live
 

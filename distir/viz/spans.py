@@ -13,7 +13,7 @@ from distir.executor.simulator import trace
 from distir.executor.simulator.categories import leaves
 from distir.executor.simulator.maxplus import Call, OpPart
 from distir.executor.simulator.memory import Bytes
-from distir.executor.simulator.simulator import Simulation
+from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.trace import Done, Span, expand, walk, widen
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.function import Function, Op, Value

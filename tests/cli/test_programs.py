@@ -85,17 +85,21 @@ def test_a_sequential_program_as_text_is_spread_as_a_model_is(capsys, tmp_path):
         (["simulate", "{spread}", "--cluster", "dgx-a100", "--dp", "4"], 2, "is already distributed"),
         (["simulate", "{spread}", "--cluster", "dgx-a100", "--loss", "mse"], 2, "only a sequential program"),
         (["simulate", "{placed}", "--cluster", "dgx-a100"], 2, "is placed on a mesh, but not scheduled"),
+        (["simulate", "{rank}", "--cluster", "dgx-a100"], 2, "is the program of one rank, which needs the others"),
+        (["run", "{rank}", "--backend", "numpy"], 2, "is the program of one rank, which needs the others"),
+        (["opt", "{rank}", "--passes", "bucket"], 2, "bucket takes a distributed program; main_graph is of one rank"),
         (["show", "{file}", "--plan", "none.toml"], 2, "cannot read none.toml"),
         (["show", "{file}", "--plan", "{bad}"], 2, "is no TOML"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_line(argv, code, said, capsys, tmp_path):
     files = {"file": tmp_path / "f.distir", "bad": tmp_path / "bad.distir"}
-    files |= {"spread": tmp_path / "s.distir", "placed": tmp_path / "p.distir"}
+    files |= {"spread": tmp_path / "s.distir", "placed": tmp_path / "p.distir", "rank": tmp_path / "r.distir"}
     mlp = [str(GPT.with_name("mlp.onnx")), "--dim", "batch=8", "--loss", "mse"]
     files["file"].write_text(distir(capsys, "show", *mlp)[1])
     files["placed"].write_text(distir(capsys, "show", *mlp, "--dp", 2, "--after", "place")[1])
     files["spread"].write_text(distir(capsys, "show", *mlp, "--dp", 2)[1])
+    files["rank"].write_text(distir(capsys, "show", *mlp, "--pp", 2, "--microbatches", 2, "--rank", 1)[1])
     files["bad"].write_text("this is = no program\n")
     found, out, err = distir(capsys, *[str(x).format(**files) for x in argv])
     assert (found, out) == (code, "")

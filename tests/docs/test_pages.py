@@ -89,7 +89,8 @@ def test_every_command_parses_and_is_somewhere():
                 found.add(words[words.index("distir") + 1])
                 if hasattr(args, "model") and "examples/" in str(args.model):
                     assert (ROOT / args.model).exists()
-    assert found == {"run", "simulate", "show", "passes", "opt", "clusters", "schedule", "bench", "compare", "plot"}
+    want = {"run", "simulate", "accuracy", "show", "passes", "opt", "clusters", "schedule", "bench", "compare", "plot"}
+    assert found == want
 
 
 def test_a_command_that_fails_is_seen(folder):

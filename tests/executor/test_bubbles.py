@@ -6,7 +6,7 @@ import pytest
 
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.simulator import Simulation
+from distir.executor.simulator.simulation import Simulation
 from distir.ir import Function, FunctionMaker, Role, Topology
 from distir.ir.spec import Attrs, Spec
 from distir.ir.topology import DeviceSpec, Link

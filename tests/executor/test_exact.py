@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.simulator import Simulation
+from distir.executor.simulator.simulation import Simulation
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology
 from distir.ir.errors import InfeasibleError
 from distir.ir.type import Float, Tensor

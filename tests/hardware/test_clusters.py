@@ -3,29 +3,85 @@
 from __future__ import annotations
 
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import distir.hardware
-from distir.hardware import known_clusters, load_cluster
+from distir.hardware import known_clusters, known_runtimes, load_cluster, load_runtime
 from distir.ir.errors import InfeasibleError, UsageError
 
 FOLDER = Path(distir.hardware.__file__).parent
 
 
-@pytest.mark.parametrize("name", known_clusters())
-def test_every_table_of_a_shipped_cluster_has_a_source(name: str) -> None:
-    import tomllib
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.toml")), ids=lambda p: str(p.relative_to(FOLDER)))
+def test_every_table_with_figures_has_a_source(path: Path) -> None:
+    text = path.read_text()
+    table = tomllib.loads(text)
+    if path.name == "runtimes.toml":
+        assert text.startswith("#")
+        return
+    assert table["source"] if "device" not in table or isinstance(table["device"], str) else table["device"]["source"]
+    for part in ("node", "network", "host", "peak_tflops"):
+        assert not isinstance(table.get(part), dict) or table[part]["source"]
+    if path.parent == FOLDER:
+        assert table["name"] == path.stem
 
-    table = tomllib.loads((FOLDER / f"{name}.toml").read_text())
-    parts = [table["device"], table["device"]["peak_tflops"], table["node"], table["network"], table["host"]]
-    assert all(part["source"] for part in (*parts, *table["collective"]))
-    assert table["name"] == name
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_every_shipped_cluster_loads(name: str) -> None:
+    cluster = load_cluster(name, nodes=2).regular
+    assert cluster is not None
+    assert cluster.name == name
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "devices").glob("*.toml")), ids=lambda p: p.stem)
+def test_a_device_has_at_most_ten_fitted_numbers(path: Path) -> None:
+    text = path.read_text()
+    fitted = text[text.index("# Fitted") : text.index("[peak_tflops]")]
+    assert 0 < fitted.count(" = ") <= 10
+
+
+def test_parts_may_be_named_or_written_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\ndevice = "h100-sxm"\nnetwork = "infiniband-ndr"\n\n[node]\ndevices = 4\n'
+                    'link_gbs = 300\nlink_us = 5\n\n[node.bus_gbs_by]\n2 = 100\n')  # fmt: skip
+    cluster = load_cluster(file, devices=8)
+    assert cluster.get_bandwidth(*cluster.devices[:2]) == 300 * 8
+    assert cluster.group(cluster.devices[:2]).intra.collective(2) == 100e9
+    assert cluster.group(cluster.devices[:4]).intra.collective(4) == 300e9
+    file.write_text(file.read_text().replace("h100-sxm", "h900"))
+    with pytest.raises(UsageError, match=r"device: unknown device 'h900' \(known: a100-pcie-40gb, .*; or a table\)"):
+        load_cluster(file)
+
+
+def test_devices_share_the_ports_of_their_node(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    network = "\n[network]\nlink_gbs = 40\nlink_us = 5\n"
+    file.write_text('name = "mine"\ndevice = "h100-sxm"\nnode = "nvlink4"\n' + network)
+    assert load_cluster(file, nodes=2).regular.inter.bandwidth == 40e9  # type: ignore[union-attr]
+    file.write_text(file.read_text() + "ports = 2\noversubscription = 2\n")
+    inter = load_cluster(file, nodes=2).regular.inter  # type: ignore[union-attr]
+    assert (inter.bandwidth, inter.collective()) == (5e9, 5e9)
+
+
+def test_a_rack_of_nvlink_is_one_node() -> None:
+    rack = load_cluster("tyche-gb200", devices=144)
+    assert rack.group(rack.devices[:64]).nodes == 1
+    assert rack.group(rack.devices[:144]).nodes == 2
+
+
+def test_runtimes() -> None:
+    assert known_runtimes() == ["distir", "distir-compiled", "megatron", "torch-eager"]
+    assert load_runtime("distir-compiled").fuses
+    assert not load_runtime("torch-eager").fuses
+    with pytest.raises(UsageError, match="unknown runtime 'jax'"):
+        load_runtime("jax")
 
 
 def test_shipped_clusters() -> None:
-    assert known_clusters() == ["cpu-2core", "dgx-a100", "dgx-h100"]
+    assert {"cpu-2core", "dgx-a100", "dgx-h100", "selene-a100", "tyche-gb200"} <= set(known_clusters())
     a100, h100 = load_cluster("dgx-a100"), load_cluster("dgx-h100")
     spec = a100.spec(a100.devices[0])
     assert (spec.peak("bf16"), spec.peak("f32"), spec.memory) == (312e12, 19.5e12, 80e9)
@@ -54,13 +110,54 @@ def test_a_large_cluster_is_cheap() -> None:
     assert time.process_time() - start < 0.1
 
 
+def test_a_cluster_beyond_all_clusters() -> None:
+    """Refused before its devices are made."""
+    with pytest.raises(UsageError, match="99,999,999,999,999 nodes of 8 have more than 16,777,216 devices"):
+        load_cluster("dgx-a100", nodes=99_999_999_999_999)
+
+
 def test_an_unknown_cluster_lists_the_known() -> None:
-    with pytest.raises(UsageError, match=r"unknown cluster 'dgx-b900'.*cpu-2core, dgx-a100, dgx-h100") as e:
+    with pytest.raises(UsageError, match=r"unknown cluster 'dgx-b900'.*cpu-2core, .*dgx-a100, .*dgx-h100") as e:
         load_cluster("dgx-b900")
     assert e.value.exit_code == 2
 
 
-GOOD = (FOLDER / "dgx-a100.toml").read_text()
+GOOD = """
+name = "test"
+
+[device]
+kind = "gpu"
+memory_gb = 80
+memory_gbs = 2039
+compute_efficiency = 0.869
+launch_us = 10.0
+
+[device.peak_tflops]
+f32 = 19.5
+bf16 = 312
+
+[node]
+devices = 8
+link_gbs = 274
+link_us = 8.0
+
+[[node.collective]]
+kind = "ring"
+base_us = 14.0
+intra_us = 1.9
+inter_us = 4.0
+share = 0.92
+
+[network]
+link_gbs = 25
+link_us = 14.0
+
+[[network.collective]]
+kind = "tree"
+base_us = 14.0
+intra_us = 1.25
+inter_us = 8.5
+"""
 
 
 @pytest.mark.parametrize(
@@ -77,7 +174,13 @@ GOOD = (FOLDER / "dgx-a100.toml").read_text()
         ("bf16 = 312", "bf16 = true", r"device\.peak_tflops\.bf16: expected a number"),
         ("devices = 8", "devices = 0.5", r"node\.devices: expected a whole number above 0"),
         ("link_us = 14.0", "link_us = -1", r"network\.link_us: expected a number of at least 0"),
-        ('kind = "tree"', 'kind = "star"', r"collective\[2\]\.kind: expected ring or tree, got 'star'"),
+        ('kind = "tree"', 'kind = "star"', r"collective\[0\]\.kind: expected ring, tree or in-network, got 'star'"),
+        ("share = 0.92", "share = 0", r"collective\[0\]\.share: expected a number above 0"),
+        (
+            "link_gbs = 25",
+            "link_gbs = 25\noversubscription = 0.5",
+            r"network\.oversubscription: expected a number of at",
+        ),
     ],
 )
 def test_a_malformed_file_names_file_and_key(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -90,7 +193,7 @@ def test_a_malformed_file_names_file_and_key(tmp_path: Path, old: str, new: str,
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text(GOOD.replace('name = "dgx-a100"', 'name = "mine"').replace("devices = 8", "devices = 4"))
+    file.write_text(GOOD.replace('name = "test"', 'name = "mine"').replace("devices = 8", "devices = 4"))
     assert len(load_cluster(str(file), devices=5).devices) == 8
     with pytest.raises(UsageError, match="cannot read cluster file"):
         load_cluster(tmp_path / "none.toml")

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from distir.executor.reference.sequential import SequentialExecutor
-from distir.importer import import_from_onnx, tensors
+from distir.importer import import_from_onnx, tensor_proto
 from distir.ir import Function, Role
 from distir.ir.errors import ModelError, ModelWarning, UsageError
 from distir.ir.type import BFloat16, Float16, Float32
@@ -230,8 +230,8 @@ def test_external_data_is_mapped_when_asked_for(tmp_path: Path, monkeypatch: pyt
     proto.graph.initializer.extend([tensor, large])
     path = write(tmp_path / "m.onnx", proto)
     read: list[Any] = []
-    mapped = tensors._mapped  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(tensors, "_mapped", lambda *args: read.append(args[3]) or mapped(*args))
+    mapped = tensor_proto._mapped  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(tensor_proto, "_mapped", lambda *args: read.append(args[3]) or mapped(*args))
     function, arrays = import_from_onnx(path)
     assert read == []
     w = arrays[function.inputs[1]]

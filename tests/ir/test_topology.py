@@ -115,7 +115,7 @@ def test_the_graph_is_networkx() -> None:
 
 
 def test_importing_it_loads_no_networkx() -> None:
-    modules = "sys, distir.ir.topology, distir.executor.simulator.simulator, distir.hardware"
+    modules = "sys, distir.ir.topology, distir.executor.simulator.simulation, distir.hardware"
     code = f"import {modules}; print('networkx' in sys.modules)"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert got.stdout.strip() == "False"

@@ -135,6 +135,7 @@ def test_defaults() -> None:
         ("gpt:layers=2,hidden=8,heads=3", "gpt:layers=2,hidden=8,heads=3: hidden 8 does not divide by 3 heads", None),
         ("gpt:layers=2,hidden=8,heads=4,kv_heads=3", r".*: heads 4 does not divide by 3 kv_heads", None),
         ("gpt:layers=0,hidden=8,heads=4", r".*: layers is a whole number of at least 1, got 0", None),
+        ("gpt:layers=99999999999,hidden=8,heads=4", r".*: layers is at most 16,384, got 99,999,999,999", None),
         ("gpt:layers=1,hidden=8,heads=4,tied=2", r".*: tied is 0 or 1, got 2", None),
         ("gpt:layers=1,hidden=8,heads=4,dropout=some", r".*: expected dropout=X, a number, got 'dropout=some'", None),
         (

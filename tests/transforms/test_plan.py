@@ -102,6 +102,10 @@ def test_generators_are_written_as_their_table(tmp_path: Path) -> None:
         ("bucket_mb = -1", "bucket_mb is a number of at least 0, got -1", None),
         ("order = 'tp'", "order is a list of names, got 'tp'", None),
         ("loss_gradient = 'sideways'", "loss_gradient is forward or backward, got 'sideways'", None),
+        ("order = ['tp', 'tp', 'pp']", "an order names tp, dp and pp once each, got tp, tp, pp", None),
+        ("schedule = '1f2b'", "schedule: unknown schedule '1f2b'", "known are 1f1b"),
+        ("schedule = 3", "schedule: expected a row of cells for each pipeline rank, got 3", None),
+        ("schedule = [['0F0', 'B']]", "schedule, rank 0, cell 1", None),
         ("schedule = '''\n0F0 0X0\n'''", "schedule, line 1, cell 2: expected stage, F or B, microbatch", None),
     ],
 )
@@ -113,6 +117,20 @@ def test_a_file_that_is_no_plan(text: str, said: str, hint: str | None, tmp_path
     assert str(path) in told.value.message
     assert said in told.value.message
     assert hint is None or hint in (told.value.hint or "")
+
+
+def test_a_file_with_too_many_devices(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text("dp = 1024\ntp = 2048\n")
+    with pytest.raises(InfeasibleError) as raised:
+        load_plan(path)
+    assert raised.value.message.startswith(f"{path}: 2,097,152 devices")
+
+
+def test_rows_of_a_table_may_be_an_array(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('schedule = [["0F0", "0B0"], "1F0 1B0"]\n')
+    assert load_plan(path)["schedule"] == gpipe(2, 1)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -177,4 +195,39 @@ def test_a_new_axis_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     made = run_passes(program.function, names, PassContext(plan, [Device("cpu", i) for i in range(8)]))
     verify(made)
     assert "replicas" in distir.pformat(made)
+    assert error(run(made, program), program.results()) <= 1e-10
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_two_axes_of_replicas_are_two_rows(zero: int) -> None:
+    """The batch is split over the second axis inside its split over the first."""
+    from distir.ir import Device, verify
+    from distir.ir.validate import validate
+    from distir.transforms.parallel3d import source_of
+    from distir.transforms.passes import PassContext, run_passes
+    from distir.transforms.plan import BATCH, Axis, Sharding
+    from tests.transforms.programs import error, run, written_mlp
+
+    class TwoAxes(Plan):
+        """Replicas along two axes, the second of 2."""
+
+        @property
+        def sharding(self) -> Sharding:
+            own = super().sharding
+            rest = [a for a in own.axes if a.strategy != BATCH]
+            return own._replace(axes=(*rest, Axis("outer", self.dp // 2, BATCH), Axis("inner", 2, BATCH)))
+
+        def spacing(self, axis: str) -> int:
+            if axis not in ("outer", "inner"):
+                return super().spacing(axis)
+            return super().spacing("dp") * (2 if axis == "outer" else 1)
+
+    program = written_mlp()
+    names = ("fuse", "decompose", "pad", "place", "schedule", "bucket", "prefetch")
+    plan = TwoAxes(4, 2, 1, 2, zero=zero)
+    made = run_passes(program.function, names, PassContext(plan, [Device("cpu", i) for i in range(8)]))
+    verify(made)
+    validate(made, source_of(made, program.function))
+    text = distir.pformat(made)
+    assert "{mb,outer,inner}" in text
     assert error(run(made, program), program.results()) <= 1e-10

@@ -8,10 +8,13 @@ from functools import cache
 import numpy as np
 import pytest
 
+import distir
+from distir import distribute
 from distir.ir import Function, FunctionMaker, Value
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Role
-from distir.ir.type import Float64, Tensor
+from distir.ir.type import BFloat16, Float64, Tensor
+from distir.models.decoder import Decoder, decoder
 from distir.ops.rules import shape_of
 from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from tests.transforms.programs import ADAMW, BATCH, MOMENTUM, PLAIN, Plan, Program, check, distributed
@@ -146,3 +149,11 @@ def test_no_hint_proposes_a_degree_of_0() -> None:
     with pytest.raises(InfeasibleError) as e:
         distributed(made, Plan(1, 1, 3))
     assert e.value.hint == "use at most --pp 1"
+
+
+def test_casts_of_weights_do_not_need_the_batch() -> None:
+    """In mixed precision they are made before the first microbatch; what lacks are ops to cut between."""
+    model = decoder(Decoder(1, 8, 2, vocab=16, seq=4, batch=4))
+    step = training_step(model, "cross-entropy", precision=BFloat16)
+    with pytest.raises(InfeasibleError, match="cuttable pieces cannot make 64 stages"):
+        distribute(step, distir.Plan(pp=64, microbatches=2))

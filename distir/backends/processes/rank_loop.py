@@ -14,7 +14,6 @@ import torch.distributed as dist
 from distir.backends.lowering.engine import TorchRank, own_array, to_numpy
 from distir.backends.lowering.profile import Profiler
 from distir.backends.storage.read_ahead import ReadAhead
-from distir.backends.storage.record import Recorder
 from distir.backends.tensors.clock import Clock
 from distir.backends.tensors.layout import movable
 from distir.backends.tensors.resident import Growth
@@ -30,6 +29,7 @@ from distir.runtime.job import Job
 from distir.runtime.malloc import give_back, keep_freed
 from distir.runtime.outcome import Report
 from distir.runtime.pieces import Coord, Pieces, Shipped, digest
+from distir.runtime.record import Recorder
 
 if TYPE_CHECKING:
     from distir.backends.storage.dcp import Keeper

@@ -82,8 +82,8 @@ class _Lanes:
     def of(self, mesh: Mesh) -> list[tuple[int, ...]]:
         return self.run.lanes(mesh, self.microbatch)
 
-    def whole(self, t: Type, held: RuntimeValue) -> np.ndarray:
-        return self.run.whole(t, held)
+    def whole(self, t: Type, value: RuntimeValue) -> np.ndarray:
+        return self.run.whole(t, value)
 
 
 class _Run:
@@ -99,12 +99,12 @@ class _Run:
             return x
         return [t.cut(x, coord) for coord in self.lanes(t.device, None)]  # type: ignore[arg-type]
 
-    def whole(self, t: Type, held: RuntimeValue) -> np.ndarray:
+    def whole(self, t: Type, value: RuntimeValue) -> np.ndarray:
         if isinstance(t, Tuple):
             raise DistirError("a bundle cannot be an output of a program")
         if not isinstance(t.device, Mesh):
-            return np.asarray(held)
-        return join(dict(zip(self.lanes(t.device, None), held, strict=True)), t)
+            return np.asarray(value)
+        return join(dict(zip(self.lanes(t.device, None), value, strict=True)), t)
 
     def lanes(self, mesh: Mesh, microbatch: int | None) -> list[tuple[int, ...]]:
         where = lanes(mesh, self.unrolled)

@@ -13,6 +13,8 @@ Derived from roles, types and dataflow, never from names. Of the values a progra
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 
 from distir.ir.function import Function, Op, Value
@@ -43,6 +45,9 @@ class Categories:
         self.main = main
         self.labels: dict[Leaf, int] = {}
         self._producers: dict[Function, dict[Value, Op]] = {}
+        self._inputs: dict[Function, dict[Value, int]] = {}
+        self._parts: dict[Op, Parts] = {}
+        self._leaves: dict[Type, list[Tensor]] = {}
         self._callers = _callers(main)
         self._pack, self._unpack = lookup("Pack"), lookup("Unpack")
         for out, source in main.updates.items():
@@ -83,16 +88,44 @@ class Categories:
             if op is None or not op.inputs:
                 return f, leaf
             if op.callee is not None:
-                f, leaf = op.callee, (op.callee.outputs[op.outputs.index(v)], i)
+                f, leaf = op.callee, (op.callee.outputs[self._parts_of(op, op.outputs).number[v]], i)
             elif op.spec is self._pack:
-                leaf = _member(op.inputs, i)
+                leaf = self._parts_of(op, op.inputs).member(i)
             elif op.spec is self._unpack:
-                before = op.outputs[: op.outputs.index(v)]
-                leaf = op.inputs[0], i + sum(len(leaves(x.type)) for x in before)
+                parts = self._parts_of(op, op.outputs)
+                leaf = op.inputs[0], i + parts.starts[parts.number[v]]
             elif is_view(op):
                 leaf = op.inputs[0], i
             else:
                 return f, leaf
+
+    def _parts_of(self, op: Op, values: tuple[Value, ...]) -> Parts:
+        """Where the tensors of an op's operands or results are, counted through; an op is asked for one of them."""
+        found = self._parts.get(op)
+        if found is None:
+            found = self._parts[op] = Parts(values)
+        return found
+
+    def _operands(self, op: Op, v: Value) -> Sequence[Value]:
+        """The operands that a result depends on: of an op that repeats another, those of its repetition."""
+        if op.spec.each is None:
+            return op.inputs
+        k = self._parts_of(op, op.outputs).number[v] // op.spec.each.count(op.attributes)
+        return op.spec.rows(op.attributes, op.inputs)[k]
+
+    def _leaf(self, v: Value, i: int) -> Tensor:
+        """Tensor number i of a value."""
+        if isinstance(v.type, Tensor):
+            return v.type
+        if v.type not in self._leaves:
+            self._leaves[v.type] = leaves(v.type)
+        return self._leaves[v.type][i]
+
+    def _input(self, f: Function, v: Value) -> int:
+        """The number of an input."""
+        if f not in self._inputs:
+            self._inputs[f] = {v: k for k, v in enumerate(f.inputs)}
+        return self._inputs[f][v]
 
     def _label(self, at: tuple[Function, Leaf], kind: int, source: Value) -> None:
         f, leaf = at
@@ -112,7 +145,7 @@ class Categories:
             if op is None:
                 if f in self._callers:  # an operand of the body
                     caller, call = self._callers[f]
-                    found = self._origin(caller, (call.inputs[f.inputs.index(v)], i))
+                    found = self._origin(caller, (call.inputs[self._input(f, v)], i))
                     if found[1] not in seen:
                         seen.add(found[1])
                         todo.append(found)
@@ -121,9 +154,9 @@ class Categories:
                 continue
             if v is not leaf[0] and not _keeps_shape(op):
                 continue
-            for x in op.inputs:
+            for x in self._operands(op, v):
                 where, found = self._origin(f, (x, 0))
-                if found not in seen and leaves(found[0].type)[found[1]].global_shape == shape:
+                if found not in seen and self._leaf(*found).global_shape == shape:
                     seen.add(found)
                     todo.append((where, found))
 
@@ -198,13 +231,19 @@ class _Owned:
         return self._walked[key]
 
 
-def _member(parts: tuple[Value, ...], i: int) -> Leaf:
-    for v in parts:
-        n = len(leaves(v.type))
-        if i < n:
-            return v, i
-        i -= n
-    raise IndexError(i)
+class Parts:
+    """Values in a row: the number of each, and at which tensor it starts if all their tensors are counted through."""
+
+    def __init__(self, values: tuple[Value, ...]) -> None:
+        self.values = values
+        self.number = {v: k for k, v in reversed(list(enumerate(values)))}
+        sizes = [1 if isinstance(v.type, Tensor) else len(leaves(v.type)) for v in values]
+        self.starts = [0, *itertools.accumulate(sizes)]
+
+    def member(self, i: int) -> Leaf:
+        """The value that has tensor number i, and its number there."""
+        k = bisect.bisect_right(self.starts, i) - 1
+        return self.values[k], i - self.starts[k]
 
 
 def _keeps_shape(op: Op) -> bool:

@@ -84,7 +84,7 @@ class CompiledProgram:
             raise UsageError("the topology has no device for a program that is on none", "add one with add_device")
         return self.default
 
-    def held(self, t: Type) -> tuple[int, ...]:
+    def classes_of(self, t: Type) -> tuple[int, ...]:
         """The classes that hold a value of this type."""
         home = t.device or self.home(t)
         return self.classes.homes[home] if home is not None else ()
@@ -213,7 +213,7 @@ class CompiledProgram:
 
     def _plan(self, op: Op, chained: Fused = UNFUSED) -> OpPlan:
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-        held = tuple([self.held(t) for t in outs])
+        held = tuple([self.classes_of(t) for t in outs])
         spec, attrs, cost = op.spec, op.attributes, self.cost
         if cost.free(spec, attrs, ins):
             return OpPlan((), None, held)
@@ -232,7 +232,7 @@ class CompiledProgram:
         elif (outward := cost.fan(spec)) is not None:
             parts = [self._fan(op, outward)]
         else:
-            here = held[0] if outs else self.held(ins[0])
+            here = held[0] if outs else self.classes_of(ins[0])
             parts = [
                 self._part(
                     op,
@@ -295,7 +295,7 @@ class CompiledProgram:
         env: list[dict[Value, Slots]] = [{} for _ in self.classes.sizes]
         columns: list[tuple[int, int]] = []
         for i, v in enumerate(f.inputs):
-            for c in self.held(v.type):
+            for c in self.classes_of(v.type):
                 env[c][v] = () if entry else (len(columns),)
                 if not entry:
                     columns.append((i, c))
@@ -304,7 +304,7 @@ class CompiledProgram:
         builder = CodeBuilder(code, env)
         builder.run(self._planned(f), self.body)
         for k, v in enumerate(f.outputs):
-            code.outputs += [(k, c, env[c][v]) for c in self.held(v.type)]
+            code.outputs += [(k, c, env[c][v]) for c in self.classes_of(v.type)]
         if not entry:
             if code.issues is not None:
                 code.issues = _entered(code.issues, self.cost.enter())

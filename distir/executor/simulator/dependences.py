@@ -17,6 +17,8 @@ class CodeBuilder:
         """For each slot the streams whose clock is never earlier than it afterwards; for a part its own streams."""
         self.results: set[int] = set()
         """The slots that are results of calls."""
+        self._waiting: dict[tuple[Code | Twin, int, Slots], Slots] = {}
+        """The slots of an input of a body that it waits for."""
 
     def run(self, ops: Iterable[tuple[Op, OpPlan | None]], body: Callable[[Function], Code | Twin]) -> None:
         """Lower all ops, each with its plan; without one it is a call."""
@@ -98,7 +100,11 @@ class CodeBuilder:
         given = [env[c][inputs[i]] for i, c in body.columns]
         for j, slots in enumerate(given):
             if slots and j not in passed:
-                slots = tuple([k for k in slots if waits(j, dominated[k])])
+                # a stage's calls have the weights' slots in common
+                key = body, j, slots
+                slots = self._waiting.get(key)
+                if slots is None:
+                    slots = self._waiting[key] = tuple([k for k in key[2] if waits(j, dominated[k])])
             if slots:
                 live.append(j)
                 needs.append(slots)

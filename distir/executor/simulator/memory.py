@@ -122,7 +122,7 @@ class LiveMemory:
         frame = _Frame(self, c)
         updated = set(main.updates.values())
         for v in main.inputs:
-            if c in self.program.held(v.type):
+            if c in self.program.classes_of(v.type):
                 kind = self.categories.of_input(v)
                 made = [Block(((kind, t.bytes),), v not in updated) for t in leaves(v.type)]
                 frame.bind(v, holding([(b, 0) for b in made]))
@@ -139,10 +139,10 @@ class LiveMemory:
         """For each class the numbers of the ops of `f` that it has a part in, and whether it holds all their values."""
         if f not in self._touching:
             found: dict[int, list[tuple[int, bool]]] = {}
-            held = self.program.held
+            classes_of = self.program.classes_of
             for n, op in enumerate(f.ops):
-                makes = {held(v.type) for v in op.outputs}
-                homes = makes.union([held(v.type) for v in op.inputs])
+                makes = {classes_of(v.type) for v in op.outputs}
+                homes = makes.union([classes_of(v.type) for v in op.inputs])
                 if len(homes) > 1 and op.inputs and op.spec.alias:
                     homes = makes  # a part of a larger mesh
                 for c in {c for classes in homes for c in classes}:
@@ -153,9 +153,9 @@ class LiveMemory:
         return self._touching[f]
 
     def _ordered(self, f: Function, c: int, rows: list[tuple[int, bool]], order: Order) -> list[tuple[int, bool]]:
-        held, ops = self.program.held, [f.ops[n] for n, _ in rows]
+        classes_of, ops = self.program.classes_of, [f.ops[n] for n, _ in rows]
         receives = [
-            not whole and not any(c in held(v.type) for v in op.inputs)
+            not whole and not any(c in classes_of(v.type) for v in op.inputs)
             for op, (_, whole) in zip(ops, rows, strict=True)
         ]
         return [rows[k] for k in order(ops, receives)]
@@ -168,12 +168,12 @@ class LiveMemory:
         return self._steps[key]
 
     def _lifetimes(self, f: Function, c: int, unneeded: frozenset[int]) -> list[Step]:
-        held = self.program.held
+        classes_of = self.program.classes_of
         later = {v for k, v in enumerate(f.outputs) if k not in unneeded}
         steps: list[Step] = []
         for n, whole in reversed(self.touching(f).get(c, [])):
             op = f.ops[n]
-            makes = op.outputs if whole else tuple([v for v in op.outputs if c in held(v.type)])
+            makes = op.outputs if whole else tuple([v for v in op.outputs if c in classes_of(v.type)])
             spare: frozenset[int] = frozenset()
             if (callee := op.callee) is not None:
                 spare = frozenset([k for k, v in enumerate(op.outputs) if v not in later])
@@ -181,7 +181,7 @@ class LiveMemory:
                 uses = tuple([v for i, v in enumerate(op.inputs) if i in needed])
                 ends = uses
             else:
-                uses = op.inputs if whole else tuple([v for v in op.inputs if c in held(v.type)])
+                uses = op.inputs if whole else tuple([v for v in op.inputs if c in classes_of(v.type)])
                 ends = uses + makes
             dies = tuple([v for v in dict.fromkeys(ends) if v not in later])
             later.update(uses)
@@ -198,10 +198,10 @@ class LiveMemory:
         begins = [k for k, step in enumerate(steps) if step.op in in_flight]
         for begin, end in itertools.pairwise([*begins, len(steps)]):
             step = steps[begin]
-            held = tuple([v for v in step.dies if v in in_flight[step.op]])
-            if held and end - 1 > begin:
-                steps[begin] = step._replace(dies=tuple([v for v in step.dies if v not in held]))
-                steps[end - 1] = steps[end - 1]._replace(released=held)
+            operands = tuple([v for v in step.dies if v in in_flight[step.op]])
+            if operands and end - 1 > begin:
+                steps[begin] = step._replace(dies=tuple([v for v in step.dies if v not in operands]))
+                steps[end - 1] = steps[end - 1]._replace(released=operands)
 
     def in_flight(self, f: Function) -> dict[Op, set[Value]]:
         """The reduce-scatters whose results a body only returns, so that they overlap later ops, each with the operands
@@ -234,7 +234,7 @@ class LiveMemory:
         key = (f, c, unneeded)
         if key not in self._used:
             used = {v for step in self.steps(f, c, unneeded) for v in step.uses}
-            used |= {v for k, v in enumerate(f.outputs) if k not in unneeded and c in self.program.held(v.type)}
+            used |= {v for k, v in enumerate(f.outputs) if k not in unneeded and c in self.program.classes_of(v.type)}
             self._used[key] = frozenset(i for i, v in enumerate(f.inputs) if v in used)
         return self._used[key]
 
@@ -259,8 +259,8 @@ class LiveMemory:
             frame.bind(f.inputs[i], holding([(inside[b, j], 0) for b, j in h.tensors()]))
         for step in self.steps(f, c, unneeded):
             frame.step(step)
-        held = self.program.held
-        outputs = {k: v for k, v in enumerate(f.outputs) if k not in unneeded and c in held(v.type)}
+        classes_of = self.program.classes_of
+        outputs = {k: v for k, v in enumerate(f.outputs) if k not in unneeded and c in classes_of(v.type)}
         return _result(frame, outputs, origin, given)
 
 

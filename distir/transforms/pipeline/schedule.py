@@ -148,8 +148,9 @@ def make_table(schedule: Schedule, ranks: int, microbatches: int, chunks: int = 
             if limit is not None:
                 check_memory(table, limit)
             return table
+        check_name(schedule)
         name = schedule
-        schedule = _from_file(schedule)
+        schedule = read_table(schedule)
     if isinstance(schedule, PipeDreamScheduler):
         if schedule.num_microbatches != microbatches:
             made = f"PipeDreamScheduler was made for {counted(schedule.num_microbatches, 'microbatch', 'es')}"
@@ -165,11 +166,12 @@ def make_table(schedule: Schedule, ranks: int, microbatches: int, chunks: int = 
     return table
 
 
-def _from_file(name: str) -> Table:
-    if os.path.exists(name) or os.sep in name or "." in name:
-        return read_table(name)
-    known = ", ".join(sorted(SCHEDULES))
-    raise UsageError(f"unknown schedule {name!r}", f"known are {known}, or the path of a table: FILE.csv")
+def check_name(name: str, where: str = "") -> None:
+    """Raises UsageError, beginning with `where`, for what is neither a schedule's name nor a file, nor looks like one's
+    path."""
+    if name not in SCHEDULES and not (os.path.exists(name) or os.sep in name or "." in name):
+        known = ", ".join(sorted(SCHEDULES))
+        raise UsageError(f"{where}unknown schedule {name!r}", f"known are {known}, or the path of a table: FILE.csv")
 
 
 def _check_size(table: Table, ranks: int, microbatches: int, chunks: int, name: str) -> None:

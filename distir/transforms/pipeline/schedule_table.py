@@ -95,15 +95,15 @@ def check_table(table: Table, stages: int, microbatches: int, limit: int | None 
     wanted = ((s, phase) for s in range(stages) for phase in CELLS)
     homes = rank_of_stage(table)
     for s, phase in itertools.chain(wanted, order):  # stops at the first incomplete one: `wanted` may be very long
-        got, home = order.get((s, phase), []), homes.get(s, s % len(table))
+        got, home = order.get((s, phase), []), homes.get(s)
         cells = at.get((s, phase), [])
         where = sorted({rank for rank, _ in cells})
         if s >= stages or len(got) != microbatches or got != list(range(microbatches)) or where != [home]:
             bad = [cell for i, (cell, j) in enumerate(zip(cells, got, strict=True)) if i != j or cell[0] != home]
             shown = str(got[:_SHOWN])[:-1] + (", ...]" if len(got) > _SHOWN else "]")
             raise InfeasibleError(
-                f"{name}: stage {s} {phase}: expected microbatches 0 to {microbatches - 1} in order on rank "
-                f"{home}, got {shown} on {where}",
+                f"{name}: stage {s} {phase}: expected microbatches 0 to {microbatches - 1} in order on "
+                f"{'one rank' if home is None else f'rank {home}'}, got {shown} on {where}",
                 f"the table was{', the wrong cells marked !' if bad else ''}:\n{_marked(table, bad)}",
             )
     if idle := sorted({*range(len(table))}.difference(homes.values())):

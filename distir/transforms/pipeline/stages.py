@@ -81,14 +81,18 @@ def cut_stages(
 
 def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches: int) -> None:
     """Raises InfeasibleError if the forward pass is computed on the whole batch, before the first microbatch."""
-    depends = set(weights(function))
+    trained = set(weights(function))
+    fed = {v for v in function.inputs if v not in trained and v.kind != "constant"}
     differentiated = {op.of for op in function.ops}
     last: Value | None = None
     for op in function.ops:
-        if not depends.isdisjoint(op.inputs):
-            depends.update(op.outputs)
-            if phase[op] == PROLOGUE and op in differentiated:
-                last = op.outputs[0]
+        of_weights, of_data = not trained.isdisjoint(op.inputs), not fed.isdisjoint(op.inputs)
+        if of_weights:
+            trained.update(op.outputs)
+        if of_data:
+            fed.update(op.outputs)
+        if of_weights and of_data and phase[op] == PROLOGUE and op in differentiated:  # not the cast of a weight
+            last = op.outputs[0]
     if last is not None:
         raise InfeasibleError(
             f"{function.name}: the gradient of %{last.name} needs the whole batch, as it is not a sum or a mean over "

@@ -31,14 +31,14 @@ class _Answer(NamedTuple):
 
 
 class Classes:
-    """The classes of a graph for an axis of n devices, grown from `starts`.
+    """The classes of a graph for an axis of n devices, grown from `starts`, which earlier axes split `outside` ways.
 
     `mappings[j]` lists the mappings of op j with their class; `bad` are the classes that are not clean; `at[v]` maps
     each sub-dimension of value v that is in a class to that class.
     """
 
-    def __init__(self, graph: Graph, n: int, starts: Iterable[Node]) -> None:
-        self.graph, self.n = graph, n
+    def __init__(self, graph: Graph, n: int, starts: Iterable[Node], outside: int = 1) -> None:
+        self.graph, self.n, self.outside = graph, n, outside
         self.at: list[dict[Shard, int]] = [{} for _ in graph.values]
         self._asked: list[dict[tuple[int, Shard], _Answer | None]] = [{} for _ in graph.kinds]
         parent, found, refused = self._walk(starts)
@@ -111,7 +111,7 @@ class Classes:
     def _ask(self, j: int, k: int, split: Shard) -> _Answer | None:
         sig = self.graph.sigs[j]
         asked = self._asked[sig.number]
-        mapping = sig.mapping(k, split, self.n)
+        mapping = sig.mapping(k, split, self.n, self.outside)
         answer = next((a for a in asked.values() if a is not None and a.mapping is mapping), None)
         if answer is None and mapping is not None:
             slots = mapping_slots(mapping)
@@ -123,7 +123,7 @@ class Classes:
     def hold_for(self, n: int) -> bool:
         """Whether the classes are the same for an axis of n devices: every signature has the same mappings then."""
         return all(
-            sig.mapping(k, split, n) is (None if answer is None else answer.mapping)
+            sig.mapping(k, split, n, self.outside) is (None if answer is None else answer.mapping)
             for sig, asked in zip(self.graph.kinds, self._asked, strict=True)
             for (k, split), answer in asked.items()
         )
@@ -136,7 +136,7 @@ class Classes:
         there: dict[int, FactorMapping] = {}
         for sig, asked in zip(self.graph.kinds, self._asked, strict=True):
             for (k, split), answer in asked.items():
-                moved = sig.mapping(k, Shard(split.dim, split.outer * outer), n)
+                moved = sig.mapping(k, Shard(split.dim, split.outer * outer), n, outer)
                 if answer is not None:
                     if moved is None or moved != inside(answer.mapping, outer):
                         return None

@@ -26,32 +26,48 @@ class Signature:
         self.outs: list[Shape] = [shape_of(v) for v in op.outputs]
         self.flops = op.spec.flops(op.attributes, self.ins, self.outs)
         self.linear = op.spec.linear_sets(len(self.ins), op.attributes)
-        self._mappings: dict[tuple[int, int, Shard], FactorMapping | None] = {}
+        self._mappings: dict[tuple[int, int, Shard, int], FactorMapping | None] = {}
         self._alike: dict[FactorMapping, FactorMapping] = {}
 
-    def mapping(self, slot: int, split: Shard, n: int) -> FactorMapping | None:
-        """The factor mapping with `split` over n devices at `slot`; equal mappings are the same object, whatever n."""
-        key = (n, slot, split)
+    def mapping(self, slot: int, split: Shard, n: int, outside: int = 1) -> FactorMapping | None:
+        """The factor mapping with `split` over n devices at `slot`; equal mappings are the same object, whatever n.
+
+        Earlier axes split the batch into `outside` parts, if the op is split along them.
+        """
+        key = (n, slot, split, outside)
         if key not in self._mappings:
             found = self.spec.mapping(self.attrs, self.ins, self.outs, slot, split, n)
-            if found is not None and self._scatters(found):
+            if found is not None and self.scattered([(found, n)], outside):
                 found = None
             if found is not None:
                 found = self._alike.setdefault(found, found)
                 for k, p in mapping_slots(found):
-                    self._mappings.setdefault((n, k, p), found)
+                    self._mappings.setdefault((n, k, p, outside), found)
             self._mappings[key] = found
         return self._mappings[key]
 
-    def _scatters(self, mapping: FactorMapping) -> bool:
-        """True if an indexed dim would not be split in contiguous ranges: one offset could not locate a part."""
+    def scattered(self, mappings: Sequence[tuple[FactorMapping, int]], outside: int = 1) -> bool:
+        """Whether these mappings, each over n devices, split an indexed dim in other than contiguous ranges: one offset
+        could not say where a device's part begins. `outside`: into how many parts it is split besides."""
         if self.spec.index is None:
             return False
-        for slot, p in mapping_slots(mapping):
-            rank = len(self.ins[slot] if slot >= 0 else self.outs[~slot])
-            if p.outer != 1 and self.spec.indexes(self.attrs, slot, p.dim, rank):
-                return True
-        return False
+        outer: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for mapping, n in mappings:
+            for slot, p in mapping_slots(mapping):
+                rank = len(self.ins[slot] if slot >= 0 else self.outs[~slot])
+                if self.spec.indexes(self.attrs, slot, p.dim, rank):
+                    outer.setdefault((slot, p.dim), []).append((p.outer, n))
+        return not all(_is_chain(splits) or _is_chain([(1, outside), *splits]) for splits in outer.values())
+
+
+def _is_chain(splits: Sequence[tuple[int, int]]) -> bool:
+    """Whether each (outer, n) splits the parts that those before it make."""
+    inside = 1
+    for outer, n in sorted(splits):
+        if outer != inside:
+            return False
+        inside *= n
+    return True
 
 
 def mapping_slots(mapping: FactorMapping) -> list[tuple[int, Shard]]:

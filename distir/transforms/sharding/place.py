@@ -37,7 +37,7 @@ class View(NamedTuple):
     mappings: Sequence[Sequence[tuple[FactorMapping | None, int]]]
     flops: Sequence[float]
     made: Sequence[float]
-    held: Sequence[float]
+    stored: Sequence[float]
     """Shares of one op, and of one value."""
     users: Sequence[Sequence[tuple[int, int]]]
     """Per value the (op, operand) that use it."""
@@ -77,7 +77,7 @@ def view(graph: Graph, mappings: Sequence[Sequence[tuple[FactorMapping | None, i
         mappings,
         shares.flops,
         shares.made,
-        shares.held,
+        shares.stored,
         graph.users,
         one,
         one,
@@ -143,7 +143,7 @@ class _Sweep:
         if not first:
             for i in v.inputs:
                 state[i] = self.inputs.get(i, REPLICATE)
-                total += v.held[i] / (self.n if i in self.inputs else 1) * v.copies[i]
+                total += v.stored[i] / (self.n if i in self.inputs else 1) * v.copies[i]
         made = self.made = [_NOTHING] * len(v.sigs)
         outs, times, reduce = v.outs, v.times, self.reduce
         paid: set[tuple[int, Placement]] = set()
@@ -243,17 +243,23 @@ class _Sweep:
         """Decide which Partials are reduced where they are made: those that cost no more there than at their uses."""
         v = self.v
         later: dict[int, float] = {}
+        passing: dict[int, tuple[float, float]] = {}
         for j in reversed(v.order):
             for i in v.outs[j] if self.made[j].sums else ():
                 if not isinstance(self.state[i], Partial):
                     continue
                 here = 2 * v.made[i]
-                below = self._below(i, here, later)
+                below = self._below(i, here, later, passing)
                 if below >= here * _EVEN:
                     self.reduce.add(i)
                 later[i] = min(here, below)
 
-    def _below(self, i: int, here: float, later: Mapping[int, float]) -> float:
+    def _below(self, i: int, here: float, later: Mapping[int, float], passing: dict[int, tuple[float, float]]) -> float:
+        """The cost of reducing value i after its uses, if they pass a Partial on; infinity if one does not.
+
+        `passing`: by op what its results cost `later`, and the size of its partial operands, which share that cost;
+        kept, as an op such as the sum over all gradients may have thousands.
+        """
         v = self.v
         wants = {self.made[j].wants[k] for j, k in v.users[i]}
         if i in v.outputs:
@@ -264,8 +270,11 @@ class _Sweep:
         for j, k in v.users[i]:
             if self.made[j].wants[k] is not SUM:
                 return math.inf
-            passed = sum(v.made[x] for x, w in zip(v.ins[j], self.made[j].wants, strict=True) if w is SUM)
-            below += sum(later.get(x, 0.0) for x in v.outs[j]) * v.made[i] / passed
+            if j not in passing:
+                passed = sum(v.made[x] for x, w in zip(v.ins[j], self.made[j].wants, strict=True) if w is SUM)
+                passing[j] = sum(later.get(x, 0.0) for x in v.outs[j]), passed
+            cost, passed = passing[j]
+            below += cost * v.made[i] / passed
         return below
 
 

@@ -120,6 +120,7 @@ class _Builder:
 
     def _recipe(self, op: Op, sig: Signature, mappings: Sequence[FactorMapping | None], ins: list[Value]) -> _Recipe:
         """The recipe for ops of that signature; converts the operands of the first."""
+        mappings = self._in_ranges(sig, mappings)
         steps: list[tuple[str, list[Placement | None]]] = []
         free: list[tuple[str, Shard]] = []
         whole = [REPLICATE] * len(op.outputs)
@@ -144,6 +145,14 @@ class _Builder:
             for v, row in zip(op.outputs, rows, strict=True)
         ]
         return _Recipe(steps, attributes, types)
+
+    def _in_ranges(self, sig: Signature, mappings: Sequence[FactorMapping | None]) -> Sequence[FactorMapping | None]:
+        """The mappings without those inside a split that the op does not have, if it counts in the dim: such as of an
+        op that works on the whole batch, of which an axis of replicas splits each microbatch."""
+        given = [(m, self.mesh.size(axis)) for axis, m in zip(self.decisions, mappings, strict=True) if m is not None]
+        if not sig.scattered(given):
+            return mappings
+        return [m if m is None or not sig.scattered([(m, 2)]) else None for m in mappings]
 
     def _done(self, axis: str, mappings: Sequence[FactorMapping | None], ins: Sequence[Value]) -> list[bool]:
         """Which operands are sums that the op takes when they are complete, and so reduced along the axis."""

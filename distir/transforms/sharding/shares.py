@@ -16,14 +16,14 @@ from distir.transforms.sharding.graph import Graph, closure
 
 
 class Shares(NamedTuple):
-    """Of each op's FLOPs, of making each value, and of holding each input (0 if it is no weight).
+    """Of each op's FLOPs, of making each value, and of storing each input (0 if it is no weight).
 
     `kinds` numbers the ops: those of one kind are alike in signature and in all shares.
     """
 
     flops: list[float]
     made: list[float]
-    held: list[float]
+    stored: list[float]
     kinds: list[int]
 
 
@@ -35,7 +35,7 @@ def shares(graph: Graph, batch: tuple[Node, ...] = ()) -> Shares:
     weighs = [0] * len(elements)
     for v in weights(graph.function):
         weighs[graph.index[v]] = elements[graph.index[v]]
-    held = sum(weighs) or 1
+    stored = sum(weighs) or 1
     made = [n // size if varying else n for n, varying in zip(elements, varies, strict=True)]
     total = sum([n for n, varying in zip(made[first:], varies[first:], strict=True) if varying]) or 1
     numbers: dict[tuple[int, ...], int] = {}
@@ -48,8 +48,8 @@ def shares(graph: Graph, batch: tuple[Node, ...] = ()) -> Shares:
     work = sum(flops) or 1
     return Shares(
         [n / work for n in flops],
-        [n / (total if varying else held) for n, varying in zip(made, varies, strict=True)],
-        [n / held for n in weighs],
+        [n / (total if varying else stored) for n, varying in zip(made, varies, strict=True)],
+        [n / stored for n in weighs],
         kinds,
     )
 

@@ -5,6 +5,7 @@ A new kind of parallelism is a row of `STRATEGIES`, and an axis of the plan that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -59,9 +60,11 @@ def _place_microbatches(problem: Problem, axis: Axis) -> Placed:
 
 
 def _place_replicas(problem: Problem, axis: Axis) -> Placed:
-    """The batch split over replicas; with ZeRO state, gradients and weights, too."""
+    """The batch split over replicas, inside earlier axes of replicas; with ZeRO state, gradients and weights, too."""
     sharding = problem.sharding
-    replicas = data_parallel(problem.function, axis.size, problem.batch, sharding.pieces // axis.size)
+    outside = [a.size for a in sharding.along(BATCH) if a.name in problem.decided]
+    outer = sharding.microbatches * math.prod(outside)
+    replicas = data_parallel(problem.function, axis.size, problem.batch, outer)
     if not sharding.zero:
         return replicas
     others = [(problem.decided[a.name], a.size) for a in sharding.axes if a.name in problem.decided]
@@ -94,7 +97,7 @@ def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Place
     starts = tuple([(v, Shard(dim)) for v, dim in batch])
     there = classes_from(graph, n, starts).inside(outer, n)
     if there is None:
-        return _batch_split(graph, Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch]), n)
+        return _batch_split(graph, Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch], outer), n)
     one = _data_parallel(function, n, starts)
     mappings = [None if s is None else there[id(s)] for s in one.mappings]
     inputs = {v: Shard(s.dim, s.outer * outer) for v, s in one.inputs.items()}

@@ -7,7 +7,7 @@ import pytest
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.maxplus import Call, Code, Twin
-from distir.executor.simulator.simulator import Simulator
+from distir.executor.simulator.simulation import Simulator
 from distir.ir import Function, Topology
 from distir.models import mlp
 from distir.transforms import parallel_transform_3d

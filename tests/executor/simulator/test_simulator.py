@@ -12,7 +12,7 @@ from distir.executor import Simulator, infer_types
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.busy import merged
 from distir.executor.simulator.maxplus import Call
-from distir.executor.simulator.simulator import Simulation
+from distir.executor.simulator.simulation import Simulation
 from distir.hardware import load_cluster
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology, Value
 from distir.ir.errors import UsageError

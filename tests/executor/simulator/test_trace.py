@@ -16,7 +16,7 @@ import distir
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.categories import CATEGORIES
-from distir.executor.simulator.simulator import Simulation
+from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.trace import Event
 from distir.hardware import load_cluster
 from distir.ir import Function, FunctionMaker, Mesh, Topology

@@ -10,7 +10,7 @@ import pytest
 from distir.api.compilation import validate
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.simulator import Simulation
+from distir.executor.simulator.simulation import Simulation
 from distir.hardware import load_cluster
 from distir.ir import Device, Function, FunctionMaker, Op, parse, pformat, same, verify
 from distir.ir.errors import InfeasibleError, UsageError

@@ -143,6 +143,6 @@ def test_shares_are_those_of_one_sample() -> None:
         assert sum(found[batch].flops) == pytest.approx(1)
         held = weights(source)
         total = sum(math.prod(shape_of(v)) for v in held)
-        assert [found[batch].held[graph.index[v]] for v in held] == [math.prod(shape_of(v)) / total for v in held]
+        assert [found[batch].stored[graph.index[v]] for v in held] == [math.prod(shape_of(v)) / total for v in held]
     assert found[1].made == found[2].made == found[6].made
     assert found[1].flops == pytest.approx(found[6].flops, rel=1e-12)

@@ -10,7 +10,7 @@ import pytest
 import distir
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.memory import MemoryUse
-from distir.executor.simulator.simulator import Simulator
+from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster
 from distir.ir import Function, FunctionMaker, Op, Role
 from distir.ir.errors import UsageError

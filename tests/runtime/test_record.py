@@ -7,10 +7,10 @@ import numpy as np
 import distir
 from distir.api.data import Data
 from distir.backends.lowering.engine import TorchRank, own_array
-from distir.backends.storage.record import Recorder, RecordKey, recorded
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir.type import BFloat16, Float64
 from distir.models import mlp
+from distir.runtime.record import Recorder, RecordKey, recorded
 from tests.backends.ranks import on_ranks
 from tests.transforms.programs import Plan, distributed, small_gpt
 

@@ -1,0 +1,77 @@
+"""All-reduces as measured on NVLink and over nodes, against the cost of collectives on shipped clusters.
+
+The mean error is at most 5 %. Where the constants were fitted on half of the measurements it is at most 6 % on the
+other half (`benchmarks/collectives.py` fits them).
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distir.executor.cost_model import collective_cost
+from distir.executor.cost_model.seconds import wire_of
+from distir.hardware import load_cluster
+from distir.ir.spec import lookup
+
+SHARED = Path(__file__).parents[4] / "shared" / "accuracy"
+pytestmark = pytest.mark.skipif(not SHARED.exists(), reason="no measurements: ../shared is absent")
+LEAST, SMALL = 32 * 1024, 64 * 1024
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (SHARED / name).open() as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def by_system(system: str, least: int = LEAST) -> list[tuple[int, int, float]]:
+    """(devices, bytes, seconds) of the all-reduces of a system that is measured at many sizes."""
+    found = [r for r in rows("nccl_measured.csv") if system in r["system"] and r["time_us"]]
+    made = [(int(r["ranks"]), int(r["bytes"]), float(r["time_us"]) * 1e-6) for r in found]
+    return [m for m in made if m[1] >= least]
+
+
+def by_gpu(gpu: str) -> list[tuple[int, int, float]]:
+    found = [r for r in rows("nccl_allreduce_a100_v100.csv") if r["gpu"] == gpu]
+    return [(int(r["n_gpus"]), int(r["bytes"]), float(r["time_oop_ns"]) * 1e-9) for r in found]
+
+
+def errors(cluster: str, measured: list[tuple[int, int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted over measured, less 1; and the sizes."""
+    wire = wire_of(lookup("MPIAllreduce"))
+    out: list[float] = []
+    for n, size, seconds in measured:
+        topology = load_cluster(cluster, devices=n)
+        out.append(collective_cost.collective(wire, size, topology.group(topology.devices[:n])) / seconds - 1)
+    return np.array(out), np.array([size for _, size, _ in measured])
+
+
+CASES = {
+    "a100": ("dgx-a100", lambda: by_gpu("a100") + by_system("1x 8xA100")),
+    "v100": ("dgx-v100", lambda: by_gpu("v100")),
+    "h200": ("nebius-h200", lambda: by_system("1x 8xH200")),
+    "b200": ("b200-8", lambda: by_system("1x 8xB200")),
+    "4 nodes, 100 Gb/s": ("vtrain-a100", lambda: by_system("accelerator not named")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_reduces_take_as_long_as_measured(case: str) -> None:
+    cluster, measured = CASES[case]
+    found, sizes = errors(cluster, measured())
+    assert len(found) >= 20
+    assert np.abs(found).mean() <= 0.05
+    # one size of 8 A100 differs by 19 % between the two machines that it was measured on
+    least = 0.0 if case != "a100" else -0.24
+    worst = found[sizes >= SMALL]
+    assert worst.max() <= 0.2
+    assert worst.min() >= min(least, -0.2)
+
+
+def test_a_ring_of_v100_depends_on_how_many_they_are() -> None:
+    """In the hybrid cube mesh 5 devices reach less bandwidth than 4: one bus for all would be off by more than half."""
+    found, _ = errors("dgx-a100", by_gpu("v100"))
+    assert np.abs(found).mean() > 0.5
