@@ -18,7 +18,7 @@ from distir.api.model import Model, load
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.categories import ACTIVATION, CATEGORIES, GRADIENT, PARAMETER
 from distir.executor.simulator.memory import MemoryUse
-from distir.executor.simulator.simulator import Simulation, Simulator
+from distir.executor.simulator.simulation import Simulation, Simulator
 from distir.hardware import load_cluster
 from distir.transforms.pipeline.recompute import _saving, saved_bytes
 from distir.transforms.plan import Plan
