@@ -9,7 +9,7 @@ from distir.api.masks import check_masks
 from distir.executor.reference.sequential import evaluate
 from distir.ir.function import Function, Op
 from distir.ops.rules import shape_of
-from distir.transforms.differentiation.dropout import check_dropout
+from distir.transforms.differentiation.draw_dropout import check_dropout
 from distir.transforms.rewriting.claims import check_gradients, check_rewrite
 from distir.transforms.rewriting.laws import Law, Origin, origins
 from distir.transforms.rewriting.mixed_precision import check_mixed_precision

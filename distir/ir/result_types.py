@@ -130,7 +130,8 @@ def _free(attrs: Attrs, mesh: Mesh) -> dict[str, Shard]:
 
 
 def _contiguous(slot: int, t: Tensor, dim: int | None) -> None:
-    """An indexed dim (None: each) must be split in contiguous ranges: one offset then says which part a device holds."""
+    """An indexed dim (None: each) must be split in contiguous ranges: then one offset says which part a device
+    holds."""
     for d in range(len(t.shape)) if dim is None else [dim % len(t.shape)]:
         inside = 1
         for outer, n, _ in t.subdims.get(d, ()):

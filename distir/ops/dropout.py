@@ -4,7 +4,8 @@ A mask is a function of a key and of each element's index in the whole tensor: o
 but not of the devices. So every plan draws the same mask, and recomputation draws it again.
 
 The numbers are those of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014): the
-key is where the sequence begins, the index counts in it. They are computed in int64, in which both numpy and torch wrap.
+key is where the sequence begins, the index counts in it. They are computed in int64, in which both numpy and torch
+wrap; the last step of the finaliser, which changes the lower halves only, is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from distir.ir.spec import Attrs, op
 from distir.ir.type import Bool, DType, Int64, Tensor
 from distir.ops.rules import expect, letters, points, wide
 
-_BLOCK = 1 << 16
+_BLOCK = 1 << 17
 """Elements of which the numbers are computed at a time, on CPUs."""
 _STEP = 0x9E3779B97F4A7C15
 """What SplitMix64 adds to its state; the finaliser's constants are Stafford's variant 13."""
@@ -180,8 +181,8 @@ op(  # where a training step drops elements; elsewhere the identity
     grad=lambda f, o, d: [d],
     alias=True,
 )
-op(  # (x, key) -> x / (1 - ratio) where the mask is true, else 0; and the mask, saved. `whole`: the shape before padding
-    "RandomDropout",
+op(  # (x, key) -> x / (1 - ratio) where the mask is true, else 0; and the mask, saved
+    "RandomDropout",  # `whole`: the shape before padding
     attributes="ratio:number whole:sizes?",
     axes=_dropout_axes,
     dtype=_dropout_dtype,

@@ -111,8 +111,8 @@ def _causal_dtype(attrs: Attrs, dtype: DType) -> list[DType]:
     return [dtype]
 
 
-op(  # scores (.., s, t) times `scale`, and above the diagonal of these dims `value`, by default -inf: so a key is not seen
-    "CausalMask",  # by queries before it. One op, as the kernels of trainers are: scaled scores are not held as well
+op(  # scores (.., s, t) times `scale`, and `value`, by default -inf, where a key comes after the query: in one op, as
+    "CausalMask",  # in the kernels of trainers, so that scaled scores are not held as well
     attributes="scale:number? value:number?",
     axes=points(1),
     dtype=_causal_dtype,

@@ -135,8 +135,9 @@ class Plan:
     )
     recompute: str = _setting(
         "none",
-        "what the backward pass computes once more instead of the forward pass saving it: none, gathers (of what is "
-        "sharded), attention (these, and its probabilities), selective (what is cheap), full (all of each repeated block but its input), or the bytes that a device may save of a microbatch",
+        "what the backward pass computes once more instead of the forward pass saving it: none, gathers (of shards), "
+        "attention (gathers, scores and probabilities), selective (what is cheap), full (all of each repeated block "
+        "but its input), or the bytes that a device may save of a microbatch",
         check=_recomputed,
     )
     loss_gradient: str = _setting(

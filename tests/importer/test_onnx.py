@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.importer import import_from_onnx, tensor_proto
 from distir.ir import Function, Role
-from distir.ir.errors import ModelWarning, UsageError
+from distir.ir.errors import ModelError, ModelWarning, UsageError
 from distir.ir.type import BFloat16, Float16, Float32
 from tests.importer.models import computed, equal, expected, info, model, node
 
@@ -306,6 +306,34 @@ def test_scalars_are_constants_and_what_does_nothing_goes(tmp_path: Path) -> Non
     assert function.ops[0].attributes == constant
     assert [v.name for v in function.outputs] == ["y"]
     assert [v.name for op in function.ops for v in op.outputs] == ["half", "e", "y"]
+
+
+def test_dropout_of_a_model_exported_in_training_mode(tmp_path: Path) -> None:
+    """It is the identity until a training step draws it; of a model exported for inference nothing stays."""
+    nodes = [
+        node("Dropout", "x ratio training", "a"),
+        node("Dropout", "a half training", "b"),
+        node("Dropout", "b ratio inference", "c"),
+        node("Mul", "c c", "y"),
+    ]
+    stored = {
+        "ratio": np.float32(0.25),
+        "half": np.float32(0.5),
+        "training": np.array(True),
+        "inference": np.array(False),
+    }
+    proto = model(nodes, {"x": x(2, 3)}, ["y"], {k: np.asarray(v) for k, v in stored.items()})
+    function, got = computed(proto, {"x": x(2, 3)}, tmp_path / "m.onnx")
+    assert ops_of(function) == ["Dropout", "Dropout", "Mul"]
+    assert [op.attributes["ratio"] for op in function.ops[:2]] == [0.25, 0.5]
+    assert np.array_equal(got[0], x(2, 3) ** 2)
+
+
+def test_a_ratio_of_dropout_is_below_1(tmp_path: Path) -> None:
+    stored = {"ratio": np.asarray(np.float32(1)), "training": np.asarray(True)}
+    proto = model([node("Dropout", "x ratio training", "y")], {"x": x(2, 3)}, ["y"], stored)
+    with pytest.raises(ModelError, match=r"Dropout node 'y': ratio 1 is not in \[0, 1\)"):
+        import_from_onnx(write(tmp_path / "m.onnx", proto))
 
 
 def test_outputs_that_are_inputs_or_known(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from distir.ir.function import Function
 from distir.models.decoder import Decoder, angles, decoder
 from distir.models.named import is_named, named
 from distir.ops.rules import shape_of
+from distir.transforms.differentiation.training import training_step
+from distir.transforms.rewriting.fuse import fuse
 
 transformers = pytest.importorskip("transformers")
 
@@ -135,6 +137,19 @@ def test_defaults() -> None:
         ("gpt:layers=0,hidden=8,heads=4", r".*: layers is a whole number of at least 1, got 0", None),
         ("gpt:layers=99999999999,hidden=8,heads=4", r".*: layers is at most 16,384, got 99,999,999,999", None),
         ("gpt:layers=1,hidden=8,heads=4,tied=2", r".*: tied is 0 or 1, got 2", None),
+        ("gpt:layers=1,hidden=8,heads=4,dropout=some", r".*: expected dropout=X, a number, got 'dropout=some'", None),
+        (
+            "gpt:layers=1,hidden=8,heads=4,dropout=1",
+            r".*: dropout is a number from 0 to 1, 1 not included, got 1",
+            None,
+        ),
+        ("gpt:layers=1,hidden=8,heads=4,dropout=nan", r".*: dropout is a number from 0 to 1, .* got nan", None),
+        ("gpt:layers=1,hidden=8,heads=4,attention=flash", r".*: attention is fused or unfused, got 'flash'", None),
+        (
+            "gpt:layers=1,hidden=8,heads=4,dropout=0.1,attention=fused",
+            r".*: fused attention has no dropout",
+            "leave out one of attention=fused and dropout",
+        ),
         ("llama:layers=1,hidden=12,heads=4", r".*: rotary positions need heads of even size, got 3", None),
     ],
 )
@@ -146,9 +161,31 @@ def test_what_is_none(text: str, message: str, hint: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_unfused_attention_computes_the_same_and_stays_unfused(name: str) -> None:
+    text = f"{name}:layers=2,hidden=32,heads=4,kv_heads=2,vocab=61,seq=12,batch=2"
+    configs = [named(text + more, {}) for more in ("", ",attention=unfused", ",dropout=0.1")]
+    assert [c.attention for c in configs] == ["fused", "unfused", "unfused"]
+    functions = [decoder(c) for c in configs]
+    rng = np.random.default_rng(0)
+    given = {v.name: 0.2 * rng.standard_normal(shape_of(v)) for v in functions[0].inputs}
+    given |= {"input_ids": rng.integers(0, 61, (2, 12)), **angles(configs[0])}
+    results = [SequentialExecutor().compute(f, [given[v.name] for v in f.inputs])[0] for f in functions]
+    for f, got in zip(functions, results, strict=True):
+        verify(f)
+        np.testing.assert_allclose(got, results[0], rtol=1e-4, atol=1e-5)
+    for f in functions[1:]:
+        assert not any(op.op_type == "Attention" for op in fuse(f).ops)
+        step = training_step(f, "cross-entropy", "sgd")
+        assert not any(op.op_type.startswith("Attention") for op in fuse(step).ops)
+    fused = [op for op in fuse(functions[0]).ops if op.op_type == "Attention"]
+    assert len(fused) == 2
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt, dropout"])
 def test_trained_under_a_plan(name: str) -> None:
     """A step of a named model on ranks in this process equals the sequential one."""
-    text = f"{name}:layers=2,hidden=32,heads=4,kv_heads=2,vocab=64,seq=8,batch=4"
+    name, _, more = name.partition(", ")
+    text = f"{name}:layers=2,hidden=32,heads=4,kv_heads=2,vocab=64,seq=8,batch=4{',dropout=0.2' if more else ''}"
     model = distir.load(text, loss="cross-entropy", dtype="float64")
     plan = distir.Plan(dp=2, tp=2, pp=2, microbatches=2)
     result = distir.run(model, plan, steps=2, backend="numpy", check=True)

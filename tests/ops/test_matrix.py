@@ -35,7 +35,7 @@ from distir.ir.type import (
     Shard,
     Tensor,
 )
-from distir.ops.rules import statistic
+from distir.ops.rules import statistic, tensor
 from distir.transforms.differentiation.grad import grad
 from distir.transforms.rewriting.decompose import decompose
 from tests.ops.samples import SAMPLES, Sample
@@ -132,9 +132,9 @@ def test_torch_computes_the_same(sample: Sample, dtype: DType):
         got.append(row(kernel(*[on_torch(x) for x in arrays], **op.attributes)))
     if op.op_type in NATIVE:
         attributes = dict(op.attributes)
-        if op.spec.indexed(op.attributes) is not None:
-            slot, dim = op.spec.indexed(op.attributes)
-            attributes["start"] = op.inputs[slot].type.starts(dim, None)
+        if (indexed := op.spec.indexed(op.attributes)) is not None:
+            slot, dim = indexed
+            attributes["start"] = tensor(op.inputs[slot] if slot >= 0 else op.outputs[~slot]).starts(dim, None)
         if op.spec.local:
             attributes |= op.spec.local(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs])
         got.append(row(NATIVE[op.op_type](*[on_torch(x) for x in arrays], **attributes)))

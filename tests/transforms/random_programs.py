@@ -19,7 +19,7 @@ from distir.ir import Function, FunctionMaker, Value
 from distir.ir.function import Role
 from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor
 from distir.ops.rules import shape_of
-from distir.transforms.differentiation.dropout import step_of, with_dropout
+from distir.transforms.differentiation.draw_dropout import step_of, with_dropout
 from distir.transforms.differentiation.grad import grad, parameters
 from distir.transforms.differentiation.loss_scale import LossScale, scale_loss
 from distir.transforms.differentiation.training import SGD, LearningRate, narrowed, update

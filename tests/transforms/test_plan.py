@@ -31,7 +31,7 @@ PLANS = st.builds(
     bucket_mb=st.sampled_from([0.0, 0.25, 25.0, 1e6, float("inf")]),
     zero=st.sampled_from([0, 1, 2, 3]),
     sequence_parallel=st.booleans(),
-    recompute=st.sampled_from(["none", "selective", "full", "1e9"]),
+    recompute=st.sampled_from(["none", "gathers", "attention", "selective", "full", "1e9"]),
     loss_gradient=st.sampled_from(["forward", "backward"]),
 )
 
@@ -98,7 +98,7 @@ def test_generators_are_written_as_their_table(tmp_path: Path) -> None:
         ("zero = true", "zero is 0, 1, 2 or 3, got True", None),
         ("overlap = 1", "overlap is true or false, got 1", None),
         ("sequence_parallel = 'true'", "sequence_parallel is true or false, got 'true'", None),
-        ("recompute = -1", "recompute: expected none, selective", None),
+        ("recompute = -1", "recompute: expected none, gathers", None),
         ("bucket_mb = -1", "bucket_mb is a number of at least 0, got -1", None),
         ("order = 'tp'", "order is a list of names, got 'tp'", None),
         ("loss_gradient = 'sideways'", "loss_gradient is forward or backward, got 'sideways'", None),

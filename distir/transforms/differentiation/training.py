@@ -8,7 +8,7 @@ state, which `Function.updates` ties to its input.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distir.ir.dtype import DType
@@ -19,7 +19,7 @@ from distir.ir.spec import FactorMapping, lookup
 from distir.ir.type import Float16, Float32, Int64, Shard, Tensor
 from distir.ops.rules import cast, shape_of, tensor
 from distir.transforms.differentiation.clip import clip_factor, sum_of_squares
-from distir.transforms.differentiation.dropout import step_of, with_dropout
+from distir.transforms.differentiation.draw_dropout import step_of, with_dropout
 from distir.transforms.differentiation.grad import find_loss, grad, parameters, sources
 from distir.transforms.differentiation.loss_scale import LossScale, scale_loss, skips, unscale
 from distir.transforms.rewriting.cleanup import extend, fold
@@ -72,7 +72,7 @@ class SGD:
     clip_norm: float | None = None
     schedule: LearningRate | None = None
     decay_vectors: bool = True
-    dropout_seed: int = 0
+    dropout_seed: int = field(default=0, repr=False)
 
     op_type: ClassVar[str] = "SGD"
     counts: ClassVar[bool] = False
@@ -102,7 +102,7 @@ class AdamW:
     clip_norm: float | None = None
     schedule: LearningRate | None = None
     decay_vectors: bool = True
-    dropout_seed: int = 0
+    dropout_seed: int = field(default=0, repr=False)
 
     op_type: ClassVar[str] = "AdamW"
     slots: ClassVar[tuple[str, ...]] = ("m", "v")

@@ -1,6 +1,6 @@
 """Extracts the forward pass of a distributed training step: a program without the ops that the loss does not need.
 
-Ops of training alone (`training_only`, such as dropout) are left out: their first operand stands in for the result.
+Ops of training alone (`training_only`, such as dropout) become the identity.
 It is extracted from the training program, not distributed again: weights stay on the stages and in the shards that
 training has them in, so a rank evaluates with the weights it has. Bundles become their members: most are not needed.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
+from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.pause import no_collection
 from distir.ir.spec import lookup
 from distir.ir.type import Tuple, Type
@@ -20,6 +20,7 @@ Path = tuple[int, ...]
 Wanted = tuple[frozenset[Path], ...]
 """For each of several values the tensors needed of it."""
 NOTHING: frozenset[Path] = frozenset()
+_IDENTITY = lookup("Identity")
 
 
 @no_collection()
@@ -43,10 +44,6 @@ def evaluation(program: Function, outputs: Sequence[int] = (0,)) -> Function:
 
 def _memberwise(op: Op) -> bool:
     return op.spec.comm is not None and op.spec.comm.memberwise
-
-
-def _left_out(op: Op) -> bool:
-    return op.spec.training_only
 
 
 def paths(t: Type) -> frozenset[Path]:
@@ -85,10 +82,8 @@ def _live(function: Function, wanted: dict[Value, frozenset[Path]], known: Known
         got = tuple([wanted.get(v, NOTHING) for v in op.outputs])
         if not any(got):
             continue
-        if _left_out(op):
-            want(op.inputs[0], got[0])
-            kept.append((op, None))
-            continue
+        if op.spec.training_only and not any(got[1:]):  # no gradient is wanted
+            op = Op(_IDENTITY, op.inputs[:1], NO_ATTRIBUTES, op.outputs[:1], op.of)
         inner = None
         if op.callee is not None:
             inner = _live(op.callee, dict(zip(op.callee.outputs, got, strict=True)), known)
@@ -119,8 +114,6 @@ def _rebuild(live: Live, f: FunctionMaker, env: Env, bodies: dict[int, Function]
                 env.setdefault(op.outputs[path[0]], {})[path[1:]] = x
         elif inner is not None:
             _call(op, inner, f, env, bodies)
-        elif _left_out(op):
-            env[op.outputs[0]] = env[op.inputs[0]]
         elif _memberwise(op):
             for path in sorted(env[op.inputs[0]]):
                 x = f.add_op(op.spec, _name(op.outputs[0], path), [env[v][path] for v in op.inputs], op.attributes)

@@ -4,9 +4,9 @@ Also called activation checkpointing (Chen et al., "Training Deep Nets with Subl
 are saved is chosen by cost, on the placed program:
 
 - `gathers`: only what is all-gathered from saved shards, as with sequence parallelism;
-- `attention`: that, and attention's scores and probabilities: what lies between two products of activations. With tensor
-  and sequence parallelism this is what Megatron-LM calls selective (Korthikanti et al., "Reducing Activation
-  Recomputation in Large Transformer Models", 2022, section 5);
+- `attention`: that, and attention's scores and probabilities: what lies between two products of activations. This is
+  what Megatron-LM calls selective (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+  2022, section 5);
 - `selective`: what is cheap to compute for its size is recomputed, such as scores and softmax of attention, norms and
   activation functions, and what is all-gathered from saved shards;
 - `full`: of repeated blocks only the values that cross from one to the next are saved;

@@ -29,13 +29,14 @@ def place_in_time(graph: Graph, microbatches: int, batch: Mapping[int, int]) -> 
     if key not in graph.cache:
         graph.cache[key] = _place(graph, classes)
     placed, before = graph.cache[key]
-    if microbatches == 1 and not before.isdisjoint(closure(graph, _weights(graph), forward=True)):
+    if microbatches == 1 and not before.isdisjoint(closure(graph, _parameters(graph), forward=True)):
         return placed._replace(mappings=[None] * len(placed.mappings))
     return placed
 
 
-def _weights(graph: Graph) -> list[int]:
-    return [graph.index[v] for v in weights(graph.function)]
+def _parameters(graph: Graph) -> list[int]:
+    """What the forward pass works with; not counters and other state, of which a prologue may compute numbers."""
+    return [graph.index[v] for v in weights(graph.function) if v.kind != "state"]
 
 
 def _place(graph: Graph, classes: Classes) -> tuple[Placed, set[int]]:

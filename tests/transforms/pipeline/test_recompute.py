@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,13 +15,16 @@ from distir.executor.simulator.simulation import Simulation
 from distir.hardware import load_cluster
 from distir.ir import Device, Function, FunctionMaker, Op, parse, pformat, same, verify
 from distir.ir.errors import InfeasibleError, UsageError
+from distir.ir.type import Replicate
+from distir.models.decoder import Decoder, decoder
 from distir.models.gpt import gpt
+from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import training_step
 from distir.transforms.parallel3d import distribute
 from distir.transforms.passes import PassContext, run_passes
 from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.phases import BACKWARD, phases
-from distir.transforms.pipeline.recompute import _blocks_again, _cheap, _saving, recompute, saved_bytes
+from distir.transforms.pipeline.recompute import _blocks_again, _cheap, _saving, _still_saved, recompute, saved_bytes
 from distir.transforms.pipeline.stages import cut_stages
 from distir.transforms.plan import Plan
 from tests.transforms.programs import ADAMW, TOLERANCE, error, gpt2_tiny, imported_mlp, run, small_gpt
@@ -203,3 +207,41 @@ def test_blocks_are_found_in_few_layers(layers: int) -> None:
     saving = _saving(placed(small_gpt(layers=layers).function, Plan()))
     assert len(saving.blocks) >= layers
     assert saved_bytes(saving, _blocks_again(saving, saving.blocks)) < 0.6 * saved_bytes(saving, ())
+
+
+def unfused(plan: Plan) -> Function:
+    step = training_step(decoder(Decoder(3, 64, 4, vocab=64, seq=8, batch=4, dropout=0.1)), optimizer="sgd")
+    return placed(step, plan)
+
+
+def test_attention_recomputes_what_lies_between_two_products_of_activations() -> None:
+    """Scores, probabilities and what is left of them, but no product of weights, and not what attention gives."""
+    base = unfused(Plan())
+    made = recompute(base, "attention")
+    again = copies(made)
+    kinds = Counter(op.op_type for op in made.ops if op.outputs[0] in again)
+    assert kinds == {"MatMul": 3, "CausalMask": 3, "Softmax": 3, "RandomDropout": 3}
+    square = 4, 4, 8, 8  # batch, heads, and the sequence twice
+    for f, count in ((base, 3 * 3), (made, 0)):  # probabilities, a mask, and what it leaves of them
+        assert sum(shape_of(v) == square for v in _still_saved(_saving(f), ())) == count
+
+
+@pytest.mark.parametrize("how", ["gathers", "attention"])
+def test_gathers_are_repeated_and_shards_saved(how: str) -> None:
+    plan = Plan(tp=2, sequence_parallel=True)
+    base = unfused(plan)
+    made = recompute(base, how)
+    again = copies(made)
+    kinds = Counter(op.op_type for op in made.ops if op.outputs[0] in again)
+    assert kinds["MPIAllgather"] == 2 * 3 + 1  # two a layer, and the head's
+    assert ("Softmax" in kinds) == (how == "attention")
+    for v in _still_saved(_saving(made), ()):
+        whole = isinstance(tensor(v).on("tp"), Replicate)
+        assert not whole or len(shape_of(v)) < 3 or shape_of(v)[-1] == 1 or tensor(v).dtype.kind == "int", v
+
+
+@pytest.mark.parametrize("how", ["gathers", "attention", "selective"])
+def test_without_anything_of_its_kind_nothing_is_recomputed(how: str) -> None:
+    """Fused attention is one op, and without sequence parallelism nothing is gathered."""
+    base = placed(small_gpt().function, Plan(tp=2))
+    assert (recompute(base, how) is base) == (how != "selective")

@@ -34,7 +34,7 @@ def with_dropout(function: Function, seed: int) -> Function:
     }
     for op in function.ops:
         if op in keys:
-            y, mask = maker.add_op(RANDOM, None, [op.inputs[0], keys[op]], op.attributes)
+            _, mask = maker.add_op(RANDOM, None, [op.inputs[0], keys[op]], op.attributes)
             mask.name = maker.fresh(f"{op.outputs[0].name}.mask")
             random = maker.ops.pop()
             op = Op(RANDOM, random.inputs, random.attributes, (op.outputs[0], mask), op.of)
@@ -70,6 +70,8 @@ def check_dropout(before: Function, after: Function, evaluate: Evaluate) -> None
     made = after.producers()
     seen: set[object] = set()
     for op in after.ops:
+        if _is_drawn(op):
+            raise MismatchError(f"{after.name}: {op}: expected it to be drawn at random")
         if op.spec is not RANDOM:
             continue
         key = made.get(op.inputs[1])
