@@ -109,8 +109,8 @@ def simulate(
     """Predict a step on a cluster: a shipped one (`distir clusters`), a .toml file, a Topology or a CostModel.
 
     Without `nodes` the cluster has as many as the plan needs. `runtime` names the software that issues the ops
-    (`distir.hardware.known_runtimes`); without it that takes no time; a CostModel has its own. To compare many plans, pass the same Model and the same
-    CostModel: what does not depend on the plan is then computed once.
+    (`distir.hardware.known_runtimes`); without it that takes no time; a CostModel has its own. To compare many
+    plans, pass the same Model and the same CostModel: what does not depend on the plan is then computed once.
     """
     model = as_model(model)
     plan = plan_in_effect(model, plan)
