@@ -14,7 +14,7 @@ class Runtime:
     device that takes part; `call`: of each call of a function, such as a microbatch of a stage.
 
     `fuses`: chains of pointwise ops run as one op, without reading or writing what is between them. `waits`: the host
-    waits until a transfer has ended before it goes on.
+    of a device that receives a transfer waits until it has ended before it goes on.
     """
 
     name: str

@@ -14,7 +14,7 @@ from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.ir import Device, Function, Mesh, Op, Value
 from distir.ir.communication import TRANSFERS
-from distir.ir.spec import lookup
+from distir.ir.spec import Spec, lookup
 from distir.ir.type import Tuple, Type
 
 NEVER = float("-inf")
@@ -165,7 +165,7 @@ class Inlined:
             start = max([start, *(x[d] for x in ins for d in sources), *self.issued(op, keys, chained)])
             for k in keys:
                 self.clock[k] = start + seconds
-                if spec.route in TRANSFERS and cost.runtime is not None and cost.runtime.waits and cost.issue(spec, 2):
+                if spec.route in TRANSFERS and k[0] in targets and self.waits(spec):
                     self.clock[k[0], "host"] = start + seconds
                 events.append((spec.name, start, seconds, repr(k[0]), k[1]))
             for v in op.outputs:
@@ -176,6 +176,11 @@ class Inlined:
             for i, d in enumerate(dict.fromkeys(d for v in (*op.inputs, *op.outputs) for d in self.devices(v)))
         }
         self.events += sorted(events, key=lambda e: order[e[3]])
+
+    def waits(self, spec: Spec) -> bool:
+        """Whether the host of a device that receives waits for a transfer to end."""
+        runtime = self.cost.runtime
+        return runtime is not None and runtime.waits and self.cost.issue(spec, 2) > 0
 
     def issued(self, op: Op, keys: list[tuple[Device, str]], chained: Fused) -> list[float]:
         """When the hosts of the devices have issued an op."""

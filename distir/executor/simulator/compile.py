@@ -260,12 +260,13 @@ class CompiledProgram:
         streams = [self.stream(*w) for w in where]
         classes = tuple([c for c, _, _ in where])
         communicates = where[0][1] != COMPUTE
+        sources, targets = ends or (classes, classes)
         issues, waits = None, ()
         if self._issued and (issue := self.cost.issue(op.spec, devices, chained)):
             hosts = [self.stream(c, HOST) for c in dict.fromkeys(classes)]
             issues = tuple([(host, issue) for host in hosts])
-            waits = tuple(hosts) if self._waits and op.spec.route in TRANSFERS else ()
-        sources, targets = ends or (classes, classes)
+            if self._waits and op.spec.route in TRANSFERS:
+                waits = tuple([self.stream(c, HOST) for c in dict.fromkeys(classes) if c in targets])
         on, streams = frozenset((*streams, *waits)), tuple(dict.fromkeys(streams))
         return OpPart(seconds, streams, classes, sources, targets, communicates, on, issues, waits)
 
