@@ -14,7 +14,7 @@ from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.ir import Device, Function, Mesh, Op, Value
 from distir.ir.communication import TRANSFERS
-from distir.ir.spec import Spec, lookup
+from distir.ir.spec import lookup
 from distir.ir.type import Tuple, Type
 
 NEVER = float("-inf")
@@ -76,6 +76,10 @@ class Inlined:
         each; and where it ends.
         """
         self.function = function
+        runtime = cost.runtime
+        self.waits = runtime is not None and runtime.issues and runtime.waits
+        self.received: set[Value] = set()
+        """What transfers give."""
         self.entered: set[Device] | None = None
         """In a function that is called: the hosts that have issued an op of it."""
         start = {v: dict.fromkeys(self.devices(v), NEVER) for v in function.inputs}
@@ -111,6 +115,9 @@ class Inlined:
             if op.callee is not None:
                 inner = {a: env[b] for a, b in zip(op.callee.inputs, op.inputs, strict=True)}
                 before, self.entered = self.entered, set()
+                for v in op.inputs if self.waits else ():
+                    for d in self.devices(v) if v in self.received else ():
+                        self.clock[d, "host"] = max(self.clock.get((d, "host"), 0.0), env[v][1][d])
                 self.run(op.callee, inner)
                 self.entered = before
                 for a, b in zip(op.outputs, op.callee.outputs, strict=True):
@@ -118,6 +125,8 @@ class Inlined:
                 continue
             times: dict[Value, dict[Device, float]] = {v: {} for v in op.outputs}
             self.step(op, [env[v][1] for v in op.inputs], times, chains.get(op, UNFUSED))
+            if op.spec.route in TRANSFERS:
+                self.received.update(op.outputs)
             for v in op.outputs:
                 env[v] = (self.instance(v), times[v])
             self.flat.append((op, tuple(env[v][0] for v in op.inputs), tuple(env[v][0] for v in op.outputs)))
@@ -165,8 +174,6 @@ class Inlined:
             start = max([start, *(x[d] for x in ins for d in sources), *self.issued(op, keys, chained)])
             for k in keys:
                 self.clock[k] = start + seconds
-                if spec.route in TRANSFERS and k[0] in targets and self.waits(spec):
-                    self.clock[k[0], "host"] = start + seconds
                 events.append((spec.name, start, seconds, repr(k[0]), k[1]))
             for v in op.outputs:
                 for d in targets:
@@ -176,11 +183,6 @@ class Inlined:
             for i, d in enumerate(dict.fromkeys(d for v in (*op.inputs, *op.outputs) for d in self.devices(v)))
         }
         self.events += sorted(events, key=lambda e: order[e[3]])
-
-    def waits(self, spec: Spec) -> bool:
-        """Whether the host of a device that receives waits for a transfer to end."""
-        runtime = self.cost.runtime
-        return runtime is not None and runtime.waits and self.cost.issue(spec, 2) > 0
 
     def issued(self, op: Op, keys: list[tuple[Device, str]], chained: Fused) -> list[float]:
         """When the hosts of the devices have issued an op."""

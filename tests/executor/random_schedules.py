@@ -7,7 +7,7 @@ from typing import Any
 
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Value
 from distir.ir.errors import IRTypeError
-from distir.ir.runtime import Runtime
+from distir.ir.host import Runtime
 from distir.ir.topology import Algorithm, DeviceSpec, Link, Regular, Topology
 from distir.ir.type import NOW, REPLICATE, SUM, Float, Shard, Tensor, Tuple
 
@@ -40,7 +40,7 @@ def random_runtime(rng: random.Random) -> Runtime | None:
     if rng.random() < 0.4:
         return None
     op, communication, member, call = (rng.choice([0.0, 1e-7, 3e-6, 2e-5]) for _ in range(4))
-    return Runtime("random", op, communication, member, call, fuses=rng.random() < 0.5, waits=rng.random() < 0.5)
+    return Runtime("random", op, communication, member, call, rng.random() < 0.5, rng.random() < 0.5)
 
 
 def _random_type(rng: random.Random, mesh: Mesh) -> Tensor:

@@ -19,7 +19,6 @@ from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, 
 from distir.executor.simulator.equal_callees import Shapes
 from distir.executor.simulator.labels import COMPUTE, HOST, RECV, SEND, stream_name
 from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
-from distir.ir.communication import TRANSFERS
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
@@ -41,7 +40,7 @@ class CompiledProgram:
         runtime = cost.runtime
         self._issued = runtime is not None and runtime.issues
         """Whether hosts take time."""
-        self._waits = runtime is not None and runtime.waits
+        self._waits = self._issued and runtime is not None and runtime.waits
         self._fuses = runtime is not None and runtime.fuses
         self.streams: list[tuple[int, str]] = []
         self._stream: dict[Where, int] = {}
@@ -261,14 +260,12 @@ class CompiledProgram:
         classes = tuple([c for c, _, _ in where])
         communicates = where[0][1] != COMPUTE
         sources, targets = ends or (classes, classes)
-        issues, waits = None, ()
+        issues: Issues | None = None
         if self._issued and (issue := self.cost.issue(op.spec, devices, chained)):
             hosts = [self.stream(c, HOST) for c in dict.fromkeys(classes)]
             issues = tuple([(host, issue) for host in hosts])
-            if self._waits and op.spec.route in TRANSFERS:
-                waits = tuple([self.stream(c, HOST) for c in dict.fromkeys(classes) if c in targets])
-        on, streams = frozenset((*streams, *waits)), tuple(dict.fromkeys(streams))
-        return OpPart(seconds, streams, classes, sources, targets, communicates, on, issues, waits)
+        on, streams = frozenset(streams), tuple(dict.fromkeys(streams))
+        return OpPart(seconds, streams, classes, sources, targets, communicates, on, issues)
 
     def _send(self, op: Op, held: tuple[tuple[int, ...], ...]) -> OpPlan:
         ins = [v.type for v in op.inputs]
@@ -302,7 +299,7 @@ class CompiledProgram:
                     columns.append((i, c))
         code = Code(f, self.streams, columns)
         code.issues = [] if self._issued else None
-        builder = CodeBuilder(code, env)
+        builder = CodeBuilder(code, env, (lambda c: self.stream(c, HOST)) if self._waits else None)
         builder.run(self._planned(f), self.body)
         for k, v in enumerate(f.outputs):
             code.outputs += [(k, c, env[c][v]) for c in self.classes_of(v.type)]

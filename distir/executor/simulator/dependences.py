@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from distir.executor.simulator.maxplus import Call, Code, OpPlan, Slots, Twin
+from distir.ir.communication import TRANSFERS
 from distir.ir.function import Function, Op, Value
 
 
 class CodeBuilder:
-    """The state of compiling one function: the slots each value depends on, and the streams that dominate each slot."""
+    """The state of compiling one function: the slots each value depends on, and the streams that dominate each slot.
 
-    def __init__(self, code: Code, env: list[dict[Value, Slots]]) -> None:
+    `hosts` gives the stream of a class's host, where hosts wait for transfers.
+    """
+
+    def __init__(self, code: Code, env: list[dict[Value, Slots]], hosts: Callable[[int], int] | None = None) -> None:
         self.code, self.env = code, env
         self.dominated: list[frozenset[int]] = [frozenset()] * len(code.columns)
         """For each slot the streams whose clock is never earlier than it afterwards; for a part its own streams."""
+        self.hosts = hosts
+        self.received: set[Value] = set()
+        """What transfers give, where hosts wait for it."""
         self.results: set[int] = set()
         """The slots that are results of calls."""
         self._waiting: dict[tuple[Code | Twin, int, Slots], Slots] = {}
@@ -54,6 +61,8 @@ class CodeBuilder:
         if not plan.parts:
             code.views.append(self._free(op, plan))
             return
+        if self.hosts is not None and op.spec.route in TRANSFERS:
+            self.received.update(op.outputs)
         for part in plan.parts:
             on = part.on
             slots = {j for c in part.sources for v in op.inputs for j in env[c][v]}
@@ -65,7 +74,7 @@ class CodeBuilder:
             dominated.append(on)
             code.duration.append(part.duration)
             code.stream.append(part.streams[0])
-            code.more.append(part.streams[1:] + part.waits or None)
+            code.more.append(part.streams[1:] or None)
             if code.issues is not None:
                 code.issues.append(part.issues)
 
@@ -109,7 +118,12 @@ class CodeBuilder:
                 live.append(j)
                 needs.append(slots)
         summary = body.summary(tuple(live))
-        call = Call(body, tuple(live), summary.rows, given)
+        waited: dict[int, list[int]] = {}
+        if self.hosts is not None and self.received:
+            for (i, c), slots in zip(body.columns, given, strict=True):
+                if inputs[i] in self.received:
+                    waited.setdefault(self.hosts(c), []).extend(slots)
+        call = Call(body, tuple(live), summary.rows, given, waited)
         code.needs.append(needs)
         code.plans.append(call)
         code.duration.append(0.0)
@@ -137,7 +151,7 @@ class CodeBuilder:
         slot = inputs
         for s, needs, more in zip(code.stream, code.needs, code.more, strict=True):
             if isinstance(more, Call):
-                streams.update(dict.fromkeys(more.streams))
+                streams.update(dict.fromkeys((*more.streams, *[host for host, _ in more.waits])))
                 self._consume_by_call(more, needs)
                 slot += max(len(more.rows) - len(more.streams), 0)
                 continue

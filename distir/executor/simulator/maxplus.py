@@ -16,7 +16,7 @@ program order and no duration depends on time, the map is exact: with durations 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakMethod
 
@@ -32,7 +32,7 @@ Slots = tuple[int, ...]
 class OpPart(NamedTuple):
     """An op on one class of devices, or on classes that meet. `streams` are those of `classes`, one each.
 
-    `issues` are those of its hosts, `waits` the streams of hosts that wait for its end.
+    `issues` are those of its hosts.
     """
 
     duration: float
@@ -43,7 +43,6 @@ class OpPart(NamedTuple):
     communicates: bool
     on: frozenset[int]
     issues: Issues | None = None
-    waits: tuple[int, ...] = ()
 
 
 class OpPlan(NamedTuple):
@@ -56,14 +55,23 @@ class OpPlan(NamedTuple):
 
 
 class Call:
-    """A call in a program: its body, the body's live inputs, the map, and the slots that each input depends on."""
+    """A call in a program: its body, the body's live inputs, the map, and the slots that each input depends on.
 
-    __slots__ = ("_body", "given", "live", "rows", "streams")
+    `waits` are the slots that hosts wait for before they issue it, by stream.
+    """
+
+    __slots__ = ("_body", "given", "live", "rows", "streams", "waits")
 
     def __init__(
-        self, body: Code | Twin, live: Slots, rows: Sequence[Sequence[tuple[int, float]]], given: list[Slots]
+        self,
+        body: Code | Twin,
+        live: Slots,
+        rows: Sequence[Sequence[tuple[int, float]]],
+        given: list[Slots],
+        waits: Mapping[int, list[int]],
     ) -> None:
         self._body, self.live, self.rows, self.given, self.streams = body, live, rows, given, body.streams
+        self.waits = tuple(waits.items())
 
     @property
     def body(self) -> Code:
@@ -74,6 +82,8 @@ class Call:
 
     def run(self, needs: Sequence[Slots], clock: list[float], ready: list[float]) -> list[float]:
         """Apply the map; returns the entry times."""
+        for host, slots in self.waits:
+            clock[host] = max([clock[host], *[ready[j] for j in slots]])
         enter = [clock[x] for x in self.streams]
         for slots in needs:  # mostly of one
             enter.append(ready[slots[0]] if len(slots) == 1 else max([ready[j] for j in slots]))

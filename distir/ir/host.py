@@ -13,8 +13,8 @@ class Runtime:
     issued yet. `op`: of a compute op; `communication`: of a collective or transfer, and `member` more for each further
     device that takes part; `call`: of each call of a function, such as a microbatch of a stage.
 
-    `fuses`: chains of pointwise ops run as one op, without reading or writing what is between them. `waits`: the host
-    of a device that receives a transfer waits until it has ended before it goes on.
+    `fuses`: chains of pointwise ops run as one op, without reading or writing what is between them. `waits`: before it
+    calls a function, the host waits until the transfers that the function needs have ended.
     """
 
     name: str
