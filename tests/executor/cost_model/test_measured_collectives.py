@@ -1,8 +1,4 @@
-"""All-reduces as measured on NVLink and over nodes, against the cost of collectives on shipped clusters.
-
-The mean error is at most 5 %. Where the constants were fitted on half of the measurements it is at most 6 % on the
-other half (`benchmarks/collectives.py` fits them).
-"""
+"""All-reduces as measured on NVLink and over nodes, against the cost of collectives on shipped clusters."""
 
 from __future__ import annotations
 
