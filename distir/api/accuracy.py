@@ -126,9 +126,10 @@ def program_of(row: Measurement) -> Function:
 def predict(row: Measurement, program: Function, cost: CostModel | None = None) -> Predicted:
     """The predicted step of a row whose program is built, by the cost model of its cluster or another one.
 
-    The peak of memory does not depend on the cost model: it is computed with the first prediction.
+    Streams run beside each other, as on GPUs: whether reductions of gradients wait for the backward pass is in the
+    program. The peak of memory does not depend on the cost model: it is computed with the first prediction.
     """
-    simulation = simulated(program, _setup_of(row).plan, cost or cost_of(row))
+    simulation = simulated(program, replace(_setup_of(row).plan, overlap=True), cost or cost_of(row))
     if _PEAK not in program.cache:
         program.cache[_PEAK] = max(simulation.peak_memory.values(), default=0)
     return Predicted(simulation.seconds, program.cache[_PEAK])

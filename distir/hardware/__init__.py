@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
-from distir.ir.host import Runtime
+from distir.ir.host_runtime import Runtime
 from distir.ir.topology import Algorithm, DeviceSpec, Link, Products, Regular, Topology
 
 _FOLDER = Path(__file__).parent

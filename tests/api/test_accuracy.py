@@ -192,12 +192,12 @@ def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
 
 
 def test_a_row_is_predicted_as_simulate_does(table, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = read_rows(table(GPT))
+    (row,) = read_rows(table({**GPT, "overlap_grad_reduce": 1}))
     found = score(row)
     assert found.predicted is not None
     sizes = "gpt:layers=2,hidden=64,heads=4,vocab=128,seq=32,batch=16"
     step = "--loss cross-entropy --optimizer adamw --clip-norm 1 --precision fp16 --grad-dtype fp32"
-    plan = "--dp 2 --tp 2 --pp 2 --microbatches 4 --recompute full --no-overlap"
+    plan = "--dp 2 --tp 2 --pp 2 --microbatches 4 --recompute full --overlap --runtime megatron"
     want = simulated(capsys, sizes, *step.split(), *plan.split(), "--cluster", "dgx-a100")
     assert found.predicted.seconds == want["step_seconds"]
     assert found.predicted.peak_bytes == max(s["peak_memory"] for s in want["stages"])
@@ -210,7 +210,7 @@ def test_a_llama_with_everything(table, capsys: pytest.CaptureFixture[str]) -> N
     sizes = "llama:layers=4,hidden=64,heads=4,kv_heads=2,ffn=96,vocab=128,seq=32,batch=16"
     step = "--loss cross-entropy --optimizer adamw --clip-norm 1 --precision bf16 --grad-dtype bf16"
     plan = "--dp 2 --tp 2 --pp 2 --microbatches 4 --recompute selective --schedule interleaved --chunks 2 --zero 1"
-    words = [*step.split(), *plan.split(), "--sequence-parallel", "--cluster", "dgx-h100"]
+    words = [*step.split(), *plan.split(), "--sequence-parallel", "--cluster", "dgx-h100", "--runtime", "megatron"]
     want = simulated(capsys, sizes, *words)
     predicted = score(row).predicted
     assert predicted is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Value
 from distir.ir.errors import IRTypeError
-from distir.ir.host import Runtime
+from distir.ir.host_runtime import Runtime
 from distir.ir.topology import Algorithm, DeviceSpec, Link, Regular, Topology
 from distir.ir.type import NOW, REPLICATE, SUM, Float, Shard, Tensor, Tuple
 

@@ -18,7 +18,7 @@ from distir.executor.cost_model.fusion import UNFUSED, Fused
 from distir.ir.communication import Wire
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
-from distir.ir.host import Runtime
+from distir.ir.host_runtime import Runtime
 from distir.ir.spec import Attrs, Spec
 from distir.ir.topology import DeviceSpec, Group, Link, Topology
 from distir.ir.type import DType, Replicate, Tensor, Type

@@ -63,8 +63,9 @@ def attributes(op: Op) -> dict[str, Any]:
     attrs = dict(op.attributes)
     if op.spec.local:
         attrs |= op.spec.local(op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs])
-    if op.spec.index:
-        attrs["start"] = 0
+    if (indexed := op.spec.indexed(op.attributes)) is not None:
+        slot, dim = indexed
+        attrs["start"] = tensor(op.inputs[slot] if slot >= 0 else op.outputs[~slot]).starts(dim, None)
     return attrs
 
 
