@@ -23,6 +23,7 @@ from distir.ir.errors import ModelError
 from distir.ir.function import FunctionMaker, Op
 from distir.ir.spec import Spec
 from distir.ir.type import BFloat16, DType, Float32, Float64, Int32, Tensor
+from distir.ops.rules import tensor
 from tests.ops.samples import SAMPLES, Sample
 
 CPU = torch.device("cpu")
