@@ -77,7 +77,7 @@ class _Meeting:
     def of(self, mesh: Mesh) -> Sequence[tuple[int, ...]]:
         return self.where
 
-    def whole(self, t: Type, held: Any) -> Any:
+    def whole(self, t: Type, value: Any) -> Any:
         raise AssertionError("no collective needs the whole")
 
 
