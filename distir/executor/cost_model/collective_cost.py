@@ -19,8 +19,7 @@ The group has n devices on N nodes; S is the size in bytes of the whole value th
     scatter, gather     the root's transfers one after the other, and one latency
 
 `intra` and `inter` are step latencies; an algorithm that saturates hides its latency (`Algorithm.seconds`). The fastest
-algorithm counts. If a topology has none, a ring with the latencies
-of the links is assumed.
+algorithm counts. If a topology has none, a ring with the latencies of the links is assumed.
 """
 
 from __future__ import annotations

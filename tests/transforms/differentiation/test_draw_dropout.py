@@ -15,7 +15,7 @@ import distir
 from distir.api.batches import evaluating
 from distir.api.rewrites import check_origins, rewritten
 from distir.executor.reference.sequential import SequentialExecutor
-from distir.ir import Function, FunctionMaker, Role, Value, parse, pformat, same, verify
+from distir.ir import Device, Function, FunctionMaker, Role, Value, parse, pformat, same, verify
 from distir.ir.errors import MismatchError
 from distir.ir.function import Op
 from distir.ir.spec import lookup
@@ -25,6 +25,7 @@ from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation import draw_dropout
 from distir.transforms.differentiation.draw_dropout import step_of, with_dropout
 from distir.transforms.differentiation.training import SGD, AdamW, LearningRate, Optimizer, training_step
+from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.evaluation import evaluation
 from distir.transforms.rewriting.precision import with_dtype
@@ -335,3 +336,14 @@ def test_ranks_drop_what_the_sequential_program_drops(plan: distir.Plan) -> None
     assert result.check is not None
     assert result.check.ok, result.check
     assert result.check.compared > 30
+
+
+def test_replicas_draw_their_part_of_each_microbatch() -> None:
+    """They split what the microbatches are made of: still contiguous ranges, so that nothing is gathered to draw it."""
+    sizes = Decoder(1, 16, 2, vocab=32, seq=4, batch=16, dropout=RATIO)
+    step = training_step(decoder(sizes), "cross-entropy", SGD(0.1))
+    devices = [Device("cpu", i) for i in range(4)]
+    placed = parallel_transform_3d(step, 4, 1, 1, devices, 2)
+    used = [op.op_type for f in (placed, *placed.callees()) for op in f.ops]
+    assert "RandomDropout" in used
+    assert "MPIAllgather" not in used
