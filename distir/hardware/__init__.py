@@ -141,7 +141,7 @@ def _runtime(name: str, t: _Table) -> Runtime:
     op, communication, member, call = (
         t.figure(key, 0.0) * 1e-6 for key in ("op_us", "communication_us", "member_us", "call_us")
     )
-    return Runtime(name, op, communication, member, call, t.flag("fuses"), t.flag("waits"))
+    return Runtime(name, op, communication, member, call, *map(t.flag, ("fuses", "multi_tensor", "waits")))
 
 
 def _shared(link: Link, network: _Table, devices: int) -> Link:

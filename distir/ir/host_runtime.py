@@ -13,8 +13,9 @@ class Runtime:
     issued yet. `op`: of a compute op; `communication`: of a collective or transfer, and `member` more for each further
     device that takes part; `call`: of each call of a function, such as a microbatch of a stage.
 
-    `fuses`: chains of pointwise ops run as one op, without reading or writing what is between them. `waits`: before it
-    calls a function, the host waits until the transfers that the function needs have ended.
+    `fuses`: chains of pointwise ops run as one op, without reading or writing what is between them. `multi_tensor`: ops
+    of one kind that do not need each other, such as the updates of all weights, run as one op. `waits`: before it calls
+    a function, the host waits until the transfers that the function needs have ended.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Runtime:
     member: float = 0.0
     call: float = 0.0
     fuses: bool = False
+    multi_tensor: bool = False
     waits: bool = False
 
     @property

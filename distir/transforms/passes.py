@@ -18,7 +18,7 @@ from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.function import Attributes, Function, Op
 from distir.ir.type import Tensor
 from distir.transforms.pipeline.bodies import Cut, cut_bodies
-from distir.transforms.pipeline.bucket import GATHERS, SUMS, bucket, maker_like
+from distir.transforms.pipeline.bucket import GATHERS, SUMS, bucket, maker_like, reductions_first
 from distir.transforms.pipeline.emission import Stages, pipeline
 from distir.transforms.pipeline.phases import PHASES, PhaseRules
 from distir.transforms.pipeline.prefetch import prefetch
@@ -137,8 +137,12 @@ class BodyPasses(NamedTuple):
 
 
 def _bucket(body: Function, axis: str, limit: float, timed: bool) -> Function:
-    """Bucket reductions of gradients in timed bodies, gathers of weights in the others (the update)."""
-    return bucket(body, axis, limit, SUMS if timed else GATHERS)
+    """Bucket reductions of gradients; in bodies that are not timed (the update) also gathers of weights."""
+    if timed:
+        return bucket(body, axis, limit, SUMS)
+    if limit > 0:
+        body = bucket(reductions_first(body, axis), axis, limit, SUMS)
+    return bucket(body, axis, limit, GATHERS)
 
 
 def _prefetch(body: Function, axis: str, limit: float, timed: bool) -> Function:

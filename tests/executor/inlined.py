@@ -105,7 +105,7 @@ class Inlined:
 
     def run(self, f: Function, env: dict[Value, Any]) -> None:
         waits = handed_on(f, self.cost)
-        chains = fused(f) if self.cost.runtime is not None and self.cost.runtime.fuses else {}
+        chains = fused(f, self.cost.runtime)
         begins: list[tuple[int, list[object]]] = []
         self.bodies.append(begins)
         for n, op in enumerate(f.ops):

@@ -1,25 +1,56 @@
-"""Chains of pointwise ops that a runtime runs as one kernel: what lies between them is neither written nor read."""
+"""Ops that a runtime runs as one kernel: chains of pointwise ops, and ops on many tensors (multi-tensor kernels)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from distir.ir.function import Function, Op, Value
+from distir.ir.host_runtime import Runtime
 from distir.ir.type import Tensor
 
 
 class Fused(NamedTuple):
-    """What an op of a chain does not move: operands by number, and its result; with operands it is not issued alone."""
+    """What an op does not move as it is part of a kernel: operands by number, and its result; and whether an earlier op
+    launches the kernel."""
 
     operands: frozenset[int] = frozenset()
     result: bool = False
+    launched: bool = False
 
 
 UNFUSED = Fused()
 
 
-def fused(f: Function) -> dict[Op, Fused]:
-    """The ops of a function that are part of a chain.
+def fused(f: Function, runtime: Runtime | None) -> dict[Op, Fused]:
+    """The ops of a function that the runtime runs as part of a kernel with others."""
+    if runtime is None:
+        return {}
+    found = _chains(f) if runtime.fuses else {}
+    for op in _with_others(f) if runtime.multi_tensor else ():
+        found[op] = found.get(op, UNFUSED)._replace(launched=True)
+    return found
+
+
+def _with_others(f: Function) -> list[Op]:
+    """The ops that a multi-tensor kernel runs with an earlier one: it has the same attributes, and neither needs the
+    other, as they are at the same depth. Such are the updates of all weights.
+    """
+    depth: dict[Value, int] = {}
+    seen: set[tuple[object, ...]] = set()
+    found: list[Op] = []
+    for op in f.ops:
+        d = 1 + max([depth.get(v, 0) for v in op.inputs], default=0)
+        depth.update(dict.fromkeys(op.outputs, d))
+        if _is_limited_by_memory(op):
+            key = op.spec, op.attributes, op.outputs[0].type.device, d
+            if key in seen:
+                found.append(op)
+            seen.add(key)
+    return found
+
+
+def _chains(f: Function) -> dict[Op, Fused]:
+    """The ops of a function that are part of a chain, between which nothing is written or read.
 
     A pointwise op is joined to the one after it if that alone uses its result, and gives one of the same shape on the
     same devices, such as another pointwise op, or the softmax or norm of its rows.
@@ -39,7 +70,7 @@ def fused(f: Function) -> dict[Op, Fused]:
         chains[op] = chains.get(op, UNFUSED)._replace(result=True)
         after = chains.get(later[0], UNFUSED)
         here = frozenset(k for k, v in enumerate(later[0].inputs) if v is y)
-        chains[later[0]] = after._replace(operands=after.operands | here)
+        chains[later[0]] = after._replace(operands=after.operands | here, launched=True)
     return chains
 
 

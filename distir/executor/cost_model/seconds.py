@@ -99,13 +99,13 @@ class CostModel:
     def _in_chain(self, seconds: float, ins: Types, outs: Types, what: DeviceSpec, fused: Fused) -> float:
         """Seconds that are left of an op that is limited by memory, without what it does not move."""
         saved = sum(ins[k].bytes for k in fused.operands) + (outs[0].bytes if fused.result else 0)
-        launch = what.kernel_launch_overhead if fused.operands else 0.0
+        launch = what.kernel_launch_overhead if fused.launched else 0.0
         return max(0.0, seconds - saved / (what.dram_bandwidth * what.memory_efficiency) - launch)
 
     def issue(self, spec: Spec, devices: int = 1, fused: Fused = UNFUSED) -> float:
         """Seconds that a host takes to issue an op to its device, quantized; `devices` take part in it."""
         r = self.runtime
-        if r is None or fused.operands:
+        if r is None or fused.launched:
             return 0.0
         return quantize(r.op if spec.route is None else r.communication + r.member * (devices - 1))
 

@@ -41,7 +41,6 @@ class CompiledProgram:
         self._issued = runtime is not None and runtime.issues
         """Whether hosts take time."""
         self._waits = self._issued and runtime is not None and runtime.waits
-        self._fuses = runtime is not None and runtime.fuses
         self.streams: list[tuple[int, str]] = []
         self._stream: dict[Where, int] = {}
         self._where: list[Where] = []
@@ -104,7 +103,7 @@ class CompiledProgram:
         if found is not None:
             return found
         kinds, out = self._kinds, list[int]()
-        chains = fused(f) if self._fuses else {}
+        chains = fused(f, self.cost.runtime)
         for op in f.ops:
             spec = op.spec
             if spec is _CALL:

@@ -1,7 +1,8 @@
 """Gradient buckets: merges consecutive reductions along a mesh axis into one, on a bundle of their operands.
 
 Members are added in program order, so a backward pass fills buckets from the last layer to the first. A bucket is
-reduced when its last member is computed, overlapping the rest of the backward pass.
+reduced when its last member is computed, overlapping the rest of the backward pass. Where gradients are reduced after
+the backward pass, each beside its first use, they are all reduced first (`reductions_first`), and so share buckets.
 """
 
 from __future__ import annotations
@@ -28,6 +29,27 @@ def bucket(function: Function, axis: str, limit: float, kinds: Collection[Spec] 
     """
     buckets = _buckets(function, axis, limit, kinds)
     return _with_bundles(function, buckets) if buckets else function
+
+
+def reductions_first(function: Function, axis: str) -> Function:
+    """The function with its reductions along `axis`, and what they need, before all else; those that need another one,
+    such as of the norm of all gradients, stay behind it."""
+    reduced: set[Value] = set()
+    first: set[Op] = set()
+    for op in function.ops:
+        if not reduced.isdisjoint(op.inputs):
+            reduced.update(op.outputs)
+        elif op.spec in SUMS and op.attributes["axis"] == axis:
+            reduced.update(op.outputs)
+            first.add(op)
+    needed = {v for op in first for v in op.inputs}
+    for op in reversed(function.ops):
+        if op in first or not needed.isdisjoint(op.outputs):
+            first.add(op)
+            needed.update(op.inputs)
+    maker = maker_like(function)
+    maker.ops = [op for op in function.ops if op in first] + [op for op in function.ops if op not in first]
+    return maker.finalize()
 
 
 def _buckets(function: Function, axis: str, limit: float, kinds: Collection[Spec]) -> dict[Op, list[Op]]:
