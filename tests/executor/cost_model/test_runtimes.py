@@ -11,7 +11,7 @@ from distir.ir import Device, FunctionMaker, Mesh
 from distir.ir.function import Attributes
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import lookup
-from distir.ir.type import REPLICATE, SUM, Float32, Shard, Tensor
+from distir.ir.type import REPLICATE, SUM, BFloat16, Float32, Shard, Tensor
 
 MULTI = Runtime("multi", op=1e-5, multi_tensor=True)
 
@@ -70,10 +70,10 @@ def test_more_passes_over_memory_and_collectives_that_wait() -> None:
     topology = load_cluster("dgx-a100")
     device, what = topology.devices[0], topology.spec(topology.devices[0])
     plain, slow = CostModel(topology), CostModel(topology, runtime=Runtime("slow", passes=2.0, skew=0.5))
-    t = Tensor(Float32, (4096, 4096))
+    t, narrow = Tensor(Float32, (4096, 4096)), Tensor(BFloat16, (4096, 4096))
     launch = what.kernel_launch_overhead
-    for name, ins, factor in (("Neg", [t], 2.0), ("MatMul", [t, t], 1.0)):
-        seconds = [cost.compute(lookup(name), {}, ins, [t], device) - launch for cost in (plain, slow)]
+    for name, ins, factor in (("Neg", [narrow], 2.0), ("MatMul", [narrow, narrow], 1.0), ("Neg", [t], 1.0)):
+        seconds = [cost.compute(lookup(name), {}, ins, ins[:1], device) - launch for cost in (plain, slow)]
         assert seconds[1] == pytest.approx(factor * seconds[0], rel=1e-6)
     mesh = Mesh(topology.devices[:8], {"dp": 8}, "m")
     part, whole = (Tensor(Float32, (4096, 4096), mesh, (p,)) for p in (SUM, REPLICATE))
