@@ -17,7 +17,7 @@ from distir.api.model import PRECISIONS, Precision
 from distir.ir.errors import DistirError, UsageError
 from distir.models.decoder import ARCHITECTURES, Decoder
 from distir.transforms.pipeline.schedule import SCHEDULES
-from distir.transforms.plan import AXES, Plan
+from distir.transforms.plan import AXES, BUCKET_MB, Plan
 
 MLP = "mlp"
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -332,6 +332,7 @@ def _plan(values: Mapping[str, Any]) -> Plan:
         schedule="1f1b" if schedule == _NONE else schedule,
         chunks=chunks,
         overlap=values["overlap_grad_reduce"],
+        bucket_mb=BUCKET_MB if values["overlap_grad_reduce"] else math.inf,  # Megatron-LM reduces one buffer of all
         zero=values["zero_stage"],
         sequence_parallel=values["sequence_parallel"],
         recompute=_recompute(values),
