@@ -16,7 +16,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
-from distir.executor.simulator.equal_callees import Shapes
+from distir.executor.simulator.equal_callees import shapes_of
 from distir.executor.simulator.labels import COMPUTE, HOST, RECV, SEND, stream_name
 from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
 from distir.ir.device import Device, Mesh
@@ -56,8 +56,7 @@ class CompiledProgram:
         self._chained: list[Fused] = []
         """Of each kind what its ops do not move."""
         self._kind_of: dict[Function, list[int]] = {}
-        self._shapes: dict[Function, tuple[int, Mesh]] = {}
-        """Of each callee that is all on one mesh the number of its shape, and the mesh."""
+        self._shapes = shapes_of(function)
         self._models: dict[object, Code] = {}
         """The first code of each shape and situation of a mesh."""
         self.classes: DeviceClasses = classify(self._uses([*function.callees(), function]), cost.topology)
@@ -124,14 +123,12 @@ class CompiledProgram:
 
     def _uses(self, functions: Iterable[Function]) -> Uses:
         """The homes, axes and transfers of all functions; of functions of one shape only the first is examined."""
-        uses, shapes = Uses(), Shapes()
+        uses = Uses()
         first: dict[int, Function] = {}
         for f in functions:
             for v in f.inputs:
                 self._locate(uses, v, f)
-            shape = shapes.of(f) if f is not self.function else None
-            if shape is not None:
-                self._shapes[f] = shape
+            shape = self._shapes.get(f)
             if shape is None or first.setdefault(shape[0], f) is f:
                 self._kinds_in(f)
         axis = [self._use(uses, op, f) for op, f in self._first]
