@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,11 @@ class Runtime:
     fuses: bool = False
     multi_tensor: bool = False
     waits: bool = False
+
+    @property
+    def joins(self) -> Runtime:
+        """The same without name and seconds: what says which ops run as one."""
+        return replace(self, name="", op=0.0, communication=0.0, member=0.0, call=0.0)
 
     @property
     def issues(self) -> bool:
