@@ -18,6 +18,7 @@ from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms
 from distir.ir.device import TIME
 from distir.ir.errors import UsageError, counted
+from distir.ir.pause import no_collection
 from distir.transforms.parallel3d import distribute as spread
 from distir.transforms.parallel3d import source_of
 from distir.transforms.passes import DISTRIBUTED, ONE_RANK, PLACED, form_of
@@ -33,6 +34,7 @@ Cluster = CostModel | Topology | str | os.PathLike[str]
 ONE = Plan()
 
 
+@no_collection()
 def distribute(
     model: AnyModel,
     plan: Plan = ONE,

@@ -80,6 +80,16 @@ class Call:
             self._body = self._body.code
         return self._body
 
+    @property
+    def model(self) -> Code:
+        """Code equal to the body's up to streams and classes."""
+        return self._body.model if isinstance(self._body, Twin) else self._body
+
+    @property
+    def classes(self) -> Mapping[int, int]:
+        """The body's class for each of the model's."""
+        return self._body.classes if isinstance(self._body, Twin) else {}
+
     def run(self, needs: Sequence[Slots], clock: list[float], ready: list[float]) -> list[float]:
         """Apply the map; returns the entry times."""
         for host, slots in self.waits:
@@ -257,7 +267,7 @@ class Twin:
         streams: dict[int, int],
         compile_callee: Callable[[Function], Code],
     ) -> None:
-        self.function, self.model = function, model
+        self.function, self.model, self.classes = function, model, classes
         self._compile_callee = WeakMethod(compile_callee)  # a strong reference would make a cycle with the program
         self.columns = [(i, classes[c]) for i, c in model.columns]
         self.outputs = [(k, classes[c], slots) for k, c, slots in model.outputs]
