@@ -331,11 +331,11 @@ class CompiledProgram:
 def _entered(issues: list[Issues | None], seconds: float) -> list[Issues | None]:
     """The same, where the first part that each host issues in a function takes `seconds` more: those of the call."""
     entered: set[int] = set()
-    out: list[Issues | None] = []
-    for issue in issues:
-        new = [(host, x + (0.0 if host in entered else seconds)) for host, x in issue or ()]
-        entered.update(host for host, _ in new)
-        out.append(tuple(new) or None)
+    out = list(issues)
+    for k, issue in enumerate(issues):
+        if issue is not None and any([host not in entered for host, _ in issue]):
+            out[k] = tuple([(host, x + (0.0 if host in entered else seconds)) for host, x in issue])
+            entered.update([host for host, _ in issue])
     return out
 
 
