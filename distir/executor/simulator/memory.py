@@ -24,7 +24,7 @@ from distir.executor.simulator.equal_callees import shapes_of
 from distir.ir.function import Function, Op, Value
 from distir.ir.pause import no_collection
 from distir.ir.spec import lookup
-from distir.ir.type import Shard
+from distir.ir.type import Shard, Tensor
 
 Bytes = tuple[int, ...]
 """Bytes by category, in the order of CATEGORIES; or of all together."""
@@ -361,15 +361,18 @@ class _Frame:
 
     def make(self, step: Step) -> None:
         """New buffers for the results, or donated ones."""
-        donated, categories = self.donated(step), self.memory.categories
+        spec, categories = step.op.spec, self.memory.categories
+        donated = self.donated(step) if spec.donates or spec.each else {}
         for v in step.makes:
             tensors: list[tuple[Block, int]] = []
-            for i, t in enumerate(leaves(v.type)):
-                if donated.get(t.bytes):
-                    block = donated[t.bytes].pop(0)
+            for i, t in enumerate([v.type] if isinstance(v.type, Tensor) else leaves(v.type)):
+                size = t.bytes
+                if donated.get(size):
+                    block = donated[size].pop(0)
                 else:
-                    block = Block(((categories.of(v, i, t) if categories else 0, t.bytes),))
-                    self.grow([block])
+                    kind = categories.of(v, i, t) if categories else 0
+                    block = Block(((kind, size),))
+                    self.live[kind] += size
                 tensors.append((block, 0))
             self.bind(v, holding(tensors))
 
