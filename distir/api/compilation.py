@@ -17,7 +17,8 @@ from distir.hardware import load_cluster, load_runtime
 from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms
 from distir.ir.device import TIME
-from distir.ir.errors import UsageError, counted
+from distir.ir.errors import MismatchError, UsageError, counted
+from distir.ir.pause import no_collection
 from distir.transforms.parallel3d import distribute as spread
 from distir.transforms.parallel3d import source_of
 from distir.transforms.passes import DISTRIBUTED, ONE_RANK, PLACED, form_of
@@ -27,12 +28,14 @@ from distir.transforms.rank.as_run import as_run
 from distir.transforms.rank.post_receives import receive_order
 from distir.transforms.relocate import devices_of, homes_of, relocate
 from distir.transforms.rewriting.claims import check_definition
+from distir.transforms.rewriting.laws import origins
 
 AnyModel = Model | Function | str | os.PathLike[str]
 Cluster = CostModel | Topology | str | os.PathLike[str]
 ONE = Plan()
 
 
+@no_collection()
 def distribute(
     model: AnyModel,
     plan: Plan = ONE,
@@ -57,11 +60,12 @@ def distribute(
         hint = "distir show without --rank prints the program of all ranks"
         raise UsageError(f"{model.name} is the program of one rank, which needs the others", hint)
     devices = [Device("cpu", i) for i in range(plan.size)] if devices is None else devices
-    program = spread(function, plan, devices, cost=cost).program
+    made = spread(function, plan, devices, cost=cost)
     if check:
-        verify(program)
-        validate(program, function)
-    return program
+        verify(made.program)
+        _check_made_from(function, made.source)
+        _check_equal(made.program, made.source)
+    return made.program
 
 
 def plan_in_effect(model: Model, plan: Plan) -> Plan:
@@ -93,7 +97,16 @@ def validate(distributed: Function, source: Function) -> None:
     Raises MismatchError, naming the first output that differs and where the terms diverge, or the rewrite that is not
     equivalent.
     """
-    source = source_of(distributed, source)
+    _check_equal(distributed, source_of(distributed, source))
+
+
+def _check_made_from(function: Function, source: Function) -> None:
+    """Check that rewrites, which `_check_equal` checks, led from `function` to `source`."""
+    if source is not function and all(origin.before is not function for origin, _ in origins(source)):
+        raise MismatchError(f"{source.name} was not made from {function.name} by rewrites")
+
+
+def _check_equal(distributed: Function, source: Function) -> None:
     check_origins(source)
     for definition in compare_terms(distributed, source):
         check_definition(definition, evaluate)

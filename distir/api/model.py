@@ -16,6 +16,7 @@ from distir.api.rewrites import check_origins
 from distir.ir import parse, verify
 from distir.ir.errors import DistirError, ModelError, UsageError
 from distir.ir.function import Function, Value
+from distir.ir.pause import no_collection
 from distir.ir.type import DType, Tensor
 from distir.models.decoder import angles, decoder
 from distir.models.named import is_named, named
@@ -146,6 +147,7 @@ class _Renamed(Mapping[Value, Any]):
         return len(self._before)
 
 
+@no_collection()
 def load(
     path: str | os.PathLike[str],
     dims: Mapping[str, int] | None = None,

@@ -21,7 +21,7 @@ class Factors:
     """The factors of one op at given shapes.
 
     `ins` and `outs` name the factor of each dim (None where the dim broadcasts), `sizes` gives every factor's size,
-    `kinds` those that are reduced or whole.
+    `kinds` those that are reduced or whole. They are shared: nothing of them may be changed.
     """
 
     __slots__ = ("ins", "kinds", "outs", "sizes")
@@ -46,10 +46,15 @@ def _parse(text: str) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]], dic
 
 def factors(text: str, shapes: Sequence[Shape], sizes: Mapping[str, int] | None = None) -> Factors:
     """The factors of `text` at these operand shapes. Raises IRTypeError, naming the operand, if they do not fit."""
+    return _factors(text, tuple(shapes), tuple(sizes.items()) if sizes else ())
+
+
+@lru_cache(maxsize=1 << 14)
+def _factors(text: str, shapes: tuple[Shape, ...], sizes: tuple[tuple[str, int], ...]) -> Factors:
     ins, outs, kinds = _parse(text)
     if len(ins) != len(shapes) and not (len(shapes) == 0 and ins == [()]):
         raise IRTypeError(f"expected {len(ins)} operands, got {len(shapes)}")
-    size: dict[str, int] = dict(sizes or {})
+    size: dict[str, int] = dict(sizes)
     spelled: list[list[str]] = []
     for k, (names, shape) in enumerate(zip(ins, shapes, strict=False)):
         lead = len(shape) - len(names)

@@ -194,13 +194,19 @@ class Function:
 
     def callees(self) -> list[Function]:
         """The distinct functions called, callees of callees first."""
+        found = self.cache.get(Function.callees)
+        if found is None:
+            found = self.cache[Function.callees] = self._callees()
+        return list(found)
+
+    def _callees(self) -> tuple[Function, ...]:
         seen: dict[Function, None] = {}
         for op in self.ops:
             attrs = op.attributes
             if attrs and (callee := attrs.get("callee")) is not None and callee not in seen:
                 seen.update(dict.fromkeys(callee.callees()))
                 seen[callee] = None
-        return list(seen)
+        return tuple(seen)
 
 
 class FunctionMaker:

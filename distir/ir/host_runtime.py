@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,11 @@ class Runtime:
     scatters: bool = False
     passes: float = 1.0
     skew: float = 0.0
+
+    @property
+    def joins(self) -> Runtime:
+        """The same without name and figures: what says which ops run as one."""
+        return replace(self, name="", op=0.0, communication=0.0, member=0.0, call=0.0, passes=1.0, skew=0.0)
 
     @property
     def issues(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 
 Sizes = tuple[tuple[int, int], ...]
@@ -26,12 +26,17 @@ class Holding:
     Holdings of equal `key` have equal layouts and sizes.
     """
 
-    __slots__ = ("blocks", "key", "layout")
+    __slots__ = ("_key", "blocks", "layout")
     _keys: ClassVar[dict[object, int]] = {}
 
     def __init__(self, blocks: tuple[Block, ...], layout: Layout, key: int | None = None) -> None:
-        self.blocks, self.layout = blocks, layout
-        self.key = self.key_of(layout, [b.sizes for b in blocks]) if key is None else key
+        self.blocks, self.layout, self._key = blocks, layout, key
+
+    @property
+    def key(self) -> int:
+        if self._key is None:
+            self._key = self.key_of(self.layout, [b.sizes for b in self.blocks])
+        return self._key
 
     @classmethod
     def key_of(cls, layout: Layout, sizes: Iterable[Sizes]) -> int:
@@ -41,8 +46,10 @@ class Holding:
         return [(self.blocks[p], i) for p, i in self.layout]
 
 
-def holding(tensors: Iterable[tuple[Block, int]]) -> Holding:
+def holding(tensors: Sequence[tuple[Block, int]]) -> Holding:
     """The holding of a value whose tensors are these."""
+    if len(tensors) == 1:
+        return Holding((tensors[0][0],), ((0, tensors[0][1]),))
     position: dict[Block, int] = {}
     layout = tuple([(position.setdefault(b, len(position)), i) for b, i in tensors])
     return Holding(tuple(position), layout)

@@ -1,8 +1,8 @@
 """Seconds of compute, and seconds busy, of each class of devices.
 
 Compute is the sum of the parts on compute streams. A class is busy while any of its streams is: the union of their
-intervals. Calls of one body with equal entry times, up to a shift, have equal intervals, which are computed once: the
-cost grows with the number of calls, not with what they contain.
+intervals. Calls of one body, or of bodies that are equal up to their mesh, with equal entry times, up to a shift, have
+equal intervals, which are computed once: the cost grows with the number of calls, not with what they contain.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distir.executor.simulator.maxplus import NEVER, Call, Code
-from distir.executor.simulator.trace import Run, expand, walk
+from distir.executor.simulator.trace import Run, expand_model, walk
 
 Interval = tuple[float, float]
 
@@ -56,20 +56,21 @@ class _Counter:
     ) -> None:
         if not call.streams:
             return
-        zero = enter[0]
-        key = (call.body, call.live, self._relative(call, enter))
+        zero, classes = enter[0], call.classes
+        key = (call.model, call.live, self._relative(call, enter))
         left = self._memo.get(key)
         if left is None:
-            left = self.left(expand(call, [t - zero for t in enter], None))
+            left = self.left(expand_model(call, [t - zero for t in enter]))
             self._memo[key] = left
         for c, seconds in left.compute.items():
-            compute[c] = compute.get(c, 0.0) + seconds
+            here = classes.get(c, c)
+            compute[here] = compute.get(here, 0.0) + seconds
         for c, found in left.busy.items():
-            busy.setdefault(c, []).extend([(a + zero, b + zero) for a, b in found])
+            busy.setdefault(classes.get(c, c), []).extend([(a + zero, b + zero) for a, b in found])
 
     def _relative(self, call: Call, enter: Sequence[float]) -> tuple[float, ...]:
         """Entry times relative to the first stream's clock; those too early to matter are raised to the floor."""
-        key = (call.body, call.live)
+        key = (call.model, call.live)
         floors = self._floors.get(key)
         if floors is None:
             floors = self._floors[key] = _floors(call)
@@ -79,7 +80,7 @@ class _Counter:
 
 def _floors(call: Call) -> list[float]:
     """For each entry the time, relative to the first stream's clock, below which it has no effect."""
-    body, n = call.body, len(call.streams)
+    body, n = call.model, len(call.streams)
     columns = [body.column(k) for k in (*range(n), *(n + j for j in call.live))]
     if any(isinstance(plan, Call) for plan in body.plans):
         return [NEVER] * len(columns)

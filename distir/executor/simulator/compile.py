@@ -16,18 +16,62 @@ from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
-from distir.executor.simulator.equal_callees import Shapes
+from distir.executor.simulator.equal_callees import shapes_of
 from distir.executor.simulator.labels import COMPUTE, HOST, RECV, SEND, stream_name
 from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
+from distir.ir.cached import cached
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
+from distir.ir.host_runtime import Runtime
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor, Tuple, Type
 
 _CALL = lookup("Call")
 Where = tuple[int, str, Home | None]
 """A stream: of a class, its name, for transfers also the partner's home."""
+
+
+class _Kinds:
+    """The kinds of a program's ops, numbered: ops of one kind have the same cost and classes."""
+
+    def __init__(self, runtime: Runtime | None) -> None:
+        self.first: list[tuple[Op, Function, Fused]] = []
+        """The first op of each kind, where it is, and what the ops of the kind do not move."""
+        self._runtime = runtime
+        self._numbers: dict[object, int] = {}
+        self._of: dict[Function, list[int]] = {}
+
+    def of(self, f: Function) -> list[int]:
+        """The kind of each op, -1 for a call."""
+        found = self._of.get(f)
+        if found is not None:
+            return found
+        numbers, out = self._numbers, list[int]()
+        chains = fused(f, self._runtime)
+        for op in f.ops:
+            spec = op.spec
+            if spec is _CALL:
+                out.append(-1)
+                continue
+            chained = chains.get(op, UNFUSED)
+            key = (spec, op.attributes or None, chained, *[v.type for v in op.inputs])
+            if spec.route == "send":  # whatever it sends, of whichever microbatch
+                t = op.inputs[0].type
+                key = (spec, *_ends(op), t.bytes, t.placements if isinstance(t, Tensor) else None)
+            n = numbers.get(key)
+            if n is None:
+                n = numbers[key] = len(numbers)
+                self.first.append((op, f, chained))
+            out.append(n)
+        self._of[f] = out
+        return out
+
+
+@cached
+def _kinds(program: Function, runtime: Runtime | None) -> _Kinds:
+    """The kinds of a program's ops under a runtime; they do not depend on seconds."""
+    return _Kinds(runtime)
 
 
 class CompiledProgram:
@@ -49,15 +93,8 @@ class CompiledProgram:
         self._codes: dict[Function, Code] = {}
         self._situations: dict[Mesh, object] = {}
         self.default = self._default()
-        self._kinds: dict[object, int] = {}
-        """Numbers of kinds: ops of one kind have the same cost and classes."""
-        self._first: list[tuple[Op, Function]] = []
-        """The first op of each kind."""
-        self._chained: list[Fused] = []
-        """Of each kind what its ops do not move."""
-        self._kind_of: dict[Function, list[int]] = {}
-        self._shapes: dict[Function, tuple[int, Mesh]] = {}
-        """Of each callee that is all on one mesh the number of its shape, and the mesh."""
+        self._kinds = _kinds(function, runtime and runtime.joins)
+        self._shapes = shapes_of(function)
         self._models: dict[object, Code] = {}
         """The first code of each shape and situation of a mesh."""
         self.classes: DeviceClasses = classify(self._uses([*function.callees(), function]), cost.topology)
@@ -97,46 +134,19 @@ class CompiledProgram:
             self._where.append(key)
         return found
 
-    def _kinds_in(self, f: Function) -> list[int]:
-        """The kind of each op, -1 for a call."""
-        found = self._kind_of.get(f)
-        if found is not None:
-            return found
-        kinds, out = self._kinds, list[int]()
-        chains = fused(f, self.cost.runtime)
-        for op in f.ops:
-            spec = op.spec
-            if spec is _CALL:
-                out.append(-1)
-                continue
-            chained = chains.get(op, UNFUSED)
-            key = (spec, op.attributes or None, chained, *[v.type for v in op.inputs])
-            if spec.route == "send":  # whatever it sends, of whichever microbatch
-                t = op.inputs[0].type
-                key = (spec, *_ends(op), t.bytes, t.placements if isinstance(t, Tensor) else None)
-            n = kinds.get(key)
-            if n is None:
-                n = kinds[key] = len(kinds)
-                self._first.append((op, f))
-                self._chained.append(chained)
-            out.append(n)
-        self._kind_of[f] = out
-        return out
-
     def _uses(self, functions: Iterable[Function]) -> Uses:
         """The homes, axes and transfers of all functions; of functions of one shape only the first is examined."""
-        uses, shapes = Uses(), Shapes()
+        uses, kinds = Uses(), dict[Function, Iterable[int]]()
         first: dict[int, Function] = {}
         for f in functions:
             for v in f.inputs:
                 self._locate(uses, v, f)
-            shape = shapes.of(f) if f is not self.function else None
-            if shape is not None:
-                self._shapes[f] = shape
+            shape = self._shapes.get(f)
             if shape is None or first.setdefault(shape[0], f) is f:
-                self._kinds_in(f)
-        axis = [self._use(uses, op, f) for op, f in self._first]
-        axes = {n: dict.fromkeys(axis[k] for k in self._kind_of[f] if k >= 0) for n, f in first.items()}
+                kinds[f] = dict.fromkeys(self._kinds.of(f))
+        used = dict.fromkeys(k for found in kinds.values() for k in found if k >= 0)
+        axis = {k: self._use(uses, *self._kinds.first[k][:2]) for k in used}
+        axes = {n: dict.fromkeys(axis[k] for k in kinds[f] if k >= 0) for n, f in first.items()}
         for n, mesh in self._shapes.values():
             for a in axes[n]:
                 if a is not None:
@@ -312,21 +322,21 @@ class CompiledProgram:
     def _planned(self, f: Function) -> Iterator[tuple[Op, OpPlan | None]]:
         """The ops with their plans; None for a call."""
         plans = self._plans
-        for op, kind in zip(f.ops, self._kinds_in(f), strict=True):
+        for op, kind in zip(f.ops, self._kinds.of(f), strict=True):
             plan = plans.get(kind)
             if plan is None and kind >= 0:
-                plan = plans[kind] = self._plan(op, self._chained[kind])
+                plan = plans[kind] = self._plan(op, self._kinds.first[kind][2])
             yield op, plan
 
 
 def _entered(issues: list[Issues | None], seconds: float) -> list[Issues | None]:
     """The same, where the first part that each host issues in a function takes `seconds` more: those of the call."""
     entered: set[int] = set()
-    out: list[Issues | None] = []
-    for issue in issues:
-        new = [(host, x + (0.0 if host in entered else seconds)) for host, x in issue or ()]
-        entered.update(host for host, _ in new)
-        out.append(tuple(new) or None)
+    out = list(issues)
+    for k, issue in enumerate(issues):
+        if issue is not None and any([host not in entered for host, _ in issue]):
+            out[k] = tuple([(host, x + (0.0 if host in entered else seconds)) for host, x in issue])
+            entered.update([host for host, _ in issue])
     return out
 
 

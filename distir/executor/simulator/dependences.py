@@ -65,7 +65,10 @@ class CodeBuilder:
             self.received.update(op.outputs)
         for part in plan.parts:
             on = part.on
-            slots = {j for c in part.sources for v in op.inputs for j in env[c][v]}
+            if len(op.inputs) == 1 and len(part.sources) == 1:  # a transfer
+                slots = env[part.sources[0]][op.inputs[0]]
+            else:
+                slots = {j for c in part.sources for v in op.inputs for j in env[c][v]}
             code.needs.append([j for j in slots if on.isdisjoint(dominated[j])])
             slot = (len(dominated),)
             for c in part.targets:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from distir.ir.cached import cached
 from distir.ir.device import Device, Mesh
 from distir.ir.function import Function
 from distir.ir.type import Tuple, Type
 
 
-class Shapes:
+@cached
+def shapes_of(program: Function) -> dict[Function, tuple[int, Mesh]]:
+    """Of each callee that is all on one mesh the number of its shape, and the mesh."""
+    shapes = _Shapes()
+    found = {f: shapes.of(f) for f in program.callees()}
+    return {f: shape for f, shape in found.items() if shape is not None}
+
+
+class _Shapes:
     """Numbers the shapes of callees: the ops, how they hang together, and the inputs' types but for their mesh."""
 
     def __init__(self) -> None:

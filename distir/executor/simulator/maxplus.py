@@ -17,6 +17,7 @@ program order and no duration depends on time, the map is exact: with durations 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import le
 from typing import Any, NamedTuple
 from weakref import WeakMethod
 
@@ -79,6 +80,16 @@ class Call:
         if isinstance(self._body, Twin):
             self._body = self._body.code
         return self._body
+
+    @property
+    def model(self) -> Code:
+        """Code equal to the body's up to streams and classes."""
+        return self._body.model if isinstance(self._body, Twin) else self._body
+
+    @property
+    def classes(self) -> Mapping[int, int]:
+        """The body's class for each of the model's."""
+        return self._body.classes if isinstance(self._body, Twin) else {}
 
     def run(self, needs: Sequence[Slots], clock: list[float], ready: list[float]) -> list[float]:
         """Apply the map; returns the entry times."""
@@ -234,11 +245,15 @@ class Code:
         columns = [self.column(k) for k in (*range(n), *(n + j for j in live))]
         rows = [[c.clock[i] for c in columns] for i in range(n)]
         for _, _, slots in self.outputs:
-            rows.append([max([c.ready[j] for j in slots], default=NEVER) for c in columns])
+            if len(slots) == 1:  # as most
+                rows.append([c.ready[slots[0]] for c in columns])
+            else:
+                rows.append([max([c.ready[j] for j in slots], default=NEVER) for c in columns])
         dominated: list[frozenset[int]] = []
         for row in rows[n:]:
-            above = [i for i in range(n) if all(x <= y for x, y in zip(row, rows[i], strict=True))]
-            dominated.append(frozenset(self.streams[i] for i in above))
+            dominated.append(
+                frozenset([s for s, after in zip(self.streams, rows, strict=False) if all(map(le, row, after))])
+            )
         sparse = [[(k, w) for k, w in enumerate(row) if w != NEVER] or [(0, NEVER)] for row in rows]
         return CallMap(sparse if columns else [], dominated)
 
@@ -257,7 +272,7 @@ class Twin:
         streams: dict[int, int],
         compile_callee: Callable[[Function], Code],
     ) -> None:
-        self.function, self.model = function, model
+        self.function, self.model, self.classes = function, model, classes
         self._compile_callee = WeakMethod(compile_callee)  # a strong reference would make a cycle with the program
         self.columns = [(i, classes[c]) for i, c in model.columns]
         self.outputs = [(k, classes[c], slots) for k, c, slots in model.outputs]

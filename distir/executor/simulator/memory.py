@@ -7,7 +7,8 @@ use. The operands of a reduce-scatter whose result a body only returns live unti
 it is in flight until then.
 
 A call counts as its body inlined. Its effect depends on which tensors die in it and which of its results are needed:
-for each such case a (net, peak, where), computed once.
+for each such case a (net, peak, where), computed once. Where categories are not asked for, callees that are equal up to
+their mesh share it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import NamedTuple
 from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Sizes, holding
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.executor.simulator.compile import CompiledProgram
+from distir.executor.simulator.equal_callees import shapes_of
 from distir.ir.function import Function, Op, Value
+from distir.ir.pause import no_collection
 from distir.ir.spec import lookup
-from distir.ir.type import Shard
+from distir.ir.type import Shard, Tensor
 
 Bytes = tuple[int, ...]
-"""Bytes by category, in the order of CATEGORIES."""
+"""Bytes by category, in the order of CATEGORIES; or of all together."""
 
 
 class Point(NamedTuple):
@@ -97,11 +100,18 @@ as numbers of these ops."""
 
 
 class LiveMemory:
-    """Counts a program's memory, class by class, in the order of its ops, or in the one that `order` gives."""
+    """Counts a program's memory, class by class, in the order of its ops, or in the one that `order` gives.
 
-    def __init__(self, program: CompiledProgram, order: Order | None = None) -> None:
+    Without categories `where` is the op of an equal callee.
+    """
+
+    @no_collection()
+    def __init__(self, program: CompiledProgram, order: Order | None = None, by_category: bool = True) -> None:
         self.program, self.order = program, order
-        self.categories = Categories(program.function)
+        self.categories = Categories(program.function) if by_category else None
+        self.shapes = shapes_of(program.function)
+        self._first: dict[object, Function] = {}
+        self._models: dict[Function, tuple[Function, int]] = {}
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
         self._steps: dict[tuple[Function, int, frozenset[int]], list[Step]] = {}
         self._used: dict[tuple[Function, int, frozenset[int]], frozenset[int]] = {}
@@ -110,6 +120,7 @@ class LiveMemory:
         self._results: dict[object, Result] = {}
         self._alike: dict[frozenset[object], MemoryUse] = {}
 
+    @no_collection()
     def use(self, c: int) -> MemoryUse:
         """The live memory of class c; of classes in the same meshes it is the same."""
         key = frozenset(h for h, held in self.program.classes.homes.items() if c in held)
@@ -123,7 +134,7 @@ class LiveMemory:
         updated = set(main.updates.values())
         for v in main.inputs:
             if c in self.program.classes_of(v.type):
-                kind = self.categories.of_input(v)
+                kind = self.categories.of_input(v) if self.categories else 0
                 made = [Block(((kind, t.bytes),), v not in updated) for t in leaves(v.type)]
                 frame.bind(v, holding([(b, 0) for b in made]))
                 frame.grow(made)
@@ -139,6 +150,10 @@ class LiveMemory:
         """For each class the numbers of the ops of `f` that it has a part in, and whether it holds all their values."""
         if f not in self._touching:
             found: dict[int, list[tuple[int, bool]]] = {}
+            if f in self.shapes:  # all on one mesh
+                rows = [(n, True) for n in range(len(f.ops))]
+                found = self._touching[f] = dict.fromkeys(self.program.classes.homes[self.shapes[f][1]], rows)
+                return found
             classes_of = self.program.classes_of
             for n, op in enumerate(f.ops):
                 makes = {classes_of(v.type) for v in op.outputs}
@@ -160,6 +175,18 @@ class LiveMemory:
         ]
         return [rows[k] for k in order(ops, receives)]
 
+    def equal(self, callee: Function, c: int) -> tuple[Function, int]:
+        """The first callee that shares the memory of a callee on class c, and its class."""
+        found = self._models.get(callee)
+        if found is None:
+            shape = self.shapes.get(callee)
+            if shape is None or self.categories:
+                return callee, c
+            number, mesh = shape
+            first = self._first.setdefault((number, mesh.axes, mesh.sizes), callee)
+            found = self._models[callee] = first, self.program.classes.homes[self.shapes[first][1]][0]
+        return found
+
     def steps(self, f: Function, c: int, unneeded: frozenset[int]) -> list[Step]:
         """The ops of `f` on class c, given the numbers of its outputs that are not needed."""
         key = (f, c, unneeded)
@@ -177,7 +204,7 @@ class LiveMemory:
             spare: frozenset[int] = frozenset()
             if (callee := op.callee) is not None:
                 spare = frozenset([k for k, v in enumerate(op.outputs) if v not in later])
-                needed = self.used(callee, c, spare)
+                needed = self.used(*self.equal(callee, c), spare)
                 uses = tuple([v for i, v in enumerate(op.inputs) if i in needed])
                 ends = uses
             else:
@@ -270,7 +297,7 @@ class _Frame:
     def __init__(self, memory: LiveMemory, c: int) -> None:
         self.memory, self.c = memory, c
         self.env: dict[Value, Holding] = {}
-        self.live = [0] * len(CATEGORIES)
+        self.live = [0] * (len(CATEGORIES) if memory.categories else 1)
         self.peak = 0
         self.highest: Bytes = tuple(self.live)
         self.where: Op | None = None
@@ -334,15 +361,18 @@ class _Frame:
 
     def make(self, step: Step) -> None:
         """New buffers for the results, or donated ones."""
-        donated = self.donated(step)
+        spec, categories = step.op.spec, self.memory.categories
+        donated = self.donated(step) if spec.donates or spec.each else {}
         for v in step.makes:
             tensors: list[tuple[Block, int]] = []
-            for i, t in enumerate(leaves(v.type)):
-                if donated.get(t.bytes):
-                    block = donated[t.bytes].pop(0)
+            for i, t in enumerate([v.type] if isinstance(v.type, Tensor) else leaves(v.type)):
+                size = t.bytes
+                if donated.get(size):
+                    block = donated[size].pop(0)
                 else:
-                    block = Block(((self.memory.categories.of(v, i, t), t.bytes),))
-                    self.grow([block])
+                    kind = categories.of(v, i, t) if categories else 0
+                    block = Block(((kind, size),))
+                    self.live[kind] += size
                 tensors.append((block, 0))
             self.bind(v, holding(tensors))
 
@@ -372,11 +402,12 @@ class _Frame:
 
     def call(self, step: Step, callee: Function) -> Bytes:
         """Run a call by its (net, peak, where)."""
-        op, before = step.op, self.live
-        inputs = sorted(self.memory.used(callee, self.c, step.unneeded))
+        op, before, memory = step.op, self.live, self.memory
+        callee, c = memory.equal(callee, self.c)
+        inputs = sorted(memory.used(callee, c, step.unneeded))
         while True:
             given = self.given(step, {i: self.env[op.inputs[i]] for i in inputs})
-            result = self.memory.result(callee, self.c, step.unneeded, given)
+            result = memory.result(callee, c, step.unneeded, given)
             if not result.splits:
                 break
             for i, p in result.splits:

@@ -161,6 +161,14 @@ class Simulation:
     def _memory(self) -> LiveMemory:
         return LiveMemory(self.program, self.order)
 
+    @cached_property
+    def _totals(self) -> LiveMemory:
+        return LiveMemory(self.program, self.order, by_category=False)
+
+    def _peak(self, c: int) -> int:
+        """The most bytes live at once on a device of a class."""
+        return self._totals.use(c).total
+
     def memory(self, device: Device) -> MemoryUse:
         """A device's live memory: peak, categories, curve. Raises UsageError if the program does not use the device."""
         c = self.program.classes.of(device)
@@ -171,7 +179,7 @@ class Simulation:
     @property
     def peak_memory(self) -> PerDevice[int]:
         """The most bytes live at once on each device."""
-        return PerDevice(self.program, lambda c: self._memory.use(c).total, 0)
+        return PerDevice(self.program, self._peak, 0)
 
     @cached_property
     def trace(self) -> Trace:
@@ -189,8 +197,8 @@ class Simulation:
         classes = self.program.classes
         rows: list[Stage] = []
         for c, (compute, busy) in enumerate(busy_times(self.run, len(classes.sizes))):
-            use = self._memory.use(c).total
-            rows.append(Stage(classes.label(c), classes.sizes[c], compute, busy - compute, self.seconds - busy, use))
+            idle, peak = self.seconds - busy, self._peak(c)
+            rows.append(Stage(classes.label(c), classes.sizes[c], compute, busy - compute, idle, peak))
         return rows
 
     @property
@@ -208,7 +216,7 @@ class Simulation:
         topology = topology or self.program.cost.topology
         worst, message = 0.0, "fits in memory"
         for c, first in enumerate(self.program.classes.first):
-            need, have = self._memory.use(c).total, topology.spec(first).memory
+            need, have = self._peak(c), topology.spec(first).memory
             if need - have > worst:
                 worst = need - have
                 name = self.program.classes.label(c)

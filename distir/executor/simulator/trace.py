@@ -61,14 +61,12 @@ class Run(NamedTuple):
 
 
 class Done(NamedTuple):
-    """An op in a run: its plan, and the ends of its parts, the times of its views, or the entry times of the call; for
-    a call also the run that contains it.
-    """
+    """An op in a run: its plan, and the ends of its parts, the times of its views, or the entry times of the call."""
 
     op: Op
     plan: OpPlan | Call
     times: list[float]
-    run: Run | None = None
+    run: Run
 
 
 def walk(run: Run) -> Iterator[Done]:
@@ -82,27 +80,35 @@ def walk(run: Run) -> Iterator[Done]:
             slot += max(len(plan.rows) - len(plan.streams), 0)
         elif plan.parts:
             end = slot + len(plan.parts)
-            yield Done(op, plan, ready[slot:end])
+            yield Done(op, plan, ready[slot:end], run)
             slot = end
         else:
-            yield Done(op, plan, [max([ready[j] for j in slots], default=NEVER) for slots in next(views)])
+            times = [max([ready[j] for j in slots], default=NEVER) for slots in next(views)]
+            yield Done(op, plan, times, run)
 
 
-def expand(call: Call, enter: Sequence[float], caller: Run | None) -> Run:
-    """The run of a call's body, from its entry times.
-
-    Without the caller's run, inputs that are not live have no time: parts are exact, views may not be.
-    """
-    body, n = call.body, len(call.streams)
+def expand(call: Call, enter: Sequence[float], caller: Run) -> Run:
+    """The run of a call's body, from its entry times."""
+    body = call.body
     clock = [NEVER] * len(body.program_streams)
     for s, t in zip(call.streams, enter, strict=False):
         clock[s] = t
-    if caller is not None:
-        ready = [max([caller.ready[j] for j in slots], default=NEVER) for slots in call.given]
-    else:
-        ready = [NEVER] * len(body.columns)
-        for j, t in zip(call.live, enter[n:], strict=True):
-            ready[j] = t
+    ready = [max([caller.ready[j] for j in slots], default=NEVER) for slots in call.given]
+    return Run(body, ready, body.run(clock, ready))
+
+
+def expand_model(call: Call, enter: Sequence[float]) -> Run:
+    """The run of the model of a call's body, from the call's entry times.
+
+    Inputs that are not live have no time: parts are exact, views may not be.
+    """
+    body, n = call.model, len(call.streams)
+    clock = [NEVER] * len(body.program_streams)
+    for s, t in zip(body.streams, enter, strict=False):
+        clock[s] = t
+    ready = [NEVER] * len(body.columns)
+    for j, t in zip(call.live, enter[n:], strict=True):
+        ready[j] = t
     return Run(body, ready, body.run(clock, ready))
 
 

@@ -212,13 +212,10 @@ def _contracts(op: Op) -> bool:
 
 def _blocks_again(saving: _Saving, blocks: Sequence[Sequence[Op]]) -> set[Value]:
     """All values computed in these blocks, except those used outside."""
-    again: set[Value] = set()
-    for block in blocks:
-        inside = set(block)
-        made = {v for op in block for v in op.outputs}
-        leaving = {v for op in saving.forward if op not in inside for v in op.inputs if v in made}
-        again |= made - leaving
-    return again
+    block_of = {op: k for k, block in enumerate(blocks) for op in block}
+    made = {v: k for op, k in block_of.items() for v in op.outputs}
+    leaving = {v for op in saving.forward for v in op.inputs if v in made and made[v] != block_of.get(op)}
+    return made.keys() - leaving
 
 
 def _alike(
@@ -265,6 +262,12 @@ def _extended(row: Sequence[int], borders: list[int]) -> list[int]:
     return borders
 
 
+def _most(row: Sequence[int], start: int, second: int, end: int) -> int:
+    """The most that blocks from `start` to `end`, of which the second begins there, can cover once extended."""
+    length = second - start
+    return end - start + start // length * length + (len(row) - end) // length * length
+
+
 def _crossings(
     function: Function, forward: Sequence[Op], maker: Mapping[Value, Op], free: Mapping[Value, Op]
 ) -> list[set[Value]]:
@@ -303,6 +306,9 @@ def _periodic(row: Sequence[int], at: Sequence[int]) -> list[int]:
                 end += 1
             for first in range(start, min(start + period, end - 2 * period + 1)):
                 blocks = (end - first) // period
+                most = _most(row, at[first], at[first + period], at[first + blocks * period])
+                if best and most <= best[-1] - best[0]:
+                    continue
                 borders = _extended(row, [at[first + k * period] for k in range(blocks + 1)])
                 if not best or borders[-1] - borders[0] > best[-1] - best[0]:
                     best = borders

@@ -91,11 +91,11 @@ class Graph:
         self.sigs: list[Signature] = []
         self.ins: list[list[int]] = []
         self.outs: list[list[int]] = []
-        table: dict[tuple[Spec, Attributes, tuple[Type, ...]], Signature] = {}
+        table: dict[tuple[Spec, Attributes | None, tuple[Type, ...]], Signature] = {}
         index, values, uses = self.index, self.values, self.uses
         for j, op in enumerate(function.ops):
             inputs = op.inputs
-            key = (op.spec, op.attributes, tuple([v.type for v in inputs]))
+            key = (op.spec, op.attributes or None, tuple([v.type for v in inputs]))
             sig = table.get(key)
             if sig is None:
                 sig = table[key] = Signature(len(table), op)

@@ -3,12 +3,14 @@
 Which dims: a weight's dim of odd size whose whole factor class is clean, so that it can be split once it divides. What
 stands in the padding of an input is 0; where an op reduces over a padded dim, or could otherwise let the padding into
 a result, it is first filled with the neutral value (`neutral` of the op's spec). Inputs remember
-their source shape in their role: executors pad what they feed, and cut what they give back.
+their source shape in their role: executors pad what they feed, and cut what they give back. All other values remain the
+same objects.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,6 +118,10 @@ class _Padder:
             role = Role("parameter")  # once one input has a role, roles say which are weights
         if t.shape != before:
             role = Role(role.kind if role else "data", role.batch if role else None, (role and role.source) or before)
+        if t is v.type and role is v.role:
+            self.env[v] = self._same(v)
+            self.maker.inputs.append(self.env[v])
+            return
         self.env[v] = self.maker.add_input_value(v.name, t, role)
         for d, (n, m) in enumerate(zip(before, t.shape, strict=True)):
             if n != m:
@@ -124,22 +130,43 @@ class _Padder:
     def _op(self, j: int, op: Op, ops: dict[Op, Op]) -> None:
         ins = [self.env[v] for v in op.inputs]
         mappings = self.mappings[j]
+        of = ops.get(op.of) if op.of else None
+        if not mappings:
+            ops[op] = self._as_before(op, ins, of)
+            return
         for mapping in mappings:
             ins = self._fill(op, ins, mapping)
         attributes = dict(op.attributes)
-        if mappings and op.spec.local:
+        if op.spec.local:
             types = [self.type(v) for v in op.inputs], [self.type(v) for v in op.outputs]
             local = op.spec.local(op.attributes, *types)
             attributes.update({k: x for k, x in local.items() if k in attributes})
-        if mappings and op.spec.unpadded:
+        if op.spec.unpadded:
             self._note_length(op, attributes)
-        of = ops.get(op.of) if op.of else None
         names = [v.name for v in op.outputs]
-        self.maker.add_op(op.spec, None, ins, attributes if mappings else op.attributes, (), names, of)
-        made = ops[op] = self.maker.ops[-1]
+        self.maker.add_op(op.spec, None, ins, attributes, (), names, of)
+        made = self.maker.ops[-1]
+        outs = [
+            v if v.type is w.type and v.name == w.name else w for v, w in zip(op.outputs, made.outputs, strict=True)
+        ]
+        made = ops[op] = self.maker.ops[-1] = Op(made.spec, made.inputs, made.attributes, tuple(outs), of)
         self.env.update(zip(op.outputs, made.outputs, strict=True))
         for mapping in mappings:
             self._result(op, mapping, ins, made)
+
+    def _as_before(self, op: Op, ins: list[Value], of: Op | None) -> Op:
+        """Add an op that has no padded dim: the same, if its operands are, and with the same results."""
+        self.env.update([(v, self._same(v)) for v in op.outputs])
+        outs = [self.env[v] for v in op.outputs]
+        if of is not op.of or not all(map(operator.is_, (*ins, *outs), (*op.inputs, *op.outputs))):
+            op = Op(op.spec, tuple(ins), op.attributes, tuple(outs), of)
+        self.maker.ops.append(op)
+        return op
+
+    def _same(self, v: Value) -> Value:
+        """The value itself, unless another has its name by now."""
+        name = self.maker.fresh(v.name)
+        return v if name == v.name else Value(name, v.type, v.role)
 
     def _note_length(self, op: Op, attributes: dict[str, Any]) -> None:
         """Say how long the dim was that an op counts from the end of, where it is padded."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from distir.executor.cost_model import CostModel
+from distir.executor.cost_model import CostModel, fusion
+from distir.executor.simulator import compile as lowering
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.maxplus import Call, Code, Twin
 from distir.executor.simulator.simulation import Simulator
 from distir.ir import Function, Topology
+from distir.ir.host_runtime import Runtime
 from distir.models import mlp
 from distir.transforms import parallel_transform_3d
 
@@ -67,3 +69,32 @@ def test_each_stage_with_its_own_code_takes_as_long(
     own = Simulator(CostModel(t)).interpret(program)
     assert dict(shared.timestamps) == dict(own.timestamps)
     assert shared.stages == own.stages
+
+
+def test_the_peaks_of_more_equal_stages_take_no_more_evaluations() -> None:
+    sizes = []
+    for p in (4, 8):
+        t = topology()
+        function = parallel_transform_3d(mlp(2 * p, 16, 16), 1, 1, p, t.devices[:p], 2 * p)
+        simulation = Simulator(CostModel(t)).interpret(function)
+        assert [simulation.peak_memory[d] for d in t.devices[:p]] == [simulation.memory(d).total for d in t.devices[:p]]
+        sizes.append(len(simulation._totals._results))
+    assert sizes[0] == sizes[1]
+
+
+def test_kinds_of_ops_are_found_once_for_all_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    t = topology()
+    function = plan(t, 1, 2, 4)
+    runtimes = [Runtime("a", op=1e-6, fuses=True), Runtime("b", op=2e-6, call=1e-5, fuses=True), Runtime("c", op=1e-6)]
+    looked: list[Function] = []
+
+    def fused(f: Function, runtime: Runtime | None) -> object:
+        looked.append(f)
+        return fusion.fused(f, runtime)
+
+    monkeypatch.setattr(lowering, "fused", fused)
+    counts = []
+    for runtime in runtimes:
+        CompiledProgram(function, CostModel(t, runtime=runtime))
+        counts.append(len(looked))
+    assert counts[0] == counts[1] < counts[2]  # c does not fuse

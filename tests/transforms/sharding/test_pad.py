@@ -85,6 +85,17 @@ def test_padding_changes_no_result_of_many_random_programs(program: Program, n: 
     assert error(run(padded(program, n), program), program.results()) <= TOLERANCE
 
 
+def test_values_that_are_not_padded_remain() -> None:
+    source = decompose(small_gpt(vocabulary=15).function)
+    made = pad(source, paddable(source, 4))
+    values = {v for f in (source,) for v in (*f.inputs, *[v for op in f.ops for v in op.outputs])}
+    new = [v for op in made.ops for v in op.outputs if v not in values]
+    assert new
+    assert all(16 in shape_of(v) for v in new)
+    assert not {v for op in made.ops for v in op.inputs} - values - set(made.inputs) - set(new)
+    assert len(set(made.ops) & set(source.ops)) > len(source.ops) // 2
+
+
 def test_padding_stays_zero_from_step_to_step() -> None:
     """The next value of a padded input has zeros where the input has them."""
     program = gpt2_tiny()
