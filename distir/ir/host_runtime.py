@@ -19,7 +19,8 @@ class Runtime:
     same value each send a part of it to the next stage, and gather the parts there.
 
     `passes`: how often an op that memory limits goes over operands and results of 16 bits: casts to float32 and back
-    are ops of their own. `skew`: a collective takes 1 + skew times as long as alone, as devices do not begin it at the same time.
+    are ops of their own. `skew`: a collective takes 1 + skew times as long as alone, as devices do not begin it at the
+    same time.
     """
 
     name: str
