@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """The figures of a framework, on the host of each device. All but the name and flags are seconds.
+    """The figures of a framework, on the host of each device. `op` to `call` are seconds.
 
     The host issues the ops of a device one after the other and runs ahead of it; a device waits for an op that is not
     issued yet. `op`: of a compute op; `communication`: of a collective or transfer, and `member` more for each further

@@ -221,7 +221,7 @@ def test_an_mlp_is_a_forward_and_backward_pass_without_update(table) -> None:
     (row,) = read_rows(table(MLP))
     assert row.setup is not None
     assert row.setup.model == Perceptron(4, 256, 64)
-    assert row.setup.plan == Plan(tp=2, microbatches=4, overlap=False)
+    assert row.setup.plan == Plan(tp=2, microbatches=4, overlap=False, bucket_mb=math.inf)
     program = program_of(row)
     assert not program.updates
     assert [v.type.erased().global_shape for v in program.inputs] == [(64, 256)] * 2 + [(256, 256)] * 4  # type: ignore[union-attr]
@@ -235,8 +235,8 @@ def test_empty_cells(table) -> None:
     assert pipe.setup is not None
     assert (fp16.setup.precision, bf16.setup.precision) == (("fp16", "fp16"), ("bf16", "fp32"))
     assert fp16.setup.model.vocab == 51_200  # type: ignore[union-attr]
-    assert fp16.setup.plan == Plan(2, 2, 2, 4, overlap=False)
-    assert pipe.setup.plan == Plan(2, 2, 2, 4, "interleaved", chunks=2, overlap=False)
+    assert fp16.setup.plan == Plan(2, 2, 2, 4, overlap=False, bucket_mb=math.inf)
+    assert pipe.setup.plan == Plan(2, 2, 2, 4, "interleaved", chunks=2, overlap=False, bucket_mb=math.inf)
     assert [r.id for r in (fp16, bf16)] == ["line 2", "line 3"]
 
 
