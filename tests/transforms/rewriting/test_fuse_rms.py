@@ -169,6 +169,59 @@ def test_a_gain_of_other_dims_stays(gain: tuple[int, ...]) -> None:
     assert fuse(function) is function
 
 
+@pytest.mark.parametrize(("axes", "gain"), [((1,), (2, 6)), ((0, 2), (3, 2, 6)), ((0,), (3, 2, 6))], ids=str)
+def test_other_dims_stay_also_with_a_gain_of_the_dims_from_the_first_on(
+    axes: tuple[int, ...], gain: tuple[int, ...]
+) -> None:
+    function = program(lambda f, x, g: f.mul(f.div(x, f.emit("Sqrt", f.more(f.mean(f.square(x), axes)))), g), gain=gain)
+    assert fuse(function) is function
+
+
+def of_an_input(shape: tuple[int, ...], write: Write) -> Function:
+    f = Norms()
+    x = f.add_input_value("x", Tensor(Float64, shape))
+    f.set_outputs([write(f, x, f.add_input_value("g", Tensor(Float64, shape[-1:])))])
+    return f.finalize()
+
+
+def test_means_without_their_dim_stay() -> None:
+    """Of a square matrix: each column is divided by the root of a row."""
+
+    def write(f: Norms, x: Value, g: Value) -> Value:
+        mean = f.emit("ReduceMean", f.square(x), axes=(1,), keepdims=0)
+        return f.mul(f.div(x, f.emit("Sqrt", f.more(mean))), g)
+
+    function = of_an_input((4, 4), write)
+    assert fuse(function) is function
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,)], ids=str)
+def test_a_scale_is_no_gain(shape: tuple[int, ...]) -> None:
+    def write(f: Norms, x: Value, g: Value) -> Value:
+        scale = f.emit("Reciprocal", f.emit("Sqrt", f.more(f.mean(f.square(x), (0,)))))
+        return f.mul(x, f.mul(scale, scale))
+
+    function = of_an_input(shape, write)
+    assert fuse(function) is function
+
+
+@pytest.mark.parametrize("part", ["square", "epsilon", "one"])
+def test_numbers_of_more_dims_stay(part: str) -> None:
+    """The result has these dims, too."""
+
+    def write(f: Norms, x: Value, g: Value) -> Value:
+        def number(n: float, name: str) -> Value:
+            return f.emit("Constant", value=(n,), shape=(1,) * 4 if name == part else (), dtype=Float64)
+
+        squares = f.emit("Pow", x, number(2.0, "square"))
+        mean = f.mean(squares, (len(shape_of(squares)) - 1,))
+        root = f.emit("Sqrt", f.emit("Add", mean, number(EPSILON, "epsilon")))
+        return f.mul(f.mul(x, f.div(number(1.0, "one"), root)), g)
+
+    function = program(write)
+    assert fuse(function) is function
+
+
 def test_narrower_statistics_stay() -> None:
     """In single precision of a double: the op's are double. Only what is single all through is a norm."""
 
