@@ -154,6 +154,21 @@ def _layer_norm(n: Node) -> Result:
     return n.emit("LayerNormalization", *n.operands(), axis=axis, epsilon=epsilon)
 
 
+@rule("RMSNormalization")
+def _rms_norm(n: Node) -> Result:
+    """Computed in the wider of the types of operand and gain; the result has the gain's."""
+    n.attr("stash_type")
+    x, gain = n.operands()
+    axis, epsilon = n.axis(-1), n.attr("epsilon", 1e-5)
+    small = tensor(gain).dtype
+    dtype = max(tensor(x).dtype, small, key=lambda d: d.size)
+    x, gain = [v if tensor(v).dtype is dtype else n.emit("Cast", v, to=dtype) for v in (x, gain)]
+    sizes = shape_of(x)[axis:]
+    gain = gain if shape_of(gain) == sizes else n.emit("Expand", gain, shape=sizes)
+    y = n.emit("RMSNormalization", x, gain, axis=axis, epsilon=epsilon)
+    return y if dtype is small else n.emit("Cast", y, to=small)
+
+
 @rule("Gemm")
 def _gemm(n: Node) -> Result:
     flags = {"transA": int(n.attr("transA", 0)), "transB": int(n.attr("transB", 0))}

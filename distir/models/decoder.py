@@ -148,10 +148,7 @@ class _Builder:
         if not self.config.rms:
             bias = self.parameter(f"{name}.bias", self.config.hidden)
             return self.emit("LayerNormalization", x, gain, bias, axis=2, epsilon=_EPSILON)
-        squares = self.emit("ReduceMean", self.emit("Mul", x, x), axes=(2,), keepdims=1)
-        epsilon = self.emit("Constant", value=(_EPSILON,), shape=(), dtype=self.dtype)
-        scale = self.emit("Reciprocal", self.emit("Sqrt", self.emit("Add", squares, epsilon)))
-        return self.emit("Mul", self.emit("Mul", x, scale), gain)
+        return self.emit("RMSNormalization", x, gain, axis=2, epsilon=_EPSILON)
 
     def linear(self, x: Value, name: str, out: int) -> Value:
         y = self.emit("MatMul", x, self.parameter(f"{name}.weight", shape_of(x)[-1], out))

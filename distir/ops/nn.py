@@ -210,16 +210,27 @@ def _emit_norm_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Val
     return list(f.add_op("LayerNormGrad", None, [x, gain, mean, scale, d], attributes))
 
 
-def _statistics_dtype(attrs: Attrs, *dtypes: DType) -> list[DType]:
-    (d,) = same(attrs, *dtypes)
-    return [d, statistic(d), statistic(d)]
+def _statistics_dtype(count: int) -> Callable[..., list[DType]]:
+    """Of a result like the operands, and that many statistics."""
+
+    def rule(attrs: Attrs, *dtypes: DType) -> list[DType]:
+        (d,) = same(attrs, *dtypes)
+        return [d, *[statistic(d)] * count]
+
+    return rule
 
 
 def _norm_grad_dtype(attrs: Attrs, x: DType, gain: DType, mean: DType, scale: DType, d: DType) -> list[DType]:
-    for k, statistic_dtype in ((2, mean), (3, scale)):
-        if statistic_dtype is not statistic(x):
-            raise IRTypeError(f"operand {k}: expected {statistic(x)}, got {statistic_dtype}")
-    return same(attrs, x, gain, d) * _norm_results(attrs)
+    return _slope_dtype(attrs, (x, gain, d), (mean, scale)) * _norm_results(attrs)
+
+
+def _slope_dtype(attrs: Attrs, operands: Sequence[DType], saved: Sequence[DType]) -> list[DType]:
+    """Of one gradient, from operands 0, 1 and the last, and the statistics between them."""
+    (d,) = same(attrs, *operands)
+    for k, dtype in enumerate(saved, 2):
+        if dtype is not statistic(d):
+            raise IRTypeError(f"operand {k}: expected {statistic(d)}, got {dtype}")
+    return [d]
 
 
 def _norm_results(attrs: Attrs) -> int:
@@ -240,7 +251,7 @@ op(  # the same, and the mean and one over the deviation of each row
     "LayerNorm",
     attributes="axis:axis? epsilon:number?",
     axes=_norm_axes("xww", "xmm"),
-    dtype=_statistics_dtype,
+    dtype=_statistics_dtype(2),
     outputs=3,
     saved=2,
     weight=1,
@@ -257,6 +268,79 @@ op(  # the gradients of x, gain and bias
     outputs=_norm_results,
     linear=[{4}],
     eval=_layer_norm_grad,
+)
+
+# ---------------------------------------------------------------- root-mean-square norm (Zhang and Sennrich 2019)
+
+
+def _rms_norm(xp: Any, x: Any, gain: Any, axis: int = -1, epsilon: float = 1e-5) -> tuple[Any, Any]:
+    dims, rows = _dims(x, axis), wide(xp, x)
+    count = math.prod(x.shape[i] for i in dims)
+    scale = 1 / xp.sqrt(xp.sum(rows * rows, axis=dims, keepdims=True) / count + epsilon)
+    return xp.asarray(rows * scale * wide(xp, gain), dtype=x.dtype), scale
+
+
+def _rms_norm_definition(f: FunctionMaker, o: Op) -> list[Value]:
+    """Over the root of the mean square, times the gain; in the dtype of statistics (equation 4)."""
+    small = tensor(o.inputs[0]).dtype
+    x, gain = [cast(f, v, statistic(small)) for v in o.inputs]
+    axis, rank = o.attributes.get("axis", -1), len(shape_of(x))
+    squares = f.emit("ReduceMean", f.emit("Mul", x, x), axes=tuple(range(axis % rank, rank)), keepdims=1)
+    epsilon = scalar(f, o.attributes.get("epsilon", 1e-5), x)
+    scale = f.emit("Reciprocal", f.emit("Sqrt", f.emit("Add", squares, epsilon)))
+    return [cast(f, f.emit("Mul", f.emit("Mul", x, scale), gain), small), scale]
+
+
+def _rms_norm_grad(xp: Any, x: Any, gain: Any, scale: Any, d: Any, axis: int = -1) -> tuple[Any, Any]:
+    dims, lead = _dims(x, axis), tuple(range(axis % x.ndim))
+    count = math.prod(x.shape[i] for i in dims)
+    y, d = wide(xp, x) * scale, wide(xp, d)
+    rows = d * wide(xp, gain)
+    along = xp.sum(rows * y, axis=dims, keepdims=True) / count
+    results = scale * (rows - y * along), xp.sum(d * y, axis=lead)
+    return xp.asarray(results[0], dtype=x.dtype), xp.asarray(results[1], dtype=x.dtype)
+
+
+def _rms_grad_dtype(attrs: Attrs, x: DType, gain: DType, scale: DType, d: DType) -> list[DType]:
+    return _slope_dtype(attrs, (x, gain, d), (scale,)) * 2
+
+
+def _emit_rms_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Value]:
+    attributes = {"axis": o.attributes.get("axis", -1)}
+    return list(f.add_op("RMSNormGrad", None, [*o.inputs, o.outputs[1], d], attributes))
+
+
+op(  # x and gain
+    "RMSNormalization",
+    attributes="axis:axis? epsilon:number?",
+    axes=_norm_axes("xw", "x"),
+    dtype=same,
+    weight=1,
+    precision="low",
+    eval=lambda xp, *operands, **attrs: _rms_norm(xp, *operands, **attrs)[0],
+    decompose=lambda f, o: [f.add_op("RMSNorm", None, o.inputs, o.attributes)[0]],
+)
+op(  # the same, and one over the root of the mean square of each row
+    "RMSNorm",
+    attributes="axis:axis? epsilon:number?",
+    axes=_norm_axes("xw", "xm"),
+    dtype=_statistics_dtype(1),
+    outputs=2,
+    saved=1,
+    weight=1,
+    precision="low",
+    eval=_rms_norm,
+    grad=_emit_rms_grad,
+    definition=_rms_norm_definition,
+)
+op(  # the gradients of x and gain
+    "RMSNormGrad",
+    attributes="axis:axis?",
+    axes=_norm_axes("xwmx", "xw"),
+    dtype=_rms_grad_dtype,
+    outputs=2,
+    linear=[{3}],
+    eval=_rms_norm_grad,
 )
 
 # ---------------------------------------------------------------- Gelu, `approximate` "none" or "tanh"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from distir.api.model import load
 from distir.executor.reference.sequential import SequentialExecutor
+from distir.transforms.rewriting.fuse import fuse
 
 B, S = 2, 8
 SIZES = {
@@ -55,7 +57,9 @@ def built(kind: str, **sizes: Any) -> torch.nn.Module:
     return (Pixels if kind == "ViT" else Tokens)(model)
 
 
-def exported(module: torch.nn.Module, inputs: dict[str, torch.Tensor], path: Path, optimize: bool = True) -> Path:
+def exported(
+    module: torch.nn.Module, inputs: dict[str, torch.Tensor], path: Path, optimize: bool = True, opset: int = 20
+) -> Path:
     """A file of the module, with weights perturbed from their initial values: the exporter merges equal ones."""
     with torch.no_grad():
         for p in module.parameters() if optimize else ():
@@ -64,7 +68,7 @@ def exported(module: torch.nn.Module, inputs: dict[str, torch.Tensor], path: Pat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         shapes = {name: {0: torch.export.Dim("batch")} for name in inputs}
-        options: dict[str, Any] = {"dynamo": True, "optimize": optimize, "opset_version": 20, "verbose": False}
+        options: dict[str, Any] = {"dynamo": True, "optimize": optimize, "opset_version": opset, "verbose": False}
         program = torch.onnx.export(module.eval(), (), kwargs=inputs, dynamic_shapes=shapes, **options)
     assert program is not None
     program.save(path)
@@ -113,6 +117,8 @@ def test_of_transformers(kind: str, sizes: dict[str, Any], masked: bool, attenti
     (op,) = [op for op in step.function.ops if op.op_type == "Attention"]
     assert op.attributes.get("causal", False) is attention.get("causal", False)
     assert len(op.inputs) == 3 + attention.get("mask", False)
+    norms = [op.inputs[1].kind for op in step.function.ops if op.op_type == "RMSNorm"]
+    assert norms == ["parameter"] * (3 if kind in ("Llama", "Mistral", "Qwen2") else 0)
 
 
 def test_as_it_was_written(tmp_path: Path) -> None:
@@ -124,6 +130,35 @@ def test_as_it_was_written(tmp_path: Path) -> None:
     assert trained == {name for name, _ in module.named_parameters()}
     (op,) = [op for op in model.function.ops if op.op_type == "Attention"]
     assert op.attributes["causal"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimize", "opset"),
+    [
+        (torch.float32, True, 20),
+        (torch.bfloat16, False, 20),
+        (torch.bfloat16, True, 23),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(torch.float32, False, 20), (torch.bfloat16, True, 20), (torch.float32, True, 23)]
+        ],
+    ],
+    ids=str,
+)
+def test_a_norm_is_one_op(dtype: torch.dtype, optimize: bool, opset: int, tmp_path: Path) -> None:
+    """Root-mean-square norms in 16 bits are written with casts; the exporter's optimizer fuses those of opset 23."""
+    torch.manual_seed(0)
+    module = built("Llama", **CAUSAL).to(dtype)
+    path = exported(module, {"input_ids": torch.randint(401, (B, S))}, tmp_path / "m.onnx", optimize, opset)
+    model = load(path, {"batch": B})
+    fused = fuse(model.function)
+    kinds = Counter(op.op_type for op in fused.ops)
+    assert kinds["RMSNormalization"] == 3
+    assert not {"Pow", "Sqrt", "Reciprocal"} & kinds.keys()
+    given = {v: model.arrays.get(v, np.arange(B * S).reshape(B, S)) for v in fused.inputs}
+    (want,), (got,) = (SequentialExecutor().compute(f, given) for f in (model.function, fused))
+    near = 1e-5 if dtype is torch.float32 else 0.05
+    np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=near, atol=near)
 
 
 class Masked(torch.nn.Module):

@@ -102,6 +102,9 @@ SAMPLES = [
     S("LogSoftmax", (x(2, 3, 4),), {"axis": 0}),
     S("LayerNormalization", (x(2, 3, 4), w(4), w(4))),
     S("LayerNormalization", (x(2, 3, 4), w(3, 4)), {"axis": 1, "epsilon": 0.1}),
+    S("RMSNormalization", (x(2, 3, 4), w(4)), opset=23),
+    S("RMSNormalization", (x(2, 3, 4), w(3, 4)), {"axis": 1, "epsilon": 0.1}, opset=23),
+    S("RMSNormalization", (x(2, 3, 4), w(4)), {"axis": -2}, opset=23, reference=True),
     S("Gemm", (x(3, 4), w(4, 5))),
     S("Gemm", (x(4, 3), w(5, 4), w(5)), {"transA": 1, "transB": 1, "alpha": 0.5, "beta": 2.0}),
     S("Gemm", (x(3, 4), w(4, 5), x(3, 1))),
@@ -257,6 +260,16 @@ def test_rule(sample: Sample, tmp_path: Path) -> None:
     proto = model([one], inputs, outputs, stored, sample.opset)
     _, got = computed(proto, inputs, tmp_path / "m.onnx")
     equal(got, expected(proto, inputs, sample.reference), 1e-5)
+
+
+@pytest.mark.parametrize(("of", "gain"), [(np.float32, np.float64), (np.float64, np.float32)])
+def test_a_norm_has_the_type_of_its_gain(of: Any, gain: Any, tmp_path: Path) -> None:
+    """As ONNX says; neither onnxruntime nor the reference evaluator takes two types."""
+    inputs = {"x": x(2, 3, 4).astype(of), "g": x(4).astype(gain)}
+    proto = model([node("RMSNormalization", "x g", "y", epsilon=0.5)], inputs, ["y"], opset=23)
+    wide, by = (array.astype(np.float64) for array in inputs.values())
+    want = wide / np.sqrt(np.mean(wide**2, -1, keepdims=True) + 0.5) * by
+    equal(computed(proto, inputs, tmp_path / "m.onnx")[1], [want.astype(gain)], 1e-7)
 
 
 @pytest.mark.parametrize(("op_type", "p"), [("LpNormalization", 1), ("LpNormalization", 2), ("ReduceL2", 2)])

@@ -217,6 +217,17 @@ SAMPLES = [
     sample("LayerNorm", real(4, 2, 6), real(2, 6), real(2, 6), axis=1),
     sample("LayerNormGrad", real(4, 2, 6), real(6), *moments(2), real(4, 2, 6), axis=-1),
     sample("LayerNormGrad", real(4, 2, 6), real(2, 6), *moments(1), real(4, 2, 6), axis=1, bias=False),
+    *[
+        sample(name, *row, **how)
+        for name in ["RMSNormalization", "RMSNorm"]
+        for row, how in [
+            ((real(4, 2, 6), real(6)), {"axis": -1, "epsilon": 1e-5}),
+            ((real(4, 6), real(6)), {"axis": 1, "epsilon": 0.1}),
+            ((real(4, 2, 6), real(2, 6)), {"axis": 1}),
+        ]
+    ],
+    sample("RMSNormGrad", real(4, 2, 6), real(6), moments(2)[1], real(4, 2, 6), axis=-1),
+    sample("RMSNormGrad", real(4, 2, 6), real(2, 6), moments(1)[1], real(4, 2, 6), axis=1),
     *[sample("Gelu", real(4, 6), approximate=how) for how in ["none", "tanh"]],
     *[sample("GeluGrad", real(4, 6), real(4, 6), approximate=how) for how in ["none", "tanh"]],
     # attention

@@ -122,6 +122,11 @@ def test_normalised_dims_stay_whole():
     assert results("LayerNormGrad", *split) == [Shard(0), SUM, SUM]
     whole = ((4, 1), R)
     assert results("LayerNormGrad", ((4, 6), R), ((6,), R), whole, whole, ((4, 6), SUM)) == [SUM] * 3
+    refused("operand 0", "RMSNormalization", ((4, 6), Shard(1)), ((6,), Shard(0)))
+    assert results("RMSNorm", ((4, 6), Shard(0)), ((6,), R)) == [Shard(0)] * 2
+    assert results("RMSNormGrad", ((4, 6), Shard(0)), ((6,), R), rows, ((4, 6), Shard(0))) == [Shard(0), SUM]
+    assert results("RMSNormGrad", ((4, 6), R), ((6,), R), whole, ((4, 6), SUM)) == [SUM] * 2
+    refused("operand 0: .* RMSNorm is not linear", "RMSNorm", ((4, 6), SUM), ((6,), R))
 
 
 def test_what_expands_may_be_split_by_place():

@@ -116,7 +116,7 @@ def gpt2_tiny(optimizer: SGD | AdamW = ADAMW) -> Program:
     given["position_ids"] = np.arange(16)[None]
     labels = rng.integers(0, 509, (BATCH, 16))
     labels[rng.random((BATCH, 16)) < np.linspace(0, 0.8, BATCH)[:, None]] = -100
-    return _filled(step, {**given, "labels": labels}, rng)
+    return filled(step, {**given, "labels": labels}, rng)
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def imported_mlp(optimizer: SGD | AdamW = MOMENTUM) -> Program:
     """The training step of examples/mlp.onnx under a squared error."""
     function, arrays = import_from_onnx(EXAMPLES / "mlp.onnx", dims={"batch": BATCH})
     step = training_step(function, "mse", optimizer, gradients=True)
-    return _filled(step, {v.name: np.asarray(a) for v, a in arrays.items()}, np.random.default_rng(1))
+    return filled(step, {v.name: np.asarray(a) for v, a in arrays.items()}, np.random.default_rng(1))
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def written_mlp(layers: int = 6, width: int = 16) -> Program:
     for a, w, y in reversed(saved):
         d = f.add_op("ReluGrad", "dy", [y, d])
         d, _ = f.add_op("MatMulGrad", None, [a, w, d], output_names=["dx", "dw"])
-    return _filled(f.finalize(), {}, np.random.default_rng(2))
+    return filled(f.finalize(), {}, np.random.default_rng(2))
 
 
 @functools.cache
@@ -165,10 +165,10 @@ def small_gpt(
     ids, labels = rng.integers(0, vocabulary, (2, batch, sequence))
     given = {"input_ids": ids, "labels": labels, "position_ids": np.arange(sequence)[None]}
     given["attention_mask"] = np.triu(np.full((1, 1, sequence, sequence), -1e9), 1)
-    return _filled(step, given, rng)
+    return filled(step, given, rng)
 
 
-def _filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Generator) -> Program:
+def filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Generator) -> Program:
     """The program in float64, inputs that are not `given` by name random (states zero)."""
     function = with_dtype(function, Float64)
     arrays: list[np.ndarray] = []

@@ -69,7 +69,7 @@ def _gelu_grad(x: torch.Tensor, d: torch.Tensor, approximate: str = "none") -> t
     return aten.gelu_backward.default(d, x, approximate=approximate)
 
 
-# ---------------------------------------------------------------- softmax and layer norm
+# ---------------------------------------------------------------- softmax and norms
 
 
 def _softmax_grad(y: torch.Tensor, d: torch.Tensor, axis: int = -1) -> torch.Tensor:
@@ -112,6 +112,29 @@ def _layer_norm_grad(
         d, x, list(x.shape[axis:]), mean, scale, gain, gain if bias else None, [True, True, bias]
     )
     return tuple([r.to(x.dtype) for r in (rows if bias else rows[:2])])
+
+
+def _rms_norm(
+    x: torch.Tensor, gain: torch.Tensor, axis: int = -1, epsilon: float = 1e-5
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without the squares in memory. torch's own kernel is no quicker on CPUs, and has no backward pass there."""
+    dims, wide = tuple(range(axis % x.dim(), x.dim())), torch.float32 if x.dtype.itemsize < 4 else x.dtype
+    count = math.prod(x.shape[axis:])
+    lengths = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=wide)
+    scale = lengths.square_().div_(count).add_(epsilon).rsqrt_()
+    return (x * scale).mul_(gain).to(x.dtype), scale
+
+
+def _rms_norm_grad(
+    x: torch.Tensor, gain: torch.Tensor, scale: torch.Tensor, d: torch.Tensor, axis: int = -1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With three arrays as large as `x` at a time."""
+    dims, lead = tuple(range(axis % x.dim(), x.dim())), tuple(range(axis % x.dim()))
+    y, rows = x * scale, d.to(scale.dtype) * gain
+    along = torch.sum(rows * y, dims, keepdim=True)
+    rows.addcmul_(y, along, value=-1 / math.prod(x.shape[axis:])).mul_(scale)
+    slope = y.mul_(d)
+    return rows.to(x.dtype), (torch.sum(slope, lead) if lead else slope).to(x.dtype)
 
 
 # ---------------------------------------------------------------- gathering from a table that is not sharded
@@ -278,6 +301,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "LogSoftmaxGrad": _log_softmax_grad,
     "LayerNorm": _layer_norm,
     "LayerNormGrad": _layer_norm_grad,
+    "RMSNorm": _rms_norm,
+    "RMSNormGrad": _rms_norm_grad,
     "Gather": _gather,
     "GatherGrad": _gather_grad,
     "CrossEntropy": _cross_entropy,

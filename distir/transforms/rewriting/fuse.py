@@ -1,6 +1,7 @@
-"""Fuses attention, Gelu and Silu that models write out in several ops, before differentiation and distribution.
+"""Fuses attention, Gelu, Silu and root-mean-square norms that models write out in several ops.
 
-This saves kernel launches, and memory: the backward pass needs one saved value instead of one for each part.
+This is before differentiation and distribution. It saves kernel launches, and memory: the backward pass needs one saved
+value instead of one for each part, of a norm x and one number a row.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from distir.ir.cached import cached
 from distir.ir.function import Function
 from distir.transforms.rewriting.fuse_attention import find_attention
 from distir.transforms.rewriting.fuse_gelu import find_gelu, find_silu
+from distir.transforms.rewriting.fuse_rms import find_rms_norm
 from distir.transforms.rewriting.laws import Law, rewrites
 from distir.transforms.rewriting.matching import rewrite
 
@@ -16,11 +18,12 @@ from distir.transforms.rewriting.matching import rewrite
 @cached
 @rewrites(Law.SAME)
 def fuse(function: Function) -> Function:
-    """The function with attention, Gelu and Silu each in one op, where their intermediate values have no other use.
+    """The function with attention, Gelu, Silu and root-mean-square norms each in one op, where their intermediate
+    values have no other use.
 
     It computes the same, except for rounding and for rows of attention that are masked out entirely (every score
     -inf): they give 0, where a softmax gives NaN. Inputs, outputs and all values that remain are the same objects.
     """
-    for find in (find_gelu, find_silu, find_attention):
+    for find in (find_gelu, find_silu, find_rms_norm, find_attention):
         function = rewrite(function, find)
     return function

@@ -59,6 +59,7 @@ HUGE: list[tuple[str, list[tuple[DType, tuple[int, ...]]], dict[str, Any]]] = [
     ("Transpose", [(F, (N, N))], {"perm": (1, 0)}),
     ("Concat", [(F, (N, N)), (F, (N, N))], {"axis": 0}),
     ("LayerNorm", [(F, (N, N)), (F, (N,)), (F, (N,))], {}),
+    ("RMSNorm", [(F, (N, N)), (F, (N,))], {}),
     ("Attention", [(F, (1, 8, N, 64))] * 3, {"causal": True}),
     ("CrossEntropy", [(F, (N, N)), (I, (N,))], {}),
     ("CrossEntropyGrad", [(F, (N, N)), (I, (N,)), (F, (N,)), (F, (N,))], {}),

@@ -55,6 +55,18 @@ def test_layer_norm(dtype: DType) -> None:
         assert np.abs(got - want).max() <= 2 * ULP[dtype] * np.abs(want).max()
 
 
+@NARROW
+def test_rms_norm(dtype: DType) -> None:
+    x, gain, d = (RNG.standard_normal(shape).astype(dtype.numpy) for shape in [(ROWS, 64), (64,), (ROWS, 64)])
+    y, scale = both("RMSNorm", x, gain, axis=1, epsilon=1e-5)
+    assert scale[0].dtype == np.float32
+    np.testing.assert_allclose(*scale, rtol=1e-5)
+    for got, want in (y, *both("RMSNormGrad", x, gain, scale[1], d, axis=1)):
+        assert got.dtype == dtype.numpy
+        got, want = (a.astype(np.float64) for a in (got, want))
+        assert np.abs(got - want).max() <= 2 * ULP[dtype] * np.abs(want).max()
+
+
 def both(name: str, *operands: np.ndarray, **attributes: object) -> list[tuple[np.ndarray, np.ndarray]]:
     """Each result of an op on torch and on numpy."""
     spec, cpu = lookup(name), torch.device("cpu")

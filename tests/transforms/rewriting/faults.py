@@ -26,7 +26,7 @@ from distir.ops.rules import scalar, shape_of, tensor
 from distir.transforms.differentiation.training import training_step
 from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.rank import recompose
-from distir.transforms.rewriting import causal, cleanup, decompose, fuse, fuse_attention, fuse_gelu, precision
+from distir.transforms.rewriting import causal, cleanup, decompose, fuse, fuse_attention, fuse_gelu, fuse_rms, precision
 from distir.transforms.sharding import pad
 
 Swap = Callable[[pytest.MonkeyPatch], None]
@@ -51,6 +51,7 @@ def forward() -> Function:
     x = f.add_input_value("x", Tensor(Float64, (4, 2, 8)), Role("data", 0))
     labels = f.add_input_value("labels", Tensor(Int64, (4, 2)), Role("data", 0))
     x = f.emit("LayerNormalization", x, weight(f, 8), weight(f, 8), axis=-1, epsilon=0.25)
+    x = f.emit("RMSNormalization", x, weight(f, 8), axis=-1, epsilon=0.5)
     q, k, v = [f.emit("MatMul", x, weight(f, 8, 8)) for _ in range(3)]
     scores = f.emit("MatMul", q, f.emit("Transpose", k, perm=(0, 2, 1)))
     scores = f.emit("Mul", scores, scalar(f, 0.25, x))
@@ -58,6 +59,9 @@ def forward() -> Function:
     x = f.emit("MatMul", f.emit("Softmax", f.emit("Add", scores, mask), axis=-1), v)
     h = f.emit("MatMul", x, weight(f, 8, 8))
     x = f.emit("Mul", h, f.emit("Sigmoid", h))
+    mean = f.emit("ReduceMean", f.emit("Mul", x, x), axes=(2,), keepdims=1)
+    root = f.emit("Sqrt", f.emit("Add", mean, scalar(f, 0.125, x)))
+    x = f.emit("Mul", weight(f, 8), f.emit("Mul", x, f.emit("Reciprocal", root)))
     half, one, root = [scalar(f, c, x) for c in (0.5, 1.0, 2.0**0.5)]
     h = f.emit("MatMul", x, weight(f, 8, 8))
     erf = f.emit("Add", f.emit("Erf", f.emit("Div", h, root)), one)
@@ -85,12 +89,17 @@ def near_misses() -> Function:
     seen = f.add_input_value("seen", Tensor(Bool, (4, 4)), Role("constant"))
     plain = f.emit("MatMul", f.emit("Mul", y, half), f.emit("Mul", f.emit("Transpose", a, perm=(0, 2, 1)), third))
     filled = f.emit("Where", seen, plain, low)
+    gain = weight(f, 4)
+    more = f.emit("Add", f.emit("ReduceMean", f.emit("Mul", x, x), axes=(2,), keepdims=1), half)
+    less = f.emit("Sub", f.emit("ReduceMean", f.emit("Mul", x, x), axes=(2,), keepdims=1), scalar(f, -0.5, x))
     other = f.emit("MatMul", y, a)  # keys that are not turned
     f.set_outputs(
         [
             f.emit("Mul", x, f.emit("Sigmoid", y)),
             f.emit("Mul", f.emit("Mul", x, half), f.emit("Add", f.emit("Tanh", f.emit("Mul", x, half)), one)),
             f.emit("MatMul", f.emit("Softmax", filled, axis=-1), x),
+            f.emit("Mul", gain, f.emit("Mul", x, f.emit("Reciprocal", f.emit("Sqrt", less)))),
+            f.emit("Mul", gain, f.emit("Mul", y, f.emit("Reciprocal", f.emit("Sqrt", more)))),
             f.emit("MatMul", f.emit("Softmax", other, axis=-1), x),
         ]
     )
@@ -163,6 +172,7 @@ def trained() -> Function:
     h = f.emit("Attention", q, k, v, bias, scale=0.5)[0]
     h = f.emit("Gelu", f.emit("MatMul", h, weight(f, 8, 8)))
     h = f.emit("Silu", f.emit("Sub", h, f.emit("MatMul", x, weight(f, 8, 8))))
+    h = f.emit("RMSNormalization", h, weight(f, 8), axis=-1)
     h = f.emit("Softmax", f.emit("Div", h, f.emit("Exp", f.emit("Tanh", h))), axis=-1)
     f.set_outputs([f.emit("Gemm", f.emit("Reshape", h, shape=(8, 8)), weight(f, 5, 8), weight(f, 5), transB=1)])
     return f.finalize()
@@ -440,6 +450,28 @@ def any_silu(program: Any, op: Op) -> Any:
     return None
 
 
+def any_factor(old: Callable[..., Any]) -> Callable[..., Any]:
+    """What is divided by the root is taken for what the root is of."""
+    return lambda program, op, v, norm, x: old(program, op, v, norm, x if norm.x else (*x, *op.inputs))
+
+
+def any_sum(trail: Any, v: Value) -> Any:
+    """Epsilon is added, or taken away."""
+    op = trail.step(v, "Add", "Sub")
+    mean = op and trail.step(op.inputs[0], "ReduceMean")
+    square = mean and trail.step(mean.inputs[0], "Mul")
+    epsilon = op and trail.program.number(op.inputs[1])
+    return square and (square.inputs[0], mean.attributes["axes"][0], epsilon)
+
+
+def straight(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Value]:
+    """The gradients of x times the scale, as if that were a constant."""
+    x, gain = o.inputs
+    slope = f.emit("Mul", f.emit("Mul", d, gain), o.outputs[1])
+    rows = f.emit("Mul", d, f.emit("Mul", x, o.outputs[1]))
+    return [slope, f.emit("ReduceSum", rows, axes=(0, 1), keepdims=0)]
+
+
 def mask_changed(**new: Any) -> Swap:
     def changed(old: Callable[..., Any]) -> Callable[..., Any]:
         def unmasked(trail: Any, v: Value) -> Any:
@@ -494,6 +526,10 @@ FAULTS: dict[str, tuple[Case, Swap]] = {
     "decompose: a squared error a little too large": (FORWARD, giving("MSELoss", plus(1e-3))),
     "decompose: a squared error not divided": (FORWARD, given("MSELoss", with_attributes(reduction="sum"))),
     "decompose: a norm with another epsilon": (FORWARD, given("LayerNormalization", attributes_lost("epsilon"))),
+    "decompose: a root-mean-square norm with another epsilon": (
+        *(FORWARD, given("RMSNormalization", attributes_lost("epsilon"))),
+    ),
+    "decompose: a root-mean-square norm doubled": (FORWARD, giving("RMSNormalization", times(2.0))),
     "decompose: gain and bias swapped": (
         FORWARD,
         given("LayerNormalization", lambda o: Op(o.spec, (o.inputs[0], *o.inputs[:0:-1]), o.attributes, o.outputs)),
@@ -539,6 +575,15 @@ FAULTS: dict[str, tuple[Case, Swap]] = {
             "find_attention", lambda x: x._replace(operands=x.operands[:3], attributes={**x.attributes, "causal": True})
         ),
     ),
+    "fuse: a norm with another epsilon": (
+        *(FORWARD, found("find_rms_norm", lambda x: x._replace(attributes={**x.attributes, "epsilon": 0.25}))),
+    ),
+    "fuse: a norm of another value": (NEAR, replaced(fuse_rms, "_times", any_factor)),
+    "fuse: a norm that is centred": (
+        FORWARD,
+        found("find_rms_norm", lambda x: x._replace(op_type="LayerNormalization")),
+    ),
+    "fuse: a Sub for the Add of epsilon": (NEAR, lambda patch: patch.setattr(fuse_rms, "_mean_square", any_sum)),
     # cleanup
     "cleanup: any two transposes undo each other": (
         UNTIDY,
@@ -611,6 +656,11 @@ FAULTS: dict[str, tuple[Case, Swap]] = {
         giving("Attention", lambda f, row: [*row[:3], f.emit("ZerosLike", row[3])], "grad"),
     ),
     "grad: gain's for bias'": (TRAINED, giving("LayerNorm", turned(0, 2, 1), "grad")),
+    "grad: a norm's as if each row were as long": (
+        TRAINED,
+        lambda patch: patch.setattr(lookup("RMSNorm"), "grad", straight),
+    ),
+    "grad: a gain's doubled": (TRAINED, giving("RMSNorm", times(2.0, 1), "grad")),
     "grad: the rows of a cross-entropy doubled": (
         TRAINED,
         giving("CrossEntropy", lambda f, row: [f.emit("Add", row[0], row[0]), None], "grad"),

@@ -15,7 +15,9 @@ from distir.ir import Function, FunctionMaker, Role, verify
 from distir.ir.errors import MismatchError, UsageError
 from distir.ir.function import Attributes, Op
 from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor, Tuple
+from distir.models.decoder import decoder
 from distir.models.gpt import gpt
+from distir.models.named import named
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import AdamW, training_step, with_loss
 from distir.transforms.rewriting.fuse import fuse
@@ -72,8 +74,19 @@ def test_logits_are_never_wide() -> None:
         assert parts == any(op.op_type == "LogitSums" for f in (*program.callees(), program) for op in f.ops)
 
 
+@LOW
+def test_norms_in_one_op_are_narrow_and_their_statistics_wide(low: DType) -> None:
+    sizes = {"layers": 1, "hidden": 16, "heads": 4, "ffn": 24, "vocab": 32, "seq": 8}
+    config = named("llama:" + ",".join(f"{k}={n}" for k, n in sizes.items()), {})
+    step = sound(training_step(decoder(config), "cross-entropy", AdamW(), precision=low))
+    for name in ("RMSNorm", "RMSNormGrad"):
+        assert dtypes(step, name) == {low}, name
+    scales = [op.outputs[1] for op in step.ops if op.op_type == "RMSNorm"]
+    assert [tensor(v) for v in scales] == [Tensor(Float32, (1, 8, 1))] * 3
+
+
 def norm_program(low: DType) -> tuple[Function, dict[str, Op]]:
-    """A root-mean-square norm written out, then a product; the mixed program and its ops by name."""
+    """A root-mean-square norm written out, without epsilon, then a product; the mixed program and its ops by name."""
     f = FunctionMaker("norm")
     x = f.add_input_value("x", Tensor(Float32, (4, 6)), Role("data", 0))
     gain, w = (f.add_input_value(n, Tensor(Float32, s), Role("parameter")) for n, s in (("g", (6,)), ("w", (6, 5))))
