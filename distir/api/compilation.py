@@ -109,7 +109,8 @@ def simulate(
     """Predict a step on a cluster: a shipped one (`distir clusters`), a .toml file, a Topology or a CostModel.
 
     Without `nodes` the cluster has as many as the plan needs. `runtime` names the software that issues the ops
-    (`distir.hardware.known_runtimes`); without it that takes no time; a CostModel has its own. To compare many
+    (`distir.hardware.known_runtimes`); without it that takes no time, unless the cluster was calibrated with a runtime
+    (`distir.api.calibrate`); a CostModel has its own. To compare many
     plans, pass the same Model and the same CostModel: what does not depend on the plan is then computed once.
     """
     model = as_model(model)
@@ -128,6 +129,8 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: 
         return cluster
     host = None if runtime is None else load_runtime(runtime)
     topology = cluster if isinstance(cluster, Topology) else load_cluster(os.fspath(cluster), nodes, plan.size)
+    if host is None and topology.regular is not None:
+        host = topology.regular.runtime
     return CostModel(topology, runtime=host)
 
 

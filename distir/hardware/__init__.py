@@ -4,6 +4,10 @@ A cluster has a `device`, a `node` and a `network`: each a table, or the name of
 `networks`; optionally a `host`. Nodes and networks may list the algorithms of their collectives, as `[[collective]]`.
 A node is a domain of devices on one fast network, such as a rack of NVLink; `runtimes.toml` describes runtimes.
 
+A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
+runtime it was measured with, `[runtime]`; how much longer everything takes where so many ranks share its one host,
+`[contention]`; and how far predictions were from measured steps, `[[residuals]]`.
+
 `source` cites the origin of figures. Units: TFLOP/s, GFLOP, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds;
 those of links are of a device, those of a network of a port (`ports` a node, by default one a device).
 """
@@ -12,16 +16,17 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.host_runtime import Runtime
-from distir.ir.topology import Algorithm, DeviceSpec, Link, Products, Regular, Topology
+from distir.ir.topology import Algorithm, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
 
 _FOLDER = Path(__file__).parent
 _DEVICES = 1 << 24
@@ -45,7 +50,9 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
         path = _FOLDER / f"{name}.toml"
         if str(name) not in known_clusters():
             raise UsageError(f"unknown cluster {str(name)!r}", f"known: {', '.join(known_clusters())}; or a .toml file")
-    regular = _read(path)
+    regular, shared = _read(path)
+    if shared.factors and devices is not None:
+        regular = shared.applied(regular, devices)
     per_node: int = regular["per_node"]
     count = nodes if nodes is not None else -(-(devices or 1) // per_node)
     if min(count, count if devices is None else devices) < 1:
@@ -72,23 +79,55 @@ def this_host(ranks: int, cores: int | None = None) -> Topology:
         raise UsageError("the shipped CPU cluster is not regular")
     cores = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     wait = max(1.0, ranks / cores)
-    spec = regular.spec
+    name = f"this host, {counted(ranks, 'rank')} on {counted(cores, 'core')}"
+    return Topology(replace(_crowded(regular, wait), name=name, per_node=ranks))
+
+
+def _crowded(r: Regular, wait: float) -> Regular:
+    """The cluster, where everything takes `wait` times as long as its ranks share cores."""
+    spec, link, bus, runtime = r.spec, r.intra, r.intra.bus, r.runtime
     spec = replace(
         spec,
         throughput=tuple((name, flops / wait) for name, flops in spec.throughput),
         dram_bandwidth=spec.dram_bandwidth / wait,
         kernel_launch_overhead=spec.kernel_launch_overhead * wait,
+        ops=tuple((key, OpSpeed(s.launch * wait, s.flops / wait, s.bandwidth / wait)) for key, s in spec.ops),
     )
-    link, bus = regular.intra, regular.intra.bus
     slow = Link(link.bandwidth / wait, link.latency * wait, None if bus is None else bus / wait)
-    algorithms = tuple(
-        a._replace(base=a.base * wait, intra=a.intra * wait, inter=a.inter * wait) for a in regular.algorithms
-    )
-    name = f"this host, {counted(ranks, 'rank')} on {counted(cores, 'core')}"
-    return Topology(replace(regular, name=name, spec=spec, per_node=ranks, intra=slow, algorithms=algorithms))
+    algorithms = tuple(a._replace(base=a.base * wait, intra=a.intra * wait, inter=a.inter * wait) for a in r.algorithms)
+    if runtime is not None:
+        times = {k: getattr(runtime, k) * wait for k in ("op", "communication", "member", "call")}
+        runtime = replace(runtime, **times)
+    return replace(r, spec=spec, intra=slow, algorithms=algorithms, runtime=runtime)
 
 
-def _read(path: Path) -> dict[str, Any]:
+class _Shared(NamedTuple):
+    """A host whose ranks share its cores: by their number how much longer everything takes, and the residuals."""
+
+    factors: tuple[tuple[int, float], ...] = ()
+    residuals: tuple[tuple[int, Residuals], ...] = ()
+
+    def applied(self, regular: dict[str, Any], ranks: int) -> dict[str, Any]:
+        """The arguments of `Regular` for so many ranks: between measured numbers the factor grows linearly, beyond the
+        last in proportion."""
+        crowded = _crowded(Regular(**regular, nodes=1), interpolated(self.factors, ranks))
+        found = [r for n, r in self.residuals if n >= ranks] or [r for _, r in self.residuals[-1:]]
+        out = {key: getattr(crowded, key) for key in regular}
+        return out | {"per_node": max(ranks, crowded.per_node), "residuals": found[0] if found else None}
+
+
+def interpolated(points: Sequence[tuple[int, float]], n: int) -> float:
+    """The value at n of points (number, value) in ascending order: linear between them, beyond the last in proportion
+    to n, below the first the first's."""
+    for (a, x), (b, y) in pairwise(points):
+        if a <= n <= b:
+            return x + (y - x) * (n - a) / (b - a)
+    a, x = points[0] if n <= points[0][0] else points[-1]
+    return x * max(1.0, n / a)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], _Shared]:
+    """The arguments of `Regular` but the number of nodes; and how its ranks share a host, if they do."""
     try:
         table = tomllib.loads(path.read_text())
     except OSError as e:
@@ -110,9 +149,28 @@ def _read(path: Path) -> dict[str, Any]:
         "host_link": _link(host) if host else None,
         "algorithms": tuple(_algorithm(t) for t in node.tables("collective")),
         "over_nodes": tuple(_algorithm(t) for t in network.tables("collective")),
+        "runtime": _runtime("distir", root.table("runtime")) if "runtime" in table else None,
     }
+    rows = sorted((t.whole("ranks"), _residuals(t)) for t in root.tables("residuals"))
+    shared = _Shared(_contention(root) if "contention" in table else (), tuple(rows))
     root.done()
-    return out
+    return out | {"residuals": rows[-1][1] if rows else None}, shared
+
+
+def _contention(root: _Table) -> tuple[tuple[int, float], ...]:
+    """By number of ranks how many times as long everything takes; at least one."""
+    t = root.table("contention")
+    found = [(int(key), t.positive(key)) for key in t.values if key.isdecimal() and int(key)]
+    if not found:
+        raise root.error("contention", "expected a factor for at least one number of ranks")
+    return tuple(sorted(found))
+
+
+def _residuals(t: _Table) -> Residuals:
+    low, high = t.positive("low"), t.positive("high")
+    if low > high:
+        raise t.error("low", f"expected at most high, {high:g}, got {low:g}")
+    return Residuals(low, high, t.whole("steps"))
 
 
 def known_runtimes() -> list[str]:
@@ -141,7 +199,7 @@ def _runtime(name: str, t: _Table) -> Runtime:
     op, communication, member, call = (
         t.figure(key, 0.0) * 1e-6 for key in ("op_us", "communication_us", "member_us", "call_us")
     )
-    return Runtime(name, op, communication, member, call, *map(t.flag, ("fuses", "multi_tensor", "waits")))
+    return Runtime(name, op, communication, member, call, *map(t.flag, ("fuses", "multi_tensor", "waits", "inline")))
 
 
 def _shared(link: Link, network: _Table, devices: int) -> Link:
@@ -250,7 +308,30 @@ def _spec(t: _Table) -> DeviceSpec:
         _products(t, "wide"),
         _products(t, "attention"),
         _share(t, "batched_efficiency"),
+        _ops(t),
     )
+
+
+def _ops(t: _Table) -> tuple[tuple[tuple[str, str], OpSpeed], ...]:
+    """The speeds of single ops, by op and dtype."""
+    if "ops" not in t.values:
+        return ()
+    found: dict[tuple[str, str], OpSpeed] = {}
+    by_dtype = t.table("ops")
+    for dtype in by_dtype.values:
+        if dtype in by_dtype.seen:
+            continue
+        of = by_dtype.table(dtype)
+        for op in of.values:
+            if op not in of.seen:
+                row = of.table(op)
+                rates = [row.positive(k) * unit if k in row.values else inf for k, unit in _RATES]
+                found[op, dtype] = OpSpeed(row.figure("launch_us", 0.0) * 1e-6, *rates)
+    return tuple(sorted(found.items()))
+
+
+_RATES = ("tflops", 1e12), ("gbs", 1e9)
+"""Keys of an op's rates, and their units."""
 
 
 def _products(t: _Table, kind: str) -> Products | None:

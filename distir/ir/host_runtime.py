@@ -15,7 +15,8 @@ class Runtime:
 
     `fuses`: chains of pointwise ops run as one op, without reading or writing what is between them. `multi_tensor`: ops
     of one kind that do not need each other, such as the updates of all weights, run as one op. `waits`: before it calls
-    a function, the host waits until the transfers that the function needs have ended.
+    a function, the host waits until the transfers that the function needs have ended. `inline`: the host is the device,
+    as on CPUs: while it issues an op it computes nothing.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Runtime:
     fuses: bool = False
     multi_tensor: bool = False
     waits: bool = False
+    inline: bool = False
 
     @property
     def issues(self) -> bool:

@@ -3,7 +3,7 @@
 Roofline model, at local shapes: an op takes max((FLOPs + h) / (peak · efficiency), bytes / (bandwidth · efficiency)) +
 launch overhead. FLOPs are the spec's, bytes are those of operands and results (or the spec's own `work`), the peak is
 that of the dtype that the op computes in; h is the size at which a product reaches half of its efficiency, 0 for other
-ops. Views and bundles are free.
+ops. Views and bundles are free. An op whose speed is measured on the device (`OpSpeed`) takes that instead.
 
 With a `Runtime` the host takes time to issue each op, and chains of pointwise ops may count as one.
 """
@@ -140,6 +140,8 @@ class CostModel:
         flops, size = work(spec, attrs, ins, outs)
         bandwidth = what.dram_bandwidth * what.memory_efficiency
         dtype = computed_in(ins, outs)
+        if (measured := what.speed(spec.name, dtype)) is not None:
+            return measured.seconds(flops, size)
         if spec.kernel == "product" and dtype is not None and dtype.size > 2 and _batched(ins):
             bandwidth *= what.batched_efficiency
         seconds = size / bandwidth
