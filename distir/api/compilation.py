@@ -12,8 +12,9 @@ from distir.api.rewrites import check_origins
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.reference.sequential import evaluate
+from distir.executor.simulator.busy import busy_times
 from distir.executor.simulator.simulation import Simulation, Simulator
-from distir.hardware import load_cluster, load_runtime
+from distir.hardware import contended, load_cluster, load_runtime
 from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms
 from distir.ir.device import TIME
@@ -31,6 +32,8 @@ from distir.transforms.rewriting.claims import check_definition
 AnyModel = Model | Function | str | os.PathLike[str]
 Cluster = CostModel | Topology | str | os.PathLike[str]
 ONE = Plan()
+_ROUNDS = 2
+"""Simulations that find how many ranks compute at a time, before the last."""
 
 
 def distribute(
@@ -143,9 +146,30 @@ def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Pre
 def simulated(
     program: Function, plan: Plan, cost: CostModel, batch: int | None = None, tokens: int | None = None
 ) -> Simulation:
-    """The simulation of a distributed program, in the order in which its ranks run it."""
-    simulator = Simulator(cost, overlap=cost.overlap and plan.overlap)
-    return simulator.interpret(as_run(program), batch=batch, tokens=tokens, order=receive_order)
+    """The simulation of a distributed program, in the order in which its ranks run it.
+
+    Where ranks share the cores of a host that was calibrated, compute is slower the more of them compute at a time.
+    That number, on average, is found by simulating a few times.
+    """
+
+    def once(cost: CostModel) -> Simulation:
+        simulator = Simulator(cost, overlap=cost.overlap and plan.overlap)
+        return simulator.interpret(as_run(program), batch=batch, tokens=tokens, order=receive_order)
+
+    host = cost.topology.uniform
+    if host is None or not host.crowds:
+        return once(cost)
+    busy = float(plan.size)
+    for rounds in range(_ROUNDS, -1, -1):
+        there = contended(cost.topology, plan.size, busy)
+        runtime = cost.runtime if cost.runtime is not host.runtime else there.regular and there.regular.runtime
+        simulation = once(CostModel(there, tf32=cost.tf32, runtime=runtime))
+        if plan.size == 1 or not simulation.seconds or not rounds:
+            return simulation
+        sizes = simulation.program.classes.sizes
+        compute = [seconds * n for n, (seconds, _) in zip(sizes, busy_times(simulation.run, len(sizes)), strict=True)]
+        busy = max(1.0, sum(compute) / simulation.seconds)
+    raise AssertionError("the last round returns")
 
 
 def describe(topology: Topology) -> str:

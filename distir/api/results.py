@@ -285,10 +285,9 @@ class RunResult:
             if last == 0:
                 detail = "not compared: the first step is warm-up"
                 return [*lines, f"predicted {seconds(predicted)} on {self.prediction.cluster}; {detail}"]
-            lines.append(
-                f"predicted {self.prediction.step()} on {self.prediction.cluster}; measured {seconds(self.step_seconds)} "
-                f"here ({self.step_seconds / predicted:.2f} times as long)"
-            )
+            where, measured = self.prediction.cluster, seconds(self.step_seconds)
+            times = f"predicted {self.prediction.step()} on {where}; measured {measured} here"
+            lines.append(f"{times} ({self.step_seconds / predicted:.2f} times as long)")
             if not self.profiled and not 1 / _FAR <= self.step_seconds / predicted <= _FAR:
                 lines.append("where they differ: distir run --profile DIR, then distir compare DIR")
         return lines

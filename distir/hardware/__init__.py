@@ -5,8 +5,9 @@ A cluster has a `device`, a `node` and a `network`: each a table, or the name of
 A node is a domain of devices on one fast network, such as a rack of NVLink; `runtimes.toml` describes runtimes.
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
-runtime it was measured with, `[runtime]`; how much longer everything takes where so many ranks share its one host,
-`[contention]`; and how far predictions were from measured steps, `[[residuals]]`.
+runtime it was measured with, `[runtime]`; and for numbers of ranks that share its one host, `[[contention]]`: how many
+times as long `compute` takes while so many compute, `collectives` and `transfers` where so many run, and the least and
+greatest of measured / predicted time of a step, `low` and `high`, in so many `steps`.
 
 `source` cites the origin of figures. Units: TFLOP/s, GFLOP, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds;
 those of links are of a device, those of a network of a port (`ports` a node, by default one a device).
@@ -22,11 +23,11 @@ from functools import cache
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.host_runtime import Runtime
-from distir.ir.topology import Algorithm, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
+from distir.ir.topology import Algorithm, Crowd, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
 
 _FOLDER = Path(__file__).parent
 _DEVICES = 1 << 24
@@ -50,9 +51,9 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
         path = _FOLDER / f"{name}.toml"
         if str(name) not in known_clusters():
             raise UsageError(f"unknown cluster {str(name)!r}", f"known: {', '.join(known_clusters())}; or a .toml file")
-    regular, shared = _read(path)
-    if shared.factors and devices is not None:
-        regular = shared.applied(regular, devices)
+    regular = _read(path)
+    if regular["crowds"] and nodes is None:  # ranks beyond its devices share them
+        regular["per_node"] = max(regular["per_node"], devices or 1)
     per_node: int = regular["per_node"]
     count = nodes if nodes is not None else -(-(devices or 1) // per_node)
     if min(count, count if devices is None else devices) < 1:
@@ -80,12 +81,13 @@ def this_host(ranks: int, cores: int | None = None) -> Topology:
     cores = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     wait = max(1.0, ranks / cores)
     name = f"this host, {counted(ranks, 'rank')} on {counted(cores, 'core')}"
-    return Topology(replace(_crowded(regular, wait), name=name, per_node=ranks))
+    return Topology(replace(crowded(regular, wait, wait, wait), name=name, per_node=ranks))
 
 
-def _crowded(r: Regular, wait: float) -> Regular:
-    """The cluster, where everything takes `wait` times as long as its ranks share cores."""
-    spec, link, bus, runtime = r.spec, r.intra, r.intra.bus, r.runtime
+def crowded(r: Regular, wait: float, slower: float, transfers: float) -> Regular:
+    """The cluster, whose ranks share cores: compute takes `wait` times as long, collectives `slower` times, and
+    transfers `transfers` times."""
+    spec, link, bus, runtime = r.spec, r.intra, r.intra.collective(), r.runtime
     spec = replace(
         spec,
         throughput=tuple((name, flops / wait) for name, flops in spec.throughput),
@@ -93,30 +95,36 @@ def _crowded(r: Regular, wait: float) -> Regular:
         kernel_launch_overhead=spec.kernel_launch_overhead * wait,
         ops=tuple((key, OpSpeed(s.launch * wait, s.flops / wait, s.bandwidth / wait)) for key, s in spec.ops),
     )
-    slow = Link(link.bandwidth / wait, link.latency * wait, None if bus is None else bus / wait)
-    algorithms = tuple(a._replace(base=a.base * wait, intra=a.intra * wait, inter=a.inter * wait) for a in r.algorithms)
+    slow = Link(link.bandwidth / transfers, link.latency * transfers, bus / slower)
+    algorithms = tuple(
+        a._replace(base=a.base * slower, intra=a.intra * slower, inter=a.inter * slower) for a in r.algorithms
+    )
     if runtime is not None:
-        times = {k: getattr(runtime, k) * wait for k in ("op", "communication", "member", "call")}
-        runtime = replace(runtime, **times)
+        communication, member = runtime.communication * slower, runtime.member * slower
+        op, call = runtime.op * wait, runtime.call * wait
+        send = (runtime.communication if runtime.transfer is None else runtime.transfer) * transfers
+        runtime = replace(runtime, op=op, communication=communication, member=member, call=call, transfer=send)
     return replace(r, spec=spec, intra=slow, algorithms=algorithms, runtime=runtime)
 
 
-class _Shared(NamedTuple):
-    """A host whose ranks share its cores: by their number how much longer everything takes, and the residuals."""
+def contended(topology: Topology, ranks: int, busy: float) -> Topology:
+    """A host that `ranks` ranks share, of which `busy` compute at a time, on average.
 
-    factors: tuple[tuple[int, float], ...] = ()
-    residuals: tuple[tuple[int, Residuals], ...] = ()
+    Between measured numbers factors grow linearly, beyond the last in proportion. Without `Regular.crowds` the same.
+    """
+    r = topology.uniform
+    if r is None or not r.crowds:
+        return topology
+    compute, collectives, transfers = (
+        interpolated([(c.ranks, getattr(c, what)) for c in r.crowds], n)
+        for what, n in (("compute", busy), ("collectives", ranks), ("transfers", ranks))
+    )
+    near = next((c for c in r.crowds if c.ranks >= ranks), r.crowds[-1])
+    slower = crowded(r, compute, collectives, transfers)
+    return Topology(replace(slower, per_node=max(ranks, r.per_node), residuals=near.residuals))
 
-    def applied(self, regular: dict[str, Any], ranks: int) -> dict[str, Any]:
-        """The arguments of `Regular` for so many ranks: between measured numbers the factor grows linearly, beyond the
-        last in proportion."""
-        crowded = _crowded(Regular(**regular, nodes=1), interpolated(self.factors, ranks))
-        found = [r for n, r in self.residuals if n >= ranks] or [r for _, r in self.residuals[-1:]]
-        out = {key: getattr(crowded, key) for key in regular}
-        return out | {"per_node": max(ranks, crowded.per_node), "residuals": found[0] if found else None}
 
-
-def interpolated(points: Sequence[tuple[int, float]], n: int) -> float:
+def interpolated(points: Sequence[tuple[int, float]], n: float) -> float:
     """The value at n of points (number, value) in ascending order: linear between them, beyond the last in proportion
     to n, below the first the first's."""
     for (a, x), (b, y) in pairwise(points):
@@ -126,8 +134,8 @@ def interpolated(points: Sequence[tuple[int, float]], n: int) -> float:
     return x * max(1.0, n / a)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], _Shared]:
-    """The arguments of `Regular` but the number of nodes; and how its ranks share a host, if they do."""
+def _read(path: Path) -> dict[str, Any]:
+    """The arguments of `Regular` but the number of nodes."""
     try:
         table = tomllib.loads(path.read_text())
     except OSError as e:
@@ -151,26 +159,17 @@ def _read(path: Path) -> tuple[dict[str, Any], _Shared]:
         "over_nodes": tuple(_algorithm(t) for t in network.tables("collective")),
         "runtime": _runtime("distir", root.table("runtime")) if "runtime" in table else None,
     }
-    rows = sorted((t.whole("ranks"), _residuals(t)) for t in root.tables("residuals"))
-    shared = _Shared(_contention(root) if "contention" in table else (), tuple(rows))
+    out["crowds"] = tuple(sorted([_crowd(t) for t in root.tables("contention")]))
     root.done()
-    return out | {"residuals": rows[-1][1] if rows else None}, shared
+    return out
 
 
-def _contention(root: _Table) -> tuple[tuple[int, float], ...]:
-    """By number of ranks how many times as long everything takes; at least one."""
-    t = root.table("contention")
-    found = [(int(key), t.positive(key)) for key in t.values if key.isdecimal() and int(key)]
-    if not found:
-        raise root.error("contention", "expected a factor for at least one number of ranks")
-    return tuple(sorted(found))
-
-
-def _residuals(t: _Table) -> Residuals:
+def _crowd(t: _Table) -> Crowd:
     low, high = t.positive("low"), t.positive("high")
     if low > high:
         raise t.error("low", f"expected at most high, {high:g}, got {low:g}")
-    return Residuals(low, high, t.whole("steps"))
+    compute, collectives, transfers = (t.positive(key) for key in ("compute", "collectives", "transfers"))
+    return Crowd(t.whole("ranks"), compute, collectives, transfers, Residuals(low, high, t.whole("steps")))
 
 
 def known_runtimes() -> list[str]:
@@ -199,7 +198,9 @@ def _runtime(name: str, t: _Table) -> Runtime:
     op, communication, member, call = (
         t.figure(key, 0.0) * 1e-6 for key in ("op_us", "communication_us", "member_us", "call_us")
     )
-    return Runtime(name, op, communication, member, call, *map(t.flag, ("fuses", "multi_tensor", "waits", "inline")))
+    fuses, together, waits, inline = map(t.flag, ("fuses", "multi_tensor", "waits", "inline"))
+    transfer = t.figure("transfer_us") * 1e-6 if "transfer_us" in t.values else None
+    return Runtime(name, op, communication, member, call, fuses, together, waits, inline, transfer)
 
 
 def _shared(link: Link, network: _Table, devices: int) -> Link:

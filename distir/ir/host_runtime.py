@@ -16,7 +16,8 @@ class Runtime:
     `fuses`: chains of pointwise ops run as one op, without reading or writing what is between them. `multi_tensor`: ops
     of one kind that do not need each other, such as the updates of all weights, run as one op. `waits`: before it calls
     a function, the host waits until the transfers that the function needs have ended. `inline`: the host is the device,
-    as on CPUs: while it issues an op it computes nothing.
+    as on CPUs: while it issues an op it computes nothing. `transfer`: of a transfer between two devices, where that
+    differs from `communication`.
     """
 
     name: str
@@ -28,8 +29,9 @@ class Runtime:
     multi_tensor: bool = False
     waits: bool = False
     inline: bool = False
+    transfer: float | None = None
 
     @property
     def issues(self) -> bool:
         """Whether the host takes any time."""
-        return max(self.op, self.communication, self.member, self.call) > 0
+        return max(self.op, self.communication, self.member, self.call, self.transfer or 0.0) > 0

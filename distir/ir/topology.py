@@ -29,7 +29,7 @@ class Products(NamedTuple):
 
 
 class OpSpeed(NamedTuple):
-    """The measured speed of one op in one dtype: seconds = launch + max(FLOPs / flops, bytes / bandwidth).
+    """The measured speed of one op in one dtype: seconds = launch + FLOPs / flops + bytes / bandwidth.
 
     Seconds, FLOP/s and bytes/s; an infinite rate does not limit.
     """
@@ -40,7 +40,7 @@ class OpSpeed(NamedTuple):
 
     def seconds(self, flops: float, size: float) -> float:
         """Of an op of so many FLOPs that reads and writes `size` bytes."""
-        return self.launch + max(flops / self.flops, size / self.bandwidth)
+        return self.launch + flops / self.flops + size / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,17 @@ class Residuals(NamedTuple):
         return seconds * self.low, seconds * self.high
 
 
+class Crowd(NamedTuple):
+    """Ranks that share one host: how many times as long compute takes while `ranks` of them compute, and collectives
+    and transfers where so many run, as alone; and how far predictions were from measured steps of so many."""
+
+    ranks: int
+    compute: float
+    collectives: float
+    transfers: float
+    residuals: Residuals
+
+
 @dataclass(frozen=True, slots=True)
 class Regular:
     """A cluster of equal nodes: device number i of `kind` stands in node i // per_node."""
@@ -182,6 +193,8 @@ class Regular:
     """The runtime that the figures were measured with; None if they are of no runtime."""
     residuals: Residuals | None = None
     """Of figures that were fitted to this cluster."""
+    crowds: tuple[Crowd, ...] = ()
+    """Of a host whose ranks share its cores, by their number."""
 
 
 class Topology:

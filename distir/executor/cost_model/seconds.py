@@ -102,12 +102,17 @@ class CostModel:
         launch = what.kernel_launch_overhead if fused.launched else 0.0
         return max(0.0, seconds - saved / (what.dram_bandwidth * what.memory_efficiency) - launch)
 
-    def issue(self, spec: Spec, devices: int = 1, fused: Fused = UNFUSED) -> float:
-        """Seconds that a host takes to issue an op to its device, quantized; `devices` take part in it."""
+    def issue(self, spec: Spec, devices: int = 1, fused: Fused = UNFUSED, computes: bool = False) -> float:
+        """Seconds that a host takes to issue an op to its device, quantized; `devices` take part in it.
+
+        `computes`: it communicates with no other device, as along the time axis: an accumulation.
+        """
         r = self.runtime
         if r is None or fused.launched:
             return 0.0
-        return quantize(r.op if spec.route is None else r.communication + r.member * (devices - 1))
+        if spec.route == "send" and r.transfer is not None:
+            return quantize(r.transfer)
+        return quantize(r.op if computes or spec.route is None else r.communication + r.member * (devices - 1))
 
     def enter(self) -> float:
         """Seconds that a host takes to call a function, quantized."""

@@ -262,7 +262,7 @@ class CompiledProgram:
         communicates = where[0][1] != COMPUTE
         sources, targets = ends or (classes, classes)
         issues: Issues | None = None
-        if self._issued and (issue := self.cost.issue(op.spec, devices, chained)):
+        if self._issued and (issue := self.cost.issue(op.spec, devices, chained, not communicates)):
             hosts = [self.stream(c, self._host) for c in dict.fromkeys(classes)]
             issues = tuple([(host, issue) for host in hosts])
         on, streams = frozenset(streams), tuple(dict.fromkeys(streams))
