@@ -32,7 +32,7 @@ from distir.transforms.rewriting.claims import check_definition
 AnyModel = Model | Function | str | os.PathLike[str]
 Cluster = CostModel | Topology | str | os.PathLike[str]
 ONE = Plan()
-_ROUNDS = 2
+_ROUNDS = 1
 """Simulations that find how many ranks compute at a time, before the last."""
 
 

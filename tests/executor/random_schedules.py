@@ -40,8 +40,8 @@ def random_runtime(rng: random.Random) -> Runtime | None:
     if rng.random() < 0.4:
         return None
     op, communication, member, call = (rng.choice([0.0, 1e-7, 3e-6, 2e-5]) for _ in range(4))
-    flags = [rng.random() < 0.5 for _ in range(3)]
-    return Runtime("random", op, communication, member, call, *flags)
+    flags = [rng.random() < 0.5 for _ in range(4)]
+    return Runtime("random", op, communication, member, call, *flags, rng.choice([None, 1e-6]))
 
 
 def _random_type(rng: random.Random, mesh: Mesh) -> Tensor:

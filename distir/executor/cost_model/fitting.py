@@ -113,7 +113,7 @@ def least(
 ) -> list[float]:
     """Positive numbers within limits at which f is least, searched from `start` in factors that become finer."""
     here, value, factor = list(start), f(start), 2.0
-    while factor > 1.03:
+    while factor > 1.05:
         moved = False
         for k, (low, high) in enumerate(limits):
             for step in (factor, 1 / factor):

@@ -262,7 +262,8 @@ class CompiledProgram:
         communicates = where[0][1] != COMPUTE
         sources, targets = ends or (classes, classes)
         issues: Issues | None = None
-        if self._issued and (issue := self.cost.issue(op.spec, devices, chained, not communicates)):
+        issue = self.cost.issue(op.spec, devices, chained, not communicates) if self._issued else 0.0
+        if issue or (self._issued and self._host != HOST):  # a call is added to the first part that is issued
             hosts = [self.stream(c, self._host) for c in dict.fromkeys(classes)]
             issues = tuple([(host, issue) for host in hosts])
         on, streams = frozenset(streams), tuple(dict.fromkeys(streams))
