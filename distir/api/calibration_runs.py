@@ -1,4 +1,7 @@
-"""The programs that `distir calibrate` runs, and what it reads of their runs: seconds of ops and of steps."""
+"""The programs that `distir calibrate` runs, and what it reads of their runs: seconds of ops and of steps.
+
+Of repeated measurements the least counts: whatever else the machine does only adds to them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 from distir.api.model import Model, load
@@ -66,7 +68,7 @@ def perceptron(widths: Sequence[int], batch: int, dtype: DType) -> Function:
 
 
 class Step(NamedTuple):
-    """A measured step: its program, its plan and the median seconds of those after the first."""
+    """A measured step: its program, its plan and the seconds of the fastest one after the first."""
 
     program: Function
     plan: Plan
@@ -86,11 +88,11 @@ def measure_step(model: Model, plan: Plan, steps: int, options: RunOptions) -> S
     done = run(model, plan, options, steps=steps + 1)
     if done.prediction is None:
         raise AssertionError("a run has a prediction")
-    return Step(done.prediction.program, plan, median(done.seconds[1:]))
+    return Step(done.prediction.program, plan, min(done.seconds[1:]))
 
 
 def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:
-    """Run a few steps with a profile: the median seconds of each op of the program over steps and microbatches."""
+    """Run a few steps with a profile: the least seconds of each op of the program over steps and microbatches."""
     with tempfile.TemporaryDirectory(prefix="distir-") as folder:
         done = run(model, plan, options, steps=_PROFILED, profile=folder)
         _, measured = read_folder(Path(folder))
@@ -109,7 +111,7 @@ def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:
             (sends if "side" in s.args else issues).append(s.seconds)
         elif s.category == COMPUTE and op is not None and _is_timed(op):
             times[op].append(s.seconds)
-    return Profiled([sample(op, max(median(xs) - _CLOCK, 1e-9)) for op, xs in times.items()], issues, sends)
+    return Profiled([sample(op, max(min(xs) - _CLOCK, 1e-9)) for op, xs in times.items()], issues, sends)
 
 
 def _is_timed(op: Op) -> bool:

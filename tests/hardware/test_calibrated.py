@@ -14,7 +14,7 @@ from distir.ir import FunctionMaker
 from distir.ir.errors import UsageError
 from distir.ir.spec import lookup
 from distir.ir.topology import OpSpeed
-from distir.ir.type import Float, Float64, Tensor
+from distir.ir.type import DType, Float32, Float64, Tensor
 
 FILE = """
 name = "mine"
@@ -74,9 +74,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def relus(n: int, dtype: type = Float, elements: int = 1000) -> distir.Function:
+def relus(n: int, dtype: DType = Float32, elements: int = 1000) -> distir.Function:
     f = FunctionMaker("f")
-    x = f.add_input_value("x", Tensor(dtype(), (elements,)))
+    x = f.add_input_value("x", Tensor(dtype, (elements,)))
     for k in range(n):
         x = f.add_op("Relu", f"y{k}", [x])
     f.set_outputs([x])
