@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from distir.api.calibration_runs import Profiled, Step, Training, measure_ops, measure_step
+from distir.api.calibration_runs import Profiled, TimedStep, Training, measure_ops, measure_step
 from distir.api.compilation import simulated
 from distir.api.results import aligned
 from distir.executor.cost_model import CostModel
@@ -286,8 +286,8 @@ def fit_figures(samples: Sequence[Sample], known: Figures) -> Figures:
     return replace(known, general=general, peaks=peaks, ops=fit_speeds(samples))
 
 
-def _measure_steps(what: Suite, options: RunOptions, phases: _Phases) -> dict[int, list[Step]]:
-    found: dict[int, list[Step]] = {}
+def _measure_steps(what: Suite, options: RunOptions, phases: _Phases) -> dict[int, list[TimedStep]]:
+    found: dict[int, list[TimedStep]] = {}
     for n in what.ranks:
         for t, plans in _timed(what, n):
             for plan in plans:
@@ -296,7 +296,7 @@ def _measure_steps(what: Suite, options: RunOptions, phases: _Phases) -> dict[in
     return found
 
 
-def fit_crowds(figures: Figures, steps: dict[int, list[Step]]) -> Figures:
+def fit_crowds(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     """The figures with the seconds of a call, and the factors and residuals of each number of ranks.
 
     The sum of squared logarithms of measured / predicted is least. On one rank the factors are of compute and of calls.
@@ -312,7 +312,7 @@ def fit_crowds(figures: Figures, steps: dict[int, list[Step]]) -> Figures:
             crowd = Crowd(n, x[0], collectives, transfers, Residuals(1.0, 1.0, 1))
             return replace(r, runtime=runtime, crowds=(*before, crowd))
 
-        def far(x: Sequence[float], measured: Sequence[Step] = measured, fitted: Any = fitted) -> float:
+        def far(x: Sequence[float], measured: Sequence[TimedStep] = measured, fitted: Any = fitted) -> float:
             return sum(math.log(ratio) ** 2 for ratio in ratios_of(fitted(x), measured))
 
         start = [float(n), 1.0, 1.0] if n > 1 else [1.0, 1.0]
@@ -324,7 +324,7 @@ def fit_crowds(figures: Figures, steps: dict[int, list[Step]]) -> Figures:
     return figures
 
 
-def ratios_of(r: Regular, measured: Sequence[Step]) -> list[float]:
+def ratios_of(r: Regular, measured: Sequence[TimedStep]) -> list[float]:
     """Of each step measured / predicted time."""
     topology = Topology(replace(r, per_node=max([r.per_node, *[s.plan.size for s in measured]])))
     cost = CostModel(topology, runtime=r.runtime)

@@ -67,7 +67,7 @@ def perceptron(widths: Sequence[int], batch: int, dtype: DType) -> Function:
     return maker.finalize()
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """A measured step: its program, its plan and the seconds of the fastest one after the first."""
 
     program: Function
@@ -83,12 +83,12 @@ class Profiled(NamedTuple):
     sends: list[float]
 
 
-def measure_step(model: Model, plan: Plan, steps: int, options: RunOptions) -> Step:
+def measure_step(model: Model, plan: Plan, steps: int, options: RunOptions) -> TimedStep:
     """Run some steps, without a profile."""
     done = run(model, plan, options, steps=steps + 1)
     if done.prediction is None:
         raise AssertionError("a run has a prediction")
-    return Step(done.prediction.program, plan, min(done.seconds[1:]))
+    return TimedStep(done.prediction.program, plan, min(done.seconds[1:]))
 
 
 def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:

@@ -21,7 +21,7 @@ from distir.api.calibrate import (
     regular_of,
     to_toml,
 )
-from distir.api.calibration_runs import Step, Training, perceptron
+from distir.api.calibration_runs import TimedStep, Training, perceptron
 from distir.api.compilation import simulated
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fitting import Sample
@@ -44,9 +44,9 @@ FIGURES = Figures(
 )
 
 
-def steps(figures: Figures, ranks: int) -> list[Step]:
+def steps(figures: Figures, ranks: int) -> list[TimedStep]:
     """Steps that take exactly what is predicted with these figures."""
-    found: list[Step] = []
+    found: list[TimedStep] = []
     plans = {1: [distir.Plan(), distir.Plan(microbatches=2)], 2: [distir.Plan(dp=2), distir.Plan(pp=2, microbatches=4)]}
     for width in (64, 512):
         model = distir.Model(perceptron([width] * 5, 64, Float32)).training("mse", "sgd")
@@ -54,7 +54,7 @@ def steps(figures: Figures, ranks: int) -> list[Step]:
             r = regular_of(figures)
             program = distir.distribute(model, plan)
             seconds = simulated(program, plan, CostModel(Topology(r), runtime=r.runtime)).seconds
-            found.append(Step(program, plan, seconds))
+            found.append(TimedStep(program, plan, seconds))
     return found
 
 
