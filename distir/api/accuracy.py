@@ -119,8 +119,9 @@ def score(row: Measurement) -> Scored:
 
 
 def program_of(row: Measurement) -> Function:
-    """The distributed program of a row; rows of equal setups share one. Raises DistirError if there can be none."""
-    return _program(_setup_of(row))
+    """The distributed program of a row; rows of equal setups and runtimes share one. Raises DistirError if there can be
+    none."""
+    return _program(_setup_of(row), row.runtime)
 
 
 def predict(row: Measurement, program: Function, cost: CostModel | None = None) -> Predicted:
@@ -171,16 +172,16 @@ def _setup_of(row: Measurement) -> Setup:
 
 
 @cache
-def _program(setup: Setup) -> Function:
+def _program(setup: Setup, runtime: str) -> Function:
     model = _model(setup.model, setup.precision, setup.optimizer)
-    cost = _cost(setup.cluster, setup.plan.size)
+    cost = _cost(setup.cluster, setup.plan.size, runtime)
     devices = cost.topology.devices[: setup.plan.size]
     return distribute(model, setup.plan, devices, cost=stage_cost(cost, setup.plan))
 
 
 @cache
-def _cost(cluster: str, devices: int, runtime: str | None = None) -> CostModel:
-    return CostModel(load_cluster(cluster, devices=devices), runtime=load_runtime(runtime) if runtime else None)
+def _cost(cluster: str, devices: int, runtime: str) -> CostModel:
+    return CostModel(load_cluster(cluster, devices=devices), runtime=load_runtime(runtime))
 
 
 @lru_cache(maxsize=16)

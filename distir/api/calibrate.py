@@ -26,10 +26,11 @@ from distir.api.results import aligned
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fitting import (
     Error,
+    ProductFit,
     Sample,
     errors,
+    fit_products,
     fit_robust,
-    fit_speed,
     fit_speeds,
     fit_transfer,
     least,
@@ -104,7 +105,7 @@ class Figures:
     count: int
     memory: float
     general: OpSpeed
-    peaks: dict[str, OpSpeed]
+    peaks: dict[str, ProductFit]
     ops: dict[tuple[str, str], OpSpeed]
     links: Links
     issue: float
@@ -282,7 +283,7 @@ def fit_figures(samples: Sequence[Sample], known: Figures) -> Figures:
         [[1.0] * len(pointwise), [0.0] * len(pointwise), [s.bytes for s in pointwise]], [s.seconds for s in pointwise]
     )
     general = OpSpeed(launch, math.inf, 1 / byte if byte else 1e10)
-    peaks = {dtype: fit_speed(found) for dtype, found in kinds.items() if found}
+    peaks = {dtype: fit_products(found) for dtype, found in kinds.items() if found}
     return replace(known, general=general, peaks=peaks, ops=fit_speeds(samples))
 
 
@@ -345,8 +346,8 @@ def regular_of(figures: Figures) -> Regular:
 def to_toml(figures: Figures, name: str, source: str) -> str:
     """The cluster file of figures: `load_cluster` reads it."""
     f, links = figures, figures.links
-    f32 = f.peaks.get("f32") or f.general
-    rate = f32.flops if f32.flops < math.inf else 1e9
+    peaks = {dtype: x for dtype, x in f.peaks.items() if x.flops < math.inf}
+    half = peaks["f32"].half if "f32" in peaks else 0.0
     lines = [
         f'name = "{name}"',
         "",
@@ -355,12 +356,12 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
         f"memory_gb = {_number(f.memory / 1e9)}",
         f"memory_gbs = {_number(f.general.bandwidth / 1e9)}",
         f"launch_us = {_number(f.general.launch * 1e6)}",
-        f"half_gflop = {_number(max(0.0, f32.launch - f.general.launch) * rate / 1e9)}",
+        f"half_gflop = {_number(half / 1e9)}",
         f"source = '{source}'",
         "",
         "[device.peak_tflops]",
-        *[f"{dtype} = {_number(x.flops / 1e12)}" for dtype, x in f.peaks.items() if x.flops < math.inf],
-        *([] if f32.flops < math.inf and "f32" in f.peaks else [f"f32 = {_number(rate / 1e12)}"]),
+        *[f"{dtype} = {_number(x.flops / 1e12)}" for dtype, x in peaks.items()],
+        *([] if "f32" in peaks else ["f32 = 0.001"]),
     ]
     for (op, dtype), x in f.ops.items():
         lines += ["", f"[device.ops.{dtype}.{op}]", f"launch_us = {_number(x.launch * 1e6)}"]
@@ -391,9 +392,12 @@ def _number(x: float) -> str:
 def _rows(f: Figures, samples: Sequence[Sample]) -> list[tuple[str, ...]]:
     """The table of figures and residuals."""
     rows: list[tuple[str, ...]] = [("figure", "value", "mean error", "worst", "measurements")]
-    for dtype, speed in f.peaks.items():
-        rows.append((f"products {dtype}", _rate(speed), *_cells(speed, samples, "product", dtype)))
-    rows.append(("other ops", _rate(f.general), *_cells(f.general, samples, "", "f32")))
+    for dtype, fit in f.peaks.items():
+        of = [s for s in samples if (s.kernel, s.dtype) == ("product", dtype)]
+        text = f"{fit.launch * 1e6:.1f} us, {fit.flops / 1e9:.3g} GFLOP/s, half of it at {fit.half / 1e9:.2g} GFLOP"
+        rows.append((f"products {dtype}", text, *_error(errors(map(fit.seconds, [s.flops for s in of]), _seconds(of)))))
+    of = [s for s in samples if (s.kernel, s.dtype) == ("", "f32")]
+    rows.append(("other ops", _rate(f.general), *_error(_errors(f.general, of))))
     for (op, dtype), speed in f.ops.items():
         of = [s for s in samples if (s.op, s.dtype) == (op, dtype)]
         rows.append((f"{op} {dtype}", _rate(speed), *_error(_errors(speed, of))))
@@ -418,13 +422,13 @@ def _rate(s: OpSpeed) -> str:
     return ", ".join(parts)
 
 
-def _cells(speed: OpSpeed, samples: Sequence[Sample], kernel: str, dtype: str) -> tuple[str, ...]:
-    return _error(_errors(speed, [s for s in samples if (s.kernel, s.dtype) == (kernel, dtype)]))
+def _seconds(samples: Sequence[Sample]) -> list[float]:
+    return [s.seconds for s in samples]
 
 
 def _errors(speed: OpSpeed, samples: Sequence[Sample]) -> Error:
     predicted = [speed.seconds(s.flops if s.kernel else 0.0, s.bytes) for s in samples]
-    return errors(predicted, [s.seconds for s in samples])
+    return errors(predicted, _seconds(samples))
 
 
 def _error(e: Error) -> tuple[str, str, str]:

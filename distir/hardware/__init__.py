@@ -198,16 +198,24 @@ def _runtime(name: str, t: _Table) -> Runtime:
     op, communication, member, call = (
         t.figure(key, 0.0) * 1e-6 for key in ("op_us", "communication_us", "member_us", "call_us")
     )
-    fuses, together, waits, inline = map(t.flag, ("fuses", "multi_tensor", "waits", "inline"))
+    fuses, together, waits, scatters, inline = map(t.flag, ("fuses", "multi_tensor", "waits", "scatters", "inline"))
+    passes, skew = t.figure("passes", 1.0, least=1.0), t.figure("skew", 0.0)
     transfer = t.figure("transfer_us") * 1e-6 if "transfer_us" in t.values else None
-    return Runtime(name, op, communication, member, call, fuses, together, waits, inline, transfer)
+    return Runtime(
+        name, op, communication, member, call, fuses, together, waits, scatters, passes, skew, inline, transfer
+    )
 
 
 def _shared(link: Link, network: _Table, devices: int) -> Link:
-    """A device's share of the ports of its node, and of what an oversubscribed network carries."""
+    """A device's share of the ports of its node, and of what an oversubscribed network carries.
+
+    Groups of some, but not all, devices of each node reach `partial_share` of it in collectives.
+    """
     ports = network.whole("ports", devices)
     share = min(1.0, ports / devices) / network.figure("oversubscription", 1.0, least=1.0)
-    return link._replace(bandwidth=link.bandwidth * share, bus=link.collective() * share)
+    bus, part = link.collective() * share, network.positive("partial_share") if "partial_share" in network.values else 1
+    some = tuple((k, bus * part) for k in range(2, devices)) if part != 1 else ()
+    return link._replace(bandwidth=link.bandwidth * share, bus=bus, bus_by=some)
 
 
 class _Table:

@@ -15,9 +15,13 @@ class Runtime:
 
     `fuses`: chains of pointwise ops run as one op, without reading or writing what is between them. `multi_tensor`: ops
     of one kind that do not need each other, such as the updates of all weights, run as one op. `waits`: before it calls
-    a function, the host waits until the transfers that the function needs have ended. `inline`: the host is the device,
-    as on CPUs: while it issues an op it computes nothing. `transfer`: of a transfer between two devices, where that
-    differs from `communication`.
+    a function, the host waits until the transfers that the function needs have ended. `scatters`: devices that have the
+    same value each send a part of it to the next stage, and gather the parts there.
+
+    `passes`: how often an op that memory limits goes over operands and results of 16 bits: casts to float32 and back
+    are ops of their own. `skew`: a collective takes 1 + skew times as long as alone, as devices do not begin it at the
+    same time. `inline`: the host is the device, as on CPUs: while it issues an op it computes nothing. `transfer`: of a
+    transfer between two devices, where that differs from `communication`.
     """
 
     name: str
@@ -28,6 +32,9 @@ class Runtime:
     fuses: bool = False
     multi_tensor: bool = False
     waits: bool = False
+    scatters: bool = False
+    passes: float = 1.0
+    skew: float = 0.0
     inline: bool = False
     transfer: float | None = None
 

@@ -197,6 +197,7 @@ def _along(
         converts=converts,
         wire=wire,
         bundles=bundles,
+        memberwise=bundles and gives is Replicate,  # there is no attribute for each member
     )
 
 

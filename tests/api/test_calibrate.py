@@ -24,7 +24,7 @@ from distir.api.calibrate import (
 from distir.api.calibration_runs import TimedStep, Training, perceptron
 from distir.api.compilation import simulated
 from distir.executor.cost_model import CostModel
-from distir.executor.cost_model.fitting import Sample
+from distir.executor.cost_model.fitting import ProductFit, Sample
 from distir.hardware import load_cluster
 from distir.ir.errors import UsageError
 from distir.ir.topology import Crowd, OpSpeed, Residuals, Topology
@@ -36,7 +36,7 @@ FIGURES = Figures(
     2,
     8e9,
     OpSpeed(2e-6, math.inf, 1e10),
-    {"f32": SPEED, "f64": OpSpeed(6e-6, 2e10)},
+    {"f32": ProductFit(5e-6, 5e10, 1e6), "f64": ProductFit(6e-6, 2e10, 0.0)},
     {("MatMul", "f32"): SPEED, ("Relu", "f32"): OpSpeed(1e-6, math.inf, 4e9)},
     Links(1e-4, 3e9, 2e-5, 2e9),
     5e-5,
@@ -67,6 +67,7 @@ def test_the_file_gives_back_the_figures(tmp_path: Path) -> None:
     assert r.runtime is not None
     assert r.spec.throughput == (("f32", 5e10), ("f64", 2e10))
     assert dict(r.spec.ops) == {k: pytest.approx(x) for k, x in FIGURES.ops.items()}
+    assert r.spec.half_size == pytest.approx(1e6)
     assert (r.spec.dram_bandwidth, r.spec.kernel_launch_overhead) == pytest.approx((1e10, 2e-6))
     assert (r.intra.latency, r.intra.bandwidth, r.intra.collective()) == pytest.approx((1e-4, 3e9, 2e9))
     assert (r.runtime.communication, r.runtime.transfer, r.runtime.call) == pytest.approx((5e-5, 2e-5, 1e-5))
@@ -80,7 +81,8 @@ def test_figures_of_exact_samples() -> None:
     samples = [Sample("MatMul", "f32", "product", f, b, SPEED.seconds(f, b)) for f, b in work]
     samples += [Sample("Relu", "f32", "", b, b, 1e-6 + b / 4e9) for _, b in work]
     found = fit_figures(samples, replace(FIGURES, peaks={}, ops={}))
-    assert found.peaks["f32"] == pytest.approx(SPEED, rel=1e-6)
+    assert found.ops["MatMul", "f32"] == pytest.approx(SPEED, rel=1e-6)
+    assert found.peaks["f32"].flops == pytest.approx(5e10, rel=0.1)
     assert found.ops["Relu", "f32"] == pytest.approx(OpSpeed(1e-6, math.inf, 4e9), rel=1e-6)
     assert found.general == pytest.approx(OpSpeed(1e-6, math.inf, 4e9), rel=1e-6)
 

@@ -41,7 +41,8 @@ def random_runtime(rng: random.Random) -> Runtime | None:
         return None
     op, communication, member, call = (rng.choice([0.0, 1e-7, 3e-6, 2e-5]) for _ in range(4))
     flags = [rng.random() < 0.5 for _ in range(4)]
-    return Runtime("random", op, communication, member, call, *flags, rng.choice([None, 1e-6]))
+    passes, skew, inline = rng.choice([1.0, 1.7]), rng.choice([0.0, 0.3]), rng.random() < 0.5
+    return Runtime("random", op, communication, member, call, *flags, passes, skew, inline, rng.choice([None, 1e-6]))
 
 
 def _random_type(rng: random.Random, mesh: Mesh) -> Tensor:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import distir.hardware
+from distir.executor.cost_model.collective_cost import bus
 from distir.hardware import known_clusters, known_runtimes, load_cluster, load_runtime
 from distir.ir.errors import InfeasibleError, UsageError
+from distir.ir.topology import spread
 
 FOLDER = Path(distir.hardware.__file__).parent
 
@@ -64,6 +66,19 @@ def test_devices_share_the_ports_of_their_node(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "ports = 2\noversubscription = 2\n")
     inter = load_cluster(file, nodes=2).regular.inter  # type: ignore[union-attr]
     assert (inter.bandwidth, inter.collective()) == (5e9, 5e9)
+
+
+def test_some_devices_of_each_node_reach_a_share_of_their_ports(tmp_path: Path) -> None:
+    found: list[list[float]] = []
+    for more in ("", "\npartial_share = 0.5"):
+        file = tmp_path / "mine.toml"
+        file.write_text(GOOD.replace("link_gbs = 25", "link_gbs = 25" + more, 1))
+        regular = load_cluster(file, nodes=2).regular
+        assert regular is not None
+        found.append([bus(spread(regular, 2, k, 2 * k)) for k in range(1, 9)])
+    plain, shared = found
+    assert plain == [k * 25e9 for k in range(1, 9)]
+    assert shared == [25e9, *[k * 12.5e9 for k in range(2, 8)], 200e9]
 
 
 def test_a_rack_of_nvlink_is_one_node() -> None:
@@ -176,6 +191,7 @@ inter_us = 8.5
         ("link_us = 14.0", "link_us = -1", r"network\.link_us: expected a number of at least 0"),
         ('kind = "tree"', 'kind = "star"', r"collective\[0\]\.kind: expected ring, tree or in-network, got 'star'"),
         ("share = 0.92", "share = 0", r"collective\[0\]\.share: expected a number above 0"),
+        ("link_gbs = 25", "link_gbs = 25\npartial_share = 0", r"network\.partial_share: expected a number above 0"),
         (
             "link_gbs = 25",
             "link_gbs = 25\noversubscription = 0.5",

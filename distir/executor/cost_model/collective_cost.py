@@ -43,7 +43,7 @@ def bus(group: Group) -> float:
     inside = group.intra.collective(group.per_node)
     if group.inter is None:
         return inside
-    return min(inside if group.per_node > 1 else math.inf, group.per_node * group.inter.collective())
+    return min(inside if group.per_node > 1 else math.inf, group.per_node * group.inter.collective(group.per_node))
 
 
 def _ring_latency(a: Algorithm, group: Group, rounds: int) -> float:

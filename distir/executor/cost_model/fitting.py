@@ -6,7 +6,7 @@ All fits minimise the sum of squared relative errors, so that short and long mea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -96,13 +96,31 @@ def fit_speeds(samples: Sequence[Sample], least: int = 2) -> dict[tuple[str, str
     return {k: fit_speed(v) for k, v in sorted(by.items()) if len({(s.flops, s.bytes) for s in v}) >= least}
 
 
+class ProductFit(NamedTuple):
+    """Products of one dtype: seconds = launch + F (1 + √(half / F)) / flops, of F FLOPs."""
+
+    launch: float
+    flops: float
+    half: float
+
+    def seconds(self, flops: float) -> float:
+        return self.launch + (flops + math.sqrt(self.half * flops)) / self.flops
+
+
+def fit_products(samples: Sequence[Sample]) -> ProductFit:
+    """The launch, rate and half size of products, as a DeviceSpec has them; the rate is infinite if none is seen."""
+    flops, ones = [s.flops for s in samples], [1.0] * len(samples)
+    launch, a, b = fit_robust([ones, flops, [math.sqrt(x) for x in flops]], [s.seconds for s in samples])
+    return ProductFit(launch, 1 / a, (b / a) ** 2) if a else ProductFit(launch, math.inf, 0.0)
+
+
 def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """(seconds of latency, bytes/s) of transfers of these sizes in bytes."""
     latency, byte = fit_robust([[1.0] * len(sizes), sizes], seconds)
     return latency, 1 / byte if byte else math.inf
 
 
-def errors(predicted: Sequence[float], measured: Sequence[float]) -> Error:
+def errors(predicted: Iterable[float], measured: Iterable[float]) -> Error:
     """The relative errors of predictions, predicted / measured - 1."""
     off = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
     return Error(sum(off) / len(off), max(off), len(off)) if off else Error(0.0, 0.0, 0)

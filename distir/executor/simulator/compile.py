@@ -23,7 +23,7 @@ from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import lookup
-from distir.ir.type import Tuple, Type
+from distir.ir.type import Tensor, Tuple, Type
 
 _CALL = lookup("Call")
 Where = tuple[int, str, Home | None]
@@ -114,7 +114,8 @@ class CompiledProgram:
             chained = chains.get(op, UNFUSED)
             key = (spec, op.attributes or None, chained, *[v.type for v in op.inputs])
             if spec.route == "send":  # whatever it sends, of whichever microbatch
-                key = (spec, *_ends(op), op.inputs[0].type.bytes)
+                t = op.inputs[0].type
+                key = (spec, *_ends(op), t.bytes, t.placements if isinstance(t, Tensor) else None)
             n = kinds.get(key)
             if n is None:
                 n = kinds[key] = len(kinds)

@@ -8,8 +8,10 @@ import random
 import pytest
 
 from distir.executor.cost_model.fitting import (
+    ProductFit,
     Sample,
     errors,
+    fit_products,
     fit_robust,
     fit_speed,
     fit_speeds,
@@ -53,6 +55,13 @@ def test_pointwise_ops_have_no_rate_of_flops() -> None:
     speed = OpSpeed(1e-6, math.inf, 5e9)
     samples = [Sample("Gelu", "f32", "", 8.0 * n, 8.0 * n, speed.seconds(0, 8.0 * n)) for n in (100, 10_000, 1_000_000)]
     assert fit_speed(samples) == pytest.approx(speed, rel=1e-6)
+
+
+def test_products_have_a_half_size() -> None:
+    fit = ProductFit(3e-6, 1e11, 5e6)
+    sizes = [1e4, 1e6, 1e8, 1e10]
+    samples = [Sample("MatMul", "f32", "product", f, 0.0, fit.seconds(f)) for f in sizes]
+    assert fit_products(samples) == pytest.approx(fit, rel=1e-5)
 
 
 def test_an_op_of_one_size_has_no_speed() -> None:

@@ -10,8 +10,9 @@ import distir
 from distir.ir import Device, Function, FunctionMaker, Mesh, Op, verify
 from distir.ir.errors import IRTypeError, UsageError
 from distir.ir.type import REPLICATE, SUM, Float32, Float64, Partial, Shard, Tensor, Tuple
+from distir.transforms.differentiation.training import AdamW
 from distir.transforms.pipeline.bucket import bucket
-from tests.transforms.programs import Plan, distributed, small_gpt
+from tests.transforms.programs import ADAMW, Plan, check, distributed, small_gpt
 
 MESH = Mesh([Device("gpu", 0), Device("gpu", 1)], {"dp": 2}, "m")
 W = Tensor.whole(Float32, (64,), MESH, (SUM,))
@@ -125,6 +126,19 @@ def test_of_a_training_step(limit: float) -> None:
         assert 1 < len(found) < weights
         made = [k for k, op in enumerate(body.ops) if op.spec.comm is None]
         assert body.ops.index(found[-2]) < made[-1]
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, AdamW(0.01, clip_norm=0.1)], ids=["plain", "clipped"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_that_wait_for_the_backward_pass_share_buckets_too(zero: int, optimizer: AdamW) -> None:
+    """Each is reduced beside its first use. All are reduced with the loss, or scattered."""
+    plan = Plan(2, microbatches=2, overlap=False, bucket_mb=math.inf, zero=zero)
+    step = small_gpt(layers=4, optimizer=optimizer)
+    (update,) = [f for f in distributed(step, plan).program.callees() if f.name.startswith("update")]
+    found = [op for op in sums(update) if op.attributes["axis"] == "dp"]
+    weights = len([v for v in step.function.inputs if v.kind == "parameter"])
+    assert members(found[0]) == weights + (zero == 0)
+    check(step, plan)
 
 
 def test_few_large_buckets_cost_fewer_latencies() -> None:
