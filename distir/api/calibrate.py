@@ -33,7 +33,7 @@ from distir.executor.cost_model.fitting import (
     fit_robust,
     fit_speeds,
     fit_transfer,
-    least,
+    nearest,
 )
 from distir.hardware import load_cluster, load_runtime
 from distir.ir.errors import UsageError
@@ -46,8 +46,8 @@ OnPhase = Callable[[str, int, int], None]
 """Called before each measurement with what is measured, its number, and their count."""
 _CALL = 1e-5
 """The seconds of a call from which their fit starts."""
-_LIMITS = 0.01, 100.0
-"""Of the factors that are fitted to steps."""
+_LEAST, _MOST = 0.25, 100.0
+"""Limits of the factors that are fitted to steps."""
 
 
 class Suite(NamedTuple):
@@ -316,8 +316,10 @@ def fit_crowds(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
         def far(x: Sequence[float], measured: Sequence[TimedStep] = measured, fitted: Any = fitted) -> float:
             return sum(math.log(ratio) ** 2 for ratio in ratios_of(fitted(x), measured))
 
-        start = [float(n), 1.0, 1.0] if n > 1 else [1.0, 1.0]
-        regular = fitted(least(far, start, [_LIMITS] * len(start)))
+        # the more ranks share a host, the slower they are: also where steps alone would not tell
+        floor = [max(_LEAST, x) for x in crowds[-1][1:4]] if crowds else [_LEAST, _LEAST]
+        start = [max(x, low) for x, low in zip((float(n), 1.0, 1.0), floor, strict=False)]
+        regular = fitted(nearest(far, start, [(x, _MOST) for x in floor]))
         ratios = tuple(ratios_of(regular, measured))
         last = regular.crowds[-1]._replace(residuals=Residuals(min(ratios), max(ratios), len(ratios)))
         call = regular.runtime.call if regular.runtime is not None else 0.0

@@ -126,7 +126,7 @@ def errors(predicted: Iterable[float], measured: Iterable[float]) -> Error:
     return Error(sum(off) / len(off), max(off), len(off)) if off else Error(0.0, 0.0, 0)
 
 
-def least(
+def nearest(
     f: Callable[[Sequence[float]], float], start: Sequence[float], limits: Sequence[tuple[float, float]]
 ) -> list[float]:
     """Positive numbers within limits at which f is least, searched from `start` in factors that become finer."""

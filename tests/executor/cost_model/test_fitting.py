@@ -16,7 +16,7 @@ from distir.executor.cost_model.fitting import (
     fit_speed,
     fit_speeds,
     fit_transfer,
-    least,
+    nearest,
     nonnegative,
 )
 from distir.ir.topology import OpSpeed
@@ -89,8 +89,8 @@ def test_errors() -> None:
     assert errors([], []).count == 0
 
 
-def test_least_stays_within_limits() -> None:
+def test_the_nearest_stays_within_limits() -> None:
     def f(x):
         return math.log(x[0] / 3) ** 2 + math.log(x[1] / 50) ** 2
 
-    assert least(f, [1.0, 1.0], [(0.1, 100.0), (0.1, 10.0)]) == pytest.approx([3.0, 10.0], rel=0.05)
+    assert nearest(f, [1.0, 1.0], [(0.1, 100.0), (0.1, 10.0)]) == pytest.approx([3.0, 10.0], rel=0.05)
