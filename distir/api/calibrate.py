@@ -316,8 +316,9 @@ def fit_crowds(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
         def far(x: Sequence[float], measured: Sequence[TimedStep] = measured, fitted: Any = fitted) -> float:
             return sum(math.log(ratio) ** 2 for ratio in ratios_of(fitted(x), measured))
 
-        # the more ranks share a host, the slower they are: also where steps alone would not tell
-        floor = [max(_LEAST, x) for x in crowds[-1][1:4]] if crowds else [_LEAST, _LEAST]
+        # the more ranks share a host, the slower they are, also where steps alone would not tell
+        before = crowds[-1] if crowds and crowds[-1].ranks > 1 else Crowd(1, _LEAST, _LEAST, _LEAST, Residuals(1, 1, 1))
+        floor = [before.compute, before.collectives, before.transfers][: 3 if n > 1 else 2]
         start = [max(x, low) for x, low in zip((float(n), 1.0, 1.0), floor, strict=False)]
         regular = fitted(nearest(far, start, [(x, _MOST) for x in floor]))
         ratios = tuple(ratios_of(regular, measured))
