@@ -157,7 +157,7 @@ def simulated(
         return simulator.interpret(as_run(program), batch=batch, tokens=tokens, order=receive_order)
 
     host = cost.topology.uniform
-    if host is None or not host.crowds:
+    if host is None or not host.crowds or type(cost) is not CostModel:  # others have their own prices
         return once(cost)
     busy = float(plan.size)
     for rounds in range(_ROUNDS, -1, -1):
