@@ -9,7 +9,7 @@ import pytest
 import distir
 from distir.api.compilation import cost_model
 from distir.executor.cost_model import CostModel
-from distir.hardware import contended, interpolated, load_cluster
+from distir.hardware import contended, interpolated, load_cluster, load_runtime
 from distir.ir import FunctionMaker
 from distir.ir.errors import UsageError
 from distir.ir.spec import lookup
@@ -131,6 +131,8 @@ def test_the_host_of_a_cpu_computes_nothing_while_it_issues(file: Path) -> None:
     assert cost.issue(lookup("Send")) == pytest.approx(20e-6)
     assert cost.issue(lookup("MPIAllreduce"), devices=2) == pytest.approx(50e-6)
     assert cost.issue(lookup("MPIAllreduce"), computes=True) == 0
+    other = CostModel(cost.topology, runtime=load_runtime("distir"))
+    assert other.issue(lookup("MPIAllreduce"), computes=True) == other.issue(lookup("MPIAllreduce")) > 0
 
 
 @pytest.mark.parametrize(

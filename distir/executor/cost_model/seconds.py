@@ -113,14 +113,17 @@ class CostModel:
     def issue(self, spec: Spec, devices: int = 1, fused: Fused = UNFUSED, computes: bool = False) -> float:
         """Seconds that a host takes to issue an op to its device, quantized; `devices` take part in it.
 
-        `computes`: it communicates with no other device, as along the time axis: an accumulation.
+        `computes`: it communicates with no other device, as along the time axis: an accumulation. Only an inline
+        runtime issues that as a compute op: the figures of the others are fitted without the distinction.
         """
         r = self.runtime
         if r is None or fused.launched:
             return 0.0
         if spec.route == "send" and r.transfer is not None:
             return quantize(r.transfer)
-        return quantize(r.op if computes or spec.route is None else r.communication + r.member * (devices - 1))
+        return quantize(
+            r.op if spec.route is None or (computes and r.inline) else r.communication + r.member * (devices - 1)
+        )
 
     def enter(self) -> float:
         """Seconds that a host takes to call a function, quantized."""
