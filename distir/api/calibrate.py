@@ -38,14 +38,15 @@ from distir.executor.cost_model.fitting import (
 from distir.hardware import load_cluster, load_runtime
 from distir.ir.errors import UsageError
 from distir.ir.files import written
+from distir.ir.host_runtime import Runtime
 from distir.ir.topology import Crowd, OpSpeed, Regular, Residuals, Topology
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 
 OnPhase = Callable[[str, int, int], None]
 """Called before each measurement with what is measured, its number, and their count."""
-_CALL = 1e-5
-"""The seconds of a call from which their fit starts."""
+_HOST = 1e-5
+"""The seconds of a call, or of an op that a host issues, from which their fit starts."""
 _LEAST, _MOST = 0.25, 100.0
 """Limits of the factors that are fitted to steps."""
 
@@ -161,7 +162,7 @@ def calibrate(
         check_out(out)
     kind, count, memory = _machine(device)
     what = what or suite(device, count)
-    options = RunOptions(device=device)
+    options = RunOptions(device=device, allow_nonfinite=True)
     phases = _Phases(on_phase, _count(what))
     profiled = _profile(what, options, phases)
     links = _links(what, device, phases)
@@ -300,7 +301,8 @@ def _measure_steps(what: Suite, options: RunOptions, phases: _Phases) -> dict[in
 def fit_crowds(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     """The figures with the seconds of a call, and the factors and residuals of each number of ranks.
 
-    The sum of squared logarithms of measured / predicted is least. On one rank the factors are of compute and of calls.
+    The sum of squared logarithms of measured / predicted is least. On one rank the factors are of compute and of calls,
+    on GPUs of what the host takes to issue an op.
     """
     for n, measured in sorted(steps.items()):
         regular, crowds = regular_of(figures), figures.crowds
@@ -308,7 +310,8 @@ def fit_crowds(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
         def fitted(x: Sequence[float], n: int = n, r: Regular = regular, before: tuple[Crowd, ...] = crowds) -> Regular:
             runtime = r.runtime
             if n == 1 and runtime is not None:
-                runtime = replace(runtime, call=x[1] * _CALL)
+                host = x[1] * _HOST
+                runtime = replace(runtime, call=host) if runtime.inline else replace(runtime, op=host)
             collectives, transfers = (x[1], x[2]) if n > 1 else (1.0, 1.0)
             crowd = Crowd(n, x[0], collectives, transfers, Residuals(1.0, 1.0, 1))
             return replace(r, runtime=runtime, crowds=(*before, crowd))
@@ -323,14 +326,15 @@ def fit_crowds(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
         regular = fitted(nearest(far, start, [(x, _MOST) for x in floor]))
         ratios = tuple(ratios_of(regular, measured))
         last = regular.crowds[-1]._replace(residuals=Residuals(min(ratios), max(ratios), len(ratios)))
-        call = regular.runtime.call if regular.runtime is not None else 0.0
-        figures = replace(figures, call=call, crowds=(*crowds, last), ratios=(*figures.ratios, ratios))
+        host = regular.runtime or Runtime("none")
+        figures = replace(figures, call=host.call, op=host.op, crowds=(*crowds, last), ratios=(*figures.ratios, ratios))
     return figures
 
 
 def ratios_of(r: Regular, measured: Sequence[TimedStep]) -> list[float]:
     """Of each step measured / predicted time."""
-    topology = Topology(replace(r, per_node=max([r.per_node, *[s.plan.size for s in measured]])))
+    most = max([r.per_node, *[s.plan.size for s in measured]])
+    topology = Topology(replace(r, kind="cpu", per_node=most))  # programs that run here are placed on cpu:0, cpu:1, ...
     cost = CostModel(topology, runtime=r.runtime)
     return [s.seconds / simulated(s.program, s.plan, cost).seconds for s in measured]
 
@@ -411,6 +415,8 @@ def _rows(f: Figures, samples: Sequence[Sample]) -> list[tuple[str, ...]]:
     rows.append(("issue of a collective", f"{f.issue * 1e6:.1f} us", "-", "-", "-"))
     rows.append(("issue of a transfer", f"{f.transfer * 1e6:.1f} us", "-", "-", "-"))
     rows.append(("call of a function", f"{f.call * 1e6:.1f} us", "-", "-", "-"))
+    if f.op:
+        rows.append(("issue of an op", f"{f.op * 1e6:.1f} us", "-", "-", "-"))
     for c, ratios in zip(f.crowds, f.ratios, strict=True):
         text = f"compute x {c.compute:.2f}, collectives x {c.collectives:.2f}, transfers x {c.transfers:.2f}"
         error = errors([1.0] * len(ratios), ratios)

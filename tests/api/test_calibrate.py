@@ -52,7 +52,7 @@ def steps(figures: Figures, ranks: int) -> list[TimedStep]:
         model = distir.Model(perceptron([width] * 5, 64, Float32)).training("mse", "sgd")
         for plan in plans[ranks]:
             r = regular_of(figures)
-            program = distir.distribute(model, plan)
+            program = distir.distribute(model, plan, Topology(r).devices[: plan.size])
             seconds = simulated(program, plan, CostModel(Topology(r), runtime=r.runtime)).seconds
             found.append(TimedStep(program, plan, seconds))
     return found
@@ -103,6 +103,13 @@ def test_factors_of_exact_steps() -> None:
     for crowd in found.crowds:
         assert 0.9 < crowd.residuals.low <= crowd.residuals.high < 1.1
     assert found.crowds[1].compute == pytest.approx(2.0, rel=0.15)
+
+
+def test_the_host_of_a_gpu_issues_ops() -> None:
+    gpu = replace(FIGURES, kind="gpu")
+    slow = replace(gpu, op=8e-5, crowds=(Crowd(1, 1, 1, 1, Residuals(1, 1, 1)),))
+    measured = [step._replace(seconds=s.seconds) for step, s in zip(steps(FIGURES, 1), steps(slow, 1), strict=True)]
+    assert fit_crowds(gpu, {1: measured}).op == pytest.approx(8e-5, rel=0.1)
 
 
 def test_residuals_are_the_extremes_of_steps() -> None:
