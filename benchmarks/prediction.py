@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -189,7 +190,10 @@ def _tell(file: str | None, results: Sequence[Result], calibration: Mapping[str,
     found = scores(results)
     rows = [asdict(r) | {"error": r.error, "error_of_fastest": r.least_error} for r in results]
     if file:
-        text = json.dumps({"machine": where, "scores": found, "results": rows, "calibration": calibration}, indent=2)
+        text = json.dumps(
+            {"machine": where, "load": os.getloadavg(), "scores": found, "results": rows, "calibration": calibration},
+            indent=2,
+        )
         if file == "-":
             print(text)
             return
