@@ -12,8 +12,9 @@ from distir.api.rewrites import check_origins
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.reference.sequential import evaluate
+from distir.executor.simulator.busy import busy_times
 from distir.executor.simulator.simulation import Simulation, Simulator
-from distir.hardware import load_cluster, load_runtime
+from distir.hardware import contended, load_cluster, load_runtime
 from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms
 from distir.ir.device import TIME
@@ -33,6 +34,8 @@ from distir.transforms.rewriting.laws import origins
 AnyModel = Model | Function | str | os.PathLike[str]
 Cluster = CostModel | Topology | str | os.PathLike[str]
 ONE = Plan()
+_ROUNDS = 1
+"""Simulations that find how many ranks compute at a time, before the last."""
 
 
 @no_collection()
@@ -122,7 +125,8 @@ def simulate(
     """Predict a step on a cluster: a shipped one (`distir clusters`), a .toml file, a Topology or a CostModel.
 
     Without `nodes` the cluster has as many as the plan needs. `runtime` names the software that issues the ops
-    (`distir.hardware.known_runtimes`); without it that takes no time; a CostModel has its own. To compare many
+    (`distir.hardware.known_runtimes`); without it that takes no time, unless the cluster was calibrated with a runtime
+    (`distir.api.calibrate`); a CostModel has its own. To compare many
     plans, pass the same Model and the same CostModel: what does not depend on the plan is then computed once.
     """
     model = as_model(model)
@@ -141,6 +145,8 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: 
         return cluster
     host = None if runtime is None else load_runtime(runtime)
     topology = cluster if isinstance(cluster, Topology) else load_cluster(os.fspath(cluster), nodes, plan.size)
+    if host is None and topology.regular is not None:
+        host = topology.regular.runtime
     return CostModel(topology, runtime=host)
 
 
@@ -153,9 +159,30 @@ def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Pre
 def simulated(
     program: Function, plan: Plan, cost: CostModel, batch: int | None = None, tokens: int | None = None
 ) -> Simulation:
-    """The simulation of a distributed program, in the order in which its ranks run it."""
-    simulator = Simulator(cost, overlap=cost.overlap and plan.overlap)
-    return simulator.interpret(as_run(program), batch=batch, tokens=tokens, order=receive_order)
+    """The simulation of a distributed program, in the order in which its ranks run it.
+
+    Where ranks share the cores of a host that was calibrated, compute is slower the more of them compute at a time.
+    That number, on average, is found by simulating a few times.
+    """
+
+    def once(cost: CostModel) -> Simulation:
+        simulator = Simulator(cost, overlap=cost.overlap and plan.overlap)
+        return simulator.interpret(as_run(program), batch=batch, tokens=tokens, order=receive_order)
+
+    host = cost.topology.uniform
+    if host is None or not host.crowds or type(cost) is not CostModel:  # others have their own prices
+        return once(cost)
+    busy = float(plan.size)
+    for rounds in range(_ROUNDS, -1, -1):
+        there = contended(cost.topology, plan.size, busy)
+        runtime = cost.runtime if cost.runtime is not host.runtime else there.regular and there.regular.runtime
+        simulation = once(CostModel(there, tf32=cost.tf32, runtime=runtime))
+        if plan.size == 1 or not simulation.seconds or not rounds:
+            return simulation
+        sizes = simulation.program.classes.sizes
+        compute = [seconds * n for n, (seconds, _) in zip(sizes, busy_times(simulation.run, len(sizes)), strict=True)]
+        busy = max(1.0, sum(compute) / simulation.seconds)
+    raise AssertionError("the last round returns")
 
 
 def describe(topology: Topology) -> str:

@@ -114,6 +114,21 @@ class Prediction:
         return self.simulation.seconds
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """Seconds between which a step is expected, by the residuals of a calibrated cluster; None on others."""
+        regular = self.simulation.program.cost.topology.regular
+        residuals = None if regular is None else regular.residuals
+        return None if residuals is None else residuals.interval(self.step_seconds)
+
+    def step(self) -> str:
+        """The time of a step, with its interval if it has one."""
+        text = seconds(self.step_seconds)
+        if (found := self.interval) is None:
+            return text
+        low, high = (seconds(x, self.step_seconds) for x in found)
+        return f"{text} ({low} .. {high})"
+
+    @property
     def samples_per_second(self) -> float:
         return self.summary.batch / self.step_seconds if self.step_seconds else float("inf")
 
@@ -149,7 +164,7 @@ class Prediction:
 
     def rates(self) -> str:
         """Step time and rates as one line."""
-        return f"step {seconds(self.step_seconds)}, {rates(self.samples_per_second, self.tokens_per_second)}"
+        return f"step {self.step()}, {rates(self.samples_per_second, self.tokens_per_second)}"
 
     def __str__(self) -> str:
         head = [*self.summary.lines(), f"cluster {self.cluster}"]
@@ -175,6 +190,7 @@ class Prediction:
             **self.summary.to_json(),
             "cluster": self.cluster,
             "step_seconds": self.step_seconds,
+            "interval": self.interval,
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
             "fits": self.fits.ok,
@@ -269,10 +285,9 @@ class RunResult:
             if last == 0:
                 detail = "not compared: the first step is warm-up"
                 return [*lines, f"predicted {seconds(predicted)} on {self.prediction.cluster}; {detail}"]
-            times = (
-                f"predicted {seconds(predicted)} on {self.prediction.cluster}; measured {seconds(self.step_seconds)}"
-            )
-            lines.append(f"{times} here ({self.step_seconds / predicted:.2f} times as long)")
+            where, measured = self.prediction.cluster, seconds(self.step_seconds)
+            times = f"predicted {self.prediction.step()} on {where}; measured {measured} here"
+            lines.append(f"{times} ({self.step_seconds / predicted:.2f} times as long)")
             if not self.profiled and not 1 / _FAR <= self.step_seconds / predicted <= _FAR:
                 lines.append("where they differ: distir run --profile DIR, then distir compare DIR")
         return lines

@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     _schedule(commands)
     _command(commands, "clusters", "list the shipped clusters", "clusters", "bytes, FLOP/s, bytes/s")
     _bench(commands)
+    _calibrate(commands)
     _plot(commands)
     return parser
 
@@ -213,6 +214,13 @@ def _bench(commands: Any) -> None:
         "--timeout", type=_positive, default=600.0, metavar="S", help="seconds without progress; default: 600"
     )
     _scaling(kinds)
+
+
+def _calibrate(commands: Any) -> None:
+    text = "measure this machine, and write a cluster file with which runs on it are predicted"
+    parser = _command(commands, "calibrate", text, "calibrating.calibrate", "figures and residuals")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--out", metavar="FILE.toml", help="write the cluster there; default: only print its figures")
 
 
 def _opt(commands: Any) -> None:

@@ -4,6 +4,11 @@ A cluster has a `device`, a `node` and a `network`: each a table, or the name of
 `networks`; optionally a `host`. Nodes and networks may list the algorithms of their collectives, as `[[collective]]`.
 A node is a domain of devices on one fast network, such as a rack of NVLink; `runtimes.toml` describes runtimes.
 
+A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
+runtime it was measured with, `[runtime]`; and for numbers of ranks that share its one host, `[[contention]]`: how many
+times as long `compute` takes while so many compute, `collectives` and `transfers` where so many run, and the least and
+greatest of measured / predicted time of a step, `low` and `high`, in so many `steps`.
+
 `source` cites the origin of figures. Units: TFLOP/s, GFLOP, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds;
 those of links are of a device, those of a network of a port (`ports` a node, by default one a device).
 """
@@ -12,16 +17,17 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.host_runtime import Runtime
-from distir.ir.topology import Algorithm, DeviceSpec, Link, Products, Regular, Topology
+from distir.ir.topology import Algorithm, Crowd, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
 
 _FOLDER = Path(__file__).parent
 _DEVICES = 1 << 24
@@ -46,6 +52,8 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
         if str(name) not in known_clusters():
             raise UsageError(f"unknown cluster {str(name)!r}", f"known: {', '.join(known_clusters())}; or a .toml file")
     regular = _read(path)
+    if regular["crowds"] and nodes is None:  # ranks beyond its devices share them
+        regular["per_node"] = max(regular["per_node"], devices or 1)
     per_node: int = regular["per_node"]
     count = nodes if nodes is not None else -(-(devices or 1) // per_node)
     if min(count, count if devices is None else devices) < 1:
@@ -72,23 +80,62 @@ def this_host(ranks: int, cores: int | None = None) -> Topology:
         raise UsageError("the shipped CPU cluster is not regular")
     cores = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     wait = max(1.0, ranks / cores)
-    spec = regular.spec
+    name = f"this host, {counted(ranks, 'rank')} on {counted(cores, 'core')}"
+    return Topology(replace(crowded(regular, wait, wait, wait), name=name, per_node=ranks))
+
+
+def crowded(r: Regular, wait: float, slower: float, transfers: float) -> Regular:
+    """The cluster, whose ranks share cores: compute takes `wait` times as long, collectives `slower` times, and
+    transfers `transfers` times."""
+    spec, link, bus, runtime = r.spec, r.intra, r.intra.collective(), r.runtime
     spec = replace(
         spec,
         throughput=tuple((name, flops / wait) for name, flops in spec.throughput),
         dram_bandwidth=spec.dram_bandwidth / wait,
         kernel_launch_overhead=spec.kernel_launch_overhead * wait,
+        ops=tuple((key, OpSpeed(s.launch * wait, s.flops / wait, s.bandwidth / wait)) for key, s in spec.ops),
     )
-    link, bus = regular.intra, regular.intra.bus
-    slow = Link(link.bandwidth / wait, link.latency * wait, None if bus is None else bus / wait)
+    slow = Link(link.bandwidth / transfers, link.latency * transfers, bus / slower)
     algorithms = tuple(
-        a._replace(base=a.base * wait, intra=a.intra * wait, inter=a.inter * wait) for a in regular.algorithms
+        a._replace(base=a.base * slower, intra=a.intra * slower, inter=a.inter * slower) for a in r.algorithms
     )
-    name = f"this host, {counted(ranks, 'rank')} on {counted(cores, 'core')}"
-    return Topology(replace(regular, name=name, spec=spec, per_node=ranks, intra=slow, algorithms=algorithms))
+    if runtime is not None:
+        communication, member = runtime.communication * slower, runtime.member * slower
+        op, call = runtime.op * wait, runtime.call * wait
+        send = (runtime.communication if runtime.transfer is None else runtime.transfer) * transfers
+        runtime = replace(runtime, op=op, communication=communication, member=member, call=call, transfer=send)
+    return replace(r, spec=spec, intra=slow, algorithms=algorithms, runtime=runtime)
+
+
+def contended(topology: Topology, ranks: int, busy: float) -> Topology:
+    """A host that `ranks` ranks share, of which `busy` compute at a time, on average.
+
+    Between measured numbers factors grow linearly, beyond the last in proportion. Without `Regular.crowds` the same.
+    """
+    r = topology.uniform
+    if r is None or not r.crowds:
+        return topology
+    compute, collectives, transfers = (
+        interpolated([(c.ranks, getattr(c, what)) for c in r.crowds], n)
+        for what, n in (("compute", busy), ("collectives", ranks), ("transfers", ranks))
+    )
+    near = next((c for c in r.crowds if c.ranks >= ranks), r.crowds[-1])
+    slower = crowded(r, compute, collectives, transfers)
+    return Topology(replace(slower, per_node=max(ranks, r.per_node), residuals=near.residuals))
+
+
+def interpolated(points: Sequence[tuple[int, float]], n: float) -> float:
+    """The value at n of points (number, value) in ascending order: linear between them, beyond the last in proportion
+    to n, below the first the first's."""
+    for (a, x), (b, y) in pairwise(points):
+        if a <= n <= b:
+            return x + (y - x) * (n - a) / (b - a)
+    a, x = points[0] if n <= points[0][0] else points[-1]
+    return x * max(1.0, n / a)
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The arguments of `Regular` but the number of nodes."""
     try:
         table = tomllib.loads(path.read_text())
     except OSError as e:
@@ -110,9 +157,19 @@ def _read(path: Path) -> dict[str, Any]:
         "host_link": _link(host) if host else None,
         "algorithms": tuple(_algorithm(t) for t in node.tables("collective")),
         "over_nodes": tuple(_algorithm(t) for t in network.tables("collective")),
+        "runtime": _runtime("distir", root.table("runtime")) if "runtime" in table else None,
     }
+    out["crowds"] = tuple(sorted([_crowd(t) for t in root.tables("contention")]))
     root.done()
     return out
+
+
+def _crowd(t: _Table) -> Crowd:
+    low, high = t.positive("low"), t.positive("high")
+    if low > high:
+        raise t.error("low", f"expected at most high, {high:g}, got {low:g}")
+    compute, collectives, transfers = (t.positive(key) for key in ("compute", "collectives", "transfers"))
+    return Crowd(t.whole("ranks"), compute, collectives, transfers, Residuals(low, high, t.whole("steps")))
 
 
 def known_runtimes() -> list[str]:
@@ -138,9 +195,15 @@ def _runtimes() -> dict[str, Runtime]:
 
 
 def _runtime(name: str, t: _Table) -> Runtime:
-    seconds = [t.figure(key, 0.0) * 1e-6 for key in ("op_us", "communication_us", "member_us", "call_us")]
-    flags = map(t.flag, ("fuses", "multi_tensor", "waits", "scatters"))
-    return Runtime(name, *seconds, *flags, t.figure("passes", 1.0, least=1.0), t.figure("skew", 0.0))
+    op, communication, member, call = (
+        t.figure(key, 0.0) * 1e-6 for key in ("op_us", "communication_us", "member_us", "call_us")
+    )
+    fuses, together, waits, scatters, inline = map(t.flag, ("fuses", "multi_tensor", "waits", "scatters", "inline"))
+    passes, skew = t.figure("passes", 1.0, least=1.0), t.figure("skew", 0.0)
+    transfer = t.figure("transfer_us") * 1e-6 if "transfer_us" in t.values else None
+    return Runtime(
+        name, op, communication, member, call, fuses, together, waits, scatters, passes, skew, inline, transfer
+    )
 
 
 def _shared(link: Link, network: _Table, devices: int) -> Link:
@@ -254,7 +317,30 @@ def _spec(t: _Table) -> DeviceSpec:
         _products(t, "wide"),
         _products(t, "attention"),
         _share(t, "batched_efficiency"),
+        _ops(t),
     )
+
+
+def _ops(t: _Table) -> tuple[tuple[tuple[str, str], OpSpeed], ...]:
+    """The speeds of single ops, by op and dtype."""
+    if "ops" not in t.values:
+        return ()
+    found: dict[tuple[str, str], OpSpeed] = {}
+    by_dtype = t.table("ops")
+    for dtype in by_dtype.values:
+        if dtype in by_dtype.seen:
+            continue
+        of = by_dtype.table(dtype)
+        for op in of.values:
+            if op not in of.seen:
+                row = of.table(op)
+                rates = [row.positive(k) * unit if k in row.values else inf for k, unit in _RATES]
+                found[op, dtype] = OpSpeed(row.figure("launch_us", 0.0) * 1e-6, *rates)
+    return tuple(sorted(found.items()))
+
+
+_RATES = ("tflops", 1e12), ("gbs", 1e9)
+"""Keys of an op's rates, and their units."""
 
 
 def _products(t: _Table, kind: str) -> Products | None:

@@ -20,7 +20,8 @@ class Runtime:
 
     `passes`: how often an op that memory limits goes over operands and results of 16 bits: casts to float32 and back
     are ops of their own. `skew`: a collective takes 1 + skew times as long as alone, as devices do not begin it at the
-    same time.
+    same time. `inline`: the host is the device, as on CPUs: while it issues an op it computes nothing. `transfer`: of a
+    transfer between two devices, where that differs from `communication`.
     """
 
     name: str
@@ -34,13 +35,16 @@ class Runtime:
     scatters: bool = False
     passes: float = 1.0
     skew: float = 0.0
+    inline: bool = False
+    transfer: float | None = None
 
     @property
     def joins(self) -> Runtime:
         """The same without name and figures: what says which ops run as one."""
-        return replace(self, name="", op=0.0, communication=0.0, member=0.0, call=0.0, passes=1.0, skew=0.0)
+        figures = dict.fromkeys(("op", "communication", "member", "call", "skew"), 0.0)
+        return replace(self, name="", **figures, passes=1.0, transfer=None)
 
     @property
     def issues(self) -> bool:
         """Whether the host takes any time."""
-        return max(self.op, self.communication, self.member, self.call) > 0
+        return max(self.op, self.communication, self.member, self.call, self.transfer or 0.0) > 0

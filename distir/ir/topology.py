@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.ir.device import Device
 from distir.ir.errors import UsageError, counted
+from distir.ir.host_runtime import Runtime
 from distir.ir.type import DType
 
 if TYPE_CHECKING:
@@ -27,6 +28,21 @@ class Products(NamedTuple):
     half_size: float = 0.0
 
 
+class OpSpeed(NamedTuple):
+    """The measured speed of one op in one dtype: seconds = launch + FLOPs / flops + bytes / bandwidth.
+
+    Seconds, FLOP/s and bytes/s; an infinite rate does not limit.
+    """
+
+    launch: float = 0.0
+    flops: float = math.inf
+    bandwidth: float = math.inf
+
+    def seconds(self, flops: float, size: float) -> float:
+        """Of an op of so many FLOPs that reads and writes `size` bytes."""
+        return self.launch + flops / self.flops + size / self.bandwidth
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """The figures of one device. Devices with equal specs behave alike.
@@ -35,7 +51,8 @@ class DeviceSpec:
     bytes/s; `kernel_launch_overhead` in seconds an op; `memory` in bytes. The efficiencies are the share of the peak
     figures that large kernels reach; a matrix product of `half_size` FLOP reaches half of that (its launch, and tiles
     that do not fill the device). Where they differ: `wide` for products in float32 and float64, `attention` for fused
-    attention. `batched_efficiency` is the share of `memory_efficiency` that batched products of these reach.
+    attention. `ops` are measured speeds by op and dtype, such as ("Gelu", "f32"): they replace the other figures for
+    these. `batched_efficiency` is the share of `memory_efficiency` that batched products of these reach.
     """
 
     throughput: tuple[tuple[str, float], ...]
@@ -48,6 +65,11 @@ class DeviceSpec:
     wide: Products | None = None
     attention: Products | None = None
     batched_efficiency: float = 1.0
+    ops: tuple[tuple[tuple[str, str], OpSpeed], ...] = ()
+
+    def speed(self, op: str, dtype: DType | None) -> OpSpeed | None:
+        """The measured speed of an op in a dtype, if there is one."""
+        return dict(self.ops).get((op, dtype.name)) if self.ops and dtype is not None else None
 
     def peak(self, dtype: DType | str | None) -> float:
         """FLOP/s of a dtype; one that has no figure of its own runs at the speed of f32."""
@@ -124,6 +146,33 @@ class Group(NamedTuple):
     algorithms: tuple[Algorithm, ...] = ()
 
 
+class Residuals(NamedTuple):
+    """How far predictions were from measurements when a cluster's figures were fitted to it.
+
+    `low` and `high` are the least and the greatest of measured / predicted step time among the `steps` programs that
+    were measured.
+    """
+
+    low: float
+    high: float
+    steps: int
+
+    def interval(self, seconds: float) -> tuple[float, float]:
+        """Where a step that is predicted to take `seconds` is expected."""
+        return seconds * self.low, seconds * self.high
+
+
+class Crowd(NamedTuple):
+    """Ranks that share one host: how many times as long compute takes while `ranks` of them compute, and collectives
+    and transfers where so many run, as alone; and how far predictions were from measured steps of so many."""
+
+    ranks: int
+    compute: float
+    collectives: float
+    transfers: float
+    residuals: Residuals
+
+
 @dataclass(frozen=True, slots=True)
 class Regular:
     """A cluster of equal nodes: device number i of `kind` stands in node i // per_node."""
@@ -140,6 +189,12 @@ class Regular:
     algorithms: tuple[Algorithm, ...] = ()
     over_nodes: tuple[Algorithm, ...] = ()
     """The library's algorithms inside a node, and over several, if these are others."""
+    runtime: Runtime | None = None
+    """The runtime that the figures were measured with; None if they are of no runtime."""
+    residuals: Residuals | None = None
+    """Of figures that were fitted to this cluster."""
+    crowds: tuple[Crowd, ...] = ()
+    """Of a host whose ranks share its cores, by their number."""
 
 
 class Topology:

@@ -117,7 +117,7 @@ class Inlined:
                 before, self.entered = self.entered, set()
                 for v in op.inputs if self.waits else ():
                     for d in self.devices(v) if v in self.received else ():
-                        self.clock[d, "host"] = max(self.clock.get((d, "host"), 0.0), env[v][1][d])
+                        self.clock[d, self.host] = max(self.clock.get((d, self.host), 0.0), env[v][1][d])
                 self.run(op.callee, inner)
                 self.entered = before
                 for a, b in zip(op.outputs, op.callee.outputs, strict=True):
@@ -171,7 +171,13 @@ class Inlined:
         for seconds, streams, sources, targets in meets:
             keys = list(dict.fromkeys((d, name if self.overlap else "compute") for d, name in streams))
             start = max(self.clock.get(k, 0.0) for k in keys)
-            start = max([start, *(x[d] for x in ins for d in sources), *self.issued(op, keys, chained)])
+            start = max(
+                [
+                    start,
+                    *(x[d] for x in ins for d in sources),
+                    *self.issued(op, keys, chained, streams[0][1] == "compute"),
+                ]
+            )
             for k in keys:
                 self.clock[k] = start + seconds
                 events.append((spec.name, start, seconds, repr(k[0]), k[1]))
@@ -184,19 +190,25 @@ class Inlined:
         }
         self.events += sorted(events, key=lambda e: order[e[3]])
 
-    def issued(self, op: Op, keys: list[tuple[Device, str]], chained: Fused) -> list[float]:
+    @property
+    def host(self) -> str:
+        """The stream on which ops are issued."""
+        runtime = self.cost.runtime
+        return "compute" if runtime is not None and runtime.inline else "host"
+
+    def issued(self, op: Op, keys: list[tuple[Device, str]], chained: Fused, computes: bool) -> list[float]:
         """When the hosts of the devices have issued an op."""
         hosts = list(dict.fromkeys(d for d, _ in keys))
-        seconds = self.cost.issue(op.spec, len(hosts), chained)
-        if not seconds:
+        seconds = self.cost.issue(op.spec, len(hosts), chained, computes)
+        if not seconds and self.host == "host":
             return []
         for d in hosts:
             more = 0.0
             if self.entered is not None and d not in self.entered:
                 self.entered.add(d)
                 more = self.cost.enter()
-            self.clock[d, "host"] = self.clock.get((d, "host"), 0.0) + seconds + more
-        return [self.clock[d, "host"] for d in hosts]
+            self.clock[d, self.host] = self.clock.get((d, self.host), 0.0) + seconds + more
+        return [self.clock[d, self.host] for d in hosts]
 
     def peak(self, device: Device) -> tuple[int, list[int]]:
         """Most bytes live on a device, and bytes by category live at the end."""

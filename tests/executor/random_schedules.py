@@ -39,9 +39,13 @@ def random_runtime(rng: random.Random) -> Runtime | None:
     """A runtime whose hosts are slower or quicker than the devices; often none."""
     if rng.random() < 0.4:
         return None
-    op, communication, member, call = (rng.choice([0.0, 1e-7, 3e-6, 2e-5]) for _ in range(4))
-    flags = [rng.random() < 0.5 for _ in range(4)]
-    return Runtime("random", op, communication, member, call, *flags, rng.choice([1.0, 1.7]), rng.choice([0.0, 0.3]))
+    figures: dict[str, Any] = {}
+    for name in ("op", "communication", "member", "call"):
+        figures[name] = rng.choice([0.0, 1e-7, 3e-6, 2e-5])
+    for name in ("fuses", "multi_tensor", "waits", "scatters", "inline"):
+        figures[name] = rng.random() < 0.5
+    figures |= {"passes": rng.choice([1.0, 1.7]), "skew": rng.choice([0.0, 0.3]), "transfer": rng.choice([None, 1e-6])}
+    return Runtime("random", **figures)
 
 
 def _random_type(rng: random.Random, mesh: Mesh) -> Tensor:

@@ -58,6 +58,14 @@ def backend_and_device(backend: str, local_rank: int) -> tuple[str, str]:
     return backend.partition(":")[0], f"cuda:{local_rank % torch.cuda.device_count()}"
 
 
+def gpus() -> tuple[int, float]:
+    """The number of GPUs of this host, and the bytes of memory of the first; 0 without one."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return count, float(torch.cuda.get_device_properties(0).total_memory) if count else 0.0
+
+
 def available_memory() -> int | None:
     """Bytes of memory available on this host, within the limit of a cgroup; None where unknown."""
     limits: list[int] = []

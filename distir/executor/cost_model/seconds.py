@@ -4,7 +4,8 @@ Roofline model, at local shapes: an op takes launch overhead + max(F (1 + √(h/
 bytes / (bandwidth · efficiency)). F are the spec's FLOPs, bytes are those of operands and results (or the spec's own
 `work`), the peak is that of the dtype that the op computes in; h is the size at which a product reaches half of its
 efficiency, 0 for other ops. Views and bundles are free. The root fits measured products as well as h/F does (A100: mean
-error 4.5 and 4.6 %), and small ones, of which there are no measurements in 16 bits, do not all take the time of h.
+error 4.5 and 4.6 %), and small ones, of which there are no measurements in 16 bits, do not all take the time of h. An
+op whose speed is measured on the device (`OpSpeed`) takes that instead.
 
 With a `Runtime` the host takes time to issue each op, and chains of pointwise ops may count as one.
 """
@@ -109,12 +110,20 @@ class CostModel:
         passes = self.runtime.passes if self.runtime is not None and narrow else 1.0
         return what.dram_bandwidth * what.memory_efficiency / passes
 
-    def issue(self, spec: Spec, devices: int = 1, fused: Fused = UNFUSED) -> float:
-        """Seconds that a host takes to issue an op to its device, quantized; `devices` take part in it."""
+    def issue(self, spec: Spec, devices: int = 1, fused: Fused = UNFUSED, computes: bool = False) -> float:
+        """Seconds that a host takes to issue an op to its device, quantized; `devices` take part in it.
+
+        `computes`: it communicates with no other device, as along the time axis: an accumulation. Only an inline
+        runtime issues that as a compute op: the figures of the others are fitted without the distinction.
+        """
         r = self.runtime
         if r is None or fused.launched:
             return 0.0
-        return quantize(r.op if spec.route is None else r.communication + r.member * (devices - 1))
+        if spec.route == "send" and r.transfer is not None:
+            return quantize(r.transfer)
+        return quantize(
+            r.op if spec.route is None or (computes and r.inline) else r.communication + r.member * (devices - 1)
+        )
 
     def enter(self) -> float:
         """Seconds that a host takes to call a function, quantized."""
@@ -157,6 +166,8 @@ class CostModel:
         flops, size = work(spec, attrs, ins, outs)
         bandwidth = what.dram_bandwidth * what.memory_efficiency if spec.kernel else self._bandwidth(ins, outs, what)
         dtype = computed_in(ins, outs)
+        if (measured := what.speed(spec.name, dtype)) is not None:
+            return measured.seconds(flops, size)
         if spec.kernel == "product" and dtype is not None and dtype.size > 2 and _batched(ins):
             bandwidth *= what.batched_efficiency
         seconds = size / bandwidth

@@ -85,6 +85,8 @@ class CompiledProgram:
         self._issued = runtime is not None and runtime.issues
         """Whether hosts take time."""
         self._waits = self._issued and runtime is not None and runtime.waits
+        self._host = COMPUTE if runtime is not None and runtime.inline else HOST
+        """The stream on which ops are issued."""
         self.streams: list[tuple[int, str]] = []
         self._stream: dict[Where, int] = {}
         self._where: list[Where] = []
@@ -271,8 +273,9 @@ class CompiledProgram:
         communicates = where[0][1] != COMPUTE
         sources, targets = ends or (classes, classes)
         issues: Issues | None = None
-        if self._issued and (issue := self.cost.issue(op.spec, devices, chained)):
-            hosts = [self.stream(c, HOST) for c in dict.fromkeys(classes)]
+        issue = self.cost.issue(op.spec, devices, chained, not communicates) if self._issued else 0.0
+        if issue or (self._issued and self._host != HOST):  # a call is added to the first part that is issued
+            hosts = [self.stream(c, self._host) for c in dict.fromkeys(classes)]
             issues = tuple([(host, issue) for host in hosts])
         on, streams = frozenset(streams), tuple(dict.fromkeys(streams))
         return OpPart(seconds, streams, classes, sources, targets, communicates, on, issues)
@@ -309,7 +312,7 @@ class CompiledProgram:
                     columns.append((i, c))
         code = Code(f, self.streams, columns)
         code.issues = [] if self._issued else None
-        builder = CodeBuilder(code, env, (lambda c: self.stream(c, HOST)) if self._waits else None)
+        builder = CodeBuilder(code, env, (lambda c: self.stream(c, self._host)) if self._waits else None)
         builder.run(self._planned(f), self.body)
         for k, v in enumerate(f.outputs):
             code.outputs += [(k, c, env[c][v]) for c in self.classes_of(v.type)]

@@ -11,7 +11,7 @@ from distir.ir import Device, FunctionMaker, Mesh
 from distir.ir.function import Attributes
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import lookup
-from distir.ir.type import REPLICATE, SUM, BFloat16, Float32, Shard, Tensor
+from distir.ir.type import REPLICATE, SUM, BFloat16, Float32, Placement, Shard, Tensor
 
 MULTI = Runtime("multi", op=1e-5, multi_tensor=True)
 
@@ -52,7 +52,7 @@ def test_a_kernel_is_launched_and_issued_once() -> None:
 
 
 @pytest.mark.parametrize(("placement", "copies"), [(REPLICATE, 4), (Shard(1), 1)])
-def test_replicas_send_a_part_each_and_gather_it(placement: object, copies: int) -> None:
+def test_replicas_send_a_part_each_and_gather_it(placement: Placement, copies: int) -> None:
     """Along the axis where they have the same; replicas of the batch have other samples, microbatches are one after the
     other."""
     topology = load_cluster("dgx-a100", nodes=2)

@@ -1,0 +1,444 @@
+"""Measure this machine with distir's own kernels, and write a cluster file of its figures.
+
+Small training steps are run with a profile, which gives the seconds of each op at several sizes; the interconnect
+benchmark gives those of collectives and transfers. Figures are fitted to these (`distir.executor.cost_model.fitting`).
+Then whole steps are run under several plans on 1, 2 and 4 ranks, and compared with what the simulator predicts with
+these figures: by numbers of ranks two factors remain, of compute and of communication, which are fitted, and the
+residuals of the steps, from which predictions have their interval. Of repeated steps the fastest counts: the figures
+are those of a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from distir.api.calibration_runs import Profiled, TimedStep, Training, measure_ops, measure_step
+from distir.api.compilation import simulated
+from distir.api.results import aligned
+from distir.executor.cost_model import CostModel
+from distir.executor.cost_model.fitting import (
+    Error,
+    ProductFit,
+    Sample,
+    errors,
+    fit_products,
+    fit_robust,
+    fit_speeds,
+    fit_transfer,
+    nearest,
+)
+from distir.hardware import load_cluster, load_runtime
+from distir.ir.errors import UsageError
+from distir.ir.files import written
+from distir.ir.host_runtime import Runtime
+from distir.ir.topology import Crowd, OpSpeed, Regular, Residuals, Topology
+from distir.runtime.options import RunOptions
+from distir.transforms.plan import Plan
+
+OnPhase = Callable[[str, int, int], None]
+"""Called before each measurement with what is measured, its number, and their count."""
+_HOST = 1e-5
+"""The seconds of a call, or of an op that a host issues, from which their fit starts."""
+_LEAST, _MOST = 0.25, 100.0
+"""Limits of the factors that are fitted to steps."""
+
+
+class Suite(NamedTuple):
+    """What is measured: training steps with a profile, those whose steps are timed, products by dtype, ranks, sizes."""
+
+    trainings: Sequence[Training]
+    products: Training | None
+    dtypes: Sequence[str]
+    ranks: Sequence[int]
+    sizes: Sequence[int]
+
+
+_CPU = (
+    Training("40,64,32,8", 64, "adamw", 60),
+    Training("gpt:layers=2,hidden=48,heads=4,vocab=600,seq=24", 8, "adamw", 40),
+    Training("gpt:layers=3,hidden=160,heads=4,vocab=3000,seq=96", 8, "adamw", 15),
+    Training("gpt:layers=1,hidden=384,heads=6,vocab=4000,seq=160", 8, "sgd", 5),
+    Training("48,96,192,384,768,1024,512,64", 128, "sgd", 20),
+)
+_CUDA = (
+    Training("64,128,64,16", 64, "adamw", 60),
+    Training("gpt:layers=2,hidden=128,heads=4,vocab=2000,seq=64", 8, "adamw", 40),
+    Training("gpt:layers=2,hidden=1024,heads=16,vocab=16000,seq=512", 8, "adamw", 20),
+    Training("gpt:layers=1,hidden=4096,heads=32,vocab=32000,seq=1024", 4, "sgd", 10),
+    Training("256,1024,4096,8192,2048", 4096, "sgd", 20),
+)
+_WIDTHS = Training("32,64,128,256,512,1024", 128, "sgd", 5)
+_WIDE = Training("512,1024,2048,4096,8192", 4096, "sgd", 5)
+_SIZES = 1 << 10, 1 << 14, 1 << 18, 1 << 22
+"""Of collectives and transfers, in bytes."""
+
+
+def suite(device: str, count: int) -> Suite:
+    """What to measure on a device of this kind, of which the machine has `count` (cores or GPUs)."""
+    if device == "cuda":
+        return Suite(_CUDA, _WIDE, ("f64", "bf16", "f16"), [n for n in (1, 2, 4, 8) if n <= count], _SIZES)
+    return Suite(_CPU, _WIDTHS, ("f64", "bf16"), [n for n in (1, 2, 4) if n <= max(2, 2 * count)], _SIZES)
+
+
+class Links(NamedTuple):
+    """Latencies in seconds, bandwidths in bytes/s: of transfers between two ranks, and of the ring of an all-reduce."""
+
+    latency: float
+    bandwidth: float
+    base: float
+    ring: float
+    error: Error = Error(0.0, 0.0, 0)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The fitted figures of a machine, in SI units. `general` is the speed of ops that have none of their own."""
+
+    kind: str
+    count: int
+    memory: float
+    general: OpSpeed
+    peaks: dict[str, ProductFit]
+    ops: dict[tuple[str, str], OpSpeed]
+    links: Links
+    issue: float
+    """Of a collective; `transfer` of a transfer."""
+    transfer: float
+    call: float = 0.0
+    op: float = 0.0
+    crowds: tuple[Crowd, ...] = ()
+    ratios: tuple[tuple[float, ...], ...] = ()
+    """Of each crowd's steps, measured / predicted."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The figures of this machine, with their residuals. `rows`: figure, value, mean and worst error, measurements."""
+
+    figures: Figures
+    rows: list[tuple[str, ...]]
+    text: str = field(repr=False)
+    path: str | None = None
+
+    def lines(self) -> list[str]:
+        """The table of figures, and where they were written."""
+        return [*aligned(self.rows), *([f"\nwritten to {self.path}"] if self.path is not None else [])]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON of the table, the numbers of ranks, and the file."""
+        head, *rows = self.rows
+        pairs = zip(self.figures.crowds, self.figures.ratios, strict=True)
+        crowds = [c._asdict() | {"residuals": c.residuals._asdict(), "ratios": list(x)} for c, x in pairs]
+        return {
+            "figures": [dict(zip(head, row, strict=True)) for row in rows],
+            "contention": crowds,
+            "file": self.path,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def calibrate(
+    device: str = "cpu",
+    out: str | os.PathLike[str] | None = None,
+    on_phase: OnPhase | None = None,
+    what: Suite | None = None,
+) -> Calibration:
+    """Measure this machine's CPU cores or GPUs, fit the figures of a cluster, and write them to `out`, a .toml file.
+
+    `what`: by default the `suite` of the device. Raises UsageError, before anything is measured, for an `out` that
+    cannot be written or is no .toml file, and for device "cuda" without a GPU.
+    """
+    if out is not None:
+        check_out(out)
+    kind, count, memory = _machine(device)
+    what = what or suite(device, count)
+    options = RunOptions(device=device, allow_nonfinite=True)
+    phases = _Phases(on_phase, _count(what))
+    profiled = _profile(what, options, phases)
+    links = _links(what, device, phases)
+    usual = load_runtime("distir").communication
+    issue, transfer = (median(x) if x else usual for x in (profiled.issues, profiled.sends))
+    figures = fit_figures(profiled.samples, Figures(kind, count, memory, OpSpeed(), {}, {}, links, issue, transfer))
+    steps = _measure_steps(what, options, phases)
+    figures = fit_crowds(figures, steps)
+    name = "calibrated" if out is None else Path(out).stem
+    text = to_toml(
+        figures, name, f"distir calibrate --device {device}, {platform.machine()}, {platform.python_version()}"
+    )
+    if out is not None:
+        with written(out) as path:
+            path.write_text(text)
+    return Calibration(figures, _rows(figures, profiled.samples), text, None if out is None else os.fspath(out))
+
+
+def check_out(out: str | os.PathLike[str]) -> None:
+    """Raises UsageError if a cluster file cannot be written there."""
+    path = Path(out)
+    if path.suffix != ".toml":
+        raise UsageError(f"cannot write {path}: a cluster file is a .toml file", f"--out {path.stem or 'mine'}.toml")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        why = "it is a folder" if path.is_dir() else f"{path.parent} is no folder that can be written to"
+        raise UsageError(f"cannot write {path}: {why}")
+
+
+class _Phases:
+    """Counts measurements."""
+
+    def __init__(self, on_phase: OnPhase | None, total: int) -> None:
+        self.on_phase, self.total, self.done = on_phase, total, 0
+
+    def next(self, what: str) -> None:
+        if self.on_phase is not None:
+            self.on_phase(what, self.done, self.total)
+        self.done += 1
+
+
+def _machine(device: str) -> tuple[str, int, float]:
+    """The kind of device, how many there are, and the bytes of memory of each."""
+    from distir.backends.processes.preflight import available_memory, gpus
+
+    if device == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return "cpu", cores, (available_memory() or 8e9) / cores
+    count, memory = gpus()
+    if not count:
+        raise UsageError("--device cuda needs a GPU, and there is none here", "--device cpu")
+    return "gpu", count, memory
+
+
+def plans_of(ranks: int, small: bool) -> list[Plan]:
+    """The plans that are timed on so many ranks, of a small program or a large one."""
+    if ranks == 1:
+        return [Plan(), Plan(microbatches=2)][: 2 if small else 1]
+    found = [Plan(dp=ranks), Plan(tp=ranks), Plan(pp=ranks, microbatches=2 * ranks)]
+    if ranks == 2:
+        return [*found, Plan(pp=2)]
+    half = ranks // 2
+    return [found[0], Plan(dp=half, tp=2), Plan(dp=half, pp=2, microbatches=2), Plan(tp=half, pp=2, microbatches=2)]
+
+
+def _timed(what: Suite, ranks: int) -> list[tuple[Training, list[Plan]]]:
+    """The training steps that are timed on so many ranks, with their plans: not all of them on several."""
+    chosen = [k for k in range(len(what.trainings)) if ranks == 1 or k < 3][0 if ranks <= 2 else 1 :]
+    return [(what.trainings[k], plans_of(ranks, k < 3)) for k in chosen]
+
+
+def _count(what: Suite) -> int:
+    steps = sum(len(plans) for n in what.ranks for _, plans in _timed(what, n))
+    others = len(what.dtypes) if what.products is not None else 0
+    return len(what.trainings) + 1 + others + (2 if len(what.ranks) > 1 else 0) + steps
+
+
+def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
+    """Seconds of ops on one rank, at several sizes and in several dtypes, and of issuing communication on two."""
+    found = Profiled([], [], [])
+    for k, t in enumerate(what.trainings):
+        for plan in (Plan(), Plan(microbatches=2)) if k == min(1, len(what.trainings) - 1) else (Plan(),):
+            phases.next("ops")
+            found.samples.extend(measure_ops(t.model(), plan, options).samples)
+    for dtype in what.dtypes if what.products is not None else ():
+        phases.next(f"products in {dtype}")
+        found.samples.extend(measure_ops(what.products.model(dtype), Plan(), options).samples)  # type: ignore[union-attr]
+    if len(what.ranks) > 1:
+        phases.next("issuing communication")
+        found.issues.extend(measure_ops(what.trainings[0].model(), Plan(tp=2), options).issues)
+        found.sends.extend(measure_ops(what.trainings[0].model(), Plan(pp=2, microbatches=4), options).sends)
+    return found
+
+
+def _links(what: Suite, device: str, phases: _Phases) -> Links:
+    """The links between two ranks; without a second device those of a loop within the first, which are never used."""
+    if len(what.ranks) < 2:
+        return Links(0.0, 1e10, 0.0, 1e10)
+    from distir.backends.processes.bench_collectives import bench_collectives
+
+    phases.next("collectives")
+    backend = "nccl" if device == "cuda" else "gloo"
+    rows = bench_collectives(2, backend, ["all-reduce", "send-recv"], what.sizes)
+    return fit_links(*([(t.size, t.seconds) for t in rows if t.collective == c] for c in ("send-recv", "all-reduce")))
+
+
+def fit_links(transfers: Sequence[tuple[float, float]], reductions: Sequence[tuple[float, float]]) -> Links:
+    """Links from (bytes, seconds) of transfers and of all-reduces between two ranks, in a ring of two steps."""
+    latency, bandwidth = fit_transfer(*zip(*transfers, strict=True))
+    both, ring = fit_transfer(*zip(*reductions, strict=True))
+    pairs = [(latency + n / bandwidth, s) for n, s in transfers] + [(both + n / ring, s) for n, s in reductions]
+    return Links(latency, bandwidth, max(0.0, both - 2 * latency), ring, errors(*zip(*pairs, strict=True)))
+
+
+def fit_figures(samples: Sequence[Sample], known: Figures) -> Figures:
+    """The figures with the speeds fitted to samples: of single ops, of products by dtype, of all other ops together."""
+    pointwise = [s for s in samples if not s.kernel and s.dtype == "f32"]
+    kinds = {s.dtype: [x for x in samples if x.kernel == "product" and x.dtype == s.dtype] for s in samples if s.kernel}
+    launch, _, byte = fit_robust(
+        [[1.0] * len(pointwise), [0.0] * len(pointwise), [s.bytes for s in pointwise]], [s.seconds for s in pointwise]
+    )
+    general = OpSpeed(launch, math.inf, 1 / byte if byte else 1e10)
+    peaks = {dtype: fit_products(found) for dtype, found in kinds.items() if found}
+    return replace(known, general=general, peaks=peaks, ops=fit_speeds(samples))
+
+
+def _measure_steps(what: Suite, options: RunOptions, phases: _Phases) -> dict[int, list[TimedStep]]:
+    found: dict[int, list[TimedStep]] = {}
+    for n in what.ranks:
+        for t, plans in _timed(what, n):
+            for plan in plans:
+                phases.next(f"steps on {n}")
+                found.setdefault(n, []).append(measure_step(t.model(), plan, t.steps, options))
+    return found
+
+
+def fit_crowds(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
+    """The figures with the seconds of a call, and the factors and residuals of each number of ranks.
+
+    The sum of squared logarithms of measured / predicted is least. On one rank the factors are of compute and of calls,
+    on GPUs of what the host takes to issue an op.
+    """
+    for n, measured in sorted(steps.items()):
+        regular, crowds = regular_of(figures), figures.crowds
+
+        def fitted(x: Sequence[float], n: int = n, r: Regular = regular, before: tuple[Crowd, ...] = crowds) -> Regular:
+            runtime = r.runtime
+            if n == 1 and runtime is not None:
+                host = x[1] * _HOST
+                runtime = replace(runtime, call=host) if runtime.inline else replace(runtime, op=host)
+            collectives, transfers = (x[1], x[2]) if n > 1 else (1.0, 1.0)
+            crowd = Crowd(n, x[0], collectives, transfers, Residuals(1.0, 1.0, 1))
+            return replace(r, runtime=runtime, crowds=(*before, crowd))
+
+        def far(x: Sequence[float], measured: Sequence[TimedStep] = measured, fitted: Any = fitted) -> float:
+            return sum(math.log(ratio) ** 2 for ratio in ratios_of(fitted(x), measured))
+
+        # the more ranks share a host, the slower they are, also where steps alone would not tell
+        before = crowds[-1] if crowds and crowds[-1].ranks > 1 else Crowd(1, _LEAST, _LEAST, _LEAST, Residuals(1, 1, 1))
+        floor = [before.compute, before.collectives, before.transfers][: 3 if n > 1 else 2]
+        start = [max(x, low) for x, low in zip((float(n), 1.0, 1.0), floor, strict=False)]
+        regular = fitted(nearest(far, start, [(x, _MOST) for x in floor]))
+        ratios = tuple(ratios_of(regular, measured))
+        last = regular.crowds[-1]._replace(residuals=Residuals(min(ratios), max(ratios), len(ratios)))
+        host = regular.runtime or Runtime("none")
+        figures = replace(figures, call=host.call, op=host.op, crowds=(*crowds, last), ratios=(*figures.ratios, ratios))
+    return figures
+
+
+def ratios_of(r: Regular, measured: Sequence[TimedStep]) -> list[float]:
+    """Of each step measured / predicted time."""
+    most = max([r.per_node, *[s.plan.size for s in measured]])
+    topology = Topology(replace(r, kind="cpu", per_node=most))  # programs that run here are placed on cpu:0, cpu:1, ...
+    cost = CostModel(topology, runtime=r.runtime)
+    return [s.seconds / simulated(s.program, s.plan, cost).seconds for s in measured]
+
+
+def regular_of(figures: Figures) -> Regular:
+    """The cluster of figures, on which nothing is shared."""
+    with tempfile.TemporaryDirectory(prefix="distir-") as folder:
+        file = Path(folder, "cluster.toml")
+        file.write_text(to_toml(figures, "cluster", ""))
+        regular = load_cluster(file).regular
+    if regular is None:
+        raise AssertionError("a cluster file describes a regular cluster")
+    return regular
+
+
+def to_toml(figures: Figures, name: str, source: str) -> str:
+    """The cluster file of figures: `load_cluster` reads it."""
+    f, links = figures, figures.links
+    peaks = {dtype: x for dtype, x in f.peaks.items() if x.flops < math.inf}
+    half = peaks["f32"].half if "f32" in peaks else 0.0
+    lines = [
+        f'name = "{name}"',
+        "",
+        "[device]",
+        f'kind = "{f.kind}"',
+        f"memory_gb = {_number(f.memory / 1e9)}",
+        f"memory_gbs = {_number(f.general.bandwidth / 1e9)}",
+        f"launch_us = {_number(f.general.launch * 1e6)}",
+        f"half_gflop = {_number(half / 1e9)}",
+        f"source = '{source}'",
+        "",
+        "[device.peak_tflops]",
+        *[f"{dtype} = {_number(x.flops / 1e12)}" for dtype, x in peaks.items()],
+        *([] if "f32" in peaks else ["f32 = 0.001"]),
+    ]
+    for (op, dtype), x in f.ops.items():
+        lines += ["", f"[device.ops.{dtype}.{op}]", f"launch_us = {_number(x.launch * 1e6)}"]
+        lines += [f"tflops = {_number(x.flops / 1e12)}"] if x.flops < math.inf else []
+        lines += [f"gbs = {_number(x.bandwidth / 1e9)}"] if x.bandwidth < math.inf else []
+    link = [f"link_gbs = {_number(links.bandwidth / 1e9)}", f"link_us = {_number(links.latency * 1e6)}"]
+    link += [f"bus_gbs = {_number(links.ring / 1e9)}"]
+    lines += ["", "[node]", f"devices = {f.count}", *link, "", "[[node.collective]]", 'kind = "ring"']
+    lines += [f"base_us = {_number(links.base * 1e6)}"]
+    lines += [f"{k}_us = {_number(links.latency * 1e6)}" for k in ("intra", "inter")]
+    lines += ["", "[network]", *link, "note = 'As the node: other machines were not measured'"]
+    lines += ["", "[runtime]", f"op_us = {_number(f.op * 1e6)}", f"communication_us = {_number(f.issue * 1e6)}"]
+    lines += [f"transfer_us = {_number(f.transfer * 1e6)}", f"call_us = {_number(f.call * 1e6)}"]
+    lines += [f"inline = {'true' if f.kind == 'cpu' else 'false'}"]
+    for c in f.crowds:
+        lines += ["", "[[contention]]", f"ranks = {c.ranks}"]
+        lines += [f"{key} = {_number(getattr(c, key))}" for key in ("compute", "collectives", "transfers")]
+        lines += [f"low = {_number(c.residuals.low)}", f"high = {_number(c.residuals.high)}"]
+        lines += [f"steps = {c.residuals.steps}"]
+    return "\n".join(lines) + "\n"
+
+
+def _number(x: float) -> str:
+    """A number as TOML has it, of six digits."""
+    return f"{x:.6g}"
+
+
+def _rows(f: Figures, samples: Sequence[Sample]) -> list[tuple[str, ...]]:
+    """The table of figures and residuals."""
+    rows: list[tuple[str, ...]] = [("figure", "value", "mean error", "worst", "measurements")]
+    for dtype, fit in f.peaks.items():
+        of = [s for s in samples if (s.kernel, s.dtype) == ("product", dtype)]
+        text = f"{fit.launch * 1e6:.1f} us, {fit.flops / 1e9:.3g} GFLOP/s, half of it at {fit.half / 1e9:.2g} GFLOP"
+        rows.append((f"products {dtype}", text, *_error(errors(map(fit.seconds, [s.flops for s in of]), _seconds(of)))))
+    of = [s for s in samples if (s.kernel, s.dtype) == ("", "f32")]
+    rows.append(("other ops", _rate(f.general), *_error(_errors(f.general, of))))
+    for (op, dtype), speed in f.ops.items():
+        of = [s for s in samples if (s.op, s.dtype) == (op, dtype)]
+        rows.append((f"{op} {dtype}", _rate(speed), *_error(_errors(speed, of))))
+    links = f.links
+    if links.error.count:
+        text = f"{links.latency * 1e6:.1f} us, {links.bandwidth / 1e9:.3g} GB/s; ring {links.ring / 1e9:.3g} GB/s"
+        rows.append(("links", text, *_error(links.error)))
+    rows.append(("issue of a collective", f"{f.issue * 1e6:.1f} us", "-", "-", "-"))
+    rows.append(("issue of a transfer", f"{f.transfer * 1e6:.1f} us", "-", "-", "-"))
+    rows.append(("call of a function", f"{f.call * 1e6:.1f} us", "-", "-", "-"))
+    if f.op:
+        rows.append(("issue of an op", f"{f.op * 1e6:.1f} us", "-", "-", "-"))
+    for c, ratios in zip(f.crowds, f.ratios, strict=True):
+        text = f"compute x {c.compute:.2f}, collectives x {c.collectives:.2f}, transfers x {c.transfers:.2f}"
+        error = errors([1.0] * len(ratios), ratios)
+        rows.append((f"steps on {c.ranks} rank{'s' if c.ranks > 1 else ''}", text, *_error(error)))
+    return rows
+
+
+def _rate(s: OpSpeed) -> str:
+    parts = [f"{s.launch * 1e6:.1f} us"]
+    parts += [f"{s.flops / 1e9:.3g} GFLOP/s"] if s.flops < math.inf else []
+    parts += [f"{s.bandwidth / 1e9:.3g} GB/s"] if s.bandwidth < math.inf else []
+    return ", ".join(parts)
+
+
+def _seconds(samples: Sequence[Sample]) -> list[float]:
+    return [s.seconds for s in samples]
+
+
+def _errors(speed: OpSpeed, samples: Sequence[Sample]) -> Error:
+    predicted = [speed.seconds(s.flops if s.kernel else 0.0, s.bytes) for s in samples]
+    return errors(predicted, _seconds(samples))
+
+
+def _error(e: Error) -> tuple[str, str, str]:
+    return f"{e.mean:.0%}", f"{e.worst:.0%}", str(e.count)

@@ -1,0 +1,144 @@
+"""Fits of measured seconds: the speeds of ops (`OpSpeed`), of links, and of steps.
+
+All fits minimise the sum of squared relative errors, so that short and long measurements count alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from distir.ir.topology import OpSpeed
+
+_ROUNDS = 5
+"""Of `fit_robust`: each leaves out more of what is far from the fit."""
+_FAR = 3.0
+"""Deviations, as multiples of their median, from which a measurement is taken for one that was disturbed."""
+
+
+class Sample(NamedTuple):
+    """The measured seconds of an op: its name, dtype and kind of kernel ("product", "attention" or ""), its work."""
+
+    op: str
+    dtype: str
+    kernel: str
+    flops: float
+    bytes: float
+    seconds: float
+
+
+class Error(NamedTuple):
+    """Relative errors of a fit: mean and worst magnitude, among so many measurements."""
+
+    mean: float
+    worst: float
+    count: int
+
+
+def nonnegative(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """The coefficients, none negative, of the combination of columns that is nearest to `seconds` (all above 0).
+
+    Exact, by trying every set of columns: for a few columns only. A column of zeros gets 0.
+    """
+    y = np.ones(len(seconds))
+    scaled = [np.asarray(c, float) / np.asarray(seconds, float) for c in columns]
+    sizes = [float(np.abs(c).max(initial=0.0)) for c in scaled]
+    used = [k for k, size in enumerate(sizes) if size > 0]
+    best, found = math.inf, [0.0] * len(columns)
+    for n in range(1, len(used) + 1):
+        for chosen in combinations(used, n):
+            matrix = np.stack([scaled[k] / sizes[k] for k in chosen], axis=1)
+            solution = np.linalg.lstsq(matrix, y, rcond=None)[0]
+            error = float(((matrix @ solution - y) ** 2).sum())
+            if (solution >= 0).all() and error < best - 1e-12:
+                best, found = error, [0.0] * len(columns)
+                for k, x in zip(chosen, solution, strict=True):
+                    found[k] = float(x) / sizes[k]
+    return found
+
+
+def fit_robust(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """`nonnegative`, without the measurements that are far from what the others say: those that were disturbed."""
+    kept = list(range(len(seconds)))
+    found: list[float] = []
+    for _ in range(_ROUNDS):
+        found = nonnegative([[c[k] for k in kept] for c in columns], [seconds[k] for k in kept])
+        off = [abs(_sum(found, columns, k) / seconds[k] - 1) for k in range(len(seconds))]
+        limit = _FAR * max(float(np.median([off[k] for k in kept])), 1e-9)
+        new = [k for k, x in enumerate(off) if x <= limit]
+        if new == kept or len(new) <= len(columns):
+            break
+        kept = new
+    return found
+
+
+def _sum(coefficients: Sequence[float], columns: Sequence[Sequence[float]], k: int) -> float:
+    return sum(a * c[k] for a, c in zip(coefficients, columns, strict=True))
+
+
+def fit_speed(samples: Sequence[Sample]) -> OpSpeed:
+    """The speed of one op, from its samples: launch, and the rates of FLOPs (of kernels of products) and of bytes."""
+    seconds = [s.seconds for s in samples]
+    flops = [s.flops if s.kernel else 0.0 for s in samples]
+    launch, flop, byte = fit_robust([[1.0] * len(samples), flops, [s.bytes for s in samples]], seconds)
+    return OpSpeed(launch, 1 / flop if flop else math.inf, 1 / byte if byte else math.inf)
+
+
+def fit_speeds(samples: Sequence[Sample], least: int = 2) -> dict[tuple[str, str], OpSpeed]:
+    """The speed of each op and dtype that has samples of at least `least` sizes."""
+    by: dict[tuple[str, str], list[Sample]] = {}
+    for s in samples:
+        by.setdefault((s.op, s.dtype), []).append(s)
+    return {k: fit_speed(v) for k, v in sorted(by.items()) if len({(s.flops, s.bytes) for s in v}) >= least}
+
+
+class ProductFit(NamedTuple):
+    """Products of one dtype: seconds = launch + F (1 + √(half / F)) / flops, of F FLOPs."""
+
+    launch: float
+    flops: float
+    half: float
+
+    def seconds(self, flops: float) -> float:
+        return self.launch + (flops + math.sqrt(self.half * flops)) / self.flops
+
+
+def fit_products(samples: Sequence[Sample]) -> ProductFit:
+    """The launch, rate and half size of products, as a DeviceSpec has them; the rate is infinite if none is seen."""
+    flops, ones = [s.flops for s in samples], [1.0] * len(samples)
+    launch, a, b = fit_robust([ones, flops, [math.sqrt(x) for x in flops]], [s.seconds for s in samples])
+    return ProductFit(launch, 1 / a, (b / a) ** 2) if a else ProductFit(launch, math.inf, 0.0)
+
+
+def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(seconds of latency, bytes/s) of transfers of these sizes in bytes."""
+    latency, byte = fit_robust([[1.0] * len(sizes), sizes], seconds)
+    return latency, 1 / byte if byte else math.inf
+
+
+def errors(predicted: Iterable[float], measured: Iterable[float]) -> Error:
+    """The relative errors of predictions, predicted / measured - 1."""
+    off = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+    return Error(sum(off) / len(off), max(off), len(off)) if off else Error(0.0, 0.0, 0)
+
+
+def nearest(
+    f: Callable[[Sequence[float]], float], start: Sequence[float], limits: Sequence[tuple[float, float]]
+) -> list[float]:
+    """Positive numbers within limits at which f is least, searched from `start` in factors that become finer."""
+    here, value, factor = list(start), f(start), 2.0
+    while factor > 1.05:
+        moved = False
+        for k, (low, high) in enumerate(limits):
+            for step in (factor, 1 / factor):
+                there = [*here]
+                there[k] = min(high, max(low, here[k] * step))
+                if there[k] != here[k] and (new := f(there)) < value:
+                    here, value, moved = there, new, True
+        if not moved:
+            factor = math.sqrt(factor)
+    return here

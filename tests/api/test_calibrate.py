@@ -1,0 +1,170 @@
+"""Calibration: figures from synthetic measurements, the file that is written, and one run with tiny sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import distir
+from distir.api import calibrate as module
+from distir.api.calibrate import (
+    Figures,
+    Links,
+    Suite,
+    calibrate,
+    fit_crowds,
+    fit_figures,
+    fit_links,
+    regular_of,
+    to_toml,
+)
+from distir.api.calibration_runs import TimedStep, Training, perceptron
+from distir.api.compilation import simulated
+from distir.executor.cost_model import CostModel
+from distir.executor.cost_model.fitting import ProductFit, Sample
+from distir.hardware import load_cluster
+from distir.ir.errors import UsageError
+from distir.ir.topology import Crowd, OpSpeed, Residuals, Topology
+from distir.ir.type import Float32
+
+SPEED = OpSpeed(5e-6, 5e10, 2e10)
+FIGURES = Figures(
+    "cpu",
+    2,
+    8e9,
+    OpSpeed(2e-6, math.inf, 1e10),
+    {"f32": ProductFit(5e-6, 5e10, 1e6), "f64": ProductFit(6e-6, 2e10, 0.0)},
+    {("MatMul", "f32"): SPEED, ("Relu", "f32"): OpSpeed(1e-6, math.inf, 4e9)},
+    Links(1e-4, 3e9, 2e-5, 2e9),
+    5e-5,
+    2e-5,
+)
+
+
+def steps(figures: Figures, ranks: int) -> list[TimedStep]:
+    """Steps that take exactly what is predicted with these figures."""
+    found: list[TimedStep] = []
+    plans = {1: [distir.Plan(), distir.Plan(microbatches=2)], 2: [distir.Plan(dp=2), distir.Plan(pp=2, microbatches=4)]}
+    for width in (64, 512):
+        model = distir.Model(perceptron([width] * 5, 64, Float32)).training("mse", "sgd")
+        for plan in plans[ranks]:
+            r = regular_of(figures)
+            program = distir.distribute(model, plan, Topology(r).devices[: plan.size])
+            seconds = simulated(program, plan, CostModel(Topology(r), runtime=r.runtime)).seconds
+            found.append(TimedStep(program, plan, seconds))
+    return found
+
+
+def test_the_file_gives_back_the_figures(tmp_path: Path) -> None:
+    figures = replace(FIGURES, call=1e-5, crowds=(Crowd(1, 1.1, 1, 1, Residuals(0.9, 1.2, 4)),))
+    file = tmp_path / "mine.toml"
+    file.write_text(to_toml(figures, "mine", "a test"))
+    r = load_cluster(file).regular
+    assert r is not None
+    assert r.runtime is not None
+    assert r.spec.throughput == (("f32", 5e10), ("f64", 2e10))
+    assert dict(r.spec.ops) == {k: pytest.approx(x) for k, x in FIGURES.ops.items()}
+    assert r.spec.half_size == pytest.approx(1e6)
+    assert (r.spec.dram_bandwidth, r.spec.kernel_launch_overhead) == pytest.approx((1e10, 2e-6))
+    assert (r.intra.latency, r.intra.bandwidth, r.intra.collective()) == pytest.approx((1e-4, 3e9, 2e9))
+    assert (r.runtime.communication, r.runtime.transfer, r.runtime.call) == pytest.approx((5e-5, 2e-5, 1e-5))
+    assert r.runtime.inline
+    assert r.crowds == figures.crowds
+
+
+def test_figures_of_exact_samples() -> None:
+    sizes = [(64, 64), (256, 256), (64, 1024), (1024, 1024)]
+    work = [(2.0 * m * n * n, 4.0 * (m * n + n * n + m * n)) for m, n in sizes]
+    samples = [Sample("MatMul", "f32", "product", f, b, SPEED.seconds(f, b)) for f, b in work]
+    samples += [Sample("Relu", "f32", "", b, b, 1e-6 + b / 4e9) for _, b in work]
+    found = fit_figures(samples, replace(FIGURES, peaks={}, ops={}))
+    assert found.ops["MatMul", "f32"] == pytest.approx(SPEED, rel=1e-6)
+    assert found.peaks["f32"].flops == pytest.approx(5e10, rel=0.1)
+    assert found.ops["Relu", "f32"] == pytest.approx(OpSpeed(1e-6, math.inf, 4e9), rel=1e-6)
+    assert found.general == pytest.approx(OpSpeed(1e-6, math.inf, 4e9), rel=1e-6)
+
+
+def test_links_of_exact_timings() -> None:
+    sizes = [1e3, 1e5, 1e7]
+    found = fit_links([(n, 1e-4 + n / 3e9) for n in sizes], [(n, 2.5e-4 + n / 2e9) for n in sizes])
+    assert found[:4] == pytest.approx((1e-4, 3e9, 5e-5, 2e9))
+    assert found.error.worst < 1e-6
+
+
+def test_factors_of_exact_steps() -> None:
+    one = replace(FIGURES, call=4e-5, crowds=(Crowd(1, 1.25, 1, 1, Residuals(1, 1, 1)),))
+    two = replace(one, crowds=(*one.crowds, Crowd(2, 2.0, 1.5, 3.0, Residuals(1, 1, 1))))
+    found = fit_crowds(FIGURES, {1: steps(one, 1), 2: steps(two, 2)})
+    assert found.crowds[0].compute == pytest.approx(1.25, rel=0.05)
+    assert found.call == pytest.approx(4e-5, rel=0.2)
+    for crowd in found.crowds:
+        assert 0.9 < crowd.residuals.low <= crowd.residuals.high < 1.1
+    assert found.crowds[1].compute == pytest.approx(2.0, rel=0.15)
+
+
+def test_the_host_of_a_gpu_issues_ops() -> None:
+    gpu = replace(FIGURES, kind="gpu")
+    slow = replace(gpu, op=8e-5, crowds=(Crowd(1, 1, 1, 1, Residuals(1, 1, 1)),))
+    measured = [step._replace(seconds=s.seconds) for step, s in zip(steps(FIGURES, 1), steps(slow, 1), strict=True)]
+    assert fit_crowds(gpu, {1: measured}).op == pytest.approx(8e-5, rel=0.1)
+
+
+def test_residuals_are_the_extremes_of_steps() -> None:
+    exact = steps(replace(FIGURES, crowds=(Crowd(1, 1, 1, 1, Residuals(1, 1, 1)),)), 1)
+    off = [step._replace(seconds=step.seconds * factor) for step, factor in zip(exact, (0.8, 1, 1, 1.25), strict=True)]
+    found = fit_crowds(FIGURES, {1: off})
+    crowd, ratios = found.crowds[0], found.ratios[0]
+    assert (crowd.residuals.low, crowd.residuals.high) == (min(ratios), max(ratios))
+    assert crowd.residuals.steps == 4
+    assert crowd.residuals.high / crowd.residuals.low > 1.2
+
+
+@pytest.mark.parametrize(
+    ("out", "message"), [("mine.txt", "is a .toml file"), ("none/mine.toml", "no folder"), ("f.toml", "it is a folder")]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, message: str
+) -> None:
+    (tmp_path / "f.toml").mkdir()
+    monkeypatch.setattr(module, "_machine", lambda device: pytest.fail("something was measured"))
+    with pytest.raises(UsageError, match=message):
+        calibrate("cpu", tmp_path / out)
+
+
+def test_cuda_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distir.backends.processes import preflight
+
+    monkeypatch.setattr(preflight, "gpus", lambda: (0, 0.0))
+    with pytest.raises(UsageError, match="--device cuda needs a GPU"):
+        calibrate("cuda")
+
+
+TINY = Suite([Training("16,32,8", 16, "sgd", 2)], None, (), (1,), (64, 4096))
+
+
+def test_a_calibration(tmp_path: Path) -> None:
+    """With tiny sizes, on one rank: how good the fit is, is not asked here."""
+    out = tmp_path / "mine.toml"
+    phases: list[str] = []
+    done = calibrate("cpu", out, lambda what, number, total: phases.append(f"{number} {total}"), TINY)
+    assert len(phases) == int(phases[0].split()[1])
+    assert str(out) in str(done)
+    prediction = distir.simulate(perceptron([16, 32, 8], 16, Float32), cluster=str(out))
+    assert prediction.interval is not None
+    assert prediction.interval[0] <= prediction.step_seconds * done.figures.crowds[0].residuals.high
+
+
+@pytest.mark.gpu
+def test_a_calibration_on_a_gpu(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    out = tmp_path / "mine.toml"
+    calibrate("cuda", out, None, TINY)
+    regular = load_cluster(out).regular
+    assert regular is not None
+    assert regular.runtime is not None
+    assert (regular.kind, regular.runtime.inline) == ("gpu", False)

@@ -1,0 +1,155 @@
+"""Cluster files of machines that were measured: speeds of ops, a runtime, ranks that share cores, intervals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import distir
+from distir.api.compilation import cost_model
+from distir.executor.cost_model import CostModel
+from distir.hardware import contended, interpolated, load_cluster, load_runtime
+from distir.ir import FunctionMaker
+from distir.ir.errors import UsageError
+from distir.ir.spec import lookup
+from distir.ir.topology import OpSpeed
+from distir.ir.type import DType, Float32, Float64, Tensor
+
+FILE = """
+name = "mine"
+
+[device]
+kind = "cpu"
+memory_gb = 8
+memory_gbs = 10
+launch_us = 2
+
+[device.peak_tflops]
+f32 = 0.1
+
+[device.ops.f32.Relu]
+launch_us = 100
+gbs = 1
+
+[node]
+devices = 2
+link_gbs = 1
+link_us = 10
+
+[network]
+link_gbs = 1
+link_us = 10
+
+[runtime]
+communication_us = 50
+transfer_us = 20
+call_us = 0
+inline = true
+
+[[contention]]
+ranks = 1
+compute = 1
+collectives = 1
+transfers = 1
+low = 0.9
+high = 1.2
+steps = 10
+
+[[contention]]
+ranks = 2
+compute = 3
+collectives = 2
+transfers = 4
+low = 0.5
+high = 2
+steps = 8
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE)
+    return path
+
+
+def relus(n: int, dtype: DType = Float32, elements: int = 1000) -> distir.Function:
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor(dtype, (elements,)))
+    for k in range(n):
+        x = f.add_op("Relu", f"y{k}", [x])
+    f.set_outputs([x])
+    return f.finalize()
+
+
+def test_an_op_takes_its_measured_seconds(file: Path) -> None:
+    cost = cost_model(file, distir.Plan())
+    ((key, speed),) = cost.topology.spec(cost.topology.devices[0]).ops
+    assert (key, speed) == (("Relu", "f32"), pytest.approx(OpSpeed(1e-4, bandwidth=1e9)))
+    assert distir.simulate(relus(2), cluster=file).step_seconds == pytest.approx(2 * (1e-4 + 8000 / 1e9))
+    # another dtype has the general figures
+    assert distir.simulate(relus(2, Float64), cluster=file).step_seconds == pytest.approx(2 * (2e-6 + 16000 / 10e9))
+
+
+def test_a_prediction_has_an_interval(file: Path) -> None:
+    found = distir.simulate(relus(1), cluster=file)
+    assert found.interval == pytest.approx((0.9 * found.step_seconds, 1.2 * found.step_seconds))
+    assert found.to_json()["interval"] == found.interval
+    assert "step 108.0 us (97.2 us .. 129.6 us)" in str(found)
+    assert distir.simulate(relus(1), cluster="cpu-2core").interval is None
+
+
+def test_ranks_that_share_cores(file: Path) -> None:
+    cluster = load_cluster(file, devices=4)
+    assert len(cluster.devices) == 4
+    slow = contended(cluster, 2, 1.5).regular
+    assert slow is not None
+    assert dict(slow.spec.ops)["Relu", "f32"] == pytest.approx(OpSpeed(2e-4, bandwidth=0.5e9))
+    assert slow.spec.peak("f32") == pytest.approx(0.05e12)
+    assert (slow.intra.latency, slow.intra.bandwidth, slow.intra.collective()) == pytest.approx((4e-5, 0.25e9, 0.5e9))
+    assert slow.runtime is not None
+    assert (slow.runtime.communication, slow.runtime.transfer) == pytest.approx((1e-4, 8e-5))
+    assert slow.residuals == (0.5, 2, 8)
+    four = contended(cluster, 4, 4).regular
+    assert four is not None
+    assert four.spec.peak("f32") == pytest.approx(0.1e12 / 6)
+    shipped = load_cluster("cpu-2core")
+    assert contended(shipped, 2, 2) is shipped
+
+
+def test_interpolation() -> None:
+    points = [(1, 1.0), (2, 3.0), (4, 4.0)]
+    found = [interpolated(points, n) for n in (0.5, 1, 1.5, 2, 3, 4, 8)]
+    assert found == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 8.0])
+
+
+def test_the_host_of_a_cpu_computes_nothing_while_it_issues(file: Path) -> None:
+    cost = cost_model(file, distir.Plan(dp=2))
+    assert cost.runtime is not None
+    assert cost.runtime.inline
+    assert cost.issue(lookup("Send")) == pytest.approx(20e-6)
+    assert cost.issue(lookup("MPIAllreduce"), devices=2) == pytest.approx(50e-6)
+    assert cost.issue(lookup("MPIAllreduce"), computes=True) == 0
+    other = CostModel(cost.topology, runtime=load_runtime("distir"))
+    assert other.issue(lookup("MPIAllreduce"), computes=True) == other.issue(lookup("MPIAllreduce")) > 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("low = 0.9", "low = 1.3", r"contention\[0\]\.low: expected at most high, 1.2, got 1.3"),
+        ("compute = 3", "compute = 0", r"contention\[1\]\.compute: expected a number above 0"),
+        ("gbs = 1\n\n[node]", "gbs = 0\n\n[node]", r"device\.ops\.f32\.Relu\.gbs: expected a number above 0"),
+        ("inline = true", "inline = 1", r"runtime\.inline: expected true or false"),
+    ],
+)
+def test_errors_name_the_key(file: Path, old: str, new: str, message: str) -> None:
+    file.write_text(FILE.replace(old, new, 1))
+    with pytest.raises(UsageError, match=message):
+        load_cluster(file)
+
+
+def test_a_cost_model_of_ones_own_runtime_keeps_it(file: Path) -> None:
+    topology = load_cluster(file)
+    assert distir.simulate(relus(1), cluster=CostModel(topology)).step_seconds == pytest.approx(1.08e-4)
