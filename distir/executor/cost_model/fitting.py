@@ -115,9 +115,12 @@ def fit_products(samples: Sequence[Sample]) -> ProductFit:
 
 
 def fit_transfer(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(seconds of latency, bytes/s) of transfers of these sizes in bytes."""
+    """(seconds of latency, bytes/s) of transfers of these sizes in bytes.
+
+    Where the seconds do not grow with the bytes, as of small sizes on a busy machine, the rate is the highest seen.
+    """
     latency, byte = fit_robust([[1.0] * len(sizes), sizes], seconds)
-    return latency, 1 / byte if byte else math.inf
+    return latency, 1 / byte if byte else max(n / t for n, t in zip(sizes, seconds, strict=True))
 
 
 def errors(predicted: Iterable[float], measured: Iterable[float]) -> Error:

@@ -83,6 +83,12 @@ def test_transfers() -> None:
     assert fit_transfer(sizes, [9e-5 + n / 5e9 for n in sizes]) == pytest.approx((9e-5, 5e9))
 
 
+def test_transfers_whose_seconds_do_not_grow_have_a_rate() -> None:
+    latency, rate = fit_transfer([1e3, 1e4, 1e5], [3e-5, 2e-5, 1e-5])
+    assert latency > 0
+    assert rate == pytest.approx(1e10)
+
+
 def test_errors() -> None:
     found = errors([1.1, 0.8], [1.0, 1.0])
     assert (found.mean, found.worst, found.count) == (pytest.approx(0.15), pytest.approx(0.2), 2)
