@@ -10,6 +10,7 @@ are those of a machine that does nothing else.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -35,7 +36,7 @@ from distir.executor.cost_model.fitting import (
     fit_transfer,
     nearest,
 )
-from distir.hardware import load_cluster, load_runtime
+from distir.hardware import host_cores, load_cluster, load_runtime
 from distir.ir.errors import UsageError
 from distir.ir.files import written
 from distir.ir.host_runtime import Runtime
@@ -177,7 +178,7 @@ def calibrate(
     )
     if out is not None:
         with written(out) as path:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
     return Calibration(figures, _rows(figures, profiled.samples), text, None if out is None else os.fspath(out))
 
 
@@ -208,7 +209,7 @@ def _machine(device: str) -> tuple[str, int, float]:
     from distir.backends.processes.preflight import available_memory, gpus
 
     if device == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = host_cores()
         return "cpu", cores, (available_memory() or 8e9) / cores
     count, memory = gpus()
     if not count:
@@ -279,12 +280,15 @@ def fit_links(transfers: Sequence[tuple[float, float]], reductions: Sequence[tup
 def fit_figures(samples: Sequence[Sample], known: Figures) -> Figures:
     """The figures with the speeds fitted to samples: of single ops, of products by dtype, of all other ops together."""
     pointwise = [s for s in samples if not s.kernel and s.dtype == "f32"]
-    kinds = {s.dtype: [x for x in samples if x.kernel == "product" and x.dtype == s.dtype] for s in samples if s.kernel}
+    products: dict[str, list[Sample]] = {}
+    for s in samples:
+        if s.kernel == "product":
+            products.setdefault(s.dtype, []).append(s)
     launch, _, byte = fit_robust(
         [[1.0] * len(pointwise), [0.0] * len(pointwise), [s.bytes for s in pointwise]], [s.seconds for s in pointwise]
     )
     general = OpSpeed(launch, math.inf, 1 / byte if byte else 1e10)
-    peaks = {dtype: fit_products(found) for dtype, found in kinds.items() if found}
+    peaks = {dtype: fit_products(found) for dtype, found in products.items()}
     return replace(known, general=general, peaks=peaks, ops=fit_speeds(samples))
 
 
@@ -356,7 +360,7 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
     peaks = {dtype: x for dtype, x in f.peaks.items() if x.flops < math.inf}
     half = peaks["f32"].half if "f32" in peaks else 0.0
     lines = [
-        f'name = "{name}"',
+        f"name = {json.dumps(name, ensure_ascii=False)}",
         "",
         "[device]",
         f'kind = "{f.kind}"',
@@ -364,7 +368,7 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
         f"memory_gbs = {_number(f.general.bandwidth / 1e9)}",
         f"launch_us = {_number(f.general.launch * 1e6)}",
         f"half_gflop = {_number(half / 1e9)}",
-        f"source = '{source}'",
+        f"source = {json.dumps(source, ensure_ascii=False)}",
         "",
         "[device.peak_tflops]",
         *[f"{dtype} = {_number(x.flops / 1e12)}" for dtype, x in peaks.items()],

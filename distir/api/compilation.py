@@ -34,8 +34,6 @@ from distir.transforms.rewriting.laws import origins
 AnyModel = Model | Function | str | os.PathLike[str]
 Cluster = CostModel | Topology | str | os.PathLike[str]
 ONE = Plan()
-_ROUNDS = 1
-"""Simulations that find how many ranks compute at a time, before the last."""
 
 
 @no_collection()
@@ -162,7 +160,7 @@ def simulated(
     """The simulation of a distributed program, in the order in which its ranks run it.
 
     Where ranks share the cores of a host that was calibrated, compute is slower the more of them compute at a time.
-    That number, on average, is found by simulating a few times.
+    That number, on average, is found by a simulation in which all of them do.
     """
 
     def once(cost: CostModel) -> Simulation:
@@ -172,17 +170,18 @@ def simulated(
     host = cost.topology.uniform
     if host is None or not host.crowds or type(cost) is not CostModel:  # others have their own prices
         return once(cost)
-    busy = float(plan.size)
-    for rounds in range(_ROUNDS, -1, -1):
-        there = contended(cost.topology, plan.size, busy)
+
+    def while_busy(ranks: float) -> Simulation:
+        there = contended(cost.topology, plan.size, ranks)
         runtime = cost.runtime if cost.runtime is not host.runtime else there.regular and there.regular.runtime
-        simulation = once(CostModel(there, tf32=cost.tf32, runtime=runtime))
-        if plan.size == 1 or not simulation.seconds or not rounds:
-            return simulation
-        sizes = simulation.program.classes.sizes
-        compute = [seconds * n for n, (seconds, _) in zip(sizes, busy_times(simulation.run, len(sizes)), strict=True)]
-        busy = max(1.0, sum(compute) / simulation.seconds)
-    raise AssertionError("the last round returns")
+        return once(CostModel(there, tf32=cost.tf32, runtime=runtime))
+
+    all_busy = while_busy(plan.size)
+    if plan.size == 1 or not all_busy.seconds:
+        return all_busy
+    sizes = all_busy.program.classes.sizes
+    compute = [seconds * n for n, (seconds, _) in zip(sizes, busy_times(all_busy.run, len(sizes)), strict=True)]
+    return while_busy(max(1.0, sum(compute) / all_busy.seconds))
 
 
 def describe(topology: Topology) -> str:

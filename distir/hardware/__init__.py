@@ -78,10 +78,15 @@ def this_host(ranks: int, cores: int | None = None) -> Topology:
     regular = load_cluster("cpu-2core").regular
     if regular is None:
         raise UsageError("the shipped CPU cluster is not regular")
-    cores = cores or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = cores or host_cores()
     wait = max(1.0, ranks / cores)
     name = f"this host, {counted(ranks, 'rank')} on {counted(cores, 'core')}"
     return Topology(replace(crowded(regular, wait, wait, wait), name=name, per_node=ranks))
+
+
+def host_cores() -> int:
+    """The number of this host's cores that the process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def crowded(r: Regular, wait: float, slower: float, transfers: float) -> Regular:
@@ -137,7 +142,7 @@ def interpolated(points: Sequence[tuple[int, float]], n: float) -> float:
 def _read(path: Path) -> dict[str, Any]:
     """The arguments of `Regular` but the number of nodes."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise UsageError(f"cannot read cluster file {path}: {e.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
@@ -195,27 +200,26 @@ def _runtimes() -> dict[str, Runtime]:
 
 
 def _runtime(name: str, t: _Table) -> Runtime:
-    op, communication, member, call = (
-        t.figure(key, 0.0) * 1e-6 for key in ("op_us", "communication_us", "member_us", "call_us")
-    )
-    fuses, together, waits, scatters, inline = map(t.flag, ("fuses", "multi_tensor", "waits", "scatters", "inline"))
-    passes, skew = t.figure("passes", 1.0, least=1.0), t.figure("skew", 0.0)
+    given: dict[str, Any] = {key: t.flag(key) for key in ("fuses", "multi_tensor", "waits", "scatters", "inline")}
+    given |= {key: t.figure(f"{key}_us", 0.0) * 1e-6 for key in ("op", "communication", "member", "call")}
     transfer = t.figure("transfer_us") * 1e-6 if "transfer_us" in t.values else None
-    return Runtime(
-        name, op, communication, member, call, fuses, together, waits, scatters, passes, skew, inline, transfer
-    )
+    passes, skew = t.figure("passes", 1.0, least=1.0), t.figure("skew", 0.0)
+    return Runtime(name, **given, passes=passes, skew=skew, transfer=transfer)
 
 
 def _shared(link: Link, network: _Table, devices: int) -> Link:
     """A device's share of the ports of its node, and of what an oversubscribed network carries.
 
-    Groups of some, but not all, devices of each node reach `partial_share` of it in collectives.
+    Groups of some, but not all, devices of each node reach `partial_share` of it in collectives, or, where so many of
+    each node have a figure of their own, that.
     """
     ports = network.whole("ports", devices)
     share = min(1.0, ports / devices) / network.figure("oversubscription", 1.0, least=1.0)
-    bus, part = link.collective() * share, network.positive("partial_share") if "partial_share" in network.values else 1
-    some = tuple((k, bus * part) for k in range(2, devices)) if part != 1 else ()
-    return link._replace(bandwidth=link.bandwidth * share, bus=bus, bus_by=some)
+    bus = link.collective() * share
+    part = network.positive("partial_share") if "partial_share" in network.values else 1.0
+    some = dict.fromkeys(range(2, devices), bus * part) if part != 1 else {}
+    some |= {k: measured * share for k, measured in link.bus_by}
+    return link._replace(bandwidth=link.bandwidth * share, bus=bus, bus_by=tuple(some.items()))
 
 
 class _Table:

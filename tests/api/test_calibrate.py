@@ -44,6 +44,15 @@ FIGURES = Figures(
 )
 
 
+@pytest.mark.parametrize("name", ["mine", 'a "b" \\c', "größe 🙂"])
+def test_any_name_can_be_read_again(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(to_toml(FIGURES, name, "distir's own"), encoding="utf-8")
+    regular = load_cluster(file).regular
+    assert regular is not None
+    assert regular.name == name
+
+
 def steps(figures: Figures, ranks: int) -> list[TimedStep]:
     """Steps that take exactly what is predicted with these figures."""
     found: list[TimedStep] = []

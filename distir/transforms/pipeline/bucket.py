@@ -42,6 +42,8 @@ def reductions_first(function: Function, axis: str) -> Function:
         elif op.spec in SUMS and op.attributes["axis"] == axis:
             reduced.update(op.outputs)
             first.add(op)
+    if not first:
+        return function
     needed = {v for op in first for v in op.inputs}
     for op in reversed(function.ops):
         if op in first or not needed.isdisjoint(op.outputs):

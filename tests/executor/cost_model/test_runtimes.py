@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distir.executor.cost_model import CostModel
-from distir.executor.cost_model.fusion import fused
+from distir.executor.cost_model.fusion import Fused, fused
 from distir.hardware import load_cluster
 from distir.ir import Device, FunctionMaker, Mesh
 from distir.ir.function import Attributes
@@ -75,6 +75,8 @@ def test_more_passes_over_memory_and_collectives_that_wait() -> None:
     for name, ins, factor in (("Neg", [narrow], 2.0), ("MatMul", [narrow, narrow], 1.0), ("Neg", [t], 1.0)):
         seconds = [cost.compute(lookup(name), {}, ins, ins[:1], device) - launch for cost in (plain, slow)]
         assert seconds[1] == pytest.approx(factor * seconds[0], rel=1e-6)
+    inside = Fused(frozenset((0,)), result=True, launched=True)  # of a chain: it moves nothing
+    assert slow.compute(lookup("Neg"), {}, [narrow], [narrow], device, inside) == pytest.approx(0.0, abs=1e-12)
     mesh = Mesh(topology.devices[:8], {"dp": 8}, "m")
     part, whole = (Tensor(Float32, (4096, 4096), mesh, (p,)) for p in (SUM, REPLICATE))
     group = topology.group(topology.devices[:8])

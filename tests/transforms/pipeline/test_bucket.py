@@ -11,7 +11,7 @@ from distir.ir import Device, Function, FunctionMaker, Mesh, Op, verify
 from distir.ir.errors import IRTypeError, UsageError
 from distir.ir.type import REPLICATE, SUM, Float32, Float64, Partial, Shard, Tensor, Tuple
 from distir.transforms.differentiation.training import AdamW
-from distir.transforms.pipeline.bucket import bucket
+from distir.transforms.pipeline.bucket import bucket, reductions_first
 from tests.transforms.programs import ADAMW, Plan, check, distributed, small_gpt
 
 MESH = Mesh([Device("gpu", 0), Device("gpu", 1)], {"dp": 2}, "m")
@@ -75,6 +75,7 @@ def test_nothing_to_do_gives_the_very_function() -> None:
     f = chain([W] * 3)
     assert bucket(f, "dp", 0) is f
     assert bucket(f, "tp", math.inf) is f
+    assert reductions_first(f, "tp") is f
 
 
 def bundle(types: list[Tensor], op: str, **attributes: object) -> None:
