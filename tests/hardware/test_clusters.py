@@ -79,10 +79,11 @@ def test_some_devices_of_each_node_reach_a_share_of_their_ports(tmp_path: Path) 
     plain, shared = found
     assert plain == [k * 25e9 for k in range(1, 9)]
     assert shared == [25e9, *[k * 12.5e9 for k in range(2, 8)], 200e9]
-    file.write_text(file.read_text() + "\n[network.bus_gbs_by]\n4 = 20\n")
+    half = file.read_text().replace("partial_share = 0.5", "partial_share = 0.5\nports = 4")
+    file.write_text(half + "\n[network.bus_gbs_by]\n4 = 20\n")
     regular = load_cluster(file, nodes=2).regular
     assert regular is not None
-    assert [bus(spread(regular, 2, k, 2 * k)) for k in (2, 4)] == [25e9, 80e9]
+    assert [bus(spread(regular, 2, k, 2 * k)) for k in (2, 4, 8)] == [12.5e9, 40e9, 100e9]
 
 
 def test_a_rack_of_nvlink_is_one_node() -> None:

@@ -13,7 +13,7 @@ from distir.executor.cost_model.seconds import QUANTUM, CostModel, computed_in, 
 from distir.hardware import load_cluster
 from distir.ir import FunctionMaker, Mesh, Topology
 from distir.ir.spec import lookup
-from distir.ir.topology import Algorithm, Group, Link
+from distir.ir.topology import Algorithm, DeviceSpec, Group, Link, Regular
 from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float, Float16, Float64, Int64, Shard, Tensor, Tuple
 from distir.ops.rules import statistic
 from tests.ops.samples import SAMPLES
@@ -109,6 +109,16 @@ def test_the_gradient_of_attention_takes_two_and_a_half_times_as_long(dtype: DTy
     forward = seconds("Attention", x, x, x, topology=cluster, causal=True)
     backward = seconds("AttentionGrad", x, x, x, x, lse, x, topology=cluster, causal=True)
     assert backward / forward == pytest.approx(2.5, rel=0.03)  # a product that fills the device half takes longer
+
+
+@pytest.mark.parametrize(("size", "longer"), [(256, 2.0), (1024, 1.125), (4096, 1 + 1 / 64)])
+def test_small_products_lose_efficiency_by_the_root_of_their_size(size: int, longer: float) -> None:
+    """Half of it at the half size, here that of a product of 256 by 256."""
+    half = 2.0 * 256**3
+    spec = DeviceSpec((("f32", FLOPS),), BYTES * 1e6, 0.0, half_size=half)
+    topology = Topology(Regular("one", "gpu", spec, 1, 1, Link(1e9), Link(1e9)))
+    square = Tensor(Float(), (size, size))
+    assert seconds("MatMul", square, square, topology=topology) == pytest.approx(longer * 2 * size**3 / FLOPS, rel=1e-6)
 
 
 def test_efficiencies_divide_the_peaks() -> None:
