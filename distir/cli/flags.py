@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from distir import __version__
 from distir.ir.errors import UsageError
-from distir.transforms.plan import Plan, default_of, default_order
+from distir.transforms.plan import InputSplit, Plan, default_of
 
 _EXIT_CODES = (
     "exit codes: 0 success, 1 internal error, 2 bad flags or files, 3 bad model, 4 plan is infeasible (in run,\n\
@@ -368,6 +368,9 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
             continue
         kind = f.metadata.get("kind", type(f.default).__name__)
         parse, metavar = _KINDS[kind]
+        if kind == "split":
+            group.add_argument(flag, type=parse, action="append", metavar=metavar, help=text)
+            continue
         choices = f.metadata.get("choices")
         usual = default_of(f)
         default = ",".join(usual) if kind == "tuple" else f"{usual:g}" if kind == "float" else usual
@@ -431,11 +434,14 @@ def _size(text: str) -> tuple[str, int]:
 
 
 def _order(text: str) -> tuple[str, ...]:
-    order = tuple(text.split(","))
-    if sorted(order) != sorted(default_order()):
-        known = ",".join(default_order())
-        raise argparse.ArgumentTypeError(f"expected {known} in some order, got {text!r}")
-    return order
+    return tuple(text.split(","))
+
+
+def _input_split(text: str) -> InputSplit:
+    try:
+        return InputSplit.parse(text)
+    except UsageError as e:
+        raise argparse.ArgumentTypeError(e.message.partition(": ")[2]) from None
 
 
 _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -444,5 +450,6 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "str": (str, "NAME"),
     "schedule": (str, _SCHEDULE),
     "tuple": (_order, "A,B,C"),
+    "split": (_input_split, "AXIS=N:INPUT.DIM,..."),
 }
 """By the type of a field's default: the function that parses its flag, and the flag's metavar."""

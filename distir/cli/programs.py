@@ -11,6 +11,7 @@ from typing import Any
 
 from distir.api import Model, Plan
 from distir.api.compilation import distribute
+from distir.api.named_dims import named_dims
 from distir.api.rewrites import rewritten
 from distir.cli.commands import model_of, plan_of
 from distir.cli.output import Progress, print_json, print_program
@@ -90,13 +91,14 @@ def _after(model: Model, plan: Plan, name: str, rank: int) -> Function:
         return rank_program(distribute(model, plan), rank).function
     names = [p.name for p in PASSES]
     names = names[: names.index(name) + 1] if name in names else [name]
-    function = run_passes(model.function, names, _settings(plan))
+    function = run_passes(model.function, names, _settings(model.function, plan))
     verify(function)
     return function
 
 
-def _settings(plan: Plan) -> PassContext:
-    return PassContext(plan, [Device("cpu", i) for i in range(plan.size)])
+def _settings(function: Function, plan: Plan) -> PassContext:
+    devices = [Device("cpu", i) for i in range(plan.size)]
+    return PassContext(plan, devices, splits=named_dims(function, plan.split))
 
 
 def passes(args: argparse.Namespace) -> None:
@@ -127,7 +129,7 @@ def opt(args: argparse.Namespace) -> None:
     names = args.passes.split(",")
     with Progress("compiling"):
         model, plan = model_of(args), plan_of(args)
-        function = run_passes(model.function, names, _settings(plan))
+        function = run_passes(model.function, names, _settings(model.function, plan))
         verify(function)
     if args.output is None:
         _print_state(args, function, {"passes": names})

@@ -52,6 +52,10 @@ def _are_dims(x: Any, rank: int) -> bool:
     return type(x) is tuple and all(_is_dim(d, rank) for d in x) and len(set(x)) == len(x)
 
 
+def _is_mesh_axis(x: Any) -> bool:
+    return type(x) is str or (type(x) is tuple and len(set(x)) == len(x) > 1 and all(type(a) is str for a in x))
+
+
 _KINDS = {
     "flag": _Kind("True or False", lambda x, rank: type(x) is bool or (type(x) is int and x in (0, 1))),
     "int": _Kind("an integer", lambda x, rank: _is_int(x)),
@@ -69,6 +73,7 @@ _KINDS = {
     "axis": _Kind("a dim of operand 0, from either end", lambda x, rank: _is_int(x) and -rank <= x < rank),
     "dtype": _Kind("a dtype", lambda x, rank: isinstance(x, DType)),
     "text": _Kind("a string", lambda x, rank: type(x) is str),
+    "mesh-axis": _Kind("the name of a mesh axis, or a tuple of several", lambda x, rank: _is_mesh_axis(x)),
     "split": _Kind(
         "an integer, or one for each member of a bundle", lambda x, rank: _is_int(x) or _each(_is_int)(x, rank)
     ),

@@ -22,7 +22,7 @@ Route = Literal["here", "axis", "send", "scatter", "gather", "outgoing", "incomi
 """Between which devices values move:
 
 - "here": between none;
-- "axis": all devices along the mesh axis that the attribute `axis` names take part, each with its own piece;
+- "axis": all devices along the mesh axis, or axes, that the attribute `axis` names take part, each with its own piece;
 - "send": from a device, or from each device of a mesh, to another, or to its counterpart on another mesh;
 - "scatter", "gather": from one device to all of a mesh, and back;
 - "outgoing", "incoming": one side of a transfer, in the program of a single rank.
@@ -114,5 +114,6 @@ class Communication(NamedTuple):
         mesh = t.device
         if not self.takes or not isinstance(mesh, Mesh):
             return self.unchanged
-        i = mesh.position(attrs["axis"])
-        return mesh.sizes[i] == 1 or (i == mesh.time and isinstance(t, Tensor) and isinstance(t.placements[i], Partial))
+        axis = attrs["axis"]
+        sums = isinstance(t, Tensor) and mesh.is_time(axis) and isinstance(t.on(axis), Partial)
+        return sums or mesh.size(axis) == 1

@@ -33,6 +33,8 @@ class Device:
         return f"{self.kind}:{self.index}"
 
 
+AxisNames = str | tuple[str, ...]
+"""An axis of a mesh, or several that count as one, the first varying slowest."""
 TIME = "mb"
 """The name of the time axis: microbatches, one after the other on the same devices."""
 
@@ -93,8 +95,16 @@ class Mesh:
             raise IRTypeError(f"mesh {self.name} has no axis {axis!r}", f"its axes are {', '.join(self.axes)}")
         return i
 
-    def size(self, axis: str) -> int:
-        return self.sizes[self.position(axis)]
+    def positions(self, axis: AxisNames) -> tuple[int, ...]:
+        """The position of `axis`, or of each of several. Raises IRTypeError if one is not among the axes."""
+        return (self.position(axis),) if isinstance(axis, str) else tuple([self.position(a) for a in axis])
+
+    def size(self, axis: AxisNames) -> int:
+        return math.prod([self.sizes[i] for i in self.positions(axis)])
+
+    def is_time(self, axis: AxisNames) -> bool:
+        """Whether it is the time axis."""
+        return self.time is not None and axis == self.axes[self.time]
 
     @property
     def coords(self) -> tuple[tuple[int, ...], ...]:
@@ -104,11 +114,16 @@ class Mesh:
             self._coords = tuple(itertools.product(*space))
         return self._coords
 
-    def group(self, axis: str, device: int = 0) -> list[Device]:
-        """The devices that differ from number `device` only along `axis`."""
-        a = self.position(axis)
-        if a == self.time:
+    def stride(self, i: int) -> int:
+        """The distance in `devices` between neighbours along axis number i, which is not the time axis."""
+        return math.prod([n for k, n in enumerate(self.sizes) if k > i and k != self.time])
+
+    def group(self, axis: AxisNames, device: int = 0) -> list[Device]:
+        """The devices that differ from number `device` only along `axis`, or several axes, in their order."""
+        if self.is_time(axis):
             return [self.devices[device]]
-        stride = math.prod(n for i, n in enumerate(self.sizes) if i > a and i != self.time)
-        first = device - device // stride % self.sizes[a] * stride
-        return list(self.devices[first : first + self.sizes[a] * stride : stride])
+        found = [device]
+        for i in self.positions(axis):
+            stride, n = self.stride(i), self.sizes[i]
+            found = [d + (k - d // stride % n) * stride for d in found for k in range(n)]
+        return [self.devices[d] for d in found]

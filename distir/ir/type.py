@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from distir.ir.device import Device, Mesh
+from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.dtype import BFloat16 as BFloat16
 from distir.ir.dtype import Bool as Bool
 from distir.ir.dtype import DType as DType
@@ -180,16 +180,31 @@ class Tensor:
             raise IRTypeError(f"expected a value on a mesh, got {self}")
         return self.device
 
-    def on(self, axis: str) -> Placement:
-        """How it is placed along a mesh axis. Raises IRTypeError if it is on no mesh, or one without that axis."""
-        return self.placements[self.mesh.position(axis)]
+    def on(self, axis: AxisNames) -> Placement:
+        """How it is placed along a mesh axis, or several as one: the same sum, or splits of a dim one inside the other.
 
-    def local(self, i: int) -> Placement:
-        """Its placement along mesh axis number i, within what one device holds: without other axes' sub-dimensions."""
-        p = self.placements[i]
+        Raises IRTypeError if it is on no mesh, or one without that axis, or if the axes do not count as one.
+        """
+        if isinstance(axis, str):
+            return self.placements[self.mesh.position(axis)]
+        at = self.mesh.positions(axis)
+        p = self.placements[at[0]]
+        expected = p
+        for i, before in zip(at[1:], at, strict=False):
+            if isinstance(expected, Shard):
+                expected = Shard(expected.dim, expected.outer * self.mesh.sizes[before])
+            if self.placements[i] is not expected:
+                raise IRTypeError(f"expected {expected} along {self.mesh.axes[i]!r}, inside {axis[0]!r}, got {self}")
+        return p
+
+    def local(self, axis: int | AxisNames) -> Placement:
+        """Its placement along a mesh axis (or its number, or several axes) within what one device holds: without other
+        axes' sub-dimensions."""
+        at = (axis,) if isinstance(axis, int) else self.mesh.positions(axis)
+        p = self.placements[axis] if isinstance(axis, int) else self.on(axis)
         if not isinstance(p, Shard) or p.outer == 1:
             return p
-        return p.inside(math.prod([n for outer, n, k in self.subdims[p.dim] if k != i and outer < p.outer]))
+        return p.inside(math.prod([n for outer, n, k in self.subdims[p.dim] if k not in at and outer < p.outer]))
 
     def cut(self, x: Any, coord: Mapping[int, int] | Sequence[int]) -> Any:
         """The piece of the whole array `x` that a device at `coord` (its index along each mesh axis) holds.
@@ -221,10 +236,13 @@ class Tensor:
             return tuple([0 if coord is None else self.start(d, coord) for d in range(len(self.shape))])
         return 0 if coord is None else self.start(dim % len(self.shape), coord)
 
-    def placed(self, axis: str, placement: Placement, piece: Piece | None = None) -> Tensor:
-        """The same whole with another placement along one axis."""
-        i = self.mesh.position(axis)
-        placements = (*self.placements[:i], placement, *self.placements[i + 1 :])
+    def placed(self, axis: AxisNames, placement: Placement, piece: Piece | None = None) -> Tensor:
+        """The same whole with another placement along an axis, or along several as one."""
+        placements = list(self.placements)
+        for i in self.mesh.positions(axis):
+            placements[i] = placement
+            if isinstance(placement, Shard):
+                placement = Shard(placement.dim, placement.outer * self.mesh.sizes[i], placement.shift)
         return Tensor.whole(self.dtype, self.global_shape, self.device, placements, piece)
 
     def moved(self, device: Device | Mesh | None) -> Tensor:

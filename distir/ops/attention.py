@@ -34,7 +34,7 @@ def _axes(operands: Sequence[str], result: Callable[[int], str]) -> Callable[[At
         for k, (row, s) in enumerate(zip(rows, shapes, strict=False)):
             if len(s) == len(row.split()) and s[: rank - 2] != shapes[0][: rank - 2]:
                 raise IRTypeError(f"operand {k}: expected leading dims {shapes[0][: rank - 2]}, got shape {s}")
-        kinds = [f"{x}:whole" for x in "tef"] + [f"s:{'whole' if attrs.get('causal') else 'sum'}"]
+        kinds = [*[f"{x}:whole" for x in "tef"], "s:sum"]
         made = result(rank)
         if len(shapes) == len(operands) + 1:
             mask = shapes[-1]
@@ -76,21 +76,21 @@ def _grad_dtypes(results: int) -> Callable[..., list[DType]]:
 # ---------------------------------------------------------------- meaning
 
 
-def _scores(xp: Any, q: Any, k: Any, mask: Any, scale: float, causal: bool) -> Any:
+def _scores(xp: Any, q: Any, k: Any, mask: Any, scale: float, causal: bool, start: int) -> Any:
     scores = xp.matmul(wide(xp, q), xp.swapaxes(wide(xp, k), -1, -2)) * scale
     if mask is not None:
         scores = scores + wide(xp, mask)
     if causal:
         s, t = scores.shape[-2:]
-        seen = xp.expand_dims(xp.arange(0, t, Int64), 0) <= xp.expand_dims(xp.arange(0, s, Int64), 1)
+        seen = xp.expand_dims(xp.arange(0, t, Int64), 0) <= xp.expand_dims(xp.arange(start, start + s, Int64), 1)
         scores = xp.where(seen, scores, -math.inf)
     return scores
 
 
 def _attention(
-    xp: Any, q: Any, k: Any, v: Any, mask: Any = None, scale: float = 1.0, causal: bool = False
+    xp: Any, q: Any, k: Any, v: Any, mask: Any = None, scale: float = 1.0, causal: bool = False, start: int = 0
 ) -> tuple[Any, Any]:
-    scores = _scores(xp, q, k, mask, scale, causal)
+    scores = _scores(xp, q, k, mask, scale, causal, start)
     top = xp.max(scores, axis=-1, keepdims=True)
     top = xp.where(top == -math.inf, 0, top)
     weights = xp.exp(scores - top)
@@ -101,10 +101,10 @@ def _attention(
 
 
 def _slopes(
-    xp: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, d: Any, mask: Any, scale: float, causal: bool
+    xp: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, d: Any, mask: Any, scale: float, causal: bool, start: int
 ) -> tuple[Any, Any]:
     """The softmax, and the gradient of the scores."""
-    weights = xp.exp(_scores(xp, q, k, mask, scale, causal) - xp.expand_dims(lse, -1))
+    weights = xp.exp(_scores(xp, q, k, mask, scale, causal, start) - xp.expand_dims(lse, -1))
     d = wide(xp, d)
     along = xp.sum(d * wide(xp, y), axis=-1, keepdims=True)
     return weights, weights * (xp.matmul(d, xp.swapaxes(wide(xp, v), -1, -2)) - along)
@@ -121,8 +121,9 @@ def _attention_grad(
     mask: Any = None,
     scale: float = 1.0,
     causal: bool = False,
+    start: int = 0,
 ) -> tuple[Any, Any, Any]:
-    weights, slopes = _slopes(xp, q, k, v, y, lse, d, mask, scale, causal)
+    weights, slopes = _slopes(xp, q, k, v, y, lse, d, mask, scale, causal, start)
     dq = xp.matmul(slopes, wide(xp, k)) * scale
     dk = xp.matmul(xp.swapaxes(slopes, -1, -2), wide(xp, q)) * scale
     dv = xp.matmul(xp.swapaxes(weights, -1, -2), wide(xp, d))
@@ -130,9 +131,19 @@ def _attention_grad(
 
 
 def _mask_grad(
-    xp: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, d: Any, mask: Any, scale: float = 1.0, causal: bool = False
+    xp: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    y: Any,
+    lse: Any,
+    d: Any,
+    mask: Any,
+    scale: float = 1.0,
+    causal: bool = False,
+    start: int = 0,
 ) -> Any:
-    slopes = _slopes(xp, q, k, v, y, lse, d, mask, scale, causal)[1]
+    slopes = _slopes(xp, q, k, v, y, lse, d, mask, scale, causal, start)[1]
     lead = slopes.ndim - mask.ndim
     slopes = xp.sum(slopes, axis=tuple(range(lead)))
     slopes = xp.sum(slopes, axis=tuple(i for i, n in enumerate(mask.shape) if n == 1), keepdims=True)
@@ -175,15 +186,21 @@ def _emit_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Value]:
 def _work(keys: int, values: int) -> Callable[..., tuple[float, float]]:
     """The work of that many products of the scores' shape with keys or queries, and with values; half if causal.
 
-    2 and 5 of them forward and backward: Dao 2023 (FlashAttention-2), sections 3.1 and 4.1.
+    2 and 5 of them forward and backward: Dao 2023 (FlashAttention-2), sections 3.1 and 4.1. Where queries are split
+    over devices, causal attention is most work for those that have the last ones, and the others wait for them.
     """
 
     def work(attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> tuple[float, float]:
-        points = math.prod(ins[0][:-1]) * ins[1][-2]
-        flops = 2.0 * points * (keys * ins[0][-1] + values * ins[2][-1])
-        return (flops / 2 if attrs.get("causal") else flops), 0.0
+        s, t = ins[0][-2], ins[1][-2]
+        points = math.prod(ins[0][:-1]) * (t - min(s, t) / 2 if attrs.get("causal") else t)
+        return 2.0 * points * (keys * ins[0][-1] + values * ins[2][-1]), 0.0
 
     return work
+
+
+def _counted(attrs: Attrs) -> tuple[int, int] | None:
+    """A causal mask counts rows of queries."""
+    return (0, -2) if attrs.get("causal") else None
 
 
 op(  # q (.., s, e), k (.., t, e), v (.., t, f), a mask that is added -> (.., s, f), and the rows' log-sum-exp, saved
@@ -194,6 +211,7 @@ op(  # q (.., s, e), k (.., t, e), v (.., t, f), a mask that is added -> (.., s,
     outputs=2,
     saved=1,
     precision="low",
+    index=_counted,
     eval=_attention,
     grad=_emit_grad,
     definition=_definition,
@@ -207,6 +225,7 @@ op(  # the gradients of q, k and v, from these, the two results, the gradient of
     dtype=_grad_dtypes(3),
     outputs=3,
     linear=[{5}],
+    index=_counted,
     eval=_attention_grad,
     kernel="attention",
     work=_work(3, 2),
@@ -217,6 +236,7 @@ op(  # from the same, the gradient of the mask, for a trained one (position bias
     axes=_axes(["s e", "t e", "t f", "s f", "s", "s f"], lambda rank: "mask"),
     dtype=_grad_dtypes(1),
     linear=[{5}],
+    index=_counted,
     eval=_mask_grad,
     kernel="attention",
     work=_work(1, 1),

@@ -1,7 +1,8 @@
 """Collectives: the devices along one mesh axis exchange pieces of a value, which changes its placement.
 
-All-reduce, all-gather and reduce-scatter also take a bundle of tensors of one mesh and dtype, on which they operate at
-once: `dim` and `outer` are then tuples with an entry per member.
+All-reduce, all-gather and reduce-scatter also take several axes, which count as one, the first varying slowest; and a
+bundle of tensors of one mesh and dtype, on which they operate at once: `dim` and `outer` are then tuples with an entry
+per member.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distir.ir.communication import Communication, Coord, Lanes, RuntimeValue, Wire, as_wanted
+from distir.ir.device import AxisNames
 from distir.ir.errors import IRTypeError
 from distir.ir.function import Op
 from distir.ir.placement import Array
@@ -19,7 +21,7 @@ from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard,
 # --- types
 
 
-def _expect(t: Type, axis: str, takes: tuple[type[Placement], ...]) -> Tensor:
+def _expect(t: Type, axis: AxisNames, takes: tuple[type[Placement], ...]) -> Tensor:
     if not isinstance(t, Tensor):
         raise IRTypeError(f"operand 0: expected a tensor, got {t}")
     if not isinstance(t.on(axis), takes):
@@ -28,8 +30,10 @@ def _expect(t: Type, axis: str, takes: tuple[type[Placement], ...]) -> Tensor:
     return t
 
 
-def _timed(t: Tensor, axis: str) -> bool:
-    return t.mesh.time == t.mesh.position(axis)
+def _timed(t: Tensor, axis: AxisNames) -> bool:
+    if not isinstance(axis, str) and any([t.mesh.is_time(a) for a in axis]):
+        raise IRTypeError(f"attribute axis: expected axes of devices, got {axis}")
+    return t.mesh.is_time(axis)
 
 
 To = Callable[[Attrs, Placement, int], Placement]
@@ -70,7 +74,7 @@ def _bundled(rule: Callable[[Attrs, Type], Tensor]) -> Callable[[Attrs, Type], l
 
 def _member_attributes(attrs: Attrs, k: int) -> Attrs:
     """The attributes of a collective on a bundle for member number k."""
-    return {name: x[k] if isinstance(x, tuple) else x for name, x in attrs.items()}
+    return {name: x[k] if isinstance(x, tuple) and name != "axis" else x for name, x in attrs.items()}
 
 
 def _check_bundle(attrs: Attrs, t: Tuple) -> None:
@@ -87,7 +91,7 @@ def _check_bundle(attrs: Attrs, t: Tuple) -> None:
         if not alike or x.on(attrs["axis"]).form != first.on(attrs["axis"]).form:
             raise IRTypeError(f"operand 0: expected members of one dtype, mesh and reduction, got {first} and {x}")
     for name, x in attrs.items():
-        if isinstance(x, tuple) and len(x) != len(t.types):
+        if isinstance(x, tuple) and name != "axis" and len(x) != len(t.types):
             raise IRTypeError(f"attribute {name}: expected {len(t.types)} entries, got {len(x)}")
 
 
@@ -140,13 +144,21 @@ def rearranged(
     attrs: Attrs, xs: Sequence[Array], before: Tensor, after: Tensor, where: Sequence[Coord], xp: Any
 ) -> list[Array]:
     """Join the pieces of each group of devices by the operand's placement, and cut them by the result's."""
-    a = before.mesh.position(attrs["axis"])
-    n, p, q = before.mesh.sizes[a], before.local(a), after.local(a)
-    groups: dict[Coord, list[Array]] = {}
+    mesh, axis = before.mesh, attrs["axis"]
+    at, n, p, q = mesh.positions(axis), mesh.size(axis), before.local(axis), after.local(axis)
+    groups: dict[Coord, dict[int, Array]] = {}
+    places: list[tuple[Coord, int]] = []
+    """Of each lane its group, and its index in it."""
     for x, coord in zip(xs, where, strict=True):
-        groups.setdefault(coord[:a] + coord[a + 1 :], []).append(x)
-    wholes = {key: p.join(pieces, xp) for key, pieces in groups.items()} if p is not REPLICATE else {}
-    return [q.cut(wholes.get(coord[:a] + coord[a + 1 :], x), coord[a], n) for x, coord in zip(xs, where, strict=True)]
+        index = 0
+        for i in at:
+            index = index * mesh.sizes[i] + coord[i]
+        places.append((tuple([c for i, c in enumerate(coord) if i not in at]), index))
+        groups.setdefault(places[-1][0], {})[index] = x
+    wholes: dict[Coord, Array] = {}
+    if p is not REPLICATE:
+        wholes = {key: p.join([pieces[k] for k in sorted(pieces)], xp) for key, pieces in groups.items()}
+    return [q.cut(wholes.get(key, x), index, n) for x, (key, index) in zip(xs, places, strict=True)]
 
 
 def _meaning(moved: Moved) -> Callable[[Lanes, Op, Sequence[RuntimeValue]], Sequence[RuntimeValue]]:
@@ -165,7 +177,7 @@ def _meaning(moved: Moved) -> Callable[[Lanes, Op, Sequence[RuntimeValue]], Sequ
         if _timed(before, attrs["axis"]) and not lanes.unrolled and p is not REPLICATE:
             if isinstance(p, Partial):
                 return ins[:1]  # the sum is complete: it was accumulated
-            p = before.local(before.mesh.position(attrs["axis"]))
+            p = before.local(attrs["axis"])
             return [[p.join(pieces, lanes.xp) for pieces in zip(*ins, strict=True)]]
         return [moved(attrs, ins[0], before, after, lanes.of(before.mesh), lanes.xp)]
 
@@ -206,15 +218,15 @@ def _along(
 _RING = Wire(("ring",), sent=_parts, steps=lambda n: n - 1)
 _REDUCED = Wire(("ring", "tree", "in-network"), sent=lambda n: (2 * (n - 1), n), steps=lambda n: 2 * (n - 1))
 
-op("MPIAllreduce", attributes="axis:text", comm=_along(Partial, Replicate, _replicated, _REDUCED, bundles=True))
+op("MPIAllreduce", attributes="axis:mesh-axis", comm=_along(Partial, Replicate, _replicated, _REDUCED, bundles=True))
 op(
     "MPIAllgather",
-    attributes="axis:text",
+    attributes="axis:mesh-axis",
     comm=_along(Shard, Replicate, _replicated, _RING, bundles=True, infer=_allgather),
 )
 op(
     "MPIReduceScatter",
-    attributes="axis:text dim:split outer:split?",
+    attributes="axis:mesh-axis dim:split outer:split?",
     comm=_along(Partial, Shard, _split, _RING, bundles=True),
 )
 op(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from distir.ir.device import Device
@@ -62,17 +63,19 @@ def distribute(
     devices: Sequence[Device],
     batch: Mapping[Value, int] | None = None,
     cost: StageCost = PLAIN,
+    splits: Mapping[str, Sequence[tuple[int, int]]] = MappingProxyType({}),
 ) -> Distributed:
     """The function spread over devices as the plan says, and what the program is compared with.
 
     `batch` maps data inputs to their batch dim where roles do not say it. `cost` is what stages are balanced by.
+    `splits`: for each further axis of the plan the dims that it splits, as (position of an input, dim).
     Raises as `parallel_transform_3d`.
     """
     dims = batch_dims(function, batch)
     numbers = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
-    settings = PassContext(plan, devices, cost, numbers)
+    settings = PassContext(plan, devices, cost, numbers, splits)
     source = run_passes(function, ("fuse", "decompose", "pad"), settings)
-    placed = run_passes(source, ("place", "recompute"), settings)
+    placed = run_passes(source, ("place", "join", "recompute"), settings)
     return Distributed(scheduled(placed, settings, BodyPasses.of(plan)), placed, source)
 
 

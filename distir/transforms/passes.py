@@ -10,6 +10,7 @@ import difflib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from distir.ir.cached import cached
@@ -20,17 +21,18 @@ from distir.ir.type import Tensor
 from distir.transforms.pipeline.bodies import Cut, cut_bodies
 from distir.transforms.pipeline.bucket import GATHERS, SUMS, bucket, maker_like, reductions_first
 from distir.transforms.pipeline.emission import Stages, pipeline
+from distir.transforms.pipeline.join_axes import join_axes
 from distir.transforms.pipeline.phases import PHASES, PhaseRules
 from distir.transforms.pipeline.prefetch import prefetch
 from distir.transforms.pipeline.recompute import recompute
 from distir.transforms.pipeline.schedule import make_table
 from distir.transforms.pipeline.schedule_table import rank_of_stage
 from distir.transforms.pipeline.stages import PLAIN, StageCost, cut_stages
-from distir.transforms.plan import BATCH, MIB, WEIGHTS, Plan
+from distir.transforms.plan import BATCH, INPUTS, MIB, WEIGHTS, Plan
 from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.roles import batch_dims
-from distir.transforms.sharding.spread import padded, place
+from distir.transforms.sharding.spread import SplitDims, padded, place
 
 SEQUENTIAL, PLACED, DISTRIBUTED, ONE_RANK = "sequential", "placed", "distributed", "of one rank"
 """The forms of a program: without devices; on a mesh, each op once; scheduled, each stage on its own mesh; and the part
@@ -39,13 +41,15 @@ of it that one rank of a pipeline runs."""
 
 class PassContext(NamedTuple):
     """The parameters of passes: the plan, its devices (if there is one more, the first is a host), the cost by which
-    stages are balanced. `batch` maps positions of data inputs to their batch dim, and overrides roles.
+    stages are balanced. `batch` maps positions of data inputs to their batch dim, and overrides roles. `splits` are
+    the dims that the plan's further axes split, by axis: (position of an input, dim).
     """
 
     plan: Plan
     devices: Sequence[Device]
     cost: StageCost = PLAIN
     batch: Mapping[int, int] | None = None
+    splits: Mapping[str, Sequence[tuple[int, int]]] = MappingProxyType({})
 
 
 class Pass(NamedTuple):
@@ -67,21 +71,29 @@ def _decompose(function: Function, settings: PassContext) -> Function:
 
 
 def _pad(function: Function, settings: PassContext) -> Function:
-    return padded(function, _data(function, settings), settings.plan.sharding)
+    return padded(function, _dims(function, settings), settings.plan.sharding)
 
 
 def _place(function: Function, settings: PassContext) -> Function:
     plan = settings.plan
     mesh = stage_meshes(plan, settings.devices).meshes[0]
-    return place(function, _data(function, settings), plan.sharding, mesh)
+    return place(function, _dims(function, settings), plan.sharding, mesh)
 
 
-def _data(function: Function, settings: PassContext) -> dict[int, int]:
-    """The batch dim of each data input, by its position."""
-    if settings.batch is not None:
-        return dict(settings.batch)
-    dims = batch_dims(function)
-    return {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
+def _dims(function: Function, settings: PassContext) -> SplitDims:
+    """The batch dim of each data input, and the dims that further axes split. Raises UsageError for an axis without."""
+    batch = settings.batch
+    if batch is None:
+        found = batch_dims(function)
+        batch = {i: found[v] for i, v in enumerate(function.inputs) if v in found}
+    for axis in settings.plan.sharding.along(INPUTS):
+        if axis.name not in settings.splits:
+            raise UsageError(f"{axis.name}: no dims of inputs are given", "distir.api resolves their names")
+    return SplitDims(tuple(batch.items()), tuple([(axis, tuple(dims)) for axis, dims in settings.splits.items()]))
+
+
+def _join(function: Function, settings: PassContext) -> Function:
+    return join_axes(function)
 
 
 def _recompute(function: Function, settings: PassContext) -> Function:
@@ -114,42 +126,47 @@ def _cut(placed: Function, parts: int, microbatches: int, cost: StageCost, overl
 
 
 class BodyPasses(NamedTuple):
-    """Passes over bodies, each along an axis of devices, with buckets of `limit` bytes."""
+    """Passes over bodies, each along axes of devices, with buckets of `limit` bytes."""
 
-    steps: tuple[tuple[str, str], ...]
-    """(pass, axis)"""
+    steps: tuple[tuple[str, tuple[str, ...]], ...]
+    """(pass, axes)"""
     limit: float
 
     @staticmethod
     def of(plan: Plan, *names: str) -> BodyPasses:
         """The passes of a plan: those named, or all."""
-        replicas, shards = (tuple([a.name for a in plan.sharding.along(s)]) for s in (BATCH, WEIGHTS))
+        replicas, shards, further = (tuple([a.name for a in plan.sharding.along(s)]) for s in (BATCH, WEIGHTS, INPUTS))
         # with sequence parallelism gradients of norms and biases are also summed over the shards
-        axes = {"bucket": replicas + shards if plan.sequence_parallel else replicas, "prefetch": replicas}
-        steps = tuple([(name, axis) for name in names or BODY_PASSES for axis in axes[name]])
-        return BodyPasses(steps, plan.bucket_mb * MIB)
+        summed = replicas + further + (shards if plan.sequence_parallel else ())
+        axes = {"bucket": summed, "prefetch": replicas}
+        return BodyPasses(tuple([(name, axes[name]) for name in names or BODY_PASSES]), plan.bucket_mb * MIB)
 
     def __call__(self, body: Function, timed: bool) -> Function:
         """The transformed body; it is called once a microbatch (`timed`) or once a step."""
-        for name, axis in self.steps:
-            body = BODY_PASSES[name](body, axis, self.limit, timed)
+        for name, axes in self.steps:
+            body = BODY_PASSES[name](body, axes, self.limit, timed)
         return body
 
 
-def _bucket(body: Function, axis: str, limit: float, timed: bool) -> Function:
+def _bucket(body: Function, axes: Sequence[str], limit: float, timed: bool) -> Function:
     """Bucket reductions of gradients; in bodies that are not timed (the update) also gathers of weights."""
     if timed:
-        return bucket(body, axis, limit, SUMS)
+        return bucket(body, axes, limit, SUMS)
     if limit > 0:
-        body = bucket(reductions_first(body, axis), axis, limit, SUMS)
-    return bucket(body, axis, limit, GATHERS)
+        body = bucket(reductions_first(body, axes), axes, limit, SUMS)
+    return bucket(body, axes, limit, GATHERS)
 
 
-def _prefetch(body: Function, axis: str, limit: float, timed: bool) -> Function:
-    return prefetch(body, axis, limit) if timed else body
+def _prefetch(body: Function, axes: Sequence[str], limit: float, timed: bool) -> Function:
+    for axis in axes if timed else ():
+        body = prefetch(body, axis, limit)
+    return body
 
 
-BODY_PASSES: dict[str, Callable[[Function, str, float, bool], Function]] = {"bucket": _bucket, "prefetch": _prefetch}
+BODY_PASSES: dict[str, Callable[[Function, Sequence[str], float, bool], Function]] = {
+    "bucket": _bucket,
+    "prefetch": _prefetch,
+}
 """The passes over each body of a program, in this order."""
 
 
@@ -189,6 +206,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass("pad", SEQUENTIAL, SEQUENTIAL, _pad, "dims padded to a multiple of the axis that splits them"),
     Pass("place", SEQUENTIAL, PLACED, _place, "values placed on a mesh, collectives inserted"),
+    Pass("join", PLACED, PLACED, _join, "collectives along one axis after another made one, along several"),
     Pass("recompute", PLACED, PLACED, _recompute, "values recomputed in the backward pass instead of saved"),
     Pass("schedule", PLACED, DISTRIBUTED, _schedule, "cut into stages and phases, called microbatch by microbatch"),
     Pass(

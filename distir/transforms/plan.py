@@ -11,11 +11,13 @@ import difflib
 import json
 import math
 import os
+import re
 import tomllib
 from dataclasses import Field, asdict, dataclass, field, fields
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
+from distir.ir.device import TIME
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.files import written
 from distir.transforms.pipeline.phases import BACKWARD, PHASES
@@ -23,9 +25,9 @@ from distir.transforms.pipeline.recompute import WORDS
 from distir.transforms.pipeline.schedule import Schedule, check_name, make_table
 from distir.transforms.pipeline.schedule_table import as_table, format_table, parse_table
 
-BATCH, WEIGHTS, STAGES = "batch", "weights", "stages"
-"""Strategies: the axis splits the batch; the weights; the program, into pipeline stages."""
-_NESTING = (WEIGHTS, BATCH, STAGES)
+BATCH, WEIGHTS, STAGES, INPUTS = "batch", "weights", "stages", "inputs"
+"""Strategies: the axis splits the batch; the weights; the program, into pipeline stages; dims of inputs by name."""
+_NESTING = (WEIGHTS, INPUTS, BATCH, STAGES)
 """The order in which device numbers run through the axes, fastest first: weights' axes, which send the most bytes."""
 BUCKET_MB = 25.0
 """The size of gradient buckets, in MiB: torch's DistributedDataParallel has the same default."""
@@ -42,6 +44,35 @@ class Axis(NamedTuple):
     name: str
     size: int
     strategy: str
+
+
+class InputSplit(NamedTuple):
+    """An axis along which dims of inputs are split: its name and size, and the dims, each as (name of the input, dim).
+
+    A name may have `*` for any characters. As text: `cp=4:tokens.1,labels.1`.
+    """
+
+    axis: str
+    size: int
+    dims: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return f"{self.axis}={self.size}:{','.join([f'{name}.{dim}' for name, dim in self.dims])}"
+
+    @staticmethod
+    def parse(text: str) -> InputSplit:
+        """The axis that a text says. Raises UsageError for one that says none."""
+        head, _, tail = text.partition(":")
+        axis, _, size = head.partition("=")
+        dims = [(name, dim) for name, _, dim in [part.strip().rpartition(".") for part in tail.split(",")]]
+        readable = size.isdecimal() and len(size) < 10 and int(size) > 0
+        if not readable or not all(name and dim.isdecimal() and len(dim) < 10 for name, dim in dims):
+            raise UsageError(
+                f"split: expected AXIS=N:INPUT.DIM,..., got {text!r}", "such as --split cp=4:tokens.1,labels.1"
+            )
+        if not _AXIS_NAME.fullmatch(axis):
+            raise UsageError(f"split: expected a name of letters and digits for an axis, got {axis!r}")
+        return InputSplit(axis, int(size), tuple([(name, int(dim)) for name, dim in dims]))
 
 
 class Sharding(NamedTuple):
@@ -82,20 +113,34 @@ def _recomputed(x: Any) -> str:
     return text
 
 
+def _splits(given: Any) -> tuple[InputSplit, ...]:
+    """The further axes, from texts or as they are. Raises UsageError for what is none, or an axis given twice."""
+    if isinstance(given, str) or not isinstance(given, list | tuple):
+        raise UsageError(f"split is a list of texts such as 'cp=4:tokens.1', got {given!r}")
+    found = tuple([x if isinstance(x, InputSplit) else InputSplit.parse(str(x)) for x in given])
+    names = [split.axis for split in found]
+    for name in names:
+        if name in _RESERVED or name in [f.name for f in AXES] or names.count(name) > 1:
+            raise UsageError(f"split: the plan has an axis {name} already", "choose another name")
+    return found
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """How a program is spread over dp * tp * pp devices: replicas, tensor shards, pipeline stages.
 
-    The batch is cut into `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline
-    rank) or "distir2021"; or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file.
-    `order` says how numbers of devices run through the axes, the fastest first. Without `overlap` a device does one
-    thing at a time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of
+    `split` are further axes, which multiply the number of devices: along each, named dims of inputs are split
+    (`InputSplit`, or its text), and what is computed from them where that costs least. The batch is cut into
+    `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or
+    "distir2021"; or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file. `order`
+    says how numbers of devices run through the axes, the fastest first. Without `overlap` a device does one thing
+    at a time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of
     `bucket_mb` MiB: 0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's
-    state, also gradients, also parameters among them (Rajbhandari et al. 2020). With `sequence_parallel` activations
-    between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute`
-    says what the backward pass recomputes: "none", "gathers", "attention", "selective", "full", or a number of bytes
-    (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the gradient of the loss with respect to
-    itself: DistIR (2021) counted it to the forward pass.
+    state, also gradients, also parameters among them (Rajbhandari et al. 2020). With `sequence_parallel`
+    activations between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`).
+    `recompute` says what the backward pass recomputes: "none", "gathers", "attention", "selective", "full", or a
+    number of bytes (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the gradient of the
+    loss with respect to itself: DistIR (2021) counted it to the forward pass.
 
     Raises UsageError for a value that is none of the field's, InfeasibleError for more devices than can be listed.
     """
@@ -145,21 +190,33 @@ class Plan:
         "the pass that computes the gradient of the loss itself",
         choices=tuple([phase.word for phase in PHASES.values() if phase.timed]),
     )
+    split: tuple[InputSplit, ...] = _setting(
+        (),
+        "a further axis of N devices, along which these dims of inputs are split: such as cp=4:tokens.1,labels.1, or "
+        "cp=4:*.1 for all data; may be given several times",
+        check=lambda x: _splits(x),
+        written=lambda plan: json.dumps([str(split) for split in plan.split]),
+        kind="split",
+    )
 
     def __post_init__(self) -> None:
-        names = tuple([f.name for f in AXES])
-        object.__setattr__(self, "order", tuple(self.order) or default_order())
         for f in fields(self):
             object.__setattr__(self, f.name, _checked(f, getattr(self, f.name)))
+        if self.order in ((), default_order()):  # that without further axes
+            object.__setattr__(self, "order", self._default_order())
         if self.size > MOST:
             raise InfeasibleError(f"{self.size:,} devices are more than the {MOST:,} that distir plans for")
-        if sorted(self.order) != sorted(names):
-            raise UsageError(f"an order names {_listed(default_order())} once each, got {', '.join(self.order)}")
+        if sorted(self.order) != sorted(self._default_order()):
+            raise UsageError(f"an order names {_listed(self._default_order())} once each, got {', '.join(self.order)}")
+
+    def _default_order(self) -> tuple[str, ...]:
+        return tuple([a.name for a in sorted(self.axes, key=lambda a: _NESTING.index(a.strategy))])
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """All axes of devices, also those of one device."""
-        return tuple([Axis(f.name, getattr(self, f.name), f.metadata["strategy"]) for f in AXES])
+        own = [Axis(f.name, getattr(self, f.name), f.metadata["strategy"]) for f in AXES]
+        return (*own, *[Axis(split.axis, split.size, INPUTS) for split in self.split])
 
     @property
     def size(self) -> int:
@@ -183,11 +240,11 @@ class Plan:
         return math.prod([size[name] for name in self.order[: self.order.index(axis)]])
 
     def __str__(self) -> str:
-        known = [a for a in self.axes if a.size > 1 or a.name in _ALWAYS_SHOWN]
+        known = [a for a in self.axes if a.size > 1 or a.strategy != INPUTS]
         text = f"{' x '.join([f'{a.name} {a.size}' for a in known])}, {counted(self.microbatches, 'microbatch', 'es')}"
         if self.stages.size > 1:
             text += f", {_schedule_text(self)}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
-        text += "" if self.order == default_order() else f", order {','.join(self.order)}"
+        text += "" if self.order == self._default_order() else f", order {','.join(self.order)}"
         text += f", ZeRO {self.zero}" if self.zero else ""
         if self.bucket_mb != BUCKET_MB:
             text += f", buckets of {self.bucket_mb:g} MiB"
@@ -198,12 +255,20 @@ class Plan:
         return text if self.overlap else f"{text}, no overlap"
 
     def __repr__(self) -> str:
-        changed = [f for f in fields(self) if getattr(self, f.name) != default_of(f)]
-        return f"Plan({', '.join([f'{f.name}={getattr(self, f.name)!r}' for f in changed])})"
+        given = {f.name: getattr(self, f.name) for f in self._changed()}
+        if self.split:
+            given["split"] = tuple(map(str, self.split))
+        return f"Plan({', '.join([f'{name}={x!r}' for name, x in given.items()])})"
+
+    def _changed(self) -> list[Field[Any]]:
+        """The fields that are not at their default."""
+        usual = {"order": self._default_order()}
+        return [f for f in fields(self) if getattr(self, f.name) != usual.get(f.name, default_of(f))]
 
     def to_json(self) -> dict[str, Any]:
         """Its fields, and the number of devices."""
-        said = {"schedule": _schedule_text(self), "order": list(self.order), "devices": self.size}
+        said: dict[str, Any] = {"schedule": _schedule_text(self), "order": list(self.order), "devices": self.size}
+        said["split"] = list(map(str, self.split))
         if math.isinf(self.bucket_mb):
             said["bucket_mb"] = _NO_NUMBER
         return {**asdict(self), **said}
@@ -216,10 +281,8 @@ class Plan:
     def to_toml(self) -> str:
         """The fields that are not at their default, each after its help, as TOML."""
         lines: list[str] = []
-        for f in fields(self):
+        for f in self._changed():
             x = getattr(self, f.name)
-            if x == default_of(f):
-                continue
             if "written" in f.metadata and not isinstance(x, str | PathLike):
                 text = f.metadata["written"](self)
             elif isinstance(x, float) and math.isinf(x):
@@ -232,7 +295,9 @@ class Plan:
 
 AXES: tuple[Field[int], ...] = tuple([f for f in fields(Plan) if "strategy" in f.metadata])
 """The fields that are axes."""
-_ALWAYS_SHOWN = tuple([f.name for f in AXES])
+_RESERVED = (TIME,)
+"""Names of axes that a plan's may not have."""
+_AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def default_order() -> tuple[str, ...]:

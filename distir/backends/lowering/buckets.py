@@ -138,6 +138,6 @@ def reduce(b: FunctionWriter, op: Op, bucket: Bucket) -> None:
 
         return members
 
-    name = b.bind(f"allreduce_{op.attributes['axis']}", by_member(reduced, len(views)))
+    name = b.bind_along("allreduce", op.attributes["axis"], by_member(reduced, len(views)))
     b.assign(op, f"{name}({flat}, ({', '.join(views)},))", pending=True)
     b.lines.append(f"del {flat}, {', '.join(views)}")

@@ -15,7 +15,7 @@ from distir.backends.tensors.layout import combine
 from distir.backends.tensors.torch_namespace import TORCH
 from distir.ir.cached import cached
 from distir.ir.communication import Route
-from distir.ir.device import Mesh
+from distir.ir.device import TIME, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import Spec
@@ -34,11 +34,10 @@ def _along_axis(b: FunctionWriter, op: Op) -> None:
         _bundle_along_axis(b, op)
         return
     before, after, axis = _tensor(op.inputs[0]), _tensor(op.outputs[0]), op.attributes["axis"]
-    a = before.mesh.position(axis)
-    if a == before.mesh.time:
-        _gather_in_time(b, op, before, a)
+    if before.mesh.is_time(axis):
+        _gather_in_time(b, op, before)
     else:
-        start = b.bind(f"{op.spec.name[3:].lower()}_{axis}", _alone(_starter(b, op, [before], [after])))
+        start = b.bind_along(op.spec.name[3:].lower(), axis, _alone(_starter(b, op, [before], [after])))
         b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
 
 
@@ -90,14 +89,14 @@ def _bundle_along_axis(b: FunctionWriter, op: Op) -> None:
         buckets.reduce(b, op, bucket)
         return
     start = by_member(_starter(b, op, *members), len(after.types))
-    start = b.bind(f"bundle_{op.spec.name[3:].lower()}_{axis}", start)
+    start = b.bind_along(f"bundle_{op.spec.name[3:].lower()}", axis, start)
     b.assign(op, f"{start}({b.use(op.inputs[0])})", pending=True)
 
 
-def _gather_in_time(b: FunctionWriter, op: Op, t: Tensor, axis: int) -> None:
+def _gather_in_time(b: FunctionWriter, op: Op, t: Tensor) -> None:
     """An all-gather along the time axis: concatenates the microbatches in order."""
-    p = t.local(axis)
-    if len(op.inputs) != t.mesh.sizes[axis]:
+    p = t.local(TIME)
+    if len(op.inputs) != t.mesh.size(TIME):
         b.varies = op.inputs[0].name
     join = b.bind("join_microbatches", lambda *xs: p.join(xs, TORCH))
     b.assign(op, f"{join}({', '.join([b.use(v) for v in op.inputs])})")

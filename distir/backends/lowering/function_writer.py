@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distir.backends.lowering.context import RankContext
-from distir.ir.device import Mesh
+from distir.ir.device import AxisNames, Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor, Tuple
 from distir.transforms.rank.alias_analysis import FunctionMemory
@@ -115,6 +115,10 @@ class FunctionWriter:
 
     def _operands(self, k: int) -> list[Value]:
         return [self.itself(v) for v in self.function.ops[k].inputs]
+
+    def bind_along(self, name: str, axis: AxisNames, x: Any) -> str:
+        """As `bind`, for what communicates along an axis, or several."""
+        return self.bind("_".join([name, *((axis,) if isinstance(axis, str) else axis)]), x)
 
     def bind(self, name: str, x: Any) -> str:
         """Make an object a global of the Python function; returns its name."""

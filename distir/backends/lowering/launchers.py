@@ -11,6 +11,7 @@ import torch
 
 from distir.backends.transport.interface import wait_all
 from distir.backends.transport.torch_distributed import Network, cuts_of
+from distir.ir.device import AxisNames
 from distir.ir.spec import Attrs
 from distir.ir.type import REPLICATE, Placement, Tensor
 
@@ -31,7 +32,7 @@ class Launch(NamedTuple):
     """For each member, whether it may be gathered in place (see `gather` in `exchange`)."""
 
     @property
-    def axis(self) -> str:
+    def axis(self) -> AxisNames:
         return self.attributes["axis"]
 
 
@@ -54,9 +55,10 @@ def _allreduce(x: Launch) -> Start:
     return start
 
 
-def _flat(like: Tensor, shape: Sequence[int], axis: str, placement: Placement) -> Tensor:
-    """The type of a buffer of this local shape, placed along one axis of the mesh of `like`."""
-    placements = [placement if x == axis else REPLICATE for x in like.mesh.axes]
+def _flat(like: Tensor, shape: Sequence[int], axis: AxisNames, placement: Placement) -> Tensor:
+    """The type of a buffer of this local shape, a sum along one axis, or several, of the mesh of `like`."""
+    at = like.mesh.positions(axis)
+    placements = [placement if i in at else REPLICATE for i in range(len(like.mesh.axes))]
     return Tensor(like.dtype, shape, like.mesh, placements)
 
 

@@ -41,10 +41,11 @@ from distir.executor.simulator.labels import (
     SEND,
     STEP,
     WAIT,
+    axis_text,
     labels,
     stream_name,
 )
-from distir.ir.device import Device, Mesh
+from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.files import written
 from distir.ir.function import Function, Op
 from distir.transforms.rank.as_run import as_run
@@ -235,7 +236,7 @@ def _described(op: Op, function: Function, program: Function, network: Network) 
     if op.spec.route == "axis":
         mesh = op.inputs[0].type.device
         ranks = [network.number[d] for d in _peers(mesh, attrs["axis"], network.here)]
-        return name, attrs["axis"], {**labels(op, function), "ranks": ranks}
+        return name, axis_text(attrs["axis"]), {**labels(op, function), "ranks": ranks}
     if "message" not in attrs:
         return name, COMPUTE, labels(op, function)
     whole = as_run(program).ops[attrs["message"]]  # the transfer of which this op is one side
@@ -253,6 +254,6 @@ def _described(op: Op, function: Function, program: Function, network: Network) 
     return whole.spec.name, stream_name(side, partner), about
 
 
-def _peers(mesh: Device | Mesh | None, axis: str, here: Device | None) -> list[Device]:
+def _peers(mesh: Device | Mesh | None, axis: AxisNames, here: Device | None) -> list[Device]:
     """The devices along a mesh axis, including `here`."""
     return mesh.group(axis, mesh.devices.index(here)) if isinstance(mesh, Mesh) and here is not None else []

@@ -29,7 +29,7 @@ from distir.backends.transport.nccl import Nccl, all_gather
 from distir.backends.transport.shared_memory.peer_memory import PeerMemory
 from distir.backends.transport.shared_memory.shared import SharedMemory
 from distir.backends.transport.transfers import Pending, Transfers, directions
-from distir.ir.device import Device, Mesh
+from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Function
 from distir.ir.type import Partial, Shard, Tensor
@@ -84,7 +84,7 @@ class Network:
             raise ModelError(f"a program without devices has no coordinate in {mesh}")
         return coordinate(mesh, self.here)
 
-    def line(self, t: Tensor, axis: str) -> Line:
+    def line(self, t: Tensor, axis: AxisNames) -> Line:
         """The ranks along a mesh axis, including this one, in the order of the pieces of `t` that they hold."""
         mesh, p = t.mesh, t.on(axis)
         place = mesh.devices.index(self.here) if self.here is not None else 0
@@ -98,7 +98,7 @@ class Network:
 
     # --- collectives along a mesh axis: each returns a function of this rank's tensors that starts the collective
 
-    def allreduce(self, before: Tensor, axis: str, own: bool = False) -> Callable[[torch.Tensor], Pending]:
+    def allreduce(self, before: Tensor, axis: AxisNames, own: bool = False) -> Callable[[torch.Tensor], Pending]:
         """Partial to Replicate; with `own` the operand may be overwritten, and is reduced in place."""
         memory, line = self.memory, self.line(before, axis)
         kind, n = _partial(before, axis).kind, before.mesh.size(axis)
@@ -117,7 +117,7 @@ class Network:
 
         return start
 
-    def allgather(self, parts: Sequence[Tensor], axis: str, within: Sequence[bool]) -> Callable[[Row], Finish]:
+    def allgather(self, parts: Sequence[Tensor], axis: AxisNames, within: Sequence[bool]) -> Callable[[Row], Finish]:
         """Shard to Replicate, of several tensors. Where `within` is true a part may be gathered in place (see `gather`
         in `exchange`).
         """
@@ -144,7 +144,9 @@ class Network:
 
         return start
 
-    def reduce_scatter(self, before: Sequence[Tensor], after: Sequence[Tensor], axis: str) -> Callable[[Row], Finish]:
+    def reduce_scatter(
+        self, before: Sequence[Tensor], after: Sequence[Tensor], axis: AxisNames
+    ) -> Callable[[Row], Finish]:
         """Partial to Shard, of several tensors."""
         memory, line = self.memory, self.line(after[0], axis)
         kind, splits = _partial(before[0], axis).kind, [split_along(t, axis) for t in after]
@@ -169,7 +171,7 @@ class Network:
 
         return start
 
-    def alltoall(self, before: Tensor, after: Tensor, axis: str) -> Callable[[torch.Tensor], Pending]:
+    def alltoall(self, before: Tensor, after: Tensor, axis: AxisNames) -> Callable[[torch.Tensor], Pending]:
         """Shard of one dim to Shard of another."""
         memory, line = self.memory, self.line(before, axis)
         dim, outer, n = split_along(before, axis)
@@ -218,22 +220,22 @@ def _reduced(total: torch.Tensor, kind: str, n: int) -> torch.Tensor:
     return total.div_(n) if kind == "mean" else total
 
 
-def _partial(t: Tensor, axis: str) -> Partial:
+def _partial(t: Tensor, axis: AxisNames) -> Partial:
     p = t.on(axis)
     if not isinstance(p, Partial):
         raise ModelError(f"expected Partial along {axis!r}, got {t}")
     return p
 
 
-def split_along(t: Tensor, axis: str) -> tuple[int, int, int]:
+def split_along(t: Tensor, axis: AxisNames) -> tuple[int, int, int]:
     """(dim, outer, n) of the split along `axis`, in the local shape."""
-    p = t.local(t.mesh.position(axis))
+    p = t.local(axis)
     if not isinstance(p, Shard):
         raise ModelError(f"expected Shard along {axis!r}, got {t}")
     return p.dim, p.outer, t.mesh.size(axis)
 
 
-Along = tuple[Mesh, str]
+Along = tuple[Mesh, AxisNames]
 
 
 def groups_of(program: Function, here: Device | None, number: Mapping[Device, int]) -> list[tuple[int, ...]]:
@@ -258,7 +260,7 @@ def _axes_used(function: Function, found: dict[Along, None], seen: set[Function]
                 _axes_used(op.callee, found, seen)
             elif op.spec.route == "axis":
                 mesh = op.inputs[0].type.device
-                if isinstance(mesh, Mesh) and mesh.time != mesh.position(op.attributes["axis"]):
+                if isinstance(mesh, Mesh) and not mesh.is_time(op.attributes["axis"]):
                     found.setdefault((mesh, op.attributes["axis"]))
     return found
 

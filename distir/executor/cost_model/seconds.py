@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from distir.executor.cost_model import collective_cost as cost
 from distir.executor.cost_model.fusion import UNFUSED, Fused
 from distir.ir.communication import Wire
-from distir.ir.device import Device, Mesh
+from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import Attrs, Spec
@@ -72,12 +72,12 @@ class CostModel:
             return True
         return spec.route == "axis" and spec.comm is not None and spec.comm.idle(attrs, ins[0])
 
-    def collective_axis(self, spec: Spec, attrs: Attrs, ins: Types) -> str | None:
-        """The mesh axis along which the op communicates; None if it is no collective, or along the time axis."""
+    def collective_axis(self, spec: Spec, attrs: Attrs, ins: Types) -> AxisNames | None:
+        """The mesh axis, or axes, along which the op communicates; None if it is no collective, or along time."""
         if spec.route != "axis" or not isinstance(mesh := ins[0].device, Mesh):
             return None
         axis = attrs["axis"]
-        return None if mesh.time == mesh.position(axis) else axis
+        return None if mesh.is_time(axis) else axis
 
     def fan(self, spec: Spec) -> bool | None:
         """True if the op sends from a device to a mesh, False from a mesh to a device, None if it does neither."""

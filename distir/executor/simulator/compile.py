@@ -17,10 +17,10 @@ from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
 from distir.executor.simulator.equal_callees import shapes_of
-from distir.executor.simulator.labels import COMPUTE, HOST, RECV, SEND, stream_name
+from distir.executor.simulator.labels import COMPUTE, HOST, RECV, SEND, axis_text, stream_name
 from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
 from distir.ir.cached import cached
-from distir.ir.device import Device, Mesh
+from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value
 from distir.ir.host_runtime import Runtime
@@ -99,7 +99,9 @@ class CompiledProgram:
         self._shapes = shapes_of(function)
         self._models: dict[object, Code] = {}
         """The first code of each shape and situation of a mesh."""
-        self.classes: DeviceClasses = classify(self._uses([*function.callees(), function]), cost.topology)
+        uses = self._uses([*function.callees(), function])
+        self.classes: DeviceClasses = classify(uses, cost.topology)
+        self._joint_axes = tuple(dict.fromkeys([axis for _, axis in uses.axes if not isinstance(axis, str)]))
         self.main = self._compile(function, entry=True)
 
     def _default(self) -> Device | None:
@@ -161,8 +163,8 @@ class CompiledProgram:
         if (home := self.home(v.type)) is not None:
             uses.homes[home] = None
 
-    def _use(self, uses: Uses, op: Op, f: Function) -> str | None:
-        """Note what an op uses; the mesh axis along which it communicates."""
+    def _use(self, uses: Uses, op: Op, f: Function) -> AxisNames | None:
+        """Note what an op uses; the mesh axis, or axes, along which it communicates."""
         for v in op.outputs:
             self._locate(uses, v, f)
         ins = [v.type for v in op.inputs]
@@ -216,7 +218,7 @@ class CompiledProgram:
             what = tuple([self.cost.topology.spec(self.classes.first[c]) for c in held])
             meet = [
                 (axis, tuple([held.index(c) for c in p.classes]), p.group)
-                for axis in mesh.axes
+                for axis in (*mesh.axes, *self._joint_axes)
                 for p in self.classes.peers.get((mesh, axis), ())
             ]
             found = self._situations[mesh] = mesh.axes, mesh.sizes, what, tuple(meet)
@@ -233,7 +235,7 @@ class CompiledProgram:
                 self._part(
                     op,
                     cost.collective(spec, attrs, ins, outs, p.group),
-                    [(c, axis, None) for c in p.classes],
+                    [(c, axis_text(axis), None) for c in p.classes],
                     devices=p.group.size,
                 )
                 for p in self.classes.peers[ins[0].device, axis]  # type: ignore[index]

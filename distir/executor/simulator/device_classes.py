@@ -8,16 +8,17 @@ number of devices; else it is refined device by device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from distir.ir.device import Device, Mesh
+from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.topology import Group, Link, Regular, Topology, regular_group, spread
 
 Home = Device | Mesh
 """Where a value is: its device or mesh."""
+Along = tuple[Mesh, AxisNames]
+"""A mesh, and the axis (or axes) of a collective in it."""
 
 
 class Uses:
@@ -25,7 +26,7 @@ class Uses:
 
     def __init__(self) -> None:
         self.homes: dict[Home, None] = {}
-        self.axes: dict[tuple[Mesh, str], None] = {}
+        self.axes: dict[Along, None] = {}
         self.sends: dict[tuple[Home, Home], None] = {}
 
 
@@ -51,7 +52,7 @@ class DeviceClasses:
         self.homes = homes
         self.sizes = sizes
         self.first = first
-        self.peers: dict[tuple[Mesh, str], list[Peers]] = {}
+        self.peers: dict[Along, list[Peers]] = {}
         self.pairs: dict[tuple[Home, Home], list[Pair]] = {}
         self.members: dict[Device, int] = {}
         self.blocks: list[tuple[int, int, int]] = []
@@ -112,18 +113,21 @@ def members(home: Home) -> tuple[Device, ...]:
     return home.devices if isinstance(home, Mesh) else (home,)
 
 
-def axis_groups(mesh: Mesh, axis: str) -> Iterator[tuple[Device, ...]]:
-    """The groups of devices that differ only along `axis`."""
-    stride, size = axis_stride(mesh, axis)
-    for block in range(0, len(mesh.devices), stride * size):
-        for i in range(block, block + stride):
-            yield mesh.devices[i : i + stride * size : stride]
+def axis_groups(mesh: Mesh, axis: AxisNames) -> Iterator[tuple[Device, ...]]:
+    """The groups of devices that differ only along `axis`, or several axes, in their order."""
+    at = mesh.positions(axis)
+    for k, coord in enumerate(mesh.coords):
+        if not any([coord[i] for i in at]):
+            yield tuple(mesh.group(axis, k))
 
 
-def axis_stride(mesh: Mesh, axis: str) -> tuple[int, int]:
-    """The stride between neighbours along an axis in `mesh.devices`, and the size of the axis."""
-    a = mesh.position(axis)
-    return math.prod(n for i, n in enumerate(mesh.sizes) if i > a and i != mesh.time), mesh.sizes[a]
+def axis_stride(mesh: Mesh, axis: AxisNames) -> tuple[int, int] | None:
+    """The stride between neighbours along an axis, or several, in `mesh.devices`, and how many there are; None where it
+    is not the same everywhere."""
+    by_stride = sorted([(mesh.stride(i), mesh.sizes[i]) for i in mesh.positions(axis)])
+    if any([stride * n != further for (stride, n), (further, _) in pairwise(by_stride)]):
+        return None
+    return by_stride[0][0], mesh.size(axis)
 
 
 def _by_refinement(uses: Uses, topology: Topology) -> DeviceClasses:
@@ -172,7 +176,7 @@ def _numbered(traits: dict[Device, tuple[Hashable, ...]]) -> dict[Device, int]:
 def _collect(
     uses: Uses,
     colour: dict[Device, int],
-    groups: dict[tuple[Mesh, str], list[tuple[tuple[Device, ...], Group]]],
+    groups: dict[Along, list[tuple[tuple[Device, ...], Group]]],
     pairs: dict[tuple[Home, Home], list[tuple[Device, Device, Link]]],
 ) -> DeviceClasses:
     homes: dict[Home, tuple[int, ...]] = {}
@@ -261,7 +265,10 @@ def _linked(
     """Fill in peers and pairs; False if devices of a block are not all linked alike."""
     block = {c: (a, b) for a, b, c in classes.blocks}
     for mesh, axis in uses.axes:
-        stride, size = axis_stride(mesh, axis)
+        strided = axis_stride(mesh, axis)
+        if strided is None:
+            return False
+        stride, size = strided
         start = spans[mesh][0]
         group = _even_group(r, spans[mesh], stride, size)
         held = classes.homes[mesh]

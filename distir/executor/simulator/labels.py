@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distir.ir.device import Device, Mesh
+from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.function import Function, Op, Value
 
 COMPUTE, SEND, RECV, HOST = "compute", "send", "recv", "host"
@@ -30,11 +30,16 @@ def labels(op: Op, function: Function, microbatch: int | None = None, side: str 
         "microbatch": microbatch,
         "result": made and f"%{made.name}",
         "type": made and repr(made.type),
-        "axis": op.attributes["axis"] if op.spec.route == "axis" else None,
+        "axis": axis_text(op.attributes["axis"]) if op.spec.route == "axis" else None,
         "side": side,
         "bytes": sum(v.type.bytes for v in values),
     }
     return {k: x for k, x in found.items() if x is not None}
+
+
+def axis_text(axis: AxisNames) -> str:
+    """An axis, or several as "a+b": also the name of their stream."""
+    return axis if isinstance(axis, str) else "+".join(axis)
 
 
 def stream_name(stream: str, partner: Device | Mesh | None) -> str:

@@ -1,4 +1,4 @@
-"""Gradient buckets: merges consecutive reductions along a mesh axis into one, on a bundle of their operands.
+"""Gradient buckets: merges consecutive reductions along the same axes into one, on a bundle of their operands.
 
 Members are added in program order, so a backward pass fills buckets from the last layer to the first. A bucket is
 reduced when its last member is computed, overlapping the rest of the backward pass. Where gradients are reduced after
@@ -19,27 +19,33 @@ SUMS = frozenset(spec for spec in all_ops() if spec.comm is not None and spec.co
 GATHERS = frozenset(spec for spec in all_ops() if spec.comm is not None and spec.comm.bundles and spec.comm.gathers)
 
 
-def bucket(function: Function, axis: str, limit: float, kinds: Collection[Spec] = SUMS) -> Function:
-    """The function with its collectives along `axis` in buckets; a bucket is full at `limit` bytes on a device.
+def bucket(function: Function, axes: Collection[str], limit: float, kinds: Collection[Spec] = SUMS) -> Function:
+    """The function with its collectives along `axes` in buckets; a bucket is full at `limit` bytes on a device.
 
     Torch's DistributedDataParallel fills its buckets in the same way (`bucket_cap_mb`), except for its smaller first
     one. With a limit of 0 no collectives are merged, with infinity there is one bucket. A use of a member's result
-    closes its bucket. Members have the same dtype, mesh and reduction. `kinds` are the collectives to merge: `SUMS`
-    reduce gradients, `GATHERS` gather sharded weights.
+    closes its bucket. Members have the same dtype, mesh, axis and reduction. `kinds` are the collectives to merge:
+    `SUMS` reduce gradients, `GATHERS` gather sharded weights.
     """
-    buckets = _buckets(function, axis, limit, kinds)
+    buckets = _buckets(function, axes, limit, kinds)
     return _with_bundles(function, buckets) if buckets else function
 
 
-def reductions_first(function: Function, axis: str) -> Function:
-    """The function with its reductions along `axis`, and what they need, before all else; those that need another one,
+def _along(op: Op, axes: Collection[str]) -> bool:
+    """Whether a collective is along one of the axes, or several of them as one."""
+    axis = op.attributes["axis"]
+    return axis in axes if isinstance(axis, str) else all([a in axes for a in axis])
+
+
+def reductions_first(function: Function, axes: Collection[str]) -> Function:
+    """The function with its reductions along `axes`, and what they need, before all else; those that need another one,
     such as of the norm of all gradients, stay behind it."""
     reduced: set[Value] = set()
     first: set[Op] = set()
     for op in function.ops:
         if not reduced.isdisjoint(op.inputs):
             reduced.update(op.outputs)
-        elif op.spec in SUMS and op.attributes["axis"] == axis:
+        elif op.spec in SUMS and _along(op, axes):
             reduced.update(op.outputs)
             first.add(op)
     if not first:
@@ -54,7 +60,7 @@ def reductions_first(function: Function, axis: str) -> Function:
     return maker.finalize()
 
 
-def _buckets(function: Function, axis: str, limit: float, kinds: Collection[Spec]) -> dict[Op, list[Op]]:
+def _buckets(function: Function, axes: Collection[str], limit: float, kinds: Collection[Spec]) -> dict[Op, list[Op]]:
     """The buckets of more than one member, by their last member."""
     found: dict[Op, list[Op]] = {}
     filling: dict[object, list[Op]] = {}
@@ -71,9 +77,10 @@ def _buckets(function: Function, axis: str, limit: float, kinds: Collection[Spec
         for v in op.inputs if waiting else ():
             if v in waiting:
                 end(waiting[v])
-        t = op.inputs[0].type if op.spec in kinds and op.attributes["axis"] == axis else None
+        t = op.inputs[0].type if op.spec in kinds and _along(op, axes) else None
         if isinstance(t, Tensor):
-            key = op.spec, t.dtype, t.device, t.piece, t.on(axis).form
+            axis = op.attributes["axis"]
+            key = op.spec, t.dtype, t.device, t.piece, axis, t.on(axis).form
             if key not in filling:
                 filling[key], size[key] = [], 0
             filling[key].append(op)

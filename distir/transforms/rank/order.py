@@ -112,7 +112,7 @@ def _rendezvous(function: Function, mine: int, where: dict[Device | None, int]) 
         if op.callee is not None:
             return collectives(op.callee)
         mesh = op.inputs[0].type.device if op.spec.route == "axis" else None
-        if not isinstance(mesh, Mesh) or mesh.time == mesh.position(op.attributes["axis"]):
+        if not isinstance(mesh, Mesh) or mesh.is_time(op.attributes["axis"]):
             return []
         return [(mesh, op, members.get(op.inputs[0], ()))] if len(among(mesh)) > 1 else []
 

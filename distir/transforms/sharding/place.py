@@ -106,12 +106,12 @@ _NOTHING = _Choice(0.0, 0, None, (), (), False, False)
 
 
 class _Sweep:
-    """Passes over the ops in order, with the cheapest mapping for each; inputs not in `whole` follow a split use."""
+    """Passes over the ops in order, with the cheapest mapping for each; inputs not in `fixed` follow a split use."""
 
-    def __init__(self, v: View, n: int, chosen: Collection[int], whole: Collection[int]) -> None:
-        self.v, self.n, self.whole = v, n, whole
+    def __init__(self, v: View, n: int, chosen: Collection[int], fixed: Mapping[int, Placement]) -> None:
+        self.v, self.n, self.fixed = v, n, fixed
         self.wire = (n - 1) / n * _WIRE
-        self.inputs: dict[int, Shard] = {}
+        self.inputs: dict[int, Shard] = {i: p for i, p in fixed.items() if isinstance(p, Shard)}
         self.reduce: set[int] = set()
         self.state: list[Placement | None] = []
         self.made: list[_Choice] = []
@@ -138,8 +138,8 @@ class _Sweep:
         state: list[Placement | None] = [None] * len(v.made)
         self.state = state  # None: an input without a placement yet
         total, collectives = 0.0, 0
-        for i in self.whole:
-            state[i] = REPLICATE
+        for i, p in self.fixed.items():
+            state[i] = p
         if not first:
             for i in v.inputs:
                 state[i] = self.inputs.get(i, REPLICATE)
@@ -278,16 +278,20 @@ class _Sweep:
         return below
 
 
-def place_all(v: View, n: int, chosen: Collection[int], whole: Collection[int] = ()) -> Placed:
-    """Place every op along an axis of n devices, the classes of the groups `chosen` split; inputs `whole` are not."""
-    return place_values(v, n, chosen, whole)[0]
+_FREE: Mapping[int, Placement] = MappingProxyType({})
+
+
+def place_all(v: View, n: int, chosen: Collection[int], fixed: Mapping[int, Placement] = _FREE) -> Placed:
+    """Place every op along an axis of n devices, the classes of the groups `chosen` split; inputs as in `fixed`, others
+    as their uses take them."""
+    return place_values(v, n, chosen, fixed)[0]
 
 
 def place_values(
-    v: View, n: int, chosen: Collection[int], whole: Collection[int] = ()
+    v: View, n: int, chosen: Collection[int], fixed: Mapping[int, Placement] = _FREE
 ) -> tuple[Placed, Sequence[Placement | None]]:
     """As `place_all`, with the placement of each value where it is made."""
-    sweep = _Sweep(v, n, chosen, whole)
+    sweep = _Sweep(v, n, chosen, fixed)
     price, collectives = sweep.forward(first=True)
     sweep.settle()
     for _ in range(_SWEEPS - 1):

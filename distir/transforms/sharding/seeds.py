@@ -38,17 +38,26 @@ class Split(NamedTuple):
 
 
 def tensor_parallel(
-    graph: Graph, n: int, weights: Sequence[int], batch: tuple[Node, ...] = (), pieces: int = 1, outer: int = 1
+    graph: Graph,
+    n: int,
+    weights: Sequence[int],
+    batch: tuple[Node, ...] = (),
+    pieces: int = 1,
+    outer: int = 1,
+    taken: Sequence[tuple[int, tuple[Node, ...]]] = (),
 ) -> Split:
     """The split of the graph over an axis of n devices that costs least, by local search over groups of classes.
 
     `batch` are the batch dims of the data, which other mesh axes split into `pieces`; the result depends on neither
-    their size nor the pieces. It is cached with the graph, once for all `pieces` that exclude the same classes.
+    their size nor the pieces. `taken` are the dims that further axes split, each with the size of its axis. It is
+    cached with the graph, once for all `pieces` that exclude the same classes.
     """
     classes = all_classes(graph, n, outer)
     bad = set(classes.bad)
     for m in {pieces, samples(graph, batch)}:
         bad |= classes.clashing(n, classes_from(graph, m, batch), m)
+    for m, starts in taken:
+        bad |= classes.clashing(n, classes_from(graph, m, starts), m)
     question = classes, frozenset(bad), tuple(weights), batch
     found = graph.cache
     if question not in found:

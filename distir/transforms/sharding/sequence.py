@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 
 from distir.ir.spec import FactorMapping
-from distir.ir.type import SUM, Placement, Shard
+from distir.ir.type import REPLICATE, SUM, Placement, Shard
 from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes, Node, classes_from
 from distir.transforms.sharding.graph import Graph
@@ -58,7 +58,7 @@ def _shard(graph: Graph, split: Split, n: int, batch: tuple[Node, ...], sequence
             chosen, best = chosen | {group}, price
     if len(chosen) == 1:
         return placed
-    whole = [v for v in graph.inputs if v not in placed.inputs]
+    whole = {v: REPLICATE for v in graph.inputs if v not in placed.inputs}
     found, made_as = place_values(full, n, chosen, whole)
     taken = [j for j, mapping in enumerate(found.mappings) if mapping is not placed.mappings[j]]
     scattering = {j for j in taken if _scatters(full, found.mappings[j], made_as, j)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from distir.ir.device import TIME, Mesh
 from distir.ir.errors import InfeasibleError, counted
@@ -18,35 +19,46 @@ _RECENT = 1 << 16
 """The most ops of placed functions cached with their source: plans that differ only in their schedule share them."""
 
 
-def padded(function: Function, batch: Mapping[int, int], sharding: Sharding) -> Function:
-    """The function, padded where that lets an axis split more. It must be decomposed; `batch` as in `place`."""
-    pairs = tuple(batch.items())
+class SplitDims(NamedTuple):
+    """The dims of inputs that axes split, inputs by their numbers: the batch dim of each data input, and by axis those
+    that a user names."""
+
+    batch: Batch
+    named: tuple[tuple[str, Batch], ...] = ()
+
+    def problem(self, function: Function, sharding: Sharding, decided: Mapping[str, Placed]) -> Problem:
+        """What a strategy is given."""
+        return Problem(function, self.batch, sharding, decided, dict(self.named))
+
+
+def padded(function: Function, dims: SplitDims, sharding: Sharding) -> Function:
+    """The function, padded where that lets an axis split more. It must be decomposed."""
     for axis in _decided_in_turn(sharding):
-        function = STRATEGIES[axis.strategy].pad(Problem(function, pairs, sharding, {}), axis)
+        function = STRATEGIES[axis.strategy].pad(dims.problem(function, sharding, {}), axis)
     return function
 
 
-def place(function: Function, batch: Mapping[int, int], sharding: Sharding, mesh: Mesh) -> Function:
+def place(function: Function, dims: SplitDims, sharding: Sharding, mesh: Mesh) -> Function:
     """The function on a mesh: the batch split over time and replicas, weights, ...; not scheduled.
 
-    `batch` maps numbers of inputs to their batch dim. The function must be decomposed, and padded for the same axes.
-    Raises InfeasibleError for a batch that does not divide.
+    The function must be decomposed, and padded for the same axes. Raises InfeasibleError for a batch, or a named dim,
+    that does not divide.
     """
-    _check_batch(batch_size(function, batch), sharding)
-    key = sharding, mesh, tuple(batch.items())
+    _check_batch(batch_size(function, dict(dims.batch)), sharding)
+    key = sharding, mesh, dims
     recent: dict[object, Function] = function.cache.setdefault(place, {})
     if key not in recent:
-        recent[key] = _place(function, tuple(batch.items()), sharding, mesh)
+        recent[key] = _place(function, dims, sharding, mesh)
         while len(recent) > 1 and sum(len(placed.ops) for placed in recent.values()) > _RECENT:
             del recent[next(iter(recent))]
     return recent[key]
 
 
-def _place(function: Function, batch: Batch, sharding: Sharding, mesh: Mesh) -> Function:
+def _place(function: Function, dims: SplitDims, sharding: Sharding, mesh: Mesh) -> Function:
     axes = _decided_in_turn(sharding)
     decided: dict[str, Placed] = {}
     for axis in axes:
-        decided[axis.name] = STRATEGIES[axis.strategy].place(Problem(function, batch, sharding, decided), axis)
+        decided[axis.name] = STRATEGIES[axis.strategy].place(dims.problem(function, sharding, decided), axis)
     # ZeRO 2 and 3: scatter each microbatch's gradients before adding them; else scatter the sum of all microbatches
     first = (BATCH, IN_TIME) if sharding.zero > 1 else (IN_TIME, BATCH)
     converted = sorted(axes, key=lambda a: first.index(a.strategy) if a.strategy in first else len(first))

@@ -14,16 +14,16 @@ from distir.ir.errors import InfeasibleError
 from distir.ir.function import Function
 from distir.ir.type import Shard
 from distir.ops.rules import shape_of
-from distir.transforms.plan import BATCH, WEIGHTS, Axis, Sharding
+from distir.transforms.plan import BATCH, INPUTS, WEIGHTS, Axis, Sharding
 from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes, Node, classes_from
-from distir.transforms.sharding.graph import Graph, graph_of
+from distir.transforms.sharding.graph import graph_of
+from distir.transforms.sharding.input_split import Taken, split_inputs
 from distir.transforms.sharding.microbatch import place_in_time
 from distir.transforms.sharding.pad import pad, paddable
-from distir.transforms.sharding.place import Placed, place_all, view
+from distir.transforms.sharding.place import Placed
 from distir.transforms.sharding.seeds import Split, tensor_parallel
 from distir.transforms.sharding.sequence import shard_sequence
-from distir.transforms.sharding.shares import shares
 from distir.transforms.sharding.zero import shard_state
 
 IN_TIME = "time"
@@ -42,6 +42,25 @@ class Problem(NamedTuple):
     sharding: Sharding
     decided: Mapping[str, Placed]
     """The placements along axes decided earlier, by axis."""
+    dims: Mapping[str, Batch]
+    """By axis the dims of inputs that it splits, as (number of the input, dim)."""
+
+    @property
+    def starts(self) -> tuple[tuple[int, tuple[Node, ...]], ...]:
+        """For each axis that splits dims of inputs its size, and these dims: inside microbatches and replicas, and
+        inside what an axis before it splits."""
+        inside = dict.fromkeys(self.batch, self.sharding.pieces)
+        found: list[tuple[int, tuple[Node, ...]]] = []
+        for axis in self.sharding.along(INPUTS):
+            pairs = self.dims[axis.name]
+            found.append((axis.size, tuple([(v, Shard(dim, inside.get((v, dim), 1))) for v, dim in pairs])))
+            inside |= {pair: inside.get(pair, 1) * axis.size for pair in pairs}
+        return tuple(found)
+
+    def taken(self, *strategies: str) -> list[tuple[Placed, int]]:
+        """The placements along axes of these strategies, or of all, that are decided, with their sizes."""
+        axes = [a for a in self.sharding.axes if a.name in self.decided]
+        return [(self.decided[a.name], a.size) for a in axes if a.strategy in strategies or not strategies]
 
 
 def _unpadded(problem: Problem, axis: Axis) -> Function:
@@ -64,17 +83,37 @@ def _place_replicas(problem: Problem, axis: Axis) -> Placed:
     sharding = problem.sharding
     outside = [a.size for a in sharding.along(BATCH) if a.name in problem.decided]
     outer = sharding.microbatches * math.prod(outside)
-    replicas = data_parallel(problem.function, axis.size, problem.batch, outer)
+    replicas = data_parallel(problem.function, axis.size, problem.batch, outer, problem.taken(INPUTS))
     if not sharding.zero:
         return replicas
-    others = [(problem.decided[a.name], a.size) for a in sharding.axes if a.name in problem.decided]
-    return shard_state(graph_of(problem.function), replicas, axis.size, sharding.zero, others)
+    return shard_state(graph_of(problem.function), replicas, axis.size, sharding.zero, problem.taken())
+
+
+def _place_inputs(problem: Problem, axis: Axis) -> Placed:
+    """Named dims of inputs split, and what is computed from them where that costs least.
+
+    Raises InfeasibleError where a dim does not divide.
+    """
+    graph, sharding = graph_of(problem.function), problem.sharding
+    k = [a.name for a in sharding.along(INPUTS)].index(axis.name)
+    n, starts = problem.starts[k]
+    for v, split in starts:
+        size = graph.shapes[v][split.dim]
+        if size % (split.outer * n):
+            ways = f"{split.outer} x {n}" if split.outer > 1 else f"{n}"
+            fits = [str(d) for d in range(2, size + 1) if size % (split.outer * d) == 0]
+            raise InfeasibleError(
+                f"{axis.name} {n}: dim {split.dim} of %{graph.values[v].name}, {size}, does not divide by {ways}",
+                f"use {axis.name}={' or '.join(fits[:_TRIED])}" if fits else f"leave {axis.name} out",
+            )
+    classes = Classes(graph, n, starts, max([split.outer for _, split in starts], default=1))
+    return split_inputs(graph, classes, n, starts, problem.taken(INPUTS))
 
 
 def _place_weights(problem: Problem, axis: Axis) -> Placed:
     """Weights split where that costs least; with sequence parallelism what lies between their products, too."""
-    function, batch, sharding, _ = problem
-    split = _search(function, axis.size, batch, sharding.pieces)
+    function, batch, sharding = problem.function, problem.batch, problem.sharding
+    split = _search(function, axis.size, batch, sharding.pieces, problem.starts)
     if not sharding.sequence:
         return split.placed
     starts = tuple([(v, Shard(dim)) for v, dim in batch])
@@ -87,8 +126,8 @@ def _place_weights(problem: Problem, axis: Axis) -> Placed:
     return placed
 
 
-def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Placed:
-    """The batch's class split over n devices, inside the split into microbatches.
+def data_parallel(function: Function, n: int, batch: Batch, outer: int, taken: Taken = ()) -> Placed:
+    """The batch's class split over n devices, inside the split into microbatches, beside what axes in `taken` split.
 
     If every op has the same mappings inside microbatches as for the whole batch, the placements found for one
     microbatch are reused with another `outer`.
@@ -96,8 +135,8 @@ def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Place
     graph = graph_of(function)
     starts = tuple([(v, Shard(dim)) for v, dim in batch])
     there = classes_from(graph, n, starts).inside(outer, n)
-    if there is None:
-        return _batch_split(graph, Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch], outer), n)
+    if there is None or taken:
+        return split_inputs(graph, Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch], outer), n, (), taken)
     one = _data_parallel(function, n, starts)
     mappings = [None if s is None else there[id(s)] for s in one.mappings]
     inputs = {v: Shard(s.dim, s.outer * outer) for v, s in one.inputs.items()}
@@ -107,13 +146,7 @@ def data_parallel(function: Function, n: int, batch: Batch, outer: int) -> Place
 @cached
 def _data_parallel(function: Function, n: int, starts: tuple[Node, ...]) -> Placed:
     graph = graph_of(function)
-    return _batch_split(graph, classes_from(graph, n, starts), n)
-
-
-def _batch_split(graph: Graph, classes: Classes, n: int) -> Placed:
-    full = view(graph, [[(mapping, 0) for mapping, _ in row] for row in classes.mappings], shares(graph))
-    # weights are replicated, also those that have the batch as a dim
-    return place_all(full, n, {0}, [graph.index[v] for v in weights(graph.function)])
+    return split_inputs(graph, classes_from(graph, n, starts), n)
 
 
 def _pad_weights(problem: Problem, axis: Axis) -> Function:
@@ -121,19 +154,17 @@ def _pad_weights(problem: Problem, axis: Axis) -> Function:
 
     The batch, split over time and replicas, is not split once more. Raises InfeasibleError if nothing can be split.
     """
-    function, batch, sharding, _ = problem
-    n, pieces = axis.size, sharding.pieces
+    function, batch, starts = problem.function, problem.batch, problem.starts
+    n, pieces = axis.size, problem.sharding.pieces
     options = _paddable(function, n)
     which = tuple(range(len(options)))
-    split = _search(_padded(function, n, which), n, batch, pieces)
+    split = _search(_padded(function, n, which), n, batch, pieces, starts)
     inputs = len(function.inputs)  # only inputs keep their numbers when padded
     useful = tuple([k for k in which if any(v < inputs and split.splits(v, Shard(d)) for v, d in options[k])])
     if useful != which:
-        split = _search(_padded(function, n, useful), n, batch, pieces)
+        split = _search(_padded(function, n, useful), n, batch, pieces, starts)
     if not split.chosen:
-        raise InfeasibleError(
-            f"{axis.name} {n} splits nothing in {function.name}", _what_splits(function, axis.name, batch, pieces)
-        )
+        raise InfeasibleError(f"{axis.name} {n} splits nothing in {function.name}", _what_splits(problem, axis.name))
     return _padded(function, n, useful)
 
 
@@ -147,24 +178,29 @@ def _padded(function: Function, n: int, which: tuple[int, ...]) -> Function:
     return pad(function, [options[k] for k in which])
 
 
-def _what_splits(function: Function, axis: str, batch: Batch, pieces: int) -> str:
+def _what_splits(problem: Problem, axis: str) -> str:
     """A hint: the first degrees that split something."""
+    function, batch, pieces, starts = problem.function, problem.batch, problem.sharding.pieces, problem.starts
     sizes = {d for v in weights(function) for d in shape_of(v)}
     degrees = [k for k in range(2, max(sizes, default=1) + 1) if any(d % k == 0 for d in sizes)]
-    fits = [str(k) for k in degrees[:_TRIED] if _search(function, k, batch, pieces).chosen]
+    fits = [str(k) for k in degrees[:_TRIED] if _search(function, k, batch, pieces, starts).chosen]
     return f"use --{axis} {' or '.join(fits)}" if fits else f"use --{axis} 1: its weights cannot be split"
 
 
 @cached
-def _search(function: Function, n: int, batch: Batch, pieces: int) -> Split:
+def _search(
+    function: Function, n: int, batch: Batch, pieces: int, taken: tuple[tuple[int, tuple[Node, ...]], ...]
+) -> Split:
     graph = graph_of(function)
     starts = tuple([(v, Shard(dim)) for v, dim in batch])
-    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)], starts, pieces)
+    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)], starts, pieces, taken=taken)
 
 
 STRATEGIES: dict[str, Strategy] = {
+    INPUTS: Strategy(_place_inputs),
     WEIGHTS: Strategy(_place_weights, _pad_weights),
     IN_TIME: Strategy(_place_microbatches),
     BATCH: Strategy(_place_replicas),
 }
-"""By name, in the order in which axes are decided: data parallelism splits what the axes of weights leave whole."""
+"""By name, in the order in which axes are decided: first those whose dims are given; data parallelism splits what the
+axes of weights leave whole."""

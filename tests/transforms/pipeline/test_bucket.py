@@ -44,18 +44,18 @@ def chain(types: list[Tensor], used_at: int | None = None) -> Function:
     [(0, [1] * 6), (256, [1] * 6), (257, [2, 2, 2]), (768, [3, 3]), (1025, [5, 1]), (math.inf, [6])],
 )
 def test_a_bucket_is_full_at_its_limit(limit: float, want: list[int]) -> None:
-    f = bucket(chain([W] * 6), "dp", limit)
+    f = bucket(chain([W] * 6), ("dp",), limit)
     verify(f)
     assert [members(op) for op in sums(f)] == want
 
 
 def test_a_bucket_is_reduced_right_after_its_last_member() -> None:
-    f = bucket(chain([W] * 4), "dp", 512)
+    f = bucket(chain([W] * 4), ("dp",), 512)
     assert [op.spec.name for op in f.ops] == ["Neg", "Neg", "Pack", "MPIAllreduce", "Unpack"] * 2
 
 
 def test_a_result_that_is_used_ends_its_bucket() -> None:
-    f = bucket(chain([W] * 6, used_at=2), "dp", math.inf)
+    f = bucket(chain([W] * 6, used_at=2), ("dp",), math.inf)
     verify(f)
     assert [members(op) for op in sums(f)] == [3, 3]
 
@@ -66,16 +66,16 @@ def test_dtypes_and_reductions_do_not_mix() -> None:
     f = FunctionMaker("f")
     xs = [f.add_input_value(f"x{k}", t) for k, t in enumerate([W, double, most] * 2)]
     f.set_outputs([f.add_op("MPIAllreduce", f"y{k}", [x], {"axis": "dp"}) for k, x in enumerate(xs)])
-    g = bucket(f.finalize(), "dp", math.inf)
+    g = bucket(f.finalize(), ("dp",), math.inf)
     verify(g)
     assert [members(op) for op in sums(g)] == [2, 2, 2]
 
 
 def test_nothing_to_do_gives_the_very_function() -> None:
     f = chain([W] * 3)
-    assert bucket(f, "dp", 0) is f
-    assert bucket(f, "tp", math.inf) is f
-    assert reductions_first(f, "tp") is f
+    assert bucket(f, ("dp",), 0) is f
+    assert bucket(f, ("tp",), math.inf) is f
+    assert reductions_first(f, ("tp",)) is f
 
 
 def bundle(types: list[Tensor], op: str, **attributes: object) -> None:

@@ -1,0 +1,68 @@
+"""Placement along an axis that splits dims of inputs: the batch over replicas, or dims that a user names.
+
+Named dims give context parallelism (the length of a sequence), expert parallelism (the experts of weights), spatial
+parallelism (height and width). The named inputs stay split so. All classes that begin at one of them are open to every
+op, which takes the mapping of least cost; where two of them meet a value is converted: by `MPIAlltoall` where it is
+split before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from distir.ir.spec import FactorMapping
+from distir.ir.type import REPLICATE, Placement, Shard
+from distir.transforms.roles import weights
+from distir.transforms.sharding.classes import Classes, Node
+from distir.transforms.sharding.graph import Graph, mapping_slots
+from distir.transforms.sharding.place import Placed, place_all, view
+from distir.transforms.sharding.shares import shares
+
+Taken = Sequence[tuple[Placed, int]]
+"""The placements along other axes, with their sizes."""
+
+
+def split_inputs(graph: Graph, classes: Classes, n: int, named: Collection[Node] = (), taken: Taken = ()) -> Placed:
+    """The placements along an axis of n devices that splits the classes.
+
+    The inputs in `named` are split so. Other weights, and the state of their optimizer, are replicated, also those with
+    a dim of a class. No op splits a sub-dimension that another axis in `taken` splits there.
+    """
+    pinned = dict(named)
+    follows = {c for v, split in named if graph.roles[v] == "parameter" for c in [classes.at[v].get(split)]}
+    fixed: dict[int, Placement] = {
+        i: REPLICATE
+        for i in [graph.index[v] for v in weights(graph.function)]
+        if graph.roles[i] != "state" or follows.isdisjoint(classes.at[i].values())
+    }
+    fixed |= pinned
+    rows = [[mapping for mapping, _ in row] for row in classes.mappings]
+    if pinned:
+        parameters = {v: p for v, p in pinned.items() if graph.roles[v] in ("parameter", "constant")}
+        rows = [_leaving(row, ins, parameters) for row, ins in zip(rows, graph.ins, strict=True)]
+    for placed, m in taken:
+        rows = [_beside(row, n, mapping, m) for row, mapping in zip(rows, placed.mappings, strict=True)]
+    full = view(graph, [[(mapping, 0) for mapping in row] for row in rows], shares(graph))
+    return place_all(full, n, {0}, fixed)
+
+
+def _leaving(row: list[FactorMapping], ins: Sequence[int], pinned: Mapping[int, Shard]) -> list[FactorMapping]:
+    """The mappings that leave pinned operands as they are, if there are any."""
+    at = [(k, pinned[i]) for k, i in enumerate(ins) if i in pinned]
+    return [m for m in row if all([m.ins[k] is p for k, p in at])] or row if at else row
+
+
+def _beside(row: list[FactorMapping], n: int, other: FactorMapping | None, m: int) -> list[FactorMapping]:
+    """The mappings over n devices that split no sub-dimension that the `other`, over m devices, splits."""
+    if other is None or not row:
+        return row
+    there = dict(mapping_slots(other))
+    return [
+        mapping
+        for mapping in row
+        if not any([k in there and _overlap(p, n, there[k], m) for k, p in mapping_slots(mapping)])
+    ]
+
+
+def _overlap(p: Shard, n: int, q: Shard, m: int) -> bool:
+    return p.dim == q.dim and p.outer < q.outer * m and q.outer < p.outer * n
