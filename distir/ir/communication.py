@@ -115,4 +115,4 @@ class Communication(NamedTuple):
         if not self.takes or not isinstance(mesh, Mesh):
             return self.unchanged
         i = mesh.position(attrs["axis"])
-        return mesh.sizes[i] == 1 or (i == mesh.time and isinstance(t, Tensor) and isinstance(t.placements[i], Partial))
+        return mesh.sizes[i] == 1 or (i == mesh.time and isinstance(t, Tensor) and t.placements[i].kind is not None)

@@ -16,7 +16,7 @@ from distir.backends.tensors.torch_namespace import TorchNamespace
 from distir.backends.transport.torch_distributed import Network
 from distir.ir.device import Mesh
 from distir.ir.function import Attributes, Op, Value
-from distir.ir.type import Shard, Tensor
+from distir.ir.type import Tensor
 from distir.transforms.rank.alias_analysis import ResultAlias
 from distir.transforms.rank.group_optimizers import updates_weights
 
@@ -112,7 +112,7 @@ class RankContext:
             return t.starts(dim, None), 0
         coord = self.network.coordinate(device)
         start = t.starts(dim, coord)
-        if device.time is None or device.sizes[device.time] == 1 or not isinstance(t.placements[device.time], Shard):
+        if device.time is None or device.sizes[device.time] == 1 or t.placements[device.time].dim is None:
             return start, 0
         after = (*coord[: device.time], 1, *coord[device.time + 1 :])
         then = t.starts(dim, after)

@@ -279,7 +279,7 @@ def batch_dim(function: Function, value: Value) -> int | None:
                 known[key] = op.spec.mapping(op.attributes, ins, outs, slot, taken, size)
             mapping = known[key]
             for v, p in zip(op.outputs, mapping.outs if mapping else (), strict=False):
-                if isinstance(p, Shard):
+                if p.dim is not None:
                     split[v] = p
     if value in split:
         return split[value].dim

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from distir.ir.device import TIME, Mesh
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
-from distir.ir.type import NOW, Partial, Piece, Tuple, Type
+from distir.ir.type import NOW, Piece, Tuple, Type
 from distir.ops.rules import tensor
 from distir.transforms.append import Moved, append
 from distir.transforms.pipeline.phases import (
@@ -131,7 +131,7 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
 
 
 def _sums(op: Op) -> bool:
-    return isinstance(tensor(op.inputs[0]).on(TIME), Partial)
+    return tensor(op.inputs[0]).over_time.kind is not None
 
 
 def _totals(function: Function, ends: Iterable[Op], stage: Mapping[Op, int]) -> list[Total]:
@@ -149,7 +149,7 @@ def _totals(function: Function, ends: Iterable[Op], stage: Mapping[Op, int]) -> 
             after = used[whole][0]
             if after.spec.comm is None or "axis" not in after.attributes or stage.get(after, -1) != stage.get(op):
                 break
-            if not isinstance(tensor(whole).on(after.attributes["axis"]), Partial):
+            if tensor(whole).on(after.attributes["axis"]).kind is None:
                 break
             reduce.append(after)
             whole = after.outputs[0]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Value
-from distir.ir.type import Shard, Tensor
+from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.roles import weights
 
@@ -35,7 +35,7 @@ def _split(v: Value, axis: str) -> int:
     t = v.type
     if not isinstance(t, Tensor) or not isinstance(t.device, Mesh) or axis not in t.device.axes:
         return 0
-    return t.device.size(axis) if isinstance(t.on(axis), Shard) else 0
+    return 0 if t.on(axis).dim is None else t.device.size(axis)
 
 
 def _flops(

@@ -90,7 +90,7 @@ def _worthwhile(v: View, ops: Collection[int], scattering: Set[int]) -> list[int
 def _scatters(v: View, mapping: FactorMapping | None, made_as: Sequence[Placement | None], j: int) -> bool:
     """Whether an op takes a part of a sum."""
     wants = zip(v.ins[j], mapping.ins, strict=True) if mapping is not None else ()
-    return any([made_as[i] is SUM and isinstance(want, Shard) for i, want in wants])
+    return any([made_as[i] is SUM and want.dim is not None for i, want in wants])
 
 
 def _regions(v: View, ops: Collection[int]) -> list[list[int]]:
