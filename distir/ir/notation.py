@@ -22,11 +22,11 @@ WHERE = rf"{NAME}(?::-?\d+|\#\d+)?"
 """A device or a mesh."""
 _AXIS = rf"(?:\d+:)?{NAME}(?:\+\d+)?"
 _DIM = rf"\d+(?:\{{{_AXIS}(?:,{_AXIS})*\}})?"
-_MOMENT = r"(?:t(?:[+-]\d+)?|-?\d+)"
+_MICROBATCH = r"(?:t(?:[+-]\d+)?|-?\d+)"
 _DIMS = rf"(?:{_DIM}(?:,\ {_DIM})*)?"
 TENSOR = (
     rf"\w+\[{_DIMS}\](?:\+(?:\w+:)?{NAME})*"
-    rf"(?:\#{_MOMENT}(?::{_MOMENT})?)?(?:\ @\ {WHERE})?"
+    rf"(?:\#{_MICROBATCH}(?::{_MICROBATCH})?)?(?:\ @\ {WHERE})?"
 )
 _RUN = rf"({NAME}):(-?\d+)(?:\.\.(-?\d+)(?::(-?[1-9]\d*))?)?((?:\ x\d+\ by\ -?\d+)*)"
 MESH = rf"mesh\ ({LABEL})\(((?:{NAME}=\d+(?:,\ )?)*)\)\ =\ ((?:{_RUN}(?:,\ )?)*)"

@@ -20,7 +20,7 @@ from distir.ir.type import Tensor
 from distir.transforms.rank.alias_analysis import ResultAlias
 from distir.transforms.rank.group_optimizers import updates_weights
 
-_KEPT_BYTES = 1 << 20
+_CONSTANT_BYTES = 1 << 20
 """Largest size of a constant result, which is computed once and kept."""
 
 
@@ -85,7 +85,7 @@ class RankContext:
     def aliases(self, op: Op) -> Sequence[ResultAlias] | None:
         """Which operands each result may alias, for `alias_analysis`; None for constants, which are computed here."""
         local = self.local(op)
-        if not local.stride and all(v in self.constants for v in op.inputs) and _bytes(op.outputs) <= _KEPT_BYTES:
+        if not local.stride and all(v in self.constants for v in op.inputs) and _bytes(op.outputs) <= _CONSTANT_BYTES:
             y = implementation(op.spec, self.xp)(*[self.constants[v] for v in op.inputs], **local.attributes)
             self.constants.update(zip(op.outputs, y if isinstance(y, tuple | list) else (y,), strict=True))
             return None

@@ -170,7 +170,7 @@ def _round(op: Op, at: BodyKey, owner: Mapping[Value, BodyKey], free: Mapping[Va
 
 def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
     results = set(cut.function.outputs)
-    wanted: dict[Value, set[BodyKey]] = {}
+    readers: dict[Value, set[BodyKey]] = {}
     for key, group in cut.groups.items():
         made = {v for op in group.ops for v in op.outputs}
         outside = dict.fromkeys([v for op in group.ops for v in op.inputs if v not in made])
@@ -178,7 +178,7 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
             from_key = cut.owner.get(v)
             if from_key == key:
                 continue
-            wanted.setdefault(v, set()).add(key)
+            readers.setdefault(v, set()).add(key)
             if not cut.varying[v.type]:
                 group.static.append(v)
             elif from_key is not None and _saves_for(from_key, key):
@@ -186,12 +186,12 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
             else:
                 group.received.append(v)
     for op in cut.joins:
-        wanted.setdefault(op.inputs[0], set()).add(BodyKey(UPDATE, -1))
+        readers.setdefault(op.inputs[0], set()).add(BodyKey(UPDATE, -1))
     for v, t in totals.items():
         key = cut.owner[v]
         cut.groups[key].summed.append(t)
     for v, key in cut.owner.items():
-        consumers = wanted.get(v)
+        consumers = readers.get(v)
         if v not in results:
             if not consumers:
                 continue

@@ -22,9 +22,9 @@ class Coverage(NamedTuple):
 
 def coverage(placed: Function, axis: str) -> Coverage:
     """What is split along an axis of a placed or scheduled program; FLOPs are those of one device of the other axes."""
-    held = [v for v in placed.inputs if v.kind == "parameter"] or weights(placed)
-    elements = {v: math.prod(shape_of(v)) for v in held}
-    unsplit = [v for v in held if not _split(v, axis)]
+    parameters = [v for v in placed.inputs if v.kind == "parameter"] or weights(placed)
+    elements = {v: math.prod(shape_of(v)) for v in parameters}
+    unsplit = [v for v in parameters if not _split(v, axis)]
     share = 1 - sum(elements[v] for v in unsplit) / max(1, sum(elements.values()))
     total, split = _flops(placed, axis, {}, {})
     return Coverage(split / total if total else 0.0, share, tuple(unsplit))

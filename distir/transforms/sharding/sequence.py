@@ -124,12 +124,12 @@ def _sequences(graph: Graph, classes: Classes, n: int, batch: tuple[Node, ...], 
 
 def _features(graph: Graph, classes: Classes) -> set[int]:
     """The classes of the dims of weights in products and lookups; what is added to activations may have others."""
-    held = {graph.index[v] for v in weights(graph.function)}
+    weight_values = {graph.index[v] for v in weights(graph.function)}
     found: set[int] = set()
     for sig, ins, outs in zip(graph.sigs, graph.ins, graph.outs, strict=True):
-        if ins and held.issuperset(ins):
-            held.update(outs)  # a weight transposed, or cast
+        if ins and weight_values.issuperset(ins):
+            weight_values.update(outs)  # a weight transposed, or cast
         slot = sig.spec.weight
-        if slot is not None and slot < len(ins) and ins[slot] in held:
+        if slot is not None and slot < len(ins) and ins[slot] in weight_values:
             found.update(classes.at[ins[slot]].values())
     return found
