@@ -50,6 +50,13 @@ HOME = {
     "prettyprinter": {"ir"},
 }
 """Where alone a package is imported."""
+PLACEMENTS = {"Placement", "Replicate", "Shard", "Partial"}
+DISTINGUISHED = {
+    "distir.ir.attributes": 1,  # that an attribute is a tuple of placements
+    "distir.ir.result_types": 1,  # that the attribute `place` has splits
+    "distir.ir.text": 3,  # the text of an attribute, by its kind
+}
+"""How often a file may ask for a placement's class: these ask it of attributes, which may be anything."""
 HEAVY = {"numpy", "onnx", "torch", "networkx", "prettyprinter", "rich", "ml_dtypes", "matplotlib", "tokenizers"}
 
 
@@ -232,6 +239,41 @@ def test_a_wrong_import_is_seen(tmp_path):
     file.write_text("def f():\n    from distir.api import run\n    import torch.nn\n")
     assert list(imported(file)) == [(2, "distir.api.run"), (3, "torch.nn")]
     assert layer("api") > layer("ir")
+
+
+def asked(path):
+    """The lines of a file that ask of which class a placement is."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.MatchClass):
+            names = [node.cls]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass"):
+            names = list(ast.walk(node.args[1]))
+        elif isinstance(node, ast.Compare) and any(
+            isinstance(x, ast.Call) and getattr(x.func, "id", None) == "type" for x in (node.left, *node.comparators)
+        ):
+            names = list(ast.walk(node))
+        else:
+            continue
+        yield from (x.lineno for x in names if getattr(x, "id", getattr(x, "attr", None)) in PLACEMENTS)
+
+
+def test_no_case_distinctions_by_placement():
+    """Code asks what it needs to know: a placement's `dim`, `kind`, `start` and so on."""
+    found = {module_of(p): lines for p in FILES if (lines := list(asked(p)))}
+    assert {name: len(lines) for name, lines in found.items()} == DISTINGUISHED, found
+
+
+def test_a_question_for_a_class_is_seen(tmp_path):
+    file = tmp_path / "wrong.py"
+    lines = [
+        "isinstance(p, Shard)",
+        "isinstance(t.on(axis), (ir.Partial, Tensor))",
+        "type(p) is Replicate",
+        "isinstance(t, Tensor) and p.dim",
+        "match p:\n    case Shard() | Partial(): pass",
+    ]
+    file.write_text("\n".join(lines))
+    assert sorted(asked(file)) == [1, 2, 3, 6, 6]
 
 
 def test_import_is_light():

@@ -293,15 +293,15 @@ def _weights(
         if got.inputs[k].shape != start.shape:
             yield _Row(Difference(v.name, float("inf"), tolerance, None, "change"))
             continue
-        mine, wanted, perturbed = (steps.inputs[k].astype(np.float64) - start for steps in (got, want, rounding))
+        mine, expected, perturbed = (steps.inputs[k].astype(np.float64) - start for steps in (got, want, rounding))
         # each weight is rounded to its own last place, so a few elements may differ by one unit in it
         least = _SIGN_FLIPS**0.5 * 2 * epsilon(v.type.dtype) * magnitude(start)  # type: ignore[union-attr]
         unmoved = False
         if k in want.gradients:
             gradient, disturbed = (steps.gradients[k].astype(np.float64) for steps in (want, rounding))
-            least += _norm(np.sort(_by_chance(wanted, gradient, disturbed))[-_SIGN_FLIPS:])
-            unmoved = not np.any(gradient) and not np.any(wanted)
-        row = _vectors(v.name, "change", (mine, wanted, perturbed), tolerance, least, lost=lost)
+            least += _norm(np.sort(_by_chance(expected, gradient, disturbed))[-_SIGN_FLIPS:])
+            unmoved = not np.any(gradient) and not np.any(expected)
+        row = _vectors(v.name, "change", (mine, expected, perturbed), tolerance, least, lost=lost)
         yield row._replace(hidden=False) if unmoved else row
 
 
@@ -330,8 +330,8 @@ def _vectors(
     lost: bool = False,
 ) -> _Row:
     """The norm of the difference of two arrays, relative to that of `want`; where rounding of single elements is too
-    large for that, the error of the projection on `want`. `arrays`: got, wanted, wanted perturbed by rounding. `lost`:
-    positions of elements that are not finite may differ.
+    large for that, the error of the projection on `want`. `arrays`: got, expected, expected perturbed by rounding.
+    `lost`: positions of elements that are not finite may differ.
     """
     got, want, rounding = arrays
     if got.shape != want.shape:

@@ -76,9 +76,9 @@ class Comparison:
     def tables(self) -> list[list[tuple[str, ...]]]:
         """Headers and rows as text: the division of a step, then times by op, stage and function."""
         shares: list[tuple[str, ...]] = [("a step of", "", "compute", "issue", "exposed, wait", "rest", "sum")]
-        for wanted, got in zip(self.predicted, self.measured, strict=True):
-            shares.append((wanted.name, "predicted", *[seconds(x, wanted.step) for x in wanted[1:]]))
-            shares.append(("", "measured", *[seconds(x, got.step) for x in got[1:]]))
+        for predicted, measured in zip(self.predicted, self.measured, strict=True):
+            shares.append((predicted.name, "predicted", *[seconds(x, predicted.step) for x in predicted[1:]]))
+            shares.append(("", "measured", *[seconds(x, measured.step) for x in measured[1:]]))
         kinds = {"compute": self.compute, "communication": self.communication}
         kinds |= {"stage": self.stages, "function": self.functions}
         return [shares, *[_table(name, rows) for name, rows in kinds.items() if rows]]

@@ -22,7 +22,7 @@ from distir.executor.reference.sequential import SequentialExecutor, evaluate, f
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import DistirError, MismatchError
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import REPLICATE, Float32, Float64, Partial, Tensor
+from distir.ir.type import REPLICATE, Float32, Float64, Tensor
 from distir.ops.collectives import rearranged
 from distir.runtime.job import Job, JobCallbacks
 from distir.runtime.record import RecordKey
@@ -238,16 +238,13 @@ class _Replay:
 
 def _complete(t: Tensor) -> bool:
     """Whether a value is complete: not a sum over microbatches that is still being accumulated."""
-    mesh = t.device
-    return isinstance(mesh, Mesh) and (
-        mesh.time is None or (not isinstance(t.placements[mesh.time], Partial) and t.piece is None)
-    )
+    return isinstance(t.device, Mesh) and t.over_time.kind is None and t.piece is None
 
 
 def _summed(t: Tensor, value: DeviceValue) -> DeviceValue:
     """`value` with partial sums (or maxima, or means) reduced along all axes."""
     for axis, p in zip(t.mesh.axes, t.placements, strict=True):
-        if isinstance(p, Partial):
+        if p.kind is not None:
             after = t.placed(axis, REPLICATE, t.piece)
             value = rearranged({"axis": axis}, value, t, after, t.mesh.coords, NUMPY)
             t = after

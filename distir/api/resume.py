@@ -137,13 +137,13 @@ def _resumed(saving: Saving, function: Function) -> Saving:
 
 def _check_fits(folder: Path, manifest: Manifest, function: Function) -> None:
     """Raises UsageError, naming the difference, unless a checkpoint has exactly the tensors that a program updates."""
-    wanted = tensor_table(function)
-    lacks = [name for name in wanted if name not in manifest.tensors]
-    more = [name for name in manifest.tensors if name not in wanted]
+    expected = tensor_table(function)
+    lacks = [name for name in expected if name not in manifest.tensors]
+    more = [name for name in manifest.tensors if name not in expected]
     parts = [f"missing {_names(lacks)}"] if lacks else []
     if more:
         parts.append(f"unexpected {_names(more)}")
-    for name, (shape, dtype) in wanted.items():
+    for name, (shape, dtype) in expected.items():
         if name in manifest.tensors and (got := manifest.tensors[name]) != (shape, dtype):
             parts.append(f"{name}: expected {_format_type(shape, dtype)}, got {_format_type(*got)}")
             break

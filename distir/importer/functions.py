@@ -122,10 +122,10 @@ def definition(node: Node) -> list[onnx.NodeProto] | None:
     nodes = list(model.graph.node)
     if any(n.op_type == proto.op_type for n in nodes):
         return None
-    kept = {*proto.input, *proto.output}
+    boundary = {*proto.input, *proto.output}
     for n in nodes:
         for names in (n.input, n.output):
-            names[:] = [name if name in kept else f"{proto.output[0]}/{name}" for name in names]
+            names[:] = [name if name in boundary else f"{proto.output[0]}/{name}" for name in names]
         n.name = proto.name
     return nodes
 

@@ -115,5 +115,5 @@ class Communication(NamedTuple):
         if not self.takes or not isinstance(mesh, Mesh):
             return self.unchanged
         axis = attrs["axis"]
-        sums = isinstance(t, Tensor) and mesh.is_time(axis) and isinstance(t.on(axis), Partial)
+        sums = isinstance(t, Tensor) and mesh.is_time(axis) and t.on(axis).kind is not None
         return sums or mesh.size(axis) == 1

@@ -22,11 +22,11 @@ WHERE = rf"{NAME}(?::-?\d+|\#\d+)?"
 """A device or a mesh."""
 _AXIS = rf"(?:\d+:)?{NAME}(?:\+\d+)?"
 _DIM = rf"\d+(?:\{{{_AXIS}(?:,{_AXIS})*\}})?"
-_MOMENT = r"(?:t(?:[+-]\d+)?|-?\d+)"
+_MICROBATCH = r"(?:t(?:[+-]\d+)?|-?\d+)"
 _DIMS = rf"(?:{_DIM}(?:,\ {_DIM})*)?"
 TENSOR = (
     rf"\w+\[{_DIMS}\](?:\+(?:\w+:)?{NAME})*"
-    rf"(?:\#{_MOMENT}(?::{_MOMENT})?)?(?:\ @\ {WHERE})?"
+    rf"(?:\#{_MICROBATCH}(?::{_MICROBATCH})?)?(?:\ @\ {WHERE})?"
 )
 _RUN = rf"({NAME}):(-?\d+)(?:\.\.(-?\d+)(?::(-?[1-9]\d*))?)?((?:\ x\d+\ by\ -?\d+)*)"
 MESH = rf"mesh\ ({LABEL})\(((?:{NAME}=\d+(?:,\ )?)*)\)\ =\ ((?:{_RUN}(?:,\ )?)*)"
@@ -108,13 +108,13 @@ def write_type(t: Type, mesh_label: Callable[[Mesh], str], bundle: Callable[[Tup
             end = 1
             parts: list[str] = []
             for outer, n, i in subdims:
-                shift = t.placements[i].attributes.get("shift")
+                shift = t.placements[i].shift
                 part = plain(at.axes[i]) if outer == end else f"{outer}:{plain(at.axes[i])}"
                 parts.append(f"{part}+{shift}" if shift else part)
                 end = outer * n
             dims[dim] += "{" + ",".join(parts) + "}"
         for axis, p in zip(at.axes, t.placements, strict=True):
-            if isinstance(p, Partial):
+            if p.kind is not None:
                 partial += f"+{plain(axis)}" if p.kind == "sum" else f"+{p.kind}:{plain(axis)}"
     where = "" if at is None else f" @ {mesh_label(at) if isinstance(at, Mesh) else write_device(at)}"
     return f"{t.dtype.name}[{', '.join(dims)}]{partial}{_write_piece(t.piece)}{where}"

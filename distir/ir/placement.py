@@ -1,23 +1,27 @@
 """Placements along one mesh axis: how a device's piece relates to the whole.
 
+A placement's `dim` says which dim it splits, None of those that split none (so `p.dim is not None` makes p a `Shard`
+for the type checker, too); its `kind` says how the pieces are reduced to the whole, None unless it is a `Partial`.
 Their methods work on any array that reshapes and is indexed as numpy's. `xp` is the array namespace (see
 `executor.reference.numpy_namespace`), `i` a device's index along the axis, `n` the size of the axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from distir.ir.errors import IRTypeError
 
 Array = Any
 
 
-class Placement:
-    """How each device's piece relates to the whole, along one mesh axis."""
+class _Placement:
+    """What all placements have; as it is here, it holds of those that split no dim."""
 
     __slots__ = ()
+    outer: int = 1
+    shift: int = 0
 
     def cut(self, x: Array, i: int, n: int) -> Array:
         """Device i's piece of the whole `x`; all of it if it is not split."""
@@ -27,9 +31,38 @@ class Placement:
         """The whole, from the pieces of all devices along the axis, in the order of the devices."""
         return pieces[0]
 
-    def inside(self, ways: int) -> Placement:
+    def local_size(self, size: int, n: int) -> int:
+        """How much of its dim, of `size`, a device holds."""
+        return size
+
+    def start(self, i: int, n: int, size: int) -> int:
+        """Where device i's piece begins in its dim, of `size` elements once outer sub-dimensions are split off."""
+        return 0
+
+    def device(self, k: int, n: int) -> int:
+        """The device that holds slice k; the first of them if each holds all."""
+        return 0
+
+    def shifted(self, shift: int) -> Self:
+        """The same split with another shift."""
+        return self
+
+    def inside(self, ways: int) -> Self:
         """The same in an array that other axes have split `ways` ways outside of this one."""
         return self
+
+    def nested(self, ways: int) -> Self:
+        """The same within each of `ways` outer parts: `inside` undoes it."""
+        return self
+
+    def covers(self, want: Placement) -> bool:
+        """Whether a device's piece in `want` is the one that it has, or is cut from it: nothing is sent."""
+        return self is want
+
+    def exchanged(self, want: Placement, size: float, n: int) -> float:
+        """How much of a whole of `size` goes around the n devices for the placement `want`: each sends (n - 1) / n of
+        it."""
+        return 0.0
 
     @property
     def attributes(self) -> Mapping[str, int]:
@@ -42,10 +75,12 @@ class Placement:
         return None
 
 
-class Replicate(Placement):
+class Replicate(_Placement):
     """Every device along the axis holds the whole."""
 
     __slots__ = ()
+    dim: ClassVar[None] = None
+    kind: ClassVar[None] = None
     _one: ClassVar[Replicate | None] = None
 
     def __new__(cls) -> Replicate:
@@ -59,8 +94,11 @@ class Replicate(Placement):
     def __repr__(self) -> str:
         return "Replicate"
 
+    def covers(self, want: Placement) -> bool:
+        return self is want or want.dim is not None
 
-class Shard(Placement):
+
+class Shard(_Placement):
     """Dimension `dim`, read as (outer, n, rest), is split in its middle sub-dimension over the n devices of the axis.
 
     Device i holds slice (i - shift) mod n: with a `shift` of 0 the devices hold the slices in order, with k each slice
@@ -72,6 +110,7 @@ class Shard(Placement):
     dim: int
     outer: int
     shift: int
+    kind: ClassVar[None] = None
 
     def __new__(cls, dim: int, outer: int = 1, shift: int = 0) -> Shard:
         if type(dim) is not int or type(outer) is not int:  # 1.0 and True are found where 1 is
@@ -97,16 +136,18 @@ class Shard(Placement):
             return f"Shard({self.dim}, {self.outer}, {self.shift})"
         return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, {self.outer})"
 
+    def overlaps(self, n: int, other: Shard, m: int) -> bool:
+        """Whether this split over n devices and another over m are of the same sub-dimension, or parts of it."""
+        return self.dim == other.dim and self.outer < other.outer * m and other.outer < self.outer * n
+
     def slice_index(self, i: int, n: int) -> int:
         """The index of the slice that device i holds."""
         return (i - self.shift) % n if self.shift else i
 
     def device(self, k: int, n: int) -> int:
-        """The device that holds slice k."""
         return (k + self.shift) % n if self.shift else k
 
     def shifted(self, shift: int) -> Shard:
-        """The same split with another shift."""
         return self if shift == self.shift else Shard(self.dim, self.outer, shift)
 
     def cut(self, x: Array, i: int, n: int) -> Array:
@@ -123,15 +164,21 @@ class Shard(Placement):
         return xp.concat(split, dim + 1).reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
 
     def local_size(self, size: int, n: int) -> int:
-        """How much of its dim, of `size`, a device holds."""
         return size // n
 
     def start(self, i: int, n: int, size: int) -> int:
-        """Where device i's piece begins in its dim, of `size` elements once outer sub-dimensions are split off."""
         return self.slice_index(i, n) * self.local_size(size, n)
 
     def inside(self, ways: int) -> Shard:
         return self if ways == 1 else Shard(self.dim, self.outer // ways, self.shift)
+
+    def nested(self, ways: int) -> Shard:
+        return self if ways == 1 else Shard(self.dim, self.outer * ways, self.shift)
+
+    def exchanged(self, want: Placement, size: float, n: int) -> float:
+        if want is REPLICATE or want.dim == self.dim:  # gathered, then cut
+            return size
+        return size / n  # each device sends parts of its slice
 
     @property
     def attributes(self) -> Mapping[str, int]:
@@ -147,12 +194,13 @@ class Shard(Placement):
         return self.shift
 
 
-class Partial(Placement):
+class Partial(_Placement):
     """The whole is the sum (or maximum, or, of floats, mean) of the pieces."""
 
     __slots__ = ("kind",)
     _interned: ClassVar[dict[str, Partial]] = {}
     kind: str
+    dim: ClassVar[None] = None
 
     def __new__(cls, kind: str = "sum") -> Partial:
         self = cls._interned.get(kind)
@@ -179,11 +227,23 @@ class Partial(Placement):
             total = xp.maximum(total, x) if self.kind == "max" else total + x
         return xp.asarray(total / len(pieces), dtype=total.dtype) if self.kind == "mean" else total
 
+    def exchanged(self, want: Placement, size: float, n: int) -> float:
+        return 2 * size if want is REPLICATE else size  # reduced and gathered, or reduced alone
+
     @property
     def form(self) -> object:
         return self.kind
 
 
+Placement = Replicate | Shard | Partial
+"""How each device's piece relates to the whole, along one mesh axis."""
+
+
 REPLICATE = Replicate()
 SUM = Partial("sum")
 MEAN = Partial("mean")
+
+
+def reductions(placements: Iterable[Placement]) -> set[str]:
+    """The kinds of the partial ones: how pieces placed so are reduced; empty if no sum, maximum or mean is left."""
+    return {p.kind for p in placements if p.kind is not None}

@@ -10,7 +10,7 @@ from distir.ir.attributes import check, short
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import IRTypeError
 from distir.ir.spec import Attrs, Spec, place
-from distir.ir.type import Piece, Replicate, Shard, Tensor, Type
+from distir.ir.type import Piece, Shard, Tensor, Type
 
 WHERE = ("device", "place")
 """The attributes that only place an op: any op that computes may have them."""
@@ -104,11 +104,11 @@ def _local(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Tensor, .
             rows.append(place(spec, attrs, ins, outs, [t.placements[i] for t in tensors], n, free.get(axis)))
         except IRTypeError as e:
             raise IRTypeError(f"on mesh axis {axis!r}: {e.message}", e.hint) from None
-    piece = _piece(tensors, device)
+    piece = _piece(tensors)
     results: list[Tensor] = []
     for dtype, shape, placements in zip(dtypes, outs, zip(*rows, strict=True), strict=True):
-        moving = device.time is not None and not isinstance(placements[device.time], Replicate)
-        results.append(Tensor.whole(dtype, shape, device, placements, piece if moving else None))
+        t = Tensor.whole(dtype, shape, device, placements)
+        results.append(t.of(piece) if t.moves else t)
     indexed = spec.indexed(attrs)
     if indexed is not None:
         slot, dim = indexed
@@ -141,11 +141,9 @@ def _contiguous(slot: int, t: Tensor, dim: int | None) -> None:
             inside *= n
 
 
-def _piece(tensors: Sequence[Tensor], mesh: Mesh) -> Piece | None:
+def _piece(tensors: Sequence[Tensor]) -> Piece | None:
     """The microbatches that the operands, and so the results, are of."""
-    if mesh.time is None:
-        return None
-    moving = [(k, t) for k, t in enumerate(tensors) if not isinstance(t.placements[mesh.time], Replicate)]
+    moving = [(k, t) for k, t in enumerate(tensors) if t.moves]
     for k, t in moving:
         if t.piece != moving[0][1].piece:
             raise IRTypeError(f"operand {k}: expected microbatches {moving[0][1].piece}, got {t.piece}")

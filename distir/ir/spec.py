@@ -10,7 +10,8 @@ from distir.ir.attributes import declared
 from distir.ir.axes import Factors, Shape, factors
 from distir.ir.communication import Communication, Route
 from distir.ir.errors import IRTypeError, ModelError
-from distir.ir.type import MEAN, REPLICATE, SUM, DType, Partial, Placement, Shard
+from distir.ir.placement import MEAN, REPLICATE, SUM, Partial, Placement, Shard, reductions
+from distir.ir.type import DType
 
 Attrs = Mapping[str, Any]
 LinearSets = tuple[frozenset[int], ...] | str
@@ -31,8 +32,16 @@ class FactorMapping(NamedTuple):
 
     def shifted(self, shift: int) -> FactorMapping:
         """The same with every split shifted by `shift` (see `Shard`)."""
-        ins, outs = ([p.shifted(shift) if isinstance(p, Shard) else p for p in row] for row in self)
-        return FactorMapping(tuple(ins), tuple(outs))
+        return FactorMapping(*[tuple([p.shifted(shift) for p in row]) for row in self])
+
+    def nested(self, ways: int) -> FactorMapping:
+        """The same with every split within each of `ways` outer parts."""
+        return FactorMapping(*[tuple([p.nested(ways) for p in row]) for row in self])
+
+    def splits(self) -> list[tuple[int, Shard]]:
+        """The slots that are split (operand k as k, result k as ~k), with their split."""
+        ins = [(k, p) for k, p in enumerate(self.ins) if p.dim is not None]
+        return ins + [(~k, p) for k, p in enumerate(self.outs) if p.dim is not None]
 
 
 ShardRule = Callable[[Attrs, Sequence[Shape], Sequence[Shape], int, Shard, int], FactorMapping | None]
@@ -203,7 +212,7 @@ class Spec:
         if found is None:
             return None
         for p, s in zip((*found.ins, *found.outs), (*ins, *outs), strict=True):
-            if isinstance(p, Shard) and s[p.dim] % (p.outer * n):
+            if p.dim is not None and s[p.dim] % (p.outer * n):
                 return None
         return found
 
@@ -216,7 +225,7 @@ class Spec:
             return self.neutral_value
         if MEAN in mapping.outs:
             raise ModelError(f"{self.name}: in a mean every value counts", "decompose it first")
-        return float("-inf") if any(isinstance(p, Partial) and p.kind == "max" for p in mapping.outs) else 0.0
+        return float("-inf") if "max" in reductions(mapping.outs) else 0.0
 
     def flops(self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
         """Floating-point operations at these (local) shapes: two a point of a contraction, else one a point.
@@ -364,7 +373,7 @@ def place(
 
     Raises IRTypeError that names the operand, expected and got.
     """
-    slot, shard = next(((k, p) for k, p in enumerate(placements) if isinstance(p, Shard)), (~0, free))
+    slot, shard = next(((k, p) for k, p in enumerate(placements) if p.dim is not None), (~0, free))
     if shard is None:
         return _place_partial(spec, attrs, placements, len(outs))
     mapping = spec.mapping(attrs, ins, outs, slot, shard, n)
@@ -379,7 +388,7 @@ def place(
 
 
 def _place_partial(spec: Spec, attrs: Attrs, placements: Sequence[Placement], results: int) -> tuple[Placement, ...]:
-    partial = frozenset(k for k, p in enumerate(placements) if isinstance(p, Partial))
+    partial = frozenset(k for k, p in enumerate(placements) if p.kind is not None)
     if not partial:
         return (REPLICATE,) * results
     sets = spec.linear_sets(len(placements), attrs)

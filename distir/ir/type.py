@@ -22,10 +22,11 @@ from distir.ir.dtype import Int64 as Int64
 from distir.ir.dtype import UInt8 as UInt8
 from distir.ir.errors import IRTypeError
 from distir.ir.placement import MEAN as MEAN
-from distir.ir.placement import REPLICATE, Placement, Shard
+from distir.ir.placement import REPLICATE, Placement
 from distir.ir.placement import SUM as SUM
 from distir.ir.placement import Partial as Partial
 from distir.ir.placement import Replicate as Replicate
+from distir.ir.placement import Shard as Shard
 
 NOW = 1 << 40
 """The symbolic current microbatch of a body: inside it a range (0, NOW) covers all microbatches before the current one,
@@ -43,7 +44,7 @@ def _subdims(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) 
     """For each sharded dim its sub-dimensions, outermost first. Raises IRTypeError if they overlap or do not divide."""
     per: dict[int, list[SubDim]] = {}
     for i, p in enumerate(placements):
-        if isinstance(p, Shard):
+        if p.dim is not None:
             per.setdefault(p.dim, []).append((p.outer, mesh.sizes[i], i))
             if p.shift and (p.shift >= mesh.sizes[i] or i == mesh.time):
                 raise IRTypeError(
@@ -124,7 +125,7 @@ class Tensor:
             if len(placements) != len(device.axes):
                 raise IRTypeError(f"{device} has {len(device.axes)} axes, got placements {placements}")
             for p, n in zip(placements, device.sizes, strict=True):
-                if isinstance(p, Shard) and p.dim < len(whole):
+                if p.dim is not None and p.dim < len(whole):
                     whole[p.dim] *= n
             if MEAN in placements and not dtype.floating:
                 raise IRTypeError(f"a mean is of floats, got {dtype}")
@@ -156,7 +157,7 @@ class Tensor:
             _subdims(shape, device, placements)
             shape = list(shape)
             for p, n in zip(placements, device.sizes, strict=True):
-                if isinstance(p, Shard):
+                if p.dim is not None:
                     shape[p.dim] = p.local_size(shape[p.dim], n)
         return Tensor(dtype, shape, device, placements, piece)
 
@@ -191,18 +192,23 @@ class Tensor:
         p = self.placements[at[0]]
         expected = p
         for i, before in zip(at[1:], at, strict=False):
-            if isinstance(expected, Shard):
-                expected = Shard(expected.dim, expected.outer * self.mesh.sizes[before])
+            expected = expected.nested(self.mesh.sizes[before])
             if self.placements[i] is not expected:
                 raise IRTypeError(f"expected {expected} along {self.mesh.axes[i]!r}, inside {axis[0]!r}, got {self}")
         return p
+
+    @property
+    def over_time(self) -> Placement:
+        """How it is placed along the time axis, over the microbatches; replicated where there is none."""
+        mesh = self.device
+        return self.placements[mesh.time] if isinstance(mesh, Mesh) and mesh.time is not None else REPLICATE
 
     def local(self, axis: int | AxisNames) -> Placement:
         """Its placement along a mesh axis (or its number, or several axes) within what one device holds: without other
         axes' sub-dimensions."""
         at = (axis,) if isinstance(axis, int) else self.mesh.positions(axis)
         p = self.placements[axis] if isinstance(axis, int) else self.on(axis)
-        if not isinstance(p, Shard) or p.outer == 1:
+        if p.dim is None or p.outer == 1:
             return p
         return p.inside(math.prod([n for outer, n, k in self.subdims[p.dim] if k not in at and outer < p.outer]))
 
@@ -225,9 +231,8 @@ class Tensor:
         start, size = 0, self.global_shape[dim]
         for _, n, i in self._subdims.get(dim, ()):
             p = self.placements[i]
-            if isinstance(p, Shard):
-                start += p.start(coord[i], n, size)
-                size = p.local_size(size, n)
+            start += p.start(coord[i], n, size)
+            size = p.local_size(size, n)
         return start
 
     def starts(self, dim: int | None, coord: Sequence[int] | None) -> int | tuple[int, ...]:
@@ -241,8 +246,7 @@ class Tensor:
         placements = list(self.placements)
         for i in self.mesh.positions(axis):
             placements[i] = placement
-            if isinstance(placement, Shard):
-                placement = Shard(placement.dim, placement.outer * self.mesh.sizes[i], placement.shift)
+            placement = placement.nested(self.mesh.sizes[i])
         return Tensor.whole(self.dtype, self.global_shape, self.device, placements, piece)
 
     def moved(self, device: Device | Mesh | None) -> Tensor:

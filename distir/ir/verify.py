@@ -23,7 +23,7 @@ from distir.ir.infer import infer
 from distir.ir.notation import plain, plain_value
 from distir.ir.pause import no_collection
 from distir.ir.spec import Spec
-from distir.ir.type import NOW, Replicate, Shard, Tensor, Tuple, Type
+from distir.ir.type import NOW, Replicate, Tensor, Tuple, Type
 
 
 class _View:
@@ -147,7 +147,7 @@ class _Verifier:
         if piece is None or not 0 <= piece[0] <= piece[1] <= size:
             hint = "values are split over time in functions that are called with mb"
             return f"expected a whole, or microbatches within 0..{size - 1}, got {t} in {view.text}", hint
-        if piece[1] != piece[0] + 1 and isinstance(t.placements[mesh.time], Shard):
+        if piece[1] != piece[0] + 1 and t.over_time.dim is not None:
             return f"is split over time: expected one microbatch, got {t}", None
         return None
 

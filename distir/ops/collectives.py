@@ -122,15 +122,13 @@ def _allgather(attrs: Attrs, *types: Type) -> list[Type]:
 
 
 def _split_anew(attrs: Attrs, p: Placement, n: int) -> Shard:
-    if not isinstance(p, Shard) or p.dim == attrs["dim"]:
+    if p.dim is None or p.dim == attrs["dim"]:
         raise IRTypeError(f"operand 0: expected a split of another dim than {attrs['dim']}, got {p}")
     return Shard(attrs["dim"], attrs.get("outer", 1), p.shift)
 
 
 def _other_dim(have: Placement, want: Placement) -> Attrs | None:
-    if not isinstance(have, Shard) or not isinstance(want, Shard) or have.dim == want.dim or have.shift != want.shift:
-        return None
-    return want.shifted(0).attributes
+    return None if have.dim == want.dim or have.shift != want.shift else want.shifted(0).attributes
 
 
 # --- meaning on arrays
@@ -175,7 +173,7 @@ def _meaning(moved: Moved) -> Callable[[Lanes, Op, Sequence[RuntimeValue]], Sequ
             raise IRTypeError(f"expected tensors, got {op}")
         p = before.on(attrs["axis"])
         if _timed(before, attrs["axis"]) and not lanes.unrolled and p is not REPLICATE:
-            if isinstance(p, Partial):
+            if p.kind is not None:
                 return ins[:1]  # the sum is complete: it was accumulated
             p = before.local(attrs["axis"])
             return [[p.join(pieces, lanes.xp) for pieces in zip(*ins, strict=True)]]
@@ -241,7 +239,7 @@ def _permuted(attrs: Attrs, p: Placement, n: int) -> Placement:
     shift = attrs.get("shift", 1)
     if n > 1 and shift % n == 0:
         raise IRTypeError(f"attribute shift: expected no multiple of the axis's size {n}, got {shift}")
-    return p.shifted((p.shift + shift) % n) if isinstance(p, Shard) else p
+    return p.shifted((p.shift + shift) % n)
 
 
 def _passed_on(
@@ -253,9 +251,7 @@ def _passed_on(
 
 
 def _further_on(have: Placement, want: Placement) -> Attrs | None:
-    if not isinstance(have, Shard) or not isinstance(want, Shard) or have.shifted(0) is not want.shifted(0):
-        return None
-    return {"shift": want.shift - have.shift}
+    return {"shift": want.shift - have.shift} if have.shifted(0) is want.shifted(0) else None
 
 
 op(

@@ -13,8 +13,9 @@ from distir.ir.communication import Communication, Lanes, RuntimeValue, Wire
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import IRTypeError
 from distir.ir.function import Op
+from distir.ir.placement import MEAN, REPLICATE, Placement, reductions
 from distir.ir.spec import Attrs, op
-from distir.ir.type import MEAN, NOW, REPLICATE, Partial, Placement, Replicate, Tensor, Tuple, Type
+from distir.ir.type import NOW, Tensor, Tuple, Type
 from distir.ops.rules import tensor
 
 
@@ -34,7 +35,7 @@ def _to_mesh(attrs: Attrs, t: Type, broadcast: bool) -> list[Type]:
         raise IRTypeError(f"operand 0: expected a tensor on one device, got {t}")
     if broadcast:
         placements = (REPLICATE,) * len(to.axes)
-    if any(isinstance(p, Partial) for p in placements):
+    if reductions(placements):
         raise IRTypeError(f"attribute placements: expected Shard or Replicate, got {placements}")
     return [Tensor.whole(t.dtype, t.shape, to, placements)]
 
@@ -45,10 +46,9 @@ def _to_device(attrs: Attrs, t: Type, reduce: bool) -> list[Type]:
         raise IRTypeError(f"attribute to: expected a device, got {to}")
     if not isinstance(t, Tensor) or not isinstance(t.device, Mesh):
         raise IRTypeError(f"operand 0: expected a tensor on a mesh, got {t}")
-    time = t.device.time
-    if time is not None and not isinstance(t.placements[time], Replicate):
+    if t.moves:
         raise IRTypeError(f"operand 0: expected it whole in time, got {t}")
-    if reduce != any(isinstance(p, Partial) for p in t.placements):
+    if reduce != bool(reductions(t.placements)):
         raise IRTypeError(f"operand 0: expected {'a' if reduce else 'no'} Partial, got {t}")
     return [Tensor(t.dtype, t.global_shape, to)]
 
@@ -125,7 +125,7 @@ def _restrict(attrs: Attrs, t: Type) -> list[Type]:
     for axis, p in zip(t.mesh.axes, t.placements, strict=True):
         if axis in to.axes:
             placements.append(p)
-        elif not isinstance(p, Replicate):
+        elif p is not REPLICATE:
             raise IRTypeError(f"operand 0: expected Replicate along {axis!r}, got {t}")
     _check_part(t.mesh, to)
     return [Tensor(t.dtype, t.shape, to, placements, t.piece)]
@@ -154,7 +154,7 @@ def _accumulate(attrs: Attrs, total: Type, x: Type) -> list[Type]:
     if not isinstance(total, Tensor) or not isinstance(x, Tensor) or total.mesh.time is None:
         raise IRTypeError(f"expected tensors on a mesh with a time axis, got {total} and {x}")
     axis = total.mesh.axes[total.mesh.time]
-    if not isinstance(total.on(axis), Partial):
+    if total.on(axis).kind is None:
         raise IRTypeError(f"operand 0: expected Partial along {axis!r}, got {total.on(axis)} in {total}")
     if total.on(axis) is MEAN:
         raise IRTypeError("operand 0: means over microbatches are not accumulated: accumulate sums, and divide")

@@ -40,12 +40,12 @@ def _stepping(rule: Callable[..., Any]) -> Callable[..., Any]:
         if settings.pop("scheduled", False):
             settings["lr"] = given.pop()
         narrow, wide = w.dtype, w.dtype.itemsize < Float32.size
-        held = [w, *[x for x in given if x.shape == w.shape and x.dtype == narrow]]
+        before = [w, *[x for x in given if x.shape == w.shape and x.dtype == narrow]]
         row = [xp.cast(x, Float32) if wide and x.dtype == narrow else x for x in (w, *given)]
         found = rule(xp, row[0], xp.asarray(g, dtype=row[0].dtype), *row[1:], **settings)
         results = [xp.asarray(x, dtype=narrow) for x in (found if isinstance(found, tuple) else (found,))]
         if skip is not None:
-            results = [xp.where(skip, old, new) for old, new in zip(held, results, strict=False)]
+            results = [xp.where(skip, old, new) for old, new in zip(before, results, strict=False)]
         return tuple(results) if isinstance(found, tuple) else results[0]
 
     return update
@@ -138,8 +138,8 @@ def _adamw(
 ) -> Any:
     """Decoupled weight decay (Loshchilov and Hutter, 2019), in the order of torch.optim.AdamW."""
     b1, b2 = betas
-    kept = 1 - lr * weight_decay
-    w = w * (kept if isinstance(kept, float | int) else xp.asarray(kept, dtype=w.dtype))
+    factor = 1 - lr * weight_decay
+    w = w * (factor if isinstance(factor, float | int) else xp.asarray(factor, dtype=w.dtype))
     m = m + (1 - b1) * (g - m)
     v = b2 * v + (1 - b2) * g * g
     step = xp.cast(step, Float64)  # 1 - 0.999 in float32 has four digits

@@ -20,8 +20,8 @@ def _axes(kind: str) -> Callable[[Attrs, Sequence[Shape]], str]:
     def axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
         names = letters(len(shapes[0]))
         gone = {names[i] for i in attrs["axes"]}
-        kept = ["1" if n in gone else n for n in names if n not in gone or attrs.get("keepdims")]
-        return f"{' '.join(names)} -> {' '.join(kept)} | {' '.join(f'{n}:{kind}' for n in sorted(gone))}"
+        result = ["1" if n in gone else n for n in names if n not in gone or attrs.get("keepdims")]
+        return f"{' '.join(names)} -> {' '.join(result)} | {' '.join(f'{n}:{kind}' for n in sorted(gone))}"
 
     return axes
 

@@ -120,9 +120,9 @@ def sum_to(f: FunctionMaker, d: Value, like: Value) -> Value:
     """The gradient `d` of a result, summed over the dims along which `like` was broadcast."""
     got, want = shape_of(d), shape_of(like)
     lead = len(got) - len(want)
-    kept = tuple(i for i in range(lead, len(got)) if want[i - lead] == 1 and got[i] != 1)
-    if kept:
-        d = f.emit("ReduceSum", d, axes=kept, keepdims=1)
+    broadcast = tuple(i for i in range(lead, len(got)) if want[i - lead] == 1 and got[i] != 1)
+    if broadcast:
+        d = f.emit("ReduceSum", d, axes=broadcast, keepdims=1)
     if lead:
         d = f.emit("ReduceSum", d, axes=tuple(range(lead)), keepdims=0)
     return d

@@ -357,9 +357,9 @@ op(  # dim shrinks to `size`, at the end
 
 
 def _fill_eval(xp: Any, x: Any, start: int, dim: int, size: int, value: float = 0.0) -> Any:
-    kept = min(max(size - start, 0), x.shape[dim])
-    head = x[(slice(None),) * dim + (slice(0, kept),)]
-    tail = x[(slice(None),) * dim + (slice(kept, None),)]
+    valid = min(max(size - start, 0), x.shape[dim])
+    head = x[(slice(None),) * dim + (slice(0, valid),)]
+    tail = x[(slice(None),) * dim + (slice(valid, None),)]
     return xp.concat((head, xp.zeros_like(tail) + value), axis=dim)
 
 

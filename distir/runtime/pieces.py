@@ -17,7 +17,7 @@ from distir.executor.reference.numpy_namespace import NUMPY
 from distir.executor.reference.sequential import unfit
 from distir.ir.device import Device, Mesh
 from distir.ir.function import Function, Value
-from distir.ir.type import REPLICATE, Shard, Tensor, Type
+from distir.ir.type import REPLICATE, Tensor, Type
 from distir.transforms.differentiation.gradients import gradients
 from distir.transforms.rank.project import device_at
 
@@ -72,9 +72,8 @@ def holder(t: Tensor, index: Sequence[int]) -> Device | None:
     coord = [0] * len(t.placements)
     for dim, subdims in t.subdims.items():
         for outer, n, axis in subdims:
-            p = t.placements[axis]
-            if axis != t.device.time and isinstance(p, Shard):
-                coord[axis] = p.device(index[dim] // (t.global_shape[dim] // (outer * n)) % n, n)
+            if axis != t.device.time:
+                coord[axis] = t.placements[axis].device(index[dim] // (t.global_shape[dim] // (outer * n)) % n, n)
     return device_at(t.device, coord)
 
 

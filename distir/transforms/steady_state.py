@@ -15,7 +15,7 @@ def steady_state_transform(function: Function) -> tuple[Function, list[Value]]:
     role. Inputs without uses are removed.
     """
     moved: dict[Value, Value] = {v: v for v in function.inputs}  # value -> the input that it is a copy or shard of
-    kept: list[Op] = []
+    remaining: list[Op] = []
     taken: list[Value] = []
     for op in function.ops:
         if op.spec.comm is not None and op.inputs and all([v in moved for v in op.inputs]) and _distributes(op):
@@ -23,13 +23,13 @@ def steady_state_transform(function: Function) -> tuple[Function, list[Value]]:
                 moved[v] = moved[op.inputs[0]]
                 taken.append(v)
         else:
-            kept.append(op)
-    used = {v for op in kept for v in op.inputs}.union(function.outputs)
+            remaining.append(op)
+    used = {v for op in remaining for v in op.inputs}.union(function.outputs)
     new = {v: Value(v.name, v.type, moved[v].role) for v in taken if v in used}
     # Names do not change, so they stay unique; types do not, so results are the same Values, and most ops the same Ops.
     maker = FunctionMaker(function.name)
     maker.inputs = [*(v for v in function.inputs if v in used), *new.values()]
-    maker.ops = [op if op.of is None and new.keys().isdisjoint(op.inputs) else _on(op, new) for op in kept]
+    maker.ops = [op if op.of is None and new.keys().isdisjoint(op.inputs) else _on(op, new) for op in remaining]
     maker.set_outputs(new.get(v, v) for v in function.outputs)
     homes: dict[Value, list[Value]] = {}
     for v, here in new.items():

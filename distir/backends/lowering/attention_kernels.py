@@ -157,8 +157,8 @@ def _efficient_grad(d: Any, saved: Sequence[Any], mask: Any, causal: bool, scale
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _ROWS), value=math.inf)
     call = aten._scaled_dot_product_efficient_attention_backward.default
     seed = offset = _no_random_state(q, torch.int64)
-    wanted = [True, True, True, False]
-    return call(d, q, k, v, mask, y, lse, seed, offset, 0.0, wanted, causal, scale=scale)
+    needs_gradient = [True, True, True, False]
+    return call(d, q, k, v, mask, y, lse, seed, offset, 0.0, needs_gradient, causal, scale=scale)
 
 
 def _no_random_state(q: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -16,11 +16,11 @@ from distir.backends.tensors.torch_namespace import TorchNamespace
 from distir.backends.transport.torch_distributed import Network
 from distir.ir.device import Mesh
 from distir.ir.function import Attributes, Op, Value
-from distir.ir.type import Shard, Tensor
+from distir.ir.type import Tensor
 from distir.transforms.rank.alias_analysis import ResultAlias
 from distir.transforms.rank.group_optimizers import updates_weights
 
-_KEPT_BYTES = 1 << 20
+_CONSTANT_BYTES = 1 << 20
 """Largest size of a constant result, which is computed once and kept."""
 
 
@@ -85,7 +85,7 @@ class RankContext:
     def aliases(self, op: Op) -> Sequence[ResultAlias] | None:
         """Which operands each result may alias, for `alias_analysis`; None for constants, which are computed here."""
         local = self.local(op)
-        if not local.stride and all(v in self.constants for v in op.inputs) and _bytes(op.outputs) <= _KEPT_BYTES:
+        if not local.stride and all(v in self.constants for v in op.inputs) and _bytes(op.outputs) <= _CONSTANT_BYTES:
             y = implementation(op.spec, self.xp)(*[self.constants[v] for v in op.inputs], **local.attributes)
             self.constants.update(zip(op.outputs, y if isinstance(y, tuple | list) else (y,), strict=True))
             return None
@@ -112,7 +112,7 @@ class RankContext:
             return t.starts(dim, None), 0
         coord = self.network.coordinate(device)
         start = t.starts(dim, coord)
-        if device.time is None or device.sizes[device.time] == 1 or not isinstance(t.placements[device.time], Shard):
+        if device.time is None or device.sizes[device.time] == 1 or t.placements[device.time].dim is None:
             return start, 0
         after = (*coord[: device.time], 1, *coord[device.time + 1 :])
         then = t.starts(dim, after)

@@ -19,7 +19,7 @@ from distir.ir.device import TIME, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import Spec
-from distir.ir.type import Partial, Tensor, Tuple
+from distir.ir.type import Tensor, Tuple
 
 
 def _tensor(v: Value) -> Tensor:
@@ -204,8 +204,7 @@ def accumulator(t: Tuple, owned: bool) -> Callable[[Any, Any], Any]:
 
 
 def _is_max(t: Tensor) -> bool:
-    p = t.placements[t.mesh.time] if t.mesh.time is not None else None
-    return isinstance(p, Partial) and p.kind == "max"
+    return t.over_time.kind == "max"
 
 
 _TRANSFERS: dict[Route | None, Callable[[FunctionWriter, Op], None]] = {

@@ -34,10 +34,10 @@ def in_place(kernel: Kernel, free: frozenset[int]) -> Kernel:
         for r in refs_in((call.args, tuple(call.kwargs.values()))):
             last.update(dict.fromkeys(kernel.tensors[r].within, k))
     operands = frozenset(range(len(kernel.tensors))) - {c.result for c in kernel.calls}
-    kept = operands - free
+    protected = operands - free
     calls: list[TorchCall] = []
     for k, call in enumerate(kernel.calls):
-        dead = {m for m, used in last.items() if used <= k} - kept
+        dead = {m for m, used in last.items() if used <= k} - protected
         calls.append(_changed(call, kernel.tensors, dead))
     return kernel._replace(calls=calls)
 

@@ -80,7 +80,7 @@ class Profiler:
         self.path = folder / f"rank{rank}.json"
         self.path.unlink(missing_ok=True)
         warm = first + min(1, steps - first - 1)
-        self.wanted = range(warm, min(warm + RECORDED, steps))
+        self.recorded = range(warm, min(warm + RECORDED, steps))
         self.entries: list[Entry] = []
         self.notes: list[Any] = []
         """Four items per record: number of the entry, begin and end (ns, or CUDA events), microbatch. A flat list,
@@ -179,7 +179,7 @@ class Profiler:
     def end_step(self, step: int) -> None:
         """Keep the step's records if it is one to record; the device must be idle."""
         end = time.perf_counter_ns()
-        if step not in self.wanted:
+        if step not in self.recorded:
             return
         waiting = waited = 0
         about: dict[str, Any] = {"step": step}

@@ -32,7 +32,7 @@ from distir.backends.transport.transfers import Pending, Transfers, directions
 from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.function import Function
-from distir.ir.type import Partial, Shard, Tensor
+from distir.ir.type import Partial, Tensor
 from distir.transforms.rank.project import coordinate
 
 
@@ -89,7 +89,7 @@ class Network:
         mesh, p = t.mesh, t.on(axis)
         place = mesh.devices.index(self.here) if self.here is not None else 0
         ranks = [self.number[d] for d in mesh.group(axis, place)]
-        if isinstance(p, Shard) and p.shift:
+        if p.shift:
             ranks = ranks[p.shift :] + ranks[: p.shift]
         members = sorted(ranks)
         places = None if ranks == members else [members.index(r) for r in ranks]
@@ -222,7 +222,7 @@ def _reduced(total: torch.Tensor, kind: str, n: int) -> torch.Tensor:
 
 def _partial(t: Tensor, axis: AxisNames) -> Partial:
     p = t.on(axis)
-    if not isinstance(p, Partial):
+    if p.kind is None:
         raise ModelError(f"expected Partial along {axis!r}, got {t}")
     return p
 
@@ -230,7 +230,7 @@ def _partial(t: Tensor, axis: AxisNames) -> Partial:
 def split_along(t: Tensor, axis: AxisNames) -> tuple[int, int, int]:
     """(dim, outer, n) of the split along `axis`, in the local shape."""
     p = t.local(axis)
-    if not isinstance(p, Shard):
+    if p.dim is None:
         raise ModelError(f"expected Shard along {axis!r}, got {t}")
     return p.dim, p.outer, t.mesh.size(axis)
 

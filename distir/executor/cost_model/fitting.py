@@ -63,16 +63,16 @@ def nonnegative(columns: Sequence[Sequence[float]], seconds: Sequence[float]) ->
 
 def fit_robust(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """`nonnegative`, without the measurements that are far from what the others say: those that were disturbed."""
-    kept = list(range(len(seconds)))
+    used = list(range(len(seconds)))
     found: list[float] = []
     for _ in range(_ROUNDS):
-        found = nonnegative([[c[k] for k in kept] for c in columns], [seconds[k] for k in kept])
+        found = nonnegative([[c[k] for k in used] for c in columns], [seconds[k] for k in used])
         off = [abs(_sum(found, columns, k) / seconds[k] - 1) for k in range(len(seconds))]
-        limit = _FAR * max(float(np.median([off[k] for k in kept])), 1e-9)
+        limit = _FAR * max(float(np.median([off[k] for k in used])), 1e-9)
         new = [k for k, x in enumerate(off) if x <= limit]
-        if new == kept or len(new) <= len(columns):
+        if new == used or len(new) <= len(columns):
             break
-        kept = new
+        used = new
     return found
 
 

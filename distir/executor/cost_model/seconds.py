@@ -23,7 +23,7 @@ from distir.ir.errors import ModelError
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import Attrs, Spec
 from distir.ir.topology import DeviceSpec, Group, Link, Topology
-from distir.ir.type import DType, Replicate, Tensor, Type
+from distir.ir.type import REPLICATE, DType, Tensor, Type
 
 QUANTUM = 2.0**-44
 """Durations are multiples of this (0.06 ps), so that sums and maxima of them are exact below 512 s."""
@@ -202,7 +202,7 @@ def _copies(t: Type) -> int:
     if not isinstance(t, Tensor) or not isinstance(mesh := t.device, Mesh):
         return 1
     axes = zip(mesh.sizes, t.placements, strict=True)
-    return math.prod([n for i, (n, p) in enumerate(axes) if isinstance(p, Replicate) and i != mesh.time])
+    return math.prod([n for i, (n, p) in enumerate(axes) if p is REPLICATE and i != mesh.time])
 
 
 def _batched(ins: Types) -> bool:
@@ -262,7 +262,7 @@ def _pieces(t: Type) -> int:
     count = 1
     if isinstance(t, Tensor) and isinstance(t.device, Mesh):
         for i, (p, n) in enumerate(zip(t.placements, t.device.sizes, strict=True)):
-            if not isinstance(p, Replicate) and i != t.device.time:
+            if p is not REPLICATE and i != t.device.time:
                 count *= n
     return count
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from distir.ir.device import Mesh
 from distir.ir.errors import CopiesError
-from distir.ir.type import MEAN, REPLICATE, Partial, Tensor
+from distir.ir.placement import MEAN, REPLICATE, reductions
+from distir.ir.type import Tensor
 
 Coord = tuple[int, ...]
 Array = Any
@@ -34,6 +35,7 @@ def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> A
     `tolerance` is relative to the largest element; partial pieces are summed (or their maximum or mean taken).
     """
     count = math.prod(t.mesh.sizes[i] for i, p in enumerate(t.placements) if p is MEAN)
+    reduced = reductions(t.placements)
     index = np.arange(math.prod(t.global_shape)).reshape(t.global_shape)
     copies: dict[Coord, Array] = {}
     for coord, piece in pieces.items():
@@ -44,9 +46,9 @@ def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> A
             whole = copies[copy] = np.full(index.size, _nothing(t, piece.dtype), piece.dtype)
         where = t.cut(index, coord).reshape(-1)
         flat = np.asarray(piece).reshape(-1)
-        if any(isinstance(p, Partial) and p.kind == "max" for p in t.placements):
+        if "max" in reduced:
             whole[where] = np.maximum(whole[where], flat)
-        elif any(isinstance(p, Partial) for p in t.placements):
+        elif reduced:
             whole[where] += flat
         else:
             whole[where] = flat
@@ -58,7 +60,7 @@ def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> A
 
 def _nothing(t: Tensor, dtype: Any) -> Any:
     """The neutral element of joining: 0, or for a maximum the least number of the dtype."""
-    if not any(isinstance(p, Partial) and p.kind == "max" for p in t.placements):
+    if "max" not in reductions(t.placements):
         return 0
     return np.iinfo(dtype).min if dtype.kind in "iu" else False if dtype.kind == "b" else -np.inf
 

@@ -39,10 +39,10 @@ class NumpyNamespace:
     # numpy would widen small integers, and round each partial sum of small floats
 
     def sum(self, x: Any, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
-        kept = None if x.dtype == bool else x.dtype
+        default = None if x.dtype == bool else x.dtype
         if x.dtype in _HALVES and dtype in (None, x.dtype):
             return np.asarray(np.sum(x, axis=axis, keepdims=keepdims, dtype=np.float32)).astype(x.dtype)
-        return np.sum(x, axis=axis, keepdims=keepdims, dtype=dtype or kept)
+        return np.sum(x, axis=axis, keepdims=keepdims, dtype=dtype or default)
 
     # of nothing it is ONNX's: minus infinity, or the lowest number
 

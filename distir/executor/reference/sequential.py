@@ -45,8 +45,8 @@ class SequentialExecutor:
             raise UsageError(f"{function.name} has {len(function.inputs)} inputs, got {len(given)}")
         unrolled = not any(op.callee for op in function.ops)
         run = _Run(self.tap, unrolled, self.on_update)
-        held = [run.hold(v, x) for v, x in zip(function.inputs, given, strict=True)]
-        results = run.run(function, held, None)
+        values = [run.hold(v, x) for v, x in zip(function.inputs, given, strict=True)]
+        results = run.run(function, values, None)
         wholes = [run.whole(v.type, x) for v, x in zip(function.outputs, results, strict=True)]
         return [unfit(x, function.sources.get(v)) for v, x in zip(function.outputs, wholes, strict=True)]
 

@@ -63,12 +63,12 @@ class Given(NamedTuple):
 
     def key(self) -> object:
         """The cache key of the call's result: layouts and sizes, which blocks die, and which operands share blocks."""
-        held = self.holdings.items()
-        if sum(len(h.blocks) for _, h in held) == len({b for _, h in held for b in h.blocks}):
-            return tuple([(i, h.key, self._dying(h)) for i, h in held])
+        operands = self.holdings.items()
+        if sum(len(h.blocks) for _, h in operands) == len({b for _, h in operands for b in h.blocks}):
+            return tuple([(i, h.key, self._dying(h)) for i, h in operands])
         number: dict[Block, int] = {}
-        shared = [tuple([number.setdefault(b, len(number)) for b in h.blocks]) for _, h in held]
-        return tuple([(i, h.key, self._dying(h), n) for (i, h), n in zip(held, shared, strict=True)])
+        shared = [tuple([number.setdefault(b, len(number)) for b in h.blocks]) for _, h in operands]
+        return tuple([(i, h.key, self._dying(h), n) for (i, h), n in zip(operands, shared, strict=True)])
 
     def _dying(self, h: Holding) -> tuple[bool, ...]:
         return () if self.dying.isdisjoint(h.blocks) else tuple([b in self.dying for b in h.blocks])

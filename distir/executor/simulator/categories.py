@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import lookup
-from distir.ir.type import Partial, Tensor, Tuple, Type
+from distir.ir.type import Tensor, Tuple, Type
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "buffers")
 PARAMETER, GRADIENT, STATE, ACTIVATION, BUFFER = range(5)
@@ -69,11 +69,7 @@ class Categories:
     def of(self, v: Value, i: int, t: Tensor) -> int:
         """The category of tensor number i, of type t, of a value that an op makes."""
         found = self.labels.get((v, i), BUFFER)
-        if found in (ACTIVATION, BUFFER) and t.placements:
-            time = t.mesh.time
-            if time is not None and isinstance(t.placements[time], Partial):
-                return GRADIENT
-        return found
+        return GRADIENT if found in (ACTIVATION, BUFFER) and t.over_time.kind is not None else found
 
     def _producer(self, f: Function, v: Value) -> Op | None:
         if f not in self._producers:

@@ -214,10 +214,10 @@ class CompiledProgram:
         """The cache key of durations on a mesh: its form, its classes' devices, and which classes communicate."""
         found = self._situations.get(mesh)
         if found is None:
-            held = self.classes.homes[mesh]
-            what = tuple([self.cost.topology.spec(self.classes.first[c]) for c in held])
+            here = self.classes.homes[mesh]
+            what = tuple([self.cost.topology.spec(self.classes.first[c]) for c in here])
             meet = [
-                (axis, tuple([held.index(c) for c in p.classes]), p.group)
+                (axis, tuple([here.index(c) for c in p.classes]), p.group)
                 for axis in (*mesh.axes, *self._joint_axes)
                 for p in self.classes.peers.get((mesh, axis), ())
             ]
@@ -226,10 +226,10 @@ class CompiledProgram:
 
     def _plan(self, op: Op, chained: Fused = UNFUSED) -> OpPlan:
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-        held = tuple([self.classes_of(t) for t in outs])
+        result_classes = tuple([self.classes_of(t) for t in outs])
         spec, attrs, cost = op.spec, op.attributes, self.cost
         if cost.free(spec, attrs, ins):
-            return OpPlan((), None, held)
+            return OpPlan((), None, result_classes)
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
             parts = [
                 self._part(
@@ -241,11 +241,11 @@ class CompiledProgram:
                 for p in self.classes.peers[ins[0].device, axis]  # type: ignore[index]
             ]
         elif spec.route == "send":
-            return self._send(op, held)
+            return self._send(op, result_classes)
         elif (outward := cost.fan(spec)) is not None:
             parts = [self._fan(op, outward)]
         else:
-            here = held[0] if outs else self.classes_of(ins[0])
+            here = result_classes[0] if outs else self.classes_of(ins[0])
             parts = [
                 self._part(
                     op,
@@ -255,7 +255,7 @@ class CompiledProgram:
                 )
                 for c in here
             ]
-        return _plan(parts, held)
+        return _plan(parts, result_classes)
 
     def _part(
         self,
@@ -282,7 +282,7 @@ class CompiledProgram:
         on, streams = frozenset(streams), tuple(dict.fromkeys(streams))
         return OpPart(seconds, streams, classes, sources, targets, communicates, on, issues)
 
-    def _send(self, op: Op, held: tuple[tuple[int, ...], ...]) -> OpPlan:
+    def _send(self, op: Op, result_classes: tuple[tuple[int, ...], ...]) -> OpPlan:
         ins = [v.type for v in op.inputs]
         a, b = _ends(op)
         parts: list[OpPart] = []
@@ -290,7 +290,7 @@ class CompiledProgram:
             where = (p.source, SEND, b), (p.target, RECV, a)
             seconds = self.cost.transfer(ins, p.link)
             parts.append(self._part(op, seconds, where, ((p.source,), (p.target,)), devices=2))
-        return _plan(parts, held)
+        return _plan(parts, result_classes)
 
     def _fan(self, op: Op, outward: bool) -> OpPart:
         """The part of a transfer between one device and a mesh: all take part at once."""
@@ -345,9 +345,9 @@ def _entered(issues: list[Issues | None], seconds: float) -> list[Issues | None]
     return out
 
 
-def _plan(parts: list[OpPart], held: tuple[tuple[int, ...], ...]) -> OpPlan:
+def _plan(parts: list[OpPart], result_classes: tuple[tuple[int, ...], ...]) -> OpPlan:
     simple = len(parts) == 1 and len(parts[0].on) == 1 and len(parts[0].classes) == 1
-    return OpPlan(tuple(parts), parts[0] if simple else None, held)
+    return OpPlan(tuple(parts), parts[0] if simple else None, result_classes)
 
 
 def _ends(op: Op) -> tuple[Home, Home]:

@@ -75,14 +75,14 @@ class DeviceClasses:
 
     def label(self, c: int) -> str:
         """The name of the smallest mesh that holds the class, numbered if it holds several; or the device."""
-        inside = [m for m, held in self.homes.items() if isinstance(m, Mesh) and c in held]
+        inside = [m for m, classes in self.homes.items() if isinstance(m, Mesh) and c in classes]
         if not inside:
             return repr(self.first[c])
         mesh = min(inside, key=lambda m: len(m.devices))
-        held = self.homes[mesh]
+        classes = self.homes[mesh]
         alike = [m for m in self.homes if isinstance(m, Mesh) and m.name == mesh.name and m.devices != mesh.devices]
         name = f"{mesh.name} ({mesh.devices[0]})" if alike else mesh.name
-        return name if len(held) == 1 else f"{name} #{held.index(c)}"
+        return name if len(classes) == 1 else f"{name} #{classes.index(c)}"
 
 
 def classify(uses: Uses, topology: Topology) -> DeviceClasses:
@@ -97,7 +97,7 @@ def _in_order(classes: DeviceClasses) -> DeviceClasses:
     first = classes.first
     order = sorted(range(len(first)), key=lambda c: (first[c].kind, first[c].index))
     new = {c: n for n, c in enumerate(order)}
-    classes.homes = {h: tuple([new[c] for c in held]) for h, held in classes.homes.items()}
+    classes.homes = {h: tuple([new[c] for c in row]) for h, row in classes.homes.items()}
     classes.sizes, classes.first = [classes.sizes[c] for c in order], [first[c] for c in order]
     classes.members = {d: new[c] for d, c in classes.members.items()}
     classes.blocks = [(a, b, new[c]) for a, b, c in classes.blocks]
@@ -227,15 +227,15 @@ def _by_blocks(uses: Uses, topology: Topology, r: Regular) -> DeviceClasses | No
             first.append(home)
             continue
         s, t = spans[home] if isinstance(home, Mesh) else (home.index, home.index + 1)
-        held: list[int] = []
+        inside: list[int] = []
         for a, b in where:
             if s <= a and b <= t:
                 if (a, b) not in number:
                     number[a, b] = len(sizes)
                     sizes.append(b - a)
                     first.append(Device(r.kind, a))
-                held.append(number[a, b])
-        homes[home] = tuple(held)
+                inside.append(number[a, b])
+        homes[home] = tuple(inside)
     classes = DeviceClasses(homes, sizes, first)
     classes.members, classes.kind = members_, r.kind
     classes.blocks = [(a, b, c) for (a, b), c in number.items()]
@@ -271,14 +271,14 @@ def _linked(
         stride, size = strided
         start = spans[mesh][0]
         group = _even_group(r, spans[mesh], stride, size)
-        held = classes.homes[mesh]
-        cuts = [block[c][0] - start for c in held]
+        here = classes.homes[mesh]
+        cuts = [block[c][0] - start for c in here]
         if group is None:
             return False
         if all(cut % (stride * size) == 0 for cut in cuts):  # groups stay in their block
-            classes.peers[mesh, axis] = [Peers((c,), group) for c in held]
-        elif size == len(held) and cuts == [i * stride for i in range(size)]:  # a block each
-            classes.peers[mesh, axis] = [Peers(tuple(sorted(held)), group)]
+            classes.peers[mesh, axis] = [Peers((c,), group) for c in here]
+        elif size == len(here) and cuts == [i * stride for i in range(size)]:  # a block each
+            classes.peers[mesh, axis] = [Peers(tuple(sorted(here)), group)]
         else:
             return False
     for a, b in uses.sends:

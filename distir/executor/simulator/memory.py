@@ -123,7 +123,7 @@ class LiveMemory:
     @no_collection()
     def use(self, c: int) -> MemoryUse:
         """The live memory of class c; of classes in the same meshes it is the same."""
-        key = frozenset(h for h, held in self.program.classes.homes.items() if c in held)
+        key = frozenset(h for h, classes in self.program.classes.homes.items() if c in classes)
         if key not in self._alike:
             self._alike[key] = self._use(c)
         return self._alike[key]

@@ -121,7 +121,7 @@ class Trace(Sequence[Event]):
         self._done: list[Done] | None = None
         self._before: list[int] | None = None
         self._counts: dict[Code, int] = {}
-        self._kept: tuple[int, list[Event]] = (-1, [])
+        self._latest: tuple[int, list[Event]] = (-1, [])
 
     def __len__(self) -> int:
         return self._count(self._run.code)
@@ -149,9 +149,9 @@ class Trace(Sequence[Event]):
             self._done = list(walk(self._run))
             self._before = [0, *accumulate(self._width(d.op, d.plan) for d in self._done)]
         n = bisect_right(self._before, i) - 1
-        if self._kept[0] != n:
-            self._kept = (n, list(self._of(self._done[n])))
-        return self._kept[1][i - self._before[n]]
+        if self._latest[0] != n:
+            self._latest = (n, list(self._of(self._done[n])))
+        return self._latest[1][i - self._before[n]]
 
     def _count(self, code: Code) -> int:
         if code not in self._counts:
@@ -187,8 +187,8 @@ class Trace(Sequence[Event]):
                 for s in part.streams:
                     part_of[streams[s][0]] = (max(end - part.duration, 0.0), part.duration, streams[s][1])
         else:
-            held = [c for group in plan.classes for c in group]
-            part_of = {c: (max(t, 0.0), 0.0, VIEW) for c, t in zip(held, times, strict=True)}
+            result_classes = [c for group in plan.classes for c in group]
+            part_of = {c: (max(t, 0.0), 0.0, VIEW) for c, t in zip(result_classes, times, strict=True)}
         for group in self._where(op, plan):
             for device in group:
                 start, duration, stream = part_of[classes.of(device)]  # type: ignore[index]

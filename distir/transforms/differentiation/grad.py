@@ -31,18 +31,18 @@ def grad(function: Function, loss: Value | int | str = 0, wrt: Sequence[Value] |
     Raises UsageError for a loss or a `wrt` that cannot be differentiated, ModelError for an op between them without a
     gradient.
     """
-    wanted = parameters(function) if wrt is None else list(wrt)
+    variables = parameters(function) if wrt is None else list(wrt)
     target = find_loss(function, loss)
-    for v in wanted:
+    for v in variables:
         if not isinstance(v.type, Tensor) or not v.type.dtype.floating:
             raise UsageError(f"no gradient with respect to %{v.name}: {v.type} is not floating-point")
-    ops = path(function, target, wanted)
+    ops = path(function, target, variables)
     if any(op.spec.grad is None for op in ops):
         function = _differentiable(function, ops)
-        ops = path(function, target, wanted)
-    backward = _Backward(function, target, wanted, ops)
+        ops = path(function, target, variables)
+    backward = _Backward(function, target, variables, ops)
     backward.run()
-    gradients = [backward.total(v) for v in wanted]
+    gradients = [backward.total(v) for v in variables]
     maker = backward.maker
     maker.set_outputs([*function.outputs, *gradients])
     forward = len(function.ops)

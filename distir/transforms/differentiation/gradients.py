@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from distir.ir.cached import cached
-from distir.ir.device import Mesh
+from distir.ir.device import TIME
 from distir.ir.function import Function, Value
-from distir.ir.type import Shard, Tensor, Type
+from distir.ir.type import Tensor, Type
 
 Key = tuple[str, str]
 """A function's name, and that of the first result of an optimizer op in it."""
@@ -67,6 +67,4 @@ def gradients(program: Function) -> dict[Key, Gradient]:
 
 
 def _of_one_microbatch(t: Type) -> bool:
-    if not isinstance(t, Tensor) or not isinstance(mesh := t.device, Mesh) or mesh.time is None:
-        return False
-    return mesh.sizes[mesh.time] > 1 and isinstance(t.placements[mesh.time], Shard)
+    return isinstance(t, Tensor) and t.over_time.dim is not None and t.mesh.size(TIME) > 1

@@ -56,12 +56,12 @@ def skips(maker: FunctionMaker, scaling: LossScale, squares: Value) -> Value:
     grown = maker.emit("Sub", maker.emit("Cast", full, to=Int64), skipped)
     total = maker.add_input_value(SKIPPED, Tensor(Int64, ()), Role("state"))
     restarts = maker.emit("Or", skip, full)
-    for held, new in (
+    for old, new in (
         (scaling.exponent, maker.add_op("Add", f"{EXPONENT}.new", [scaling.exponent, grown])),
         (steps, maker.add_op("Where", f"{FINITE_STEPS}.new", [restarts, scalar(maker, 0, count), count])),
         (total, maker.add_op("Add", f"{SKIPPED}.new", [total, skipped])),
     ):
-        maker.updates[new] = held
+        maker.updates[new] = old
     return skip
 
 

@@ -279,7 +279,7 @@ def batch_dim(function: Function, value: Value) -> int | None:
                 known[key] = op.spec.mapping(op.attributes, ins, outs, slot, taken, size)
             mapping = known[key]
             for v, p in zip(op.outputs, mapping.outs if mapping else (), strict=False):
-                if isinstance(p, Shard):
+                if p.dim is not None:
                     split[v] = p
     if value in split:
         return split[value].dim
@@ -336,12 +336,12 @@ def update(
     attributes, flat = Attributes(given), Attributes({**given, "weight_decay": 0.0})
     for w, g in gradients.items():
         g = g if factor is None else maker.emit("Scale", g, factor)  # just before its use: it lives no longer
-        held = [w, *state[w]]
-        names = [f"{v.name}.new" for v in held]
+        old = [w, *state[w]]
+        names = [f"{v.name}.new" for v in old]
         operands = [w, g, *state[w], *numbers]
         decays = optimizer.decay_vectors or len(shape_of(w)) > 1
         maker.add_op(optimizer.op_type, None, operands, attributes if decays else flat, output_names=names)
         new = maker.ops[-1].outputs
-        maker.updates.update(zip(new, held, strict=True))
+        maker.updates.update(zip(new, old, strict=True))
         after += new
     return [*after, *counter, *shared]

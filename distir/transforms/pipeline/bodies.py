@@ -12,7 +12,7 @@ from typing import NamedTuple
 from distir.ir.device import TIME, Mesh
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
-from distir.ir.type import NOW, Partial, Piece, Tuple, Type
+from distir.ir.type import NOW, Piece, Tuple, Type
 from distir.ops.rules import tensor
 from distir.transforms.append import Moved, append
 from distir.transforms.pipeline.phases import (
@@ -131,7 +131,7 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
 
 
 def _sums(op: Op) -> bool:
-    return isinstance(tensor(op.inputs[0]).on(TIME), Partial)
+    return tensor(op.inputs[0]).over_time.kind is not None
 
 
 def _totals(function: Function, ends: Iterable[Op], stage: Mapping[Op, int]) -> list[Total]:
@@ -149,7 +149,7 @@ def _totals(function: Function, ends: Iterable[Op], stage: Mapping[Op, int]) -> 
             after = used[whole][0]
             if after.spec.comm is None or "axis" not in after.attributes or stage.get(after, -1) != stage.get(op):
                 break
-            if not isinstance(tensor(whole).on(after.attributes["axis"]), Partial):
+            if tensor(whole).on(after.attributes["axis"]).kind is None:
                 break
             reduce.append(after)
             whole = after.outputs[0]
@@ -170,7 +170,7 @@ def _round(op: Op, at: BodyKey, owner: Mapping[Value, BodyKey], free: Mapping[Va
 
 def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
     results = set(cut.function.outputs)
-    wanted: dict[Value, set[BodyKey]] = {}
+    readers: dict[Value, set[BodyKey]] = {}
     for key, group in cut.groups.items():
         made = {v for op in group.ops for v in op.outputs}
         outside = dict.fromkeys([v for op in group.ops for v in op.inputs if v not in made])
@@ -178,7 +178,7 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
             from_key = cut.owner.get(v)
             if from_key == key:
                 continue
-            wanted.setdefault(v, set()).add(key)
+            readers.setdefault(v, set()).add(key)
             if not cut.varying[v.type]:
                 group.static.append(v)
             elif from_key is not None and _saves_for(from_key, key):
@@ -186,12 +186,12 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
             else:
                 group.received.append(v)
     for op in cut.joins:
-        wanted.setdefault(op.inputs[0], set()).add(BodyKey(UPDATE, -1))
+        readers.setdefault(op.inputs[0], set()).add(BodyKey(UPDATE, -1))
     for v, t in totals.items():
         key = cut.owner[v]
         cut.groups[key].summed.append(t)
     for v, key in cut.owner.items():
-        consumers = wanted.get(v)
+        consumers = readers.get(v)
         if v not in results:
             if not consumers:
                 continue

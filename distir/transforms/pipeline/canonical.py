@@ -33,11 +33,11 @@ def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
 def _term_names(function: Function, ops: Iterable[Op]) -> dict[Op, str]:
     """For each op a hash of the term that it computes, in terms of the positions of the function's inputs."""
     todo, needed = set(ops), set[Op]()
-    wanted: set[Value] = set()
+    operands: set[Value] = set()
     for op in reversed(function.ops):
-        if op in todo or not wanted.isdisjoint(op.outputs):
+        if op in todo or not operands.isdisjoint(op.outputs):
             needed.add(op)
-            wanted.update(op.inputs)
+            operands.update(op.inputs)
     digest = {v: f"in{i}" for i, v in enumerate(function.inputs)}
     name: dict[Op, str] = {}
     for op in function.ops:

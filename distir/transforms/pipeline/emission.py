@@ -68,11 +68,11 @@ class _Emitter:
             [o for o, other in enumerate(meshes) if other is mesh and o != s] for s, mesh in enumerate(meshes)
         ]
         self.updated = {old: cut.owner[new].stage for new, old in cut.function.updates.items() if new in cut.owner}
-        self.wanted: dict[Value, list[int]] = {}
+        self.reading_stages: dict[Value, list[int]] = {}
         for key, group in cut.groups.items():
             for v in (*group.static, *group.received):
-                if key.stage not in self.wanted.setdefault(v, []):
-                    self.wanted[v].append(key.stage)
+                if key.stage not in self.reading_stages.setdefault(v, []):
+                    self.reading_stages[v].append(key.stage)
 
     def emit(self) -> Function:
         self._inputs()
@@ -99,7 +99,7 @@ class _Emitter:
         stationary = {*weights(source), *source.updates.values()}
         everywhere: Mesh | None = None
         for v in source.inputs:
-            stages = sorted(self.wanted.get(v, [])) or [0]
+            stages = sorted(self.reading_stages.get(v, [])) or [0]
             t = v.type
             if not isinstance(t, Tensor):
                 raise TypeError(f"input %{v.name} is not a tensor")
@@ -246,7 +246,7 @@ class _Emitter:
             self.at[v, key.stage, i if self.cut.varying[v.type] else None] = outs.pop(0)
         if group.totals:
             self.running[key] = outs.pop(0)
-        self.unsent += [(v, s, i) for v in group.sends for s in self.wanted.get(v, ())]
+        self.unsent += [(v, s, i) for v in group.sends for s in self.reading_stages.get(v, ())]
 
     def _send_all(self) -> None:
         """Send the results of a time step after all its cells, so that no receive precedes the receiver's own cell."""

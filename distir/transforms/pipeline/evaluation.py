@@ -17,7 +17,7 @@ from distir.ir.type import Tuple, Type
 
 Path = tuple[int, ...]
 """The indices that lead to a tensor in nested bundles; () for a tensor that is in none."""
-Wanted = tuple[frozenset[Path], ...]
+Needed = tuple[frozenset[Path], ...]
 """For each of several values the tensors needed of it."""
 NOTHING: frozenset[Path] = frozenset()
 _IDENTITY = lookup("Identity")
@@ -30,13 +30,13 @@ def evaluation(program: Function, outputs: Sequence[int] = (0,)) -> Function:
     Its inputs are all inputs of `program`, the same Values. Output 0 of a training step is the loss.
     """
     chosen = [program.outputs[k] for k in outputs]
-    wanted = {v: paths(v.type) for v in chosen}
+    needed = {v: paths(v.type) for v in chosen}
     maker = FunctionMaker(program.name)
     maker.inputs.extend(program.inputs)
     for v in program.inputs:
         maker.fresh(v.name)
     env: Env = {v: {(): v} for v in program.inputs}
-    _rebuild(_live(program, wanted, {}), maker, env)
+    _rebuild(_live(program, needed, {}), maker, env)
     maker.sources = {env[v][()]: program.sources[v] for v in chosen if v in program.sources}
     maker.set_outputs(env[v][()] for v in chosen)
     return maker.finalize()
@@ -59,46 +59,46 @@ class Live(NamedTuple):
 
     function: Function
     ops: list[tuple[Op, Live | None]]
-    inputs: Wanted
-    outputs: Wanted
+    inputs: Needed
+    outputs: Needed
 
 
-Known = dict[tuple[Function, Wanted], Live]
+Known = dict[tuple[Function, Needed], Live]
 Env = dict[Value, dict[Path, Value]]
 """For each value of the old program its tensors in the new one."""
 
 
-def _live(function: Function, wanted: dict[Value, frozenset[Path]], known: Known) -> Live:
-    outputs = tuple(wanted.get(v, NOTHING) for v in function.outputs)
+def _live(function: Function, needed: dict[Value, frozenset[Path]], known: Known) -> Live:
+    outputs = tuple(needed.get(v, NOTHING) for v in function.outputs)
     key = function, outputs
     if key in known:
         return known[key]
-    kept: list[tuple[Op, Live | None]] = []
+    live: list[tuple[Op, Live | None]] = []
 
-    def want(v: Value, more: frozenset[Path]) -> None:
-        wanted[v] = wanted.get(v, NOTHING) | more
+    def need(v: Value, more: frozenset[Path]) -> None:
+        needed[v] = needed.get(v, NOTHING) | more
 
     for op in reversed(function.ops):
-        got = tuple([wanted.get(v, NOTHING) for v in op.outputs])
+        got = tuple([needed.get(v, NOTHING) for v in op.outputs])
         if not any(got):
             continue
-        if op.spec.training_only and not any(got[1:]):  # no gradient is wanted
+        if op.spec.training_only and not any(got[1:]):  # no gradient is needed
             op = Op(_IDENTITY, op.inputs[:1], NO_ATTRIBUTES, op.outputs[:1], op.of)
         inner = None
         if op.callee is not None:
             inner = _live(op.callee, dict(zip(op.callee.outputs, got, strict=True)), known)
             for v, more in zip(op.inputs, inner.inputs, strict=True):
-                want(v, more)
+                need(v, more)
         elif op.spec.bundle == "pack":
             for k, v in enumerate(op.inputs):
-                want(v, frozenset(path[1:] for path in got[0] if path[0] == k))
+                need(v, frozenset(path[1:] for path in got[0] if path[0] == k))
         elif op.spec.bundle == "unpack":
-            want(op.inputs[0], frozenset((k, *path) for k, some in enumerate(got) for path in some))
+            need(op.inputs[0], frozenset((k, *path) for k, some in enumerate(got) for path in some))
         else:
             for v in op.inputs:
-                want(v, got[0] if _memberwise(op) else paths(v.type))
-        kept.append((op, inner))
-    known[key] = Live(function, kept[::-1], tuple(wanted.get(v, NOTHING) for v in function.inputs), outputs)
+                need(v, got[0] if _memberwise(op) else paths(v.type))
+        live.append((op, inner))
+    known[key] = Live(function, live[::-1], tuple(needed.get(v, NOTHING) for v in function.inputs), outputs)
     return known[key]
 
 

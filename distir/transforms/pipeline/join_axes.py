@@ -52,9 +52,10 @@ def join_axes(function: Function) -> Function:
 def _takes_several(op: Op) -> bool:
     """Whether it is a collective over devices that may be along several axes."""
     axis = op.spec.attributes.get("axis")
-    if axis is None or axis.kind != "mesh-axis" or len(op.inputs) > 1:
+    if axis is None or axis.kind != "mesh-axis" or len(op.inputs) != 1:
         return False
-    t = op.inputs[0].type
+    (v,) = op.inputs
+    t = v.type
     return isinstance(t, Tensor) and not t.mesh.is_time(op.attributes["axis"])
 
 
@@ -64,10 +65,10 @@ def _both(first: Op, second: Op) -> Op | None:
         return None
     before, after = tensor(first.inputs[0]), tensor(second.outputs[0])
     axes = [a for op in (first, second) for a in _names(op)]
-    split = {a: p for t in (before, after) for a in axes if isinstance(p := t.on(a), Shard)}
+    split = {a: p for t in (before, after) for a in axes if (p := t.on(a)).dim is not None}
     # the axis whose parts are larger varies slowest
     axes.sort(key=lambda a: (split[a].outer if a in split else 1, before.mesh.position(a)))
-    given = {"axis": tuple(axes)}
+    given: dict[str, object] = {"axis": tuple(axes)}
     if first.spec.comm is not None and first.spec.comm.gives is Shard:
         given |= split[axes[0]].attributes
     try:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from distir.ir.device import TIME
 from distir.ir.function import Function, FunctionMaker, Op, Value
-from distir.ir.type import SUM, Partial
+from distir.ir.type import SUM
 from distir.ops.rules import tensor
 from distir.transforms.append import rebuilt
 from distir.transforms.pipeline.phases import ends_time, producers, users
@@ -59,7 +59,7 @@ def _lifted(function: Function, stage: Mapping[Op, int], producer: Mapping[Value
 
     lifted: set[Op] = set()
     for op in function.ops:
-        if op.spec.comm is not None and ends_time(op) and isinstance(tensor(op.inputs[0]).on(TIME), Partial):
+        if op.spec.comm is not None and ends_time(op) and tensor(op.inputs[0]).over_time.kind is not None:
             todo = [op.inputs[0]]
             while todo:
                 inner = liftable(todo.pop())

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from distir.ir.cached import cached
 from distir.ir.device import TIME, Mesh
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import REPLICATE, Shard, Tensor, Type
+from distir.ir.type import REPLICATE, Tensor, Type
 from distir.transforms.pipeline.copies import copies
 from distir.transforms.roles import weights
 
@@ -117,7 +117,7 @@ def replica_axes(function: Function) -> tuple[str, ...]:
         t = v.type
         if v not in owned and isinstance(t, Tensor) and isinstance(t.device, Mesh):
             for axis in t.device.axes:
-                if axis != TIME and isinstance(t.on(axis), Shard):
+                if axis != TIME and t.on(axis).dim is not None:
                     found[axis] = None
     return tuple(found)
 

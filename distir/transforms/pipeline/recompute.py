@@ -28,7 +28,7 @@ from typing import NamedTuple
 from distir.ir.cached import cached
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Function, FunctionMaker, Op, Value
-from distir.ir.type import Replicate, Shard, Tensor
+from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.pipeline.canonical import canonical_order
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, phases
@@ -168,11 +168,7 @@ def _repeatable(op: Op) -> bool:
 
 def _gathers(op: Op) -> bool:
     """Whether an op all-gathers shards."""
-    if op.spec.comm is None or op.spec.alias:
-        return False
-    axis = op.attributes["axis"]
-    have, got = tensor(op.inputs[0]).on(axis), tensor(op.outputs[0]).on(axis)
-    return isinstance(have, Shard) and isinstance(got, Replicate)
+    return op.spec.comm is not None and op.spec.comm.gathers
 
 
 # ---- by dataflow

@@ -175,10 +175,10 @@ def check_name(name: str, where: str = "") -> None:
 
 
 def _check_size(table: Table, ranks: int, microbatches: int, chunks: int, name: str) -> None:
-    found, wanted = table_size(table), (ranks, microbatches, chunks)
-    if found != wanted:
+    found, planned = table_size(table), (ranks, microbatches, chunks)
+    if found != planned:
         words = "pp {}, microbatches {}, chunks {}"
         raise InfeasibleError(
-            f"{name} is a table for {words.format(*found)}; the plan has {words.format(*wanted)}",
+            f"{name} is a table for {words.format(*found)}; the plan has {words.format(*planned)}",
             "plan for what the table is: --pp {} --microbatches {} --chunks {}".format(*found),
         )

@@ -92,9 +92,9 @@ def check_table(table: Table, stages: int, microbatches: int, limit: int | None 
         for k, cell in enumerate(row):
             order.setdefault((cell.stage, cell.phase), []).append(cell.microbatch)
             at.setdefault((cell.stage, cell.phase), []).append((rank, k))
-    wanted = ((s, phase) for s in range(stages) for phase in CELLS)
+    expected = ((s, phase) for s in range(stages) for phase in CELLS)
     homes = rank_of_stage(table)
-    for s, phase in itertools.chain(wanted, order):  # stops at the first incomplete one: `wanted` may be very long
+    for s, phase in itertools.chain(expected, order):  # stops at the first incomplete one: `expected` may be very long
         got, home = order.get((s, phase), []), homes.get(s)
         cells = at.get((s, phase), [])
         where = sorted({rank for rank, _ in cells})
@@ -120,13 +120,13 @@ def check_memory(table: Table, limit: float, saved: Sequence[float] | None = Non
     `saved[s]` is the number of bytes that stage s saves for each of them, on bytes.
     """
     for rank, row in enumerate(table):
-        held = 0.0
+        used = 0.0
         for k, cell in enumerate(row):
-            held += (saved[cell.stage] if saved else 1) * PHASES[cell.phase].in_flight
-            if held > limit:
+            used += (saved[cell.stage] if saved else 1) * PHASES[cell.phase].in_flight
+            if used > limit:
                 unit = "bytes" if saved else "microbatches in flight"
                 raise InfeasibleError(
-                    f"{name}: rank {rank} holds {held:,.0f} {unit} from {cell} on, more than the limit of {limit:,.0f}",
+                    f"{name}: rank {rank} holds {used:,.0f} {unit} from {cell} on, more than the limit of {limit:,.0f}",
                     f"run backward passes earlier; the cell is marked !:\n{_marked(table, [(rank, k)])}",
                 )
 
@@ -151,10 +151,10 @@ def in_flight(table: Table) -> list[int]:
     """Per rank the maximum number of microbatches in flight (forward pass done, backward pass not), per stage."""
     most: list[int] = []
     for row in table:
-        held = peak = 0
+        current = peak = 0
         for cell in row:
-            held += PHASES[cell.phase].in_flight
-            peak = max(peak, held)
+            current += PHASES[cell.phase].in_flight
+            peak = max(peak, current)
         most.append(peak)
     return most
 

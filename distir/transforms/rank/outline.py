@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-from distir.ir.device import Mesh
+from distir.ir.device import TIME
 from distir.ir.function import Attributes, Function, Op, Value
 from distir.ir.spec import lookup
-from distir.ir.type import Shard, Tensor
+from distir.ir.type import Tensor
 from distir.transforms.rank.group_optimizers import updates_weights
 from distir.transforms.rank.idle import is_idle
 
@@ -47,11 +47,9 @@ def _counts_in_time(op: Op) -> bool:
         return False
     slot = indexed[0]
     t = (op.inputs[slot] if slot >= 0 else op.outputs[~slot]).type
-    mesh = t.device
-    if not isinstance(t, Tensor) or not isinstance(mesh, Mesh) or mesh.time is None or mesh.sizes[mesh.time] == 1:
+    if not isinstance(t, Tensor) or t.over_time.dim is None or t.mesh.size(TIME) == 1:
         return False
-    split = t.placements[mesh.time]
-    return isinstance(split, Shard) and op.spec.indexes(op.attributes, slot, split.dim, len(t.shape))
+    return op.spec.indexes(op.attributes, slot, t.over_time.dim, len(t.shape))
 
 
 def outline(function: Function, sort: Callable[[Op], Sort] = sort) -> Function:

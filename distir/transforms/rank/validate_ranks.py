@@ -238,15 +238,15 @@ def _check(whole: _Distributed, p: RankProgram, homes: frozenset[Home]) -> None:
     """Raises MismatchError unless a rank in these homes does its part."""
     program, f = whole.program, p.function
 
-    def held(values: Sequence[Value]) -> tuple[int, ...]:
+    def positions_here(values: Sequence[Value]) -> tuple[int, ...]:
         return tuple([k for k, v in enumerate(values) if all(h in homes for h in homes_of(v.type))])
 
     for what, positions, mine, all_ in (
         ("inputs", p.inputs, f.inputs, program.inputs),
         ("outputs", p.outputs, f.outputs, program.outputs),
     ):
-        if positions != held(all_) or len(mine) != len(positions):
-            raise MismatchError(f"{f.name}: expected the {what} number {held(all_)}, got {positions}")
+        if positions != positions_here(all_) or len(mine) != len(positions):
+            raise MismatchError(f"{f.name}: expected the {what} number {positions_here(all_)}, got {positions}")
         for k, v in zip(positions, mine, strict=True):
             if v.type is not all_[k].type or v.role != all_[k].role:
                 raise MismatchError(f"{f.name}: {what[:-1]} %{v.name}: expected {all_[k]!r}, got {v!r}")

@@ -14,8 +14,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from distir.ir.spec import FactorMapping
-from distir.ir.type import Placement, Shard
-from distir.transforms.sharding.graph import Graph, mapping_slots
+from distir.ir.type import Shard
+from distir.transforms.sharding.graph import Graph
 
 Node = tuple[int, Shard]
 
@@ -114,7 +114,7 @@ class Classes:
         mapping = sig.mapping(k, split, self.n, self.outside)
         answer = next((a for a in asked.values() if a is not None and a.mapping is mapping), None)
         if answer is None and mapping is not None:
-            slots = mapping_slots(mapping)
+            slots = mapping.splits()
             bits = {a.bit for a in asked.values() if a is not None}
             answer = _Answer(1 << len(bits), mapping, slots, [(slot, p.dim, p.outer) for slot, p in slots])
         asked[k, split] = answer
@@ -136,9 +136,9 @@ class Classes:
         there: dict[int, FactorMapping] = {}
         for sig, asked in zip(self.graph.kinds, self._asked, strict=True):
             for (k, split), answer in asked.items():
-                moved = sig.mapping(k, Shard(split.dim, split.outer * outer), n, outer)
+                moved = sig.mapping(k, split.nested(outer), n, outer)
                 if answer is not None:
-                    if moved is None or moved != inside(answer.mapping, outer):
+                    if moved is None or moved != answer.mapping.nested(outer):
                         return None
                     there[id(answer.mapping)] = moved
                 elif moved is not None:
@@ -151,7 +151,7 @@ class Classes:
         for mine, theirs in zip(self.at, taken.at, strict=True):
             for other in theirs if mine else ():
                 for split, c in mine.items():
-                    if other.dim == split.dim and split.outer < other.outer * m and other.outer < split.outer * n:
+                    if split.overlaps(n, other, m):
                         found.add(c)
         return found
 
@@ -162,15 +162,6 @@ class Classes:
             for split, c in row.items():
                 result.setdefault(c, []).append((v, split))
         return result
-
-
-def inside(mapping: FactorMapping, outer: int) -> FactorMapping:
-    """The mapping with every split inside `outer` outer parts."""
-    return FactorMapping(*[tuple([_inside(p, outer) for p in row]) for row in mapping])
-
-
-def _inside(p: Placement, outer: int) -> Placement:
-    return Shard(p.dim, p.outer * outer) if isinstance(p, Shard) else p
 
 
 def classes_from(graph: Graph, n: int, starts: tuple[Node, ...]) -> Classes:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Value
-from distir.ir.type import Shard, Tensor
+from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.roles import weights
 
@@ -22,9 +22,9 @@ class Coverage(NamedTuple):
 
 def coverage(placed: Function, axis: str) -> Coverage:
     """What is split along an axis of a placed or scheduled program; FLOPs are those of one device of the other axes."""
-    held = [v for v in placed.inputs if v.kind == "parameter"] or weights(placed)
-    elements = {v: math.prod(shape_of(v)) for v in held}
-    unsplit = [v for v in held if not _split(v, axis)]
+    parameters = [v for v in placed.inputs if v.kind == "parameter"] or weights(placed)
+    elements = {v: math.prod(shape_of(v)) for v in parameters}
+    unsplit = [v for v in parameters if not _split(v, axis)]
     share = 1 - sum(elements[v] for v in unsplit) / max(1, sum(elements.values()))
     total, split = _flops(placed, axis, {}, {})
     return Coverage(split / total if total else 0.0, share, tuple(unsplit))
@@ -35,7 +35,7 @@ def _split(v: Value, axis: str) -> int:
     t = v.type
     if not isinstance(t, Tensor) or not isinstance(t.device, Mesh) or axis not in t.device.axes:
         return 0
-    return t.device.size(axis) if isinstance(t.on(axis), Shard) else 0
+    return 0 if t.on(axis).dim is None else t.device.size(axis)
 
 
 def _flops(

@@ -41,7 +41,7 @@ class Signature:
                 found = None
             if found is not None:
                 found = self._alike.setdefault(found, found)
-                for k, p in mapping_slots(found):
+                for k, p in found.splits():
                     self._mappings.setdefault((n, k, p, outside), found)
             self._mappings[key] = found
         return self._mappings[key]
@@ -53,7 +53,7 @@ class Signature:
             return False
         outer: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for mapping, n in mappings:
-            for slot, p in mapping_slots(mapping):
+            for slot, p in mapping.splits():
                 rank = len(self.ins[slot] if slot >= 0 else self.outs[~slot])
                 if self.spec.indexes(self.attrs, slot, p.dim, rank):
                     outer.setdefault((slot, p.dim), []).append((p.outer, n))
@@ -68,12 +68,6 @@ def _is_chain(splits: Sequence[tuple[int, int]]) -> bool:
             return False
         inside *= n
     return True
-
-
-def mapping_slots(mapping: FactorMapping) -> list[tuple[int, Shard]]:
-    """The slots that a mapping splits (operand k as k, result k as ~k), with their split."""
-    ins = [(k, p) for k, p in enumerate(mapping.ins) if isinstance(p, Shard)]
-    return ins + [(~k, p) for k, p in enumerate(mapping.outs) if isinstance(p, Shard)]
 
 
 class Graph:

@@ -14,7 +14,7 @@ from distir.ir.spec import FactorMapping
 from distir.ir.type import REPLICATE, Placement, Shard
 from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes, Node
-from distir.transforms.sharding.graph import Graph, mapping_slots
+from distir.transforms.sharding.graph import Graph
 from distir.transforms.sharding.place import Placed, place_all, view
 from distir.transforms.sharding.shares import shares
 
@@ -56,13 +56,7 @@ def _beside(row: list[FactorMapping], n: int, other: FactorMapping | None, m: in
     """The mappings over n devices that split no sub-dimension that the `other`, over m devices, splits."""
     if other is None or not row:
         return row
-    there = dict(mapping_slots(other))
+    there = dict(other.splits())
     return [
-        mapping
-        for mapping in row
-        if not any([k in there and _overlap(p, n, there[k], m) for k, p in mapping_slots(mapping)])
+        mapping for mapping in row if not any([k in there and p.overlaps(n, there[k], m) for k, p in mapping.splits()])
     ]
-
-
-def _overlap(p: Shard, n: int, q: Shard, m: int) -> bool:
-    return p.dim == q.dim and p.outer < q.outer * m and q.outer < p.outer * n

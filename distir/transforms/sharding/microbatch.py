@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from distir.ir.spec import FactorMapping
-from distir.ir.type import REPLICATE, SUM, Partial, Placement, Shard
+from distir.ir.type import REPLICATE, SUM, Placement, Shard
 from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes, classes_from
 from distir.transforms.sharding.graph import Graph, Signature, closure
@@ -143,23 +143,16 @@ def _splits_but_for(
 ) -> bool:
     """True if the op could work on microbatches, were the sums complete: other operands fit or are free to slice."""
     return any(
-        any(isinstance(p, Shard) for p in s.ins)
-        and all(
-            want is REPLICATE if v in sums else h is want or (h is REPLICATE and isinstance(want, Shard))
-            for v, h, want in zip(ins, have, s.ins, strict=True)
-        )
+        any(p.dim is not None for p in s.ins)
+        and all(want is REPLICATE if v in sums else h.covers(want) for v, h, want in zip(ins, have, s.ins, strict=True))
         for s in options
     )
 
 
 def _possible(options: Sequence[FactorMapping], have: Sequence[Placement]) -> FactorMapping | None:
     """A mapping that fits the operands, or slices replicated ones, which is free; with the fewest reductions."""
-    fits = [
-        s
-        for s in options
-        if all(h is want or (h is REPLICATE and isinstance(want, Shard)) for h, want in zip(have, s.ins, strict=True))
-    ]
-    return min(fits, key=lambda s: sum(isinstance(p, Partial) for p in s.outs), default=None)
+    fits = [s for s in options if all(h.covers(want) for h, want in zip(have, s.ins, strict=True))]
+    return min(fits, key=lambda s: sum(p.kind is not None for p in s.outs), default=None)
 
 
 def _passes(linear: Sequence[Collection[int]], have: Sequence[Placement]) -> bool:

@@ -179,11 +179,11 @@ class _Padder:
 
     def _fill(self, op: Op, ins: list[Value], mapping: FactorMapping) -> list[Value]:
         """The operands, filled with the neutral value unless every result has the padded dim."""
-        if all(isinstance(p, Shard) for p in mapping.outs):
+        if all(p.dim is not None for p in mapping.outs):
             return ins
         value = op.spec.neutral(mapping)
         return [
-            self._filled(v, w, p.dim, value) if isinstance(p, Shard) else w
+            w if p.dim is None else self._filled(v, w, p.dim, value)
             for v, w, p in zip(op.inputs, ins, mapping.ins, strict=True)
         ]
 
@@ -204,7 +204,7 @@ class _Padder:
 
         Or if it scatters: indices never point into the padding.
         """
-        along = {k: p.dim for k, p in enumerate(mapping.ins) if isinstance(p, Shard)}
+        along = {k: p.dim for k, p in enumerate(mapping.ins) if p.dim is not None}
         known = {k: self.tail.get((ins[k], dim)) for k, dim in along.items()}
         if any(x is None or math.isinf(x) for x in known.values()):
             return  # 0 * inf is nan
@@ -214,7 +214,7 @@ class _Padder:
         scatters = not along and indexed is not None and indexed[0] < 0
         if scatters or (along and linear) or (op.spec.keeps_zero and len(zero) == len(along) > 0):
             for v, p in zip(made.outputs, mapping.outs, strict=True):
-                if isinstance(p, Shard):
+                if p.dim is not None:
                     self.tail[v, p.dim] = 0.0
 
     def _output(self, v: Value) -> Value:

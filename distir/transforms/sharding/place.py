@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from distir.ir.spec import FactorMapping
-from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard
+from distir.ir.type import REPLICATE, SUM, Placement, Shard
 from distir.transforms.sharding.graph import Graph, Signature
 from distir.transforms.sharding.shares import Shares
 
@@ -111,7 +111,7 @@ class _Sweep:
     def __init__(self, v: View, n: int, chosen: Collection[int], fixed: Mapping[int, Placement]) -> None:
         self.v, self.n, self.fixed = v, n, fixed
         self.wire = (n - 1) / n * _WIRE
-        self.inputs: dict[int, Shard] = {i: p for i, p in fixed.items() if isinstance(p, Shard)}
+        self.inputs: dict[int, Shard] = {i: p for i, p in fixed.items() if p.dim is not None}
         self.reduce: set[int] = set()
         self.state: list[Placement | None] = []
         self.made: list[_Choice] = []
@@ -167,19 +167,20 @@ class _Sweep:
                 for i, want in zip(ins, wants, strict=True):
                     h = state[i]
                     if h is None:
-                        if isinstance(want, Shard):
+                        if want.dim is not None:
                             state[i] = self.inputs[i] = want
                     elif h is not want:
                         paid.add((i, want))
                         moved.add(i)
             for i, p in zip(outs[j], placements, strict=True):
-                if sums and i in reduce and isinstance(p, Partial):
+                if sums and i in reduce and p.kind is not None:
                     collectives += times[j]
                     total += 2 * v.made[i] * self.wire * times[j]
                     p = REPLICATE
                 state[i] = p
         for i in v.outputs:
-            if isinstance(state[i], Partial):
+            p = state[i]
+            if p is not None and p.kind is not None:
                 collectives += v.copies[i]
                 total += 2 * v.made[i] * self.wire * v.copies[i]
         return total, collectives
@@ -201,14 +202,13 @@ class _Sweep:
                 outs: Sequence[Placement] = [out] * len(v.outs[j])
             else:
                 wants, outs = mapping.ins, mapping.outs
-                reduced = isinstance(outs[0], Partial)
-                price = flops / n + made / (1 if reduced else n)
+                price = flops / n + made / (n if outs[0].kind is None else 1)
             moving = 0
             for i, h, want in zip(v.ins[j], have, wants, strict=True):
                 if (i, want) not in paid:
                     price += self._move(h, want, v.made[i])
                     moving += h is not want and h is not None and h is not REPLICATE
-            partial = [v.made[i] for i, p in zip(v.outs[j], outs, strict=True) if isinstance(p, Partial)]
+            partial = [v.made[i] for i, p in zip(v.outs[j], outs, strict=True) if p.kind is not None]
             rank = price + later * sum(partial) * self.wire
             if best is None or rank < best[0] - 1e-12:
                 moves = any([h is not want for h, want in zip(have, wants, strict=True)])
@@ -224,7 +224,7 @@ class _Sweep:
             return [SUM] * len(have), SUM
         for linear in sig.linear:
             if all(have[k] is SUM for k in linear) and all(
-                h is None or isinstance(h, Replicate) for k, h in enumerate(have) if k not in linear
+                h is None or h is REPLICATE for k, h in enumerate(have) if k not in linear
             ):
                 return [SUM if k in linear else REPLICATE for k in range(len(have))], SUM
         return [REPLICATE] * len(have), REPLICATE
@@ -232,12 +232,9 @@ class _Sweep:
     def _move(self, have: Placement | None, want: Placement, made: float) -> float:
         if have is want or have is None:
             return 0.0
-        if isinstance(have, Replicate):
+        if have is REPLICATE:  # nothing is sent, but it is an op more
             return 1e-9 * made * _WIRE
-        if isinstance(have, Partial):
-            return (2 if isinstance(want, Replicate) else 1) * made * self.wire
-        same_dim = isinstance(want, Shard) and isinstance(have, Shard) and want.dim == have.dim
-        return (made if isinstance(want, Replicate) or same_dim else made / self.n) * self.wire
+        return have.exchanged(want, made, self.n) * self.wire
 
     def settle(self) -> None:
         """Decide which Partials are reduced where they are made: those that cost no more there than at their uses."""
@@ -246,7 +243,8 @@ class _Sweep:
         passing: dict[int, tuple[float, float]] = {}
         for j in reversed(v.order):
             for i in v.outs[j] if self.made[j].sums else ():
-                if not isinstance(self.state[i], Partial):
+                p = self.state[i]
+                if p is None or p.kind is None:
                     continue
                 here = 2 * v.made[i]
                 below = self._below(i, here, later, passing)
@@ -264,7 +262,7 @@ class _Sweep:
         wants = {self.made[j].wants[k] for j, k in v.users[i]}
         if i in v.outputs:
             return here
-        if len(wants) == 1 and isinstance(next(iter(wants)), Shard):
+        if len(wants) == 1 and next(iter(wants)).dim is not None:
             return here / 2
         below = 0.0
         for j, k in v.users[i]:

@@ -38,33 +38,33 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
             for c, ins, outs in zip(ops, full.ins, full.outs, strict=True)
         ]
     number: dict[int, int] = {}
-    kept: list[int] = []
+    first_ops: list[int] = []
     for j in full.order:
         if ops[j] not in number:
-            number[ops[j]] = len(kept)
-            kept.append(j)
+            number[ops[j]] = len(first_ops)
+            first_ops.append(j)
     times = Counter(ops)
     renumber: dict[int, int] = {}
-    first: list[int] = []
+    first_values: list[int] = []
     for v, c in enumerate(values):
         if c not in renumber:
-            renumber[c] = len(first)
-            first.append(v)
+            renumber[c] = len(first_values)
+            first_values.append(v)
     copies = Counter(values)
     at = [renumber[c] for c in values]
     return View(
-        sigs=[full.sigs[j] for j in kept],
-        kinds=[full.kinds[j] for j in kept],
-        ins=[[at[v] for v in full.ins[j]] for j in kept],
-        outs=[[at[v] for v in full.outs[j]] for j in kept],
-        mappings=[full.mappings[j] for j in kept],
-        flops=[full.flops[j] for j in kept],
-        made=[full.made[v] for v in first],
-        stored=[full.stored[v] for v in first],
-        users=[sorted({(number[ops[j]], k) for j, k in full.users[v]}) for v in first],
-        times=[times[ops[j]] for j in kept],
-        copies=[copies[values[v]] for v in first],
+        sigs=[full.sigs[j] for j in first_ops],
+        kinds=[full.kinds[j] for j in first_ops],
+        ins=[[at[v] for v in full.ins[j]] for j in first_ops],
+        outs=[[at[v] for v in full.outs[j]] for j in first_ops],
+        mappings=[full.mappings[j] for j in first_ops],
+        flops=[full.flops[j] for j in first_ops],
+        made=[full.made[v] for v in first_values],
+        stored=[full.stored[v] for v in first_values],
+        users=[sorted({(number[ops[j]], k) for j, k in full.users[v]}) for v in first_values],
+        times=[times[ops[j]] for j in first_ops],
+        copies=[copies[values[v]] for v in first_values],
         inputs={at[v] for v in full.inputs},
         outputs={at[v] for v in full.outputs},
-        order=range(len(kept)),
+        order=range(len(first_ops)),
     )

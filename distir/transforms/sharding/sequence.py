@@ -90,7 +90,7 @@ def _worthwhile(v: View, ops: Collection[int], scattering: Set[int]) -> list[int
 def _scatters(v: View, mapping: FactorMapping | None, made_as: Sequence[Placement | None], j: int) -> bool:
     """Whether an op takes a part of a sum."""
     wants = zip(v.ins[j], mapping.ins, strict=True) if mapping is not None else ()
-    return any([made_as[i] is SUM and isinstance(want, Shard) for i, want in wants])
+    return any([made_as[i] is SUM and want.dim is not None for i, want in wants])
 
 
 def _regions(v: View, ops: Collection[int]) -> list[list[int]]:
@@ -124,12 +124,12 @@ def _sequences(graph: Graph, classes: Classes, n: int, batch: tuple[Node, ...], 
 
 def _features(graph: Graph, classes: Classes) -> set[int]:
     """The classes of the dims of weights in products and lookups; what is added to activations may have others."""
-    held = {graph.index[v] for v in weights(graph.function)}
+    weight_values = {graph.index[v] for v in weights(graph.function)}
     found: set[int] = set()
     for sig, ins, outs in zip(graph.sigs, graph.ins, graph.outs, strict=True):
-        if ins and held.issuperset(ins):
-            held.update(outs)  # a weight transposed, or cast
+        if ins and weight_values.issuperset(ins):
+            weight_values.update(outs)  # a weight transposed, or cast
         slot = sig.spec.weight
-        if slot is not None and slot < len(ins) and ins[slot] in held:
+        if slot is not None and slot < len(ins) and ins[slot] in weight_values:
             found.update(classes.at[ins[slot]].values())
     return found

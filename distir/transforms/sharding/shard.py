@@ -9,7 +9,7 @@ from distir.ir.device import TIME, Mesh
 from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.infer import infer
 from distir.ir.spec import FactorMapping, Spec, conversion
-from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard, Tensor, Type
+from distir.ir.type import REPLICATE, SUM, Placement, Shard, Tensor, Type
 from distir.ops.rules import tensor
 from distir.transforms.sharding.graph import Graph, Signature
 from distir.transforms.sharding.place import Placed
@@ -102,7 +102,7 @@ class _Builder:
         if old is not None:
             want = tensor(self.env[self.graph.index[old]])
             for axis in self.mesh.axes:
-                if isinstance(p := want.on(axis), Replicate):
+                if (p := want.on(axis)) is REPLICATE:
                     v = self.to(v, axis, p)
         return v
 
@@ -128,7 +128,7 @@ class _Builder:
         for axis, mapping in zip(self.decisions, mappings, strict=True):
             have = [tensor(v).on(axis) for v in ins]
             wants = mapping.ins if mapping is not None else _passed(sig, have, self._done(axis, mappings, ins))
-            if mapping is not None and all(p is REPLICATE for p in wants) and isinstance(mapping.outs[0], Shard):
+            if mapping is not None and all(p is REPLICATE for p in wants) and mapping.outs[0].dim is not None:
                 free.append((axis, mapping.outs[0]))
             placed[axis] = mapping.outs if mapping is not None else [SUM] * len(whole) if SUM in wants else whole
             if any(h is not want for h, want in zip(have, wants, strict=True)):
@@ -163,7 +163,7 @@ class _Builder:
     def _reduce(self, i: int, v: Value) -> Value:
         """Value number i, reduced where it is made if that was decided; a sum over microbatches, later."""
         for axis, placed in self.decisions.items():
-            if i in placed.reduce and isinstance(tensor(v).on(axis), Partial):
+            if i in placed.reduce and tensor(v).on(axis).kind is not None:
                 if self._sums_in_time(v):
                     self.due[v] = (*self.due.get(v, ()), axis)
                 else:
@@ -174,12 +174,12 @@ class _Builder:
         """Scatter those of the values that are to be scattered at once: `to` will find it done."""
         for axis, placed in self.decisions.items():
             for i, v in zip(numbers, made, strict=True):
-                if i in placed.scatter and isinstance(tensor(v).on(axis), Partial):
+                if i in placed.scatter and tensor(v).on(axis).kind is not None:
                     self.to(v, axis, placed.scatter[i])
 
     def _sums_in_time(self, v: Value) -> bool:
         """A sum over microbatches is reduced over devices once, where it is used: when it is complete."""
-        return TIME in self.mesh.axes and isinstance(tensor(v).on(TIME), Partial)
+        return tensor(v).over_time.kind is not None
 
     def _open_axes(self, t: Type) -> list[str]:
         """The axes along which to convert an output: sums are reduced, microbatches joined; other splits stay."""
@@ -187,7 +187,7 @@ class _Builder:
         return [
             axis
             for axis, p in zip(self.mesh.axes, placements, strict=True)
-            if isinstance(p, Partial) or (axis == TIME and p is not REPLICATE)
+            if p.kind is not None or (axis == TIME and p is not REPLICATE)
         ]
 
     def to(self, v: Value, axis: str, want: Placement) -> Value:

@@ -71,8 +71,10 @@ def _varying(graph: Graph, batch: tuple[Node, ...], size: int) -> list[bool]:
             sizes.setdefault(n, []).append((v, Shard(dim)))
     for n, starts in sizes.items() if max(sizes) > 1 else ():
         at = classes_from(graph, n, tuple(starts)).at
-        held = {c for v in weights(graph.function) for c in at[graph.index[v]].values()}
-        varies = [varying or not held.issuperset(row.values()) for varying, row in zip(varies, at, strict=True)]
+        weight_classes = {c for v in weights(graph.function) for c in at[graph.index[v]].values()}
+        varies = [
+            varying or not weight_classes.issuperset(row.values()) for varying, row in zip(varies, at, strict=True)
+        ]
     # a dim of size 1 is ambiguous: what does not depend on the data has no batch factor
     depends = {v for j in closure(graph, [v for v, _ in batch], forward=True) for v in graph.outs[j]}
     depends.update(v for v, _ in batch)

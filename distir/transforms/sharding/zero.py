@@ -43,11 +43,11 @@ def shard_state(graph: Graph, replicas: Placed, n: int, stage: int, others: Sequ
             continue
         mappings[j] = mapping
         for k, (i, p) in enumerate(zip(graph.ins[j], mapping.ins, strict=True)):
-            if isinstance(p, Shard) and (
+            if p.dim is not None and (
                 graph.roles[i] == "state" or (k == slot and (stage == 3 or _is_narrowed(graph, i, j)))
             ):
                 inputs[i] = p
-            elif isinstance(p, Shard) and i not in graph.inputs:
+            elif p.dim is not None and i not in graph.inputs:
                 made, part = _split_before(graph, mappings, i, p, n)
                 reduce -= _passing(graph, mappings, made)
                 if stage >= 2:
@@ -87,7 +87,7 @@ def _split_before(
         mapping = graph.sigs[j].mapping(slot, p, n) if mappings[j] is None else None
         if mapping is None:
             break
-        parts = [(x, q) for x, q in zip(graph.ins[j], mapping.ins, strict=True) if isinstance(q, Shard)]
+        parts = [(x, q) for x, q in zip(graph.ins[j], mapping.ins, strict=True) if q.dim is not None]
         if len(parts) != 1 or parts[0][0] in graph.inputs:
             break
         i, p = parts[0]
@@ -152,7 +152,7 @@ def _splits(rank: int, taken: Sequence[tuple[Placement, int]]) -> list[Shard]:
     """
     inside = [1] * rank  # how often each dim is split already
     for p, size in taken:
-        if isinstance(p, Shard):
+        if p.dim is not None:
             inside[p.dim] = max(inside[p.dim], p.outer * size)
     return [Shard(dim, inside[dim]) for dim in sorted(range(rank), key=lambda d: inside[d] > 1)]
 

@@ -134,8 +134,8 @@ def test_the_first_step_warms_up_and_few_are_recorded(tmp_path: Path, steps: int
 
 def test_a_resumed_run_records_its_own_steps(tmp_path: Path) -> None:
     program = distir.distribute(distir.load(MLP, {"batch": 8}), distir.Plan())
-    assert Profiler(program, 0, CPU, tmp_path, 20, 30).wanted[0] == 21
-    assert list(Profiler(program, 0, CPU, tmp_path, 20, 21).wanted) == [20]
+    assert Profiler(program, 0, CPU, tmp_path, 20, 30).recorded[0] == 21
+    assert list(Profiler(program, 0, CPU, tmp_path, 20, 21).recorded) == [20]
 
 
 def test_a_trace_of_an_earlier_run_is_gone_until_there_is_a_new_one(tmp_path: Path) -> None:
