@@ -24,7 +24,7 @@ from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.roles import weights
 from distir.transforms.sharding.graph import Graph
 from distir.transforms.sharding.seeds import tensor_parallel
-from distir.transforms.sharding.spread import padded, place
+from distir.transforms.sharding.spread import SplitDims, padded, place
 
 WIDTH, HEADS, VOCABULARY, SEQUENCE, BATCH, DP, MICROBATCHES = 768, 12, 50257, 1024, 64, 2, 4
 
@@ -41,9 +41,10 @@ def search(function: Function, tp: int) -> None:
 def whole(function: Function, tp: int) -> None:
     axes = {"mb": MICROBATCHES, "dp": DP, "tp": tp}
     mesh = Mesh([Device("gpu", i) for i in range(DP * tp)], axes, "stage0")
-    batch = {i: v.role.batch for i, v in enumerate(function.inputs) if v.role and v.role.batch is not None}
+    batch = [(i, v.role.batch) for i, v in enumerate(function.inputs) if v.role and v.role.batch is not None]
+    dims = SplitDims(tuple(batch))
     sharding = Plan(DP, tp, microbatches=MICROBATCHES).sharding
-    place(padded(function, batch, sharding), batch, sharding, mesh)
+    place(padded(function, dims, sharding), dims, sharding, mesh)
 
 
 def seconds(run: Callable[[Function, int], None], layers: int, tp: int, runs: int) -> float:

@@ -132,7 +132,7 @@ def test_each_command_has_help(name, capsys):
         (["run", MLP, *MSE, "--d", "2"], ["--d", "hint: distir run --help"]),
         (["bench", "scaling", MLP, "--step", "2"], ["--step 2", "hint: distir bench scaling --help"]),
         (["run", MLP, *MSE, "--schedule", "random"], ["1f1b"]),
-        (["run", MLP, *MSE, "--order", "tp,dp"], ["tp,dp,pp"]),
+        (["run", MLP, *MSE, "--order", "tp,dp"], ["an order names tp, dp and pp once each, got tp, dp"]),
         (["run", MLP, *MSE, "--steps", "0"], ["--steps"]),
         (["run", MLP, *MSE, "--timeout", "0"], ["--timeout"]),
         (["run", MLP, *MSE, "--lr", "nan"], ["--lr"]),
@@ -345,7 +345,7 @@ def test_simulate_json(cli):
     assert found["plan"] == {
         "dp": 2, "tp": 2, "pp": 2, "microbatches": 2, "schedule": "1f1b", "order": ["tp", "dp", "pp"], "chunks": 1,
         "overlap": True, "bucket_mb": 25.0, "zero": 0, "sequence_parallel": False, "recompute": "none",
-        "loss_gradient": "backward", "devices": 8
+        "loss_gradient": "backward", "split": [], "devices": 8
     }  # fmt: skip
     assert found["batch"] == 8
     assert found["tokens"] == 128

@@ -24,7 +24,7 @@ from distir.transforms.sharding.graph import graph_of
 from distir.transforms.sharding.place import place_all
 from distir.transforms.sharding.seeds import tensor_parallel
 from distir.transforms.sharding.shares import shares
-from distir.transforms.sharding.spread import padded, place
+from distir.transforms.sharding.spread import SplitDims, padded, place
 from tests.transforms.llama import llama
 
 SIZES = (4, 16, 32, 64, 128)
@@ -85,7 +85,7 @@ def splits(model: Model, batch: int, dp: int = 1, microbatches: int = 1) -> Spli
     plan = Plan(dp, model.tp, microbatches=microbatches)
     mesh = stage_meshes(plan, [Device("gpu", i) for i in range(plan.size)]).meshes[0]
     dims = batch_dims(source)
-    data = {i: dims[v] for i, v in enumerate(source.inputs) if v in dims}
+    data = SplitDims(tuple([(i, dims[v]) for i, v in enumerate(source.inputs) if v in dims]))
     placed = place(padded(source, data, plan.sharding), data, plan.sharding, mesh)
     queries = [op.inputs[0] for op in placed.ops if op.op_type in ("Attention", "AttentionGrad")]
     assert len(queries) == 2 * model.layers

@@ -128,7 +128,8 @@ def test_predicted_memory_falls(recompute: str) -> None:
 def test_gradients_of_norms_are_reduced_over_shards_in_one_bucket(dp: int) -> None:
     """Each shard has a part of the sums over the sequence: after the last microbatch, all of them at once."""
     function = distributed(gpt2_tiny(), Plan(dp, 2, 1, 4, sequence_parallel=True)).program
-    bundles = [op.inputs[0].type for op in over(function, "tp") if op.op_type == "MPIAllreduce"]
+    axis = "tp" if dp == 1 else ("dp", "tp")
+    bundles = [op.inputs[0].type for op in over(function, axis) if op.op_type == "MPIAllreduce"]
     members = [t.types for t in bundles if isinstance(t, Tuple)]
     of_vectors = [row for row in members if all(isinstance(t, Tensor) and len(t.shape) == 1 for t in row)]
     assert [len(row) for row in of_vectors] == [10]

@@ -13,7 +13,7 @@ from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.roles import batch_dims
 from distir.transforms.sharding import spread
 from distir.transforms.sharding.graph import Graph, graph_of
-from distir.transforms.sharding.spread import padded, place
+from distir.transforms.sharding.spread import SplitDims, padded, place
 from distir.transforms.sharding.strategies import data_parallel
 from tests.transforms.programs import Program, gpt2_tiny, small_gpt, written_mlp
 
@@ -34,9 +34,9 @@ def fresh(function: Function) -> Function:
     return Function(function.name, function.inputs, function.ops, function.outputs, function.updates, function.sources)
 
 
-def batch(function: Function) -> dict[int, int]:
+def batch(function: Function) -> SplitDims:
     dims = batch_dims(function)
-    return {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
+    return SplitDims(tuple([(i, dims[v]) for i, v in enumerate(function.inputs) if v in dims]))
 
 
 def placed(function: Function, dp: int, tp: int, microbatches: int) -> str:
@@ -63,7 +63,7 @@ def test_plans_that_share_get_what_they_get_alone(name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_subdim_inside_the_microbatches_is_decided_as_for_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function = decompose(fresh(PROGRAMS[name]().function))
-    pairs = tuple(batch(function).items())
+    pairs = batch(function).batch
     quick = {(n, m): data_parallel(function, n, pairs, m) for n in (2, 4) for m in (1, 2)}
     monkeypatch.setattr("distir.transforms.sharding.classes.Classes.inside", lambda *_: None)
     for (n, m), decided in quick.items():
