@@ -108,7 +108,7 @@ def test_changes_of_all_weights(case, fault):
 
 @pytest.mark.parametrize("fault", FACTORS)
 def test_the_change_of_one_weight(case, fault):
-    """In 16 bits a change may be lost in rounding: then the parameter is not said to be right; of most there is a verdict."""
+    """In 16 bits a change may be lost in rounding: the parameter is then not said to be right. Most faults are seen."""
     found = 0
     for k in case.parameters:
         check = case.check(changed(case, FACTORS[fault], [k]))
@@ -193,7 +193,7 @@ def test_the_gradient_of_another_microbatch(case):
 
 
 def test_what_the_check_says_is_found_in_16_bits_is_most_of_it():
-    """Of GPT-2 in bfloat16: nearly all weights have a verdict, and of the others the gradients."""
+    """Of GPT-2 in bfloat16: faults of nearly all weights are found, and of the others those of the gradients."""
     case = case_of("gpt2-tiny", SGD(0.5, momentum=0.9), "bfloat16", 2)
     check = case.check(case.want)
     hidden = [name for name in check.unchecked if name in map(case.name, case.parameters)]
