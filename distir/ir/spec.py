@@ -210,9 +210,10 @@ class Spec:
             found = self.shard(attrs, ins, outs, slot, split, n) if self.shard else None
         if found is None:
             return None
-        shapes = *ins, *outs
-        uneven = any([shapes[k][p.dim] % (p.outer * n) for k, p in splits((*found.ins, *found.outs))])
-        return None if uneven else found
+        for p, s in zip((*found.ins, *found.outs), (*ins, *outs), strict=True):
+            if p.dim is not None and s[p.dim] % (p.outer * n):
+                return None
+        return found
 
     def neutral(self, mapping: FactorMapping) -> float:
         """The neutral value of an operand where the op reduces along this factor mapping.
