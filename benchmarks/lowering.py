@@ -89,7 +89,7 @@ def interpreter(model: Model, arrays: dict[Value, np.ndarray]) -> Step:
     rows = [(_function(op), op.inputs, op.outputs, [v for v in dict.fromkeys(op.inputs) if last[v] is op])
             for op in f.ops]  # fmt: skip
     state = {v: torch.from_numpy(arrays[v].copy()) for v in f.inputs}
-    kept = set(f.outputs)
+    results = set(f.outputs)
 
     def step() -> torch.Tensor:
         env = dict(state)
@@ -99,7 +99,7 @@ def interpreter(model: Model, arrays: dict[Value, np.ndarray]) -> Step:
                 for v, r in zip(outputs, y if len(outputs) > 1 else (y,), strict=True):
                     env[v] = r
                 for v in dead:
-                    if v not in kept:
+                    if v not in results:
                         del env[v]
         state.update({old: env[new] for new, old in f.updates.items()})
         return env[f.outputs[0]]

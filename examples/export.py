@@ -198,11 +198,11 @@ def _name_parameters(model: onnx_ir.Model, module: torch.nn.Module) -> None:
         found = [initializers[name] for name in names if name in initializers]
         if not found:
             raise RuntimeError(f"the exporter changed or dropped parameter {names[0]}")
-        kept, *copies = found
+        first, *copies = found
         for copy in copies:
-            copy.replace_all_uses_with(kept)
+            copy.replace_all_uses_with(first)
             del initializers[str(copy.name)]
-        kept.name = names[0]  # also its key in `initializers`
+        first.name = names[0]  # also its key in `initializers`
 
 
 @contextlib.contextmanager

@@ -193,7 +193,7 @@ def test_data_that_do_not_fit(data: Any, words: str):
 
 
 def test_a_loss_of_one_number_has_any_rank(tmp_path: Path):
-    """What is trained and told is the same, step by step and in epochs, also spread."""
+    """What is trained and reported is the same, step by step and in epochs, also spread."""
     data = {"x": np.random.default_rng(0).standard_normal((24, 4))}
     runs: list[Any] = []
     for shape in ((), (1,), (1, 1)):
@@ -208,11 +208,11 @@ def test_a_loss_of_one_number_has_any_rank(tmp_path: Path):
         assert step.outputs[0].type is Tensor(Float64, shape)
         for plan in (distir.Plan(), distir.Plan(dp=2, zero=3), distir.Plan(tp=2), distir.Plan(pp=2, microbatches=2)):
             backend = "gloo" if shape == (1, 1) and plan.pp == 2 else "numpy"
-            told = distir.run(step, plan, backend=backend, data=data, epochs=2, metrics=tmp_path / "m.json")
-            assert told.metrics is not None
-            assert told.outputs["loss"].shape == shape
-            assert json.loads((tmp_path / "m.json").read_text())["epochs"][1]["loss"] == told.metrics.losses[1]
-            runs.append([*told.losses, *told.metrics.losses, *told.metrics.validation])
+            result = distir.run(step, plan, backend=backend, data=data, epochs=2, metrics=tmp_path / "m.json")
+            assert result.metrics is not None
+            assert result.outputs["loss"].shape == shape
+            assert json.loads((tmp_path / "m.json").read_text())["epochs"][1]["loss"] == result.metrics.losses[1]
+            runs.append([*result.losses, *result.metrics.losses, *result.metrics.validation])
             assert len(runs[-1]) == 2 * 2 + 2 + 2
     np.testing.assert_allclose(runs, [runs[0]] * len(runs), rtol=1e-10)
 
@@ -298,8 +298,8 @@ def test_stages_are_balanced_for_the_cluster(plan):
     cost = CostModel(load_cluster("dgx-h100", devices=plan.size))
     plain = Simulator(cost).interpret(distir.distribute(model, plan, cost.topology.devices[: plan.size]))
     assert prediction.simulation.seconds < plain.seconds
-    dearest, mine = (max(s.compute for s in x.stages) for x in (plain, prediction.simulation))
-    assert mine < 0.98 * dearest
+    slowest, mine = (max(s.compute for s in x.stages) for x in (plain, prediction.simulation))
+    assert mine < 0.98 * slowest
 
 
 def test_a_cluster_too_small_for_the_stages(trained):
@@ -404,11 +404,11 @@ def test_the_op_and_rank_at_fault_are_named(trained, plan):
         v, device = made[k][0], len(made[k][1]) - 1
         place = iter(range(len(made)))
 
-        def corrupt(value, held, k=k, device=device, place=place):
+        def corrupt(value, lanes, k=k, device=device, place=place):
             if next(place) == k:
-                held = [*held]
-                held[device] = held[device] + 0.5 * max(1.0, np.max(np.abs(held[device])))
-            return held
+                lanes = [*lanes]
+                lanes[device] = lanes[device] + 0.5 * max(1.0, np.max(np.abs(lanes[device])))
+            return lanes
 
         said = locate(job, lambda tap, corrupt=corrupt: Both(corrupt, tap))
         rank = v.type.device.devices[device].index

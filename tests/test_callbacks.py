@@ -20,8 +20,8 @@ RAISED = [BrokenPipeError("mine"), ConnectionResetError("mine"), EOFError("mine"
 
 
 def raising(error: Exception) -> Any:
-    def callback(told: Any, *_: Any) -> None:
-        if not isinstance(told, Metrics) or told.epochs:  # else the run has not begun
+    def callback(event: Any, *_: Any) -> None:
+        if not isinstance(event, Metrics) or event.epochs:  # else the run has not begun
             raise error
 
     return callback
@@ -73,7 +73,7 @@ from tests.runs import small
 
 torch.distributed.init_process_group("gloo")  # one group for all runs
 
-def told(what):
+def report(what):
     sys.stdout.write(f"rank {os.environ['RANK']}: {what}\\n")
     sys.stdout.flush()
 
@@ -84,7 +84,7 @@ for error in (ValueError("mine"), ConnectionResetError("mine"), BrokenPipeError(
     try:
         distir.run(small(), distir.Plan(dp=2), steps=4, timeout=30, on_step=raising)
     except Exception as e:
-        told(f"{type(e).__name__}: {e}; {e is error}")
+        report(f"{type(e).__name__}: {e}; {e is error}")
 torch.distributed.destroy_process_group()  # else torch 2.13 may abort at exit
 """
 

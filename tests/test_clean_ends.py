@@ -108,13 +108,13 @@ WRITERS = [
 @pytest.mark.parametrize("line", WRITERS, ids=lambda line: f"{line[0]} {line[-1]}")
 def test_a_full_disk_is_one_line(line: list[str], files: dict[str, Path], capfd: Any) -> None:
     """No file may grow beyond a few hundred bytes."""
-    told = [str(files[x.partition("/")[0]] / x.partition("/")[2]) if x.partition("/")[0] in files else x for x in line]
+    argv = [str(files[x.partition("/")[0]] / x.partition("/")[2]) if x.partition("/")[0] in files else x for x in line]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with capfd.disabled():  # what is captured goes to a file, too
         resource.setrlimit(resource.RLIMIT_FSIZE, (256, hard))
         try:
-            code, said = _quietly(told)
+            code, said = _quietly(argv)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             signal.signal(signal.SIGXFSZ, ignored)
@@ -153,7 +153,7 @@ def test_a_full_stdout() -> None:
 def test_where_a_profile_was_written_none_is_advised(tmp_path: Path) -> None:
     model = distir.load(MLP, {"batch": 8}, loss="mse")
     plain = distir.run(model, distir.Plan(), steps=3)
-    told = distir.run(model, distir.Plan(), steps=3, profile=tmp_path)
-    for result, advised in ((plain, True), (told, False)):
+    profiled = distir.run(model, distir.Plan(), steps=3, profile=tmp_path)
+    for result, advised in ((plain, True), (profiled, False)):
         result.seconds[:] = [100.0] * 3  # far from what is predicted
         assert any("distir run --profile" in text for text in result.lines()) == advised

@@ -373,7 +373,7 @@ def test_a_cluster_of_ones_own(cli, tmp_path):
     assert "mine, 3 nodes of 8" in out
 
 
-def test_what_is_to_be_noted_of_a_model_is_told_in_a_line(cli, tmp_path):
+def test_a_note_on_a_model_is_one_line(cli, tmp_path):
     proto = onnx.load(MLP)
     signature = "p: PARAMETER target='layers.9.bias'"
     proto.graph.metadata_props.add(key="pkg.torch.export.ExportedProgram.graph_signature", value=signature)
@@ -383,8 +383,8 @@ def test_what_is_to_be_noted_of_a_model_is_told_in_a_line(cli, tmp_path):
     onnx.save(proto, path)
     code, out, err = cli("simulate", path, *MSE, "--cluster", "dgx-a100", "--json")
     assert (code, json.loads(out)["step_seconds"] > 0) == (0, True)
-    told = f"{path}: 1 of the module's parameters, such as layers.9.bias, are not in the file."
-    assert err.startswith(f"distir: note: {told}")
+    note = f"{path}: 1 of the module's parameters, such as layers.9.bias, are not in the file."
+    assert err.startswith(f"distir: note: {note}")
 
 
 def test_more_devices_than_the_nodes_have(cli):
@@ -633,7 +633,7 @@ def test_a_schedule_as_csv_reads_back(cli, tmp_path):
         (MINE, ["--pp", 3], 4, "mine.csv is a table for pp 2, microbatches 4, chunks 1; the plan has pp 3"),
     ],
 )
-def test_bad_tables_are_told_in_a_line_and_a_hint(cli, table, text, flags, code, said):
+def test_bad_tables_are_reported_in_a_line_and_a_hint(cli, table, text, flags, code, said):
     table.write_text(text)
     got, out, err = cli("schedule", table, *flags)
     first, hint, *grid = err.splitlines()

@@ -98,8 +98,8 @@ def kill_and_go_on(kind: str, seed: int, tmp_path: Path, tmp: Path, undisturbed:
     assert result == undisturbed
     if first < STEPS:  # else no process was started, and none looked for what others had left
         assert list(tmp.iterdir()) == []
-    kept = (last + 1) // EVERY * EVERY
-    assert first in (kept, kept + EVERY)  # a checkpoint may be whole before its step is told
+    checkpoint = (last + 1) // EVERY * EVERY
+    assert first in (checkpoint, checkpoint + EVERY)  # a checkpoint may be whole before its step is reported
     assert sorted(p.name for p in directory.iterdir()) == [
         "latest",
         f"step-{STEPS - EVERY:08}",

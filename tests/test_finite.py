@@ -77,8 +77,8 @@ def cli(capfd: pytest.CaptureFixture[str]) -> Any:
 def test_a_loss_that_is_not_finite_ends_the_run_in_its_step(flags: list[str], cli: Any, tmp_path: Path) -> None:
     step, losses = first_lost("100", 40)
     assert step == 2
-    told = [str(tmp_path / x) if x == "METRICS" else x for x in flags]
-    code, out, err = cli("run", MLP, *MSE, "--lr", "100", "--steps", "40", *told)
+    arguments = [str(tmp_path / x) if x == "METRICS" else x for x in flags]
+    code, out, err = cli("run", MLP, *MSE, "--lr", "100", "--steps", "40", *arguments)
     assert (code, err.splitlines()[0]) == (5, f"distir: error: the loss, %loss, is not finite in step {step}")
     if "--epochs" not in flags:
         rows = [line.split() for line in out.splitlines() if line[:1].isdecimal()]
@@ -115,18 +115,18 @@ def test_going_on_leaves_the_last_finite_checkpoint(plan: distir.Plan, backend: 
     assert found.saved == []
     assert "no checkpoint after 4 steps: %w1 is not finite" in found.lines()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
-    held = read_wholes(tmp_path / "step-00000001", two_layers(1.0).function)
-    assert all(map(is_finite, held.values()))
+    values = read_wholes(tmp_path / "step-00000001", two_layers(1.0).function)
+    assert all(map(is_finite, values.values()))
 
 
 @pytest.mark.parametrize(("backend", "steps"), [("numpy", 3), ("gloo", 2), ("gloo", 3)])
 def test_a_checkpoint_that_is_not_finite_is_refused(backend: str, steps: int, tmp_path: Path) -> None:
     """As there may be one of an earlier version; also where no step is left to do."""
     function = two_layers(1.0).function
-    held = {
+    values = {
         k: np.full((4, 4), np.nan if v.name == "w2" else 1.0, np.float32) for k, v in updated_inputs(function).items()
     }
-    WholeKeeper(function, Saving(str(tmp_path), None, {})).save(2, held)
+    WholeKeeper(function, Saving(str(tmp_path), None, {})).save(2, values)
     settings: dict[str, Any] = {"steps": steps, "backend": backend, "checkpoint": tmp_path, "resume": True}
     with pytest.raises(UsageError, match=r"step-00000002: %w2 is not finite .*--allow-nonfinite"):
         train(TINY, STAGES, **settings)
@@ -160,14 +160,14 @@ def test_without_a_loss_nothing_is_looked_at(cli: Any, tmp_path: Path) -> None:
 def test_what_was_not_finite_at_the_beginning_is_not_watched() -> None:
     """A mask of -inf among the weights stays what it is."""
     function = two_layers(1.0).function
-    held = {k: np.zeros((4, 4), np.float32) for k in updated_inputs(function)}
-    first, second = sorted(held)
-    held[first][0, 0] = -np.inf
-    watch = FiniteWatch(function, held)
+    values = {k: np.zeros((4, 4), np.float32) for k in updated_inputs(function)}
+    first, second = sorted(values)
+    values[first][0, 0] = -np.inf
+    watch = FiniteWatch(function, values)
     assert watch.initial == first + 1
-    assert watch.first(held) == ALL_FINITE
-    held[second][3, 3] = np.nan
-    assert watch.first(held) == second + 1
+    assert watch.first(values) == ALL_FINITE
+    values[second][3, 3] = np.nan
+    assert watch.first(values) == second + 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -264,14 +264,14 @@ def test_when_all_are_damaged_it_ends(model: distir.Model, checkpoints: Path) ->
         (small("float64"), r"table: expected f64\[13, 12\], got f32\[13, 12\]"),
     ],
 )
-def test_another_model_or_optimizer_is_told(other: distir.Model, words: str, checkpoints: Path) -> None:
+def test_another_model_or_optimizer_is_reported(other: distir.Model, words: str, checkpoints: Path) -> None:
     with pytest.raises(UsageError, match=f"step-00000004 is of another model or optimizer: {words}") as e:
         distir.run(other, steps=6, backend="numpy", checkpoint=checkpoints, resume=True)
     assert e.value.hint is not None
     assert "it was made of small with AdamW(" in e.value.hint
 
 
-def test_an_optimizer_that_keeps_more_is_told(tmp_path: Path) -> None:
+def test_an_optimizer_with_more_state_is_reported(tmp_path: Path) -> None:
     distir.run(small(optimizer="sgd"), backend="numpy", checkpoint=tmp_path)
     with pytest.raises(UsageError, match=r"missing %table\.m, %table\.v, %up0\.m and 8 more"):
         distir.run(small(), steps=2, backend="numpy", checkpoint=tmp_path, resume=True)

@@ -22,7 +22,8 @@ from distir.executor.reference.sequential import SequentialExecutor, evaluate, f
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import DistirError, MismatchError
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import REPLICATE, Float32, Float64, Tensor
+from distir.ir.placement import REPLICATE, reductions
+from distir.ir.type import Float32, Float64, Tensor
 from distir.ops.collectives import rearranged
 from distir.runtime.job import Job, JobCallbacks
 from distir.runtime.record import RecordKey
@@ -243,11 +244,11 @@ def _complete(t: Tensor) -> bool:
 
 def _summed(t: Tensor, value: DeviceValue) -> DeviceValue:
     """`value` with partial sums (or maxima, or means) reduced along all axes."""
-    for axis, p in zip(t.mesh.axes, t.placements, strict=True):
-        if p.kind is not None:
-            after = t.placed(axis, REPLICATE, t.piece)
-            value = rearranged({"axis": axis}, value, t, after, t.mesh.coords, NUMPY)
-            t = after
+    for i in reductions(t.placements):
+        axis = t.mesh.axes[i]
+        after = t.placed(axis, REPLICATE, t.piece)
+        value = rearranged({"axis": axis}, value, t, after, t.mesh.coords, NUMPY)
+        t = after
     return value
 
 

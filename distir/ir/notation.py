@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
+from distir.ir.placement import reductions
 from distir.ir.type import NOW, REPLICATE, DType, Partial, Piece, Placement, Shard, Tensor, Tuple, Type
 
 PLAIN = r"[^\W\d][\w.\-/]*"
@@ -113,9 +114,9 @@ def write_type(t: Type, mesh_label: Callable[[Mesh], str], bundle: Callable[[Tup
                 parts.append(f"{part}+{shift}" if shift else part)
                 end = outer * n
             dims[dim] += "{" + ",".join(parts) + "}"
-        for axis, p in zip(at.axes, t.placements, strict=True):
-            if p.kind is not None:
-                partial += f"+{plain(axis)}" if p.kind == "sum" else f"+{p.kind}:{plain(axis)}"
+        for i, kind in reductions(t.placements).items():
+            axis = plain(at.axes[i])
+            partial += f"+{axis}" if kind == "sum" else f"+{kind}:{axis}"
     where = "" if at is None else f" @ {mesh_label(at) if isinstance(at, Mesh) else write_device(at)}"
     return f"{t.dtype.name}[{', '.join(dims)}]{partial}{_write_piece(t.piece)}{where}"
 

@@ -244,6 +244,11 @@ SUM = Partial("sum")
 MEAN = Partial("mean")
 
 
-def reductions(placements: Iterable[Placement]) -> set[str]:
-    """The kinds of the partial ones: how pieces placed so are reduced; empty if no sum, maximum or mean is left."""
-    return {p.kind for p in placements if p.kind is not None}
+def splits(placements: Iterable[Placement]) -> list[tuple[int, Shard]]:
+    """Those that split a dim, with their positions."""
+    return [(k, p) for k, p in enumerate(placements) if p.dim is not None]
+
+
+def reductions(placements: Iterable[Placement]) -> dict[int, str]:
+    """The positions of the partial ones, with their kinds: empty if no sum, maximum or mean is left to be taken."""
+    return {k: p.kind for k, p in enumerate(placements) if p.kind is not None}

@@ -10,7 +10,7 @@ from distir.ir.attributes import declared
 from distir.ir.axes import Factors, Shape, factors
 from distir.ir.communication import Communication, Route
 from distir.ir.errors import IRTypeError, ModelError
-from distir.ir.placement import MEAN, REPLICATE, SUM, Partial, Placement, Shard, reductions
+from distir.ir.placement import MEAN, REPLICATE, SUM, Partial, Placement, Shard, reductions, splits
 from distir.ir.type import DType
 
 Attrs = Mapping[str, Any]
@@ -40,8 +40,7 @@ class FactorMapping(NamedTuple):
 
     def splits(self) -> list[tuple[int, Shard]]:
         """The slots that are split (operand k as k, result k as ~k), with their split."""
-        ins = [(k, p) for k, p in enumerate(self.ins) if p.dim is not None]
-        return ins + [(~k, p) for k, p in enumerate(self.outs) if p.dim is not None]
+        return splits(self.ins) + [(~k, p) for k, p in splits(self.outs)]
 
 
 ShardRule = Callable[[Attrs, Sequence[Shape], Sequence[Shape], int, Shard, int], FactorMapping | None]
@@ -225,7 +224,7 @@ class Spec:
             return self.neutral_value
         if MEAN in mapping.outs:
             raise ModelError(f"{self.name}: in a mean every value counts", "decompose it first")
-        return float("-inf") if "max" in reductions(mapping.outs) else 0.0
+        return float("-inf") if "max" in reductions(mapping.outs).values() else 0.0
 
     def flops(self, attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> float:
         """Floating-point operations at these (local) shapes: two a point of a contraction, else one a point.
@@ -373,7 +372,7 @@ def place(
 
     Raises IRTypeError that names the operand, expected and got.
     """
-    slot, shard = next(((k, p) for k, p in enumerate(placements) if p.dim is not None), (~0, free))
+    slot, shard = next(iter(splits(placements)), (~0, free))
     if shard is None:
         return _place_partial(spec, attrs, placements, len(outs))
     mapping = spec.mapping(attrs, ins, outs, slot, shard, n)
@@ -388,7 +387,7 @@ def place(
 
 
 def _place_partial(spec: Spec, attrs: Attrs, placements: Sequence[Placement], results: int) -> tuple[Placement, ...]:
-    partial = frozenset(k for k, p in enumerate(placements) if p.kind is not None)
+    partial = frozenset(reductions(placements))
     if not partial:
         return (REPLICATE,) * results
     sets = spec.linear_sets(len(placements), attrs)

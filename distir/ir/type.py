@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from distir.ir.device import AxisNames, Device, Mesh
+from distir.ir.device import TIME, AxisNames, Device, Mesh
 from distir.ir.dtype import BFloat16 as BFloat16
 from distir.ir.dtype import Bool as Bool
 from distir.ir.dtype import DType as DType
@@ -202,6 +202,12 @@ class Tensor:
         """How it is placed along the time axis, over the microbatches; replicated where there is none."""
         mesh = self.device
         return self.placements[mesh.time] if isinstance(mesh, Mesh) and mesh.time is not None else REPLICATE
+
+    @property
+    def microbatch_dim(self) -> int | None:
+        """The dim that is split over the microbatches, if there are several; else None."""
+        dim = self.over_time.dim
+        return dim if dim is not None and self.mesh.size(TIME) > 1 else None
 
     def local(self, axis: int | AxisNames) -> Placement:
         """Its placement along a mesh axis (or its number, or several axes) within what one device holds: without other

@@ -122,7 +122,7 @@ def _allgather(attrs: Attrs, *types: Type) -> list[Type]:
 
 
 def _split_anew(attrs: Attrs, p: Placement, n: int) -> Shard:
-    if p.dim is None or p.dim == attrs["dim"]:
+    if p.dim == attrs["dim"]:
         raise IRTypeError(f"operand 0: expected a split of another dim than {attrs['dim']}, got {p}")
     return Shard(attrs["dim"], attrs.get("outer", 1), p.shift)
 

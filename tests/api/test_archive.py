@@ -45,8 +45,8 @@ def test_what_is_none(tmp_path: Path):
     np.savez(tmp_path / "cut.npz", x=np.zeros(100))
     (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-40])
     for name in ("text.npz", "array.npy", "empty.npz", "object.npz", "cut.npz"):
-        with pytest.raises(UsageError, match=f"{name} is not an .npz file") as told:
+        with pytest.raises(UsageError, match=f"{name} is not an .npz file") as raised:
             archive(tmp_path / name)
-        assert "pickle" not in f"{told.value.message} {told.value.hint}"  # as numpy advises
+        assert "pickle" not in f"{raised.value.message} {raised.value.hint}"  # as numpy advises
     with pytest.raises(UsageError, match="cannot read data file"):
         archive(tmp_path / "missing.npz")

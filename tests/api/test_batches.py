@@ -47,14 +47,14 @@ def sequential(model: Model, corpus: Path, epochs: int, share: float) -> tuple[l
     data = Data(function, arrays, corpus)
     train, held_out = data.samples(epochs=True, share=share)
     assert held_out is not None
-    held = {k: arrays[v] for k, v in enumerate(function.inputs) if v in arrays}
-    held |= {data.number[v]: x for v, x in data.fixed().items()}
+    values = {k: arrays[v] for k, v in enumerate(function.inputs) if v in arrays}
+    values |= {data.number[v]: x for v, x in data.fixed().items()}
     losses, validation = [], []
     for k in range(epochs * train.steps):
-        held |= train.step(k)
-        results = SequentialExecutor().compute(function, [held[i] for i in range(len(function.inputs))])
+        values |= train.step(k)
+        results = SequentialExecutor().compute(function, [values[i] for i in range(len(function.inputs))])
         losses.append(float(results[0]))
-        held |= {
+        values |= {
             function.inputs.index(function.updates[v]): x
             for v, x in zip(function.outputs, results, strict=True)
             if v in function.updates
@@ -62,8 +62,8 @@ def sequential(model: Model, corpus: Path, epochs: int, share: float) -> tuple[l
         if (k + 1) % train.steps == 0:
             rows = []
             for j in range(held_out.steps):
-                held |= held_out.step(j)
-                outputs = SequentialExecutor().compute(function, [held[i] for i in range(len(function.inputs))])
+                values |= held_out.step(j)
+                outputs = SequentialExecutor().compute(function, [values[i] for i in range(len(function.inputs))])
                 rows.append(float(outputs[0]))
             validation.append(float(np.mean(rows)))
     return losses, validation, data
@@ -110,14 +110,14 @@ def test_epochs_are_the_sequential_ones(corpus: Path, tmp_path: Path, plan: dist
 
 
 def test_averages_name_the_epochs_they_are_of(tmp_path: Path):
-    told: list[str] = []
+    reported: list[str] = []
     for epochs in (2, 4, 7):  # each goes on with the one before
         result = distir.run(
             small(), epochs=epochs, steps=2, backend="numpy", checkpoint=tmp_path / "c", resume=epochs > 2
         )
         assert result.metrics is not None
-        told.append(result.metrics.lines()[0].split("(")[1].split(")")[0])
-    assert told == ["epoch 1", "epoch 3", "mean of epochs 5 to 6"]
+        reported.append(result.metrics.lines()[0].split("(")[1].split(")")[0])
+    assert reported == ["epoch 1", "epoch 3", "mean of epochs 5 to 6"]
 
 
 def test_samples_of_an_npz_file(tmp_path: Path):

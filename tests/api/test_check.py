@@ -83,11 +83,11 @@ def case(request):
 
 def changed(case, factor, only=None):
     """The run as it is, but that the change of every weight (or of those in `only`) is `factor` times what it is."""
-    held = dict(case.want.inputs)
+    values = dict(case.want.inputs)
     for k in case.parameters if only is None else only:
         start, end = (np.asarray(x, np.float64) for x in (case.job.arrays[k], case.want.inputs[k]))
-        held[k] = (start + factor * (end - start)).astype(case.want.inputs[k].dtype)
-    return replace(case.want, inputs=held)
+        values[k] = (start + factor * (end - start)).astype(case.want.inputs[k].dtype)
+    return replace(case.want, inputs=values)
 
 
 FACTORS = {"none": 0.0, "half": 0.5, "twice": 2.0, "reversed": -1.0}
@@ -108,17 +108,17 @@ def test_changes_of_all_weights(case, fault):
 
 @pytest.mark.parametrize("fault", FACTORS)
 def test_the_change_of_one_weight(case, fault):
-    """In 16 bits a change may be lost in rounding: then the parameter is not said to be right; most are told."""
-    told = 0
+    """In 16 bits a change may be lost in rounding: the parameter is then not said to be right. Most faults are seen."""
+    found = 0
     for k in case.parameters:
         check = case.check(changed(case, FACTORS[fault], [k]))
         if check.ok:
             assert case.name(k) in check.unchecked
         else:
             assert check.first.name == case.name(k)
-            told += 1
-    assert told == len(case.parameters) or case.want.inputs[case.parameters[0]].dtype.itemsize == 2
-    assert told >= len(case.parameters) / 2
+            found += 1
+    assert found == len(case.parameters) or case.want.inputs[case.parameters[0]].dtype.itemsize == 2
+    assert found >= len(case.parameters) / 2
 
 
 def test_a_right_run_passes(case):
@@ -141,11 +141,11 @@ def same_shape(case):
 
 def test_updates_of_two_weights_exchanged(case):
     a, b = same_shape(case)
-    held = dict(case.want.inputs)
+    values = dict(case.want.inputs)
     for k, other in ((a, b), (b, a)):
         start, change = (np.asarray(x, np.float64) for x in (case.job.arrays[k], case.want.inputs[other]))
-        held[k] = (start + change - np.asarray(case.job.arrays[other], np.float64)).astype(held[k].dtype)
-    check = case.check(replace(case.want, inputs=held))
+        values[k] = (start + change - np.asarray(case.job.arrays[other], np.float64)).astype(values[k].dtype)
+    check = case.check(replace(case.want, inputs=values))
     assert check.first.name in (case.name(a), case.name(b))
 
 
@@ -156,11 +156,11 @@ def trained_on(case, weights_of, data_of, steps=STEPS):
     """
     function, executor = case.model.function, SequentialExecutor()
     number = {v: k for k, v in enumerate(function.inputs)}
-    held = {k: np.asarray(x) for k, x in case.job.arrays.items()}
-    history = [dict(held)]
+    values = {k: np.asarray(x) for k, x in case.job.arrays.items()}
+    history = [dict(values)]
     first = {}
     for step in range(steps):
-        seen = held | {k: history[weights_of(step)][k] for k in case.parameters} | data_of(case.job.feed(step))
+        seen = values | {k: history[weights_of(step)][k] for k in case.parameters} | data_of(case.job.feed(step))
         if step == 0:
             got = compute_steps(replace(case.job, arrays=seen, data=None, steps=1))
             first = got.gradients
@@ -169,9 +169,9 @@ def trained_on(case, weights_of, data_of, steps=STEPS):
             if v in function.updates:
                 k = number[function.updates[v]]
                 moved = np.asarray(x, np.float64) - np.asarray(seen[k], np.float64)
-                held = held | {k: (np.asarray(held[k], np.float64) + moved).astype(x.dtype)}
-        history.append(dict(held))
-    return replace(case.want, inputs={k: held[k] for k in case.want.inputs}, gradients=first)
+                values = values | {k: (np.asarray(values[k], np.float64) + moved).astype(x.dtype)}
+        history.append(dict(values))
+    return replace(case.want, inputs={k: values[k] for k in case.want.inputs}, gradients=first)
 
 
 def test_stale_weights(case):
@@ -193,7 +193,7 @@ def test_the_gradient_of_another_microbatch(case):
 
 
 def test_what_the_check_says_is_found_in_16_bits_is_most_of_it():
-    """Of GPT-2 in bfloat16: nearly all weights are told, and of those that are not the gradients."""
+    """Of GPT-2 in bfloat16: faults of nearly all weights are found, and of the others those of the gradients."""
     case = case_of("gpt2-tiny", SGD(0.5, momentum=0.9), "bfloat16", 2)
     check = case.check(case.want)
     hidden = [name for name in check.unchecked if name in map(case.name, case.parameters)]
@@ -209,8 +209,8 @@ def test_state_is_compared_as_weights_are():
     case = case_of("mlp", AdamW(1e-2), "float32")
     state = [k for k, v in enumerate(case.model.function.inputs) if v.kind == "state"]
     for k in state[::5] + state[-1:]:
-        held = {**case.want.inputs, k: case.want.inputs[k] * 2 + (case.want.inputs[k].dtype.kind == "i")}
-        first = case.check(replace(case.want, inputs=held)).first
+        values = {**case.want.inputs, k: case.want.inputs[k] * 2 + (case.want.inputs[k].dtype.kind == "i")}
+        first = case.check(replace(case.want, inputs=values)).first
         assert first is not None
         assert first.name == case.name(k)
 
@@ -308,8 +308,8 @@ def test_a_change_that_goes_elsewhere_as_well_is_found():
         aside, change = draw.standard_normal(start.shape), end - start
         aside -= change * np.vdot(aside, change) / np.vdot(change, change)
         moved = end + 3 * aside * np.linalg.norm(change) / np.linalg.norm(aside)
-        held = {**case.want.inputs, k: moved.astype(case.want.inputs[k].dtype)}
-        assert not case.check(replace(case.want, inputs=held)).ok
+        values = {**case.want.inputs, k: moved.astype(case.want.inputs[k].dtype)}
+        assert not case.check(replace(case.want, inputs=values)).ok
     assert tried >= 8
 
 
@@ -445,10 +445,10 @@ def test_the_op_that_lost_an_update_is_named():
 
     class Losing(SequentialExecutor):
         def __init__(self, tap):
-            def lose(v, held):
+            def lose(v, values):
                 if v.name == "layers.3.weight.new":
-                    held = [held[0], np.asarray(job.arrays[k])]
-                return tap(v, held)
+                    values = [values[0], np.asarray(job.arrays[k])]
+                return tap(v, values)
 
             super().__init__(tap=lose)
 

@@ -1,4 +1,4 @@
-"""Integers that index something are checked once, when data are read: where one is wrong, its sample is told."""
+"""Integers that index something are checked once, when data are read: where one is wrong, its sample is reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def classifier(ignored: int | None = None, batch: int = 0) -> Function:
 
 
 @given(st.data())
-def test_the_first_sample_at_fault_is_told(data: st.DataObject) -> None:
+def test_the_first_sample_at_fault_is_reported(data: st.DataObject) -> None:
     """However many are looked at at once, and whichever dim is the batch's."""
     count, batch = data.draw(st.integers(4, 12)), data.draw(st.integers(0, 1))
     name, limit = data.draw(st.sampled_from([("ids", ROWS), ("labels", CLASSES)]))

@@ -92,7 +92,7 @@ def test_a_sequential_program_as_text_is_spread_as_a_model_is(capsys, tmp_path):
         (["show", "{file}", "--plan", "{bad}"], 2, "is no TOML"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(argv, code, said, capsys, tmp_path):
+def test_what_is_wrong_is_reported_in_a_line(argv, code, said, capsys, tmp_path):
     files = {"file": tmp_path / "f.distir", "bad": tmp_path / "bad.distir"}
     files |= {"spread": tmp_path / "s.distir", "placed": tmp_path / "p.distir", "rank": tmp_path / "r.distir"}
     mlp = [str(GPT.with_name("mlp.onnx")), "--dim", "batch=8", "--loss", "mse"]

@@ -6,7 +6,7 @@ from tests.docs.console import ROOT
 
 PAGE = (ROOT / "docs" / "glossary.md").read_text()
 ENTRIES = dict(re.findall(r"^\*\*(.+?)\*\*: (.*?)(?=\n\n|\Z)", PAGE, re.MULTILINE | re.DOTALL))
-WANTED = (
+EXPLAINED = (
     "mesh, axis, placement, shard, replicate, partial, sub-dimension, factor, stage, microbatch, bubble, "
     "schedule, cell, phase, prologue, collective, bus bandwidth, bucket, zero, liveness, alias analysis, "
     "donation, preflight, transport, rank program, body, bundle, erasure, validation, claim, strategy, plan, "
@@ -15,7 +15,7 @@ WANTED = (
 
 
 def test_every_word_has_an_entry():
-    assert set(WANTED.split(", ")) <= {name.lower() for name in ENTRIES}
+    assert set(EXPLAINED.split(", ")) <= {name.lower() for name in ENTRIES}
     assert list(ENTRIES) == sorted(ENTRIES, key=str.lower)
 
 

@@ -230,9 +230,9 @@ class Inlined:
         for k in self.outputs:
             last[k] = len(steps) + 1
         for body in self.bodies:
-            here = [(n, held) for n, held in body[:-1] if at[n + 1] > at[n]]
-            for (_, held), (n, _) in pairwise([*here, body[-1]]):
-                last.update({k: max(last[k], at[n] - 1) for k in held})
+            here = [(n, values) for n, values in body[:-1] if at[n + 1] > at[n]]
+            for (_, values), (n, _) in pairwise([*here, body[-1]]):
+                last.update({k: max(last[k], at[n] - 1) for k in values})
         updated = set(self.function.updates.values())
         lies: dict[object, list[object]] = {}
         size: dict[object, tuple[int, int]] = {}

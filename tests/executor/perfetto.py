@@ -53,10 +53,10 @@ class TraceProcessor:
         self.messages = engine.messages
         self.store = wasmtime.Store(engine.engine)
         linker = wasmtime.Linker(engine.engine)
-        for wanted in engine.module.imports:
-            assert isinstance(wanted.type, wasmtime.FuncType)
-            answer = getattr(self, f"_{wanted.name}".replace("__", "_"), None) or _refuse(wanted.type)
-            linker.define_func(wanted.module, str(wanted.name), wanted.type, answer)
+        for expected in engine.module.imports:
+            assert isinstance(expected.type, wasmtime.FuncType)
+            answer = getattr(self, f"_{expected.name}".replace("__", "_"), None) or _refuse(expected.type)
+            linker.define_func(expected.module, str(expected.name), expected.type, answer)
         self.exports = linker.instantiate(self.store, engine.module).exports(self.store)
         self.memory: Any = self.exports["memory"]
         self.replies = b""

@@ -145,7 +145,7 @@ def test_the_random_plans_are_not_trivial() -> None:
         classes = Simulator(CostModel(case.topology)).interpret(case.function).program.classes
         seen["all"] += 1
         seen["shared"] += any(n > 1 for n in classes.sizes)
-        seen["parted"] += any(isinstance(h, Mesh) and len(held) > 1 for h, held in classes.homes.items())
+        seen["parted"] += any(isinstance(h, Mesh) and len(inside) > 1 for h, inside in classes.homes.items())
         seen["host"] += "hostTrue" in case.plan
         seen["interleaved"] += "interleaved 2" in case.plan
         seen["random"] += "random" in case.plan

@@ -94,7 +94,7 @@ REFUSED["NonZero"] = (after(*BITS), RANGE | {"t": [1] * 30 + [1 << 21]}, (2, 3))
 TEXT = node("Constant", "", "t0", value=onnx.numpy_helper.from_array(np.array(["ab"], object)))
 LONGER = [node("StringConcat", f"t{k} t{k}", f"t{k + 1}") for k in range(40)]
 REFUSED["texts"] = ([TEXT, *LONGER, node("Relu", "x", "y")], {}, (2, 3))
-KEPT: dict[str, tuple[list[onnx.NodeProto], dict[str, Any]]] = {
+UNFOLDED: dict[str, tuple[list[onnx.NodeProto], dict[str, Any]]] = {
     "Expand": (after(node("Expand", "c s", "e")), {"c": [[1], [2]], "s": [MUCH, 2, 1]}),
     "Tile": (after(node("Tile", "c s", "e")), {"c": [1, 2], "s": [MUCH]}),
     "Pad": (after(node("Pad", "c s", "e")), {"c": [1, 2], "s": [0, MUCH]}),
@@ -146,10 +146,10 @@ def test_what_would_be_too_large_is_refused_before_it_is_made(name: str, tmp_pat
     assert "Unable to allocate" not in str(e.value)
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", UNFOLDED)
 def test_what_would_be_too_large_is_left_to_the_program(name: str, tmp_path: Path) -> None:
     """The error gives the size. No array of that size is allocated."""
-    nodes, stored = KEPT[name]
+    nodes, stored = UNFOLDED[name]
     path = saved(tmp_path / "m.onnx", nodes, stored)
     assert peak(path) < 1 << 27
     function, arrays = import_from_onnx(path)

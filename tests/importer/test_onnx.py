@@ -164,7 +164,7 @@ def test_what_the_exporter_says_is_no_parameter(tmp_path: Path) -> None:
     def kinds(**options: Any) -> dict[str, str | None]:
         return {v.name: v.kind for v in import_from_onnx(write(path, proto), **options)[0].inputs[1:]}
 
-    # what it was computed from is told by names, of which only the signature knows what they are
+    # what it was computed from is known by names, of which only the signature knows what they are
     assert kinds() == {n: "constant" if n == "table" else "parameter" for n in names}
     lines = ["p_b_weight: PARAMETER target='b.weight'", "b_inv: BUFFER target='rotary.inv_freq' persistent=False"]
     signature = "\n".join(["", "# inputs", "p_a: PARAMETER target='weight'", *lines, "x: USER_INPUT"])
@@ -174,7 +174,7 @@ def test_what_the_exporter_says_is_no_parameter(tmp_path: Path) -> None:
     assert kinds(parameters=["table"]) == want | {"table": "parameter"}
 
 
-def test_parameters_that_the_exporter_has_merged_are_told(tmp_path: Path) -> None:
+def test_parameters_that_the_exporter_has_merged_are_reported(tmp_path: Path) -> None:
     """No warning for parameters that it has transposed or sliced, nor for a file that it has not changed."""
     stored = {"a.weight": x(3), "turned": x(3)}
     proto = model([node("Mul", "x a.weight", "y0"), node("Mul", "y0 turned", "y")], {"x": x(4, 3)}, ["y"], stored)

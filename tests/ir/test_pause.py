@@ -28,9 +28,9 @@ def test_runs_again_afterwards():
 def test_what_was_made_is_old():
     gc.collect()
     with no_collection():
-        kept = [_Node() for _ in range(5000)]
+        nodes = [_Node() for _ in range(5000)]
     assert len(gc.get_objects(generation=0)) < 1000
-    assert sum(type(x) is _Node for x in gc.get_objects(generation=2)) >= len(kept)
+    assert sum(type(x) is _Node for x in gc.get_objects(generation=2)) >= len(nodes)
 
 
 def test_cycles_made_inside_are_collected():
@@ -50,9 +50,9 @@ def test_collects_when_enough_was_made(monkeypatch: pytest.MonkeyPatch):
         a.next = a
         seen = weakref.ref(a)
         del a
-        kept = [_Node() for _ in range(200)]
+        nodes = [_Node() for _ in range(200)]
     assert seen() is None
-    assert len(kept) == 200
+    assert len(nodes) == 200
 
 
 def test_leaves_what_another_froze():

@@ -337,7 +337,7 @@ def test_errors_of_parse(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("what", [None, 3, b"fn f() {}", pipeline()])
-def test_what_is_no_text_is_told(what: object) -> None:
+def test_what_is_no_text_is_reported(what: object) -> None:
     with pytest.raises(UsageError, match=f"expected the text of a program, got {type(what).__name__}"):
         parse(what)  # type: ignore[arg-type]
 
@@ -370,7 +370,7 @@ def test_numbers_and_nesting_beyond_reason(text):
 
 
 def test_a_name_may_hold_a_lone_surrogate() -> None:
-    """Any character of a Python string can be told in the text, which itself is one."""
+    """Any character of a Python string can be written in the text, which itself is one."""
     f = FunctionMaker("\udfff")
     f.emit("Relu", f.add_input_value("x\ud800", Tensor(Float(), (2,))))
     function = f.finalize()

@@ -55,9 +55,9 @@ def assert_same_figures(got, want):
         assert a.keys() == b.keys()
         for key in a:
             assert len(a[key]) == len(b[key])
-            for points, wanted in zip(a[key], b[key], strict=True):
-                flat, wanted = [x for p in points for x in p], [x for p in wanted for x in p]
-                assert flat == pytest.approx(wanted, rel=1e-9, abs=1e-12), (title, *key)
+            for points, expected in zip(a[key], b[key], strict=True):
+                flat, expected = [x for p in points for x in p], [x for p in expected for x in p]
+                assert flat == pytest.approx(expected, rel=1e-9, abs=1e-12), (title, *key)
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -125,30 +125,30 @@ def built(dtype: DType, shape: Shape, ratio: float, whole: Shape | None = None) 
     x, step = f.add_input_value("x", Tensor(dtype, shape)), f.add_input_value("step", Tensor(Int64, ()))
     k = f.emit("RandomKey", step, seed=1, stream=2)
     more = {} if whole is None else {"whole": whole}
-    y, kept = f.emit("RandomDropout", x, k, ratio=ratio, **more)
-    f.set_outputs([y, kept, f.emit("DropoutGrad", x, kept, ratio=ratio)])
+    y, mask_value = f.emit("RandomDropout", x, k, ratio=ratio, **more)
+    f.set_outputs([y, mask_value, f.emit("DropoutGrad", x, mask_value, ratio=ratio)])
     return f.finalize()
 
 
 @pytest.mark.parametrize("dtype", [Float64, Float32, Float16, BFloat16], ids=repr)
 def test_kept_elements_are_scaled_and_rounded_once(dtype: DType) -> None:
     x: Any = np.random.default_rng(0).standard_normal((8, 32)).astype(dtype.numpy)
-    y, kept, d = SequentialExecutor().compute(built(dtype, (8, 32), 0.1), [x, np.asarray(5)])
+    y, mask_value, d = SequentialExecutor().compute(built(dtype, (8, 32), 0.1), [x, np.asarray(5)])
     wide: Any = x.astype(np.float32 if dtype.size < 4 else dtype.numpy)
-    assert np.array_equal(y, np.where(kept, (wide * (1 / 0.9)).astype(dtype.numpy), 0))
+    assert np.array_equal(y, np.where(mask_value, (wide * (1 / 0.9)).astype(dtype.numpy), 0))
     assert np.array_equal(d, y)
-    assert np.array_equal(kept, mask((8, 32), 0.1, step=5, seed=1, stream=2))
+    assert np.array_equal(mask_value, mask((8, 32), 0.1, step=5, seed=1, stream=2))
     if dtype is not BFloat16:
-        got = native._dropped(torch.from_numpy(x), torch.from_numpy(kept), 0.1)
+        got = native._dropped(torch.from_numpy(x), torch.from_numpy(mask_value), 0.1)
         assert np.array_equal(got.numpy(), y)
 
 
 def test_infinity_and_nan_are_dropped_too() -> None:
     x = np.array([[math.inf, math.nan, -math.inf, 1.0] * 64])
-    y, kept, d = SequentialExecutor().compute(built(Float64, (1, 256), 0.5), [x, np.asarray(0)])
-    assert not y[~kept].any()
-    assert not d[~kept].any()
-    assert np.array_equal(np.isnan(y), np.isnan(x) & kept)
+    y, mask_value, d = SequentialExecutor().compute(built(Float64, (1, 256), 0.5), [x, np.asarray(0)])
+    assert not y[~mask_value].any()
+    assert not d[~mask_value].any()
+    assert np.array_equal(np.isnan(y), np.isnan(x) & mask_value)
 
 
 def test_padding_does_not_move_an_element() -> None:

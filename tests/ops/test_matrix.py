@@ -254,10 +254,10 @@ def pieces(x: Any, t: Tensor, rng: np.random.Generator) -> list[Any]:
 def check_pieces(op: Op, arrays: list[Any], whole: Sequence[Any]) -> None:
     """Evaluated device by device, the results are the pieces of the whole."""
     rng = np.random.default_rng(2)
-    held = [pieces(x, v.type, rng) for x, v in zip(arrays, op.inputs, strict=True)]  # type: ignore[arg-type]
+    placed = [pieces(x, v.type, rng) for x, v in zip(arrays, op.inputs, strict=True)]  # type: ignore[arg-type]
     each: dict[tuple[int, ...], Any] = {}
     for k, coord in enumerate(MESH.coords):
-        each[coord] = row(evaluate(op, [x[k] for x in held], coord))
+        each[coord] = row(evaluate(op, [x[k] for x in placed], coord))
     for i, (v, want) in enumerate(zip(op.outputs, whole, strict=True)):
         assert isinstance(v.type, Tensor)
         for y in each.values():

@@ -41,10 +41,10 @@ def stepped(name: str, states: int, with_step: bool, **attributes: Any) -> list[
         operands.append(maker.add_input_value("step", Tensor(Int64, ())))
     maker.emit(name, *operands, **attributes)
     function = maker.finalize()
-    held, seen = [WEIGHT, *[np.zeros((4, 3))] * states], []
+    values, seen = [WEIGHT, *[np.zeros((4, 3))] * states], []
     for k, g in enumerate(GRADS, 1):
-        held = SequentialExecutor().compute(function, [held[0], g, *held[1:], *([k] if with_step else [])])
-        seen.append(held[0])
+        values = SequentialExecutor().compute(function, [values[0], g, *values[1:], *([k] if with_step else [])])
+        seen.append(values[0])
     return seen
 
 
@@ -108,17 +108,17 @@ def steps_by(how: str, name: str, settings: dict[str, Any], dtype: DType, operan
     if how == "numpy":
         got = lookup(name).eval(NUMPY, *operands, *([np.int64(step)] if counted else []), **settings)  # type: ignore[misc]
         return list(got) if isinstance(got, tuple) else [got]
-    held = [to_torch(x, dtype, torch.device("cpu")) for x in operands]
+    tensors = [to_torch(x, dtype, torch.device("cpu")) for x in operands]
     number = torch.tensor(step)
     if how == "torch":
-        got = lookup(name).eval(TorchNamespace(), *held, *([number] if counted else []), **settings)  # type: ignore[misc]
+        got = lookup(name).eval(TorchNamespace(), *tensors, *([number] if counted else []), **settings)  # type: ignore[misc]
         got = list(got) if isinstance(got, tuple) else [got]
     else:
-        w, g, *states = held
+        w, g, *states = tensors
         kernel = optimizers.adamw if counted else optimizers.sgd
         kernel([g], [w], *[[x] for x in states], **settings, **({"step": number} if counted else {}))
         got = [w, *states]
-    assert all(x.dtype == held[0].dtype for x in got)
+    assert all(x.dtype == tensors[0].dtype for x in got)
     return [to_numpy(x, dtype) for x in got]
 
 
@@ -130,17 +130,17 @@ def test_in_16_bits_a_step_is_rounded_once(name: str, states: int, settings: Any
     rng = np.random.default_rng(1)
     half = dtype.numpy
     eps, least = (2.0**-11, 2.0**-25) if dtype is Float16 else (2.0**-8, 2.0**-133)  # half of one, and of the least
-    held = [x.astype(half) for x in [rng.normal(size=(64, 5)), *[np.zeros((64, 5))] * states]]
+    values = [x.astype(half) for x in [rng.normal(size=(64, 5)), *[np.zeros((64, 5))] * states]]
     for step in range(1, 6):
         g = (rng.normal(size=(64, 5)) * 10.0 ** rng.uniform(-4, 1, (64, 5))).astype(half)
         g[0] = 0
-        got = steps_by(how, name, settings, dtype, [held[0], g, *held[1:]], step)
-        want = in_float64(name, held[0], g, held[1:], step, settings)
+        got = steps_by(how, name, settings, dtype, [values[0], g, *values[1:]], step)
+        want = in_float64(name, values[0], g, values[1:], step, settings)
         for x, y in zip(got, want, strict=True):
             assert x.dtype == half
             error = np.abs(np.asarray(x).astype(np.float64) - y)
-            assert np.all(error <= 1.01 * eps * np.abs(y) + least + 1e-6 * np.abs(np.asarray(held[0], np.float64)))
-        held = [np.asarray(x) for x in got]
+            assert np.all(error <= 1.01 * eps * np.abs(y) + least + 1e-6 * np.abs(np.asarray(values[0], np.float64)))
+        values = [np.asarray(x) for x in got]
 
 
 def test_float16_trains_under_adamw_where_gradients_vanish() -> None:

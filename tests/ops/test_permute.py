@@ -71,15 +71,15 @@ def test_what_each_device_then_holds(shift: int) -> None:
     x = f.add_input_value("x", Tensor.whole(Float64, WHOLE.shape, MESH, (Shard(0), Shard(1))))
     y = f.emit("MPIPermute", x, axis="b", shift=shift)
     f.set_outputs([y])
-    held: dict[Value, Any] = {}
+    lanes_of: dict[Value, Any] = {}
 
     def tap(v: Value, h: Any) -> Any:
-        held[v] = h
+        lanes_of[v] = h
         return h
 
     (got,) = SequentialExecutor(tap=tap).compute(f.finalize(), [WHOLE])
     before = np.array([x.type.cut(WHOLE, c) for c in MESH.coords]).reshape(2, 3, 3, 4)  # type: ignore[union-attr]
-    np.testing.assert_array_equal(np.array(held[y]).reshape(2, 3, 3, 4), np.roll(before, shift, axis=1))
+    np.testing.assert_array_equal(np.array(lanes_of[y]).reshape(2, 3, 3, 4), np.roll(before, shift, axis=1))
     np.testing.assert_array_equal(got, WHOLE)
 
 
@@ -105,15 +105,15 @@ def test_rings_are_proved_and_exact(make: Callable[[int], Ring], n: int) -> None
 def test_every_device_has_the_whole_sum_in_the_end() -> None:
     program, _ = ring_reduction(4)
     (x,) = arrays_of(program)
-    held: dict[str, Any] = {}
+    lanes_of: dict[str, Any] = {}
 
     def tap(v: Value, h: Any) -> Any:
-        held[v.name] = h
+        lanes_of[v.name] = h
         return h
 
     SequentialExecutor(tap=tap).compute(program, [x])
     last = [op for op in program.ops if op.op_type == "Add"][-1].outputs[0]
-    for mine in held[last.name]:
+    for mine in lanes_of[last.name]:
         np.testing.assert_array_equal(mine, x.sum(0))
 
 

@@ -15,7 +15,7 @@ if not keep_freed():
     print("none")
     sys.exit()
 def step():
-    held = [torch.zeros(1 << 20) for _ in range(24)]  # 96 MB
+    tensors = [torch.zeros(1 << 20) for _ in range(24)]  # 96 MB
 for _ in range(3):
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

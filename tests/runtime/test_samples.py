@@ -78,8 +78,8 @@ def test_only_what_a_rank_holds_is_read():
 def test_other_processes_map_the_file(tmp_path: Path):
     file = tmp_path / "x.bin"
     np.arange(5000, dtype=np.int64).tofile(file)
-    mapped, held = np.memmap(file, np.int64, "r", 0, (50, 100)), np.ones((50, 300))
-    samples = Samples({0: mapped, 1: held}, {0: 0, 1: 0}, 4, 0, 48, 7)
+    mapped, loaded = np.memmap(file, np.int64, "r", 0, (50, 100)), np.ones((50, 300))
+    samples = Samples({0: mapped, 1: loaded}, {0: 0, 1: 0}, 4, 0, 48, 7)
     shipped = samples.shipped(tmp_path, "samples")
     assert not (tmp_path / "samples0").exists()
     assert len(pickle.dumps(shipped)) < 2000

@@ -72,7 +72,7 @@ class Rebuild:
         self.ops.append(Op(spec, tuple(ins), attributes, outs))
         return list(outs)
 
-    def kept(self, v: Value) -> Value:
+    def original(self, v: Value) -> Value:
         """A result of main, with the type that it must have."""
         w = self.env[v]
         if w.type is v.type:
@@ -115,7 +115,7 @@ def apply(program: Function, fault: Fault) -> Function:
             made.env.update(zip(op.outputs, outs, strict=False))
             for v in op.outputs[len(outs) :]:
                 made.env[v] = v  # not defined any more
-        outputs = [made.kept(v) if f is program else made.env[v] for v in f.outputs]
+        outputs = [made.original(v) if f is program else made.env[v] for v in f.outputs]
         updates = (fault.updates if f is program else None) or f.updates
         place = dict(zip(f.outputs, outputs, strict=True))
         new = {place[a]: made.env[b] for a, b in updates.items()}

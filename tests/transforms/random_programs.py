@@ -476,13 +476,13 @@ def trained(function: Function, optimizer: SGD, low: DType | None = None, grad_d
     return prune(maker.finalize())
 
 
-def arrays(function: Function, held: dict[Value, range], seed: int) -> list[np.ndarray]:
+def arrays(function: Function, indices: dict[Value, range], seed: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     made: list[np.ndarray] = []
     for v in function.inputs:
         shape = shape_of(v)
-        if v in held:
-            x: Any = rng.integers(held[v].start, held[v].stop, shape)
+        if v in indices:
+            x: Any = rng.integers(indices[v].start, indices[v].stop, shape)
         elif v.kind == "state" and v.type.dtype.kind == "int":  # type: ignore[union-attr]
             x = rng.integers(0, 3, shape)
         elif v.kind == "state":

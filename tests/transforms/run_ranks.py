@@ -54,12 +54,12 @@ def run_ranks(program: Function, ranks: Sequence[RankProgram], source: Program) 
     for n, v in enumerate(program.outputs):
         t = v.type
         assert isinstance(t, Tensor)
-        held = {r.p.device: results[k][r.p.outputs.index(n)] for k, r in enumerate(runs) if n in r.p.outputs}
+        by_device = {r.p.device: results[k][r.p.outputs.index(n)] for k, r in enumerate(runs) if n in r.p.outputs}
         mesh = t.device
         whole = (
-            join({c: held[d] for d, c in zip(mesh.devices, mesh.coords, strict=True)}, t)
+            join({c: by_device[d] for d, c in zip(mesh.devices, mesh.coords, strict=True)}, t)
             if isinstance(mesh, Mesh)
-            else next(iter(held.values()))
+            else next(iter(by_device.values()))
         )
         outputs.append(unfit(whole, program.sources.get(v)))
     return outputs
@@ -181,14 +181,14 @@ class _Rank:
         assert isinstance(got, Tensor)
         key = "sent", op.attributes["message"], self.next("got", op.attributes["message"])
         if isinstance(source, Mesh) and isinstance(got.device, Mesh):
-            wanted: tuple[Device, ...] = (device_at(source, self.at(got.device)),)
+            expected: tuple[Device, ...] = (device_at(source, self.at(got.device)),)
         else:
-            wanted = source.devices if isinstance(source, Mesh) else (source,)
+            expected = source.devices if isinstance(source, Mesh) else (source,)
 
         def wait() -> Iterator[None]:
-            while not all((*key, d) in self.post for d in wanted):
+            while not all((*key, d) in self.post for d in expected):
                 yield
-            found = [self.post[(*key, d)] for d in wanted]
+            found = [self.post[(*key, d)] for d in expected]
             if isinstance(source, Mesh) and not isinstance(got.device, Mesh):
                 return join(dict(zip(source.coords, [x for x, _ in found], strict=True)), found[0][1])  # type: ignore
             if isinstance(got.device, Mesh) and not isinstance(source, Mesh):

@@ -55,10 +55,10 @@ def norms(plan: Plan) -> Counter[str]:
     """Norms and their gradients by how the data are held along tp."""
     placed = distributed(llama(), plan).placed
     ops = [op for op in placed.ops if op.op_type.startswith("RMSNorm")]
-    return Counter(f"{op.op_type} {held(op.inputs[0])}" for op in ops)
+    return Counter(f"{op.op_type} {placement_name(op.inputs[0])}" for op in ops)
 
 
-def held(v: Value) -> str:
+def placement_name(v: Value) -> str:
     placement = tensor(v).on("tp")
     return f"split in {placement.dim}" if isinstance(placement, Shard) else "whole"
 

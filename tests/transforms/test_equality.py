@@ -138,13 +138,13 @@ class Corrupt:
     def __init__(self, values: set[Value], number: int, lane: int) -> None:
         self.values, self.number, self.lane, self.seen = values, number, lane, 0
 
-    def __call__(self, value: Value, held: Any) -> Any:
+    def __call__(self, value: Value, arrays: Any) -> Any:
         if value not in self.values:
-            return held
+            return arrays
         self.seen += 1
         if self.seen != self.number:
-            return held
-        lanes = [np.array(x) for x in held]
+            return arrays
+        lanes = [np.array(x) for x in arrays]
         lanes[self.lane].reshape(-1)[-1] += 1.0
         return lanes
 

@@ -59,12 +59,12 @@ def test_bodies_made_at_once_are_those_of_the_passes(tmp_path: Path) -> None:
 
 def test_passes_take_the_form_they_are_made_for() -> None:
     function = imported_mlp().function
-    with pytest.raises(UsageError, match="unknown pass 'placed'") as told:
+    with pytest.raises(UsageError, match="unknown pass 'placed'") as raised:
         run_passes(function, ["placed"], given(Plan()))
-    assert told.value.hint == "did you mean place?"
-    with pytest.raises(UsageError, match=r"schedule takes a placed program; .* is sequential") as told:
+    assert raised.value.hint == "did you mean place?"
+    with pytest.raises(UsageError, match=r"schedule takes a placed program; .* is sequential") as raised:
         run_passes(function, ["schedule"], given(Plan()))
-    assert told.value.hint == "run place first"
+    assert raised.value.hint == "run place first"
     placed = run_passes(function, ["decompose", "place"], given(Plan()))
     with pytest.raises(UsageError, match=r"fuse takes a sequential program; .* is placed"):
         run_passes(placed, ["fuse"], given(Plan()))

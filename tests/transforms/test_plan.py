@@ -112,11 +112,11 @@ def test_generators_are_written_as_their_table(tmp_path: Path) -> None:
 def test_a_file_that_is_no_plan(text: str, said: str, hint: str | None, tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_text(text)
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         load_plan(path)
-    assert str(path) in told.value.message
-    assert said in told.value.message
-    assert hint is None or hint in (told.value.hint or "")
+    assert str(path) in raised.value.message
+    assert said in raised.value.message
+    assert hint is None or hint in (raised.value.hint or "")
 
 
 def test_a_file_with_too_many_devices(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def test_random_programs_hold_every_op_and_kind_of_plan() -> None:
     for block in BLOCKS:
         fixed(given(random_programs(block), random_plans)(equal))()
     print("programs in which each occurs:", dict(sorted(seen.items())))
-    wanted = {spec.name for spec in all_ops() if spec.comm is None} - ELSEWHERE | MOVES
-    wanted |= {"a weight used twice", "a weight on several stages", "several results", "padding"}
-    assert wanted - set(seen) == set()
+    expected = {spec.name for spec in all_ops() if spec.comm is None} - ELSEWHERE | MOVES
+    expected |= {"a weight used twice", "a weight on several stages", "several results", "padding"}
+    assert expected - set(seen) == set()
     for axis in ("dp", "tp", "pp", "microbatches"):
         assert seen[f"{axis} > 1"] >= 40, axis
     assert seen["sequence parallel"] >= 40

@@ -74,8 +74,8 @@ def without(f: Function, k: int, stands: dict[Value, Value]) -> Ops:
     return [again(op, [stands.get(v, v) for v in op.inputs]) for j, op in enumerate(f.ops) if j != k]
 
 
-def drawn(rng: random.Random, f: Function, wanted: Callable[[Op], bool]) -> int | None:
-    found = [k for k, op in enumerate(f.ops) if wanted(op)]
+def drawn(rng: random.Random, f: Function, expected: Callable[[Op], bool]) -> int | None:
+    found = [k for k, op in enumerate(f.ops) if expected(op)]
     return rng.choice(found) if found else None
 
 

@@ -148,9 +148,9 @@ def test_what_is_simulated_is_what_ranks_run(plan: Plan) -> None:
     simulation = Simulator(CostModel(topology)).interpret(as_run(program), order=receive_order)
     for p in rank_programs(program):
         curve = [as_run(program).ops[point.op] for point in simulation.memory(p.device).curve]  # type: ignore[arg-type]
-        held = [op for op in curve if op.spec.name != "Restrict"]
+        executed = [op for op in curve if op.spec.name != "Restrict"]
         mine = [op for op in p.function.ops if op.spec.name != "Restrict"]
-        assert [key(op) for op in mine] == [key(op) for op in held]
+        assert [key(op) for op in mine] == [key(op) for op in executed]
 
 
 def key(op: Op) -> object:

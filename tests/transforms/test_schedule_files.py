@@ -226,7 +226,7 @@ def test_long_rows_are_shown_about_the_bad_cell() -> None:
 @given(tables())
 def test_a_limit_of_microbatches_in_flight(table: Table) -> None:
     ranks, microbatches, chunks = table_size(table)
-    most = max(_most_held(row, {}) for row in table)
+    most = max(_most_in_flight(row, {}) for row in table)
     check_table(table, ranks * chunks, microbatches, limit=most)
     with pytest.raises(
         InfeasibleError, match=f"holds {most} microbatches in flight from .* the limit of {most - 1}"
@@ -238,13 +238,13 @@ def test_a_limit_of_microbatches_in_flight(table: Table) -> None:
 
 @given(tables(), st.lists(st.integers(1, 1 << 34), min_size=15, max_size=15))
 def test_a_limit_of_bytes(table: Table, saved: list[int]) -> None:
-    most = max(_most_held(row, dict(enumerate(saved))) for row in table)
+    most = max(_most_in_flight(row, dict(enumerate(saved))) for row in table)
     check_memory(table, most, saved)
     with pytest.raises(InfeasibleError, match=f"holds [0-9,]+ bytes from .* the limit of {most - 1:,}"):
         check_memory(table, most - 1, saved)
 
 
-def _most_held(row: list, saved: dict[int, int]) -> int:
+def _most_in_flight(row: list, saved: dict[int, int]) -> int:
     """Added up anew at every slot."""
     return max(
         sum(saved.get(a.stage, 1) for a in row[: k + 1] if a.phase == "F" and a._replace(phase="B") not in row[: k + 1])

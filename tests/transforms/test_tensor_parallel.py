@@ -126,8 +126,8 @@ def test_each_device_holds_its_share_of_every_matrix(program: Callable[[], Progr
     """Of a block's matrices, of the embedding, and of their optimizer state; positions may be held whole."""
     made = program()
     sequence = next(shape_of(v)[1] for v in made.function.inputs if v.kind == "data")
-    held = [tensor(v) for v in distributed(made, Plan(1, tp)).placed.inputs if v.kind in WEIGHTS]
-    matrices = [t for t in held if len(t.global_shape) == 2 and t.global_shape[0] != sequence]
+    types = [tensor(v) for v in distributed(made, Plan(1, tp)).placed.inputs if v.kind in WEIGHTS]
+    matrices = [t for t in types if len(t.global_shape) == 2 and t.global_shape[0] != sequence]
     assert len(matrices) >= 2 * 4 + 1
     for t in matrices:
         assert math.prod(t.shape) * tp == math.prod(t.global_shape)

@@ -136,7 +136,7 @@ def test_a_program_without_a_backward_pass_is_compute():
     assert {b.kind for name, row in rows.items() if not name.endswith("compute") for b in row} == {COLLECTIVE}
 
 
-def test_a_backward_pass_written_by_hand_is_told_from_what_it_saves():
+def test_a_backward_pass_written_by_hand_is_recognised_by_what_it_saves():
     topology = load_cluster("dgx-a100", devices=2)
     program = parallel_transform_3d(mlp(4, 32, 32), 1, 1, 2, topology.devices[:2], 4)
     rows = check(Simulator(CostModel(topology)).interpret(program))

@@ -14,7 +14,7 @@ from distir.backends.lowering.native import implementation
 from distir.backends.lowering.torch_calls import trace
 from distir.backends.tensors.torch_namespace import TorchNamespace
 from distir.backends.transport.torch_distributed import Network
-from distir.ir.device import Mesh
+from distir.ir.device import TIME, Mesh
 from distir.ir.function import Attributes, Op, Value
 from distir.ir.type import Tensor
 from distir.transforms.rank.alias_analysis import ResultAlias
@@ -112,9 +112,10 @@ class RankContext:
             return t.starts(dim, None), 0
         coord = self.network.coordinate(device)
         start = t.starts(dim, coord)
-        if device.time is None or device.sizes[device.time] == 1 or t.placements[device.time].dim is None:
+        if t.microbatch_dim is None:
             return start, 0
-        after = (*coord[: device.time], 1, *coord[device.time + 1 :])
+        time = device.position(TIME)
+        after = (*coord[:time], 1, *coord[time + 1 :])
         then = t.starts(dim, after)
         if isinstance(start, tuple) and isinstance(then, tuple):
             growth = tuple([b - a for a, b in zip(start, then, strict=True)])

@@ -35,7 +35,7 @@ def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> A
     `tolerance` is relative to the largest element; partial pieces are summed (or their maximum or mean taken).
     """
     count = math.prod(t.mesh.sizes[i] for i, p in enumerate(t.placements) if p is MEAN)
-    reduced = reductions(t.placements)
+    kinds = reductions(t.placements).values()
     index = np.arange(math.prod(t.global_shape)).reshape(t.global_shape)
     copies: dict[Coord, Array] = {}
     for coord, piece in pieces.items():
@@ -46,9 +46,9 @@ def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> A
             whole = copies[copy] = np.full(index.size, _nothing(t, piece.dtype), piece.dtype)
         where = t.cut(index, coord).reshape(-1)
         flat = np.asarray(piece).reshape(-1)
-        if "max" in reduced:
+        if "max" in kinds:
             whole[where] = np.maximum(whole[where], flat)
-        elif reduced:
+        elif kinds:
             whole[where] += flat
         else:
             whole[where] = flat
@@ -60,7 +60,7 @@ def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> A
 
 def _nothing(t: Tensor, dtype: Any) -> Any:
     """The neutral element of joining: 0, or for a maximum the least number of the dtype."""
-    if "max" not in reductions(t.placements):
+    if "max" not in reductions(t.placements).values():
         return 0
     return np.iinfo(dtype).min if dtype.kind in "iu" else False if dtype.kind == "b" else -np.inf
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from distir.ir.cached import cached
-from distir.ir.device import TIME
 from distir.ir.function import Function, Value
 from distir.ir.type import Tensor, Type
 
@@ -67,4 +66,4 @@ def gradients(program: Function) -> dict[Key, Gradient]:
 
 
 def _of_one_microbatch(t: Type) -> bool:
-    return isinstance(t, Tensor) and t.over_time.dim is not None and t.mesh.size(TIME) > 1
+    return isinstance(t, Tensor) and t.microbatch_dim is not None

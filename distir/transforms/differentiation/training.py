@@ -15,8 +15,9 @@ from distir.ir.dtype import DType
 from distir.ir.errors import UsageError
 from distir.ir.function import Attributes, Function, FunctionMaker, Role, Value
 from distir.ir.pause import no_collection
+from distir.ir.placement import Shard, splits
 from distir.ir.spec import FactorMapping, lookup
-from distir.ir.type import Float16, Float32, Int64, Shard, Tensor
+from distir.ir.type import Float16, Float32, Int64, Tensor
 from distir.ops.rules import cast, shape_of, tensor
 from distir.transforms.differentiation.clip import clip_factor, sum_of_squares
 from distir.transforms.differentiation.draw_dropout import step_of, with_dropout
@@ -278,9 +279,7 @@ def batch_dim(function: Function, value: Value) -> int | None:
                 ins, outs = ([shape_of(v) for v in row] for row in (op.inputs, op.outputs))
                 known[key] = op.spec.mapping(op.attributes, ins, outs, slot, taken, size)
             mapping = known[key]
-            for v, p in zip(op.outputs, mapping.outs if mapping else (), strict=False):
-                if p.dim is not None:
-                    split[v] = p
+            split.update((op.outputs[k], p) for k, p in splits(mapping.outs if mapping else ()))
     if value in split:
         return split[value].dim
     return 0 if shape_of(value) else None

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-from distir.ir.device import TIME
 from distir.ir.function import Attributes, Function, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor
@@ -47,9 +46,9 @@ def _counts_in_time(op: Op) -> bool:
         return False
     slot = indexed[0]
     t = (op.inputs[slot] if slot >= 0 else op.outputs[~slot]).type
-    if not isinstance(t, Tensor) or t.over_time.dim is None or t.mesh.size(TIME) == 1:
+    if not isinstance(t, Tensor) or t.microbatch_dim is None:
         return False
-    return op.spec.indexes(op.attributes, slot, t.over_time.dim, len(t.shape))
+    return op.spec.indexes(op.attributes, slot, t.microbatch_dim, len(t.shape))
 
 
 def outline(function: Function, sort: Callable[[Op], Sort] = sort) -> Function:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from distir.ir.placement import REPLICATE, SUM, Placement, Shard, reductions, splits
 from distir.ir.spec import FactorMapping
-from distir.ir.type import REPLICATE, SUM, Placement, Shard
 from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes, classes_from
 from distir.transforms.sharding.graph import Graph, Signature, closure
@@ -143,7 +143,7 @@ def _splits_but_for(
 ) -> bool:
     """True if the op could work on microbatches, were the sums complete: other operands fit or are free to slice."""
     return any(
-        any(p.dim is not None for p in s.ins)
+        splits(s.ins)
         and all(want is REPLICATE if v in sums else h.covers(want) for v, h, want in zip(ins, have, s.ins, strict=True))
         for s in options
     )
@@ -152,7 +152,7 @@ def _splits_but_for(
 def _possible(options: Sequence[FactorMapping], have: Sequence[Placement]) -> FactorMapping | None:
     """A mapping that fits the operands, or slices replicated ones, which is free; with the fewest reductions."""
     fits = [s for s in options if all(h.covers(want) for h, want in zip(have, s.ins, strict=True))]
-    return min(fits, key=lambda s: sum(p.kind is not None for p in s.outs), default=None)
+    return min(fits, key=lambda s: len(reductions(s.outs)), default=None)
 
 
 def _passes(linear: Sequence[Collection[int]], have: Sequence[Placement]) -> bool:

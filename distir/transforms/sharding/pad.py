@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distir.ir.function import Function, FunctionMaker, Op, Role, Value
+from distir.ir.placement import Shard, splits
 from distir.ir.spec import FactorMapping
-from distir.ir.type import Shard, Tensor
+from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.rewriting.laws import Law, rewrites
 from distir.transforms.roles import weights
@@ -204,7 +205,7 @@ class _Padder:
 
         Or if it scatters: indices never point into the padding.
         """
-        along = {k: p.dim for k, p in enumerate(mapping.ins) if p.dim is not None}
+        along = {k: p.dim for k, p in splits(mapping.ins)}
         known = {k: self.tail.get((ins[k], dim)) for k, dim in along.items()}
         if any(x is None or math.isinf(x) for x in known.values()):
             return  # 0 * inf is nan
@@ -213,9 +214,8 @@ class _Padder:
         indexed = op.spec.indexed(op.attributes)
         scatters = not along and indexed is not None and indexed[0] < 0
         if scatters or (along and linear) or (op.spec.keeps_zero and len(zero) == len(along) > 0):
-            for v, p in zip(made.outputs, mapping.outs, strict=True):
-                if p.dim is not None:
-                    self.tail[v, p.dim] = 0.0
+            for k, p in splits(mapping.outs):
+                self.tail[made.outputs[k], p.dim] = 0.0
 
     def _output(self, v: Value) -> Value:
         """The next value of an input is padded with zeros, as the input is; other outputs with anything."""

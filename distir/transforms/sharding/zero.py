@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distir.ir.placement import REPLICATE, Placement, Shard, splits
 from distir.ir.spec import FactorMapping
-from distir.ir.type import REPLICATE, Placement, Shard
 from distir.ops.rules import tensor
 from distir.transforms.sharding.graph import Graph
 from distir.transforms.sharding.place import Placed
@@ -42,12 +42,11 @@ def shard_state(graph: Graph, replicas: Placed, n: int, stage: int, others: Sequ
         if mapping is None:
             continue
         mappings[j] = mapping
-        for k, (i, p) in enumerate(zip(graph.ins[j], mapping.ins, strict=True)):
-            if p.dim is not None and (
-                graph.roles[i] == "state" or (k == slot and (stage == 3 or _is_narrowed(graph, i, j)))
-            ):
+        for k, p in splits(mapping.ins):
+            i = graph.ins[j][k]
+            if graph.roles[i] == "state" or (k == slot and (stage == 3 or _is_narrowed(graph, i, j))):
                 inputs[i] = p
-            elif p.dim is not None and i not in graph.inputs:
+            elif i not in graph.inputs:
                 made, part = _split_before(graph, mappings, i, p, n)
                 reduce -= _passing(graph, mappings, made)
                 if stage >= 2:
@@ -87,7 +86,7 @@ def _split_before(
         mapping = graph.sigs[j].mapping(slot, p, n) if mappings[j] is None else None
         if mapping is None:
             break
-        parts = [(x, q) for x, q in zip(graph.ins[j], mapping.ins, strict=True) if q.dim is not None]
+        parts = [(graph.ins[j][k], q) for k, q in splits(mapping.ins)]
         if len(parts) != 1 or parts[0][0] in graph.inputs:
             break
         i, p = parts[0]

@@ -80,16 +80,16 @@ def on_ranks(
         def work(rank: int) -> tuple[TorchRank, list[dict[int, np.ndarray]]]:
             engine = TorchRank(main, rank)
             engine.load(dict(enumerate(program.arrays)))
-            held = dict(engine.values)
-            given = {k: own_array(x) for k, x in held.items()}
+            values = dict(engine.values)
+            given = {k: own_array(x) for k, x in values.items()}
             steps: list[dict[int, np.ndarray]] = []
             got: list[dict[int, torch.Tensor]] = []
             for _ in range(STEPS):
                 got.append(engine.step())
                 steps.append({k: own_array(x) for k, x in got[-1].items()})
                 for k in given.keys() - set(engine.updates.values()):
-                    assert engine.values[k] is held[k]
-                    np.testing.assert_array_equal(own_array(held[k]), given[k])
+                    assert engine.values[k] is values[k]
+                    np.testing.assert_array_equal(own_array(values[k]), given[k])
             for outputs, before in zip(got, steps, strict=True):  # only the updates may have been overwritten
                 for k in outputs.keys() - engine.updates.keys():
                     np.testing.assert_array_equal(own_array(outputs[k]), before[k])
@@ -159,10 +159,10 @@ def test_buffers_are_kept_if_nothing_is_left_in_them() -> None:
         arrays = {v.name: x for v, x in zip(p.function.inputs, p.arrays, strict=True)}
         program = Program(step, [arrays[v.name] for v in step.inputs])
         plan = Plan(dp=2, bucket_mb=0.01)
-        kept: set[bool] = set()
-        seen = compared(program, plan, lambda engine, kept=kept: kept.add(engine.lowering.keeps_buffers))
+        keeps: set[bool] = set()
+        seen = compared(program, plan, lambda engine, keeps=keeps: keeps.add(engine.lowering.keeps_buffers))
         assert seen["bucket"] > 2
-        assert kept == {not gradients}
+        assert keeps == {not gradients}
 
 
 def test_a_function_that_is_called_twice_keeps_no_buffer() -> None:

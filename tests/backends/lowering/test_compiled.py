@@ -103,28 +103,28 @@ def test_what_is_on_its_way_is_waited_for_outside() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [({"backend": "numpy"}, "does not support torch.compile"), ({"profile": "p"}, "a profile times single ops")],
 )
-def test_what_does_not_go_with_it_is_told_first(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_does_not_go_with_it_is_reported_first(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     if "profile" in settings:
         settings = {"profile": tmp_path / "p"}
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         distir.run(model_of("mlp"), compiled=True, **settings)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lack_of_a_compiler_is_told_in_one_line() -> None:
+def test_a_lack_of_a_compiler_is_reported_in_one_line() -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         raise InvalidCxxCompiler
     except RuntimeError as e:
-        told = as_distir_error(e)
-    assert isinstance(told, UsageError)
-    assert told.message.startswith("torch.compile fails: No working C++ compiler found")
-    assert told.hint is not None
-    assert "--compile" in told.hint
+        error = as_distir_error(e)
+    assert isinstance(error, UsageError)
+    assert error.message.startswith("torch.compile fails: No working C++ compiler found")
+    assert error.hint is not None
+    assert "--compile" in error.hint
     assert as_distir_error(RuntimeError("No working C++ compiler found")) is None
 
 

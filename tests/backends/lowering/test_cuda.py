@@ -39,21 +39,21 @@ PLANS = [
 ]
 
 
-def gpt(dtype: str | None = None, optimizer: str = "adamw", told: bool = False) -> distir.Model:
-    """`told`: that its mask is causal."""
+def gpt(dtype: str | None = None, optimizer: str = "adamw", causal_mask: bool = False) -> distir.Model:
+    """`causal_mask`: its attention knows that the mask is causal."""
     model = distir.load(EXAMPLES / "gpt2-tiny.onnx", {"batch": 8})
-    if told:
+    if causal_mask:
         fused = fuse(model.function)
         model = replace(model, function=causal(fused, masks(fused)))
     model = model.training("cross-entropy", optimizer)
     return model if dtype is None else model.with_dtype(dtype)
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("causal_mask", [False, True])
 @pytest.mark.parametrize("dtype", [None, "float64", "bfloat16"])
-def test_one_rank_under_nccl_is_the_sequential_program(dtype: str | None, told: bool) -> None:
+def test_one_rank_under_nccl_is_the_sequential_program(dtype: str | None, causal_mask: bool) -> None:
     result = distir.run(
-        gpt(dtype, told=told), distir.Plan(microbatches=2), steps=3, backend="nccl", check=True, **ON_GPU
+        gpt(dtype, causal_mask=causal_mask), distir.Plan(microbatches=2), steps=3, backend="nccl", check=True, **ON_GPU
     )
     assert result.check is not None
     assert result.check.ok
@@ -94,10 +94,10 @@ def test_every_op(sample: Sample) -> None:
         np.testing.assert_allclose(y, np.asarray(x), rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_step_never_waits_for_its_device(told: bool) -> None:
+@pytest.mark.parametrize("causal_mask", [False, True])
+def test_a_step_never_waits_for_its_device(causal_mask: bool) -> None:
     """Neither with the mask as an input nor where attention knows it, and so takes another kernel."""
-    model = gpt("bfloat16", told=told)
+    model = gpt("bfloat16", causal_mask=causal_mask)
     arrays = model.initial()
     data = Data(model.function, arrays)
     given = arrays | data.fixed() | data.step(0)
@@ -119,13 +119,13 @@ def test_buckets_between_ranks_that_share_a_gpu() -> None:
     assert result.check.ok
 
 
-def test_a_gpu_without_memory_is_told_in_one_line() -> None:
+def test_a_gpu_without_memory_is_reported_in_one_line() -> None:
     size = torch.cuda.get_device_properties(0).total_memory
     with pytest.raises(RuntimeError) as e:
         torch.empty(size, device="cuda")
-    told = out_of_memory(e.value)
-    assert told is not None
-    assert "GPU 0 has a total capacity" in told.message
+    error = out_of_memory(e.value)
+    assert error is not None
+    assert "GPU 0 has a total capacity" in error.message
 
 
 def test_a_profile_is_of_the_device(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_what_is_read_again_is_not_overwritten():
 
 
 def test_a_result_is_computed_into_a_given_place():
-    for name, shapes, told in (("MatMul", ((2, 3), (3, 4)), True), ("Exp", ((2, 3),), False)):
+    for name, shapes, placed in (("MatMul", ((2, 3), (3, 4)), True), ("Exp", ((2, 3),), False)):
         op, k = kernel(name, *shapes)
         bound: dict[str, Any] = {}
 
@@ -85,8 +85,8 @@ def test_a_result_is_computed_into_a_given_place():
 
         lines, (text,) = render(k, ["a", "b"][: len(shapes)], bind, lambda: "s0", "place")
         assert lines == []
-        assert ("out=place" in text) == told
-        assert text.startswith("copy_(place, ") != told
+        assert ("out=place" in text) == placed
+        assert text.startswith("copy_(place, ") != placed
         args = {n: torch.rand(s, dtype=torch.float64) for n, s in zip("ab", shapes, strict=False)}
         place = torch.empty(op.outputs[0].type.shape, dtype=torch.float64)  # type: ignore[union-attr]
         assert eval(text, bound, {**args, "place": place}) is place
@@ -102,9 +102,9 @@ def test_a_buffer_and_its_views():
     for k, v in enumerate(views):
         v.fill_(k + 1)
     assert flat.sum() == 3 * 1 + 10 * 2 + 3
-    for kept in (False, True):
-        make = buffer(types, DeviceMemory(torch.device("cpu")), kept)
-        assert (make()[0] is make()[0]) == kept
+    for persistent in (False, True):
+        make = buffer(types, DeviceMemory(torch.device("cpu")), persistent)
+        assert (make()[0] is make()[0]) == persistent
 
 
 def test_a_bundle_is_waited_for_once():
@@ -168,7 +168,7 @@ OPERANDS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("function", list(kernels._INTO), ids=str)
-def test_results_are_put_where_they_are_told(function: Any) -> None:
+def test_results_are_put_where_they_are_to_be(function: Any) -> None:
     name = getattr(function, "__name__", str(function)).split(".")[0]
     operands = OPERANDS.get(name, (X,) if name in ("gelu", "neg", "sigmoid", "tanh") else (X, Y))
     want = function(*operands)

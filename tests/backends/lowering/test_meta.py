@@ -111,8 +111,8 @@ def check(kernel: Kernel, operands: list[torch.Tensor]) -> None:
         if c.result is not None:
             made[c.result] = out
         if isinstance(out, torch.Tensor) and c.result is not None:
-            told = kernel.tensors[c.result]
-            assert (out.shape, out.dtype) == (told.shape, told.dtype), c
+            predicted = kernel.tensors[c.result]
+            assert (out.shape, out.dtype) == (predicted.shape, predicted.dtype), c
 
 
 SIZES = st.integers(0, 3)
@@ -133,8 +133,8 @@ def points(draw: st.DrawFn) -> tuple[Call, list[torch.Tensor]]:
     whole = draw(SHAPES)
     operands: list[torch.Tensor] = []
     for _ in range(2):
-        kept = whole[draw(st.integers(0, len(whole))) :]
-        operands.append(torch.ones([1 if draw(st.booleans()) else n for n in kept], dtype=draw(DTYPES)))
+        shape = whole[draw(st.integers(0, len(whole))) :]
+        operands.append(torch.ones([1 if draw(st.booleans()) else n for n in shape], dtype=draw(DTYPES)))
     named = ("mul", "add", "div", "maximum", "eq", "lt", "pow", "bitwise_or", "logical_and", "where", "clamp", "clone")
     name = draw(st.sampled_from(named))
     if name == "where":

@@ -85,10 +85,10 @@ def test_gradients_are_bitwise_equal_on_all_replicas(dp: int, plan: dict[str, An
         assert x.dtype == np.float32
         assert x.any()
         assert all(other[k].tobytes() == x.tobytes() for other in ranks[1:]), function.outputs[int(k)].name
-    held = dict(enumerate(arrays))
+    values = dict(enumerate(arrays))
     for _ in range(2):
-        results = SequentialExecutor().compute(function, [held[i] for i in range(len(arrays))])
-        held |= {
+        results = SequentialExecutor().compute(function, [values[i] for i in range(len(arrays))])
+        values |= {
             function.inputs.index(function.updates[v]): y
             for v, y in zip(function.outputs, results, strict=True)
             if v in function.updates

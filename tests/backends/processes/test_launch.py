@@ -153,7 +153,7 @@ def test_a_pipeline_trains_as_the_sequential_program(schedule: str):
         np.testing.assert_allclose(x, arrays[k], rtol=1e-10, atol=1e-10)
 
 
-def test_how_long_the_ranks_took_to_be_ready_is_told():
+def test_how_long_the_ranks_took_to_be_ready_is_reported():
     begin = time.monotonic()
     main = counter()
     result = run(main, ones(main), timeout=60)
@@ -197,8 +197,8 @@ def stop_without_locks(pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.001)
-        held = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-        if not any("->" not in words and str(pid) in words for words in held):
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        if not any("->" not in words and str(pid) in words for words in locks):
             return
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.001)
@@ -246,7 +246,7 @@ HAVE = "Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 14.75 GiB of 
 NO_MEMORY = f"CUDA out of memory. {HAVE}. Including non-PyTorch memory, this process has 13.13 GiB memory in use."
 
 
-def test_a_gpu_without_memory_is_told_in_one_line():
+def test_a_gpu_without_memory_is_reported_in_one_line():
     failure = _failure(torch.OutOfMemoryError(NO_MEMORY))
     assert failure.kind == "InfeasibleError"
     assert not failure.peer
@@ -540,7 +540,7 @@ def test_a_program_with_a_host_runs_one_step() -> None:
         run(program, ones(program), steps=2)
 
 
-def test_what_is_prepared_is_told() -> None:
-    program, told = counter(), list[str]()
-    run(program, ones(program), steps=2, on_phase=told.append, on_step=lambda step, *_: told.append(str(step)))
-    assert told == ["loading torch", "choosing kernels", "reading weights", "running the first step", "0", "1"]
+def test_what_is_prepared_is_reported() -> None:
+    program, reported = counter(), list[str]()
+    run(program, ones(program), steps=2, on_phase=reported.append, on_step=lambda step, *_: reported.append(str(step)))
+    assert reported == ["loading torch", "choosing kernels", "reading weights", "running the first step", "0", "1"]

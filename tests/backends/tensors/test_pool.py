@@ -51,18 +51,18 @@ def test_no_more_is_mapped_than_was_in_use_at_once() -> None:
     more = [pool.empty((N,), torch.float32) for _ in range(3)]
     assert pool._mapped == 9 * LARGE
     del big, more
-    held = pool.empty((2 * N,), torch.float32)  # of what there was 6 and 1 go
+    large = pool.empty((2 * N,), torch.float32)  # of what there was 6 and 1 go
     assert pool._mapped <= 9 * LARGE
-    assert held.numel() == 2 * N
+    assert large.numel() == 2 * N
 
 
 def test_what_lies_in_a_block_stays_while_others_are_given_back() -> None:
     pool = Pool()
-    kept = [pool.empty((N,), torch.float32).fill_(k) for k in range(5)]
-    del kept[1], kept[2]
+    live = [pool.empty((N,), torch.float32).fill_(k) for k in range(5)]
+    del live[1], live[2]
     x = pool.empty((3 * N,), torch.float32).fill_(-1.0)
-    assert [int(y[0]) for y in kept] == [0, 2, 4]
-    assert all(torch.all(y == y[0]) for y in kept)
+    assert [int(y[0]) for y in live] == [0, 2, 4]
+    assert all(torch.all(y == y[0]) for y in live)
     assert torch.all(x == -1.0)
     assert pool._mapped == 6 * LARGE
 

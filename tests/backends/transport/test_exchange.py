@@ -193,15 +193,15 @@ def test_when_a_weight_may_be_gathered_where_it_was_cut(
     used = {"weight": weight, "part": part}.get(also_used or "")
     f.set_outputs([whole] if used is None else [whole, f.emit("Exp", used)])
     f.updates = {whole: weight} if replaced else {}
-    told: list[bool] = []
+    reported: list[bool] = []
 
     def seen(*args: Any) -> Any:
-        told.extend(args[-1])
+        reported.extend(args[-1])
         return gather(*args)
 
     monkeypatch.setattr(comm, "gather", seen)
     python_source(f.finalize(), 0)
-    assert told == [want]
+    assert reported == [want]
 
 
 def test_a_whole_is_found_only_where_it_is_of_one_piece() -> None:

@@ -177,16 +177,16 @@ def test_nothing_is_kept() -> None:
     assert not [t for t in threading.enumerate() if t.name == "distir-peer-memory"]
 
 
-def test_who_is_told_that_it_is_over() -> None:
+def test_who_is_notified_of_the_end() -> None:
     def work(end: PeerMemory) -> tuple[int, int]:
-        told: list[PeerWork] = []
+        notified: list[PeerWork] = []
         work = end.allreduce(torch.ones(4), [0, 1], "sum")
-        work.get_future().add_done_callback(told.append)
+        work.get_future().add_done_callback(notified.append)
         work.wait()
         end.allreduce(torch.ones(4), [0, 1], "sum").wait()  # its thread has then ended the one before
-        early = len(told)
-        work.add_done_callback(told.append)
-        return early, len(told)
+        early = len(notified)
+        work.add_done_callback(notified.append)
+        return early, len(notified)
 
     assert together(2, work) == [(1, 2)] * 2
 
@@ -246,14 +246,14 @@ def test_a_rank_that_does_not_come() -> None:
 def test_a_rank_that_is_waited_for_and_goes() -> None:
     """It is noticed long before the time is over."""
 
-    told = threading.Event()
+    notified = threading.Event()
 
     def work(end: PeerMemory) -> str:
         if end.rank == 1:
-            assert told.wait(SECONDS)
+            assert notified.wait(SECONDS)
             return ""
         coming = end.allreduce(torch.ones(4), [0, 1], "sum")
-        told.set()
+        notified.set()
         with pytest.raises(RuntimeError) as e:
             coming.wait()
         return str(e.value)
@@ -338,7 +338,7 @@ def test_one_that_has_left() -> None:
 
 
 def test_memory_that_cannot_be_read() -> None:
-    """Who waits is told, now and later; what is under way ends."""
+    """Who waits is notified, now and later; what is under way ends."""
 
     def work(end: PeerMemory) -> list[str]:
         begin = time.monotonic()

@@ -213,7 +213,7 @@ def timeouts(rank: int, n: int) -> list[float]:
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]  # type: ignore[union-attr]
 
 
-def test_all_groups_wait_as_long_as_they_were_told() -> None:
+def test_all_groups_wait_as_long_as_given() -> None:
     assert on_ranks(2, timeouts) == [[TIMEOUT, TIMEOUT]] * 2
 
 

@@ -92,9 +92,9 @@ def test_dtypes_have_their_own_peaks() -> None:
 def test_a_statistic_a_mask_or_indices_beside_it_do_not_change_what_an_op_computes_in(dtype: DType) -> None:
     """Of every sample with a floating operand, in that dtype, its statistics in theirs."""
     for sample in SAMPLES:
-        wanted = [o.dtype if o.dtype is not Float64 else dtype for o in sample.operands]
-        ins = [Tensor(statistic(d) if o.saved else d, o.shape) for o, d in zip(sample.operands, wanted, strict=True)]
-        if dtype in wanted:
+        expected = [o.dtype if o.dtype is not Float64 else dtype for o in sample.operands]
+        ins = [Tensor(statistic(d) if o.saved else d, o.shape) for o, d in zip(sample.operands, expected, strict=True)]
+        if dtype in expected:
             f = FunctionMaker()
             f.emit(sample.op, *[f.add_input_value("x", t) for t in ins], **sample.attributes)
             assert computed_in(ins, [v.type for v in f.ops[0].outputs]) is dtype, sample

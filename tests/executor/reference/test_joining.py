@@ -83,8 +83,8 @@ def test_a_subdim_is_the_middle_one_of_outer_n_rest() -> None:
 def test_subdims_may_be_shifted() -> None:
     """Device i holds slice i - shift, around the axis."""
     x = np.arange(12)
-    held = [Shard(0, 1, 1).cut(x, i, 3).tolist() for i in range(3)]
-    assert held == [[8, 9, 10, 11], [0, 1, 2, 3], [4, 5, 6, 7]]
+    parts = [Shard(0, 1, 1).cut(x, i, 3).tolist() for i in range(3)]
+    assert parts == [[8, 9, 10, 11], [0, 1, 2, 3], [4, 5, 6, 7]]
     assert [Shard(0, 1, 1).start(i, 3, 12) for i in range(3)] == [8, 0, 4]
     assert [Shard(0, 1, 2).device(d, 3) for d in range(3)] == [2, 0, 1]
     with pytest.raises(IRTypeError, match=r"Shard.0, 1, 2. cannot be shifted by 2 on mesh axis 'a' of size 2"):
@@ -97,9 +97,9 @@ def test_subdims_may_be_shifted() -> None:
 @given(placements, placements, st.integers(0, 9))
 def test_cut_and_join(p: Placement, q: Placement, seed: int) -> None:
     t = typed(p, q)
-    held = pieces(t, seed)
-    assert all(x.shape == t.shape for x in held)
-    assert np.array_equal(join(dict(zip(lanes(MESH), held, strict=True)), t), whole)
+    parts = pieces(t, seed)
+    assert all(x.shape == t.shape for x in parts)
+    assert np.array_equal(join(dict(zip(lanes(MESH), parts, strict=True)), t), whole)
 
 
 @given(placements, placements, placements, st.sampled_from(["a", "b"]), st.integers(0, 9))
@@ -118,27 +118,27 @@ def test_moving_keeps_the_whole(p: Placement, q: Placement, to: Placement, axis:
 
 def test_moving_there_and_back() -> None:
     t, other = typed(Shard(0), REPLICATE), typed(Shard(1, 3), REPLICATE)
-    held = pieces(t)
-    back = move(move(held, t, other, "a", lanes(MESH)), other, t, "a", lanes(MESH))
-    assert all(np.array_equal(x, y) for x, y in zip(held, back, strict=True))
+    parts = pieces(t)
+    back = move(move(parts, t, other, "a", lanes(MESH)), other, t, "a", lanes(MESH))
+    assert all(np.array_equal(x, y) for x, y in zip(parts, back, strict=True))
 
 
 def test_a_maximum_is_taken_of_partial_maxima() -> None:
     t, after = typed(Partial("max"), REPLICATE), typed(REPLICATE, REPLICATE)
-    held = [whole if c[0] else -whole for c in lanes(MESH)]
-    assert np.array_equal(join(dict(zip(lanes(MESH), held, strict=True)), t), np.maximum(whole, -whole))
-    for x in move(held, t, after, "a", lanes(MESH)):
+    parts = [whole if c[0] else -whole for c in lanes(MESH)]
+    assert np.array_equal(join(dict(zip(lanes(MESH), parts, strict=True)), t), np.maximum(whole, -whole))
+    for x in move(parts, t, after, "a", lanes(MESH)):
         assert np.array_equal(x, np.maximum(whole, -whole))
 
 
 @pytest.mark.parametrize("dtype", [Float64, Float16, BFloat16], ids=str)
 def test_a_mean_is_taken_of_partial_means(dtype: DType) -> None:
     """Along one axis, and along both; the dtype stays."""
-    held = [np.full((4,), 2.0 * c[0] + 6 * c[1], dtype.numpy) for c in lanes(MESH)]
+    parts = [np.full((4,), 2.0 * c[0] + 6 * c[1], dtype.numpy) for c in lanes(MESH)]
     t = Tensor.whole(dtype, (4,), MESH, (MEAN, MEAN))
-    whole = join(dict(zip(lanes(MESH), held, strict=True)), t)
+    whole = join(dict(zip(lanes(MESH), parts, strict=True)), t)
     after = t.placed("a", REPLICATE)
-    moved = move(held, t, after, "a", lanes(MESH))
+    moved = move(parts, t, after, "a", lanes(MESH))
     assert [x[0] for x in moved] == [1, 7, 13] * 2
     moved = move(moved, after, after.placed("b", REPLICATE), "b", lanes(MESH))
     for x in (whole, *moved):
@@ -148,14 +148,14 @@ def test_a_mean_is_taken_of_partial_means(dtype: DType) -> None:
 
 def test_replicas_that_differ_are_an_error() -> None:
     t = typed(Shard(0), REPLICATE)
-    held = dict(zip(lanes(MESH), pieces(t), strict=True))
-    held[1, 2] = held[1, 2] + 1e-3
+    parts = dict(zip(lanes(MESH), pieces(t), strict=True))
+    parts[1, 2] = parts[1, 2] + 1e-3
     with pytest.raises(MismatchError, match=r"replicas of .* differ by 0.001"):
-        join(held, t)
-    assert join(held, t, tolerance=1e-3).shape == SHAPE
-    held[1, 2] = held[1, 2] * np.nan
+        join(parts, t)
+    assert join(parts, t, tolerance=1e-3).shape == SHAPE
+    parts[1, 2] = parts[1, 2] * np.nan
     with pytest.raises(MismatchError):
-        join(held, t, tolerance=1e-3)
+        join(parts, t, tolerance=1e-3)
 
 
 def test_outer_counts_in_what_is_local() -> None:

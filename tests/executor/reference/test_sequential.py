@@ -42,7 +42,7 @@ def test_pieces_are_what_types_say() -> None:
     x, w = arrays()
     seen: dict[str, Any] = {}
     function = product()
-    (z,) = SequentialExecutor(tap=lambda v, held: seen.setdefault(v.name, held)).compute(function, [x, w])
+    (z,) = SequentialExecutor(tap=lambda v, value: seen.setdefault(v.name, value)).compute(function, [x, w])
     assert np.allclose(z, x @ w, atol=1e-15)
     assert len(seen["y"]) == 4
     for (i, j), y in zip([(0, 0), (0, 1), (1, 0), (1, 1)], seen["y"], strict=True):
@@ -90,8 +90,8 @@ def _with_odd_attribute(function: Function) -> Function:
 def test_replicas_of_a_result_are_compared() -> None:
     x, w = arrays()
 
-    def corrupt(v: Value, held: Any) -> Any:
-        return [held[0] + 1, *held[1:]] if v.name == "z" else held
+    def corrupt(v: Value, value: Any) -> Any:
+        return [value[0] + 1, *value[1:]] if v.name == "z" else value
 
     with pytest.raises(MismatchError, match="replicas of"):
         SequentialExecutor(tap=corrupt).compute(product(), [x, w])

@@ -244,9 +244,9 @@ def test_one_tensor_kept_of_many() -> None:
     f = FunctionMaker()
     x = f.add_input_value("x", X)
     everything = f.add_op("Call", None, [x], {}, [make.finalize()])
-    kept = f.add_op("Call", None, [everything], {}, [keep.finalize()])
+    member = f.add_op("Call", None, [everything], {}, [keep.finalize()])
     f.add_op("Call", None, [everything], {}, [drop.finalize()])
-    f.set_outputs([f.emit("Relu", f.emit("Relu", kept))])
+    f.set_outputs([f.emit("Relu", f.emit("Relu", member))])
     got = _compare(f)
     assert [sum(p.after) // ONE for p in got.curve] == [4, 4, 2, 2, 2]
 

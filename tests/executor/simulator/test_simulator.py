@@ -309,7 +309,7 @@ def test_random_programs_are_not_trivial() -> None:
         live += sum(len(p.live) for p in found)
         columns += sum(len(p.body.columns) for p in found)
         shared += any(n > 1 for n in program.classes.sizes)
-        different += any(isinstance(h, Mesh) and len(held) > 1 for h, held in program.classes.homes.items())
+        different += any(isinstance(h, Mesh) and len(inside) > 1 for h, inside in program.classes.homes.items())
     assert calls > 500
     assert 0.05 < live / columns < 0.9
     assert shared > 10
@@ -342,7 +342,7 @@ def test_work_does_not_grow_with_devices(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 6, 8, 12])
 @pytest.mark.parametrize("shift", [0, 3, 8])
-def test_classes_told_by_arithmetic_are_those_found_device_by_device(tp: int, shift: int) -> None:
+def test_classes_by_arithmetic_are_those_found_device_by_device(tp: int, shift: int) -> None:
     cluster = load_cluster("dgx-a100", nodes=7)
     function = _data_parallel(cluster.devices[shift : shift + 48], tp)
     quick = Simulator(CostModel(cluster)).interpret(function)

@@ -268,7 +268,7 @@ def before() -> Function:
     return f.finalize()
 
 
-def test_what_is_drawn_is_told() -> None:
+def test_what_is_drawn_is_reported() -> None:
     made = with_dropout(before(), 0)
     check_origins(made)
     assert rewritten(made) == ["with_dropout: 2 RandomKey, 2 RandomDropout in place of 2 Dropout"]

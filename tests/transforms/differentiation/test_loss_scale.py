@@ -52,11 +52,11 @@ def data() -> list[np.ndarray]:
     return [rng.normal(size=(BATCH, WIDTH)).astype(np.float32) * (1e4 if k in HUGE else 1) for k in range(STEPS)]
 
 
-def steps(program: Function, step: Function, held: dict[str, Any]) -> list[dict[str, np.ndarray]]:
+def steps(program: Function, step: Function, values: dict[str, Any]) -> list[dict[str, np.ndarray]]:
     """The inputs of a program after each step; `step` names them."""
     seen: list[dict[str, np.ndarray]] = []
     names = [v.name for v in step.inputs]
-    given = dict(held)
+    given = dict(values)
     for x in data():
         given["x"] = x
         with np.errstate(all="ignore"):
@@ -86,7 +86,7 @@ def test_a_step_that_overflows_changes_nothing_and_is_counted(optimizer: Optimiz
     weight = torch.nn.Parameter(torch.eye(WIDTH))
     settings = {k: x for k, x in optimizer.attributes.items() if k != "scheduled"}
     optim = getattr(torch.optim, optimizer.op_type)([weight], **settings)
-    for k, (x, held) in enumerate(zip(data(), steps(step, step, before), strict=True)):
+    for k, (x, values) in enumerate(zip(data(), steps(step, step, before), strict=True)):
         with torch.autocast("cpu", torch.float16):
             loss = (torch.from_numpy(x) @ weight).float().mean()
         optim.zero_grad()
@@ -100,15 +100,17 @@ def test_a_step_that_overflows_changes_nothing_and_is_counted(optimizer: Optimiz
             optim.param_groups[0]["lr"] = optimizer.lr * rate
         scaler.step(optim)
         scaler.update()
-        assert 2.0 ** (INITIAL + int(held[EXPONENT])) == scaler.get_scale(), k
-        assert int(held[FINITE_STEPS]) == scaler._growth_tracker.item(), k  # type: ignore[union-attr]
+        assert 2.0 ** (INITIAL + int(values[EXPONENT])) == scaler.get_scale(), k
+        assert int(values[FINITE_STEPS]) == scaler._growth_tracker.item(), k  # type: ignore[union-attr]
         overflow = k in HUGE
         skipped += overflow
-        assert int(held[SKIPPED]) == skipped
-        changed = [n for n in held if n not in ("x", EXPONENT, FINITE_STEPS, SKIPPED) and np.any(held[n] != before[n])]
+        assert int(values[SKIPPED]) == skipped
+        changed = [
+            n for n in values if n not in ("x", EXPONENT, FINITE_STEPS, SKIPPED) and np.any(values[n] != before[n])
+        ]
         assert bool(changed) != overflow, changed
-        np.testing.assert_allclose(held["w0"], weight.detach().numpy(), rtol=2e-3, atol=1e-5)
-        before = held
+        np.testing.assert_allclose(values["w0"], weight.detach().numpy(), rtol=2e-3, atol=1e-5)
+        before = values
     assert skipped == len(HUGE)
 
 

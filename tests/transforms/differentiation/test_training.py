@@ -149,13 +149,13 @@ def test_five_steps(name: str, optimizer: Optimizer) -> None:
 
 def run(step: Function, feeds: dict[Any, np.ndarray], steps: int) -> tuple[list[float], dict[Any, np.ndarray]]:
     """The losses of several steps, and the inputs of the next one."""
-    held = {**feeds, **initial_state(step)}
+    values = {**feeds, **initial_state(step)}
     losses: list[float] = []
     for _ in range(steps):
-        results = dict(zip(step.outputs, SequentialExecutor().compute(step, held), strict=True))
+        results = dict(zip(step.outputs, SequentialExecutor().compute(step, values), strict=True))
         losses.append(float(results[step.outputs[0]]))
-        held.update({v: results[new] for new, v in step.updates.items()})
-    return losses, held
+        values.update({v: results[new] for new, v in step.updates.items()})
+    return losses, values
 
 
 # ---------------------------------------------------------------- form
@@ -204,8 +204,8 @@ def test_steps_are_counted_in_integers() -> None:
     half = with_dtype(step, BFloat16)
     assert half.inputs[-1].type is Tensor(Int64, ())
     rng = np.random.default_rng(0)
-    held = {v: rng.standard_normal(shape_of(v)) for v in half.inputs if v.kind != "state"}
-    losses, last = run(half, held, 4)
+    values = {v: rng.standard_normal(shape_of(v)) for v in half.inputs if v.kind != "state"}
+    losses, last = run(half, values, 4)
     assert losses[-1] < losses[0]
     assert last[half.inputs[-1]] == 4
 

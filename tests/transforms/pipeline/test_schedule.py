@@ -126,9 +126,9 @@ def test_names_generators_tables_and_schedulers() -> None:
         make_table(PipeDreamScheduler(3), 2, 4)
     for microbatches, hint in ((3, "use 2 or 4"), (1, "use 2")):
         said = f"{microbatches} microbatches do not divide by 2 pipeline ranks"
-        with pytest.raises(InfeasibleError, match=said) as told:
+        with pytest.raises(InfeasibleError, match=said) as raised:
             make_table("interleaved", 2, microbatches, 2)
-        assert told.value.hint == hint
+        assert raised.value.hint == hint
 
 
 def test_schedules_of_one_cut_share_their_bodies() -> None:

@@ -118,11 +118,11 @@ def stage_price(function: Function, stage: dict[Op, int], parts: int, microbatch
         for v in op.inputs:
             if v in last:
                 last[v] = max(last[v], stage[op])
-    tolls = [0.0] * (parts + 1)
+    boundary_seconds = [0.0] * (parts + 1)
     for v, s in made.items():
         for boundary in range(s, last[v]):
-            tolls[boundary + 1] += 2 * PLAIN.sent * tensor(v).dtype.size * math.prod(shape_of(v))
-    return max(x + max(ends) for x, ends in zip(load, itertools.pairwise(tolls), strict=True))
+            boundary_seconds[boundary + 1] += 2 * PLAIN.sent * tensor(v).dtype.size * math.prod(shape_of(v))
+    return max(x + max(ends) for x, ends in zip(load, itertools.pairwise(boundary_seconds), strict=True))
 
 
 def monotone(forward: list[Op], parts: int) -> list[dict[Op, int]]:

@@ -210,15 +210,15 @@ class Case(NamedTuple):
 
 def spread(source: Callable[[], Function], tp: int = 2, given: Callable[[], Mapping[str, Any]] = dict) -> Case:
     """Distributed, and validated against the source."""
-    kept: list[Function] = []
+    sources: list[Function] = []
 
     def make() -> Function:
-        kept[:] = [fresh(source())]
-        return parallel_transform_3d(kept[0], 1, tp, 1, [Device("cpu", k) for k in range(tp)], 1)
+        sources[:] = [fresh(source())]
+        return parallel_transform_3d(sources[0], 1, tp, 1, [Device("cpu", k) for k in range(tp)], 1)
 
     def check(program: Function) -> None:
         verify(program)
-        validate(program, kept[0])
+        validate(program, sources[0])
 
     return Case(make, check, given)
 

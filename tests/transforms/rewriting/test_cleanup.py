@@ -60,8 +60,8 @@ def test_prune_keeps_of() -> None:
     y = f.emit("Exp", x)
     f.emit("ReduceSum", y, axes=(0, 1), keepdims=0)
     g = grad(f.finalize())
-    kept = prune(g)
-    assert [op.of and op.of.op_type for op in kept.ops] == [op.of and op.of.op_type for op in g.ops]
+    pruned = prune(g)
+    assert [op.of and op.of.op_type for op in pruned.ops] == [op.of and op.of.op_type for op in g.ops]
     f = extend(g)
     f.set_outputs(g.outputs[1:])
     pruned = prune(f.finalize())

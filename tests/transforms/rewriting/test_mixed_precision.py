@@ -56,8 +56,8 @@ def test_products_are_narrow_and_state_is_wide(low: DType) -> None:
     assert tensor(step.outputs[0]).dtype is Float32
     rows = [v for op in step.ops if op.op_type == "CrossEntropy" for v in op.outputs]
     assert {tensor(v).dtype for v in rows} == {Float32}
-    kept = [v for v in step.inputs if tensor(v).dtype.floating]
-    assert {tensor(v).dtype for v in kept} == {Float32}
+    floating = [v for v in step.inputs if tensor(v).dtype.floating]
+    assert {tensor(v).dtype for v in floating} == {Float32}
     casts = Counter(op.inputs[0] for op in step.ops if op.op_type == "Cast")
     assert all(casts[w] == 1 for w in step.inputs if w.kind == "parameter")  # once a step, however often it is used
 
@@ -263,8 +263,8 @@ def test_zero_gathers_narrow_weights(zero: int, grad_dtype: DType) -> None:
     where = {f.name for f in program.callees() for op in f.ops if op.op_type == "MPIAllgather"}
     once = {name for name in where if name.startswith("prologue")}
     assert (where == once) == (zero < 3)  # once a step, or for every pass
-    held = [tensor(v) for v in program.inputs if v.kind == "parameter"]
-    shards = {t.dtype for t in held if t.shape != t.global_shape}
+    parameters = [tensor(v) for v in program.inputs if v.kind == "parameter"]
+    shards = {t.dtype for t in parameters if t.shape != t.global_shape}
     assert shards == {Float32}
 
 

@@ -22,8 +22,8 @@ def starts(graph: Graph) -> tuple[tuple[int, Shard], ...]:
 
 def test_kept_classes_are_those_found_anew(graph: Graph) -> None:
     for n in (1, 2, 3, 4, 5, 6, 8, 12, 24):
-        kept, new = classes_from(graph, n, starts(graph)), Classes(graph, n, starts(graph))
-        assert (kept.mappings, kept.at, kept.bad) == (new.mappings, new.at, new.bad), n
+        cached, new = classes_from(graph, n, starts(graph)), Classes(graph, n, starts(graph))
+        assert (cached.mappings, cached.at, cached.bad) == (new.mappings, new.at, new.bad), n
 
 
 def test_degrees_that_divide_the_same_share_classes(graph: Graph) -> None:

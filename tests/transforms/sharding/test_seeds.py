@@ -141,8 +141,10 @@ def test_shares_are_those_of_one_sample() -> None:
         dims = tuple((graph.index[v], Shard(dim)) for v, dim in batch_dims(source).items())
         found[batch] = shares(graph, dims)
         assert sum(found[batch].flops) == pytest.approx(1)
-        held = weights(source)
-        total = sum(math.prod(shape_of(v)) for v in held)
-        assert [found[batch].stored[graph.index[v]] for v in held] == [math.prod(shape_of(v)) / total for v in held]
+        parameters = weights(source)
+        total = sum(math.prod(shape_of(v)) for v in parameters)
+        assert [found[batch].stored[graph.index[v]] for v in parameters] == [
+            math.prod(shape_of(v)) / total for v in parameters
+        ]
     assert found[1].made == found[2].made == found[6].made
     assert found[1].flops == pytest.approx(found[6].flops, rel=1e-12)

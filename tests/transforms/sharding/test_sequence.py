@@ -156,7 +156,7 @@ def test_sums_of_several_products_are_scattered_once(flat: bool) -> None:
     assert (layer["MPIReduceScatter"], layer["MPIAllgather"]) == (4, 4)
 
 
-def encoder(sequence: int, held: DType = Float64) -> Function:
+def encoder(sequence: int, dtype: DType = Float64) -> Function:
     """A block on float data: its width is a dim of the data too, and one of the norm, which cannot be split.
 
     Weights are held in a dtype of their own, and cast for use.
@@ -164,8 +164,8 @@ def encoder(sequence: int, held: DType = Float64) -> Function:
     f = FunctionMaker("encoder")
     x = f.add_input_value("x", Tensor(Float64, (8, sequence, 16)), Role("data", 0))
     shapes = {"up": (16, 32), "down": (32, 16), "scale": (16,), "bias": (16,), "positions": (sequence, 16)}
-    w = {name: f.add_input_value(name, Tensor(held, shape), Role("parameter")) for name, shape in shapes.items()}
-    if held is not Float64:
+    w = {name: f.add_input_value(name, Tensor(dtype, shape), Role("parameter")) for name, shape in shapes.items()}
+    if dtype is not Float64:
         w = {name: f.emit("Cast", v, to=Float64) for name, v in w.items()}
     x = f.emit("Add", x, w["positions"])
     y = f.emit("Add", x, f.emit("MatMul", f.emit("Relu", f.emit("MatMul", x, w["up"])), w["down"]))
@@ -173,16 +173,16 @@ def encoder(sequence: int, held: DType = Float64) -> Function:
     return f.finalize()
 
 
-@pytest.mark.parametrize("held", [Float64, Float32], ids=["weights as they are", "weights that are cast"])
-def test_features_are_no_sequence(held: DType) -> None:
+@pytest.mark.parametrize("dtype", [Float64, Float32], ids=["weights as they are", "weights that are cast"])
+def test_features_are_no_sequence(dtype: DType) -> None:
     """Also where a weight, a table of positions, has the sequence as a dim."""
     plan = Plan(1, 2, sequence_parallel=True)
-    split = distribute(training_step(encoder(6, held), "mse", ADAMW), plan.plan, plan.devices).placed
+    split = distribute(training_step(encoder(6, dtype), "mse", ADAMW), plan.plan, plan.devices).placed
     norms = [op for op in split.ops if op.op_type == "LayerNorm"]
     assert [tensor(op.outputs[0]).on("tp") for op in norms] == [Shard(1)]
     plan = Plan(1, 4, sequence_parallel=True)  # does not divide 6, but 16
     with pytest.raises(InfeasibleError, match="splits nothing"):
-        distribute(training_step(encoder(6, held), "mse", ADAMW), plan.plan, plan.devices)
+        distribute(training_step(encoder(6, dtype), "mse", ADAMW), plan.plan, plan.devices)
 
 
 def attended(sequence: int) -> Function:

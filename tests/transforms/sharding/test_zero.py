@@ -38,8 +38,8 @@ def over_dp(f: Function) -> Counter[tuple[str, str]]:
 
 def parts(f: Function, kind: str) -> tuple[int, int]:
     """How many inputs of a kind are split over dp, and how many there are."""
-    held = [v.type for v in f.inputs if v.kind == kind and isinstance(v.type, Tensor) and v.type.shape]
-    return sum(isinstance(t.on("dp"), Shard) for t in held), len(held)  # type: ignore[union-attr]
+    types = [v.type for v in f.inputs if v.kind == kind and isinstance(v.type, Tensor) and v.type.shape]
+    return sum(isinstance(t.on("dp"), Shard) for t in types), len(types)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -157,8 +157,8 @@ def test_each_unit_is_gathered_one_ahead() -> None:
     step = training_step(matmuls(6), "mse", SGD(0.1))
     program = distributed(Program(step, []), Plan(2, zero=3, bucket_mb=0)).program
     body = next(g for g in program.callees() if g.name.startswith("fwd"))
-    told = [op.spec.name for op in body.ops if op.spec.name in ("MPIAllgather", "MatMul")]
-    assert told == ["MPIAllgather", *["MPIAllgather", "MatMul"] * 5, "MatMul"]
+    names = [op.spec.name for op in body.ops if op.spec.name in ("MPIAllgather", "MatMul")]
+    assert names == ["MPIAllgather", *["MPIAllgather", "MatMul"] * 5, "MatMul"]
     last = [op for op in body.ops if op.spec.name == "MPIAllgather"][-1]
     waits = next(op for op in body.ops if last.inputs[0] in op.outputs)
     third = [op for op in body.ops if op.spec.name == "MatMul"][3]
