@@ -137,8 +137,8 @@ class Shard(_Placement):
         return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, {self.outer})"
 
     def overlaps(self, n: int, other: Shard, m: int) -> bool:
-        """Whether this split over n devices and another over m are of the same sub-dimension, or parts of it."""
-        return self.dim == other.dim and self.outer < other.outer * m and other.outer < self.outer * n
+        """Whether a dim cannot be split both so over n devices and as `other` over m: neither splits the other's parts."""
+        return self.dim == other.dim and bool(self.outer % (other.outer * m) and other.outer % (self.outer * n))
 
     def slice_index(self, i: int, n: int) -> int:
         """The index of the slice that device i holds."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distir.api.compilation import validate
+from distir.api.named_dims import named_dims
 from distir.executor.reference.sequential import SequentialExecutor, Tap
 from distir.importer import import_from_onnx
 from distir.ir import Device, Function, FunctionMaker, Value, verify
@@ -44,6 +45,7 @@ class Plan(NamedTuple):
     zero: int = 0
     recompute: str = "none"
     sequence_parallel: bool = False
+    split: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         host = "-host" if self.host else ""
@@ -54,11 +56,13 @@ class Plan(NamedTuple):
         degrees = f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}"
         again = "" if self.recompute == "none" else f"-recompute_{self.recompute}"
         sequence = "-sequence" if self.sequence_parallel else ""
-        return f"{degrees}-{self.schedule}{host}{chunks}{overlap}{bucket}{zero}{again}{sequence}"
+        split = "".join([f"-{text}" for text in self.split])
+        return f"{degrees}{split}-{self.schedule}{host}{chunks}{overlap}{bucket}{zero}{again}{sequence}"
 
     @property
     def devices(self) -> list[Device]:
-        return [Device("gpu", i) for i in range(self.dp * self.tp * self.pp + self.host)]
+        further = math.prod([plans_of.InputSplit.parse(text).size for text in self.split])
+        return [Device("gpu", i) for i in range(self.dp * self.tp * self.pp * further + self.host)]
 
     @property
     def fits_batch(self) -> bool:
@@ -68,7 +72,7 @@ class Plan(NamedTuple):
     def plan(self) -> plans_of.Plan:
         """The plan; with a host, devices are in the order with stages outermost."""
         fields = self._asdict()
-        order = ("pp", "tp", "dp") if fields.pop("host") else ()
+        order = ("pp", "tp", "dp") if fields.pop("host") and not self.split else ()
         # DistIR (2021) knew no overlap, and counted the gradient of the loss to the forward pass
         old = {"overlap": False, "loss_gradient": "forward"} if self.schedule == "distir2021" else {}
         return plans_of.Plan(**{**fields, "order": order, **old})
@@ -191,7 +195,8 @@ def filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Gene
 
 def distributed(program: Program, plan: Plan) -> Distributed:
     """The program distributed, verified, and validated against the source that was passed."""
-    result = distribute(program.function, plan.plan, plan.devices)
+    splits = named_dims(program.function, plan.plan.split)
+    result = distribute(program.function, plan.plan, plan.devices, splits=splits)
     verify(result.placed)
     verify(result.program)
     validate(result.program, program.function)

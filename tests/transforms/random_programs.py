@@ -27,6 +27,7 @@ from distir.transforms.rewriting.cleanup import extend, prune
 from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.rewriting.mixed_precision import mixed_precision
 from distir.transforms.rewriting.precision import with_dtype
+from distir.transforms.roles import weights
 from tests.transforms.programs import BATCH, Plan, Program
 
 WIDTHS = (4, 6, 8, 12, 16, 13, 7)
@@ -514,7 +515,30 @@ random_plans = st.builds(
     zero=st.sampled_from((0, 0, 1, 2, 3)),
     recompute=st.sampled_from(("none", "none", "gathers", "attention", "selective", "full")),
     sequence_parallel=st.booleans(),
+    split=st.just(()),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(
     lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)
 )
+
+Picks = tuple[int, tuple[int, ...]] | None
+"""A size of a further axis, and numbers that choose the dims that it splits."""
+random_picks = st.none() | st.tuples(st.sampled_from((2, 2, 4)), st.tuples(st.integers(0, 99), st.integers(0, 99)))
+
+
+def with_split(program: Program, plan: Plan, picks: Picks) -> Plan:
+    """The plan with an axis that splits dims of inputs, data or weights, if there are any that divide."""
+    if picks is None or plan.dp * plan.tp * plan.pp * picks[0] > 16:
+        return plan
+    size, numbers = picks
+    parts = set(weights(program.function))
+    dims: dict[str, int] = {}
+    for number in numbers:
+        wanted = [v for v in program.function.inputs if v.kind != "state" and (v in parts) == (number % 4 == 0)]
+        free = [(v.name, d) for v in wanted for d, n in enumerate(shape_of(v)) if n % size == 0 and v.name not in dims]
+        if free:
+            name, dim = free[number // 4 % len(free)]
+            dims[name] = dim
+    if not dims:
+        return plan
+    return plan._replace(split=(f"xp={size}:{','.join([f'{name}.{dim}' for name, dim in dims.items()])}",))

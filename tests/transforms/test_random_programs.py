@@ -12,7 +12,15 @@ from distir.ir import Function
 from distir.ir.errors import InfeasibleError
 from distir.ir.spec import all_ops
 from tests.transforms.programs import TOLERANCE, Plan, Program, collectives, distributed, error, run
-from tests.transforms.random_programs import BLOCKS, LARGE, random_plans, random_programs
+from tests.transforms.random_programs import (
+    BLOCKS,
+    LARGE,
+    Picks,
+    random_picks,
+    random_plans,
+    random_programs,
+    with_split,
+)
 
 ELSEWHERE = {"AdamW", "GroupedAdamW", "GroupedSGD"}
 """Ops that these programs do not hold: AdamW blows rounding of zero gradients up (see test_equality), and only programs
@@ -27,8 +35,9 @@ def ops_in(*functions: Function | None) -> Counter[str]:
     return Counter(op.op_type for f in functions if f for g in (f, *f.callees()) for op in g.ops)
 
 
-def compared(program: Program, plan: Plan) -> Counter[str] | None:
+def compared(program: Program, plan: Plan, picks: Picks = None) -> Counter[str] | None:
     """Assert equality; returns what the program covers, None if the plan is refused."""
+    plan = with_split(program, plan, picks)
     try:
         result = distributed(program, plan)
     except InfeasibleError as e:
@@ -47,6 +56,7 @@ def compared(program: Program, plan: Plan) -> Counter[str] | None:
         event(f"has {kind}")
     seen = ops_in(program.forward, program.function, result.source, function)
     seen.update(f"{axis} > 1" for axis in ("dp", "tp", "pp", "microbatches") if getattr(plan, axis) > 1)
+    seen["a split of inputs"] = bool(plan.split)
     seen["sequence parallel"] = plan.sequence_parallel and plan.tp > 1
     uses = Counter(v for op in program.forward.ops for v in set(op.inputs)) if program.forward else Counter()
     seen["a weight used twice"] = any(n > 1 and v.kind == "parameter" for v, n in uses.items())
@@ -62,8 +72,8 @@ def test_random_programs_hold_every_op_and_kind_of_plan() -> None:
     seen = Counter[str]()
     refused = Counter[bool]()
 
-    def equal(program: Program, plan: Plan) -> None:
-        found = compared(program, plan)
+    def equal(program: Program, plan: Plan, picks: Picks) -> None:
+        found = compared(program, plan, picks)
         refused[found is None] += 1
         seen.update(k for k, n in (found or {}).items() if n)
 
@@ -75,7 +85,7 @@ def test_random_programs_hold_every_op_and_kind_of_plan() -> None:
         suppress_health_check=LARGE,
     )
     for block in BLOCKS:
-        fixed(given(random_programs(block), random_plans)(equal))()
+        fixed(given(random_programs(block), random_plans, random_picks)(equal))()
     print("programs in which each occurs:", dict(sorted(seen.items())))
     expected = {spec.name for spec in all_ops() if spec.comm is None} - ELSEWHERE | MOVES
     expected |= {"a weight used twice", "a weight on several stages", "several results", "padding"}
@@ -83,11 +93,12 @@ def test_random_programs_hold_every_op_and_kind_of_plan() -> None:
     for axis in ("dp", "tp", "pp", "microbatches"):
         assert seen[f"{axis} > 1"] >= 40, axis
     assert seen["sequence parallel"] >= 40
+    assert seen["a split of inputs"] >= 40
     assert refused[True] < refused[False] / 10, refused
 
 
 @pytest.mark.slow
 @settings(max_examples=SLOW, suppress_health_check=LARGE)
-@given(random_programs(), random_plans)
-def test_random_programs_equal_sequential(program: Program, plan: Plan) -> None:
-    compared(program, plan)
+@given(random_programs(), random_plans, random_picks)
+def test_random_programs_equal_sequential(program: Program, plan: Plan, picks: Picks) -> None:
+    compared(program, plan, picks)

@@ -9,6 +9,7 @@ split before and after.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from distir.ir.spec import FactorMapping
 from distir.ir.type import REPLICATE, Placement, Shard
@@ -22,11 +23,29 @@ Taken = Sequence[tuple[Placed, int]]
 """The placements along other axes, with their sizes."""
 
 
-def split_inputs(graph: Graph, classes: Classes, n: int, named: Collection[Node] = (), taken: Taken = ()) -> Placed:
+class BatchSplit(NamedTuple):
+    """The classes of the batch, and the number of pieces into which it is split."""
+
+    classes: Classes
+    pieces: int
+
+    def overlaps(self, value: int, split: Shard, n: int) -> bool:
+        """Whether splitting a value so over n devices is at odds with how the batch is split."""
+        return any([split.overlaps(n, p, self.pieces) for p in self.classes.at[value]])
+
+
+def split_inputs(
+    graph: Graph,
+    classes: Classes,
+    n: int,
+    named: Collection[Node] = (),
+    taken: Taken = (),
+    batch: BatchSplit | None = None,
+) -> Placed:
     """The placements along an axis of n devices that splits the classes.
 
     The inputs in `named` are split so. Other weights, and the state of their optimizer, are replicated, also those with
-    a dim of a class. No op splits a sub-dimension that another axis in `taken` splits there.
+    a dim of a class. No op splits a sub-dimension that another axis in `taken` splits there, or the batch.
     """
     pinned = dict(named)
     follows = {c for v, split in named if graph.roles[v] == "parameter" for c in [classes.at[v].get(split)]}
@@ -40,6 +59,9 @@ def split_inputs(graph: Graph, classes: Classes, n: int, named: Collection[Node]
     if pinned:
         parameters = {v: p for v, p in pinned.items() if graph.roles[v] in ("parameter", "constant")}
         rows = [_leaving(row, ins, parameters) for row, ins in zip(rows, graph.ins, strict=True)]
+    if batch is not None:
+        operands = zip(rows, graph.ins, graph.outs, strict=True)
+        rows = [[m for m in row if not _splits_batch(m, ins, outs, n, batch)] for row, ins, outs in operands]
     for placed, m in taken:
         rows = [_beside(row, n, mapping, m) for row, mapping in zip(rows, placed.mappings, strict=True)]
     full = view(graph, [[(mapping, 0) for mapping in row] for row in rows], shares(graph))
@@ -50,6 +72,10 @@ def _leaving(row: list[FactorMapping], ins: Sequence[int], pinned: Mapping[int, 
     """The mappings that leave pinned operands as they are, if there are any."""
     at = [(k, pinned[i]) for k, i in enumerate(ins) if i in pinned]
     return [m for m in row if all([m.ins[k] is p for k, p in at])] or row if at else row
+
+
+def _splits_batch(mapping: FactorMapping, ins: Sequence[int], outs: Sequence[int], n: int, batch: BatchSplit) -> bool:
+    return any([batch.overlaps(ins[k] if k >= 0 else outs[~k], p, n) for k, p in mapping.splits()])
 
 
 def _beside(row: list[FactorMapping], n: int, other: FactorMapping | None, m: int) -> list[FactorMapping]:

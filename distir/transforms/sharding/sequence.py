@@ -28,13 +28,20 @@ _WORTHWHILE = 0.02
 _Row = Sequence[tuple[FactorMapping | None, int]]
 
 
-def shard_sequence(graph: Graph, split: Split, n: int, batch: tuple[Node, ...], pieces: int) -> Placed:
+def shard_sequence(
+    graph: Graph,
+    split: Split,
+    n: int,
+    batch: tuple[Node, ...],
+    pieces: int,
+    taken: Sequence[tuple[int, tuple[Node, ...]]],
+) -> Placed:
     """The placements of a tensor-parallel split over n devices, with the sequence split over them where that costs
     less.
 
-    `batch` and `pieces` are those of `tensor_parallel`. Returns `split.placed` itself if nothing costs less.
+    `batch`, `pieces` and `taken` are those of `tensor_parallel`. Returns `split.placed` itself if nothing costs less.
     """
-    sequences = _sequences(graph, split.classes, n, batch, pieces)
+    sequences = _sequences(graph, split.classes, n, [(pieces, batch), (samples(graph, batch), batch), *taken])
     question = shard_sequence, split.classes, split.chosen, n, batch, tuple(sequences)
     if question not in graph.cache:  # it is asked again for other numbers of replicas and of microbatches
         graph.cache[question] = _shard(graph, split, n, batch, sequences)
@@ -112,11 +119,11 @@ def _regions(v: View, ops: Collection[int]) -> list[list[int]]:
     return regions
 
 
-def _sequences(graph: Graph, classes: Classes, n: int, batch: tuple[Node, ...], pieces: int) -> list[int]:
-    """The classes of dims of the data that are neither the batch nor features, in the order of the data."""
+def _sequences(graph: Graph, classes: Classes, n: int, others: Sequence[tuple[int, tuple[Node, ...]]]) -> list[int]:
+    """The classes of dims of the data that are neither split by others nor features, in the order of the data."""
     taken = _features(graph, classes)
-    for m in {pieces, samples(graph, batch)}:
-        taken |= classes.clashing(n, classes_from(graph, m, batch), m)
+    for m, starts in others:
+        taken |= classes.clashing(n, classes_from(graph, m, starts), m)
     data = [v for v in graph.inputs if graph.roles[v] == "data"]
     dims = [classes.at[v].get(Shard(dim)) for v in data for dim in range(len(graph.shapes[v]))]
     return list(dict.fromkeys([c for c in dims if c is not None and c not in taken]))

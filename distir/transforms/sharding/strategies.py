@@ -18,7 +18,7 @@ from distir.transforms.plan import BATCH, INPUTS, WEIGHTS, Axis, Sharding
 from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes, Node, classes_from
 from distir.transforms.sharding.graph import graph_of
-from distir.transforms.sharding.input_split import Taken, split_inputs
+from distir.transforms.sharding.input_split import BatchSplit, Taken, split_inputs
 from distir.transforms.sharding.microbatch import place_in_time
 from distir.transforms.sharding.pad import pad, paddable
 from distir.transforms.sharding.place import Placed
@@ -106,8 +106,16 @@ def _place_inputs(problem: Problem, axis: Axis) -> Placed:
                 f"{axis.name} {n}: dim {split.dim} of %{graph.values[v].name}, {size}, does not divide by {ways}",
                 f"use {axis.name}={' or '.join(fits[:_TRIED])}" if fits else f"leave {axis.name} out",
             )
+    nodes = tuple([(v, Shard(dim)) for v, dim in problem.batch])
+    batch = BatchSplit(classes_from(graph, sharding.pieces, nodes), sharding.pieces)
+    if clash := [(v, split) for v, split in starts if batch.overlaps(v, split, n)]:
+        v, split = clash[0]
+        raise InfeasibleError(
+            f"{axis.name} cannot split dim {split.dim} of %{graph.values[v].name}: it is split with the batch",
+            f"leave it out, or split the batch of the data along {axis.name}, too",
+        )
     classes = Classes(graph, n, starts, max([split.outer for _, split in starts], default=1))
-    return split_inputs(graph, classes, n, starts, problem.taken(INPUTS))
+    return split_inputs(graph, classes, n, starts, problem.taken(INPUTS), batch)
 
 
 def _place_weights(problem: Problem, axis: Axis) -> Placed:
@@ -117,7 +125,7 @@ def _place_weights(problem: Problem, axis: Axis) -> Placed:
     if not sharding.sequence:
         return split.placed
     starts = tuple([(v, Shard(dim)) for v, dim in batch])
-    placed = shard_sequence(graph_of(function), split, axis.size, starts, sharding.pieces)
+    placed = shard_sequence(graph_of(function), split, axis.size, starts, sharding.pieces, problem.starts)
     if placed is split.placed:
         raise InfeasibleError(
             f"sequence parallelism over {axis.name} {axis.size} splits nothing in {function.name}",
