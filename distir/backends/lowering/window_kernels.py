@@ -137,7 +137,7 @@ def max_pool_grad(
 def average_pool(
     x: torch.Tensor, kernel: Ints, strides: Ints, dilations: Ints, pads: Ints, counted: Ints
 ) -> torch.Tensor:
-    if not _is_plain(kernel, dilations, pads, counted):
+    if not _has_kernel(x, kernel, dilations, pads, counted):
         settings = {"strides": strides, "dilations": dilations, "pads": pads, "counted": counted}
         return written_out("AveragePool", x)(x, kernel=kernel, **settings)
     p = _planes(x, kernel, strides, dilations, pads)
@@ -148,7 +148,7 @@ def average_pool(
 def average_pool_grad(
     d: torch.Tensor, kernel: Ints, strides: Ints, dilations: Ints, pads: Ints, counted: Ints, sizes: Ints
 ) -> torch.Tensor:
-    if not _is_plain(kernel, dilations, pads, counted):
+    if not _has_kernel(d, kernel, dilations, pads, counted):
         settings = {"strides": strides, "dilations": dilations, "pads": pads, "counted": counted}
         return written_out("AveragePoolGrad", d)(d, kernel=kernel, sizes=sizes, **settings)
     like = d.new_empty((*d.shape[:2], *sizes))
@@ -158,9 +158,9 @@ def average_pool_grad(
     return p.gradient(dx, like, pads)
 
 
-def _is_plain(kernel: Ints, dilations: Ints, pads: Ints, counted: Ints) -> bool:
+def _has_kernel(x: torch.Tensor, kernel: Ints, dilations: Ints, pads: Ints, counted: Ints) -> bool:
     """Whether torch has such means: no dilations, and all pads are counted, or none of those that it takes."""
-    if max(dilations) > 1:
+    if max(dilations) > 1 or (x.device.type == "cpu" and x.dim() == 5 and x.dtype.itemsize < 4):
         return False
     both = _same_ends(pads)
     return counted == pads or (
