@@ -157,6 +157,8 @@ def _conv_transpose(n: Node) -> Result:
         w = w._replace(pads=_halves(total, w.how == "SAME_UPPER"))
     else:
         sizes = tuple([size - w.pads[i] - w.pads[rank + i] for i, size in enumerate(natural)])
+    if min(sizes) < 1:
+        raise n.error(f"its result would have spatial dims {sizes}")
     for i, size in enumerate(sizes):  # what no window reaches must be less than a stride
         left = size + w.pads[i] + w.pads[rank + i] - (counts[i] - 1) * w.strides[i] - w.extents[i]
         if not 0 <= left < w.strides[i]:
