@@ -37,13 +37,13 @@ REFUSED = {
 
 @functools.cache
 def cases() -> list[Any]:
-    """Of modules imported one by one: all of them take 10 seconds."""
+    """From modules imported one by one: all of them take 10 seconds."""
     from onnx.backend.test.case import node as known
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op_type in CASES:
-            name = "batchnorm" if op_type == "BatchNormalization" else op_type.lower()
+            name = op_type.lower().replace("hn", "h_n")
             importlib.import_module(f"onnx.backend.test.case.node.{name}")
     return [c for c in known._NodeTestCases if len(c.model.graph.node) == 1]
 
