@@ -184,6 +184,8 @@ SAMPLES = [
     S("Conv", (x(2, 3, 2, 2, 4), w(5, 3, 1, 2, 2)), {"strides": [1, 2, 2], "pads": [0] * 6}),
     S("Conv", (x(2, 3, 5), w(4, 3, 3), w(4)), {"pads": [2, 1], "strides": [2]}),
     S("Conv", (x(2, 4, 5, 6), w(6, 2, 3, 2)), {"group": 2, "strides": [1, 2], "auto_pad": "SAME_LOWER"}),
+    S("Conv", (x(2, 3, 6), w(4, 3, 2)), {"strides": [2], "dilations": [2]}),
+    S("Conv", (x(2, 3, 5, 6), w(4, 3, 1, 2)), {"strides": [2, 3], "auto_pad": "SAME_UPPER"}),
     S("Conv", (x(2, 3, 6, 5), w(4, 3, 3, 2)), {"dilations": [2, 3], "pads": [0, 1, 1, 0]}),
     S("Conv", (x(2, 3, 4, 5), w(4, 3, 2, 2), w(4)), {"strides": [2, 2]}),  # patches that leave some out
     S("Conv", (x(1, 2, 3, 3, 4), w(2, 1, 2, 2, 2)), {"group": 2, "auto_pad": "SAME_UPPER", "strides": [2, 1, 3]}),
