@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import reduce
 
 import ml_dtypes
@@ -176,30 +175,6 @@ def _gemm(n: Node) -> Result:
     return n.emit("Gemm", *n.operands(), **scales, **flags)
 
 
-@rule("Conv")
-def _conv(n: Node) -> Result:
-    """A convolution of adjacent patches, as in a vision transformer, becomes a matrix product."""
-    (batch, channels, *sizes), (filters, _, *kernel) = n.shape(), n.shape(1)
-    plain = {"group": 1, "auto_pad": "NOTSET"} | {k: (1,) * len(kernel) for k in ("dilations", "strides")}
-    got = {k: n.attr(k, default) for k, default in plain.items()} | {"pads": n.attr("pads", (0,) * 2 * len(kernel))}
-    n.attr("kernel_shape")
-    side = got["strides"] == tuple(kernel) and not any(got["pads"]) and got["auto_pad"] in ("NOTSET", "VALID")
-    if not side or got["group"] != 1 or (set(got["dilations"]) != {1} and set(kernel) != {1}):
-        hint = "supported: strides as large as the kernel, no pads, no groups, no dilations"
-        raise n.error(f"a convolution with {', '.join(f'{k} {v}' for k, v in got.items())} is not supported", hint)
-    if any(size % k for size, k in zip(sizes, kernel, strict=True)):
-        raise n.error(f"patches of {tuple(kernel)} do not divide {tuple(sizes)}")
-    parts = [(size // k, k) for size, k in zip(sizes, kernel, strict=True)]
-    x = n.reshape(n.operand(0), (batch, channels, *[d for part in parts for d in part]))
-    end = 2 + 2 * len(kernel)
-    x = n.emit("Transpose", x, perm=(0, *range(2, end, 2), 1, *range(3, end, 2)))
-    size = channels * math.prod(kernel)
-    x = n.reshape(x, (batch, *[count for count, _ in parts], size))
-    y = n.emit("MatMul", x, n.emit("Transpose", n.reshape(n.operand(1), (filters, size)), perm=(1, 0)))
-    y = n.emit("Add", y, n.operand(2)) if n.has(2) else y
-    return n.emit("Transpose", y, perm=(0, len(parts) + 1, *range(1, len(parts) + 1)))
-
-
 def _reduced_axes(n: Node) -> tuple[int, ...] | None:
     """The dims to reduce; without axes all, or None if the node is then the identity (`noop_with_empty_axes`)."""
     axes, rank = n.axes(), len(n.shape())
@@ -229,16 +204,16 @@ def _reduction_of_points(n: Node) -> Result:
         x = n.emit("Mul", x, x)
     total = _reduce(n, "ReduceSum", x)
     if op_type == "ReduceL2":
-        return _where_not(n, n.emit("Sqrt", _divisor(n, total)), total)
+        return where_not(n, n.emit("Sqrt", divisor(n, total)), total)
     return n.emit("Log", total) if op_type == "ReduceLogSum" else total
 
 
-def _divisor(n: Node, total: Value) -> Value:
+def divisor(n: Node, total: Value) -> Value:
     """`total` (>= 0) with 1 in place of 0: so that neither its root nor its inverse has an infinite slope."""
     return n.emit("Where", n.emit("Equal", total, n.constant(0, total)), n.constant(1, total), total)
 
 
-def _where_not(n: Node, x: Value, total: Value) -> Value:
+def where_not(n: Node, x: Value, total: Value) -> Value:
     """`x`, but 0, with gradient 0, where `total` is 0."""
     return n.emit("Mask", n.emit("Equal", total, n.constant(0, total)), x, keep=False)
 
@@ -298,14 +273,8 @@ def _lp_norm(n: Node) -> Result:
     x, dims, p = n.operand(0), (n.axis(-1),), n.attr("p", 2)
     points = n.emit("Abs", x) if p == 1 else n.emit("Mul", x, x)
     total = n.emit("ReduceSum", points, axes=dims, keepdims=1)
-    length = _divisor(n, total) if p == 1 else n.emit("Sqrt", _divisor(n, total))
-    return _where_not(n, n.emit("Div", x, length), total)
-
-
-@rule("GlobalAveragePool", "GlobalMaxPool")
-def _global_pool(n: Node) -> Result:
-    op_type = "ReduceMean" if n.proto.op_type == "GlobalAveragePool" else "ReduceMax"
-    return n.emit(op_type, n.operand(0), axes=tuple(range(2, len(n.shape()))), keepdims=1)
+    length = divisor(n, total) if p == 1 else n.emit("Sqrt", divisor(n, total))
+    return where_not(n, n.emit("Div", x, length), total)
 
 
 @rule("SoftmaxCrossEntropyLoss")

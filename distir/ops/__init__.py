@@ -4,6 +4,7 @@ from distir.ops import (
     attention,
     collectives,
     comm,
+    conv,
     dropout,
     elementwise,
     index,
@@ -12,6 +13,7 @@ from distir.ops import (
     nn,
     optim,
     point_to_point,
+    pool,
     reduce,
     shape,
 )
@@ -20,6 +22,7 @@ __all__ = [
     "attention",
     "collectives",
     "comm",
+    "conv",
     "dropout",
     "elementwise",
     "index",
@@ -28,6 +31,7 @@ __all__ = [
     "nn",
     "optim",
     "point_to_point",
+    "pool",
     "reduce",
     "shape",
 ]

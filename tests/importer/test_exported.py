@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 import torch
 
+import distir
 from distir.api.model import load
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.transforms.rewriting.fuse import fuse
@@ -24,6 +25,18 @@ SIZES = {
     "num_attention_heads": 4,
     "intermediate_size": 48,
 }
+
+
+WIDTHS = {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}
+IMAGES: dict[str, dict[str, Any]] = {
+    "ResNet": {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 2]},
+    "RegNet": {"embedding_size": 8, "groups_width": 4, **WIDTHS},
+    "ConvNext": WIDTHS,
+    "ConvNextV2": WIDTHS,
+    "MobileNetV2": {"depth_multiplier": 0.25},
+    "Segformer": {"hidden_sizes": [8, 16, 16, 16]},
+}
+"""Convolutional networks, small."""
 
 
 class Logits(torch.nn.Module):
@@ -51,10 +64,10 @@ def built(kind: str, **sizes: Any) -> torch.nn.Module:
     """A model of transformers, by the beginning of its class's name."""
     import transformers
 
-    heads = {"Bert": "ForMaskedLM", "ViT": "ForImageClassification"}
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **sizes)
+    heads = {"Bert": "ForMaskedLM", **dict.fromkeys(["ViT", *IMAGES], "ForImageClassification")}
+    config = getattr(transformers, f"{kind}Config")(**({} if kind in IMAGES else SIZES), **sizes)
     model = getattr(transformers, kind + heads.get(kind, "ForCausalLM"))._from_config(config)
-    return (Pixels if kind == "ViT" else Tokens)(model)
+    return (Pixels if kind in ("ViT", *IMAGES) else Tokens)(model)
 
 
 def exported(
@@ -119,6 +132,25 @@ def test_of_transformers(kind: str, sizes: dict[str, Any], masked: bool, attenti
     assert len(op.inputs) == 3 + attention.get("mask", False)
     norms = [op.inputs[1].kind for op in step.function.ops if op.op_type == "RMSNorm"]
     assert norms == ["parameter"] * (3 if kind in ("Llama", "Mistral", "Qwen2") else 0)
+
+
+@pytest.mark.parametrize("kind", [k if k == "ResNet" else pytest.param(k, marks=pytest.mark.slow) for k in IMAGES])
+def test_of_images(kind: str, tmp_path: Path) -> None:
+    """Convolutional networks: results equal onnxruntime's, and a step of data and tensor parallel training one
+    device's."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 64, 64)
+    path = exported(built(kind, **IMAGES[kind]), {"pixel_values": x}, tmp_path / "m.onnx")
+    (want,) = onnxruntime.InferenceSession(path).run(None, {"pixel_values": x.numpy()})
+    model = load(path, {"batch": 4})
+    given = {v: model.arrays[v] if v in model.arrays else x.numpy() for v in model.function.inputs}
+    (got,) = SequentialExecutor().compute(model.function, given)
+    np.testing.assert_allclose(got, np.asarray(want), atol=1e-5)
+    assert "Conv" in {op.op_type for op in model.function.ops}
+    step = load(path, {"batch": 4}, loss="cross-entropy", optimizer="sgd", dtype="float64")
+    done = distir.run(step, distir.Plan(dp=2, tp=2), steps=1, backend="numpy", check=True)
+    assert done.check is not None
+    assert done.check.ok
 
 
 def test_as_it_was_written(tmp_path: Path) -> None:

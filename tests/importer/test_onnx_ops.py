@@ -182,6 +182,32 @@ SAMPLES = [
     S("Conv", (x(2, 3, 4, 6), w(5, 3, 2, 3), w(5)), {"strides": [2, 3], "auto_pad": "VALID"}),
     S("Conv", (x(2, 3, 4), w(5, 3, 1)), {"dilations": [2], "group": 1, "kernel_shape": [1]}),
     S("Conv", (x(2, 3, 2, 2, 4), w(5, 3, 1, 2, 2)), {"strides": [1, 2, 2], "pads": [0] * 6}),
+    S("Conv", (x(2, 3, 5), w(4, 3, 3), w(4)), {"pads": [2, 1], "strides": [2]}),
+    S("Conv", (x(2, 4, 5, 6), w(6, 2, 3, 2)), {"group": 2, "strides": [1, 2], "auto_pad": "SAME_LOWER"}),
+    S("Conv", (x(2, 3, 6), w(4, 3, 2)), {"strides": [2], "dilations": [2]}),
+    S("Conv", (x(2, 3, 5, 6), w(4, 3, 1, 2)), {"strides": [2, 3], "auto_pad": "SAME_UPPER"}),
+    S("Conv", (x(2, 3, 6, 5), w(4, 3, 3, 2)), {"dilations": [2, 3], "pads": [0, 1, 1, 0]}),
+    S("Conv", (x(2, 3, 4, 5), w(4, 3, 2, 2), w(4)), {"strides": [2, 2]}),  # patches that leave some out
+    S("Conv", (x(1, 2, 3, 3, 4), w(2, 1, 2, 2, 2)), {"group": 2, "auto_pad": "SAME_UPPER", "strides": [2, 1, 3]}),
+    S("ConvTranspose", (x(2, 3, 4), w(3, 2, 3), w(2)), {"strides": [2], "pads": [1, 0], "output_padding": [1]}),
+    S("ConvTranspose", (x(2, 4, 2, 3), w(4, 3, 2, 3), w(6)), {"group": 2, "dilations": [2, 1], "strides": [1, 2]}),
+    S("ConvTranspose", (x(1, 2, 3, 3), w(2, 1, 3, 3)), {"strides": [3, 2], "output_shape": [10, 6]}),
+    *[
+        S("ConvTranspose", (x(1, 2, 3), w(2, 1, 4)), {"strides": [3], "auto_pad": f"SAME_{k}"})
+        for k in ("UPPER", "LOWER")
+    ],
+    S("MaxPool", (x(2, 3, 7),), {"kernel_shape": [3], "strides": [2], "ceil_mode": 1, "storage_order": 1}),
+    S("MaxPool", (x(2, 3, 5, 6),), {"kernel_shape": [3, 2], "pads": [2, 0, 1, 1], "dilations": [1, 3]}),
+    S("MaxPool", (ints(200, 1, 2, 4, 5).astype(np.uint8),), {"kernel_shape": [2, 2], "auto_pad": "SAME_UPPER"}),
+    *[
+        S("AveragePool", (x(2, 3, 5, 6),), {"kernel_shape": [3, 3], "count_include_pad": k, "ceil_mode": i, **how})
+        for k in (0, 1)
+        for i in (0, 1)
+        for how in ({"strides": [2, 3], "pads": [1, 2, 0, 2]}, {"auto_pad": "SAME_LOWER", "strides": [1, 2]})
+    ],
+    S("AveragePool", (x(1, 2, 3, 4, 5),), {"kernel_shape": [2, 1, 3], "dilations": [2, 1, 1], "auto_pad": "VALID"}),
+    *[S("LpPool", (x(2, 3, 5),), {"kernel_shape": [3], "pads": [1, 1], "p": p}) for p in (1, 2, 3)],
+    S("LpPool", (np.zeros((1, 1, 4), np.float32),), {"kernel_shape": [2]}),
     S("Tile", (x(2, 3), [2, 3])),
     S("Tile", (x(2, 3), [1, 1])),
     S("Pad", (x(2, 3), [1, 0, 0, 2], np.float32(0.5))),

@@ -98,6 +98,39 @@ def attended(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *mask: 
     ]
 
 
+def slid(rank: int, **given: Any) -> dict[str, Any]:
+    """The attributes of windows over that many dims, groups included if there are any, those that are given in place of
+    the plain ones."""
+    groups = {} if "kernel" in given else {"groups": 1}
+    return {"strides": (1,) * rank, "dilations": (1,) * rank, "pads": (0,) * 2 * rank, **groups, **given}
+
+
+CONVOLVED: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
+    ((2, 4, 5), (6, 4, 3), (2, 6, 5), {"pads": (1, 1)}),
+    ((2, 4, 7), (4, 4, 2), (2, 4, 3), {"strides": (2,), "dilations": (2,), "pads": (1, 0)}),
+    ((4, 1, 4, 4), (2, 1, 3, 3), (4, 2, 4, 2), {"strides": (1, 2), "pads": (1, 0, 1, 1)}),
+    ((1, 2, 4, 5), (2, 2, 2, 1), (1, 2, 1, 2), {"strides": (3, 4), "pads": (0, 1, 1, 0), "dilations": (2, 3)}),
+    ((2, 8, 4), (12, 2, 2), (2, 12, 3), {"groups": 4}),
+    ((2, 8, 3, 3), (8, 4, 2, 2), (2, 8, 2, 2), {"groups": 2}),
+    ((2, 4, 4), (8, 1, 3), (2, 8, 4), {"groups": 4, "pads": (2, 2), "dilations": (2,)}),  # depthwise
+    ((2, 2, 2, 3, 4), (2, 2, 2, 2, 1), (2, 2, 2, 2, 2), {"strides": (2, 1, 2), "pads": (1, 0, 0, 1, 0, 0)}),
+]
+"""The shapes of x, w and y of a convolution, and its attributes where they are not the plain ones."""
+
+POOLED: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
+    ((2, 4, 5), (2, 4, 3), (1, 1), {"kernel": (3,), "strides": (2,), "pads": (1, 1)}),
+    ((2, 4, 6), (2, 4, 3), (0, 0), {"kernel": (3,), "strides": (2,), "pads": (0, 1)}),  # rounded up
+    ((2, 2, 4, 5), (2, 2, 2, 3), (0, 1, 0, 0), {"kernel": (2, 3), "strides": (2, 2), "pads": (0, 1, 0, 1)}),
+    ((2, 1, 5, 3), (2, 1, 3, 2), (0, 0, 0, 0), {"kernel": (2, 2), "dilations": (2, 1)}),
+    (
+        (1, 2, 3, 2, 3),
+        (1, 2, 2, 3, 2),
+        (1, 1, 0, 1, 1, 1),
+        {"kernel": (3, 2, 3), "strides": (2, 1, 2), "pads": (1,) * 6},
+    ),
+]
+"""The shapes of operand and result of a pool, the pads that a mean counts, and its attributes."""
+
 BINARY = ["Add", "Sub", "Mul", "Max", "Min", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
 SMOOTH = ["Abs", "Sin", "Cos", "Tanh", "Relu", "Sigmoid", "Silu", "Softplus", "Erf", "Exp"]
 UNARY = [*SMOOTH, "Neg", "Sign", "Floor", "Ceil", "Round"]
@@ -186,6 +219,29 @@ SAMPLES = [
     sample("Sum", real(4, 6), real(4, 6), real(4, 6)),
     sample("Sum", real(4)),
     sample("ReduceMaxGrad", real(4, 6), derived(lambda x: x.max(1, keepdims=True), 4, 1), real(4, 1), axes=(1,)),
+    # convolutions: x (n, g c, ...), w (g m, c, ...), y (n, g m, ...)
+    *[
+        sample(name, *[real(*s) for s in shapes], **slid(len(shapes[0]) - 2, **how), **extra)
+        for x, w, y, how in CONVOLVED
+        for name, shapes, extra in [
+            ("Conv", (x, w), {}),
+            ("ConvGradInput", (y, w), {"sizes": x[2:]}),
+            ("ConvGradWeight", (x, y), {"kernel": w[2:]}),
+        ]
+    ],
+    # pools
+    *[
+        sample(name, *[real(*s) for s in shapes], **slid(len(x) - 2, **how), **extra)
+        for x, y, counted, how in POOLED
+        for name, shapes, extra in [
+            ("MaxPool", (x,), {}),
+            ("MaxPoolGrad", (x, y), {}),
+            ("AveragePool", (x,), {"counted": counted}),
+            ("AveragePoolGrad", (y,), {"counted": counted, "sizes": x[2:]}),
+        ]
+    ],
+    # equal elements, of which the first takes the gradient
+    sample("MaxPoolGrad", below(2, 2, 2, 6, dtype=Float64), real(2, 2, 6), **slid(1, kernel=(3,), pads=(1, 1))),
     # index
     sample("Gather", real(12, 6), below(12, 4, 2), axis=0),
     sample("Gather", real(4, 12, 2), below(12, 4, dtype=Int32), axis=1),

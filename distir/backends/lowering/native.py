@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from distir.backends.lowering import window_kernels
 from distir.backends.lowering.attention_kernels import attention, attention_grad
 from distir.backends.tensors import products
 from distir.backends.tensors.torch_namespace import TorchNamespace, torch_dtype, written_out
@@ -312,6 +313,13 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "RandomDropout": _random_dropout,
     "DropoutGrad": _dropped,
     "SumOfSquares": _sum_of_squares,
+    "Conv": window_kernels.conv,
+    "ConvGradInput": window_kernels.conv_grad_input,
+    "ConvGradWeight": window_kernels.conv_grad_weight,
+    "MaxPool": window_kernels.max_pool,
+    "MaxPoolGrad": window_kernels.max_pool_grad,
+    "AveragePool": window_kernels.average_pool,
+    "AveragePoolGrad": window_kernels.average_pool_grad,
 }
 """Implementations by op name."""
 

@@ -168,7 +168,7 @@ class CostModel:
         dtype = computed_in(ins, outs)
         if (measured := what.speed(spec.name, dtype)) is not None:
             return measured.seconds(flops, size)
-        if spec.kernel == "product" and dtype is not None and dtype.size > 2 and _batched(ins):
+        if spec.kernel == "product" and dtype is not None and dtype.size > 2 and _batched(spec, ins):
             bandwidth *= what.batched_efficiency
         seconds = size / bandwidth
         if flops:
@@ -205,9 +205,11 @@ def _copies(t: Type) -> int:
     return math.prod([n for i, (n, p) in enumerate(axes) if p is REPLICATE and i != mesh.time])
 
 
-def _batched(ins: Types) -> bool:
-    """Whether a product has a matrix of its own for each one of a batch."""
-    return len(ins) > 1 and isinstance(t := ins[1], Tensor) and len(t.shape) > 2 and math.prod(t.shape[:-2]) > 1
+def _batched(spec: Spec, ins: Types) -> bool:
+    """Whether a product has a matrix of its own for each one of a batch; convolutions, without `axes`, have not."""
+    if spec.axes is None or len(ins) < 2 or not isinstance(t := ins[1], Tensor):
+        return False
+    return len(t.shape) > 2 and math.prod(t.shape[:-2]) > 1
 
 
 def wire_of(spec: Spec) -> Wire:
