@@ -52,7 +52,7 @@ class Lanes(Protocol):
 
 
 class Wire(NamedTuple):
-    """The traffic among n devices that reduce, gather or pass on S bytes (the size of the whole on one device).
+    """The traffic among n devices that reduce, gather or pass on S bytes (`size`: the whole on one device).
 
     `patterns` are the possible algorithms, of which the fastest is taken: "ring", "tree", "in-network" (by switches),
     "pairs" (each sends to each), "next" (each sends to one); between one device and a mesh "serial" (one after the
@@ -65,11 +65,13 @@ class Wire(NamedTuple):
     """n -> (a, b): a device sends a/b of S bytes."""
     steps: Callable[[int], int] = lambda n: 1
     """n -> the number of consecutive messages."""
+    size: Callable[[int, int], int] = max
+    """Bytes on one device of the operand and of the result -> S."""
 
 
 def as_wanted(have: Placement, want: Placement) -> Attrs | None:
-    """The attributes of an op that gives any placement of its kind."""
-    return want.attributes
+    """The attributes of an op that gives any placement of its kind; none from or to a halo."""
+    return want.attributes if have.halo is None and want.halo is None else None
 
 
 class Communication(NamedTuple):

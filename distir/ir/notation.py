@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import ModelError
-from distir.ir.placement import reductions
+from distir.ir.placement import Halo, reductions
 from distir.ir.type import NOW, REPLICATE, DType, Partial, Piece, Placement, Shard, Tensor, Tuple, Type
 
 PLAIN = r"[^\W\d][\w.\-/]*"
@@ -21,7 +21,8 @@ LABEL = rf"{NAME}(?:\#\d+)?"
 """A mesh or a function: `name#1` is the second of that name."""
 WHERE = rf"{NAME}(?::-?\d+|\#\d+)?"
 """A device or a mesh."""
-_AXIS = rf"(?:\d+:)?{NAME}(?:\+\d+)?"
+_HALO = r"(?:~\d+:\d+(?::[^\s,}]+)?)?"
+_AXIS = rf"(?:\d+:)?{NAME}(?:\+\d+)?{_HALO}"
 _DIM = rf"\d+(?:\{{{_AXIS}(?:,{_AXIS})*\}})?"
 _MICROBATCH = r"(?:t(?:[+-]\d+)?|-?\d+)"
 _DIMS = rf"(?:{_DIM}(?:,\ {_DIM})*)?"
@@ -38,7 +39,7 @@ _is_tensor = re.compile(rf"(\w+)\[({_DIMS})\]((?:\+(?:\w+:)?{NAME})*)(?:\#([^\s@
 _is_device = re.compile(rf"({NAME}):(-?\d+)").fullmatch
 _is_mesh = re.compile(rf"\s*{MESH}\s*").fullmatch
 _dims = re.compile(rf"(\d+)(?:\{{({_AXIS}(?:,{_AXIS})*)\}})?").findall
-_subdims = re.compile(rf"(?:(\d+):)?({NAME})(?:\+(\d+))?").findall
+_subdims = re.compile(rf"(?:(\d+):)?({NAME})(?:\+(\d+))?({_HALO})").findall
 _partials = re.compile(rf"\+(?:(\w+):)?({NAME})").findall
 _sizes = re.compile(rf"({NAME})=(\d+)").findall
 _runs = re.compile(_RUN).findall
@@ -111,7 +112,7 @@ def write_type(t: Type, mesh_label: Callable[[Mesh], str], bundle: Callable[[Tup
             for outer, n, i in subdims:
                 shift = t.placements[i].shift
                 part = plain(at.axes[i]) if outer == end else f"{outer}:{plain(at.axes[i])}"
-                parts.append(f"{part}+{shift}" if shift else part)
+                parts.append(f"{part}+{shift}" if shift else part + _write_halo(t.placements[i].halo))
                 end = outer * n
             dims[dim] += "{" + ",".join(parts) + "}"
         for i, kind in reductions(t.placements).items():
@@ -151,9 +152,9 @@ def read_tensor(text: str, where: Callable[[str], Device | Mesh]) -> Tensor | No
     for dim, (local, axes) in enumerate(_dims(dims)):
         shape.append(int(local))
         end = 1
-        for outer, axis, shift in _subdims(axes):
+        for outer, axis, shift, halo in _subdims(axes):
             axis = unquote(axis)
-            placements[axis] = Shard(dim, int(outer or end), int(shift or 0))
+            placements[axis] = Shard(dim, int(outer or end), int(shift or 0), _read_halo(halo))
             end = int(outer or end) * (at.size(axis) if isinstance(at, Mesh) else 1)
     for kind, axis in _partials(partials):
         placements[unquote(axis)] = Partial(kind or "sum")
@@ -164,6 +165,23 @@ def read_tensor(text: str, where: Callable[[str], Device | Mesh]) -> Tensor | No
     for axis in placements:
         at.position(axis)
     return Tensor(dtype, shape, at, [placements.get(a, REPLICATE) for a in at.axes], _read_piece(piece))
+
+
+def _write_halo(halo: Halo | None) -> str:
+    if halo is None:
+        return ""
+    lo, hi, fill = halo
+    return f"~{lo}:{hi}" + (f":{fill!r}" if fill else "")
+
+
+def _read_halo(text: str) -> Halo | None:
+    if not text:
+        return None
+    lo, hi, *fill = text[1:].split(":")
+    try:
+        return int(lo), int(hi), float(fill[0]) if fill else 0.0
+    except ValueError:
+        fail("the number that fills a halo", fill[0])
 
 
 def _write_piece(piece: Piece | None) -> str:

@@ -14,6 +14,9 @@ from typing import Any, ClassVar, Self
 from distir.ir.errors import IRTypeError
 
 Array = Any
+Halo = tuple[int, int, float]
+"""(lo, hi, fill): how many elements a device has beside its slice, before and after; `fill` is what lies outside the
+whole."""
 
 
 class _Placement:
@@ -22,6 +25,12 @@ class _Placement:
     __slots__ = ()
     outer: int = 1
     shift: int = 0
+    halo: Halo | None = None
+
+    @property
+    def plain(self) -> Self:
+        """The same split without a halo."""
+        return self
 
     def cut(self, x: Array, i: int, n: int) -> Array:
         """Device i's piece of the whole `x`; all of it if it is not split."""
@@ -95,49 +104,71 @@ class Replicate(_Placement):
         return "Replicate"
 
     def covers(self, want: Placement) -> bool:
-        return self is want or want.dim is not None
+        return self is want or (want.dim is not None and want.halo is None)
 
 
 class Shard(_Placement):
     """Dimension `dim`, read as (outer, n, rest), is split in its middle sub-dimension over the n devices of the axis.
 
     Device i holds slice (i - shift) mod n: with a `shift` of 0 the devices hold the slices in order, with k each slice
-    is k devices further on. Raises IRTypeError unless `dim` and `shift` are integers from 0, and `outer` one from 1.
+    is k devices further on. With a `halo` (lo, hi, fill) it also holds the lo elements before its slice and the hi
+    after it, `fill` where they are outside the whole: of slices of s elements [i s - lo, (i + 1) s + hi).
+
+    Raises IRTypeError unless `dim` and `shift` are integers from 0, and `outer` one from 1; and for a halo with an
+    `outer` or a `shift`, or whose widths are not integers from 0, one above it.
     """
 
-    __slots__ = ("dim", "outer", "shift")
-    _interned: ClassVar[dict[tuple[int, int, int], Shard]] = {}
+    __slots__ = ("dim", "halo", "outer", "shift")
+    _interned: ClassVar[dict[tuple[int, int, int, Halo | None], Shard]] = {}
     dim: int
     outer: int
     shift: int
+    halo: Halo | None
     kind: ClassVar[None] = None
 
-    def __new__(cls, dim: int, outer: int = 1, shift: int = 0) -> Shard:
+    def __new__(cls, dim: int, outer: int = 1, shift: int = 0, halo: Halo | None = None) -> Shard:
         if type(dim) is not int or type(outer) is not int:  # 1.0 and True are found where 1 is
             raise IRTypeError(f"a split is of a dim and an outer that are integers, got dim={dim!r}, outer={outer!r}")
         if type(shift) is not int:
             raise IRTypeError(f"a split is shifted by an integer, got {shift!r}")
-        self = cls._interned.get((dim, outer, shift))
+        if halo is not None:
+            halo = _checked(halo, outer, shift)
+        self = cls._interned.get((dim, outer, shift, halo))
         if self is None:
             if dim < 0 or outer < 1:
                 raise IRTypeError(f"a split is of a dim from 0, with an outer from 1, got dim={dim}, outer={outer}")
             if shift < 0:
                 raise IRTypeError(f"a split is shifted by 0 or more, got shift={shift}")
             self = object.__new__(cls)
-            self.dim, self.outer, self.shift = dim, outer, shift
-            cls._interned[dim, outer, shift] = self
+            self.dim, self.outer, self.shift, self.halo = dim, outer, shift, halo
+            cls._interned[dim, outer, shift, halo] = self
         return self
 
-    def __reduce__(self) -> tuple[type[Shard], tuple[int, int, int]]:
-        return Shard, (self.dim, self.outer, self.shift)
+    def __reduce__(self) -> tuple[type[Shard], tuple[int, int, int, Halo | None]]:
+        return Shard, (self.dim, self.outer, self.shift, self.halo)
 
     def __repr__(self) -> str:
+        if self.halo:
+            return f"Shard({self.dim}, halo={self.halo})"
         if self.shift:
             return f"Shard({self.dim}, {self.outer}, {self.shift})"
         return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, {self.outer})"
 
+    @property
+    def plain(self) -> Shard:
+        return self if self.halo is None else Shard(self.dim)
+
+    def with_halo(self, lo: int, hi: int, fill: float = 0.0) -> Shard:
+        """The same split with a halo; itself if that is of no width. Raises IRTypeError where there can be none."""
+        return Shard(self.dim, self.outer, self.shift, (lo, hi, fill)) if lo or hi else self
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """How many elements a device has before its slice, and after it."""
+        return self.halo[:2] if self.halo else (0, 0)
+
     def overlaps(self, n: int, other: Shard, m: int) -> bool:
-        """Whether a dim cannot be split both so over n devices and as `other` over m: neither splits the other's parts."""
+        """Whether a dim cannot be split both so over n devices and as `other` over m: neither is inside the other."""
         return self.dim == other.dim and bool(self.outer % (other.outer * m) and other.outer % (self.outer * n))
 
     def slice_index(self, i: int, n: int) -> int:
@@ -152,22 +183,38 @@ class Shard(_Placement):
 
     def cut(self, x: Array, i: int, n: int) -> Array:
         shape, dim = x.shape, self.dim
+        if self.halo is not None:
+            (lo, hi, fill), s, before = self.halo, shape[dim] // n, (slice(None),) * dim
+            y = x[(*before, [min(max(k, 0), shape[dim] - 1) for k in range(i * s - lo, (i + 1) * s + hi)])]
+            if i * s < lo:
+                y[(*before, slice(0, lo - i * s))] = fill
+            if (after := (i + 1) * s + hi - shape[dim]) > 0:
+                y[(*before, slice(s + lo + hi - after, None))] = fill
+            return y
         y = x.reshape(*shape[:dim], self.outer, n, -1, *shape[dim + 1 :])
         y = y[(slice(None),) * (dim + 1) + (self.slice_index(i, n),)]
         return y.reshape(*shape[:dim], shape[dim] // n, *shape[dim + 1 :])
 
     def join(self, pieces: Sequence[Array], xp: Any) -> Array:
-        n, dim, shape = len(pieces), self.dim, pieces[0].shape
+        n, dim = len(pieces), self.dim
+        if self.halo is not None:
+            inside = slice(self.halo[0], pieces[0].shape[dim] - self.halo[1])
+            return xp.concat([x[(*(slice(None),) * dim, inside)] for x in pieces], dim)
+        shape = pieces[0].shape
         split = [
             pieces[self.device(k, n)].reshape(*shape[:dim], self.outer, 1, -1, *shape[dim + 1 :]) for k in range(n)
         ]
         return xp.concat(split, dim + 1).reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
 
     def local_size(self, size: int, n: int) -> int:
-        return size // n
+        return size // n + sum(self.widths)
+
+    def global_size(self, size: int, n: int) -> int:
+        """The size of a dim of which a device holds `size`."""
+        return (size - sum(self.widths)) * n
 
     def start(self, i: int, n: int, size: int) -> int:
-        return self.slice_index(i, n) * self.local_size(size, n)
+        return self.slice_index(i, n) * (size // n) - self.widths[0]
 
     def inside(self, ways: int) -> Shard:
         return self if ways == 1 else Shard(self.dim, self.outer // ways, self.shift)
@@ -176,6 +223,8 @@ class Shard(_Placement):
         return self if ways == 1 else Shard(self.dim, self.outer * ways, self.shift)
 
     def exchanged(self, want: Placement, size: float, n: int) -> float:
+        if self.halo is not None or want.halo is not None:  # what a halo takes is small
+            return 0.0 if want.plain is self.plain else self.plain.exchanged(want.plain, size, n)
         if want is REPLICATE or want.dim == self.dim:  # gathered, then cut
             return size
         return size / n  # each device sends parts of its slice
@@ -191,7 +240,19 @@ class Shard(_Placement):
 
     @property
     def form(self) -> object:
-        return self.shift
+        return self.shift, self.halo
+
+
+def _checked(halo: Halo, outer: int, shift: int) -> Halo:
+    """A halo, its fill a float. Raises IRTypeError if it is none, or of a split that can have none."""
+    lo, hi, fill = halo
+    if type(lo) is not int or type(hi) is not int or lo < 0 or hi < 0 or lo + hi == 0:
+        raise IRTypeError(f"a halo's widths are integers from 0, one above it, got {lo!r} and {hi!r}")
+    if type(fill) not in (int, float) or fill != fill:
+        raise IRTypeError(f"a halo is filled with a number, got {fill!r}")
+    if outer != 1 or shift:
+        raise IRTypeError(f"a split with a halo has an outer of 1 and no shift, got outer={outer}, shift={shift}")
+    return lo, hi, float(fill) + 0.0
 
 
 class Partial(_Placement):

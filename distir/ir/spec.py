@@ -23,12 +23,17 @@ T = TypeVar("T")
 class FactorMapping(NamedTuple):
     """A factor mapping: how every operand and result is placed if one factor of the op is split over an axis.
 
-    Operands are Shard or Replicate; results may also be Partial, where the split factor is reduced, and an operand that
-    is added to such a result.
+    Operands are Shard, with a halo where a device needs what its neighbours hold, or Replicate; results may also be
+    Partial, where the split factor is reduced, and an operand that is added to such a result.
     """
 
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
+
+    @property
+    def has_halo(self) -> bool:
+        """Whether an operand takes a halo."""
+        return any([p.halo is not None for p in self.ins])
 
     def shifted(self, shift: int) -> FactorMapping:
         """The same with every split shifted by `shift` (see `Shard`)."""
@@ -39,8 +44,8 @@ class FactorMapping(NamedTuple):
         return FactorMapping(*[tuple([p.nested(ways) for p in row]) for row in self])
 
     def splits(self) -> list[tuple[int, Shard]]:
-        """The slots that are split (operand k as k, result k as ~k), with their split."""
-        return splits(self.ins) + [(~k, p) for k, p in splits(self.outs)]
+        """The slots that are split (operand k as k, result k as ~k), with their split, without its halo."""
+        return [(k, p.plain) for k, p in splits(self.ins)] + [(~k, p.plain) for k, p in splits(self.outs)]
 
 
 ShardRule = Callable[[Attrs, Sequence[Shape], Sequence[Shape], int, Shard, int], FactorMapping | None]
@@ -195,11 +200,13 @@ class Spec:
     ) -> FactorMapping | None:
         """The factor mapping with `split` over n devices at `slot` (k: operand k, ~k: result k); None without one.
 
-        A shift is the same in the whole mapping: an op does not depend on which device holds which slice.
+        A shift is the same in the whole mapping: an op does not depend on which device holds which slice. A halo of the
+        split is not looked at: the mapping says which one the op needs.
         """
+        split = split.plain
         if split.shift:
             found = self.mapping(attrs, ins, outs, slot, split.shifted(0), n)
-            return None if found is None else found.shifted(split.shift)
+            return None if found is None or found.has_halo else found.shifted(split.shift)
         shape = ins[slot] if slot >= 0 else outs[~slot]
         if split.dim >= len(shape):
             return None
@@ -211,7 +218,7 @@ class Spec:
         if found is None:
             return None
         for p, s in zip((*found.ins, *found.outs), (*ins, *outs), strict=True):
-            if p.dim is not None and s[p.dim] % (p.outer * n):
+            if p.dim is not None and (s[p.dim] % (p.outer * n) or max(p.widths) > s[p.dim] // n):
                 return None
         return found
 

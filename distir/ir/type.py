@@ -50,7 +50,11 @@ def _subdims(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) 
                 raise IRTypeError(
                     f"{p} cannot be shifted by {p.shift} on mesh axis {mesh.axes[i]!r} of size {mesh.sizes[i]}"
                 )
+            if p.halo is not None:
+                _check_halo(shape, mesh, i, p)
     for dim, subdims in per.items():
+        if len(subdims) > 1 and any([placements[i].halo is not None for _, _, i in subdims]):
+            raise IRTypeError(f"dim {dim} of shape {tuple(shape)} is split with a halo, so no other axis may split it")
         subdims.sort()
         inside = 1
         for outer, n, i in subdims:
@@ -62,6 +66,17 @@ def _subdims(shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement]) 
                 )
             inside = outer * n
     return per
+
+
+def _check_halo(shape: Sequence[int], mesh: Mesh, i: int, p: Shard) -> None:
+    """Raises IRTypeError unless the neighbours along axis number i hold all of the halo."""
+    if i == mesh.time:
+        raise IRTypeError(f"{p}: microbatches have no halo")
+    if p.dim < len(shape) and max(p.widths) > shape[p.dim] // mesh.sizes[i]:
+        raise IRTypeError(
+            f"{p}: a halo is at most as wide as a slice, {shape[p.dim] // mesh.sizes[i]} of {shape[p.dim]} on mesh "
+            f"axis {mesh.axes[i]!r}"
+        )
 
 
 class Tensor:
@@ -126,7 +141,7 @@ class Tensor:
                 raise IRTypeError(f"{device} has {len(device.axes)} axes, got placements {placements}")
             for p, n in zip(placements, device.sizes, strict=True):
                 if p.dim is not None and p.dim < len(whole):
-                    whole[p.dim] *= n
+                    whole[p.dim] = p.global_size(whole[p.dim], n)
             if MEAN in placements and not dtype.floating:
                 raise IRTypeError(f"a mean is of floats, got {dtype}")
         elif placements:
@@ -238,7 +253,7 @@ class Tensor:
         for _, n, i in self._subdims.get(dim, ()):
             p = self.placements[i]
             start += p.start(coord[i], n, size)
-            size = p.local_size(size, n)
+            size //= n
         return start
 
     def starts(self, dim: int | None, coord: Sequence[int] | None) -> int | tuple[int, ...]:

@@ -21,9 +21,11 @@ from distir.ir.type import REPLICATE, SUM, Partial, Placement, Replicate, Shard,
 # --- types
 
 
-def _expect(t: Type, axis: AxisNames, takes: tuple[type[Placement], ...]) -> Tensor:
+def _expect(t: Type, axis: AxisNames, takes: tuple[type[Placement], ...], halo: bool = False) -> Tensor:
     if not isinstance(t, Tensor):
         raise IRTypeError(f"operand 0: expected a tensor, got {t}")
+    if (t.on(axis).halo is not None) != halo:
+        raise IRTypeError(f"operand 0: expected {'a' if halo else 'no'} halo along {axis!r}, got {t.on(axis)} in {t}")
     if not isinstance(t.on(axis), takes):
         names = " or ".join([kind.__name__ for kind in takes])
         raise IRTypeError(f"operand 0: expected {names} along {axis!r}, got {t.on(axis)} in {t}")
@@ -128,7 +130,8 @@ def _split_anew(attrs: Attrs, p: Placement, n: int) -> Shard:
 
 
 def _other_dim(have: Placement, want: Placement) -> Attrs | None:
-    return None if have.dim == want.dim or have.shift != want.shift else want.shifted(0).attributes
+    halo = have.halo is not None or want.halo is not None
+    return None if halo or have.dim == want.dim or have.shift != want.shift else want.shifted(0).attributes
 
 
 # --- meaning on arrays
@@ -267,6 +270,58 @@ op(
     ),
 )
 """Each device sends its piece to the device `shift` positions further (default 1, may be negative), cyclically."""
+
+
+def _with_halo(attrs: Attrs, t: Type) -> list[Type]:
+    """From the neighbours along an axis. Along other axes the operand may have a halo: it is sent, too."""
+    t = _expect(t, attrs["axis"], (Shard,))
+    p = t.on(attrs["axis"])
+    if p.dim is None or attrs["lo"] + attrs["hi"] == 0:
+        raise IRTypeError(f"attributes lo, hi: expected one above 0, got {attrs['lo']} and {attrs['hi']}")
+    return [t.placed(attrs["axis"], p.with_halo(attrs["lo"], attrs["hi"], attrs.get("fill", 0.0)), t.piece)]
+
+
+def _halo_wanted(have: Placement, want: Placement) -> Attrs | None:
+    if have.halo is not None or want.halo is None or have is not want.plain:
+        return None
+    lo, hi, fill = want.halo
+    return {"lo": lo, "hi": hi, "fill": fill} if fill else {"lo": lo, "hi": hi}
+
+
+def _without_halo(attrs: Attrs, t: Type) -> list[Type]:
+    t = _expect(t, attrs["axis"], (Shard,), halo=True)
+    return [t.placed(attrs["axis"], t.on(attrs["axis"]).plain, t.piece)]
+
+
+op(
+    "HaloExchange",
+    attributes="axis:text lo:size hi:size fill:number?",
+    comm=Communication(
+        infer=_with_halo,
+        meaning=_meaning(rearranged),
+        route="axis",
+        takes=(Shard,),
+        gives=Shard,
+        converts=_halo_wanted,
+        wire=Wire(("next",), size=lambda before, after: after - before),  # from both sides at a time
+    ),
+)
+"""Each device receives the `lo` elements before its slice and the `hi` after it from its neighbours; those at the ends
+of the line get `fill`."""
+
+op(
+    "HaloCut",
+    attributes="axis:text",
+    comm=Communication(
+        infer=_without_halo,
+        meaning=_meaning(rearranged),
+        takes=(Shard,),
+        gives=Shard,
+        converts=lambda have, want: {} if have.halo is not None and want is have.plain else None,
+    ),
+    alias=True,
+)
+"""The slice of each device without its halo."""
 
 op(
     "LocalSlice",

@@ -2,13 +2,14 @@
 
 Three arrays, x (n, g c, *sizes), w (g m, c, *kernel) and y (n, g m, *counts) of g groups, are related; each op computes
 one of them from the other two, and so does its gradient. All split alike: along n, along the groups, along c (y is a
-partial sum) and along m (x is one), not yet along spatial dims. A bias is another op.
+partial sum), along m (x is one), and along spatial dims (w is one): then a device needs a halo of x, or of y to compute
+x, so that nothing is added up in the halo (`windows.halos`). A bias is another op.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distir.ir.axes import Shape
@@ -17,7 +18,7 @@ from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, FactorMapping, ShardRule, op
 from distir.ir.type import REPLICATE, SUM, Placement, Shard, Tensor
 from distir.ops.rules import expect_shape, rounded_once, same, shape_of
-from distir.ops.windows import WINDOWS, counts, flat, padded, sizes_with, spatial, taps, unpadded
+from distir.ops.windows import WINDOWS, counts, flat, halos, padded, sizes_with, spatial, taps, unpadded
 
 # ---------------------------------------------------------------- types
 
@@ -87,13 +88,33 @@ def _split(array: str, split: Shard, groups: int, n: int) -> dict[str, Placement
     return None
 
 
+def _split_space(
+    arrays: str, attrs: Attrs, shapes: Mapping[str, Shape], split: Shard, n: int
+) -> dict[str, Placement] | None:
+    """The same for a spatial dim. The operands have halos: a device computes all of its part of the result."""
+    i = split.dim - 2
+    around = halos(attrs, shapes["w"][2:], i)
+    if around is None or split.outer > 1 or shapes["x"][split.dim] % (n * attrs["strides"][i]):
+        return None
+    x, y = split, split
+    if arrays[2] == "x":
+        y = split.with_halo(*around.of_y)
+    else:
+        x = split.with_halo(*around.of_x)
+    return {"x": x, "w": REPLICATE, "y": y}
+
+
 def _shard(arrays: str) -> ShardRule:
     """Of the op that computes the last of these arrays from the first two."""
 
     def rule(
         attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
     ) -> FactorMapping | None:
-        found = _split(arrays[slot] if slot >= 0 else arrays[2], split, attrs["groups"], n)
+        array = arrays[slot] if slot >= 0 else arrays[2]
+        if split.dim >= 2 and array != "w":
+            found = _split_space(arrays, attrs, dict(zip(arrays, (*ins, *outs), strict=True)), split, n)
+        else:
+            found = _split(array, split, attrs["groups"], n)
         if found is None:
             return None
         a, b, result = [found[array] for array in arrays]
@@ -108,7 +129,12 @@ def _local(arrays: str, size: str = "") -> Callable[..., Attrs]:
     def local(attrs: Attrs, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> Attrs:
         shape = {array: t.shape for array, t in zip(arrays, (*ins, *outs), strict=True)}
         here = {size: outs[0].shape[2:]} if size else {}
-        return {"groups": shape["x"][1] // shape["w"][1], **here}
+        kernel, pads = shape["w"][2:], list(attrs["pads"])
+        for dim in ins[0].subdims:
+            around = halos(attrs, kernel, dim - 2) if dim >= 2 else None
+            if around is not None:
+                pads[dim - 2 :: len(kernel)] = around.pads if arrays[2] == "x" else (0, 0)
+        return {"groups": shape["x"][1] // shape["w"][1], "pads": tuple(pads), **here}
 
     return local
 

@@ -1,4 +1,7 @@
-"""Maxima and means over windows that slide over the spatial dims, which stay whole, and their gradients."""
+"""Maxima and means over windows that slide over the spatial dims, and their gradients.
+
+Spatial dims are split where windows lie side by side: a window is then on one device.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,12 @@ def _pool_infer(attrs: Attrs, x: Shape) -> list[Shape]:
 def _shard(
     attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
 ) -> FactorMapping | None:
-    return passed(len(ins), split, range(2, len(outs[0])))
+    if split.dim < 2:
+        return passed(len(ins), split, ())
+    i, size = split.dim - 2, max(ins[0][split.dim], outs[0][split.dim])
+    wide = attrs["kernel"][i]
+    apart = attrs["strides"][i] == wide and attrs["dilations"][i] == 1 and not any(attrs["pads"][i :: len(outs[0]) - 2])
+    return passed(len(ins), split, ()) if apart and size % (split.outer * n * wide) == 0 else None
 
 
 def _work(attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> tuple[float, float]:

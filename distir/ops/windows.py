@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
@@ -51,6 +51,32 @@ def counts(attrs: Attrs, sizes: Shape, kernel: Shape, what: str = "operand 0") -
 def extents(attrs: Attrs, kernel: Shape) -> Shape:
     """How many elements a window reaches over along each spatial dim."""
     return tuple(d * (k - 1) + 1 for d, k in zip(attrs["dilations"], kernel, strict=True))
+
+
+class Halos(NamedTuple):
+    """What a device needs beside its part of a spatial dim, before and after it, and the pads of its own windows.
+
+    x is what windows slide over, y has an element for each. Of x: for the windows of its part of y. Of y: for the
+    gradient of its part of x; `pads` are those with which that gradient is computed from it.
+    """
+
+    of_x: tuple[int, int]
+    of_y: tuple[int, int]
+    pads: tuple[int, int]
+
+
+def halos(attrs: Attrs, kernel: Shape, i: int) -> Halos | None:
+    """The halos along spatial dim i; None if equal parts of x are not those under equal parts of y.
+
+    A window reaches over e elements, and the next begins t further on. Parts of s elements of x are under s / t windows
+    if p + q = e - t, p and q being the pads at both ends, and t divides s. Window o reads x[o t + k - p] at position k,
+    so x[j] is read by the windows from (j + p - e + 1) / t, rounded up, to (j + p) / t, rounded down.
+    """
+    p, q, t, e = attrs["pads"][i], attrs["pads"][len(kernel) + i], attrs["strides"][i], extents(attrs, kernel)[i]
+    if p + q != e - t:
+        return None
+    lo, hi = (e - 1 - p) // t, -(-p // t)
+    return Halos((p, q), (lo, hi), (lo * t + p, (hi - 1) * t + e - p))
 
 
 def padded(xp: Any, x: Any, pads: Shape, value: float = 0.0) -> Any:

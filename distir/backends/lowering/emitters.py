@@ -111,6 +111,14 @@ def _slice(b: FunctionWriter, op: Op) -> None:
     b.assign(op, f"{part}({b.use(op.inputs[0])}, {index})")
 
 
+def _cut_halo(b: FunctionWriter, op: Op) -> None:
+    p = _tensor(op.inputs[0]).on(op.attributes["axis"])
+    if p.dim is None:
+        raise ModelError(f"expected a halo, got {op}")
+    dim, (lo, _), size = p.dim, p.widths, _tensor(op.outputs[0]).shape[p.dim]
+    b.assign(op, f"{b.bind('slice', lambda x: x.narrow(dim, lo, size))}({b.use(op.inputs[0])})")
+
+
 def _term(b: FunctionWriter, op: Op) -> None:
     """The value itself on the first device of the axis, else zeros."""
     mesh = _tensor(op.outputs[0]).mesh
@@ -215,6 +223,7 @@ _TRANSFERS: dict[Route | None, Callable[[FunctionWriter, Op], None]] = {
 }
 _HERE: dict[str, Callable[[FunctionWriter, Op], None]] = {
     "LocalSlice": _slice,
+    "HaloCut": _cut_halo,
     "LocalTerm": _term,
     "Accumulate": _accumulate,
     "Pack": buckets.pack,

@@ -12,6 +12,7 @@ import torch
 from distir.backends.transport.interface import wait_all
 from distir.backends.transport.torch_distributed import Network, cuts_of
 from distir.ir.device import AxisNames
+from distir.ir.errors import ModelError
 from distir.ir.spec import Attrs
 from distir.ir.type import REPLICATE, Placement, Tensor
 
@@ -81,11 +82,55 @@ def _permute(x: Launch) -> Start:
     def start(own: torch.Tensor) -> Callable[[], torch.Tensor]:
         own = memory.to_backend(own)
         out = memory.empty(own.shape, own.dtype)
-        works = line.transport.permute(out, own, to, source, line)
+        works = line.transport.exchange([(to, own)], [(source, out)], line)
 
         def finish() -> torch.Tensor:
             wait_all(works)
             return memory.from_backend(out)
+
+        return finish
+
+    return _single(start)
+
+
+def _halo(x: Launch) -> Start:
+    """Send the ends of the own slice to the neighbours, and receive theirs; at the ends of the line, fill."""
+    memory, line, before, after = x.network.memory, x.network.line(x.before[0], x.axis), x.before[0], x.after[0]
+    p = after.local(x.axis)
+    if p.dim is None or p.halo is None:
+        raise ModelError(f"expected a halo along {x.axis!r}, got {after}")
+    dim, (lo, hi, fill), size = p.dim, p.halo, before.shape[p.dim]
+    sides = [
+        # neighbour, what it takes: (start, length) in the own slice; what it gives: in the result
+        (line.index - 1, (0, hi), (0, lo)),
+        (line.index + 1, (size - lo, lo), (lo + size, hi)),
+    ]
+
+    def start(own: torch.Tensor) -> Callable[[], torch.Tensor]:
+        y = torch.empty(after.shape, dtype=own.dtype, device=own.device)
+        y.narrow(dim, lo, size).copy_(own)
+        sent: list[tuple[int, torch.Tensor]] = []
+        received: list[tuple[int, torch.Tensor]] = []
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for neighbour, taken, given in sides:
+            part = y.narrow(dim, *given)
+            if not 0 <= neighbour < len(line.ranks):
+                part.fill_(fill)
+                continue
+            rank = line.ranks[neighbour]
+            if taken[1]:
+                sent.append((rank, memory.to_backend(own.narrow(dim, *taken).contiguous())))
+            if given[1]:
+                received.append((rank, memory.empty(part.shape, part.dtype)))
+                parts.append((part, received[-1][1]))
+        works = line.transport.exchange(sent, received, line)
+
+        def finish() -> torch.Tensor:
+            wait_all(works)
+            for part, arrived in parts:
+                part.copy_(memory.from_backend(arrived))
+            sent.clear()
+            return y
 
         return finish
 
@@ -98,6 +143,7 @@ LAUNCHERS: dict[str, Callable[[Launch], Start]] = {
     "MPIReduceScatter": lambda x: x.network.reduce_scatter(x.before, x.after, x.axis),
     "MPIAlltoall": lambda x: _single(x.network.alltoall(x.before[0], x.after[0], x.axis)),
     "MPIPermute": _permute,
+    "HaloExchange": _halo,
 }
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distir.backends.tensors.staging import DeviceMemory
-from distir.backends.transport.interface import COLLECTIVE, Line, Work
+from distir.backends.transport.interface import COLLECTIVE, Line, Messages, Work
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "mean": dist.ReduceOp.SUM}
 """gloo has no mean: it is a sum, divided afterwards."""
@@ -45,9 +45,9 @@ class Gloo:
         copy_own(out, rows[line.index], line)
         return works
 
-    def permute(self, out: torch.Tensor, x: torch.Tensor, to: int, source: int, line: Line) -> list[Work]:
-        received = _posted(dist.irecv(out, source, line.group, COLLECTIVE))
-        return [received, _posted(dist.isend(x, to, line.group, COLLECTIVE))]
+    def exchange(self, sent: Messages, received: Messages, line: Line) -> list[Work]:
+        works = [_posted(dist.irecv(out, source, line.group, COLLECTIVE)) for source, out in received]
+        return works + [_posted(dist.isend(x, to, line.group, COLLECTIVE)) for to, x in sent]
 
     def send(self, x: torch.Tensor, to: int, message: int) -> list[Work]:
         return [_posted(dist.isend(x, to, tag=message))]

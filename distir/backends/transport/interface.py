@@ -19,6 +19,10 @@ COLLECTIVE = 1 << 30
 """The message tag of collectives; no transfer uses it."""
 
 
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""The ranks that are sent to, or received from, each with a tensor."""
+
+
 class Work(Protocol):
     """An operation in flight: a collective, a send or a receive."""
 
@@ -62,8 +66,8 @@ class Transport(Protocol):
         """Send a row of `rows` (n, ...) to each rank, and receive a row of `out` (n, ...) from each."""
         ...
 
-    def permute(self, out: torch.Tensor, x: torch.Tensor, to: int, source: int, line: Line) -> list[Work]:
-        """Send `x` to one rank of the line, and receive `out` from another."""
+    def exchange(self, sent: Messages, received: Messages, line: Line) -> list[Work]:
+        """Send to some ranks of the line, and receive from some: a message at most from each to each other."""
         ...
 
     def send(self, x: torch.Tensor, to: int, message: int) -> list[Work]:

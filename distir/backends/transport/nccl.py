@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distir.backends.tensors.layout import movable
 from distir.backends.tensors.staging import DeviceMemory
 from distir.backends.transport.gloo import OPS
-from distir.backends.transport.interface import Group, Line, Work
+from distir.backends.transport.interface import Group, Line, Messages, Work
 
 # torch 2.13 renamed these two
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,11 +48,11 @@ class Nccl:
     def all_to_all(self, out: torch.Tensor, rows: torch.Tensor, line: Line) -> list[Work]:
         return [line.started(dist.all_to_all_single(movable(out), movable(rows), group=line.group, async_op=True))]
 
-    def permute(self, out: torch.Tensor, x: torch.Tensor, to: int, source: int, line: Line) -> list[Work]:
-        """Both messages as one batch: posted one after the other they would deadlock."""
-        receive = dist.P2POp(dist.irecv, movable(out), source, line.group)
-        works = dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, movable(x), to, line.group)])
-        return [line.started(work) for work in works]
+    def exchange(self, sent: Messages, received: Messages, line: Line) -> list[Work]:
+        """All messages as one batch: posted one after the other they would deadlock."""
+        batch = [dist.P2POp(dist.irecv, movable(out), source, line.group) for source, out in received]
+        batch += [dist.P2POp(dist.isend, movable(x), to, line.group) for to, x in sent]
+        return [line.started(work) for work in dist.batch_isend_irecv(batch)] if batch else []
 
     def send(self, x: torch.Tensor, to: int, message: int) -> list[Work]:
         return self._post(dist.isend, x, to, self.channels[self.rank, to], message)

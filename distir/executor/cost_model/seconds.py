@@ -182,7 +182,8 @@ class CostModel:
 
     def collective_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
         """See `collective_cost`. A subclass may have its own."""
-        return cost.collective(wire_of(spec), max(ins[0].bytes, outs[0].bytes), group)
+        wire = wire_of(spec)
+        return cost.collective(wire, wire.size(ins[0].bytes, outs[0].bytes), group)
 
     def transfer_seconds(self, size: float, link: Link) -> float:
         """The link's latency, and the bytes over its bandwidth. A subclass may have its own."""

@@ -56,6 +56,7 @@ def split_inputs(
     }
     fixed |= pinned
     rows = [[mapping for mapping, _ in row] for row in classes.mappings]
+    parameters: dict[int, Shard] = {}
     if pinned:
         parameters = {v: p for v, p in pinned.items() if graph.roles[v] in ("parameter", "constant")}
         rows = [_leaving(row, ins, parameters) for row, ins in zip(rows, graph.ins, strict=True)]
@@ -65,7 +66,20 @@ def split_inputs(
     for placed, m in taken:
         rows = [_beside(row, n, mapping, m) for row, mapping in zip(rows, placed.mappings, strict=True)]
     full = view(graph, [[(mapping, 0) for mapping in row] for row in rows], shares(graph))
-    return place_all(full, n, {0}, fixed)
+    placed = place_all(full, n, {0}, fixed)
+    data = {v: p for v, p in pinned.items() if v not in parameters}
+    return placed._replace(inputs={**placed.inputs, **_given_with_halo(graph, placed, data)})
+
+
+def _given_with_halo(graph: Graph, placed: Placed, data: Mapping[int, Shard]) -> dict[int, Shard]:
+    """The data that are given with a halo, as one is cut from the whole for nothing: where their uses take the same."""
+    found: dict[int, Shard] = {}
+    for v, split in data.items():
+        wants = [mapping.ins[k] for j, k in graph.users[v] if (mapping := placed.mappings[j]) is not None]
+        halos = {p for p in wants if p.dim is not None and p.halo is not None and p.plain is split}
+        if len(halos) == 1:
+            found[v] = halos.pop()
+    return found
 
 
 def _leaving(row: list[FactorMapping], ins: Sequence[int], pinned: Mapping[int, Shard]) -> list[FactorMapping]:

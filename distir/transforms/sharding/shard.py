@@ -200,7 +200,7 @@ class _Builder:
         if new is None:
             found = self._collective(v.type, axis, have, want)
             if found is None:
-                new = self.to(self.to(v, axis, REPLICATE), axis, want)
+                new = self.to(self.to(v, axis, _between(have, want)), axis, want)
             else:
                 of = self.of.get(v)
                 spec, attributes, t = found
@@ -226,6 +226,13 @@ class _Builder:
             else:
                 self.collectives[key] = None
         return self.collectives[key]
+
+
+def _between(have: Placement, want: Placement) -> Placement:
+    """The next placement on the way from one to another that takes several ops: without halos, else replicated."""
+    if have is not have.plain:
+        return have.plain
+    return want.plain if want is not want.plain else REPLICATE
 
 
 def _passed(sig: Signature, have: Sequence[Placement], done: Sequence[bool]) -> Sequence[Placement]:

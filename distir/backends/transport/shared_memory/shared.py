@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distir.backends.tensors.staging import DeviceMemory
-from distir.backends.transport.interface import COLLECTIVE, Line, Work
+from distir.backends.transport.interface import COLLECTIVE, Line, Messages, Work
 from distir.backends.transport.shared_memory.peer_memory import PeerMemory
 
 
@@ -45,8 +45,9 @@ class SharedMemory:
             out[line.index].copy_(rows[line.index])
         return [work]
 
-    def permute(self, out: torch.Tensor, x: torch.Tensor, to: int, source: int, line: Line) -> list[Work]:
-        works = self.peer_memory.receive(out, source, COLLECTIVE), self.peer_memory.send(x, to, COLLECTIVE)
+    def exchange(self, sent: Messages, received: Messages, line: Line) -> list[Work]:
+        works = [self.peer_memory.receive(out, source, COLLECTIVE) for source, out in received]
+        works += [self.peer_memory.send(x, to, COLLECTIVE) for to, x in sent]
         return [line.started(work) for work in works]
 
     def send(self, x: torch.Tensor, to: int, message: int) -> list[Work]:
