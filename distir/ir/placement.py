@@ -179,7 +179,7 @@ class Shard(_Placement):
         return (k + self.shift) % n if self.shift else k
 
     def shifted(self, shift: int) -> Shard:
-        return self if shift == self.shift else Shard(self.dim, self.outer, shift)
+        return self if shift == self.shift else Shard(self.dim, self.outer, shift, self.halo)
 
     def cut(self, x: Array, i: int, n: int) -> Array:
         shape, dim = x.shape, self.dim
