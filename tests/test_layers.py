@@ -254,7 +254,9 @@ def asked(path):
             names = list(ast.walk(node))
         else:
             continue
-        yield from (x.lineno for x in names if getattr(x, "id", getattr(x, "attr", None)) in PLACEMENTS)
+        for x in names:
+            if isinstance(x, ast.Name | ast.Attribute) and getattr(x, "id", getattr(x, "attr", "")) in PLACEMENTS:
+                yield x.lineno
 
 
 def test_no_case_distinctions_by_placement():
