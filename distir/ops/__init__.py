@@ -14,6 +14,7 @@ from distir.ops import (
     point_to_point,
     reduce,
     shape,
+    tables,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "point_to_point",
     "reduce",
     "shape",
+    "tables",
 ]
