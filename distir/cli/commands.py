@@ -10,11 +10,12 @@ from typing import Any
 from distir.api import Model, Plan, RunOptions, load
 from distir.api import run as run_model
 from distir.api import simulate as simulate_model
-from distir.api.model import Precision
+from distir.api.model import NO_LOSS, Precision
 from distir.api.results import RunResult, aligned
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.cli.watching import run_callbacks
 from distir.ir.errors import UsageError
+from distir.models.named import own_loss
 from distir.transforms.differentiation.training import LearningRate, optimizer_named
 from distir.transforms.plan import load_plan
 
@@ -161,7 +162,7 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
     precisions = {k: getattr(args, k) for k in ("precision", "grad_dtype")}
     training = {"optimizer": args.optimizer, **settings, **schedule, **precisions}
     given = [f"--{k.replace('_', '-')}" for k, v in training.items() if v is not None]
-    if args.loss is None and given and stage is None:
+    if loss_of(args) is None and given and stage is None:
         raise UsageError(f"{given[0]} needs a loss", "--loss cross-entropy, or mse")
     dims: dict[str, int] = {}
     for name, size in args.dim:
@@ -179,6 +180,12 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
         batch=args.batch_dim,
         precision=precision,
     )
+
+
+def loss_of(args: argparse.Namespace) -> str | None:
+    """The loss that the flags ask for, or that the model's name comes with; None for a model that is not trained."""
+    loss = args.loss or own_loss(args.model)
+    return None if loss == NO_LOSS else loss
 
 
 def _learning_rate(given: dict[str, Any]) -> LearningRate | None:

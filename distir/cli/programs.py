@@ -11,9 +11,10 @@ from typing import Any
 
 from distir.api import Model, Plan
 from distir.api.compilation import distribute
+from distir.api.model import NO_LOSS
 from distir.api.named_dims import named_dims
 from distir.api.rewrites import rewritten
-from distir.cli.commands import model_of, plan_of
+from distir.cli.commands import loss_of, model_of, plan_of
 from distir.cli.output import Progress, print_json, print_program
 from distir.ir import Device, verify
 from distir.ir.errors import UsageError
@@ -30,19 +31,19 @@ def show(args: argparse.Namespace) -> None:
     """`distir show`."""
     planned = args.plan is not None or any(getattr(args, f.name) is not None for f in dataclasses.fields(Plan))
     of_rank = "--rank" if args.rank is not None else "--python" if args.python else None
-    default = RANK if of_rank else PASSES[-1].name if planned else TRAINING if args.loss else IMPORTED
+    default = RANK if of_rank else PASSES[-1].name if planned else TRAINING if loss_of(args) else IMPORTED
     after = args.after or default
     states = [IMPORTED, TRAINING, *[p.name for p in PASSES], RANK]
     if after not in states:
         near = difflib.get_close_matches(after, states, 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(states)}"
         raise UsageError(f"--after: unknown pass {after!r}", hint)
-    if after == TRAINING and not args.loss:
+    if after == TRAINING and not loss_of(args):
         raise UsageError("the training step needs a loss", "--loss cross-entropy, or mse")
     if of_rank and after != RANK:
         raise UsageError(f"{of_rank} shows a rank's program, not the program after {after}", f"--after {RANK}")
     if after == IMPORTED:
-        args.loss = None
+        args.loss = NO_LOSS
     with Progress("compiling"):
         model, plan = model_of(args, after), plan_of(args)
         shown = _python(model, plan, args.rank or 0) if args.python else _after(model, plan, after, args.rank or 0)

@@ -4,5 +4,6 @@ from distir.models.decoder import Decoder, decoder
 from distir.models.gpt import gpt
 from distir.models.mlp import mlp
 from distir.models.named import named
+from distir.models.recommender import Recommender, recommender
 
-__all__ = ["Decoder", "decoder", "gpt", "mlp", "named"]
+__all__ = ["Decoder", "Recommender", "decoder", "gpt", "mlp", "named", "recommender"]

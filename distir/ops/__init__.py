@@ -16,6 +16,7 @@ from distir.ops import (
     pool,
     reduce,
     shape,
+    tables,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "pool",
     "reduce",
     "shape",
+    "tables",
 ]
