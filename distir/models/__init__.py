@@ -5,5 +5,6 @@ from distir.models.gpt import gpt
 from distir.models.mlp import mlp
 from distir.models.named import named
 from distir.models.recommender import Recommender, recommender
+from distir.models.volumes import Volumes, volumes
 
-__all__ = ["Decoder", "Recommender", "decoder", "gpt", "mlp", "named", "recommender"]
+__all__ = ["Decoder", "Recommender", "Volumes", "decoder", "gpt", "mlp", "named", "recommender", "volumes"]

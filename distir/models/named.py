@@ -11,6 +11,7 @@ from distir.ir.errors import UsageError
 from distir.ir.function import Function
 from distir.models.decoder import ARCHITECTURES, PRESETS, Decoder, angles, decoder, kind_of
 from distir.models.recommender import Recommender, recommender
+from distir.models.volumes import Volumes, volumes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +29,7 @@ class _Family(NamedTuple):
     """Models of one name: the class of their sizes, the sizes that the name gives, and the loss by which they are
     trained if none is asked for."""
 
-    sizes: type[Decoder] | type[Recommender]
+    sizes: type[Decoder] | type[Recommender] | type[Volumes]
     given: Mapping[str, Any]
     loss: str | None = None
 
@@ -37,6 +38,7 @@ _FAMILIES: dict[str, _Family] = {
     **{name: _Family(Decoder, given) for name, given in ARCHITECTURES.items()},
     **{name: _Family(Decoder, given, "cross-entropy") for name, given in PRESETS.items()},
     "dlrm": _Family(Recommender, {}, "loss"),
+    "cosmoflow": _Family(Volumes, {}, "mse"),
 }
 
 
@@ -62,7 +64,7 @@ def built(text: str, dims: Mapping[str, int]) -> Built:
     sizes = _sizes(text, dims)
     if isinstance(sizes, Decoder):
         return Built(decoder(sizes), angles(sizes))
-    return Built(recommender(sizes), {})
+    return Built(volumes(sizes) if isinstance(sizes, Volumes) else recommender(sizes), {})
 
 
 def named(text: str, dims: Mapping[str, int]) -> Decoder:
@@ -77,7 +79,7 @@ def named(text: str, dims: Mapping[str, int]) -> Decoder:
     return sizes
 
 
-def _sizes(text: str, dims: Mapping[str, int]) -> Decoder | Recommender:
+def _sizes(text: str, dims: Mapping[str, int]) -> Decoder | Recommender | Volumes:
     name, _, rest = text.partition(":")
     family = _FAMILIES[name]
     known = {f.name: f for f in fields(family.sizes)}

@@ -44,11 +44,16 @@ class Recommender:
                 raise UsageError(f"{name} ends with {last}, got {getattr(self, name)}")
 
     def widths(self, name: str) -> Sequence[int]:
-        """The widths of `bottom` or `top`. Raises UsageError for a text that says none."""
-        found = getattr(self, name).split("-")
-        if not all(x.isdecimal() and len(x) < 10 and int(x) for x in found):
-            raise UsageError(f"{name} is widths such as 512-256-1, got {getattr(self, name)!r}")
-        return [int(x) for x in found]
+        """The widths of `bottom` or `top`."""
+        return widths_of(name, getattr(self, name))
+
+
+def widths_of(name: str, text: str) -> Sequence[int]:
+    """The widths that a text says, as the field `name`. Raises UsageError for a text that says none."""
+    found = text.split("-")
+    if not all(x.isdecimal() and len(x) < 10 and int(x) for x in found):
+        raise UsageError(f"{name} is widths such as 512-256-1, got {text!r}")
+    return [int(x) for x in found]
 
 
 def recommender(sizes: Recommender, dtype: DType = Float32) -> Function:
