@@ -163,6 +163,8 @@ class CostModel:
 
     def compute_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, what: DeviceSpec) -> float:
         """The roofline of one op. A subclass may have its own."""
+        if spec.comm is not None and spec.comm.seconds is not None:
+            return spec.comm.seconds(attrs)
         flops, size = work(spec, attrs, ins, outs)
         bandwidth = what.dram_bandwidth * what.memory_efficiency if spec.kernel else self._bandwidth(ins, outs, what)
         dtype = computed_in(ins, outs)
