@@ -373,13 +373,13 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
             continue
         choices = f.metadata.get("choices")
         usual = default_of(f)
-        default = ",".join(usual) if kind == "tuple" else f"{usual:g}" if kind == "float" else usual
+        default = ",".join(usual) if isinstance(usual, tuple) else f"{usual:g}" if kind == "float" else usual
         group.add_argument(
             flag,
             type=parse if choices is None else type(f.default),
             choices=choices,
             metavar=None if choices else metavar,
-            help=f"{text}; default: {default}",
+            help=f"{text}; default: {default}" if default != "" else text,
         )
 
 
@@ -450,6 +450,7 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "str": (str, "NAME"),
     "schedule": (str, _SCHEDULE),
     "tuple": (_order, "A,B,C"),
+    "names": (_order, "W,W,..."),
     "split": (_input_split, "AXIS=N:INPUT.DIM,..."),
 }
 """By the type of a field's default: the function that parses its flag, and the flag's metavar."""

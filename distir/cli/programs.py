@@ -11,7 +11,7 @@ from typing import Any
 
 from distir.api import Model, Plan
 from distir.api.compilation import distribute
-from distir.api.named_dims import named_dims
+from distir.api.named_dims import named_cuts, named_dims
 from distir.api.rewrites import rewritten
 from distir.cli.commands import model_of, plan_of
 from distir.cli.output import Progress, print_json, print_program
@@ -98,7 +98,8 @@ def _after(model: Model, plan: Plan, name: str, rank: int) -> Function:
 
 def _settings(function: Function, plan: Plan) -> PassContext:
     devices = [Device("cpu", i) for i in range(plan.size)]
-    return PassContext(plan, devices, splits=named_dims(function, plan.split))
+    splits, cuts = named_dims(function, plan.split), named_cuts(function, plan.cut)
+    return PassContext(plan, devices, splits=splits, cuts=cuts)
 
 
 def passes(args: argparse.Namespace) -> None:
