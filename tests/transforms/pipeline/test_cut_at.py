@@ -69,7 +69,7 @@ def branches() -> Program:
     f = FunctionMaker("branches")
     x, z = [f.add_input_value(name, Tensor(Float64, (BATCH, 8)), Role("data", 0)) for name in ("x", "z")]
     w = {name: f.add_input_value(name, Tensor(Float64, (8, 8)), Role("parameter")) for name in ("a", "b", "c", "d")}
-    early = f.emit("Relu", f.emit("MatMul", x, w["a"]))
+    early = f.emit("Relu", f.emit("MatMul", f.emit("Tanh", x), w["a"]))
     late = f.emit("Relu", f.emit("MatMul", f.emit("Relu", z), w["b"]))
     side = f.emit("Tanh", f.emit("MatMul", early, w["d"]))
     y = f.emit("MatMul", f.emit("Add", early, late), w["c"])
@@ -83,6 +83,10 @@ def test_what_needs_only_inputs_is_where_it_is_needed() -> None:
     assert [at[name] for name in ("x", "z", "a", "b", "c", "d")] == [*["stage0"] * 4, "stage1", "stage0"]
     at = stages(check(program, Plan(pp=3, microbatches=2, cut=("b", "c"))), program.function)
     assert [at[name] for name in ("x", "z", "a", "b", "c", "d")] == [f"stage{k}" for k in (1, 0, 1, 1, 2, 2)]
+    at = stages(check(program, Plan(pp=3, microbatches=2, cut=("b", "a"))), program.function)
+    assert [at[name] for name in ("x", "z", "a", "b")] == [
+        f"stage{k}" for k in (1, 0, 2, 1)
+    ]  # what begins at a is late
 
 
 @pytest.mark.parametrize(
