@@ -175,6 +175,9 @@ def _show(commands: Any) -> None:
         "--after", metavar="PASS", help="print the program after this pass (see `distir passes`); default: the last one"
     )
     parser.add_argument("--rank", type=_at_least(0), metavar="N", help="print this rank's program")
+    parser.add_argument(
+        "--messages", action="store_true", help="list what each rank sends in a step: elements, bytes, and how often"
+    )
     parser.add_argument("--python", action="store_true", help="print the generated Python of a rank, by default rank 0")
 
 
