@@ -175,6 +175,9 @@ def _show(commands: Any) -> None:
         "--after", metavar="PASS", help="print the program after this pass (see `distir passes`); default: the last one"
     )
     parser.add_argument("--rank", type=_at_least(0), metavar="N", help="print this rank's program")
+    parser.add_argument(
+        "--messages", action="store_true", help="list what each rank sends in a step: elements, bytes, and how often"
+    )
     parser.add_argument("--python", action="store_true", help="print the generated Python of a rank, by default rank 0")
 
 
@@ -376,13 +379,13 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
             continue
         choices = f.metadata.get("choices")
         usual = default_of(f)
-        default = ",".join(usual) if kind == "tuple" else f"{usual:g}" if kind == "float" else usual
+        default = ",".join(usual) if isinstance(usual, tuple) else f"{usual:g}" if kind == "float" else usual
         group.add_argument(
             flag,
             type=parse if choices is None else type(f.default),
             choices=choices,
             metavar=None if choices else metavar,
-            help=f"{text}; default: {default}",
+            help=f"{text}; default: {default}" if default != "" else text,
         )
 
 
@@ -453,6 +456,7 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "str": (str, "NAME"),
     "schedule": (str, _SCHEDULE),
     "tuple": (_order, "A,B,C"),
+    "names": (_order, "W,W,..."),
     "split": (_input_split, "AXIS=N:INPUT.DIM,..."),
 }
 """By the type of a field's default: the function that parses its flag, and the flag's metavar."""
