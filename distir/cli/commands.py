@@ -11,17 +11,25 @@ from distir.api import Model, Plan, RunOptions, load
 from distir.api import run as run_model
 from distir.api import simulate as simulate_model
 from distir.api.model import NO_LOSS, Precision
+from distir.api.proxy import ProxyOptions, run_proxy
 from distir.api.results import RunResult, aligned
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.cli.watching import run_callbacks
 from distir.ir.errors import UsageError
 from distir.models.named import own_loss
+from distir.runtime.job import JobCallbacks
 from distir.transforms.differentiation.training import LearningRate, optimizer_named
 from distir.transforms.plan import load_plan
 
 
 def run(args: argparse.Namespace) -> None:
     """`distir run`."""
+    if args.proxy:
+        _proxy(args)
+        return
+    for name in _given(args, ProxyOptions):
+        if name != "warmup":
+            raise UsageError(f"--{name} is for proxies", "--proxy")
     with Progress("loading") as progress:
         result = _run(args, progress)
         if args.save is not None and result.weights:
@@ -34,6 +42,23 @@ def run(args: argparse.Namespace) -> None:
     else:
         labels = {"saved": "saved {}", "profile": "profile written: distir compare {}"}
         print("\n".join(["", *result.lines(), *[labels[name].format(path) for name, path in written.items()]]))
+
+
+def _proxy(args: argparse.Namespace) -> None:
+    """`distir run --proxy`."""
+    for name in ("check", "save", "checkpoint", "epochs", "data", "compiled"):
+        if getattr(args, name):
+            raise UsageError(f"a proxy computes nothing: --{name} does not fit --proxy", f"leave --{name} out")
+    with Progress("loading") as progress:
+        callbacks = JobCallbacks(on_phase=progress.phase)
+        proxy, options = ProxyOptions(**_given(args, ProxyOptions)), options_of(args)
+        args.warmup = None  # of iterations, here, not of the learning rate
+        result = run_proxy(model_of(args), plan_of(args), proxy, options, args.cluster, callbacks)
+    if first_rank():
+        if args.json:
+            print_json(result.to_json())
+        else:
+            print(result)
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> RunResult:

@@ -127,6 +127,14 @@ def _run(commands: Any) -> None:
         help="resume from the newest undamaged checkpoint, up to that many steps or epochs in total",
     )
     group.add_argument("--save", metavar="FILE.onnx", help="write the model with the trained weights")
+    group = parser.add_argument_group("a proxy")
+    group.add_argument(
+        "--proxy", action="store_true", help="communicate as the program does, but sleep where it computes"
+    )
+    group.add_argument("--emulate", choices=("sleep", "spin", "none"), help="what stands for compute; default: sleep")
+    group.add_argument("--scale", type=_number, metavar="X", help="factor of the times of compute; default: 1")
+    group.add_argument("--times", metavar="FILE.toml", help="microseconds of calls, such as fwd0 = 1200")
+    group.add_argument("--iterations", type=_at_least(1), metavar="N", help="iterations that are timed; default: 128")
 
 
 def _compare(commands: Any) -> None:
@@ -342,7 +350,11 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         help="whether weights of fewer than two dims, as of norms and biases, decay; default: they do",
     )
     group.add_argument(
-        "--warmup", type=_at_least(1), metavar="N", help="steps in which the learning rate rises from 0; default: none"
+        "--warmup",
+        type=_at_least(0),
+        metavar="N",
+        help="steps in which the learning rate rises from 0, default: none; of a proxy, iterations before those that "
+        "are timed, default: 8",
     )
     group.add_argument(
         "--lr-decay", choices=("linear", "cosine"), help="how the learning rate falls after that; default: it does not"

@@ -122,6 +122,14 @@ class TorchRank:
         with torch.inference_mode():  # as in steps: torch.compile would recompile for other tensors
             self.values |= self.pieces(arrays, self.network.memory.allocate if self.device.type == "cpu" else None)
 
+    def reserve(self) -> None:
+        """Buffers of any contents for this rank's pieces of the inputs that are not loaded."""
+        for k in self.mine.inputs:
+            t = self.program.inputs[k].type
+            if k not in self.values and isinstance(t, Tensor):
+                with torch.inference_mode():
+                    self.values[k] = torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=self.device)
+
     def pieces(self, arrays: Mapping[int, Any], allocate: Allocate | None = None) -> dict[int, torch.Tensor]:
         """This rank's pieces of whole arrays, by position."""
         return {k: self.cut(self.program.inputs[k], arrays[k], allocate) for k in self.mine.inputs if k in arrays}

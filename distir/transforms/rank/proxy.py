@@ -23,15 +23,15 @@ from distir.transforms.rank.outline import Sort, runs
 PACK, SLEEP = lookup("Pack"), lookup("Sleep")
 
 
-def proxied(program: Function, seconds: Callable[[Op], float], spin: bool = False) -> Function:
-    """The proxy of a distributed program as it is run: `seconds` says what an op takes on a device.
+def proxied(program: Function, seconds: Callable[[Function, Op], float], spin: bool = False) -> Function:
+    """The proxy of a distributed program as it is run: `seconds` says what an op of a function takes.
 
     Ops of the main program, between calls, stay: they only move data.
     """
     return calling(program, {f: f if f is program else _body(f, seconds, spin) for f in (*program.callees(), program)})
 
 
-def _body(function: Function, seconds: Callable[[Op], float], spin: bool) -> Function:
+def _body(function: Function, seconds: Callable[[Function, Op], float], spin: bool) -> Function:
     uses = Counter([v for op in function.ops for v in op.inputs])
     uses.update(function.outputs)
     ops: list[Op] = []
@@ -43,7 +43,7 @@ def _body(function: Function, seconds: Callable[[Op], float], spin: bool) -> Fun
         made = {v for op in run for v in op.outputs}
         operands = tuple(dict.fromkeys([v for op in run for v in op.inputs if v not in made]))
         results = [v for op in run for v in op.outputs if uses[v] > inside[v]]
-        ops += _slept(operands, results, sum([seconds(op) for op in run]), spin)
+        ops += _slept(operands, results, sum([seconds(function, op) for op in run]), spin)
     return Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources)
 
 
