@@ -130,10 +130,18 @@ def test_mixed_precision(low: Any) -> None:
     assert {"ConvGradWeight", "MaxPoolGrad", "AveragePoolGrad"} <= {op.op_type for op in step.ops}
 
 
-@pytest.mark.parametrize("plan", [distir.Plan(), distir.Plan(dp=2), distir.Plan(tp=2, microbatches=2)], ids=str)
-def test_runs_on_torch(plan: distir.Plan) -> None:
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        (distir.Plan(), {"dtype": "float64"}),
+        (distir.Plan(tp=2, microbatches=2), {"dtype": "float64"}),
+        (distir.Plan(dp=2), {"precision": "bf16"}),
+    ],
+    ids=str,
+)
+def test_runs_on_torch(plan: distir.Plan, how: dict[str, Any]) -> None:
     """In processes, with torch's kernels: the weights are the sequential program's on numpy."""
-    model = load(network()[1], {"batch": BATCH}, loss="cross-entropy", optimizer=SGD(0.1), dtype="float64")
+    model = load(network()[1], {"batch": BATCH}, loss="cross-entropy", optimizer=SGD(0.1), **how)
     done = distir.run(model, plan, steps=2, check=True)
     assert done.check is not None
     assert done.check.ok
