@@ -30,8 +30,6 @@ CASES = {
 REFUSED = {
     "test_maxpool_with_argmax_2d_precomputed_pads": "positions",
     "test_maxpool_with_argmax_2d_precomputed_strides": "positions",
-    "test_batchnorm_example_training_mode": "training_mode",
-    "test_batchnorm_epsilon_training_mode": "training_mode",
 }
 
 
