@@ -13,7 +13,7 @@ from distir.ops import (
     nn,
     optim,
     point_to_point,
-    pool,
+    pooling,
     reduce,
     shape,
 )
@@ -31,7 +31,7 @@ __all__ = [
     "nn",
     "optim",
     "point_to_point",
-    "pool",
+    "pooling",
     "reduce",
     "shape",
 ]
