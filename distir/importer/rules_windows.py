@@ -107,7 +107,7 @@ def _filters(n: Node, rank: int) -> tuple[Ints, int]:
 
 
 def _plus_bias(n: Node, y: Value, *ones: int) -> Value:
-    """`y` plus operand 2, if there is one: a number for each channel, which is the dim of `y` before those of `ones`."""
+    """`y` plus operand 2, if there is one: a number for each channel, the dim of `y` before those of `ones`."""
     if not n.has(2):
         return y
     shape, channels = n.shape(2), shape_of(y)[-1 - len(ones)]
