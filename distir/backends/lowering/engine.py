@@ -94,6 +94,8 @@ class TorchRank:
         on_gradient: OnGradient | None = None,
     ) -> None:
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.backends.cudnn.allow_tf32 = False  # convolutions of float32 as precise as torch's matrix products
         self.program = program
         # a tap needs a received value at once: with receives posted ahead it would wait for it too early
         self.mine = rank_program(program, rank, RankOptions(compiled, receives_ahead=tap is None))

@@ -9,7 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, given, settings
 
+from distir.api.compilation import predict
 from distir.api.messages import messages
+from distir.api.model import Model
+from distir.api.stage_cost import OpSeconds
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster
@@ -17,10 +20,12 @@ from distir.ir import Function, Op, parse, pformat, same, verify
 from distir.ir.errors import InfeasibleError, IRTypeError
 from distir.ir.function import Attributes, FunctionMaker
 from distir.ir.type import Float32, Tensor
+from distir.transforms.plan import Plan as Whole
 from distir.transforms.rank.as_run import as_run
 from distir.transforms.rank.order import check_order
 from distir.transforms.rank.proxy import proxied
-from distir.transforms.rank.rank_program import rank_programs
+from distir.transforms.rank.rank_program import in_step
+from distir.transforms.relocate import relocate
 from tests.transforms.programs import Plan, Program, distributed, gpt2_tiny, imported_mlp, small_gpt
 from tests.transforms.random_programs import LARGE, random_plans, random_programs
 
@@ -70,7 +75,7 @@ def check(program: Function) -> Function:
 def test_what_is_sent_stays_and_compute_is_slept(plan: Plan) -> None:
     program = as_run(distributed(small_gpt(), plan).program)
     proxy = check(program)
-    check_order(rank_programs(proxy))  # ranks meet in the same order
+    check_order(in_step(proxy))  # ranks meet in the same order
 
 
 @settings(max_examples=15, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=LARGE)
@@ -96,19 +101,11 @@ def test_the_simulator_takes_the_seconds_of_a_sleep(seconds: float) -> None:
 
 def test_a_proxy_takes_what_its_program_is_predicted_to_take() -> None:
     """Without communication beside compute a step is the sum of all ops, slept or not."""
-    from distir.api.compilation import predict
-    from distir.api.model import Model
-    from distir.api.stage_cost import OpSeconds
-    from distir.transforms.plan import Plan as Whole
-
     program = imported_mlp()
     plan = Whole(2, overlap=False)
     cost = CostModel(load_cluster("cpu-2core"))
     made = as_run(distributed(program, Plan(2, overlap=False)).program)
-    homes = {d: e for d, e in zip(Plan(2).devices, cost.topology.devices, strict=False)}
-    from distir.transforms.relocate import relocate
-
-    made = relocate(made, [homes[d] for d in Plan(2).devices])
+    made = relocate(made, cost.topology.devices[:2])
     seconds = OpSeconds(cost)
     proxy = proxied(made, lambda function, op: seconds(op))
     model = Model(program.function)
