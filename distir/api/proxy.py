@@ -26,7 +26,7 @@ from distir.runtime.job import Job, JobCallbacks
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 from distir.transforms.rank.as_run import as_run
-from distir.transforms.rank.proxy import proxied
+from distir.transforms.rank.proxied import proxied
 
 EMULATIONS = ("sleep", "spin", "none")
 

@@ -14,9 +14,9 @@ from distir.ops import (
     optim,
     point_to_point,
     pooling,
-    proxy,
     reduce,
     shape,
+    sleep,
     tables,
 )
 
@@ -34,8 +34,8 @@ __all__ = [
     "optim",
     "point_to_point",
     "pooling",
-    "proxy",
     "reduce",
     "shape",
+    "sleep",
     "tables",
 ]

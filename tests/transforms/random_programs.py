@@ -516,6 +516,7 @@ random_plans = st.builds(
     recompute=st.sampled_from(("none", "none", "gathers", "attention", "selective", "full")),
     sequence_parallel=st.booleans(),
     split=st.just(()),
+    cut=st.just(()),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(
     lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)

@@ -11,7 +11,6 @@ from distir.backends.lowering import buckets
 from distir.backends.lowering.function_writer import FunctionWriter
 from distir.backends.lowering.launchers import LAUNCHERS, Launch, Start, by_member
 from distir.backends.lowering.routes import receiver, sender
-from distir.backends.lowering.sleeping import sleeper
 from distir.backends.tensors.layout import combine
 from distir.backends.tensors.torch_namespace import TORCH, torch_dtype
 from distir.ir.cached import cached
@@ -21,6 +20,7 @@ from distir.ir.errors import ModelError
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import Spec
 from distir.ir.type import Tensor, Tuple
+from distir.runtime.emulate import sleeper
 
 
 def _tensor(v: Value) -> Tensor:

@@ -23,7 +23,7 @@ from distir.ir.type import Float32, Tensor
 from distir.transforms.plan import Plan as Whole
 from distir.transforms.rank.as_run import as_run
 from distir.transforms.rank.order import check_order
-from distir.transforms.rank.proxy import proxied
+from distir.transforms.rank.proxied import proxied
 from distir.transforms.rank.rank_program import in_step
 from distir.transforms.relocate import relocate
 from tests.transforms.programs import Plan, Program, distributed, gpt2_tiny, imported_mlp, small_gpt
