@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import assume, given, settings
@@ -95,9 +95,24 @@ def random_case(seed: int) -> Case:
     return Case(function, topology, plan)
 
 
+class Slower(CostModel):
+    """The same, but compute and what a host does take other seconds."""
+
+    def compute_seconds(self, *args: Any) -> float:
+        return 3 * super().compute_seconds(*args) + 1e-7
+
+    def issue(self, *args: Any) -> float:
+        return 2 * super().issue(*args)
+
+
 def check(case: Case, overlap: bool, seed: int) -> Simulation:
-    """Every event of every device; when each was done; the peak of memory and what is live at the end."""
+    """Every event of every device; when each was done; the peak of memory and what is live at the end.
+
+    Of half of the cases the code is that of another cost model, with other seconds.
+    """
     cost = CostModel(case.topology, runtime=random_runtime(random.Random(seed)))
+    if seed % 2:
+        Simulator(Slower(case.topology, runtime=cost.runtime), overlap=overlap).interpret(case.function)
     simulation = Simulator(cost, overlap=overlap).interpret(case.function)
     inlined = Inlined(case.function, cost, overlap)
     assert [(e.name, e.ts, e.dur, e.pid, e.tid) for e in simulation.trace] == inlined.events

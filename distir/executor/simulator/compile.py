@@ -6,6 +6,9 @@ runtime also that of its host, which issues the ops. An op becomes one *part* fo
 that take part together. Free ops (views, bundles) have no part: their results are ready when the parts they depend on
 are. A dependence that a stream's own order implies is left out. A callee is compiled once; an input of a call is live
 only if it may arrive later than the streams that wait for it.
+
+A function compiled for a second cost model takes over all that does not depend on seconds: what it was last compiled to
+is kept with it.
 """
 
 from __future__ import annotations
@@ -91,16 +94,36 @@ class CompiledProgram:
         self._stream: dict[Where, int] = {}
         self._where: list[Where] = []
         self._plans: dict[int, OpPlan] = {}
+        """Of each kind of op."""
         self._bodies: dict[Function, Code | Twin] = {}
         self._codes: dict[Function, Code] = {}
         self._situations: dict[Mesh, object] = {}
         self.default = self._default()
-        self._kinds = _kinds(function, runtime and runtime.joins)
+        joins = runtime and runtime.joins
+        self._kinds = _kinds(function, joins)
         self._shapes = shapes_of(function)
         self._models: dict[object, Code] = {}
         """The first code of each shape and situation of a mesh."""
         self.classes: DeviceClasses = classify(self._uses([*function.callees(), function]), cost.topology)
+        last = CompiledProgram, overlap, self._issued, self._waits, self._host, joins
+        self._before = self._alike(function.cache.get(last))
+        """The same function compiled for another cost model, from which this one differs by seconds alone."""
         self.main = self._compile(function, entry=True)
+        self._before = None  # keeps no chain of cost models alive
+        function.cache[last] = self
+
+    def _alike(self, before: CompiledProgram | None) -> CompiledProgram | None:
+        """`before`, if it has the same classes, streams and parts; None if not."""
+        if before is None or before.classes.homes != self.classes.homes:
+            return None
+        self.streams, self._stream, self._where = list(before.streams), dict(before._stream), list(before._where)
+        for kind, plan in before._plans.items():
+            op, _, chained = self._kinds.first[kind]
+            found = self._plans[kind] = self._plan(op, chained)
+            if found.form != plan.form:
+                self.streams, self._stream, self._where, self._plans = [], {}, [], {}
+                return None
+        return before
 
     def _default(self) -> Device | None:
         devices = self.cost.topology.devices[:1]
@@ -141,9 +164,9 @@ class CompiledProgram:
         uses, kinds = Uses(), dict[Function, Iterable[int]]()
         first: dict[int, Function] = {}
         for f in functions:
-            for v in f.inputs:
-                self._locate(uses, v, f)
             shape = self._shapes.get(f)
+            for v in f.inputs if shape is None else f.inputs[:1]:  # else all are on one mesh
+                self._locate(uses, v, f)
             if shape is None or first.setdefault(shape[0], f) is f:
                 kinds[f] = dict.fromkeys(self._kinds.of(f))
         used = dict.fromkeys(k for found in kinds.values() for k in found if k >= 0)
@@ -303,6 +326,17 @@ class CompiledProgram:
 
     def _compile(self, f: Function, entry: bool) -> Code:
         """The code of a function; with `entry` of the program itself, whose inputs are ready from the start."""
+        before = self._before and (self._before.main if entry else self._before._codes.get(f))
+        code = before.timed(self.streams, self._planned(f), self.body) if before else None
+        if code is None:
+            self._before = None  # nor can what calls it be taken over
+            code = self._built(f, entry)
+        if not entry and code.issues is not None:
+            code.issues = _entered(code.issues, self.cost.enter())
+        return code
+
+    def _built(self, f: Function, entry: bool) -> Code:
+        """The same, built anew; the issues without those of a call."""
         env: list[dict[Value, Slots]] = [{} for _ in self.classes.sizes]
         columns: list[tuple[int, int]] = []
         for i, v in enumerate(f.inputs):
@@ -317,8 +351,6 @@ class CompiledProgram:
         for k, v in enumerate(f.outputs):
             code.outputs += [(k, c, env[c][v]) for c in self.classes_of(v.type)]
         if not entry:
-            if code.issues is not None:
-                code.issues = _entered(code.issues, self.cost.enter())
             builder.finish()
         return code
 

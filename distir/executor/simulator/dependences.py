@@ -120,13 +120,12 @@ class CodeBuilder:
             if slots:
                 live.append(j)
                 needs.append(slots)
-        summary = body.summary(tuple(live))
         waited: dict[int, list[int]] = {}
         if self.hosts is not None and self.received:
             for (i, c), slots in zip(body.columns, given, strict=True):
                 if inputs[i] in self.received:
                     waited.setdefault(self.hosts(c), []).extend(slots)
-        call = Call(body, tuple(live), summary.rows, given, waited)
+        call = Call(body, tuple(live), given, waited)
         code.needs.append(needs)
         code.plans.append(call)
         code.duration.append(0.0)
@@ -134,8 +133,8 @@ class CodeBuilder:
         code.more.append(call)
         if code.issues is not None:
             code.issues.append(None)
-        for (k, c, _), below in zip(body.outputs, summary.dominated, strict=True):
-            if not summary.rows:  # no live entry: the results are always ready
+        for (k, c, _), below in zip(body.outputs, call.dominated, strict=True):
+            if not call.rows:  # no live entry: the results are always ready
                 env[c][outputs[k]] = ()
                 continue
             slot = len(dominated)
@@ -154,7 +153,7 @@ class CodeBuilder:
         slot = inputs
         for s, needs, more in zip(code.stream, code.needs, code.more, strict=True):
             if isinstance(more, Call):
-                streams.update(dict.fromkeys((*more.streams, *[host for host, _ in more.waits])))
+                streams.update(dict.fromkeys((*more.streams, *more.waits)))
                 self._consume_by_call(more, needs)
                 slot += max(len(more.rows) - len(more.streams), 0)
                 continue

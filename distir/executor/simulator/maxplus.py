@@ -16,12 +16,12 @@ program order and no duration depends on time, the map is exact: with durations 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import le
 from typing import Any, NamedTuple
 from weakref import WeakMethod
 
-from distir.ir.function import Function
+from distir.ir.function import Function, Op
 
 NEVER = float("-inf")
 Issues = tuple[tuple[int, float], ...]
@@ -54,25 +54,35 @@ class OpPlan(NamedTuple):
     classes: tuple[tuple[int, ...], ...]
     """For each result, the classes that hold it."""
 
+    @property
+    def form(self) -> object:
+        """All but seconds."""
+        parts = [
+            (p.streams, p.classes, p.sources, p.targets, p.communicates, p.issues and [host for host, _ in p.issues])
+            for p in self.parts
+        ]
+        return self.classes, parts
+
 
 class Call:
     """A call in a program: its body, the body's live inputs, the map, and the slots that each input depends on.
 
-    `waits` are the slots that hosts wait for before they issue it, by stream.
+    `waits` are the slots that hosts wait for before they issue it, by stream; `dominated` the streams that dominate its
+    outputs (see `CallMap`).
     """
 
-    __slots__ = ("_body", "given", "live", "rows", "streams", "waits")
+    __slots__ = ("_body", "dominated", "given", "live", "rows", "streams", "waits")
 
     def __init__(
         self,
         body: Code | Twin,
         live: Slots,
-        rows: Sequence[Sequence[tuple[int, float]]],
         given: list[Slots],
         waits: Mapping[int, list[int]],
     ) -> None:
-        self._body, self.live, self.rows, self.given, self.streams = body, live, rows, given, body.streams
-        self.waits = tuple(waits.items())
+        self._body, self.live, self.given, self.streams = body, live, given, body.streams
+        self.rows, self.dominated = body.summary(live)
+        self.waits = waits
 
     @property
     def body(self) -> Code:
@@ -93,7 +103,7 @@ class Call:
 
     def run(self, needs: Sequence[Slots], clock: list[float], ready: list[float]) -> list[float]:
         """Apply the map; returns the entry times."""
-        for host, slots in self.waits:
+        for host, slots in self.waits.items():
             clock[host] = max([clock[host], *[ready[j] for j in slots]])
         enter = [clock[x] for x in self.streams]
         for slots in needs:  # mostly of one
@@ -210,6 +220,38 @@ class Code:
                 clock[x] = t
             ready.append(t)
         return entries
+
+    def timed(
+        self,
+        program_streams: Sequence[tuple[int, str]],
+        plans: Iterable[tuple[Op, OpPlan | None]],
+        body: Callable[[Function], Code | Twin],
+    ) -> Code | None:
+        """The same code with the seconds of other plans, of the same form, and of other bodies.
+
+        None if other streams dominate a call's results then: other inputs of later calls may be live.
+        """
+        code = Code(self.function, program_streams, self.columns)
+        code.views, code.outputs, code.streams, code.stream = self.views, self.outputs, self.streams, self.stream
+        code.needs, code.consumers, code.passed, code._waits = self.needs, self.consumers, self.passed, self._waits
+        duration, more, issues = code.duration, code.more, list[Issues | None]()
+        for (op, plan), before in zip(plans, self.plans, strict=True):
+            if isinstance(before, Call):
+                call = Call(body(op.attributes["callee"]), before.live, before.given, before.waits)
+                if call.dominated != before.dominated:
+                    return None
+                code.plans.append(call)
+                duration.append(0.0)
+                more.append(call)
+                issues.append(None)
+            elif plan is not None:
+                code.plans.append(plan)
+                for part in plan.parts:
+                    duration.append(part.duration)
+                    more.append(part.streams[1:] or None)
+                    issues.append(part.issues)
+        code.issues = issues if self.issues is not None else None
+        return code
 
     def waits(self, j: int, dominated: frozenset[int]) -> bool:
         """Whether anything may wait for input slot j, given that these streams dominate it."""

@@ -8,7 +8,7 @@ from distir.executor.cost_model import CostModel, fusion
 from distir.executor.simulator import compile as lowering
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.maxplus import Call, Code, Twin
-from distir.executor.simulator.simulation import Simulator
+from distir.executor.simulator.simulation import Simulation, Simulator
 from distir.ir import Function, Topology
 from distir.ir.host_runtime import Runtime
 from distir.models import mlp
@@ -66,7 +66,7 @@ def test_each_stage_with_its_own_code_takes_as_long(
     program = plan(t, d, h, p)
     shared = Simulator(CostModel(t)).interpret(program)
     monkeypatch.setattr(CompiledProgram, "_twin", lambda self, callee: None)  # pyright: ignore[reportUnknownLambdaType]
-    own = Simulator(CostModel(t)).interpret(program)
+    own = Simulator(CostModel(t)).interpret(plan(t, d, h, p))
     assert dict(shared.timestamps) == dict(own.timestamps)
     assert shared.stages == own.stages
 
@@ -98,3 +98,35 @@ def test_kinds_of_ops_are_found_once_for_all_constants(monkeypatch: pytest.Monke
         CompiledProgram(function, CostModel(t, runtime=runtime))
         counts.append(len(looked))
     assert counts[0] == counts[1] < counts[2]  # c does not fuse
+
+
+def seen(simulation: Simulation) -> list[tuple[object, ...]]:
+    """Its trace, in names and numbers."""
+    return [(e.name, e.ts, e.dur, e.pid, e.tid) for e in simulation.trace]
+
+
+def test_only_seconds_are_found_anew_for_other_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    t, quick = topology(), Topology()
+    for _ in t.devices:
+        quick.add_device("gpu", 3e9, 2e9)
+    for i, a in enumerate(quick.devices):
+        for b in quick.devices[:i]:
+            quick.set_bandwidth(a, b, 64)
+    function = plan(t, 1, 2, 4)
+    built: list[Function] = []
+    build = CompiledProgram._built
+
+    def building(self: CompiledProgram, f: Function, entry: bool) -> Code:
+        built.append(f)
+        return build(self, f, entry)
+
+    monkeypatch.setattr(CompiledProgram, "_built", building)
+    counts = []
+    for cost in (CostModel(t), CostModel(quick), CostModel(topology(slow=3)), CostModel(t)):
+        got = Simulator(cost).interpret(function)
+        counts.append(len(built))
+        anew = Simulator(cost).interpret(plan(t, 1, 2, 4))
+        del built[counts[-1] :]
+        assert (dict(got.timestamps), got.stages) == (dict(anew.timestamps), anew.stages)
+        assert seen(got) == seen(anew)
+    assert counts[0] == counts[1] < counts[2]  # on one with a slow device the classes are others
