@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from distir.executor.cost_model import CostModel
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Value
 from distir.ir.errors import IRTypeError
 from distir.ir.host_runtime import Runtime
@@ -46,6 +47,16 @@ def random_runtime(rng: random.Random) -> Runtime | None:
         figures[name] = rng.random() < 0.5
     figures |= {"passes": rng.choice([1.0, 1.7]), "skew": rng.choice([0.0, 0.3]), "transfer": rng.choice([None, 1e-6])}
     return Runtime("random", **figures)
+
+
+class Slower(CostModel):
+    """The same, but compute and what a host does take other seconds."""
+
+    def compute_seconds(self, *args: Any) -> float:
+        return 3 * super().compute_seconds(*args) + 1e-7
+
+    def issue(self, *args: Any) -> float:
+        return 2 * super().issue(*args)
 
 
 def _random_type(rng: random.Random, mesh: Mesh) -> Tensor:

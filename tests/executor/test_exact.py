@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import assume, given, settings
@@ -26,7 +26,7 @@ from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.pipeline.schedule_table import Cell, Table
 from tests.executor.inlined import Inlined
-from tests.executor.random_schedules import random_runtime, random_topology
+from tests.executor.random_schedules import Slower, random_runtime, random_topology
 
 BATCH = 8
 
@@ -93,16 +93,6 @@ def random_case(seed: int) -> Case:
     function = parallel_transform_3d(step, dp, tp, pp, devices, microbatches, table, order=order, chunks=chunks)
     plan = f"{step.name} dp{dp} tp{tp} pp{pp} mb{microbatches} {schedule} {chunks} host{host} {order}"
     return Case(function, topology, plan)
-
-
-class Slower(CostModel):
-    """The same, but compute and what a host does take other seconds."""
-
-    def compute_seconds(self, *args: Any) -> float:
-        return 3 * super().compute_seconds(*args) + 1e-7
-
-    def issue(self, *args: Any) -> float:
-        return 2 * super().issue(*args)
 
 
 def check(case: Case, overlap: bool, seed: int) -> Simulation:

@@ -86,7 +86,7 @@ class CompiledProgram:
         self.overlap = overlap
         runtime = cost.runtime
         self._issued = runtime is not None and runtime.issues
-        """Whether hosts take time."""
+        """Whether ops wait for their hosts."""
         self._waits = self._issued and runtime is not None and runtime.waits
         self._host = COMPUTE if runtime is not None and runtime.inline else HOST
         """The stream on which ops are issued."""
@@ -327,10 +327,7 @@ class CompiledProgram:
     def _compile(self, f: Function, entry: bool) -> Code:
         """The code of a function; with `entry` of the program itself, whose inputs are ready from the start."""
         before = self._before and (self._before.main if entry else self._before._codes.get(f))
-        code = before.timed(self.streams, self._planned(f), self.body) if before else None
-        if code is None:
-            self._before = None  # nor can what calls it be taken over
-            code = self._built(f, entry)
+        code = before.timed(self.streams, self._planned(f), self.body) if before else self._built(f, entry)
         if not entry and code.issues is not None:
             code.issues = _entered(code.issues, self.cost.enter())
         return code

@@ -133,7 +133,7 @@ class CodeBuilder:
         code.more.append(call)
         if code.issues is not None:
             code.issues.append(None)
-        for (k, c, _), below in zip(body.outputs, call.dominated, strict=True):
+        for (k, c, _), below in zip(body.outputs, body.dominated, strict=True):
             if not call.rows:  # no live entry: the results are always ready
                 env[c][outputs[k]] = ()
                 continue
@@ -143,7 +143,7 @@ class CodeBuilder:
             dominated.append(below)
 
     def finish(self) -> None:
-        """Compute what callers of a body need: its streams, and which streams wait for each input."""
+        """Compute what callers of a body need: its streams, which wait for each input, which dominate each output."""
         code, inputs = self.code, len(self.code.columns)
         code.passed = frozenset(j for _, _, slots in code.outputs for j in slots if j < inputs)
         code.consumers = [set() for _ in range(inputs)]
@@ -165,6 +165,34 @@ class CodeBuilder:
                     code.consumers[j].add(self.dominated[slot])
             slot += 1
         code.streams = tuple(streams)
+        after = self._after()
+        for _, _, slots in code.outputs:
+            code.dominated.append(frozenset(streams).intersection(*[after[j] for j in slots]))
+
+    def _after(self) -> list[frozenset[int]]:
+        """For each slot the streams that dominate it when the body ends: parts come after what they need, and after
+        what is earlier on their streams or those of their hosts.
+        """
+        code, dominated = self.code, self.dominated
+        after, last = list(dominated), dict[int, frozenset[int]]()
+        slot = len(dominated)
+        rows = zip(code.needs, code.more, code.issues or [None] * len(code.needs), strict=True)
+        for needs, more, issue in reversed(list(rows)):
+            made = max(len(more.rows) - len(more.streams), 0) if isinstance(more, Call) else 1
+            for j in range(slot - made, slot):
+                after[j] = after[j].union(*[last[s] for s in dominated[j] if s in last])
+            slot -= made
+            if isinstance(more, Call):  # that its results come after its operands is left out
+                for host, slots in more.waits.items():
+                    for j in slots:
+                        after[j] |= last.get(host, frozenset()) | {host}
+                continue
+            last.update(dict.fromkeys(dominated[slot], after[slot]))
+            for host, _ in issue or ():
+                last[host] = last.get(host, frozenset()) | after[slot]
+            for j in needs:
+                after[j] |= after[slot]
+        return after
 
     def _consume_by_call(self, call: Call, needs: Iterable[Slots]) -> None:
         consumers, body = self.code.consumers, call.body

@@ -17,7 +17,6 @@ program order and no duration depends on time, the map is exact: with durations 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import le
 from typing import Any, NamedTuple
 from weakref import WeakMethod
 
@@ -67,11 +66,10 @@ class OpPlan(NamedTuple):
 class Call:
     """A call in a program: its body, the body's live inputs, the map, and the slots that each input depends on.
 
-    `waits` are the slots that hosts wait for before they issue it, by stream; `dominated` the streams that dominate its
-    outputs (see `CallMap`).
+    `waits` are the slots that hosts wait for before they issue it, by stream.
     """
 
-    __slots__ = ("_body", "dominated", "given", "live", "rows", "streams", "waits")
+    __slots__ = ("_body", "given", "live", "rows", "streams", "waits")
 
     def __init__(
         self,
@@ -81,8 +79,7 @@ class Call:
         waits: Mapping[int, list[int]],
     ) -> None:
         self._body, self.live, self.given, self.streams = body, live, given, body.streams
-        self.rows, self.dominated = body.summary(live)
-        self.waits = waits
+        self.rows, self.waits = body.summary(live), waits
 
     @property
     def body(self) -> Code:
@@ -115,11 +112,8 @@ class Call:
         return enter
 
 
-class CallMap(NamedTuple):
-    """A body's map at some live inputs: rows of (column, weight), and by which streams each output is dominated."""
-
-    rows: list[list[tuple[int, float]]]
-    dominated: list[frozenset[int]]
+Rows = list[list[tuple[int, float]]]
+"""A body's map at some live inputs: rows of (column, weight)."""
 
 
 class Column(NamedTuple):
@@ -160,9 +154,11 @@ class Code:
         """For each input slot, the streams of each part that waits for it; an empty set if they are unknown."""
         self.passed: frozenset[int] = frozenset()
         """Input slots that outputs depend on."""
+        self.dominated: list[frozenset[int]] = []
+        """For each output the streams whose clock is never earlier than it when the body ends, whatever the seconds."""
         self._waits: dict[tuple[int, frozenset[int]], bool] = {}
         self._column: dict[int, Column] = {}
-        self._summary: dict[Slots, CallMap] = {}
+        self._summary: dict[Slots, Rows] = {}
 
     def run(self, clock: list[float], ready: list[float]) -> list[list[float]]:
         """The loop. Changes `clock` (of all streams), extends `ready` (of the inputs); returns calls' entry times."""
@@ -226,20 +222,16 @@ class Code:
         program_streams: Sequence[tuple[int, str]],
         plans: Iterable[tuple[Op, OpPlan | None]],
         body: Callable[[Function], Code | Twin],
-    ) -> Code | None:
-        """The same code with the seconds of other plans, of the same form, and of other bodies.
-
-        None if other streams dominate a call's results then: other inputs of later calls may be live.
-        """
+    ) -> Code:
+        """The same code with the seconds of other plans, of the same form, and of other bodies."""
         code = Code(self.function, program_streams, self.columns)
         code.views, code.outputs, code.streams, code.stream = self.views, self.outputs, self.streams, self.stream
         code.needs, code.consumers, code.passed, code._waits = self.needs, self.consumers, self.passed, self._waits
+        code.dominated = self.dominated
         duration, more, issues = code.duration, code.more, list[Issues | None]()
         for (op, plan), before in zip(plans, self.plans, strict=True):
             if isinstance(before, Call):
                 call = Call(body(op.attributes["callee"]), before.live, before.given, before.waits)
-                if call.dominated != before.dominated:
-                    return None
                 code.plans.append(call)
                 duration.append(0.0)
                 more.append(call)
@@ -275,14 +267,14 @@ class Code:
             found = self._column[k] = Column([clock[s] for s in self.streams], ready)
         return found
 
-    def summary(self, live: Slots) -> CallMap:
+    def summary(self, live: Slots) -> Rows:
         """The map whose entries are the streams and the live input slots."""
         found = self._summary.get(live)
         if found is None:
             found = self._summary[live] = self._summarise(live)
         return found
 
-    def _summarise(self, live: Slots) -> CallMap:
+    def _summarise(self, live: Slots) -> Rows:
         n = len(self.streams)
         columns = [self.column(k) for k in (*range(n), *(n + j for j in live))]
         rows = [[c.clock[i] for c in columns] for i in range(n)]
@@ -291,13 +283,7 @@ class Code:
                 rows.append([c.ready[slots[0]] for c in columns])
             else:
                 rows.append([max([c.ready[j] for j in slots], default=NEVER) for c in columns])
-        dominated: list[frozenset[int]] = []
-        for row in rows[n:]:
-            dominated.append(
-                frozenset([s for s, after in zip(self.streams, rows, strict=False) if all(map(le, row, after))])
-            )
-        sparse = [[(k, w) for k, w in enumerate(row) if w != NEVER] or [(0, NEVER)] for row in rows]
-        return CallMap(sparse if columns else [], dominated)
+        return [[(k, w) for k, w in enumerate(row) if w != NEVER] or [(0, NEVER)] for row in rows] if columns else []
 
 
 class Twin:
@@ -320,10 +306,9 @@ class Twin:
         self.outputs = [(k, classes[c], slots) for k, c, slots in model.outputs]
         self.streams = tuple([streams[s] for s in model.streams])
         self.passed = model.passed
-        self._there = streams
+        self.dominated = [frozenset([streams[s] for s in below]) for below in model.dominated]
         self._back = {t: s for s, t in streams.items()}
         self._waits: dict[tuple[int, frozenset[int]], bool] = {}
-        self._summary: dict[Slots, CallMap] = {}
 
     @property
     def code(self) -> Code:
@@ -342,11 +327,6 @@ class Twin:
             found = self._waits[key] = self.model.waits(j, frozenset([back[s] for s in dominated if s in back]))
         return found
 
-    def summary(self, live: Slots) -> CallMap:
+    def summary(self, live: Slots) -> Rows:
         """As `Code.summary`."""
-        found = self._summary.get(live)
-        if found is None:
-            rows, dominated = self.model.summary(live)
-            there = self._there
-            found = self._summary[live] = CallMap(rows, [frozenset([there[s] for s in below]) for below in dominated])
-        return found
+        return self.model.summary(live)
