@@ -20,7 +20,8 @@ def random_topology(rng: random.Random, devices: int) -> tuple[Topology, list[De
         spec = DeviceSpec((("f32", 1e9),), 1e9, 1e-6, 1e9)
         per_node = rng.choice([2, 3, 4, 8])
         algorithms = rng.choice([(), (Algorithm("ring", 1e-6, 1e-6, 3e-6, 0.9), Algorithm("tree", 2e-6, 1e-6, 2e-6))])
-        links = Link(1e9, 1e-6, 7e8), Link(1e8, 5e-6)
+        slows = rng.choice([0.0, 0.0, 0.15, 0.4])
+        links = Link(1e9, 1e-6, 7e8, slows=slows), Link(1e8, 5e-6, slows=slows / 4)
         cluster = Regular(
             "test", "gpu", spec, -(-devices // per_node), per_node, *links, spec, Link(2e8, 1e-6), algorithms
         )

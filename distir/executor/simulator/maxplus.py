@@ -32,7 +32,7 @@ Slots = tuple[int, ...]
 class OpPart(NamedTuple):
     """An op on one class of devices, or on classes that meet. `streams` are those of `classes`, one each.
 
-    `issues` are those of its hosts.
+    `issues` are those of its hosts. A part without `sources` is compute that is lost beside communication.
     """
 
     duration: float

@@ -233,7 +233,8 @@ def _same(seed: int, overlap: bool) -> None:
     assert {d: t for d, t in simulation.timestamps.items() if t} == {d: t for d, t in inlined.timestamps().items() if t}
     for device, c in simulation.program.classes.devices():
         mine = [(a, a + d, s) for _, a, d, who, s in inlined.events if who == repr(device) and s != "view"]
-        busy = sum(b - a for a, b in merged([(a, b) for a, b, _ in mine]))
+        lost = [(a, a + d) for who, a, d in inlined.lost if who is device]
+        busy = sum(b - a for a, b in merged([*[(a, b) for a, b, _ in mine], *lost]))
         stage = simulation.stages[c]
         assert stage.communication + stage.compute == busy
         assert stage.bubble == simulation.seconds - busy
