@@ -5,8 +5,8 @@ and one for what it receives from each mesh or device, so that a waiting transfe
 runtime also that of its host, which issues the ops. An op becomes one *part* for each class, or for each set of classes
 that take part together. Free ops (views, bundles) have no part: their results are ready when the parts they depend on
 are. A collective beside compute has a part on the compute stream, too: the seconds that compute loses (`beside`); it
-needs nothing, and nothing needs it. A dependence that a stream's own order implies is left out. A callee is compiled once; an input of a call is live
-only if it may arrive later than the streams that wait for it.
+needs nothing, and nothing needs it. A dependence that a stream's own order implies is left out. A callee is compiled
+once; an input of a call is live only if it may arrive later than the streams that wait for it.
 
 A function compiled for a second cost model takes over all that does not depend on seconds: what it was last compiled to
 is kept with it.
