@@ -140,6 +140,13 @@ class CostModel:
             seconds = memo[key] = quantize(alone * (1 + skew))
         return seconds
 
+    def beside(self, seconds: float, group: Group) -> float:
+        """Seconds that compute beside a collective of a group loses, if the collective takes so many, quantized.
+
+        Source: Calculon (Isaev et al., SC'23): a share of the time of the network ("processor_usage").
+        """
+        return quantize(seconds * (group.inter or group.intra).slows)
+
     def transfer(self, ins: Types, link: Link) -> float:
         """Seconds of a Send over a link, quantized.
 
