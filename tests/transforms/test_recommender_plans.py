@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,20 +17,20 @@ from distir.models.recommender import Recommender, recommender
 from distir.ops.rules import tensor
 from distir.transforms.differentiation.training import AdamW, training_step
 from distir.transforms.plan import InputSplit
-from tests.transforms.programs import BATCH, PLAIN, Plan, Program, check, filled
+from tests.transforms.programs import BATCH, PLAIN, Plan, Program, check, error, filled
 
 SPLIT = "dense.0,labels.0,tables.0,indices.1"
 
 
 @functools.cache
-def program(pooling: int = 0, adam: bool = False) -> Program:
-    """A training step that also gives gradients."""
-    sizes = Recommender(4, 12, 8, dense=6, bottom="16-8", top="16-8-1", batch=BATCH, pooling=pooling)
+def program(pooling: int = 0, adam: bool = False, gradients: bool = True) -> Program:
+    """A training step, that also gives `gradients`: if not, SGD is on the rows used."""
+    sizes = Recommender(4, 24, 8, dense=6, bottom="16-8", top="16-8-1", batch=BATCH, pooling=pooling)
     optimizer = AdamW(0.01, eps=1e-3) if adam else PLAIN
-    step = training_step(recommender(sizes, Float64), "loss", optimizer, gradients=True)
+    step = training_step(recommender(sizes, Float64), "loss", optimizer, gradients=gradients)
     rng = np.random.default_rng(5)
     shape = (BATCH, 4, pooling) if pooling else (BATCH, 4)
-    return filled(step, {"indices": rng.integers(-12, 12, shape), "labels": rng.integers(0, 2, BATCH)}, rng)
+    return filled(step, {"indices": rng.integers(-24, 24, shape), "labels": rng.integers(0, 2, BATCH)}, rng)
 
 
 def split(n: int) -> tuple[str, ...]:
@@ -55,6 +56,24 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_equals_sequential(plan: Plan) -> None:
     check(program(), plan)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("pooling", [0, 2])
+def test_sgd_on_the_rows_used_equals_sequential(plan: Plan, pooling: int) -> None:
+    touching = program(pooling, gradients=False)
+    assert Counter(op.op_type for op in touching.function.ops)["LookupSGD"] == 1
+    function = check(touching, plan)
+    found = Counter(op.op_type for f in (function, *function.callees()) for op in f.ops)
+    assert found["LookupSGD"] == 1
+    assert found["LookupGrad"] == 0
+
+
+def test_sgd_on_the_rows_used_gives_what_the_whole_tables_gradient_does() -> None:
+    whole, touching = program(), program(gradients=False)
+    count = sum(v.kind == "parameter" for v in whole.function.inputs)
+    loss, *rest = whole.results()
+    assert error([loss, *rest[count:]], touching.results()) < 1e-12
 
 
 @pytest.mark.parametrize("plan", [Plan(split=split(4)), Plan(2, split=split(2), zero=1)], ids=str)
