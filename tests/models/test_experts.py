@@ -100,7 +100,7 @@ def test_a_layer_adds_what_each_tokens_experts_make_of_it(choices: int, gated: b
     [
         ("gpt3-moe", 128),
         ("gpt3-moe:batch=16,choices=2", 256),
-        ("gpt:layers=1,hidden=8,heads=2,seq=10,batch=1,experts=11,capacity=1.1", 1),  # in floats 1.1 * 10 is above 11
+        ("gpt:layers=1,hidden=8,heads=2,seq=100,batch=1,experts=11,capacity=1.1", 10),  # in floats above 10
         ("gpt:layers=1,hidden=8,heads=2,seq=10,batch=6,experts=4,groups=3", 5),
         ("gpt:layers=1,hidden=8,heads=2,seq=10,batch=6,experts=4,groups=3,capacity=1.01", 6),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -56,10 +58,10 @@ def test_it_gives_the_same_and_other_rows_stay(schedule: LearningRate | None, po
     after = training_step(recommender(sizes, Float64), "loss", SGD(0.1, schedule=schedule))
     origin = next(origin for origin, _ in origins(after) if origin.rewrite == "touch_rows")
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(shape_of(v)) if tensor(v).dtype.floating else None for v in after.inputs]
-    for k, v in enumerate(after.inputs):
-        if arrays[k] is None:
-            arrays[k] = rng.integers(-5, 5, shape_of(v)) if v.name == "indices" else np.ones(shape_of(v), np.int64)
+    arrays: list[Any] = []
+    for v in after.inputs:
+        integers = rng.integers(-5, 5, shape_of(v)) if v.name == "indices" else np.ones(shape_of(v), np.int64)
+        arrays.append(rng.standard_normal(shape_of(v)) if tensor(v).dtype.floating else integers)
     want, got = [SequentialExecutor().compute(f, arrays) for f in (origin.before, after)]
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
