@@ -32,7 +32,7 @@ def find_row_update(program: Program, op: Op) -> Found | None:
         return None
     tables, gradient, *numbers = op.inputs
     slope = program.made_by(gradient, "LookupGrad")
-    if slope is None or program.only_use(gradient) is not op or tensor(gradient).dtype is not tensor(tables).dtype:
+    if slope is None or tensor(gradient).dtype is not tensor(tables).dtype:
         return None
     d, index = slope.inputs
     number, rows, _ = shape_of(tables)
