@@ -1,4 +1,5 @@
-"""Ops that pick rows of a stack of tables, each by indices of its own: embeddings of several features in one weight.
+"""Ops that pick rows of a stack of tables, each by indices of its own: embeddings of several features in one weight;
+and the step of SGD on the rows that were picked.
 
 With `pooling` a feature has several indices, whose rows are added. Indices and tables split along their rows are as of
 `Gather`.
@@ -14,9 +15,10 @@ from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
-from distir.ir.type import Int64, Tensor
+from distir.ir.type import Bool, DType, Int64, Tensor
 from distir.ops.index import index_dtype, local_rows
-from distir.ops.rules import expect_shape, shape_of
+from distir.ops.optim import shared_numbers
+from distir.ops.rules import expect_shape, same, shape_of, wide
 
 ROWS = 1
 """The dim of the tables along which rows are picked."""
@@ -120,4 +122,75 @@ op(  # its gradient, of tables of `rows` rows each; these may be split by the at
     work=lambda attrs, ins, outs: (float(math.prod(ins[1]) * ins[0][-1]), 0.0),
     eval=_lookup_grad,
     grad=lambda f, o, d: [f.emit("Lookup", d, o.inputs[1], **_given(o)), None],
+)
+
+
+# ---------------------------------------------------------------- a step of SGD on the rows used
+
+
+def _sgd_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    """The samples are whole: what each device holds is the next value of all of its rows."""
+    if len(shapes) != 3 + (numbers := len(shared_numbers(attrs, 0))):
+        raise IRTypeError(f"expected {3 + numbers} operands (tables, indices, gradient ...), got {len(shapes)}")
+    if len(shapes[0]) == len(shapes[2]) == 3:
+        expect_shape(2, shapes[2], (*shapes[1][:2], shapes[0][2]))
+        expect_shape(0, shapes[0][:1], shapes[1][1:2])
+    for k, shape in enumerate(shapes[3:], 3):
+        expect_shape(k, shape, ())
+    kinds = " ".join([f"{name}:whole" for name in _indices(attrs).split() if name != "t"])
+    return f"t v d, {_indices(attrs)}, b t d{', ' * numbers} -> t v d | {kinds}"
+
+
+def _sgd_dtype(attrs: Attrs, tables: DType, index: DType, d: DType, *numbers: DType) -> list[DType]:
+    same(attrs, tables, tables, d)
+    for k, (name, dtype) in enumerate(zip(shared_numbers(attrs, 0), numbers, strict=True), 3):
+        if (dtype is Bool) != (name == "skip") or (name == "lr" and not dtype.floating):
+            raise IRTypeError(f"operand {k}: expected {'bool' if name == 'skip' else 'a floating type'}, got {dtype}")
+    return index_dtype(attrs, tables, index)
+
+
+def row_steps(xp: Any, index: Any, d: Any, given: Sequence[Any], attrs: Attrs) -> Any:
+    """What is added to the row of each index, of the shape of the indices and (width,). `given`: the numbers that
+    follow the gradient; the attributes are those of the op."""
+    numbers = dict(zip(shared_numbers(attrs, 0), given, strict=True))
+    rate = xp.asarray(numbers["lr"], dtype=d.dtype) if "lr" in numbers else attrs["lr"]
+    steps = -rate * d
+    if "skip" in numbers:
+        steps = xp.where(numbers["skip"], 0, steps)
+    return xp.broadcast_to(xp.expand_dims(steps, 2), (*index.shape, d.shape[2])) if attrs.get("pooling") else steps
+
+
+def _lookup_sgd(
+    xp: Any, tables: Any, index: Any, d: Any, *given: Any, start: int, whole: bool, count: int, **attrs: Any
+) -> Any:
+    number, rows, width = tables.shape
+    row, here = _flat(xp, index, count, start, rows)
+    steps = xp.where(xp.expand_dims(here, -1), row_steps(xp, index, wide(xp, d), given, attrs), 0)
+    flat = xp.reshape(wide(xp, tables), (number * rows, width))
+    flat = xp.add_rows(flat, xp.reshape(row, (-1,)), xp.reshape(steps, (math.prod(index.shape), width)))
+    return xp.reshape(xp.asarray(flat, dtype=tables.dtype), tables.shape)
+
+
+def _sgd_definition(f: FunctionMaker, o: Op) -> list[Value]:
+    tables, index, d, *numbers = o.inputs
+    slope = f.emit("LookupGrad", d, index, rows=shape_of(tables)[ROWS], **_given(o))
+    settings = {k: x for k, x in o.attributes.items() if k in ("lr", "scheduled", "skips")}
+    return [f.emit("SGD", tables, slope, *numbers, momentum=0.0, weight_decay=0.0, **settings)]
+
+
+op(  # tables, indices, gradient of what was picked -> SGD's next tables, without a gradient as large as these
+    "LookupSGD",
+    attributes="lr:number pooling:flag? count:size? scheduled:flag? skips:flag?",
+    axes=_sgd_axes,
+    dtype=_sgd_dtype,
+    index=(0, ROWS),
+    unpadded="count",
+    local=lambda attrs, ins, outs: local_rows(attrs, ins[0], ROWS),
+    donates=(0,),
+    work=lambda attrs, ins, outs: (
+        2.0 * math.prod(ins[1]) * ins[0][-1],
+        float(math.prod(ins[1]) * (1 + 2 * ins[0][-1]) + math.prod(ins[2])),
+    ),
+    eval=_lookup_sgd,
+    definition=_sgd_definition,
 )

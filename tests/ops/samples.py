@@ -272,6 +272,13 @@ SAMPLES = [
         for name, numbers in [("Lookup", real(2, 12, 6)), ("LookupGrad", real(4, 2, 6))]
     ],
     sample("Lookup", real(4, 12, 2), below(12, 1, 4)),
+    sample("LookupSGD", real(2, 12, 6), around(12, 4, 2), real(4, 2, 6), lr=0.1),
+    sample("LookupSGD", real(2, 12, 2), around(9, 4, 2, 4, dtype=Int8), real(4, 2, 2), lr=0.1, count=9, pooling=True),
+    *[
+        sample("LookupSGD", real(2, 4, 2), below(4, 3, 2), real(3, 2, 2), number(0.2), flag, **how)
+        for flag in (number(1, Bool), number(0, Bool))
+        for how in [{"lr": 0.1, "scheduled": True, "skips": True}]
+    ],
     # nn
     *[sample(name, real(4, 2, 6), axis=-1) for name in ["Softmax", "LogSoftmax"]],
     *[sample(name, real(4, 6), axis=0) for name in ["Softmax", "LogSoftmax"]],

@@ -211,6 +211,17 @@ def embedding(m: Maker) -> None:
     m.push(m.emit("Gather", m.weight(rows, m.pick(WIDTHS)), ids))
 
 
+def tables(m: Maker) -> None:
+    """A table for each position of the sequence; of several indices the rows are added."""
+    rows, pooling = m.pick(VOCABULARIES), m.flip()
+    ids = m.input(BATCH, m.sequence, *((2,) if pooling else ()), below=rows, least=-rows)
+    m.push(m.emit("Lookup", m.weight(m.sequence, rows, m.pick(WIDTHS)), ids, pooling=pooling))
+
+
+def running_sum(m: Maker) -> None:
+    m.push(m.emit("Tanh", m.emit("CumSum", m.stream(), axis=m.pick((1, 2)), exclusive=m.flip(), reverse=m.flip())))
+
+
 def columns(m: Maker) -> None:
     """Gather along the last dim, a dim of the table; rows of data are picked by position."""
     table = m.weight(m.pick(WIDTHS), 6)
@@ -368,7 +379,7 @@ BLOCKS: list[Block] = [
     *[linear, residual, attention, embedding, tied_head, dropped],
     *[unary, of_positive, binary, quotient, power, exponential, layer_norm, rms_norm, columns, gemm, split_and_join],
     *[cut, reduced, turned, by_heads, steps, conditional, classes, padded, stopped, tensor_constant, batch_norm],
-    *[per_sample, crossed, picked],
+    *[per_sample, crossed, picked, tables, running_sum],
 ]
 
 # ---- results

@@ -87,6 +87,12 @@ class NumpyNamespace:
         np.add.at(out, index, values)
         return out
 
+    def add_rows(self, x: Any, index: Any, values: Any) -> Any:
+        """A copy of `x` (rows, ...) with values[i] (n, ...) added to row index[i]; index (n,) of integers."""
+        out = np.array(x)
+        np.add.at(out, index, values)
+        return out
+
     def add_last(self, x: Any, index: Any, values: Any) -> Any:
         """`x` (..., v), taken over, with values (...) added at index (...) of the last dim."""
         flat = x.reshape(-1, x.shape[-1])
