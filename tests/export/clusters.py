@@ -11,6 +11,7 @@ from distir.ir.topology import DeviceSpec, Link, Regular
 from distir.ir.type import Float32, Tensor
 from distir.models.gpt import gpt
 from distir.transforms.differentiation.training import training_step
+from distir.transforms.plan import InputSplit
 
 BANDWIDTH, LATENCY = 1e9, 3e-6
 
@@ -34,7 +35,7 @@ PLANS = [
     Plan(tp=4, pp=2, microbatches=4, sequence_parallel=True),
     Plan(dp=2, pp=2, microbatches=4, chunks=2, schedule="interleaved"),
     Plan(dp=2, tp=2, pp=2, microbatches=2, overlap=False),
-    Plan(dp=2, microbatches=2, split=("cp=2:input_ids.1,labels.1",), bucket_mb=0.0),
+    Plan(dp=2, microbatches=2, split=(InputSplit.parse("cp=2:input_ids.1,labels.1"),), bucket_mb=0.0),
     Plan(dp=2, tp=2, pp=2, microbatches=2, order=("pp", "dp", "tp")),
 ]
 
