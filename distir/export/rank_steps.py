@@ -94,7 +94,7 @@ class _Walk:
         self._messages += part.communicates
         for c, stream in zip(part.classes, part.streams, strict=True):
             here, mine = env[c], self.found[c]
-            needs = self._all(c, [here[v] for v in op.inputs if v in here]) if c in part.sources else ()
+            needs = self._all(c, [here[v] for v in op.inputs if v in here])
             where = _where(op, c, part) if part.communicates or op.spec.route == "send" else None
             before = self._last[c].get(stream, -1)
             self._last[c][stream] = len(mine)

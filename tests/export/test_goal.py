@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from distir.executor.simulator.compile import CompiledProgram
 from distir.export.rank_steps import steps
 from distir.ir import Device, FunctionMaker, Mesh
 from distir.ir.errors import UsageError
+from distir.ir.placement import Shard
 from distir.ir.type import Float32, Tensor
 from tests.export.clusters import BANDWIDTH, LATENCY, PLANS, exchanges, flat, model, simulated
 
@@ -143,6 +145,39 @@ def test_all_collectives(tmp_path: Path) -> None:
     thirds = 2 + 2 + 2 + 4  # reduce-scatter, all-gather, two shifts, and an all-reduce there and back
     both = {(word, n): k for n, k in ((whole // 3, thirds), (whole // 9, 2)) for word in ("send", "recv")}
     assert count == Counter(both) + Counter({("send", whole): 1})
+
+
+def test_rounds_of_collectives(tmp_path: Path) -> None:
+    """Who sends to whom, and that a round begins when what it passes on is there."""
+    export(exchanges(), Plan(), tmp_path / "x", "goal", flat(12))
+    tasks, after = read(tmp_path / "x.goal")
+    by_tag: dict[int, list[Node]] = defaultdict(list)
+    for node, task in tasks.items():
+        if node[0] == 0 and task.word != "calc":
+            by_tag[task.tag].append(node)
+    rounds = [list(zip(row[::2], row[1::2], strict=True)) for row in by_tag.values() if len(row) > 1]
+    assert {(tasks[a].word, tasks[b].word) for row in rounds for a, b in row} == {("send", "recv")}
+    to = [[(tasks[a].peer, tasks[b].peer) for a, b in row] for row in rounds]
+    ring, pairs = [(1, 2)] * 2, [(1, 2), (2, 1)]
+    assert to[:5] == [ring, pairs, [(2, 1)], [(1, 2)], ring]
+    for row in rounds:
+        for before, (sent, got) in pairwise(row):
+            assert set(after[sent]) == set(after[got]) == set(before)
+
+
+def test_a_message_waits_only_for_its_operand(tmp_path: Path) -> None:
+    """Not for what is computed after that, in one run with it."""
+    mesh = Mesh([Device("cpu", k) for k in range(2)], {"a": 2}, "m")
+    f = FunctionMaker("early")
+    x = f.add_input_value("x", Tensor.whole(Float32, (2000, 1000), mesh, (Shard(0),)))
+    y = early = f.emit("Relu", f.emit("Relu", x))
+    for _ in range(20):
+        y = f.emit("Relu", y)
+    f.set_outputs([y, f.emit("MPIAllgather", early, axis="a")])
+    export(f.finalize(), Plan(), tmp_path / "x", "goal", flat(2))
+    tasks, _ = read(tmp_path / "x.goal")
+    assert [task.word for (rank, _), task in tasks.items() if rank == 0] == ["calc", "calc", "send", "recv"]
+    assert seconds(tmp_path / "x.goal") == pytest.approx(simulated(f.finalize(), Plan(), 2).seconds, rel=0.01)
 
 
 def test_computation_is_one_task_between_messages(tmp_path: Path) -> None:
