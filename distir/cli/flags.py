@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _simulate(commands)
     _accuracy(commands)
     _show(commands)
+    _export(commands)
     text = "list the compiler passes in order"
     _command(commands, "passes", text, "programs.passes", "names, and the form each takes and gives")
     _opt(commands)
@@ -187,6 +188,27 @@ def _show(commands: Any) -> None:
         "--messages", action="store_true", help="list what each rank sends in a step: elements, bytes, and how often"
     )
     parser.add_argument("--python", action="store_true", help="print the generated Python of a rank, by default rank 0")
+
+
+def _export(commands: Any) -> None:
+    text = "write what all ranks do for simulators of networks: Chakra traces, or a GOAL schedule of LogGOPSim"
+    parser = _command(commands, "export", text, "exporting_command.export", "ranks, steps, bytes and files")
+    _model_flags(parser)
+    _plan_flags(parser)
+    group = parser.add_argument_group("the export")
+    group.add_argument(
+        "--format",
+        required=True,
+        choices=("chakra", "goal"),
+        help="chakra: PREFIX.RANK.et of each rank, and PREFIX.groups.json; goal: PREFIX.goal",
+    )
+    group.add_argument("-o", "--output", required=True, metavar="PREFIX", help="the files' names begin with this")
+    group.add_argument(
+        "--cluster", required=True, metavar="NAME|FILE.toml", help="of the times; `distir clusters` lists names"
+    )
+    group.add_argument(
+        "--nodes", type=_at_least(1), metavar="N", help="number of nodes; default: as many as the plan needs"
+    )
 
 
 def _schedule(commands: Any) -> None:
