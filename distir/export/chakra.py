@@ -136,7 +136,10 @@ def _attributes(op: Op, kind: int) -> bytes:
         return fields + _attribute("tensor_size", number(_UINT64, round(moved)))
     if kind == COLLECTIVE:
         fields += _attribute("comm_type", number(_INT64, collective_type(op)))
-    return fields + _attribute("comm_size", number(_INT64, ins[0].bytes))
+    sent = ins[0].bytes
+    if kind == COLLECTIVE and "next" in wire_of(op.spec).patterns:  # such as a halo, of which only that is sent
+        sent = wire_of(op.spec).size(sent, op.outputs[0].type.bytes)
+    return fields + _attribute("comm_size", number(_INT64, sent))
 
 
 def collective_type(op: Op) -> int:

@@ -61,7 +61,8 @@ def _rank(peer: _Peer, device: Device, partners: Partners) -> int:
 def hops(step: RankStep, where: Along) -> list[Hop]:
     """The rounds of a collective: around a ring, all pairs one distance after another, or one shift."""
     op, n = step.op, where.mesh.size(where.axis)
-    wire, whole = wire_of(op.spec), max(op.inputs[0].type.bytes, op.outputs[0].type.bytes)
+    wire = wire_of(op.spec)
+    whole = wire.size(op.inputs[0].type.bytes, op.outputs[0].type.bytes)
     a, b = wire.sent(n)
     rounds = wire.steps(n)
     if "pairs" in wire.patterns:

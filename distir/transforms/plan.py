@@ -215,6 +215,8 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.order, list):  # pyright: ignore[reportUnnecessaryIsInstance]
+            object.__setattr__(self, "order", tuple(self.order))
         for f in fields(self):
             object.__setattr__(self, f.name, _checked(f, getattr(self, f.name)))
         if self.order in ((), default_order()):  # that without further axes
