@@ -13,8 +13,10 @@ from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.beside import beside_compute
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
+from distir.executor.simulator.labels import axis_text
 from distir.ir import Device, Function, Mesh, Op, Value
 from distir.ir.communication import TRANSFERS
+from distir.ir.device import AxisNames
 from distir.ir.spec import lookup
 from distir.ir.type import Tuple, Type
 
@@ -31,12 +33,12 @@ def members(home: Device | Mesh) -> tuple[Device, ...]:
     return home.devices if isinstance(home, Mesh) else (home,)
 
 
-def axis_groups(mesh: Mesh, axis: str) -> list[list[Device]]:
-    """The devices whose coordinates differ only along an axis."""
-    a = mesh.position(axis)
+def axis_groups(mesh: Mesh, axis: AxisNames) -> list[list[Device]]:
+    """The devices whose coordinates differ only along an axis, or along several."""
+    along = mesh.positions(axis)
     groups: dict[tuple[int, ...], list[Device]] = {}
     for device, at in zip(mesh.devices, mesh.coords, strict=True):
-        groups.setdefault(at[:a] + at[a + 1 :], []).append(device)
+        groups.setdefault(tuple([x for i, x in enumerate(at) if i not in along]), []).append(device)
     return list(groups.values())
 
 
@@ -157,7 +159,7 @@ class Inlined:
         if axis is not None:
             for g in axis_groups(tin[0].device, axis):
                 seconds = cost.collective(spec, attrs, tin, tout, cost.topology.group(g))
-                meets.append((seconds, [(d, axis) for d in g], list(g), list(g)))
+                meets.append((seconds, [(d, axis_text(axis)) for d in g], list(g), list(g)))
         elif spec.name == "Send":
             for a, b in zip(members(tin[0].device), members(tout[0].device), strict=True):
                 link = cost.topology.link(a, b)

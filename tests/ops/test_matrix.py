@@ -220,8 +220,8 @@ def choices(s: Sample) -> list[tuple[Placement, ...]]:
     """Every combination of placements of the operands along one axis and, of a free factor, of the result."""
     rows = [[Replicate(), *splits(o.shape), *([SUM] if o.dtype.kind != "bool" else [])] for o in s.operands]
     for k, p in with_halos(s):
-        wider = Shard(p.dim, halo=(p.widths[0] + 1, *p.halo[1:]))  # which no op takes
-        rows[k] += [p, wider, Shard(p.dim, halo=(*p.widths, 1.0))]
+        (lo, hi), plain = p.widths, Shard(p.dim)
+        rows[k] += [p, plain.with_halo(lo + 1, hi), plain.with_halo(lo, hi, 1.0)]  # no op takes the last two
     free: list[Placement] = [Replicate()]
     if lookup(s.op).sizes is not None:
         free += splits(build(s).outputs[0].type.global_shape)  # type: ignore[union-attr]
@@ -233,9 +233,10 @@ def with_halos(s: Sample) -> list[tuple[int, Shard]]:
     op = build(s).ops[0]
     ins, outs = ([v.type.global_shape for v in vs] for vs in (op.inputs, op.outputs))  # type: ignore[union-attr]
     slots = [*enumerate(ins), *((~k, shape) for k, shape in enumerate(outs))]
-    asked = [op.spec.mapping(op.attributes, ins, outs, k, p, 2) for k, shape in slots for p in splits(shape)]
-    found = {(k, p) for m in asked if m is not None for k, p in enumerate(m.ins) if p.halo is not None}
-    return sorted(found, key=repr)  # type: ignore[arg-type]
+    plain = [(k, p) for k, shape in slots for p in splits(shape) if isinstance(p, Shard)]
+    asked = [op.spec.mapping(op.attributes, ins, outs, k, p, 2) for k, p in plain]
+    rows = [m.ins for m in asked if m is not None]
+    return sorted({(k, p) for row in rows for k, p in enumerate(row) if isinstance(p, Shard) and p.halo}, key=repr)
 
 
 def typed(s: Sample, a: tuple[Placement, ...], b: tuple[Placement, ...]) -> Op | None:

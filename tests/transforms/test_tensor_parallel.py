@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distir.ir import Function, Op, pformat
+from distir.ir.device import AxisNames
 from distir.ir.type import Partial, Shard, Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import SGD, AdamW
@@ -52,7 +53,7 @@ def executed(function: Function) -> Iterator[Op]:
             yield from executed(op.callee)
 
 
-def over(function: Function, axis: str) -> list[Op]:
+def over(function: Function, axis: AxisNames) -> list[Op]:
     return [op for op in executed(function) if op.spec.comm is not None and op.attributes.get("axis") == axis]
 
 
