@@ -169,7 +169,15 @@ def test_which_op_converts_placements() -> None:
     assert found(Shard(0), a) == ("HaloExchange", {"lo": 1, "hi": 0})
     assert found(Shard(0), b) == ("HaloExchange", {"lo": 2, "hi": 1, "fill": -math.inf})
     assert found(a, Shard(0)) == ("HaloCut", {})
-    for have, want in [(a, b), (a, REPLICATE), (REPLICATE, a), (SUM, a), (Shard(1), a), (a, Shard(1)), (a, Shard(0, 2))]:
+    for have, want in [
+        (a, b),
+        (a, REPLICATE),
+        (REPLICATE, a),
+        (SUM, a),
+        (Shard(1), a),
+        (a, Shard(1)),
+        (a, Shard(0, 2)),
+    ]:
         assert found(have, want) is None, (have, want)
 
 
