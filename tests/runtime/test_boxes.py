@@ -20,8 +20,8 @@ MESH = Mesh([Device("cpu", k) for k in range(6)], {"mb": 2, "dp": 2, "tp": 3}, "
 
 @st.composite
 def types(draw: st.DrawFn) -> Tensor:
-    """Tensors of up to three dims on the mesh, split along dp, tp, both or neither, in any order of sub-dimensions, some
-    with a halo."""
+    """Tensors of up to three dims on the mesh, split along dp, tp, both or neither, in any order of sub-dimensions, or
+    with halos."""
     rank = draw(st.integers(1, 3))
     shape = [draw(st.sampled_from([6, 12, 36])) for _ in range(rank)]
     options: list[list[Placement]] = [[REPLICATE], [REPLICATE], [REPLICATE]]

@@ -34,27 +34,38 @@ class BatchSplit(NamedTuple):
         return any([split.overlaps(n, p, self.pieces) for p in self.classes.at[value]])
 
 
+class Named(NamedTuple):
+    """What is said of inputs along an axis: those that are split so, and those of which another axis splits such a dim:
+    they are replicated unless this axis names them, too."""
+
+    split: Collection[Node] = ()
+    kept: Collection[int] = ()
+
+
+NOTHING = Named()
+
+
 def split_inputs(
     graph: Graph,
     classes: Classes,
     n: int,
-    named: Collection[Node] = (),
+    named: Named = NOTHING,
     taken: Taken = (),
     batch: BatchSplit | None = None,
 ) -> Placed:
     """The placements along an axis of n devices that splits the classes.
 
-    The inputs in `named` are split so. Other weights, and the state of their optimizer, are replicated, also those with
+    Inputs are placed as `named` says. Other weights, and the state of their optimizer, are replicated, also those with
     a dim of a class. No op splits a sub-dimension that another axis in `taken` splits there, or the batch.
     """
-    pinned = dict(named)
-    follows = {c for v, split in named if graph.roles[v] == "parameter" for c in [classes.at[v].get(split)]}
+    pinned = dict(named.split)
+    follows = {c for v, split in named.split if graph.roles[v] == "parameter" for c in [classes.at[v].get(split)]}
     fixed: dict[int, Placement] = {
         i: REPLICATE
         for i in [graph.index[v] for v in weights(graph.function)]
         if graph.roles[i] != "state" or follows.isdisjoint(classes.at[i].values())
     }
-    fixed |= pinned
+    fixed |= dict.fromkeys(named.kept, REPLICATE) | pinned
     rows = [[mapping for mapping, _ in row] for row in classes.mappings]
     parameters: dict[int, Shard] = {}
     if pinned:

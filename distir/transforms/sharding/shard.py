@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distir.ir.device import TIME, Mesh
+from distir.ir.errors import IRTypeError
 from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.infer import infer
 from distir.ir.spec import FactorMapping, Spec, conversion
@@ -132,8 +133,11 @@ class _Builder:
                 free.append((axis, mapping.outs[0]))
             placed[axis] = mapping.outs if mapping is not None else [SUM] * len(whole) if SUM in wants else whole
             if any(h is not want for h, want in zip(have, wants, strict=True)):
-                steps.append((axis, [None if h is want else want for h, want in zip(have, wants, strict=True)]))
-                ins = [self.to(v, axis, want) for v, want in zip(ins, wants, strict=True)]
+                now = [None if h is want else want for h, want in zip(have, wants, strict=True)]
+                new = [*self._out_of_the_way(ins, axis, now), (axis, now)]
+                for a, row in new:
+                    ins = [v if want is None else self.to(v, a, want) for v, want in zip(ins, row, strict=True)]
+                steps += new
         extra: dict[str, Any] = {} if ins else {"device": self.mesh}
         if free:
             extra["place"] = tuple(free)
@@ -145,6 +149,21 @@ class _Builder:
             for v, row in zip(op.outputs, rows, strict=True)
         ]
         return _Recipe(steps, attributes, types)
+
+    def _out_of_the_way(
+        self, ins: Sequence[Value], axis: str, wants: Sequence[Placement | None]
+    ) -> list[tuple[str, list[Placement | None]]]:
+        """Conversions to make before those along an axis: operands are made whole along axes decided later, whose
+        splits do not go together with the one that is wanted."""
+        found: list[tuple[str, list[Placement | None]]] = []
+        after = list(self.decisions)[list(self.decisions).index(axis) + 1 :]
+        for k, (v, want) in enumerate(zip(ins, wants, strict=True)):
+            if want is None or want.dim is None:
+                continue
+            others = [a for a in after if a != TIME and tensor(v).on(a).dim == want.dim]
+            if others and not _fits(tensor(v), axis, want):
+                found += [(a, [REPLICATE if i == k else None for i in range(len(ins))]) for a in others]
+        return found
 
     def _in_ranges(self, sig: Signature, mappings: Sequence[FactorMapping | None]) -> Sequence[FactorMapping | None]:
         """The mappings without those inside a split that the op does not have, if it counts in the dim: such as of an
@@ -226,6 +245,15 @@ class _Builder:
             else:
                 self.collectives[key] = None
         return self.collectives[key]
+
+
+def _fits(t: Tensor, axis: str, want: Placement) -> bool:
+    """Whether it can be placed so along an axis, as it is along the others."""
+    try:
+        t.placed(axis, want, t.piece)
+    except IRTypeError:
+        return False
+    return True
 
 
 def _between(have: Placement, want: Placement) -> Placement:
