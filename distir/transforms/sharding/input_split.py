@@ -104,10 +104,19 @@ def _splits_batch(mapping: FactorMapping, ins: Sequence[int], outs: Sequence[int
 
 
 def _beside(row: list[FactorMapping], n: int, other: FactorMapping | None, m: int) -> list[FactorMapping]:
-    """The mappings over n devices that split no sub-dimension that the `other`, over m devices, splits."""
+    """The mappings over n devices that split no sub-dimension that the `other`, over m devices, splits; nor a dim of
+    which one of them takes a halo."""
     if other is None or not row:
         return row
     there = dict(other.splits())
     return [
-        mapping for mapping in row if not any([k in there and p.overlaps(n, there[k], m) for k, p in mapping.splits()])
+        mapping
+        for mapping in row
+        if not any([k in there and p.overlaps(n, there[k], m) for k, p in mapping.splits()])
+        and not any([_reaches(a, b) or _reaches(b, a) for a, b in zip(mapping.ins, other.ins, strict=True)])
     ]
+
+
+def _reaches(a: Placement, b: Placement) -> bool:
+    """Whether one has a halo of the dim that the other splits."""
+    return a.halo is not None and a.dim == b.dim

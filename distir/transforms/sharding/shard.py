@@ -102,9 +102,9 @@ class _Builder:
         old = self.graph.function.updates.get(output)
         if old is not None:
             want = tensor(self.env[self.graph.index[old]])
-            for axis in self.mesh.axes:
-                if (p := want.on(axis)) is REPLICATE:
-                    v = self.to(v, axis, p)
+            for axis in sorted(self.mesh.axes, key=lambda a: want.on(a) is not REPLICATE):  # gathered, then split
+                if axis != TIME or want.on(axis) is REPLICATE:
+                    v = self.to(v, axis, want.on(axis))
         return v
 
     def _input_types(self) -> list[Type]:
@@ -112,7 +112,10 @@ class _Builder:
         made: dict[tuple[Type | Placement, ...], Type] = {}
         types: list[Type] = []
         for i, v in enumerate(self.graph.function.inputs):
-            placements = [split.get(i, REPLICATE) for split in splits]
+            placements: list[Placement] = [split.get(i, REPLICATE) for split in splits]
+            dims = [p.dim for p in placements if p.dim is not None]
+            if len(dims) > len(set(dims)):  # no dim has a halo that several axes split
+                placements = [p.plain for p in placements]
             key = v.type, *placements
             if key not in made:
                 made[key] = Tensor.whole(tensor(v).dtype, self.graph.shapes[i], self.mesh, placements)
