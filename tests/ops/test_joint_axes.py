@@ -118,7 +118,7 @@ def test_reduce_scatter(axes: tuple[str, ...], dim: int, outer: int) -> None:
     n = math.prod(SIZES[a] for a in axes)
     for c, got in held("MPIReduceScatter", pieces, function).items():
         devices, index = group(axes, c)
-        total = sum(pieces[d] for d in devices)
+        total = np.sum([pieces[d] for d in devices], axis=0)
         parts = np.moveaxis(total, dim, 0).reshape(outer, n, -1, SHAPE[1 - dim])[:, index]
         np.testing.assert_array_equal(got, np.moveaxis(parts.reshape(-1, SHAPE[1 - dim]), 0, dim))
 

@@ -345,15 +345,20 @@ class Mutator:
 
     def _input_halo(self) -> Fault | None:
         """An input given with another halo than its uses take, or with one that none takes."""
-        rows = [(f, v, i) for f in self.functions for v in f.inputs for i in _splits(v)]
-        row = self.pick([(f, v, i) for f, v, i in rows if v.type.placements[i].halo] or rows)
+        rows = [
+            (f, v, v.type, axis, p)
+            for f in self.functions
+            for v in f.inputs
+            if isinstance(v.type, Tensor)
+            for axis, p in _slices(v.type)
+        ]
+        row = self.pick([r for r in rows if r[4].halo] or rows)
         if row is None:
             return None
-        f, v, i = row
-        split = v.type.placements[i]
-        widths = self.pick([(0, 0, 0.0), self._other_halo(split)]) if split.halo else (1, 1, 0.0)
+        f, v, t, axis, split = row
+        lo, hi, fill = self.pick([(0, 0, 0.0), self._other_halo(split)]) if split.halo else (1, 1, 0.0)
         try:
-            new = v.type.placed(v.type.mesh.axes[i], Shard(split.dim).with_halo(*widths), v.type.piece)
+            new = t.placed(axis, Shard(split.dim).with_halo(lo, hi, fill), t.piece)
         except IRTypeError:
             return None
         return Fault(f"{f.name}: input {v}: as {new}", inputs={v: new})
@@ -532,12 +537,12 @@ def _halo_of(op: Op) -> Halo:
     return op.attributes["lo"], op.attributes["hi"], op.attributes.get("fill", 0.0)
 
 
-def _splits(v: Value) -> list[int]:
-    """The mesh axes, by number, along which a halo may be added to a value: it is split, in slices."""
-    t = v.type
-    if not isinstance(t, Tensor) or not isinstance(t.device, Mesh):
+def _slices(t: Tensor) -> list[tuple[str, Shard]]:
+    """The mesh axes along which a value may have a halo: it is split in slices; and its placement."""
+    if not isinstance(t.device, Mesh):
         return []
-    return [i for i, p in splits(t.placements) if i != t.device.time and p.outer == 1 and not p.shift]
+    found = [(t.device.axes[i], p) for i, p in splits(t.placements) if i != t.device.time]
+    return [(axis, p) for axis, p in found if p.outer == 1 and not p.shift]
 
 
 def _moves(op: Op) -> bool:

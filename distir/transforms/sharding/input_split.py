@@ -75,7 +75,7 @@ def split_inputs(
         operands = zip(rows, graph.ins, graph.outs, strict=True)
         rows = [[m for m in row if not _splits_batch(m, ins, outs, n, batch)] for row, ins, outs in operands]
     for placed, m in taken:
-        rows = [_beside(row, n, mapping, m) for row, mapping in zip(rows, placed.mappings, strict=True)]
+        rows = [beside(row, n, mapping, m) for row, mapping in zip(rows, placed.mappings, strict=True)]
     full = view(graph, [[(mapping, 0) for mapping in row] for row in rows], shares(graph))
     placed = place_all(full, n, {0}, fixed)
     data = {v: p for v, p in pinned.items() if v not in parameters}
@@ -103,7 +103,7 @@ def _splits_batch(mapping: FactorMapping, ins: Sequence[int], outs: Sequence[int
     return any([batch.overlaps(ins[k] if k >= 0 else outs[~k], p, n) for k, p in mapping.splits()])
 
 
-def _beside(row: list[FactorMapping], n: int, other: FactorMapping | None, m: int) -> list[FactorMapping]:
+def beside(row: list[FactorMapping], n: int, other: FactorMapping | None, m: int) -> list[FactorMapping]:
     """The mappings over n devices that split no sub-dimension that the `other`, over m devices, splits; nor a dim of
     which one of them takes a halo."""
     if other is None or not row:

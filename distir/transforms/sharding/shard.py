@@ -165,7 +165,8 @@ class _Builder:
                 continue
             others = [a for a in after if a != TIME and tensor(v).on(a).dim == want.dim]
             if others and not _fits(tensor(v), axis, want):
-                found += [(a, [REPLICATE if i == k else None for i in range(len(ins))]) for a in others]
+                row: list[Placement | None] = [REPLICATE if i == k else None for i in range(len(ins))]
+                found += [(a, row) for a in others]
         return found
 
     def _in_ranges(self, sig: Signature, mappings: Sequence[FactorMapping | None]) -> Sequence[FactorMapping | None]:

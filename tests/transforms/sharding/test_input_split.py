@@ -18,6 +18,7 @@ from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.function import Role
 from distir.ir.type import Float64, Shard, Tensor, Tuple
 from distir.ops.rules import tensor
+from distir.transforms import plan as plans_of
 from distir.transforms.differentiation.training import training_step
 from tests.transforms.programs import EXAMPLES, PLAIN, Plan, Program, check, distributed, filled, gpt2_tiny, small_gpt
 from tests.transforms.test_tensor_parallel import body, executed
@@ -113,7 +114,10 @@ def test_labels_and_ids_are_given_split() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_predicted_memory_falls(recompute: str) -> None:
     model = load(EXAMPLES / "gpt2-tiny.onnx", {"batch": 256}, loss="cross-entropy", optimizer="sgd")
-    plans = [distir.Plan(split=[f"cp={n}:*.1"] if n > 1 else [], recompute=recompute) for n in (1, 2, 4, 8)]
+    plans = [
+        plans_of.Plan(split=(plans_of.InputSplit.parse(f"cp={n}:*.1"),) if n > 1 else (), recompute=recompute)
+        for n in (1, 2, 4, 8)
+    ]
     peaks = [simulate(model, p, "dgx-a100").peak_memory for p in plans]
     for before, after in itertools.pairwise(peaks):
         assert after < 0.8 * before, peaks
@@ -190,5 +194,5 @@ def test_a_dim_that_does_not_divide() -> None:
 @pytest.mark.parametrize("text", ["", "cp", "cp=2", "cp=2:", "cp=0:x.1", "cp=x:x.1", "cp=2:x", "cp=2:x.-1", "2=2:x.1"])
 def test_text_that_says_no_axis(text: str) -> None:
     with pytest.raises(UsageError, match="split: ") as e:
-        distir.Plan(split=[text])
+        distir.Plan(split=(text,))  # type: ignore[arg-type]
     assert "\n" not in e.value.message
