@@ -393,7 +393,7 @@ IMAGES = ((8,), (16,), (4, 4), (8, 4), (4, 8), (8, 8), (6, 4))
 
 def _image(m: Maker) -> tuple[Value, bool]:
     """Data or a stream as (batch, channels, *sizes), and whether it is data."""
-    if m.flip():
+    if not m.flip(4):
         return m.input(BATCH, m.pick((1, 2, m.sequence)), *m.pick(IMAGES), name="image"), True
     x = m.stream()
     width = m.width(x)
@@ -446,7 +446,7 @@ BLOCKS: list[Block] = [
     *[linear, residual, attention, embedding, tied_head, dropped],
     *[unary, of_positive, binary, quotient, power, exponential, layer_norm, rms_norm, columns, gemm, split_and_join],
     *[cut, reduced, turned, by_heads, steps, conditional, classes, padded, stopped, tensor_constant, batch_norm],
-    *[per_sample, crossed, picked, convolved, pooled],
+    *[per_sample, crossed, picked, convolved, convolved, pooled],
 ]
 
 # ---- results
@@ -609,7 +609,7 @@ def with_split(program: Program, plan: Plan, picks: Picks) -> Plan:
     if picks is None or plan.dp * plan.tp * plan.pp * picks[0] > 16:
         return plan
     size, numbers = picks
-    spaces = _spaces(program, size) if numbers[0] % 3 else []
+    spaces = _spaces(program, size) if numbers[0] % 8 else []
     if spaces:
         split = spaces[numbers[1] % len(spaces)]
         if plan.dp * plan.tp * plan.pp * size * size > 16:
