@@ -38,11 +38,15 @@ def network(
     dims: int = 2,
     channels: tuple[int, ...] = (2, 4, 4),
     pool: str = "MaxPool",
+    scaled: bool = False,
 ) -> Program:
-    """Convolutions with biases and Tanh, perhaps each with a pool, and a dense layer; of odd pads more at the end."""
+    """Data, if `scaled` times a weight, so that the first convolution has a gradient of its operand; convolutions
+    with biases and Tanh, perhaps each with a pool, and a dense layer; of odd pads more at the end."""
     f = FunctionMaker("net")
     h = f.add_input_value("x", Tensor(Float64, (8, channels[0], *([size] * dims))), Role("data", 0))
     ones, both = (1,) * dims, max(0, dilation * (kernel - 1) + 1 - stride)
+    if scaled:
+        h = f.emit("Mul", h, f.add_input_value("scale", Tensor(Float64, (channels[0], *ones)), Role("parameter")))
     for a, b in itertools.pairwise(channels):
         w = f.add_input_value("w", Tensor(Float64, (b, a, *([kernel] * dims))), Role("parameter"))
         pads = (both // 2,) * dims + (both - both // 2,) * dims
@@ -68,7 +72,7 @@ def exchanges(function: Function) -> list[Op]:
 @pytest.mark.parametrize("across", ACROSS)
 @pytest.mark.parametrize("kernel", [1, 2, 3, 4, 5, 7])
 def test_kernels(kernel: int, across: str) -> None:
-    check(network(kernel=kernel, channels=(2, 4)), Plan(split=ACROSS[across]))
+    check(network(kernel=kernel, channels=(2, 4), scaled=True), Plan(split=ACROSS[across]))
 
 
 @pytest.mark.parametrize("across", ACROSS)
@@ -157,3 +161,24 @@ def test_a_halo_wider_than_a_slice_is_gathered_or_refused() -> None:
         program = network(size=8, kernel=kernel, channels=(2, 4), pool="")
         with contextlib.suppress(InfeasibleError):
             check(program, Plan(split=ACROSS[across]))
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(2), Plan(1, 2)], ids=str)
+def test_two_axes_of_one_dim(plan: Plan) -> None:
+    """The outer and the inner part of it: no halo then, but the same results."""
+    check(network(), plan._replace(split=("a=2:x.2", "b=2:x.2")))
+
+
+def test_a_dim_with_a_halo_is_not_padded() -> None:
+    """A convolution would read the padding: here of a weight's dim of 13, made 14 by tensor parallelism."""
+    f = FunctionMaker("net")
+    h = f.add_input_value("x", Tensor(Float64, (8, 2, 13)), Role("data", 0))
+    h = f.emit("MatMul", h, f.add_input_value("w", Tensor(Float64, (13, 13)), Role("parameter")))
+    for _ in range(2):
+        w = f.add_input_value("w", Tensor(Float64, (2, 2, 2)), Role("parameter"))
+        h = f.emit("Conv", h, w, strides=(1,), dilations=(1,), pads=(0, 1), groups=1)
+        h = f.emit("Add", h, f.add_input_value("b", Tensor(Float64, (2, 1)), Role("parameter")))
+    h = f.emit("MatMul", h, f.add_input_value("w", Tensor(Float64, (13, 4)), Role("parameter")))
+    f.set_outputs([f.add_op("Identity", "y", [h])])
+    step = training_step(f.finalize(), "mse", MOMENTUM, gradients=True)
+    check(filled(step, {}, np.random.default_rng(0)), Plan(1, 2))

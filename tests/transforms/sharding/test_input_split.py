@@ -167,7 +167,6 @@ def test_experts(plan: Plan, n: int) -> None:
 @pytest.mark.parametrize(
     "split",
     [
-        ("a=2:input_ids.1", "b=2:labels.1"),
         ("a=2:input_ids.1,labels.0",),
         ("a=2:h0.mlp.fc.weight.1", "b=2:h1.mlp.fc.weight.0"),
         ("a=2:wte.0",),
@@ -182,6 +181,15 @@ def test_experts(plan: Plan, n: int) -> None:
 def test_odd_choices_are_exact_or_refused(plan: Plan, split: tuple[str, ...]) -> None:
     with contextlib.suppress(InfeasibleError):
         check(small_gpt(), plan._replace(split=split))
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(2, 1, 1, 2), Plan(1, 2)], ids=str)
+def test_each_axis_splits_what_it_names(plan: Plan) -> None:
+    """Of one class: the labels are gathered along one axis, to be split along the other as what they are for."""
+    function = check(small_gpt(), plan._replace(split=("a=2:input_ids.1", "b=2:labels.1")))
+    given = {v.name: (tensor(v).on("a").dim, tensor(v).on("b").dim) for v in function.inputs}
+    assert given["input_ids"] == (1, None)
+    assert given["labels"] == (None, 1)
 
 
 def test_a_dim_that_does_not_divide() -> None:
