@@ -192,6 +192,12 @@ def test_each_axis_splits_what_it_names(plan: Plan) -> None:
     assert given["labels"] == (None, 1)
 
 
+@pytest.mark.parametrize("plan", [Plan(), Plan(2, zero=2), Plan(1, 1, 2, 2)], ids=str)
+def test_weights_of_one_class_along_two_axes(plan: Plan) -> None:
+    """Their next values are split as they are."""
+    check(small_gpt(), plan._replace(split=("a=2:h0.mlp.fc.weight.1", "b=2:h0.mlp.proj.weight.0")))
+
+
 def test_a_dim_that_does_not_divide() -> None:
     with pytest.raises(InfeasibleError) as e:
         distributed(small_gpt(), Plan(split=("cp=3:input_ids.1",)))
