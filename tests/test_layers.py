@@ -18,7 +18,7 @@ LAYERS = [
     {"ir"},
     {"ops"},
     {"importer", "transforms", "executor", "hardware"},
-    {"models", "runtime", "viz"},
+    {"models", "runtime", "viz", "export"},
     {"backends"},
     {"api"},
     {"cli"},

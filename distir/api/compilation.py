@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distir.api.model import Model, as_model
-from distir.api.named_dims import named_dims
+from distir.api.named_dims import named_cuts, named_dims
 from distir.api.results import Prediction, Summary
 from distir.api.rewrites import check_origins
 from distir.api.stage_cost import stage_cost
@@ -62,7 +62,8 @@ def distribute(
         hint = "distir show without --rank prints the program of all ranks"
         raise UsageError(f"{model.name} is the program of one rank, which needs the others", hint)
     devices = [Device("cpu", i) for i in range(plan.size)] if devices is None else devices
-    made = spread(function, plan, devices, cost=cost, splits=named_dims(function, plan.split))
+    splits, cuts = named_dims(function, plan.split), named_cuts(function, plan.cut)
+    made = spread(function, plan, devices, cost=cost, splits=splits, cuts=cuts)
     if check:
         verify(made.program)
         _check_made_from(function, made.source)

@@ -18,8 +18,7 @@ from distir.ir.errors import DistirError, ModelError, UsageError
 from distir.ir.function import Function, Value
 from distir.ir.pause import no_collection
 from distir.ir.type import DType, Tensor
-from distir.models.decoder import angles, decoder
-from distir.models.named import is_named, named
+from distir.models.named import built, is_named, own_loss
 from distir.transforms.differentiation.training import Optimizer, initial_state, optimizer_named, training_step
 from distir.transforms.passes import SEQUENTIAL, form_of
 from distir.transforms.roles import batch_dims, batch_size, weights
@@ -28,6 +27,8 @@ TEXT = ".distir"
 """Suffix of files that hold a program as text."""
 DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
 """Names of floating-point types, as users write them."""
+NO_LOSS = "none"
+"""The loss of a model that is not trained, though its name comes with one."""
 PRECISIONS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 """Names of the types in mixed precision."""
 
@@ -160,10 +161,12 @@ def load(
     precision: Precision | str = "fp32",
 ) -> Model:
     """The model in an ONNX file, the program in a .distir file, or a model by its name and sizes, such as
-    "gpt:layers=12,hidden=768,heads=12" (`distir.models.Decoder` lists them); with `loss`, its training step.
+    "gpt:layers=12,hidden=768,heads=12" or "dlrm" (`distir.models.Decoder` and `Recommender` list them); with `loss`,
+    its training step.
 
     `dims`: sizes of symbolic dims; `batch`: the symbolic dim of the batch, by default the first. `loss`:
-    "cross-entropy" or "mse" of output `output` (number or name), or the name of a value that is the loss. `dtype`
+    "cross-entropy" or "mse" of output `output` (number or name), or the name of a value that is the loss; without one,
+    a model whose name comes with a loss (`distir.models.named`) is trained by that, but not with "none". `dtype`
     ("float64", ...): the floating-point type of the whole program; `precision`: see `Model.training`.
 
     Raises ModelError for a file that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
@@ -177,7 +180,9 @@ def load(
 
         function, arrays = import_from_onnx(path, dims=dims, batch=batch)
         model = Model(with_causal_attention(function, arrays), arrays, Path(path))
-    if loss is not None:
+    if loss is None:
+        loss = own_loss(str(path))
+    if loss not in (None, NO_LOSS):
         model = model.training(loss, optimizer, output, precision)
     return model if dtype is None else model.with_dtype(dtype)
 
@@ -186,10 +191,9 @@ def _built(text: str, dims: Mapping[str, int], batch: str | None) -> Model:
     """A model by its name and sizes; its weights are random."""
     if batch is not None:
         raise UsageError(f"{text} has no symbolic dimensions: --batch-dim is for ONNX files", "leave --batch-dim out")
-    config = named(text, dims)
-    function = decoder(config)
+    function, constants = built(text, dims)
     by_name = {v.name: v for v in function.inputs}
-    return Model(function, {by_name[name]: x for name, x in angles(config).items()}, title=text.partition(":")[0])
+    return Model(function, {by_name[name]: x for name, x in constants.items()}, title=text.partition(":")[0])
 
 
 def _from_text(path: Path, dims: Mapping[str, int], batch: str | None) -> Model:

@@ -1,4 +1,5 @@
-"""Resolves the names of inputs whose dims a plan's further axes split (`Plan.split`)."""
+"""Resolves the names of inputs in a plan: those whose dims further axes split (`Plan.split`), and those at which
+pipeline stages begin (`Plan.cut`)."""
 
 from __future__ import annotations
 
@@ -36,6 +37,19 @@ def named_dims(function: Function, splits: Sequence[InputSplit]) -> Mapping[str,
                     )
         found[split.axis] = [(position[v], dim) for v, dim in dims.items()]
     return found
+
+
+def named_cuts(function: Function, names: Sequence[str]) -> tuple[int, ...]:
+    """The positions of the inputs of these names. Raises UsageError for a name that no input has."""
+    position = {v.name: i for i, v in enumerate(function.inputs)}
+    for name in names:
+        if name not in position:
+            near = difflib.get_close_matches(name, position, 1)
+            found = [v.name for v in weights(function)]
+            listed = f"weights are {', '.join(found[:_SHOWN])}{', ...' if len(found) > _SHOWN else ''}"
+            hint = f"did you mean {near[0]}?" if near else listed if found else "the model has no weights"
+            raise UsageError(f"cut: no input is called {name!r}", hint)
+    return tuple([position[name] for name in names])
 
 
 def _matches(function: Function, split: InputSplit, name: str, dim: int) -> list[Value]:

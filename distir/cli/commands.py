@@ -10,17 +10,26 @@ from typing import Any
 from distir.api import Model, Plan, RunOptions, load
 from distir.api import run as run_model
 from distir.api import simulate as simulate_model
-from distir.api.model import Precision
+from distir.api.model import NO_LOSS, Precision
+from distir.api.proxy import ProxyOptions, run_proxy
 from distir.api.results import RunResult, aligned
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.cli.watching import run_callbacks
 from distir.ir.errors import UsageError
+from distir.models.named import own_loss
+from distir.runtime.job import JobCallbacks
 from distir.transforms.differentiation.training import LearningRate, optimizer_named
 from distir.transforms.plan import load_plan
 
 
 def run(args: argparse.Namespace) -> None:
     """`distir run`."""
+    if args.proxy:
+        _proxy(args)
+        return
+    for name in _given(args, ProxyOptions):
+        if name != "warmup":
+            raise UsageError(f"--{name} is for proxies", "--proxy")
     with Progress("loading") as progress:
         result = _run(args, progress)
         if args.save is not None and result.weights:
@@ -33,6 +42,23 @@ def run(args: argparse.Namespace) -> None:
     else:
         labels = {"saved": "saved {}", "profile": "profile written: distir compare {}"}
         print("\n".join(["", *result.lines(), *[labels[name].format(path) for name, path in written.items()]]))
+
+
+def _proxy(args: argparse.Namespace) -> None:
+    """`distir run --proxy`."""
+    for name in ("check", "save", "checkpoint", "epochs", "data", "compiled"):
+        if getattr(args, name):
+            raise UsageError(f"a proxy computes nothing: --{name} does not fit --proxy", f"leave --{name} out")
+    with Progress("loading") as progress:
+        callbacks = JobCallbacks(on_phase=progress.phase)
+        proxy, options = ProxyOptions(**_given(args, ProxyOptions)), options_of(args)
+        args.warmup = None  # of iterations, here, not of the learning rate
+        result = run_proxy(model_of(args), plan_of(args), proxy, options, args.cluster, callbacks)
+    if first_rank():
+        if args.json:
+            print_json(result.to_json())
+        else:
+            print(result)
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
@@ -161,7 +187,7 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
     precisions = {k: getattr(args, k) for k in ("precision", "grad_dtype")}
     training = {"optimizer": args.optimizer, **settings, **schedule, **precisions}
     given = [f"--{k.replace('_', '-')}" for k, v in training.items() if v is not None]
-    if args.loss is None and given and stage is None:
+    if loss_of(args) is None and given and stage is None:
         raise UsageError(f"{given[0]} needs a loss", "--loss cross-entropy, or mse")
     dims: dict[str, int] = {}
     for name, size in args.dim:
@@ -179,6 +205,12 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
         batch=args.batch_dim,
         precision=precision,
     )
+
+
+def loss_of(args: argparse.Namespace) -> str | None:
+    """The loss that the flags ask for, or that the model's name comes with; None for a model that is not trained."""
+    loss = args.loss or own_loss(args.model)
+    return None if loss == NO_LOSS else loss
 
 
 def _learning_rate(given: dict[str, Any]) -> LearningRate | None:

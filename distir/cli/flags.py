@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _simulate(commands)
     _accuracy(commands)
     _show(commands)
+    _export(commands)
     text = "list the compiler passes in order"
     _command(commands, "passes", text, "programs.passes", "names, and the form each takes and gives")
     _opt(commands)
@@ -127,6 +128,14 @@ def _run(commands: Any) -> None:
         help="resume from the newest undamaged checkpoint, up to that many steps or epochs in total",
     )
     group.add_argument("--save", metavar="FILE.onnx", help="write the model with the trained weights")
+    group = parser.add_argument_group("a proxy")
+    group.add_argument(
+        "--proxy", action="store_true", help="communicate as the program does, but sleep where it computes"
+    )
+    group.add_argument("--emulate", choices=("sleep", "spin", "none"), help="what stands for compute; default: sleep")
+    group.add_argument("--scale", type=_number, metavar="X", help="factor of the times of compute; default: 1")
+    group.add_argument("--times", metavar="FILE.toml", help="microseconds of calls, such as fwd0 = 1200")
+    group.add_argument("--iterations", type=_at_least(1), metavar="N", help="iterations that are timed; default: 128")
 
 
 def _compare(commands: Any) -> None:
@@ -175,7 +184,31 @@ def _show(commands: Any) -> None:
         "--after", metavar="PASS", help="print the program after this pass (see `distir passes`); default: the last one"
     )
     parser.add_argument("--rank", type=_at_least(0), metavar="N", help="print this rank's program")
+    parser.add_argument(
+        "--messages", action="store_true", help="list what each rank sends in a step: elements, bytes, and how often"
+    )
     parser.add_argument("--python", action="store_true", help="print the generated Python of a rank, by default rank 0")
+
+
+def _export(commands: Any) -> None:
+    text = "write what all ranks do for simulators of networks: Chakra traces, or a GOAL schedule of LogGOPSim"
+    parser = _command(commands, "export", text, "exporting_command.export", "ranks, steps, bytes and files")
+    _model_flags(parser)
+    _plan_flags(parser)
+    group = parser.add_argument_group("the export")
+    group.add_argument(
+        "--format",
+        required=True,
+        choices=("chakra", "goal"),
+        help="chakra: PREFIX.RANK.et of each rank, and PREFIX.groups.json; goal: PREFIX.goal",
+    )
+    group.add_argument("-o", "--output", required=True, metavar="PREFIX", help="the files' names begin with this")
+    group.add_argument(
+        "--cluster", required=True, metavar="NAME|FILE.toml", help="of the times; `distir clusters` lists names"
+    )
+    group.add_argument(
+        "--nodes", type=_at_least(1), metavar="N", help="number of nodes; default: as many as the plan needs"
+    )
 
 
 def _schedule(commands: Any) -> None:
@@ -313,7 +346,7 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL.onnx",
         help="ONNX of opset 13 or later, weights in it or beside it; FILE.distir, a program as text; or a model by its "
-        "sizes: gpt:layers=12,hidden=768,heads=12 or llama:...",
+        "name and sizes: gpt:layers=12,hidden=768,heads=12, llama:..., gpt2-large, gpt3-175b, gpt3-moe or dlrm",
     )
     group = parser.add_argument_group("the model")
     group.add_argument(
@@ -321,7 +354,10 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--batch-dim", metavar="NAME", help="the symbolic dimension of the batch; default: the first")
     group.add_argument(
-        "--loss", metavar="LOSS", help="train with cross-entropy, mse or the output of that name; default: forward only"
+        "--loss",
+        metavar="LOSS",
+        help="train with cross-entropy, mse or the output of that name; none: forward only; default: none, but for "
+        "gpt2-large, gpt3-175b, gpt3-moe and dlrm, which have their own",
     )
     group.add_argument("--optimizer", choices=("sgd", "adamw"), help="default: sgd")
     group.add_argument("--lr", type=_positive, metavar="X", help="learning rate; default: 0.001")
@@ -336,7 +372,11 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         help="whether weights of fewer than two dims, as of norms and biases, decay; default: they do",
     )
     group.add_argument(
-        "--warmup", type=_at_least(1), metavar="N", help="steps in which the learning rate rises from 0; default: none"
+        "--warmup",
+        type=_at_least(0),
+        metavar="N",
+        help="steps in which the learning rate rises from 0, default: none; of a proxy, iterations before those that "
+        "are timed, default: 8",
     )
     group.add_argument(
         "--lr-decay", choices=("linear", "cosine"), help="how the learning rate falls after that; default: it does not"
@@ -373,13 +413,13 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
             continue
         choices = f.metadata.get("choices")
         usual = default_of(f)
-        default = ",".join(usual) if kind == "tuple" else f"{usual:g}" if kind == "float" else usual
+        default = ",".join(usual) if isinstance(usual, tuple) else f"{usual:g}" if kind == "float" else usual
         group.add_argument(
             flag,
             type=parse if choices is None else type(f.default),
             choices=choices,
             metavar=None if choices else metavar,
-            help=f"{text}; default: {default}",
+            help=f"{text}; default: {default}" if default != "" else text,
         )
 
 
@@ -450,6 +490,7 @@ _KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "str": (str, "NAME"),
     "schedule": (str, _SCHEDULE),
     "tuple": (_order, "A,B,C"),
+    "names": (_order, "W,W,..."),
     "split": (_input_split, "AXIS=N:INPUT.DIM,..."),
 }
 """By the type of a field's default: the function that parses its flag, and the flag's metavar."""

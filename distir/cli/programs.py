@@ -11,9 +11,10 @@ from typing import Any
 
 from distir.api import Model, Plan
 from distir.api.compilation import distribute
-from distir.api.named_dims import named_dims
+from distir.api.model import NO_LOSS
+from distir.api.named_dims import named_cuts, named_dims
 from distir.api.rewrites import rewritten
-from distir.cli.commands import model_of, plan_of
+from distir.cli.commands import loss_of, model_of, plan_of
 from distir.cli.output import Progress, print_json, print_program
 from distir.ir import Device, verify
 from distir.ir.errors import UsageError
@@ -28,21 +29,24 @@ IMPORTED, TRAINING, RANK = "import", "training", "rank"
 
 def show(args: argparse.Namespace) -> None:
     """`distir show`."""
+    if args.messages:
+        _messages(args)
+        return
     planned = args.plan is not None or any(getattr(args, f.name) is not None for f in dataclasses.fields(Plan))
     of_rank = "--rank" if args.rank is not None else "--python" if args.python else None
-    default = RANK if of_rank else PASSES[-1].name if planned else TRAINING if args.loss else IMPORTED
+    default = RANK if of_rank else PASSES[-1].name if planned else TRAINING if loss_of(args) else IMPORTED
     after = args.after or default
     states = [IMPORTED, TRAINING, *[p.name for p in PASSES], RANK]
     if after not in states:
         near = difflib.get_close_matches(after, states, 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(states)}"
         raise UsageError(f"--after: unknown pass {after!r}", hint)
-    if after == TRAINING and not args.loss:
+    if after == TRAINING and not loss_of(args):
         raise UsageError("the training step needs a loss", "--loss cross-entropy, or mse")
     if of_rank and after != RANK:
         raise UsageError(f"{of_rank} shows a rank's program, not the program after {after}", f"--after {RANK}")
     if after == IMPORTED:
-        args.loss = None
+        args.loss = NO_LOSS
     with Progress("compiling"):
         model, plan = model_of(args, after), plan_of(args)
         shown = _python(model, plan, args.rank or 0) if args.python else _after(model, plan, after, args.rank or 0)
@@ -54,6 +58,22 @@ def show(args: argparse.Namespace) -> None:
         print_json({"after": after, "python": shown, "rewrites": changes}) if args.json else print(shown, end="")
     else:
         _print_state(args, shown, {"after": after, "rewrites": changes})
+
+
+def _messages(args: argparse.Namespace) -> None:
+    """`distir show --messages`."""
+    from distir.api.messages import messages, table
+
+    given = {"--after": args.after, "--rank": args.rank, "--python": args.python or None}
+    for flag, x in given.items():
+        if x is not None:
+            raise UsageError(f"--messages lists what all ranks send, and {flag} shows a program", "give one of them")
+    with Progress("compiling"):
+        found = messages(distribute(model_of(args), plan_of(args)))
+    if args.json:
+        print_json([m.to_json() for m in found])
+    else:
+        print("\n".join(table(found)))
 
 
 def _source(model: Model, shown: Function | str) -> Function:
@@ -98,7 +118,8 @@ def _after(model: Model, plan: Plan, name: str, rank: int) -> Function:
 
 def _settings(function: Function, plan: Plan) -> PassContext:
     devices = [Device("cpu", i) for i in range(plan.size)]
-    return PassContext(plan, devices, splits=named_dims(function, plan.split))
+    splits, cuts = named_dims(function, plan.split), named_cuts(function, plan.cut)
+    return PassContext(plan, devices, splits=splits, cuts=cuts)
 
 
 def passes(args: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
 """Descriptions of clusters, of their parts, and of runtimes: the TOML files beside this module, and their reader.
 
 A cluster has a `device`, a `node` and a `network`: each a table, or the name of a file in `devices`, `nodes`,
-`networks`; optionally a `host`. Nodes and networks may list the algorithms of their collectives, as `[[collective]]`.
+`networks`; optionally a `host`. Nodes and networks may list the algorithms of their collectives, as `[[collective]]`;
+`compute_share` is what a collective takes from compute beside it, as a share of its seconds.
 A node is a domain of devices on one fast network, such as a rack of NVLink; `runtimes.toml` describes runtimes.
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
@@ -365,7 +366,8 @@ def _link(t: _Table) -> Link:
     bandwidth = t.positive("link_gbs") * 1e9
     by = t.table("bus_gbs_by") if "bus_gbs_by" in t.values else None
     sizes = tuple((int(n), by.positive(n) * 1e9) for n in by.values if n.isdecimal()) if by else ()
-    return Link(bandwidth, t.figure("link_us") * 1e-6, t.figure("bus_gbs", bandwidth / 1e9) * 1e9, sizes)
+    bus, slows = t.figure("bus_gbs", bandwidth / 1e9) * 1e9, t.figure("compute_share", 0.0)
+    return Link(bandwidth, t.figure("link_us") * 1e-6, bus, sizes, slows)
 
 
 def _algorithm(t: _Table) -> Algorithm:

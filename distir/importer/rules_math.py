@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 
 import ml_dtypes
@@ -247,21 +248,36 @@ def _per_channel(n: Node, i: int) -> Value:
 
 
 @rule("BatchNormalization")
-def _batch_norm(n: Node) -> Result:
-    """Inference mode: with running statistics, which are constants."""
-    n.attr("momentum")
-    n.require("training_mode", 0, 0)
-    scale, bias, mean, variance = (_per_channel(n, i) for i in (1, 2, 3, 4))
-    y = _standard(n, n.operand(0), mean, variance, n.attr("epsilon", 1e-5))
-    return n.emit("Add", n.emit("Mul", y, scale), bias)
+def _batch_norm(n: Node) -> Result | Sequence[Result]:
+    """In inference mode with running statistics, which are constants; in training mode with those of the batch: then
+    the next running statistics are results, too, but no step starts from them."""
+    n.require("training_mode", 0, 0, 1)
+    momentum, epsilon = n.attr("momentum", 0.9), n.attr("epsilon", 1e-5)
+    x, scale, bias = n.operand(0), _per_channel(n, 1), _per_channel(n, 2)
+    if not n.attr("training_mode", 0):
+        y = _standard(n, x, _per_channel(n, 3), _per_channel(n, 4), epsilon)
+        return n.emit("Add", n.emit("Mul", y, scale), bias)
+    mean, variance = _moments(n, x, (0, *range(2, len(n.shape()))))
+    y = n.emit("Add", n.emit("Mul", _standard(n, x, mean, variance, epsilon), scale), bias)
+    running: list[Result] = []
+    for i, batch in ((3, mean), (4, variance)):
+        old, new = n.operand(i), n.reshape(batch, n.shape(i))
+        parts = [n.emit("Mul", v, n.constant(by, v)) for v, by in ((old, momentum), (new, 1 - momentum))]
+        running.append(n.emit("Add", *parts))
+    return [y, *running]
+
+
+def _moments(n: Node, x: Value, dims: tuple[int, ...]) -> tuple[Value, Value]:
+    """The mean and the variance over these dims, which stay as dims of size 1."""
+    mean = n.emit("ReduceMean", x, axes=dims, keepdims=1)
+    error = n.emit("Sub", x, mean)
+    return mean, n.emit("ReduceMean", n.emit("Mul", error, error), axes=dims, keepdims=1)
 
 
 @rule("InstanceNormalization")
 def _instance_norm(n: Node) -> Result:
-    x, dims = n.operand(0), tuple(range(2, len(n.shape())))
-    mean = n.emit("ReduceMean", x, axes=dims, keepdims=1)
-    error = n.emit("Sub", x, mean)
-    variance = n.emit("ReduceMean", n.emit("Mul", error, error), axes=dims, keepdims=1)
+    x = n.operand(0)
+    mean, variance = _moments(n, x, tuple(range(2, len(n.shape()))))
     y = _standard(n, x, mean, variance, n.attr("epsilon", 1e-5))
     return n.emit("Add", n.emit("Mul", y, _per_channel(n, 1)), _per_channel(n, 2))
 

@@ -88,17 +88,9 @@ def _picked(x: np.ndarray, index: Sequence[np.ndarray]) -> np.ndarray:
 
 @rule("CumSum")
 def _cum_sum(n: Node) -> Result:
-    """Becomes masked sums, of quadratic cost: models use it on short dims only, for masks and positions."""
-    shape = n.shape()
-    axis = n.wrap(int(n.numbers(1, "the axis")[0]), len(shape))
-    size, after = shape[axis], shape[axis + 1 :]
-    n.room(size, size)
-    counted = np.tri(size, k=-1 if n.attr("exclusive", 0) else 0, dtype=bool)
-    if n.attr("reverse", 0):
-        counted = counted.T
-    counted = n.array("counted", counted.reshape(size, size, *[1] * len(after)))
-    x = n.reshape(n.operand(0), (*shape[:axis], 1, size, *after))
-    return n.emit("ReduceSum", n.emit("Where", counted, x, n.constant(0, x)), axes=(axis + 1,), keepdims=0)
+    axis = n.wrap(int(n.numbers(1, "the axis")[0]), len(n.shape()))
+    given = {name: True for name in ("exclusive", "reverse") if n.attr(name, 0)}
+    return n.emit("CumSum", n.operand(0), axis=axis, **given)
 
 
 @rule("Transpose")

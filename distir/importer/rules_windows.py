@@ -14,7 +14,7 @@ from distir.importer.registry import rule
 from distir.importer.rules_math import divisor, where_not
 from distir.ir.function import Value
 from distir.ir.type import Float32
-from distir.ops.rules import tensor
+from distir.ops.rules import shape_of, tensor
 from distir.ops.windows import extents
 
 Ints = tuple[int, ...]
@@ -106,9 +106,14 @@ def _filters(n: Node, rank: int) -> tuple[Ints, int]:
     return shape[2:], groups
 
 
-def _with_bias(n: Node, y: Value, rank: int) -> Value:
-    """`y`, (batch, channels, *spatial), plus operand 2, if there is one: a number for each channel."""
-    return n.emit("Add", y, n.reshape(n.operand(2), (-1, *[1] * rank))) if n.has(2) else y
+def _plus_bias(n: Node, y: Value, *ones: int) -> Value:
+    """`y` plus operand 2, if there is one: a number for each channel, the dim of `y` before those of `ones`."""
+    if not n.has(2):
+        return y
+    shape, channels = n.shape(2), shape_of(y)[-1 - len(ones)]
+    if shape != (channels,):
+        raise n.error(f"operand 2: expected a bias for {channels} channels, got shape {shape}")
+    return n.emit("Add", y, n.reshape(n.operand(2), (channels, *ones)))
 
 
 @rule("Conv")
@@ -120,7 +125,7 @@ def _conv(n: Node) -> Result:
     if side_by_side and groups == 1 and all(size % k == 0 for size, k in zip(sizes, kernel, strict=True)):
         return _patches(n, kernel)
     y = n.emit("Conv", n.operand(0), n.operand(1), **w.slid(), groups=groups)
-    return _with_bias(n, y, len(sizes))
+    return _plus_bias(n, y, *[1] * len(sizes))
 
 
 def _patches(n: Node, kernel: Ints) -> Value:
@@ -135,7 +140,7 @@ def _patches(n: Node, kernel: Ints) -> Value:
     size = channels * math.prod(kernel)
     x = n.reshape(x, (batch, *[count for count, _ in parts], size))
     y = n.emit("MatMul", x, n.emit("Transpose", n.reshape(n.operand(1), (filters, size)), perm=(1, 0)))
-    y = n.emit("Add", y, n.operand(2)) if n.has(2) else y
+    y = _plus_bias(n, y)
     return n.emit("Transpose", y, perm=(0, len(parts) + 1, *range(1, len(parts) + 1)))
 
 
@@ -165,7 +170,7 @@ def _conv_transpose(n: Node) -> Result:
             message = f"{left} elements of spatial dim {i} more than its windows reach"
             raise n.error(f"{message} are not supported", f"supported: from 0 to less than the stride, {w.strides[i]}")
     y = n.emit("ConvGradInput", n.operand(0), n.operand(1), **w.slid(), groups=groups, sizes=sizes)
-    return _with_bias(n, y, rank)
+    return _plus_bias(n, y, *[1] * rank)
 
 
 def _pool_window(n: Node) -> tuple[_Window, Ints]:

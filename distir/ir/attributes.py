@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from distir.ir.device import Device, Mesh
 from distir.ir.dtype import DType
 from distir.ir.errors import IRTypeError
 from distir.ir.placement import Placement
+from distir.ir.type import Tensor
 
 
 class Attribute(NamedTuple):
@@ -77,6 +79,8 @@ _KINDS = {
     "split": _Kind(
         "an integer, or one for each member of a bundle", lambda x, rank: _is_int(x) or _each(_is_int)(x, rank)
     ),
+    "duration": _Kind("a number of seconds from 0", lambda x, rank: _is_number(x) and 0 <= x < math.inf),
+    "types": _Kind("a tuple of types of tensors", _each(lambda t: isinstance(t, Tensor))),
     "home": _Kind("a device or a mesh", lambda x, rank: isinstance(x, Device | Mesh)),
     "placements": _Kind("a tuple of placements", _each(lambda p: isinstance(p, Placement))),
     "piece": _Kind("two integers", lambda x, rank: type(x) is tuple and len(x) == 2 and all(map(_is_int, x))),

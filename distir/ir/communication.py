@@ -95,6 +95,8 @@ class Communication(NamedTuple):
     """Whether it does to a bundle what it does to each member alone, with the same attributes."""
     unchanged: bool = False
     """Whether each device's array stays as it is."""
+    seconds: Callable[[Attrs], float] | None = None
+    """The time of an op that is given, not computed."""
     awaits: tuple[int, ...] = ()
     """Operands that are only waited for; their contents are not used."""
 

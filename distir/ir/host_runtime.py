@@ -46,5 +46,5 @@ class Runtime:
 
     @property
     def issues(self) -> bool:
-        """Whether the host takes any time."""
-        return max(self.op, self.communication, self.member, self.call, self.transfer or 0.0) > 0
+        """Whether ops wait for their host: it takes time, or computes and communicates in one order."""
+        return self.inline or max(self.op, self.communication, self.member, self.call, self.transfer or 0.0) > 0

@@ -339,16 +339,23 @@ class _Parser:
             return _WORDS[token], i + 1
         if token in DType.all:
             return DType.all[token], i + 1
+        if "[" in token:
+            return self.type(tokens, i)
         if token == "Partial" and tokens[i + 1] != "(":
             return Partial(), i + 1
         if token == "Partial" and tokens[i + 3] == ")":
             return Partial(tokens[i + 2]), i + 4
         if token == "Shard":
             numbers, i = self.value(tokens, i + 1)
-            if not isinstance(numbers, tuple) or len(numbers) not in (1, 2, 3) or {*map(type, numbers)} != {int}:
-                fail("Shard(dim), Shard(dim, outer) or Shard(dim, outer, shift)", f"Shard{numbers}")
+            whole, halo = (numbers[:3], numbers[3:]) if isinstance(numbers, tuple) else ((), ())
+            if {*map(type, whole)} != {int} or not (halo == () or (len(halo) == 1 and _is_halo(halo[0]))):
+                fail("Shard(dim), Shard(dim, outer), Shard(dim, outer, shift) or a halo after these", f"Shard{numbers}")
             return Shard(*numbers), i
         return fail("an attribute", token)
+
+
+def _is_halo(x: Any) -> bool:
+    return type(x) is tuple and [type(n) for n in x] in ([int, int, float], [int, int, int])
 
 
 def _comma(tokens: list[str], i: int, end: str = ")") -> int:

@@ -149,7 +149,7 @@ class Shard(_Placement):
 
     def __repr__(self) -> str:
         if self.halo:
-            return f"Shard({self.dim}, halo={self.halo})"
+            return f"Shard({self.dim}, 1, 0, {self.halo})"
         if self.shift:
             return f"Shard({self.dim}, {self.outer}, {self.shift})"
         return f"Shard({self.dim})" if self.outer == 1 else f"Shard({self.dim}, {self.outer})"

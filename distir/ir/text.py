@@ -293,6 +293,8 @@ class _Printer:
                 return row([self._attribute(y) for y in x]) if len(x) != 1 else f"({self._attribute(x[0])},)"
             case DType() | Shard() | Partial() | Replicate():
                 return repr(x)
+            case Tensor():
+                return self._type(x)
             case Mesh():
                 return f"@{self._mesh(x)}"
             case Device():

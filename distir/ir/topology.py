@@ -90,13 +90,15 @@ class Link(NamedTuple):
     """A link between two devices: `bandwidth` in bytes/s one way, `latency` in seconds a message.
 
     `bus` is the bandwidth a device reaches in collectives over such links, where it differs from `bandwidth`; `bus_by`
-    that in groups of some sizes, where the links between devices are not all alike.
+    that in groups of some sizes, where the links between devices are not all alike. `slows`: a collective takes that
+    share of its seconds from the compute that runs beside it on the device.
     """
 
     bandwidth: float
     latency: float = 0.0
     bus: float | None = None
     bus_by: tuple[tuple[int, float], ...] = ()
+    slows: float = 0.0
 
     def collective(self, size: int = 0) -> float:
         """Bytes/s a device moves in a ring of such links, in a group of that size."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from distir.ir.errors import UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
 from distir.ir.type import DType, Float32, Int64, Tensor
+from distir.models.experts import routes
 from distir.ops.rules import shape_of
 
 if TYPE_CHECKING:
@@ -32,10 +34,14 @@ class Decoder:
     them is added. `rms`: root-mean-square norms, else layer norms. `tied`: the head is the embedding. `bias`: products
     have one. `dropout`: the ratio of what is dropped in training, of the embeddings, of what attention and MLP add, and
     of attention's probabilities. `attention`: "fused" in one op, or "unfused", by default only with dropout: the
-    probabilities are then values of their own.
+    probabilities are then values of their own. `positions`: rows of the table of positions, by default `seq`.
+
+    With several `experts`, each an MLP of width `ffn`, a token goes to the one that a router finds most probable, or to
+    the two if `choices` is 2 (`distir.models.experts`). Tokens are in `groups`, by default each sequence is one; of a
+    group an expert takes the first ceil(tokens * choices * capacity / experts) that come to it.
 
     Raises UsageError for sizes below 1, more than 16,384 layers, heads that do not divide what they split, a ratio
-    outside of [0, 1), or dropout of fused attention.
+    outside of [0, 1), dropout of fused attention, or groups that do not divide the tokens.
     """
 
     layers: int
@@ -53,9 +59,16 @@ class Decoder:
     bias: bool = True
     dropout: float = 0.0
     attention: str = ""
+    positions: int = 0
+    experts: int = 1
+    choices: int = 1
+    capacity: float = 1.0
+    groups: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "positions", self.positions or self.seq)
+        object.__setattr__(self, "groups", self.groups or self.batch)
         if not self.ffn:
             wide = -(-8 * self.hidden // 3 // 256) * 256 if self.gated else 4 * self.hidden
             object.__setattr__(self, "ffn", wide)
@@ -79,10 +92,33 @@ class Decoder:
         if self.rotary and self.hidden // self.heads % 2:
             raise UsageError(f"rotary positions need heads of even size, got {self.hidden // self.heads}")
 
+        if self.positions < self.seq:
+            raise UsageError(f"{self.positions} positions are fewer than a sequence of {self.seq} has")
+        if self.experts > 1:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.choices not in (1, 2) or self.choices > self.experts:
+            raise UsageError(f"choices is 1 or 2, got {self.choices}")
+        if not 0 < self.capacity < math.inf:
+            raise UsageError(f"capacity is a number above 0, got {self.capacity:g}")
+        if self.batch * self.seq % self.groups:
+            raise UsageError(f"{self.batch} x {self.seq} tokens do not divide by {self.groups} groups")
+
     @property
     def size(self) -> int:
         """The size of a head."""
         return self.hidden // self.heads
+
+    @property
+    def group(self) -> int:
+        """The tokens in a group."""
+        return self.batch * self.seq // self.groups
+
+    @property
+    def slots(self) -> int:
+        """The most tokens of a group that an expert takes."""
+        return math.ceil(self.group * self.choices * Fraction(str(self.capacity)) / self.experts)
 
 
 def kind_of(field: Field[Any]) -> type:
@@ -95,6 +131,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"vocab": 32_000, "seq": 2048, "gated": True, "rotary": True, "rms": True, "tied": False, "bias": False},
 }
 """By name the parts that differ from `Decoder`'s defaults."""
+_GPT3 = {"layers": 96, "hidden": 12_288, "heads": 96, "seq": 2048}
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2-large": {"layers": 48, "hidden": 1280, "heads": 20, "seq": 632, "positions": 1024, "tied": False},
+    "gpt3-175b": _GPT3,
+    "gpt3-moe": {**_GPT3, "ffn": 3072, "experts": 16},
+}
+"""As those of `ARCHITECTURES`, with all sizes."""
 
 
 def decoder(config: Decoder, dtype: DType = Float32) -> Function:
@@ -130,11 +173,15 @@ class _Builder:
         embedding = self.parameter("embedding", c.vocab, c.hidden)
         x = self.emit("Gather", embedding, ids, axis=0)
         if not c.rotary:
-            x = self.emit("Add", x, self.parameter("positions", c.seq, c.hidden))
+            table = self.parameter("positions", c.positions, c.hidden)
+            if c.positions > c.seq:
+                table = self.emit("Slice", table, starts=(0,), ends=(c.seq,), axes=(0,), steps=(1,))
+            x = self.emit("Add", x, table)
         x = self.dropped(x)
         for i in range(c.layers):
             x = self.emit("Add", x, self.dropped(self.attention(self.norm(x, f"{i}.norm1"), f"{i}.attention")))
-            x = self.emit("Add", x, self.dropped(self.mlp(self.norm(x, f"{i}.norm2"), f"{i}.mlp")))
+            mlp = self.experts if c.experts > 1 else self.mlp
+            x = self.emit("Add", x, self.dropped(mlp(self.norm(x, f"{i}.norm2"), f"{i}.mlp")))
         x = self.norm(x, "norm")
         head = self.emit("Transpose", embedding, perm=(1, 0)) if c.tied else self.parameter("head", c.hidden, c.vocab)
         self.maker.set_outputs([self.maker.add_op("MatMul", "logits", [x, head])])
@@ -203,10 +250,42 @@ class _Builder:
         return self.emit("Reshape", x, shape=(batch, c.heads, seq, c.size))
 
     def mlp(self, x: Value, name: str) -> Value:
+        return self.linear(self.activated(self.linear(x, f"{name}.in", self.wide)), f"{name}.out", self.config.hidden)
+
+    @property
+    def wide(self) -> int:
+        """The width of an MLP's first product."""
+        return self.config.ffn * (2 if self.config.gated else 1)
+
+    def activated(self, x: Value) -> Value:
+        if not self.config.gated:
+            return self.emit("Gelu", x, approximate="tanh")
+        gate, up = self.emit("Split", x, axis=2, parts=2)
+        return self.emit("Mul", self.emit("Silu", gate), up)
+
+    def experts(self, x: Value, name: str) -> Value:
+        """Each expert's MLP of the tokens that it takes; a token gets its experts' shares."""
         c = self.config
-        if c.gated:
-            gate, up = self.emit("Split", self.linear(x, f"{name}.in", 2 * c.ffn), axis=2, parts=2)
-            y = self.emit("Mul", self.emit("Silu", gate), up)
-        else:
-            y = self.emit("Gelu", self.linear(x, f"{name}.in", c.ffn), approximate="tanh")
-        return self.linear(y, f"{name}.out", c.hidden)
+        x = self.reshaped(x, c.groups, c.group, c.hidden)
+        router = self.parameter(f"{name}.router.weight", c.hidden, c.experts)
+        probabilities = self.emit("Softmax", self.emit("MatMul", x, router), axis=2)
+        dispatch, combine = routes(self.maker, probabilities, c.choices, c.slots)
+        y = self.emit("MatMul", self.emit("Transpose", dispatch, perm=(0, 2, 1)), x)
+        y = self.emit("Reshape", y, shape=(c.groups, c.experts, c.slots, c.hidden))
+        y = self.emit("Transpose", y, perm=(1, 0, 2, 3))
+        y = self.emit("Reshape", y, shape=(c.experts, c.groups * c.slots, c.hidden))
+        y = self.activated(self.stacked(y, f"{name}.experts.in", self.wide))
+        y = self.stacked(y, f"{name}.experts.out", c.hidden)
+        y = self.emit("Reshape", y, shape=(c.experts, c.groups, c.slots, c.hidden))
+        y = self.emit("Transpose", y, perm=(1, 0, 2, 3))
+        y = self.emit("Reshape", y, shape=(c.groups, c.experts * c.slots, c.hidden))
+        return self.reshaped(self.emit("MatMul", combine, y), *self.rows, c.hidden)
+
+    def reshaped(self, x: Value, *shape: int) -> Value:
+        return x if shape_of(x) == shape else self.emit("Reshape", x, shape=shape)
+
+    def stacked(self, x: Value, name: str, out: int) -> Value:
+        """As `linear`, with weights of its own for each expert: (experts, rows, width) to (experts, rows, out)."""
+        c = self.config
+        y = self.emit("MatMul", x, self.parameter(f"{name}.weight", c.experts, shape_of(x)[-1], out))
+        return self.emit("Add", y, self.parameter(f"{name}.bias", c.experts, 1, out)) if c.bias else y

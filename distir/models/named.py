@@ -1,14 +1,20 @@
-"""Models by name and sizes: `gpt:layers=96,hidden=12288,heads=96,seq=2048`."""
+"""Models by name and sizes: `gpt:layers=96,hidden=12288,heads=96,seq=2048`, or by name alone: `gpt3-moe`, `dlrm`."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.ir.errors import UsageError
-from distir.models.decoder import ARCHITECTURES, Decoder, kind_of
+from distir.ir.function import Function
+from distir.models.decoder import ARCHITECTURES, PRESETS, Decoder, angles, decoder, kind_of
+from distir.models.recommender import Recommender, recommender
+from distir.models.volumes import Volumes, volumes
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _KINDS: dict[type, tuple[Callable[[str], Any], str]] = {
     bool: (int, "N, a whole number"),
@@ -19,19 +25,64 @@ _KINDS: dict[type, tuple[Callable[[str], Any], str]] = {
 """By the type of a field how its value is read, and what is expected."""
 
 
+class _Family(NamedTuple):
+    """Models of one name: the class of their sizes, the sizes that the name gives, and the loss by which they are
+    trained if none is asked for."""
+
+    sizes: type[Decoder] | type[Recommender] | type[Volumes]
+    given: Mapping[str, Any]
+    loss: str | None = None
+
+
+_FAMILIES: dict[str, _Family] = {
+    **{name: _Family(Decoder, given) for name, given in ARCHITECTURES.items()},
+    **{name: _Family(Decoder, given, "cross-entropy") for name, given in PRESETS.items()},
+    "dlrm": _Family(Recommender, {}, "loss"),
+    "cosmoflow": _Family(Volumes, {}, "mse"),
+}
+
+
+class Built(NamedTuple):
+    """A model's forward pass, and by name the arrays of its constants."""
+
+    function: Function
+    constants: Mapping[str, np.ndarray]
+
+
 def is_named(text: str) -> bool:
-    """Whether a text is a model's name and sizes, not a file."""
-    return text.partition(":")[0] in ARCHITECTURES and ":" in text
+    """Whether a text is a model's name, or its name and sizes: not a file (that of this name is ./NAME)."""
+    return text.partition(":")[0] in _FAMILIES
+
+
+def own_loss(text: str) -> str | None:
+    """The loss by which a model of that name is trained if none is asked for; None without one, and for files."""
+    return _FAMILIES[text.partition(":")[0]].loss if is_named(text) else None
+
+
+def built(text: str, dims: Mapping[str, int]) -> Built:
+    """The model that a text describes; see `named`."""
+    sizes = _sizes(text, dims)
+    if isinstance(sizes, Decoder):
+        return Built(decoder(sizes), angles(sizes))
+    return Built(volumes(sizes) if isinstance(sizes, Volumes) else recommender(sizes), {})
 
 
 def named(text: str, dims: Mapping[str, int]) -> Decoder:
     """The decoder that a text describes; `dims` override its sizes.
 
     Raises UsageError, with a hint, for a key that there is not, a value of another type, or a size that is missing or
-    does not fit.
+    does not fit, and for a model that is no decoder.
     """
+    sizes = _sizes(text, dims)
+    if not isinstance(sizes, Decoder):
+        raise UsageError(f"{text} is no decoder")
+    return sizes
+
+
+def _sizes(text: str, dims: Mapping[str, int]) -> Decoder | Recommender | Volumes:
     name, _, rest = text.partition(":")
-    known = {f.name: f for f in fields(Decoder)}
+    family = _FAMILIES[name]
+    known = {f.name: f for f in fields(family.sizes)}
     given: dict[str, Any] = {}
     for entry in [x for x in rest.split(",") if x]:
         key, _, value = entry.partition("=")
@@ -52,10 +103,11 @@ def named(text: str, dims: Mapping[str, int]) -> Decoder:
         if isinstance(known[key].default, bool) and given[key] not in (0, 1):
             raise UsageError(f"{text}: {key} is 0 or 1, got {given[key]}")
     flags = {k: bool(x) if isinstance(known[k].default, bool) else x for k, x in given.items()}
-    missing = [k for k in ("layers", "hidden", "heads") if k not in given]
+    whole = {**family.given, **flags}
+    missing = [k for k, f in known.items() if f.default is MISSING and k not in whole]
     if missing:
         raise UsageError(f"{text}: {' and '.join(missing)} missing", f"such as {name}:layers=12,hidden=768,heads=12")
     try:
-        return Decoder(**{**ARCHITECTURES[name], **flags})
+        return family.sizes(**whole)
     except UsageError as e:
         raise UsageError(f"{text}: {e.message}", e.hint) from None

@@ -13,9 +13,11 @@ from distir.ops import (
     nn,
     optim,
     point_to_point,
-    pool,
+    pooling,
     reduce,
     shape,
+    sleep,
+    tables,
 )
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "nn",
     "optim",
     "point_to_point",
-    "pool",
+    "pooling",
     "reduce",
     "shape",
+    "sleep",
+    "tables",
 ]

@@ -21,9 +21,9 @@ def _axis(attrs: Attrs) -> int:
     return attrs.get("axis", 0)
 
 
-def _rows(attrs: Attrs, table: Tensor) -> Attrs:
-    """Whether this device holds all rows of the table, and how many there are."""
-    here, rows = table.shape[_axis(attrs)], table.global_shape[_axis(attrs)]
+def local_rows(attrs: Attrs, table: Tensor, axis: int) -> Attrs:
+    """Whether this device holds all rows of the table, which are along `axis`, and how many there are."""
+    here, rows = table.shape[axis], table.global_shape[axis]
     return {"whole": here == rows, "count": attrs.get("count", rows)}
 
 
@@ -52,7 +52,8 @@ def _gather_grad_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
     return f"{_row(picked)}, {_row(each)} -> {_row(table)} | {_row([f'{e}:sum' for e in each])}"
 
 
-def _index_dtype(attrs: Attrs, table: DType, index: DType) -> list[DType]:
+def index_dtype(attrs: Attrs, table: DType, index: DType) -> list[DType]:
+    """The dtype rule of picked rows: those of the table."""
     expect(1, index, "int")
     if table.kind == "bool":
         raise IRTypeError("operand 0: expected numbers, got bool: rows held elsewhere are added as 0")
@@ -103,13 +104,13 @@ op(  # table (.., v, ..), indices in [-v, v) -> (.., *indices, ..), along `axis`
     "Gather",
     attributes="axis:dim? count:size?",
     axes=_gather_axes,
-    dtype=_index_dtype,
+    dtype=index_dtype,
     linear=[{0}],
     weight=0,
     precision="low",
     index=lambda attrs: (0, _axis(attrs)),
     unpadded="count",
-    local=lambda attrs, ins, outs: _rows(attrs, ins[0]),
+    local=lambda attrs, ins, outs: local_rows(attrs, ins[0], _axis(attrs)),
     work=lambda attrs, ins, outs: (0.0, 2.0 * math.prod(outs[0]) + math.prod(ins[1])),
     eval=_gather,
     grad=_emit_grad,
@@ -119,11 +120,11 @@ op(  # its gradient, of a table of `rows` rows; these may be split by the attrib
     attributes="rows:size axis:index? count:size?",
     axes=_gather_grad_axes,
     sizes=lambda attrs, shapes: {"v": attrs["rows"]},
-    dtype=_index_dtype,
+    dtype=index_dtype,
     linear=[{0}],
     index=lambda attrs: (~0, _axis(attrs)),
     unpadded="count",
-    local=lambda attrs, ins, outs: {"rows": outs[0].shape[_axis(attrs)], **_rows(attrs, outs[0])},
+    local=lambda attrs, ins, outs: {"rows": outs[0].shape[_axis(attrs)], **local_rows(attrs, outs[0], _axis(attrs))},
     work=lambda attrs, ins, outs: (float(math.prod(ins[0])), 0.0),
     eval=_gather_grad,
     grad=lambda f, o, d: [f.emit("Gather", d, o.inputs[1], axis=_axis(o.attributes), **_count(o)), None],

@@ -11,6 +11,7 @@ bfloat16 a small update would be lost twice.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -184,7 +185,8 @@ def _grouped(each: Spec) -> Spec:
         return tuple([x for row in found for x in (row if isinstance(row, tuple) else (row,))])
 
     def flops(attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> tuple[float, float]:
-        return sum(each.flops(attrs, row, outs) for row in spec.rows(attrs, ins)), 0.0
+        alike = Counter(map(tuple, spec.rows(attrs, ins)))
+        return sum(n * each.flops(attrs, row, outs) for row, n in alike.items()), 0.0
 
     spec = op(
         f"Grouped{each.name}",

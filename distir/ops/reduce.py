@@ -12,7 +12,7 @@ from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
-from distir.ir.type import Float32, Float64
+from distir.ir.type import DType, Float32, Float64
 from distir.ops.rules import expect_shape, letters, same, scalar, shape_of
 
 
@@ -136,4 +136,43 @@ op(
         xp.sum(x, axis=axes, keepdims=bool(keepdims)) / math.prod(x.shape[i] for i in axes)
     ),
     decompose=_mean_decompose,
+)
+
+
+# ---------------------------------------------------------------- sums of all elements up to each, along a dim
+
+
+def _cumulative_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+    names = letters(len(shapes[0]))
+    return f"{' '.join(names)} -> {' '.join(names)} | {names[attrs['axis']]}:whole"
+
+
+def _cumulative_dtype(attrs: Attrs, x: DType) -> list[DType]:
+    if x.kind == "bool":
+        raise IRTypeError("operand 0: expected numbers, got bool")
+    return [x]
+
+
+def _cum_sum(xp: Any, x: Any, axis: int, exclusive: bool = False, reverse: bool = False) -> Any:
+    x = xp.flip(x, axis=axis) if reverse else x
+    y = xp.cumsum(x, axis=axis)
+    if exclusive:
+        first, before = ((*[slice(None)] * axis, part) for part in (slice(0, 1), slice(0, -1)))
+        y = xp.concat([xp.zeros_like(y[first]), y[before]], axis=axis)
+    return xp.flip(y, axis=axis) if reverse else y
+
+
+def _cum_sum_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
+    return [f.add_op("CumSum", None, [d], {**o.attributes, "reverse": not o.attributes.get("reverse", False)})]
+
+
+op(  # along a dim, from its end if `reverse`; `exclusive`: without the element itself
+    "CumSum",
+    attributes="axis:dim exclusive:flag? reverse:flag?",
+    axes=_cumulative_axes,
+    dtype=_cumulative_dtype,
+    linear=[{0}],
+    precision="wide",
+    eval=_cum_sum,
+    grad=_cum_sum_grad,
 )

@@ -49,7 +49,8 @@ class Job:
     the ranks themselves). An output that is an update replaces its input before the next step. `epochs`: length and
     evaluation of epochs. `saving`: checkpoints to write, and the one to resume from. `record`: a folder in which ranks
     record every value (see `distir.runtime.record`); the outcome then has no inputs. `bytes_per_rank`:
-    predicted memory, for the preflight check.
+    predicted memory, for the preflight check. `proxy`: the program computes nothing, and inputs without an array are
+    buffers of any contents.
     """
 
     program: Function
@@ -62,6 +63,7 @@ class Job:
     saving: Saving | None = None
     record: Path | None = None
     bytes_per_rank: int = 0
+    proxy: bool = False
 
     @property
     def world(self) -> int:

@@ -64,16 +64,18 @@ def distribute(
     batch: Mapping[Value, int] | None = None,
     cost: StageCost = PLAIN,
     splits: Mapping[str, Sequence[tuple[int, int]]] = MappingProxyType({}),
+    cuts: Sequence[int] = (),
 ) -> Distributed:
     """The function spread over devices as the plan says, and what the program is compared with.
 
     `batch` maps data inputs to their batch dim where roles do not say it. `cost` is what stages are balanced by.
-    `splits`: for each further axis of the plan the dims that it splits, as (position of an input, dim).
+    `splits`: for each further axis of the plan the dims that it splits, as (position of an input, dim). `cuts`: the
+    positions of the inputs at whose first use the plan's stages begin, one for each name of its `cut`.
     Raises as `parallel_transform_3d`.
     """
     dims = batch_dims(function, batch)
     numbers = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
-    settings = PassContext(plan, devices, cost, numbers, splits)
+    settings = PassContext(plan, devices, cost, numbers, splits, tuple(cuts))
     source = run_passes(function, ("fuse", "decompose", "pad"), settings)
     placed = run_passes(source, ("place", "join", "recompute"), settings)
     return Distributed(scheduled(placed, settings, BodyPasses.of(plan)), placed, source)

@@ -42,7 +42,8 @@ of it that one rank of a pipeline runs."""
 class PassContext(NamedTuple):
     """The parameters of passes: the plan, its devices (if there is one more, the first is a host), the cost by which
     stages are balanced. `batch` maps positions of data inputs to their batch dim, and overrides roles. `splits` are
-    the dims that the plan's further axes split, by axis: (position of an input, dim).
+    the dims that the plan's further axes split, by axis: (position of an input, dim). `cuts` are the positions of the
+    inputs at whose first use the plan's stages begin.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class PassContext(NamedTuple):
     cost: StageCost = PLAIN
     batch: Mapping[int, int] | None = None
     splits: Mapping[str, Sequence[tuple[int, int]]] = MappingProxyType({})
+    cuts: tuple[int, ...] = ()
 
 
 class Pass(NamedTuple):
@@ -116,13 +118,23 @@ def scheduled(placed: Function, settings: PassContext, bodies: BodyPasses | None
     stages = ranks._replace(meshes=[ranks.meshes[where[s]] for s in range(len(where))])
     loss_gradient = next(phase.letter for phase in PHASES.values() if phase.word == plan.loss_gradient)
     rules = PhaseRules(loss_gradient, plan.zero == 3)
-    cut = _cut(placed, len(where), plan.microbatches, settings.cost, plan.overlap, rules)
+    if len(settings.cuts) != len(plan.cut):
+        raise UsageError("cut: the inputs of these names are not given", "distir.api resolves them")
+    cut = _cut(placed, len(where), plan.microbatches, settings.cost, plan.overlap, rules, settings.cuts)
     return pipeline(cut, stages, table, bodies)
 
 
 @cached
-def _cut(placed: Function, parts: int, microbatches: int, cost: StageCost, overlap: bool, rules: PhaseRules) -> Cut:
-    return cut_bodies(*cut_stages(placed, parts, microbatches, cost, rules), overlap, rules)
+def _cut(
+    placed: Function,
+    parts: int,
+    microbatches: int,
+    cost: StageCost,
+    overlap: bool,
+    rules: PhaseRules,
+    cut: tuple[int, ...],
+) -> Cut:
+    return cut_bodies(*cut_stages(placed, parts, microbatches, cost, rules, cut), overlap, rules)
 
 
 class BodyPasses(NamedTuple):

@@ -125,12 +125,20 @@ def _splits(given: Any) -> tuple[InputSplit, ...]:
     return found
 
 
+def _names(given: Any, what: str) -> tuple[str, ...]:
+    """A list of names. Raises UsageError for what is none."""
+    if not isinstance(given, list | tuple) or not all(isinstance(name, str) and name for name in given):
+        raise UsageError(f"{what} is a list of names, got {given!r}")
+    return tuple(given)
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """How a program is spread over dp * tp * pp devices: replicas, tensor shards, pipeline stages.
 
     `split` are further axes, which multiply the number of devices: along each, named dims of inputs are split
-    (`InputSplit`, or its text), and what is computed from them where that costs least. The batch is cut into
+    (`InputSplit`, or its text), and what is computed from them where that costs least. `cut` names a weight for each
+    pipeline stage but the first, where it begins; without, stages are balanced. The batch is cut into
     `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or
     "distir2021"; or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file. `order`
     says how numbers of devices run through the axes, the fastest first. Without `overlap` a device does one thing
@@ -198,8 +206,17 @@ class Plan:
         written=lambda plan: json.dumps([str(split) for split in plan.split]),
         kind="split",
     )
+    cut: tuple[str, ...] = _setting(
+        (),
+        "weights, one for each pipeline stage but the first: a stage begins where its weight is first used; without, "
+        "stages are balanced",
+        check=lambda x: _names(x, "cut"),
+        kind="names",
+    )
 
     def __post_init__(self) -> None:
+        if isinstance(self.order, list):  # pyright: ignore[reportUnnecessaryIsInstance]
+            object.__setattr__(self, "order", tuple(self.order))
         for f in fields(self):
             object.__setattr__(self, f.name, _checked(f, getattr(self, f.name)))
         if self.order in ((), default_order()):  # that without further axes
@@ -244,6 +261,8 @@ class Plan:
         text = f"{' x '.join([f'{a.name} {a.size}' for a in known])}, {counted(self.microbatches, 'microbatch', 'es')}"
         if self.stages.size > 1:
             text += f", {_schedule_text(self)}" + (f" with {self.chunks} chunks" if self.chunks > 1 else "")
+        if self.cut:
+            text += f", cut at {', '.join(self.cut) if len(self.cut) < 5 else counted(len(self.cut), 'weight')}"
         text += "" if self.order == self._default_order() else f", order {','.join(self.order)}"
         text += f", ZeRO {self.zero}" if self.zero else ""
         if self.bucket_mb != BUCKET_MB:
@@ -268,7 +287,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Its fields, and the number of devices."""
         said: dict[str, Any] = {"schedule": _schedule_text(self), "order": list(self.order), "devices": self.size}
-        said["split"] = list(map(str, self.split))
+        said |= {"split": list(map(str, self.split)), "cut": list(self.cut)}
         if math.isinf(self.bucket_mb):
             said["bucket_mb"] = _NO_NUMBER
         return {**asdict(self), **said}

@@ -11,6 +11,7 @@ from typing import Any
 
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
+from distir.executor.simulator.beside import beside_compute
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.ir import Device, Function, Mesh, Op, Value
 from distir.ir.communication import TRANSFERS
@@ -70,6 +71,8 @@ class Inlined:
         self.default = cost.topology.devices[0]
         self.clock: dict[tuple[Device, str], float] = {}
         self.events: list[tuple[str, float, float, str, str]] = []
+        self.lost: list[tuple[Device, float, float]] = []
+        """Compute lost beside collectives: where, when, and how much."""
         self.flat: list[tuple[Op, tuple[object, ...], tuple[object, ...]]] = []
         self.bodies: list[list[tuple[int, list[object]]]] = []
         """Of each body where in `flat` the reductions are whose results it only hands on, and which operands die with
@@ -105,6 +108,7 @@ class Inlined:
 
     def run(self, f: Function, env: dict[Value, Any]) -> None:
         waits = handed_on(f, self.cost)
+        overlapped = beside_compute(f) if self.overlap else ()
         chains = fused(f, self.cost.runtime)
         begins: list[tuple[int, list[object]]] = []
         self.bodies.append(begins)
@@ -125,6 +129,8 @@ class Inlined:
                 continue
             times: dict[Value, dict[Device, float]] = {v: {} for v in op.outputs}
             self.step(op, [env[v][1] for v in op.inputs], times, chains.get(op, UNFUSED))
+            if op in overlapped:
+                self.lose(op)
             if op.spec.route in TRANSFERS:
                 self.received.update(op.outputs)
             for v in op.outputs:
@@ -189,6 +195,17 @@ class Inlined:
             for i, d in enumerate(dict.fromkeys(d for v in (*op.inputs, *op.outputs) for d in self.devices(v)))
         }
         self.events += sorted(events, key=lambda e: order[e[3]])
+
+    def lose(self, op: Op) -> None:
+        """The compute that a collective takes from its devices."""
+        tin: list[Any] = [v.type for v in op.inputs]
+        axis = self.cost.collective_axis(op.spec, op.attributes, tin)
+        for g in axis_groups(tin[0].device, axis) if axis is not None else ():
+            group = self.cost.topology.group(g)
+            seconds = self.cost.collective(op.spec, op.attributes, tin, [v.type for v in op.outputs], group)
+            for d in g if (lost := self.cost.beside(seconds, group)) else ():
+                self.clock[d, "compute"] = self.clock.get((d, "compute"), 0.0) + lost
+                self.lost.append((d, self.clock[d, "compute"] - lost, lost))
 
     @property
     def host(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from distir.executor.cost_model import CostModel
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Value
 from distir.ir.errors import IRTypeError
 from distir.ir.host_runtime import Runtime
@@ -19,7 +20,8 @@ def random_topology(rng: random.Random, devices: int) -> tuple[Topology, list[De
         spec = DeviceSpec((("f32", 1e9),), 1e9, 1e-6, 1e9)
         per_node = rng.choice([2, 3, 4, 8])
         algorithms = rng.choice([(), (Algorithm("ring", 1e-6, 1e-6, 3e-6, 0.9), Algorithm("tree", 2e-6, 1e-6, 2e-6))])
-        links = Link(1e9, 1e-6, 7e8), Link(1e8, 5e-6)
+        slows = rng.choice([0.0, 0.0, 0.15, 0.4])
+        links = Link(1e9, 1e-6, 7e8, slows=slows), Link(1e8, 5e-6, slows=slows / 4)
         cluster = Regular(
             "test", "gpu", spec, -(-devices // per_node), per_node, *links, spec, Link(2e8, 1e-6), algorithms
         )
@@ -46,6 +48,16 @@ def random_runtime(rng: random.Random) -> Runtime | None:
         figures[name] = rng.random() < 0.5
     figures |= {"passes": rng.choice([1.0, 1.7]), "skew": rng.choice([0.0, 0.3]), "transfer": rng.choice([None, 1e-6])}
     return Runtime("random", **figures)
+
+
+class Slower(CostModel):
+    """The same, but compute and what a host does take other seconds."""
+
+    def compute_seconds(self, *args: Any) -> float:
+        return 3 * super().compute_seconds(*args) + 1e-7
+
+    def issue(self, *args: Any) -> float:
+        return 2 * super().issue(*args)
 
 
 def _random_type(rng: random.Random, mesh: Mesh) -> Tensor:

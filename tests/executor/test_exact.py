@@ -26,7 +26,7 @@ from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.pipeline.schedule_table import Cell, Table
 from tests.executor.inlined import Inlined
-from tests.executor.random_schedules import random_runtime, random_topology
+from tests.executor.random_schedules import Slower, random_runtime, random_topology
 
 BATCH = 8
 
@@ -96,8 +96,13 @@ def random_case(seed: int) -> Case:
 
 
 def check(case: Case, overlap: bool, seed: int) -> Simulation:
-    """Every event of every device; when each was done; the peak of memory and what is live at the end."""
+    """Every event of every device; when each was done; the peak of memory and what is live at the end.
+
+    Of half of the cases the code is that of another cost model, with other seconds.
+    """
     cost = CostModel(case.topology, runtime=random_runtime(random.Random(seed)))
+    if seed % 2:
+        Simulator(Slower(case.topology, runtime=cost.runtime), overlap=overlap).interpret(case.function)
     simulation = Simulator(cost, overlap=overlap).interpret(case.function)
     inlined = Inlined(case.function, cost, overlap)
     assert [(e.name, e.ts, e.dur, e.pid, e.tid) for e in simulation.trace] == inlined.events

@@ -30,8 +30,6 @@ CASES = {
 REFUSED = {
     "test_maxpool_with_argmax_2d_precomputed_pads": "positions",
     "test_maxpool_with_argmax_2d_precomputed_strides": "positions",
-    "test_batchnorm_example_training_mode": "training_mode",
-    "test_batchnorm_epsilon_training_mode": "training_mode",
 }
 
 
@@ -125,6 +123,8 @@ POOL = {"kernel_shape": [2, 2]}
         ("Conv", (X, (6, 4, 3, 3)), {"auto_pad": "SAME"}, ["auto_pad='SAME'", "SAME_UPPER"]),
         ("Conv", (X, (6, 4, 3, 3)), {"auto_pad": "VALID", "pads": [1] * 4}, ["both pads", "auto_pad VALID"]),
         ("Conv", (X, (6, 3, 5, 5)), {"strides": [5, 5]}, ["operand 1", "4 channels", "(6, 3, 5, 5)"]),
+        ("Conv", (X, (6, 4, 3, 3), (1,)), {}, ["operand 2", "a bias for 6 channels", "(1,)"]),
+        ("Conv", (X, (6, 4, 5, 5), (1,)), {"strides": [5, 5]}, ["operand 2", "a bias for 6 channels", "(1,)"]),
         ("ConvTranspose", (X, (4, 2, 3, 3)), {"output_padding": [0, 1]}, ["spatial dim 1", "less than the stride, 1"]),
         ("ConvTranspose", (X, (4, 2, 1, 1)), {"pads": [3, 0, 3, 0]}, ["spatial dims (-1, 5)"]),
         ("ConvTranspose", (X, (3, 2, 1, 1)), {}, ["operand 0", "(1, 3, 5, 5)"]),
@@ -139,7 +139,7 @@ def test_refuses(
     op_type: str, operands: tuple[tuple[int, ...], ...], attributes: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
     """In one line that names the node, what was expected, and what it got."""
-    inputs = {name: np.ones(shape, np.float32) for name, shape in zip("xw", operands, strict=False)}
+    inputs = {name: np.ones(shape, np.float32) for name, shape in zip("xwb", operands, strict=False)}
     path = tmp_path / "m.onnx"
     path.write_bytes(
         model([node(op_type, " ".join(inputs), "y", "n7", **attributes)], inputs, ["y"]).SerializeToString()

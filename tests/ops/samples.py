@@ -218,6 +218,11 @@ SAMPLES = [
     sample("SumOfSquares", real()),
     sample("Sum", real(4, 6), real(4, 6), real(4, 6)),
     sample("Sum", real(4)),
+    *[
+        sample("CumSum", x, axis=axis, **how)
+        for x, axis in [(real(4, 6), 1), (real(4, 2, 6), 0), (below(9, 4, 6, dtype=Int8), 0)]
+        for how in [{}, {"exclusive": True}, {"reverse": True}, {"exclusive": True, "reverse": True}]
+    ],
     sample("ReduceMaxGrad", real(4, 6), derived(lambda x: x.max(1, keepdims=True), 4, 1), real(4, 1), axes=(1,)),
     # convolutions: x (n, g c, ...), w (g m, c, ...), y (n, g m, ...)
     *[
@@ -254,6 +259,26 @@ SAMPLES = [
     sample("GatherGrad", real(2, 4, 6), below(12, 4, dtype=Int32), rows=12, axis=1),
     sample("GatherGrad", real(4, 2, 6), around(12, 4, 2), rows=12, axis=0),
     sample("GatherGrad", real(2, 4, 6), around(9, 4, dtype=Int32), rows=12, count=9, axis=1),
+    # tables
+    *[
+        sample(name, numbers, index, **{**how, **({"rows": 12} if name == "LookupGrad" else {})})
+        for index, how in [
+            (below(12, 4, 2), {}),
+            (around(12, 4, 2, dtype=Int8), {}),
+            (around(9, 4, 2), {"count": 9}),
+            (below(12, 4, 2, 4, dtype=Int32), {"pooling": True}),
+            (around(9, 4, 2, 2), {"pooling": True, "count": 9}),
+        ]
+        for name, numbers in [("Lookup", real(2, 12, 6)), ("LookupGrad", real(4, 2, 6))]
+    ],
+    sample("Lookup", real(4, 12, 2), below(12, 1, 4)),
+    sample("LookupSGD", real(2, 12, 6), around(12, 4, 2), real(4, 2, 6), lr=0.1),
+    sample("LookupSGD", real(2, 12, 2), around(9, 4, 2, 4, dtype=Int8), real(4, 2, 2), lr=0.1, count=9, pooling=True),
+    *[
+        sample("LookupSGD", real(2, 4, 2), below(4, 3, 2), real(3, 2, 2), number(0.2), flag, **how)
+        for flag in (number(1, Bool), number(0, Bool))
+        for how in [{"lr": 0.1, "scheduled": True, "skips": True}]
+    ],
     # nn
     *[sample(name, real(4, 2, 6), axis=-1) for name in ["Softmax", "LogSoftmax"]],
     *[sample(name, real(4, 6), axis=0) for name in ["Softmax", "LogSoftmax"]],

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distir.api.compilation import validate
-from distir.api.named_dims import named_dims
+from distir.api.named_dims import named_cuts, named_dims
 from distir.executor.reference.sequential import SequentialExecutor, Tap
 from distir.importer import import_from_onnx
 from distir.ir import Device, Function, FunctionMaker, Value, verify
@@ -47,6 +47,7 @@ class Plan(NamedTuple):
     recompute: str = "none"
     sequence_parallel: bool = False
     split: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         host = "-host" if self.host else ""
@@ -58,7 +59,8 @@ class Plan(NamedTuple):
         again = "" if self.recompute == "none" else f"-recompute_{self.recompute}"
         sequence = "-sequence" if self.sequence_parallel else ""
         split = "".join([f"-{text}" for text in self.split])
-        return f"{degrees}{split}-{self.schedule}{host}{chunks}{overlap}{bucket}{zero}{again}{sequence}"
+        cut = "".join([f"-{name}" for name in self.cut])
+        return f"{degrees}{split}{cut}-{self.schedule}{host}{chunks}{overlap}{bucket}{zero}{again}{sequence}"
 
     @property
     def devices(self) -> list[Device]:
@@ -196,8 +198,8 @@ def filled(function: Function, given: dict[str, np.ndarray], rng: np.random.Gene
 
 def distributed(program: Program, plan: Plan) -> Distributed:
     """The program distributed, verified, and validated against the source that was passed."""
-    splits = named_dims(program.function, plan.plan.split)
-    result = distribute(program.function, plan.plan, plan.devices, splits=splits)
+    splits, cuts = named_dims(program.function, plan.plan.split), named_cuts(program.function, plan.plan.cut)
+    result = distribute(program.function, plan.plan, plan.devices, splits=splits, cuts=cuts)
     verify(result.placed)
     verify(result.program)
     validate(result.program, program.function)

@@ -211,6 +211,17 @@ def embedding(m: Maker) -> None:
     m.push(m.emit("Gather", m.weight(rows, m.pick(WIDTHS)), ids))
 
 
+def tables(m: Maker) -> None:
+    """A table for each position of the sequence; of several indices the rows are added."""
+    rows, pooling = m.pick(VOCABULARIES), m.flip()
+    ids = m.input(BATCH, m.sequence, *((2,) if pooling else ()), below=rows, least=-rows)
+    m.push(m.emit("Lookup", m.weight(m.sequence, rows, m.pick(WIDTHS)), ids, pooling=pooling))
+
+
+def running_sum(m: Maker) -> None:
+    m.push(m.emit("Tanh", m.emit("CumSum", m.stream(), axis=m.pick((1, 2)), exclusive=m.flip(), reverse=m.flip())))
+
+
 def columns(m: Maker) -> None:
     """Gather along the last dim, a dim of the table; rows of data are picked by position."""
     table = m.weight(m.pick(WIDTHS), 6)
@@ -446,7 +457,7 @@ BLOCKS: list[Block] = [
     *[linear, residual, attention, embedding, tied_head, dropped],
     *[unary, of_positive, binary, quotient, power, exponential, layer_norm, rms_norm, columns, gemm, split_and_join],
     *[cut, reduced, turned, by_heads, steps, conditional, classes, padded, stopped, tensor_constant, batch_norm],
-    *[per_sample, crossed, picked, convolved, convolved, pooled],
+    *[per_sample, crossed, picked, tables, running_sum, convolved, convolved, pooled],
 ]
 
 # ---- results
@@ -594,6 +605,7 @@ random_plans = st.builds(
     recompute=st.sampled_from(("none", "none", "gathers", "attention", "selective", "full")),
     sequence_parallel=st.sampled_from((True, True, False)),
     split=st.just(()),
+    cut=st.just(()),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(
     lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)

@@ -19,6 +19,8 @@ from distir.ir import Function, verify
 from distir.ir.type import BFloat16, Float16, Shard, Tensor
 from distir.transforms.differentiation.training import SGD, training_step, with_loss
 from distir.transforms.rewriting.mixed_precision import check_mixed_precision, mixed_precision
+from tests.importer.models import model as model_of
+from tests.importer.models import node
 from tests.importer.test_exported import exported
 from tests.transforms.programs import Plan, Program, check, distributed, filled
 
@@ -130,10 +132,18 @@ def test_mixed_precision(low: Any) -> None:
     assert {"ConvGradWeight", "MaxPoolGrad", "AveragePoolGrad"} <= {op.op_type for op in step.ops}
 
 
-@pytest.mark.parametrize("plan", [distir.Plan(), distir.Plan(dp=2), distir.Plan(tp=2, microbatches=2)], ids=str)
-def test_runs_on_torch(plan: distir.Plan) -> None:
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        (distir.Plan(), {"dtype": "float64"}),
+        (distir.Plan(tp=2, microbatches=2), {"dtype": "float64"}),
+        (distir.Plan(dp=2), {"precision": "bf16"}),
+    ],
+    ids=str,
+)
+def test_runs_on_torch(plan: distir.Plan, how: dict[str, Any]) -> None:
     """In processes, with torch's kernels: the weights are the sequential program's on numpy."""
-    model = load(network()[1], {"batch": BATCH}, loss="cross-entropy", optimizer=SGD(0.1), dtype="float64")
+    model = load(network()[1], {"batch": BATCH}, loss="cross-entropy", optimizer=SGD(0.1), **how)
     done = distir.run(model, plan, steps=2, check=True)
     assert done.check is not None
     assert done.check.ok
@@ -146,3 +156,51 @@ def test_results_are_those_of_torch() -> None:
     (got,) = SequentialExecutor().compute(function, [given[v.name].astype(np.float32) for v in function.inputs])
     want = module(torch.tensor(given["x"], dtype=torch.float32)).detach()
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+# ---------------------------------------------------------------- norms by the statistics of the batch
+
+
+@functools.cache
+def normed() -> Program:
+    """The training step of two convolutions with batch norms, in training mode."""
+    rng = np.random.default_rng(1)
+    shapes = {"v": (4, 3, 3, 3), "w": (6, 4, 3, 3), **{f"{a}{k}": (n,) for k, n in ((1, 4), (2, 6)) for a in "sbmd"}}
+    stored = {name: rng.random(shape).astype(np.float32) for name, shape in shapes.items()}
+    nodes = [
+        node("Conv", "x v", "h", strides=[2, 2]),
+        node("BatchNormalization", "h s1 b1 m1 d1", "g mean variance", training_mode=1),
+        node("Relu", "g", "r"),
+        node("Conv", "r w", "i"),
+        node("BatchNormalization", "i s2 b2 m2 d2", "j", training_mode=1, epsilon=0.1),
+        node("GlobalMaxPool", "j", "p"),
+        node("Flatten", "p", "y"),
+    ]
+    images = {"x": np.zeros((BATCH, 3, 9, 9), np.float32)}
+    path = Path(tempfile.mkdtemp()) / "normed.onnx"
+    path.write_bytes(model_of(nodes, images, ["y"], stored).SerializeToString())
+    function, arrays = import_from_onnx(path)
+    step = training_step(function, "cross-entropy", SGD(0.1), gradients=True)
+    return filled(step, {v.name: np.asarray(a) for v, a in arrays.items()} | {"labels": rng.integers(0, 6, BATCH)}, rng)
+
+
+def test_batch_norms_have_the_gradients_of_torch() -> None:
+    step, f = normed(), torch.nn.functional
+    given = {v.name: x for v, x in zip(step.function.inputs, step.arrays, strict=True)}
+    assert not {"m1", "d1", "m2", "d2"} & given.keys()
+    w = {k: torch.tensor(x, requires_grad=k not in ("x", "labels")) for k, x in given.items()}
+    h = f.batch_norm(f.conv2d(w["x"], w["v"], None, 2), None, None, w["s1"], w["b1"], True)
+    h = f.batch_norm(f.conv2d(torch.relu(h), w["w"]), None, None, w["s2"], w["b2"], True, eps=0.1)
+    loss = f.cross_entropy(h.amax((2, 3)), w["labels"])
+    loss.backward()
+    got = dict(zip([v.name for v in step.function.outputs], step.results(), strict=True))
+    np.testing.assert_allclose(got["loss"], loss.item(), rtol=1e-6)  # epsilon is float32's in the file
+    for name in ("v", "w", "s1", "b1", "s2", "b2"):
+        want = w[name].grad
+        assert want is not None
+        np.testing.assert_allclose(got[f"{name}.grad"], want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", [Plan(2), Plan(1, 2), Plan(2, 2), Plan(1, 1, 2), Plan(4, zero=3)], ids=str)
+def test_batch_norms_are_of_the_whole_batch(plan: Plan) -> None:
+    check(normed(), plan)

@@ -33,6 +33,7 @@ PLANS = st.builds(
     sequence_parallel=st.booleans(),
     recompute=st.sampled_from(["none", "gathers", "attention", "selective", "full", "1e9"]),
     loss_gradient=st.sampled_from(["forward", "backward"]),
+    cut=st.lists(st.sampled_from(["h1.weight", "a b", 'c"d']), max_size=3).map(tuple),
 )
 
 
@@ -100,6 +101,8 @@ def test_generators_are_written_as_their_table(tmp_path: Path) -> None:
         ("sequence_parallel = 'true'", "sequence_parallel is true or false, got 'true'", None),
         ("recompute = -1", "recompute: expected none, gathers", None),
         ("bucket_mb = -1", "bucket_mb is a number of at least 0, got -1", None),
+        ("cut = 'w'", "cut is a list of names, got 'w'", None),
+        ("cut = ['']", "cut is a list of names, got ['']", None),
         ("order = 'tp'", "order is a list of names, got 'tp'", None),
         ("loss_gradient = 'sideways'", "loss_gradient is forward or backward, got 'sideways'", None),
         ("order = ['tp', 'tp', 'pp']", "an order names tp, dp and pp once each, got tp, tp, pp", None),

@@ -60,7 +60,8 @@ def test_bars_and_points_of_random_programs(seed):
     simulation = Simulator(CostModel(topology)).interpret(function)
     rows = check(simulation)
     for stage in simulation.stages:
-        computed = sum(b.duration for b in rows.get(f"{stage.name} {COMPUTE}", []))
+        row = rows.get(f"{stage.name} {COMPUTE}", [])  # with what is lost beside collectives
+        computed = sum(b.duration for b in row if b.kind not in (COLLECTIVE, TRANSFER))
         assert computed == pytest.approx(stage.compute, rel=1e-12)
 
 

@@ -12,7 +12,7 @@ from distir.backends.lowering.function_writer import FunctionWriter
 from distir.backends.lowering.launchers import LAUNCHERS, Launch, Start, by_member
 from distir.backends.lowering.routes import receiver, sender
 from distir.backends.tensors.layout import combine
-from distir.backends.tensors.torch_namespace import TORCH
+from distir.backends.tensors.torch_namespace import TORCH, torch_dtype
 from distir.ir.cached import cached
 from distir.ir.communication import Route
 from distir.ir.device import TIME, Mesh
@@ -20,6 +20,7 @@ from distir.ir.errors import ModelError
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import Spec
 from distir.ir.type import Tensor, Tuple
+from distir.runtime.emulate import sleeper
 
 
 def _tensor(v: Value) -> Tensor:
@@ -117,6 +118,21 @@ def _cut_halo(b: FunctionWriter, op: Op) -> None:
         raise ModelError(f"expected a halo, got {op}")
     dim, (lo, _), size = p.dim, p.widths, _tensor(op.outputs[0]).shape[p.dim]
     b.assign(op, f"{b.bind('slice', lambda x: x.narrow(dim, lo, size))}({b.use(op.inputs[0])})")
+
+
+def _sleep(b: FunctionWriter, op: Op) -> None:
+    """Waits for the operands and sleeps; the results are buffers that are made once, but where one is to be a part of a
+    bucket's."""
+    for v in op.inputs:
+        b.use(v)
+    sleep = sleeper(op.attributes["seconds"], bool(op.attributes.get("spin")))
+    b.lines.append(f"{b.bind('sleep', sleep)}()")
+    for v in op.outputs:
+        t = _tensor(v)
+        name = b.place(v)
+        if name is None:
+            name = b.bind("buffer", torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=b.context.xp.device))
+        b.lines.append(f"{b.var(v)} = {name}")
 
 
 def _term(b: FunctionWriter, op: Op) -> None:
@@ -225,6 +241,7 @@ _HERE: dict[str, Callable[[FunctionWriter, Op], None]] = {
     "LocalSlice": _slice,
     "HaloCut": _cut_halo,
     "LocalTerm": _term,
+    "Sleep": _sleep,
     "Accumulate": _accumulate,
     "Pack": buckets.pack,
     "Unpack": buckets.unpack,

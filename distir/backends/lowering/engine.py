@@ -94,6 +94,8 @@ class TorchRank:
         on_gradient: OnGradient | None = None,
     ) -> None:
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.backends.cudnn.allow_tf32 = False  # convolutions of float32 as precise as torch's matrix products
         self.program = program
         # a tap needs a received value at once: with receives posted ahead it would wait for it too early
         self.mine = rank_program(program, rank, RankOptions(compiled, receives_ahead=tap is None))
@@ -121,6 +123,14 @@ class TorchRank:
         """
         with torch.inference_mode():  # as in steps: torch.compile would recompile for other tensors
             self.values |= self.pieces(arrays, self.network.memory.allocate if self.device.type == "cpu" else None)
+
+    def reserve(self) -> None:
+        """Buffers of any contents for this rank's pieces of the inputs that are not loaded."""
+        for k in self.mine.inputs:
+            t = self.program.inputs[k].type
+            if k not in self.values and isinstance(t, Tensor):
+                with torch.inference_mode():
+                    self.values[k] = torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=self.device)
 
     def pieces(self, arrays: Mapping[int, Any], allocate: Allocate | None = None) -> dict[int, torch.Tensor]:
         """This rank's pieces of whole arrays, by position."""

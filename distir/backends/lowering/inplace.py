@@ -9,7 +9,22 @@ import torch
 
 from distir.backends.lowering.kernels import Kernel, KernelTensor, Ref, TorchCall, refs_in
 
-_NAMES = ("abs", "add", "clamp", "div", "exp", "log", "mul", "neg", "relu", "sigmoid", "sqrt", "sub", "tanh")
+_NAMES = (
+    "abs",
+    "add",
+    "clamp",
+    "div",
+    "exp",
+    "index_add",
+    "log",
+    "mul",
+    "neg",
+    "relu",
+    "sigmoid",
+    "sqrt",
+    "sub",
+    "tanh",
+)
 _COMMUTE = ("add", "mul")
 
 

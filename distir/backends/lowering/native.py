@@ -170,6 +170,42 @@ def _gather_grad(
     return table.index_add_(axis, row, d.reshape((*lead, row.numel(), *rest)))
 
 
+def _lookup(
+    tables: torch.Tensor, index: torch.Tensor, start: int, whole: bool, count: int, pooling: bool = False
+) -> torch.Tensor:
+    """Without the rows that are added in memory."""
+    if not whole:
+        settings = {"start": start, "whole": whole, "count": count, "pooling": pooling}
+        return written_out("Lookup", tables)(tables, index, **settings)
+    flat, row = tables.reshape(-1, tables.shape[-1]), _rows_of_all(index, count, tables.shape[1])
+    if pooling and index.shape[2]:
+        found = torch.nn.functional.embedding_bag(row.reshape(-1, index.shape[2]), flat, mode="sum")
+    else:
+        found = flat.index_select(0, row)
+        found = found.reshape(*index.shape, tables.shape[-1]).sum(2) if pooling else found
+    return found.reshape(*index.shape[:2], tables.shape[-1])
+
+
+def _lookup_grad(
+    d: torch.Tensor, index: torch.Tensor, start: int, whole: bool, count: int, rows: int, pooling: bool = False
+) -> torch.Tensor:
+    if not whole:
+        settings = {"start": start, "whole": whole, "count": count, "rows": rows, "pooling": pooling}
+        return written_out("LookupGrad", d)(d, index, **settings)
+    tables, width = d.shape[1:]
+    d = d.unsqueeze(2).expand(*index.shape, width) if pooling else d
+    total = torch.zeros((tables * rows, width), dtype=d.dtype, device=d.device)
+    total.index_add_(0, _rows_of_all(index, count, rows), d.reshape(-1, width))
+    return total.reshape(tables, rows, width)
+
+
+def _rows_of_all(index: torch.Tensor, count: int, rows: int) -> torch.Tensor:
+    """Of indices (b, t, ...), flattened, the rows among those of all tables, one table after the other."""
+    tables = index.shape[1]
+    first = torch.arange(tables, device=index.device).reshape(1, tables, *(1,) * (index.ndim - 2)) * rows
+    return (_nonnegative(index, count).reshape(index.shape) + first).reshape(-1)
+
+
 # ---------------------------------------------------------------- cross-entropy
 
 
@@ -306,6 +342,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "RMSNormGrad": _rms_norm_grad,
     "Gather": _gather,
     "GatherGrad": _gather_grad,
+    "Lookup": _lookup,
+    "LookupGrad": _lookup_grad,
     "CrossEntropy": _cross_entropy,
     "CrossEntropyGrad": _cross_entropy_grad,
     "Attention": attention,

@@ -149,6 +149,8 @@ def _prepared(
     on_phase("reading weights")
     for k, x in job.arrays.items():  # one at a time, so that pages read from a file can be dropped
         engine.load({k: x.array() if isinstance(x, Shipped) else x})
+    if job.proxy:
+        engine.reserve()
     give_back()  # memory used for reading files
     timer = None if job.epochs is None else EpochTimer(job.epochs, _evaluator(engine, job.epochs, on_phase))
     keeper = None if job.saving is None else _keeper(engine, rank, job.saving)

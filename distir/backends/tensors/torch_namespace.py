@@ -137,6 +137,10 @@ class TorchNamespace:
         out = torch.zeros((rows, *values.shape[1:]), dtype=values.dtype, device=values.device)
         return out.index_add_(0, index, values)
 
+    def add_rows(self, x: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`x` (rows, ...) with values[i] (n, ...) added to row index[i]; index (n,) of integers."""
+        return x.index_add(0, index, values)
+
     def add_last(self, x: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Add values (...) to `x` (..., v) in place, at index (...) of the last dim."""
         return x.scatter_add_(-1, index.long().unsqueeze(-1), values.unsqueeze(-1))

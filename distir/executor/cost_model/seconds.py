@@ -140,6 +140,13 @@ class CostModel:
             seconds = memo[key] = quantize(alone * (1 + skew))
         return seconds
 
+    def beside(self, seconds: float, group: Group) -> float:
+        """Seconds that compute beside a collective of a group loses, if the collective takes so many, quantized.
+
+        Source: Calculon (Isaev et al., SC'23): a share of the time of the network ("processor_usage").
+        """
+        return quantize(seconds * (group.inter or group.intra).slows)
+
     def transfer(self, ins: Types, link: Link) -> float:
         """Seconds of a Send over a link, quantized.
 
@@ -163,6 +170,8 @@ class CostModel:
 
     def compute_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, what: DeviceSpec) -> float:
         """The roofline of one op. A subclass may have its own."""
+        if spec.comm is not None and spec.comm.seconds is not None:
+            return spec.comm.seconds(attrs)
         flops, size = work(spec, attrs, ins, outs)
         bandwidth = what.dram_bandwidth * what.memory_efficiency if spec.kernel else self._bandwidth(ins, outs, what)
         dtype = computed_in(ins, outs)

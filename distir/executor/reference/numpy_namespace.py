@@ -2,9 +2,10 @@
 
 Names are the array API standard's where it has them; `backends.tensors.torch_namespace` offers the same on torch. Ops
 use indexing, operators (arithmetic, comparison, `&`), `.shape`, `.ndim`, `.dtype`, and of the standard abs asarray
-broadcast_to ceil clip concat cos exp expand_dims flip floor log log1p logical_and logical_not logical_or logical_xor
-matmul max maximum min minimum moveaxis permute_dims prod reshape round sign sin sqrt sum take_along_axis tanh where
-zeros_like. Reductions take axis= and keepdims= and keep the dtype (sum has dtype=); where takes Python numbers too.
+broadcast_to ceil clip concat cos cumsum exp expand_dims flip floor log log1p logical_and logical_not logical_or
+logical_xor matmul max maximum min minimum moveaxis permute_dims prod reshape round sign sin sqrt sum take_along_axis
+tanh where zeros_like. Reductions take axis= and keepdims= and keep the dtype (sum has dtype=); where takes Python
+numbers too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class NumpyNamespace:
             return np.asarray(np.sum(x, axis=axis, keepdims=keepdims, dtype=np.float32)).astype(x.dtype)
         return np.sum(x, axis=axis, keepdims=keepdims, dtype=dtype or default)
 
+    def cumsum(self, x: Any, axis: int) -> Any:
+        if x.dtype in _HALVES:
+            return np.cumsum(x, axis=axis, dtype=np.float32).astype(x.dtype)
+        return np.cumsum(x, axis=axis, dtype=x.dtype)
+
     # of nothing it is ONNX's: minus infinity, or the lowest number
 
     def max(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
@@ -78,6 +84,12 @@ class NumpyNamespace:
     def scatter_add(self, rows: int, index: Any, values: Any) -> Any:
         """zeros (rows, ...) with values[i] (n, ...) added to row index[i]; index (n,) of integers."""
         out = np.zeros((rows, *values.shape[1:]), values.dtype)
+        np.add.at(out, index, values)
+        return out
+
+    def add_rows(self, x: Any, index: Any, values: Any) -> Any:
+        """A copy of `x` (rows, ...) with values[i] (n, ...) added to row index[i]; index (n,) of integers."""
+        out = np.array(x)
         np.add.at(out, index, values)
         return out
 

@@ -4,16 +4,22 @@ Every class of devices has streams: `compute`, one for the collectives along eac
 and one for what it receives from each mesh or device, so that a waiting transfer does not delay another; under a
 runtime also that of its host, which issues the ops. An op becomes one *part* for each class, or for each set of classes
 that take part together. Free ops (views, bundles) have no part: their results are ready when the parts they depend on
-are. A dependence that a stream's own order implies is left out. A callee is compiled once; an input of a call is live
-only if it may arrive later than the streams that wait for it.
+are. A collective beside compute has a part on the compute stream, too: the seconds that compute loses (`beside`); it
+needs nothing, and nothing needs it. A dependence that a stream's own order implies is left out. A callee is compiled
+once; an input of a call is live only if it may arrive later than the streams that wait for it.
+
+A function compiled for a second cost model takes over all that does not depend on seconds: what it was last compiled to
+is kept with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
+from distir.executor.simulator.beside import beside_compute
 from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
 from distir.executor.simulator.equal_callees import shapes_of
@@ -32,12 +38,20 @@ Where = tuple[int, str, Home | None]
 """A stream: of a class, its name, for transfers also the partner's home."""
 
 
+class _Kind(NamedTuple):
+    """The first op of a kind, where it is, what ops of the kind do not move, and whether they run beside compute."""
+
+    op: Op
+    function: Function
+    fused: Fused
+    beside: bool
+
+
 class _Kinds:
     """The kinds of a program's ops, numbered: ops of one kind have the same cost and classes."""
 
     def __init__(self, runtime: Runtime | None) -> None:
-        self.first: list[tuple[Op, Function, Fused]] = []
-        """The first op of each kind, where it is, and what the ops of the kind do not move."""
+        self.first: list[_Kind] = []
         self._runtime = runtime
         self._numbers: dict[object, int] = {}
         self._of: dict[Function, list[int]] = {}
@@ -48,21 +62,22 @@ class _Kinds:
         if found is not None:
             return found
         numbers, out = self._numbers, list[int]()
-        chains = fused(f, self._runtime)
+        chains, overlapped = fused(f, self._runtime), beside_compute(f)
         for op in f.ops:
             spec = op.spec
             if spec is _CALL:
                 out.append(-1)
                 continue
             chained = chains.get(op, UNFUSED)
-            key = (spec, op.attributes or None, chained, *[v.type for v in op.inputs])
+            beside = op in overlapped
+            key = (spec, op.attributes or None, chained, beside, *[v.type for v in op.inputs])
             if spec.route == "send":  # whatever it sends, of whichever microbatch
                 t = op.inputs[0].type
                 key = (spec, *_ends(op), t.bytes, t.placements if isinstance(t, Tensor) else None)
             n = numbers.get(key)
             if n is None:
                 n = numbers[key] = len(numbers)
-                self.first.append((op, f, chained))
+                self.first.append(_Kind(op, f, chained, beside))
             out.append(n)
         self._of[f] = out
         return out
@@ -83,7 +98,7 @@ class CompiledProgram:
         self.overlap = overlap
         runtime = cost.runtime
         self._issued = runtime is not None and runtime.issues
-        """Whether hosts take time."""
+        """Whether ops wait for their hosts."""
         self._waits = self._issued and runtime is not None and runtime.waits
         self._host = COMPUTE if runtime is not None and runtime.inline else HOST
         """The stream on which ops are issued."""
@@ -91,18 +106,37 @@ class CompiledProgram:
         self._stream: dict[Where, int] = {}
         self._where: list[Where] = []
         self._plans: dict[int, OpPlan] = {}
+        """Of each kind of op."""
         self._bodies: dict[Function, Code | Twin] = {}
         self._codes: dict[Function, Code] = {}
         self._situations: dict[Mesh, object] = {}
         self.default = self._default()
-        self._kinds = _kinds(function, runtime and runtime.joins)
+        joins = runtime and runtime.joins
+        self._kinds = _kinds(function, joins)
         self._shapes = shapes_of(function)
         self._models: dict[object, Code] = {}
         """The first code of each shape and situation of a mesh."""
         uses = self._uses([*function.callees(), function])
         self.classes: DeviceClasses = classify(uses, cost.topology)
         self._joint_axes = tuple(dict.fromkeys([axis for _, axis in uses.axes if not isinstance(axis, str)]))
+        last = CompiledProgram, overlap, self._issued, self._waits, self._host, joins
+        self._before = self._alike(function.cache.get(last))
+        """The same function compiled for another cost model, from which this one differs by seconds alone."""
         self.main = self._compile(function, entry=True)
+        self._before = None  # keeps no chain of cost models alive
+        function.cache[last] = self
+
+    def _alike(self, before: CompiledProgram | None) -> CompiledProgram | None:
+        """`before`, if it has the same classes, streams and parts; None if not."""
+        if before is None or before.classes.homes != self.classes.homes:
+            return None
+        self.streams, self._stream, self._where = list(before.streams), dict(before._stream), list(before._where)
+        for kind, plan in before._plans.items():
+            found = self._plans[kind] = self._plan(self._kinds.first[kind])
+            if found.form != plan.form:
+                self.streams, self._stream, self._where, self._plans = [], {}, [], {}
+                return None
+        return before
 
     def _default(self) -> Device | None:
         devices = self.cost.topology.devices[:1]
@@ -143,13 +177,13 @@ class CompiledProgram:
         uses, kinds = Uses(), dict[Function, Iterable[int]]()
         first: dict[int, Function] = {}
         for f in functions:
-            for v in f.inputs:
-                self._locate(uses, v, f)
             shape = self._shapes.get(f)
+            for v in f.inputs if shape is None else f.inputs[:1]:  # else all are on one mesh
+                self._locate(uses, v, f)
             if shape is None or first.setdefault(shape[0], f) is f:
                 kinds[f] = dict.fromkeys(self._kinds.of(f))
         used = dict.fromkeys(k for found in kinds.values() for k in found if k >= 0)
-        axis = {k: self._use(uses, *self._kinds.first[k][:2]) for k in used}
+        axis = {k: self._use(uses, self._kinds.first[k].op, self._kinds.first[k].function) for k in used}
         axes = {n: dict.fromkeys(axis[k] for k in kinds[f] if k >= 0) for n, f in first.items()}
         for n, mesh in self._shapes.values():
             for a in axes[n]:
@@ -224,22 +258,22 @@ class CompiledProgram:
             found = self._situations[mesh] = mesh.axes, mesh.sizes, what, tuple(meet)
         return found
 
-    def _plan(self, op: Op, chained: Fused = UNFUSED) -> OpPlan:
+    def _plan(self, kind: _Kind) -> OpPlan:
+        op, _, chained, beside = kind
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         result_classes = tuple([self.classes_of(t) for t in outs])
         spec, attrs, cost = op.spec, op.attributes, self.cost
         if cost.free(spec, attrs, ins):
             return OpPlan((), None, result_classes)
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
-            parts = [
-                self._part(
-                    op,
-                    cost.collective(spec, attrs, ins, outs, p.group),
-                    [(c, axis_text(axis), None) for c in p.classes],
-                    devices=p.group.size,
+            parts = list[OpPart]()
+            for p in self.classes.peers[ins[0].device, axis]:  # type: ignore[index]
+                seconds = cost.collective(spec, attrs, ins, outs, p.group)
+                parts.append(
+                    self._part(op, seconds, [(c, axis_text(axis), None) for c in p.classes], devices=p.group.size)
                 )
-                for p in self.classes.peers[ins[0].device, axis]  # type: ignore[index]
-            ]
+                if beside and self.overlap and (lost := cost.beside(seconds, p.group)):
+                    parts += [self._lost(lost, c) for c in p.classes]
         elif spec.route == "send":
             return self._send(op, result_classes)
         elif (outward := cost.fan(spec)) is not None:
@@ -282,6 +316,11 @@ class CompiledProgram:
         on, streams = frozenset(streams), tuple(dict.fromkeys(streams))
         return OpPart(seconds, streams, classes, sources, targets, communicates, on, issues)
 
+    def _lost(self, seconds: float, c: int) -> OpPart:
+        """The part of a collective on the compute stream of a class: the compute that is lost beside it."""
+        on = (self.stream(c, COMPUTE),)
+        return OpPart(seconds, on, (c,), (), (), True, frozenset(on))
+
     def _send(self, op: Op, result_classes: tuple[tuple[int, ...], ...]) -> OpPlan:
         ins = [v.type for v in op.inputs]
         a, b = _ends(op)
@@ -305,6 +344,14 @@ class CompiledProgram:
 
     def _compile(self, f: Function, entry: bool) -> Code:
         """The code of a function; with `entry` of the program itself, whose inputs are ready from the start."""
+        before = self._before and (self._before.main if entry else self._before._codes.get(f))
+        code = before.timed(self.streams, self._planned(f), self.body) if before else self._built(f, entry)
+        if not entry and code.issues is not None:
+            code.issues = _entered(code.issues, self.cost.enter())
+        return code
+
+    def _built(self, f: Function, entry: bool) -> Code:
+        """The same, built anew; the issues without those of a call."""
         env: list[dict[Value, Slots]] = [{} for _ in self.classes.sizes]
         columns: list[tuple[int, int]] = []
         for i, v in enumerate(f.inputs):
@@ -319,8 +366,6 @@ class CompiledProgram:
         for k, v in enumerate(f.outputs):
             code.outputs += [(k, c, env[c][v]) for c in self.classes_of(v.type)]
         if not entry:
-            if code.issues is not None:
-                code.issues = _entered(code.issues, self.cost.enter())
             builder.finish()
         return code
 
@@ -330,7 +375,7 @@ class CompiledProgram:
         for op, kind in zip(f.ops, self._kinds.of(f), strict=True):
             plan = plans.get(kind)
             if plan is None and kind >= 0:
-                plan = plans[kind] = self._plan(op, self._kinds.first[kind][2])
+                plan = plans[kind] = self._plan(self._kinds.first[kind])
             yield op, plan
 
 

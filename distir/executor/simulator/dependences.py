@@ -120,13 +120,12 @@ class CodeBuilder:
             if slots:
                 live.append(j)
                 needs.append(slots)
-        summary = body.summary(tuple(live))
         waited: dict[int, list[int]] = {}
         if self.hosts is not None and self.received:
             for (i, c), slots in zip(body.columns, given, strict=True):
                 if inputs[i] in self.received:
                     waited.setdefault(self.hosts(c), []).extend(slots)
-        call = Call(body, tuple(live), summary.rows, given, waited)
+        call = Call(body, tuple(live), given, waited)
         code.needs.append(needs)
         code.plans.append(call)
         code.duration.append(0.0)
@@ -134,8 +133,8 @@ class CodeBuilder:
         code.more.append(call)
         if code.issues is not None:
             code.issues.append(None)
-        for (k, c, _), below in zip(body.outputs, summary.dominated, strict=True):
-            if not summary.rows:  # no live entry: the results are always ready
+        for (k, c, _), below in zip(body.outputs, body.dominated, strict=True):
+            if not call.rows:  # no live entry: the results are always ready
                 env[c][outputs[k]] = ()
                 continue
             slot = len(dominated)
@@ -144,7 +143,7 @@ class CodeBuilder:
             dominated.append(below)
 
     def finish(self) -> None:
-        """Compute what callers of a body need: its streams, and which streams wait for each input."""
+        """Compute what callers of a body need: its streams, which wait for each input, which dominate each output."""
         code, inputs = self.code, len(self.code.columns)
         code.passed = frozenset(j for _, _, slots in code.outputs for j in slots if j < inputs)
         code.consumers = [set() for _ in range(inputs)]
@@ -154,7 +153,7 @@ class CodeBuilder:
         slot = inputs
         for s, needs, more in zip(code.stream, code.needs, code.more, strict=True):
             if isinstance(more, Call):
-                streams.update(dict.fromkeys((*more.streams, *[host for host, _ in more.waits])))
+                streams.update(dict.fromkeys((*more.streams, *more.waits)))
                 self._consume_by_call(more, needs)
                 slot += max(len(more.rows) - len(more.streams), 0)
                 continue
@@ -166,6 +165,34 @@ class CodeBuilder:
                     code.consumers[j].add(self.dominated[slot])
             slot += 1
         code.streams = tuple(streams)
+        after = self._after()
+        for _, _, slots in code.outputs:
+            code.dominated.append(frozenset(streams).intersection(*[after[j] for j in slots]))
+
+    def _after(self) -> list[frozenset[int]]:
+        """For each slot the streams that dominate it when the body ends: parts come after what they need, and after
+        what is earlier on their streams or those of their hosts.
+        """
+        code, dominated = self.code, self.dominated
+        after, last = list(dominated), dict[int, frozenset[int]]()
+        slot = len(dominated)
+        rows = zip(code.needs, code.more, code.issues or [None] * len(code.needs), strict=True)
+        for needs, more, issue in reversed(list(rows)):
+            made = max(len(more.rows) - len(more.streams), 0) if isinstance(more, Call) else 1
+            for j in range(slot - made, slot):
+                after[j] = after[j].union(*[last[s] for s in dominated[j] if s in last])
+            slot -= made
+            if isinstance(more, Call):  # that its results come after its operands is left out
+                for host, slots in more.waits.items():
+                    for j in slots:
+                        after[j] |= last.get(host, frozenset()) | {host}
+                continue
+            last.update(dict.fromkeys(dominated[slot], after[slot]))
+            for host, _ in issue or ():
+                last[host] = last.get(host, frozenset()) | after[slot]
+            for j in needs:
+                after[j] |= after[slot]
+        return after
 
     def _consume_by_call(self, call: Call, needs: Iterable[Slots]) -> None:
         consumers, body = self.code.consumers, call.body

@@ -16,12 +16,11 @@ program order and no duration depends on time, the map is exact: with durations 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import le
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakMethod
 
-from distir.ir.function import Function
+from distir.ir.function import Function, Op
 
 NEVER = float("-inf")
 Issues = tuple[tuple[int, float], ...]
@@ -33,7 +32,7 @@ Slots = tuple[int, ...]
 class OpPart(NamedTuple):
     """An op on one class of devices, or on classes that meet. `streams` are those of `classes`, one each.
 
-    `issues` are those of its hosts.
+    `issues` are those of its hosts. A part without `sources` is compute that is lost beside communication.
     """
 
     duration: float
@@ -54,6 +53,15 @@ class OpPlan(NamedTuple):
     classes: tuple[tuple[int, ...], ...]
     """For each result, the classes that hold it."""
 
+    @property
+    def form(self) -> object:
+        """All but seconds."""
+        parts = [
+            (p.streams, p.classes, p.sources, p.targets, p.communicates, p.issues and [host for host, _ in p.issues])
+            for p in self.parts
+        ]
+        return self.classes, parts
+
 
 class Call:
     """A call in a program: its body, the body's live inputs, the map, and the slots that each input depends on.
@@ -67,12 +75,11 @@ class Call:
         self,
         body: Code | Twin,
         live: Slots,
-        rows: Sequence[Sequence[tuple[int, float]]],
         given: list[Slots],
         waits: Mapping[int, list[int]],
     ) -> None:
-        self._body, self.live, self.rows, self.given, self.streams = body, live, rows, given, body.streams
-        self.waits = tuple(waits.items())
+        self._body, self.live, self.given, self.streams = body, live, given, body.streams
+        self.rows, self.waits = body.summary(live), waits
 
     @property
     def body(self) -> Code:
@@ -93,7 +100,7 @@ class Call:
 
     def run(self, needs: Sequence[Slots], clock: list[float], ready: list[float]) -> list[float]:
         """Apply the map; returns the entry times."""
-        for host, slots in self.waits:
+        for host, slots in self.waits.items():
             clock[host] = max([clock[host], *[ready[j] for j in slots]])
         enter = [clock[x] for x in self.streams]
         for slots in needs:  # mostly of one
@@ -105,11 +112,8 @@ class Call:
         return enter
 
 
-class CallMap(NamedTuple):
-    """A body's map at some live inputs: rows of (column, weight), and by which streams each output is dominated."""
-
-    rows: list[list[tuple[int, float]]]
-    dominated: list[frozenset[int]]
+Rows = list[list[tuple[int, float]]]
+"""A body's map at some live inputs: rows of (column, weight)."""
 
 
 class Column(NamedTuple):
@@ -150,9 +154,11 @@ class Code:
         """For each input slot, the streams of each part that waits for it; an empty set if they are unknown."""
         self.passed: frozenset[int] = frozenset()
         """Input slots that outputs depend on."""
+        self.dominated: list[frozenset[int]] = []
+        """For each output the streams whose clock is never earlier than it when the body ends, whatever the seconds."""
         self._waits: dict[tuple[int, frozenset[int]], bool] = {}
         self._column: dict[int, Column] = {}
-        self._summary: dict[Slots, CallMap] = {}
+        self._summary: dict[Slots, Rows] = {}
 
     def run(self, clock: list[float], ready: list[float]) -> list[list[float]]:
         """The loop. Changes `clock` (of all streams), extends `ready` (of the inputs); returns calls' entry times."""
@@ -211,6 +217,34 @@ class Code:
             ready.append(t)
         return entries
 
+    def timed(
+        self,
+        program_streams: Sequence[tuple[int, str]],
+        plans: Iterable[tuple[Op, OpPlan | None]],
+        body: Callable[[Function], Code | Twin],
+    ) -> Code:
+        """The same code with the seconds of other plans, of the same form, and of other bodies."""
+        code = Code(self.function, program_streams, self.columns)
+        code.views, code.outputs, code.streams, code.stream = self.views, self.outputs, self.streams, self.stream
+        code.needs, code.consumers, code.passed, code._waits = self.needs, self.consumers, self.passed, self._waits
+        code.dominated = self.dominated
+        duration, more, issues = code.duration, code.more, list[Issues | None]()
+        for (op, plan), before in zip(plans, self.plans, strict=True):
+            if isinstance(before, Call):
+                call = Call(body(op.attributes["callee"]), before.live, before.given, before.waits)
+                code.plans.append(call)
+                duration.append(0.0)
+                more.append(call)
+                issues.append(None)
+            elif plan is not None:
+                code.plans.append(plan)
+                for part in plan.parts:
+                    duration.append(part.duration)
+                    more.append(part.streams[1:] or None)
+                    issues.append(part.issues)
+        code.issues = issues if self.issues is not None else None
+        return code
+
     def waits(self, j: int, dominated: frozenset[int]) -> bool:
         """Whether anything may wait for input slot j, given that these streams dominate it."""
         key = (j, dominated)
@@ -233,14 +267,14 @@ class Code:
             found = self._column[k] = Column([clock[s] for s in self.streams], ready)
         return found
 
-    def summary(self, live: Slots) -> CallMap:
+    def summary(self, live: Slots) -> Rows:
         """The map whose entries are the streams and the live input slots."""
         found = self._summary.get(live)
         if found is None:
             found = self._summary[live] = self._summarise(live)
         return found
 
-    def _summarise(self, live: Slots) -> CallMap:
+    def _summarise(self, live: Slots) -> Rows:
         n = len(self.streams)
         columns = [self.column(k) for k in (*range(n), *(n + j for j in live))]
         rows = [[c.clock[i] for c in columns] for i in range(n)]
@@ -249,13 +283,7 @@ class Code:
                 rows.append([c.ready[slots[0]] for c in columns])
             else:
                 rows.append([max([c.ready[j] for j in slots], default=NEVER) for c in columns])
-        dominated: list[frozenset[int]] = []
-        for row in rows[n:]:
-            dominated.append(
-                frozenset([s for s, after in zip(self.streams, rows, strict=False) if all(map(le, row, after))])
-            )
-        sparse = [[(k, w) for k, w in enumerate(row) if w != NEVER] or [(0, NEVER)] for row in rows]
-        return CallMap(sparse if columns else [], dominated)
+        return [[(k, w) for k, w in enumerate(row) if w != NEVER] or [(0, NEVER)] for row in rows] if columns else []
 
 
 class Twin:
@@ -278,10 +306,9 @@ class Twin:
         self.outputs = [(k, classes[c], slots) for k, c, slots in model.outputs]
         self.streams = tuple([streams[s] for s in model.streams])
         self.passed = model.passed
-        self._there = streams
+        self.dominated = [frozenset([streams[s] for s in below]) for below in model.dominated]
         self._back = {t: s for s, t in streams.items()}
         self._waits: dict[tuple[int, frozenset[int]], bool] = {}
-        self._summary: dict[Slots, CallMap] = {}
 
     @property
     def code(self) -> Code:
@@ -300,11 +327,6 @@ class Twin:
             found = self._waits[key] = self.model.waits(j, frozenset([back[s] for s in dominated if s in back]))
         return found
 
-    def summary(self, live: Slots) -> CallMap:
+    def summary(self, live: Slots) -> Rows:
         """As `Code.summary`."""
-        found = self._summary.get(live)
-        if found is None:
-            rows, dominated = self.model.summary(live)
-            there = self._there
-            found = self._summary[live] = CallMap(rows, [frozenset([there[s] for s in below]) for below in dominated])
-        return found
+        return self.model.summary(live)

@@ -184,7 +184,7 @@ class Trace(Sequence[Event]):
         if plan.parts:
             part_of = {}
             for part, end in zip(plan.parts, times, strict=True):
-                for s in part.streams:
+                for s in part.streams if part.sources else ():  # no event of compute that is lost beside it
                     part_of[streams[s][0]] = (max(end - part.duration, 0.0), part.duration, streams[s][1])
         else:
             result_classes = [c for group in plan.classes for c in group]
@@ -260,6 +260,8 @@ def _slices(
             yield from _slices(program, plan.body.function, op.attributes.get("mb"), inner, span, arrows)
         return
     for part, end in zip(plan.parts, times, strict=False):
+        if not part.sources:  # compute that is lost beside it
+            continue
         start = end - part.duration
         if not part.communicates:
             widen(span, part, end)

@@ -27,6 +27,7 @@ from distir.transforms.rewriting.cleanup import extend, fold
 from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.rewriting.laws import Law, rewrites
 from distir.transforms.rewriting.mixed_precision import mixed_precision
+from distir.transforms.rewriting.touch_rows import touch_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -173,7 +174,7 @@ def training_step(
         raise UsageError(f"{function.name}: the loss %{target.name} depends on no parameter")
     backward = grad(forward, target, trained)
     scaling = LossScale.of(forward) if precision is Float16 else None
-    return fold(with_updates(backward, settings, trained, gradients, grad_dtype, scaling))
+    return touch_rows(fold(with_updates(backward, settings, trained, gradients, grad_dtype, scaling)))
 
 
 @rewrites(Law.MORE)

@@ -1,4 +1,5 @@
-"""Cuts a placed program into pipeline stages: balances the forward pass; all other ops follow their forward ops."""
+"""Cuts a placed program into pipeline stages: the forward pass, balanced or where a plan says; all other ops follow
+their forward ops."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from distir.ops.rules import shape_of, tensor
 from distir.transforms.pipeline.add_by_stage import add_by_stage
 from distir.transforms.pipeline.canonical import canonical_order
 from distir.transforms.pipeline.copies import copies, on_own_stages
+from distir.transforms.pipeline.cut_at import check_cut, cut_at
 from distir.transforms.pipeline.lift import lift_sums
 from distir.transforms.pipeline.partition import Choices, balanced, choices
 from distir.transforms.pipeline.phases import (
@@ -58,20 +60,28 @@ PLAIN = StageCost(plain_cost, FLOP_PER_BYTE * LINK_PER_MEMORY)
 
 
 def cut_stages(
-    function: Function, parts: int, microbatches: int, cost: StageCost = PLAIN, rules: PhaseRules = RULES
+    function: Function,
+    parts: int,
+    microbatches: int,
+    cost: StageCost = PLAIN,
+    rules: PhaseRules = RULES,
+    cut: Sequence[int] = (),
 ) -> tuple[Function, dict[Op, int]]:
     """The function, and the stage of every op that has a phase. Backward ops and updates follow their forward op.
+
+    Stages are balanced; with `cut`, positions of inputs, they begin where these are first used (see `cut_at`).
 
     The function is changed: sums of values from several stages are lifted (see `lift`), copies stay on their stage.
     Raises InfeasibleError if there are fewer forward ops than stages, or if the forward pass needs the whole batch.
     """
     phase = phases(function, rules)
+    if cut:
+        check_cut(cut, parts)
     if parts == 1:
         return function, {op: 0 for op in function.ops if phase[op] != FREE}
-    given = _choices(function, microbatches, cost, rules)
-    if len(given.ops) < parts:
+    if sum(p == FORWARD for p in phase.values()) < parts:
         _check_cuts_batch(function, phase, microbatches)
-    stage = balanced(given, parts)
+    stage = cut_at(function, phase, cut) if cut else balanced(_choices(function, microbatches, cost, rules), parts)
     _backward_stages(function, phase, stage, parts)
     function, stage = lift_sums(*on_own_stages(function, stage))
     phase = phases(function, rules)

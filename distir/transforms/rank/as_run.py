@@ -18,13 +18,13 @@ from distir.transforms.rank.recompose import recompose
 @cached
 def as_run(program: Function) -> Function:
     """The program as ranks run it. Values keep their names, except intermediate values of recomposed ops."""
-    recomposed = _calling(program, {f: recompose(f) for f in (*program.callees(), program)})
-    grouped = _calling(recomposed, group_optimizers(recomposed))
+    recomposed = calling(program, {f: recompose(f) for f in (*program.callees(), program)})
+    grouped = calling(recomposed, group_optimizers(recomposed))
     return inputs_first(grouped)
 
 
-def _calling(program: Function, new: dict[Function, Function]) -> Function:
-    """Replace the program and its callees as `new` says, and the callees in their calls."""
+def calling(program: Function, new: dict[Function, Function]) -> Function:
+    """The program and its callees replaced as `new` says, and the callees in their calls."""
     done: dict[Function, Function] = {}
     for before in (*program.callees(), program):
         f = new[before]

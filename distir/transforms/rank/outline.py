@@ -65,7 +65,7 @@ def _outlined(function: Function, sort: Callable[[Op], Sort], done: dict[Functio
         uses.update(function.outputs)
         ops: list[Op] = []
         parts = 0
-        for run in _runs(function, sort):
+        for run in runs(function, sort):
             inside = _uses(run)
             results = [v for op in run for v in op.outputs if uses[v] > inside[v]]
             if len(run) >= _FEWEST and results:
@@ -82,7 +82,7 @@ def _uses(ops: Iterable[Op]) -> Counter[Value]:
     return Counter([v for op in ops for v in op.inputs])
 
 
-def _runs(function: Function, sort: Callable[[Op], Sort]) -> Iterator[list[Op]]:
+def runs(function: Function, sort: Callable[[Op], Sort]) -> Iterator[list[Op]]:
     """The ops in order, those of a run together. An op that stays outside goes before a run that it does not depend on,
     else after it."""
     run: list[Op] = []

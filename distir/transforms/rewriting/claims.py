@@ -31,6 +31,7 @@ from distir.transforms.rewriting.instances import (
     small_ops,
     small_type,
 )
+from distir.transforms.rewriting.kept import same_above_kept
 from distir.transforms.rewriting.laws import Law
 from distir.transforms.rewriting.matching import epsilon
 
@@ -67,6 +68,10 @@ def check_rewrite(
         _check_outputs(after)  # all ops of `after` are ops of `before`, or compute new values
         return
     terms = _Terms(specs(before) & specs(after))
+    if same_above_kept(before, after, terms):
+        _check_definitions(after, terms, evaluate)
+        return
+    terms = _Terms(terms.shared)
     inputs = dict.fromkeys((*before.inputs, *after.inputs))
     terms.known = [None] * len(inputs)
     want: dict[Value, Term] = {v: k for k, v in enumerate(inputs)}
@@ -89,6 +94,10 @@ def check_rewrite(
                     pair = _Pair(old, new, {*inputs} | (old.keys() & new.keys()))
                 pair.check(v, evaluate, granted)
             got[v] = want.get(v, t)
+    _check_definitions(after, terms, evaluate)
+
+
+def _check_definitions(after: Function, terms: _Terms, evaluate: Evaluate) -> None:
     _check_outputs(after)
     for definition in terms.definitions:
         check_definition(definition, evaluate)

@@ -6,6 +6,7 @@ Patterns are over ops, constants and uses, never over names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from distir.ir.function import Function, FunctionMaker, Op, Value
@@ -33,12 +34,21 @@ class Program:
     def __init__(self, function: Function) -> None:
         self.function = function
         self.producers = function.producers()
-        self.uses: dict[Value, list[Op]] = {}
-        for op in function.ops:
-            for v in dict.fromkeys(op.inputs):
-                self.uses.setdefault(v, []).append(op)
         self.outputs = frozenset(function.outputs)
-        self.differentiated = frozenset(op.of for op in function.ops if op.of is not None)
+
+    @cached_property
+    def uses(self) -> dict[Value, list[Op]]:
+        """The ops that use each value."""
+        found: dict[Value, list[Op]] = {}
+        for op in self.function.ops:
+            for v in dict.fromkeys(op.inputs):
+                found.setdefault(v, []).append(op)
+        return found
+
+    @cached_property
+    def differentiated(self) -> frozenset[Op]:
+        """The ops that others are backward ops of."""
+        return frozenset(op.of for op in self.function.ops if op.of is not None)
 
     def made_by(self, v: Value, *names: str) -> Op | None:
         """The op that makes `v`, if it is of one of these types."""

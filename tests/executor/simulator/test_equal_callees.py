@@ -8,7 +8,7 @@ from distir.executor.cost_model import CostModel, fusion
 from distir.executor.simulator import compile as lowering
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.maxplus import Call, Code, Twin
-from distir.executor.simulator.simulation import Simulator
+from distir.executor.simulator.simulation import Simulation, Simulator
 from distir.ir import Function, Topology
 from distir.ir.host_runtime import Runtime
 from distir.models import mlp
@@ -44,16 +44,16 @@ def test_a_twin_is_its_own_code(d: int, h: int, p: int, overlap: bool):
     for twin in twins:
         own = twin.code
         assert own.function is twin.function
-        assert (twin.columns, twin.outputs, twin.streams, twin.passed) == (
+        assert (twin.columns, twin.outputs, twin.streams, twin.passed, twin.dominated) == (
             own.columns,
             own.outputs,
             own.streams,
             own.passed,
+            own.dominated,
         )
     for call in program.main.plans:
         if isinstance(call, Call):
-            rows, _ = call.body.summary(call.live)
-            assert (call.rows, call.streams) == (rows, call.body.streams)
+            assert (call.rows, call.streams) == (call.body.summary(call.live), call.body.streams)
 
 
 @pytest.mark.parametrize("slow", [None, 0, 3, 7])
@@ -66,7 +66,7 @@ def test_each_stage_with_its_own_code_takes_as_long(
     program = plan(t, d, h, p)
     shared = Simulator(CostModel(t)).interpret(program)
     monkeypatch.setattr(CompiledProgram, "_twin", lambda self, callee: None)  # pyright: ignore[reportUnknownLambdaType]
-    own = Simulator(CostModel(t)).interpret(program)
+    own = Simulator(CostModel(t)).interpret(plan(t, d, h, p))
     assert dict(shared.timestamps) == dict(own.timestamps)
     assert shared.stages == own.stages
 
@@ -98,3 +98,41 @@ def test_kinds_of_ops_are_found_once_for_all_constants(monkeypatch: pytest.Monke
         CompiledProgram(function, CostModel(t, runtime=runtime))
         counts.append(len(looked))
     assert counts[0] == counts[1] < counts[2]  # c does not fuse
+
+
+def seen(simulation: Simulation) -> list[tuple[object, ...]]:
+    """Its trace, in names and numbers."""
+    return [(e.name, e.ts, e.dur, e.pid, e.tid) for e in simulation.trace]
+
+
+def test_only_seconds_are_found_anew_for_other_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(speed: float, link: float) -> Topology:
+        t = Topology()
+        devices = [t.add_device("gpu", speed * 1e9, speed * 1e9) for _ in range(8)]
+        for i, a in enumerate(devices):
+            for b in devices[:i]:
+                t.set_bandwidth(a, b, 8 * link)
+        return t
+
+    t = topology()
+    function = plan(t, 1, 2, 4)
+    built: list[Function] = []
+    build = CompiledProgram._built
+
+    def building(self: CompiledProgram, f: Function, entry: bool) -> Code:
+        built.append(f)
+        return build(self, f, entry)
+
+    monkeypatch.setattr(CompiledProgram, "_built", building)
+    counts: list[int] = []
+    for there in (of(1, 1), of(2, 2), of(1, 64), topology(slow=3), t):
+        built.clear()
+        got = Simulator(CostModel(there)).interpret(function)
+        counts.append(len(built))
+        anew = Simulator(CostModel(there)).interpret(plan(t, 1, 2, 4))
+        assert (dict(got.timestamps), got.stages) == (dict(anew.timestamps), anew.stages)
+        assert seen(got) == seen(anew)
+    anew, *others, slow, again = counts
+    assert others == [0, 0]
+    assert 1 < anew < slow  # with a slow device the classes are others
+    assert again == anew

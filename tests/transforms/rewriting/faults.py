@@ -26,7 +26,17 @@ from distir.ops.rules import scalar, shape_of, tensor
 from distir.transforms.differentiation.training import training_step
 from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.rank import recompose
-from distir.transforms.rewriting import causal, cleanup, decompose, fuse, fuse_attention, fuse_gelu, fuse_rms, precision
+from distir.transforms.rewriting import (
+    causal,
+    cleanup,
+    decompose,
+    fuse,
+    fuse_attention,
+    fuse_gelu,
+    fuse_rms,
+    precision,
+    touch_rows,
+)
 from distir.transforms.sharding import pad
 
 Swap = Callable[[pytest.MonkeyPatch], None]
@@ -162,6 +172,21 @@ def parts() -> Function:
 
 
 @functools.cache
+def picked() -> Function:
+    """SGD of two stacks of tables, of one of them with several indices a sample."""
+    f = FunctionMaker("picked")
+    outputs: list[Value] = []
+    for pooling in (False, True):
+        tables = f.add_input_value("tables", Tensor(Float64, (2, 8, 3)), Role("parameter"))
+        index = f.add_input_value("index", Tensor(Int64, (2, 2, 2) if pooling else (2, 2)))
+        d, other = [f.add_input_value("d", Tensor(Float64, (2, 2, 3))) for _ in range(2)]
+        slope = f.emit("LookupGrad", d, index, rows=8, pooling=pooling)
+        outputs += [f.emit("SGD", tables, slope, lr=0.5), other]
+    f.set_outputs(outputs)
+    return f.finalize()
+
+
+@functools.cache
 def trained() -> Function:
     """All ops with a gradient rule that rewrites make or decompose, and some others."""
     f = FunctionMaker("trained")
@@ -242,6 +267,7 @@ MASKED = Case(
     check_origins,
     lambda: {v.name: x for v, x in attention()[1].items()},
 )
+TABLES = Case(lambda: touch_rows.touch_rows(fresh(picked())), check_origins)
 PARTS = Case(lambda: recompose.recompose(fresh(parts())), check_origins)
 TRAINED = Case(lambda: training_step(fresh(trained()), "cross-entropy", "sgd", gradients=True), check_origins)
 FLOATS = Case(lambda: precision.with_dtype(fresh(small_floats()), Float64), check_origins)
@@ -442,6 +468,26 @@ def joined(change: Callable[[Op], Op]) -> Swap:
     return replaced(recompose, "_joined", changed)
 
 
+def touched(change: Callable[[Any, Any], Any]) -> Swap:
+    """Of what SGD on the rows used is found for: (program, found) -> found."""
+
+    def changed(old: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda program, op: None if (found := old(program, op)) is None else change(program, found)
+
+    return replaced(touch_rows, "find_row_update", changed)
+
+
+def another_operand(k: int) -> Swap:
+    """Of the rows used: operand k is another input of its type."""
+
+    def other(program: Any, found: Any) -> Any:
+        operands = list(found.operands)
+        operands[k] = next(v for v in program.function.inputs if v.type is operands[k].type and v is not operands[k])
+        return found._replace(operands=operands)
+
+    return touched(other)
+
+
 def any_silu(program: Any, op: Op) -> Any:
     if op.op_type == "Mul":
         for x, y in (op.inputs, op.inputs[::-1]):
@@ -637,6 +683,13 @@ FAULTS: dict[str, tuple[Case, Swap]] = {
         joined(lambda op: with_attributes(beta=2.0)(op) if op.op_type == "Gemm" else op),
     ),
     "recompose: the bias is lost": (PARTS, joined(lambda op: Op(op.spec, op.inputs[:2], op.attributes, op.outputs))),
+    # touch_rows
+    "touch_rows: another rate": (
+        TABLES,
+        touched(lambda program, x: x._replace(attributes={**x.attributes, "lr": 0.25})),
+    ),
+    "touch_rows: other tables": (TABLES, another_operand(0)),
+    "touch_rows: another gradient": (TABLES, another_operand(2)),
     # precision
     "precision: operands swapped": (FLOATS, maker(precision, edited("Sub", swapped_operands))),
     "precision: a constant rounded": (FLOATS, maker(precision, edited("Constant", with_attributes(value=(0.25,))))),

@@ -43,6 +43,7 @@ from distir.transforms.rewriting.fuse import fuse as fused
 from distir.transforms.rewriting.laws import REWRITES, Law, Origin, origins
 from distir.transforms.rewriting.mixed_precision import mixed_precision
 from distir.transforms.rewriting.precision import with_dtype
+from distir.transforms.rewriting.touch_rows import touch_rows
 from distir.transforms.sharding import check_padding as padding
 from distir.transforms.sharding import pad
 from distir.transforms.sharding.check_padding import check_padding
@@ -56,6 +57,7 @@ from tests.transforms.rewriting.faults import (
     forward,
     fresh,
     parts,
+    picked,
     small_floats,
     trained,
     untidy,
@@ -102,6 +104,7 @@ REWRITTEN: dict[str, Callable[[], Function]] = {
     "fold": lambda: cleanup.fold(fresh(untidy()), evaluate),
     "pad": padded,
     "recompose": lambda: recompose(fresh(parts())),
+    "touch_rows": lambda: touch_rows(fresh(picked())),
     "grad": slopes,
     "with_loss": loss_of_trained,
     "with_updates": updated,

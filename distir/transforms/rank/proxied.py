@@ -1,0 +1,72 @@
+"""Proxies: programs that communicate as the real ones do, and sleep where those compute.
+
+    %a = MatMul(%x, %w)                   %b = Sleep(%x, %w, seconds=0.002, types=(...))
+    %b = Relu(%a)                         %c = MPIAllreduce(%b)
+    %c = MPIAllreduce(%b)
+
+Each run of compute ops, up to the first that waits for a communication (as `outline` finds them), becomes one op. So
+what is sent, when it is issued and what waits for it stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, Op, Value
+from distir.ir.spec import lookup
+from distir.ir.type import Tuple
+from distir.transforms.rank.as_run import calling
+from distir.transforms.rank.idle import is_idle
+from distir.transforms.rank.outline import Sort, runs
+
+PACK, SLEEP = lookup("Pack"), lookup("Sleep")
+
+
+def proxied(program: Function, seconds: Callable[[Function, Op], float], spin: bool = False) -> Function:
+    """The proxy of a distributed program as it is run: `seconds` says what an op of a function takes.
+
+    Ops of the main program, between calls, stay: they only move data.
+    """
+    return calling(program, {f: f if f is program else _body(f, seconds, spin) for f in (*program.callees(), program)})
+
+
+def _body(function: Function, seconds: Callable[[Function, Op], float], spin: bool) -> Function:
+    uses = Counter([v for op in function.ops for v in op.inputs])
+    uses.update(function.outputs)
+    ops: list[Op] = []
+    for run in runs(function, _sort):
+        if _sort(run[0]) != "joins":
+            ops += [op if op.of is None else Op(op.spec, op.inputs, op.attributes, op.outputs) for op in run]
+            continue
+        inside = Counter([v for op in run for v in op.inputs])
+        made = {v for op in run for v in op.outputs}
+        operands = tuple(dict.fromkeys([v for op in run for v in op.inputs if v not in made]))
+        results = [v for op in run for v in op.outputs if uses[v] > inside[v]]
+        ops += _slept(operands, results, sum([seconds(function, op) for op in run]), spin)
+    return Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources)
+
+
+def _slept(operands: tuple[Value, ...], results: Sequence[Value], seconds: float, spin: bool) -> list[Op]:
+    """The op that gives these results after so long; bundles are packed of its results."""
+    made: list[Value] = []
+    packs: list[Op] = []
+    for v in results:
+        if isinstance(v.type, Tuple):
+            members = tuple([Value(f"{v.name}.{k}", t) for k, t in enumerate(v.type.types)])
+            packs.append(Op(PACK, members, NO_ATTRIBUTES, (v,)))
+            made += members
+        else:
+            made.append(v)
+    given = {"seconds": seconds, "types": tuple([v.type for v in made])} | ({"spin": True} if spin else {})
+    return [Op(SLEEP, operands, Attributes(given), tuple(made)), *packs]
+
+
+def _sort(op: Op) -> Sort:
+    """What only rearranges a device's own data is slept, too; bundles and control dependences stay."""
+    comm = op.spec.comm
+    if comm is None:
+        return "joins"
+    if op.callee is not None or comm.route != "here":
+        return "stays" if op.callee is None and is_idle(op) else "moves"
+    return "stays" if op.spec.bundle is not None or comm.unchanged or comm.seconds is not None else "joins"
