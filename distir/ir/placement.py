@@ -250,6 +250,8 @@ def _checked(halo: Halo, outer: int, shift: int) -> Halo:
         raise IRTypeError(f"a halo's widths are integers from 0, one above it, got {lo!r} and {hi!r}")
     if type(fill) not in (int, float) or fill != fill:
         raise IRTypeError(f"a halo is filled with a number, got {fill!r}")
+    if type(fill) is int and abs(fill) > 1 << 53:
+        raise IRTypeError("a halo is filled with a number up to 2^53, or with a float")
     if outer != 1 or shift:
         raise IRTypeError(f"a split with a halo has an outer of 1 and no shift, got outer={outer}, shift={shift}")
     return lo, hi, float(fill) + 0.0

@@ -144,6 +144,9 @@ class Tensor:
                     whole[p.dim] = p.global_size(whole[p.dim], n)
             if MEAN in placements and not dtype.floating:
                 raise IRTypeError(f"a mean is of floats, got {dtype}")
+            for p in () if dtype.floating else placements:
+                if p.halo is not None and not p.halo[2].is_integer():
+                    raise IRTypeError(f"{p}: a halo of {dtype} is filled with an integer")
         elif placements:
             raise IRTypeError(f"placements {placements} need a mesh, got device {device}")
         if math.prod(whole) > MOST:
@@ -269,6 +272,22 @@ class Tensor:
             placements[i] = placement
             placement = placement.nested(self.mesh.sizes[i])
         return Tensor.whole(self.dtype, self.global_shape, self.device, placements, piece)
+
+    @property
+    def plain(self) -> Tensor:
+        """The same whole without halos."""
+        if not any([p.halo for p in self.placements]):
+            return self
+        return Tensor.whole(self.dtype, self.global_shape, self.device, [p.plain for p in self.placements], self.piece)
+
+    @property
+    def inside(self) -> tuple[slice, ...]:
+        """Where in a device's piece that is which it has of `plain`: all but the halos."""
+        found = [slice(0, size) for size in self.shape]
+        for p in self.placements:
+            if p.dim is not None and p.halo is not None:
+                found[p.dim] = slice(p.halo[0], self.shape[p.dim] - p.halo[1])
+        return tuple(found)
 
     def moved(self, device: Device | Mesh | None) -> Tensor:
         """The same pieces on another device, or on a mesh of the same axes."""

@@ -24,15 +24,16 @@ class Box(NamedTuple):
 
 
 def boxes(t: Tensor, coord: Sequence[int], source: Sequence[int] | None = None) -> list[Box]:
-    """The boxes that a device at `coord` holds of a value of type `t`, without padding.
+    """The boxes that a device at `coord` holds of a value of type `t`, without padding and halos.
 
     `source` is the global shape without padding; by default nothing is padded.
     """
     shape = t.global_shape if source is None else source
+    before, t = [part.start for part in t.inside], t.plain
     runs = [_runs(t, d, coord, shape[d]) for d in range(len(shape))]
     found: list[Box] = []
     for row in itertools.product(*runs):
-        inside = tuple(slice(here, here + size) for _, here, size in row)
+        inside = tuple(slice(lo + here, lo + here + size) for lo, (_, here, size) in zip(before, row, strict=True))
         found.append(Box(tuple(start for start, _, _ in row), tuple(size for _, _, size in row), inside))
     return found
 

@@ -35,7 +35,7 @@ class Chosen:
 
     def piece(self, t: Tensor, coord: Coord) -> np.ndarray:
         """The piece of a device at `coord` under type `t`; only that is read if no other dim is split."""
-        if t.subdims.keys() <= {self.dim}:
+        if t.subdims.keys() <= {self.dim} and t.plain is t:
             along = [len(self.rows) if i == self.dim else 1 for i in range(len(t.shape))]
             mine = t.cut(self.rows.reshape(along), coord).reshape(-1)
             x = _taken(self.array, mine, self.dim)

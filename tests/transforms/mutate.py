@@ -7,6 +7,7 @@ old one.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -16,10 +17,14 @@ from distir.ir import Function, Mesh, Op, Value
 from distir.ir.errors import IRTypeError
 from distir.ir.function import Attributes
 from distir.ir.infer import infer
+from distir.ir.placement import Halo, splits
 from distir.ir.spec import Spec, lookup
 from distir.ir.type import NOW, REPLICATE, SUM, Partial, Placement, Shard, Tensor, Tuple, Type
 
-COMMUNICATION = ("drop", "double", "extra", "axis", "kind", "dim", "placement", "input placement", "mesh", "input mesh")
+COMMUNICATION = (
+    *("drop", "double", "extra", "axis", "kind", "dim", "placement", "input placement", "mesh", "input mesh"),
+    *("halo", "halo drop", "halo double", "halo axis", "input halo", "joint axes"),
+)
 """Faults in a collective, a placement or a mesh: what `verify` alone must reject."""
 DATAFLOW = (
     *("operand", "microbatch", "piece", "callee", "stage", "add dropped", "add doubled", "sum dropped", "sum doubled"),
@@ -294,6 +299,83 @@ class Mutator:
         except IRTypeError:
             return None
 
+    # ---- halos, and several axes as one
+
+    def _halo(self) -> Fault | None:
+        """Another width or fill than the op needs."""
+        site = self.site(_is("HaloExchange"))
+        if site is None:
+            return None
+        lo, hi, fill = self._other_halo(Shard(0, halo=_halo_of(site.op)))
+        return self.changed(site, {"lo": lo, "hi": hi, "fill": fill})
+
+    def _other_halo(self, split: Shard) -> Halo:
+        lo, hi, fill = split.halo or (0, 0, 0.0)
+        rows = [(lo + 1, hi, fill), (lo, hi + 1, fill), (hi, lo, fill), (lo, hi, fill + 1.0), (lo, hi, -math.inf)]
+        rows += [(max(0, lo - 1), hi, fill), (lo, max(0, hi - 1), fill), (lo + hi, 0, fill), (0, lo + hi, fill)]
+        return self.other(rows, split.halo)
+
+    def _halo_drop(self) -> Fault | None:
+        """The slice alone: as it is, or with pads for what the neighbours have."""
+        site = self.site(_is("HaloExchange"))
+        return self.fault(site, "dropped", lambda m, op, ins: ins[:1])
+
+    def _halo_double(self) -> Fault | None:
+        """Exchanged twice, or cut and exchanged again with another halo."""
+        site = self.site(_is("HaloExchange"))
+        if site is None:
+            return None
+        axis = site.op.attributes["axis"]
+        cut, (lo, hi, fill) = self.random.randrange(2), self._other_halo(Shard(0, halo=_halo_of(site.op)))
+        again = {"axis": axis, "lo": lo, "hi": hi, "fill": fill}
+
+        def twice(m: Rebuild, op: Op, ins: list[Value]) -> list[Value]:
+            once = m.add(op.spec, ins, op.attributes, op.outputs)
+            if cut:
+                once = m.add(lookup("HaloCut"), once, {"axis": axis}, op.inputs)
+            return m.add(op.spec, once, again if cut else op.attributes, op.outputs)
+
+        return self.fault(site, f"done twice, {f'then with {again}' if cut else 'alike'}", twice)
+
+    def _halo_axis(self) -> Fault | None:
+        """Along another axis."""
+        site = self.site(_is("HaloExchange"))
+        axis = self.other(self.axes(site), site.op.attributes["axis"]) if site else None
+        return self.changed(site, {"axis": axis}) if axis else None
+
+    def _input_halo(self) -> Fault | None:
+        """An input given with another halo than its uses take, or with one that none takes."""
+        rows = [
+            (f, v, v.type, axis, p)
+            for f in self.functions
+            for v in f.inputs
+            if isinstance(v.type, Tensor)
+            for axis, p in _slices(v.type)
+        ]
+        row = self.pick([r for r in rows if r[4].halo] or rows)
+        if row is None:
+            return None
+        f, v, t, axis, split = row
+        lo, hi, fill = self.pick([(0, 0, 0.0), self._other_halo(split)]) if split.halo else (1, 1, 0.0)
+        try:
+            new = t.placed(axis, Shard(split.dim).with_halo(lo, hi, fill), t.piece)
+        except IRTypeError:
+            return None
+        return Fault(f"{f.name}: input {v}: as {new}", inputs={v: new})
+
+    def _joint_axes(self) -> Fault | None:
+        """A collective along several axes along one of them less, along another one more, or in another order."""
+        site = self.site(lambda op: isinstance(op.attributes.get("axis"), tuple))
+        if site is None:
+            return None
+        axes = site.op.attributes["axis"]
+        k = self.random.randrange(len(axes))
+        fewer = (*axes[:k], *axes[k + 1 :])
+        free = [a for a in self.axes(site) if a not in axes]
+        rows = [fewer[0] if len(fewer) == 1 else fewer, axes[::-1]]
+        rows += [(*axes, a) for a in free] + [(*axes[:k], a, *axes[k + 1 :]) for a in free]
+        return self.changed(site, {"axis": self.pick(rows)})
+
     # ---- dataflow
 
     def _operand(self) -> Fault | None:
@@ -449,6 +531,18 @@ def _is(name: str) -> Callable[[Op], bool]:
 def _taken(kind: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the attributes that an op of this kind takes: others are refused whatever else is wrong."""
     return {name: x for name, x in attributes.items() if name in lookup(kind).attributes}
+
+
+def _halo_of(op: Op) -> Halo:
+    return op.attributes["lo"], op.attributes["hi"], op.attributes.get("fill", 0.0)
+
+
+def _slices(t: Tensor) -> list[tuple[str, Shard]]:
+    """The mesh axes along which a value may have a halo: it is split in slices; and its placement."""
+    if not isinstance(t.device, Mesh):
+        return []
+    found = [(t.device.axes[i], p) for i, p in splits(t.placements) if i != t.device.time]
+    return [(axis, p) for axis, p in found if p.outer == 1 and not p.shift]
 
 
 def _moves(op: Op) -> bool:

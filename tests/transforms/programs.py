@@ -16,6 +16,7 @@ from distir.api.named_dims import named_cuts, named_dims
 from distir.executor.reference.sequential import SequentialExecutor, Tap
 from distir.importer import import_from_onnx
 from distir.ir import Device, Function, FunctionMaker, Value, verify
+from distir.ir.device import AxisNames
 from distir.ir.type import Float64, Tensor
 from distir.models.gpt import gpt
 from distir.transforms import plan as plans_of
@@ -236,8 +237,8 @@ def check(program: Program, plan: Plan) -> Function:
     return function
 
 
-def collectives(function: Function, axis: str | None = None) -> Counter[str]:
-    """The number of collectives of each kind in the distinct bodies of a program, along one axis or all."""
+def collectives(function: Function, axis: AxisNames | None = None) -> Counter[str]:
+    """The number of collectives of each kind in the distinct bodies of a program, along one axis, several or all."""
     ops = [op for f in (function, *function.callees()) for op in f.ops]
     return Counter(
         op.spec.name

@@ -62,9 +62,9 @@ class Maker:
         """True with probability 1 / `k`."""
         return self.draw(st.integers(0, k - 1)) == k - 1
 
-    def input(self, *shape: int, below: int = 0, least: int = 0, role: Role | None = None) -> Value:
+    def input(self, *shape: int, below: int = 0, least: int = 0, role: Role | None = None, name: str = "data") -> Value:
         t = Tensor(Int64 if below else Float64, shape)
-        v = self.f.add_input_value("ids" if below else "data", t, role or Role("data", 0))
+        v = self.f.add_input_value("ids" if below else name, t, role or Role("data", 0))
         if below:
             self.data[v] = range(least, below)
         return v
@@ -375,11 +375,89 @@ def batch_norm(m: Maker) -> None:
     m.push(m.linear(m.emit("Sub", x, mean), m.pick(WIDTHS)))
 
 
+def convolved(m: Maker) -> None:
+    """Convolutions and pools of data or of a stream; channels are a multiple of the sequence, to be a stream again."""
+    x, free = _image(m)
+    for _ in range(m.pick((1, 2, 2, 3))):
+        x = _convolution(m, x)
+        if free or m.flip():
+            x = m.emit("Tanh", x)
+        if m.flip():
+            x = _pool(m, x, largest=free and m.flip())
+    sizes = shape_of(x)[1:]
+    x = m.emit("Reshape", x, shape=(BATCH, m.sequence, math.prod(sizes) // m.sequence))
+    m.push(m.linear(x, m.pick(WIDTHS)))
+
+
+def pooled(m: Maker) -> None:
+    """Pools of data and of streams. Maxima are of data and what is made of it: streams may have equal elements."""
+    data = m.input(BATCH, m.sequence, *m.pick(IMAGES), name="image")
+    x = m.emit("Mul", data, m.weight(m.sequence, *[1] * (len(shape_of(data)) - 2)))
+    for largest in (True, False):
+        x = _pool(m, x, largest)
+    m.push(m.emit("Reshape", x, shape=(BATCH, m.sequence, math.prod(shape_of(x)[2:]))))
+
+
+IMAGES = ((8,), (16,), (4, 4), (8, 4), (4, 8), (8, 8), (6, 4))
+"""Spatial sizes of data."""
+
+
+def _image(m: Maker) -> tuple[Value, bool]:
+    """Data or a stream as (batch, channels, *sizes), and whether it is data."""
+    if not m.flip(4):
+        return m.input(BATCH, m.pick((1, 2, m.sequence)), *m.pick(IMAGES), name="image"), True
+    x = m.stream()
+    width = m.width(x)
+    if m.flip(3):
+        return m.emit("Transpose", x, perm=(0, 2, 1)), False
+    sizes = (2, width // 2) if width % 2 == 0 and m.flip() else (width,)
+    return m.emit("Reshape", x, shape=(BATCH, m.sequence, *sizes)), False
+
+
+def _convolution(m: Maker, x: Value) -> Value:
+    """With pads with which most dims may be split."""
+    _, channels, *sizes = shape_of(x)
+    rows: list[tuple[int, ...]] = []
+    for size in sizes:
+        k, d, t = m.pick((1, 2, 3, 3, 4, 5)), m.pick((1, 1, 2)), m.pick((1, 1, 2))
+        e = d * (k - 1) + 1
+        if e < t or size % t:
+            k, e, t = 1, 1, 1
+        both = m.draw(st.integers(max(0, e - size), e)) if m.flip(4) else e - t
+        p = m.draw(st.integers(0, both))
+        rows.append((k, t, d, p, both - p))
+    kernel, strides, dilations, before, after = zip(*rows, strict=True)
+    filters = m.sequence * m.pick((1, 2))
+    groups = m.pick([g for g in range(1, channels + 1) if channels % g == 0 and filters % g == 0])
+    w = m.weight(filters, channels // groups, *kernel)
+    y = m.emit("Conv", x, w, strides=strides, dilations=dilations, pads=(*before, *after), groups=groups)
+    return m.emit("Add", y, m.weight(filters, *[1] * len(sizes))) if m.flip() else y
+
+
+def _pool(m: Maker, x: Value, largest: bool) -> Value:
+    """Windows side by side, or overlapping and padded."""
+    sizes = shape_of(x)[2:]
+    rows: list[tuple[int, ...]] = []
+    for size in sizes:
+        if size % 2 == 0 and m.flip():
+            rows.append((2, 2, 1, 0, 0))
+        elif size > 2:
+            rows.append(m.pick(((3, 1, 1, 1, 1), (3, 2, 1, 1, 0), (2, 1, 1, 0, 0), (2, 1, 2, 1, 0))))
+        else:
+            rows.append((1, 1, 1, 0, 0))
+    kernel, strides, dilations, before, after = zip(*rows, strict=True)
+    given = {"kernel": kernel, "strides": strides, "dilations": dilations, "pads": (*before, *after)}
+    if largest:
+        return m.emit("MaxPool", x, **given)
+    counted = m.pick((given["pads"], (0,) * len(given["pads"])))
+    return m.emit("AveragePool", x, **given, counted=counted)
+
+
 BLOCKS: list[Block] = [
     *[linear, residual, attention, embedding, tied_head, dropped],
     *[unary, of_positive, binary, quotient, power, exponential, layer_norm, rms_norm, columns, gemm, split_and_join],
     *[cut, reduced, turned, by_heads, steps, conditional, classes, padded, stopped, tensor_constant, batch_norm],
-    *[per_sample, crossed, picked, tables, running_sum],
+    *[per_sample, crossed, picked, tables, running_sum, convolved, convolved, pooled],
 ]
 
 # ---- results
@@ -525,7 +603,7 @@ random_plans = st.builds(
     bucket_mb=st.sampled_from((25.0, 0.0, 0.001)),
     zero=st.sampled_from((0, 0, 1, 2, 3)),
     recompute=st.sampled_from(("none", "none", "gathers", "attention", "selective", "full")),
-    sequence_parallel=st.booleans(),
+    sequence_parallel=st.sampled_from((True, True, False)),
     split=st.just(()),
     cut=st.just(()),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
@@ -543,6 +621,12 @@ def with_split(program: Program, plan: Plan, picks: Picks) -> Plan:
     if picks is None or plan.dp * plan.tp * plan.pp * picks[0] > 16:
         return plan
     size, numbers = picks
+    spaces = _spaces(program, size) if numbers[0] % 8 else []
+    if spaces:
+        split = spaces[numbers[1] % len(spaces)]
+        if plan.dp * plan.tp * plan.pp * size * size > 16:
+            split = split[:1]
+        return plan._replace(split=split)
     parts = set(weights(program.function))
     dims: dict[str, int] = {}
     for number in numbers:
@@ -554,3 +638,14 @@ def with_split(program: Program, plan: Plan, picks: Picks) -> Plan:
     if not dims:
         return plan
     return plan._replace(split=(f"xp={size}:{','.join([f'{name}.{dim}' for name, dim in dims.items()])}",))
+
+
+def _spaces(program: Program, size: int) -> list[tuple[str, ...]]:
+    """The splits of spatial dims of data: of one, and of two along an axis each."""
+    found: list[tuple[str, ...]] = []
+    for v in program.function.inputs:
+        if v.name.startswith("image"):
+            dims = [d for d, n in enumerate(shape_of(v)) if d > 1 and n % size == 0]
+            axes = [tuple(f"{axis}={size}:{v.name}.{d}" for axis, d in zip("hw", dims, strict=False))]
+            found += [*axes, *[(f"h={size}:{v.name}.{d}",) for d in dims]] if dims else []
+    return found

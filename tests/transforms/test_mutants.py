@@ -33,8 +33,9 @@ from tests.transforms.programs import (
     written_mlp,
 )
 from tests.transforms.random_programs import LARGE, random_programs, split_and_join
+from tests.transforms.test_halos import network
 
-COUNT = 312
+COUNT = 420
 BY_TYPES, BY_TERMS, SAME, DIFFERENT = "verify", "validate", "let through, same result", "let through, DIFFERENT"
 COLUMNS = (BY_TYPES, BY_TERMS, SAME, DIFFERENT)
 
@@ -55,12 +56,15 @@ def case(program: Program, plan: Plan) -> Case:
 
 @functools.cache
 def cases() -> list[Case]:
-    """Small GPTs with fused QKV, tied embedding and padded vocabulary, MLPs, and programs found at random."""
+    """Small GPTs with fused QKV, tied embedding and padded vocabulary, convolutional networks with halos, MLPs, and
+    programs found at random."""
     momentum = SGD(0.1, momentum=0.9)
     return [
         case(small_gpt(vocabulary=15, optimizer=momentum), Plan(2, 2, 2, 2)),
         case(small_gpt(layers=1), Plan(2, 2, 2, 2, host=True)),
         case(imported_mlp(momentum), Plan(2, 2, 2, 4)),
+        case(network(size=8), Plan(2, split=("h=2:x.2", "w=2:x.3"))),
+        case(network(size=8, pool="AveragePool", kernel=2), Plan(1, 1, 2, 2, split=("h=2:x.2", "w=2:x.3"))),
         case(written_mlp(), Plan(2, 2, 2, 2, "gpipe", host=True)),
         *[case(program, plan) for program, plan in random_cases()],
     ]

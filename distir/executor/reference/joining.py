@@ -32,8 +32,10 @@ def lanes(mesh: Mesh, unrolled: bool = False) -> list[Coord]:
 def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> Array:
     """The whole, from the piece at each coordinate. Raises CopiesError if replicas differ by more than `tolerance`.
 
-    `tolerance` is relative to the largest element; partial pieces are summed (or their maximum or mean taken).
+    `tolerance` is relative to the largest element; partial pieces are summed (or their maximum or mean taken). What a
+    device has in a halo is left to its neighbours.
     """
+    inside, t = t.inside, t.plain
     count = math.prod(t.mesh.sizes[i] for i, p in enumerate(t.placements) if p is MEAN)
     kinds = reductions(t.placements).values()
     index = np.arange(math.prod(t.global_shape)).reshape(t.global_shape)
@@ -45,7 +47,7 @@ def join(pieces: Mapping[Coord, Array], t: Tensor, tolerance: float = 1e-9) -> A
         if whole is None:
             whole = copies[copy] = np.full(index.size, _nothing(t, piece.dtype), piece.dtype)
         where = t.cut(index, coord).reshape(-1)
-        flat = np.asarray(piece).reshape(-1)
+        flat = np.asarray(piece)[inside].reshape(-1)
         if "max" in kinds:
             whole[where] = np.maximum(whole[where], flat)
         elif kinds:

@@ -146,14 +146,22 @@ class Classes:
         return there
 
     def clashing(self, n: int, taken: Classes, m: int) -> set[int]:
-        """The classes, split n ways, that overlap a sub-dimension `taken` by an earlier mesh axis of m devices."""
+        """The classes, split n ways, that overlap a sub-dimension `taken` by an earlier mesh axis of m devices, or that
+        have halos of a dim of it."""
+        mine_wide, theirs_wide = self.with_halos, taken.with_halos
         found: set[int] = set()
         for mine, theirs in zip(self.at, taken.at, strict=True):
             for other in theirs if mine else ():
                 for split, c in mine.items():
-                    if split.overlaps(n, other, m):
+                    wide = c in mine_wide or theirs[other] in theirs_wide
+                    if split.overlaps(n, other, m) or (wide and split.dim == other.dim):
                         found.add(c)
         return found
+
+    @property
+    def with_halos(self) -> set[int]:
+        """The classes of which some op takes an operand with a halo."""
+        return {c for row in self.mappings for mapping, c in row if mapping.has_halo}
 
     def members(self) -> dict[int, list[Node]]:
         """The nodes of each class."""

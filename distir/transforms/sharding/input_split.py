@@ -34,27 +34,38 @@ class BatchSplit(NamedTuple):
         return any([split.overlaps(n, p, self.pieces) for p in self.classes.at[value]])
 
 
+class Named(NamedTuple):
+    """What is said of inputs along an axis: those that are split so, and those of which another axis splits such a dim:
+    they are replicated unless this axis names them, too."""
+
+    split: Collection[Node] = ()
+    kept: Collection[int] = ()
+
+
+NOTHING = Named()
+
+
 def split_inputs(
     graph: Graph,
     classes: Classes,
     n: int,
-    named: Collection[Node] = (),
+    named: Named = NOTHING,
     taken: Taken = (),
     batch: BatchSplit | None = None,
 ) -> Placed:
     """The placements along an axis of n devices that splits the classes.
 
-    The inputs in `named` are split so. Other weights, and the state of their optimizer, are replicated, also those with
+    Inputs are placed as `named` says. Other weights, and the state of their optimizer, are replicated, also those with
     a dim of a class. No op splits a sub-dimension that another axis in `taken` splits there, or the batch.
     """
-    pinned = dict(named)
-    follows = {c for v, split in named if graph.roles[v] == "parameter" for c in [classes.at[v].get(split)]}
+    pinned = dict(named.split)
+    follows = {c for v, split in named.split if graph.roles[v] == "parameter" for c in [classes.at[v].get(split)]}
     fixed: dict[int, Placement] = {
         i: REPLICATE
         for i in [graph.index[v] for v in weights(graph.function)]
         if graph.roles[i] != "state" or follows.isdisjoint(classes.at[i].values())
     }
-    fixed |= pinned
+    fixed |= dict.fromkeys(named.kept, REPLICATE) | pinned
     rows = [[mapping for mapping, _ in row] for row in classes.mappings]
     parameters: dict[int, Shard] = {}
     if pinned:
@@ -64,7 +75,7 @@ def split_inputs(
         operands = zip(rows, graph.ins, graph.outs, strict=True)
         rows = [[m for m in row if not _splits_batch(m, ins, outs, n, batch)] for row, ins, outs in operands]
     for placed, m in taken:
-        rows = [_beside(row, n, mapping, m) for row, mapping in zip(rows, placed.mappings, strict=True)]
+        rows = [beside(row, n, mapping, m) for row, mapping in zip(rows, placed.mappings, strict=True)]
     full = view(graph, [[(mapping, 0) for mapping in row] for row in rows], shares(graph))
     placed = place_all(full, n, {0}, fixed)
     data = {v: p for v, p in pinned.items() if v not in parameters}
@@ -92,11 +103,20 @@ def _splits_batch(mapping: FactorMapping, ins: Sequence[int], outs: Sequence[int
     return any([batch.overlaps(ins[k] if k >= 0 else outs[~k], p, n) for k, p in mapping.splits()])
 
 
-def _beside(row: list[FactorMapping], n: int, other: FactorMapping | None, m: int) -> list[FactorMapping]:
-    """The mappings over n devices that split no sub-dimension that the `other`, over m devices, splits."""
+def beside(row: list[FactorMapping], n: int, other: FactorMapping | None, m: int) -> list[FactorMapping]:
+    """The mappings over n devices that split no sub-dimension that the `other`, over m devices, splits; nor a dim of
+    which one of them takes a halo."""
     if other is None or not row:
         return row
     there = dict(other.splits())
     return [
-        mapping for mapping in row if not any([k in there and p.overlaps(n, there[k], m) for k, p in mapping.splits()])
+        mapping
+        for mapping in row
+        if not any([k in there and p.overlaps(n, there[k], m) for k, p in mapping.splits()])
+        and not any([_reaches(a, b) or _reaches(b, a) for a, b in zip(mapping.ins, other.ins, strict=True)])
     ]
+
+
+def _reaches(a: Placement, b: Placement) -> bool:
+    """Whether one has a halo of the dim that the other splits."""
+    return a.halo is not None and a.dim == b.dim

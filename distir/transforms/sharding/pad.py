@@ -41,9 +41,10 @@ def paddable(function: Function, n: int) -> list[Sizes]:
     ]
     classes = Classes(graph, 1, starts)
     found: list[Sizes] = []
+    beside = classes.with_halos  # an op reads what is beside an element: at the end of the dim it would be padding
     for c, nodes in sorted(classes.members().items()):
         sizes = {graph.shapes[v][split.dim] for v, split in nodes}
-        if c not in classes.bad and len(sizes) == 1 and all(split.outer == 1 for _, split in nodes):
+        if c not in classes.bad and c not in beside and len(sizes) == 1 and all(split.outer == 1 for _, split in nodes):
             found.append({(v, split.dim): _rounded(sizes.copy().pop(), n) for v, split in nodes})
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distir.ir.device import TIME, Mesh
+from distir.ir.errors import IRTypeError
 from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.infer import infer
 from distir.ir.spec import FactorMapping, Spec, conversion
@@ -101,9 +102,9 @@ class _Builder:
         old = self.graph.function.updates.get(output)
         if old is not None:
             want = tensor(self.env[self.graph.index[old]])
-            for axis in self.mesh.axes:
-                if (p := want.on(axis)) is REPLICATE:
-                    v = self.to(v, axis, p)
+            for axis in sorted(self.mesh.axes, key=lambda a: want.on(a) is not REPLICATE):  # gathered, then split
+                if axis != TIME or want.on(axis) is REPLICATE:
+                    v = self.to(v, axis, want.on(axis))
         return v
 
     def _input_types(self) -> list[Type]:
@@ -111,7 +112,10 @@ class _Builder:
         made: dict[tuple[Type | Placement, ...], Type] = {}
         types: list[Type] = []
         for i, v in enumerate(self.graph.function.inputs):
-            placements = [split.get(i, REPLICATE) for split in splits]
+            placements: list[Placement] = [split.get(i, REPLICATE) for split in splits]
+            dims = [p.dim for p in placements if p.dim is not None]
+            if len(dims) > len(set(dims)):  # no dim has a halo that several axes split
+                placements = [p.plain for p in placements]
             key = v.type, *placements
             if key not in made:
                 made[key] = Tensor.whole(tensor(v).dtype, self.graph.shapes[i], self.mesh, placements)
@@ -132,8 +136,11 @@ class _Builder:
                 free.append((axis, mapping.outs[0]))
             placed[axis] = mapping.outs if mapping is not None else [SUM] * len(whole) if SUM in wants else whole
             if any(h is not want for h, want in zip(have, wants, strict=True)):
-                steps.append((axis, [None if h is want else want for h, want in zip(have, wants, strict=True)]))
-                ins = [self.to(v, axis, want) for v, want in zip(ins, wants, strict=True)]
+                now = [None if h is want else want for h, want in zip(have, wants, strict=True)]
+                new = [*self._out_of_the_way(ins, axis, now), (axis, now)]
+                for a, row in new:
+                    ins = [v if want is None else self.to(v, a, want) for v, want in zip(ins, row, strict=True)]
+                steps += new
         extra: dict[str, Any] = {} if ins else {"device": self.mesh}
         if free:
             extra["place"] = tuple(free)
@@ -145,6 +152,22 @@ class _Builder:
             for v, row in zip(op.outputs, rows, strict=True)
         ]
         return _Recipe(steps, attributes, types)
+
+    def _out_of_the_way(
+        self, ins: Sequence[Value], axis: str, wants: Sequence[Placement | None]
+    ) -> list[tuple[str, list[Placement | None]]]:
+        """Conversions to make before those along an axis: operands are made whole along axes decided later, whose
+        splits do not go together with the one that is wanted."""
+        found: list[tuple[str, list[Placement | None]]] = []
+        after = list(self.decisions)[list(self.decisions).index(axis) + 1 :]
+        for k, (v, want) in enumerate(zip(ins, wants, strict=True)):
+            if want is None or want.dim is None:
+                continue
+            others = [a for a in after if a != TIME and tensor(v).on(a).dim == want.dim]
+            if others and not _fits(tensor(v), axis, want):
+                row: list[Placement | None] = [REPLICATE if i == k else None for i in range(len(ins))]
+                found += [(a, row) for a in others]
+        return found
 
     def _in_ranges(self, sig: Signature, mappings: Sequence[FactorMapping | None]) -> Sequence[FactorMapping | None]:
         """The mappings without those inside a split that the op does not have, if it counts in the dim: such as of an
@@ -226,6 +249,15 @@ class _Builder:
             else:
                 self.collectives[key] = None
         return self.collectives[key]
+
+
+def _fits(t: Tensor, axis: str, want: Placement) -> bool:
+    """Whether it can be placed so along an axis, as it is along the others."""
+    try:
+        t.placed(axis, want, t.piece)
+    except IRTypeError:
+        return False
+    return True
 
 
 def _between(have: Placement, want: Placement) -> Placement:

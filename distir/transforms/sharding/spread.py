@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from distir.ir.device import TIME, Mesh
-from distir.ir.errors import InfeasibleError, counted
+from distir.ir.errors import InfeasibleError, IRTypeError, counted
 from distir.ir.function import Function
-from distir.transforms.plan import BATCH, Axis, Sharding
+from distir.transforms.plan import BATCH, INPUTS, Axis, Sharding
 from distir.transforms.roles import batch_size
 from distir.transforms.sharding.graph import graph_of
 from distir.transforms.sharding.place import Placed
@@ -62,7 +62,15 @@ def _place(function: Function, dims: SplitDims, sharding: Sharding, mesh: Mesh) 
     # ZeRO 2 and 3: scatter each microbatch's gradients before adding them; else scatter the sum of all microbatches
     first = (BATCH, IN_TIME) if sharding.zero > 1 else (IN_TIME, BATCH)
     converted = sorted(axes, key=lambda a: first.index(a.strategy) if a.strategy in first else len(first))
-    return shard(graph_of(function), mesh, {a.name: decided[a.name] for a in converted})
+    try:
+        return shard(graph_of(function), mesh, {a.name: decided[a.name] for a in converted})
+    except IRTypeError as e:
+        if not (named := sharding.along(INPUTS)):
+            raise
+        axes_named = " and ".join([a.name for a in named])
+        raise InfeasibleError(
+            f"{axes_named} split what other axes of the plan split otherwise: {e.message}", "leave one of the axes out"
+        ) from None
 
 
 def _decided_in_turn(sharding: Sharding) -> list[Axis]:

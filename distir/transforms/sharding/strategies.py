@@ -18,7 +18,7 @@ from distir.transforms.plan import BATCH, INPUTS, WEIGHTS, Axis, Sharding
 from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes, Node, classes_from
 from distir.transforms.sharding.graph import graph_of
-from distir.transforms.sharding.input_split import BatchSplit, Taken, split_inputs
+from distir.transforms.sharding.input_split import NOTHING, BatchSplit, Named, Taken, split_inputs
 from distir.transforms.sharding.microbatch import place_in_time
 from distir.transforms.sharding.pad import pad, paddable
 from distir.transforms.sharding.place import Placed
@@ -115,7 +115,9 @@ def _place_inputs(problem: Problem, axis: Axis) -> Placed:
             f"leave it out, or split the batch of the data along {axis.name}, too",
         )
     classes = Classes(graph, n, starts, max([split.outer for _, split in starts], default=1))
-    return split_inputs(graph, classes, n, starts, problem.taken(INPUTS), batch)
+    others = [pair for a in sharding.along(INPUTS) if a is not axis for pair in problem.dims[a.name]]
+    kept = [v for v, dim in others if any([split.dim == dim for split in classes.at[v]])]
+    return split_inputs(graph, classes, n, Named(starts, kept), problem.taken(INPUTS), batch)
 
 
 def _place_weights(problem: Problem, axis: Axis) -> Placed:
@@ -144,7 +146,8 @@ def data_parallel(function: Function, n: int, batch: Batch, outer: int, taken: T
     starts = tuple([(v, Shard(dim)) for v, dim in batch])
     there = classes_from(graph, n, starts).inside(outer, n)
     if there is None or taken:
-        return split_inputs(graph, Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch], outer), n, (), taken)
+        classes = Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch], outer)
+        return split_inputs(graph, classes, n, NOTHING, taken)
     one = _data_parallel(function, n, starts)
     mappings = [None if s is None else there[id(s)] for s in one.mappings]
     inputs = {v: Shard(s.dim, s.outer * outer) for v, s in one.inputs.items()}

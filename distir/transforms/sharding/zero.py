@@ -22,6 +22,7 @@ from distir.ir.placement import REPLICATE, Placement, Shard, splits
 from distir.ir.spec import FactorMapping
 from distir.ops.rules import tensor
 from distir.transforms.sharding.graph import Graph
+from distir.transforms.sharding.input_split import beside
 from distir.transforms.sharding.place import Placed
 
 STAGES = (0, 1, 2, 3)
@@ -55,7 +56,7 @@ def shard_state(graph: Graph, replicas: Placed, n: int, stage: int, others: Sequ
         if stage == 3 and weight not in inputs and not _is_renewed(graph, weight):
             inputs.update(_split_weight(graph, weight, n, others))
         if weight in inputs:
-            _split_casts(graph, mappings, weight, inputs[weight], n)
+            _split_casts(graph, mappings, weight, inputs[weight], n, others)
     return replicas._replace(mappings=mappings, inputs=inputs, reduce=reduce, scatter=scatter)
 
 
@@ -184,10 +185,20 @@ def _is_pointwise(graph: Graph, op: int, value: int) -> bool:
     return not sig.spec.alias and sig.ins == sig.outs == [graph.shapes[value]]
 
 
-def _split_casts(graph: Graph, mappings: list[FactorMapping | None], weight: int, split: Shard, n: int) -> None:
-    """Casts of a weight work on the shard, so that the narrower dtype is gathered."""
+def _split_casts(
+    graph: Graph,
+    mappings: list[FactorMapping | None],
+    weight: int,
+    split: Shard,
+    n: int,
+    others: Sequence[tuple[Placed, int]],
+) -> None:
+    """Casts of a weight work on the shard, so that the narrower dtype is gathered; not where another axis splits them
+    otherwise."""
     for j, slot in graph.users[weight]:
         if _is_pointwise(graph, j, weight) and mappings[j] is None:
             mapping = graph.sigs[j].mapping(slot, split, n)
-            if mapping is not None and all(p is not REPLICATE for p in mapping.outs):
+            if mapping is None or any([p is REPLICATE for p in mapping.outs]):
+                continue
+            if all([beside([mapping], n, placed.mappings[j], m) for placed, m in others]):
                 mappings[j] = mapping
