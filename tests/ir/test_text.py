@@ -312,7 +312,7 @@ def program(*lines: str) -> str:
         (program("  %y = Neg(%x, a=Shard(x))"), "line 2: expected an attribute, got x"),
         (
             program("  %y = Neg(%x, a=Shard(1, 2, 3, 4))"),
-            "line 2: expected Shard(dim), Shard(dim, outer) or Shard(dim, outer, shift)",
+            "line 2: expected Shard(dim), Shard(dim, outer), Shard(dim, outer, shift) or a halo after these",
         ),
         (program("  %y = Neg(%x) of %x"), "line 2: expected the first result of an op before this one, got %x"),
         (program("  %y = Neg(%x) of #0"), "line 2: expected the first result of an op before this one, got #0"),

@@ -71,18 +71,19 @@ def test_splits(
 
 
 @pytest.mark.parametrize("name", ["MaxPool", "AveragePool", "AveragePoolGrad", "MaxPoolGrad"])
-def test_pools_split_batch_and_channels(name: str) -> None:
+def test_pools_split_batch_and_channels_and_windows_side_by_side(name: str) -> None:
     spec, x, y = lookup(name), (4, 6, 8, 8), (4, 6, 4, 4)
     attrs = slid(2, kernel=(2, 2), strides=(2, 2), counted=(0,) * 4, sizes=(8, 8))
     ins, outs = {"MaxPoolGrad": ([x, y], [x]), "AveragePoolGrad": ([y], [x])}.get(name, ([x], [y]))
     for dim in range(4):
         for slot in (*range(len(ins)), ~0):
             found = spec.mapping(attrs, ins, outs, slot, Shard(dim, 1), 2)
-            if dim > 1:
-                assert found is None
-            else:
-                assert found is not None
-                assert not any(isinstance(p, Partial) for p in found.outs)
+            assert found is not None
+            assert not any(isinstance(p, Partial) for p in found.outs)
+            if dim > 1:  # windows of 2 on parts of 1, dilated, padded or that overlap
+                assert spec.mapping(attrs, ins, outs, slot, Shard(dim, 1), 8) is None
+                for other in ({"dilations": (2, 2)}, {"pads": (1, 1, 1, 1)}, {"strides": (1, 1)}):
+                    assert spec.mapping({**attrs, **other}, ins, outs, slot, Shard(dim, 1), 2) is None
 
 
 # ---------------------------------------------------------------- errors

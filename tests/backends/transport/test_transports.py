@@ -68,6 +68,8 @@ class Maker:
             if size > 2:
                 passed = self.add("MPIPermute", passed, axis=axis, shift=1 - size)
             self.add("MPIAllgather", passed, axis=axis)
+            self.add("HaloCut", self.add("HaloExchange", x, axis=axis, lo=1, hi=2, fill=1.0), axis=axis)
+            self.add("HaloExchange", x, axis=axis, lo=0, hi=1)
             if len(mesh.axes) == 1:
                 self.add("MPIAlltoall", x, axis=axis, dim=1)
             for op in reduced_in(dtype):
@@ -82,10 +84,25 @@ class Maker:
                     self.outputs += self.f.emit("Unpack", self.f.emit("MPIAllgather", scattered, axis=axis))
                     self.add("MPIReduceScatter", part, axis=axis, dim=0)
                     self.add("MPIReduce", part, to=mesh.devices[-1])
+        if len(mesh.axes) == 2:
+            self.along_both(dtype, mesh)
         if len(mesh.axes) == 1:
             whole = self.input(dtype, (2 * n, 3), mesh.devices[0])
             self.add("MPIBroadcast", whole, to=mesh)
             self.add("MPIGather", self.add("MPIScatter", whole, to=mesh, placements=(Shard(0),)), to=mesh.devices[-1])
+
+    def along_both(self, dtype: DType, mesh: Mesh) -> None:
+        """Along both axes of a mesh as one, and the corners of halos along both."""
+        n, (a, b) = len(mesh.devices), mesh.axes
+        for order in ((a, b), (b, a)):
+            major, minor = Shard(0), Shard(0, mesh.size(order[0]))
+            row = self.input(dtype, (n, 3), mesh, *([major, minor] if order == (a, b) else [minor, major]))
+            self.add("MPIAllgather", row, axis=order)
+            for op in reduced_in(dtype):
+                part = self.f.emit(op, row, axes=(0,), keepdims=0)
+                self.add("MPIAllreduce", part, axis=order)
+        x = self.input(dtype, (2 * n, 2 * n), mesh, Shard(0), Shard(1))
+        self.add("HaloExchange", self.f.emit("HaloExchange", x, axis=a, lo=1, hi=1), axis=b, lo=2, hi=1)
 
     def transfers(self, dtype: DType, first: Mesh, second: Mesh) -> None:
         """There, together with another; and back; and between two devices."""
