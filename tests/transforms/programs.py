@@ -15,7 +15,7 @@ from distir.api.compilation import validate
 from distir.api.named_dims import named_cuts, named_dims
 from distir.executor.reference.sequential import SequentialExecutor, Tap
 from distir.importer import import_from_onnx
-from distir.ir import Device, Function, FunctionMaker, Value, verify
+from distir.ir import Device, Function, FunctionMaker, Op, Value, verify
 from distir.ir.device import AxisNames
 from distir.ir.type import Float64, Tensor
 from distir.models.gpt import gpt
@@ -243,5 +243,10 @@ def collectives(function: Function, axis: AxisNames | None = None) -> Counter[st
     return Counter(
         op.spec.name
         for op in ops
-        if op.spec.comm is not None and "axis" in op.attributes and axis in (None, op.attributes["axis"])
+        if op.spec.comm is not None and "axis" in op.attributes and axis in (None, *_axes(op))
     )
+
+
+def _axes(op: Op) -> tuple[str, ...]:
+    axis = op.attributes["axis"]
+    return (axis,) if isinstance(axis, str) else axis

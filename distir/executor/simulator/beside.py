@@ -18,6 +18,8 @@ def beside_compute(f: Function) -> frozenset[Op]:
     waiting: set[Op] = set()
     found: set[Op] = set()
     for op in f.ops:
+        if not waiting and op.spec.route != "axis":
+            continue
         under_way = NOTHING.union(*[issued[v] for v in op.inputs if v in issued]) if issued else NOTHING
         if op.spec.alias and op.inputs:
             if under_way:

@@ -55,7 +55,8 @@ def gradients(program: Function) -> dict[Key, Gradient]:
             return [tuple(ins)]
         if op.spec.bundle == "unpack":
             return ins[0] if isinstance(ins[0], tuple) else [None] * len(op.outputs)
-        return [ins[0] if op.spec.comm is not None else None] * len(op.outputs)
+        moves = op.spec.comm is not None and op.spec.comm.seconds is None
+        return [ins[0] if moves else None] * len(op.outputs)
 
     walk(program, range(len(program.inputs)))
     first: dict[int, Key] = {}
