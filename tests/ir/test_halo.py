@@ -89,7 +89,7 @@ def test_equal_ones_are_one() -> None:
     assert p.plain is Shard(2).plain is Shard(2).with_halo(0, 0)
     assert p.shifted(0) is p
     assert (p.widths, Shard(2).widths) == ((1, 0), (0, 0))
-    assert repr(p) == "Shard(2, halo=(1, 0, 0.0))"
+    assert repr(p) == "Shard(2, 1, 0, (1, 0, 0.0))"
 
 
 def test_what_covers_what() -> None:

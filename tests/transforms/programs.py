@@ -17,6 +17,7 @@ from distir.executor.reference.sequential import SequentialExecutor, Tap
 from distir.importer import import_from_onnx
 from distir.ir import Device, Function, FunctionMaker, Op, Value, verify
 from distir.ir.device import AxisNames
+from distir.ir.device import AxisNames
 from distir.ir.type import Float64, Tensor
 from distir.models.gpt import gpt
 from distir.transforms import plan as plans_of
@@ -247,6 +248,7 @@ def collectives(function: Function, axis: AxisNames | None = None) -> Counter[st
     )
 
 
-def _axes(op: Op) -> tuple[str, ...]:
+def _axes(op: Op) -> tuple[AxisNames, ...]:
+    """What a collective is along: each axis, and all of them."""
     axis = op.attributes["axis"]
-    return (axis,) if isinstance(axis, str) else axis
+    return (axis,) if isinstance(axis, str) else (*axis, axis)
