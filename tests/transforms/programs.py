@@ -17,7 +17,6 @@ from distir.executor.reference.sequential import SequentialExecutor, Tap
 from distir.importer import import_from_onnx
 from distir.ir import Device, Function, FunctionMaker, Op, Value, verify
 from distir.ir.device import AxisNames
-from distir.ir.device import AxisNames
 from distir.ir.type import Float64, Tensor
 from distir.models.gpt import gpt
 from distir.transforms import plan as plans_of
