@@ -22,14 +22,16 @@ def join_axes(function: Function) -> Function:
     Only all-reduces, all-gathers and reduce-scatters take several axes, none of them time. Two are joined if the second
     alone uses the result of the first, and if along both axes values are placed as along one.
     """
+    several = [op for op in function.ops if _takes_several(op)]
+    results = {op.outputs[0] for op in several}
+    if results.isdisjoint([op.inputs[0] for op in several]):
+        return function
     used = users(function)
     outputs = set(function.outputs)
     joined: dict[Value, Op] = {}
     """By its result the last of the collectives that are joined so far."""
     gone: set[Op] = set()
-    for op in function.ops:
-        if not _takes_several(op):
-            continue
+    for op in several:
         before = joined.get(op.inputs[0])
         alone = before is not None and before.outputs[0] not in outputs and len(used[before.outputs[0]]) == 1
         both = _both(before, op) if before is not None and alone else None
@@ -51,8 +53,7 @@ def join_axes(function: Function) -> Function:
 
 def _takes_several(op: Op) -> bool:
     """Whether it is a collective over devices that may be along several axes."""
-    axis = op.spec.attributes.get("axis")
-    if axis is None or axis.kind != "mesh-axis" or len(op.inputs) != 1:
+    if op.spec.route != "axis" or op.spec.attributes["axis"].kind != "mesh-axis" or len(op.inputs) != 1:
         return False
     (v,) = op.inputs
     t = v.type
