@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,12 +20,13 @@ from distir.backends.processes.launch import run as launch
 from distir.hardware import this_host
 from distir.ir import verify
 from distir.ir.errors import UsageError, counted
+from distir.ir.files import read_toml
 from distir.ir.function import Function, Op
 from distir.runtime.job import Job, JobCallbacks
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 from distir.transforms.rank.as_run import as_run
-from distir.transforms.rank.proxied import proxied
+from distir.transforms.rank.proxied import is_slept, proxied
 
 EMULATIONS = ("sleep", "spin", "none")
 
@@ -177,24 +177,14 @@ def _seconds(program: Function, proxy: ProxyOptions, predicted: OpSeconds) -> Ca
     for name in given:
         if name not in functions:
             raise UsageError(f"{proxy.times}: the program has no function {name!r}", f"it has {', '.join(functions)}")
-    whole = {name: sum([predicted(op) for op in functions[name].ops if _computes(op)]) for name in given}
+    whole = {name: sum([predicted(op) for op in functions[name].ops if is_slept(op)]) for name in given}
     factor = {name: micros * 1e-6 / whole[name] if whole[name] else 0.0 for name, micros in given.items()}
     return lambda function, op: predicted(op) * factor.get(function.name, 1.0) * scale
 
 
-def _computes(op: Op) -> bool:
-    return op.spec.route in (None, "here")
-
-
 def _read_times(path: str) -> Mapping[str, float]:
     """Microseconds by function."""
-    try:
-        with open(path, "rb") as file:
-            given = tomllib.load(file)
-    except OSError as e:
-        raise UsageError(f"cannot read {path}: {e.strerror}") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UsageError(f"{path} is no TOML: {e}", "times are lines such as: fwd0 = 1200") from e
+    given = read_toml(path, "times are lines such as: fwd0 = 1200")
     for name, x in given.items():
         if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < math.inf:
             raise UsageError(f"{path}: {name}: expected microseconds, a number from 0, got {x!r}")

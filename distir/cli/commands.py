@@ -217,6 +217,8 @@ def _learning_rate(given: dict[str, Any]) -> LearningRate | None:
     """The schedule of the learning rate that the flags give. Raises UsageError for flags that do not fit together."""
     if all(x is None for x in given.values()):
         return None
+    if given["warmup"] == 0:  # which is for proxies alone
+        raise UsageError("argument --warmup: expected at least 1, got 0")
     if given["lr_decay"] is None:
         for name in ("decay_steps", "min_lr"):
             if given[name] is not None:

@@ -1,13 +1,16 @@
-"""Atomic writing of files: to a temporary name first, then renamed; and clear errors for a full disk."""
+"""Files: written to a temporary name first, then renamed; clear errors for a full disk and for bad TOML."""
 
 from __future__ import annotations
 
 import errno
 import os
 import tempfile
+import tomllib
 from collections.abc import Generator
 from contextlib import contextmanager
+from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
 from distir.ir.errors import UsageError
 
@@ -47,3 +50,15 @@ def written(path: str | os.PathLike[str]) -> Generator[Path]:
                 os.replace(file, target.parent / file.name)
     except OSError as e:
         raise UsageError(f"cannot write {path}: {e.strerror or e}") from None
+
+
+def read_toml(path: str | PathLike[str], hint: str) -> dict[str, Any]:
+    """What a TOML file holds. Raises UsageError for one that cannot be read, or, with the hint, is no TOML."""
+    name = fspath(path)
+    try:
+        with open(name, "rb") as file:
+            return tomllib.load(file)
+    except OSError as e:
+        raise UsageError(f"cannot read {name}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UsageError(f"{name} is no TOML: {e}", hint) from e

@@ -12,14 +12,13 @@ import json
 import math
 import os
 import re
-import tomllib
 from dataclasses import Field, asdict, dataclass, field, fields
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
 from distir.ir.device import TIME
 from distir.ir.errors import InfeasibleError, UsageError, counted
-from distir.ir.files import written
+from distir.ir.files import read_toml, written
 from distir.transforms.pipeline.phases import BACKWARD, PHASES
 from distir.transforms.pipeline.recompute import WORDS
 from distir.transforms.pipeline.schedule import Schedule, check_name, make_table
@@ -331,13 +330,7 @@ def load_plan(path: str | PathLike[str]) -> dict[str, Any]:
     TOML, or has an unknown key or a value that is none of the field's; InfeasibleError for too many devices.
     """
     name = fspath(path)
-    try:
-        with open(name, "rb") as file:
-            given = tomllib.load(file)
-    except OSError as e:
-        raise UsageError(f"cannot read {name}: {e.strerror}") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UsageError(f"{name} is no TOML: {e}", "a plan is lines such as: dp = 2") from e
+    given = read_toml(name, "a plan is lines such as: dp = 2")
     known = {f.name: f for f in fields(Plan)}
     found: dict[str, Any] = {}
     for key, x in given.items():

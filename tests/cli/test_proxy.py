@@ -46,6 +46,7 @@ def test_an_iteration_takes_what_is_slept(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--warmup", 0], "argument --warmup: expected at least 1, got 0"),
         (["--emulate", "spin"], "--emulate is for proxies"),
         (["--iterations", 4], "--iterations is for proxies"),
         (["--proxy", "--check"], "a proxy computes nothing"),

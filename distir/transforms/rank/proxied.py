@@ -36,7 +36,7 @@ def _body(function: Function, seconds: Callable[[Function, Op], float], spin: bo
     uses.update(function.outputs)
     ops: list[Op] = []
     for run in runs(function, _sort):
-        if _sort(run[0]) != "joins":
+        if not is_slept(run[0]):
             ops += [op if op.of is None else Op(op.spec, op.inputs, op.attributes, op.outputs) for op in run]
             continue
         inside = Counter([v for op in run for v in op.inputs])
@@ -60,6 +60,11 @@ def _slept(operands: tuple[Value, ...], results: Sequence[Value], seconds: float
             made.append(v)
     given = {"seconds": seconds, "types": tuple([v.type for v in made])} | ({"spin": True} if spin else {})
     return [Op(SLEEP, operands, Attributes(given), tuple(made)), *packs]
+
+
+def is_slept(op: Op) -> bool:
+    """Whether an op is part of a sleep in a proxy."""
+    return _sort(op) == "joins"
 
 
 def _sort(op: Op) -> Sort:

@@ -30,6 +30,8 @@ IN_TIME = "time"
 """The strategy of the axis of microbatches, which is none of devices."""
 _TRIED = 6
 """Degrees tried for the hint of an error."""
+_MOST_TRIED = 1 << 12
+"""The largest size of an axis that such a hint looks at: a dim may be of any size."""
 Batch = tuple[tuple[int, int], ...]
 """(number of an input, its batch dim)"""
 
@@ -101,7 +103,7 @@ def _place_inputs(problem: Problem, axis: Axis) -> Placed:
         size = graph.shapes[v][split.dim]
         if size % (split.outer * n):
             ways = f"{split.outer} x {n}" if split.outer > 1 else f"{n}"
-            fits = [str(d) for d in range(2, size + 1) if size % (split.outer * d) == 0]
+            fits = [str(d) for d in range(2, min(size, _MOST_TRIED) + 1) if size % (split.outer * d) == 0]
             raise InfeasibleError(
                 f"{axis.name} {n}: dim {split.dim} of %{graph.values[v].name}, {size}, does not divide by {ways}",
                 f"use {axis.name}={' or '.join(fits[:_TRIED])}" if fits else f"leave {axis.name} out",
@@ -114,7 +116,8 @@ def _place_inputs(problem: Problem, axis: Axis) -> Placed:
             f"{axis.name} cannot split dim {split.dim} of %{graph.values[v].name}: it is split with the batch",
             f"leave it out, or split the batch of the data along {axis.name}, too",
         )
-    classes = Classes(graph, n, starts, max([split.outer for _, split in starts], default=1))
+    outside = max([split.outer for _, split in starts], default=1)
+    classes = Classes(graph, n, starts, outside) if outside > 1 else classes_from(graph, n, starts)
     others = [pair for a in sharding.along(INPUTS) if a is not axis for pair in problem.dims[a.name]]
     kept = [v for v, dim in others if any([split.dim == dim for split in classes.at[v]])]
     return split_inputs(graph, classes, n, Named(starts, kept), problem.taken(INPUTS), batch)
@@ -144,8 +147,8 @@ def data_parallel(function: Function, n: int, batch: Batch, outer: int, taken: T
     """
     graph = graph_of(function)
     starts = tuple([(v, Shard(dim)) for v, dim in batch])
-    there = classes_from(graph, n, starts).inside(outer, n)
-    if there is None or taken:
+    there = None if taken else classes_from(graph, n, starts).inside(outer, n)
+    if there is None:
         classes = Classes(graph, n, [(v, Shard(dim, outer)) for v, dim in batch], outer)
         return split_inputs(graph, classes, n, NOTHING, taken)
     one = _data_parallel(function, n, starts)
