@@ -2,6 +2,7 @@
 (.ci/run: DISTIR_NO_SKIP=1)."""
 
 import os
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -14,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where no bytecode is kept, every process that a test starts compiles all of distir again: half a second each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A shell's background job begins with SIGINT ignored, and so would what tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MOST_PROCESSES = 8
 """Tests start ranks of their own, up to eight each."""
