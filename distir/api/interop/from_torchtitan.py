@@ -67,6 +67,9 @@ def read_torchtitan(path: str | PathLike[str], devices: int | None = None, layer
         table = _section(name, section, options)
         if table is None:
             ignored += len(options) if isinstance(options, dict) else 1
+            if converters := isinstance(options, dict) and options.get("converters"):
+                text = f"{name}: {section}.converters = {json.dumps(converters)}: products in fewer bits"
+                faults.append(Fault("precision", text, "without converters"))
             continue
         for key, x in options.items():
             option = _checked(f"{name}: {section}.{key}", table, key, x)

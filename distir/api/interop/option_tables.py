@@ -145,6 +145,10 @@ MEGATRON: dict[str, ToolOption] = {
     "--account-for-loss-in-pipeline-split": ToolOption(bool, False, "", "stages are balanced by cost"),
     "--overlap-param-gather-with-optimizer-step": ToolOption(bool, False, "", "gathers follow the optimizer"),
     "--defer-embedding-wgrad-compute": ToolOption(bool, False, "", "weight gradients are not deferred"),
+    "--overlap-moe-expert-parallel-comm": ToolOption(
+        bool, False, "", "all-to-alls of experts run beside what does not need them, not beside other microbatches"
+    ),
+    "--moe-shared-expert-overlap": ToolOption(bool, False, ""),
     "--microbatch-group-size-per-virtual-pipeline-stage": ToolOption(
         int, None, "", "groups of microbatches have as many as there are pipeline ranks"
     ),
@@ -170,6 +174,8 @@ MEGATRON: dict[str, ToolOption] = {
             "--ddp-average-in-collective": bool,
             "--ddp-pad-buckets-for-high-nccl-busbw": bool,
             "--fsdp-double-buffer": bool,
+            "--dist-ckpt-optim-fully-reshardable": bool,
+            "--distrib-optim-fully-reshardable-mem-efficient": bool,
             "--no-strict-fsdp-dtensor-load": bool,
             "--ckpt-fully-parallel-save": bool,
             "--ckpt-fully-parallel-load": bool,
@@ -178,5 +184,5 @@ MEGATRON: dict[str, ToolOption] = {
     },
 }
 """By name."""
-CONCERNS = ("parallel", "pipeline", "recompute", "fsdp", "fp8", "fp4", "overlap", "shard", "offload", "batch-size")
+CONCERNS = ("parallel", "pipeline", "recompute", "fsdp", "overlap", "shard", "offload", "batch-size")
 """An option of Megatron-LM whose name has one of these may change the plan, if `MEGATRON` does not say what it does."""

@@ -1,11 +1,13 @@
 """The command-line options in a shell script: its words, with variables that the script sets put in.
 
 That is as much of a shell as launch scripts of training use: comments, quotes, continued lines, assignments, arrays,
-`$NAME`, `${NAME}` and `${NAME:-value}`. Options in an array or a variable count where they are assigned.
+`$NAME`, `${NAME}`, `${NAME:-value}` and products, `$((A*B))`. Options in an array or a variable count where they are
+assigned, those of all branches of conditions.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -17,6 +19,7 @@ from distir.ir.errors import UsageError
 _ASSIGNED = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _USED = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[[@*]\]|:?-([^}]*))?\})")
 _COMMENT = re.compile(r"(?<!\S)#.*")
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
 _OPTION = "--"
 
 
@@ -38,8 +41,9 @@ def shell_options(path: str) -> ShellOptions:
     variables: dict[str, str] = {}
     options: dict[str, list[str]] = {}
     last: list[str] = []
+    text = _ARITHMETIC.sub(lambda match: match[0].replace(" ", ""), _COMMENT.sub("", text))
     try:
-        for word in _words(shlex.split(_COMMENT.sub("", text)), variables):
+        for word in _words(shlex.split(text), variables):
             if word.startswith(_OPTION) and len(word) > len(_OPTION):
                 name, given, value = word.partition("=")
                 last = [value] if given else []
@@ -73,4 +77,8 @@ def _with_values(word: str, variables: dict[str, str]) -> str:
         name = match[1] or match[2]
         return variables.get(name, match[0] if match[3] is None else match[3])
 
-    return _USED.sub(value, word)
+    def product(match: re.Match[str]) -> str:
+        factors = [variables.get(x, x) for x in match[1].split("*")]
+        return str(math.prod(map(int, factors))) if all(x.isdecimal() for x in factors) else match[0]
+
+    return _ARITHMETIC.sub(product, _USED.sub(value, word))

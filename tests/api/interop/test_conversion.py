@@ -251,7 +251,9 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1
 GPUS_PER_NODE=8
 NUM_NODES=4   # of the partition: don't ask for more
 HOSTS=${#NODES[@]}
-WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+WORLD_SIZE=$(($GPUS_PER_NODE * $NUM_NODES))
+BATCH=$((16 * ${NUM_NODES} * GPUS_PER_NODE))
+CHECKPOINTS=${1:-"checkpoints"}
 TP=${TP:-4}
 DISTRIBUTED_ARGS=(
     --nproc_per_node $GPUS_PER_NODE
@@ -261,12 +263,21 @@ GPT_ARGS="
     --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
     --seq-length 4096
     --micro-batch-size 2
-    --global-batch-size=512
+    --global-batch-size=$BATCH
 "
 PARALLEL=(--tensor-model-parallel-size ${TP} --pipeline-model-parallel-size 2
     --num-layers-per-virtual-pipeline-stage 4 --sequence-parallel)
+MORE=()
+if [[ "$TP" == "4" ]]; then
+    MORE+=(
+        "--attention-backend flash"
+        # --fp16
+        --overlap-grad-reduce  # beside the backward pass
+    )
+fi
+PARALLEL+=("${MORE[@]}")
 torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py $GPT_ARGS ${PARALLEL[@]} --bf16 --use-distributed-optimizer \\
-    --overlap-grad-reduce --overlap-param-gather --recompute-activations --lr 1.5e-4 2>&1 | tee log
+    --overlap-param-gather --recompute-activations --lr 1.5e-4 2>&1 | tee log
 """
 
 
@@ -279,7 +290,7 @@ def test_a_script_that_starts_megatron(tmp_path: Path) -> None:
     assert (plan.zero, plan.sequence_parallel, plan.recompute, plan.overlap) == (1, True, "attention", True)
     assert plan.bucket_mb == 40e6 * 4 / 2**20  # Megatron-LM's default
     assert read.settings == TrainingSettings(512, 4096, Precision("bf16"), None, 32)
-    assert read.ignored == 5  # of torchrun, --hidden-size, --num-attention-heads, --lr
+    assert read.ignored == 6  # two of torchrun, two sizes of the model, --attention-backend, --lr
 
 
 def megatron(text: str, tmp_path: Path, devices: int | None = 8, layers: int | None = None) -> Any:
@@ -329,6 +340,13 @@ def test_what_distir_cannot_do_of_megatron_is_said(text: str, field: str, words:
 def test_bad_arguments_of_megatron(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         megatron(text, tmp_path)
+
+
+def test_devices_are_those_of_torchrun_or_of_the_environment(tmp_path: Path) -> None:
+    for text in ("--nnodes 2 --nproc-per-node=8", "WORLD_SIZE=16", "WORLD_SIZE=4\n--nnodes 2 --nproc_per_node 8"):
+        path = written(tmp_path / "a", f"{text} --micro-batch-size 1 --tensor-model-parallel-size 2")
+        assert READERS["megatron"](path, None, None).devices == 16
+        assert READERS["megatron"](path, 4, None).devices == 4
 
 
 def test_devices_and_micro_batch_must_be_said(tmp_path: Path) -> None:
@@ -396,6 +414,7 @@ def test_a_shard_degree_of_what_is_left_needs_the_devices(tmp_path: Path) -> Non
         ("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = 'ZBVZeroBubble'", "schedule"),
         ("[parallelism]\ndisable_loss_parallel = true", "tp"),
         ("[training]\nenable_cpu_offload = true", "zero"),
+        ("[model]\nconverters = ['float8']", "precision"),
         ("[activation_checkpoint]\nmode = 'memory_budget'", "recompute"),
         ("[parallelism]\nexpert_parallel_degree = 4\ntensor_parallel_degree = 2", "split"),
     ],
