@@ -109,7 +109,7 @@ def simulate(args: argparse.Namespace) -> None:
         prediction = simulate_model(model, plan, args.cluster, args.nodes, args.runtime)
         if args.trace is not None:
             prediction.save_trace(args.trace)
-        write_plans(args, model, plan)
+        write_plans(args, model, prediction.summary.plan)
     emitted = [{"tool": tool, "file": path} for tool, path in args.emit]
     if args.json:
         print_json(

@@ -26,7 +26,15 @@ from distir.api.interop.plan_settings import (
     split_sizes,
     splits_of,
 )
-from distir.api.interop.to_torchtitan import BY_OP, DTYPES, RESHARDED, SCHEDULE_NAMES, USUAL_CHUNKS, torchtitan_notes
+from distir.api.interop.to_torchtitan import (
+    BY_OP,
+    DTYPES,
+    RESHARDED,
+    SCHEDULE_NAMES,
+    USUAL_CHUNKS,
+    torchtitan_notes,
+    without_mixed_precision,
+)
 from distir.api.model import Precision
 from distir.ir.errors import UsageError
 from distir.ir.files import read_toml
@@ -85,6 +93,8 @@ def read_torchtitan(path: str | PathLike[str], devices: int | None = None, layer
     plan = _plan(given)
     settings = _settings(given, plan)
     fields = fields_of(plan, ("bucket_mb", "overlap", "loss_gradient", "cut"))
+    if without_mixed_precision(plan) and not settings.dtype:
+        notes.append("torchtitan has no mixed precision without FSDP beside other axes: all is in float32")
     return ReadConfig(fields, settings, faults, [*notes, *torchtitan_notes(plan)], ignored, plan.size)
 
 
@@ -246,4 +256,5 @@ def _settings(given: _Given, plan: Plan) -> TrainingSettings:
     whole = given["local_batch_size"] * replicas if given["global_batch_size"] == -1 else given["global_batch_size"]
     dtype = given["dtype"] if given["dtype"] != "float32" else None
     word = next(k for k, x in DTYPES.items() if x == given["mixed_precision_param"])
-    return TrainingSettings(whole, given["seq_len"], Precision() if dtype else Precision(word), dtype)
+    mixed = dtype is None and not without_mixed_precision(plan)
+    return TrainingSettings(whole, given["seq_len"], Precision(word) if mixed else Precision(), dtype)

@@ -5,6 +5,8 @@
 - Tensor parallelism always comes with sequence parallelism.
 - The microbatches of a pipeline are parts of the local batch; without a pipeline gradients of several local batches are
   accumulated.
+- Mixed precision is FSDP's, or autocast's on replicas and single devices: with tensor or pipeline parallelism alone
+  there is none.
 - Recomputation "selective" by op is near distir's `selective`, but recomputes every second matrix product, too.
 """
 
@@ -187,6 +189,19 @@ def _with_precision(r: Request) -> tuple[str, Request] | None:
     return what, r._replace(settings=r.settings._replace(precision=Precision(products), dtype=None))
 
 
+def without_mixed_precision(plan: Plan) -> bool:
+    """Whether torchtitan has no mixed precision under a plan: without FSDP, beside other axes."""
+    sizes = split_sizes(plan)
+    return max(plan.tp, plan.pp) > 1 and max(plan.dp, sizes[CONTEXT], sizes[EXPERTS]) == 1
+
+
+def _with_fsdp(r: Request) -> tuple[str, Request] | None:
+    given = r.settings.precision
+    if given.products == "fp32" or r.settings.dtype or not without_mixed_precision(r.plan):
+        return None
+    return "mixed precision without replicas", r._replace(settings=r.settings._replace(precision=Precision()))
+
+
 TORCHTITAN_STEPS: tuple[Step, ...] = (
     without_loss_gradient,
     without_cut,
@@ -202,5 +217,6 @@ TORCHTITAN_STEPS: tuple[Step, ...] = (
     _with_buckets,
     in_order,
     _with_precision,
+    _with_fsdp,
 )
 """To the nearest plan that torchtitan can carry out."""

@@ -87,7 +87,7 @@ def said(plan: Plan) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(plan=plans(), training=SETTINGS)
 def test_a_plan_that_can_be_written_reads_back(
     tool: str, plan: Plan, training: TrainingSettings, tmp_path_factory: pytest.TempPathFactory
@@ -178,7 +178,7 @@ def test_torchtitan_degrees() -> None:
 
 def test_layers_of_a_stage_give_the_stages() -> None:
     """torchtitan: ceil((layers + 2) / layers a stage) stages, over all pipeline ranks."""
-    plan = Plan(pp=4, chunks=4, schedule="interleaved", microbatches=8)
+    plan = Plan(dp=2, zero=2, pp=4, chunks=4, schedule="interleaved", microbatches=8)
     each = torchtitan(plan, BATCH._replace(layers=46))["parallelism"]["pipeline_parallel_layers_per_stage"]
     assert math.ceil((46 + 2) / each) == 16
     assert "pipeline_parallel_layers_per_stage" not in torchtitan(replace(plan, chunks=2))["parallelism"]
@@ -203,10 +203,11 @@ def test_megatron_counts_samples(tmp_path: Path) -> None:
     [
         ("torchtitan", Plan(dp=2, zero=1), "ZeRO 1", "--zero 2"),
         ("torchtitan", Plan(dp=2, pp=2), "replicas without ZeRO beside other axes", "--zero 2"),
-        ("torchtitan", Plan(tp=2), "without sequence parallelism", "--sequence-parallel"),
+        ("torchtitan", Plan(dp=2, tp=2, zero=2), "without sequence parallelism", "--sequence-parallel"),
         ("torchtitan", Plan(dp=2, recompute="attention"), "recomputation attention", "--recompute selective"),
         ("torchtitan", Plan(dp=2, overlap=False), "does not overlap", "--overlap"),
         ("torchtitan", Plan(dp=2, order=("pp", "tp", "dp")), None, None),
+        ("torchtitan", Plan(pp=2), "mixed precision without replicas", "--precision fp32"),
         ("torchtitan", Plan(dp=2, pp=2, zero=2, order=("pp", "dp", "tp")), "order pp,dp,tp", "--order tp,dp,pp"),
         ("megatron", Plan(pp=2, schedule="gpipe", microbatches=2), "schedule gpipe", "--schedule 1f1b"),
         ("megatron", Plan(dp=2, recompute="selective"), "recomputation selective", "--recompute attention"),
@@ -455,7 +456,7 @@ def test_names_of_megatron_are_those_of_its_source() -> None:
         assert kind in (option.type.__name__, ",".join(option.choices)) or (option.type is str and not option.choices)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(plan=plans(), training=SETTINGS)
 def test_only_known_options_with_values_of_theirs_are_written(
     plan: Plan, training: TrainingSettings, tmp_path_factory: pytest.TempPathFactory
