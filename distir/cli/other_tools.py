@@ -113,4 +113,4 @@ def _layers(args: argparse.Namespace) -> int | None:
 
 
 def _note(text: str) -> None:
-    warnings.warn(text, ModelWarning, stacklevel=2)
+    warnings.warn(text, ModelWarning, stacklevel=1)  # from one place, so that what is said twice is shown once

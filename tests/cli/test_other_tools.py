@@ -9,7 +9,7 @@ import pytest
 
 from distir.cli import main
 
-GPT = "gpt:layers=4,hidden=32,heads=4,vocab=64"
+GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
 TRAINED = ["--loss", "cross-entropy", "--optimizer", "adamw", "--cluster", "dgx-a100"]
 ARGS = "--tensor-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 32 --seq-length 16 --bf16 --lr 1"
 TOML = """
