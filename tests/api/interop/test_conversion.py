@@ -179,8 +179,16 @@ def test_torchtitan_degrees() -> None:
 def test_layers_of_a_stage_give_the_stages() -> None:
     """torchtitan: ceil((layers + 2) / layers a stage) stages, over all pipeline ranks."""
     plan = Plan(dp=2, zero=2, pp=4, chunks=4, schedule="interleaved", microbatches=8)
-    each = torchtitan(plan, BATCH._replace(layers=46))["parallelism"]["pipeline_parallel_layers_per_stage"]
-    assert math.ceil((46 + 2) / each) == 16
+    written_for = 0
+    for layers in range(14, 64):
+        try:
+            found = torchtitan(plan, BATCH._replace(layers=layers))["parallelism"]
+        except InfeasibleError:
+            assert all(math.ceil((layers + 2) / n) != 16 for n in range(1, layers + 3))
+            continue
+        assert math.ceil((layers + 2) / found["pipeline_parallel_layers_per_stage"]) == 16
+        written_for += 1
+    assert written_for == 1 + 2 + 3 + 4  # layers + 2 above 15 n, up to 16 n
     assert "pipeline_parallel_layers_per_stage" not in torchtitan(replace(plan, chunks=2))["parallelism"]
     with pytest.raises(InfeasibleError, match=r"4 stages a pipeline rank of 24 layers.*nearest: --chunks 2"):
         torchtitan(plan, BATCH._replace(layers=24))
@@ -348,6 +356,38 @@ def test_devices_are_those_of_torchrun_or_of_the_environment(tmp_path: Path) -> 
         path = written(tmp_path / "a", f"{text} --micro-batch-size 1 --tensor-model-parallel-size 2")
         assert READERS["megatron"](path, None, None).devices == 16
         assert READERS["megatron"](path, 4, None).devices == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "zero"),
+    [
+        ("", 0),
+        ("--data-parallel-sharding-strategy optim_grads", 0),  # of Megatron-FSDP alone
+        ("--use-distributed-optimizer", 1),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", 1),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", 2),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 3),
+        ("--use-torch-fsdp2", 3),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", 2),
+    ],
+)
+def test_what_replicas_split_in_megatron(text: str, zero: int, tmp_path: Path) -> None:
+    assert megatron(text, tmp_path).fields["zero"] == zero
+
+
+@pytest.mark.parametrize(
+    ("text", "recompute"),
+    [
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 8", "full"),  # of 8 a stage
+        ("--recompute-granularity selective --recompute-modules core_attn", "attention"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "gathers"),
+        ("--sequence-parallel", "none"),  # without tensor parallelism there is none
+    ],
+)
+def test_what_megatron_recomputes(text: str, recompute: str, tmp_path: Path) -> None:
+    read = megatron(f"--pipeline-model-parallel-size 2 {text}", tmp_path, layers=16)
+    check_faults(read, ())
+    assert read.fields["recompute"] == recompute
 
 
 def test_devices_and_micro_batch_must_be_said(tmp_path: Path) -> None:
