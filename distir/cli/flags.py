@@ -162,6 +162,28 @@ def _simulate(commands: Any) -> None:
     _plan_flags(parser)
     _cluster_flags(parser)
     parser.add_argument("--trace", metavar="FILE.json", help="write a trace that Perfetto opens")
+    group = parser.add_argument_group("plans of other tools")
+    group.add_argument(
+        "--torchtitan",
+        metavar="FILE.toml",
+        help="read the plan, batch and precision from a file of torchtitan; other flags override it",
+    )
+    group.add_argument(
+        "--megatron-args",
+        metavar="FILE",
+        help="read them from arguments of Megatron-LM, or the script that starts it; other flags override them",
+    )
+    group.add_argument(
+        "--gpus", type=_at_least(1), metavar="N", help="the number of devices, where such a file does not say it"
+    )
+    group.add_argument(
+        "--emit",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("TOOL", "FILE"),
+        help="write the plan for distir, torchtitan or megatron; may be given several times",
+    )
 
 
 def _explain(commands: Any) -> None:
