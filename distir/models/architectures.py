@@ -1,0 +1,509 @@
+"""What the config.json of each architecture says: a row an architecture, by its `model_type`.
+
+Defaults are those of transformers' configuration classes, except for sizes, which must be in the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from distir.models.config_file import REQUIRED, ConfigFile
+from distir.models.rotary import SCALINGS, Scaling
+
+
+class Key(NamedTuple):
+    """A field of the config; `default` where it is not there, `null` where it is null."""
+
+    name: str
+    default: Any = REQUIRED
+    null: Any = REQUIRED
+
+
+class Architecture(NamedTuple):
+    """How the config of an architecture becomes a `Decoder`, and its weights those of the Decoder's program."""
+
+    fields: Mapping[str, Any]
+    """By a Decoder's field its value: a `Key`, a function of the config, or what all of the architecture have."""
+    modules: Mapping[str, str]
+    """By a part of the Decoder the module of transformers that holds its weight and bias; {i} is a layer, {e} an
+    expert. Of parts that are one product (`distir.models.pretrained.PIECES`) the whole or the pieces are here."""
+    length: str = "max_position_embeddings"
+    """The field that says how long sequences may be."""
+    only: Mapping[str, Any] = {}
+    """Fields that must have this value, if they are there: others are not supported."""
+    transposed: bool = True
+    """Weights of products are (out, in)."""
+    by_head: bool = False
+    """Of the product of queries, keys and values the columns are those of the first head, then those of the next."""
+
+
+# ---------------------------------------------------------------- functions of a config
+
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+}
+
+
+def _activation(key: str, default: str) -> Callable[[ConfigFile], str]:
+    def read(c: ConfigFile) -> str:
+        name = c.get(key, str, default)
+        if name not in _ACTIVATIONS:
+            raise c.error(f"{key}: unknown activation {name!r}", f"known are {', '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[name]
+
+    return read
+
+
+def _biases(**parts: tuple[str, bool]) -> Callable[[ConfigFile], str]:
+    """The parts that have a bias, by the flag that says so and its default."""
+
+    def read(c: ConfigFile) -> str:
+        return "+".join([part.replace("_", "+") for part, (key, default) in parts.items() if c.get(key, bool, default)])
+
+    return read
+
+
+def _rope(c: ConfigFile) -> ConfigFile:
+    """Of rotary positions: `rope_parameters` of newer files, `rope_scaling` of older ones."""
+    given = c.inside("rope_parameters" if c.values.get("rope_parameters") else "rope_scaling")
+    return given.inside("full_attention") if "full_attention" in given.values else given
+
+
+def _base(default: float, key: str = "rope_theta") -> Callable[[ConfigFile], float]:
+    return lambda c: _rope(c).get("rope_theta", float, c.get(key, float, default))
+
+
+def _share(default: float, key: str = "partial_rotary_factor") -> Callable[[ConfigFile], float]:
+    return lambda c: _rope(c).get("partial_rotary_factor", float, c.get(key, float, default))
+
+
+def _scaling(c: ConfigFile) -> Scaling | None:
+    rope = _rope(c)
+    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
+    kind = "longrope" if kind == "su" else kind
+    if kind == "default":
+        return None
+    if kind not in SCALINGS:
+        raise rope.error(f"unknown rope_type {kind!r}", f"known are default, {', '.join(SCALINGS)}")
+    longest = c.get("max_position_embeddings", int, 2048)
+    original = "original_max_position_embeddings"
+    positions = longest if kind == "dynamic" else rope.get(original, int, c.get(original, int, longest))
+    if positions < 1:
+        raise rope.error(f"{original}: expected at least 1, got {positions}")
+    if kind == "longrope":
+        return _longrope(rope, longest / positions, positions)
+    factor = rope.get("factor", float)
+    if kind == "yarn":
+        return _yarn(rope, factor, positions)
+    turns = (rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)) if kind == "llama3" else ()
+    return Scaling(kind, factor, positions, *turns)
+
+
+def _longrope(rope: ConfigFile, longer: float, positions: int) -> Scaling:
+    factor = rope.get("factor", float, longer)
+    amplitude = math.sqrt(1 + math.log(factor) / math.log(positions)) if factor > 1 else 1.0
+    short, long = (tuple(map(float, rope.get(key, list))) for key in ("short_factor", "long_factor"))
+    return Scaling(
+        "longrope", factor, positions, short=short, long=long, amplitude=rope.get("attention_factor", float, amplitude)
+    )
+
+
+def _yarn(rope: ConfigFile, factor: float, positions: int) -> Scaling:
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
+
+    numerator, denominator = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
+    amplitude = grown(numerator) / grown(denominator) if numerator and denominator else grown(1)
+    low, high = rope.get("beta_slow", float, 1.0), rope.get("beta_fast", float, 32.0)
+    return Scaling("yarn", factor, positions, low, high, amplitude=rope.get("attention_factor", float, amplitude))
+
+
+def _local(otherwise: Callable[[ConfigFile], str]) -> Callable[[ConfigFile], str]:
+    """The layers that have a window: by the types of layers, if the config says them."""
+    kinds = {"sliding_attention": "1", "full_attention": "0"}
+
+    def read(c: ConfigFile) -> str:
+        types = c.get("layer_types", list, None)
+        if types is None:
+            return otherwise(c)
+        for kind in types:
+            if kind not in kinds:
+                raise c.error(f"layer_types: {kind!r} is not supported", f"supported are {', '.join(kinds)}")
+        return "".join(kinds[kind] for kind in types)
+
+    return read
+
+
+def _late_layers(c: ConfigFile) -> str:
+    """Qwen: the layers from `max_window_layers` on."""
+    layers, first = c.get("num_hidden_layers", int), c.get("max_window_layers", int, 28)
+    return "0" * min(first, layers) + "1" * max(layers - first, 0)
+
+
+def _all_but_each(c: ConfigFile) -> str:
+    """Gemma 3: every sixth layer has none."""
+    count = c.get("sliding_window_pattern", int, c.get("_sliding_window_pattern", int, 6))
+    return "1" * (count - 1) + "0"
+
+
+def _used_window(c: ConfigFile) -> int:
+    return c.get("sliding_window", int, 4096, 0) if c.get("use_sliding_window", bool, False) else 0
+
+
+def _parallel(c: ConfigFile) -> str:
+    return "two" if c.get("use_parallel_residual", bool, True) else ""
+
+
+def _query_scale(c: ConfigFile) -> float:
+    return c.get("query_pre_attn_scalar", float, 256.0) ** -0.5
+
+
+def _root_of_width(c: ConfigFile) -> float:
+    return math.sqrt(c.get("hidden_size", int))
+
+
+# ---------------------------------------------------------------- what several rows share
+
+_SIZES = {
+    "layers": Key("num_hidden_layers"),
+    "hidden": Key("hidden_size"),
+    "heads": Key("num_attention_heads"),
+    "vocab": Key("vocab_size"),
+    "ffn": Key("intermediate_size"),
+}
+_LLAMA = {
+    **_SIZES,
+    "kv_heads": Key("num_key_value_heads"),
+    "head_size": Key("head_dim", 0),
+    "gated": True,
+    "activation": _activation("hidden_act", "silu"),
+    "rms": True,
+    "epsilon": Key("rms_norm_eps", 1e-6),
+    "bias": False,
+    "tied": Key("tie_word_embeddings", False),
+    "rotary": True,
+    "rotary_base": _base(10_000.0),
+    "rotary_scaling": _scaling,
+}
+_GEMMA = {
+    **_LLAMA,
+    "head_size": Key("head_dim", 256),
+    "activation": _activation("hidden_activation", "gelu_pytorch_tanh"),
+    "biases": _biases(qkv_out=("attention_bias", False)),
+    "offset_norms": True,
+    "tied": Key("tie_word_embeddings", True),
+    "embedding_scale": _root_of_width,
+}
+_GEMMA2 = {
+    **_GEMMA,
+    "post_norms": True,
+    "score_scale": _query_scale,
+    "window": Key("sliding_window", 4096, 0),
+    "logit_cap": Key("final_logit_softcapping", 30.0, 0.0),
+    "score_cap": Key("attn_logit_softcapping", 50.0, 0.0),
+}
+_QWEN_EXPERTS = {
+    **_LLAMA,
+    "ffn": Key("moe_intermediate_size"),
+    "experts": Key("num_experts"),
+    "choices": Key("num_experts_per_tok"),
+    "shares": lambda c: "normalized" if c.get("norm_topk_prob", bool, False) else "probabilities",
+}
+_DENSE_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _in_layers(layer: str, parts: Mapping[str, str]) -> dict[str, str]:
+    return {part: f"{layer}.{name}" for part, name in parts.items()}
+
+
+_TOP = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_ATTENTION = _in_layers(
+    "model.layers.{i}",
+    {
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        "attention.q": "self_attn.q_proj",
+        "attention.k": "self_attn.k_proj",
+        "attention.v": "self_attn.v_proj",
+        "attention.out": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+    },
+)
+_MLP = _in_layers("model.layers.{i}.mlp", {"mlp.gate": "gate_proj", "mlp.up": "up_proj", "mlp.out": "down_proj"})
+_LLAMA_MODULES = {**_TOP, **_ATTENTION, **_MLP}
+_GEMMA2_MODULES = {
+    **_LLAMA_MODULES,
+    **_in_layers(
+        "model.layers.{i}",
+        {
+            "post_norm1": "post_attention_layernorm",
+            "norm2": "pre_feedforward_layernorm",
+            "post_norm2": "post_feedforward_layernorm",
+        },
+    ),
+}
+_QWEN_EXPERT_MODULES = {
+    **_TOP,
+    **_ATTENTION,
+    **_in_layers(
+        "model.layers.{i}.mlp",
+        {
+            "mlp.router": "gate",
+            "mlp.experts.gate": "experts.{e}.gate_proj",
+            "mlp.experts.up": "experts.{e}.up_proj",
+            "mlp.experts.out": "experts.{e}.down_proj",
+            "mlp.shared.gate": "shared_expert.gate_proj",
+            "mlp.shared.up": "shared_expert.up_proj",
+            "mlp.shared.out": "shared_expert.down_proj",
+            "mlp.shared_gate": "shared_expert_gate",
+        },
+    ),
+}
+
+# ---------------------------------------------------------------- the rows
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "gpt2": Architecture(
+        {
+            "layers": Key("n_layer"),
+            "hidden": Key("n_embd"),
+            "heads": Key("n_head"),
+            "vocab": Key("vocab_size"),
+            "ffn": Key("n_inner", 0),
+            "positions": Key("n_positions", 1024),
+            "activation": _activation("activation_function", "gelu_new"),
+            "epsilon": Key("layer_norm_epsilon", 1e-5),
+            "tied": Key("tie_word_embeddings", True),
+        },
+        {
+            "embedding": "transformer.wte",
+            "positions": "transformer.wpe",
+            "norm": "transformer.ln_f",
+            "head": "lm_head",
+            **_in_layers(
+                "transformer.h.{i}",
+                {
+                    "norm1": "ln_1",
+                    "norm2": "ln_2",
+                    "attention.qkv": "attn.c_attn",
+                    "attention.out": "attn.c_proj",
+                    "mlp.in": "mlp.c_fc",
+                    "mlp.out": "mlp.c_proj",
+                },
+            ),
+        },
+        length="n_positions",
+        only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        transposed=False,
+    ),
+    "opt": Architecture(
+        {
+            **_SIZES,
+            "ffn": Key("ffn_dim"),
+            "positions": lambda c: c.get("max_position_embeddings", int, 2048) + 2,
+            "first_position": 2,
+            "activation": _activation("activation_function", "relu"),
+            "bias": Key("enable_bias", True),
+            "tied": Key("tie_word_embeddings", True),
+        },
+        {
+            "embedding": "model.decoder.embed_tokens",
+            "positions": "model.decoder.embed_positions",
+            "norm": "model.decoder.final_layer_norm",
+            "head": "lm_head",
+            **_in_layers(
+                "model.decoder.layers.{i}",
+                {
+                    "norm1": "self_attn_layer_norm",
+                    "norm2": "final_layer_norm",
+                    "attention.q": "self_attn.q_proj",
+                    "attention.k": "self_attn.k_proj",
+                    "attention.v": "self_attn.v_proj",
+                    "attention.out": "self_attn.out_proj",
+                    "mlp.in": "fc1",
+                    "mlp.out": "fc2",
+                },
+            ),
+        },
+        only={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "layer_norm_elementwise_affine": True,
+            "word_embed_proj_dim": Key("hidden_size"),
+        },
+    ),
+    "gpt_neox": Architecture(
+        {
+            **_SIZES,
+            "activation": _activation("hidden_act", "gelu"),
+            "epsilon": Key("layer_norm_eps", 1e-5),
+            "bias": False,
+            "biases": lambda c: "qkv+out+mlp" if c.get("attention_bias", bool, True) else "mlp",
+            "tied": Key("tie_word_embeddings", False),
+            "parallel": _parallel,
+            "rotary": True,
+            "rotary_base": _base(10_000.0, "rotary_emb_base"),
+            "rotary_share": _share(0.25, "rotary_pct"),
+            "rotary_scaling": _scaling,
+        },
+        {
+            "embedding": "gpt_neox.embed_in",
+            "norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out",
+            **_in_layers(
+                "gpt_neox.layers.{i}",
+                {
+                    "norm1": "input_layernorm",
+                    "norm2": "post_attention_layernorm",
+                    "attention.qkv": "attention.query_key_value",
+                    "attention.out": "attention.dense",
+                    "mlp.in": "mlp.dense_h_to_4h",
+                    "mlp.out": "mlp.dense_4h_to_h",
+                },
+            ),
+        },
+        by_head=True,
+    ),
+    "llama": Architecture(
+        {
+            **_LLAMA,
+            "kv_heads": Key("num_key_value_heads", 0),
+            "biases": _biases(qkv_out=("attention_bias", False), mlp=("mlp_bias", False)),
+        },
+        _LLAMA_MODULES,
+    ),
+    "mistral": Architecture({**_LLAMA, "window": Key("sliding_window", 4096, 0)}, _LLAMA_MODULES),
+    "mixtral": Architecture(
+        {
+            **_LLAMA,
+            "epsilon": Key("rms_norm_eps", 1e-5),
+            "rotary_base": _base(1e6),
+            "window": Key("sliding_window", 0),
+            "experts": Key("num_local_experts"),
+            "choices": Key("num_experts_per_tok"),
+            "shares": "normalized",
+        },
+        {
+            **_TOP,
+            **_ATTENTION,
+            **_in_layers(
+                "model.layers.{i}.block_sparse_moe",
+                {
+                    "mlp.router": "gate",
+                    "mlp.experts.gate": "experts.{e}.w1",
+                    "mlp.experts.up": "experts.{e}.w3",
+                    "mlp.experts.out": "experts.{e}.w2",
+                },
+            ),
+        },
+    ),
+    "qwen2": Architecture(
+        {**_LLAMA, "biases": "qkv", "window": _used_window, "local": _local(_late_layers)}, _LLAMA_MODULES
+    ),
+    "qwen3": Architecture(
+        {
+            **_LLAMA,
+            "head_size": Key("head_dim", 128),
+            "biases": _biases(qkv_out=("attention_bias", False)),
+            "qk_norm": True,
+            "window": _used_window,
+            "local": _local(_late_layers),
+        },
+        _LLAMA_MODULES,
+    ),
+    "qwen2_moe": Architecture(
+        {
+            **_QWEN_EXPERTS,
+            "biases": _biases(qkv=("qkv_bias", True)),
+            "shared_ffn": Key("shared_expert_intermediate_size"),
+            "window": _used_window,
+            "local": _local(_late_layers),
+        },
+        _QWEN_EXPERT_MODULES,
+        only=_DENSE_LAYERS,
+    ),
+    "qwen3_moe": Architecture(
+        {
+            **_QWEN_EXPERTS,
+            "biases": _biases(qkv_out=("attention_bias", False)),
+            "qk_norm": True,
+            "window": _used_window,
+        },
+        _QWEN_EXPERT_MODULES,
+        only=_DENSE_LAYERS,
+    ),
+    "gemma": Architecture(_GEMMA, _LLAMA_MODULES),
+    "gemma2": Architecture({**_GEMMA2, "local": _local(lambda c: "10")}, _GEMMA2_MODULES),
+    "gemma3_text": Architecture(
+        {
+            **_GEMMA2,
+            "qk_norm": True,
+            "rotary_base": _base(1e6),
+            "local_base": lambda c: (
+                c.inside("rope_parameters")
+                .inside("sliding_attention")
+                .get("rope_theta", float, c.get("rope_local_base_freq", float, 10_000.0))
+            ),
+            "local": _local(_all_but_each),
+            "logit_cap": Key("final_logit_softcapping", 0.0),
+            "score_cap": Key("attn_logit_softcapping", 0.0),
+        },
+        _GEMMA2_MODULES,
+        only={"use_bidirectional_attention": False},
+    ),
+    "phi": Architecture(
+        {
+            **_SIZES,
+            "kv_heads": Key("num_key_value_heads", 0),
+            "activation": _activation("hidden_act", "gelu_new"),
+            "epsilon": Key("layer_norm_eps", 1e-5),
+            "biases": "head",
+            "tied": Key("tie_word_embeddings", False),
+            "parallel": "one",
+            "rotary": True,
+            "rotary_base": _base(10_000.0),
+            "rotary_share": _share(0.5),
+            "rotary_scaling": _scaling,
+        },
+        {
+            **_LLAMA_MODULES,
+            "norm": "model.final_layernorm",
+            **_in_layers(
+                "model.layers.{i}", {"attention.out": "self_attn.dense", "mlp.in": "mlp.fc1", "mlp.out": "mlp.fc2"}
+            ),
+        },
+        only={"qk_layernorm": False},
+    ),
+    "phi3": Architecture(
+        {
+            **_LLAMA,
+            "kv_heads": Key("num_key_value_heads", 0),
+            "epsilon": Key("rms_norm_eps", 1e-5),
+            "rotary_share": _share(1.0),
+            "window": Key("sliding_window", 0),
+        },
+        {
+            **_TOP,
+            **_in_layers(
+                "model.layers.{i}",
+                {
+                    "norm1": "input_layernorm",
+                    "norm2": "post_attention_layernorm",
+                    "attention.qkv": "self_attn.qkv_proj",
+                    "attention.out": "self_attn.o_proj",
+                    "mlp.in": "mlp.gate_up_proj",
+                    "mlp.out": "mlp.down_proj",
+                },
+            ),
+        },
+    ),
+}
