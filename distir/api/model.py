@@ -175,11 +175,11 @@ def load(
 
     Raises ModelError for a file that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
     """
-    if is_named(str(path)):
-        model = _built(str(path), dims or {}, batch)
-    elif is_config(path):
+    if isinstance(path, Mapping) or (is_config(path) and not is_named(str(path))):
         _no_batch_dim(title_of(path), batch)
         model = _of_built(built_from(path, dims or {}), title_of(path))
+    elif is_named(str(path)):
+        model = _built(str(path), dims or {}, batch)
     elif Path(path).suffix == TEXT:
         model = _from_text(Path(path), dims or {}, batch)
     else:

@@ -34,7 +34,7 @@ class Architecture(NamedTuple):
     only: Mapping[str, Any] = {}
     """Fields that must have this value, if they are there: others are not supported."""
     transposed: bool = True
-    """Weights of products are (out, in)."""
+    """Weights of products in layers are (out, in)."""
     by_head: bool = False
     """Of the product of queries, keys and values the columns are those of the first head, then those of the next."""
 
@@ -213,7 +213,7 @@ _GEMMA2 = {
 _QWEN_EXPERTS = {
     **_LLAMA,
     "ffn": Key("moe_intermediate_size"),
-    "experts": Key("num_experts"),
+    "experts": lambda c: c.get("num_local_experts" if "num_local_experts" in c.values else "num_experts", int),
     "choices": Key("num_experts_per_tok"),
     "shares": lambda c: "normalized" if c.get("norm_topk_prob", bool, False) else "probabilities",
 }

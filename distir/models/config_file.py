@@ -50,9 +50,9 @@ class ConfigFile:
         return ConfigFile(self.get(key, dict, {}), f"{self.label}: {key}")
 
 
-def is_config(path: object) -> bool:
+def is_config(path: str | os.PathLike[str]) -> bool:
     """Whether a model is given by a config: a file .json, or a folder with a config.json."""
-    return isinstance(path, Mapping) or Path(str(path)).suffix == ".json" or os.path.isfile(Path(str(path)) / FILE)
+    return Path(path).suffix == ".json" or os.path.isfile(Path(path) / FILE)
 
 
 def opened(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigFile:

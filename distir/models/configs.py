@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -59,7 +60,8 @@ def built_from(
     if weights is None:
         return Built(function, arrays)
     shapes = {v.name: shape_of(v) for v in function.inputs if v.kind == "parameter"}
-    return Built(function, _Both(arrays, Pretrained(model, architecture, shapes, weights)))
+    read = Pretrained(model, architecture, shapes, weights)
+    return Built(function, ChainMap(arrays, read))  # type: ignore[arg-type]  # nothing writes to it
 
 
 def described(config: Config, dims: Mapping[str, Any] | None = None) -> Decoder:
@@ -76,23 +78,6 @@ def title_of(config: Config) -> str:
     if os.path.basename(path) == "config.json":
         path = os.path.dirname(path)
     return os.path.basename(path)
-
-
-class _Both(Mapping[str, Any]):
-    """Constants, and weights, which are made when they are asked for."""
-
-    def __init__(self, constants: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-        self._constants, self._weights = constants, weights
-
-    def __getitem__(self, name: str) -> Any:
-        return self._constants[name] if name in self._constants else self._weights[name]
-
-    def __iter__(self):
-        yield from self._constants
-        yield from self._weights
-
-    def __len__(self) -> int:
-        return len(self._constants) + len(self._weights)
 
 
 def _architecture(file: ConfigFile) -> Architecture:

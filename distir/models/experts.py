@@ -30,17 +30,19 @@ def routes(f: FunctionMaker, probabilities: Value, choices: int, slots: int, nor
     """
     groups, tokens, experts = shape_of(probabilities)
     slot = f.emit("Constant", value=(slots,), shape=(), dtype=Int64)  # there is no slot of this number
-    left, chosen, ahead = probabilities, None, None
+    best = chosen = _largest(f, probabilities)
+    ahead: Value | None = None
     for k in range(choices):
-        best = _largest(f, left)
+        if k:
+            left = f.emit("Where", chosen, scalar(f, -1.0, probabilities), probabilities)
+            best = _largest(f, left)
+            chosen = f.emit("Or", chosen, best)
         count = f.emit("Cast", best, to=Int64)
         place = f.emit("CumSum", count, axis=1, exclusive=True)
-        slot = f.emit("Where", best, place if ahead is None else f.emit("Add", place, ahead), slot)
-        chosen = best if chosen is None else f.emit("Or", chosen, best)
+        slot = f.emit("Where", best, f.emit("Add", place, ahead) if ahead else place, slot)
         if k < choices - 1:
             taken = f.emit("ReduceSum", count, axes=(1,), keepdims=1)
-            ahead = taken if ahead is None else f.emit("Add", ahead, taken)
-            left = f.emit("Where", chosen, scalar(f, -1.0, probabilities), probabilities)
+            ahead = f.emit("Add", ahead, taken) if ahead else taken
     shares = f.emit("Mask", chosen, probabilities)
     if normalized:
         shares = f.emit("Div", shares, f.emit("ReduceSum", shares, axes=(2,), keepdims=1))

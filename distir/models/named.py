@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,13 +56,12 @@ def is_named(text: str) -> bool:
     return text.partition(":")[0] in _FAMILIES
 
 
-def own_loss(model: object) -> str | None:
+def own_loss(model: str | os.PathLike[str] | Mapping[str, Any]) -> str | None:
     """The loss by which a model of that name, or that config, is trained if none is asked for; None without one, and
     for files of programs."""
-    text = str(model)
-    if is_named(text):
-        return _FAMILIES[text.partition(":")[0]].loss
-    return "cross-entropy" if is_config(model) else None
+    if not isinstance(model, Mapping) and is_named(os.fspath(model)):
+        return _FAMILIES[os.fspath(model).partition(":")[0]].loss
+    return "cross-entropy" if isinstance(model, Mapping) or is_config(model) else None
 
 
 def built(text: str, dims: Mapping[str, int]) -> Built:

@@ -46,6 +46,9 @@ class Pretrained(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._shapes)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes  # without making it
+
     def __getitem__(self, name: str) -> np.ndarray:
         import numpy as np
 
@@ -78,7 +81,8 @@ class Pretrained(Mapping[str, Any]):
 
         if "{e}" in module:
             return np.stack([self._tensor(module.format(i=layer, e=e), kind) for e in range(self._config.experts)])
-        found = self._tensor(module.format(i=layer), kind, turned=part not in _TABLES)
+        turned = part not in _TABLES and (self._architecture.transposed or part == "head")
+        found = self._tensor(module.format(i=layer), kind, turned)
         if part == "attention.qkv" and self._architecture.by_head:
             heads = (*found.shape[:-1], self._config.heads, 3, self._config.head_size)
             found = np.swapaxes(found.reshape(heads), -2, -3).reshape(found.shape)
@@ -92,5 +96,5 @@ class Pretrained(Mapping[str, Any]):
         for name in names:
             if name in self._state:
                 found = np.asarray(self._state[name])
-                return found.T if turned and found.ndim == 2 and self._architecture.transposed else found
+                return found.T if turned and found.ndim == 2 else found
         raise ModelError(f"the weights have no {names[0]}")
