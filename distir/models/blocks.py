@@ -67,13 +67,23 @@ class _Builder:
         c = self.config
         mlp = self.experts if c.experts > 1 else self.mlp
         normed = self.norm(x, f"{i}.norm1")
-        mixed = self.after(self.attention(normed, f"{i}.attention", i), f"{i}.post_norm1")
-        if not c.parallel:
-            x = self.emit("Add", x, mixed)
-        if c.parallel != "one":
-            normed = self.norm(x, f"{i}.norm2")
-        found = self.after(mlp(normed, f"{i}.mlp"), f"{i}.post_norm2")
-        return self.emit("Add", x, self.emit("Add", mixed, found) if c.parallel else found)
+        if c.parallel:
+            return self.emit("Add", x, self.in_parallel(x, normed, i))
+        x = self.emit("Add", x, self.after(self.attention(normed, f"{i}.attention", i), f"{i}.post_norm1"))
+        return self.emit("Add", x, self.after(mlp(self.norm(x, f"{i}.norm2"), f"{i}.mlp"), f"{i}.post_norm2"))
+
+    def in_parallel(self, x: Value, normed: Value, i: int) -> Value:
+        """Attention and MLP of what the layer is given, added up. Biases come after, so that tensor parallelism, which
+        makes partial sums of the products, reduces once; dropout would come between."""
+        c = self.config
+        late = not c.dropout
+        found = self.dropped(self.attention(normed, f"{i}.attention", i, bias=not late))
+        normed = normed if c.parallel == "one" else self.norm(x, f"{i}.norm2")
+        found = self.emit("Add", found, self.dropped(self.mlp(normed, f"{i}.mlp", bias=not late)))
+        for name, part in ((f"{i}.attention.out", "out"), (f"{i}.mlp.out", "mlp")):
+            if late and part in c.biased:
+                found = self.emit("Add", found, self.parameter(f"{name}.bias", c.hidden))
+        return found
 
     def after(self, x: Value, norm: str) -> Value:
         """What attention or an MLP gives, as it is added."""
@@ -108,16 +118,16 @@ class _Builder:
         bias = self.parameter(f"{name}.bias", shape_of(x)[axis])
         return self.emit("LayerNormalization", x, gain, bias, axis=axis, epsilon=c.epsilon)
 
-    def linear(self, x: Value, name: str, out: int, part: str) -> Value:
-        """A product with a weight, and the bias if such a part of a layer has one."""
+    def linear(self, x: Value, name: str, out: int, part: str, bias: bool = True) -> Value:
+        """A product with a weight, and the bias if such a part of a layer has one, and it is asked for."""
         y = self.emit("MatMul", x, self.parameter(f"{name}.weight", shape_of(x)[-1], out))
-        return self.emit("Add", y, self.parameter(f"{name}.bias", out)) if part in self.config.biased else y
+        return self.emit("Add", y, self.parameter(f"{name}.bias", out)) if bias and part in self.config.biased else y
 
     def by_heads(self, x: Value, heads: int) -> Value:
         y = self.emit("Reshape", x, shape=(*self.rows, heads, self.config.head_size))
         return self.emit("Transpose", y, perm=(0, 2, 1, 3))
 
-    def attention(self, x: Value, name: str, layer: int) -> Value:
+    def attention(self, x: Value, name: str, layer: int, bias: bool = True) -> Value:
         c = self.config
         wide, narrow = c.heads * c.head_size, c.kv_heads * c.head_size
         if c.kv_heads == c.heads:  # one product
@@ -138,7 +148,7 @@ class _Builder:
         else:
             y = self.emit("MatMul", self.probabilities(q, k), v)
         y = self.emit("Reshape", self.emit("Transpose", y, perm=(0, 2, 1, 3)), shape=(*self.rows, wide))
-        return self.linear(y, f"{name}.out", c.hidden, "out")
+        return self.linear(y, f"{name}.out", c.hidden, "out", bias)
 
     def probabilities(self, q: Value, k: Value) -> Value:
         """Those of causal attention. The Dropout, also of ratio 0, keeps them from being fused."""
@@ -175,10 +185,10 @@ class _Builder:
         x = self.emit("Expand", x, shape=(batch, c.kv_heads, times, seq, c.head_size))
         return self.emit("Reshape", x, shape=(batch, c.heads, seq, c.head_size))
 
-    def mlp(self, x: Value, name: str, ffn: int = 0) -> Value:
+    def mlp(self, x: Value, name: str, ffn: int = 0, bias: bool = True) -> Value:
         c = self.config
         hidden = self.activated(self.linear(x, f"{name}.in", self.wide(ffn or c.ffn), "mlp"))
-        return self.linear(hidden, f"{name}.out", c.hidden, "mlp")
+        return self.linear(hidden, f"{name}.out", c.hidden, "mlp", bias)
 
     def wide(self, ffn: int) -> int:
         """The width of an MLP's first product."""

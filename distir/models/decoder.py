@@ -158,6 +158,9 @@ class Decoder:
             if part not in PARTS:
                 raise UsageError(f"biases are of {', '.join(PARTS)}, joined by +, got {self.biases!r}")
 
+        if self.parallel and (self.post_norms or self.experts > 1):
+            raise UsageError("layers that are parallel have neither post_norms nor experts")
+
     def _check_attention(self) -> None:
         if self.heads % self.kv_heads:
             raise UsageError(f"heads {self.heads} does not divide by {self.kv_heads} kv_heads")
