@@ -204,7 +204,7 @@ class _Builder:
     def experts(self, x: Value, name: str) -> Value:
         """Each expert's MLP of the tokens that it takes; a token gets its experts' shares."""
         c = self.config
-        given, x = x, self.reshaped(x, c.groups, c.group, c.hidden)
+        given, x = x, self.regrouped(x, c.groups, c.group)
         router = self.parameter(f"{name}.router.weight", c.hidden, c.experts)
         probabilities = self.emit("Softmax", self.emit("MatMul", x, router), axis=2)
         dispatch, combine = routes(self.maker, probabilities, c.choices, c.slots, c.shares == "normalized")
@@ -217,7 +217,7 @@ class _Builder:
         y = self.emit("Reshape", y, shape=(c.experts, c.groups, c.slots, c.hidden))
         y = self.emit("Transpose", y, perm=(1, 0, 2, 3))
         y = self.emit("Reshape", y, shape=(c.groups, c.experts * c.slots, c.hidden))
-        y = self.reshaped(self.emit("MatMul", combine, y), *self.rows, c.hidden)
+        y = self.regrouped(self.emit("MatMul", combine, y), *self.rows)
         return self.emit("Add", y, self.shared(given, name)) if c.shared_ffn else y
 
     def shared(self, x: Value, name: str) -> Value:
@@ -227,8 +227,14 @@ class _Builder:
         )
         return self.emit("Mul", self.mlp(x, f"{name}.shared", self.config.shared_ffn), share)
 
-    def reshaped(self, x: Value, *shape: int) -> Value:
-        return x if shape_of(x) == shape else self.emit("Reshape", x, shape=shape)
+    def regrouped(self, x: Value, rows: int, columns: int) -> Value:
+        """Tokens (batch, seq, hidden) in groups, or the other way: each step merges dims or parts one."""
+        if shape_of(x)[:2] == (rows, columns):
+            return x
+        width = shape_of(x)[2]
+        return self.emit(
+            "Reshape", self.emit("Reshape", x, shape=(rows * columns, width)), shape=(rows, columns, width)
+        )
 
     def stacked(self, x: Value, name: str, out: int) -> Value:
         """As `linear`, with weights of its own for each expert: (experts, rows, width) to (experts, rows, out)."""

@@ -51,8 +51,8 @@ class ConfigFile:
 
 
 def is_config(path: str | os.PathLike[str]) -> bool:
-    """Whether a model is given by a config: a file .json, or a folder with a config.json."""
-    return Path(path).suffix == ".json" or os.path.isfile(Path(path) / FILE)
+    """Whether a model is given by a config: a file .json, or a folder."""
+    return Path(path).suffix == ".json" or os.path.isdir(path)
 
 
 def opened(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigFile:
