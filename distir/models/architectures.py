@@ -5,12 +5,24 @@ Defaults are those of transformers' configuration classes, except for sizes, whi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from distir.models.config_file import REQUIRED, ConfigFile
-from distir.models.rotary import SCALINGS, Scaling
+from distir.models.config_file import REQUIRED
+from distir.models.config_readers import (
+    activation,
+    all_but_each,
+    biases,
+    late_layers,
+    local_layers,
+    parallel_layers,
+    query_scale,
+    root_of_width,
+    rotary_base,
+    rotary_scaling,
+    rotary_share,
+    used_window,
+)
 
 
 class Key(NamedTuple):
@@ -39,137 +51,6 @@ class Architecture(NamedTuple):
     """Of the product of queries, keys and values the columns are those of the first head, then those of the next."""
 
 
-# ---------------------------------------------------------------- functions of a config
-
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-}
-
-
-def _activation(key: str, default: str) -> Callable[[ConfigFile], str]:
-    def read(c: ConfigFile) -> str:
-        name = c.get(key, str, default)
-        if name not in _ACTIVATIONS:
-            raise c.error(f"{key}: unknown activation {name!r}", f"known are {', '.join(_ACTIVATIONS)}")
-        return _ACTIVATIONS[name]
-
-    return read
-
-
-def _biases(**parts: tuple[str, bool]) -> Callable[[ConfigFile], str]:
-    """The parts that have a bias, by the flag that says so and its default."""
-
-    def read(c: ConfigFile) -> str:
-        return "+".join([part.replace("_", "+") for part, (key, default) in parts.items() if c.get(key, bool, default)])
-
-    return read
-
-
-def _rope(c: ConfigFile) -> ConfigFile:
-    """Of rotary positions: `rope_parameters` of newer files, `rope_scaling` of older ones."""
-    given = c.inside("rope_parameters" if c.values.get("rope_parameters") else "rope_scaling")
-    return given.inside("full_attention") if "full_attention" in given.values else given
-
-
-def _base(default: float, key: str = "rope_theta") -> Callable[[ConfigFile], float]:
-    return lambda c: _rope(c).get("rope_theta", float, c.get(key, float, default))
-
-
-def _share(default: float, key: str = "partial_rotary_factor") -> Callable[[ConfigFile], float]:
-    return lambda c: _rope(c).get("partial_rotary_factor", float, c.get(key, float, default))
-
-
-def _scaling(c: ConfigFile) -> Scaling | None:
-    rope = _rope(c)
-    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-    kind = "longrope" if kind == "su" else kind
-    if kind == "default":
-        return None
-    if kind not in SCALINGS:
-        raise rope.error(f"unknown rope_type {kind!r}", f"known are default, {', '.join(SCALINGS)}")
-    longest = c.get("max_position_embeddings", int, 2048)
-    original = "original_max_position_embeddings"
-    positions = longest if kind == "dynamic" else rope.get(original, int, c.get(original, int, longest))
-    if positions < 1:
-        raise rope.error(f"{original}: expected at least 1, got {positions}")
-    if kind == "longrope":
-        return _longrope(rope, longest / positions, positions)
-    factor = rope.get("factor", float)
-    if kind == "yarn":
-        return _yarn(rope, factor, positions)
-    turns = (rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)) if kind == "llama3" else ()
-    return Scaling(kind, factor, positions, *turns)
-
-
-def _longrope(rope: ConfigFile, longer: float, positions: int) -> Scaling:
-    factor = rope.get("factor", float, longer)
-    amplitude = math.sqrt(1 + math.log(factor) / math.log(positions)) if factor > 1 else 1.0
-    short, long = (tuple(map(float, rope.get(key, list))) for key in ("short_factor", "long_factor"))
-    return Scaling(
-        "longrope", factor, positions, short=short, long=long, amplitude=rope.get("attention_factor", float, amplitude)
-    )
-
-
-def _yarn(rope: ConfigFile, factor: float, positions: int) -> Scaling:
-    def grown(by: float) -> float:
-        return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
-
-    numerator, denominator = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
-    amplitude = grown(numerator) / grown(denominator) if numerator and denominator else grown(1)
-    low, high = rope.get("beta_slow", float, 1.0), rope.get("beta_fast", float, 32.0)
-    return Scaling("yarn", factor, positions, low, high, amplitude=rope.get("attention_factor", float, amplitude))
-
-
-def _local(otherwise: Callable[[ConfigFile], str]) -> Callable[[ConfigFile], str]:
-    """The layers that have a window: by the types of layers, if the config says them."""
-    kinds = {"sliding_attention": "1", "full_attention": "0"}
-
-    def read(c: ConfigFile) -> str:
-        types = c.get("layer_types", list, None)
-        if types is None:
-            return otherwise(c)
-        for kind in types:
-            if kind not in kinds:
-                raise c.error(f"layer_types: {kind!r} is not supported", f"supported are {', '.join(kinds)}")
-        return "".join(kinds[kind] for kind in types)
-
-    return read
-
-
-def _late_layers(c: ConfigFile) -> str:
-    """Qwen: the layers from `max_window_layers` on."""
-    layers, first = c.get("num_hidden_layers", int), c.get("max_window_layers", int, 28)
-    return "0" * min(first, layers) + "1" * max(layers - first, 0)
-
-
-def _all_but_each(c: ConfigFile) -> str:
-    """Gemma 3: every sixth layer has none."""
-    count = c.get("sliding_window_pattern", int, c.get("_sliding_window_pattern", int, 6))
-    return "1" * (count - 1) + "0"
-
-
-def _used_window(c: ConfigFile) -> int:
-    return c.get("sliding_window", int, 4096, 0) if c.get("use_sliding_window", bool, False) else 0
-
-
-def _parallel(c: ConfigFile) -> str:
-    return "two" if c.get("use_parallel_residual", bool, True) else ""
-
-
-def _query_scale(c: ConfigFile) -> float:
-    return c.get("query_pre_attn_scalar", float, 256.0) ** -0.5
-
-
-def _root_of_width(c: ConfigFile) -> float:
-    return math.sqrt(c.get("hidden_size", int))
-
-
 # ---------------------------------------------------------------- what several rows share
 
 _SIZES = {
@@ -184,28 +65,28 @@ _LLAMA = {
     "kv_heads": Key("num_key_value_heads"),
     "head_size": Key("head_dim", 0),
     "gated": True,
-    "activation": _activation("hidden_act", "silu"),
+    "activation": activation("hidden_act", "silu"),
     "rms": True,
     "epsilon": Key("rms_norm_eps", 1e-6),
     "bias": False,
     "tied": Key("tie_word_embeddings", False),
     "rotary": True,
-    "rotary_base": _base(10_000.0),
-    "rotary_scaling": _scaling,
+    "rotary_base": rotary_base(10_000.0),
+    "rotary_scaling": rotary_scaling,
 }
 _GEMMA = {
     **_LLAMA,
     "head_size": Key("head_dim", 256),
-    "activation": _activation("hidden_activation", "gelu_pytorch_tanh"),
-    "biases": _biases(qkv_out=("attention_bias", False)),
+    "activation": activation("hidden_activation", "gelu_pytorch_tanh"),
+    "biases": biases(qkv_out=("attention_bias", False)),
     "offset_norms": True,
     "tied": Key("tie_word_embeddings", True),
-    "embedding_scale": _root_of_width,
+    "embedding_scale": root_of_width,
 }
 _GEMMA2 = {
     **_GEMMA,
     "post_norms": True,
-    "score_scale": _query_scale,
+    "score_scale": query_scale,
     "window": Key("sliding_window", 4096, 0),
     "logit_cap": Key("final_logit_softcapping", 30.0, 0.0),
     "score_cap": Key("attn_logit_softcapping", 50.0, 0.0),
@@ -280,7 +161,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "vocab": Key("vocab_size"),
             "ffn": Key("n_inner", 0),
             "positions": Key("n_positions", 1024),
-            "activation": _activation("activation_function", "gelu_new"),
+            "activation": activation("activation_function", "gelu_new"),
             "epsilon": Key("layer_norm_epsilon", 1e-5),
             "tied": Key("tie_word_embeddings", True),
         },
@@ -311,7 +192,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ffn": Key("ffn_dim"),
             "positions": lambda c: c.get("max_position_embeddings", int, 2048) + 2,
             "first_position": 2,
-            "activation": _activation("activation_function", "relu"),
+            "activation": activation("activation_function", "relu"),
             "bias": Key("enable_bias", True),
             "tied": Key("tie_word_embeddings", True),
         },
@@ -344,16 +225,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_neox": Architecture(
         {
             **_SIZES,
-            "activation": _activation("hidden_act", "gelu"),
+            "activation": activation("hidden_act", "gelu"),
             "epsilon": Key("layer_norm_eps", 1e-5),
             "bias": False,
             "biases": lambda c: "qkv+out+mlp" if c.get("attention_bias", bool, True) else "mlp",
             "tied": Key("tie_word_embeddings", False),
-            "parallel": _parallel,
+            "parallel": parallel_layers,
             "rotary": True,
-            "rotary_base": _base(10_000.0, "rotary_emb_base"),
-            "rotary_share": _share(0.25, "rotary_pct"),
-            "rotary_scaling": _scaling,
+            "rotary_base": rotary_base(10_000.0, "rotary_emb_base"),
+            "rotary_share": rotary_share(0.25, "rotary_pct"),
+            "rotary_scaling": rotary_scaling,
         },
         {
             "embedding": "gpt_neox.embed_in",
@@ -377,7 +258,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             **_LLAMA,
             "kv_heads": Key("num_key_value_heads", 0),
-            "biases": _biases(qkv_out=("attention_bias", False), mlp=("mlp_bias", False)),
+            "biases": biases(qkv_out=("attention_bias", False), mlp=("mlp_bias", False)),
         },
         _LLAMA_MODULES,
     ),
@@ -386,7 +267,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             **_LLAMA,
             "epsilon": Key("rms_norm_eps", 1e-5),
-            "rotary_base": _base(1e6),
+            "rotary_base": rotary_base(1e6),
             "window": Key("sliding_window", 0),
             "experts": Key("num_local_experts"),
             "choices": Key("num_experts_per_tok"),
@@ -407,26 +288,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "qwen2": Architecture(
-        {**_LLAMA, "biases": "qkv", "window": _used_window, "local": _local(_late_layers)}, _LLAMA_MODULES
+        {**_LLAMA, "biases": "qkv", "window": used_window, "local": local_layers(late_layers)}, _LLAMA_MODULES
     ),
     "qwen3": Architecture(
         {
             **_LLAMA,
             "head_size": Key("head_dim", 128),
-            "biases": _biases(qkv_out=("attention_bias", False)),
+            "biases": biases(qkv_out=("attention_bias", False)),
             "qk_norm": True,
-            "window": _used_window,
-            "local": _local(_late_layers),
+            "window": used_window,
+            "local": local_layers(late_layers),
         },
         _LLAMA_MODULES,
     ),
     "qwen2_moe": Architecture(
         {
             **_QWEN_EXPERTS,
-            "biases": _biases(qkv=("qkv_bias", True)),
+            "biases": biases(qkv=("qkv_bias", True)),
             "shared_ffn": Key("shared_expert_intermediate_size"),
-            "window": _used_window,
-            "local": _local(_late_layers),
+            "window": used_window,
+            "local": local_layers(late_layers),
         },
         _QWEN_EXPERT_MODULES,
         only=_DENSE_LAYERS,
@@ -434,26 +315,26 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": Architecture(
         {
             **_QWEN_EXPERTS,
-            "biases": _biases(qkv_out=("attention_bias", False)),
+            "biases": biases(qkv_out=("attention_bias", False)),
             "qk_norm": True,
-            "window": _used_window,
+            "window": used_window,
         },
         _QWEN_EXPERT_MODULES,
         only=_DENSE_LAYERS,
     ),
     "gemma": Architecture(_GEMMA, _LLAMA_MODULES),
-    "gemma2": Architecture({**_GEMMA2, "local": _local(lambda c: "10")}, _GEMMA2_MODULES),
+    "gemma2": Architecture({**_GEMMA2, "local": local_layers(lambda c: "10")}, _GEMMA2_MODULES),
     "gemma3_text": Architecture(
         {
             **_GEMMA2,
             "qk_norm": True,
-            "rotary_base": _base(1e6),
+            "rotary_base": rotary_base(1e6),
             "local_base": lambda c: (
                 c.inside("rope_parameters")
                 .inside("sliding_attention")
                 .get("rope_theta", float, c.get("rope_local_base_freq", float, 10_000.0))
             ),
-            "local": _local(_all_but_each),
+            "local": local_layers(all_but_each),
             "logit_cap": Key("final_logit_softcapping", 0.0),
             "score_cap": Key("attn_logit_softcapping", 0.0),
         },
@@ -464,15 +345,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             **_SIZES,
             "kv_heads": Key("num_key_value_heads", 0),
-            "activation": _activation("hidden_act", "gelu_new"),
+            "activation": activation("hidden_act", "gelu_new"),
             "epsilon": Key("layer_norm_eps", 1e-5),
             "biases": "head",
             "tied": Key("tie_word_embeddings", False),
             "parallel": "one",
             "rotary": True,
-            "rotary_base": _base(10_000.0),
-            "rotary_share": _share(0.5),
-            "rotary_scaling": _scaling,
+            "rotary_base": rotary_base(10_000.0),
+            "rotary_share": rotary_share(0.5),
+            "rotary_scaling": rotary_scaling,
         },
         {
             **_LLAMA_MODULES,
@@ -488,7 +369,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             **_LLAMA,
             "kv_heads": Key("num_key_value_heads", 0),
             "epsilon": Key("rms_norm_eps", 1e-5),
-            "rotary_share": _share(1.0),
+            "rotary_share": rotary_share(1.0),
             "window": Key("sliding_window", 0),
         },
         {

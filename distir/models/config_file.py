@@ -45,6 +45,20 @@ class ConfigFile:
             )
         return value
 
+    def positive(self, key: str, kind: type, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
+        """As `get`, of a number above 0; a default may be otherwise."""
+        value = self.get(key, kind, default, null)
+        if self.values.get(key) is not None and value <= 0:
+            raise self.error(f"{key}: expected a number above 0, got {value}")
+        return value
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers above 0."""
+        found = self.get(key, list)
+        return tuple(
+            [ConfigFile({f"{key}[{k}]": x}, self.label).positive(f"{key}[{k}]", float) for k, x in enumerate(found)]
+        )
+
     def inside(self, key: str) -> ConfigFile:
         """The object at `key`, empty where there is none."""
         return ConfigFile(self.get(key, dict, {}), f"{self.label}: {key}")

@@ -56,12 +56,11 @@ def built_from(
     architecture = _architecture(file)
     model = _described(file, architecture, dims)
     function = decoder(model, dtype)
-    arrays: dict[str, Any] = dict(angles(model))
     if weights is None:
-        return Built(function, arrays)
+        return Built(function, angles(model))
     shapes = {v.name: shape_of(v) for v in function.inputs if v.kind == "parameter"}
     read = Pretrained(model, architecture, shapes, weights)
-    return Built(function, ChainMap(arrays, read))  # type: ignore[arg-type]  # nothing writes to it
+    return Built(function, ChainMap(angles(model), read))  # type: ignore[arg-type]  # nothing writes to it
 
 
 def described(config: Config, dims: Mapping[str, Any] | None = None) -> Decoder:

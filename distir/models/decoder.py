@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,13 @@ from distir.models.rotary import Scaling, turns
 if TYPE_CHECKING:
     import numpy as np
 
-_LAYERS = 1 << 14
+LAYERS = 1 << 14
 """Limit on layers, each of which is some thirty ops of the program."""
 PARTS = ("qkv", "out", "mlp", "head")
 """The products that may have a bias."""
 _OPTIONAL = ("window", "shared_ffn", "first_position")
 """Sizes that may be 0."""
+_TRIGONOMETRIC = ("cos", "sin")
 _WORDS = {
     "attention": ("fused", "unfused"),
     "activation": ("gelu", "gelu_tanh", "silu", "relu"),
@@ -113,8 +114,8 @@ class Decoder:
             least = 0 if f.name in _OPTIONAL else 1
             if kind_of(f) is int and getattr(self, f.name) < least:
                 raise UsageError(f"{f.name} is a whole number of at least {least}, got {getattr(self, f.name)}")
-        if self.layers > _LAYERS:
-            raise UsageError(f"layers is at most {_LAYERS:,}, got {self.layers:,}")
+        if self.layers > LAYERS:
+            raise UsageError(f"layers is at most {LAYERS:,}, got {self.layers:,}")
         self._check_words()
         self._check_attention()
         if self.positions < self.seq + self.first_position:
@@ -170,11 +171,21 @@ class Decoder:
             raise UsageError("unfused attention has no window", "leave out window, and attention=unfused or dropout")
         if self.rotary and self.head_size % 2:
             raise UsageError(f"rotary positions need heads of even size, got {self.head_size}")
+        if self.rotary and not (self.rotary_base > 1 and (self.local_base > 1 or self.local_base == 0)):
+            raise UsageError(
+                f"rotary_base and local_base are numbers above 1, got {self.rotary_base}, {self.local_base}"
+            )
         if self.rotary and (not 0 < self.rotary_share <= 1 or self.turned < 2 or self.turned % 2):
             raise UsageError(
                 f"rotary_share is a number from 0 to 1 that gives an even part of heads of {self.head_size}, "
                 f"got {self.rotary_share:g}"
             )
+
+        scaling = self.rotary_scaling
+        if self.rotary and scaling is not None and scaling.kind == "longrope":
+            for name, rates in (("short", scaling.short), ("long", scaling.long)):
+                if len(rates) != self.turned // 2:
+                    raise UsageError(f"scaling of positions: expected {self.turned // 2} {name}, got {len(rates)}")
 
     def _check_experts(self) -> None:
         if not 1 <= self.choices <= self.experts:
@@ -251,12 +262,24 @@ def decoder(config: Decoder, dtype: DType = Float32) -> Function:
 
 
 def angles(config: Decoder) -> Mapping[str, np.ndarray]:
-    """The tables of rotary positions, by name; none without them."""
-    import numpy as np
+    """The tables of rotary positions, by name, made when they are asked for; none without them."""
+    return _Angles(config)
 
-    found: dict[str, np.ndarray] = {}
-    for name, (base, scaling) in config.tables().items():
-        tables = turns(config.turned, base, scaling, config.seq)
-        for trigonometric, table in zip(("cos", "sin"), tables, strict=True):
-            found[name + trigonometric] = table[None, None].astype(np.float32)
-    return found
+
+class _Angles(Mapping[str, Any]):
+    def __init__(self, config: Decoder) -> None:
+        self._config, self._tables = config, config.tables()
+
+    def __iter__(self) -> Iterator[str]:
+        return (prefix + name for prefix in self._tables for name in _TRIGONOMETRIC)
+
+    def __len__(self) -> int:
+        return len(_TRIGONOMETRIC) * len(self._tables)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        import numpy as np
+
+        prefix, found = name[:-3], name[-3:]
+        base, scaling = self._tables[prefix]
+        tables = turns(self._config.turned, base, scaling, self._config.seq)
+        return tables[_TRIGONOMETRIC.index(found)][None, None].astype(np.float32)

@@ -22,7 +22,7 @@ class Scaling:
     `long`: a divisor of each rate, for sequences of up to `positions` and for longer ones (of "longrope").
     `amplitude`: what cosines and sines are multiplied by.
 
-    Raises UsageError for an unknown kind.
+    Raises UsageError for an unknown kind, numbers not above 0, or `high` not above `low`.
     """
 
     kind: str
@@ -37,6 +37,8 @@ class Scaling:
     def __post_init__(self) -> None:
         if self.kind not in SCALINGS:
             raise UsageError(f"unknown scaling of positions {self.kind!r}", f"choose from {', '.join(SCALINGS)}")
+        if not (self.factor > 0 and self.positions > 0 and 0 < self.low < self.high):
+            raise UsageError(f"scaling of positions: expected factor, positions and 0 < low < high, got {self}")
 
 
 def turns(size: int, base: float, scaling: Scaling | None, seq: int) -> tuple[np.ndarray, np.ndarray]:

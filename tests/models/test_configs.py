@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -14,9 +15,10 @@ import torch
 
 import distir
 from distir.api.model import Model, as_model
+from distir.cli import main
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import verify
-from distir.ir.errors import ModelError, UsageError
+from distir.ir.errors import DistirError, ModelError, UsageError
 from distir.ir.type import Float64
 from distir.models import from_config
 from distir.models.architectures import ARCHITECTURES
@@ -349,6 +351,45 @@ def test_configs_that_are_none(config: dict[str, Any], message: str, hint: str |
     assert e.value.hint is None if hint is None else re.fullmatch(hint, e.value.hint or "")
 
 
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -3,
+    7,
+    0.5,
+    -0.5,
+    math.inf,
+    10**30,
+    "x",
+    "",
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": 1},
+)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_odd_values_are_refused_in_one_line_or_understood(name: str) -> None:
+    """Of every field, and of those inside of fields: another error than distir's would show."""
+
+    def tried(config: dict[str, Any]) -> None:
+        with contextlib.suppress(DistirError):
+            assert described(config, {"seq": SEQ}).layers > 0
+
+    config = TINY[name]
+    for key, value in config.items():
+        tried(without(config, key))
+        for odd in ODD:
+            tried({**config, key: odd})
+            for inner in value if isinstance(value, dict) else ():
+                tried({**config, key: {**value, inner: odd}})
+
+
 @pytest.mark.parametrize(
     ("dims", "message", "hint"),
     [
@@ -380,3 +421,18 @@ def test_files_that_are_no_configs(text: str, message: str, tmp_path: Path) -> N
         distir.load(tmp_path)
     with pytest.raises(ModelError, match=r"cannot read .*none\.json: No such file"):
         distir.load(tmp_path / "none.json")
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A config is predicted and run as other models are; an error says what is wrong, with the code of models."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA2))
+    sizes = ["--dim", "batch=4", "--dim", "seq=8", "--json"]
+    assert main(["simulate", str(tmp_path), *sizes, "--dp", "2", "--tp", "2", "--cluster", "dgx-h100"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] > 0
+    flags = ["--dp", "2", "--backend", "numpy", "--check", "--steps", "1", "--dtype", "float64"]
+    assert main(["run", str(tmp_path), *sizes, *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["check"]
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert main(["show", str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert said.endswith("config.json: no field num_hidden_layers, which models of type llama need\n")

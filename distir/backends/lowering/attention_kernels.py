@@ -30,22 +30,21 @@ _ROWS = 32
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    *operands: torch.Tensor,
     scale: float = 1.0,
     causal: bool = False,
     start: int = 0,
     window: int | None = None,
     softcap: float = 0.0,
 ) -> Results:
-    """The results of the eval of `Attention`."""
+    """The results of the eval of `Attention`; operands: q, k, v, maybe a mask."""
+    q, k, v = operands[:3]
+    mask = operands[3] if len(operands) > 3 else None
     if causal and (start or window is not None):
         causal, mask = False, _causal_from(start, window, q, k, mask)
     kernel = None if softcap else _kernel(q, k, v, mask, causal)
     if kernel is None:
-        operands = (q, k, v) if mask is None else (q, k, v, mask)
+        operands = operands[:3] if mask is None else (*operands[:3], mask)
         return written_out("Attention", q)(*operands, scale=scale, causal=causal, softcap=softcap)
     y, lse = _FORWARD[kernel](_four(q), _four(k), _four(v), _mask(kernel, q, k, mask), causal, scale)
     return y.reshape(tuple(q.shape)), lse.reshape(tuple(q.shape[:-1]))
