@@ -184,23 +184,6 @@ def _read_halo(text: str) -> Halo | None:
         fail("the number that fills a halo", fill[0])
 
 
-def _write_halo(halo: Halo | None) -> str:
-    if halo is None:
-        return ""
-    lo, hi, fill = halo
-    return f"~{lo}:{hi}" + (f":{fill!r}" if fill else "")
-
-
-def _read_halo(text: str) -> Halo | None:
-    if not text:
-        return None
-    lo, hi, *fill = text[1:].split(":")
-    try:
-        return int(lo), int(hi), float(fill[0]) if fill else 0.0
-    except ValueError:
-        fail("the number that fills a halo", fill[0])
-
-
 def _write_piece(piece: Piece | None) -> str:
     if piece is None:
         return ""

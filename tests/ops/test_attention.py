@@ -72,7 +72,8 @@ FORMS = [
 ]
 
 
-def written_out(q: Any, k: Any, v: Any, window: int = 0, softcap: float = 0.0, causal: bool = False) -> torch.Tensor:
+def written_out(q: Any, k: Any, v: Any, form: dict[str, Any]) -> torch.Tensor:
+    window, softcap, causal = form.get("window"), form.get("softcap"), form.get("causal", False)
     scores = 0.5 * q @ k.mT
     scores = softcap * (scores / softcap).tanh() if softcap else scores
     rows, columns = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
@@ -87,7 +88,8 @@ def test_windows_and_caps_are_what_autograd_says(form: dict[str, Any], kernels: 
     function = program(**form)
     given = arrays(function)
     tensors = [torch.tensor(x, requires_grad=True) for x in given[:-1]]
-    want = written_out(*tensors, **form)
+    q, k, v = tensors
+    want = written_out(q, k, v, form)
     wanted = torch.autograd.grad(want, tensors, torch.tensor(given[-1]))
     if kernels:
         plain, d = [x.detach() for x in tensors], torch.tensor(given[-1])
