@@ -411,19 +411,25 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL.onnx",
-        help="ONNX of opset 13 or later, weights in it or beside it; FILE.distir, a program as text; or a model by its "
-        "name and sizes: gpt:layers=12,hidden=768,heads=12, llama:..., gpt2-large, gpt3-175b, gpt3-moe or dlrm",
+        help="ONNX of opset 13 or later, weights in it or beside it; a Hugging Face config.json, or its folder; "
+        "FILE.distir, a program as text; or a model by its name and sizes: gpt:layers=12,hidden=768,heads=12, "
+        "llama:..., gpt2-large, gpt3-175b, gpt3-moe or dlrm",
     )
     group = parser.add_argument_group("the model")
     group.add_argument(
-        "--dim", type=_size, action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
+        "--dim",
+        type=_size,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="size of a symbolic dimension; of a config, or a model by its name: batch, seq or another of its sizes",
     )
     group.add_argument("--batch-dim", metavar="NAME", help="the symbolic dimension of the batch; default: the first")
     group.add_argument(
         "--loss",
         metavar="LOSS",
         help="train with cross-entropy, mse or the output of that name; none: forward only; default: none, but for "
-        "gpt2-large, gpt3-175b, gpt3-moe and dlrm, which have their own",
+        "gpt2-large, gpt3-175b, gpt3-moe and dlrm, which have their own, and a config's model: cross-entropy",
     )
     group.add_argument("--optimizer", choices=("sgd", "adamw"), help="default: sgd")
     group.add_argument("--lr", type=_positive, metavar="X", help="learning rate; default: 0.001")
