@@ -11,8 +11,10 @@ from distir.api.interop.plan_settings import ReadConfig, TrainingSettings
 from distir.api.model import Precision
 from distir.cli.commands import loss_of
 from distir.cli.output import first_rank
-from distir.ir.errors import ModelWarning, UsageError, counted
+from distir.ir.errors import DistirError, ModelWarning, UsageError, counted
 from distir.ir.files import written
+from distir.models.config_file import is_config
+from distir.models.configs import described
 from distir.models.named import is_named, named
 
 _FLAGS = {"torchtitan": "torchtitan", "megatron": "megatron_args"}
@@ -48,15 +50,16 @@ def read_other_plan(args: argparse.Namespace) -> ReadConfig | None:
 
 
 def _set_sizes(args: argparse.Namespace, settings: TrainingSettings) -> None:
-    """Put the file's precision, and for a decoder by name its batch and length of sequences, into the flags."""
+    """Put the file's precision into the flags, and the batch and length of sequences of a decoder."""
     precision = settings.precision
     if loss_of(args) is not None and args.precision is None and precision.products != "fp32":
         args.precision = precision.products
         args.grad_dtype = args.grad_dtype or precision.gradients
     args.dtype = args.dtype or settings.dtype
-    if not is_named(args.model) or _layers(args) is None:
+    if _layers(args) is None:
         return
-    said = [entry.partition("=")[0] for entry in args.model.partition(":")[2].split(",")]
+    sizes = args.model.partition(":")[2] if is_named(args.model) else ""
+    said = [entry.partition("=")[0] for entry in sizes.split(",")]
     said += [name for name, _ in args.dim]
     sizes = {"batch": settings.batch, "seq": settings.seq}
     args.dim += [(name, n) for name, n in sizes.items() if n is not None and name not in said]
@@ -105,10 +108,12 @@ def _settings(args: argparse.Namespace, model: Model) -> TrainingSettings:
 
 
 def _layers(args: argparse.Namespace) -> int | None:
-    """The layers of a decoder by its name; None for any other model."""
+    """The layers of a decoder by its name or its config; None for any other model."""
     try:
+        if is_config(args.model):
+            return described(args.model, dict(args.dim)).layers
         return named(args.model, dict(args.dim)).layers if is_named(args.model) else None
-    except UsageError:
+    except DistirError:  # said where the model is loaded
         return None
 
 
