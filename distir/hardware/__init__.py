@@ -28,6 +28,7 @@ from typing import Any
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.host_runtime import Runtime
+from distir.ir.tiles import SIDES, Tiles
 from distir.ir.topology import Algorithm, Crowd, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
 
 _FOLDER = Path(__file__).parent
@@ -319,9 +320,8 @@ def _spec(t: _Table) -> DeviceSpec:
         _share(t, "compute_efficiency"),
         _share(t, "memory_efficiency"),
         t.figure("half_gflop", 0.0) * 1e9,
-        _products(t, "wide"),
+        _tiles(t),
         _products(t, "attention"),
-        _share(t, "batched_efficiency"),
         _ops(t),
     )
 
@@ -353,6 +353,17 @@ def _products(t: _Table, kind: str) -> Products | None:
     if f"{kind}_efficiency" not in t.values:
         return None
     return Products(_share(t, f"{kind}_efficiency"), t.figure(f"{kind}_half_gflop", 0.0) * 1e9)
+
+
+def _tiles(t: _Table) -> Tiles | None:
+    """The speed of products in float32, if the file gives it."""
+    if "wide_efficiency" not in t.values:
+        return None
+    batched = t.whole("batched_tile", SIDES[-1])
+    if batched not in SIDES:
+        raise t.error("batched_tile", f"expected one of {', '.join(map(str, SIDES))}, got {batched}")
+    edge, depth = t.figure("wide_edge", 0.0), t.figure("wide_depth", 0.0)
+    return Tiles(t.whole("multiprocessors"), _share(t, "wide_efficiency"), edge, depth, batched)
 
 
 def _share(t: _Table, key: str, default: float = 1.0) -> float:

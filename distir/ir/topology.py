@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distir.ir.device import Device
 from distir.ir.errors import UsageError, counted
 from distir.ir.host_runtime import Runtime
+from distir.ir.tiles import Tiles
 from distir.ir.type import DType
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ class DeviceSpec:
     `throughput` is in FLOP/s, one figure or one per dtype name ("f32", "tf32", "bf16" ...); `dram_bandwidth` in
     bytes/s; `kernel_launch_overhead` in seconds an op; `memory` in bytes. The efficiencies are the share of the peak
     figures that large kernels reach; a matrix product of `half_size` FLOP reaches half of that (its launch, and tiles
-    that do not fill the device). Where they differ: `wide` for products in float32 and float64, `attention` for fused
-    attention. `ops` are measured speeds by op and dtype, such as ("Gelu", "f32"): they replace the other figures for
-    these. `batched_efficiency` is the share of `memory_efficiency` that batched products of these reach.
+    that do not fill the device). Where they differ: `wide` for products in float32 and float64, by their tiles,
+    `attention` for fused attention. `ops` are measured speeds by op and dtype, such as ("Gelu", "f32"): they replace
+    the other figures for these.
     """
 
     throughput: tuple[tuple[str, float], ...]
@@ -62,9 +63,8 @@ class DeviceSpec:
     compute_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     half_size: float = 0.0
-    wide: Products | None = None
+    wide: Tiles | None = None
     attention: Products | None = None
-    batched_efficiency: float = 1.0
     ops: tuple[tuple[tuple[str, str], OpSpeed], ...] = ()
 
     def speed(self, op: str, dtype: DType | None) -> OpSpeed | None:
@@ -77,12 +77,10 @@ class DeviceSpec:
         name = dtype.name if isinstance(dtype, DType) else dtype or "f32"
         return peaks.get(name) or peaks.get("f32") or self.throughput[0][1]
 
-    def products(self, dtype: DType | None, attention: bool = False) -> Products:
-        """The speed of matrix products in a dtype, or of fused attention."""
+    def products(self, attention: bool = False) -> Products:
+        """The speed of matrix products, or of fused attention."""
         if attention and self.attention is not None:
             return self.attention
-        if self.wide is not None and dtype is not None and dtype.floating and dtype.size > 2:
-            return self.wide
         return Products(self.compute_efficiency, self.half_size)
 
 

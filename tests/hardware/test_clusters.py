@@ -191,6 +191,12 @@ inter_us = 8.5
         ("memory_gb = 80", "memory_gb = 0", r"device\.memory_gb: expected a number above 0"),
         ("memory_gb = 80", "memory_gb = 80\ntypo = 1", r"device\.typo: unknown key"),
         ("compute_efficiency = 0.869", "compute_efficiency = 1.2", r"device\.compute_efficiency: expected a share"),
+        (
+            "launch_us = 10.0",
+            "launch_us = 10.0\nmultiprocessors = 108\nwide_efficiency = 0.9\nbatched_tile = 100",
+            r"device\.batched_tile: expected one of 128, 64, 32, got 100",
+        ),
+        ("launch_us = 10.0", "launch_us = 10.0\nwide_efficiency = 0.9", r"device\.multiprocessors: missing"),
         ("bf16 = 312", "bf16 = true", r"device\.peak_tflops\.bf16: expected a number"),
         ("devices = 8", "devices = 0.5", r"node\.devices: expected a whole number above 0"),
         ("link_us = 14.0", "link_us = -1", r"network\.link_us: expected a number of at least 0"),
