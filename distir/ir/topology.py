@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.ir.device import Device
@@ -175,7 +175,11 @@ class Crowd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Regular:
-    """A cluster of equal nodes: device number i of `kind` stands in node i // per_node."""
+    """A cluster of equal nodes: device number i of `kind` stands in node i // per_node.
+
+    `near` are sets of devices of each node, by their numbers in it, with a link of their own among them, such as those
+    of one PCIe switch or NVLink bridge: `near_link`, if there are any.
+    """
 
     name: str
     kind: str
@@ -195,6 +199,13 @@ class Regular:
     """Of figures that were fitted to this cluster."""
     crowds: tuple[Crowd, ...] = ()
     """Of a host whose ranks share its cores, by their number."""
+    near: tuple[frozenset[int], ...] = ()
+    near_link: Link | None = None
+
+    def inside(self, devices: Iterable[int]) -> Link:
+        """The link among devices of one node, by their numbers in the cluster."""
+        numbers = {i % self.per_node for i in devices}
+        return self.near_link if self.near_link and any(numbers <= near for near in self.near) else self.intra
 
 
 class Topology:
@@ -369,7 +380,8 @@ class Topology:
     def graph(self) -> nx.Graph[Any]:
         """The networkx graph: devices and switches, links with `bandwidth` (bytes/s) and `latency` (s).
 
-        A regular cluster is drawn with a switch a node ("node", i) and one between them ("network", 0).
+        A regular cluster is drawn with a switch a node ("node", i) and one between them ("network", 0); near devices
+        of a node have links of their own.
         """
         import networkx as nx
 
@@ -384,6 +396,9 @@ class Topology:
                 for i in range(node * r.per_node, (node + 1) * r.per_node):
                     device = Device(r.kind, i)
                     graph.add_edge(device, ("node", node), bandwidth=r.intra.bandwidth, latency=r.intra.latency)
+                for near, link in [(near, r.near_link) for near in r.near if r.near_link]:
+                    for a, b in combinations([Device(r.kind, node * r.per_node + i) for i in sorted(near)], 2):
+                        graph.add_edge(a, b, bandwidth=link.bandwidth, latency=link.latency)
         return graph
 
     @property
@@ -395,7 +410,8 @@ class Topology:
         """The devices of a collective, in ring order. Raises UsageError if neighbours are not linked."""
         r = self.uniform
         if r is not None and all(d.kind == r.kind for d in devices):
-            return regular_group(r, [d.index // r.per_node for d in devices])
+            group = regular_group(r, [d.index // r.per_node for d in devices])
+            return group._replace(intra=r.inside([d.index for d in devices])) if group.nodes == 1 else group
         ring = [*devices, devices[0]] if len(devices) > 1 else []
         return Group(len(devices), 1, len(devices), slowest(self.link(a, b) for a, b in pairwise(ring)))
 
@@ -424,7 +440,7 @@ def _regular_link(r: Regular, a: Device, b: Device) -> Link | None:
     total = r.nodes * r.per_node
     a_in, b_in = (d.kind == r.kind and d.index < total for d in (a, b))
     if a_in and b_in:
-        return r.intra if a.index // r.per_node == b.index // r.per_node else r.inter
+        return r.inside((a.index, b.index)) if a.index // r.per_node == b.index // r.per_node else r.inter
     if r.host_link is not None and (a_in or b_in):
         device, other = (a, b) if a_in else (b, a)
         if other.kind == "host":
