@@ -38,6 +38,8 @@ DROPOUT = 0.1
 _FUSED = ("flash", "fused")
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 _NONE = "none"
+_COMPILED = "torch.compile=1"
+"""How notes say that PyTorch compiled the model."""
 _MOST = 1 << 53
 """Numbers up to here are exact in a float."""
 
@@ -265,12 +267,13 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
 
 def _runtime(values: Mapping[str, Any]) -> str:
     """The software that a run was executed by, where the file does not say it: that of which its cluster has figures;
-    else decoders of Megatron's families with whole parameters on each replica by Megatron-LM, all else by PyTorch in
-    eager mode."""
+    else decoders of Megatron's families with whole parameters on each replica by Megatron-LM, all else by PyTorch, in
+    eager mode unless the notes say that it compiled."""
     if own := _own_runtime(values["cluster"]):
         return own.name
-    megatron = values["model_family"] in ("gpt", "llama") and values["zero_stage"] < 3
-    return "megatron" if megatron else "torch-eager"
+    if values["model_family"] in ("gpt", "llama") and values["zero_stage"] < 3:
+        return "megatron"
+    return "torch-compiled" if _COMPILED in values["notes"] else "torch-eager"
 
 
 @cache

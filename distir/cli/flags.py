@@ -156,7 +156,8 @@ def _simulate(commands: Any) -> None:
     group.add_argument(
         "--runtime",
         metavar="NAME",
-        help="the software whose host issues the ops: distir, distir-compiled, torch-eager or megatron; "
+        help="the software whose host issues the ops: distir, distir-compiled, distir-2021, torch-eager, "
+        "torch-compiled or megatron; "
         "default: none, issuing takes no time",
     )
     group.add_argument("--trace", metavar="FILE.json", help="write a trace that Perfetto opens")

@@ -247,6 +247,8 @@ def test_empty_cells(table) -> None:
         ({"model_family": "llama", "zero_stage": 1}, "megatron"),
         ({"zero_stage": 3}, "torch-eager"),
         ({"model_family": "mpt"}, "torch-eager"),
+        ({"zero_stage": 3, "notes": "sampled; torch.compile=1; bf16"}, "torch-compiled"),
+        ({"zero_stage": 3, "notes": "sampled; torch.compile=0; bf16"}, "torch-eager"),
         ({"runtime": "mine"}, "mine"),
         ({"cluster": "distir-v100-x4"}, "distir-2021"),
         ({"cluster": "distir-v100-x4", "runtime": "megatron"}, "megatron"),

@@ -93,7 +93,7 @@ def test_a_rack_of_nvlink_is_one_node() -> None:
 
 
 def test_runtimes() -> None:
-    assert known_runtimes() == ["distir", "distir-2021", "distir-compiled", "megatron", "torch-eager"]
+    assert known_runtimes() == ["distir", "distir-2021", "distir-compiled", "megatron", "torch-compiled", "torch-eager"]
     assert load_runtime("distir-compiled").fuses
     assert not load_runtime("torch-eager").fuses
     with pytest.raises(UsageError, match="unknown runtime 'jax'"):
