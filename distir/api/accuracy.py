@@ -18,13 +18,13 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from distir.api.cases import CLIP_NORM, Measurement, Perceptron, Setup, read_rows
+from distir.api.cases import CLIP_NORM, Measurement, Perceptron, Setup, read_rows, runtime_named
 from distir.api.compilation import distribute, simulated
 from distir.api.model import Model, Precision
 from distir.api.scores import Case, Scores, scores
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
-from distir.hardware import load_cluster, load_runtime
+from distir.hardware import among, load_cluster
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.function import Function
 from distir.ir.pause import no_collection
@@ -181,7 +181,7 @@ def _program(setup: Setup, runtime: str) -> Function:
 
 @cache
 def _cost(cluster: str, devices: int, runtime: str) -> CostModel:
-    return CostModel(load_cluster(cluster, devices=devices), runtime=load_runtime(runtime))
+    return CostModel(load_cluster(cluster, devices=devices), runtime=among(runtime_named(runtime, cluster), devices))
 
 
 @lru_cache(maxsize=16)

@@ -11,13 +11,16 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from distir.api.model import PRECISIONS, Precision
+from distir.hardware import load_cluster, load_runtime
 from distir.ir.errors import DistirError, UsageError
+from distir.ir.host_runtime import Runtime
 from distir.models.decoder import ARCHITECTURES, Decoder
 from distir.transforms.pipeline.schedule import SCHEDULES
-from distir.transforms.plan import AXES, BUCKET_MB, Plan
+from distir.transforms.plan import AXES, BUCKET_MB, Plan, default_order
 
 MLP = "mlp"
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -35,6 +38,8 @@ DROPOUT = 0.1
 _FUSED = ("flash", "fused")
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 _NONE = "none"
+_COMPILED = "torch.compile=1"
+"""How notes say that PyTorch compiled the model."""
 _MOST = 1 << 53
 """Numbers up to here are exact in a float."""
 
@@ -242,6 +247,7 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
         elif name == "measured_step_s":
             reason = reason or f"{where}, column {name}: empty"
     setup = None
+    values["runtime"] = values["runtime"] or _runtime(values)
     if reason is None:
         try:
             setup = _setup(values)
@@ -253,17 +259,37 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
         line,
         values["measured_step_s"],
         values["measured_peak_gib"],
-        values["runtime"] or _runtime(values),
+        values["runtime"],
         setup,
         reason,
     )
 
 
 def _runtime(values: Mapping[str, Any]) -> str:
-    """The software that a run was executed by, where the file does not say it: decoders of Megatron's families with
-    whole parameters on each replica by Megatron-LM, all else by PyTorch in eager mode."""
-    megatron = values["model_family"] in ("gpt", "llama") and values["zero_stage"] < 3
-    return "megatron" if megatron else "torch-eager"
+    """The software that a run was executed by, where the file does not say it: that of which its cluster has figures;
+    else decoders of Megatron's families with whole parameters on each replica by Megatron-LM, all else by PyTorch, in
+    eager mode unless the notes say that it compiled."""
+    if own := _own_runtime(values["cluster"]):
+        return own.name
+    if values["model_family"] in ("gpt", "llama") and values["zero_stage"] < 3:
+        return "megatron"
+    return "torch-compiled" if _COMPILED in values["notes"] else "torch-eager"
+
+
+@cache
+def _own_runtime(cluster: str | None) -> Runtime | None:
+    """The runtime that a cluster's figures were measured with; None without one, or without such a cluster."""
+    try:
+        regular = load_cluster(cluster or "").regular
+    except DistirError:  # it is the row's reason once the row is predicted
+        return None
+    return regular and regular.runtime
+
+
+def runtime_named(name: str, cluster: str) -> Runtime:
+    """A cluster's own runtime, if that is its name, or the shipped one. Raises UsageError if there is none."""
+    own = _own_runtime(cluster)
+    return own if own is not None and own.name == name else load_runtime(name)
 
 
 def _setup(values: Mapping[str, Any]) -> Setup:
@@ -326,8 +352,12 @@ def _plan(values: Mapping[str, Any]) -> Plan:
         raise UsageError(f"vpp {chunks} needs the schedule interleaved, got {schedule}")
     if values["recompute"] not in (_NONE, "selective", "full"):
         raise UsageError(f"recompute {values['recompute']} is none of none, selective, full")
+    order = default_order()
+    if runtime_named(values["runtime"], values["cluster"]).stages_first:
+        order = "pp", *[name for name in order if name != "pp"]
     plan = Plan(
         **{f.name: values[f.name] for f in AXES},
+        order=order,
         microbatches=batch // (replicas * micro),
         schedule="1f1b" if schedule == _NONE else schedule,
         chunks=chunks,

@@ -15,7 +15,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.reference.sequential import evaluate
 from distir.executor.simulator.busy import busy_times
 from distir.executor.simulator.simulation import Simulation, Simulator
-from distir.hardware import contended, load_cluster, load_runtime
+from distir.hardware import among, contended, load_cluster, load_runtime
 from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms
 from distir.ir.device import TIME
@@ -147,7 +147,7 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: 
     topology = cluster if isinstance(cluster, Topology) else load_cluster(os.fspath(cluster), nodes, plan.size)
     if host is None and topology.regular is not None:
         host = topology.regular.runtime
-    return CostModel(topology, runtime=host)
+    return CostModel(topology, runtime=among(host, plan.size))
 
 
 def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:

@@ -223,7 +223,8 @@ def _cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--runtime",
         metavar="NAME",
-        help="the software whose host issues the ops: distir, distir-compiled, torch-eager or megatron; "
+        help="the software whose host issues the ops: distir, distir-compiled, distir-2021, torch-eager, "
+        "torch-compiled or megatron; "
         "default: none, issuing takes no time",
     )
 

@@ -3,7 +3,8 @@
 A cluster has a `device`, a `node` and a `network`: each a table, or the name of a file in `devices`, `nodes`,
 `networks`; optionally a `host`. Nodes and networks may list the algorithms of their collectives, as `[[collective]]`;
 `compute_share` is what a collective takes from compute beside it, as a share of its seconds.
-A node is a domain of devices on one fast network, such as a rack of NVLink; `runtimes.toml` describes runtimes.
+A node is a domain of devices on one fast network, such as a rack of NVLink; `near` are devices in it that have a link
+of their own, as on one PCIe switch. `runtimes.toml` describes runtimes; a cluster may name the one that ran on it.
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
 runtime it was measured with, `[runtime]`; and for numbers of ranks that share its one host, `[[contention]]`: how many
@@ -28,6 +29,7 @@ from typing import Any
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.host_runtime import Runtime
+from distir.ir.tiles import SIDES, Tiles
 from distir.ir.topology import Algorithm, Crowd, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
 
 _FOLDER = Path(__file__).parent
@@ -163,8 +165,11 @@ def _read(path: Path) -> dict[str, Any]:
         "host_link": _link(host) if host else None,
         "algorithms": tuple(_algorithm(t) for t in node.tables("collective")),
         "over_nodes": tuple(_algorithm(t) for t in network.tables("collective")),
-        "runtime": _runtime("distir", root.table("runtime")) if "runtime" in table else None,
+        "runtime": _own_runtime(root) if "runtime" in table else None,
     }
+    if "near" in node.values:
+        near = node.table("near")
+        out |= {"near": _near(near, per_node), "near_link": _link(near)}
     out["crowds"] = tuple(sorted([_crowd(t) for t in root.tables("contention")]))
     root.done()
     return out
@@ -176,6 +181,26 @@ def _crowd(t: _Table) -> Crowd:
         raise t.error("low", f"expected at most high, {high:g}, got {low:g}")
     compute, collectives, transfers = (t.positive(key) for key in ("compute", "collectives", "transfers"))
     return Crowd(t.whole("ranks"), compute, collectives, transfers, Residuals(low, high, t.whole("steps")))
+
+
+def _near(t: _Table, per_node: int) -> tuple[frozenset[int], ...]:
+    """Sets of devices of a node, by their numbers in it."""
+    given = t.get("devices")
+    sets = given if isinstance(given, list) and all(isinstance(x, list) for x in given) else []
+    flat = [i for x in sets for i in x]
+    whole = all(type(i) is int and 0 <= i < per_node for i in flat)
+    if not flat or not whole or len(set(flat)) < len(flat):
+        raise t.error("devices", f"expected lists of different numbers from 0 to {per_node - 1}, got {given!r}")
+    return tuple([frozenset(x) for x in sets])
+
+
+def _own_runtime(root: _Table) -> Runtime:
+    """The runtime that a cluster was measured with: its figures, or the name of a shipped one."""
+    if not isinstance(name := root.get("runtime"), str):
+        return _runtime("distir", root.table("runtime"))
+    if name not in known_runtimes():
+        raise root.error("runtime", f"unknown runtime {name!r} (known: {', '.join(known_runtimes())}; or a table)")
+    return load_runtime(name)
 
 
 def known_runtimes() -> list[str]:
@@ -201,11 +226,23 @@ def _runtimes() -> dict[str, Runtime]:
 
 
 def _runtime(name: str, t: _Table) -> Runtime:
-    given: dict[str, Any] = {key: t.flag(key) for key in ("fuses", "multi_tensor", "waits", "scatters", "inline")}
+    given: dict[str, Any] = {key: t.flag(key) for key in _FLAGS}
     given |= {key: t.figure(f"{key}_us", 0.0) * 1e-6 for key in ("op", "communication", "member", "call")}
     transfer = t.figure("transfer_us") * 1e-6 if "transfer_us" in t.values else None
     passes, skew = t.figure("passes", 1.0, least=1.0), t.figure("skew", 0.0)
-    return Runtime(name, **given, passes=passes, skew=skew, transfer=transfer)
+    by = t.table("transfer_us_by") if "transfer_us_by" in t.values else None
+    ranks = tuple(sorted([(int(n), by.figure(n) * 1e-6) for n in by.values if n.isdecimal()])) if by else ()
+    return Runtime(name, **given, passes=passes, skew=skew, transfer=transfer, transfer_by=ranks)
+
+
+_FLAGS = "fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first"
+
+
+def among(runtime: Runtime | None, ranks: int) -> Runtime | None:
+    """The runtime where so many ranks share its host."""
+    if runtime is None or not runtime.transfer_by:
+        return runtime
+    return replace(runtime, transfer=interpolated(runtime.transfer_by, ranks), transfer_by=())
 
 
 def _shared(link: Link, network: _Table, devices: int) -> Link:
@@ -319,9 +356,8 @@ def _spec(t: _Table) -> DeviceSpec:
         _share(t, "compute_efficiency"),
         _share(t, "memory_efficiency"),
         t.figure("half_gflop", 0.0) * 1e9,
-        _products(t, "wide"),
+        _tiles(t),
         _products(t, "attention"),
-        _share(t, "batched_efficiency"),
         _ops(t),
     )
 
@@ -353,6 +389,17 @@ def _products(t: _Table, kind: str) -> Products | None:
     if f"{kind}_efficiency" not in t.values:
         return None
     return Products(_share(t, f"{kind}_efficiency"), t.figure(f"{kind}_half_gflop", 0.0) * 1e9)
+
+
+def _tiles(t: _Table) -> Tiles | None:
+    """The speed of products in float32, if the file gives it."""
+    if "wide_efficiency" not in t.values:
+        return None
+    batched = t.whole("batched_tile", SIDES[-1])
+    if batched not in SIDES:
+        raise t.error("batched_tile", f"expected one of {', '.join(map(str, SIDES))}, got {batched}")
+    edge, depth = t.figure("wide_edge", 0.0), t.figure("wide_depth", 0.0)
+    return Tiles(t.whole("multiprocessors"), _share(t, "wide_efficiency"), edge, depth, batched)
 
 
 def _share(t: _Table, key: str, default: float = 1.0) -> float:

@@ -21,7 +21,9 @@ class Runtime:
     `passes`: how often an op that memory limits goes over operands and results of 16 bits: casts to float32 and back
     are ops of their own. `skew`: a collective takes 1 + skew times as long as alone, as devices do not begin it at the
     same time. `inline`: the host is the device, as on CPUs: while it issues an op it computes nothing. `transfer`: of a
-    transfer between two devices, where that differs from `communication`.
+    transfer between two devices, where that differs from `communication`; `transfer_by`: by the number of ranks, where
+    they wait for each other on the cores of their host. `stages_first`: it numbers devices by stages first, so that
+    those of one pipeline are neighbours, not those that share a weight.
     """
 
     name: str
@@ -37,12 +39,14 @@ class Runtime:
     skew: float = 0.0
     inline: bool = False
     transfer: float | None = None
+    transfer_by: tuple[tuple[int, float], ...] = ()
+    stages_first: bool = False
 
     @property
     def joins(self) -> Runtime:
         """The same without name and figures: what says which ops run as one."""
         figures = dict.fromkeys(("op", "communication", "member", "call", "skew"), 0.0)
-        return replace(self, name="", **figures, passes=1.0, transfer=None)
+        return replace(self, name="", **figures, passes=1.0, transfer=None, transfer_by=())
 
     @property
     def issues(self) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.ir.device import Device
 from distir.ir.errors import UsageError, counted
 from distir.ir.host_runtime import Runtime
+from distir.ir.tiles import Tiles
 from distir.ir.type import DType
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ class DeviceSpec:
     `throughput` is in FLOP/s, one figure or one per dtype name ("f32", "tf32", "bf16" ...); `dram_bandwidth` in
     bytes/s; `kernel_launch_overhead` in seconds an op; `memory` in bytes. The efficiencies are the share of the peak
     figures that large kernels reach; a matrix product of `half_size` FLOP reaches half of that (its launch, and tiles
-    that do not fill the device). Where they differ: `wide` for products in float32 and float64, `attention` for fused
-    attention. `ops` are measured speeds by op and dtype, such as ("Gelu", "f32"): they replace the other figures for
-    these. `batched_efficiency` is the share of `memory_efficiency` that batched products of these reach.
+    that do not fill the device). Where they differ: `wide` for products in float32 and float64, by their tiles,
+    `attention` for fused attention. `ops` are measured speeds by op and dtype, such as ("Gelu", "f32"): they replace
+    the other figures for these.
     """
 
     throughput: tuple[tuple[str, float], ...]
@@ -62,9 +63,8 @@ class DeviceSpec:
     compute_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     half_size: float = 0.0
-    wide: Products | None = None
+    wide: Tiles | None = None
     attention: Products | None = None
-    batched_efficiency: float = 1.0
     ops: tuple[tuple[tuple[str, str], OpSpeed], ...] = ()
 
     def speed(self, op: str, dtype: DType | None) -> OpSpeed | None:
@@ -77,12 +77,10 @@ class DeviceSpec:
         name = dtype.name if isinstance(dtype, DType) else dtype or "f32"
         return peaks.get(name) or peaks.get("f32") or self.throughput[0][1]
 
-    def products(self, dtype: DType | None, attention: bool = False) -> Products:
-        """The speed of matrix products in a dtype, or of fused attention."""
+    def products(self, attention: bool = False) -> Products:
+        """The speed of matrix products, or of fused attention."""
         if attention and self.attention is not None:
             return self.attention
-        if self.wide is not None and dtype is not None and dtype.floating and dtype.size > 2:
-            return self.wide
         return Products(self.compute_efficiency, self.half_size)
 
 
@@ -177,7 +175,11 @@ class Crowd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Regular:
-    """A cluster of equal nodes: device number i of `kind` stands in node i // per_node."""
+    """A cluster of equal nodes: device number i of `kind` stands in node i // per_node.
+
+    `near` are sets of devices of each node, by their numbers in it, with a link of their own among them, such as those
+    of one PCIe switch or NVLink bridge: `near_link`, if there are any.
+    """
 
     name: str
     kind: str
@@ -197,6 +199,13 @@ class Regular:
     """Of figures that were fitted to this cluster."""
     crowds: tuple[Crowd, ...] = ()
     """Of a host whose ranks share its cores, by their number."""
+    near: tuple[frozenset[int], ...] = ()
+    near_link: Link | None = None
+
+    def inside(self, devices: Iterable[int]) -> Link:
+        """The link among devices of one node, by their numbers in the cluster."""
+        numbers = {i % self.per_node for i in devices}
+        return self.near_link if self.near_link and any(numbers <= near for near in self.near) else self.intra
 
 
 class Topology:
@@ -371,7 +380,8 @@ class Topology:
     def graph(self) -> nx.Graph[Any]:
         """The networkx graph: devices and switches, links with `bandwidth` (bytes/s) and `latency` (s).
 
-        A regular cluster is drawn with a switch a node ("node", i) and one between them ("network", 0).
+        A regular cluster is drawn with a switch a node ("node", i) and one between them ("network", 0); near devices
+        of a node have links of their own.
         """
         import networkx as nx
 
@@ -386,6 +396,9 @@ class Topology:
                 for i in range(node * r.per_node, (node + 1) * r.per_node):
                     device = Device(r.kind, i)
                     graph.add_edge(device, ("node", node), bandwidth=r.intra.bandwidth, latency=r.intra.latency)
+                for near, link in [(near, r.near_link) for near in r.near if r.near_link]:
+                    for a, b in combinations([Device(r.kind, node * r.per_node + i) for i in sorted(near)], 2):
+                        graph.add_edge(a, b, bandwidth=link.bandwidth, latency=link.latency)
         return graph
 
     def altered(
@@ -409,7 +422,8 @@ class Topology:
         """The devices of a collective, in ring order. Raises UsageError if neighbours are not linked."""
         r = self.uniform
         if r is not None and all(d.kind == r.kind for d in devices):
-            return regular_group(r, [d.index // r.per_node for d in devices])
+            group = regular_group(r, [d.index // r.per_node for d in devices])
+            return group._replace(intra=r.inside([d.index for d in devices])) if group.nodes == 1 else group
         ring = [*devices, devices[0]] if len(devices) > 1 else []
         return Group(len(devices), 1, len(devices), slowest(self.link(a, b) for a, b in pairwise(ring)))
 
@@ -438,7 +452,7 @@ def _regular_link(r: Regular, a: Device, b: Device) -> Link | None:
     total = r.nodes * r.per_node
     a_in, b_in = (d.kind == r.kind and d.index < total for d in (a, b))
     if a_in and b_in:
-        return r.intra if a.index // r.per_node == b.index // r.per_node else r.inter
+        return r.inside((a.index, b.index)) if a.index // r.per_node == b.index // r.per_node else r.inter
     if r.host_link is not None and (a_in or b_in):
         device, other = (a, b) if a_in else (b, a)
         if other.kind == "host":

@@ -247,11 +247,25 @@ def test_empty_cells(table) -> None:
         ({"model_family": "llama", "zero_stage": 1}, "megatron"),
         ({"zero_stage": 3}, "torch-eager"),
         ({"model_family": "mpt"}, "torch-eager"),
+        ({"zero_stage": 3, "notes": "sampled; torch.compile=1; bf16"}, "torch-compiled"),
+        ({"zero_stage": 3, "notes": "sampled; torch.compile=0; bf16"}, "torch-eager"),
         ({"runtime": "mine"}, "mine"),
+        ({"cluster": "distir-v100-x4"}, "distir-2021"),
+        ({"cluster": "distir-v100-x4", "runtime": "megatron"}, "megatron"),
     ],
 )
 def test_runtime(table, changes: dict[str, Any], runtime: str) -> None:
     assert [r.runtime for r in read_rows(table({**GPT, **changes}))] == [runtime]
+
+
+def test_devices_are_in_the_order_of_the_runtime(table) -> None:
+    there = {"cluster": "distir-v100-x4"}
+    first, last = read_rows(table({**GPT, **there}, {**GPT, **there, "runtime": "megatron"}))
+    assert first.setup is not None
+    assert last.setup is not None
+    assert first.setup.plan.order[0] == "pp"
+    assert last.setup.plan.order == Plan().order
+    assert sorted(first.setup.plan.order) == sorted(last.setup.plan.order)
 
 
 def test_rows_of_one_setup_share_a_program(table) -> None:

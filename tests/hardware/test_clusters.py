@@ -10,7 +10,7 @@ import pytest
 
 import distir.hardware
 from distir.executor.cost_model.collective_cost import bus
-from distir.hardware import known_clusters, known_runtimes, load_cluster, load_runtime
+from distir.hardware import among, known_clusters, known_runtimes, load_cluster, load_runtime
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.topology import spread
 
@@ -93,11 +93,46 @@ def test_a_rack_of_nvlink_is_one_node() -> None:
 
 
 def test_runtimes() -> None:
-    assert known_runtimes() == ["distir", "distir-compiled", "megatron", "torch-eager"]
+    assert known_runtimes() == ["distir", "distir-2021", "distir-compiled", "megatron", "torch-compiled", "torch-eager"]
     assert load_runtime("distir-compiled").fuses
     assert not load_runtime("torch-eager").fuses
     with pytest.raises(UsageError, match="unknown runtime 'jax'"):
         load_runtime("jax")
+
+
+def test_a_transfer_may_take_the_host_longer_where_more_ranks_share_it() -> None:
+    runtime = load_runtime("distir-2021")
+    assert [among(runtime, n).transfer for n in (1, 2, 3, 4, 8)] == pytest.approx(  # type: ignore[union-attr]
+        [30e-6, 30e-6, 7.015e-3, 14e-3, 28e-3]
+    )
+    assert among(load_runtime("megatron"), 4) is load_runtime("megatron")
+    assert among(None, 4) is None
+
+
+def test_a_cluster_may_name_the_runtime_it_was_measured_with(tmp_path: Path) -> None:
+    assert load_cluster("distir-v100-x4").regular.runtime == load_runtime("distir-2021")  # type: ignore[union-attr]
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD.replace('name = "test"', 'name = "test"\nruntime = "jax"'))
+    with pytest.raises(UsageError, match=r"runtime: unknown runtime 'jax' \(known: distir, .*; or a table\)"):
+        load_cluster(file)
+
+
+def test_near_devices_of_a_node(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    near = "[node.near]\ndevices = [[0, 1], [2, 3]]\nlink_gbs = 600\nlink_us = 5\n\n[[node.collective]]"
+    file.write_text(GOOD.replace("[[node.collective]]", near, 1))
+    topology = load_cluster(file, nodes=2)
+    d = topology.devices
+    assert [topology.link(d[a], d[b]).bandwidth for a, b in ((0, 1), (1, 2), (10, 11), (4, 5))] == [
+        600e9,
+        274e9,
+        600e9,
+        274e9,
+    ]
+    for wrong in ("[[0, 8]]", "[[0, 1], [1, 2]]", "[0, 1]", "[]", '"all"', "[[0, true]]"):
+        file.write_text(GOOD.replace("[[node.collective]]", near.replace("[[0, 1], [2, 3]]", wrong), 1))
+        with pytest.raises(UsageError, match=r"node\.near\.devices: expected lists of different numbers from 0 to 7"):
+            load_cluster(file)
 
 
 def test_shipped_clusters() -> None:
@@ -191,6 +226,12 @@ inter_us = 8.5
         ("memory_gb = 80", "memory_gb = 0", r"device\.memory_gb: expected a number above 0"),
         ("memory_gb = 80", "memory_gb = 80\ntypo = 1", r"device\.typo: unknown key"),
         ("compute_efficiency = 0.869", "compute_efficiency = 1.2", r"device\.compute_efficiency: expected a share"),
+        (
+            "launch_us = 10.0",
+            "launch_us = 10.0\nmultiprocessors = 108\nwide_efficiency = 0.9\nbatched_tile = 100",
+            r"device\.batched_tile: expected one of 128, 64, 32, got 100",
+        ),
+        ("launch_us = 10.0", "launch_us = 10.0\nwide_efficiency = 0.9", r"device\.multiprocessors: missing"),
         ("bf16 = 312", "bf16 = true", r"device\.peak_tflops\.bf16: expected a number"),
         ("devices = 8", "devices = 0.5", r"node\.devices: expected a whole number above 0"),
         ("link_us = 14.0", "link_us = -1", r"network\.link_us: expected a number of at least 0"),

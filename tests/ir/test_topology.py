@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from distir import CostModel, Plan, simulate
 from distir.ir import Device, Topology
 from distir.ir.errors import UsageError
 from distir.ir.topology import DeviceSpec, Link, Regular
+from distir.models.mlp import mlp
 
 
 def test_the_notebooks_calls() -> None:
@@ -83,6 +87,48 @@ def test_links_of_a_regular_cluster() -> None:
         topology.spec(Device("gpu", 12))
     with pytest.raises(UsageError, match="has its own gpu devices"):
         topology.add_device("gpu")
+
+
+def test_devices_that_are_near_have_links_of_their_own() -> None:
+    r = _cluster(2).regular
+    assert r is not None
+    near = Link(4e11, 2e-6)
+    topology = Topology(replace(r, near=(frozenset((0, 2)), frozenset((1, 3))), near_link=near))
+    d = topology.devices
+    for a, b, link in ((0, 2, near), (3, 1, near), (5, 7, near), (0, 1, r.intra), (0, 3, r.intra), (0, 6, r.inter)):
+        assert topology.link(d[a], d[b]) == topology.link(d[b], d[a]) == link
+    for numbers, link in (((0, 2), near), ((5, 7), near), ((0, 1), r.intra), ((0, 1, 2, 3), r.intra)):
+        assert topology.group([d[i] for i in numbers]).intra == link
+    across = topology.group([d[0], d[2], d[4], d[6]])  # more than one node: each node's links, and the network
+    assert (across.nodes, across.intra, across.inter) == (2, r.intra, r.inter)
+    assert topology.graph.edges[d[5], d[7]] == {"bandwidth": 4e11, "latency": 2e-6}
+    assert not topology.graph.has_edge(d[0], d[1])
+
+
+@pytest.mark.parametrize("order", [("pp", "tp", "dp"), ("tp", "dp", "pp"), ("dp", "pp", "tp")])
+def test_near_devices_are_predicted_as_links_by_hand(order: tuple[str, ...]) -> None:
+    """The same step on a regular cluster and on devices that are linked one by one."""
+    spec = DeviceSpec((("f32", 1e12),), 1e11, 1e-6)
+    slow, near = Link(1e9, 1e-6), Link(8e9, 1e-6)
+    regular = Regular("c", "gpu", spec, 1, 4, slow, slow, near=(frozenset((0, 2)), frozenset((1, 3))), near_link=near)
+    by_hand = Topology()
+    devices = [by_hand.add_device("gpu", 1e12, 1e11, 1e-6) for _ in range(4)]
+    for i, a in enumerate(devices):
+        for j in range(i):
+            link = near if (i - j) == 2 else slow
+            by_hand.set_link(a, devices[j], link.bandwidth, link.latency)
+    plans: list[dict[str, Any]] = [
+        {"tp": 2, "pp": 2},
+        {"dp": 2, "tp": 2},
+        {"dp": 2, "pp": 2},
+        {"pp": 4},
+        {"tp": 4},
+        {"dp": 2},
+    ]
+    for sizes in plans:
+        plan = Plan(**sizes, microbatches=2, order=order)
+        found = [simulate(mlp(4, 8, 64), plan, CostModel(t)).simulation.seconds for t in (Topology(regular), by_hand)]
+        assert found[0] == found[1]
 
 
 def test_groups_know_their_nodes() -> None:

@@ -53,7 +53,8 @@ def _chains(f: Function) -> dict[Op, Fused]:
     """The ops of a function that are part of a chain, between which nothing is written or read.
 
     A pointwise op is joined to the one after it if that alone uses its result, and gives one of the same shape on the
-    same devices, such as another pointwise op, or the softmax or norm of its rows.
+    same devices, such as another pointwise op, the softmax or norm of its rows, or the sum over time that it is added
+    to: the gradient of a microbatch is cast as it is added.
     """
     users: dict[Value, list[Op]] = {}
     for op in f.ops:
@@ -65,7 +66,9 @@ def _chains(f: Function) -> dict[Op, Fused]:
         if not (_is_limited_by_memory(op) and _is_pointwise(op)):
             continue
         y, later = op.outputs[0], users.get(op.outputs[0], [])
-        if y in given or len(later) != 1 or not _is_limited_by_memory(later[0]) or not _alike(y, later[0].outputs[0]):
+        if y in given or len(later) != 1 or not (_is_limited_by_memory(later[0]) or _accumulates(later[0])):
+            continue
+        if not _alike(y, later[0].outputs[0]):
             continue
         chains[op] = chains.get(op, UNFUSED)._replace(result=True)
         after = chains.get(later[0], UNFUSED)
@@ -77,6 +80,16 @@ def _chains(f: Function) -> dict[Op, Fused]:
 def _is_limited_by_memory(op: Op) -> bool:
     """Whether an op computes on one device, without a kernel of its own kind."""
     return op.spec.comm is None and not op.spec.alias and not op.spec.kernel and bool(op.inputs and op.outputs)
+
+
+def _accumulates(op: Op) -> bool:
+    """Whether an op adds to a sum over time."""
+    return op.spec.comm is not None and op.spec.comm.memberwise and op.spec.route == "here"
+
+
+def unwritten(op: Op, chained: Fused) -> bool:
+    """Whether an op of a chain reads one value, and hands on none that is smaller: it then needs no memory but that."""
+    return chained.result and len(op.inputs) == 1 and op.inputs[0].type.bytes <= op.outputs[0].type.bytes
 
 
 def _is_pointwise(op: Op) -> bool:

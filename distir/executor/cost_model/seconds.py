@@ -4,8 +4,9 @@ Roofline model, at local shapes: an op takes launch overhead + max(F (1 + √(h/
 bytes / (bandwidth · efficiency)). F are the spec's FLOPs, bytes are those of operands and results (or the spec's own
 `work`), the peak is that of the dtype that the op computes in; h is the size at which a product reaches half of its
 efficiency, 0 for other ops. Views and bundles are free. The root fits measured products as well as h/F does (A100: mean
-error 4.5 and 4.6 %), and small ones, of which there are no measurements in 16 bits, do not all take the time of h. An
-op whose speed is measured on the device (`OpSpeed`) takes that instead.
+error 4.5 and 4.6 %), and small ones, of which there are no measurements in 16 bits, do not all take the time of h.
+Products in float32 and float64 take whole tiles and waves (`Tiles`) where the device has figures of these. An op whose
+speed is measured on the device (`OpSpeed`) takes that instead.
 
 With a `Runtime` the host takes time to issue each op, and chains of pointwise ops may count as one.
 """
@@ -22,6 +23,7 @@ from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import Attrs, Spec
+from distir.ir.tiles import Product
 from distir.ir.topology import DeviceSpec, Group, Link, Topology
 from distir.ir.type import REPLICATE, DType, Tensor, Type
 
@@ -177,16 +179,17 @@ class CostModel:
         dtype = computed_in(ins, outs)
         if (measured := what.speed(spec.name, dtype)) is not None:
             return measured.seconds(flops, size)
-        if spec.kernel == "product" and dtype is not None and dtype.size > 2 and _batched(spec, ins):
-            bandwidth *= what.batched_efficiency
         seconds = size / bandwidth
         if flops:
-            peak = what.peak(dtype)
-            if self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None:
-                peak = what.peak("tf32")
-            speed = what.products(dtype, spec.kernel == "attention")
-            half = speed.half_size if spec.kernel else 0.0
-            seconds = max(seconds, (flops + math.sqrt(half * flops)) / (peak * speed.efficiency))
+            tf32 = self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None
+            peak = what.peak("tf32" if tf32 else dtype)
+            if spec.kernel == "product" and what.wide is not None and _wide(dtype) and not tf32:
+                limit = what.wide.seconds(product_of(spec, attrs, ins, outs, flops), peak)
+            else:
+                speed = what.products(spec.kernel == "attention")
+                half = speed.half_size if spec.kernel else 0.0
+                limit = (flops + math.sqrt(half * flops)) / (peak * speed.efficiency)
+            seconds = max(seconds, limit)
         return seconds + what.kernel_launch_overhead
 
     def collective_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
@@ -215,11 +218,27 @@ def _copies(t: Type) -> int:
     return math.prod([n for i, (n, p) in enumerate(axes) if p is REPLICATE and i != mesh.time])
 
 
-def _batched(spec: Spec, ins: Types) -> bool:
-    """Whether a product has a matrix of its own for each one of a batch; convolutions, without `axes`, have not."""
-    if spec.axes is None or len(ins) < 2 or not isinstance(t := ins[1], Tensor):
-        return False
-    return len(t.shape) > 2 and math.prod(t.shape[:-2]) > 1
+def _wide(dtype: DType | None) -> bool:
+    """Whether products of a dtype run without tensor cores: float32 and float64."""
+    return dtype is not None and dtype.floating and dtype.size > 2
+
+
+def product_of(spec: Spec, attrs: Attrs, ins: Types, outs: Types, flops: float) -> Product:
+    """The sizes of a product on one device, whose FLOPs are known.
+
+    What `axes` does not describe, such as a convolution, counts as one product with a square result.
+    """
+    shapes = [t.shape for t in ins if isinstance(t, Tensor)]
+    f = spec.factors(attrs, shapes)
+    if f is None or len(f.ins) != 2:
+        count = math.prod(outs[0].shape) if isinstance(outs[0], Tensor) else 1
+        side = max(1, round(math.sqrt(count)))
+        return Product(1, side, side, max(1, round(flops / (2 * side * side))))
+    of, sizes = [set(names) for names in f.ins], [1, 1, 1, 1]
+    for name, size in f.sizes.items():
+        inside = (name in of[0], name in of[1])
+        sizes[3 if name in f.kinds else {(True, False): 1, (False, True): 2}.get(inside, 0)] *= size
+    return Product(*sizes)
 
 
 def wire_of(spec: Spec) -> Wire:

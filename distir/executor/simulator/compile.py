@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from distir.executor.cost_model import CostModel
-from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
+from distir.executor.cost_model.fusion import UNFUSED, Fused, fused, unwritten
 from distir.executor.simulator.beside import beside_compute
 from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
@@ -55,6 +55,12 @@ class _Kinds:
         self._runtime = runtime
         self._numbers: dict[object, int] = {}
         self._of: dict[Function, list[int]] = {}
+        self._unwritten: dict[Function, frozenset[Op]] = {}
+
+    def unwritten(self, f: Function) -> frozenset[Op]:
+        """The ops of a function whose results exist within kernels alone."""
+        self.of(f)
+        return self._unwritten[f]
 
     def of(self, f: Function) -> list[int]:
         """The kind of each op, -1 for a call."""
@@ -80,6 +86,7 @@ class _Kinds:
                 self.first.append(_Kind(op, f, chained, beside))
             out.append(n)
         self._of[f] = out
+        self._unwritten[f] = frozenset([op for op, chained in chains.items() if unwritten(op, chained)])
         return out
 
 
@@ -125,6 +132,10 @@ class CompiledProgram:
         self.main = self._compile(function, entry=True)
         self._before = None  # keeps no chain of cost models alive
         function.cache[last] = self
+
+    def unwritten(self) -> frozenset[Op]:
+        """The ops of the program whose results exist within kernels alone: they take no memory."""
+        return frozenset().union(*[self._kinds.unwritten(f) for f in (self.function, *self.function.callees())])
 
     def _alike(self, before: CompiledProgram | None) -> CompiledProgram | None:
         """`before`, if it has the same classes, streams and parts; None if not."""

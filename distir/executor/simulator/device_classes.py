@@ -198,7 +198,11 @@ def _collect(
 
 
 def _by_blocks(uses: Uses, topology: Topology, r: Regular) -> DeviceClasses | None:
-    """The same where meshes are runs of a regular cluster's devices, by arithmetic on their ends; None if it cannot."""
+    """The same where meshes are runs of a regular cluster's devices, by arithmetic on their ends; None if it cannot.
+
+    It cannot where links inside a node differ."""
+    if r.near:
+        return None
     spans: dict[Mesh, tuple[int, int]] = {}
     lone: list[Device] = []
     for home in uses.homes:

@@ -1,7 +1,8 @@
 """Live memory, counted in program order for each class of devices, as a caching allocator sees it.
 
 Buffers are counted, not values: views and bundles lie in their operands' buffers; a result takes over the buffer of an
-operand that the op donates, if nothing else needs it; a buffer is freed after the last use of the last value in it. The
+operand that the op donates, if nothing else needs it; a result that exists only within a kernel lies in the operand's
+that the kernel reads instead; a buffer is freed after the last use of the last value in it. The
 caller keeps the program's inputs alive, except those that it updates (`Function.updates`), which die with their last
 use. The operands of a reduce-scatter whose result a body only returns live until the next one starts, or the body ends:
 it is in flight until then.
@@ -110,6 +111,7 @@ class LiveMemory:
         self.program, self.order = program, order
         self.categories = Categories(program.function) if by_category else None
         self.shapes = shapes_of(program.function)
+        self._unwritten = program.unwritten()
         self._first: dict[object, Function] = {}
         self._models: dict[Function, tuple[Function, int]] = {}
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
@@ -254,7 +256,9 @@ class LiveMemory:
 
     def is_view(self, op: Op) -> bool:
         """Whether its results share its operands' buffers."""
-        return bool(op.inputs) and self.program.cost.free(op.spec, op.attributes, [v.type for v in op.inputs])
+        return op in self._unwritten or (
+            bool(op.inputs) and self.program.cost.free(op.spec, op.attributes, [v.type for v in op.inputs])
+        )
 
     def used(self, f: Function, c: int, unneeded: frozenset[int]) -> frozenset[int]:
         """The numbers of the inputs that a body uses on class c."""

@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 
 from distir.executor.cost_model import collective_cost as cost
-from distir.executor.cost_model.seconds import QUANTUM, CostModel, computed_in, quantize, wire_of, work
+from distir.executor.cost_model.seconds import QUANTUM, CostModel, computed_in, product_of, quantize, wire_of, work
 from distir.hardware import load_cluster
 from distir.ir import FunctionMaker, Mesh, Topology
 from distir.ir.spec import lookup
+from distir.ir.tiles import Tiles
 from distir.ir.topology import Algorithm, DeviceSpec, Group, Link, Regular
 from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float, Float16, Float64, Int64, Shard, Tensor, Tuple
 from distir.ops.rules import statistic
@@ -119,6 +120,39 @@ def test_small_products_lose_efficiency_by_the_root_of_their_size(size: int, lon
     topology = Topology(Regular("one", "gpu", spec, 1, 1, Link(1e9), Link(1e9)))
     square = Tensor(Float(), (size, size))
     assert seconds("MatMul", square, square, topology=topology) == pytest.approx(longer * 2 * size**3 / FLOPS, rel=1e-6)
+
+
+def test_the_sizes_of_products() -> None:
+    """Rows and columns, what is summed over, and how often there is a matrix of its own on both sides."""
+    a, b = Tensor(Float(), (3, 5, 64, 16)), Tensor(Float(), (3, 1, 16, 48))
+    for op_type, types, expected in (
+        ("MatMul", (a, Tensor(Float(), (16, 48))), (1, 3 * 5 * 64, 48, 16)),
+        ("MatMul", (a, b), (3, 5 * 64, 48, 16)),
+        ("MatMulGradWeight", (a, Tensor(Float(), (3, 5, 64, 48))), (1, 16, 48, 3 * 5 * 64)),
+        ("Gemm", (Tensor(Float(), (64, 16)), Tensor(Float(), (16, 64))), (1, 64, 64, 16)),
+    ):
+        f = FunctionMaker()
+        f.emit(op_type, *[f.add_input_value("x", t) for t in types])
+        op = f.ops[0]
+        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        flops, _ = work(op.spec, op.attributes, ins, outs)
+        found = product_of(op.spec, op.attributes, ins, outs, flops)
+        assert found == expected
+        assert flops == 2 * math.prod(found)
+
+
+def test_only_products_without_tensor_cores_are_in_tiles_of_their_own() -> None:
+    spec = DeviceSpec((("bf16", FLOPS), ("f32", FLOPS), ("tf32", FLOPS)), BYTES * 1e6, 0.0, wide=Tiles(4))
+    topology = Topology(Regular("one", "gpu", spec, 1, 1, Link(1e9), Link(1e9)))
+    ideal = 2 * 33 * 128 * 128 / FLOPS
+    for dtype, tf32, longer in (
+        (Float(), False, 64 / 33),
+        (Float64, False, 64 / 33),
+        (Float(), True, 1.0),
+        (BFloat16, False, 1.0),
+    ):
+        a, b = Tensor(dtype, (33, 128)), Tensor(dtype, (128, 128))
+        assert seconds("MatMul", a, b, topology=topology, tf32=tf32) == pytest.approx(ideal * longer, rel=1e-6)
 
 
 def test_efficiencies_divide_the_peaks() -> None:

@@ -11,7 +11,8 @@ from distir.executor.cost_model import CostModel
 from distir.executor.simulator.memory import MemoryUse
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology
 from distir.ir.errors import UsageError
-from distir.ir.type import NOW, SUM, Float, Shard, Tensor, Tuple
+from distir.ir.host_runtime import Runtime
+from distir.ir.type import NOW, SUM, Float, Float16, Shard, Tensor, Tuple
 from tests.executor.inlined import Inlined
 from tests.executor.random_schedules import random_program
 
@@ -32,9 +33,9 @@ DEVICE = Device("gpu", 0)
 X = Tensor(Float(), (32, 32), DEVICE)
 
 
-def use(f: FunctionMaker | Function, n: int = 1, device: Device = DEVICE) -> MemoryUse:
+def use(f: FunctionMaker | Function, n: int = 1, device: Device = DEVICE, runtime: Runtime | None = None) -> MemoryUse:
     function = f.finalize() if isinstance(f, FunctionMaker) else f
-    return Simulator(CostModel(topology(n))).interpret(function).memory(device)
+    return Simulator(CostModel(topology(n), runtime=runtime)).interpret(function).memory(device)
 
 
 def test_values_die_after_their_last_use() -> None:
@@ -56,6 +57,41 @@ def test_views_share_their_operands_buffer() -> None:
     w = f.emit("Relu", f.emit("Relu", z))
     f.set_outputs([w, z])
     assert use(f).total == 4 * ONE
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_what_a_fused_kernel_hands_on_takes_no_memory(fuses: bool) -> None:
+    """A sum over microbatches, of what each gives in 16 bits: whether the cast of it is ever whole."""
+    mesh = Mesh([DEVICE], {"mb": 2}, "m")
+    narrow = Tensor(Float16, (32, 32), mesh, (SUM,), (1, 2))
+    f = FunctionMaker()
+    done = f.add_input_value("sum", Tensor(Float(), (32, 32), mesh, (SUM,), (0, 1)))
+    x = f.emit("Cast", f.emit("Cast", f.add_input_value("x", narrow), to=Float()), to=Float16)
+    cast = f.emit("Cast", x, to=Float())
+    f.set_outputs([f.emit("Accumulate", done, cast)])
+    got = use(f, runtime=Runtime("host", fuses=fuses))
+    assert sum(got.start) == ONE + ONE // 2
+    # the inputs, which the caller holds, and the sum; and what is added to it: its cast, or, without that, itself
+    assert got.total == sum(got.start) + ONE + (ONE // 2 if fuses else ONE)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_chain_keeps_what_it_reads(fuses: bool) -> None:
+    """The operand of a chain is live until the chain ends; a wider one than its result is not kept for it."""
+    f = FunctionMaker()
+    a = f.emit("Neg", f.emit("MatMul", f.add_input_value("x", X), f.add_input_value("y", X)))
+    small = f.emit("Cast", f.emit("Exp", a), to=Float16)
+    f.set_outputs([f.emit("Neg", small)])
+    got = use(f, runtime=Runtime("host", fuses=fuses))
+    # x and y, and: the product and each of its successors; or the product until the cast is written, and that
+    assert got.total == (3 * ONE + ONE // 2 if fuses else 4 * ONE)
+
+
+def test_a_chain_of_two_operands_writes_what_it_makes_of_them() -> None:
+    f = FunctionMaker()
+    x, y = (f.add_input_value(name, X) for name in "xy")
+    f.set_outputs([f.emit("Neg", f.emit("Add", f.emit("MatMul", x, y), f.emit("MatMul", y, x)))])
+    assert use(f, runtime=Runtime("host", fuses=True)).total == use(f).total == 5 * ONE
 
 
 def test_what_nobody_uses_dies_at_once() -> None:
