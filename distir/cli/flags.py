@@ -346,7 +346,8 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL.onnx",
         help="ONNX of opset 13 or later, weights in it or beside it; FILE.distir, a program as text; or a model by its "
-        "name and sizes: gpt:layers=12,hidden=768,heads=12, llama:..., gpt2-large, gpt3-175b, gpt3-moe or dlrm",
+        "name and sizes: gpt:layers=12,hidden=768,heads=12, llama:..., gpt2-large, gpt3-175b, gpt3-moe, dlrm or cosmoflow; "
+        "or a proxy, which is distributed already: proxy-dlrm, proxy-cosmoflow, proxy-gpt2-large, ...",
     )
     group = parser.add_argument_group("the model")
     group.add_argument(
@@ -357,7 +358,7 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         "--loss",
         metavar="LOSS",
         help="train with cross-entropy, mse or the output of that name; none: forward only; default: none, but for "
-        "gpt2-large, gpt3-175b, gpt3-moe and dlrm, which have their own",
+        "gpt2-large, gpt3-175b, gpt3-moe, dlrm and cosmoflow, which have their own",
     )
     group.add_argument("--optimizer", choices=("sgd", "adamw"), help="default: sgd")
     group.add_argument("--lr", type=_positive, metavar="X", help="learning rate; default: 0.001")

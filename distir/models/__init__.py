@@ -4,7 +4,8 @@ from distir.models.decoder import Decoder, decoder
 from distir.models.gpt import gpt
 from distir.models.mlp import mlp
 from distir.models.named import named
+from distir.models.proxies import proxy
 from distir.models.recommender import Recommender, recommender
 from distir.models.volumes import Volumes, volumes
 
-__all__ = ["Decoder", "Recommender", "Volumes", "decoder", "gpt", "mlp", "named", "recommender", "volumes"]
+__all__ = ["Decoder", "Recommender", "Volumes", "decoder", "gpt", "mlp", "named", "proxy", "recommender", "volumes"]
