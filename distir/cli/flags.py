@@ -346,8 +346,8 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL.onnx",
         help="ONNX of opset 13 or later, weights in it or beside it; FILE.distir, a program as text; or a model by its "
-        "name and sizes: gpt:layers=12,hidden=768,heads=12, llama:..., gpt2-large, gpt3-175b, gpt3-moe, dlrm or cosmoflow; "
-        "or a proxy, which is distributed already: proxy-dlrm, proxy-cosmoflow, proxy-gpt2-large, ...",
+        "name and sizes: gpt:layers=12,hidden=768,heads=12, llama:..., gpt2-large, gpt3-175b, gpt3-moe, dlrm or "
+        "cosmoflow; or a proxy, which is distributed already: proxy-dlrm, proxy-cosmoflow, proxy-gpt2-large, ...",
     )
     group = parser.add_argument_group("the model")
     group.add_argument(

@@ -183,7 +183,7 @@ def test_the_size_does_not_grow_with_devices() -> None:
 
     assert size(DlrmSequence()) == size(DlrmSequence(ranks=64))
     assert size(CosmoflowSequence(dp=2)) == size(CosmoflowSequence(dp=64))
-    assert size(Gpt3Sequence(**SMALL)) == size(Gpt3Sequence(**SMALL | {"tp": 8, "dp": 16}))
+    assert size(Gpt3Sequence(**SMALL)) == size(Gpt3Sequence(**SMALL, tp=8, dp=16))
 
 
 @pytest.mark.parametrize(
