@@ -134,7 +134,11 @@ def _run(commands: Any) -> None:
     )
     group.add_argument("--emulate", choices=("sleep", "spin", "none"), help="what stands for compute; default: sleep")
     group.add_argument("--scale", type=_number, metavar="X", help="factor of the times of compute; default: 1")
-    group.add_argument("--times", metavar="FILE.toml", help="microseconds of calls, such as fwd0 = 1200")
+    group.add_argument(
+        "--times",
+        metavar="FILE.toml|DIR",
+        help="microseconds of functions, such as fwd0 = 1200, or of layers; or the directory of an earlier --profile",
+    )
     group.add_argument("--iterations", type=_at_least(1), metavar="N", help="iterations that are timed; default: 128")
 
 
