@@ -107,6 +107,16 @@ def test_ops_of_a_layer(gpt: Model, tmp_path: Path) -> None:
     assert sum(x for (f, _), x in found.items()) == pytest.approx(2e-6)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_ops_are_of_the_layer_that_is_named_most_closely(gpt: Model, tmp_path: Path, first: bool) -> None:
+    program = as_run(distribute(gpt, Plan()))
+    tables = ['[layers."transformer.h"]\nforward = 1000\n', '[layers."transformer.h.1"]\nforward = 200\n']
+    found = times(tmp_path, "".join(tables if first else tables[::-1]), gpt, program)
+    inner = times(tmp_path, tables[1], gpt, program)
+    assert {where: x for where, x in found.items() if where in inner} == pytest.approx(inner)
+    assert sum(found.values()) == pytest.approx(1.2e-3)
+
+
 @pytest.mark.parametrize("text", ["fwd0 = 1000", '[layers."transformer.h.0"]\nforward = 1000'])
 def test_what_is_predicted_to_take_no_time_takes_what_is_given(gpt: Model, tmp_path: Path, text: str) -> None:
     program = as_run(distribute(gpt, Plan(2)))
@@ -135,6 +145,7 @@ def test_sleeps_of_a_program_take_what_is_given(tmp_path: Path) -> None:
         ('fwd0 = "1"', "expected microseconds", None),
         ("layers = 3", "expected tables such as", None),
         ('[layers."transformer.h.9"]\nforward = 1', "the model has no layer 'transformer.h.9'", "did you mean"),
+        ('[layers."transformer.w"]\nforward = 1', "the model has no layer 'transformer.w'", "did you mean"),
         ('[layers."transformer"]\nsideways = 1', "expected forward and backward", None),
         ('[layers."transformer.h.0"]', "expected forward and backward", None),
         ('[layers."transformer.h.0"]\nforward = -2', "expected microseconds", None),
