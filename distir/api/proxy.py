@@ -13,7 +13,7 @@ from typing import Any
 from distir.api.compare import start_profile
 from distir.api.compilation import ONE, AnyModel, Cluster, cost_model, distribute, plan_in_effect, predict
 from distir.api.given_times import given_times
-from distir.api.messages import Message, messages
+from distir.api.messages import Message, messages, most_sent
 from distir.api.model import Model, as_model
 from distir.api.results import Prediction, seconds, size
 from distir.api.stage_cost import OpSeconds, stage_cost
@@ -87,11 +87,7 @@ class ProxyResult:
     @property
     def bytes(self) -> dict[str, int]:
         """What the rank that sends most sends of each op in an iteration, in bytes."""
-        found: dict[str, dict[str, int]] = {}
-        for m in self.sent:
-            by_ranks = found.setdefault(m.op, {})
-            by_ranks[m.ranks] = by_ranks.get(m.ranks, 0) + m.bytes * m.times
-        return {op: max(by_ranks.values()) for op, by_ranks in found.items()}
+        return most_sent(self.sent)
 
     def lines(self) -> list[str]:
         """The result in a few lines."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distir.api import load, simulate
-from distir.api.messages import messages
+from distir.api.messages import messages, most_sent
 from distir.api.proxy import ProxyOptions, run_proxy
 from distir.cli import main
 from distir.ir import Function, Op, parse, pformat, same, verify
@@ -255,7 +255,7 @@ def test_they_run(name: str) -> None:
     done = run_proxy(name, Plan(), ProxyOptions(emulate="none", iterations=2, warmup=1))
     assert len(done.seconds) == 2
     assert done.compute == 0
-    assert done.bytes == run_bytes(load(name).function)
+    assert done.bytes == most_sent(messages(load(name).function))
 
 
 @pytest.mark.parametrize("sizes", [DlrmSequence(), Gpt3Sequence(**SMALL)], ids=["flat", "of passes"])
@@ -269,11 +269,3 @@ def test_sleeps_of_a_program_take_another_time(sizes: ProxySizes) -> None:
             assert a.spec is b.spec
             if a.op_type == "Sleep":
                 assert b.attributes == {**a.attributes, "seconds": a.attributes["seconds"] * 2, "spin": True}
-
-
-def run_bytes(program: Function) -> dict[str, int]:
-    """What the rank that sends most sends of each op."""
-    found: dict[tuple[str, str], int] = {}
-    for m in messages(program):
-        found[m.op, m.ranks] = found.get((m.op, m.ranks), 0) + m.bytes * m.times
-    return {op: max(n for (other, _), n in found.items() if other == op) for op, _ in found}
