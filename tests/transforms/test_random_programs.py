@@ -106,8 +106,9 @@ def test_tables_and_halos_together() -> None:
     seen = Counter[str]()
 
     def equal(program: Program, plan: Plan) -> None:
-        rows = [op.inputs[0] for op in program.forward.ops if op.op_type == "Lookup"] if program.forward else []
-        names = dict.fromkeys([v.name for v in rows if v in program.forward.inputs and shape_of(v)[2] % 4 == 0])
+        forward = program.forward or program.function
+        rows = [op.inputs[0] for op in forward.ops if op.op_type == "Lookup" and op.inputs[0] in forward.inputs]
+        names = dict.fromkeys([v.name for v in rows if shape_of(v)[2] % 4 == 0])
         if not names:
             return
         n = 2 if plan.dp * plan.tp * plan.pp > 2 else 4
