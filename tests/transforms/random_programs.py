@@ -467,7 +467,7 @@ BLOCKS: list[Block] = [
     *[linear, residual, attention, embedding, tied_head, dropped],
     *[unary, of_positive, binary, quotient, power, exponential, layer_norm, rms_norm, columns, gemm, split_and_join],
     *[cut, reduced, turned, by_heads, steps, conditional, classes, padded, stopped, tensor_constant, batch_norm],
-    *[per_sample, crossed, picked, tables, running_sum, convolved, convolved, looked_up, pooled],
+    *[per_sample, crossed, picked, tables, running_sum, convolved, convolved, pooled],
 ]
 
 # ---- results
