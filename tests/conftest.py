@@ -1,11 +1,26 @@
-"""Hypothesis profiles; what tests may not leave; skips that fail where all is there (.ci/run: DISTIR_NO_SKIP=1)."""
+"""Hypothesis profiles; how many processes run the tests; what tests may not leave; skips that fail where all is there
+(.ci/run: DISTIR_NO_SKIP=1)."""
 
 import os
+import signal
 import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Before numpy and torch are loaded: threads of one test would only take the cores that the other processes need.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where no bytecode is kept, every process that a test starts compiles all of distir again: half a second each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# A shell's background job begins with SIGINT ignored, and so would what tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+MOST_PROCESSES = 8
+"""Tests start ranks of their own, up to eight each."""
 
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
@@ -20,6 +35,14 @@ def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"{reason} (DISTIR_NO_SKIP: only tests marked gpu may skip)"
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`: a process per core for whole folders; none for files or single tests, which then begin at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    folders = all(Path(arg).is_dir() for arg in config.args)
+    interactive = config.getoption("capture") == "no"  # -s: what workers print is not shown
+    return min(cores, MOST_PROCESSES) if folders and cores > 1 and not interactive else 0
 
 
 @pytest.hookimpl(wrapper=True)

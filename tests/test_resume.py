@@ -307,9 +307,10 @@ def test_processes_that_do_not_share_the_work_share_no_checkpoints(
 
 
 def test_a_full_disk_ends_the_run_and_the_checkpoint_before_serves(
-    model: distir.Model, whole: RunResult, checkpoints: Path
+    model: distir.Model, whole: RunResult, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel refuses to let files grow beyond what the run itself needs: ranks see it as they see a full disk."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # Python 3.11 keeps what it has written by halves
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
     try:

@@ -12,6 +12,7 @@ from distir.api.check import Check
 from distir.api.compare import Comparison, compare
 from distir.api.compilation import distribute, simulate, validate
 from distir.api.data import Data
+from distir.api.explain import Explanation, PlanDifference, diff, explain
 from distir.api.model import Model, load
 from distir.api.results import Prediction, RunResult, Summary
 from distir.api.running import run
@@ -22,15 +23,19 @@ __all__ = [
     "Check",
     "Comparison",
     "Data",
+    "Explanation",
     "Model",
     "Plan",
+    "PlanDifference",
     "Prediction",
     "RunCallbacks",
     "RunOptions",
     "RunResult",
     "Summary",
     "compare",
+    "diff",
     "distribute",
+    "explain",
     "load",
     "run",
     "simulate",

@@ -18,7 +18,9 @@ from distir.ir.errors import DistirError, ModelError, UsageError
 from distir.ir.function import Function, Value
 from distir.ir.pause import no_collection
 from distir.ir.type import DType, Tensor
-from distir.models.named import built, is_named, own_loss
+from distir.models.config_file import is_config
+from distir.models.configs import built_from, title_of
+from distir.models.named import Built, built, is_named, own_loss
 from distir.transforms.differentiation.training import Optimizer, initial_state, optimizer_named, training_step
 from distir.transforms.passes import SEQUENTIAL, form_of
 from distir.transforms.roles import batch_dims, batch_size, weights
@@ -132,9 +134,9 @@ class Model:
 
 
 class _Renamed(Mapping[Value, Any]):
-    """A lazy mapping of arrays, with other Values as keys."""
+    """A lazy mapping of arrays, with other keys."""
 
-    def __init__(self, before: Mapping[Value, Value], arrays: Mapping[Value, Any]) -> None:
+    def __init__(self, before: Mapping[Value, Any], arrays: Mapping[Any, Any]) -> None:
         self._before = {new: old for new, old in before.items() if old in arrays}
         self._arrays = arrays
 
@@ -150,7 +152,7 @@ class _Renamed(Mapping[Value, Any]):
 
 @no_collection()
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Mapping[str, Any],
     dims: Mapping[str, int] | None = None,
     *,
     loss: str | None = None,
@@ -160,18 +162,23 @@ def load(
     output: int | str = 0,
     precision: Precision | str = "fp32",
 ) -> Model:
-    """The model in an ONNX file, the program in a .distir file, or a model by its name and sizes, such as
+    """The model in an ONNX file, the program in a .distir file, the model of a Hugging Face config.json (the file, its
+    folder, or its fields; see `distir.models.from_config`), or a model by its name and sizes, such as
     "gpt:layers=12,hidden=768,heads=12" or "dlrm" (`distir.models.Decoder` and `Recommender` list them); with `loss`,
     its training step.
 
-    `dims`: sizes of symbolic dims; `batch`: the symbolic dim of the batch, by default the first. `loss`:
-    "cross-entropy" or "mse" of output `output` (number or name), or the name of a value that is the loss; without one,
-    a model whose name comes with a loss (`distir.models.named`) is trained by that, but not with "none". `dtype`
-    ("float64", ...): the floating-point type of the whole program; `precision`: see `Model.training`.
+    `dims`: sizes of symbolic dims, or fields of `Decoder`, such as `batch` and `seq`; `batch`: the symbolic dim of the
+    batch, by default the first. `loss`: "cross-entropy" or "mse" of output `output` (number or name), or the name of a
+    value that is the loss; without one, a model whose name comes with a loss (`distir.models.named`) is trained by
+    that, one of a config by cross-entropy, but not with "none". `dtype` ("float64", ...): the floating-point type of
+    the whole program; `precision`: see `Model.training`.
 
     Raises ModelError for a file that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
     """
-    if is_named(str(path)):
+    if isinstance(path, Mapping) or (is_config(path) and not is_named(str(path))):
+        _no_batch_dim(title_of(path), batch)
+        model = _of_built(built_from(path, dims or {}), title_of(path))
+    elif is_named(str(path)):
         model = _built(str(path), dims or {}, batch)
     elif Path(path).suffix == TEXT:
         model = _from_text(Path(path), dims or {}, batch)
@@ -181,7 +188,7 @@ def load(
         function, arrays = import_from_onnx(path, dims=dims, batch=batch)
         model = Model(with_causal_attention(function, arrays), arrays, Path(path))
     if loss is None:
-        loss = own_loss(str(path))
+        loss = own_loss(path)
     if loss not in (None, NO_LOSS):
         model = model.training(loss, optimizer, output, precision)
     return model if dtype is None else model.with_dtype(dtype)
@@ -189,11 +196,17 @@ def load(
 
 def _built(text: str, dims: Mapping[str, int], batch: str | None) -> Model:
     """A model by its name and sizes; its weights are random."""
+    _no_batch_dim(text, batch)
+    return _of_built(built(text, dims), text.partition(":")[0])
+
+
+def _no_batch_dim(name: str, batch: str | None) -> None:
     if batch is not None:
-        raise UsageError(f"{text} has no symbolic dimensions: --batch-dim is for ONNX files", "leave --batch-dim out")
-    function, constants = built(text, dims)
-    by_name = {v.name: v for v in function.inputs}
-    return Model(function, {by_name[name]: x for name, x in constants.items()}, title=text.partition(":")[0])
+        raise UsageError(f"{name} has no symbolic dimensions: --batch-dim is for ONNX files", "leave --batch-dim out")
+
+
+def _of_built(made: Built, title: str | None = None) -> Model:
+    return Model(made.function, _Renamed({v: v.name for v in made.function.inputs}, made.arrays), title=title)
 
 
 def _from_text(path: Path, dims: Mapping[str, int], batch: str | None) -> Model:
@@ -215,10 +228,12 @@ def _from_text(path: Path, dims: Mapping[str, int], batch: str | None) -> Model:
     return Model(function, {}, path)
 
 
-def as_model(model: Model | Function | str | os.PathLike[str]) -> Model:
+def as_model(model: Model | Function | Built | str | os.PathLike[str]) -> Model:
     """A Model, made of a Function or loaded from a path if necessary."""
     if isinstance(model, Model):
         return model
+    if isinstance(model, Built):
+        return _of_built(model)
     return Model(model) if isinstance(model, Function) else load(model)
 
 

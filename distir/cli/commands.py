@@ -98,16 +98,30 @@ def compare(args: argparse.Namespace) -> None:
 
 def simulate(args: argparse.Namespace) -> None:
     """`distir simulate`."""
+    from distir.cli.other_tools import check_targets, note_differences, read_other_plan, write_plans
+
+    check_targets(args)
     with Progress("loading") as progress:
+        read = read_other_plan(args)
         model, plan = model_of(args), plan_of(args)
+        note_differences(args, read, model)
         progress.phase("simulating")
         prediction = simulate_model(model, plan, args.cluster, args.nodes, args.runtime)
         if args.trace is not None:
             prediction.save_trace(args.trace)
+        write_plans(args, model, prediction.summary.plan)
+    emitted = [{"tool": tool, "file": path} for tool, path in args.emit]
     if args.json:
-        print_json(prediction.to_json() | ({"trace": args.trace} if args.trace else {}))
+        print_json(
+            prediction.to_json()
+            | ({"trace": args.trace} if args.trace else {})
+            | ({"emitted": emitted} if emitted else {})
+        )
     else:
-        print("\n".join([str(prediction), *([f"trace written to {args.trace}"] if args.trace else [])]))
+        traced = [f"trace written to {args.trace}"] if args.trace else []
+        print(
+            "\n".join([str(prediction), *traced, *[f"plan written for {tool} to {path}" for tool, path in args.emit]])
+        )
 
 
 def clusters(args: argparse.Namespace) -> None:

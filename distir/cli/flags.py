@@ -32,6 +32,16 @@ _SCORES = """The error of a row is predicted / measured - 1, of seconds of a ste
                         predicted quickest, over the best measured, minus 1; the mean
   memory error          mean of |predicted / measured - 1| of peaks of memory, where measured
 """
+_PARTS = """The parts of a stage add up to the step:
+  ideal compute   products and attention at the device's peak, without what is recomputed
+  below peak      what they take longer, and all other compute of the forward and backward passes
+  recomputation   compute that the backward pass repeats
+  optimizer       compute of the update
+  dp, tp, pp ...  communication along an axis while the device does not compute
+  warm-up         idle while the pipeline fills or drains
+  imbalance       idle because another stage has more work
+  dependency      idle otherwise: it waits for another stage, or for the host
+"""
 _EXAMPLES = """examples:
   distir run gpt2.onnx --dim batch=8 --loss cross-entropy --dp 2 --pp 2 --microbatches 4 --check
   distir simulate gpt2.onnx --dim batch=512 --loss cross-entropy --dp 8 --tp 4 --cluster dgx-a100
@@ -69,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     _run(commands)
     _compare(commands)
     _simulate(commands)
+    _explain(commands)
+    _diff(commands)
     _accuracy(commands)
     _show(commands)
     _export(commands)
@@ -152,6 +164,61 @@ def _simulate(commands: Any) -> None:
     parser = _command(commands, "simulate", "predict time and memory of a distributed model on a cluster", "simulate")
     _model_flags(parser)
     _plan_flags(parser)
+    _cluster_flags(parser)
+    parser.add_argument("--trace", metavar="FILE.json", help="write a trace that Perfetto opens")
+    group = parser.add_argument_group("plans of other tools")
+    group.add_argument(
+        "--torchtitan",
+        metavar="FILE.toml",
+        help="read the plan, batch and precision from a file of torchtitan; other flags override it",
+    )
+    group.add_argument(
+        "--megatron-args",
+        metavar="FILE",
+        help="read them from arguments of Megatron-LM, or the script that starts it; other flags override them",
+    )
+    group.add_argument(
+        "--gpus", type=_at_least(1), metavar="N", help="the number of devices, where such a file does not say it"
+    )
+    group.add_argument(
+        "--emit",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("TOOL", "FILE"),
+        help="write the plan for distir, torchtitan or megatron; may be given several times",
+    )
+
+
+def _explain(commands: Any) -> None:
+    text = "say where the time of a predicted step goes, by stage: compute, communication by axis, bubbles by cause"
+    parser = _command(commands, "explain", text, "explaining.explain", "seconds")
+    parser.epilog = f"{_PARTS}\n{_EXIT_CODES}"
+    _model_flags(parser)
+    _plan_flags(parser)
+    _cluster_flags(parser)
+    parser.add_argument(
+        "--what-if",
+        type=_factors,
+        default={},
+        metavar="FIGURE=2x,...",
+        help="also predict the program on a cluster with this figure multiplied, for each one: compute, "
+        "memory_bandwidth, link (in a node), network (between nodes), and the times latency, launch, host",
+    )
+    parser.add_argument("--plot", metavar="FILE.pdf", help="draw the parts of each stage: .pdf, .png or .svg")
+
+
+def _diff(commands: Any) -> None:
+    text = "say how the predicted steps of two plans of a model differ, by part of the step"
+    parser = _command(commands, "diff", text, "explaining.diff", "seconds")
+    parser.epilog = f"{_PARTS}\n{_EXIT_CODES}"
+    _model_flags(parser)
+    parser.add_argument("before", metavar="BEFORE.toml", help="a plan, as --save-plan writes it")
+    parser.add_argument("after", metavar="AFTER.toml", help="another plan")
+    _cluster_flags(parser)
+
+
+def _cluster_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the cluster")
     group.add_argument("--cluster", required=True, metavar="NAME|FILE.toml", help="`distir clusters` lists names")
     group.add_argument(
@@ -163,7 +230,6 @@ def _simulate(commands: Any) -> None:
         help="the software whose host issues the ops: distir, distir-compiled, torch-eager or megatron; "
         "default: none, issuing takes no time",
     )
-    group.add_argument("--trace", metavar="FILE.json", help="write a trace that Perfetto opens")
 
 
 def _accuracy(commands: Any) -> None:
@@ -349,20 +415,27 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL.onnx",
-        help="ONNX of opset 13 or later, weights in it or beside it; FILE.distir, a program as text; or a model by its "
-        "name and sizes: gpt:layers=12,hidden=768,heads=12, llama:..., gpt2-large, gpt3-175b, gpt3-moe, dlrm or "
-        "cosmoflow; or a proxy, which is distributed already: proxy-dlrm, proxy-cosmoflow, proxy-gpt2-large, ...",
+        help="ONNX of opset 13 or later, weights in it or beside it; a Hugging Face config.json, or its folder; "
+        "FILE.distir, a program as text; or a model by its name and sizes: gpt:layers=12,hidden=768,heads=12, "
+        "llama:..., gpt2-large, gpt3-175b, gpt3-moe, dlrm or cosmoflow; or a proxy, which is distributed already: "
+        "proxy-dlrm, proxy-cosmoflow, proxy-gpt2-large, ...",
     )
     group = parser.add_argument_group("the model")
     group.add_argument(
-        "--dim", type=_size, action="append", default=[], metavar="NAME=N", help="size of a symbolic dimension"
+        "--dim",
+        type=_size,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="size of a symbolic dimension; of a config, or a model by its name: batch, seq or another of its sizes",
     )
     group.add_argument("--batch-dim", metavar="NAME", help="the symbolic dimension of the batch; default: the first")
     group.add_argument(
         "--loss",
         metavar="LOSS",
         help="train with cross-entropy, mse or the output of that name; none: forward only; default: none, but for "
-        "gpt2-large, gpt3-175b, gpt3-moe, dlrm and cosmoflow, which have their own",
+        "gpt2-large, gpt3-175b, gpt3-moe, dlrm and cosmoflow, which have their own, and a config's model: "
+        "cross-entropy",
     )
     group.add_argument("--optimizer", choices=("sgd", "adamw"), help="default: sgd")
     group.add_argument("--lr", type=_positive, metavar="X", help="learning rate; default: 0.001")
@@ -426,6 +499,21 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
             metavar=None if choices else metavar,
             help=f"{text}; default: {default}" if default != "" else text,
         )
+
+
+def _factors(text: str) -> dict[str, float]:
+    """Factors of figures, such as "link=2x,latency=0"."""
+    found: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, factor = (x.strip() for x in item.partition("="))
+        try:
+            value = float(factor.removesuffix("x"))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected FIGURE=FACTOR, such as link=2x, got {item!r}") from None
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{name} is given twice")
+        found[name] = value
+    return found
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -237,6 +237,10 @@ class FunctionMaker:
         names[new] = 0
         return new
 
+    def reserve(self, values: Iterable[Value]) -> None:
+        """Take the names of values of another function, which are unique and not taken yet."""
+        self._names.update(dict.fromkeys([v.name for v in values], 0))
+
     def add_input_value(self, name: str, type: Type | None, role: Role | None = None) -> Value:
         """Append an input; `role` says what it is for: data (with its batch dim), a parameter, state or a constant."""
         v = Value(self.fresh(name), type, role)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -387,6 +387,18 @@ class Topology:
                     device = Device(r.kind, i)
                     graph.add_edge(device, ("node", node), bandwidth=r.intra.bandwidth, latency=r.intra.latency)
         return graph
+
+    def altered(
+        self, regular: Regular | None, spec: Callable[[DeviceSpec], DeviceSpec], link: Callable[[Link], Link]
+    ) -> Topology:
+        """The same devices and links with other figures: another `regular` of as many devices, and `spec` and `link` of
+        what was added to it.
+        """
+        new = Topology(regular)
+        new._specs = {device: spec(x) for device, x in self._specs.items()}
+        new._count = dict(self._count)
+        new._links = {a: {b: link(x) for b, x in near.items()} for a, near in self._links.items()}
+        return new
 
     @property
     def uniform(self) -> Regular | None:

@@ -22,25 +22,29 @@ class Routes(NamedTuple):
     """There the expert's share in what becomes of the token, else 0."""
 
 
-def routes(f: FunctionMaker, probabilities: Value, choices: int, slots: int) -> Routes:
-    """The routes of tokens that choose one or two experts each, those of largest probability (groups, tokens, experts);
+def routes(f: FunctionMaker, probabilities: Value, choices: int, slots: int, normalized: bool) -> Routes:
+    """The routes of tokens that choose that many experts each, those of largest probability (groups, tokens, experts);
     of equal ones the first.
 
-    Shares are the probabilities, those of two choices divided by their sum.
+    Shares are the probabilities, `normalized`: divided by the sum of those that the token chose.
     """
     groups, tokens, experts = shape_of(probabilities)
-    none = f.emit("Constant", value=(slots,), shape=(), dtype=Int64)  # there is no slot of this number
-    chosen = _largest(f, probabilities)
-    count = f.emit("Cast", chosen, to=Int64)
-    slot = f.emit("Where", chosen, f.emit("CumSum", count, axis=1, exclusive=True), none)
-    if choices == 1:
-        shares = f.emit("Mask", chosen, probabilities)
-    else:
-        second = _largest(f, f.emit("Where", chosen, scalar(f, -1.0, probabilities), probabilities))
-        ahead = f.emit("ReduceSum", count, axes=(1,), keepdims=1)
-        place = f.emit("CumSum", f.emit("Cast", second, to=Int64), axis=1, exclusive=True)
-        slot = f.emit("Where", second, f.emit("Add", place, ahead), slot)
-        shares = f.emit("Mask", f.emit("Or", chosen, second), probabilities)
+    slot = f.emit("Constant", value=(slots,), shape=(), dtype=Int64)  # there is no slot of this number
+    best = chosen = _largest(f, probabilities)
+    ahead: Value | None = None
+    for k in range(choices):
+        if k:
+            left = f.emit("Where", chosen, scalar(f, -1.0, probabilities), probabilities)
+            best = _largest(f, left)
+            chosen = f.emit("Or", chosen, best)
+        count = f.emit("Cast", best, to=Int64)
+        place = f.emit("CumSum", count, axis=1, exclusive=True)
+        slot = f.emit("Where", best, f.emit("Add", place, ahead) if ahead else place, slot)
+        if k < choices - 1:
+            taken = f.emit("ReduceSum", count, axes=(1,), keepdims=1)
+            ahead = f.emit("Add", ahead, taken) if ahead else taken
+    shares = f.emit("Mask", chosen, probabilities)
+    if normalized:
         shares = f.emit("Div", shares, f.emit("ReduceSum", shares, axes=(2,), keepdims=1))
     one = f.emit("Expand", f.emit("Constant", value=(1,), shape=(), dtype=Int64), shape=(slots,))
     numbers = f.emit("CumSum", one, axis=0, exclusive=True)

@@ -6,12 +6,14 @@ Those whose names begin with `proxy-` are distributed programs, of published seq
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.ir.errors import UsageError
 from distir.ir.function import Function
+from distir.models.config_file import is_config
 from distir.models.decoder import ARCHITECTURES, PRESETS, Decoder, angles, decoder, kind_of
 from distir.models.proxies import proxy
 from distir.models.recommender import Recommender, recommender
@@ -63,10 +65,10 @@ _FAMILIES: dict[str, _Family] = {
 
 
 class Built(NamedTuple):
-    """A model's forward pass, and by name the arrays of its constants."""
+    """A model's forward pass, and by name the arrays of its constants, and of its weights if they are known."""
 
     function: Function
-    constants: Mapping[str, np.ndarray]
+    arrays: Mapping[str, np.ndarray]
 
 
 def is_named(text: str) -> bool:
@@ -74,9 +76,12 @@ def is_named(text: str) -> bool:
     return text.partition(":")[0] in _FAMILIES
 
 
-def own_loss(text: str) -> str | None:
-    """The loss by which a model of that name is trained if none is asked for; None without one, and for files."""
-    return _FAMILIES[text.partition(":")[0]].loss if is_named(text) else None
+def own_loss(model: str | os.PathLike[str] | Mapping[str, Any]) -> str | None:
+    """The loss by which a model of that name, or that config, is trained if none is asked for; None without one, and
+    for files of programs."""
+    if not isinstance(model, Mapping) and is_named(os.fspath(model)):
+        return _FAMILIES[os.fspath(model).partition(":")[0]].loss
+    return "cross-entropy" if isinstance(model, Mapping) or is_config(model) else None
 
 
 def built(text: str, dims: Mapping[str, int]) -> Built:
@@ -104,7 +109,7 @@ def named(text: str, dims: Mapping[str, int]) -> Decoder:
 def _sizes(text: str, dims: Mapping[str, int]) -> Sizes:
     name, _, rest = text.partition(":")
     family = _FAMILIES[name]
-    known = {f.name: f for f in fields(family.sizes)}
+    known = {f.name: f for f in fields(family.sizes) if kind_of(f) in _KINDS}
     given: dict[str, Any] = {}
     for entry in [x for x in rest.split(",") if x]:
         key, _, value = entry.partition("=")
@@ -115,13 +120,8 @@ def _sizes(text: str, dims: Mapping[str, int]) -> Sizes:
         except ValueError:
             raise UsageError(f"{text}: expected {key}={expected}, got {entry!r}") from None
     given |= dims
+    check_sizes(f"{text}: {name}", known, given)
     for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            raise UsageError(
-                f"{text}: {name} has no {key!r}",
-                f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}",
-            )
         if isinstance(known[key].default, bool) and given[key] not in (0, 1):
             raise UsageError(f"{text}: {key} is 0 or 1, got {given[key]}")
     flags = {k: bool(x) if isinstance(known[k].default, bool) else x for k, x in given.items()}
@@ -133,3 +133,13 @@ def _sizes(text: str, dims: Mapping[str, int]) -> Sizes:
         return family.sizes(**whole)
     except UsageError as e:
         raise UsageError(f"{text}: {e.message}", e.hint) from None
+
+
+def check_sizes(model: str, known: Collection[str], given: Collection[str]) -> None:
+    """Raises UsageError, with a hint, if a name of `given` is not known."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise UsageError(
+                f"{model} has no {key!r}", f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            )

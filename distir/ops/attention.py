@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
@@ -27,6 +27,8 @@ def _axes(operands: Sequence[str], result: Callable[[int], str]) -> Callable[[At
 
     def axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
         rank = len(shapes[0])
+        if attrs.get("window") and not attrs.get("causal"):
+            raise IRTypeError("attribute window: expected causal attention")
         if rank < 2:
             raise IRTypeError(f"operand 0: expected rank 2 or more, got shape {shapes[0]}")
         lead = " ".join([f"{x}0" for x in letters(rank - 2)])
@@ -76,21 +78,36 @@ def _grad_dtypes(results: int) -> Callable[..., list[DType]]:
 # ---------------------------------------------------------------- meaning
 
 
-def _scores(xp: Any, q: Any, k: Any, mask: Any, scale: float, causal: bool, start: int) -> Any:
-    scores = xp.matmul(wide(xp, q), xp.swapaxes(wide(xp, k), -1, -2)) * scale
+class _Form(NamedTuple):
+    """What scores become after the product of queries and keys: the attributes, and the number of the first query."""
+
+    scale: float = 1.0
+    causal: bool = False
+    window: int | None = None
+    softcap: float = 0.0
+    start: int = 0
+
+
+def _scores(xp: Any, q: Any, k: Any, mask: Any, form: _Form) -> tuple[Any, Any]:
+    """The scores, and the slope of the cap, by which their gradient is multiplied."""
+    scores, slope = xp.matmul(wide(xp, q), xp.swapaxes(wide(xp, k), -1, -2)) * form.scale, 1
+    if form.softcap:
+        share = xp.tanh(scores / form.softcap)
+        scores, slope = share * form.softcap, 1 - share * share
     if mask is not None:
         scores = scores + wide(xp, mask)
-    if causal:
+    if form.causal:
         s, t = scores.shape[-2:]
-        seen = xp.expand_dims(xp.arange(0, t, Int64), 0) <= xp.expand_dims(xp.arange(start, start + s, Int64), 1)
-        scores = xp.where(seen, scores, -math.inf)
-    return scores
+        row = xp.expand_dims(xp.arange(form.start, form.start + s, Int64), 1)
+        column = xp.expand_dims(xp.arange(0, t, Int64), 0)
+        scores = xp.where(column <= row, scores, -math.inf)
+        if form.window is not None:
+            scores = xp.where(column > row - form.window, scores, -math.inf)
+    return scores, slope
 
 
-def _attention(
-    xp: Any, q: Any, k: Any, v: Any, mask: Any = None, scale: float = 1.0, causal: bool = False, start: int = 0
-) -> tuple[Any, Any]:
-    scores = _scores(xp, q, k, mask, scale, causal, start)
+def _attention(xp: Any, q: Any, k: Any, v: Any, mask: Any = None, **form: Any) -> tuple[Any, Any]:
+    scores, _ = _scores(xp, q, k, mask, _Form(**form))
     top = xp.max(scores, axis=-1, keepdims=True)
     top = xp.where(top == -math.inf, 0, top)
     weights = xp.exp(scores - top)
@@ -100,50 +117,28 @@ def _attention(
     return xp.asarray(result, dtype=q.dtype), (top + xp.log(total))[..., 0]
 
 
-def _slopes(
-    xp: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, d: Any, mask: Any, scale: float, causal: bool, start: int
-) -> tuple[Any, Any]:
-    """The softmax, and the gradient of the scores."""
-    weights = xp.exp(_scores(xp, q, k, mask, scale, causal, start) - xp.expand_dims(lse, -1))
+def _slopes(xp: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, d: Any, mask: Any, form: _Form) -> tuple[Any, Any, Any]:
+    """The softmax, the gradient of the masked scores, and that of the product of queries and keys."""
+    scores, slope = _scores(xp, q, k, mask, form)
+    weights = xp.exp(scores - xp.expand_dims(lse, -1))
     d = wide(xp, d)
     along = xp.sum(d * wide(xp, y), axis=-1, keepdims=True)
-    return weights, weights * (xp.matmul(d, xp.swapaxes(wide(xp, v), -1, -2)) - along)
+    slopes = weights * (xp.matmul(d, xp.swapaxes(wide(xp, v), -1, -2)) - along)
+    return weights, slopes, slopes * slope * form.scale
 
 
 def _attention_grad(
-    xp: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    y: Any,
-    lse: Any,
-    d: Any,
-    mask: Any = None,
-    scale: float = 1.0,
-    causal: bool = False,
-    start: int = 0,
+    xp: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, d: Any, mask: Any = None, **form: Any
 ) -> tuple[Any, Any, Any]:
-    weights, slopes = _slopes(xp, q, k, v, y, lse, d, mask, scale, causal, start)
-    dq = xp.matmul(slopes, wide(xp, k)) * scale
-    dk = xp.matmul(xp.swapaxes(slopes, -1, -2), wide(xp, q)) * scale
+    weights, _, slopes = _slopes(xp, q, k, v, y, lse, d, mask, _Form(**form))
+    dq = xp.matmul(slopes, wide(xp, k))
+    dk = xp.matmul(xp.swapaxes(slopes, -1, -2), wide(xp, q))
     dv = xp.matmul(xp.swapaxes(weights, -1, -2), wide(xp, d))
     return xp.asarray(dq, dtype=q.dtype), xp.asarray(dk, dtype=q.dtype), xp.asarray(dv, dtype=q.dtype)
 
 
-def _mask_grad(
-    xp: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    y: Any,
-    lse: Any,
-    d: Any,
-    mask: Any,
-    scale: float = 1.0,
-    causal: bool = False,
-    start: int = 0,
-) -> Any:
-    slopes = _slopes(xp, q, k, v, y, lse, d, mask, scale, causal, start)[1]
+def _mask_grad(xp: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, d: Any, mask: Any, **form: Any) -> Any:
+    slopes = _slopes(xp, q, k, v, y, lse, d, mask, _Form(**form))[1]
     lead = slopes.ndim - mask.ndim
     slopes = xp.sum(slopes, axis=tuple(range(lead)))
     slopes = xp.sum(slopes, axis=tuple(i for i, n in enumerate(mask.shape) if n == 1), keepdims=True)
@@ -151,7 +146,7 @@ def _mask_grad(
 
 
 def _definition(f: FunctionMaker, o: Op) -> list[Value] | None:
-    """softmax(q k^T scale + mask) v; of causal attention there is none (its mask would be as large as the scores).
+    """softmax(cap(q k^T scale) + mask) v; of causal attention there is none (its mask would be as large as the scores).
 
     Scores are in the operands' dtype, as exporters write them out.
     """
@@ -161,6 +156,8 @@ def _definition(f: FunctionMaker, o: Op) -> list[Value] | None:
     scores = f.emit("MatMul", q, swap_last(f, k))
     scale = o.attributes.get("scale", 1.0)
     scores = scores if scale == 1.0 else f.emit("Mul", scores, scalar(f, scale, q))
+    if cap := o.attributes.get("softcap"):
+        scores = f.emit("Mul", f.emit("Tanh", f.emit("Div", scores, scalar(f, cap, q))), scalar(f, cap, q))
     scores = f.emit("Add", scores, mask[0]) if mask else scores
     y = f.emit("MatMul", f.emit("Softmax", scores, axis=-1), v)
     last = (len(shape_of(scores)) - 1,)
@@ -184,7 +181,8 @@ def _emit_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Value]:
 
 
 def _work(keys: int, values: int) -> Callable[..., tuple[float, float]]:
-    """The work of that many products of the scores' shape with keys or queries, and with values; half if causal.
+    """The work of that many products of the scores' shape with keys or queries, and with values; of causal attention
+    only of the scores that are seen.
 
     2 and 5 of them forward and backward: Dao 2023 (FlashAttention-2), sections 3.1 and 4.1. Where queries are split
     over devices, causal attention is most work for those that have the last ones, and the others wait for them.
@@ -192,20 +190,36 @@ def _work(keys: int, values: int) -> Callable[..., tuple[float, float]]:
 
     def work(attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> tuple[float, float]:
         s, t = ins[0][-2], ins[1][-2]
-        points = math.prod(ins[0][:-1]) * (t - min(s, t) / 2 if attrs.get("causal") else t)
+        points = math.prod(ins[0][:-1]) * (
+            _keys_seen(min(s, t), t, attrs.get("window") or t) if attrs.get("causal") else t
+        )
         return 2.0 * points * (keys * ins[0][-1] + values * ins[2][-1]), 0.0
 
     return work
 
 
+def _keys_seen(rows: int, keys: int, window: int) -> float:
+    """How many keys each of the last `rows` queries sees on average: the last `window` of them up to its own."""
+
+    def seen(n: int) -> float:
+        """By the first n queries."""
+        return n * n / 2 if n <= window else window * (n - window / 2)
+
+    return (seen(keys) - seen(keys - rows)) / max(rows, 1)
+
+
 def _counted(attrs: Attrs) -> tuple[int, int] | None:
-    """A causal mask counts rows of queries."""
+    """Causal masks and windows count rows of queries."""
     return (0, -2) if attrs.get("causal") else None
 
 
+_ATTRIBUTES = "scale:number? causal:flag? window:count? softcap:number?"
+"""Scores are capped as softcap tanh(scores / softcap) before masks. `window`, of causal attention: a query sees that
+many keys, the last of them its own."""
+
 op(  # q (.., s, e), k (.., t, e), v (.., t, f), a mask that is added -> (.., s, f), and the rows' log-sum-exp, saved
     "Attention",  # a row that is masked entirely (all of it -inf) gives 0, and saves 0
-    attributes="scale:number? causal:flag?",
+    attributes=_ATTRIBUTES,
     axes=_axes(["s e", "t e", "t f"], lambda rank: "... s f, ... s"),
     dtype=_dtypes,
     outputs=2,
@@ -220,7 +234,7 @@ op(  # q (.., s, e), k (.., t, e), v (.., t, f), a mask that is added -> (.., s,
 )
 op(  # the gradients of q, k and v, from these, the two results, the gradient of the first, and the mask
     "AttentionGrad",
-    attributes="scale:number? causal:flag?",
+    attributes=_ATTRIBUTES,
     axes=_axes(["s e", "t e", "t f", "s f", "s", "s f"], lambda rank: "... s e, ... t e, ... t f"),
     dtype=_grad_dtypes(3),
     outputs=3,
@@ -232,7 +246,7 @@ op(  # the gradients of q, k and v, from these, the two results, the gradient of
 )
 op(  # from the same, the gradient of the mask, for a trained one (position biases)
     "AttentionGradMask",
-    attributes="scale:number? causal:flag?",
+    attributes=_ATTRIBUTES,
     axes=_axes(["s e", "t e", "t f", "s f", "s", "s f"], lambda rank: "mask"),
     dtype=_grad_dtypes(1),
     linear=[{5}],

@@ -59,8 +59,7 @@ Replaced = Callable[[FunctionMaker, Op, dict[Value, Value], dict[Op, int]], bool
 def rebuilt(function: Function, stage: Mapping[Op, int], replaced: Replaced) -> tuple[Function, dict[Op, int]]:
     """The function with some of its ops replaced by others, and the stages of its ops."""
     maker = FunctionMaker(function.name)
-    for v in function.inputs:
-        maker.fresh(v.name)
+    maker.reserve(function.inputs)
     maker.inputs.extend(function.inputs)
     env: dict[Value, Value] = {}
     ops: dict[Op, Op] = {}

@@ -6,6 +6,6 @@
 A figure that is the last line of a notebook's cell is displayed. pyplot is not used.
 """
 
-from distir.viz.draw import against, curves, grouped, memory, timeline
+from distir.viz.draw import against, curves, grouped, memory, stacked, timeline
 
-__all__ = ["against", "curves", "grouped", "memory", "timeline"]
+__all__ = ["against", "curves", "grouped", "memory", "stacked", "timeline"]

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from distir.executor.simulator.categories import CATEGORIES
 from distir.executor.simulator.simulation import Simulation
+from distir.executor.simulator.work_kinds import BACKWARD, COMPUTE, FORWARD, UPDATE
 from distir.ir.errors import UsageError
-from distir.viz.spans import BACKWARD, COLLECTIVE, COMPUTE, FORWARD, KINDS, TRANSFER, UPDATE, bars, live
+from distir.viz.spans import COLLECTIVE, KINDS, TRANSFER, bars, live
 
 if TYPE_CHECKING:
     from distir.viz.figure import Figure
@@ -185,6 +186,27 @@ def grouped(panels: Mapping[str, tuple[str, Mapping[str, Sequence[float]]]], gro
     return figure
 
 
+def stacked(rows: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Horizontal bars of seconds, each divided into parts: {name of a bar: {part: seconds}}, from the top."""
+    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
+    colours = dict(zip(parts, _COLOURS, strict=False))
+    longest = max((sum(row.values()) for row in rows.values()), default=0.0)
+    unit, scale = _unit(longest, (("s", 1.0), ("ms", 1e3), ("us", 1e6)))
+    figure = _figure(9, 1.4 + 0.3 * len(rows))
+    axes = figure.add_subplot()
+    left = [0.0] * len(rows)
+    for part in parts:
+        widths = [row.get(part, 0.0) * scale for row in rows.values()]
+        axes.barh(range(len(rows)), widths, left=left, height=0.8, color=colours[part], label=part)
+        left = [a + w for a, w in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, longest * scale or 1)
+    axes.set_xlabel(f"time ({unit})")
+    _legend(figure, colours)
+    return figure
+
+
 def _figures(x: float) -> str:
     """The label of a bar: three significant figures, or all digits before the decimal point."""
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
@@ -212,4 +234,6 @@ def _legend(figure: Figure, colours: Mapping[str, str]) -> None:
 
     if colours:
         patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
-        figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize="small")
+        figure.legend(
+            handles=patches, loc="outside upper center", ncols=min(len(patches), 6), frameon=False, fontsize="small"
+        )

@@ -6,19 +6,16 @@ bar; bars of different microbatches are not merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from distir.executor.simulator import trace
-from distir.executor.simulator.categories import leaves
 from distir.executor.simulator.maxplus import Call, OpPart
 from distir.executor.simulator.memory import Bytes
 from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.trace import Done, Span, expand, walk, widen
-from distir.ir.device import TIME, Device, Mesh
-from distir.ir.function import Function, Op, Value
+from distir.executor.simulator.work_kinds import BACKWARD, COMPUTE, FORWARD, UPDATE, microbatch_of, pass_of_ops
 
-FORWARD, BACKWARD, UPDATE, COMPUTE = "forward", "backward", "update", "compute"
 COLLECTIVE, TRANSFER = "collective", "transfer"
 KINDS = (COMPUTE, FORWARD, BACKWARD, UPDATE, COLLECTIVE, TRANSFER)
 
@@ -38,10 +35,10 @@ def bars(simulation: Simulation) -> list[tuple[str, list[Bar]]]:
     Rows are in order of device classes, and of each class: compute, collectives by axis, sends, receives.
     """
     program = simulation.program
-    kinds = _kinds(program.function)
+    kinds = pass_of_ops(program.function)
     found: dict[int, list[Bar]] = {}
     for done in walk(simulation.run):
-        microbatch = _microbatch(done.op)
+        microbatch = microbatch_of(done.op)
         for part, end in _parts(done):
             if part.duration:
                 kind = _communication(part) if part.communicates else kinds[done.op]
@@ -58,15 +55,6 @@ def _row_order(c: int, stream: str) -> tuple[int, int, int, str]:
     return c, {COMPUTE: 0, "send": 2, "recv": 3}.get(word, 1), len(stream), stream
 
 
-def _microbatch(op: Op) -> int | None:
-    """The microbatch of an op: of a call its attribute, else that of its operands; None if not a single one."""
-    if op.callee is not None:
-        return op.attributes.get("mb")
-    pieces = {t.piece for v in op.inputs for t in leaves(v.type)}
-    piece = pieces.pop() if len(pieces) == 1 else None
-    return piece[0] if piece is not None and piece[1] == piece[0] + 1 else None
-
-
 def _communication(part: OpPart) -> str:
     return COLLECTIVE if part.sources == part.targets else TRANSFER
 
@@ -80,45 +68,6 @@ def _joined(row: list[Bar]) -> list[Bar]:
         else:
             out.append(bar)
     return out
-
-
-def _kinds(main: Function) -> dict[Op, str]:
-    """The kind of each op of a program. An op is of the backward pass if it records its forward op (`of`); a call, if
-    it uses a result of another call of the same stage and microbatch, that is, a saved value. An update depends on
-    gradients and is not of a microbatch; ops that only join microbatches are not updates. Without any backward op all
-    ops are compute.
-    """
-    makers: dict[Value, Op] = {}
-    late: set[Value] = set()
-    kinds: dict[Op, str] = {}
-    for op in main.ops:
-        if op.of is not None or _uses_saved(op, makers):
-            kinds[op] = BACKWARD
-        elif any(v in late for v in op.inputs):
-            kinds[op] = UPDATE if _microbatch(op) is None and not _joins(op) else BACKWARD
-        else:
-            kinds[op] = FORWARD
-        if kinds[op] != FORWARD:
-            late.update(op.outputs)
-        makers |= dict.fromkeys(op.outputs, op)
-    return kinds if late else dict.fromkeys(kinds, COMPUTE)
-
-
-def _joins(op: Op) -> bool:
-    """Whether the op joins a device's pieces of all microbatches (it is along the time axis)."""
-    return op.attributes.get("axis") == TIME
-
-
-def _uses_saved(op: Op, makers: Mapping[Value, Op]) -> bool:
-    if op.callee is None or op.attributes.get("mb") is None:
-        return False
-    saved = [made for v in op.inputs if (made := makers.get(v)) is not None and made.callee is not None]
-    return any(made.attributes.get("mb") == op.attributes["mb"] and _stage(made) is _stage(op) for made in saved)
-
-
-def _stage(call: Op) -> Device | Mesh | None:
-    """The device or mesh of a call's results."""
-    return next((t.device for v in call.outputs for t in leaves(v.type)), None)
 
 
 def _parts(done: Done) -> Iterator[tuple[OpPart, float]]:

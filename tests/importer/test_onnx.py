@@ -65,9 +65,9 @@ def test_gpt2_equals_onnxruntime(tmp_path: Path) -> None:
     from examples.export import export
 
     path = export("gpt2", tmp_path / "gpt2.onnx")
-    start = time.perf_counter()
+    start = time.process_time()
     import_from_onnx(path, dims={"batch": 1})
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     against_onnxruntime(path, 1)
 
 

@@ -24,7 +24,7 @@ from distir.models.named import built, named, own_loss
 from distir.ops.rules import shape_of
 
 
-def oracle(probabilities: np.ndarray, choices: int, slots: int) -> tuple[np.ndarray, np.ndarray]:
+def oracle(probabilities: np.ndarray, choices: int, slots: int, normalized: bool) -> tuple[np.ndarray, np.ndarray]:
     """Tokens one after the other, first choices before second ones."""
     groups, tokens, experts = probabilities.shape
     dispatch = np.zeros((groups, tokens, experts, slots))
@@ -38,7 +38,7 @@ def oracle(probabilities: np.ndarray, choices: int, slots: int) -> tuple[np.ndar
                 e = order[k]
                 if taken[e] < slots:
                     dispatch[g, t, e, taken[e]] = 1
-                    combine[g, t, e, taken[e]] = p[e] if choices == 1 else p[e] / sum(p[order])
+                    combine[g, t, e, taken[e]] = p[e] / sum(p[order]) if normalized else p[e]
                     taken[e] += 1
     flat = (groups, tokens, experts * slots)
     return dispatch.reshape(flat), combine.reshape(flat)
@@ -48,20 +48,21 @@ def oracle(probabilities: np.ndarray, choices: int, slots: int) -> tuple[np.ndar
 def test_routes_are_those_of_a_loop_over_tokens(data: st.DataObject) -> None:
     """With ties: probabilities are of few values."""
     groups, tokens, experts = (data.draw(st.integers(low, 5)) for low in (1, 1, 2))
-    choices, slots = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 6))
+    choices, slots = data.draw(st.integers(1, experts)), data.draw(st.integers(1, 6))
+    normalized = data.draw(st.booleans())
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     probabilities = rng.integers(1, data.draw(st.integers(2, 6)), (groups, tokens, experts)) / 8
     maker = FunctionMaker("routes")
     x = maker.add_input_value("x", Tensor(Float64, probabilities.shape))
-    maker.set_outputs([*routes(maker, x, choices, slots)])
+    maker.set_outputs([*routes(maker, x, choices, slots, normalized)])
     function = maker.finalize()
     verify(function)
     got = SequentialExecutor().compute(function, [probabilities])
-    for a, b in zip(got, oracle(probabilities, choices, slots), strict=True):
+    for a, b in zip(got, oracle(probabilities, choices, slots, normalized), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-14)
 
 
-@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("choices", [1, 2, 3])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_layer_adds_what_each_tokens_experts_make_of_it(choices: int, gated: bool) -> None:
     """By a loop over tokens and experts, from what the layer is given."""
@@ -82,7 +83,7 @@ def test_a_layer_adds_what_each_tokens_experts_make_of_it(choices: int, gated: b
     scores = torch.softmax(torch.tensor(x @ values["router.weight"]), -1).numpy()
     assert x.shape == (4, 3, 8)
     assert config.slots == math.ceil(3 * choices * 0.6 / 3)
-    _, combine = oracle(scores, choices, config.slots)
+    _, combine = oracle(scores, choices, config.slots, choices > 1)
     share = combine.reshape(4, 3, 3, config.slots).sum(-1)
     want = np.zeros_like(x)
     for e in range(3):
@@ -155,7 +156,7 @@ SMALL = "gpt:layers=1,hidden=8,heads=2,seq=6,batch=2,experts=4"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"{SMALL},choices=3", "choices is 1 or 2, got 3"),
+        (f"{SMALL},choices=5", "choices is a number from 1 to 4, got 5"),
         (f"{SMALL},capacity=0", "capacity is a number above 0, got 0"),
         (f"{SMALL},capacity=inf", "capacity is a number above 0, got inf"),
         (f"{SMALL},groups=5", "2 x 6 tokens do not divide by 5 groups"),

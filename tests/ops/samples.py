@@ -316,9 +316,16 @@ SAMPLES = [
     sample("Attention", real(2, 2, 4, 2), real(2, 2, 4, 2), real(2, 2, 4, 2), scale=0.3, causal=True),
     sample("Attention", real(2, 2, 4, 3), real(2, 2, 2, 3), real(2, 2, 2, 3), real(2, 1, 1, 2), scale=2.0),
     sample("Attention", real(2, 4, 3), real(2, 2, 3), real(2, 2, 3), real(4, 2), scale=1.0, causal=True),
+    sample("Attention", real(2, 4, 2), real(2, 4, 2), real(2, 4, 2), scale=0.3, causal=True, window=2),
+    sample("Attention", real(2, 4, 3), real(2, 2, 3), real(2, 2, 3), real(4, 2), softcap=1.5),
+    sample("Attention", real(4, 2), real(4, 2), real(4, 2), scale=0.3, causal=True, window=3, softcap=0.8),
     *[
         sample("AttentionGrad", *attended(q, k, v), scale=0.5, **how)
-        for q, k, v, how in [((2, 2, 3), (2, 3, 3), (2, 3, 5), {}), ((2, 2, 3), (2, 2, 3), (2, 2, 3), {"causal": True})]
+        for q, k, v, how in [
+            ((2, 2, 3), (2, 3, 3), (2, 3, 5), {}),
+            ((2, 2, 3), (2, 2, 3), (2, 2, 3), {"causal": True}),
+            ((2, 4, 3), (2, 4, 3), (2, 4, 3), {"causal": True, "window": 2, "softcap": 0.8}),
+        ]
     ],
     *[
         sample(name, *attended((2, 2, 3), (2, 3, 3), (2, 3, 3), mask), scale=0.5)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from distir.backends.lowering.attention_kernels import attention, attention_grad
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import Function, FunctionMaker, Value
 from distir.ir.errors import IRTypeError, ModelError
@@ -20,13 +21,13 @@ Q, K, V = (2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4)
 RNG = np.random.default_rng(0)
 
 
-def program(*mask: int, causal: bool = False, dtype: DType = Float64, keys: tuple[int, ...] = K) -> Function:
+def program(*mask: int, dtype: DType = Float64, keys: tuple[int, ...] = K, **form: Any) -> Function:
     """The sum of attention times given numbers."""
     f = FunctionMaker()
     operands = [f.add_input_value(n, Tensor(dtype, s)) for n, s in zip("qkv", (Q, keys, keys), strict=True)]
     if mask:
         operands.append(f.add_input_value("mask", Tensor(dtype, mask)))
-    y, _ = f.emit("Attention", *operands, scale=0.5, **({"causal": True} if causal else {}))
+    y, _ = f.emit("Attention", *operands, scale=0.5, **form)
     weighed = f.emit("Mul", y, f.add_input_value("d", Tensor(dtype, Q)))
     f.set_outputs([f.emit("ReduceSum", weighed, axes=(0, 1, 2, 3), keepdims=0), y])
     return f.finalize()
@@ -59,6 +60,51 @@ def test_result_and_gradients_are_pytorchs(mask: tuple[int, ...], causal: bool) 
     np.testing.assert_allclose(loss, total.detach(), rtol=1e-12)
     for x, g in zip(tensors, grads, strict=True):
         np.testing.assert_allclose(g, x.grad, rtol=1e-10, atol=1e-12)  # type: ignore[arg-type]
+
+
+FORMS = [
+    {"causal": True, "window": 2},
+    {"causal": True, "window": 1},
+    {"causal": True, "window": 9},
+    {"softcap": 0.7},
+    {"causal": True, "softcap": 0.7},
+    {"causal": True, "window": 3, "softcap": 0.7},
+]
+
+
+def written_out(q: Any, k: Any, v: Any, form: dict[str, Any]) -> torch.Tensor:
+    window, softcap, causal = form.get("window"), form.get("softcap"), form.get("causal", False)
+    scores = 0.5 * q @ k.mT
+    scores = softcap * (scores / softcap).tanh() if softcap else scores
+    rows, columns = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+    hidden = (columns > rows) & causal
+    hidden = hidden | (columns <= rows - window) if window else hidden
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("kernels", [False, True], ids=["eval", "kernels"])
+def test_windows_and_caps_are_what_autograd_says(form: dict[str, Any], kernels: bool) -> None:
+    function = program(**form)
+    given = arrays(function)
+    tensors = [torch.tensor(x, requires_grad=True) for x in given[:-1]]
+    q, k, v = tensors
+    want = written_out(q, k, v, form)
+    wanted = torch.autograd.grad(want, tensors, torch.tensor(given[-1]))
+    if kernels:
+        plain, d = [x.detach() for x in tensors], torch.tensor(given[-1])
+        y, lse = attention(*plain, scale=0.5, **form)
+        grads = attention_grad(*plain, y, lse, d, scale=0.5, **form)
+    else:
+        _, y, *grads = SequentialExecutor().compute(with_grad(function), given)
+    np.testing.assert_allclose(y, want.detach(), rtol=1e-12, atol=1e-12)
+    for g, x in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(g, x, rtol=1e-10, atol=1e-12)
+
+
+def test_only_causal_attention_has_windows() -> None:
+    with pytest.raises(IRTypeError, match="attribute window: expected causal attention"):
+        program(window=2)
 
 
 def test_a_row_that_may_look_nowhere_gives_nothing_and_gets_nothing() -> None:
@@ -137,3 +183,12 @@ def test_work_is_that_of_the_products() -> None:
     assert math.isclose(lookup("Attention").flops({"causal": True}, shapes, [Q]), 2 * seen * (4 + 4))
     assert math.isclose(lookup("AttentionGrad").flops({"causal": True}, shapes, [Q]), 2 * seen * 5 * 4)
     assert lookup("Attention").flops({"causal": True}, [Q, Q, Q], [Q]) == 2 * 3 * 5 * 5 * (4 + 4)
+
+
+def test_the_work_of_a_window_is_that_of_the_keys_in_it() -> None:
+    """Within the half of the diagonal that a triangle of n rows, n * n / 2, leaves out."""
+    for s, t, window in [(64, 64, 16), (64, 64, 63), (16, 64, 8), (32, 64, 48), (64, 64, 99)]:
+        seen = sum(min(i + 1, window) for i in range(t - s, t))
+        shapes = [(1, s, 4), (1, t, 4), (1, t, 4)]
+        flops = lookup("Attention").flops({"causal": True, "window": window}, shapes, shapes[:1])
+        assert abs(flops / (2 * 8) - seen) <= s / 2

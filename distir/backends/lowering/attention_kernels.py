@@ -30,46 +30,59 @@ _ROWS = 32
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    *operands: torch.Tensor,
     scale: float = 1.0,
     causal: bool = False,
     start: int = 0,
+    window: int | None = None,
+    softcap: float = 0.0,
 ) -> Results:
-    """The results of the eval of `Attention`."""
-    if causal and start:
-        causal, mask = False, _causal_from(start, q, k, mask)
-    kernel = _kernel(q, k, v, mask, causal)
+    """The results of the eval of `Attention`; operands: q, k, v, maybe a mask."""
+    q, k, v = operands[:3]
+    mask = operands[3] if len(operands) > 3 else None
+    if causal and (start or window is not None):
+        causal, mask = False, _causal_from(start, window, q, k, mask)
+    kernel = None if softcap else _kernel(q, k, v, mask, causal)
     if kernel is None:
-        operands = (q, k, v) if mask is None else (q, k, v, mask)
-        return written_out("Attention", q)(*operands, scale=scale, causal=causal)
+        operands = operands[:3] if mask is None else (*operands[:3], mask)
+        return written_out("Attention", q)(*operands, scale=scale, causal=causal, softcap=softcap)
     y, lse = _FORWARD[kernel](_four(q), _four(k), _four(v), _mask(kernel, q, k, mask), causal, scale)
     return y.reshape(tuple(q.shape)), lse.reshape(tuple(q.shape[:-1]))
 
 
-def attention_grad(*operands: torch.Tensor, scale: float = 1.0, causal: bool = False, start: int = 0) -> Results:
+def attention_grad(
+    *operands: torch.Tensor,
+    scale: float = 1.0,
+    causal: bool = False,
+    start: int = 0,
+    window: int | None = None,
+    softcap: float = 0.0,
+) -> Results:
     """The results of the eval of `AttentionGrad`; operands: q, k, v, y, log-sum-exp, gradient of y, maybe a mask."""
     q, k, v, y, lse, d = operands[:6]
     mask = operands[6] if len(operands) > 6 else None
-    if causal and start:
-        causal, mask = False, _causal_from(start, q, k, mask)
-    kernel = _kernel(q, k, v, mask, causal)
+    if causal and (start or window is not None):
+        causal, mask = False, _causal_from(start, window, q, k, mask)
+    kernel = None if softcap else _kernel(q, k, v, mask, causal)
     if kernel is None:
         operands = operands[:6] if mask is None else (*operands[:6], mask)
-        return written_out("AttentionGrad", q)(*operands, scale=scale, causal=causal)
+        return written_out("AttentionGrad", q)(*operands, scale=scale, causal=causal, softcap=softcap)
     saved = [*[_four(x) for x in (q, k, v, y)], lse.reshape((1,) * (3 - lse.ndim) + tuple(lse.shape))]
     grads = _BACKWARD[kernel](_four(d), saved, _mask(kernel, q, k, mask), causal, scale)
     return tuple([g.reshape(tuple(x.shape)) for g, x in zip(grads[:3], (q, k, v), strict=True)])
 
 
-def _causal_from(start: int, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """A mask to add for causal attention of rows from `start` on: kernels know only that of all rows."""
+def _causal_from(
+    start: int, window: int | None, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """A mask to add for causal attention of rows from `start` on, or in a window: kernels know only that of all rows
+    and columns."""
     s, t = q.shape[-2], k.shape[-2]
     rows = torch.arange(start, start + s, device=q.device)
-    later = torch.arange(t, device=q.device) > rows.unsqueeze(1)
-    added = torch.zeros(s, t, dtype=q.dtype, device=q.device).masked_fill_(later, -math.inf)
+    columns = torch.arange(t, device=q.device)
+    added = torch.zeros(s, t, dtype=q.dtype, device=q.device).masked_fill_(columns > rows.unsqueeze(1), -math.inf)
+    if window is not None:
+        added.masked_fill_(columns <= rows.unsqueeze(1) - window, -math.inf)
     return added if mask is None else added + mask
 
 

@@ -1,43 +1,70 @@
-"""Seconds of compute, and seconds busy, of each class of devices.
+"""Seconds of compute, and intervals in which streams are busy, of each class of devices.
 
 Compute is the sum of the parts on compute streams. A class is busy while any of its streams is: the union of their
-intervals. Calls of one body, or of bodies that are equal up to their mesh, with equal entry times, up to a shift, have
-equal intervals, which are computed once: the cost grows with the number of calls, not with what they contain.
+intervals. Labels tell parts apart. Calls of one body, or of bodies that are equal up to their mesh, with equal entry
+times, up to a shift, have equal intervals, which are computed once: the cost grows with the number of calls, not with
+what they contain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from distir.executor.simulator.maxplus import NEVER, Call, Code
-from distir.executor.simulator.trace import Run, expand_model, walk
+from distir.executor.simulator.maxplus import NEVER, Call, Code, OpPart
+from distir.executor.simulator.trace import Done, Run, expand_model, walk
 
 Interval = tuple[float, float]
+Key = tuple[int, str]
+"""A class, and a label."""
 
 
 class Left(NamedTuple):
-    """The result of a run by class: seconds of compute, and the intervals in which it was busy, merged."""
+    """The result of a run: seconds of compute, and the intervals in which streams were busy, merged."""
 
-    compute: dict[int, float]
-    busy: dict[int, list[Interval]]
+    compute: dict[Key, float]
+    busy: dict[Key, list[Interval]]
+
+
+class Labels(NamedTuple):
+    """What labels the parts of an op: `stream` the streams' intervals; `compute` divides a part's seconds of compute
+    into (label, seconds)."""
+
+    stream: Callable[[Done, OpPart], str]
+    compute: Callable[[Done, OpPart], Iterable[tuple[str, float]]]
+
+
+ONE = Labels(lambda done, part: "", lambda done, part: (("", part.duration),))
+"""All compute together, all streams together."""
 
 
 def busy_times(run: Run, classes: int) -> list[tuple[float, float]]:
     """For each of so many classes: seconds of compute, seconds busy."""
-    left = _Counter().left(run)
-    return [(left.compute.get(c, 0.0), sum(b - a for a, b in left.busy.get(c, []))) for c in range(classes)]
+    left = count(run)
+    return [(left.compute.get((c, ""), 0.0), length(left.busy.get((c, ""), []))) for c in range(classes)]
+
+
+def count(run: Run, labels: Labels = ONE) -> Left:
+    """Compute and busy intervals of a run, by class and label."""
+    return _Counter(labels).left(run)
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """The seconds of disjoint intervals."""
+    return sum([b - a for a, b in intervals])
 
 
 class _Counter:
-    def __init__(self) -> None:
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
         self._memo: dict[tuple[Code, tuple[int, ...], tuple[float, ...]], Left] = {}
         self._floors: dict[tuple[Code, tuple[int, ...]], list[float]] = {}
 
     def left(self, run: Run) -> Left:
         """Add up a run."""
-        compute: dict[int, float] = {}
-        busy: dict[int, list[Interval]] = {}
+        compute: dict[Key, float] = {}
+        busy: dict[Key, list[Interval]] = {}
+        labels = self._labels
         for done in walk(run):
             if isinstance(done.plan, Call):
                 self._add_call(done.plan, done.times, compute, busy)
@@ -45,14 +72,16 @@ class _Counter:
             for part, end in zip(done.plan.parts, done.times, strict=False):
                 if part.duration:
                     interval = (end - part.duration, end)
+                    stream = labels.stream(done, part)
+                    shares = () if part.communicates else labels.compute(done, part)
                     for c in part.classes:
-                        busy.setdefault(c, []).append(interval)
-                        if not part.communicates:
-                            compute[c] = compute.get(c, 0.0) + part.duration
-        return Left(compute, {c: merged(found) for c, found in busy.items()})
+                        busy.setdefault((c, stream), []).append(interval)
+                        for label, seconds in shares:
+                            compute[c, label] = compute.get((c, label), 0.0) + seconds
+        return Left(compute, {key: merged(found) for key, found in busy.items()})
 
     def _add_call(
-        self, call: Call, enter: list[float], compute: dict[int, float], busy: dict[int, list[Interval]]
+        self, call: Call, enter: list[float], compute: dict[Key, float], busy: dict[Key, list[Interval]]
     ) -> None:
         if not call.streams:
             return
@@ -62,11 +91,11 @@ class _Counter:
         if left is None:
             left = self.left(expand_model(call, [t - zero for t in enter]))
             self._memo[key] = left
-        for c, seconds in left.compute.items():
-            here = classes.get(c, c)
+        for (c, label), seconds in left.compute.items():
+            here = classes.get(c, c), label
             compute[here] = compute.get(here, 0.0) + seconds
-        for c, found in left.busy.items():
-            busy.setdefault(classes.get(c, c), []).extend([(a + zero, b + zero) for a, b in found])
+        for (c, label), found in left.busy.items():
+            busy.setdefault((classes.get(c, c), label), []).extend([(a + zero, b + zero) for a, b in found])
 
     def _relative(self, call: Call, enter: Sequence[float]) -> tuple[float, ...]:
         """Entry times relative to the first stream's clock; those too early to matter are raised to the floor."""

@@ -166,32 +166,58 @@ class CodeBuilder:
             slot += 1
         code.streams = tuple(streams)
         after = self._after()
+        sets: dict[int, frozenset[int]] = {}
+        everything = _mask(streams)
         for _, _, slots in code.outputs:
-            code.dominated.append(frozenset(streams).intersection(*[after[j] for j in slots]))
+            mask = everything
+            for j in slots:
+                mask &= after[j]
+            if mask not in sets:
+                sets[mask] = frozenset([s for s in streams if mask >> s & 1])
+            code.dominated.append(sets[mask])
 
-    def _after(self) -> list[frozenset[int]]:
+    def _after(self) -> list[int]:
         """For each slot the streams that dominate it when the body ends: parts come after what they need, and after
-        what is earlier on their streams or those of their hosts.
+        what is earlier on their streams or those of their hosts. Sets of streams are bit masks.
         """
         code, dominated = self.code, self.dominated
-        after, last = list(dominated), dict[int, frozenset[int]]()
+        masks: dict[frozenset[int], int] = {}
+        after: list[int] = []
+        for on in dominated:
+            mask = masks.get(on)
+            if mask is None:
+                mask = masks[on] = _mask(on)
+            after.append(mask)
+        last: dict[int, int] = {}
+        """Of each stream those that are never earlier, once the next part on it has run."""
         slot = len(dominated)
-        rows = zip(code.needs, code.more, code.issues or [None] * len(code.needs), strict=True)
-        for needs, more, issue in reversed(list(rows)):
-            made = max(len(more.rows) - len(more.streams), 0) if isinstance(more, Call) else 1
-            for j in range(slot - made, slot):
-                after[j] = after[j].union(*[last[s] for s in dominated[j] if s in last])
-            slot -= made
+        issues = code.issues or [None] * len(code.needs)
+        for needs, more, s, issue in zip(
+            reversed(code.needs), reversed(code.more), reversed(code.stream), reversed(issues), strict=True
+        ):
             if isinstance(more, Call):  # that its results come after its operands is left out
+                made = max(len(more.rows) - len(more.streams), 0)
+                for j in range(slot - made, slot):
+                    for x in dominated[j]:
+                        after[j] |= last.get(x, 0)
+                slot -= made
                 for host, slots in more.waits.items():
+                    mask = last.get(host, 0) | 1 << host
                     for j in slots:
-                        after[j] |= last.get(host, frozenset()) | {host}
+                        after[j] |= mask
                 continue
-            last.update(dict.fromkeys(dominated[slot], after[slot]))
+            slot -= 1
+            mask = after[slot] | last.get(s, 0)
+            if more is not None:
+                for x in more:
+                    mask |= last.get(x, 0)
+                for x in more:
+                    last[x] = mask
+            after[slot] = last[s] = mask
             for host, _ in issue or ():
-                last[host] = last.get(host, frozenset()) | after[slot]
+                last[host] = last.get(host, 0) | mask
             for j in needs:
-                after[j] |= after[slot]
+                after[j] |= mask
         return after
 
     def _consume_by_call(self, call: Call, needs: Iterable[Slots]) -> None:
@@ -202,3 +228,11 @@ class CodeBuilder:
                     consumers[k] |= body.consumers[j]
                     if j in body.passed:
                         consumers[k].add(frozenset())
+
+
+def _mask(streams: Iterable[int]) -> int:
+    """A set of streams as a bit mask."""
+    mask = 0
+    for s in streams:
+        mask |= 1 << s
+    return mask

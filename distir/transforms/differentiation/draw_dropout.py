@@ -25,8 +25,7 @@ def with_dropout(function: Function, seed: int) -> Function:
         return function
     maker = FunctionMaker(function.name)
     maker.inputs.extend(function.inputs)
-    for v in (*function.inputs, *[v for op in function.ops for v in op.outputs]):
-        maker.fresh(v.name)
+    maker.reserve([*function.inputs, *[v for op in function.ops for v in op.outputs]])
     step = maker.add_input_value("step", Tensor(Int64, ()), Role("state"))
     keys = {
         op: maker.add_op(KEY, f"{op.outputs[0].name}.key", [step], {"seed": seed, "stream": k})

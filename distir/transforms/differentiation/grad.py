@@ -106,6 +106,8 @@ def path(function: Function, target: Value, wrt: Iterable[Value]) -> list[Op]:
 def _differentiable(function: Function, ops: Iterable[Op]) -> Function:
     """The function with those of `ops` that have no gradient rule decomposed; its values stay the same objects."""
     without = {op for op in ops if op.spec.grad is None}
+    if not without:
+        return function
     maker = extend(function)
     maker.ops.clear()
     became: dict[Op, Op] = {}

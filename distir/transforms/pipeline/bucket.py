@@ -109,8 +109,7 @@ def maker_like(function: Function) -> FunctionMaker:
     """A maker with the function's name, inputs, outputs and updates, its value names reserved, but without ops."""
     maker = FunctionMaker(function.name)
     maker.inputs = list(function.inputs)
-    for v in (*function.inputs, *[v for op in function.ops for v in op.outputs]):
-        maker.fresh(v.name)
+    maker.reserve([*function.inputs, *[v for op in function.ops for v in op.outputs]])
     maker.set_outputs(function.outputs)
     maker.updates, maker.sources = function.updates, function.sources
     return maker

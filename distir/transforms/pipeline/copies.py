@@ -50,8 +50,7 @@ def on_own_stages(function: Function, stage: Mapping[Op, int]) -> tuple[Function
         maker.ops.append(became[op])
         used.update(became[op].inputs)
     maker.ops.reverse()
-    for v in (*function.inputs, *[v for op in maker.ops for v in op.outputs]):
-        maker.fresh(v.name)
+    maker.reserve([*function.inputs, *[v for op in maker.ops for v in op.outputs]])
     maker.set_outputs(function.outputs)
     maker.updates, maker.sources = dict(function.updates), dict(function.sources)
     return maker.finalize(), {became[op]: s for op, s in stage.items()}

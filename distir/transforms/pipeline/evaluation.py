@@ -33,8 +33,7 @@ def evaluation(program: Function, outputs: Sequence[int] = (0,)) -> Function:
     needed = {v: paths(v.type) for v in chosen}
     maker = FunctionMaker(program.name)
     maker.inputs.extend(program.inputs)
-    for v in program.inputs:
-        maker.fresh(v.name)
+    maker.reserve(program.inputs)
     env: Env = {v: {(): v} for v in program.inputs}
     _rebuild(_live(program, needed, {}), maker, env)
     maker.sources = {env[v][()]: program.sources[v] for v in chosen if v in program.sources}

@@ -342,8 +342,7 @@ def _with_copies(function: Function, saving: _Saving, again: Collection[Value]) 
         return function
     maker = FunctionMaker(function.name)
     maker.inputs.extend(function.inputs)
-    for v in (*function.inputs, *[v for op in function.ops for v in op.outputs]):
-        maker.fresh(v.name)
+    maker.reserve([*function.inputs, *[v for op in function.ops for v in op.outputs]])
     copies: dict[Value, Value] = {}
     became: dict[Op, Op] = {}
 

@@ -22,11 +22,8 @@ def extend(function: Function) -> FunctionMaker:
     maker.ops.extend(function.ops)
     maker.updates = dict(function.updates)
     maker.sources = dict(function.sources)
-    for v in function.inputs:
-        maker.fresh(v.name)
-    for op in function.ops:
-        for v in op.outputs:
-            maker.fresh(v.name)
+    maker.reserve(function.inputs)
+    maker.reserve([v for op in function.ops for v in op.outputs])
     maker.set_outputs(function.outputs)
     return maker
 

@@ -140,8 +140,8 @@ def _replaced(function: Function, found: dict[Value, Found], taken: set[Op]) -> 
     maker.inputs.extend(function.inputs)
     maker.set_outputs(function.outputs)
     maker.updates, maker.sources = dict(function.updates), dict(function.sources)
-    for v in (*function.inputs, *(v for op in function.ops for v in op.outputs)):
-        maker.fresh(v.name)
+    maker.reserve(function.inputs)
+    maker.reserve([v for op in function.ops for v in op.outputs])
     for op in function.ops:
         group = next((found[v] for v in op.outputs if v in found), None)
         if group is not None:

@@ -167,7 +167,7 @@ OPERANDS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("function", list(kernels._INTO), ids=str)
+@pytest.mark.parametrize("function", list(kernels._INTO), ids=lambda f: f.__name__)
 def test_results_are_put_where_they_are_to_be(function: Any) -> None:
     name = getattr(function, "__name__", str(function)).split(".")[0]
     operands = OPERANDS.get(name, (X,) if name in ("gelu", "neg", "sigmoid", "tanh") else (X, Y))

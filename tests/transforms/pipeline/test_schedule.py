@@ -178,7 +178,7 @@ def test_a_table_of_tuples_or_of_text() -> None:
 @pytest.mark.parametrize(
     "rows",
     [3, None, [3], [[1]], [[(0.0, "F", 0)]], [[(0, "X", 0)]], [[(0, "F")]], [["0G0"]], lambda ranks, mb, chunks: None],
-    ids=str,
+    ids=lambda rows: "function" if callable(rows) else str(rows),
 )
 def test_what_is_no_table(rows: Any) -> None:
     with pytest.raises(UsageError, match="schedule"):

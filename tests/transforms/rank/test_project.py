@@ -161,9 +161,9 @@ def test_no_such_rank():
 
 def test_ranks_of_the_same_meshes_share_and_many_cost_little():
     main = two_stages(dp=64, tp=8)
-    begin = time.perf_counter()
+    begin = time.process_time()
     programs = project_all(main)
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
     assert len(programs) == 1025
     assert len({id(p.function) for p in programs}) == 3
 

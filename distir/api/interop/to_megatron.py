@@ -1,0 +1,225 @@
+"""Writes plans as arguments of Megatron-LM, in an array of a shell script.
+
+- Data parallelism is what is left of the devices; expert parallelism takes its devices from it. The global batch is
+  micro-batch x data parallelism x microbatches.
+- The distributed optimizer is ZeRO 1; Megatron-FSDP shards gradients ("optim_grads", ZeRO 2), and parameters
+  ("optim_grads_params", ZeRO 3). Several instances of the optimizer are the axis `replicate`.
+- Virtual stages of a pipeline rank are chunks of the interleaved schedule.
+- With sequence parallelism inputs of products are saved in shards and gathered once more: that is `gathers`. Selective
+  recomputation, of core attention, is `attention`.
+- Gradients are reduced in buckets beside the backward pass, or without overlap in one bucket after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from distir.api.interop.plan_settings import (
+    CONTEXT,
+    EXPERTS,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    REPLICATE,
+    Request,
+    Step,
+    nested,
+    ordered,
+    samples,
+    split_sizes,
+    with_known_axes,
+    with_one_split_of_the_sequence,
+    with_schedule,
+    with_sharded_groups,
+    without_cut,
+    without_loss_gradient,
+)
+from distir.api.model import Precision
+from distir.transforms.plan import BUCKET_MB, MIB
+
+FSDP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""By ZeRO stage."""
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_CORE_ATTENTION = "attention"
+
+
+def megatron_arguments(request: Request) -> str:
+    """The text of a file that a shell reads (`source`): an array of arguments, and how many devices they are for.
+
+    The request is one that passes `MEGATRON_STEPS`.
+    """
+    plan = request.plan
+    lines = [f"# Megatron-LM: {plan}", *[f"# note: {x}" for x in megatron_notes(request)]]
+    lines += [
+        '# torchrun --nnodes ... --nproc-per-node ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" ...',
+        f"WORLD_SIZE={plan.size}",
+        "MEGATRON_ARGS=(",
+        *[f"    {argument}" for argument in _arguments(request)],
+        ")",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def megatron_notes(request: Request) -> list[str]:
+    """What Megatron-LM does otherwise than the plan."""
+    plan, sizes = request.plan, split_sizes(request.plan)
+    found = [name for name in (CONTEXT, EXPERTS) if sizes[name] > 1]
+    if not found or not plan.zero:
+        return []
+    return [f"Megatron-LM splits what ZeRO splits along dp and {' and '.join(found)}, the plan along dp"]
+
+
+def _arguments(request: Request) -> Iterator[str]:
+    plan, settings = request
+    sizes = split_sizes(plan)
+    yield f"--tensor-model-parallel-size {plan.tp}"
+    yield f"--pipeline-model-parallel-size {plan.pp}"
+    if plan.chunks > 1:
+        yield f"--num-virtual-stages-per-pipeline-rank {plan.chunks}"
+    if sizes[CONTEXT] > 1:
+        yield f"--context-parallel-size {sizes[CONTEXT]}"
+    if sizes[EXPERTS] > 1:
+        yield f"--expert-model-parallel-size {sizes[EXPERTS]}"
+    if plan.sequence_parallel:
+        yield "--sequence-parallel"
+    if not ordered(plan, nested(plan)):
+        yield "--use-tp-pp-dp-mapping"
+    yield f"--micro-batch-size {samples(request)[0]}"
+    yield f"--global-batch-size {settings.batch}"
+    if settings.seq is not None:
+        yield f"--seq-length {settings.seq}"
+    yield from _zero(request)
+    yield from _overlap(request)
+    if plan.recompute == "full":
+        yield "--recompute-granularity full"
+        yield "--recompute-method uniform"
+        yield "--recompute-num-layers 1"
+    elif plan.recompute == _CORE_ATTENTION:
+        yield "--recompute-granularity selective"
+    yield from _precision(settings.precision)
+
+
+def _zero(request: Request) -> Iterator[str]:
+    plan = request.plan
+    if plan.zero:
+        yield "--use-distributed-optimizer"
+    if plan.zero > 1:
+        yield "--use-megatron-fsdp"
+        yield f"--data-parallel-sharding-strategy {FSDP_STRATEGIES[plan.zero]}"
+        yield "--ckpt-format fsdp_dtensor"  # Megatron-FSDP accepts no other
+    if (instances := split_sizes(plan)[REPLICATE]) > 1:
+        yield f"--num-distributed-optimizer-instances {instances}"
+
+
+def _overlap(request: Request) -> Iterator[str]:
+    plan = request.plan
+    if not plan.overlap:
+        return
+    yield "--overlap-grad-reduce"
+    if plan.zero:
+        yield "--overlap-param-gather"
+    if plan.zero > 1:  # Megatron-FSDP makes a bucket of each block
+        return
+    if math.isinf(plan.bucket_mb):
+        yield "--ddp-num-buckets 1"
+    else:
+        yield f"--ddp-bucket-size {max(1, round(plan.bucket_mb * MIB / gradient_bytes(request.settings.precision)))}"
+
+
+def _precision(precision: Precision) -> Iterator[str]:
+    if precision.products != "fp32":
+        yield f"--{precision.products}"
+        if precision.gradients == "fp32":
+            yield "--accumulate-allreduce-grads-in-fp32"
+        elif precision.products == "bf16":
+            yield "--grad-reduce-in-bf16"
+
+
+def gradient_bytes(precision: Precision) -> int:
+    """The bytes of an element of a gradient."""
+    return _BYTES[precision.gradients]
+
+
+# ---- what cannot be expressed
+
+
+def _with_layers(r: Request) -> tuple[str, Request] | None:
+    """Every stage has as many layers."""
+    plan, layers = r.plan, r.settings.layers
+    if layers is None or layers % (plan.pp * plan.chunks) == 0:
+        return None
+    what = f"{layers} layers on {plan.pp * plan.chunks} stages"
+    if layers % plan.pp == 0:
+        chunks = max(n for n in range(1, plan.chunks) if layers % (plan.pp * n) == 0)
+        return what, r.changed(chunks=chunks)
+    pp = max(n for n in range(1, plan.pp) if plan.pp % n == 0 and layers % n == 0)
+    return what, r.changed(pp=pp, dp=plan.dp * (plan.pp // pp), chunks=1, schedule=ONE_F_ONE_B)
+
+
+def _with_groups(r: Request) -> tuple[str, Request] | None:
+    """The interleaved schedule takes microbatches in groups of as many as there are pipeline ranks."""
+    plan = r.plan
+    if plan.schedule != INTERLEAVED or plan.microbatches % plan.pp == 0:
+        return None
+    what = f"interleaved, {plan.microbatches} microbatches on {plan.pp} pipeline ranks"
+    return what, r.changed(schedule=ONE_F_ONE_B, chunks=1)
+
+
+def _with_recompute(r: Request) -> tuple[str, Request] | None:
+    plan = r.plan
+    least, other = ("gathers", "none") if plan.sequence_parallel else ("none", "gathers")
+    if plan.recompute in (least, _CORE_ATTENTION, "full"):
+        return None
+    what = f"the recomputation {plan.recompute}" + (" with sequence parallelism" if plan.sequence_parallel else "")
+    return what, r.changed(recompute=least if plan.recompute == other else _CORE_ATTENTION)
+
+
+def _with_buckets(r: Request) -> tuple[str, Request] | None:
+    plan = r.plan
+    elements = plan.bucket_mb * MIB / gradient_bytes(r.settings.precision)
+    if not plan.overlap:
+        usual = math.inf
+    elif plan.zero > 1:
+        usual = BUCKET_MB
+    elif math.isinf(elements) or elements == round(elements) != 1:
+        return None
+    else:
+        usual = max(2, round(elements)) * gradient_bytes(r.settings.precision) / MIB
+    if plan.bucket_mb == usual:
+        return None
+    return f"buckets of {plan.bucket_mb:g} MiB{'' if plan.overlap else ' without overlap'}", r.changed(bucket_mb=usual)
+
+
+def _in_order(r: Request) -> tuple[str, Request] | None:
+    order = nested(r.plan)
+    if ordered(r.plan, order) or ordered(r.plan, nested(r.plan, pipeline_inside=True)):
+        return None
+    return f"the order {','.join(r.plan.order)}", r.changed(order=order)
+
+
+def _with_precision(r: Request) -> tuple[str, Request] | None:
+    given, dtype = r.settings.precision, r.settings.dtype
+    if dtype not in (None, "float32"):
+        settings = r.settings._replace(precision=Precision("bf16"), dtype=None)
+        return f"the type {dtype} of all that is computed", r._replace(settings=settings)
+    if given.gradients in ("fp32", given.products):
+        return None
+    settings = r.settings._replace(precision=Precision(given.products))
+    return f"the precision {' and '.join(given)}", r._replace(settings=settings)
+
+
+MEGATRON_STEPS: tuple[Step, ...] = (
+    without_loss_gradient,
+    without_cut,
+    with_known_axes,
+    with_sharded_groups,
+    with_one_split_of_the_sequence,
+    with_schedule(ONE_F_ONE_B, INTERLEAVED),
+    _with_layers,
+    _with_groups,
+    _with_recompute,
+    _with_precision,
+    _with_buckets,
+    _in_order,
+)
+"""To the nearest plan that Megatron-LM can carry out."""

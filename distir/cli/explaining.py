@@ -1,0 +1,41 @@
+"""The commands explain and diff."""
+
+from __future__ import annotations
+
+import argparse
+
+from distir.api.explain import diff as difference_of
+from distir.api.explain import explain as explain_step
+from distir.api.plot import format_of, save
+from distir.cli.commands import model_of, plan_of
+from distir.cli.output import Progress, print_json
+from distir.transforms.plan import Plan, load_plan
+
+
+def explain(args: argparse.Namespace) -> None:
+    """`distir explain`."""
+    if args.plot is not None:
+        format_of(args.plot)
+    with Progress("loading") as progress:
+        model, plan = model_of(args), plan_of(args)
+        progress.phase("predicting")
+        found = explain_step(model, plan, args.cluster, nodes=args.nodes, runtime=args.runtime, what_if=args.what_if)
+    if args.plot is not None:
+        save(found.figure(), args.plot)
+    if args.json:
+        print_json(found.to_json() | ({"figure": args.plot} if args.plot else {}))
+    else:
+        print("\n".join([str(found), *([f"drawn: {args.plot}"] if args.plot else [])]))
+
+
+def diff(args: argparse.Namespace) -> None:
+    """`distir diff`."""
+    before, after = (Plan(**load_plan(path)) for path in (args.before, args.after))
+    with Progress("loading") as progress:
+        model = model_of(args)
+        progress.phase("predicting")
+        found = difference_of(model, before, after, args.cluster, nodes=args.nodes, runtime=args.runtime)
+    if args.json:
+        print_json(found.to_json())
+    else:
+        print(found)

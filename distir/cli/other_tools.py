@@ -1,0 +1,116 @@
+"""The flags --torchtitan, --megatron-args and --emit: plans of other tools, read and written."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+from distir.api import Model, Plan
+from distir.api.interop.conversion import READERS, TARGETS, check_faults, emit, emit_notes
+from distir.api.interop.plan_settings import ReadConfig, TrainingSettings
+from distir.api.model import Precision
+from distir.cli.commands import loss_of
+from distir.cli.output import first_rank
+from distir.ir.errors import ModelWarning, UsageError, counted
+from distir.ir.files import written
+from distir.models.named import is_named, named
+
+_FLAGS = {"torchtitan": "torchtitan", "megatron": "megatron_args"}
+_PRECISION = ("precision", "grad_dtype", "dtype")
+
+
+def read_other_plan(args: argparse.Namespace) -> ReadConfig | None:
+    """What the file of another tool says, put into the flags that are not given; None without such a file.
+
+    Raises UsageError for more than one file, InfeasibleError for what distir cannot do and no flag overrides.
+    """
+    given = {flag: getattr(args, flag) for flag in ("plan", *_FLAGS.values()) if getattr(args, flag) is not None}
+    if len(given) > 1:
+        names = [f"--{flag.replace('_', '-')}" for flag in given]
+        raise UsageError(f"{' and '.join(names)} each give a plan", "give one of them")
+    tool = next((tool for tool, flag in _FLAGS.items() if flag in given), None)
+    if tool is None:
+        if args.gpus is not None:
+            raise UsageError("--gpus is of a file of another tool", "--torchtitan or --megatron-args; or --dp N")
+        return None
+    path = given[_FLAGS[tool]]
+    read = READERS[tool](path, args.gpus, _layers(args))
+    overridden = {name for name in [*read.fields, "cut", *_PRECISION] if getattr(args, name) is not None}
+    check_faults(read, overridden)
+    for name, x in read.fields.items():
+        if name not in overridden:
+            setattr(args, name, x)
+    _set_sizes(args, read.settings)
+    ignored = [f"{path}: {counted(read.ignored, 'option')} outside the plan ignored"]
+    for note in [*read.notes, *(ignored if read.ignored else [])]:
+        _note(note)
+    return read
+
+
+def _set_sizes(args: argparse.Namespace, settings: TrainingSettings) -> None:
+    """Put the file's precision, and for a decoder by name its batch and length of sequences, into the flags."""
+    precision = settings.precision
+    if loss_of(args) is not None and args.precision is None and precision.products != "fp32":
+        args.precision = precision.products
+        args.grad_dtype = args.grad_dtype or precision.gradients
+    args.dtype = args.dtype or settings.dtype
+    if not is_named(args.model) or _layers(args) is None:
+        return
+    said = [entry.partition("=")[0] for entry in args.model.partition(":")[2].split(",")]
+    said += [name for name, _ in args.dim]
+    sizes = {"batch": settings.batch, "seq": settings.seq}
+    args.dim += [(name, n) for name, n in sizes.items() if n is not None and name not in said]
+
+
+def note_differences(args: argparse.Namespace, read: ReadConfig | None, model: Model) -> None:
+    """Say where the model's batch or sequences are not those of the file that was read."""
+    if read is None:
+        return
+    path = next(getattr(args, flag) for flag in _FLAGS.values() if getattr(args, flag) is not None)
+    here = _settings(args, model)
+    for what, x, other in (
+        ("samples a step", here.batch, read.settings.batch),
+        ("tokens a sample", here.seq, read.settings.seq),
+    ):
+        if x is not None and other is not None and x != other:
+            _note(f"{path} has {other} {what}, the model {x}")
+
+
+def check_targets(args: argparse.Namespace) -> None:
+    """Raises UsageError for a tool of --emit for which no plans are written."""
+    for tool, _ in args.emit:
+        if tool not in TARGETS:
+            raise UsageError(f"--emit: no plans are written for {tool!r}", f"known are {', '.join(TARGETS)}")
+
+
+def write_plans(args: argparse.Namespace, model: Model, plan: Plan) -> None:
+    """Write the files of --emit. Raises InfeasibleError, before any is, for a plan that a tool cannot express."""
+    settings = _settings(args, model)
+    texts = [(path, emit(plan, tool, settings)) for tool, path in args.emit]
+    if not first_rank():
+        return
+    for tool, _ in args.emit:
+        for note in emit_notes(plan, tool, settings):
+            _note(note)
+    for path, text in texts:
+        with written(path) as file:
+            file.write_text(text, encoding="utf-8")
+
+
+def _settings(args: argparse.Namespace, model: Model) -> TrainingSettings:
+    seq = model.tokens // model.batch if model.tokens is not None else None
+    precision = Precision(args.precision or "fp32", args.grad_dtype or "fp32")
+    dtype = None if args.dtype == "float32" else args.dtype
+    return TrainingSettings(model.batch, seq, precision, dtype, _layers(args))
+
+
+def _layers(args: argparse.Namespace) -> int | None:
+    """The layers of a decoder by its name; None for any other model."""
+    try:
+        return named(args.model, dict(args.dim)).layers if is_named(args.model) else None
+    except UsageError:
+        return None
+
+
+def _note(text: str) -> None:
+    warnings.warn(text, ModelWarning, stacklevel=1)  # from one place, so that what is said twice is shown once

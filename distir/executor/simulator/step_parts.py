@@ -1,0 +1,159 @@
+"""Where the time of a step goes: disjoint parts of it, for each class of devices, that add up to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from distir.executor.cost_model.seconds import computed_in, work
+from distir.executor.simulator.busy import Interval, Labels, count, length, merged
+from distir.executor.simulator.labels import SEND, axis_text
+from distir.executor.simulator.maxplus import OpPart
+from distir.executor.simulator.simulation import Simulation
+from distir.executor.simulator.trace import Done
+from distir.executor.simulator.work_kinds import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    RECOMPUTED,
+    UPDATE,
+    kinds_of_work,
+    stages_of,
+)
+from distir.ir.function import Op
+
+IDEAL, BELOW_PEAK, RECOMPUTATION, OPTIMIZER = "ideal compute", "below peak", "recomputation", "optimizer"
+WARM_UP, IMBALANCE, DEPENDENCY = "warm-up", "imbalance", "dependency"
+COMPUTE_PARTS, BUBBLES = (IDEAL, BELOW_PEAK, RECOMPUTATION, OPTIMIZER), (WARM_UP, IMBALANCE, DEPENDENCY)
+PASSES = frozenset([FORWARD, BACKWARD, RECOMPUTED, UPDATE, COMPUTE])
+FAN = "host"
+"""The label of transfers between one device and a mesh."""
+
+
+class StageParts(NamedTuple):
+    """The parts of a step on a class of devices, in seconds; they add up to the step.
+
+    - "ideal compute": the FLOPs of matrix products, convolutions and attention at the device's peak, but for those that
+      are recomputed;
+    - "below peak": what these products take longer, and all other compute of the forward and backward passes;
+    - "recomputation": compute that the backward pass repeats;
+    - "optimizer": compute of the update;
+    - `exposed`: communication while the device does not compute, by mesh axis, "send" between stages; where several
+      are under way at once, each has an equal share;
+    - bubble: "warm-up", while the pipeline fills or drains: before the class's first backward pass begins, or after its
+      last forward pass ends (with one stage: before its first and after its last work); "imbalance", by how much the
+      busiest class is busier, at most the rest of the bubble; "dependency", the rest: waiting for other stages or the
+      host.
+    """
+
+    name: str
+    devices: int
+    compute: dict[str, float]
+    exposed: dict[str, float]
+    bubble: dict[str, float]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """All of them, in this order."""
+        return {**self.compute, **self.exposed, **self.bubble}
+
+
+def step_parts(simulation: Simulation) -> list[StageParts]:
+    """The parts of a simulated step, for each class of devices, in order of devices."""
+    left = count(simulation.run, _Labels(simulation).labels())
+    classes, step = simulation.program.classes, simulation.seconds
+    every = range(len(classes.sizes))
+    busy = [{label: x for (k, label), x in left.busy.items() if k == c} for c in every]
+    union = [merged([i for found in streams.values() for i in found]) for streams in busy]
+    most = max((length(u) for u in union), default=0.0)
+    pipelined = len(stages_of(simulation.program.function)) > 1
+    rows: list[StageParts] = []
+    for c in every:
+        compute = {part: left.compute.get((c, part), 0.0) for part in COMPUTE_PARTS}
+        begin, end = _steady(busy[c], union[c], pipelined)
+        inside = end - begin - length(_clipped(union[c], begin, end))
+        idle = step - length(union[c])
+        imbalance = min(inside, most - length(union[c]))
+        bubble = {WARM_UP: idle - inside, IMBALANCE: imbalance, DEPENDENCY: inside - imbalance}
+        rows.append(StageParts(classes.label(c), classes.sizes[c], compute, _exposed(busy[c]), bubble))
+    return rows
+
+
+def _steady(streams: Mapping[str, Sequence[Interval]], union: Sequence[Interval], pipelined: bool) -> Interval:
+    """From when to when the pipeline is full, for a class: an empty interval if it never is."""
+    if not union:
+        return 0.0, 0.0
+    forward, backward = streams.get(FORWARD), streams.get(BACKWARD)
+    if not pipelined or not forward or not backward:
+        return union[0][0], union[-1][1]
+    again = streams.get(RECOMPUTED) or backward
+    begin = min(again[0][0], backward[0][0])
+    return begin, max(begin, forward[-1][1])
+
+
+def _clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
+    """What lies between two times of disjoint intervals."""
+    return [(max(a, begin), min(b, end)) for a, b in intervals if b > begin and a < end]
+
+
+def _exposed(busy: Mapping[str, Iterable[Interval]]) -> dict[str, float]:
+    """The seconds in which streams communicate while none computes, by label; divided where several do."""
+    edges = sorted([(t, step, label) for label, found in busy.items() for i in found for t, step in zip(i, (1, -1))])
+    active = dict.fromkeys(busy, 0)
+    computing = PASSES & busy.keys()
+    out = dict.fromkeys([label for label in sorted(busy) if label not in computing], 0.0)
+    before = 0.0
+    for t, step, label in edges:
+        if t > before and not any([active[x] for x in computing]):
+            here = [x for x in out if active[x]]
+            for x in here:
+                out[x] += (t - before) / len(here)
+        before = t
+        active[label] += step
+    return out
+
+
+class _Labels:
+    """Labels parts by what they are for."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._program = simulation.program
+        self._kinds = kinds_of_work(simulation.program.function)
+        self._ideal: dict[int, float] = {}
+        """By the identity of a part, which all ops of a kind share."""
+
+    def labels(self) -> Labels:
+        """As `count` takes them."""
+        return Labels(self.stream, self.compute)
+
+    def stream(self, done: Done, part: OpPart) -> str:
+        """The kind of work of compute; of communication the axes of a collective, SEND or FAN."""
+        op = done.op
+        if not part.communicates:
+            return self._kinds.get(op, COMPUTE)
+        if op.spec.route == "axis":
+            return axis_text(op.attributes["axis"])
+        return SEND if op.spec.route == "send" else FAN
+
+    def compute(self, done: Done, part: OpPart) -> list[tuple[str, float]]:
+        """The part's seconds, by what they are for."""
+        kind = self._kinds.get(done.op)
+        if kind == RECOMPUTED:
+            return [(RECOMPUTATION, part.duration)]
+        if kind == UPDATE:
+            return [(OPTIMIZER, part.duration)]
+        ideal = self._ideal.get(id(part))
+        if ideal is None:
+            ideal = self._ideal[id(part)] = min(part.duration, self._at_peak(done.op, part))
+        return [(IDEAL, ideal), (BELOW_PEAK, part.duration - ideal)]
+
+    def _at_peak(self, op: Op, part: OpPart) -> float:
+        """The seconds of a product's FLOPs at the device's peak; 0 for other ops."""
+        if op.spec.kernel is None or op.spec.comm is not None:
+            return 0.0
+        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        cost = self._program.cost
+        dtype = computed_in(ins, outs)
+        name = "tf32" if cost.tf32 and dtype is not None and dtype.name == "f32" else dtype
+        spec = cost.topology.spec(self._program.classes.first[part.classes[0]])
+        return work(op.spec, op.attributes, ins, outs)[0] / spec.peak(name)

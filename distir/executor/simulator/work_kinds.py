@@ -1,0 +1,154 @@
+"""What each op of a scheduled program is for: the forward or backward pass, work done again, or the update.
+
+Derived from dataflow, never from names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from distir.executor.simulator.categories import leaves
+from distir.ir.device import TIME, Device, Mesh
+from distir.ir.function import Function, Op, Value
+from distir.ir.spec import lookup
+
+FORWARD, BACKWARD, RECOMPUTED, UPDATE, COMPUTE = "forward", "backward", "recomputed", "update", "compute"
+
+
+def pass_of_ops(main: Function) -> dict[Op, str]:
+    """FORWARD, BACKWARD or UPDATE for each op of a program, calls included; COMPUTE for all if it has no backward op.
+
+    An op is of the backward pass if it records its forward op (`of`); a call, if it uses a result of another call of
+    the same stage and microbatch, that is, a saved value. An update depends on gradients and is not of a microbatch;
+    ops that only join microbatches are not updates.
+    """
+    makers: dict[Value, Op] = {}
+    late: set[Value] = set()
+    kinds: dict[Op, str] = {}
+    for op in main.ops:
+        if op.of is not None or any(True for _ in _saving_calls(op, makers)):
+            kinds[op] = BACKWARD
+        elif any(v in late for v in op.inputs):
+            kinds[op] = UPDATE if microbatch_of(op) is None and not _joins(op) else BACKWARD
+        else:
+            kinds[op] = FORWARD
+        if kinds[op] != FORWARD:
+            late.update(op.outputs)
+        makers |= dict.fromkeys(op.outputs, op)
+    return kinds if late else dict.fromkeys(kinds, COMPUTE)
+
+
+def microbatch_of(op: Op) -> int | None:
+    """The microbatch of an op: of a call its attribute, else that of its operands; None if not a single one."""
+    if op.callee is not None:
+        return op.attributes.get("mb")
+    pieces = {t.piece for v in op.inputs for t in leaves(v.type)}
+    piece = pieces.pop() if len(pieces) == 1 else None
+    return piece[0] if piece is not None and piece[1] == piece[0] + 1 else None
+
+
+def _joins(op: Op) -> bool:
+    """Whether the op joins a device's pieces of all microbatches (it is along the time axis)."""
+    return op.attributes.get("axis") == TIME
+
+
+def _saving_calls(op: Op, makers: Mapping[Value, Op]) -> Iterator[Op]:
+    """The calls of the same stage and microbatch whose results a call uses."""
+    if op.callee is None or op.attributes.get("mb") is None:
+        return
+    for v in op.inputs:
+        made = makers.get(v)
+        if made is None or made.callee is None or _stage(made) is not _stage(op):
+            continue
+        if made.attributes.get("mb") == op.attributes["mb"]:
+            yield made
+
+
+def stages_of(main: Function) -> set[Device | Mesh | None]:
+    """The devices or meshes on which calls of microbatches run."""
+    return {_stage(op) for op in main.ops if op.callee is not None and op.attributes.get("mb") is not None}
+
+
+def _stage(call: Op) -> Device | Mesh | None:
+    """The device or mesh of a call's results."""
+    return next((t.device for v in call.outputs for t in leaves(v.type)), None)
+
+
+def kinds_of_work(main: Function) -> dict[Op, str]:
+    """The kind of each op of a program and of its callees: as `pass_of_ops`, and RECOMPUTED for one that computes again
+    what its stage has computed of the same microbatch.
+
+    The ops of a callee are of the kind of its first call.
+    """
+    kinds = pass_of_ops(main)
+    terms = _Terms()
+    makers: dict[Value, Op] = {}
+    order = {op: k for k, op in enumerate(main.ops)}
+    seen: set[Function] = set()
+    for op in main.ops:
+        callee = op.callee
+        if callee is None:
+            terms.add(op, terms.main)
+        elif callee not in seen:
+            seen.add(callee)
+            before = sorted(set(_saving_calls(op, makers)), key=order.__getitem__)
+            again = terms.computed_again(op, before)
+            kinds |= {inner: RECOMPUTED if inner in again else kinds[op] for inner in callee.ops}
+        makers |= dict.fromkeys(op.outputs, op)
+    return kinds
+
+
+Term = object
+"""Equal for values that are computed alike from the same values."""
+
+
+class _Bundle(tuple[Term, ...]):
+    """The terms of a bundle's members."""
+
+    __slots__ = ()
+
+
+class _Terms:
+    """Terms of values, numbered, with communication erased."""
+
+    def __init__(self) -> None:
+        self.main: dict[Value, Term] = {}
+        """Of the program's values; those that are not here are terms themselves."""
+        self._numbers: dict[object, int] = {}
+        self._pack, self._unpack = lookup("Pack"), lookup("Unpack")
+
+    def add(self, op: Op, env: dict[Value, Term]) -> Term:
+        """Add the terms of an op's results; returns the op's."""
+        operands = tuple([env.get(v, v) for v in op.inputs])
+        if op.spec is self._pack:
+            env[op.outputs[0]] = bundle = _Bundle(operands)
+            return bundle
+        if op.spec is self._unpack and isinstance(operands[0], _Bundle):
+            env.update(zip(op.outputs, operands[0], strict=True))
+            return operands
+        if op.spec.comm is not None and operands and op.callee is None:
+            env.update(dict.fromkeys(op.outputs, operands[0]))
+            return operands
+        key = op.spec, op.attributes, operands
+        term = self._numbers.setdefault(key, len(self._numbers))
+        env.update([(v, (term, k)) for k, v in enumerate(op.outputs)])
+        return term
+
+    def computed_again(self, call: Op, before: list[Op]) -> set[Op]:
+        """The ops of a call's callee that compute what one of the calls `before` has computed; views aside."""
+        computed: set[Term] = set()
+        known: dict[Value, Term] = {}
+        for other in before:
+            assert other.callee is not None
+            env = self._arguments(other, known)
+            computed.update([self.add(op, env) for op in other.callee.ops])
+            known.update(zip(other.outputs, [env.get(v, v) for v in other.callee.outputs], strict=True))
+        if not before or call.callee is None:
+            return set()
+        env = self._arguments(call, known)
+        return {op for op in call.callee.ops if self.add(op, env) in computed and not op.spec.alias}
+
+    def _arguments(self, call: Op, known: Mapping[Value, Term]) -> dict[Value, Term]:
+        assert call.callee is not None
+        given = [known.get(v, self.main.get(v, v)) for v in call.inputs]
+        return dict(zip(call.callee.inputs, given, strict=True))
