@@ -25,7 +25,7 @@ from distir.transforms.parallel3d import distribute as spread
 from distir.transforms.parallel3d import source_of
 from distir.transforms.passes import DISTRIBUTED, ONE_RANK, PLACED, form_of
 from distir.transforms.pipeline.stages import PLAIN, StageCost
-from distir.transforms.plan import AXES, STAGES, Plan
+from distir.transforms.plan import AXES, STAGES, InputSplit, Plan
 from distir.transforms.rank.as_run import as_run
 from distir.transforms.rank.post_receives import receive_order
 from distir.transforms.relocate import devices_of, homes_of, relocate
@@ -82,7 +82,9 @@ def plan_in_effect(model: Model, plan: Plan) -> Plan:
     homes = homes_of(function)
     sizes = {axis: n for home in homes if isinstance(home, Mesh) for axis, n in zip(home.axes, home.sizes, strict=True)}
     degrees = {f.name: sizes[f.name] for f in AXES if f.metadata["strategy"] != STAGES and f.name in sizes}
-    inside = replace(Plan(microbatches=sizes.get(TIME, 1), schedule=f"as in {model.name}"), **degrees)
+    own = [TIME, *[f.name for f in AXES]]
+    further = tuple([InputSplit(axis, n, ()) for axis, n in sizes.items() if axis not in own])
+    inside = replace(Plan(microbatches=sizes.get(TIME, 1), schedule=f"as in {model.name}", split=further), **degrees)
     found = replace(inside, **{inside.stages.name: max(1, len(devices_of(function)) // inside.size)})
     if plan not in (ONE, found):
         raise UsageError(f"{model.name} is already distributed: a plan cannot be applied to it", "leave the plan out")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from distir.ir.device import Device, Mesh
 from distir.ir.function import Function, Op
-from distir.ir.placement import Halo
 from distir.ir.type import Tensor, Tuple, Type
 from distir.transforms.rank.as_run import as_run
 from distir.transforms.rank.project import ranks
@@ -29,7 +28,7 @@ class Message:
     `ranks` are these, such as "0-7,16-23". `over` are the axes of a collective, or the ranks that a transfer goes to;
     `function` is where the op is: the pass, and the stage. `members` are the elements of each tensor of a bucket, or of
     the one tensor; `elements` is their sum, `bytes` that of one message. What is sent for a halo is one message to each
-    neighbour, as between two; devices at the ends of a line have but one.
+    neighbour: devices at the ends of an axis have but one.
 
     Elements are those that one device has of the operand; of a reduce-scatter, of the result; of a scatter or broadcast
     from one device, of the piece that each other device gets, which is a message of its own.
@@ -67,6 +66,19 @@ def messages(program: Function) -> list[Message]:
                 found[m] = found.get(m, 0) + times * m.times
     first = {m: int(m.ranks.replace("-", ",").partition(",")[0]) for m in found}
     return [replace(m, times=n) for m, n in sorted(found.items(), key=lambda pair: first[pair[0]])]
+
+
+def most_sent(rows: Sequence[Message]) -> dict[str, int]:
+    """For each op the bytes of the rank that sends most of it in a step."""
+    changes: dict[str, dict[int, int]] = {}
+    """By op and rank: how much more that rank sends than the one before it."""
+    for m in rows:
+        of_op = changes.setdefault(m.op, {})
+        for run in m.ranks.split(","):
+            first, _, last = run.partition("-")
+            for rank, sign in ((int(first), 1), (int(last or first) + 1, -1)):
+                of_op[rank] = of_op.get(rank, 0) + sign * m.bytes * m.times
+    return {op: max(accumulate([n for _, n in sorted(of_op.items())])) for op, of_op in changes.items()}
 
 
 def table(rows: Sequence[Message]) -> list[str]:
@@ -113,8 +125,8 @@ def _sent(op: Op, word: str, number: dict[Device, int]) -> Iterator[Message]:
         if not isinstance(mesh, Mesh) or mesh.is_time(axis) or comm.idle(op.attributes, before):
             return
         after = op.outputs[0].type
-        if isinstance(after, Tensor) and (halo := after.on(axis).halo) is not None:
-            yield from _faces(Message(_text(mesh, number), name, axis, word, (), 0, 0), before, after, halo)
+        if isinstance(axis, str) and isinstance(after, Tensor) and after.on(axis).halo is not None:
+            yield from _faces(Message("", name, axis, word, (), 0, 0), before, after, number)
             return
         moved = after if comm.sums and after.bytes < before.bytes else before  # a reduce-scatter sums to a part
         over = axis if isinstance(axis, str) else "+".join(axis)
@@ -135,13 +147,23 @@ def _sent(op: Op, word: str, number: dict[Device, int]) -> Iterator[Message]:
         yield Message(*ends, _elements(after), after.bytes, others)
 
 
-def _faces(message: Message, before: Type, after: Tensor, halo: Halo) -> Iterator[Message]:
-    """What a device sends to its neighbours: to both, or to the one that there is along an axis of two."""
-    one = (after.bytes - before.bytes) // (halo[0] + halo[1])
-    widths = [width for width in halo[:2] if width]
-    for width in [max(widths)] if after.mesh.size(message.over) == 2 else widths:
-        size = one * width
-        yield replace(message, members=(size // after.dtype.size,), bytes=size, times=1)
+def _faces(message: Message, before: Type, after: Tensor, number: dict[Device, int]) -> Iterator[Message]:
+    """What a device sends to its neighbours along an axis: to the next one its last `lo` slices, to the one before it
+    its first `hi`. Those at the ends have one neighbour."""
+    mesh, halo = after.mesh, after.on(message.over).halo
+    if halo is None:
+        return
+    lo, hi, _ = halo
+    one, last = (after.bytes - before.bytes) // (lo + hi), mesh.size(message.over) - 1
+    sides = [(lo, last), (hi, 0)]  # the slices, and who does not send them
+    if last == 1 and lo == hi:
+        sides = [(lo, -1)]  # each of the two sends as much to the other
+    at = mesh.position(message.over)
+    for width, end in sides:
+        senders = [d for d, c in zip(mesh.devices, mesh.coords, strict=True) if c[at] != end]
+        if width:
+            elements = one * width // after.dtype.size
+            yield replace(message, ranks=_text(senders, number), members=(elements,), bytes=one * width, times=1)
 
 
 def _elements(t: Type) -> tuple[int, ...]:
@@ -151,9 +173,9 @@ def _elements(t: Type) -> tuple[int, ...]:
     return tuple([n for member in t.types for n in _elements(member)])
 
 
-def _text(home: Device | Mesh, number: dict[Device, int]) -> str:
-    """The ranks of a home, as runs of numbers."""
-    devices = home.devices if isinstance(home, Mesh) else (home,)
+def _text(home: Device | Mesh | Sequence[Device], number: dict[Device, int]) -> str:
+    """The ranks of a home, or of some devices, as runs of numbers."""
+    devices = home.devices if isinstance(home, Mesh) else (home,) if isinstance(home, Device) else home
     found = sorted([number[d] for d in devices])
     runs = [[n for _, n in run] for _, run in groupby(enumerate(found), lambda pair: pair[1] - pair[0])]
     return ",".join([f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs])

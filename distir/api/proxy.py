@@ -5,28 +5,28 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from distir.api.compare import start_profile
 from distir.api.compilation import ONE, AnyModel, Cluster, cost_model, distribute, plan_in_effect, predict
-from distir.api.messages import Message, messages
-from distir.api.model import as_model
+from distir.api.given_times import given_times
+from distir.api.messages import Message, messages, most_sent
+from distir.api.model import Model, as_model
 from distir.api.results import Prediction, seconds, size
 from distir.api.stage_cost import OpSeconds, stage_cost
 from distir.backends.processes.launch import run as launch
 from distir.hardware import this_host
 from distir.ir import verify
 from distir.ir.errors import UsageError, counted
-from distir.ir.files import read_toml
 from distir.ir.function import Function, Op
 from distir.runtime.job import Job, JobCallbacks
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 from distir.transforms.rank.as_run import as_run
-from distir.transforms.rank.proxied import is_slept, proxied
+from distir.transforms.rank.proxied import proxied
 
 EMULATIONS = ("sleep", "spin", "none")
 
@@ -36,8 +36,9 @@ class ProxyOptions:
     """How a proxy is run.
 
     `emulate`: a rank's compute is slept ("sleep"), spent in a loop ("spin"), or left out ("none"). Its seconds are the
-    cost model's, times `scale`; or those of `times`, a TOML file with microseconds of a call of each function, such as
-    `fwd0 = 1200`, which are shared among its ops by the cost model. `iterations` are timed, after `warmup` others.
+    cost model's, times `scale`; or those of `times`, a TOML file with microseconds of functions or layers, or the
+    folder that a run with `profile` has written (`distir.api.given_times`). `iterations` are timed, after `warmup`
+    others.
 
     Raises UsageError for values that are unknown or out of range.
     """
@@ -86,11 +87,7 @@ class ProxyResult:
     @property
     def bytes(self) -> dict[str, int]:
         """What the rank that sends most sends of each op in an iteration, in bytes."""
-        found: dict[str, dict[str, int]] = {}
-        for m in self.sent:
-            by_ranks = found.setdefault(m.op, {})
-            by_ranks[m.ranks] = by_ranks.get(m.ranks, 0) + m.bytes * m.times
-        return {op: max(by_ranks.values()) for op, by_ranks in found.items()}
+        return most_sent(self.sent)
 
     def lines(self) -> list[str]:
         """The result in a few lines."""
@@ -147,7 +144,7 @@ def run_proxy(
     plan = plan_in_effect(model, plan)
     cost = cost_model(this_host(plan.size) if cluster is None else cluster, plan)
     program = as_run(distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan)))
-    made = proxied(program, _seconds(program, proxy, OpSeconds(cost)), proxy.emulate == "spin")
+    made = proxied(program, _seconds(model, program, proxy, OpSeconds(cost)), proxy.emulate == "spin")
     verify(made)
     prediction = predict(model, plan, made, cost)
     if options.profile is not None:
@@ -167,25 +164,15 @@ def run_proxy(
     return ProxyResult(proxy, options.resolved_backend, taken, busiest, messages(made), prediction)
 
 
-def _seconds(program: Function, proxy: ProxyOptions, predicted: OpSeconds) -> Callable[[Function, Op], float]:
+def _seconds(
+    model: Model, program: Function, proxy: ProxyOptions, predicted: OpSeconds
+) -> Callable[[Function, Op], float]:
     """What an op of a function is to take."""
     scale = 0.0 if proxy.emulate == "none" else proxy.scale
-    if proxy.times is None:
-        return lambda function, op: predicted(op) * scale
-    given = _read_times(os.fspath(proxy.times))
-    functions = {f.name: f for f in program.callees()}
-    for name in given:
-        if name not in functions:
-            raise UsageError(f"{proxy.times}: the program has no function {name!r}", f"it has {', '.join(functions)}")
-    whole = {name: sum([predicted(op) for op in functions[name].ops if is_slept(op)]) for name in given}
-    factor = {name: micros * 1e-6 / whole[name] if whole[name] else 0.0 for name, micros in given.items()}
-    return lambda function, op: predicted(op) * factor.get(function.name, 1.0) * scale
+    given = {} if proxy.times is None else given_times(proxy.times, model, program, predicted)
 
+    def seconds(function: Function, op: Op) -> float:
+        known = given.get((function, op))
+        return (predicted(op) if known is None else known) * scale
 
-def _read_times(path: str) -> Mapping[str, float]:
-    """Microseconds by function."""
-    given = read_toml(path, "times are lines such as: fwd0 = 1200")
-    for name, x in given.items():
-        if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < math.inf:
-            raise UsageError(f"{path}: {name}: expected microseconds, a number from 0, got {x!r}")
-    return given
+    return seconds

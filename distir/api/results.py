@@ -59,7 +59,8 @@ class Summary:
             if v.role and v.role.source and v.kind != "state" and isinstance(v.type, Tensor)
         }
         weights = plan.sharding.along(WEIGHTS)
-        split = coverage(program, weights[0].name) if weights else None
+        trained = any([v.kind == "parameter" for v in program.inputs])  # a proxy may have none
+        split = coverage(program, weights[0].name) if weights and trained else None
         forward_only = model.path is not None and not model.function.updates
         return Summary(model.name, plan, model.batch, model.tokens, split, padded, forward_only)
 

@@ -146,7 +146,11 @@ def _run(commands: Any) -> None:
     )
     group.add_argument("--emulate", choices=("sleep", "spin", "none"), help="what stands for compute; default: sleep")
     group.add_argument("--scale", type=_number, metavar="X", help="factor of the times of compute; default: 1")
-    group.add_argument("--times", metavar="FILE.toml", help="microseconds of calls, such as fwd0 = 1200")
+    group.add_argument(
+        "--times",
+        metavar="FILE.toml|DIR",
+        help="microseconds of functions, such as fwd0 = 1200, or of layers; or the directory of an earlier --profile",
+    )
     group.add_argument("--iterations", type=_at_least(1), metavar="N", help="iterations that are timed; default: 128")
 
 
@@ -414,7 +418,8 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL.onnx",
         help="ONNX of opset 13 or later, weights in it or beside it; a Hugging Face config.json, or its folder; "
         "FILE.distir, a program as text; or a model by its name and sizes: gpt:layers=12,hidden=768,heads=12, "
-        "llama:..., gpt2-large, gpt3-175b, gpt3-moe or dlrm",
+        "llama:..., gpt2-large, gpt3-175b, gpt3-moe, dlrm or cosmoflow; or a proxy, which is distributed already: "
+        "proxy-dlrm, proxy-cosmoflow, proxy-gpt2-large, ...",
     )
     group = parser.add_argument_group("the model")
     group.add_argument(
@@ -430,7 +435,8 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         "--loss",
         metavar="LOSS",
         help="train with cross-entropy, mse or the output of that name; none: forward only; default: none, but for "
-        "gpt2-large, gpt3-175b, gpt3-moe and dlrm, which have their own, and a config's model: cross-entropy",
+        "gpt2-large, gpt3-175b, gpt3-moe, dlrm and cosmoflow, which have their own, and a config's model: "
+        "cross-entropy",
     )
     group.add_argument("--optimizer", choices=("sgd", "adamw"), help="default: sgd")
     group.add_argument("--lr", type=_positive, metavar="X", help="learning rate; default: 0.001")

@@ -5,6 +5,7 @@ from distir.models.decoder import Decoder, decoder
 from distir.models.gpt import gpt
 from distir.models.mlp import mlp
 from distir.models.named import named
+from distir.models.proxies import proxy
 from distir.models.recommender import Recommender, recommender
 from distir.models.volumes import Volumes, volumes
 
@@ -17,6 +18,7 @@ __all__ = [
     "gpt",
     "mlp",
     "named",
+    "proxy",
     "recommender",
     "volumes",
 ]

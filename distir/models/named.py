@@ -1,4 +1,7 @@
-"""Models by name and sizes: `gpt:layers=96,hidden=12288,heads=96,seq=2048`, or by name alone: `gpt3-moe`, `dlrm`."""
+"""Models by name and sizes: `gpt:layers=96,hidden=12288,heads=96,seq=2048`, or by name alone: `gpt3-moe`, `dlrm`.
+
+Those whose names begin with `proxy-` are distributed programs, of published sequences (`distir.models.proxies`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,16 @@ from distir.ir.errors import UsageError
 from distir.ir.function import Function
 from distir.models.config_file import is_config
 from distir.models.decoder import ARCHITECTURES, PRESETS, Decoder, angles, decoder, kind_of
+from distir.models.proxies import proxy
 from distir.models.recommender import Recommender, recommender
+from distir.models.sequences import (
+    CosmoflowSequence,
+    DlrmSequence,
+    Gpt2Sequence,
+    Gpt3Sequence,
+    MoeSequence,
+    ProxySizes,
+)
 from distir.models.volumes import Volumes, volumes
 
 if TYPE_CHECKING:
@@ -27,11 +39,14 @@ _KINDS: dict[type, tuple[Callable[[str], Any], str]] = {
 """By the type of a field how its value is read, and what is expected."""
 
 
+Sizes = Decoder | Recommender | Volumes | ProxySizes
+
+
 class _Family(NamedTuple):
     """Models of one name: the class of their sizes, the sizes that the name gives, and the loss by which they are
     trained if none is asked for."""
 
-    sizes: type[Decoder] | type[Recommender] | type[Volumes]
+    sizes: type[Sizes]
     given: Mapping[str, Any]
     loss: str | None = None
 
@@ -41,6 +56,11 @@ _FAMILIES: dict[str, _Family] = {
     **{name: _Family(Decoder, given, "cross-entropy") for name, given in PRESETS.items()},
     "dlrm": _Family(Recommender, {}, "loss"),
     "cosmoflow": _Family(Volumes, {}, "mse"),
+    "proxy-dlrm": _Family(DlrmSequence, {}),
+    "proxy-cosmoflow": _Family(CosmoflowSequence, {}),
+    "proxy-gpt2-large": _Family(Gpt2Sequence, {}),
+    "proxy-gpt3-175b": _Family(Gpt3Sequence, {}),
+    "proxy-gpt3-moe": _Family(MoeSequence, {}),
 }
 
 
@@ -69,7 +89,9 @@ def built(text: str, dims: Mapping[str, int]) -> Built:
     sizes = _sizes(text, dims)
     if isinstance(sizes, Decoder):
         return Built(decoder(sizes), angles(sizes))
-    return Built(volumes(sizes) if isinstance(sizes, Volumes) else recommender(sizes), {})
+    if isinstance(sizes, Volumes):
+        return Built(volumes(sizes), {})
+    return Built(recommender(sizes) if isinstance(sizes, Recommender) else proxy(sizes), {})
 
 
 def named(text: str, dims: Mapping[str, int]) -> Decoder:
@@ -84,7 +106,7 @@ def named(text: str, dims: Mapping[str, int]) -> Decoder:
     return sizes
 
 
-def _sizes(text: str, dims: Mapping[str, int]) -> Decoder | Recommender | Volumes:
+def _sizes(text: str, dims: Mapping[str, int]) -> Sizes:
     name, _, rest = text.partition(":")
     family = _FAMILIES[name]
     known = {f.name: f for f in fields(family.sizes) if kind_of(f) in _KINDS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 
 from distir.api.compilation import distribute as compiled
-from distir.api.messages import Message, messages
+from distir.api.messages import Message, messages, most_sent
 from distir.cli import main
 from distir.ir import Device, Function, FunctionMaker, Mesh
-from distir.ir.placement import Shard
-from distir.ir.type import Float64, Tensor, Tuple
+from distir.ir.placement import REPLICATE, Shard
+from distir.ir.type import Float32, Float64, Tensor, Tuple
 from distir.models import mlp
 from distir.models.decoder import Decoder
 from distir.transforms.plan import Plan as RealPlan
@@ -195,3 +196,26 @@ def test_a_message_adds_up() -> None:
     assert m.elements == 7
     assert m.to_json()["total_elements"] == 35
     assert replace(m, times=1).to_json()["total_bytes"] == 28
+
+
+@pytest.mark.parametrize(("lo", "hi"), [(1, 1), (1, 2), (2, 0), (0, 1)])
+@pytest.mark.parametrize("axes", [{"h": 2}, {"h": 4}, {"dp": 2, "h": 3}, {"h": 3, "w": 2}], ids=str)
+def test_devices_at_the_ends_of_an_axis_have_one_neighbour(axes: dict[str, int], lo: int, hi: int) -> None:
+    """Each device sends what of its slice the others hold as a halo."""
+    n, slices, row = axes["h"], 3, 5
+    mesh = Mesh([Device("cpu", k) for k in range(math.prod(axes.values()))], axes, "all")
+    placements = [Shard(0) if axis == "h" else REPLICATE for axis in axes]
+    maker = FunctionMaker("halo")
+    x = maker.add_input_value("x", Tensor.whole(Float32, (n * slices, row), mesh, placements))
+    maker.set_outputs([maker.emit("HaloExchange", x, axis="h", lo=lo, hi=hi)])
+    want: list[Counter[tuple[str, int]]] = []
+    for coord in mesh.coords:
+        here = coord[mesh.position("h")]
+        own = set(range(here * slices, (here + 1) * slices))
+        others = [k for k in range(n) if k != here]
+        held = [own & set(range(k * slices - lo, (k + 1) * slices + hi)) for k in others]
+        want.append(Counter([("HaloExchange", len(part) * row) for part in held if part]))
+    rows = messages(maker.finalize())
+    assert listed(rows, len(mesh.devices)) == want
+    bytes_of = [4 * sum(elements * times for (_, elements), times in of.items()) for of in want]
+    assert most_sent(rows) == {"HaloExchange": max(bytes_of)}

@@ -389,6 +389,16 @@ def convolved(m: Maker) -> None:
     m.push(m.linear(x, m.pick(WIDTHS)))
 
 
+def looked_up(m: Maker) -> None:
+    """Windows over what is looked up in tables, along their rows: a split of these needs halos."""
+    rows, pooling = m.pick(VOCABULARIES), m.flip()
+    ids = m.input(BATCH, m.sequence, *((2,) if pooling else ()), below=rows, least=-rows)
+    x = m.emit("Lookup", m.weight(m.sequence, rows, m.pick((4, 8, 16))), ids, pooling=pooling)
+    for _ in range(m.pick((1, 2))):
+        x = m.emit("Tanh", _convolution(m, x))
+    m.push(m.emit("Reshape", x, shape=(BATCH, m.sequence, math.prod(shape_of(x)[1:]) // m.sequence)))
+
+
 def pooled(m: Maker) -> None:
     """Pools of data and of streams. Maxima are of data and what is made of it: streams may have equal elements."""
     data = m.input(BATCH, m.sequence, *m.pick(IMAGES), name="image")

@@ -11,11 +11,13 @@ from hypothesis import Phase, event, given, settings
 from distir.ir import Function
 from distir.ir.errors import InfeasibleError
 from distir.ir.spec import all_ops
+from distir.ops.rules import shape_of
 from tests.transforms.programs import TOLERANCE, Plan, Program, collectives, distributed, error, run
 from tests.transforms.random_programs import (
     BLOCKS,
     LARGE,
     Picks,
+    looked_up,
     random_picks,
     random_plans,
     random_programs,
@@ -97,6 +99,29 @@ def test_random_programs_hold_every_op_and_kind_of_plan() -> None:
     assert seen["sequence parallel"] >= 40
     assert seen["a split of inputs"] >= 40
     assert refused[True] < refused[False] / 10, refused
+
+
+def test_tables_and_halos_together() -> None:
+    """Windows over rows that are looked up, with the rows of each table split: exchanged by neighbours."""
+    seen = Counter[str]()
+
+    def equal(program: Program, plan: Plan) -> None:
+        forward = program.forward or program.function
+        rows = [op.inputs[0] for op in forward.ops if op.op_type == "Lookup" and op.inputs[0] in forward.inputs]
+        names = dict.fromkeys([v.name for v in rows if shape_of(v)[2] % 4 == 0])
+        if not names:
+            return
+        n = 2 if plan.dp * plan.tp * plan.pp > 2 else 4
+        plan = plan._replace(host=False, split=(f"d={n}:{','.join([f'{name}.2' for name in names])}",))
+        found = compared(program, plan) or Counter()
+        seen["equal"] += bool(found)
+        seen["both"] += bool(found["Lookup"] and found["HaloExchange"])
+
+    fixed = settings(
+        max_examples=12, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=LARGE
+    )
+    fixed(given(random_programs(looked_up), random_plans)(equal))()
+    assert seen["both"] >= 2, seen
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, Op, Value
 from distir.ir.spec import lookup
@@ -26,9 +27,27 @@ PACK, SLEEP = lookup("Pack"), lookup("Sleep")
 def proxied(program: Function, seconds: Callable[[Function, Op], float], spin: bool = False) -> Function:
     """The proxy of a distributed program as it is run: `seconds` says what an op of a function takes.
 
-    Ops of the main program, between calls, stay: they only move data.
+    Of the main program only what sleeps already changes: between calls its other ops only move data.
     """
-    return calling(program, {f: f if f is program else _body(f, seconds, spin) for f in (*program.callees(), program)})
+    new = {f: _body(f, seconds, spin) for f in program.callees()}
+    return calling(program, {**new, program: _main(program, seconds, spin)})
+
+
+def _main(program: Function, seconds: Callable[[Function, Op], float], spin: bool) -> Function:
+    if not any([op.spec is SLEEP for op in program.ops]):
+        return program
+    ops = tuple([_again(op, seconds(program, op), spin) if op.spec is SLEEP else op for op in program.ops])
+    return Function(program.name, program.inputs, ops, program.outputs, program.updates, program.sources)
+
+
+def _again(op: Op, seconds: float, spin: bool) -> Op:
+    """A sleep of another time."""
+    given = op.attributes.without("seconds", "spin")
+    return Op(SLEEP, op.inputs, Attributes({**given, **_taking(seconds, spin)}), op.outputs)
+
+
+def _taking(seconds: float, spin: bool) -> dict[str, Any]:
+    return {"seconds": seconds} | ({"spin": True} if spin else {})
 
 
 def _body(function: Function, seconds: Callable[[Function, Op], float], spin: bool) -> Function:
@@ -36,6 +55,9 @@ def _body(function: Function, seconds: Callable[[Function, Op], float], spin: bo
     uses.update(function.outputs)
     ops: list[Op] = []
     for run in runs(function, _sort):
+        if run[0].spec is SLEEP:
+            ops.append(_again(run[0], seconds(function, run[0]), spin))
+            continue
         if not is_slept(run[0]):
             ops += [op if op.of is None else Op(op.spec, op.inputs, op.attributes, op.outputs) for op in run]
             continue
@@ -58,7 +80,7 @@ def _slept(operands: tuple[Value, ...], results: Sequence[Value], seconds: float
             made += members
         else:
             made.append(v)
-    given = {"seconds": seconds, "types": tuple([v.type for v in made])} | ({"spin": True} if spin else {})
+    given = {**_taking(seconds, spin), "types": tuple([v.type for v in made])}
     return [Op(SLEEP, operands, Attributes(given), tuple(made)), *packs]
 
 

@@ -11,6 +11,8 @@ from distir.transforms.rewriting.laws import Law, rewrites
 
 
 def _change(x: Any, dtype: DType) -> Any:
+    if isinstance(x, tuple) and any([isinstance(t, Tensor | Tuple) for t in x]):
+        return tuple([_retyped(t, dtype) for t in x])
     return dtype if isinstance(x, DType) and x.floating else x
 
 
@@ -32,7 +34,7 @@ def _with_dtype(function: Function, dtype: DType, callees: dict[Function, Functi
     ops: dict[Op, Op] = {}
     for op in function.ops:
         attributes = op.attributes
-        if any(isinstance(x, DType) for x in attributes.values()):
+        if any([isinstance(x, DType | tuple) for x in attributes.values()]):
             attributes = {k: _change(x, dtype) for k, x in attributes.items()}
         if (callee := op.callee) is not None:
             if callee not in callees:

@@ -132,9 +132,11 @@ def _place_weights(problem: Problem, axis: Axis) -> Placed:
     starts = tuple([(v, Shard(dim)) for v, dim in batch])
     placed = shard_sequence(graph_of(function), split, axis.size, starts, sharding.pieces, problem.starts)
     if placed is split.placed:
+        hint = f"it needs a dim of the data, other than the batch, that {axis.size} divides; else do without it"
+        if named := [a.name for a in sharding.along(INPUTS)]:
+            hint = f"dims of the data that {' and '.join(named)} splits are not split further: leave one of the two out"
         raise InfeasibleError(
-            f"sequence parallelism over {axis.name} {axis.size} splits nothing in {function.name}",
-            f"it needs a dim of the data, other than the batch, that {axis.size} divides; else do without it",
+            f"sequence parallelism over {axis.name} {axis.size} splits nothing in {function.name}", hint
         )
     return placed
 

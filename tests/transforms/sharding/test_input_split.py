@@ -16,10 +16,17 @@ from distir.api import load, simulate
 from distir.ir import Function, FunctionMaker, Op
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.function import Role
+from distir.ir.placement import REPLICATE
+from distir.ir.spec import FactorMapping
 from distir.ir.type import Float64, Shard, Tensor, Tuple
 from distir.ops.rules import tensor
 from distir.transforms import plan as plans_of
 from distir.transforms.differentiation.training import training_step
+from distir.transforms.sharding.classes import Classes
+from distir.transforms.sharding.graph import graph_of
+from distir.transforms.sharding.input_split import beside
+from distir.transforms.sharding.place import Placed
+from distir.transforms.sharding.zero import shard_state
 from tests.transforms.programs import EXAMPLES, PLAIN, Plan, Program, check, distributed, filled, gpt2_tiny, small_gpt
 from tests.transforms.test_tensor_parallel import body, executed
 
@@ -210,3 +217,59 @@ def test_text_that_says_no_axis(text: str) -> None:
     with pytest.raises(UsageError, match="split: ") as e:
         distir.Plan(split=(text,))  # type: ignore[arg-type]
     assert "\n" not in e.value.message
+
+
+def test_a_cast_that_another_axis_splits_stays_whole_under_zero() -> None:
+    """dp holds rows of a weight; what is computed point by point from it is not, where another axis has such rows."""
+    f = FunctionMaker("cast")
+    w = f.add_input_value("w", Tensor(Float64, (4, 6)), Role("parameter"))
+    f.set_outputs([f.emit("Tanh", w)])
+    graph = graph_of(f.finalize())
+    (weight,) = graph.inputs
+
+    def under_zero(other: Shard | None) -> FactorMapping | None:
+        mapping = None if other is None else graph.sigs[0].mapping(0, other, 2)
+        others = [(Placed(0.0, [mapping], set(), {}), 2)]
+        made = shard_state(graph, Placed(0.0, [None], set(), {}), 2, 3, others)
+        assert made.inputs == {weight: Shard(0)}
+        return made.mappings[0]
+
+    assert under_zero(Shard(0)) is None  # the same rows
+    for other in (None, Shard(1), Shard(0, 2)):  # nothing, columns, and rows inside those of dp
+        mapping = under_zero(other)
+        assert mapping is not None
+        assert mapping.ins == mapping.outs == (Shard(0),)
+
+
+def test_mappings_beside_one_with_a_halo() -> None:
+    """No other axis splits a dim of which an op takes a halo, also not inside; nor the other way round."""
+    wide = FactorMapping((Shard(2, halo=(1, 1, 0.0)), REPLICATE), (Shard(2),))
+    inner = FactorMapping((Shard(2, 2), REPLICATE), (Shard(2, 2),))
+    other_dim = FactorMapping((Shard(3, halo=(1, 1, 0.0)), REPLICATE), (Shard(3),))
+    whole = FactorMapping((REPLICATE, Shard(0)), (Shard(1),))
+    plain = FactorMapping((Shard(2), REPLICATE), (Shard(2),))
+    rows = [wide, inner, other_dim, whole, plain]
+    assert beside(rows, 2, wide, 2) == [other_dim, whole]
+    assert beside(rows, 2, inner, 2) == [other_dim, whole, plain]
+    assert beside(rows, 2, other_dim, 2) == [wide, inner, whole, plain]
+    assert beside(rows, 2, None, 2) == rows
+
+
+def test_classes_with_halos_clash_with_others_of_the_dim() -> None:
+    """Of an image whose rows have halos along one axis, a part of these rows along another; not columns."""
+    f = FunctionMaker("image")
+    x = f.add_input_value("x", Tensor(Float64, (8, 2, 8, 8)), Role("data", 0))
+    given = {"strides": (1, 1), "dilations": (1, 1), "groups": 1}
+    w = f.add_input_value("w", Tensor(Float64, (2, 2, 3, 3)), Role("parameter"))
+    h = f.emit("Conv", x, w, **given, pads=(1,) * 4)
+    f.set_outputs([f.emit("Tanh", h)])
+    graph = graph_of(f.finalize())
+    image = graph.inputs[0]
+    rows = Classes(graph, 2, [(image, Shard(2))])
+    inside = Classes(graph, 2, [(image, Shard(2, 2))])
+    columns = Classes(graph, 2, [(image, Shard(3))])
+    (c,) = set(rows.at[image].values())
+    assert c in rows.with_halos
+    assert rows.clashing(2, inside, 2) >= {c}
+    assert inside.clashing(2, rows, 2) >= set(inside.at[image].values())
+    assert not rows.clashing(2, columns, 2)

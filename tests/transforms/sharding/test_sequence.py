@@ -238,3 +238,9 @@ def test_a_small_part_of_a_model_is_split_too() -> None:
     split = distribute(training_step(towers(6, 1), "mse", ADAMW), plan.plan, plan.devices).placed
     norms = [op for op in split.ops if op.op_type == "LayerNorm"]
     assert [tensor(op.outputs[0]).on("tp") for op in norms] == [Shard(1)] * 7
+
+
+def test_a_sequence_that_another_axis_splits_is_not_split_further() -> None:
+    with pytest.raises(InfeasibleError, match="splits nothing in") as e:
+        distributed(small_gpt(), Plan(1, 2, sequence_parallel=True, split=("cp=2:input_ids.1,labels.1",)))
+    assert "that cp splits are not split further" in str(e.value.hint)
