@@ -41,7 +41,9 @@ def check_settings(model: Model, options: RunOptions) -> None:
     if options.checkpoint is None:
         return
     if options.resolved_backend == "numpy" and (found := launched()) is not None:
-        raise UsageError(f"checkpoints with backend numpy need a run without {found.by}, whose processes would conflict")
+        raise UsageError(
+            f"checkpoints with backend numpy need a run without {found.by}, whose processes would conflict"
+        )
     if not model.function.updates:
         raise UsageError("checkpoints need a training step, and no loss was given", "--loss cross-entropy, or mse")
 

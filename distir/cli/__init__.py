@@ -20,7 +20,6 @@ from distir import INTERRUPTED, end_interrupted
 from distir.ir.errors import DistirError, ModelWarning
 from distir.runtime.launcher import MPIRUN, launched, this_rank
 
-
 _RANK_0_FIRST_SECONDS = 1.0
 """How long ranks of mpirun other than 0 wait before they print an error, which is mostly that of rank 0."""
 

@@ -31,7 +31,9 @@ def backend_on(backend: str | None, device: str | None) -> str:
     if device is None:
         return backend
     if (backend, device) not in _ON:
-        raise UsageError(f"backend {backend} does not run on {device}", "gloo runs on both, nccl on cuda, mpi and numpy on cpu")
+        raise UsageError(
+            f"backend {backend} does not run on {device}", "gloo runs on both, nccl on cuda, mpi and numpy on cpu"
+        )
     return _ON[backend, device]
 
 

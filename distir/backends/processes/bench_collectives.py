@@ -171,9 +171,7 @@ def _run(folder: Path, settings: Settings) -> Generator[list[Any]]:
             p.wait()
 
 
-def _measure_all(
-    rank: int, local_rank: int, settings: Settings, store: Any, report: Callable[[Timing], None]
-) -> None:
+def _measure_all(rank: int, local_rank: int, settings: Settings, store: Any, report: Callable[[Timing], None]) -> None:
     """Measure everything as one rank; rank 0 reports."""
     import torch
 

@@ -145,7 +145,7 @@ def _prepared(
 
     on_phase("choosing kernels")
     shown = on_gradient if options.check else None
-    engine = TorchRank(program, rank, device, recorder, profiler, options.compiled, shown)
+    engine = TorchRank(program, rank, device, recorder, profiler, options.compiled, shown, job.proxy)
     on_phase("reading weights")
     for k, x in job.arrays.items():  # one at a time, so that pages read from a file can be dropped
         engine.load({k: x.array() if isinstance(x, Shipped) else x})

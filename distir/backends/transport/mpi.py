@@ -193,9 +193,7 @@ class Mpi:
             "scatter": lambda: [self._flying(world.Iscatter(root, mine))],
             "broadcast": lambda: [self._flying(world.Ibcast(self._bytes(whole)))],
             "reduce": lambda: [self._flying(world.Ireduce(given, into, op))],
-            "send-recv": lambda: (
-                self.receive(other, (rank - 1) % size, 0) + self.send(whole, (rank + 1) % size, 0)
-            ),
+            "send-recv": lambda: self.receive(other, (rank - 1) % size, 0) + self.send(whole, (rank + 1) % size, 0),
         }
         return lambda: wait_all(starts[collective]())
 
