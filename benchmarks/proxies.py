@@ -160,9 +160,9 @@ def measure(bench: Bench, case: Case, runs: int) -> Result:
         ours.append(bench.ours(case))
         peers.append(bench.peer(case))
         print(f"  {case.name} {case.kind} on {case.ranks}: round {k + 1} of {runs}", file=sys.stderr)
-    medians = [[statistics.median(turn) * 1e3 for turn in turns] for turns in (ours, peers)]
-    least = [min(map(min, turns)) * 1e3 for turns in (ours, peers)]
-    return Result(case.name, case.kind, case.ranks, *medians, *least)
+    ours_ms, peer_ms = ([statistics.median(turn) * 1e3 for turn in turns] for turns in (ours, peers))
+    ours_least, peer_least = (min(map(min, turns)) * 1e3 for turns in (ours, peers))
+    return Result(case.name, case.kind, case.ranks, ours_ms, peer_ms, ours_least, peer_least)
 
 
 def known(case: Case) -> bool:

@@ -24,7 +24,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCallbacks:
-    """Functions that `run` calls in the calling process; under torchrun or mpirun those after steps and epochs on rank 0 only.
+    """Functions that `run` calls in the calling process; under torchrun or mpirun those after steps and epochs only on
+    rank 0.
 
     `on_plan(Prediction)`: once the program is compiled and predicted.
     `on_step(step, seconds, outputs by position)`: after each step.

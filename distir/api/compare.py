@@ -140,7 +140,8 @@ def _table(name: str, rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def start_profile(folder: Path, backend: str, prediction: Prediction) -> Path:
-    """Make the folder for traces and write the predicted trace (under torchrun or mpirun on rank 0). Returns the folder.
+    """Make the folder for traces and write the predicted trace (under torchrun or mpirun on rank 0). Returns the
+    folder.
 
     Raises UsageError if that fails, or for backend numpy.
     """

@@ -82,7 +82,9 @@ def checkpointing(model: Model, plan: Plan, data: Data, options: RunOptions) -> 
 
 
 def _open(path: Path) -> int | None:
-    """Make the directory, lock it and remove incomplete checkpoints; under torchrun or mpirun on rank 0. Returns the lock."""
+    """Make the directory, lock it and remove incomplete checkpoints; under torchrun or mpirun on rank 0. Returns the
+    lock.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not _first_rank():

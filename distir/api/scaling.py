@@ -35,8 +35,8 @@ def weak_scaling(
     """Train the model for some epochs (default 3) on each number of ranks, data-parallel, with `batch` samples a rank.
 
     `model(batch)` makes the model for a global batch size. `on_run` is called with all runs so far after each. The
-    rest is as in `run`, except that `metrics` is one file for all runs. Raises UsageError under torchrun or mpirun, whose number
-    of ranks is fixed.
+    rest is as in `run`, except that `metrics` is one file for all runs. Raises UsageError under torchrun or mpirun,
+    whose number of ranks is fixed.
     """
     if not ranks or min(ranks) < 1 or len(set(ranks)) < len(ranks):
         raise UsageError(f"expected distinct numbers of ranks of at least 1, got {', '.join(map(str, ranks))}")

@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(e: DistirError, argv: Sequence[str] | None) -> int:
-    """The exit code of an error; with `--json` also prints the error to stdout (under torchrun or mpirun on rank 0 only)."""
+    """The exit code of an error; with `--json` also prints the error to stdout (of several ranks only rank 0)."""
     if "--json" in (sys.argv[1:] if argv is None else argv) and this_rank() == 0:
         import json
 

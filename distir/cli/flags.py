@@ -300,8 +300,8 @@ def _running_flags(group: Any) -> None:
     group.add_argument(
         "--backend",
         choices=BACKENDS,
-        help="gloo: a CPU process per rank; mpi: those that mpirun has started; nccl: a GPU per rank; numpy: all ranks in "
-        "this process; default: gloo, on cuda nccl",
+        help="gloo: a CPU process per rank; mpi: those that mpirun has started; nccl: a GPU per rank; numpy: all ranks "
+        "in this process; default: gloo, on cuda nccl",
     )
     group.add_argument(
         "--device",

@@ -47,7 +47,8 @@ class RunOptions:
     `tokenizer`: file of a text's BPE; read if it exists, else trained on the text and written.
     `metrics`: JSON file of times, rates and losses, written after each epoch (without `epochs` the run is one epoch).
     `seed`: of random data, initial weights and the order of samples.
-    `backend`: "gloo" (a CPU process per rank), "mpi" (those that mpirun has started), "nccl" (a GPU per rank) or "numpy" (all ranks in this process).
+    `backend`: "gloo" (a CPU process per rank), "mpi" (those that mpirun has started), "nccl" (a GPU per rank) or
+    "numpy" (all ranks in this process).
     `device`: "cpu" or "cuda"; by default the backend's. With gloo on cuda ranks share GPUs, for tests.
     `compiled`: ranks compile their computation with torch.compile in the first step; the prediction ignores this.
     `check`: compare losses, first gradients, weights and optimizer state with the sequential program on the same data.

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,10 +32,11 @@ def _mpirun() -> str | None:
 MPIRUN = _mpirun()
 
 
-def needs_mpi(test: Any) -> Any:
-    """A decorator of tests that run mpirun."""
-    reason = "needs mpi4py and mpirun: pip install -e '.[dev,mpi]'"
-    return pytest.mark.mpi(pytest.mark.skipif(MPIRUN is None, reason=reason)(test))
+needs_mpi = (
+    pytest.mark.mpi,
+    pytest.mark.skipif(MPIRUN is None, reason="needs mpi4py and mpirun: pip install -e '.[dev,mpi]'"),
+)
+"""The marks of tests that run mpirun."""
 
 
 def mpirun(n: int, *words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -37,8 +37,8 @@ class Local(NamedTuple):
 
 
 class RankContext:
-    """A rank's network and array namespace, with caches of kernels and constants. `proxy`: the contents of values do not
-    matter.
+    """A rank's network and array namespace, with caches of kernels and constants. `proxy`: the contents of values do
+    not matter.
     """
 
     def __init__(self, network: Network, device: torch.device, proxy: bool = False) -> None:

@@ -79,9 +79,9 @@ class TorchRank:
     All ranks must be given the same program, in a process group that is already joined (not needed for one rank).
     `tap` is called with every value that is computed, `profiler` times every op, `on_gradient` is called with the
     position of a weight and this rank's piece of its gradient before an optimizer uses it. `compiled`: compute ops go
-    through torch.compile at their first run, without `tap` and `profiler` inside. `proxy`: the contents of values do not
-    matter, and are not copied. Raises ModelError for an op that
-    cannot run, UsageError for a program that is not scheduled.
+    through torch.compile at their first run, without `tap` and `profiler` inside. `proxy`: the contents of values do
+    not matter, and are not copied. Raises ModelError for an op that cannot run, UsageError for a program that is not
+    scheduled.
     """
 
     def __init__(

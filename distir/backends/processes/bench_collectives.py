@@ -44,8 +44,8 @@ _MEASUREMENTS = 3
 
 
 class Timing(NamedTuple):
-    """One collective at one size (bytes): seconds, and bandwidths in bytes/s. `over`: the transport, "gloo", "mpi", "nccl" or
-    "memory" (shared memory between ranks of one host).
+    """One collective at one size (bytes): seconds, and bandwidths in bytes/s. `over`: the transport, "gloo", "mpi",
+    "nccl" or "memory" (shared memory between ranks of one host).
     """
 
     collective: str

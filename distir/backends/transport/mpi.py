@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from distir.backends.tensors.staging import DeviceMemory
 from distir.backends.transport.interface import Group, Line, Messages, Work, wait_all
@@ -39,7 +39,7 @@ _NAP_SECONDS = 20e-6
 _IDLE_SECONDS = 0.005
 
 
-def connect(world: int, timeout: float) -> Mpi:
+def connect_mpi(world: int, timeout: float) -> Mpi:
     """Join MPI as one of `world` ranks, once a process. `timeout`: seconds without another rank's answer.
 
     Raises UsageError if mpi4py finds no MPI library, or one of another MPI than mpirun's.
@@ -68,7 +68,7 @@ def connect(world: int, timeout: float) -> Mpi:
 
 
 _joined: list[Mpi] = []
-"""What `connect` has made: MPI is joined once a process."""
+"""What `connect_mpi` has made: MPI is joined once a process."""
 
 
 def finish() -> None:
@@ -165,8 +165,9 @@ class Mpi:
 
     def exchange(self, sent: Messages, received: Messages, line: Line) -> list[Work]:
         comm, place = self._comm(line), {r: k for k, r in enumerate(sorted(line.ranks))}
-        works = [self._flying(comm.Irecv(self._bytes(out), place[source]), out) for source, out in received]
-        return works + [self._flying(comm.Isend(self._bytes(x), place[to]), x) for to, x in sent]
+        works: list[Work] = [self._flying(comm.Irecv(self._bytes(out), place[k]), out) for k, out in received]
+        works += [self._flying(comm.Isend(self._bytes(x), place[k]), x) for k, x in sent]
+        return works
 
     def send(self, x: torch.Tensor, to: int, message: int) -> list[Work]:
         return [self._flying(self.world.Isend(self._bytes(x), to, message), x)]
@@ -176,7 +177,7 @@ class Mpi:
 
     def benchmark(
         self, collective: str, whole: torch.Tensor, other: torch.Tensor, part: torch.Tensor
-    ) -> Callable[[], object]:
+    ) -> Callable[[], None]:
         """A function that runs one of `bench_collectives`'s collectives of all ranks once."""
         world, rank, size = self.world, self.world.rank, self.world.size
         line = Line(None, list(range(size)), rank, None, self)

@@ -25,8 +25,7 @@ from distir.backends.tensors.torch_namespace import torch_dtype
 from distir.backends.transport.exchange import Finish, Reductions, Row, gather, reduce_parts
 from distir.backends.transport.gloo import Gloo
 from distir.backends.transport.interface import Group, Line, Transport, choose, wait, wait_all
-from distir.backends.transport.mpi import Mpi
-from distir.backends.transport.mpi import connect as connect_mpi
+from distir.backends.transport.mpi import Mpi, connect_mpi
 from distir.backends.transport.nccl import Nccl, all_gather
 from distir.backends.transport.shared_memory.peer_memory import PeerMemory
 from distir.backends.transport.shared_memory.shared import SharedMemory
@@ -69,9 +68,8 @@ class Network:
                 self._groups[members] = _new_group(members) if connect else None
         if numbered is None:
             numbered = not (connect and dist.is_initialized()) or dist.get_backend() == "gloo"
-        mpi = over_mpi() if connect else None
-        self.progress = None if mpi is None else mpi.progress
-        """Lets communication progress that only does so while it is called."""
+        mpi = _mpi if connect else None
+        self.progress = mpi and mpi.progress  # what moves communication that moves only while it is called
         if mpi is not None:
             general: Transport = mpi
         elif numbered:
@@ -115,8 +113,7 @@ class Network:
 
         def start(x: torch.Tensor) -> Pending:
             if into is not None:
-                y = memory.empty(x.shape, narrow)
-                work = into(y, memory.to_backend(x), line, kind)
+                work = into(y := memory.empty(x.shape, narrow), memory.to_backend(x), line, kind)
             else:
                 y = memory.to_backend(x.to(wider or narrow)) if own or wider else memory.copy(x)
                 work = line.transport.all_reduce(y, line, kind)
@@ -284,7 +281,7 @@ _groups: dict[tuple[object, ...], Group] = {}
 _peer_memory: PeerMemory | None = None
 """This rank's access to the memory of other ranks of its host."""
 _mpi: Mpi | None = None
-"""This rank's place in MPI, if its programs communicate over MPI."""
+"""This rank's place in MPI; None on other backends."""
 
 
 def _new_group(ranks: Sequence[int]) -> Group:
@@ -342,8 +339,7 @@ def _needs_rendezvous() -> bool:
 def start_group(backend: str, rank: int, world: int, device: torch.device, store: Any, timeout: float) -> None:
     """Join the process group of all ranks, through `store`, or, if None, the environment set by torchrun.
 
-    With backend "mpi" it is joined through MPI, and is one of gloo, for control messages and checkpoints.
-    """
+    With "mpi" it is joined through MPI, and is one of gloo, for control messages and checkpoints."""
     global _timeout, _peer_memory, _mpi
     if backend == "mpi":
         _mpi = connect_mpi(world, timeout)
@@ -368,7 +364,7 @@ def _exchanged(mine: bytes) -> list[bytes]:
 
 
 def least(numbers: Sequence[int], device: torch.device) -> list[int]:
-    """The least of all ranks, of each number; a barrier, too, after which the device is idle."""
+    """The least of all ranks, of each number; also a barrier, after which the device is idle."""
     if _mpi is not None:
         return _mpi.least(numbers)
     row = torch.tensor(numbers, dtype=torch.int64, device=control_device(device))
@@ -378,14 +374,14 @@ def least(numbers: Sequence[int], device: torch.device) -> list[int]:
     return row.tolist()
 
 
+def over_mpi() -> Mpi | None:
+    """See `_mpi`."""
+    return _mpi
+
+
 def peer_memory() -> PeerMemory | None:
     """This rank's access to the memory of other ranks of its host; None on other backends or with one rank."""
     return _peer_memory
-
-
-def over_mpi() -> Mpi | None:
-    """This rank's place in MPI; None on other backends."""
-    return _mpi
 
 
 def leave_group(done: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,13 @@ from distir.cli import main
 from distir.runtime.launcher import launched, this_rank
 from tests.backends.mpi import mpirun, needs_mpi
 from tests.test_cli import MLP, MSE
+
+
+def _needs_mpi(test: Any) -> Any:
+    for mark in needs_mpi:
+        test = mark(test)
+    return test
+
 
 FAILING = """
 from distir.backends.lowering import engine
@@ -31,7 +39,7 @@ console()
 """A command line whose rank 1 fails in its first step."""
 
 
-@needs_mpi
+@_needs_mpi
 @pytest.mark.parametrize("n", [2, 4])
 def test_every_op_and_dtype_and_models(n: int) -> None:
     done = mpirun(n, "-m", "tests.backends.transport.mpi_rank")
@@ -50,7 +58,7 @@ def said(text: str) -> list[str]:
     return re.findall(r"^(?:distir|hint): .*", text, re.MULTILINE)
 
 
-@needs_mpi
+@_needs_mpi
 def test_another_number_of_ranks() -> None:
     done = mpirun(2, "-m", "distir", "run", MLP, *MSE, "--dp", 4, "--backend", "mpi", "--json")
     assert done.returncode == 2
@@ -58,7 +66,7 @@ def test_another_number_of_ranks() -> None:
     assert json.loads(done.stdout)["exit_code"] == 2
 
 
-@needs_mpi
+@_needs_mpi
 def test_a_rank_that_fails_ends_all() -> None:
     done = mpirun(2, "-c", FAILING, "run", MLP, *MSE, "--dp", 2, "--backend", "mpi")
     assert done.returncode == 6
