@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +29,11 @@ NAMES = sorted(p.stem for p in BENCHMARKS.glob("*.py") if p.stem != "laps")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=needs_mpi) if n == "proxies" else n for n in NAMES])
 def test_runs(name: str) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--runs", "1", *FLAGS.get(name, [])]
-    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    env = {**os.environ, **(SETTINGS if name == "proxies" else {})}
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600, env=env).stdout
     assert any(c.isdigit() for c in text)
-    found = subprocess.run([*command, "--json"], check=True, capture_output=True, text=True, timeout=600).stdout
+    command.append("--json")
+    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600, env=env).stdout
     assert json.loads(found)
 
 
