@@ -21,7 +21,7 @@ CASES = {
         "dlrm:tables=2,rows=9,width=4,dense=3,top=5-1,batch=8",
         {"split": ("ep=2:dense.0,labels.0,tables.0,indices.1",)},
     ),
-    "halos": ("cosmoflow:size=8,channels=2,filters=4-8,dense=8-4,batch=4", {"split": ("h=2:x.2", "w=2:x.3")}),
+    "halos": ("cosmoflow:size=16,kernel=5,channels=2,filters=4-8,dense=8-4,batch=4", {"split": ("h=2:x.2", "w=2:x.3")}),
     "zero": ("gpt:layers=1,hidden=8,heads=2,vocab=16,seq=4,batch=8", {"dp": 2, "tp": 2, "zero": 3}),
     "stages": ("gpt:layers=2,hidden=8,heads=2,vocab=16,seq=4,batch=8", {"pp": 2, "dp": 2, "microbatches": 2}),
 }
