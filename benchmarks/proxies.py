@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -120,16 +121,18 @@ class Bench:
             (folder / f"{name}.toml").write_text("".join(f"{k} = {x}\n" for k, x in times.items()))
 
     def launched(self, ranks: int, line: Sequence[object]) -> str:
-        """What a program on so many ranks prints."""
+        """What rank 0 of a program on so many ranks prints."""
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         env["PRTE_MCA_hwloc_default_binding_policy"] = "none"
         if ranks > (os.cpu_count() or 1):
             env["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-        words = [self.mpirun, "-n", str(ranks), *map(str, line)]
+        # to a file of each rank: on a busy machine mpirun was seen to lose the end of what a rank prints
+        script = f"exec {shlex.join(map(str, line))} > {shlex.quote(str(self.folder))}/out.$OMPI_COMM_WORLD_RANK"
+        words = [self.mpirun, "-n", str(ranks), "sh", "-c", script]
         done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=SECONDS)
         if done.returncode:
             raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr}")
-        return done.stdout
+        return (self.folder / "out.0").read_text()
 
     def ours(self, case: Case) -> list[float]:
         """Seconds of the iterations of a turn."""

@@ -46,12 +46,12 @@ def connect_mpi(world: int, timeout: float) -> Mpi:
     """
     ours = "mpi4py.MPI" not in sys.modules  # else the caller starts and ends MPI
     try:
-        import mpi4py
+        import mpi4py  # pyright: ignore[reportMissingImports]
 
         if ours:
             mpi4py.rc.thread_level = "serialized"
             mpi4py.rc.finalize = False
-        from mpi4py import MPI
+        from mpi4py import MPI  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError) as e:
         lines = str(e).strip().splitlines()
         raise UsageError(f"mpi4py finds no MPI library: {lines[0] if lines else e}", "pip install 'distir[mpi]'") from e
