@@ -34,7 +34,7 @@ def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
         # The text of a skip is (path, line, reason).
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"{reason} (DISTIR_NO_SKIP: only tests marked gpu may skip)"
+        report.longrepr = f"{reason} (DISTIR_NO_SKIP: only tests marked gpu or mpi may skip)"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -60,7 +60,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if item.get_closest_marker("gpu") is None:
+    if item.get_closest_marker("gpu") is None and item.get_closest_marker("mpi") is None:
         _forbid_skip(report)
     return report
 

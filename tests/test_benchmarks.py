@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,24 +11,29 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.backends.mpi import SETTINGS, needs_mpi
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FLAGS: dict[str, list[str]] = {
     "execution": ["--small", "--seconds", "0.1", "--only", "mlp", "fsdp"],
     "first_step": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "gpt2_plan": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "prediction": ["--small"],
+    "proxies": ["--only", "dlrm", "plan", "2", "--iterations", "2"],
     "scale": ["--dp", "1", "2", "--microbatches", "16", "--layers", "8", "--no-plans"],
 }
 NAMES = sorted(p.stem for p in BENCHMARKS.glob("*.py") if p.stem != "laps")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_mpi) if n == "proxies" else n for n in NAMES])
 def test_runs(name: str) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--runs", "1", *FLAGS.get(name, [])]
-    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout
+    env = {**os.environ, **(SETTINGS if name == "proxies" else {})}
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600, env=env).stdout
     assert any(c.isdigit() for c in text)
-    found = subprocess.run([*command, "--json"], check=True, capture_output=True, text=True, timeout=600).stdout
+    command.append("--json")
+    found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600, env=env).stdout
     assert json.loads(found)
 
 
@@ -63,7 +69,7 @@ def test_different_losses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         execution.same_losses([ours, team("diverged", float("nan"), 1.5)])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_mpi) if n == "proxies" else n for n in NAMES])
 def test_runs_at_least_once(name: str) -> None:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), "--runs", "0"], capture_output=True, text=True, timeout=120

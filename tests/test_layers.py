@@ -43,6 +43,7 @@ ROOMS = {
 HOME = {
     "onnx": {"importer"},
     "torch": {"backends"},
+    "mpi4py": {"backends"},
     "matplotlib": {"viz"},
     "tokenizers": {"api"},
     "rich": {"cli"},
@@ -57,7 +58,18 @@ DISTINGUISHED = {
     "distir.ir.text": 3,  # the text of an attribute, by its kind
 }
 """How often a file may ask for a placement's class: these ask it of attributes, which may be anything."""
-HEAVY = {"numpy", "onnx", "torch", "networkx", "prettyprinter", "rich", "ml_dtypes", "matplotlib", "tokenizers"}
+HEAVY = {
+    "numpy",
+    "onnx",
+    "torch",
+    "networkx",
+    "prettyprinter",
+    "rich",
+    "ml_dtypes",
+    "matplotlib",
+    "tokenizers",
+    "mpi4py",
+}
 
 
 def layer(part):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from distir.ir.errors import UsageError
 from distir.ir.function import Function
 from distir.runtime.epochs import Epoch
 from distir.runtime.job import JobCallbacks, OnStep, ignore
+from distir.runtime.launcher import this_rank
 from distir.runtime.options import RunOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,7 +24,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCallbacks:
-    """Functions that `run` calls in the calling process; under torchrun those after steps and epochs on rank 0 only.
+    """Functions that `run` calls in the calling process; under torchrun or mpirun those after steps and epochs only on
+    rank 0.
 
     `on_plan(Prediction)`: once the program is compiled and predicted.
     `on_step(step, seconds, outputs by position)`: after each step.
@@ -45,7 +46,7 @@ class RunCallbacks:
         if metrics is None:
             return JobCallbacks(on_step=on_step, on_phase=on_phase)
         losses: list[float] = []
-        if options.metrics is not None and int(os.environ.get("RANK", 0)) == 0:
+        if options.metrics is not None and this_rank() == 0:
             metrics.save(options.metrics)  # fail before training, not after it, if the file cannot be written
 
         def after_step(step: int, time: float, outputs: dict[int, np.ndarray]) -> None:

@@ -18,6 +18,7 @@ from distir.api.timings import PREDICTED, Key, Slice, TraceFile, aligned, quicke
 from distir.executor.simulator.busy import merged
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, ISSUE, STEP, WAIT
 from distir.ir.errors import UsageError, counted
+from distir.runtime.launcher import this_rank
 
 
 class Row(NamedTuple):
@@ -139,7 +140,8 @@ def _table(name: str, rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def start_profile(folder: Path, backend: str, prediction: Prediction) -> Path:
-    """Make the folder for traces and write the predicted trace (under torchrun on rank 0). Returns the folder.
+    """Make the folder for traces and write the predicted trace (under torchrun or mpirun on rank 0). Returns the
+    folder.
 
     Raises UsageError if that fails, or for backend numpy.
     """
@@ -149,7 +151,7 @@ def start_profile(folder: Path, backend: str, prediction: Prediction) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UsageError(f"cannot make the folder {folder}: {e.strerror}") from None
-    if int(os.environ.get("RANK", 0)) == 0:
+    if this_rank() == 0:
         prediction.save_trace(folder / PREDICTED)
     return folder
 

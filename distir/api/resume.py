@@ -22,6 +22,7 @@ from distir.runtime.checkpoint import (
     remove_older,
     tensor_table,
 )
+from distir.runtime.launcher import launched, this_rank
 from distir.runtime.options import RunOptions
 from distir.runtime.pieces import digest
 from distir.runtime.run_directory import lock_directory
@@ -39,8 +40,10 @@ def check_settings(model: Model, options: RunOptions) -> None:
     """Raises UsageError for checkpoint options that the model, or the way ranks are started, does not support."""
     if options.checkpoint is None:
         return
-    if options.resolved_backend == "numpy" and "RANK" in os.environ:
-        raise UsageError("checkpoints with backend numpy need a run without torchrun, whose processes would conflict")
+    if options.resolved_backend == "numpy" and (found := launched()) is not None:
+        raise UsageError(
+            f"checkpoints with backend numpy need a run without {found.by}, whose processes would conflict"
+        )
     if not model.function.updates:
         raise UsageError("checkpoints need a training step, and no loss was given", "--loss cross-entropy, or mse")
 
@@ -79,7 +82,9 @@ def checkpointing(model: Model, plan: Plan, data: Data, options: RunOptions) -> 
 
 
 def _open(path: Path) -> int | None:
-    """Make the directory, lock it and remove incomplete checkpoints; under torchrun on rank 0. Returns the lock."""
+    """Make the directory, lock it and remove incomplete checkpoints; under torchrun or mpirun on rank 0. Returns the
+    lock.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not _first_rank():
@@ -171,7 +176,7 @@ def _format_type(shape: Sequence[int], dtype: str) -> str:
 
 
 def _first_rank() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
+    return this_rank() == 0
 
 
 def _note(text: str) -> None:

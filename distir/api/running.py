@@ -33,6 +33,7 @@ from distir.ir.function import Function, Value
 from distir.runtime.checkpoint import Saving, updated_inputs
 from distir.runtime.finite import ALL_FINITE, FiniteWatch, diverged, name_of, reject_nonfinite
 from distir.runtime.job import Job, JobCallbacks, OnStep, ignore
+from distir.runtime.launcher import this_rank
 from distir.runtime.options import RunOptions
 from distir.runtime.outcome import Outcome
 from distir.runtime.samples import Samples
@@ -91,7 +92,7 @@ def run(
             metrics.drop_from(job.first // metrics.steps)
         done = _execute(job, prediction, listeners)
     check = None
-    if options.check and done.seconds and int(os.environ.get("RANK", 0)) == 0:
+    if options.check and done.seconds and this_rank() == 0:
         check = _check(model, job, done, prediction, callbacks.on_check or ignore)
     if job.finite and done.broken != ALL_FINITE:
         raise diverged(model.function, done.broken, job.first + len(done.seconds) - 1, check and check.verdict)

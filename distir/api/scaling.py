@@ -12,8 +12,8 @@ from distir.api.metrics import Metrics, Rates, write_json
 from distir.api.model import Model
 from distir.api.results import seconds
 from distir.api.running import AnyData, run
-from distir.backends.processes.preflight import torchrun_world
 from distir.ir.errors import UsageError, counted
+from distir.runtime.launcher import launched
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 
@@ -35,13 +35,13 @@ def weak_scaling(
     """Train the model for some epochs (default 3) on each number of ranks, data-parallel, with `batch` samples a rank.
 
     `model(batch)` makes the model for a global batch size. `on_run` is called with all runs so far after each. The
-    rest is as in `run`, except that `metrics` is one file for all runs. Raises UsageError under torchrun, whose number
-    of ranks is fixed.
+    rest is as in `run`, except that `metrics` is one file for all runs. Raises UsageError under torchrun or mpirun,
+    whose number of ranks is fixed.
     """
     if not ranks or min(ranks) < 1 or len(set(ranks)) < len(ranks):
         raise UsageError(f"expected distinct numbers of ranks of at least 1, got {', '.join(map(str, ranks))}")
-    if torchrun_world() is not None:
-        raise UsageError("bench scaling starts its ranks itself", "start it without torchrun")
+    if (found := launched()) is not None:
+        raise UsageError("bench scaling starts its ranks itself", f"start it without {found.by}")
     options, callbacks = with_changes(options, None, changes)
     file, options = options.metrics, replace(options, metrics=None, epochs=options.epochs or 3)
     runs: list[Metrics] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,10 @@ from typing import Any, NoReturn, TextIO
 
 from distir import INTERRUPTED, end_interrupted
 from distir.ir.errors import DistirError, ModelWarning
+from distir.runtime.launcher import MPIRUN, launched, this_rank
+
+_RANK_0_FIRST_SECONDS = 1.0
+"""How long ranks of mpirun other than 0 wait before they print an error, which is mostly that of rank 0."""
 
 
 def console() -> NoReturn:
@@ -32,6 +37,8 @@ def console() -> NoReturn:
         code = main()
         for stream in (sys.stdout, sys.stderr):
             _write(stream, "")
+        if code == 0 and (mpi := sys.modules.get("distir.backends.transport.mpi")) is not None:
+            mpi.finish()  # this process leaves without running exit functions
     except KeyboardInterrupt:  # a second one, while the first is handled
         code = INTERRUPTED
     os._exit(code)
@@ -97,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(e: DistirError, argv: Sequence[str] | None) -> int:
-    """The exit code of an error; with `--json` also prints the error to stdout (under torchrun on rank 0 only)."""
-    if "--json" in (sys.argv[1:] if argv is None else argv) and os.environ.get("RANK", "0") == "0":
+    """The exit code of an error; with `--json` also prints the error to stdout (of several ranks only rank 0)."""
+    if "--json" in (sys.argv[1:] if argv is None else argv) and this_rank() == 0:
         import json
 
         _write(sys.stdout, json.dumps({"error": e.message, "hint": e.hint, "exit_code": e.exit_code}) + "\n")
@@ -118,12 +125,14 @@ def _show_warning(others: Callable[..., None], message: Warning | str, category:
     """Print distir's own warnings as one line; pass others on."""
     if not issubclass(category, ModelWarning):
         others(message, category, *where)
-    elif os.environ.get("RANK", "0") == "0":
+    elif this_rank() == 0:
         print(f"distir: note: {message}", file=sys.stderr)
 
 
 def _print_error(message: str, hint: str | None = None) -> None:
     _write(sys.stdout, "")
-    rank = os.environ.get("RANK", "0")  # under torchrun every rank prints: rank 0 may be killed first
-    text = f"distir: {'' if rank == '0' else f'rank {rank}: '}error: {message}\n"
+    rank = this_rank()  # under torchrun every rank prints: rank 0 may be killed first
+    if rank and (found := launched()) is not None and found.by == MPIRUN:
+        time.sleep(_RANK_0_FIRST_SECONDS)  # mpirun ends this process if rank 0 fails, too, and prints its error
+    text = f"distir: {f'rank {rank}: ' if rank else ''}error: {message}\n"
     _write(sys.stderr, text + (f"hint: {hint}\n" if hint else ""))

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from distir import __version__
 from distir.ir.errors import UsageError
+from distir.runtime.options import BACKENDS
 from distir.transforms.plan import InputSplit, Plan, default_of
 
 _EXIT_CODES = (
@@ -303,9 +304,9 @@ def _bench(commands: Any) -> None:
     text = "run a benchmark on this machine"
     parser = commands.add_parser("bench", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EXIT_CODES)
     kinds = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
-    text = "measure latency and bandwidth of collectives, on processes of this host or under torchrun"
+    text = "measure latency and bandwidth of collectives, on processes of this host, or of torchrun or mpirun"
     parser = _command(kinds, "collectives", text, "bench_collectives")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="default: gloo")
+    parser.add_argument("--backend", choices=BACKENDS[:-1], default="gloo", help="default: gloo")
     parser.add_argument("--nproc", type=_at_least(2), default=2, metavar="N", help="processes; default: 2")
     parser.add_argument(
         "--collective", action="append", metavar="NAME", help="collective to measure, repeatable; default: all"
@@ -369,9 +370,9 @@ def _running_flags(group: Any) -> None:
     )
     group.add_argument(
         "--backend",
-        choices=("gloo", "nccl", "numpy"),
-        help="gloo: a CPU process per rank; nccl: a GPU per rank; numpy: all ranks in this process; default: gloo, on "
-        "cuda nccl",
+        choices=BACKENDS,
+        help="gloo: a CPU process per rank; mpi: those that mpirun has started; nccl: a GPU per rank; numpy: all ranks "
+        "in this process; default: gloo, on cuda nccl",
     )
     group.add_argument(
         "--device",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from distir.api.metrics import finite
 from distir.ir.function import Function
+from distir.runtime.launcher import this_rank
 
 _PATIENCE_SECONDS = 2.0
 """Delay before the progress bar appears."""
@@ -28,8 +28,8 @@ def columns(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def first_rank() -> bool:
-    """Whether this process prints results: not under torchrun, or rank 0."""
-    return int(os.environ.get("RANK", 0)) == 0
+    """Whether this process prints results: no launcher has started it, or as rank 0."""
+    return this_rank() == 0
 
 
 def print_program(function: Function) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from distir.api import RunCallbacks, RunOptions
 from distir.api.metrics import Metrics, loss_of
 from distir.api.results import Prediction, step_header, step_row
-from distir.backends.processes.preflight import torchrun_world
 from distir.cli.output import Progress, columns
 from distir.ir.function import Function
+from distir.runtime.launcher import launched
 
 
 def run_callbacks(function: Function, options: RunOptions, progress: Progress, prints: bool) -> RunCallbacks:
@@ -47,8 +47,8 @@ def _print_summary(prediction: Prediction) -> None:
     try:
         print("\n".join(prediction.summary.lines()), flush=True)
     except BrokenPipeError:
-        if torchrun_world() is None:
-            raise  # under torchrun the other ranks wait for this one: a later print raises it again
+        if launched() is None:
+            raise  # the other ranks wait for this one: a later print raises it again
 
 
 def _rows(function: Function, options: RunOptions) -> Callable[[int, float, dict[int, Any]], None]:

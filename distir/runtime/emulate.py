@@ -5,17 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+_POLL_SECONDS = 50e-6
 _SHORT = 60e-6
 """Seconds by which a sleep is late at most, as a rule: the rest of a time is spent busy."""
 
 
-def sleeper(seconds: float, spin: bool) -> Callable[[], None]:
-    """A function that returns after so long: of that it sleeps, with `spin` it is busy."""
+def sleeper(seconds: float, spin: bool, progress: Callable[[], object] | None = None) -> Callable[[], None]:
+    """A function that returns after so long: of that it sleeps, with `spin` it is busy.
+
+    `progress` is called between short sleeps: it moves communication that only progresses when it is called for.
+    """
 
     def sleep() -> None:
         end = time.perf_counter() + seconds
         if not spin and seconds > _SHORT:
-            time.sleep(seconds - _SHORT)
+            if progress is None:
+                time.sleep(seconds - _SHORT)
+            else:
+                while (left := end - _SHORT - time.perf_counter()) > 0:
+                    time.sleep(min(left, _POLL_SECONDS))
+                    progress()
         while time.perf_counter() < end:
             pass
 

@@ -12,12 +12,13 @@ from distir.ir.errors import UsageError
 
 STAGED = "gloo:cuda"
 """Compute on GPUs, which ranks may share, and communicate through host memory: for tests."""
-_ON = {("gloo", "cpu"): "gloo", ("gloo", "cuda"): STAGED, ("nccl", "cuda"): "nccl", ("numpy", "cpu"): "numpy"}
+BACKENDS = ("gloo", "mpi", "nccl", "numpy")
+_ON = {("gloo", "cuda"): STAGED, ("nccl", "cuda"): "nccl"} | {(name, "cpu"): name for name in ("gloo", "mpi", "numpy")}
 _PATHS = ("tokenizer", "metrics", "profile", "checkpoint")
 
 
 def backend_on(backend: str | None, device: str | None) -> str:
-    """The resolved backend, "gloo", "nccl", "gloo:cuda" or "numpy", from a backend and a device ("cpu" or "cuda").
+    """The resolved backend, one of `BACKENDS` or "gloo:cuda", from a backend and a device ("cpu" or "cuda").
 
     Either may be None. Raises UsageError for an unknown name, or a backend that does not run on the device.
     """
@@ -25,12 +26,14 @@ def backend_on(backend: str | None, device: str | None) -> str:
         raise UsageError(f"unknown device {device!r}", "choose from cpu, cuda")
     if backend is None:
         return "nccl" if device == "cuda" else "gloo"
-    if backend not in ("gloo", "nccl", "numpy"):
-        raise UsageError(f"unknown backend {backend!r}", "choose from gloo, nccl, numpy")
+    if backend not in BACKENDS:
+        raise UsageError(f"unknown backend {backend!r}", f"choose from {', '.join(BACKENDS)}")
     if device is None:
         return backend
     if (backend, device) not in _ON:
-        raise UsageError(f"backend {backend} does not run on {device}", "gloo runs on both, nccl on cuda, numpy on cpu")
+        raise UsageError(
+            f"backend {backend} does not run on {device}", "gloo runs on both, nccl on cuda, mpi and numpy on cpu"
+        )
     return _ON[backend, device]
 
 
@@ -44,7 +47,8 @@ class RunOptions:
     `tokenizer`: file of a text's BPE; read if it exists, else trained on the text and written.
     `metrics`: JSON file of times, rates and losses, written after each epoch (without `epochs` the run is one epoch).
     `seed`: of random data, initial weights and the order of samples.
-    `backend`: "gloo" (a CPU process per rank), "nccl" (a GPU per rank) or "numpy" (all ranks in this process).
+    `backend`: "gloo" (a CPU process per rank), "mpi" (those that mpirun has started), "nccl" (a GPU per rank) or
+    "numpy" (all ranks in this process).
     `device`: "cpu" or "cuda"; by default the backend's. With gloo on cuda ranks share GPUs, for tests.
     `compiled`: ranks compile their computation with torch.compile in the first step; the prediction ignores this.
     `check`: compare losses, first gradients, weights and optimizer state with the sequential program on the same data.

@@ -24,6 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.backends.mpi import MPIRUN, SETTINGS
+
 ROOT = Path(__file__).parent.parent.parent
 LINKED = ("README.md", "benchmarks", "docs", "examples", "notebooks")
 """What commands read; they run in a folder that has links to these, so that nothing they write stays in the tree."""
@@ -80,8 +82,12 @@ def in_this_process(words: tuple[str, ...]) -> bool:
 
 def shell(words: tuple[str, ...], folder: Path) -> None:
     """Run one command in a folder, in a process of its own. Raises AssertionError if it fails."""
-    line = [sys.executable, *PROGRAMS[words[0]], *words[1:]]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if words[0] == "mpirun":
+        line = [MPIRUN or "mpirun", *[sys.executable if word == "python" else word for word in words[1:]]]
+        env |= SETTINGS
+    else:
+        line = [sys.executable, *PROGRAMS[words[0]], *words[1:]]
     done = subprocess.run(line, capture_output=True, text=True, cwd=folder, env=env, timeout=300)
     assert done.returncode == 0, f"{shlex.join(words)}: exit code {done.returncode}\n{done.stderr}"
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from distir.cli.flags import parse as parse_flags
+from tests.backends.mpi import needs_mpi
 from tests.docs.console import ROOT, blocks, commands, in_this_process, output_of, regenerated, shell, workspace
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,11 +46,15 @@ def anchors(page):
 def cases(quick):
     """The `bash` blocks of all pages that are run in this process, or those that are not."""
     return [
-        pytest.param(block, id=f"{name(page)}-{k}")
+        needs_mpi_if(pytest.param(block, id=f"{name(page)}-{k}"), any(words[0] == "mpirun" for words in block))
         for page in PAGES
         for k, block in enumerate(bash(page))
         if all(map(in_this_process, block)) == quick
     ]
+
+
+def needs_mpi_if(case, runs_mpi):
+    return pytest.param(*case.values, id=case.id, marks=needs_mpi) if runs_mpi else case
 
 
 @pytest.fixture

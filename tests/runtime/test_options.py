@@ -91,7 +91,7 @@ def test_options_come_to_ranks_as_they_are(tmp_path: Path):
         ({"held_out": 1.0}, "held_out: expected a share"),
         ({"compiled": True, "backend": "numpy"}, "does not support torch.compile"),
         ({"compiled": True, "profile": "p"}, "a profile times"),
-        ({"backend": "mpi"}, "unknown backend"),
+        ({"backend": "ucc"}, "unknown backend"),
     ],
 )
 def test_options_that_do_not_fit(settings, message):

@@ -108,8 +108,11 @@ def pack(b: FunctionWriter, op: Op) -> None:
         return
     _, *views = bucket.names
     for v, view in zip(op.inputs, views, strict=True):
-        if v not in bucket.placed:
-            b.lines.append(f"{b.bind('copy_', torch.Tensor.copy_)}({view}, {b.use(v)})")
+        if v in bucket.placed:
+            continue
+        name = b.use(v)
+        if not b.context.proxy:  # whose contents do not matter
+            b.lines.append(f"{b.bind('copy_', torch.Tensor.copy_)}({view}, {name})")
 
 
 def unpack(b: FunctionWriter, op: Op) -> None:

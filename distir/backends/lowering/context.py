@@ -37,10 +37,12 @@ class Local(NamedTuple):
 
 
 class RankContext:
-    """A rank's network and array namespace, with caches of kernels and constants."""
+    """A rank's network and array namespace, with caches of kernels and constants. `proxy`: the contents of values do
+    not matter.
+    """
 
-    def __init__(self, network: Network, device: torch.device) -> None:
-        self.network = network
+    def __init__(self, network: Network, device: torch.device, proxy: bool = False) -> None:
+        self.network, self.proxy = network, proxy
         self.xp = TorchNamespace(device)
         self.constants: dict[Value, torch.Tensor] = {}
         """Values that depend on no input."""

@@ -10,6 +10,7 @@ import torch
 from distir.backends.lowering import buckets
 from distir.backends.lowering.function_writer import FunctionWriter
 from distir.backends.lowering.launchers import LAUNCHERS, Launch, Start, by_member
+from distir.backends.lowering.proxy_launchers import proxy_launcher
 from distir.backends.lowering.routes import receiver, sender
 from distir.backends.tensors.layout import combine
 from distir.backends.tensors.torch_namespace import TORCH, torch_dtype
@@ -46,6 +47,10 @@ def _starter(b: FunctionWriter, op: Op, before: Sequence[Tensor], after: Sequenc
     """A function that starts a collective on tensors of these types."""
     if op.spec.name not in LAUNCHERS:
         raise ModelError(f"{b.function.name}: the torch backend cannot launch {op.spec.name}")
+    if b.context.proxy:
+        start = proxy_launcher(op.spec.name, Launch(b.network, op.attributes, before, after, ()))
+        if start is not None:
+            return start
     within = _within(b, op) if op.spec.comm is not None and op.spec.comm.gathers else ()
     return LAUNCHERS[op.spec.name](Launch(b.network, op.attributes, before, after, within))
 
@@ -125,7 +130,7 @@ def _sleep(b: FunctionWriter, op: Op) -> None:
     bucket's."""
     for v in op.inputs:
         b.use(v)
-    sleep = sleeper(op.attributes["seconds"], bool(op.attributes.get("spin")))
+    sleep = sleeper(op.attributes["seconds"], bool(op.attributes.get("spin")), b.network.progress)
     b.lines.append(f"{b.bind('sleep', sleep)}()")
     for v in op.outputs:
         t = _tensor(v)

@@ -79,8 +79,9 @@ class TorchRank:
     All ranks must be given the same program, in a process group that is already joined (not needed for one rank).
     `tap` is called with every value that is computed, `profiler` times every op, `on_gradient` is called with the
     position of a weight and this rank's piece of its gradient before an optimizer uses it. `compiled`: compute ops go
-    through torch.compile at their first run, without `tap` and `profiler` inside. Raises ModelError for an op that
-    cannot run, UsageError for a program that is not scheduled.
+    through torch.compile at their first run, without `tap` and `profiler` inside. `proxy`: the contents of values do
+    not matter, and are not copied. Raises ModelError for an op that cannot run, UsageError for a program that is not
+    scheduled.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class TorchRank:
         profiler: Profiler | None = None,
         compiled: bool = False,
         on_gradient: OnGradient | None = None,
+        proxy: bool = False,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda":
@@ -106,7 +108,7 @@ class TorchRank:
         self.drain = drain if profiler is None else profiler.waiting("Send", drain)
         self.on_gradient = on_gradient
         shown = None if on_gradient is None else self._show_gradient
-        self.lowering = RankLowering(self.network, self.device, Observers(tap, profiler, shown), compiled)
+        self.lowering = RankLowering(self.network, self.device, Observers(tap, profiler, shown), compiled, proxy)
         self.updates = replaced(program)
         with double_scalars():
             self.lowered: Lowered = self.lowering(self.mine.function, replaced(self.mine.function))

@@ -35,10 +35,15 @@ class RankLowering:
     """Lowers the functions of one rank's program; each callee once per combination of waits."""
 
     def __init__(
-        self, network: Network, device: torch.device, observers: Observers = NO_OBSERVERS, compiling: bool = False
+        self,
+        network: Network,
+        device: torch.device,
+        observers: Observers = NO_OBSERVERS,
+        compiling: bool = False,
+        proxy: bool = False,
     ) -> None:
         self.observers, self.compiling = observers, compiling
-        self.context = RankContext(network, device)
+        self.context = RankContext(network, device, proxy)
         self.done: dict[tuple[Function, tuple[Waits, ...]], Lowered] = {}
         self._ownership: Ownership | None = None
         self._names: dict[str, int] = {}

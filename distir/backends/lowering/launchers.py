@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distir.backends.transport.interface import wait_all
+from distir.backends.transport.interface import Line, wait_all
 from distir.backends.transport.torch_distributed import Network, cuts_of
 from distir.ir.device import AxisNames
 from distir.ir.errors import ModelError
@@ -73,11 +73,16 @@ def _single(start: Callable[[torch.Tensor], Callable[[], torch.Tensor]]) -> Star
     return started
 
 
+def permuted_ranks(x: Launch, line: Line) -> tuple[int, int]:
+    """The rank of the line that a permutation sends to, and the one that it receives from."""
+    n, shift = len(line.ranks), x.attributes.get("shift", 1)
+    return line.ranks[(line.index + shift) % n], line.ranks[(line.index - shift) % n]
+
+
 def _permute(x: Launch) -> Start:
     """Send to one rank of the line and receive from another."""
     memory, line = x.network.memory, x.network.line(x.before[0], x.axis)
-    n, shift = len(line.ranks), x.attributes.get("shift", 1)
-    to, source = (line.ranks[(line.index + k) % n] for k in (shift, -shift))
+    to, source = permuted_ranks(x, line)
 
     def start(own: torch.Tensor) -> Callable[[], torch.Tensor]:
         own = memory.to_backend(own)
@@ -93,18 +98,31 @@ def _permute(x: Launch) -> Start:
     return _single(start)
 
 
+class Side(NamedTuple):
+    """One side of a halo: the neighbour's index in the line; what it takes, (start, length) in the own slice, and what
+    it gives, in the result.
+    """
+
+    neighbour: int
+    taken: tuple[int, int]
+    given: tuple[int, int]
+
+
+def halo_sides(x: Launch, line: Line) -> tuple[int, tuple[int, int, float], list[Side]]:
+    """The dim of a halo, its (lo, hi, fill), and its sides, of which one at an end of the line has no neighbour."""
+    p = x.after[0].local(x.axis)
+    if p.dim is None or p.halo is None:
+        raise ModelError(f"expected a halo along {x.axis!r}, got {x.after[0]}")
+    (lo, hi, _), size = p.halo, x.before[0].shape[p.dim]
+    below = Side(line.index - 1, (0, hi), (0, lo))
+    return p.dim, p.halo, [below, Side(line.index + 1, (size - lo, lo), (lo + size, hi))]
+
+
 def _halo(x: Launch) -> Start:
     """Send the ends of the own slice to the neighbours, and receive theirs; at the ends of the line, fill."""
     memory, line, before, after = x.network.memory, x.network.line(x.before[0], x.axis), x.before[0], x.after[0]
-    p = after.local(x.axis)
-    if p.dim is None or p.halo is None:
-        raise ModelError(f"expected a halo along {x.axis!r}, got {after}")
-    dim, (lo, hi, fill), size = p.dim, p.halo, before.shape[p.dim]
-    sides = [
-        # neighbour, what it takes: (start, length) in the own slice; what it gives: in the result
-        (line.index - 1, (0, hi), (0, lo)),
-        (line.index + 1, (size - lo, lo), (lo + size, hi)),
-    ]
+    dim, (lo, _, fill), sides = halo_sides(x, line)
+    size = before.shape[dim]
 
     def start(own: torch.Tensor) -> Callable[[], torch.Tensor]:
         y = torch.empty(after.shape, dtype=own.dtype, device=own.device)

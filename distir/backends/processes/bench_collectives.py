@@ -44,8 +44,8 @@ _MEASUREMENTS = 3
 
 
 class Timing(NamedTuple):
-    """One collective at one size (bytes): seconds, and bandwidths in bytes/s. `over`: the transport, "gloo", "nccl", or
-    "memory" (shared memory between ranks of one host).
+    """One collective at one size (bytes): seconds, and bandwidths in bytes/s. `over`: the transport, "gloo", "mpi",
+    "nccl" or "memory" (shared memory between ranks of one host).
     """
 
     collective: str
@@ -72,12 +72,13 @@ def bench_collectives(
     on_timing: Callable[[Timing], None] | None = None,
     dtype: str = "float32",
 ) -> list[Timing]:
-    """Measure on `nproc` ranks, which are started here and ended with the call; under torchrun, as one of its ranks.
+    """Measure on `nproc` ranks, which are started here and ended with the call; under torchrun, or mpirun with backend
+    mpi, as one of its ranks.
 
     `timeout`: seconds without a new timing. Raises UsageError for arguments that do not fit, WorkerError, naming the
     rank, if one fails or does not respond.
     """
-    from distir.backends.processes.preflight import check_backend, torchrun_world
+    from distir.backends.processes.preflight import check_backend, joins
 
     unknown = [c for c in collectives if c not in COLLECTIVES]
     if unknown:
@@ -86,11 +87,11 @@ def bench_collectives(
         raise UsageError(f"unknown dtype {dtype!r}", f"known are {', '.join(DTYPES)}")
     if min(sizes, default=0) < 1:
         raise UsageError(f"sizes are at least 1 byte, got {list(sizes)}")
-    torchrun = torchrun_world()
-    world = torchrun[0] if torchrun else nproc
+    launched = joins(backend)
+    world = launched.world if launched else nproc
     if world < 2:
         raise UsageError(f"collectives need at least 2 ranks, got {world}", "use --nproc 2")
-    check_backend(backend, torchrun[1] if torchrun else world)
+    check_backend(backend, launched.here if launched else world)
     timings: list[Timing] = []
 
     def add(t: Timing) -> None:
@@ -98,8 +99,9 @@ def bench_collectives(
         if on_timing is not None:
             on_timing(t)
 
-    if torchrun:
-        _measure_all(int(os.environ["RANK"]), Settings(world, backend, collectives, sizes, timeout, dtype), None, add)
+    if launched:
+        settings = Settings(world, backend, collectives, sizes, timeout, dtype)
+        _measure_all(launched.rank, launched.local_rank, settings, None, add)
     else:
         with scratch_folder() as folder:
             settings = Settings(world, backend, collectives, sizes, timeout, dtype)
@@ -169,7 +171,7 @@ def _run(folder: Path, settings: Settings) -> Generator[list[Any]]:
             p.wait()
 
 
-def _measure_all(rank: int, settings: Settings, store: Any, report: Callable[[Timing], None]) -> None:
+def _measure_all(rank: int, local_rank: int, settings: Settings, store: Any, report: Callable[[Timing], None]) -> None:
     """Measure everything as one rank; rank 0 reports."""
     import torch
 
@@ -177,7 +179,7 @@ def _measure_all(rank: int, settings: Settings, store: Any, report: Callable[[Ti
     from distir.backends.transport.torch_distributed import leave_group, start_group
 
     torch.set_num_threads(1)
-    name, where = backend_and_device(settings.backend, int(os.environ.get("LOCAL_RANK", rank)))
+    name, where = backend_and_device(settings.backend, local_rank)
     world, device, dtype = settings.world, torch.device(where), getattr(torch, settings.dtype)
     start_group(name, rank, world, device, store, settings.timeout)
     done = False
@@ -225,7 +227,7 @@ def _prepare(
     from distir.backends.transport.interface import Line, wait_all
     from distir.backends.transport.nccl import all_gather, reduce_scatter
     from distir.backends.transport.shared_memory.shared import SharedMemory
-    from distir.backends.transport.torch_distributed import peer_memory
+    from distir.backends.transport.torch_distributed import over_mpi, peer_memory
 
     elements = max(1, size // (dtype.itemsize * world)) * world
     whole, other = (torch.zeros(elements, device=device, dtype=dtype) for _ in range(2))
@@ -242,6 +244,8 @@ def _prepare(
         "reduce": lambda: dist.reduce(whole, 0),
         "send-recv": lambda: _pass_on(whole, other, rank, world),
     }
+    if (mpi := over_mpi()) is not None:
+        return dtype.itemsize * elements, "mpi", mpi.benchmark(collective, whole, other, part)
     peers, ranks = peer_memory(), list(range(world))
     if peers is not None and peers.reaches(ranks):
         near = SharedMemory(peers)
@@ -317,7 +321,7 @@ def main() -> None:
             out.write(json.dumps(t) + "\n")
 
         try:
-            _measure_all(rank, settings, store, report)
+            _measure_all(rank, rank, settings, store, report)
         except Exception:
             traceback.print_exc()
             sys.stderr.flush()

@@ -1,9 +1,9 @@
-"""Run a job on this host, or as one of torchrun's processes, after preflight checks."""
+"""Run a job on this host, or as one of the processes of torchrun or mpirun, after preflight checks."""
 
 from __future__ import annotations
 
 from distir.backends.processes.host import run_here
-from distir.backends.processes.preflight import check_backend, check_memory, check_repeats, torchrun_world
+from distir.backends.processes.preflight import check_backend, check_memory, check_repeats, joins
 from distir.ir.errors import UsageError, counted
 from distir.runtime.job import NO_CALLBACKS, Job, JobCallbacks
 from distir.runtime.outcome import Outcome
@@ -14,27 +14,27 @@ from distir.transforms.rank.rank_program import RankOptions, rank_programs
 def run(job: Job, callbacks: JobCallbacks = NO_CALLBACKS, alone: bool = False) -> Outcome:
     """Run a job, with a process for each device of its program.
 
-    Under torchrun this process joins as its rank; else, or if `alone`, all ranks are started here and ended with the
-    call in any case.
+    Under torchrun, or mpirun with backend mpi, this process joins as its rank; else, or if `alone`, all ranks are
+    started here and ended with the call in any case.
 
     Raises UsageError for arguments that do not fit, or a checkpoint that cannot be written or read; InfeasibleError if
     memory does not suffice; WorkerError, naming the rank, if one fails, is killed or does not respond in time; and any
     DistirError that a rank raises.
     """
     world = job.world
-    torchrun = None if alone else torchrun_world()
-    if torchrun and torchrun[0] != world:
-        raise UsageError(f"the plan has {counted(world, 'rank')}, torchrun started {torchrun[0]}")
+    launched = None if alone else joins(job.options.resolved_backend)
+    if launched and launched.world != world:
+        raise UsageError(f"the plan has {counted(world, 'rank')}, {launched.by} started {launched.world}")
     if job.steps <= job.first:
         raise UsageError(f"steps: expected at least {job.first + 1}, got {job.steps}")
-    here, backend = torchrun[1] if torchrun else world, job.options.resolved_backend
+    here, backend = launched.here if launched else world, job.options.resolved_backend
     check_backend(backend, here)
     check_memory(job.bytes_per_rank, here, backend)
     _check_programs(job)
-    if torchrun:
-        from distir.backends.processes.torchrun import join  # loads torch
+    if launched:
+        from distir.backends.processes.launched_rank import join  # loads torch
 
-        return join(job, callbacks)
+        return join(job, launched, callbacks)
     return run_here(job, callbacks)
 
 

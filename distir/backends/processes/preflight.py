@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
 from distir.ir.errors import DistirError, InfeasibleError, UsageError, counted
 from distir.ir.files import no_room
 from distir.ir.function import Function
+from distir.runtime.launcher import MPIRUN, Launched, launched
 from distir.runtime.options import STAGED
 
 
-def torchrun_world() -> tuple[int, int] | None:
-    """(number of ranks, ranks on this host) if torchrun has started this process, else None."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+def joins(backend: str) -> Launched | None:
+    """How this process was started, if as a rank that a run with this backend joins; None if the run starts its ranks.
+
+    Raises UsageError if the backend does not run on ranks started so.
+    """
+    found = launched()
+    if backend == MPI:
+        if importlib.util.find_spec("mpi4py") is None:
+            raise UsageError("backend mpi needs mpi4py, which is not installed", _MPI_PACKAGES)
+        if found is None or found.by != MPIRUN:
+            raise UsageError("backend mpi runs on ranks that mpirun has started", "mpirun -n RANKS distir ...")
+    elif found is not None and found.by == MPIRUN:
+        if found.world > 1:
+            hint = "--backend mpi, or leave out mpirun"
+            raise UsageError(f"mpirun has started {found.world} ranks, and backend {backend} starts its own", hint)
         return None
-    return int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return found
 
 
+MPI = "mpi"
+"""The backend that communicates over MPI, on CPUs."""
+_MPI_PACKAGES = "pip install 'distir[mpi]' brings mpi4py, Open MPI and mpirun"
+ON_CPUS = ("gloo", MPI)
 _LESS = "more microbatches or a smaller batch need less"
 _NO_MEMORY = ("out of memory", "cublas_status_alloc_failed")
 """Phrases in the errors of a GPU that is out of memory."""
@@ -31,9 +49,9 @@ def rank_threads() -> int:
 
 def check_backend(backend: str, here: int) -> None:
     """Raises UsageError for an unknown backend, or one that `here` ranks on this host cannot use."""
-    if backend not in ("gloo", "nccl", STAGED):
-        raise UsageError(f"unknown backend {backend!r}", "gloo runs on CPUs, nccl on GPUs")
-    if backend == "gloo":
+    if backend not in ("gloo", MPI, "nccl", STAGED):
+        raise UsageError(f"unknown backend {backend!r}", "gloo and mpi run on CPUs, nccl on GPUs")
+    if backend in ON_CPUS:
         return
     import torch
 
@@ -51,7 +69,7 @@ def check_backend(backend: str, here: int) -> None:
 
 def backend_and_device(backend: str, local_rank: int) -> tuple[str, str]:
     """The backend's name in torch, and the device of a rank: GPUs are assigned round-robin."""
-    if backend == "gloo":
+    if backend in ON_CPUS:
         return backend, "cpu"
     import torch
 
@@ -94,7 +112,7 @@ def check_memory(bytes_per_rank: int, here: int, backend: str = "gloo") -> None:
 
     The memory of GPUs is not checked here: a rank that runs out of it fails (see `as_distir_error`).
     """
-    if backend != "gloo":
+    if backend not in ON_CPUS:
         return
     have = available_memory()
     need = bytes_per_rank * here

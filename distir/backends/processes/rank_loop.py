@@ -18,7 +18,7 @@ from distir.backends.tensors.clock import Clock
 from distir.backends.tensors.layout import movable
 from distir.backends.tensors.resident import Growth
 from distir.backends.tensors.staging import control_device
-from distir.backends.transport.torch_distributed import all_gather
+from distir.backends.transport.torch_distributed import all_gather, least
 from distir.ir.errors import WorkerError
 from distir.ir.function import Function
 from distir.ir.type import Tensor
@@ -95,7 +95,7 @@ def execute(
         start = time.perf_counter()
         data.load(k)
         fed = time.perf_counter()
-        proceed, found = _least(device, not stop, broken if job.finite else ALL_FINITE)  # a barrier
+        proceed, found = least([not stop, broken if job.finite else ALL_FINITE], device)  # a barrier
         if not proceed:
             return End({}, found, True)
         if found != ALL_FINITE:
@@ -145,7 +145,7 @@ def _prepared(
 
     on_phase("choosing kernels")
     shown = on_gradient if options.check else None
-    engine = TorchRank(program, rank, device, recorder, profiler, options.compiled, shown)
+    engine = TorchRank(program, rank, device, recorder, profiler, options.compiled, shown, job.proxy)
     on_phase("reading weights")
     for k, x in job.arrays.items():  # one at a time, so that pages read from a file can be dropped
         engine.load({k: x.array() if isinstance(x, Shipped) else x})
@@ -156,7 +156,7 @@ def _prepared(
     keeper = None if job.saving is None else _keeper(engine, rank, job.saving)
     watch = FiniteWatch(program, engine.values) if job.finite or keeper is not None else None
     if job.finite and keeper is not None and keeper.resumed is not None and watch is not None:
-        reject_nonfinite(program, _least(device, watch.initial)[0], keeper.resumed)
+        reject_nonfinite(program, least([watch.initial], device)[0], keeper.resumed)
     return _Rank(job, engine, growth, recorder, profiler, gradients, timer, keeper, watch)
 
 
@@ -170,7 +170,7 @@ def _after_step(r: _Rank, step: int, made: Pieces) -> tuple[int, Saved | None]:
     due = r.keeper is not None and r.keeper.saving.due(step + 1, job.steps)
     broken = nonfinite_loss(job.program, {i: x for i, (_, x) in made.items()}) if job.finite else ALL_FINITE
     if r.watch is not None and (last or due):
-        broken = _least(r.device, min(broken, r.watch.first(r.engine.values)))[0]
+        broken = least([min(broken, r.watch.first(r.engine.values))], r.device)[0]
     saved = r.keeper.save(step + 1) if r.keeper is not None and due and broken == ALL_FINITE else None
     if r.recorder is not None:
         r.recorder.end_step()
@@ -252,12 +252,3 @@ def check_agreement(value: bytes, wrong: str, device: torch.device) -> None:
             f"rank{'s' if len(others) > 1 else ''} {names} {wrong}",
             "start all ranks with the same model, data, flags and version",
         )
-
-
-def _least(device: torch.device, *mine: int) -> list[int]:
-    """All-reduce with minimum, of each number; also a barrier, after which the device is idle."""
-    numbers = torch.tensor(mine, dtype=torch.int64, device=control_device(device))
-    dist.all_reduce(numbers, dist.ReduceOp.MIN)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return numbers.tolist()

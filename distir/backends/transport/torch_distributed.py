@@ -1,4 +1,4 @@
-"""The communication ops on torch tensors, over torch.distributed.
+"""The communication ops on torch tensors, over torch.distributed or MPI.
 
 Every operation is asynchronous and returns a `Pending`: calling it waits and returns the result.
 """
@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distir.backends.tensors.layout import WIDER, merge_front, split_front
-from distir.backends.tensors.staging import DeviceMemory, memory_for
+from distir.backends.tensors.staging import DeviceMemory, control_device, memory_for
 from distir.backends.tensors.torch_namespace import torch_dtype
 from distir.backends.transport.exchange import Finish, Reductions, Row, gather, reduce_parts
 from distir.backends.transport.gloo import Gloo
 from distir.backends.transport.interface import Group, Line, Transport, choose, wait, wait_all
+from distir.backends.transport.mpi import Mpi, connect_mpi
 from distir.backends.transport.nccl import Nccl, all_gather
 from distir.backends.transport.shared_memory.peer_memory import PeerMemory
 from distir.backends.transport.shared_memory.shared import SharedMemory
@@ -67,8 +68,12 @@ class Network:
                 self._groups[members] = _new_group(members) if connect else None
         if numbered is None:
             numbered = not (connect and dist.is_initialized()) or dist.get_backend() == "gloo"
-        if numbered:
-            general: Transport = Gloo()
+        mpi = _mpi if connect else None
+        self.progress = mpi and mpi.progress  # what moves communication that moves only while it is called
+        if mpi is not None:
+            general: Transport = mpi
+        elif numbered:
+            general = Gloo()
         else:
             general = Nccl(rank, {way: _new_channel(way) for way in directions(program, self.here, self.number)})
         # memory pinned by a GPU driver cannot be read by other processes
@@ -104,10 +109,14 @@ class Network:
         kind, n = _partial(before, axis).kind, before.mesh.size(axis)
         narrow = torch_dtype(before.dtype)
         wider = WIDER.get(narrow)
+        into = line.transport.all_reduce_into if isinstance(line.transport, Mpi) and not (own or wider) else None
 
         def start(x: torch.Tensor) -> Pending:
-            y = memory.to_backend(x.to(wider or narrow)) if own or wider else memory.copy(x)
-            work = line.transport.all_reduce(y, line, kind)
+            if into is not None:
+                work = into(y := memory.empty(x.shape, narrow), memory.to_backend(x), line, kind)
+            else:
+                y = memory.to_backend(x.to(wider or narrow)) if own or wider else memory.copy(x)
+                work = line.transport.all_reduce(y, line, kind)
 
             def finish() -> torch.Tensor:
                 wait(work)
@@ -271,10 +280,14 @@ _groups: dict[tuple[object, ...], Group] = {}
 """The further groups that this rank has made, by members."""
 _peer_memory: PeerMemory | None = None
 """This rank's access to the memory of other ranks of its host."""
+_mpi: Mpi | None = None
+"""This rank's place in MPI; None on other backends."""
 
 
 def _new_group(ranks: Sequence[int]) -> Group:
     """The group of these ranks, in ascending order; made on first use, by its members only."""
+    if _mpi is not None:
+        return _mpi.group(ranks)
     key = tuple(ranks)
     if key not in _groups:
         group = _groups[key] = _made(ranks, f"group of {ranks}")
@@ -324,8 +337,13 @@ def _needs_rendezvous() -> bool:
 
 
 def start_group(backend: str, rank: int, world: int, device: torch.device, store: Any, timeout: float) -> None:
-    """Join the process group of all ranks, through `store`, or, if None, the environment set by torchrun."""
-    global _timeout, _peer_memory
+    """Join the process group of all ranks, through `store`, or, if None, the environment set by torchrun.
+
+    With "mpi" it is joined through MPI, and is one of gloo, for control messages and checkpoints."""
+    global _timeout, _peer_memory, _mpi
+    if backend == "mpi":
+        _mpi = connect_mpi(world, timeout)
+        store = _mpi.store()
     extra: dict[str, Any] = {"store": store, "rank": rank, "world_size": world} if store is not None else {}
     if device.type == "cuda":
         torch.cuda.set_device(device)  # not bound to the group: torch would split communicators
@@ -333,7 +351,7 @@ def start_group(backend: str, rank: int, world: int, device: torch.device, store
     os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # with which torch waits for all ranks at every new group
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dist.init_process_group(backend, timeout=_timeout, **extra)
+        dist.init_process_group("gloo" if backend == "mpi" else backend, timeout=_timeout, **extra)
     if backend == "gloo" and world > 1:
         _peer_memory = PeerMemory(rank, timeout, _exchanged)
 
@@ -345,6 +363,22 @@ def _exchanged(mine: bytes) -> list[bytes]:
     return [bytes(row.tolist()) for row in rows]
 
 
+def least(numbers: Sequence[int], device: torch.device) -> list[int]:
+    """The least of all ranks, of each number; also a barrier, after which the device is idle."""
+    if _mpi is not None:
+        return _mpi.least(numbers)
+    row = torch.tensor(numbers, dtype=torch.int64, device=control_device(device))
+    dist.all_reduce(row, dist.ReduceOp.MIN)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return row.tolist()
+
+
+def over_mpi() -> Mpi | None:
+    """See `_mpi`."""
+    return _mpi
+
+
 def peer_memory() -> PeerMemory | None:
     """This rank's access to the memory of other ranks of its host; None on other backends or with one rank."""
     return _peer_memory
@@ -354,12 +388,13 @@ def leave_group(done: bool) -> None:
     """Leave the process group. `done` is false after an error, when other ranks may be waiting for this one: then an
     NCCL group, whose destruction would wait for them, is left to end with the process.
     """
-    global _peer_memory
-    left, _peer_memory = _peer_memory, None
+    global _peer_memory, _mpi
+    near, _peer_memory, mpi, _mpi = _peer_memory, None, _mpi, None
     _groups.clear()
     try:
-        if left is not None:
-            left.close(done)
+        for left in (near, mpi):
+            if left is not None:
+                left.close(done)
     finally:
         if dist.is_initialized() and (done or dist.get_backend() == "gloo"):
             dist.destroy_process_group()

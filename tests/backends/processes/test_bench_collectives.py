@@ -60,7 +60,7 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
         ({"collectives": ["all-redcue"]}, "unknown collective 'all-redcue'"),
         ({"dtype": "float3"}, "unknown dtype 'float3'"),
         ({"sizes": [0]}, "sizes are at least 1 byte"),
-        ({"backend": "mpi"}, "unknown backend 'mpi'"),
+        ({"backend": "ucc"}, "unknown backend 'ucc'"),
     ],
 )
 def test_arguments_that_do_not_fit(change: dict, message: str) -> None:

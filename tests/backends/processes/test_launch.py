@@ -393,8 +393,8 @@ def test_another_number_of_processes_is_refused():
 def test_what_is_refused_before_anything_starts():
     main = counter()
     arrays = ones(main)
-    with pytest.raises(UsageError, match="unknown backend 'mpi'"):
-        run(main, arrays, backend="mpi")
+    with pytest.raises(UsageError, match="unknown backend 'ucc'"):
+        run(main, arrays, backend="ucc")
     with pytest.raises(UsageError, match="steps: expected at least 1, got 0"):
         run(main, arrays, 0)
     with pytest.raises(InfeasibleError, match=r"2 ranks of 1048576\.0 GiB need 2097152\.0 GiB"):

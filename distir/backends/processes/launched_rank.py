@@ -1,8 +1,7 @@
-"""One rank of a run started by torchrun."""
+"""One rank of a run started by torchrun or mpirun."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,19 +15,20 @@ from distir.backends.transport.torch_distributed import leave_group, start_group
 from distir.ir.errors import DistirError, WorkerError
 from distir.runtime.failure import first_line
 from distir.runtime.job import Job, JobCallbacks
+from distir.runtime.launcher import Launched
 from distir.runtime.outcome import Outcome, Report
 from distir.runtime.pieces import gathered
 from distir.runtime.samples import Samples
 
 
-def join(job: Job, callbacks: JobCallbacks) -> Outcome:
-    """Run as the rank that the environment gives; see `launch.run`. Rank 0 gathers the results.
+def join(job: Job, launched: Launched, callbacks: JobCallbacks) -> Outcome:
+    """Run as the rank that this process was started as; see `launch.run`. Rank 0 gathers the results.
 
     Raises WorkerError if another rank exits or does not respond in time. An exception of `callbacks` is raised on rank
     0, which calls them; other ranks then raise WorkerError, or BrokenPipeError if it was one.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    name, where = backend_and_device(job.options.resolved_backend, int(os.environ.get("LOCAL_RANK", rank)))
+    rank, world = launched.rank, launched.world
+    name, where = backend_and_device(job.options.resolved_backend, launched.local_rank)
     device = torch.device(where)
     torch.set_num_threads(rank_threads())
     outcome, failures = Outcome(), list[Exception]()
