@@ -19,7 +19,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from distir.importer import rules_math, rules_shape, rules_windows  # noqa: F401  (they fill the table)
+from distir.importer import (  # noqa: F401  (they fill the table)
+    rules_index,
+    rules_integer,
+    rules_math,
+    rules_resize,
+    rules_shape,
+    rules_windows,
+)
 from distir.importer.functions import definition, inlined
 from distir.importer.known import attributes_of, fold, foldable
 from distir.importer.marks import lost, not_trained

@@ -16,8 +16,10 @@ from distir.ops.rules import shape_of, tensor
 
 
 @rule("Abs", "Add", "And", "Ceil", "Cos", "Equal", "Erf", "Exp", "Floor", "Greater", "GreaterOrEqual", "Less")
-@rule("LessOrEqual", "Log", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid")
-@rule("Sign", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Where", "Xor")
+@rule("LessOrEqual", "Log", "Mul", "Neg", "Not", "Or", "Reciprocal", "Relu", "Round", "Sigmoid")
+@rule(
+    "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Sign", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Where", "Xor"
+)
 def _same(n: Node) -> Result:
     """Becomes the op of the same name, without attributes."""
     return n.emit(n.proto.op_type, *n.operands())
@@ -33,14 +35,6 @@ def _matmul(n: Node) -> Result:
     y = n.emit("MatMul", a, b)
     rank = len(shape_of(y))
     return n.dropped(y, (*[rank - 2] * first, *[rank - 1] * second))
-
-
-@rule("Div")
-def _div(n: Node) -> Result:
-    """ONNX truncates integer quotients; distir's Div does not."""
-    if not tensor(n.operand(0)).dtype.floating:
-        raise n.error("a division of integers that depend on data is not supported")
-    return n.emit("Div", *n.operands())
 
 
 @rule("Identity")

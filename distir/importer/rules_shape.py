@@ -9,6 +9,7 @@ import numpy as np
 
 from distir.importer.node import NUMBERS, Node, Result, collapsed
 from distir.importer.registry import rule
+from distir.importer.rules_index import gathered
 from distir.importer.tensor_proto import dtype_of
 from distir.ir.type import Int64
 from distir.ops.rules import shape_of, tensor
@@ -34,9 +35,11 @@ def _gather(n: Node) -> Result:
 
 @rule("GatherND")
 def _gather_nd(n: Node) -> Result:
-    """By indices known at import. A first dim that is indexed in order is not merged with others, as it may be the
+    """By indices known at import as rows of a table. A first dim that is indexed in order is not merged with others, as it may be the
     batch dim, to be split."""
-    n.require("batch_dims", 0, 0)
+    batch = n.attr("batch_dims", 0)
+    if batch or not all(part in n.scope.known for part in n.scope.joined.get(n.proto.input[1], [n.proto.input[1]])):
+        return gathered(n, n.operand(0), batch)
     known = n.scope.is_known(n.proto.input[0])
     shape = n.known(0, "the data").shape if known else n.shape()
     index = _coordinates(n, shape)
@@ -280,29 +283,6 @@ def _tile(n: Node) -> Result:
     return n.reshape(expanded, tuple(r * s for r, s in zip(repeats, shape, strict=True)))
 
 
-@rule("Pad")
-def _pad(n: Node) -> Result:
-    """Pads dim by dim with a number known at import; a negative pad crops."""
-    n.require("mode", "constant", "constant")
-    x, shape, pads = n.operand(0), n.shape(), n.ints(1, "pads") or ()
-    axes = [n.wrap(a, len(shape)) for a in n.ints(3, "axes") or range(len(shape))]
-    if len(pads) != 2 * len(axes):
-        raise n.error(f"pads {pads} do not fit axes {axes}")
-    number = n.numbers(2, "the number")[0].item() if n.has(2) else 0
-    for axis, before, after in zip(axes, pads[: len(axes)], pads[len(axes) :], strict=True):
-        size = shape_of(x)[axis]
-        if before < 0 or after < 0:
-            start, end = max(-before, 0), size - max(-after, 0)
-            x = n.emit("Slice", x, starts=(start,), ends=(end,), axes=(axis,), steps=(1,))
-        parts = [
-            n.full((*shape_of(x)[:axis], k, *shape_of(x)[axis + 1 :]), number, x) for k in (before, after) if k > 0
-        ]
-        if parts:
-            row = [*parts[: before > 0], x, *parts[before > 0 :]]
-            x = n.emit("Concat", *row, axis=axis)
-    return x
-
-
 @rule("DepthToSpace")
 def _depth_to_space(n: Node) -> Result:
     """(b, c, h, w) -> (b, c / k², h·k, w·k): two of a channel's sub-dimensions, in the mode's order, refine h and w."""
@@ -331,6 +311,10 @@ def _one_hot(n: Node) -> Result:
     index = n.emit("Cast", n.reshape(n.operand(0), (*n.shape()[:axis], 1, *n.shape()[axis:])), to=Int64)
     column = np.arange(*n.room(depth)).reshape(-1, *[1] * (rank - axis))
     hit = n.emit("Or", *(n.emit("Equal", index, n.array("columns", column - d)) for d in (0, depth)))
-    off, on = n.known(2, "the values")
-    like = n.array("off", np.asarray(off))
-    return n.emit("Where", hit, n.array("on", np.asarray(on)), like)
+    if n.proto.input[2] in n.scope.known:
+        off, on = [
+            n.array(name, np.asarray(x)) for name, x in zip(("off", "on"), n.known(2, "the values"), strict=True)
+        ]
+    else:
+        off, on = [n.reshape(v, ()) for v in n.emit("Split", n.operand(2), axis=0, parts=2)]
+    return n.emit("Where", hit, on, off)
