@@ -18,16 +18,20 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from onnx import shape_inference, version_converter
 
 from distir.importer import (  # noqa: F401  (they fill the table)
     rules_index,
     rules_integer,
     rules_math,
+    rules_products,
+    rules_recurrent,
     rules_resize,
     rules_shape,
     rules_windows,
 )
-from distir.importer.functions import definition, inlined
+from distir.importer.control import EXPANSIONS
+from distir.importer.functions import definition, first_line, inlined
 from distir.importer.known import attributes_of, fold, foldable
 from distir.importer.marks import lost, not_trained
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
@@ -40,7 +44,9 @@ from distir.ops.rules import tensor
 
 __all__ = ["import_from_onnx", "parse_tensor_from_file"]
 
-OLDEST_OPSET = 13
+OLDEST_OPSET = 7
+CONVERTED_TO = 13
+"""Models of an older opset are converted to this one."""
 _LOST = (
     "{} of the module's parameters, such as {}, are not in the file. Unless they are tied to others, torch's exporter "
     "has merged what was equal and dropped what was zero: torch.onnx.export(..., optimize=False) does not"
@@ -105,7 +111,23 @@ def load(path: Path) -> onnx.ModelProto:
     model = inlined(model, path)
     if model.graph.sparse_initializer:
         raise ModelError(f"{path}: sparse initializers are not supported")
-    return model
+    return model if opset >= CONVERTED_TO else _converted(model, path, opset)
+
+
+def _converted(model: onnx.ModelProto, path: Path, opset: int) -> onnx.ModelProto:
+    """The model in opset 13. onnx converts neither graphs inside nodes nor external data, which stays as it is."""
+    if inner := [n.op_type for n in model.graph.node if any(a.HasField("g") or a.graphs for a in n.attribute)]:
+        raise ModelError(f"{path}: opset {opset} is not supported with {inner[0]}", f"export with {CONVERTED_TO} or later")
+    stored = {t.name: t for t in model.graph.initializer}
+    try:
+        result = version_converter.convert_version(shape_inference.infer_shapes(model), CONVERTED_TO)
+    except Exception as e:  # onnx raises all kinds
+        hint = f"export with opset {CONVERTED_TO} or later"
+        raise ModelError(f"{path}: opset {opset} cannot be converted to {CONVERTED_TO}{first_line(e)}", hint) from e
+    for t in result.graph.initializer:
+        if t.name in stored:
+            t.CopyFrom(stored[t.name])
+    return result
 
 
 def _check_text(graph: onnx.GraphProto, path: Path) -> None:
@@ -202,23 +224,36 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
     rule = RULES.get(proto.op_type) if proto.domain in ("", "ai.onnx") else None
     if rule is None and known:
         raise node.error("is not computed at import: its result is too large, or of unknown size")
-    if rule is None and (nodes := definition(node)) is not None:
-        for part in nodes:
+    if proto.op_type in EXPANSIONS and proto.domain in ("", "ai.onnx"):
+        for part in EXPANSIONS[proto.op_type](node):
             _import_node(scope, part, opset, {})
         return
-    if rule is None:
+    if rule is None and not _import_definition(node):
         domain = f" of domain {proto.domain}" if proto.domain else ""
         raise node.error(f"op {proto.op_type}{domain} is not supported", f"supported: {', '.join(sorted(RULES))}")
+    if rule is None:
+        return
     first = len(scope.maker.ops)
     try:
         result = rule(node)
-        node.finish(_results(result), first)
+        if result is None:
+            _import_definition(node)
+        else:
+            node.finish(_results(result), first)
     except ModelError as e:
         if e.message.startswith(str(scope.path)):
             raise
         raise node.error(e.message, e.hint) from e
     except (AttributeError, IndexError, TypeError, ValueError) as e:
         raise node.error(f"its attributes or operands are malformed: {type(e).__name__}: {e}") from e
+
+
+def _import_definition(node: Node) -> bool:
+    """Import the nodes that define a node; False if the standard has no definition."""
+    defined = definition(node)
+    for part in defined[0] if defined is not None else ():
+        _import_node(node.scope, part, defined[1], {})
+    return defined is not None
 
 
 def _results(result: Result | Iterable[Result]) -> list[Result]:

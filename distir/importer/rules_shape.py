@@ -297,9 +297,11 @@ def _depth_to_space(n: Node) -> Result:
 
 @rule("SpaceToDepth")
 def _space_to_depth(n: Node) -> Result:
+    n.require("mode", "DCR", "DCR", "CRD")
     (b, c, h, w), k = n.shape(), n.attr("blocksize")
     apart = n.reshape(n.operand(0), (b, c, h // k, k, w // k, k))
-    return n.reshape(n.emit("Transpose", apart, perm=(0, 3, 5, 1, 2, 4)), (b, c * k * k, h // k, w // k))
+    perm = (0, 3, 5, 1, 2, 4) if n.attr("mode", "DCR") == "DCR" else (0, 1, 3, 5, 2, 4)
+    return n.reshape(n.emit("Transpose", apart, perm=perm), (b, c * k * k, h // k, w // k))
 
 
 @rule("OneHot")

@@ -35,7 +35,7 @@ ULPS = 8
 """The most by which a float may differ from the expected one, in units in the last place of the result's largest."""
 ROUNDED = {}
 """Cases whose expected numbers are written with few digits: the tolerance, relative to the largest number."""
-FIRST = ("ConstantOfShape", "Range", "Optional", "NonZero", "Unique", "Compress", "SequenceEmpty")
+FIRST = ("ConstantOfShape", "Range", "Optional", "NonZero", "Unique", "Compress", "SequenceEmpty", "Loop", "If")
 """Ops whose first operand, too, must be known at import."""
 
 
