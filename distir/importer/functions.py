@@ -104,11 +104,10 @@ def definition(node: Node) -> tuple[list[onnx.NodeProto], int] | None:
         return None
     schema = onnx.defs.get_schema(proto.op_type, node.opset)
     versions = schema.context_dependent_function_opset_versions or schema.function_opset_versions
-    versions = [v for v in versions if v <= node.opset]
     if not versions or any(name in scope.sequences for name in proto.input):
         return None
     given = _with_defaults(proto, node.opset)
-    body, version = onnx.FunctionProto(), max(versions)
+    body, version = onnx.FunctionProto(), max([v for v in versions if v <= node.opset], default=min(versions))
     try:
         if schema.has_context_dependent_function:
             types = [_type(scope, name).SerializeToString() for name in proto.input]
