@@ -6,6 +6,7 @@ before it have made known.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -154,7 +155,8 @@ def _scan(node: Node) -> Iterator[onnx.NodeProto]:
         prefix, parts = f"{proto.output[0]}/{i}/", []
         for k, (name, axis, back) in enumerate(zip(of, axes, ways, strict=True)):
             at, part = f"{prefix}at{k}", f"{prefix}part{k}"
-            scope.known[at] = lambda j=size - 1 - i if back else i: np.array(j, np.int64)
+            index = np.array(size - 1 - i if back else i, np.int64)
+            scope.known[at] = functools.partial(np.asarray, index)
             yield helper.make_node("Gather", [name, at], [part], part, axis=axis)
             parts.append(part)
         bound = dict(zip([v.name for v in graph.input], [*states, *parts], strict=True))

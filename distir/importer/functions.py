@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx
 from onnx import helper, inliner
@@ -102,7 +102,7 @@ def definition(node: Node) -> tuple[list[onnx.NodeProto], int] | None:
     proto, scope = node.proto, node.scope
     if proto.domain not in ("", "ai.onnx") or not onnx.defs.has(proto.op_type):
         return None
-    schema = onnx.defs.get_schema(proto.op_type, node.opset)
+    schema: Any = onnx.defs.get_schema(proto.op_type, node.opset)  # the stubs lack its functions
     versions = schema.context_dependent_function_opset_versions or schema.function_opset_versions
     if not versions or any(name in scope.sequences for name in proto.input):
         return None
@@ -139,9 +139,7 @@ def _type(scope: Scope, name: str) -> onnx.TypeProto:
     return helper.make_tensor_type_proto(_CODES[tensor(value).dtype], shape_of(value))
 
 
-def _with_attributes(
-    nodes: Iterable[onnx.NodeProto], given: Mapping[str, onnx.AttributeProto]
-) -> list[onnx.NodeProto]:
+def _with_attributes(nodes: Iterable[onnx.NodeProto], given: Mapping[str, onnx.AttributeProto]) -> list[onnx.NodeProto]:
     """Copies of a function's nodes in which its attributes stand in place of the references to them."""
     result: list[onnx.NodeProto] = []
     for node in nodes:

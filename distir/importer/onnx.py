@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import shape_inference, version_converter
+from onnx import helper, shape_inference, version_converter
 
 from distir.importer import (  # noqa: F401  (they fill the table)
     rules_index,
@@ -51,6 +51,8 @@ _LOST = (
     "{} of the module's parameters, such as {}, are not in the file. Unless they are tied to others, torch's exporter "
     "has merged what was equal and dropped what was zero: torch.onnx.export(..., optimize=False) does not"
 )
+_RESIZE_10 = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+"""What Resize means up to opset 10."""
 STATISTICS = {"BatchNormalization": (3, 4)}
 """Operands that are statistics, not trained."""
 
@@ -116,17 +118,26 @@ def load(path: Path) -> onnx.ModelProto:
 
 def _converted(model: onnx.ModelProto, path: Path, opset: int) -> onnx.ModelProto:
     """The model in opset 13. onnx converts neither graphs inside nodes nor external data, which stays as it is."""
+    hint = f"export with opset {CONVERTED_TO} or later"
     if inner := [n.op_type for n in model.graph.node if any(a.HasField("g") or a.graphs for a in n.attribute)]:
-        raise ModelError(f"{path}: opset {opset} is not supported with {inner[0]}", f"export with {CONVERTED_TO} or later")
+        raise ModelError(
+            f"{path}: opset {opset} is not supported with {inner[0]}", f"export with {CONVERTED_TO} or later"
+        )
+    if any(n.op_type == "Hardmax" for n in model.graph.node):
+        raise ModelError(f"{path}: opset {opset} is not supported with Hardmax, which merges dims there", hint)
     stored = {t.name: t for t in model.graph.initializer}
     try:
         result = version_converter.convert_version(shape_inference.infer_shapes(model), CONVERTED_TO)
     except Exception as e:  # onnx raises all kinds
-        hint = f"export with opset {CONVERTED_TO} or later"
         raise ModelError(f"{path}: opset {opset} cannot be converted to {CONVERTED_TO}{first_line(e)}", hint) from e
     for t in result.graph.initializer:
         if t.name in stored:
             t.CopyFrom(stored[t.name])
+    for node in result.graph.node if opset <= 10 else ():
+        if node.op_type == "Resize":  # onnx gives it the positions of later opsets
+            kept = [a for a in node.attribute if a.name == "mode"]
+            del node.attribute[:]
+            node.attribute.extend([*kept, *[helper.make_attribute(k, v) for k, v in _RESIZE_10.items()]])
     return result
 
 
@@ -251,9 +262,12 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
 def _import_definition(node: Node) -> bool:
     """Import the nodes that define a node; False if the standard has no definition."""
     defined = definition(node)
-    for part in defined[0] if defined is not None else ():
-        _import_node(node.scope, part, defined[1], {})
-    return defined is not None
+    if defined is None:
+        return False
+    nodes, opset = defined
+    for part in nodes:
+        _import_node(node.scope, part, opset, {})
+    return True
 
 
 def _results(result: Result | Iterable[Result]) -> list[Result]:

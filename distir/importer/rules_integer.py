@@ -69,10 +69,10 @@ def _is_inf(n: Node) -> Result:
 
 def _per_part(n: Node, i: int, x: Value) -> Value:
     """Operand i, a number, one for each index along the axis, or one for each block along it, to broadcast with `x`."""
-    v, shape, rank = n.operand(i), shape_of(x), len(shape_of(x))
+    v, shape, rank, axis, size = n.operand(i), shape_of(x), len(shape_of(x)), n.attr("axis", 1), n.attr("block_size", 0)
     if len(shape_of(v)) == 0 or shape_of(v) == (1,):
         return n.reshape(v, ())
-    axis, size = n.wrap(n.attr("axis", 1), rank), n.attr("block_size", 0)
+    axis = n.wrap(axis, rank)
     if len(shape_of(v)) == 1:
         return n.reshape(v, (-1, *[1] * (rank - axis - 1)))
     of = shape_of(v)
@@ -101,7 +101,6 @@ def _quantize(n: Node) -> Result:
     x, code = n.operand(0), n.attr("output_dtype", 0)
     zero = _per_part(n, 2, x) if n.has(2) else None
     to = tensor(zero).dtype if zero else dtype_of(code, f"{n.scope.path}: {n}: output_dtype") if code else UInt8
-    n.attr("axis"), n.attr("block_size")
     return quantized(n, x, _per_part(n, 1, x), zero, to)
 
 
@@ -109,7 +108,6 @@ def _quantize(n: Node) -> Result:
 def _dequantize(n: Node) -> Result:
     """(x - zero) * scale, in the type of the scale."""
     n.require("output_dtype", 0, 0)
-    n.attr("axis"), n.attr("block_size")
     x, scale = n.operand(0), _per_part(n, 1, n.operand(0))
     to = tensor(scale).dtype
     whole = n.emit("Cast", x, to=Int32)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from distir.importer.node import Node, Result
 from distir.importer.registry import rule
 from distir.ir.function import Value
 from distir.ir.type import Int64
-from distir.ops.rules import shape_of, tensor
+from distir.ops.rules import shape_of
 
 ACTIVATIONS = ("Relu", "Sigmoid", "Softplus", "Tanh")
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
@@ -73,7 +71,8 @@ def _weights(n: Node, k: int, hidden: int) -> _Direction:
     """Those of direction k."""
     kind = n.proto.op_type
     x, h = [n.emit("Transpose", _row(n, n.operand(i), k), perm=(1, 0)) for i in (1, 2)]
-    biases: list[Value] = n.emit("Split", _row(n, n.operand(3), k), axis=0, parts=2) if n.has(3) else [None, None]
+    none: Sequence[Value | None] = (None, None)
+    biases = n.emit("Split", _row(n, n.operand(3), k), axis=0, parts=2) if n.has(3) else none
     cell = n.emit("Split", _row(n, n.operand(7), k), axis=0, parts=3) if kind == "LSTM" and n.has(7) else ()
     count, names = len(_DEFAULT[kind]), list(n.attr("activations", ()))
     names = [name.capitalize() for name in names[k * count : (k + 1) * count]] or _DEFAULT[kind]
@@ -81,7 +80,8 @@ def _weights(n: Node, k: int, hidden: int) -> _Direction:
         raise n.error(f"activations {names} are not supported", f"supported: {', '.join(ACTIVATIONS)}")
     if shape_of(x)[1] != GATES[kind] * hidden or shape_of(h) != (hidden, GATES[kind] * hidden):
         raise n.error(f"weights of shapes {n.shape(1)} and {n.shape(2)} are not of {GATES[kind]} gates")
-    return _Direction(x, h, *biases, list(cell), names)
+    of_x, of_h = biases
+    return _Direction(x, h, of_x, of_h, list(cell), names)
 
 
 def _state(n: Node, i: int, k: int, x: Value, hidden: int, batch_first: int) -> Value:

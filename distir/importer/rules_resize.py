@@ -52,6 +52,7 @@ def _resize(n: Node) -> Result:
             kernel = _linear if mode == "linear" else lambda t: _cubic(t, a)
             radius, shrink = 1 if mode == "linear" else 2, min(axis.scale, 1.0) if antialias else 1.0
             reach = math.ceil(radius / shrink)
+            n.room(axis.wanted, 2 * reach + 1)
             index = np.floor(at).astype(np.int64)[:, None] + np.arange(-reach, reach + 1)
             weights = kernel((index - at[:, None]) * shrink)
             weights = np.where((index < 0) | (index >= axis.size), 0, weights) if inside else weights
@@ -91,7 +92,6 @@ def _axes(n: Node) -> list[_Axis]:
     elif len(region) != 2 * len(axes):
         raise n.error(f"its region {region} does not fit axes {tuple(axes)}")
     wanted = sizes if sizes is not None else [math.floor(s * shape[d]) for s, d in zip(scales, axes, strict=True)]
-    n.room(*[size if d not in axes else wanted[axes.index(d)] for d, size in enumerate(shape)][-2:])
     return [
         _Axis(d, shape[d], scales[i], wanted[i], (region[i], region[len(axes) + i]))
         for i, d in enumerate(axes)

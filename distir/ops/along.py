@@ -85,7 +85,7 @@ op(  # x (.., v, ..), indices (.., j, ..) in [-v, v) -> (.., j, ..)
     eval=_pick,
     grad=_pick_grad,
 )
-op(  # its gradient: d (.., j, ..) added up at these indices of a dim of `size`; it may be split by the attribute `place`
+op(  # its gradient: d (.., j, ..) added up at these indices of a dim of `size`; the attribute `place` may split that
     "ScatterAdd",
     attributes="axis:dim size:size count:size?",
     axes=_spread_axes,
@@ -122,7 +122,7 @@ def _top(xp: Any, x: Any, axis: int, k: int, least: bool = False, last: bool = F
     return xp.cast(order[(*(slice(None),) * axis, slice(0, k))], Int64)
 
 
-op(  # the indices of the k largest along a dim, or the k least: sorted, of equal elements the first, or the `last`, first
+op(  # the indices of the k largest, or least, along a dim, in order; of equal elements the first, or `last`, is first
     "TopIndices",
     attributes="axis:dim k:size least:flag? last:flag?",
     axes=_top_axes,

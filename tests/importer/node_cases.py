@@ -39,7 +39,7 @@ ROUNDED = {"test_averagepool_2d_ceil_last_window_starts_on_pad": 5e-4}
 RANDOM = ("test_training_dropout", "test_training_dropout_default")
 """Cases whose expected numbers come from numpy's generator: distir has its own, and none outside training."""
 REASONS = {
-    r"element type (UINT16|UINT32|UINT64) is": "integers without sign of 16 bits or more: torch has no arithmetic of them",
+    r"element type (UINT16|UINT32|UINT64) is": "unsigned integers of 16 bits or more: torch does not add them",
     r"element type (U?INT[24]|FLOAT4\w+|FLOAT8\w+) is": "packed integers and floats of 8 bits or less",
     r"element type STRING is|TfIdf|StringNorm|texts": "texts",
     r"operands that are no tensors": "elements that onnx itself does not convert to arrays",
@@ -50,7 +50,7 @@ REASONS = {
     r"opset 1 is": "opsets before 7: their broadcasting is another one",
     r"opset \d+ is not supported with": "graphs inside nodes of opsets before 13, which onnx does not convert",
     r"depends on data|of unknown size|op (NonMaxSuppression|Unique) ": "shapes that depend on data",
-    r"op (RandomUniformLike|RandomNormalLike|Bernoulli) |Dropout: only": "random numbers that are a result of the model",
+    r"op (RandomUniformLike|RandomNormalLike|Bernoulli) |Dropout: only": "random numbers that are results",
     r"op ImageDecoder ": "pictures in files",
 }
 """For each kind of refusal why it stays: a pattern of the message, without the names of nodes."""
@@ -89,7 +89,7 @@ def cases_of(module: str) -> list[Any]:
 
 
 def constant_operands(graph: onnx.GraphProto) -> set[str]:
-    """The inputs that are no data: integers, truth values and single numbers, but of the first input single numbers only
+    """The inputs that are no data: integers, truth values and single numbers; of the first input single numbers only
     (how often a loop runs, where a range begins), and what the ops in FIRST begin with."""
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     found = {name for n in graph.node if n.op_type == "Resize" for name in n.input[1:]}

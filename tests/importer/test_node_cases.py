@@ -1,4 +1,4 @@
-"""The cases of ONNX's backend test: those that have passed pass, and all others are refused in one line, for a reason."""
+"""The cases of ONNX's backend test: those that are listed pass, all others are refused in one line, for a reason."""
 
 from __future__ import annotations
 

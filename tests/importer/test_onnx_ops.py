@@ -69,6 +69,14 @@ def quantized(*sizes: int) -> tuple[Any, ...]:
     return a, *numbers[0], b, *numbers[1], *numbers[2]
 
 
+def recurrent(kind: str, size: int, hidden: int, ways: int, lengths: list[int] | None = None) -> tuple[Any, ...]:
+    """The operands of a recurrent op but the first, for a batch of 3 or of 2 with one direction of fewer inputs."""
+    gates, batch = {"RNN": 1, "GRU": 3, "LSTM": 4}[kind], 3 if size == 4 else 2
+    states = [x(ways, batch, hidden) for _ in range(2 if kind == "LSTM" else 1)]
+    weights = w(ways, gates * hidden, size), w(ways, gates * hidden, hidden), w(ways, 2 * gates * hidden)
+    return (*weights, None if lengths is None else np.array(lengths, np.int32), *states)
+
+
 SIDES = ("LEFT", "RIGHT")
 ENDS = np.array([1, np.nan, np.inf, -np.inf], np.float32)
 S = Sample
@@ -255,6 +263,58 @@ SAMPLES = [
     *[S("Pad", (x(4, 3), [1, 2, 3, 0]), {"mode": k}) for k in ("edge", "reflect", "wrap")],
     S("Pad", (x(4, 3), [2, -1], None, [0]), {"mode": "edge"}),
     S("Pad", (x(4, 3), [1, 2, 3, 0], x(1)[0] + np.zeros((), np.float32))),
+    # products
+    *[
+        S("Einsum", tuple(w(*s) if k else x(*s) for k, s in enumerate(shapes)), {"equation": text})
+        for text, shapes in (
+            ("ij->ji", [(2, 3)]),
+            ("ij->i", [(2, 3)]),
+            ("...ii->...i", [(2, 3, 3)]),
+            ("ii", [(3, 3)]),
+            ("bij,bjk->bik", [(2, 3, 4), (2, 4, 5)]),
+            ("bhqd,bkhd->bhqk", [(2, 3, 4, 5), (2, 6, 3, 5)]),
+            ("i,j->ij", [(2,), (3,)]),
+            ("ij,jk,kl", [(2, 3), (3, 4), (4, 5)]),
+            ("...i,ij...->j...", [(2, 3), (3, 4, 2)]),
+            ("bn,anm,bm->ba", [(2, 3), (4, 3, 5), (2, 5)]),
+            ("ab,ab,ab->", [(2, 3)] * 3),
+        )
+    ],
+    S("CumProd", (x(2, 3, 4), 1), {"exclusive": 1}, opset=26, reference=True),
+    S("CumProd", (x(2, 3, 4), -1), {"reverse": 1}, opset=26, reference=True),
+    *[S("LRN", (x(2, 5, 3, 4),), {"size": k, "alpha": 0.5, "beta": 0.6, "bias": 2.0}) for k in (3, 5)],
+    S("Compress", (x(3, 4), Weight(np.array([True, False, True]))), {"axis": 0}),
+    S("Compress", (x(3, 4), Weight(np.array([True, False, True, False, True])))),
+    S("Range", (0, 7, 2)),
+    S("Range", (np.float32(1), np.float32(-1), np.float32(-0.3))),
+    # recurrent
+    *[
+        S(kind, (x(5, 3, 4), *recurrent(kind, 4, 6, 2)), {"hidden_size": 6, "direction": "bidirectional"}, outputs)
+        for kind, outputs in (("RNN", 2), ("GRU", 2), ("LSTM", 3))
+    ],
+    *[
+        S(kind, (x(5, 3, 4), *recurrent(kind, 4, 6, 1, lengths=[5, 2, 3])), {"hidden_size": 6, "direction": way}, 2)
+        for kind in ("RNN", "GRU", "LSTM")
+        for way in ("forward", "reverse")
+    ],
+    S(
+        "GRU",
+        (x(1, 2, 3), *recurrent("GRU", 3, 4, 1)[:2]),
+        {"hidden_size": 4, "linear_before_reset": 1, "clip": 0.5},
+        2,
+    ),
+    S("LSTM", (x(2, 2, 3), *recurrent("LSTM", 3, 4, 1), w(1, 12)), {"hidden_size": 4, "input_forget": 1}, 3),
+    S(
+        "LSTM",
+        (x(2, 2, 3), *recurrent("LSTM", 3, 4, 1)[:2]),
+        {"hidden_size": 4, "activations": ["Relu", "Tanh", "Sigmoid"]},
+        3,
+    ),
+    # results beside the first
+    S("LayerNormalization", (x(2, 3, 4), w(4), w(4)), {"axis": -1}, 3, reference=True),
+    S("Dropout", (x(3, 4),), {}, 2),
+    S("SoftmaxCrossEntropyLoss", (x(5, 4, 3), ints(4, 5, 3), w(4)), {"ignore_index": 2}, 2),
+    S("SpaceToDepth", (x(2, 2, 4, 6),), {"blocksize": 2, "mode": "CRD"}, opset=28, reference=True),
     # integers
     *[S(f"Bitwise{k}", (ints(99, 3, 4), ints(99, 4))) for k in ("And", "Or", "Xor")],
     S("BitwiseNot", (ints(99, 3, 4).astype(np.int16),)),
