@@ -120,9 +120,7 @@ def _converted(model: onnx.ModelProto, path: Path, opset: int) -> onnx.ModelProt
     """The model in opset 13. onnx converts neither graphs inside nodes nor external data, which stays as it is."""
     hint = f"export with opset {CONVERTED_TO} or later"
     if inner := [n.op_type for n in model.graph.node if any(a.HasField("g") or a.graphs for a in n.attribute)]:
-        raise ModelError(
-            f"{path}: opset {opset} is not supported with {inner[0]}", f"export with {CONVERTED_TO} or later"
-        )
+        raise ModelError(f"{path}: opset {opset} is not supported with {inner[0]}", hint)
     if any(n.op_type == "Hardmax" for n in model.graph.node):
         raise ModelError(f"{path}: opset {opset} is not supported with Hardmax, which merges dims there", hint)
     stored = {t.name: t for t in model.graph.initializer}

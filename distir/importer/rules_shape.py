@@ -35,8 +35,8 @@ def _gather(n: Node) -> Result:
 
 @rule("GatherND")
 def _gather_nd(n: Node) -> Result:
-    """By indices known at import, as rows of a table. A first dim that is indexed in order is not merged with others, as
-    it may be the batch dim, to be split."""
+    """By indices known at import, as rows of a table. A first dim that is indexed in order is not merged with others: it
+    may be the batch dim, to be split."""
     batch = n.attr("batch_dims", 0)
     parts = n.scope.joined.get(n.proto.input[1], [n.proto.input[1]])
     if batch or not all(part in n.scope.known for part in parts):

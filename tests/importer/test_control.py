@@ -28,8 +28,8 @@ def graph(
     outputs: dict[str, int],
     stored: dict[str, Any] | None = None,
 ) -> onnx.GraphProto:
-    """A graph inside a node; its inputs and outputs have types, but no shapes."""
-    rows = [[info(k, None, dtype) for k, dtype in row.items()] for row in (inputs, outputs)]
+    """A graph inside a node; its floating inputs and outputs have no shapes."""
+    rows = [[info(k, None if dtype == FLOAT else [], dtype) for k, dtype in row.items()] for row in (inputs, outputs)]
     return helper.make_graph(
         nodes, "g", *rows, [numpy_helper.from_array(np.asarray(v), k) for k, v in (stored or {}).items()]
     )
