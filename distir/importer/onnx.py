@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -44,6 +45,7 @@ from distir.ops.rules import tensor
 
 __all__ = ["import_from_onnx", "parse_tensor_from_file"]
 
+T = TypeVar("T")
 OLDEST_OPSET = 7
 CONVERTED_TO = 13
 """Models of an older opset are converted to this one."""
@@ -234,7 +236,8 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
     if rule is None and known:
         raise node.error("is not computed at import: its result is too large, or of unknown size")
     if proto.op_type in EXPANSIONS and proto.domain in ("", "ai.onnx"):
-        for part in EXPANSIONS[proto.op_type](node):
+        steps = EXPANSIONS[proto.op_type](node)
+        while (part := _guarded(node, lambda: next(steps, None))) is not None:
             _import_node(scope, part, opset, {})
         return
     if rule is None and not _import_definition(node):
@@ -243,17 +246,22 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
     if rule is None:
         return
     first = len(scope.maker.ops)
+    result = _guarded(node, lambda: rule(node))
+    if result is None:
+        _import_definition(node)
+    else:
+        _guarded(node, lambda: node.finish(_results(result), first))
+
+
+def _guarded(node: Node, step: Callable[[], T]) -> T:
+    """What `step` gives. Raises ModelError, which names the node, where its attributes or operands do not fit."""
     try:
-        result = rule(node)
-        if result is None:
-            _import_definition(node)
-        else:
-            node.finish(_results(result), first)
+        return step()
     except ModelError as e:
-        if e.message.startswith(str(scope.path)):
+        if e.message.startswith(str(node.scope.path)):
             raise
         raise node.error(e.message, e.hint) from e
-    except (AttributeError, IndexError, TypeError, ValueError) as e:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         raise node.error(f"its attributes or operands are malformed: {type(e).__name__}: {e}") from e
 
 

@@ -35,8 +35,8 @@ def _gather(n: Node) -> Result:
 
 @rule("GatherND")
 def _gather_nd(n: Node) -> Result:
-    """By indices known at import, as rows of a table. A first dim that is indexed in order is not merged with others: it
-    may be the batch dim, to be split."""
+    """By indices known at import, as rows of a table. A first dim that is indexed in order is not merged with others,
+    as it may be the batch dim, to be split."""
     batch = n.attr("batch_dims", 0)
     parts = n.scope.joined.get(n.proto.input[1], [n.proto.input[1]])
     if batch or not all(part in n.scope.known for part in parts):
@@ -184,6 +184,8 @@ def _split(n: Node) -> Sequence[Result]:
 def _split_to_sequence(n: Node) -> Sequence[Result]:
     """The sizes of the parts are given, or one size for all but the last, which has the remainder."""
     n.attr("keepdims")  # without meaning if sizes are given
+    if not n.has(1):
+        raise n.error("into parts without sizes is not supported")
     axis, split = n.axis(0), n.numbers(1, "the sizes")
     size, each, one = n.shape()[axis], int(split[0]), n.known(1, "the sizes").ndim == 0
     if one and (each < 1 or size // each > NUMBERS):

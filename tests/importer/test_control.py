@@ -30,8 +30,9 @@ def graph(
 ) -> onnx.GraphProto:
     """A graph inside a node; its floating inputs and outputs have no shapes."""
     rows = [[info(k, None if dtype == FLOAT else [], dtype) for k, dtype in row.items()] for row in (inputs, outputs)]
+    ins, outs = rows
     return helper.make_graph(
-        nodes, "g", *rows, [numpy_helper.from_array(np.asarray(v), k) for k, v in (stored or {}).items()]
+        nodes, "g", ins, outs, [numpy_helper.from_array(np.asarray(v), k) for k, v in (stored or {}).items()]
     )
 
 
@@ -49,7 +50,7 @@ def test_if(rank: int, tmp_path: Path) -> None:
         "else_branch": graph([node("Neg", "x", "t"), node("Add", "t shared", "r")], {}, {"r": FLOAT}),
     }
     nodes = [node("Shape", "x", "s"), node("Size", "s", "rank"), node("Equal", "rank three", "c")]
-    nodes += [node("If", "c", f"y{k}", **branches) for k in range(2)]
+    nodes += [node("If", "c", f"y{k}", "", **branches) for k in range(2)]
     nodes.append(node("Add", "y0 y1", "y"))
     inputs = {"x": x(*range(2, 2 + rank))}
     check(model(nodes, inputs, ["y"], {"three": np.array(3), "shared": x(1)}), inputs, tmp_path)
@@ -86,7 +87,7 @@ def test_scan(back: int, tmp_path: Path) -> None:
         {"s": FLOAT, "a": FLOAT, "b": FLOAT},
         {"t": FLOAT, "each": FLOAT},
     )
-    how = {"scan_input_axes": [1, 0], "scan_output_axes": [1], "scan_output_directions": [back]}
+    how: dict[str, Any] = {"scan_input_axes": [1, 0], "scan_output_axes": [1], "scan_output_directions": [back]}
     scan = node("Scan", "s a b", "y z", body=body, num_scan_inputs=2, scan_input_directions=[0, back], **how)
     inputs = {"s": x(2), "a": x(2, 4), "b": x(4, 2)}
     check(model([scan], inputs, ["y", "z"]), inputs, tmp_path)
@@ -99,7 +100,7 @@ def test_nested(tmp_path: Path) -> None:
         "else_branch": graph([node("Mul", "v x", "r")], {}, {"r": FLOAT}),
     }
     body = graph(
-        [node("Less", "i one", "c"), node("If", "c", "w", **branches), node("Identity", "go", "on")],
+        [node("Less", "i one", "c"), node("If", "c", "w", "", **branches), node("Identity", "go", "on")],
         {"i": INT64, "go": BOOL, "v": FLOAT},
         {"on": BOOL, "w": FLOAT},
         {"one": np.array(1)},
