@@ -17,7 +17,7 @@ from distir.importer.node import Node
 from distir.importer.tensor_proto import reader
 from distir.ops.rules import shape_of
 
-MOST = 1 << 18
+MOST = 1 << 15
 """The most nodes that the loops of a model may expand to."""
 
 Rename = Callable[[str], str]
@@ -105,7 +105,8 @@ def _stacked(node: Node, parts: Sequence[str], axis: int, to: str) -> Iterator[o
 
 
 def _loop(node: Node) -> Iterator[onnx.NodeProto]:
-    """Iterations are counted: by the operand, or by conditions known at import."""
+    """Iterations are counted: by the operand, or by conditions known at import. As in onnxruntime, the body's condition
+    counts even where none is given for the first."""
     graph, scope, proto = node.attr("body"), node.scope, node.proto
     most = int(node.numbers(0, "the number of iterations")[0]) if node.has(0) else MOST
     condition = proto.input[1] if node.has(1) else None
@@ -113,6 +114,8 @@ def _loop(node: Node) -> Iterator[onnx.NodeProto]:
     if len(graph.input) != count + 2 or len(graph.output) != len(proto.output) + 1:
         raise node.error(f"its body has {len(graph.input)} inputs and {len(graph.output)} outputs: they do not fit")
     rows: list[list[str]] = [[] for _ in proto.output[count:]]
+    if condition is None:
+        _counted(node, graph, most)
     i = 0
     while i < most and (condition is None or _flag(node, condition)):
         _counted(node, graph, i + 1)

@@ -68,6 +68,7 @@ def test_loop(tmp_path: Path) -> None:
         {"i": INT64, "go": BOOL, "v": FLOAT},
         {"on": BOOL, "w": FLOAT, "each": FLOAT},
     )
+    body.node[3].CopyFrom(node("Not", "go", "on"))  # ends it after the first
     until = graph(
         [node("Add", "v v", "w"), node("Add", "n one", "m"), node("Less", "m most", "on")],
         {"i": INT64, "go": BOOL, "v": FLOAT, "n": INT64},
