@@ -201,7 +201,7 @@ class TorchNamespace:
 
     def argsort(self, x: torch.Tensor, axis: int) -> torch.Tensor:
         """Of equal elements the first comes first."""
-        return torch.argsort(x, axis, stable=True)
+        return torch.argsort(x, dim=axis, stable=True)
 
     def cumsum(self, x: torch.Tensor, axis: int = 0) -> torch.Tensor:
         return torch.cumsum(x, axis, dtype=x.dtype)
