@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx
 from onnx import helper, inliner
 
-from distir.importer.node import Node
+from distir.importer.control import renamed
+from distir.importer.node import Node, Scope
 from distir.importer.tensor_proto import DTYPES
 from distir.ir.errors import ModelError
 from distir.ops.rules import shape_of, tensor
@@ -52,7 +53,7 @@ def inlined(model: onnx.ModelProto, path: object) -> onnx.ModelProto:
     try:
         model = inliner.inline_local_functions(model)
     except Exception as e:  # the inliner raises all kinds
-        raise ModelError(f"{path}: its functions cannot be inlined{_first_line(e)}") from e
+        raise ModelError(f"{path}: its functions cannot be inlined{first_line(e)}") from e
     if model.functions:
         raise ModelError(f"{path}: its function {model.functions[0].name} cannot be inlined: it calls itself?")
     return model
@@ -95,42 +96,71 @@ def _all(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
                 yield from _all(graph.node)
 
 
-def definition(node: Node) -> list[onnx.NodeProto] | None:
-    """The nodes by which the standard defines an op, for operands of these types; None if it does not."""
+def definition(node: Node) -> tuple[list[onnx.NodeProto], int] | None:
+    """The nodes by which the standard defines an op, for operands of these types, and their opset; None if it does
+    not."""
     proto, scope = node.proto, node.scope
     if proto.domain not in ("", "ai.onnx") or not onnx.defs.has(proto.op_type):
         return None
-    inputs: list[onnx.ValueInfoProto] = []
-    for name in dict.fromkeys(n for n in proto.input if n):
-        if name in scope.known and name not in scope.values and name not in scope.stored:
-            array = scope.known[name]()
-            inputs.append(
-                helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-            )
-        else:
-            value = scope.value(name)
-            inputs.append(helper.make_tensor_value_info(name, _CODES[tensor(value).dtype], shape_of(value)))
-    outputs = [onnx.ValueInfoProto(name=name) for name in proto.output if name]
-    graph = helper.make_graph([_with_defaults(proto, node.opset)], "definition", inputs, outputs)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", node.opset)])
-    try:
-        model = inliner.inline_selected_functions(model, [("", proto.op_type)], inline_schema_functions=True)
-    except Exception as e:  # the inliner raises all kinds
-        left_out = [k for k, name in enumerate(proto.input) if not name]  # which onnx's inliner does not handle
-        without = f" where operand {left_out[0]} is left out" if left_out else ""
-        raise node.error(f"its definition cannot be inlined{without}{_first_line(e)}") from e
-    nodes = list(model.graph.node)
-    if any(n.op_type == proto.op_type for n in nodes):
+    schema: Any = onnx.defs.get_schema(proto.op_type, node.opset)  # the stubs lack its functions
+    versions = schema.context_dependent_function_opset_versions or schema.function_opset_versions
+    if not versions or any(name in scope.sequences for name in proto.input):
         return None
-    boundary = {*proto.input, *proto.output}
+    given = _with_defaults(proto, node.opset)
+    body, version = onnx.FunctionProto(), max([v for v in versions if v <= node.opset], default=min(versions))
+    try:
+        if schema.has_context_dependent_function:
+            types = [_type(scope, name).SerializeToString() for name in proto.input]
+            text = schema.get_context_dependent_function_with_opset_version(version, given.SerializeToString(), types)
+        else:
+            text = schema.get_function_with_opset_version(version)
+        body.ParseFromString(text)
+    except Exception as e:  # onnx raises all kinds
+        raise node.error(f"its definition cannot be inlined{first_line(e)}") from e
+    if not body.node or any(n.op_type == proto.op_type for n in body.node):
+        return None
+    names = dict(zip(body.input, [*proto.input, *[""] * len(body.input)], strict=False))
+    names |= {name: to for name, to in zip(body.output, proto.output, strict=False) if to}
+    nodes = _with_attributes(body.node, {a.name: a for a in given.attribute})
+    nodes = renamed(nodes, lambda name: names.get(name, f"{proto.output[0]}/{name}"))
     for n in nodes:
-        for names in (n.input, n.output):
-            names[:] = [name if name in boundary else f"{proto.output[0]}/{name}" for name in names]
         n.name = proto.name
-    return nodes
+    return nodes, next((o.version for o in body.opset_import if not o.domain), version)
 
 
-def _first_line(e: Exception) -> str:
+def _type(scope: Scope, name: str) -> onnx.TypeProto:
+    """The type of an operand; an empty one if it is left out."""
+    if not name:
+        return onnx.TypeProto()
+    if name in scope.known and name not in scope.values and name not in scope.stored:
+        array = scope.known[name]()
+        return helper.make_tensor_type_proto(helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+    value = scope.value(name)
+    return helper.make_tensor_type_proto(_CODES[tensor(value).dtype], shape_of(value))
+
+
+def _with_attributes(nodes: Iterable[onnx.NodeProto], given: Mapping[str, onnx.AttributeProto]) -> list[onnx.NodeProto]:
+    """Copies of a function's nodes in which its attributes stand in place of the references to them."""
+    result: list[onnx.NodeProto] = []
+    for node in nodes:
+        new = onnx.NodeProto()
+        new.CopyFrom(node)
+        del new.attribute[:]
+        for a in node.attribute:
+            if not a.ref_attr_name:
+                new.attribute.append(a)
+                if a.HasField("g"):
+                    inner = _with_attributes(a.g.node, given)
+                    del new.attribute[-1].g.node[:]
+                    new.attribute[-1].g.node.extend(inner)
+            elif a.ref_attr_name in given:
+                new.attribute.append(given[a.ref_attr_name])
+                new.attribute[-1].name = a.name
+        result.append(new)
+    return result
+
+
+def first_line(e: Exception) -> str:
     """The first line of onnx's message, unless it refers to onnx's source."""
     lines = str(e).strip().splitlines()
     return f": {lines[0]}" if lines and not _SOURCE.search(lines[0]) else ""

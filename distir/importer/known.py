@@ -104,7 +104,7 @@ def foldable(scope: Scope, proto: onnx.NodeProto) -> bool:
     """Whether a node can be evaluated at import: all its operands are known and small enough."""
     if not proto.input or proto.op_type in NOT_PURE:
         return False
-    if proto.op_type == "ConstantOfShape" or (
+    if proto.op_type in ("ConstantOfShape", "Range") or (
         proto.op_type == "GatherND" and not any(a.name == "batch_dims" and a.i for a in proto.attribute)
     ):
         return False  # their rules do it

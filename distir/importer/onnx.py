@@ -13,14 +13,26 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import onnx
+from onnx import helper, shape_inference, version_converter
 
-from distir.importer import rules_math, rules_shape, rules_windows  # noqa: F401  (they fill the table)
-from distir.importer.functions import definition, inlined
+from distir.importer import (  # noqa: F401  (they fill the table)
+    rules_index,
+    rules_integer,
+    rules_math,
+    rules_products,
+    rules_recurrent,
+    rules_resize,
+    rules_shape,
+    rules_windows,
+)
+from distir.importer.control import EXPANSIONS
+from distir.importer.functions import definition, first_line, inlined
 from distir.importer.known import attributes_of, fold, foldable
 from distir.importer.marks import lost, not_trained
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
@@ -33,11 +45,16 @@ from distir.ops.rules import tensor
 
 __all__ = ["import_from_onnx", "parse_tensor_from_file"]
 
-OLDEST_OPSET = 13
+T = TypeVar("T")
+OLDEST_OPSET = 7
+CONVERTED_TO = 13
+"""Models of an older opset are converted to this one."""
 _LOST = (
     "{} of the module's parameters, such as {}, are not in the file. Unless they are tied to others, torch's exporter "
     "has merged what was equal and dropped what was zero: torch.onnx.export(..., optimize=False) does not"
 )
+_RESIZE_10 = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+"""What Resize means up to opset 10."""
 STATISTICS = {"BatchNormalization": (3, 4)}
 """Operands that are statistics, not trained."""
 
@@ -98,7 +115,30 @@ def load(path: Path) -> onnx.ModelProto:
     model = inlined(model, path)
     if model.graph.sparse_initializer:
         raise ModelError(f"{path}: sparse initializers are not supported")
-    return model
+    return model if opset >= CONVERTED_TO else _converted(model, path, opset)
+
+
+def _converted(model: onnx.ModelProto, path: Path, opset: int) -> onnx.ModelProto:
+    """The model in opset 13. onnx converts neither graphs inside nodes nor external data, which stays as it is."""
+    hint = f"export with opset {CONVERTED_TO} or later"
+    if inner := [n.op_type for n in model.graph.node if any(a.HasField("g") or a.graphs for a in n.attribute)]:
+        raise ModelError(f"{path}: opset {opset} is not supported with {inner[0]}", hint)
+    if any(n.op_type == "Hardmax" for n in model.graph.node):
+        raise ModelError(f"{path}: opset {opset} is not supported with Hardmax, which merges dims there", hint)
+    stored = {t.name: t for t in model.graph.initializer}
+    try:
+        result = version_converter.convert_version(shape_inference.infer_shapes(model), CONVERTED_TO)
+    except Exception as e:  # onnx raises all kinds
+        raise ModelError(f"{path}: opset {opset} cannot be converted to {CONVERTED_TO}{first_line(e)}", hint) from e
+    for t in result.graph.initializer:
+        if t.name in stored:
+            t.CopyFrom(stored[t.name])
+    for node in result.graph.node if opset <= 10 else ():
+        if node.op_type == "Resize":  # onnx gives it the positions of later opsets
+            kept = [a for a in node.attribute if a.name == "mode"]
+            del node.attribute[:]
+            node.attribute.extend([*kept, *[helper.make_attribute(k, v) for k, v in _RESIZE_10.items()]])
+    return result
 
 
 def _check_text(graph: onnx.GraphProto, path: Path) -> None:
@@ -195,23 +235,45 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
     rule = RULES.get(proto.op_type) if proto.domain in ("", "ai.onnx") else None
     if rule is None and known:
         raise node.error("is not computed at import: its result is too large, or of unknown size")
-    if rule is None and (nodes := definition(node)) is not None:
-        for part in nodes:
+    if proto.op_type in EXPANSIONS and proto.domain in ("", "ai.onnx"):
+        steps = EXPANSIONS[proto.op_type](node)
+        while (part := _guarded(node, lambda: next(steps, None))) is not None:
             _import_node(scope, part, opset, {})
         return
-    if rule is None:
+    if rule is None and not _import_definition(node):
         domain = f" of domain {proto.domain}" if proto.domain else ""
         raise node.error(f"op {proto.op_type}{domain} is not supported", f"supported: {', '.join(sorted(RULES))}")
+    if rule is None:
+        return
     first = len(scope.maker.ops)
+    result = _guarded(node, lambda: rule(node))
+    if result is None:
+        _import_definition(node)
+    else:
+        _guarded(node, lambda: node.finish(_results(result), first))
+
+
+def _guarded(node: Node, step: Callable[[], T]) -> T:
+    """What `step` gives. Raises ModelError, which names the node, where its attributes or operands do not fit."""
     try:
-        result = rule(node)
-        node.finish(_results(result), first)
+        return step()
     except ModelError as e:
-        if e.message.startswith(str(scope.path)):
+        if e.message.startswith(str(node.scope.path)):
             raise
         raise node.error(e.message, e.hint) from e
-    except (AttributeError, IndexError, TypeError, ValueError) as e:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         raise node.error(f"its attributes or operands are malformed: {type(e).__name__}: {e}") from e
+
+
+def _import_definition(node: Node) -> bool:
+    """Import the nodes that define a node; False if the standard has no definition."""
+    defined = definition(node)
+    if defined is None:
+        return False
+    nodes, opset = defined
+    for part in nodes:
+        _import_node(node.scope, part, opset, {})
+    return True
 
 
 def _results(result: Result | Iterable[Result]) -> list[Result]:

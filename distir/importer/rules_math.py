@@ -12,12 +12,14 @@ from distir.importer.node import Node, Result, collapsed
 from distir.importer.registry import rule
 from distir.importer.tensor_proto import dtype_of
 from distir.ir.function import Value
-from distir.ops.rules import shape_of, tensor
+from distir.ops.rules import shape_of, statistic, tensor
 
 
 @rule("Abs", "Add", "And", "Ceil", "Cos", "Equal", "Erf", "Exp", "Floor", "Greater", "GreaterOrEqual", "Less")
-@rule("LessOrEqual", "Log", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid")
-@rule("Sign", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Where", "Xor")
+@rule("LessOrEqual", "Log", "Mul", "Neg", "Not", "Or", "Reciprocal", "Relu", "Round", "Sigmoid")
+@rule(
+    "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Sign", "Sin", "Softplus", "Sqrt", "Sub", "Tanh", "Where", "Xor"
+)
 def _same(n: Node) -> Result:
     """Becomes the op of the same name, without attributes."""
     return n.emit(n.proto.op_type, *n.operands())
@@ -35,26 +37,18 @@ def _matmul(n: Node) -> Result:
     return n.dropped(y, (*[rank - 2] * first, *[rank - 1] * second))
 
 
-@rule("Div")
-def _div(n: Node) -> Result:
-    """ONNX truncates integer quotients; distir's Div does not."""
-    if not tensor(n.operand(0)).dtype.floating:
-        raise n.error("a division of integers that depend on data is not supported")
-    return n.emit("Div", *n.operands())
-
-
 @rule("Identity")
 def _identity(n: Node) -> Result:
     return n.operand(0)
 
 
 @rule("Dropout")
-def _dropout(n: Node) -> Result:
+def _dropout(n: Node) -> Result | Sequence[Result]:
     """The identity if the model was exported for inference; in training mode the op that training makes random."""
     n.attr("seed")
-    if not (n.has(2) and bool(n.numbers(2, "training_mode").any())):
-        return n.operand(0)
     ratio = float(n.numbers(1, "ratio")[0]) if n.has(1) else 0.5
+    if ratio == 0 or not (n.has(2) and bool(n.numbers(2, "training_mode").any())):
+        return [n.operand(0), np.broadcast_to(np.array(True), n.shape())]  # all are kept
     if not 0 <= ratio < 1:
         raise n.error(f"ratio {ratio:g} is not in [0, 1)")
     return n.emit("Dropout", n.operand(0), ratio=ratio)
@@ -148,10 +142,16 @@ def _softmax(n: Node) -> Result:
 
 
 @rule("LayerNormalization")
-def _layer_norm(n: Node) -> Result:
+def _layer_norm(n: Node) -> Result | Sequence[Result]:
     n.attr("stash_type")  # the precision of the statistics: an implementation's choice
-    axis, epsilon = n.axis(-1), n.attr("epsilon", 1e-5)
-    return n.emit("LayerNormalization", *n.operands(), axis=axis, epsilon=epsilon)
+    axis, epsilon, x = n.axis(-1), n.attr("epsilon", 1e-5), n.operand(0)
+    y = n.emit("LayerNormalization", *n.operands(), axis=axis, epsilon=epsilon)
+    if not any(n.proto.output[1:]):
+        return y
+    wide = x if tensor(x).dtype is statistic(tensor(x).dtype) else n.emit("Cast", x, to=statistic(tensor(x).dtype))
+    mean, variance = _moments(n, wide, tuple(range(axis, len(n.shape()))))
+    deviation = n.emit("Sqrt", n.emit("Add", variance, n.constant(epsilon, variance)))
+    return [y, mean, n.emit("Reciprocal", deviation)]
 
 
 @rule("RMSNormalization")
@@ -294,10 +294,11 @@ def _lp_norm(n: Node) -> Result:
 
 
 @rule("SoftmaxCrossEntropyLoss")
-def _cross_entropy(n: Node) -> Result:
-    """ONNX has the classes in dim 1, distir has them last."""
-    if n.has(2):
-        raise n.error("weights of classes are not supported")
+def _cross_entropy(n: Node) -> Result | None:
+    """ONNX has the classes in dim 1, distir has them last. With weights of classes, or if the logarithms are results,
+    it is what the standard defines it by."""
+    if n.has(2) or any(n.proto.output[1:]):
+        return None
     x, rank = n.operand(0), len(n.shape())
     if rank > 2:
         x = n.emit("Transpose", x, perm=(0, *range(2, rank), 1))

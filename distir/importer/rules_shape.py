@@ -9,6 +9,7 @@ import numpy as np
 
 from distir.importer.node import NUMBERS, Node, Result, collapsed
 from distir.importer.registry import rule
+from distir.importer.rules_index import gathered
 from distir.importer.tensor_proto import dtype_of
 from distir.ir.type import Int64
 from distir.ops.rules import shape_of, tensor
@@ -34,9 +35,12 @@ def _gather(n: Node) -> Result:
 
 @rule("GatherND")
 def _gather_nd(n: Node) -> Result:
-    """By indices known at import. A first dim that is indexed in order is not merged with others, as it may be the
-    batch dim, to be split."""
-    n.require("batch_dims", 0, 0)
+    """By indices known at import, as rows of a table. A first dim that is indexed in order is not merged with others,
+    as it may be the batch dim, to be split."""
+    batch = n.attr("batch_dims", 0)
+    parts = n.scope.joined.get(n.proto.input[1], [n.proto.input[1]])
+    if batch or not all(part in n.scope.known for part in parts):
+        return gathered(n, n.operand(0), batch)
     known = n.scope.is_known(n.proto.input[0])
     shape = n.known(0, "the data").shape if known else n.shape()
     index = _coordinates(n, shape)
@@ -180,6 +184,8 @@ def _split(n: Node) -> Sequence[Result]:
 def _split_to_sequence(n: Node) -> Sequence[Result]:
     """The sizes of the parts are given, or one size for all but the last, which has the remainder."""
     n.attr("keepdims")  # without meaning if sizes are given
+    if not n.has(1):
+        raise n.error("into parts without sizes is not supported")
     axis, split = n.axis(0), n.numbers(1, "the sizes")
     size, each, one = n.shape()[axis], int(split[0]), n.known(1, "the sizes").ndim == 0
     if one and (each < 1 or size // each > NUMBERS):
@@ -280,29 +286,6 @@ def _tile(n: Node) -> Result:
     return n.reshape(expanded, tuple(r * s for r, s in zip(repeats, shape, strict=True)))
 
 
-@rule("Pad")
-def _pad(n: Node) -> Result:
-    """Pads dim by dim with a number known at import; a negative pad crops."""
-    n.require("mode", "constant", "constant")
-    x, shape, pads = n.operand(0), n.shape(), n.ints(1, "pads") or ()
-    axes = [n.wrap(a, len(shape)) for a in n.ints(3, "axes") or range(len(shape))]
-    if len(pads) != 2 * len(axes):
-        raise n.error(f"pads {pads} do not fit axes {axes}")
-    number = n.numbers(2, "the number")[0].item() if n.has(2) else 0
-    for axis, before, after in zip(axes, pads[: len(axes)], pads[len(axes) :], strict=True):
-        size = shape_of(x)[axis]
-        if before < 0 or after < 0:
-            start, end = max(-before, 0), size - max(-after, 0)
-            x = n.emit("Slice", x, starts=(start,), ends=(end,), axes=(axis,), steps=(1,))
-        parts = [
-            n.full((*shape_of(x)[:axis], k, *shape_of(x)[axis + 1 :]), number, x) for k in (before, after) if k > 0
-        ]
-        if parts:
-            row = [*parts[: before > 0], x, *parts[before > 0 :]]
-            x = n.emit("Concat", *row, axis=axis)
-    return x
-
-
 @rule("DepthToSpace")
 def _depth_to_space(n: Node) -> Result:
     """(b, c, h, w) -> (b, c / k², h·k, w·k): two of a channel's sub-dimensions, in the mode's order, refine h and w."""
@@ -317,9 +300,11 @@ def _depth_to_space(n: Node) -> Result:
 
 @rule("SpaceToDepth")
 def _space_to_depth(n: Node) -> Result:
+    n.require("mode", "DCR", "DCR", "CRD")
     (b, c, h, w), k = n.shape(), n.attr("blocksize")
     apart = n.reshape(n.operand(0), (b, c, h // k, k, w // k, k))
-    return n.reshape(n.emit("Transpose", apart, perm=(0, 3, 5, 1, 2, 4)), (b, c * k * k, h // k, w // k))
+    perm = (0, 3, 5, 1, 2, 4) if n.attr("mode", "DCR") == "DCR" else (0, 1, 3, 5, 2, 4)
+    return n.reshape(n.emit("Transpose", apart, perm=perm), (b, c * k * k, h // k, w // k))
 
 
 @rule("OneHot")
@@ -331,6 +316,10 @@ def _one_hot(n: Node) -> Result:
     index = n.emit("Cast", n.reshape(n.operand(0), (*n.shape()[:axis], 1, *n.shape()[axis:])), to=Int64)
     column = np.arange(*n.room(depth)).reshape(-1, *[1] * (rank - axis))
     hit = n.emit("Or", *(n.emit("Equal", index, n.array("columns", column - d)) for d in (0, depth)))
-    off, on = n.known(2, "the values")
-    like = n.array("off", np.asarray(off))
-    return n.emit("Where", hit, n.array("on", np.asarray(on)), like)
+    if n.proto.input[2] in n.scope.known:
+        off, on = [
+            n.array(name, np.asarray(x)) for name, x in zip(("off", "on"), n.known(2, "the values"), strict=True)
+        ]
+    else:
+        off, on = [n.reshape(v, ()) for v in n.emit("Split", n.operand(2), axis=0, parts=2)]
+    return n.emit("Where", hit, on, off)

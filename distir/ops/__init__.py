@@ -1,6 +1,7 @@
 """All ops. Importing this registers them; it loads neither numpy nor torch."""
 
 from distir.ops import (
+    along,
     attention,
     collectives,
     comm,
@@ -8,6 +9,7 @@ from distir.ops import (
     dropout,
     elementwise,
     index,
+    integer,
     linear,
     loss,
     nn,
@@ -21,6 +23,7 @@ from distir.ops import (
 )
 
 __all__ = [
+    "along",
     "attention",
     "collectives",
     "comm",
@@ -28,6 +31,7 @@ __all__ = [
     "dropout",
     "elementwise",
     "index",
+    "integer",
     "linear",
     "loss",
     "nn",

@@ -60,7 +60,7 @@ def index_dtype(attrs: Attrs, table: DType, index: DType) -> list[DType]:
     return [table]
 
 
-def _here(xp: Any, index: Any, count: int, start: int, rows: int) -> tuple[Any, Any]:
+def local_index(xp: Any, index: Any, count: int, start: int, rows: int) -> tuple[Any, Any]:
     """For each index its row among the local ones (`start` is the first), 0 for others; and whether it is local."""
     index = xp.cast(index, Int64)  # smaller integers may not hold the sum
     row = xp.where(index < 0, index + count, index) - start
@@ -71,7 +71,7 @@ def _here(xp: Any, index: Any, count: int, start: int, rows: int) -> tuple[Any, 
 def _gather(xp: Any, table: Any, index: Any, start: int, whole: bool, count: int, axis: int = 0) -> Any:
     """Rows that are not local are 0 (`whole`: all are local)."""
     table = xp.moveaxis(table, axis, 0)
-    row, here = _here(xp, index, count, start, table.shape[0])
+    row, here = local_index(xp, index, count, start, table.shape[0])
     rows = xp.take(table, row, axis=0)
     rows = xp.where(xp.reshape(here, (*here.shape, *(1,) * (table.ndim - 1))), rows, 0)
     if axis == 0:
@@ -83,7 +83,7 @@ def _gather_grad(xp: Any, d: Any, index: Any, start: int, whole: bool, count: in
     n = index.ndim
     if axis:
         d = xp.moveaxis(d, tuple(range(axis, axis + n)), tuple(range(n)))
-    row, here = _here(xp, xp.reshape(index, (-1,)), count, start, rows)
+    row, here = local_index(xp, xp.reshape(index, (-1,)), count, start, rows)
     flat = xp.reshape(d, (math.prod(index.shape), math.prod(d.shape[n:])))
     flat = xp.where(xp.reshape(here, (-1, 1)), flat, 0)
     table = xp.reshape(xp.scatter_add(rows, row, flat), (rows, *d.shape[n:]))

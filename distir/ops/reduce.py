@@ -90,7 +90,6 @@ op(  # of all operands, which are of one shape
     eval=lambda xp, *xs: functools.reduce(operator.add, xs),
     grad=lambda f, o, d: [d] * len(o.inputs),
 )
-op("ReduceProd", attributes="axes:dims keepdims:flag?", axes=_axes("whole"), precision="wide", eval=_over("prod"))
 
 
 def _extreme_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
@@ -98,10 +97,26 @@ def _extreme_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
     return [f.emit("ReduceMaxGrad", x, _back(f, o, y), _back(f, o, d), axes=o.attributes["axes"])]
 
 
-def _extreme_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
-    names = letters(len(shapes[0]))
-    row = " ".join(names)
-    return f"{row}, {row}, {row} -> {row} | {' '.join(f'{names[i]}:whole' for i in attrs['axes'])}"
+def _extreme_axes(operands: int) -> Callable[[Attrs, Sequence[Shape]], str]:
+    def axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
+        names = letters(len(shapes[0]))
+        row = " ".join(names)
+        return f"{', '.join([row] * operands)} -> {row} | {' '.join(f'{names[i]}:whole' for i in attrs['axes'])}"
+
+    return axes
+
+
+def _others(xp: Any, x: Any, d: Any, axes: tuple[int, ...]) -> Any:
+    """`d` times the product of all elements but each: of those before it and of those after it, so that none is divided
+    by."""
+    perm = (*[i for i in range(x.ndim) if i not in axes], *axes)
+    there = xp.permute_dims(x, perm)
+    flat = xp.reshape(there, (*there.shape[: x.ndim - len(axes)], -1))
+    one = xp.zeros_like(flat[..., :1]) + 1
+    before = xp.cumprod(xp.concat([one, flat[..., :-1]], axis=-1), axis=-1)
+    after = xp.cumprod(xp.concat([one, xp.flip(flat, axis=(-1,))[..., :-1]], axis=-1), axis=-1)
+    others = xp.reshape(before * xp.flip(after, axis=(-1,)), there.shape)
+    return d * xp.permute_dims(others, tuple(sorted(range(x.ndim), key=perm.__getitem__)))
 
 
 def _extreme_slope(xp: Any, x: Any, y: Any, d: Any, axes: tuple[int, ...]) -> Any:
@@ -114,11 +129,26 @@ op("ReduceMin", attributes="axes:dims keepdims:flag?", axes=_axes("whole"), eval
 op(  # of ReduceMax and ReduceMin: equal elements share it
     "ReduceMaxGrad",
     attributes="axes:dims",
-    axes=_extreme_axes,
+    axes=_extreme_axes(3),
     dtype=same,
     linear=[{2}],
     eval=_extreme_slope,
 )
+
+
+def _prod_grad(f: FunctionMaker, o: Op, d: Value) -> list[Value]:
+    return [f.emit("ReduceProdGrad", o.inputs[0], _back(f, o, d), axes=o.attributes["axes"])]
+
+
+op(
+    "ReduceProd",
+    attributes="axes:dims keepdims:flag?",
+    axes=_axes("whole"),
+    precision="wide",
+    eval=_over("prod"),
+    grad=_prod_grad,
+)
+op("ReduceProdGrad", attributes="axes:dims", axes=_extreme_axes(2), dtype=same, linear=[{1}], eval=_others)
 
 
 def _mean_decompose(f: FunctionMaker, o: Op) -> list[Value]:

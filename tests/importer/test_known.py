@@ -44,14 +44,7 @@ REFUSED: dict[str, tuple[list[onnx.NodeProto], dict[str, Any], Sequence[int | st
     "Range": (after(node("Range", "a s o", "e")), RANGE | {"s": MUCH}, (2, 3)),
     "ranges": (after(*[node("Range", "a s o", e) for e in "bcdghijkle"]), RANGE | {"s": 1 << 22}, (2, 3)),
     "OneHot": (after(node("OneHot", "c s v", "e")), {"c": [0, 1], "s": MUCH, "v": [0.0, 1.0]}, (2, 3)),
-    "Resize": (
-        after(node("Resize", "c - - s", "e")),
-        {"c": np.ones((1, 1, 2, 2), np.int32), "s": [1, 1, 1 << 20, 1 << 20]},
-        (2, 3),
-    ),
     "HannWindow": (after(node("HannWindow", "s", "e")), {"s": MUCH}, (2, 3)),
-    "Mod": (after(*OUTER, node("Mod", "i j", "e")), RANGE, (2, 3)),
-    "Einsum": (after(OUTER[0], node("Einsum", "i i", "e", equation="i,j->ij")), RANGE, (2, 3)),
     "EyeLike": ([node("EyeLike", "x", "y")], {}, (1 << 20, 1 << 20)),
     "Trilu": ([node("Trilu", "x", "y")], {}, (1 << 20, 1 << 20)),
     "Split": ([node("Split", "x", "y", num_outputs=1 << 40)], {}, (2, 3)),
@@ -98,7 +91,13 @@ UNFOLDED: dict[str, tuple[list[onnx.NodeProto], dict[str, Any]]] = {
     "Tile": (after(node("Tile", "c s", "e")), {"c": [1, 2], "s": [MUCH]}),
     "Pad": (after(node("Pad", "c s", "e")), {"c": [1, 2], "s": [0, MUCH]}),
     "ConstantOfShape": (after(node("ConstantOfShape", "s", "e")), {"s": [MUCH]}),
+    "Resize": (
+        after(node("Resize", "c - - s", "e")),
+        {"c": np.ones((1, 1, 2, 2), np.int32), "s": [1, 1, 1 << 20, 1 << 20]},
+    ),
     "Less": (after(*OUTER, node("Less", "i j", "e")), RANGE),
+    "Mod": (after(*OUTER, node("Mod", "i j", "e")), RANGE),
+    "Einsum": (after(OUTER[0], node("Einsum", "i i", "e", equation="i,j->ij")), RANGE),
     "MatMul": (after(*OUTER, node("Unsqueeze", "i a", "k"), node("MatMul", "j k", "e")), RANGE),
     "Gather": (after(node("Expand", "c s", "g"), node("Gather", "t g", "e")), {"c": [1], "s": [MUCH], "t": [5, 6]}),
     "CastLike": (

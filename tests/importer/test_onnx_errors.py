@@ -164,8 +164,14 @@ def test_shape_that_depends_on_data(m: Path) -> None:
 
 
 def test_opset(m: Path) -> None:
-    save(m, [node("Relu", "x", "y")], opset=9)
-    refused(m, "opset 9")
+    save(m, [node("Relu", "x", "y")], opset=6)
+    refused(m, "opset 6", "7 to")
+    graphs = {k: helper.make_graph([node("Relu", "x", "y")], k, [], [info("y", [4, 3])]) for k in ("a", "b")}
+    chosen = node("If", "c", "y", then_branch=graphs["a"], else_branch=graphs["b"])
+    save(m, [chosen], initializers=[numpy_helper.from_array(np.array(True), "c")], opset=11)
+    refused(m, "opset 11", "If", "opset 13 or later")
+    save(m, [node("Scatter", "x", "y")], opset=9)
+    refused(m, "opset 9 cannot be converted to 13")
 
 
 def test_constants_that_cannot_be_computed(m: Path) -> None:
@@ -280,14 +286,13 @@ def test_parse_tensor_from_file(tmp_path: Path) -> None:
         parse_tensor_from_file(tmp_path / "none.pb")
 
 
-@pytest.mark.parametrize("operands", ["q k v  pk pv", "q k v  pk"], ids=["past", "past key"])
-def test_a_definition_that_onnx_cannot_inline(operands: str, m: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The message does not quote onnx's source."""
-    names = operands.split(" ")
+def test_a_definition_whose_operands_do_not_fit(m: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A past of keys alone. The message does not quote onnx's source."""
+    names = ["q", "k", "v", "", "pk"]
     inputs = [info(name, [2, 4, 8, 16]) for name in names if name]
     attention = helper.make_node("Attention", names, ["y"])
     save(m, [attention], inputs, [info("y", [2, 4, 8, 16])], opset=23)
-    refused(m, "Attention", "cannot be inlined", "operand 3 is left out")
+    refused(m, "Expand", "does not expand")
     with pytest.raises(ModelError) as e:
         import_from_onnx(m)
     assert not re.search(r"\.cc|Assertion|inliner", str(e.value))

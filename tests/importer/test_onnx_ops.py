@@ -57,6 +57,28 @@ def w(*shape: int) -> Weight:
     return Weight(x(*shape))
 
 
+def unique(count: int, below: int, columns: int) -> np.ndarray:
+    """In each column so many different integers."""
+    return np.stack([rng.permutation(below)[:count] for _ in range(columns)], 1)
+
+
+def quantized(*sizes: int) -> tuple[Any, ...]:
+    """The operands of a product of matrices of these sizes."""
+    a, b = (ints(200, *sizes[k : k + 2]).astype(np.uint8) for k in (0, 1))
+    numbers = [np.float32(0.02), np.uint8(90)], [np.float32(0.01), np.uint8(110)], [np.float32(0.1), np.uint8(100)]
+    return a, *numbers[0], b, *numbers[1], *numbers[2]
+
+
+def recurrent(kind: str, size: int, hidden: int, ways: int, lengths: list[int] | None = None) -> tuple[Any, ...]:
+    """The operands of a recurrent op but the first, for a batch of 3 or of 2 with one direction of fewer inputs."""
+    gates, batch = {"RNN": 1, "GRU": 3, "LSTM": 4}[kind], 3 if size == 4 else 2
+    states = [x(ways, batch, hidden) for _ in range(2 if kind == "LSTM" else 1)]
+    weights = w(ways, gates * hidden, size), w(ways, gates * hidden, hidden), w(ways, 2 * gates * hidden)
+    return (*weights, None if lengths is None else np.array(lengths, np.int32), *states)
+
+
+SIDES = ("LEFT", "RIGHT")
+ENDS = np.array([1, np.nan, np.inf, -np.inf], np.float32)
 S = Sample
 POINTS = "Abs Ceil Cos Erf Exp Floor Neg Reciprocal Relu Round Sigmoid Sign Sin Softplus Tanh Sinh Cosh Tan"
 SAMPLES = [
@@ -175,6 +197,149 @@ SAMPLES = [
     S("GatherND", (x(2, 3), [[[0, 2], [0, 0]], [[1, 2], [1, 1]]])),
     S("GatherND", (x(2, 3), [[[1, 2], [1, 0]], [[0, 2], [0, 0]]])),
     S("GatherND", (x(2, 3), [[1], [0]])),
+    # indices and updates that depend on data
+    S("GatherElements", (x(3, 4), ints(4, 3, 2, low=-4)), {"axis": -1}),
+    S("GatherElements", (truth(3, 4), ints(3, 5, 2, low=-3).astype(np.int32))),
+    S(
+        "GatherElements",
+        (
+            ints(9, 2, 3, 2),
+            Weight(ints(3, 2, 4, 2)),
+        ),
+        {"axis": 1},
+    ),
+    S("GatherND", (x(3, 4, 2), ints(3, 5, 2, low=-2))),
+    S("GatherND", (x(3, 4, 2, 2), ints(2, 3, 5, 2)), {"batch_dims": 1}),
+    S("GatherND", (truth(3, 4), ints(3, 3, 1)), {"batch_dims": 1}),
+    *[S("ScatterElements", (x(3, 4), ints(3, 2, 4, low=-3), x(2, 4)), {"reduction": k}) for k in ("add", "max", "min")],
+    S("ScatterElements", (x(3, 4), unique(2, 3, 4), x(2, 4)), {"axis": 0}),
+    S("ScatterElements", (x(3, 4), unique(3, 4, 2).T[:, :2].copy(), x(3, 2)[:2]), {"axis": 1}),
+    S("ScatterElements", (x(4, 3), ints(4, 7, 3), x(7, 3)), {"reduction": "mul"}),
+    S("ScatterElements", (truth(3, 4), unique(2, 3, 4), truth(2, 4))),
+    S("ScatterElements", (ints(9, 3, 4), ints(3, 2, 4), ints(9, 2, 4)), {"reduction": "max"}),
+    *[
+        S("ScatterND", (x(3, 4, 2), ints(3, 5, 2, low=-3), x(5, 2)), {"reduction": k})
+        for k in ("add", "mul", "max", "min")
+    ],
+    S("ScatterND", (x(3, 4), np.array([[2, 1], [0, -1]]), x(2))),
+    S("ScatterND", (ints(9, 5, 2), np.array([[[3]], [[1]]]), ints(9, 2, 1, 2))),
+    *[
+        S(f"Arg{t}", (ints(3, 3, 6),), {"axis": a, "keepdims": k, "select_last_index": k})
+        for t in ("Max", "Min")
+        for a, k in ((0, 1), (-1, 0))
+    ],
+    S("TopK", (x(3, 6), [4]), {"axis": 1}, 2),
+    S("TopK", (ints(9, 6, 3), [2]), {"axis": 0, "largest": 0}, 2),
+    S("Hardmax", (x(3, 4, 2),), {"axis": 1}),
+    S("ReverseSequence", (x(4, 3, 2), ints(5, 3, low=1))),
+    S("ReverseSequence", (x(3, 4), ints(5, 3, low=1)), {"batch_axis": 0, "time_axis": 1}),
+    # sampled elements
+    *[
+        S("Resize", (x(2, 3, 5, 4), None, None, [2, 3, *sizes]), {"mode": mode, **how})
+        for sizes in ([8, 3], [10, 8])
+        for mode in ("nearest", "linear", "cubic")
+        for how in ({}, {"coordinate_transformation_mode": "align_corners"})
+    ],
+    *[
+        S("Resize", (x(1, 2, 6, 4), None, Weight(np.array([1, 1, *scales], np.float32))), {"mode": mode, **how})
+        for scales in ((2, 3), (0.6, 1.5))
+        for mode, how in (
+            ("nearest", {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}),
+            ("nearest", {"nearest_mode": "round_prefer_ceil"}),
+            ("nearest", {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "ceil"}),
+            ("linear", {"coordinate_transformation_mode": "pytorch_half_pixel"}),
+            ("cubic", {"exclude_outside": 1, "cubic_coeff_a": -0.5}),
+            ("linear", {"coordinate_transformation_mode": "asymmetric"}),
+        )
+    ],
+    *[S("Resize", (x(1, 1, 9, 8), None, None, [1, 1, 4, 5]), {"mode": m, "antialias": 1}) for m in ("linear", "cubic")],
+    S("Resize", (ints(200, 1, 1, 4, 3).astype(np.uint8), None, None, [1, 1, 8, 9]), {"mode": "nearest"}),
+    S("Resize", (x(2, 4, 6), None, None, [8, 5]), {"axes": [1, 2], "keep_aspect_ratio_policy": "not_larger"}),
+    S(
+        "Resize",
+        (x(1, 1, 4, 5), Weight(np.array([0, 0, 0.4, -0.5, 1, 1, 0.6, 1.5], np.float32)), None, [1, 1, 3, 6]),
+        {"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize", "extrapolation_value": 7.0},
+    ),
+    *[S("Pad", (x(4, 3), [1, 2, 3, 0]), {"mode": k}) for k in ("edge", "reflect", "wrap")],
+    S("Pad", (x(4, 3), [2, -1], None, [0]), {"mode": "edge"}),
+    S("Pad", (x(4, 3), [1, 2, 3, 0], x(1)[0] + np.zeros((), np.float32))),
+    # products
+    *[
+        S("Einsum", tuple(w(*s) if k else x(*s) for k, s in enumerate(shapes)), {"equation": text})
+        for text, shapes in (
+            ("ij->ji", [(2, 3)]),
+            ("ij->i", [(2, 3)]),
+            ("...ii->...i", [(2, 3, 3)]),
+            ("ii", [(3, 3)]),
+            ("bij,bjk->bik", [(2, 3, 4), (2, 4, 5)]),
+            ("bhqd,bkhd->bhqk", [(2, 3, 4, 5), (2, 6, 3, 5)]),
+            ("i,j->ij", [(2,), (3,)]),
+            ("ij,jk,kl", [(2, 3), (3, 4), (4, 5)]),
+            ("...i,ij...->j...", [(2, 3), (3, 4, 2)]),
+            ("bn,anm,bm->ba", [(2, 3), (4, 3, 5), (2, 5)]),
+            ("ab,ab,ab->", [(2, 3)] * 3),
+        )
+    ],
+    S("CumProd", (x(2, 3, 4), 1), {"exclusive": 1}, opset=26, reference=True),
+    S("CumProd", (x(2, 3, 4), -1), {"reverse": 1}, opset=26, reference=True),
+    *[S("LRN", (x(2, 5, 3, 4),), {"size": k, "alpha": 0.5, "beta": 0.6, "bias": 2.0}) for k in (3, 5)],
+    S("Compress", (x(3, 4), Weight(np.array([True, False, True]))), {"axis": 0}),
+    S("Compress", (x(3, 4), Weight(np.array([True, False, True, False, True])))),
+    S("Range", (0, 7, 2)),
+    S("Range", (np.float32(1), np.float32(-1), np.float32(-0.3))),
+    # recurrent
+    *[
+        S(kind, (x(5, 3, 4), *recurrent(kind, 4, 6, 2)), {"hidden_size": 6, "direction": "bidirectional"}, outputs)
+        for kind, outputs in (("RNN", 2), ("GRU", 2), ("LSTM", 3))
+    ],
+    *[
+        S(kind, (x(5, 3, 4), *recurrent(kind, 4, 6, 1, lengths=[5, 2, 3])), {"hidden_size": 6, "direction": way}, 2)
+        for kind in ("RNN", "GRU", "LSTM")
+        for way in ("forward", "reverse")
+    ],
+    S(
+        "GRU",
+        (x(1, 2, 3), *recurrent("GRU", 3, 4, 1)[:2]),
+        {"hidden_size": 4, "linear_before_reset": 1, "clip": 0.5},
+        2,
+    ),
+    S("LSTM", (x(2, 2, 3), *recurrent("LSTM", 3, 4, 1), w(1, 12)), {"hidden_size": 4, "input_forget": 1}, 3),
+    S(
+        "LSTM",
+        (x(2, 2, 3), *recurrent("LSTM", 3, 4, 1)[:2]),
+        {"hidden_size": 4, "activations": ["Relu", "Tanh", "Sigmoid"]},
+        3,
+    ),
+    # results beside the first
+    S("LayerNormalization", (x(2, 3, 4), w(4), w(4)), {"axis": -1}, 3, reference=True),
+    S("Dropout", (x(3, 4),), {}, 2),
+    S("SoftmaxCrossEntropyLoss", (x(5, 4, 3), ints(4, 5, 3), w(4)), {"ignore_index": 2}, 2),
+    S("SpaceToDepth", (x(2, 2, 4, 6),), {"blocksize": 2, "mode": "CRD"}, opset=28, reference=True),
+    # integers
+    *[S(f"Bitwise{k}", (ints(99, 3, 4), ints(99, 4))) for k in ("And", "Or", "Xor")],
+    S("BitwiseNot", (ints(99, 3, 4).astype(np.int16),)),
+    *[S("BitShift", (ints(99, 3).astype(np.uint8), ints(5, 3).astype(np.uint8)), {"direction": k}) for k in SIDES],
+    S("Div", (ints(99, 3, 4, low=-99), ints(9, 4, low=1))),
+    S("Div", (ints(99, 3, 4, low=-99).astype(np.int32), -ints(9, 4, low=1).astype(np.int32))),
+    S("Mod", (ints(99, 3, 4, low=-99), -ints(9, 4, low=1))),
+    S("Mod", (ints(99, 3, 4, low=-99), ints(9, 4, low=1)), {"fmod": 1}),
+    S("Mod", (x(3, 4), x(4)), {"fmod": 1}),
+    S("Pow", (ints(5, 3), positive(3))),
+    *[S("IsInf", (ENDS,), {"detect_positive": k // 2, "detect_negative": k % 2}) for k in range(4)],
+    S("QuantizeLinear", (x(3, 4) * 9, np.float32(0.3), np.uint8(7))),
+    S("QuantizeLinear", (x(3, 4), Weight(positive(4)), Weight(np.arange(4, dtype=np.int8))), {"axis": -1}),
+    S("QuantizeLinear", (x(3, 4) * 99, np.float32(0.3))),
+    S(
+        "DequantizeLinear",
+        (ints(99, 3, 4).astype(np.uint8), Weight(positive(3)), Weight(np.arange(3, dtype=np.uint8))),
+        {"axis": 0},
+    ),
+    S("DequantizeLinear", (ints(99, 3, 4).astype(np.int8), np.float32(0.3))),
+    S("DequantizeLinear", (ints(99, 3, 5).astype(np.int8), Weight(positive(3, 3))), {"block_size": 2}, opset=21),
+    S("QLinearMatMul", quantized(3, 4, 5)),
+    *[S(t, (x(3, 4),)) for t in ("Atan", "Asinh")],
+    *[S(t, (positive(3, 4) / 2,)) for t in ("Asin", "Acos", "Atanh")],
+    S("Acosh", (positive(3, 4) + 1,)),
     S("CumSum", (ints(9, 2, 3, 4), 1)),
     S("CumSum", (x(2, 3), [-1]), {"exclusive": 1}),
     S("CumSum", (x(2, 3), [1]), {"reverse": 1}),

@@ -1,69 +1,16 @@
-"""Convolutions and pools: ONNX's own cases, random windows against onnxruntime, what is refused."""
+"""Convolutions and pools: random windows against onnxruntime, what is refused."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from distir.executor.reference.sequential import SequentialExecutor
 from distir.importer import import_from_onnx
 from distir.ir.errors import ModelError
 from tests.importer.models import computed, equal, expected, model, node
-
-CASES = {
-    "Conv": 6,
-    "ConvTranspose": 11,
-    "MaxPool": 17,
-    "AveragePool": 19,
-    "GlobalAveragePool": 2,
-    "GlobalMaxPool": 2,
-    "LpPool": 8,
-    "BatchNormalization": 4,
-}
-"""How many cases of a node of that type ONNX has."""
-REFUSED = {
-    "test_maxpool_with_argmax_2d_precomputed_pads": "positions",
-    "test_maxpool_with_argmax_2d_precomputed_strides": "positions",
-}
-
-
-SLOW = pytest.mark.slow  # ONNX computes the expected numbers in loops over elements
-
-
-@functools.cache
-def cases(op_type: str) -> list[Any]:
-    """From the module of that node alone: all of them take 10 seconds."""
-    from onnx.backend.test.case import node as known
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module(f"onnx.backend.test.case.node.{op_type.lower().replace('hn', 'h_n')}")
-    nodes = [(c, c.model.graph.node) for c in known._NodeTestCases]
-    return [case for case, row in nodes if len(row) == 1 and row[0].op_type == op_type]
-
-
-@pytest.mark.parametrize("op_type", [pytest.param(k, marks=SLOW) if k == "AveragePool" else k for k in CASES])
-def test_the_cases_of_onnx(op_type: str, tmp_path: Path) -> None:
-    assert len(cases(op_type)) >= CASES[op_type]
-    for case in cases(op_type):
-        path = tmp_path / f"{case.name}.onnx"
-        path.write_bytes(case.model.SerializeToString())
-        if case.name in REFUSED:
-            with pytest.raises(ModelError, match=f"{op_type} node .*{REFUSED[case.name]}"):
-                import_from_onnx(path)
-            continue
-        function, arrays = import_from_onnx(path)
-        for inputs, outputs in case.data_sets:
-            feeds = dict(zip([i.name for i in case.model.graph.input], inputs, strict=True))
-            given = {v: arrays[v] if v in arrays else np.asarray(feeds[v.name]) for v in function.inputs}
-            # some of the expected numbers are rounded to four digits
-            equal(SequentialExecutor().compute(function, given), list(outputs), 1e-4)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -49,6 +49,10 @@ def positive(*shape: int) -> Operand:
     return Operand(shape, Float64, lambda rng, made: rng.uniform(0.5, 2, shape))
 
 
+def between(low: float, high: float, *shape: int) -> Operand:
+    return Operand(shape, Float64, lambda rng, made: rng.uniform(low, high, shape))
+
+
 def below(n: int, *shape: int, dtype: DType = Int64) -> Operand:
     """Integers in [0, n)."""
     return Operand(shape, dtype, lambda rng, made: rng.integers(0, n, shape))
@@ -132,6 +136,7 @@ POOLED: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, 
 """The shapes of operand and result of a pool, the pads that a mean counts, and its attributes."""
 
 BINARY = ["Add", "Sub", "Mul", "Max", "Min", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
+ARCS = ["Asin", "Acos", "Atan", "Asinh", "Atanh"]
 SMOOTH = ["Abs", "Sin", "Cos", "Tanh", "Relu", "Sigmoid", "Silu", "Softplus", "Erf", "Exp"]
 UNARY = [*SMOOTH, "Neg", "Sign", "Floor", "Ceil", "Round"]
 
@@ -151,6 +156,24 @@ SAMPLES = [
     *[sample(name, positive(4, 6)) for name in ["Reciprocal", "Sqrt", "Log"]],
     *[sample(f"{name}Grad", real(4, 6), real(4, 6)) for name in SMOOTH],
     *[sample(f"{name}Grad", positive(4, 6), real(4, 6)) for name in ["Reciprocal", "Sqrt", "Log"]],
+    *[sample(name, between(-0.9, 0.9, 4, 6)) for name in ARCS],
+    *[sample(f"{name}Grad", between(-0.9, 0.9, 4, 6), real(4, 6)) for name in ARCS],
+    sample("Acosh", between(1.1, 3, 4, 6)),
+    sample("AcoshGrad", between(1.1, 3, 4, 6), real(4, 6)),
+    *[
+        sample("Mod", real(4, 6), x, truncated=how)
+        for x in (between(0.3, 0.9, 6), between(-0.9, -0.3, 4, 1))
+        for how in (False, True)
+    ],
+    *[
+        sample(name, around(9, 4, 6), derived(lambda x: x + (x >= 0), 4, 6, dtype=Int64))
+        for name in ("Mod", "Quotient")
+    ],
+    sample("Quotient", around(9, 4, 6, dtype=Int8), number(-4, Int8)),
+    sample("Mod", around(9, 4, 6), number(-4, Int64), truncated=True),
+    *[sample(f"Bitwise{k}", around(9, 4, 6), around(9, 6)) for k in ("And", "Or", "Xor")],
+    sample("BitwiseNot", around(9, 4, 6)),
+    *[sample("BitShift", around(9, 4, 6, dtype=Int32), below(5, 6, dtype=Int32), left=k) for k in (True, False)],
     sample("Clip", real(4, 6), min=-1.0, max=0.5),
     sample("Clip", real(4, 6), max=0.5),
     sample("ClipGrad", real(4, 6), real(4, 6), min=-1.0, max=0.5),
@@ -214,6 +237,8 @@ SAMPLES = [
     sample("ReduceSum", below(9, 4, 6, dtype=Int32), axes=(0,), keepdims=0),
     sample("ReduceMean", real(4, 2, 6), axes=(0, 2), keepdims=1),
     sample("ReduceProd", real(4, 6), axes=(1,), keepdims=1),
+    sample("ReduceProd", real(4, 2, 6), axes=(0, 2), keepdims=0),
+    sample("ReduceProdGrad", real(4, 2, 6), real(1, 2, 1), axes=(0, 2)),
     sample("SumOfSquares", real(4, 6)),
     sample("SumOfSquares", real()),
     sample("Sum", real(4, 6), real(4, 6), real(4, 6)),
@@ -259,6 +284,20 @@ SAMPLES = [
     sample("GatherGrad", real(2, 4, 6), below(12, 4, dtype=Int32), rows=12, axis=1),
     sample("GatherGrad", real(4, 2, 6), around(12, 4, 2), rows=12, axis=0),
     sample("GatherGrad", real(2, 4, 6), around(9, 4, dtype=Int32), rows=12, count=9, axis=1),
+    *[
+        sample(name, x, index, axis=axis, **{**how, **({"size": 12} if name == "ScatterAdd" else {})})
+        for name in ("GatherElements", "ScatterAdd")
+        for x, index, axis, how in [
+            (real(4, 12) if name[0] == "G" else real(4, 6), around(12, 4, 6), 1, {}),
+            (real(12, 2) if name[0] == "G" else real(4, 2), below(12, 4, 2, dtype=Int32), 0, {}),
+            (real(2, 12, 2) if name[0] == "G" else real(2, 4, 2), around(9, 2, 4, 2), 1, {"count": 9}),
+        ]
+    ],
+    *[
+        sample("TopIndices", x, axis=axis, k=k, **how)
+        for x, axis, k in [(real(4, 6), 1, 4), (below(4, 4, 2, 6), 0, 4), (below(3, 4, 6, dtype=Int8), 1, 1)]
+        for how in [{}, {"least": True}, {"last": True}, {"least": True, "last": True}]
+    ],
     # tables
     *[
         sample(name, numbers, index, **{**how, **({"rows": 12} if name == "LookupGrad" else {})})

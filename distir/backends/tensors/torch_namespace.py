@@ -199,6 +199,10 @@ class TorchNamespace:
     def argmin(self, x: torch.Tensor, axis: int | None = None, keepdims: bool = False) -> torch.Tensor:
         return torch.argmin(x, axis, keepdim=bool(keepdims))
 
+    def argsort(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        """Of equal elements the first comes first."""
+        return torch.argsort(x, dim=axis, stable=True)
+
     def cumsum(self, x: torch.Tensor, axis: int = 0) -> torch.Tensor:
         return torch.cumsum(x, axis, dtype=x.dtype)
 

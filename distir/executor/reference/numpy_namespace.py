@@ -63,6 +63,10 @@ class NumpyNamespace:
     def prod(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         return np.prod(x, axis=axis, keepdims=keepdims, dtype=x.dtype)
 
+    def argsort(self, x: Any, axis: int) -> Any:
+        """Of equal elements the first comes first."""
+        return np.argsort(x, axis=axis, kind="stable")
+
     concat = staticmethod(np.concatenate)
     permute_dims = staticmethod(np.transpose)
 
