@@ -1,43 +1,85 @@
-"""Seconds of compute, and seconds busy, of each class of devices.
+"""Seconds of compute, and seconds busy, of each class of devices, and in which its communication is exposed.
 
 Compute is the sum of the parts on compute streams. A class is busy while any of its streams is: the union of their
-intervals. Calls of one body, or of bodies that are equal up to their mesh, with equal entry times, up to a shift, have
+intervals. Communication is exposed while nothing computes; where that of several axes is at a time, the first in the
+order tp, other axes, pp counts, so that compute, what is exposed and the rest add up. Calls of one body, or of bodies that are equal up to their mesh, with equal entry times, up to a shift, have
 equal intervals, which are computed once: the cost grows with the number of calls, not with what they contain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from distir.executor.simulator.labels import COMPUTE, HOST, RECV, SEND
 from distir.executor.simulator.maxplus import NEVER, Call, Code
 from distir.executor.simulator.trace import Run, expand_model, walk
 
 Interval = tuple[float, float]
+ALL = ""
+"""The kind of every stream, where kinds are not told apart."""
+STAGES_AXIS = "pp"
+"""The kind of the streams on which pipeline stages send and receive."""
 
 
 class Left(NamedTuple):
-    """The result of a run by class: seconds of compute, and the intervals in which it was busy, merged."""
+    """The result of a run by class: seconds of compute, and, by class and kind of streams, the intervals in which it
+    was busy, merged."""
 
     compute: dict[int, float]
-    busy: dict[int, list[Interval]]
+    busy: dict[tuple[int, str], list[Interval]]
+
+
+class Exposed(NamedTuple):
+    """Of a class of devices: seconds of compute, and those of communication that nothing computes beside, by axis."""
+
+    compute: float
+    exposed: dict[str, float]
 
 
 def busy_times(run: Run, classes: int) -> list[tuple[float, float]]:
     """For each of so many classes: seconds of compute, seconds busy."""
-    left = _Counter().left(run)
-    return [(left.compute.get(c, 0.0), sum(b - a for a, b in left.busy.get(c, []))) for c in range(classes)]
+    left = _Counter(lambda stream: ALL).left(run)
+    return [(left.compute.get(c, 0.0), _length(left.busy.get((c, ALL), []))) for c in range(classes)]
+
+
+def exposed_times(run: Run, streams: Sequence[tuple[int, str]]) -> list[Exposed]:
+    """The exposed communication of each class of a program whose streams are these (class, name)."""
+    kinds = [_kind(name) for _, name in streams]
+    left = _Counter(kinds.__getitem__).left(run)
+    found: list[Exposed] = []
+    for c in range(1 + max([c for c, _ in streams], default=-1)):
+        covered = left.busy.get((c, COMPUTE), [])
+        seconds, parts = _length(covered), dict[str, float]()
+        mine = [kind for k, kind in left.busy if k == c and kind != COMPUTE]
+        for kind in sorted(mine, key=lambda kind: (kind != "tp", kind == STAGES_AXIS, kind)):
+            covered = merged(covered + left.busy[c, kind])
+            parts[kind] = _length(covered) - seconds
+            seconds += parts[kind]
+        found.append(Exposed(left.compute.get(c, 0.0), parts))
+    return found
+
+
+def _kind(name: str) -> str:
+    """The kind of a stream: compute, the axis of its collectives, or that of pipeline stages."""
+    first = name.partition(" ")[0]
+    return COMPUTE if first in (COMPUTE, HOST) else STAGES_AXIS if first in (SEND, RECV) else name
+
+
+def _length(intervals: Sequence[Interval]) -> float:
+    return sum([b - a for a, b in intervals])
 
 
 class _Counter:
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[[int], str]) -> None:
+        self._kind = kind
         self._memo: dict[tuple[Code, tuple[int, ...], tuple[float, ...]], Left] = {}
         self._floors: dict[tuple[Code, tuple[int, ...]], list[float]] = {}
 
     def left(self, run: Run) -> Left:
         """Add up a run."""
         compute: dict[int, float] = {}
-        busy: dict[int, list[Interval]] = {}
+        busy: dict[tuple[int, str], list[Interval]] = {}
         for done in walk(run):
             if isinstance(done.plan, Call):
                 self._add_call(done.plan, done.times, compute, busy)
@@ -45,14 +87,14 @@ class _Counter:
             for part, end in zip(done.plan.parts, done.times, strict=False):
                 if part.duration:
                     interval = (end - part.duration, end)
-                    for c in part.classes:
-                        busy.setdefault(c, []).append(interval)
+                    for c, stream in zip(part.classes, part.streams, strict=True):
+                        busy.setdefault((c, self._kind(stream)), []).append(interval)
                         if not part.communicates:
                             compute[c] = compute.get(c, 0.0) + part.duration
-        return Left(compute, {c: merged(found) for c, found in busy.items()})
+        return Left(compute, {key: merged(found) for key, found in busy.items()})
 
     def _add_call(
-        self, call: Call, enter: list[float], compute: dict[int, float], busy: dict[int, list[Interval]]
+        self, call: Call, enter: list[float], compute: dict[int, float], busy: dict[tuple[int, str], list[Interval]]
     ) -> None:
         if not call.streams:
             return
@@ -65,8 +107,8 @@ class _Counter:
         for c, seconds in left.compute.items():
             here = classes.get(c, c)
             compute[here] = compute.get(here, 0.0) + seconds
-        for c, found in left.busy.items():
-            busy.setdefault(classes.get(c, c), []).extend([(a + zero, b + zero) for a, b in found])
+        for (c, kind), found in left.busy.items():
+            busy.setdefault((classes.get(c, c), kind), []).extend([(a + zero, b + zero) for a, b in found])
 
     def _relative(self, call: Call, enter: Sequence[float]) -> tuple[float, ...]:
         """Entry times relative to the first stream's clock; those too early to matter are raised to the floor."""

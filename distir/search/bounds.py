@@ -1,0 +1,259 @@
+"""Admissible lower bounds: no plan is simulated to take less time, or less memory on its worst rank.
+
+With F and B the seconds for which the forward and the backward pass of one microbatch of the whole model keep compute
+streams from other work, added over the stages (`segments`), m microbatches and p pipeline ranks:
+
+- some rank is kept for at least (m (F + B) + updates) / p;
+- under 1F1B rank r begins its first backward pass when the first microbatch has gone through all stages, and has then
+  done at most w = min(m, p - r) forward passes; the last microbatch's gradient has to go through the stages before it.
+  So step >= chain + (m - 1) B_r + (m - w) F_r, where the chain is the time of a microbatch through all stages and back.
+  The bound is the least maximum over r that any cut reaches. GPipe: step >= chain + (m - 1) (max F_r + max B_r);
+- gradients are reduced after the last backward pass has begun (ZeRO 0 and 1), or in each microbatch; weights that are
+  sharded (ZeRO 3) are gathered in each: the stream of the replicas' axis is busy that long on some rank.
+
+A cut loses at each border what one segment contributes to the waits and to the chain: that is subtracted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from distir.executor.cost_model import CostModel
+from distir.executor.cost_model.collective_cost import collective
+from distir.executor.cost_model.seconds import wire_of
+from distir.ir.spec import lookup
+from distir.ir.topology import Group, regular_group
+from distir.ir.type import SUM, Tensor, Type
+from distir.search.segments import COMPUTE, Kind, Profile, Segment
+from distir.search.space import Candidate, spacing_of, starts
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE
+
+_HUGE = 1e18
+"""Bytes of a collective whose latency is nothing beside its transfer."""
+_ROUNDING = 1 - 1e-6
+"""Of what is added up in another order than the simulator does, or is a limit."""
+_NEVER = -math.inf
+
+
+class Pass(NamedTuple):
+    """The forward or the backward pass of a microbatch through the whole model, in seconds.
+
+    `compute`: of all ops, `lifted`: of those of them that a pipeline does once a step. `waits`: for collectives inside
+    segments, `chain`: through the segments from first to last value, each with the most of one segment; `excess`: by
+    how much chains are longer than segments keep the compute stream.
+    """
+
+    compute: float
+    lifted: float
+    waits: float
+    most_waits: float
+    chain: float
+    most_chain: float
+    excess: float
+
+
+class StepCost(NamedTuple):
+    """The seconds of a model at one degree of tensor parallelism and size of microbatch, and its bytes (`Profile`)."""
+
+    forward: Pass
+    backward: Pass
+    once: float
+    profile: Profile
+    scale: int
+
+
+def bounded(cost: CostModel) -> bool:
+    """Whether there are bounds of time for a cluster: of equal nodes, whose ranks do not share cores."""
+    r = cost.topology.uniform
+    return r is not None and not r.crowds and type(cost) is CostModel
+
+
+def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: Sequence[Group]) -> StepCost:
+    """The seconds of a profile with another size of microbatch; `groups` are those of tensor parallelism."""
+    scale = microbatch // profile.samples
+    seconds = [_seconds(kind, scale, cost, groups) for kind in profile.kinds]
+    forward = _pass(profile, FORWARD, profile.forward, seconds)
+    backward = _pass(profile, BACKWARD, profile.backward, seconds)
+    launch = cost.topology.spec(cost.topology.devices[0]).kernel_launch_overhead
+    once = sum([n * max(0.0, seconds[k] - launch) for w in (PROLOGUE, UPDATE) for k, n in profile.every[w].items()])
+    grouped = bool(cost.topology.spec(cost.topology.devices[0]).ops)  # measured ops have launches of their own
+    return StepCost(forward, backward, 0.0 if grouped else once, profile, scale)
+
+
+def _seconds(kind: Kind, scale: int, cost: CostModel, groups: Sequence[Group]) -> float:
+    """Of an op of a kind; under a runtime, which may fuse others into chains, of products and collectives alone."""
+    op = kind.op
+    if not kind.priced:
+        return 0.0
+    ins, outs = ([_scaled(v.type, scale) for v in values] for values in (op.inputs, op.outputs))
+    if cost.free(op.spec, op.attributes, ins):
+        return 0.0
+    if kind.axis is not None:
+        return min([cost.collective(op.spec, op.attributes, ins, outs, group) for group in groups], default=0.0)
+    if op.spec.comm is not None or (cost.runtime is not None and not op.spec.kernel):
+        return 0.0
+    return cost.compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
+
+
+def _scaled(t: Type, scale: int) -> Type:
+    """The type with `scale` times as many samples a microbatch."""
+    if scale == 1 or not isinstance(t, Tensor) or (dim := t.over_time.dim) is None:
+        return t
+    shape = [n * scale if i == dim else n for i, n in enumerate(t.shape)]
+    return Tensor(t.dtype, shape, t.device, t.placements)
+
+
+def _pass(profile: Profile, word: str, segments: Mapping[Segment, int], seconds: Sequence[float]) -> Pass:
+    every = profile.every[word].items()
+    compute = sum([n * seconds[k] for k, n in every if profile.kinds[k].axis is None])
+    lifted = sum([n * seconds[k] for k, n in every if _adds_sums(profile.kinds[k])])
+    waits = chain = excess = most_waits = most_chain = 0.0
+    for segment, n in segments.items():
+        kept, through = _kept(segment, profile.kinds, seconds), _through(segment, profile.kinds, seconds)
+        idle = kept - sum([seconds[row.kind] for row in segment.rows if profile.kinds[row.kind].axis is None])
+        if segment.waits:
+            waits += n * idle
+            most_waits = max(most_waits, idle)
+        chain += n * through
+        most_chain = max(most_chain, through)
+        excess += n * max(0.0, through - (kept if segment.waits else kept - idle))
+    return Pass(compute, lifted, waits, most_waits, chain, most_chain, excess)
+
+
+def _adds_sums(kind: Kind) -> bool:
+    """Whether ops of a kind may be done once a step in a pipeline: they add sums over microbatches (`lift_sums`)."""
+    types = [v.type for v in kind.op.inputs]
+    return kind.axis is None and sum([isinstance(t, Tensor) and t.over_time is SUM for t in types]) > 1
+
+
+def _kept(segment: Segment, kinds: Sequence[Kind], seconds: Sequence[float]) -> float:
+    """For how long a segment keeps the compute stream: with what it waits for inside."""
+    clock: dict[object, float] = {COMPUTE: 0.0}
+    ready: list[float] = []
+    for row in segment.rows:
+        stream = kinds[row.kind].axis or COMPUTE
+        begin = max([clock.get(stream, _NEVER), *[ready[k] for k in row.needs]])
+        ready.append(begin + seconds[row.kind])
+        if seconds[row.kind]:
+            clock[stream] = ready[-1]
+    return clock[COMPUTE]
+
+
+def _through(segment: Segment, kinds: Sequence[Kind], seconds: Sequence[float]) -> float:
+    """The time from a segment's first value to its last."""
+    if segment.last is None:
+        return 0.0
+    clock: dict[object, float] = {}
+    ready: list[float] = []
+    for row in segment.rows[: segment.last + 1]:
+        stream = kinds[row.kind].axis or COMPUTE
+        begin = max([clock.get(stream, 0.0), *[ready[k] for k in row.needs]])
+        ready.append(begin + seconds[row.kind] if row.follows else 0.0)
+        if row.follows and seconds[row.kind]:
+            clock[stream] = ready[-1]
+    return ready[-1]
+
+
+# ---- of a candidate
+
+
+def tensor_groups(c: Candidate, cost: CostModel, axis: str = "tp") -> list[Group]:
+    """The kinds of groups of devices along an axis, on a regular cluster."""
+    r = cost.topology.uniform
+    if r is None or getattr(c, axis) == 1:
+        return []
+    spacing, size = spacing_of(c, c.order, axis), getattr(c, axis)
+    firsts = starts(c, c.order, axis, r.per_node)
+    found = [regular_group(r, [(d + k * spacing) // r.per_node for k in range(size)]) for d in firsts]
+    return list(dict.fromkeys(found))
+
+
+def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel) -> float:
+    """Seconds below which the step of a candidate cannot be."""
+    m, p, borders = c.microbatches(batch), c.pp, c.pp * c.chunks - 1
+    forward, backward = (_busy(x, borders) for x in (step.forward, step.backward))
+    once = step.once / (c.dp if c.zero else 1)
+    found = (m * (forward + backward) + once) / p
+    if p > 1 and c.schedule in ("1f1b", "gpipe"):
+        chain = _chain(step.forward, borders) + _chain(step.backward, borders) - step.backward.excess
+        chain -= step.forward.excess
+        found = max(found, chain + _after_first(c.schedule, m, p, forward, backward))
+    return max(found, _replica_bound(c, m, step, cost, forward, backward)) * _ROUNDING
+
+
+def _busy(x: Pass, borders: int) -> float:
+    compute = x.compute - (x.lifted if borders else 0.0)
+    return compute + max(0.0, x.waits - borders * x.most_waits)
+
+
+def _chain(x: Pass, borders: int) -> float:
+    return max(0.0, x.chain - borders * x.most_chain)
+
+
+@cache
+def _after_first(schedule: str, m: int, p: int, forward: float, backward: float) -> float:
+    """The least time, over all cuts, that some rank is busy besides the first microbatch's way through the stages."""
+    if schedule == "gpipe":
+        return (m - 1) * (forward + backward) / p
+    rows = sorted([m - min(m, p - r) for r in range(p)])
+    work = (m - 1) * backward
+
+    def fits(most: float) -> bool:
+        left, room = forward, p * most
+        for a in rows:  # forward passes where they count least
+            part = left if not a else min(left, most / a)
+            left -= part
+            room -= a * part
+        return left <= 0 and room >= work
+
+    low, high = work / p, work + m * forward
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low
+
+
+def _replica_bound(
+    c: Candidate, m: int, step: StepCost, cost: CostModel, forward: float, backward: float
+) -> float:
+    if c.dp == 1:
+        return 0.0
+    groups = tensor_groups(c, cost, "dp")
+    name = "MPIReduceScatter" if c.zero else "MPIAllreduce"
+    size = step.profile.gradients if c.zero < 2 else _split(step.profile.scattered, c.dp)
+    reduced = size * _slope(name, tuple(groups))
+    if c.zero < 2:
+        return (m * forward + (m - 1) * backward + reduced) / c.pp
+    size = _split(step.profile.gathered, c.dp) if c.zero == 3 else 0
+    gathered = size * _slope("MPIAllgather", tuple(groups))
+    return m * (reduced + gathered) / c.pp
+
+
+def _split(sizes: Sequence[tuple[tuple[int, ...], int]], ways: int) -> int:
+    """The bytes of those that can be split so many ways."""
+    return sum([n for shape, n in sizes if any([dim % ways == 0 for dim in shape])])
+
+
+@cache
+def _slope(name: str, groups: tuple[Group, ...]) -> float:
+    """Seconds a byte below which no collective of that name is."""
+    wire = wire_of(lookup(name))
+    return min([collective(wire, _HUGE, group) / _HUGE for group in groups], default=0.0) * _ROUNDING
+
+
+def memory_bound(c: Candidate, batch: int, step: StepCost) -> float:
+    """Bytes that the rank of a candidate that needs most has at least: what ranks need on average.
+
+    A rank holds its parameters and state, from the second microbatch on the sums of gradients, and what it saved of the
+    microbatches in flight: of all under GPipe, else of at least one.
+    """
+    m, profile = c.microbatches(batch), step.profile
+    kept = (profile.parameters + profile.state) / (c.dp if c.zero else 1)
+    sums = profile.gradients / (c.dp if c.zero > 1 else 1) if m > 1 else 0.0
+    saved = profile.saved * step.scale
+    if c.schedule == "gpipe":
+        return max(kept + m * saved, kept + sums + saved) / c.pp
+    return (kept + sums + saved) / c.pp

@@ -1,0 +1,107 @@
+"""What the simulator says of a plan: what plans are ranked by, and for those that are shown where the time goes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from distir.api.compilation import distribute, simulated
+from distir.api.model import Model
+from distir.api.stage_cost import stage_cost
+from distir.executor.cost_model import CostModel
+from distir.executor.simulator.categories import CATEGORIES
+from distir.executor.simulator.busy import exposed_times
+from distir.executor.simulator.simulation import Simulation
+from distir.ir.errors import DistirError
+from distir.ir.pause import no_collection
+from distir.search.space import Candidate
+from distir.transforms.plan import Plan
+
+
+class Outcome(NamedTuple):
+    """A simulated step: seconds, and the bytes of the rank that needs most; or why there is none."""
+
+    seconds: float
+    memory: int
+    rank: str
+    """The kind of devices that needs most, as the simulator names it."""
+    over: float
+    """By how many bytes that is more than the device has, less the reserve; negative if it fits."""
+    reason: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.reason is None and self.over <= 0
+
+
+class Detail(NamedTuple):
+    """Where a step's time and memory go. Shares of the seconds of the step, on average over devices."""
+
+    compute: float
+    exposed: dict[str, float]
+    """By axis; `pp` is what pipeline stages send each other."""
+    bubble: float
+    memory: dict[str, int]
+    """By category, on the rank that needs most."""
+
+
+class Setting(NamedTuple):
+    """What all plans of a search share. `reserve` are bytes of a device that the plan may not use."""
+
+    model: Model
+    batch: int
+    cost: CostModel
+    reserve: float
+
+
+@no_collection()
+def evaluate(setting: Setting, c: Candidate) -> Outcome:
+    """The simulation of a candidate; of one that cannot be applied the reason."""
+    try:
+        plan = c.plan(setting.batch)
+        simulation = _simulated(setting, plan, check=False)
+    except DistirError as e:
+        return Outcome(float("inf"), 0, "", 0.0, e.message)
+    return _outcome(setting, simulation)
+
+
+@no_collection()
+def examine(setting: Setting, c: Candidate) -> tuple[Outcome, Detail]:
+    """The simulation of a candidate, its program verified and validated, and where its time goes.
+
+    Raises MismatchError for a program that is not equivalent to the model.
+    """
+    simulation = _simulated(setting, c.plan(setting.batch), check=True)
+    outcome = _outcome(setting, simulation)
+    classes = simulation.program.classes
+    worst = max(range(len(classes.sizes)), key=lambda k: _excess(setting, simulation, k))
+    use = simulation.memory(classes.first[worst])
+    total = sum(classes.sizes)
+    rows = exposed_times(simulation.run, simulation.program.streams)
+    seconds = simulation.seconds or 1.0
+    share = [n / total / seconds for n in classes.sizes]
+    parts: dict[str, float] = {}
+    for weight, row in zip(share, rows, strict=True):
+        for axis, x in row.exposed.items():
+            parts[axis] = parts.get(axis, 0.0) + weight * x
+    compute = sum([weight * row.compute for weight, row in zip(share, rows, strict=True)])
+    bubble = max(0.0, 1 - compute - sum(parts.values()))
+    return outcome, Detail(compute, parts, bubble, dict(zip(CATEGORIES, use.peak, strict=True)))
+
+
+def _simulated(setting: Setting, plan: Plan, check: bool) -> Simulation:
+    model, cost = setting.model, setting.cost
+    devices = cost.topology.devices[: plan.size]
+    program = distribute(model, plan, devices, check=check, cost=stage_cost(cost, plan))
+    return simulated(program, plan, cost, model.batch, model.tokens)
+
+
+def _outcome(setting: Setting, simulation: Simulation) -> Outcome:
+    classes = simulation.program.classes
+    worst = max(range(len(classes.sizes)), key=lambda k: _excess(setting, simulation, k))
+    need = simulation.peak_memory[classes.first[worst]]
+    return Outcome(simulation.seconds, need, classes.label(worst), _excess(setting, simulation, worst))
+
+
+def _excess(setting: Setting, simulation: Simulation, k: int) -> float:
+    first = simulation.program.classes.first[k]
+    return simulation.peak_memory[first] - (setting.cost.topology.spec(first).memory - setting.reserve)
