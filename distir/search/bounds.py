@@ -16,6 +16,7 @@ A cut loses at each border what one segment contributes to the waits and to the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -56,11 +57,24 @@ class Pass(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """The seconds of a model at one degree of tensor parallelism and size of microbatch, and its bytes (`Profile`)."""
+    """The seconds of a model at one degree of tensor parallelism and size of microbatch.
+
+    `once`: of prologue and update. `trunk`: of compute between the first and the last border of segments. `unit`: of the
+    longest forward op with the backward ops that stay on its stage. `path`: of the longest path of dependences through
+    both passes; `calm`: of that without the collectives of the backward pass. `ready`: of compute until each sum over
+    microbatches can be complete, from the begin of its last microbatch, in program order; `depth`: the longest path to
+    it. `profile` has the bytes, at a microbatch `scale` times smaller.
+    """
 
     forward: Pass
     backward: Pass
     once: float
+    trunk: float
+    unit: float
+    path: float
+    calm: float
+    ready: Sequence[float]
+    depth: Sequence[float]
     profile: Profile
     scale: int
 
@@ -77,10 +91,42 @@ def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: Sequen
     seconds = [_seconds(kind, scale, cost, groups) for kind in profile.kinds]
     forward = _pass(profile, FORWARD, profile.forward, seconds)
     backward = _pass(profile, BACKWARD, profile.backward, seconds)
-    launch = cost.topology.spec(cost.topology.devices[0]).kernel_launch_overhead
-    once = sum([n * max(0.0, seconds[k] - launch) for w in (PROLOGUE, UPDATE) for k, n in profile.every[w].items()])
-    grouped = bool(cost.topology.spec(cost.topology.devices[0]).ops)  # measured ops have launches of their own
-    return StepCost(forward, backward, 0.0 if grouped else once, profile, scale)
+    what = cost.topology.spec(cost.topology.devices[0])
+    rows = [(k, n) for word in (PROLOGUE, UPDATE) for k, n in profile.every[word].items()]
+    once = sum([n * max(0.0, seconds[k] - what.kernel_launch_overhead) for k, n in rows if not profile.kinds[k].axis])
+    compute = [0.0 if kind.axis else x for kind, x in zip(profile.kinds, seconds, strict=True)]
+    path, calm, depth = _paths(profile, seconds, compute)
+    before = list(itertools.accumulate([compute[x.kind] for x in profile.steps]))
+    return StepCost(
+        forward,
+        backward,
+        0.0 if what.ops else once,  # measured ops have launches of their own, which ops in groups share
+        sum([n * compute[k] for k, n in profile.trunk.items()]),
+        max([sum([compute[k] for k in unit]) for unit in profile.units], default=0.0),
+        path,
+        calm,
+        [before[x.step] for x in profile.sums],
+        [depth[x.step] for x in profile.sums],
+        profile,
+        scale,
+    )
+
+
+def _paths(
+    profile: Profile, seconds: Sequence[float], compute: Sequence[float]
+) -> tuple[float, float, Sequence[float]]:
+    """The longest path through all steps, that without collectives of the backward pass, and the longest to each."""
+    full: list[float] = []
+    calm: list[float] = []
+    for kind, needs, forward, again in profile.steps:
+        if again is not None:
+            full.append(full[again])
+            calm.append(calm[again])
+            continue
+        x, y = seconds[kind], seconds[kind] if forward else compute[kind]
+        full.append(x + max([full[k] for k in needs], default=0.0))
+        calm.append(y + max([calm[k] for k in needs], default=0.0))
+    return max(full, default=0.0), max(calm, default=0.0), full
 
 
 def _seconds(kind: Kind, scale: int, cost: CostModel, groups: Sequence[Group]) -> float:
@@ -176,12 +222,51 @@ def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel) -> flo
     m, p, borders = c.microbatches(batch), c.pp, c.pp * c.chunks - 1
     forward, backward = (_busy(x, borders) for x in (step.forward, step.backward))
     once = step.once / (c.dp if c.zero else 1)
-    found = (m * (forward + backward) + once) / p
-    if p > 1 and c.schedule in ("1f1b", "gpipe"):
-        chain = _chain(step.forward, borders) + _chain(step.backward, borders) - step.backward.excess
-        chain -= step.forward.excess
-        found = max(found, chain + _after_first(c.schedule, m, p, forward, backward))
-    return max(found, _replica_bound(c, m, step, cost, forward, backward)) * _ROUNDING
+    found = max((m * (forward + backward) + once) / p, m * step.unit, step.path)
+    found = max(found, _replica_bound(c, m, step, cost, forward, backward))
+    if p > 1:
+        chain = 0.0
+        if c.schedule in ("1f1b", "gpipe"):
+            excess = step.forward.excess + step.backward.excess
+            whole = _chain(step.forward, borders) + _chain(step.backward, borders) - excess
+            chain = max(whole, step.calm) + _after_first(c.schedule, m, p, forward, backward)
+        found = _with_transfers(c, m, step, cost, found, chain)
+    return found * _ROUNDING
+
+
+def _with_transfers(c: Candidate, m: int, step: StepCost, cost: CostModel, least: float, chain: float) -> float:
+    """A bound with what pipeline stages send: the least over how many borders are outside of the trunk, where little may
+    be sent, but fewer ranks share the trunk's work."""
+    hops = _hops(c, step, cost)
+    sent = 2 * c.chunks * sum(hops)
+    best = math.inf
+    for outside in range(c.pp * c.chunks):
+        busy = max(least, m * step.trunk / min(c.pp, c.pp * c.chunks - outside))
+        if busy >= best:
+            break
+        inside = max(0.0, sent - 2 * outside * max(hops))
+        one = m * min(hops) if outside < c.pp * c.chunks - 1 else 0.0
+        best = min(best, max(busy, step.path + inside, chain + inside if chain else 0.0, one))
+    return best
+
+
+def _hops(c: Candidate, step: StepCost, cost: CostModel) -> list[float]:
+    """Seconds that each border's transfer takes at least: of the lane of devices whose sum is greatest."""
+    r = cost.topology.uniform
+    if r is None:
+        return [0.0] * (c.pp - 1)
+    spacing, size = spacing_of(c, c.order, "pp"), float(step.profile.border * step.scale)
+    if cost.runtime is not None and cost.runtime.scatters:
+        size /= c.tp
+    inside, outside = (cost.transfer_seconds(size, link) for link in (r.intra, r.inter))
+    lanes = [
+        [
+            inside if (d + k * spacing) // r.per_node == (d + (k + 1) * spacing) // r.per_node else outside
+            for k in range(c.pp - 1)
+        ]
+        for d in starts(c, c.order, "pp", r.per_node)
+    ]
+    return max(lanes, key=sum)
 
 
 def _busy(x: Pass, borders: int) -> float:
@@ -216,25 +301,34 @@ def _after_first(schedule: str, m: int, p: int, forward: float, backward: float)
     return low
 
 
-def _replica_bound(
-    c: Candidate, m: int, step: StepCost, cost: CostModel, forward: float, backward: float
-) -> float:
+def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forward: float, backward: float) -> float:
+    """A bound from the reduction of gradients, and the gathering of parameters, along the axis of replicas."""
     if c.dp == 1:
         return 0.0
-    groups = tensor_groups(c, cost, "dp")
-    name = "MPIReduceScatter" if c.zero else "MPIAllreduce"
-    size = step.profile.gradients if c.zero < 2 else _split(step.profile.scattered, c.dp)
-    reduced = size * _slope(name, tuple(groups))
-    if c.zero < 2:
-        return (m * forward + (m - 1) * backward + reduced) / c.pp
-    size = _split(step.profile.gathered, c.dp) if c.zero == 3 else 0
-    gathered = size * _slope("MPIAllgather", tuple(groups))
-    return m * (reduced + gathered) / c.pp
+    groups = tuple(tensor_groups(c, cost, "dp"))
+    byte = _slope("MPIReduceScatter" if c.zero else "MPIAllreduce", groups)
+    sums = step.profile.sums
+    each = [byte * (x.part if c.zero > 1 else x.bytes) for x in sums]
+    if c.zero > 1:  # others are reduced once a step
+        each = [n if _divides(x.shape, c.dp) else 0.0 for n, x in zip(each, sums, strict=True)]
+    total = sum(each)
+    found = (m * forward + (m - 1) * backward + total) / c.pp
+    if c.zero > 1:
+        gathered = sum([n for shape, n in step.profile.gathered if _divides(shape, c.dp)]) if c.zero == 3 else 0
+        found = max(found, m * (total + gathered * _slope("MPIAllgather", groups)) / c.pp)
+    late = zip(step.depth, each, strict=True)
+    found = max(found, max([t + n for t, n in late], default=0.0))
+    if c.pp == 1:  # what is complete late is reduced after that
+        left = total
+        for t, n in sorted(zip(step.ready, each, strict=True)):
+            found = max(found, (m - 1) * (forward + backward) + t + left)
+            left -= n
+    return found
 
 
-def _split(sizes: Sequence[tuple[tuple[int, ...], int]], ways: int) -> int:
-    """The bytes of those that can be split so many ways."""
-    return sum([n for shape, n in sizes if any([dim % ways == 0 for dim in shape])])
+def _divides(shape: Sequence[int], ways: int) -> bool:
+    """Whether a value of that shape is certainly split so many ways."""
+    return len(shape) > 1 and any([dim % ways == 0 for dim in shape])
 
 
 @cache
@@ -251,8 +345,9 @@ def memory_bound(c: Candidate, batch: int, step: StepCost) -> float:
     microbatches in flight: of all under GPipe, else of at least one.
     """
     m, profile = c.microbatches(batch), step.profile
+    gradients = sum([x.bytes for x in profile.sums])
     kept = (profile.parameters + profile.state) / (c.dp if c.zero else 1)
-    sums = profile.gradients / (c.dp if c.zero > 1 else 1) if m > 1 else 0.0
+    sums = gradients / (c.dp if c.zero > 1 else 1) if m > 1 else 0.0
     saved = profile.saved * step.scale
     if c.schedule == "gpipe":
         return max(kept + m * saved, kept + sums + saved) / c.pp

@@ -12,12 +12,13 @@ what is true of every whole segment bounds any cut:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from distir.ir.device import AxisNames, Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor
+from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, ends_time, phases
 from distir.transforms.rank.recompose import recompose
 from distir.transforms.roles import weights
@@ -44,6 +45,26 @@ class Segment(NamedTuple):
     """Whether no op of another segment stands between its ops."""
 
 
+class Step(NamedTuple):
+    """An op of a microbatch: the number of its kind, the steps that it depends on, whether it is of the forward pass, and
+    whether it recomputes an earlier one, `again` (it may be left out, and that one's results used)."""
+
+    kind: int
+    needs: tuple[int, ...]
+    forward: bool
+    again: int | None
+
+
+class GradientSum(NamedTuple):
+    """A sum over microbatches: the step that makes a microbatch's part, its shape on a device, and the bytes of sum and
+    part."""
+
+    step: int
+    shape: tuple[int, ...]
+    bytes: int
+    part: int
+
+
 class Kind(NamedTuple):
     """Ops of equal cost; `op` is one of them. `axis` is that of a collective. A kind that is not `priced` is free."""
 
@@ -55,9 +76,9 @@ class Kind(NamedTuple):
 class Profile(NamedTuple):
     """A placed program for bounds. `samples` is the size of a microbatch on a device that its types have.
 
-    Bytes are those of one device, of all stages together: of parameters, optimizer state and sums of gradients; of
-    gradients as ZeRO 2 scatters them, and parameters as ZeRO 3 gathers them (those of several dims, in the least dtype
-    they are used in); and of what is saved of one microbatch.
+    Bytes are those of one device, of all stages together: of parameters and optimizer state; of parameters as ZeRO 3
+    gathers them, by shape (those of several dims, in the least dtype they are used in); and of what is saved of one
+    microbatch.
     """
 
     kinds: list[Kind]
@@ -65,12 +86,18 @@ class Profile(NamedTuple):
     forward: Mapping[Segment, int]
     backward: Mapping[Segment, int]
     every: Mapping[str, Mapping[int, int]]
-    """By phase how often each kind of compute occurs."""
+    """By phase how often each kind of op occurs."""
+    trunk: Mapping[int, int]
+    """How often each occurs between the first and the last border of segments, in both passes."""
+    units: Collection[tuple[int, ...]]
+    """The kinds of a forward op and of the backward ops that follow it to its stage."""
+    steps: Sequence[Step]
+    """All ops of both passes, in program order."""
+    sums: Sequence[GradientSum]
+    border: int
+    """The least bytes that a device sends where a cut goes through the trunk."""
     parameters: int
     state: int
-    gradients: int
-    scattered: tuple[tuple[tuple[int, ...], int], ...]
-    """By shape on one device, as also `gathered`."""
     gathered: tuple[tuple[tuple[int, ...], int], ...]
     saved: int
 
@@ -113,15 +140,60 @@ def profile_of(placed: Function, samples: int) -> Profile:
         word: Counter([number[op] for op in placed.ops if phase[op] == word])
         for word in (FORWARD, BACKWARD, PROLOGUE, UPDATE)
     }
+    timed = [op for op in placed.ops if phase[op] in (FORWARD, BACKWARD)]
     return Profile(
         kinds.found,
         samples,
         Counter([_segment(core.ops, number, core.first, core.last, True) for core in cores]),
         Counter(_backward_segments(backward, part, number)),
         every,
+        Counter([number[op] for op in timed if op in part or op.of in part]),
+        _units(timed, number),
+        _steps(timed, phase, number, copies(placed)),
+        _sums(placed, timed),
+        min([_width(core) for core in cores], default=0),
         *_bytes(placed),
         _saved(forward, backward),
     )
+
+
+def _units(timed: Sequence[Op], number: Mapping[Op, int]) -> set[tuple[int, ...]]:
+    follow: dict[Op, list[int]] = {}
+    for op in timed:
+        follow.setdefault(op.of or op, []).append(number[op])
+    return {tuple(kinds) for kinds in follow.values()}
+
+
+def _steps(
+    timed: Sequence[Op], phase: Mapping[Op, str], number: Mapping[Op, int], again: Mapping[Value, Value]
+) -> list[Step]:
+    maker = {v: k for k, op in enumerate(timed) for v in op.outputs}
+    found: list[Step] = []
+    for op in timed:
+        needs = tuple(dict.fromkeys([maker[v] for v in op.inputs if v in maker]))
+        first = maker.get(again[op.outputs[0]]) if op.outputs and op.outputs[0] in again else None
+        found.append(Step(number[op], needs, phase[op] == FORWARD, first))
+    return found
+
+
+def _sums(function: Function, timed: Sequence[Op]) -> list[GradientSum]:
+    maker = {v: k for k, op in enumerate(timed) for v in op.outputs}
+    found: list[GradientSum] = []
+    for op in function.ops:
+        part = op.inputs[0] if op.spec.comm is not None and ends_time(op) else None
+        if part in maker and part is not None and isinstance(part.type, Tensor):
+            found.append(GradientSum(maker[part], part.type.shape, op.outputs[0].type.bytes, part.type.bytes))
+    return found
+
+
+def _width(core: _Core) -> int:
+    """The least bytes of what a cut through a core separates: of the path whose values are the largest."""
+    wide = {core.first: core.first.type.bytes}
+    for op in core.ops:
+        reach = max([wide[v] for v in op.inputs if v in wide], default=0)
+        for v in op.outputs:
+            wide[v] = reach if v is core.last else min(reach, v.type.bytes)
+    return wide[core.last]
 
 
 def _free(op: Op) -> bool:
@@ -247,19 +319,16 @@ def _backward_segments(backward: Sequence[Op], part: Mapping[Op, int], number: M
 _ByShape = tuple[tuple[tuple[int, ...], int], ...]
 
 
-def _bytes(function: Function) -> tuple[int, int, int, _ByShape, _ByShape]:
+def _bytes(function: Function) -> tuple[int, int, _ByShape]:
     """Bytes on one device: see `Profile`."""
     owned = {v: v.type.bytes for v in function.inputs if v.kind == "parameter"}
     state = sum([v.type.bytes for v in function.inputs if v.kind == "state"])
-    sums = [op for op in function.ops if op.spec.comm is not None and ends_time(op)]
-    gradients = sum([op.outputs[0].type.bytes for op in sums])
     least = dict(owned)
     for op in function.ops:
         for v in op.inputs:
             if v in least and len(op.inputs) == 1:
                 least[v] = min(least[v], op.outputs[0].type.bytes)
-    parts = [(op.inputs[0], op.inputs[0].type.bytes) for op in sums]
-    return sum(owned.values()), state, gradients, _by_shape(parts), _by_shape(least.items())
+    return sum(owned.values()), state, _by_shape(least.items())
 
 
 def _by_shape(sizes: Iterable[tuple[Value, int]]) -> _ByShape:
