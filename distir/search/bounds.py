@@ -26,7 +26,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
 from distir.executor.cost_model.seconds import wire_of
 from distir.ir.spec import lookup
-from distir.ir.topology import Group, regular_group
+from distir.ir.topology import Group, Regular, regular_group
 from distir.ir.type import SUM, Tensor, Type
 from distir.search.segments import COMPUTE, Kind, Profile, Segment
 from distir.search.space import Candidate, spacing_of, starts
@@ -74,6 +74,8 @@ class StepCost(NamedTuple):
     path: float
     calm: float
     ready: Sequence[float]
+    in_turn: Sequence[int]
+    """The numbers of the sums, by `ready`."""
     depth: Sequence[float]
     profile: Profile
     scale: int
@@ -97,6 +99,7 @@ def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: Sequen
     compute = [0.0 if kind.axis else x for kind, x in zip(profile.kinds, seconds, strict=True)]
     path, calm, depth = _paths(profile, seconds, compute)
     before = list(itertools.accumulate([compute[x.kind] for x in profile.steps]))
+    ready = [before[x.step] for x in profile.sums]
     return StepCost(
         forward,
         backward,
@@ -105,7 +108,8 @@ def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: Sequen
         max([sum([compute[k] for k in unit]) for unit in profile.units], default=0.0),
         path,
         calm,
-        [before[x.step] for x in profile.sums],
+        ready,
+        sorted(range(len(ready)), key=ready.__getitem__),
         [depth[x.step] for x in profile.sums],
         profile,
         scale,
@@ -206,15 +210,33 @@ def _through(segment: Segment, kinds: Sequence[Kind], seconds: Sequence[float]) 
 # ---- of a candidate
 
 
-def tensor_groups(c: Candidate, cost: CostModel, axis: str = "tp") -> list[Group]:
+def groups_along(c: Candidate, cost: CostModel, axis: str) -> tuple[Group, ...]:
     """The kinds of groups of devices along an axis, on a regular cluster."""
     r = cost.topology.uniform
-    if r is None or getattr(c, axis) == 1:
-        return []
-    spacing, size = spacing_of(c, c.order, axis), getattr(c, axis)
-    firsts = starts(c, c.order, axis, r.per_node)
+    size = getattr(c, axis)
+    if r is None or size == 1:
+        return ()
+    firsts = tuple(starts(c, c.order, axis, r.per_node))
+    return _groups_from(r, firsts, spacing_of(c, c.order, axis), size)
+
+
+@cache
+def _groups_from(r: Regular, firsts: Sequence[int], spacing: int, size: int) -> tuple[Group, ...]:
     found = [regular_group(r, [(d + k * spacing) // r.per_node for k in range(size)]) for d in firsts]
-    return list(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found))
+
+
+def compute_bound(profile: Profile, microbatch: int, batch: int, gpus: int, tp: int, cost: CostModel) -> float:
+    """Seconds below which no step is of `batch` samples, on `gpus` devices with that profile and microbatches of at most
+    so many samples: that of compute alone, for a sample takes no less in a smaller microbatch."""
+    scale = microbatch // profile.samples
+    found = 0.0
+    for word in (FORWARD, BACKWARD):
+        for k, n in profile.every[word].items():
+            kind = profile.kinds[k]
+            if kind.axis is None and not _adds_sums(kind):
+                found += n * _seconds(kind, scale, cost, ())
+    return found * batch * tp / (microbatch * gpus) * _ROUNDING
 
 
 def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel) -> float:
@@ -305,30 +327,21 @@ def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forwar
     """A bound from the reduction of gradients, and the gathering of parameters, along the axis of replicas."""
     if c.dp == 1:
         return 0.0
-    groups = tuple(tensor_groups(c, cost, "dp"))
+    groups = groups_along(c, cost, "dp")
     byte = _slope("MPIReduceScatter" if c.zero else "MPIAllreduce", groups)
-    sums = step.profile.sums
-    each = [byte * (x.part if c.zero > 1 else x.bytes) for x in sums]
-    if c.zero > 1:  # others are reduced once a step
-        each = [n if _divides(x.shape, c.dp) else 0.0 for n, x in zip(each, sums, strict=True)]
-    total = sum(each)
+    sums = step.profile.reduced(c.dp, c.zero)
+    total = byte * sums.total
     found = (m * forward + (m - 1) * backward + total) / c.pp
     if c.zero > 1:
-        gathered = sum([n for shape, n in step.profile.gathered if _divides(shape, c.dp)]) if c.zero == 3 else 0
-        found = max(found, m * (total + gathered * _slope("MPIAllgather", groups)) / c.pp)
-    late = zip(step.depth, each, strict=True)
-    found = max(found, max([t + n for t, n in late], default=0.0))
+        gathered = sums.gathered * _slope("MPIAllgather", groups) if c.zero == 3 else 0.0
+        found = max(found, m * (total + gathered) / c.pp)
+    found = max(found, max([t + byte * n for t, n in zip(step.depth, sums.bytes, strict=True)], default=0.0))
     if c.pp == 1:  # what is complete late is reduced after that
         left = total
-        for t, n in sorted(zip(step.ready, each, strict=True)):
-            found = max(found, (m - 1) * (forward + backward) + t + left)
-            left -= n
+        for k in step.in_turn:
+            found = max(found, (m - 1) * (forward + backward) + step.ready[k] + left)
+            left -= byte * sums.bytes[k]
     return found
-
-
-def _divides(shape: Sequence[int], ways: int) -> bool:
-    """Whether a value of that shape is certainly split so many ways."""
-    return len(shape) > 1 and any([dim % ways == 0 for dim in shape])
 
 
 @cache
@@ -345,7 +358,7 @@ def memory_bound(c: Candidate, batch: int, step: StepCost) -> float:
     microbatches in flight: of all under GPipe, else of at least one.
     """
     m, profile = c.microbatches(batch), step.profile
-    gradients = sum([x.bytes for x in profile.sums])
+    gradients = profile.reduced(1, 0).total
     kept = (profile.parameters + profile.state) / (c.dp if c.zero else 1)
     sums = gradients / (c.dp if c.zero > 1 else 1) if m > 1 else 0.0
     saved = profile.saved * step.scale

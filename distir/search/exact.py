@@ -8,8 +8,8 @@ from distir.api.compilation import distribute, simulated
 from distir.api.model import Model
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.categories import CATEGORIES
 from distir.executor.simulator.busy import exposed_times
+from distir.executor.simulator.categories import CATEGORIES
 from distir.executor.simulator.simulation import Simulation
 from distir.ir.errors import DistirError
 from distir.ir.pause import no_collection

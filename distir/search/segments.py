@@ -11,8 +11,10 @@ what is true of every whole segment bounds any cut:
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distir.ir.device import AxisNames, Mesh
@@ -73,7 +75,17 @@ class Kind(NamedTuple):
     priced: bool
 
 
-class Profile(NamedTuple):
+class Reduced(NamedTuple):
+    """What is reduced, at least, along the axis of replicas: bytes of each sum over microbatches and of all, of a step,
+    under ZeRO 2 and 3 of each microbatch; and bytes that ZeRO 3 gathers in each pass."""
+
+    bytes: Sequence[int]
+    total: int
+    gathered: int
+
+
+@dataclass(frozen=True)
+class Profile:
     """A placed program for bounds. `samples` is the size of a microbatch on a device that its types have.
 
     Bytes are those of one device, of all stages together: of parameters and optimizer state; of parameters as ZeRO 3
@@ -100,6 +112,22 @@ class Profile(NamedTuple):
     state: int
     gathered: tuple[tuple[tuple[int, ...], int], ...]
     saved: int
+    _reduced: dict[tuple[int, int], Reduced] = field(default_factory=dict, repr=False)
+
+    def reduced(self, dp: int, zero: int) -> Reduced:
+        """What is reduced and gathered among `dp` replicas. Under ZeRO 2 and 3 only what is certainly split counts."""
+        found = self._reduced.get((dp, zero))
+        if found is None:
+            each = [
+                x.bytes if zero < 2 else x.part if len(x.shape) > 1 and _divides(x.shape, dp) else 0 for x in self.sums
+            ]
+            gathered = sum([n for shape, n in self.gathered if _divides(shape, dp)])
+            found = self._reduced[dp, zero] = Reduced(each, sum(each), gathered)
+        return found
+
+
+def _divides(shape: Sequence[int], ways: int) -> bool:
+    return any([dim % ways == 0 for dim in shape])
 
 
 class _Kinds:
@@ -232,10 +260,7 @@ def _cores(function: Function, forward: Sequence[Op]) -> list[_Core]:
         live += change[k]
         if live == 1 and op.spec.comm is None and not op.spec.alias:
             narrow += [(k, v) for v in op.outputs if until.get(v, -1) > k]
-    return [
-        _core(forward[a + 1 : b + 1], first, last, root)
-        for (a, first), (b, last) in zip(narrow, narrow[1:], strict=False)
-    ]
+    return [_core(forward[a + 1 : b + 1], first, last, root) for (a, first), (b, last) in itertools.pairwise(narrow)]
 
 
 class _Roots(dict[Value, Value]):
@@ -264,7 +289,9 @@ def _core(ops: Sequence[Op], first: Value, last: Value, root: _Roots) -> _Core:
     return _Core(kept[::-1], first, last)
 
 
-def _segment(ops: Sequence[Op], number: Mapping[Op, int], first: Value | None, last: Value | None, waits: bool) -> Segment:
+def _segment(
+    ops: Sequence[Op], number: Mapping[Op, int], first: Value | None, last: Value | None, waits: bool
+) -> Segment:
     place = {v: k for k, op in enumerate(ops) for v in op.outputs}
     follows: set[Value] = {first} if first is not None else set()
     rows: list[Row] = []
@@ -306,7 +333,7 @@ def _backward_segments(backward: Sequence[Op], part: Mapping[Op, int], number: M
             if i is not None:
                 passed.setdefault(i, {})[v] = None
     borders = sorted(span.values())
-    apart = all([a[1] < b[0] for a, b in zip(borders, borders[1:], strict=False)])
+    apart = all([a[1] < b[0] for a, b in itertools.pairwise(borders)])
     found: list[Segment] = []
     for j, ops in mine.items():
         into, out = list(given.get(j, ())), list(passed.get(j, ()))
