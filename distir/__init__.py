@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         validate,
     )
     from distir.executor.cost_model import CostModel
+    from distir.search import PlanTable, plan
     from distir.transforms.differentiation.training import SGD, AdamW
 
 __version__ = "0.1.0"
@@ -77,6 +78,7 @@ __all__ = [
     "Mesh",
     "Model",
     "Plan",
+    "PlanTable",
     "Prediction",
     "RunCallbacks",
     "RunOptions",
@@ -88,6 +90,7 @@ __all__ = [
     "load",
     "parse",
     "pformat",
+    "plan",
     "run",
     "same",
     "simulate",
@@ -116,6 +119,8 @@ _LATER = {
         "distir.api",
     ),
     "CostModel": "distir.executor.cost_model",
+    "PlanTable": "distir.search",
+    "plan": "distir.search",
     "SGD": "distir.transforms.differentiation.training",
     "AdamW": "distir.transforms.differentiation.training",
 }

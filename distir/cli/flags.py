@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from distir import __version__
+from distir.cli import planning_flags
 from distir.ir.errors import UsageError
 from distir.transforms.plan import InputSplit, Plan, default_of
 
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     _run(commands)
     _compare(commands)
     _simulate(commands)
+    planning_flags.add(_command(commands, "plan", planning_flags.TEXT, "planning_command.plan", planning_flags.JSON))
     _accuracy(commands)
     _show(commands)
     _export(commands)

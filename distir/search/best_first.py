@@ -9,18 +9,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import multiprocessing
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 from distir.ir.errors import DistirError
 from distir.ir.pause import no_collection
 from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, memory_bound, step_bound, step_cost
-from distir.search.exact import Outcome, Setting, evaluate
+from distir.search.exact import Outcome, Setting
 from distir.search.segments import Profile, profile_of
+from distir.search.simulating import Bounded, Simulators
 from distir.search.space import Candidate
 from distir.transforms.passes import PassContext, run_passes
 from distir.transforms.plan import Plan
@@ -50,12 +50,19 @@ class Progressed:
     @property
     def fitting(self) -> list[Found]:
         """The plans that fit, quickest first."""
-        fits = [x for x in self.found if x.outcome.fits]
-        return sorted(fits, key=lambda x: (x.outcome.seconds, x.candidate))
+        return sorted([x for x in self.found if x.outcome.fits], key=by_seconds)
+
+
+def by_seconds(found: Found) -> tuple[object, ...]:
+    """The key of an order by seconds of a step."""
+    return found.outcome.seconds, found.candidate
 
 
 Relatives = tuple[int, bool, str]
 """Candidates that share a profile: tp, sequence_parallel, recompute."""
+
+
+NOTHING_KNOWN: Mapping[Candidate, Found] = MappingProxyType({})
 
 
 class Bounds:
@@ -165,93 +172,54 @@ class _Queue:
 
 
 def search(
-    setting: Setting,
+    bounds: Bounds,
     candidates: Sequence[Candidate],
-    certain: int = 1,
-    jobs: int = 1,
+    simulators: Simulators,
     first: Sequence[Candidate] = (),
+    known: Mapping[Candidate, Found] = NOTHING_KNOWN,
+    limit: float = math.inf,
     on_step: Callable[[Progressed, int], None] | None = None,
 ) -> Progressed:
-    """Simulate candidates until the best `certain` of those that fit are known; those in `first` before all others.
+    """Simulate candidates until the quickest that fits is known, or until `limit` were simulated.
 
-    `on_step` is called after each simulation with what was found and how many candidates are left. Ctrl-C ends the
-    search with what was found.
+    Those in `first` come before all others. What is `known` is not simulated again. `on_step` is called after each
+    simulation with what was found and how many candidates are left. Ctrl-C ends the search with what was found.
     """
     begin = time.perf_counter()
-    state = Progressed()
+    state, setting = Progressed(), bounds.setting
     topology = setting.cost.topology
     memory = max([topology.spec(d).memory for d in topology.devices]) - setting.reserve
-    queue = _Queue(Bounds(setting), candidates, memory)
-    known: set[Candidate] = set()
-    best: list[float] = []
-    """The seconds of the best so far, negated: the worst of them first."""
+    queue = _Queue(bounds, candidates, memory)
+    best = math.inf
 
-    def wanted() -> Iterator[tuple[float, Candidate]]:
+    def took(x: Found) -> None:
+        nonlocal best
+        state.found.append(x)
+        if x.outcome.reason is None and x.outcome.seconds < x.bound:
+            state.violations += 1
+        if x.outcome.fits:
+            if state.first_seconds is None:
+                state.first_seconds = time.perf_counter() - begin
+            best = min(best, x.outcome.seconds)
+
+    def wanted() -> Iterator[Bounded]:
+        asked = 0
         for c in first:
-            known.add(c)
+            asked += 1
             yield 0.0, c
-        while True:
-            found = queue.pop(math.inf if len(best) < certain else -best[0])
-            if found is None:
-                return
-            if found[1] not in known:
+        while asked < limit and (found := queue.pop(best)) is not None:
+            if (before := known.get(found[1])) is not None:
+                took(before)
+            elif found[1] not in first:
+                asked += 1
                 yield found
 
     try:
-        for bound, c, outcome in _evaluated(setting, wanted, jobs):
-            state.found.append(Found(c, outcome, bound))
-            if outcome.reason is None and outcome.seconds < bound:
-                state.violations += 1
-            if outcome.fits:
-                if state.first_seconds is None:
-                    state.first_seconds = time.perf_counter() - begin
-                heapq.heappush(best, -outcome.seconds)
-                if len(best) > certain:
-                    heapq.heappop(best)
+        for bound, c, outcome in simulators.outcomes(wanted()):
+            took(Found(c, outcome, bound))
             if on_step is not None:
                 on_step(state, queue.left)
     except KeyboardInterrupt:
         state.interrupted = True
     state.bound, state.excluded_by_memory = queue.bound, queue.excluded
     return state
-
-
-_shared: Setting | None = None
-"""What the processes that simulate inherit."""
-
-
-def _work(c: Candidate) -> Outcome:
-    if _shared is None:
-        raise RuntimeError("a process without a setting")
-    return evaluate(_shared, c)
-
-
-def _evaluated(
-    setting: Setting, wanted: Callable[[], Iterator[tuple[float, Candidate]]], jobs: int
-) -> Iterator[tuple[float, Candidate, Outcome]]:
-    """Each candidate with its outcome; `jobs` are simulated at a time, so some more than needed. `wanted` gives the next
-    ones whenever it is asked."""
-    if jobs == 1:
-        for bound, c in wanted():
-            yield bound, c, evaluate(setting, c)
-        return
-    global _shared
-    _shared = setting
-    with multiprocessing.get_context("fork").Pool(jobs, _ignore_interrupts) as pool:
-        running: list[tuple[float, Candidate, Any]] = []
-        source = wanted()
-        while True:
-            while len(running) < jobs and (found := next(source, None)) is not None:
-                running.append((*found, pool.apply_async(_work, (found[1],))))
-            if not running:
-                return
-            done = next((row for row in running if row[2].ready()), None)
-            if done is None:
-                running[0][2].wait(0.005)
-                continue
-            running.remove(done)
-            yield done[0], done[1], done[2].get()
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

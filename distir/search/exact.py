@@ -8,7 +8,7 @@ from distir.api.compilation import distribute, simulated
 from distir.api.model import Model
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.busy import exposed_times
+from distir.executor.simulator.busy import Exposed, exposed_times
 from distir.executor.simulator.categories import CATEGORIES
 from distir.executor.simulator.simulation import Simulation
 from distir.ir.errors import DistirError
@@ -65,18 +65,18 @@ def evaluate(setting: Setting, c: Candidate) -> Outcome:
 
 
 @no_collection()
-def examine(setting: Setting, c: Candidate) -> tuple[Outcome, Detail]:
-    """The simulation of a candidate, its program verified and validated, and where its time goes.
+def examine(setting: Setting, c: Candidate) -> Detail:
+    """Where the time and memory of a candidate go; its program is verified and validated.
 
     Raises MismatchError for a program that is not equivalent to the model.
     """
     simulation = _simulated(setting, c.plan(setting.batch), check=True)
-    outcome = _outcome(setting, simulation)
     classes = simulation.program.classes
     worst = max(range(len(classes.sizes)), key=lambda k: _excess(setting, simulation, k))
     use = simulation.memory(classes.first[worst])
     total = sum(classes.sizes)
     rows = exposed_times(simulation.run, simulation.program.streams)
+    rows += [Exposed(0.0, {})] * (len(classes.sizes) - len(rows))
     seconds = simulation.seconds or 1.0
     share = [n / total / seconds for n in classes.sizes]
     parts: dict[str, float] = {}
@@ -85,7 +85,7 @@ def examine(setting: Setting, c: Candidate) -> tuple[Outcome, Detail]:
             parts[axis] = parts.get(axis, 0.0) + weight * x
     compute = sum([weight * row.compute for weight, row in zip(share, rows, strict=True)])
     bubble = max(0.0, 1 - compute - sum(parts.values()))
-    return outcome, Detail(compute, parts, bubble, dict(zip(CATEGORIES, use.peak, strict=True)))
+    return Detail(compute, parts, bubble, dict(zip(CATEGORIES, use.peak, strict=True)))
 
 
 def _simulated(setting: Setting, plan: Plan, check: bool) -> Simulation:
