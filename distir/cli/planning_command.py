@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from distir.api import Model, load
+from distir.api import Model, Plan, load
+from distir.api.compilation import cost_model
 from distir.api.model import NO_LOSS, TEXT, Precision
 from distir.cli.output import Progress, print_json
 from distir.importer import symbolic_dims
@@ -36,19 +37,9 @@ def plan(args: argparse.Namespace) -> None:
                 progress.advance(len(state.found) - 1)
 
             try:
-                found.append(
-                    search_plans(
-                        model,
-                        args.cluster,
-                        gpus,
-                        top=args.top,
-                        vary=vary,
-                        fix=fix,
-                        memory_reserve=args.memory_reserve,
-                        runtime=args.runtime,
-                        on_step=on_step,
-                    )
-                )
+                cost = cost_model(args.cluster, Plan(dp=gpus), runtime=args.runtime)
+                search = {"top": args.top, "vary": vary, "fix": fix, "memory_reserve": args.memory_reserve}
+                found.append(search_plans(model, cost, gpus, **search, on_step=on_step))
             except InfeasibleError as e:
                 if len(args.gpus) == 1:
                     raise

@@ -121,8 +121,8 @@ def relatives(c: Candidate) -> Relatives:
 class _Queue:
     """Candidates in the order of their bounds, which are computed when they may matter.
 
-    An entry is a candidate, all candidates of a profile and size of microbatch, or of a profile and all sizes up to one:
-    the last two are replaced by what they stand for when they come up.
+    An entry is a candidate, all candidates of a profile and size of microbatch, or of a profile and all sizes up to
+    one: the last two are replaced by what they stand for when they come up.
     """
 
     def __init__(self, bounds: Bounds, candidates: Sequence[Candidate], memory: float) -> None:

@@ -59,7 +59,7 @@ class Pass(NamedTuple):
 class StepCost(NamedTuple):
     """The seconds of a model at one degree of tensor parallelism and size of microbatch.
 
-    `once`: of prologue and update. `trunk`: of compute between the first and the last border of segments. `unit`: of the
+    `once`: of prologue and update. `trunk`: of compute between the first and last border of segments. `unit`: of the
     longest forward op with the backward ops that stay on its stage. `path`: of the longest path of dependences through
     both passes; `calm`: of that without the collectives of the backward pass. `ready`: of compute until each sum over
     microbatches can be complete, from the begin of its last microbatch, in program order; `depth`: the longest path to
@@ -227,8 +227,8 @@ def _groups_from(r: Regular, firsts: Sequence[int], spacing: int, size: int) -> 
 
 
 def compute_bound(profile: Profile, microbatch: int, batch: int, gpus: int, tp: int, cost: CostModel) -> float:
-    """Seconds below which no step is of `batch` samples, on `gpus` devices with that profile and microbatches of at most
-    so many samples: that of compute alone, for a sample takes no less in a smaller microbatch."""
+    """Seconds below which no step is of `batch` samples, on `gpus` devices with that profile and microbatches of at
+    most so many samples: that of compute alone, for a sample takes no less in a smaller microbatch."""
     scale = microbatch // profile.samples
     found = 0.0
     for word in (FORWARD, BACKWARD):
@@ -257,8 +257,8 @@ def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel) -> flo
 
 
 def _with_transfers(c: Candidate, m: int, step: StepCost, cost: CostModel, least: float, chain: float) -> float:
-    """A bound with what pipeline stages send: the least over how many borders are outside of the trunk, where little may
-    be sent, but fewer ranks share the trunk's work."""
+    """A bound with what pipeline stages send: the least over how many borders are outside of the trunk, where little
+    may be sent, but fewer ranks share the trunk's work."""
     hops = _hops(c, step, cost)
     sent = 2 * c.chunks * sum(hops)
     best = math.inf

@@ -75,11 +75,9 @@ class PlanRow:
     def exposed(self, axis: str) -> float:
         """The share of the step in which communication along an axis is exposed; "dp" is what is neither tp nor pp."""
         found = self.detail.exposed
-        return (
-            sum(found.values()) - sum([found.get(a, 0.0) for a in ("tp", "pp")])
-            if axis == "dp"
-            else found.get(axis, 0.0)
-        )
+        if axis != "dp":
+            return found.get(axis, 0.0)
+        return sum([x for name, x in found.items() if name not in ("tp", "pp")])
 
     def cells(self) -> tuple[str, ...]:
         """A row of the table, with the columns of `HEADER`."""

@@ -58,17 +58,15 @@ def plan(
     vary: Sequence[str] = SETTINGS,
     fix: Mapping[str, Any] | None = None,
     memory_reserve: float = RESERVE_GIB,
-    runtime: str | None = None,
-    jobs: int | None = None,
     on_step: Callable[[Progressed, int], None] | None = None,
 ) -> PlanTable:
     """The quickest plans for a training step on `gpus` devices of a cluster, of those that fit in their memory.
 
     Plans are ranked by simulated step time: what `simulate` says. The settings in `vary` vary, but for those in `fix`,
     which have that value (`SETTINGS` lists them; `microbatch` is the samples of one on a device). `memory_reserve`, in
-    GiB, is left free on each device. The `top` best are shown. `jobs` processes simulate at a time, by default one a
-    core. `on_step` is called after each simulation with what was found and how many plans are left. Ctrl-C ends the
-    search early, with the best so far.
+    GiB, is left free on each device. The `top` best are shown. As many plans are simulated at a time as there are
+    cores. `on_step` is called after each simulation with what was found and how many plans are left. Ctrl-C ends the search
+    early, with the best so far.
 
     Raises UsageError for a model that is not trained, or an unknown setting or value; InfeasibleError where there is no
     plan, none fits (the message says which is least short, and what would make it fit), or the cluster is smaller.
@@ -76,7 +74,7 @@ def plan(
     begin = time.perf_counter()
     model = as_model(model)
     _check(model, gpus, top, memory_reserve)
-    cost = cost_model(cluster, Plan(dp=gpus), runtime=runtime)
+    cost = cost_model(cluster, Plan(dp=gpus))
     if len(cost.topology.devices) < gpus:
         raise InfeasibleError(
             f"{describe(cost.topology)} has {counted(len(cost.topology.devices), 'device')}, {gpus} are asked for",
@@ -85,7 +83,7 @@ def plan(
     setting = Setting(model, model.batch, cost, memory_reserve * GIB)
     all_plans = space(model.function, model.batch, gpus, cost.topology, vary, fix)
     bounds = Bounds(setting)
-    with simulators(setting, jobs or host_cores()) as several:
+    with simulators(setting, host_cores()) as several:
         first = _likely(setting, all_plans)
         state = search(bounds, all_plans.candidates, several, first, on_step=on_step)
         if not state.fitting:
@@ -111,7 +109,7 @@ def _check(model: Model, gpus: int, top: int, reserve: float) -> None:
 
 
 def _likely(setting: Setting, found: Space) -> list[Candidate]:
-    """A plan that probably fits, for an early answer: small microbatches, recomputed, of as few shards as seem enough."""
+    """A plan that probably fits, for an early answer: small microbatches, recomputed, as few shards as seem enough."""
     topology = setting.cost.topology
     per_node = topology.uniform.per_node if topology.uniform is not None else 1
     need = _BYTES * sum([math.prod(v.type.global_shape) for v in weights(setting.model.function) if v.kind != "state"])  # type: ignore[union-attr]

@@ -48,8 +48,8 @@ class Segment(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An op of a microbatch: the number of its kind, the steps that it depends on, whether it is of the forward pass, and
-    whether it recomputes an earlier one, `again` (it may be left out, and that one's results used)."""
+    """An op of a microbatch: the number of its kind, the steps that it depends on, whether it is of the forward pass,
+    and whether it recomputes an earlier one, `again` (it may be left out, and that one's results used)."""
 
     kind: int
     needs: tuple[int, ...]

@@ -24,7 +24,7 @@ class Simulators(NamedTuple):
     executor: ProcessPoolExecutor | None = None
 
     def outcomes(self, wanted: Iterator[Bounded]) -> Iterator[tuple[float, Candidate, Outcome]]:
-        """Each candidate with its outcome, as they are ready; `wanted` is asked for the next whenever a process is free."""
+        """Each candidate with its outcome, as they are ready; `wanted` is asked whenever a process is free."""
         if self.executor is None:
             for bound, c in wanted:
                 yield bound, c, evaluate(self.setting, c)

@@ -1,7 +1,7 @@
 """The space of plans: every combination of the settings that vary, but those that a rule leaves out.
 
-A `Candidate` is a few numbers; its `Plan` is made when it is needed. `RULES` leave out what equals another candidate, or
-is dominated by one, by construction; each says why.
+A `Candidate` is a few numbers; its `Plan` is made when it is needed. `RULES` leave out what equals another candidate,
+or is dominated by one, by construction; each says why.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def space(
 ) -> Space:
     """All candidates for a training step of `batch` samples on `gpus` devices.
 
-    Settings not in `vary` have the default of `Plan` (a microbatch is then all the samples that a replica has), those in
-    `fix` that value. Raises UsageError for an unknown setting or value, InfeasibleError where there is no candidate.
+    Settings not in `vary` have the default of `Plan` (a microbatch is then all the samples that a replica has), those
+    in `fix` that value. Raises UsageError for an unknown setting or value, InfeasibleError where there is no candidate.
     """
     fix = dict(fix or {})
     _check_settings(vary, fix)

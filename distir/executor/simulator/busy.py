@@ -2,8 +2,9 @@
 
 Compute is the sum of the parts on compute streams. A class is busy while any of its streams is: the union of their
 intervals. Communication is exposed while nothing computes; where that of several axes is at a time, the first in the
-order tp, other axes, pp counts, so that compute, what is exposed and the rest add up. Calls of one body, or of bodies that are equal up to their mesh, with equal entry times, up to a shift, have
-equal intervals, which are computed once: the cost grows with the number of calls, not with what they contain.
+order tp, other axes, pp counts, so that compute, what is exposed and the rest add up. Calls of one body, or of bodies
+that are equal up to their mesh, with equal entry times, up to a shift, have equal intervals, which are computed once:
+the cost grows with the number of calls, not with what they contain.
 """
 
 from __future__ import annotations
