@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 NAMES = {
     "distir": [
         "AdamW", "Comparison", "CostModel", "Data", "Device", "Function", "FunctionMaker", "Mesh", "Model", "Plan",
-        "Prediction", "RunCallbacks", "RunOptions", "RunResult", "SGD", "Topology", "compare", "cpprint", "distribute",
-        "load", "parse", "pformat", "run", "same", "simulate", "validate", "verify",
+        "PlanTable", "Prediction", "RunCallbacks", "RunOptions", "RunResult", "SGD", "Topology", "compare", "cpprint",
+        "distribute", "load", "parse", "pformat", "plan", "run", "same", "simulate", "validate", "verify",
     ],
     "distir.ir": [
         "Device", "Function", "FunctionMaker", "Mesh", "Op", "Topology", "Value", "cpprint", "parse", "pformat",

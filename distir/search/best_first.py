@@ -18,7 +18,7 @@ from typing import NamedTuple
 from distir.ir.errors import DistirError
 from distir.ir.pause import no_collection
 from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, memory_bound, step_bound, step_cost
-from distir.search.exact import Outcome, Setting
+from distir.search.exact import PlanOutcome, Setting
 from distir.search.segments import Profile, profile_of
 from distir.search.simulating import Bounded, Simulators
 from distir.search.space import Candidate
@@ -26,11 +26,11 @@ from distir.transforms.passes import PassContext, run_passes
 from distir.transforms.plan import Plan
 
 
-class Found(NamedTuple):
+class Simulated(NamedTuple):
     """A simulated candidate, with its lower bound of seconds."""
 
     candidate: Candidate
-    outcome: Outcome
+    outcome: PlanOutcome
     bound: float
 
 
@@ -38,7 +38,7 @@ class Found(NamedTuple):
 class Progressed:
     """How far a search is. `bound`: no candidate that was not simulated, and fits, takes less time."""
 
-    found: list[Found] = field(default_factory=list)
+    found: list[Simulated] = field(default_factory=list)
     excluded_by_memory: int = 0
     bound: float = 0.0
     first_seconds: float | None = None
@@ -48,12 +48,12 @@ class Progressed:
     """Simulations that were below their bound: then bounds do not hold."""
 
     @property
-    def fitting(self) -> list[Found]:
+    def fitting(self) -> list[Simulated]:
         """The plans that fit, quickest first."""
         return sorted([x for x in self.found if x.outcome.fits], key=by_seconds)
 
 
-def by_seconds(found: Found) -> tuple[object, ...]:
+def by_seconds(found: Simulated) -> tuple[object, ...]:
     """The key of an order by seconds of a step."""
     return found.outcome.seconds, found.candidate
 
@@ -62,7 +62,7 @@ Relatives = tuple[int, bool, str]
 """Candidates that share a profile: tp, sequence_parallel, recompute."""
 
 
-NOTHING_KNOWN: Mapping[Candidate, Found] = MappingProxyType({})
+NOTHING_KNOWN: Mapping[Candidate, Simulated] = MappingProxyType({})
 
 
 class Bounds:
@@ -176,7 +176,7 @@ def search(
     candidates: Sequence[Candidate],
     simulators: Simulators,
     first: Sequence[Candidate] = (),
-    known: Mapping[Candidate, Found] = NOTHING_KNOWN,
+    known: Mapping[Candidate, Simulated] = NOTHING_KNOWN,
     limit: float = math.inf,
     on_step: Callable[[Progressed, int], None] | None = None,
 ) -> Progressed:
@@ -192,7 +192,7 @@ def search(
     queue = _Queue(bounds, candidates, memory)
     best = math.inf
 
-    def took(x: Found) -> None:
+    def took(x: Simulated) -> None:
         nonlocal best
         state.found.append(x)
         if x.outcome.reason is None and x.outcome.seconds < x.bound:
@@ -216,7 +216,7 @@ def search(
 
     try:
         for bound, c, outcome in simulators.outcomes(wanted()):
-            took(Found(c, outcome, bound))
+            took(Simulated(c, outcome, bound))
             if on_step is not None:
                 on_step(state, queue.left)
     except KeyboardInterrupt:

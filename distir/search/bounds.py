@@ -39,7 +39,7 @@ _ROUNDING = 1 - 1e-6
 _NEVER = -math.inf
 
 
-class Pass(NamedTuple):
+class PassCost(NamedTuple):
     """The forward or the backward pass of a microbatch through the whole model, in seconds.
 
     `compute`: of all ops, `lifted`: of those of them that a pipeline does once a step. `waits`: for collectives inside
@@ -66,8 +66,8 @@ class StepCost(NamedTuple):
     it. `profile` has the bytes, at a microbatch `scale` times smaller.
     """
 
-    forward: Pass
-    backward: Pass
+    forward: PassCost
+    backward: PassCost
     once: float
     trunk: float
     unit: float
@@ -156,7 +156,7 @@ def _scaled(t: Type, scale: int) -> Type:
     return Tensor(t.dtype, shape, t.device, t.placements)
 
 
-def _pass(profile: Profile, word: str, segments: Mapping[Segment, int], seconds: Sequence[float]) -> Pass:
+def _pass(profile: Profile, word: str, segments: Mapping[Segment, int], seconds: Sequence[float]) -> PassCost:
     every = profile.every[word].items()
     compute = sum([n * seconds[k] for k, n in every if profile.kinds[k].axis is None])
     lifted = sum([n * seconds[k] for k, n in every if _adds_sums(profile.kinds[k])])
@@ -170,7 +170,7 @@ def _pass(profile: Profile, word: str, segments: Mapping[Segment, int], seconds:
         chain += n * through
         most_chain = max(most_chain, through)
         excess += n * max(0.0, through - (kept if segment.waits else kept - idle))
-    return Pass(compute, lifted, waits, most_waits, chain, most_chain, excess)
+    return PassCost(compute, lifted, waits, most_waits, chain, most_chain, excess)
 
 
 def _adds_sums(kind: Kind) -> bool:
@@ -291,12 +291,12 @@ def _hops(c: Candidate, step: StepCost, cost: CostModel) -> list[float]:
     return max(lanes, key=sum)
 
 
-def _busy(x: Pass, borders: int) -> float:
+def _busy(x: PassCost, borders: int) -> float:
     compute = x.compute - (x.lifted if borders else 0.0)
     return compute + max(0.0, x.waits - borders * x.most_waits)
 
 
-def _chain(x: Pass, borders: int) -> float:
+def _chain(x: PassCost, borders: int) -> float:
     return max(0.0, x.chain - borders * x.most_chain)
 
 
@@ -352,16 +352,45 @@ def _slope(name: str, groups: tuple[Group, ...]) -> float:
 
 
 def memory_bound(c: Candidate, batch: int, step: StepCost) -> float:
-    """Bytes that the rank of a candidate that needs most has at least: what ranks need on average.
+    """Bytes that the rank of a candidate that needs most has at least: the least maximum that any cut reaches.
 
     A rank holds its parameters and state, from the second microbatch on the sums of gradients, and what it saved of the
-    microbatches in flight: of all under GPipe, else of at least one.
+    microbatches in flight.
     """
     m, profile = c.microbatches(batch), step.profile
     gradients = profile.reduced(1, 0).total
     kept = (profile.parameters + profile.state) / (c.dp if c.zero else 1)
     sums = gradients / (c.dp if c.zero > 1 else 1) if m > 1 else 0.0
     saved = profile.saved * step.scale
+    return max((kept + sums + saved) / c.pp, _least_memory(_in_flight(c, m), kept, saved))
+
+
+def _in_flight(c: Candidate, m: int) -> tuple[int, ...]:
+    """By rank, how many microbatches it has in flight before its first backward pass, of the stage with the fewest;
+    most first."""
+    ranks = range(c.pp)
     if c.schedule == "gpipe":
-        return max(kept + m * saved, kept + sums + saved) / c.pp
-    return (kept + sums + saved) / c.pp
+        return tuple([m for _ in ranks])
+    if c.schedule == "1f1b":
+        return tuple([min(m, c.pp - r) for r in ranks])
+    return tuple([min(c.pp, 2 * (c.pp - r) - 1) for r in ranks])
+
+
+@cache
+def _least_memory(in_flight: Sequence[int], kept: float, saved: float) -> float:
+    """The least maximum over ranks of what they keep and of `saved` as often as it is in flight, however both are
+    spread."""
+
+    def fits(most: float) -> bool:
+        left, room = kept, 0.0
+        for n in in_flight:  # what is kept where what is saved counts most
+            part = min(left, most)
+            left -= part
+            room += (most - part) / n
+        return left <= 0 and room >= saved
+
+    low, high = 0.0, kept + saved * max(in_flight)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low * _ROUNDING

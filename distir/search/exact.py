@@ -17,7 +17,7 @@ from distir.search.space import Candidate
 from distir.transforms.plan import Plan
 
 
-class Outcome(NamedTuple):
+class PlanOutcome(NamedTuple):
     """A simulated step: seconds, and the bytes of the rank that needs most; or why there is none."""
 
     seconds: float
@@ -54,13 +54,13 @@ class Setting(NamedTuple):
 
 
 @no_collection()
-def evaluate(setting: Setting, c: Candidate) -> Outcome:
+def evaluate(setting: Setting, c: Candidate) -> PlanOutcome:
     """The simulation of a candidate; of one that cannot be applied the reason."""
     try:
         plan = c.plan(setting.batch)
         simulation = _simulated(setting, plan, check=False)
     except DistirError as e:
-        return Outcome(float("inf"), 0, "", 0.0, e.message)
+        return PlanOutcome(float("inf"), 0, "", 0.0, e.message)
     return _outcome(setting, simulation)
 
 
@@ -95,11 +95,11 @@ def _simulated(setting: Setting, plan: Plan, check: bool) -> Simulation:
     return simulated(program, plan, cost, model.batch, model.tokens)
 
 
-def _outcome(setting: Setting, simulation: Simulation) -> Outcome:
+def _outcome(setting: Setting, simulation: Simulation) -> PlanOutcome:
     classes = simulation.program.classes
     worst = max(range(len(classes.sizes)), key=lambda k: _excess(setting, simulation, k))
     need = simulation.peak_memory[classes.first[worst]]
-    return Outcome(simulation.seconds, need, classes.label(worst), _excess(setting, simulation, worst))
+    return PlanOutcome(simulation.seconds, need, classes.label(worst), _excess(setting, simulation, worst))
 
 
 def _excess(setting: Setting, simulation: Simulation, k: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from distir.api.metrics import finite
 from distir.api.results import aligned, html_table, paragraphs, seconds, size
 from distir.ir.errors import counted
-from distir.search.best_first import Found
+from distir.search.best_first import Simulated
 from distir.search.exact import Detail
 from distir.transforms.plan import Plan
 
@@ -29,7 +29,7 @@ ADVICE = {
 """By what binds a plan its name, and the next thing to change."""
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """Of a step, for rates: samples, tokens, model FLOPs and the seconds that one device needs for them at its peak."""
 
     samples: int
@@ -53,7 +53,7 @@ class PlanRow:
     memory: int
     headroom: float
     detail: Detail
-    work: Work
+    work: StepWork
     binds: str
     family: str | None = None
     certain: bool = True
@@ -247,6 +247,6 @@ def what_binds(detail: Detail, memory: bool) -> str:
     return most if losses[most] >= _SLIGHT else "compute"
 
 
-def short_of(found: Found, detail: Detail, batch: int) -> Short:
+def short_of(found: Simulated, detail: Detail, batch: int) -> Short:
     """A plan that does not fit, in words."""
     return Short(found.candidate.plan(batch), found.outcome.rank, found.outcome.over, detail.memory)

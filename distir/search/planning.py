@@ -13,9 +13,9 @@ from distir.api.results import size
 from distir.executor.cost_model.seconds import computed_in, work
 from distir.hardware import host_cores
 from distir.ir.errors import InfeasibleError, UsageError, counted
-from distir.search.best_first import Bounds, Found, Progressed, by_seconds, search
+from distir.search.best_first import Bounds, Progressed, Simulated, by_seconds, search
 from distir.search.exact import Detail, Setting
-from distir.search.plan_table import PlanRow, PlanTable, Work, short_of, what_binds
+from distir.search.plan_table import PlanRow, PlanTable, StepWork, short_of, what_binds
 from distir.search.simulating import Simulators, simulators
 from distir.search.space import SETTINGS, Candidate, Space, space
 from distir.transforms.passes import SEQUENTIAL, form_of
@@ -39,6 +39,8 @@ class Family(NamedTuple):
     has: Callable[[Candidate], bool]
 
 
+BestOf = tuple[Family, Simulated, bool]
+"""A family, the quickest of it that was found, and whether none can be quicker."""
 FAMILIES: tuple[Family, ...] = (
     Family("no tensor parallelism", lambda c: c.tp == 1),
     Family("no pipeline", lambda c: c.pp == 1),
@@ -65,8 +67,8 @@ def plan(
     Plans are ranked by simulated step time: what `simulate` says. The settings in `vary` vary, but for those in `fix`,
     which have that value (`SETTINGS` lists them; `microbatch` is the samples of one on a device). `memory_reserve`, in
     GiB, is left free on each device. The `top` best are shown. As many plans are simulated at a time as there are
-    cores. `on_step` is called after each simulation with what was found and how many plans are left. Ctrl-C ends the search
-    early, with the best so far.
+    cores. `on_step` is called after each simulation with what was found and how many plans are left. Ctrl-C ends the
+    search early, with the best so far.
 
     Raises UsageError for a model that is not trained, or an unknown setting or value; InfeasibleError where there is no
     plan, none fits (the message says which is least short, and what would make it fit), or the cluster is smaller.
@@ -133,10 +135,12 @@ def _likely(setting: Setting, found: Space) -> list[Candidate]:
     return [min(found.candidates, key=rank)]
 
 
-def _families(found: Space, state: Progressed, bounds: Bounds, several: Simulators) -> list[tuple[Family, Found, bool]]:
+def _families(
+    found: Space, state: Progressed, bounds: Bounds, several: Simulators
+) -> list[tuple[Family, Simulated, bool]]:
     """The best of each family, and whether none can be quicker; it is looked for with a few simulations more."""
     known = {x.candidate: x for x in state.found}
-    best: list[tuple[Family, Found, bool]] = []
+    best: list[BestOf] = []
     for family in FAMILIES:
         mine = [c for c in found.candidates if family.has(c)]
         if not mine or len(mine) == len(found.candidates):
@@ -149,7 +153,7 @@ def _families(found: Space, state: Progressed, bounds: Bounds, several: Simulato
     return best
 
 
-def _quicker_but_short(state: Progressed) -> Found | None:
+def _quicker_but_short(state: Progressed) -> Simulated | None:
     """The quickest plan that does not fit, if it is quicker than all that do."""
     short = [x for x in state.found if x.outcome.reason is None and not x.outcome.fits]
     found = min(short, key=lambda x: x.outcome.seconds, default=None)
@@ -160,16 +164,16 @@ class _Result(NamedTuple):
     setting: Setting
     space: Space
     state: Progressed
-    families: Sequence[tuple[Family, Found, bool]]
+    families: Sequence[BestOf]
     details: Mapping[Candidate, Detail]
-    short: Found | None
+    short: Simulated | None
 
     def table(self, gpus: int, top: int, elapsed: float) -> PlanTable:
         """The `top` best and the families, after a search of so many seconds."""
         setting, state, short = self.setting, self.state, self.short
         done = step_work(setting)
 
-        def row(x: Found, family: str | None, certain: bool) -> PlanRow:
+        def row(x: Simulated, family: str | None, certain: bool) -> PlanRow:
             detail, outcome = self.details[x.candidate], x.outcome
             binds = what_binds(detail, short is not None and family is None)
             made = x.candidate.plan(setting.batch)
@@ -195,7 +199,7 @@ class _Result(NamedTuple):
         )
 
 
-def step_work(setting: Setting) -> Work:
+def step_work(setting: Setting) -> StepWork:
     """The samples, tokens and model FLOPs of a step, and the seconds of one device at its peak for these.
 
     Model FLOPs are those of matrix products, convolutions and attention in the sequential training step.
@@ -208,7 +212,7 @@ def step_work(setting: Setting) -> Work:
             n, _ = work(op.spec, op.attributes, ins, outs)
             flops += n
             ideal += n / what.peak(computed_in(ins, outs))
-    return Work(setting.batch, model.tokens, flops, ideal)
+    return StepWork(setting.batch, model.tokens, flops, ideal)
 
 
 def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simulators, gpus: int) -> InfeasibleError:

@@ -29,7 +29,7 @@ COMPUTE = ""
 """The stream of compute; those of collectives are their axes."""
 
 
-class Row(NamedTuple):
+class SegmentOp(NamedTuple):
     """An op of a segment: the number of its kind, the rows of the segment that it needs, and whether it follows from
     the segment's first value."""
 
@@ -41,13 +41,13 @@ class Row(NamedTuple):
 class Segment(NamedTuple):
     """Ops in program order. `last` is the row that makes the last value, if the first and last are single values."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SegmentOp, ...]
     last: int | None
     waits: bool
     """Whether no op of another segment stands between its ops."""
 
 
-class Step(NamedTuple):
+class TimedOp(NamedTuple):
     """An op of a microbatch: the number of its kind, the steps that it depends on, whether it is of the forward pass,
     and whether it recomputes an earlier one, `again` (it may be left out, and that one's results used)."""
 
@@ -103,7 +103,7 @@ class Profile:
     """How often each occurs between the first and the last border of segments, in both passes."""
     units: Collection[tuple[int, ...]]
     """The kinds of a forward op and of the backward ops that follow it to its stage."""
-    steps: Sequence[Step]
+    steps: Sequence[TimedOp]
     """All ops of both passes, in program order."""
     sums: Sequence[GradientSum]
     border: int
@@ -194,13 +194,13 @@ def _units(timed: Sequence[Op], number: Mapping[Op, int]) -> set[tuple[int, ...]
 
 def _steps(
     timed: Sequence[Op], phase: Mapping[Op, str], number: Mapping[Op, int], again: Mapping[Value, Value]
-) -> list[Step]:
+) -> list[TimedOp]:
     maker = {v: k for k, op in enumerate(timed) for v in op.outputs}
-    found: list[Step] = []
+    found: list[TimedOp] = []
     for op in timed:
         needs = tuple(dict.fromkeys([maker[v] for v in op.inputs if v in maker]))
         first = maker.get(again[op.outputs[0]]) if op.outputs and op.outputs[0] in again else None
-        found.append(Step(number[op], needs, phase[op] == FORWARD, first))
+        found.append(TimedOp(number[op], needs, phase[op] == FORWARD, first))
     return found
 
 
@@ -294,13 +294,13 @@ def _segment(
 ) -> Segment:
     place = {v: k for k, op in enumerate(ops) for v in op.outputs}
     follows: set[Value] = {first} if first is not None else set()
-    rows: list[Row] = []
+    rows: list[SegmentOp] = []
     for op in ops:
         after = not follows.isdisjoint(op.inputs)
         if after:
             follows.update(op.outputs)
         needs = tuple(dict.fromkeys([place[v] for v in op.inputs if v in place]))
-        rows.append(Row(number[op], needs, after))
+        rows.append(SegmentOp(number[op], needs, after))
     single = first is not None and last in place and last in follows
     return Segment(tuple(rows), place[last] if single and last is not None else None, waits)
 

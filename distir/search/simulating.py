@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import NamedTuple
 
-from distir.search.exact import Detail, Outcome, Setting, evaluate, examine
+from distir.search.exact import Detail, PlanOutcome, Setting, evaluate, examine
 from distir.search.space import Candidate
 
 Bounded = tuple[float, Candidate]
@@ -23,13 +23,13 @@ class Simulators(NamedTuple):
     jobs: int = 1
     executor: ProcessPoolExecutor | None = None
 
-    def outcomes(self, wanted: Iterator[Bounded]) -> Iterator[tuple[float, Candidate, Outcome]]:
+    def outcomes(self, wanted: Iterator[Bounded]) -> Iterator[tuple[float, Candidate, PlanOutcome]]:
         """Each candidate with its outcome, as they are ready; `wanted` is asked whenever a process is free."""
         if self.executor is None:
             for bound, c in wanted:
                 yield bound, c, evaluate(self.setting, c)
             return
-        running: dict[Future[Outcome], Bounded] = {}
+        running: dict[Future[PlanOutcome], Bounded] = {}
         while True:
             while len(running) < self.jobs and (found := next(wanted, None)) is not None:
                 running[self.executor.submit(_evaluate, found[1])] = found
@@ -74,7 +74,7 @@ def _inherited() -> Setting:
     return _setting
 
 
-def _evaluate(c: Candidate) -> Outcome:
+def _evaluate(c: Candidate) -> PlanOutcome:
     return evaluate(_inherited(), c)
 
 
