@@ -177,10 +177,11 @@ def search(
     simulators: Simulators,
     first: Sequence[Candidate] = (),
     known: Mapping[Candidate, Simulated] = NOTHING_KNOWN,
+    at_least: int = 1,
     limit: float = math.inf,
     on_step: Callable[[Progressed, int], None] | None = None,
 ) -> Progressed:
-    """Simulate candidates until the quickest that fits is known, or until `limit` were simulated.
+    """Simulate candidates until the quickest that fits is known, and `at_least` so many that fit; or `limit` in all.
 
     Those in `first` come before all others. What is `known` is not simulated again. `on_step` is called after each
     simulation with what was found and how many candidates are left. Ctrl-C ends the search with what was found.
@@ -190,10 +191,10 @@ def search(
     topology = setting.cost.topology
     memory = max([topology.spec(d).memory for d in topology.devices]) - setting.reserve
     queue = _Queue(bounds, candidates, memory)
-    best = math.inf
+    best, fitting = math.inf, 0
 
     def took(x: Simulated) -> None:
-        nonlocal best
+        nonlocal best, fitting
         state.found.append(x)
         if x.outcome.reason is None and x.outcome.seconds < x.bound:
             state.violations += 1
@@ -201,13 +202,14 @@ def search(
             if state.first_seconds is None:
                 state.first_seconds = time.perf_counter() - begin
             best = min(best, x.outcome.seconds)
+            fitting += 1
 
     def wanted() -> Iterator[Bounded]:
         asked = 0
         for c in first:
             asked += 1
             yield 0.0, c
-        while asked < limit and (found := queue.pop(best)) is not None:
+        while asked < limit and (found := queue.pop(best if fitting >= at_least else math.inf)) is not None:
             if (before := known.get(found[1])) is not None:
                 took(before)
             elif found[1] not in first:

@@ -87,7 +87,7 @@ def plan(
     bounds = Bounds(setting)
     with simulators(setting, host_cores()) as several:
         first = _likely(setting, all_plans)
-        state = search(bounds, all_plans.candidates, several, first, on_step=on_step)
+        state = search(bounds, all_plans.candidates, several, first, at_least=top, on_step=on_step)
         if not state.fitting:
             raise _nothing_fits(bounds, all_plans, state, several, gpus)
         families = [] if state.interrupted else _families(all_plans, state, bounds, several)
