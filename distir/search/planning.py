@@ -172,6 +172,7 @@ class _Result(NamedTuple):
         """The `top` best and the families, after a search of so many seconds."""
         setting, state, short = self.setting, self.state, self.short
         done = step_work(setting)
+        bound = state.bound if not state.violations else 0.0  # a bound that did not hold says nothing of others
 
         def row(x: Simulated, family: str | None, certain: bool) -> PlanRow:
             detail, outcome = self.details[x.candidate], x.outcome
@@ -185,12 +186,12 @@ class _Result(NamedTuple):
             describe(setting.cost.topology),
             gpus,
             setting.reserve,
-            [row(x, None, x.outcome.seconds <= state.bound) for x in state.fitting[:top]],
+            [row(x, None, x.outcome.seconds <= bound) for x in state.fitting[:top]],
             [row(x, family.name, certain) for family, x, certain in self.families],
             len(self.space.candidates),
             len(state.found),
             state.excluded_by_memory,
-            state.bound,
+            bound,
             elapsed,
             state.first_seconds,
             dict(self.space.left_out),

@@ -86,14 +86,45 @@ def test_ranked_is_what_simulate_says():
         said = distir.simulate(model, row.plan, CostModel(load_cluster("dgx-a100", devices=4)))
         assert row.seconds == said.step_seconds
         assert row.memory == said.peak_memory
-        shares = [row.detail.compute, *row.detail.exposed.values(), row.detail.bubble]
-        assert abs(sum(shares) - 1) < 1e-9
+        stages = said.simulation.stages
+        for share, what in (
+            (row.detail.compute, "compute"),
+            (sum(row.detail.exposed.values()), "communication"),
+            (row.detail.bubble, "bubble"),
+        ):
+            mean = sum([getattr(s, what) * s.devices for s in stages]) / row.plan.size / row.seconds
+            assert share == pytest.approx(mean, abs=1e-9)
         busiest = max(said.to_json()["stages"], key=lambda s: s["peak_memory"])
         assert row.detail.memory == busiest["memory_at_peak"]
     assert [r.seconds for r in table.rows] == sorted(r.seconds for r in table.rows)
     assert table.simulated <= table.plans
     assert "<table>" in table._repr_html_()
     assert table.to_json()["counts"]["plans"] == table.plans
+
+
+def test_interrupted(monkeypatch):
+    """Ctrl-C ends the search with the best so far."""
+    done = []
+
+    def interrupted(setting, c):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(c)
+        return evaluate(setting, c)
+
+    monkeypatch.setattr("distir.search.simulating.evaluate", interrupted)
+    monkeypatch.setattr("distir.search.planning.host_cores", lambda: 1)
+    table = plan(trained(), "dgx-a100", 2, vary=("dp", "tp", "pp", "zero", "microbatch"))
+    assert table.interrupted
+    assert [row.plan for row in table.rows] == [
+        c.plan(4) for c in sorted(done, key=lambda c: (evaluate(Setting(*_plain(table)), c).seconds, c))
+    ]
+    assert "interrupted" in str(table)
+
+
+def _plain(table):
+    cost = CostModel(load_cluster("dgx-a100", devices=table.gpus))
+    return trained(), 4, cost, 0.0
 
 
 def test_fixed_settings_are_kept():
