@@ -138,7 +138,8 @@ def _likely(setting: Setting, found: Space) -> list[Candidate]:
 def _families(
     found: Space, state: Progressed, bounds: Bounds, several: Simulators
 ) -> list[tuple[Family, Simulated, bool]]:
-    """The best of each family, and whether none can be quicker; it is looked for with a few simulations more."""
+    """The best of each family, and whether none can be quicker; it is looked for with a few simulations more, which are
+    added to what was found."""
     known = {x.candidate: x for x in state.found}
     best: list[BestOf] = []
     for family in FAMILIES:
@@ -146,6 +147,7 @@ def _families(
         if not mine or len(mine) == len(found.candidates):
             continue
         more = search(bounds, mine, several, known=known, limit=_FAMILY_TRIES)
+        state.found += [x for x in more.found if x.candidate not in known]
         known |= {x.candidate: x for x in more.found}
         fits = sorted([x for c, x in known.items() if family.has(c) and x.outcome.fits], key=by_seconds)
         if fits:
