@@ -205,10 +205,7 @@ def search(
             fitting += 1
 
     def wanted() -> Iterator[Bounded]:
-        asked = 0
-        for c in first:
-            asked += 1
-            yield 0.0, c
+        asked = len(first)
         while asked < limit and (found := queue.pop(best if fitting >= at_least else math.inf)) is not None:
             if (before := known.get(found[1])) is not None:
                 took(before)
@@ -217,7 +214,8 @@ def search(
                 yield found
 
     try:
-        for bound, c, outcome in simulators.outcomes(wanted()):
+        early = simulators.outcomes(iter([(0.0, c) for c in first]))  # an answer before any bound is known
+        for bound, c, outcome in itertools.chain(early, simulators.outcomes(wanted())):
             took(Simulated(c, outcome, bound))
             if on_step is not None:
                 on_step(state, queue.left)
