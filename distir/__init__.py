@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         validate,
     )
     from distir.executor.cost_model import CostModel
+    from distir.search import PlanTable, plan
     from distir.transforms.differentiation.training import SGD, AdamW
 
 __version__ = "0.1.0"
@@ -83,6 +84,7 @@ __all__ = [
     "Model",
     "Plan",
     "PlanDifference",
+    "PlanTable",
     "Prediction",
     "RunCallbacks",
     "RunOptions",
@@ -96,6 +98,7 @@ __all__ = [
     "load",
     "parse",
     "pformat",
+    "plan",
     "run",
     "same",
     "simulate",
@@ -128,6 +131,8 @@ _LATER = {
         "distir.api",
     ),
     "CostModel": "distir.executor.cost_model",
+    "PlanTable": "distir.search",
+    "plan": "distir.search",
     "SGD": "distir.transforms.differentiation.training",
     "AdamW": "distir.transforms.differentiation.training",
 }

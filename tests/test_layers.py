@@ -21,6 +21,7 @@ LAYERS = [
     {"models", "runtime", "viz", "export"},
     {"backends"},
     {"api"},
+    {"search"},
     {"cli"},
     {"__main__"},
 ]

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from distir import __version__
+from distir.cli import planning_flags
 from distir.ir.errors import UsageError
 from distir.runtime.options import BACKENDS
 from distir.transforms.plan import InputSplit, Plan, default_of
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     _simulate(commands)
     _explain(commands)
     _diff(commands)
+    planning_flags.add(_command(commands, "plan", planning_flags.TEXT, "planning_command.plan", planning_flags.JSON))
     _accuracy(commands)
     _show(commands)
     _export(commands)

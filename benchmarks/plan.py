@@ -1,0 +1,84 @@
+"""Benchmark of the search for plans: GPT-2 124M on 64 devices, Llama-3 8B on 64, Llama 70B on 1,024.
+
+    python benchmarks/plan.py [--runs N] [--small] [--only NAME] [--json]
+
+Wall-clock seconds, as a search uses all cores: until a first plan that fits is known, and of loading and the whole
+search, verifying the plans that are shown included; and CPU seconds of all processes; medians over the runs. Goals, on
+2 cores: a first plan in 3 s; GPT-2 in 20 s, of at least 1,000 plans; Llama 70B in 60 s, of at least 5,000.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import time
+from typing import Any, NamedTuple
+
+from laps import machine, parser, table
+
+from distir.api.model import load
+from distir.search.plan_table import PlanTable
+from distir.search.planning import plan
+
+
+class Task(NamedTuple):
+    model: str
+    batch: int
+    gpus: int
+    cluster: str = "dgx-h100"
+
+
+TASKS = {
+    "gpt2-124m": Task("gpt:layers=12,hidden=768,heads=12", 512, 64),
+    "llama3-8b": Task("llama:layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256,seq=8192", 128, 64),
+    "llama-70b": Task("llama:layers=80,hidden=8192,heads=64,kv_heads=8,ffn=28672,seq=4096", 1024, 1024),
+}
+SMALL = {"tiny": Task("gpt:layers=2,hidden=64,heads=4,vocab=64,seq=32", 8, 2)}
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that have ended."""
+    return sum([sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)])
+
+
+def measure(task: Task) -> tuple[float, float, PlanTable]:
+    """Wall-clock and CPU seconds of loading and searching, and what was found."""
+    begin, cpu = time.perf_counter(), cpu_seconds()
+    model = load(task.model, {"batch": task.batch}, loss="cross-entropy", optimizer="adamw", precision="bf16")
+    found = plan(model, task.cluster, task.gpus)
+    return time.perf_counter() - begin, cpu_seconds() - cpu, found
+
+
+def main() -> None:
+    flags = parser(__doc__, runs=1)
+    flags.add_argument("--small", action="store_true", help="a tiny model, to test the script")
+    flags.add_argument("--only", choices=sorted(TASKS))
+    args = flags.parse_args()
+    tasks = SMALL if args.small else {k: x for k, x in TASKS.items() if args.only in (None, k)}
+    rows: list[dict[str, Any]] = []
+    for name, task in tasks.items():
+        runs = [measure(task) for _ in range(args.runs)]
+        found = runs[0][2]
+        row = {
+            "task": name,
+            "devices": task.gpus,
+            "plans": found.plans,
+            "simulated": found.simulated,
+            "first_s": statistics.median([x.first or 0.0 for _, _, x in runs]),
+            "seconds": statistics.median([seconds for seconds, _, _ in runs]),
+            "cpu_s": statistics.median([cpu for _, cpu, _ in runs]),
+            "best": str(found.rows[0].plan),
+            "step_ms": found.rows[0].seconds * 1e3,
+        }
+        rows.append(row)
+    if args.json:
+        print(json.dumps({"machine": machine(), "results": rows}, indent=2))
+        return
+    print(machine())
+    cells = [[f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
+    print(table(list(rows[0]), cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The flags of the command plan."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+TEXT = "find the quickest plans for a model on a cluster, of those that fit in memory"
+JSON = "plans, families and counts, in seconds, bytes and FLOP/s"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to the command's parser."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="an ONNX file, or a model by its name and sizes: gpt:layers=12,hidden=768,heads=12",
+    )
+    group = parser.add_argument_group("the task")
+    group.add_argument("--cluster", required=True, metavar="NAME|FILE.toml", help="`distir clusters` lists names")
+    group.add_argument(
+        "--gpus", required=True, type=_several, metavar="N,N,...", help="numbers of devices, each planned for by itself"
+    )
+    group.add_argument("--batch", type=_count, metavar="SAMPLES", help="samples of a step, on all devices together")
+    group.add_argument("--seq", type=_count, metavar="N", help="length of the sequences; default: the model's")
+    group.add_argument("--dim", type=_dim, action="append", default=[], metavar="NAME=N", help="size of a dimension")
+    group.add_argument("--batch-dim", metavar="NAME", help="the symbolic dimension of the batch; default: the first")
+    group.add_argument("--loss", metavar="LOSS", help="default: that of the model's name, else cross-entropy")
+    group.add_argument("--optimizer", choices=("sgd", "adamw"), default="adamw", help="default: adamw")
+    group.add_argument("--clip-norm", type=_positive, metavar="X", help="limit the norm of all gradients")
+    group.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="bf16",
+        help="of products; weights and statistics stay float32 (mixed precision); default: bf16",
+    )
+    group.add_argument("--grad-dtype", choices=("fp32", "bf16", "fp16"), help="of sums of gradients; default: fp32")
+    group.add_argument("--runtime", metavar="NAME", help="the software whose host issues the ops; default: none")
+    group = parser.add_argument_group("the search")
+    group.add_argument("--top", type=_count, default=10, metavar="N", help="plans that are listed; default: 10")
+    group.add_argument(
+        "--vary",
+        type=lambda text: text.split(","),
+        metavar="A,B,...",
+        help="what varies: dp, tp, pp, microbatch, schedule, chunks, zero, recompute, sequence_parallel, order; "
+        "default: all",
+    )
+    group.add_argument(
+        "--fix",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="NAME=X",
+        help="a value of one of these, such as tp=8; may be given several times",
+    )
+    group.add_argument(
+        "--memory-reserve", type=_reserve, default=1.0, metavar="GIB", help="left free on each device; default: 1"
+    )
+
+
+def _checked(read: Callable[[str], Any], holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            x = read(text)
+        except ValueError:
+            x = None
+        if x is None or not holds(x):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return x
+
+    return parse
+
+
+_count = _checked(int, lambda n: n >= 1, "a whole number of at least 1")
+_positive = _checked(float, lambda x: 0 < x < float("inf"), "a number above 0")
+_reserve = _checked(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
+
+
+def _several(text: str) -> list[int]:
+    return [_count(x) for x in text.split(",")]
+
+
+def _dim(text: str) -> tuple[str, int]:
+    name, _, size = text.rpartition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"expected NAME=N, such as batch=8, got {text!r}")
+    return name, _count(size)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """A setting and its value: a number, true or false, a list of axes, or a word."""
+    name, _, value = text.partition("=")
+    name = name.replace("-", "_")
+    if not value:
+        raise argparse.ArgumentTypeError(f"expected NAME=X, such as tp=8, got {text!r}")
+    if value.isdecimal():
+        return name, int(value)
+    if value in ("true", "false"):
+        return name, value == "true"
+    return name, tuple(value.split(",")) if name == "order" else value

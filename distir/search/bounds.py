@@ -1,0 +1,396 @@
+"""Admissible lower bounds: no plan is simulated to take less time, or less memory on its worst rank.
+
+With F and B the seconds for which the forward and the backward pass of one microbatch of the whole model keep compute
+streams from other work, added over the stages (`segments`), m microbatches and p pipeline ranks:
+
+- some rank is kept for at least (m (F + B) + updates) / p;
+- under 1F1B rank r begins its first backward pass when the first microbatch has gone through all stages, and has then
+  done at most w = min(m, p - r) forward passes; the last microbatch's gradient has to go through the stages before it.
+  So step >= chain + (m - 1) B_r + (m - w) F_r, where the chain is the time of a microbatch through all stages and back.
+  The bound is the least maximum over r that any cut reaches. GPipe: step >= chain + (m - 1) (max F_r + max B_r);
+- gradients are reduced after the last backward pass has begun (ZeRO 0 and 1), or in each microbatch; weights that are
+  sharded (ZeRO 3) are gathered in each: the stream of the replicas' axis is busy that long on some rank.
+
+A cut loses at each border what one segment contributes to the waits and to the chain: that is subtracted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from distir.executor.cost_model import CostModel
+from distir.executor.cost_model.collective_cost import collective
+from distir.executor.cost_model.seconds import wire_of
+from distir.ir.spec import lookup
+from distir.ir.topology import Group, Regular, regular_group
+from distir.ir.type import SUM, Tensor, Type
+from distir.search.segments import COMPUTE, Kind, Profile, Segment
+from distir.search.space import Candidate, spacing_of, starts
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE
+
+_HUGE = 1e18
+"""Bytes of a collective whose latency is nothing beside its transfer."""
+_ROUNDING = 1 - 1e-6
+"""Of what is added up in another order than the simulator does, or is a limit."""
+_NEVER = -math.inf
+
+
+class PassCost(NamedTuple):
+    """The forward or the backward pass of a microbatch through the whole model, in seconds.
+
+    `compute`: of all ops, `lifted`: of those of them that a pipeline does once a step. `waits`: for collectives inside
+    segments, `chain`: through the segments from first to last value, each with the most of one segment; `excess`: by
+    how much chains are longer than segments keep the compute stream.
+    """
+
+    compute: float
+    lifted: float
+    waits: float
+    most_waits: float
+    chain: float
+    most_chain: float
+    excess: float
+
+
+class StepCost(NamedTuple):
+    """The seconds of a model at one degree of tensor parallelism and size of microbatch.
+
+    `once`: of prologue and update. `trunk`: of compute between the first and last border of segments. `unit`: of the
+    longest forward op with the backward ops that stay on its stage. `path`: of the longest path of dependences through
+    both passes; `calm`: of that without the collectives of the backward pass. `ready`: of compute until each sum over
+    microbatches can be complete, from the begin of its last microbatch, in program order; `depth`: the longest path to
+    it. `profile` has the bytes, at a microbatch `scale` times smaller.
+    """
+
+    forward: PassCost
+    backward: PassCost
+    once: float
+    trunk: float
+    unit: float
+    path: float
+    calm: float
+    ready: Sequence[float]
+    in_turn: Sequence[int]
+    """The numbers of the sums, by `ready`."""
+    depth: Sequence[float]
+    profile: Profile
+    scale: int
+
+
+def bounded(cost: CostModel) -> bool:
+    """Whether there are bounds of time for a cluster: of equal nodes, whose ranks do not share cores."""
+    r = cost.topology.uniform
+    return r is not None and not r.crowds and type(cost) is CostModel
+
+
+def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: Sequence[Group]) -> StepCost:
+    """The seconds of a profile with another size of microbatch; `groups` are those of tensor parallelism."""
+    scale = microbatch // profile.samples
+    seconds = [_seconds(kind, scale, cost, groups) for kind in profile.kinds]
+    forward = _pass(profile, FORWARD, profile.forward, seconds)
+    backward = _pass(profile, BACKWARD, profile.backward, seconds)
+    what = cost.topology.spec(cost.topology.devices[0])
+    rows = [(k, n) for word in (PROLOGUE, UPDATE) for k, n in profile.every[word].items()]
+    once = sum([n * max(0.0, seconds[k] - what.kernel_launch_overhead) for k, n in rows if not profile.kinds[k].axis])
+    compute = [0.0 if kind.axis else x for kind, x in zip(profile.kinds, seconds, strict=True)]
+    path, calm, depth = _paths(profile, seconds, compute)
+    before = list(itertools.accumulate([compute[x.kind] for x in profile.steps]))
+    ready = [before[x.step] for x in profile.sums]
+    return StepCost(
+        forward,
+        backward,
+        0.0 if what.ops else once,  # measured ops have launches of their own, which ops in groups share
+        sum([n * compute[k] for k, n in profile.trunk.items()]),
+        max([sum([compute[k] for k in unit]) for unit in profile.units], default=0.0),
+        path,
+        calm,
+        ready,
+        sorted(range(len(ready)), key=ready.__getitem__),
+        [depth[x.step] for x in profile.sums],
+        profile,
+        scale,
+    )
+
+
+def _paths(
+    profile: Profile, seconds: Sequence[float], compute: Sequence[float]
+) -> tuple[float, float, Sequence[float]]:
+    """The longest path through all steps, that without collectives of the backward pass, and the longest to each."""
+    full: list[float] = []
+    calm: list[float] = []
+    for kind, needs, forward, again in profile.steps:
+        if again is not None:
+            full.append(full[again])
+            calm.append(calm[again])
+            continue
+        x, y = seconds[kind], seconds[kind] if forward else compute[kind]
+        full.append(x + max([full[k] for k in needs], default=0.0))
+        calm.append(y + max([calm[k] for k in needs], default=0.0))
+    return max(full, default=0.0), max(calm, default=0.0), full
+
+
+def _seconds(kind: Kind, scale: int, cost: CostModel, groups: Sequence[Group]) -> float:
+    """Of an op of a kind; under a runtime, which may fuse others into chains, of products and collectives alone."""
+    op = kind.op
+    if not kind.priced:
+        return 0.0
+    ins, outs = ([_scaled(v.type, scale) for v in values] for values in (op.inputs, op.outputs))
+    if cost.free(op.spec, op.attributes, ins):
+        return 0.0
+    if kind.axis is not None:
+        return min([cost.collective(op.spec, op.attributes, ins, outs, group) for group in groups], default=0.0)
+    if op.spec.comm is not None or (cost.runtime is not None and not op.spec.kernel):
+        return 0.0
+    return cost.compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
+
+
+def _scaled(t: Type, scale: int) -> Type:
+    """The type with `scale` times as many samples a microbatch."""
+    if scale == 1 or not isinstance(t, Tensor) or (dim := t.over_time.dim) is None:
+        return t
+    shape = [n * scale if i == dim else n for i, n in enumerate(t.shape)]
+    return Tensor(t.dtype, shape, t.device, t.placements)
+
+
+def _pass(profile: Profile, word: str, segments: Mapping[Segment, int], seconds: Sequence[float]) -> PassCost:
+    every = profile.every[word].items()
+    compute = sum([n * seconds[k] for k, n in every if profile.kinds[k].axis is None])
+    lifted = sum([n * seconds[k] for k, n in every if _adds_sums(profile.kinds[k])])
+    waits = chain = excess = most_waits = most_chain = 0.0
+    for segment, n in segments.items():
+        kept, through = _kept(segment, profile.kinds, seconds), _through(segment, profile.kinds, seconds)
+        idle = kept - sum([seconds[row.kind] for row in segment.rows if profile.kinds[row.kind].axis is None])
+        if segment.waits:
+            waits += n * idle
+            most_waits = max(most_waits, idle)
+        chain += n * through
+        most_chain = max(most_chain, through)
+        excess += n * max(0.0, through - (kept if segment.waits else kept - idle))
+    return PassCost(compute, lifted, waits, most_waits, chain, most_chain, excess)
+
+
+def _adds_sums(kind: Kind) -> bool:
+    """Whether ops of a kind may be done once a step in a pipeline: they add sums over microbatches (`lift_sums`)."""
+    types = [v.type for v in kind.op.inputs]
+    return kind.axis is None and sum([isinstance(t, Tensor) and t.over_time is SUM for t in types]) > 1
+
+
+def _kept(segment: Segment, kinds: Sequence[Kind], seconds: Sequence[float]) -> float:
+    """For how long a segment keeps the compute stream: with what it waits for inside."""
+    clock: dict[object, float] = {COMPUTE: 0.0}
+    ready: list[float] = []
+    for row in segment.rows:
+        stream = kinds[row.kind].axis or COMPUTE
+        begin = max([clock.get(stream, _NEVER), *[ready[k] for k in row.needs]])
+        ready.append(begin + seconds[row.kind])
+        if seconds[row.kind]:
+            clock[stream] = ready[-1]
+    return clock[COMPUTE]
+
+
+def _through(segment: Segment, kinds: Sequence[Kind], seconds: Sequence[float]) -> float:
+    """The time from a segment's first value to its last."""
+    if segment.last is None:
+        return 0.0
+    clock: dict[object, float] = {}
+    ready: list[float] = []
+    for row in segment.rows[: segment.last + 1]:
+        stream = kinds[row.kind].axis or COMPUTE
+        begin = max([clock.get(stream, 0.0), *[ready[k] for k in row.needs]])
+        ready.append(begin + seconds[row.kind] if row.follows else 0.0)
+        if row.follows and seconds[row.kind]:
+            clock[stream] = ready[-1]
+    return ready[-1]
+
+
+# ---- of a candidate
+
+
+def groups_along(c: Candidate, cost: CostModel, axis: str) -> tuple[Group, ...]:
+    """The kinds of groups of devices along an axis, on a regular cluster."""
+    r = cost.topology.uniform
+    size = getattr(c, axis)
+    if r is None or size == 1:
+        return ()
+    firsts = tuple(starts(c, c.order, axis, r.per_node))
+    return _groups_from(r, firsts, spacing_of(c, c.order, axis), size)
+
+
+@cache
+def _groups_from(r: Regular, firsts: Sequence[int], spacing: int, size: int) -> tuple[Group, ...]:
+    found = [regular_group(r, [(d + k * spacing) // r.per_node for k in range(size)]) for d in firsts]
+    return tuple(dict.fromkeys(found))
+
+
+def compute_bound(profile: Profile, microbatch: int, batch: int, gpus: int, tp: int, cost: CostModel) -> float:
+    """Seconds below which no step is of `batch` samples, on `gpus` devices with that profile and microbatches of at
+    most so many samples: that of compute alone, for a sample takes no less in a smaller microbatch."""
+    scale = microbatch // profile.samples
+    found = 0.0
+    for word in (FORWARD, BACKWARD):
+        for k, n in profile.every[word].items():
+            kind = profile.kinds[k]
+            if kind.axis is None and not _adds_sums(kind):
+                found += n * _seconds(kind, scale, cost, ())
+    return found * batch * tp / (microbatch * gpus) * _ROUNDING
+
+
+def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel) -> float:
+    """Seconds below which the step of a candidate cannot be."""
+    m, p, borders = c.microbatches(batch), c.pp, c.pp * c.chunks - 1
+    forward, backward = (_busy(x, borders) for x in (step.forward, step.backward))
+    once = step.once / (c.dp if c.zero else 1)
+    found = max((m * (forward + backward) + once) / p, m * step.unit, step.path)
+    found = max(found, _replica_bound(c, m, step, cost, forward, backward))
+    if p > 1:
+        chain = 0.0
+        if c.schedule in ("1f1b", "gpipe"):
+            excess = step.forward.excess + step.backward.excess
+            whole = _chain(step.forward, borders) + _chain(step.backward, borders) - excess
+            chain = max(whole, step.calm) + _after_first(c.schedule, m, p, forward, backward)
+        found = _with_transfers(c, m, step, cost, found, chain)
+    return found * _ROUNDING
+
+
+def _with_transfers(c: Candidate, m: int, step: StepCost, cost: CostModel, least: float, chain: float) -> float:
+    """A bound with what pipeline stages send: the least over how many borders are outside of the trunk, where little
+    may be sent, but fewer ranks share the trunk's work."""
+    hops = _hops(c, step, cost)
+    sent = 2 * c.chunks * sum(hops)
+    best = math.inf
+    for outside in range(c.pp * c.chunks):
+        busy = max(least, m * step.trunk / min(c.pp, c.pp * c.chunks - outside))
+        if busy >= best:
+            break
+        inside = max(0.0, sent - 2 * outside * max(hops))
+        one = m * min(hops) if outside < c.pp * c.chunks - 1 else 0.0
+        best = min(best, max(busy, step.path + inside, chain + inside if chain else 0.0, one))
+    return best
+
+
+def _hops(c: Candidate, step: StepCost, cost: CostModel) -> list[float]:
+    """Seconds that each border's transfer takes at least: of the lane of devices whose sum is greatest."""
+    r = cost.topology.uniform
+    if r is None:
+        return [0.0] * (c.pp - 1)
+    spacing, size = spacing_of(c, c.order, "pp"), float(step.profile.border * step.scale)
+    if cost.runtime is not None and cost.runtime.scatters:
+        size /= c.tp
+    inside, outside = (cost.transfer_seconds(size, link) for link in (r.intra, r.inter))
+    lanes = [
+        [
+            inside if (d + k * spacing) // r.per_node == (d + (k + 1) * spacing) // r.per_node else outside
+            for k in range(c.pp - 1)
+        ]
+        for d in starts(c, c.order, "pp", r.per_node)
+    ]
+    return max(lanes, key=sum)
+
+
+def _busy(x: PassCost, borders: int) -> float:
+    compute = x.compute - (x.lifted if borders else 0.0)
+    return compute + max(0.0, x.waits - borders * x.most_waits)
+
+
+def _chain(x: PassCost, borders: int) -> float:
+    return max(0.0, x.chain - borders * x.most_chain)
+
+
+@cache
+def _after_first(schedule: str, m: int, p: int, forward: float, backward: float) -> float:
+    """The least time, over all cuts, that some rank is busy besides the first microbatch's way through the stages."""
+    if schedule == "gpipe":
+        return (m - 1) * (forward + backward) / p
+    rows = sorted([m - min(m, p - r) for r in range(p)])
+    work = (m - 1) * backward
+
+    def fits(most: float) -> bool:
+        left, room = forward, p * most
+        for a in rows:  # forward passes where they count least
+            part = left if not a else min(left, most / a)
+            left -= part
+            room -= a * part
+        return left <= 0 and room >= work
+
+    low, high = work / p, work + m * forward
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low
+
+
+def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forward: float, backward: float) -> float:
+    """A bound from the reduction of gradients, and the gathering of parameters, along the axis of replicas."""
+    if c.dp == 1:
+        return 0.0
+    groups = groups_along(c, cost, "dp")
+    byte = _slope("MPIReduceScatter" if c.zero else "MPIAllreduce", groups)
+    sums = step.profile.reduced(c.dp, c.zero)
+    total = byte * sums.total
+    found = (m * forward + (m - 1) * backward + total) / c.pp
+    if c.zero > 1:
+        gathered = sums.gathered * _slope("MPIAllgather", groups) if c.zero == 3 else 0.0
+        found = max(found, m * (total + gathered) / c.pp)
+    found = max(found, max([t + byte * n for t, n in zip(step.depth, sums.bytes, strict=True)], default=0.0))
+    if c.pp == 1:  # what is complete late is reduced after that
+        left = total
+        for k in step.in_turn:
+            found = max(found, (m - 1) * (forward + backward) + step.ready[k] + left)
+            left -= byte * sums.bytes[k]
+    return found
+
+
+@cache
+def _slope(name: str, groups: tuple[Group, ...]) -> float:
+    """Seconds a byte below which no collective of that name is."""
+    wire = wire_of(lookup(name))
+    return min([collective(wire, _HUGE, group) / _HUGE for group in groups], default=0.0) * _ROUNDING
+
+
+def memory_bound(c: Candidate, batch: int, step: StepCost) -> float:
+    """Bytes that the rank of a candidate that needs most has at least: the least maximum that any cut reaches.
+
+    A rank holds its parameters and state, from the second microbatch on the sums of gradients, and what it saved of the
+    microbatches in flight.
+    """
+    m, profile = c.microbatches(batch), step.profile
+    gradients = profile.reduced(1, 0).total
+    kept = (profile.parameters + profile.state) / (c.dp if c.zero else 1)
+    sums = gradients / (c.dp if c.zero > 1 else 1) if m > 1 else 0.0
+    saved = profile.saved * step.scale
+    return max((kept + sums + saved) / c.pp, _least_memory(_in_flight(c, m), kept, saved))
+
+
+def _in_flight(c: Candidate, m: int) -> tuple[int, ...]:
+    """By rank, how many microbatches it has in flight before its first backward pass, of the stage with the fewest;
+    most first."""
+    ranks = range(c.pp)
+    if c.schedule == "gpipe":
+        return tuple([m for _ in ranks])
+    if c.schedule == "1f1b":
+        return tuple([min(m, c.pp - r) for r in ranks])
+    return tuple([min(c.pp, 2 * (c.pp - r) - 1) for r in ranks])
+
+
+@cache
+def _least_memory(in_flight: Sequence[int], kept: float, saved: float) -> float:
+    """The least maximum over ranks of what they keep and of `saved` as often as it is in flight, however both are
+    spread."""
+
+    def fits(most: float) -> bool:
+        left, room = kept, 0.0
+        for n in in_flight:  # what is kept where what is saved counts most
+            part = min(left, most)
+            left -= part
+            room += (most - part) / n
+        return left <= 0 and room >= saved
+
+    low, high = 0.0, kept + saved * max(in_flight)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low * _ROUNDING

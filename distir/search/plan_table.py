@@ -1,0 +1,252 @@
+"""The result of a search: the quickest plans, the best of each family, what binds them, and what is certain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from distir.api.metrics import finite
+from distir.api.results import aligned, html_table, paragraphs, seconds, size
+from distir.ir.errors import counted
+from distir.search.best_first import Simulated
+from distir.search.exact import Detail
+from distir.transforms.plan import Plan
+
+HEADER = (
+    "plan", "step", "tokens/s", "a GPU", "MFU", "TFLOP/s", "compute", "tp", "dp", "pp", "bubble", "memory", "headroom",
+)  # fmt: skip
+_SLIGHT = 0.1
+"""The share of a step from which a loss is what binds it."""
+ADVICE = {
+    "tp": ("tensor-parallel communication", "less tensor parallelism, or sequence parallelism"),
+    "dp": ("data-parallel communication", "fewer replicas, a larger batch, or another ZeRO stage"),
+    "pp": ("communication between stages", "fewer stages, or larger microbatches"),
+    "bubble": ("the pipeline's bubble", "more microbatches, or more stages a rank"),
+    "memory": ("memory", "more GPUs: quicker plans of these do not fit"),
+    "compute": ("compute", "more GPUs, or quicker ones"),
+}
+"""By what binds a plan its name, and the next thing to change."""
+
+
+class StepWork(NamedTuple):
+    """Of a step, for rates: samples, tokens, model FLOPs and the seconds that one device needs for them at its peak."""
+
+    samples: int
+    tokens: int | None
+    flops: float
+    ideal: float
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A plan and its step. Seconds, bytes; `detail` has shares of the step.
+
+    `mfu`: model FLOPs utilisation, the FLOPs of the model's products and attention in a step, without what is
+    recomputed, over those that all devices could do in that time at the peak of their dtype. `family`: of what it is
+    the quickest that was found; `certain`: whether none can be quicker.
+    """
+
+    plan: Plan
+    seconds: float
+    bound: float
+    memory: int
+    headroom: float
+    detail: Detail
+    work: StepWork
+    binds: str
+    family: str | None = None
+    certain: bool = True
+
+    @property
+    def mfu(self) -> float:
+        return self.work.ideal / (self.seconds * self.plan.size)
+
+    @property
+    def flops_per_device(self) -> float:
+        """Model FLOP/s of a device."""
+        return self.work.flops / (self.seconds * self.plan.size)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Samples a second, if samples are not sequences."""
+        return (self.work.tokens or self.work.samples) / self.seconds
+
+    def exposed(self, axis: str) -> float:
+        """The share of the step in which communication along an axis is exposed; "dp" is what is neither tp nor pp."""
+        found = self.detail.exposed
+        if axis != "dp":
+            return found.get(axis, 0.0)
+        return sum([x for name, x in found.items() if name not in ("tp", "pp")])
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table, with the columns of `HEADER`."""
+        rate, detail = self.tokens_per_second, self.detail
+        shares = [detail.compute, *[self.exposed(axis) for axis in ("tp", "dp", "pp")], detail.bubble]
+        return (
+            str(self.plan),
+            seconds(self.seconds),
+            f"{rate:,.0f}",
+            f"{rate / self.plan.size:,.0f}",
+            f"{self.mfu:.1%}",
+            f"{self.flops_per_device / 1e12:,.0f}",
+            *[f"{x:.1%}" for x in shares],
+            size(self.memory),
+            size(self.headroom),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds, bytes, FLOP/s; shares of the step."""
+        return {
+            "plan": self.plan.to_json(),
+            "family": self.family,
+            "certain": self.certain,
+            "step_seconds": self.seconds,
+            "bound_seconds": self.bound,
+            "tokens_per_second": self.work.tokens and self.tokens_per_second,
+            "samples_per_second": self.work.samples / self.seconds,
+            "mfu": self.mfu,
+            "flops_per_second_per_device": self.flops_per_device,
+            "compute": self.detail.compute,
+            "exposed": {axis: self.exposed(axis) for axis in ("tp", "dp", "pp")},
+            "bubble": self.detail.bubble,
+            "peak_memory": self.memory,
+            "memory_at_peak": self.detail.memory,
+            "headroom": self.headroom,
+            "binds": self.binds,
+            "next": ADVICE[self.binds][1],
+        }
+
+
+class Short(NamedTuple):
+    """A plan that does not fit: on which rank, by how many bytes, and that rank's bytes by category."""
+
+    plan: Plan
+    rank: str
+    over: float
+    memory: dict[str, int]
+
+    def __str__(self) -> str:
+        most = max(self.memory, key=self.memory.__getitem__)
+        parts = ", ".join([f"{name} {size(n)}" for name, n in self.memory.items() if n])
+        return f"{self.plan}: short by {size(self.over)} on {self.rank}, most of it {most} ({parts})"
+
+
+@dataclass(frozen=True, repr=False)
+class PlanTable:
+    """The plans for a model on so many devices of a cluster, quickest first; prints as a table.
+
+    `bound`: no plan that was not simulated takes less time, in seconds. `plans`: how many there were, `simulated` how
+    many of them were simulated; `excluded`: by a bound of memory. `left_out`: how many a rule left out, by its reason.
+    """
+
+    model: str
+    cluster: str
+    gpus: int
+    reserve: float
+    rows: list[PlanRow]
+    families: list[PlanRow]
+    plans: int
+    simulated: int
+    excluded: int
+    bound: float
+    elapsed: float
+    first: float | None
+    left_out: dict[str, int] = field(default_factory=dict)
+    short: Short | None = None
+    interrupted: bool = False
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A header and a row a plan."""
+        return [HEADER, *[row.cells() for row in self.rows]]
+
+    def family_table(self) -> list[tuple[str, ...]]:
+        """A header and the best of each family, with what it costs."""
+        best = self.rows[0].seconds
+        rows = [("best with", "step", "slower by", "memory", "plan")]
+        for row in self.families:
+            slower = f"{row.seconds / best - 1:.1%}"
+            text = seconds(row.seconds) if row.certain else f"at most {seconds(row.seconds)}"
+            rows.append((row.family or "", text, slower, size(row.memory), str(row.plan)))
+        return rows
+
+    def head(self) -> str:
+        """What was planned for."""
+        return (
+            f"{self.model} on {counted(self.gpus, 'device')} of {self.cluster}, {size(self.reserve)} of each reserved"
+        )
+
+    def lines(self) -> list[str]:
+        """What binds the best plan, what is certain, and how the search went."""
+        found: list[str] = []
+        if self.rows:
+            what, change = ADVICE[self.rows[0].binds]
+            found.append(f"the best plan is limited by {what}; next: {change}")
+        if self.short is not None:
+            found.append(f"quickest that does not fit: {self.short}")
+        certain = (
+            "every plan was simulated"
+            if self.bound == float("inf")
+            else (f"no plan left out is quicker than {seconds(self.bound)}")
+        )
+        found.append(
+            f"{counted(self.plans, 'plan')}: {self.simulated:,} simulated, {self.excluded:,} cannot fit; {certain}"
+        )
+        if self.interrupted:
+            found.append("interrupted: the search had not ended")
+        return found
+
+    def __str__(self) -> str:
+        parts = [self.head(), "", *aligned(self.table()), ""]
+        if self.families:
+            parts += [*_left(self.family_table()), ""]
+        return "\n".join([*parts, *self.lines()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        families = html_table(self.family_table()) if self.families else ""
+        return paragraphs([self.head()]) + html_table(self.table()) + families + paragraphs(self.lines())
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds, bytes, FLOP/s; shares of the step."""
+        return finite(
+            {
+                "model": self.model,
+                "cluster": self.cluster,
+                "devices": self.gpus,
+                "memory_reserve": self.reserve,
+                "plans": [row.to_json() for row in self.rows],
+                "families": [row.to_json() for row in self.families],
+                "counts": {"plans": self.plans, "simulated": self.simulated, "excluded_by_memory": self.excluded},
+                "bound_seconds": self.bound,
+                "left_out": self.left_out,
+                "does_not_fit": self.short and {**self.short._asdict(), "plan": self.short.plan.to_json()},
+                "search_seconds": self.elapsed,
+                "first_plan_seconds": self.first,
+                "interrupted": self.interrupted,
+            }
+        )
+
+
+def _left(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose first and last columns are text, the others numbers."""
+    body = aligned([row[:-1] for row in rows])
+    return [f"{line}  {row[-1]}" for line, row in zip(body, rows, strict=True)]
+
+
+def what_binds(detail: Detail, memory: bool) -> str:
+    """What limits a plan: `memory` if quicker ones do not fit; else the largest loss of its step, or compute."""
+    losses = {"bubble": detail.bubble}
+    for axis, x in detail.exposed.items():
+        name = axis if axis in ("tp", "pp") else "dp"
+        losses[name] = losses.get(name, 0.0) + x
+    most = max(losses, key=losses.__getitem__)
+    if memory:
+        return "memory"
+    return most if losses[most] >= _SLIGHT else "compute"
+
+
+def short_of(found: Simulated, detail: Detail, batch: int) -> Short:
+    """A plan that does not fit, in words."""
+    return Short(found.candidate.plan(batch), found.outcome.rank, found.outcome.over, detail.memory)

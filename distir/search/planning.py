@@ -1,0 +1,248 @@
+"""`plan`: the quickest plans for a model on a cluster, of all that fit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from distir.api.compilation import AnyModel, Cluster, cost_model, describe
+from distir.api.model import Model, as_model
+from distir.api.results import size
+from distir.executor.cost_model.seconds import computed_in, work
+from distir.hardware import host_cores
+from distir.ir.errors import InfeasibleError, UsageError, counted
+from distir.search.best_first import Bounds, Progressed, Simulated, by_seconds, search
+from distir.search.exact import Detail, Setting
+from distir.search.plan_table import PlanRow, PlanTable, StepWork, short_of, what_binds
+from distir.search.simulating import Simulators, simulators
+from distir.search.space import SETTINGS, Candidate, Space, space
+from distir.transforms.passes import SEQUENTIAL, form_of
+from distir.transforms.plan import Plan
+from distir.transforms.roles import weights
+
+GIB = 1 << 30
+RESERVE_GIB = 1.0
+"""What the driver and the communication library take of a device, roughly."""
+_FAMILY_TRIES = 12
+"""The most simulations to find the best of a family."""
+_SHORT_TRIES = 8
+_BYTES = 16
+"""Of a parameter in training: the weight, its gradient and AdamW's two moments, in float32."""
+
+
+class Family(NamedTuple):
+    """Plans that have something in common, such as not to use a kind of parallelism."""
+
+    name: str
+    has: Callable[[Candidate], bool]
+
+
+BestOf = tuple[Family, Simulated, bool]
+"""A family, the quickest of it that was found, and whether none can be quicker."""
+FAMILIES: tuple[Family, ...] = (
+    Family("no tensor parallelism", lambda c: c.tp == 1),
+    Family("no pipeline", lambda c: c.pp == 1),
+    Family("no recomputation", lambda c: c.recompute == "none"),
+    Family("no ZeRO", lambda c: c.zero == 0),
+    Family("ZeRO 3 alone", lambda c: c.zero == 3 and c.tp == c.pp == 1),
+    Family("data parallelism alone", lambda c: c.zero == 0 and c.tp == c.pp == 1),
+)
+
+
+def plan(
+    model: AnyModel,
+    cluster: Cluster,
+    gpus: int,
+    *,
+    top: int = 10,
+    vary: Sequence[str] = SETTINGS,
+    fix: Mapping[str, Any] | None = None,
+    memory_reserve: float = RESERVE_GIB,
+    on_step: Callable[[Progressed, int], None] | None = None,
+) -> PlanTable:
+    """The quickest plans for a training step on `gpus` devices of a cluster, of those that fit in their memory.
+
+    Plans are ranked by simulated step time: what `simulate` says. The settings in `vary` vary, but for those in `fix`,
+    which have that value (`SETTINGS` lists them; `microbatch` is the samples of one on a device). `memory_reserve`, in
+    GiB, is left free on each device. The `top` best are shown. As many plans are simulated at a time as there are
+    cores. `on_step` is called after each simulation with what was found and how many plans are left. Ctrl-C ends the
+    search early, with the best so far.
+
+    Raises UsageError for a model that is not trained, or an unknown setting or value; InfeasibleError where there is no
+    plan, none fits (the message says which is least short, and what would make it fit), or the cluster is smaller.
+    """
+    begin = time.perf_counter()
+    model = as_model(model)
+    _check(model, gpus, top, memory_reserve)
+    cost = cost_model(cluster, Plan(dp=gpus))
+    if len(cost.topology.devices) < gpus:
+        raise InfeasibleError(
+            f"{describe(cost.topology)} has {counted(len(cost.topology.devices), 'device')}, {gpus} are asked for",
+            f"plan for at most {len(cost.topology.devices)}",
+        )
+    setting = Setting(model, model.batch, cost, memory_reserve * GIB)
+    all_plans = space(model.function, model.batch, gpus, cost.topology, vary, fix)
+    bounds = Bounds(setting)
+    with simulators(setting, host_cores()) as several:
+        first = _likely(setting, all_plans)
+        state = search(bounds, all_plans.candidates, several, first, at_least=top, on_step=on_step)
+        if not state.fitting:
+            raise _nothing_fits(bounds, all_plans, state, several, gpus)
+        families = [] if state.interrupted else _families(all_plans, state, bounds, several)
+        shown = [x.candidate for x in (*state.fitting[:top], *[found for _, found, _ in families])]
+        short = _quicker_but_short(state)
+        details = several.details([*shown, *([short.candidate] if short else [])])
+    result = _Result(setting, all_plans, state, families, details, short)
+    return result.table(gpus, top, time.perf_counter() - begin)
+
+
+def _check(model: Model, gpus: int, top: int, reserve: float) -> None:
+    if form_of(model.function) != SEQUENTIAL:
+        raise UsageError(f"{model.name} is distributed already", "plan for a sequential program")
+    if not model.function.updates:
+        raise UsageError(f"{model.name} is not trained: plans are of training steps", "a loss, such as cross-entropy")
+    for name, x in (("gpus", gpus), ("top", top)):
+        if x < 1:
+            raise UsageError(f"{name} is a whole number of at least 1, got {x}")
+    if not 0 <= reserve < math.inf:
+        raise UsageError(f"memory_reserve is a number of GiB of at least 0, got {reserve}")
+
+
+def _likely(setting: Setting, found: Space) -> list[Candidate]:
+    """A plan that probably fits, for an early answer: small microbatches, recomputed, as few shards as seem enough."""
+    topology = setting.cost.topology
+    per_node = topology.uniform.per_node if topology.uniform is not None else 1
+    need = _BYTES * sum([math.prod(v.type.global_shape) for v in weights(setting.model.function) if v.kind != "state"])  # type: ignore[union-attr]
+    have = topology.spec(topology.devices[0]).memory - setting.reserve
+
+    def rank(c: Candidate) -> tuple[object, ...]:
+        enough = need / (c.tp * c.pp) < have / 2
+        few = c.pp if enough else -c.tp * c.pp
+        return (
+            not enough,
+            c.tp > per_node,
+            c.schedule != "1f1b",
+            few,
+            c.tp if enough else 0,
+            c.recompute != "full",
+            c.zero != 1,
+            c.microbatch,
+            c.sequence_parallel,
+        )
+
+    return [min(found.candidates, key=rank)]
+
+
+def _families(
+    found: Space, state: Progressed, bounds: Bounds, several: Simulators
+) -> list[tuple[Family, Simulated, bool]]:
+    """The best of each family, and whether none can be quicker; it is looked for with a few simulations more, which are
+    added to what was found."""
+    known = {x.candidate: x for x in state.found}
+    best: list[BestOf] = []
+    for family in FAMILIES:
+        mine = [c for c in found.candidates if family.has(c)]
+        if not mine or len(mine) == len(found.candidates):
+            continue
+        more = search(bounds, mine, several, known=known, limit=_FAMILY_TRIES)
+        state.found += [x for x in more.found if x.candidate not in known]
+        known |= {x.candidate: x for x in more.found}
+        fits = sorted([x for c, x in known.items() if family.has(c) and x.outcome.fits], key=by_seconds)
+        if fits:
+            best.append((family, fits[0], more.bound >= fits[0].outcome.seconds))
+    return best
+
+
+def _quicker_but_short(state: Progressed) -> Simulated | None:
+    """The quickest plan that does not fit, if it is quicker than all that do."""
+    short = [x for x in state.found if x.outcome.reason is None and not x.outcome.fits]
+    found = min(short, key=lambda x: x.outcome.seconds, default=None)
+    return found if found is not None and found.outcome.seconds < state.fitting[0].outcome.seconds else None
+
+
+class _Result(NamedTuple):
+    setting: Setting
+    space: Space
+    state: Progressed
+    families: Sequence[BestOf]
+    details: Mapping[Candidate, Detail]
+    short: Simulated | None
+
+    def table(self, gpus: int, top: int, elapsed: float) -> PlanTable:
+        """The `top` best and the families, after a search of so many seconds."""
+        setting, state, short = self.setting, self.state, self.short
+        done = step_work(setting)
+        bound = state.bound if not state.violations else 0.0  # a bound that did not hold says nothing of others
+
+        def row(x: Simulated, family: str | None, certain: bool) -> PlanRow:
+            detail, outcome = self.details[x.candidate], x.outcome
+            binds = what_binds(detail, short is not None and family is None)
+            made = x.candidate.plan(setting.batch)
+            figures = outcome.seconds, x.bound, outcome.memory, -outcome.over
+            return PlanRow(made, *figures, detail, done, binds, family, certain)
+
+        return PlanTable(
+            setting.model.name,
+            describe(setting.cost.topology),
+            gpus,
+            setting.reserve,
+            [row(x, None, x.outcome.seconds <= bound) for x in state.fitting[:top]],
+            [row(x, family.name, certain) for family, x, certain in self.families],
+            len(self.space.candidates),
+            len(state.found),
+            state.excluded_by_memory,
+            bound,
+            elapsed,
+            state.first_seconds,
+            dict(self.space.left_out),
+            short and short_of(short, self.details[short.candidate], setting.batch),
+            state.interrupted,
+        )
+
+
+def step_work(setting: Setting) -> StepWork:
+    """The samples, tokens and model FLOPs of a step, and the seconds of one device at its peak for these.
+
+    Model FLOPs are those of matrix products, convolutions and attention in the sequential training step.
+    """
+    model, what = setting.model, setting.cost.topology.spec(setting.cost.topology.devices[0])
+    flops = ideal = 0.0
+    for op in model.function.ops:
+        if op.spec.kernel:
+            ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+            n, _ = work(op.spec, op.attributes, ins, outs)
+            flops += n
+            ideal += n / what.peak(computed_in(ins, outs))
+    return StepWork(setting.batch, model.tokens, flops, ideal)
+
+
+def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simulators, gpus: int) -> InfeasibleError:
+    """An error that names the least short plan, and what would make it fit."""
+    setting = bounds.setting
+    known = [x for x in state.found if x.outcome.reason is None]
+    tried = {x.candidate for x in known}
+    lean = sorted([c for c in found.candidates if c not in tried], key=lambda c: bounds.of(c)[1])[:_SHORT_TRIES]
+    more = search(bounds, (), several, lean)
+    known += [x for x in more.found if x.outcome.reason is None]
+    if not known:
+        reasons = dict.fromkeys([x.outcome.reason for x in (*state.found, *more.found) if x.outcome.reason])
+        return InfeasibleError(
+            f"none of {counted(len(found.candidates), 'plan')} can be applied: {next(iter(reasons))}"
+        )
+    least = min(known, key=lambda x: x.outcome.over)
+    detail = several.details([least.candidate])[least.candidate]
+    have = least.outcome.memory - least.outcome.over
+    said = short_of(least, detail, setting.batch)
+    needed = gpus * 2 ** math.ceil(math.log2(max(2.0, least.outcome.memory / have)))
+    ways = [f"more GPUs: {needed} may do"]
+    c = least.candidate
+    if c.recompute != "full":
+        ways.append("recomputation: let recompute vary")
+    if c.zero < 3 and c.dp > 1:
+        ways.append("ZeRO: let zero vary")
+    if c.microbatch > 1:
+        ways.append("smaller microbatches: let microbatch vary")
+    message = f"none of {counted(len(found.candidates), 'plan')} fits in {size(have)} a device; least short is {said}"
+    return InfeasibleError(message, "; or ".join(ways))

@@ -1,0 +1,375 @@
+"""What a lower bound needs of a placed program: its ops by phase, and the segments between values that all paths pass.
+
+A segment is the ops between one activation and the next through which everything flows (in a transformer the sums of
+the residual stream), and the backward ops of these. A pipeline cut leaves all segments whole but one at each border, so
+what is true of every whole segment bounds any cut:
+
+- the streams of a device keep program order, so its compute stream waits inside a segment for collectives whose results
+  the segment computes with;
+- a segment's last value cannot be ready before its first is, and the ops between have run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from distir.ir.device import AxisNames, Mesh
+from distir.ir.function import Function, Op, Value
+from distir.ir.type import Tensor
+from distir.transforms.pipeline.copies import copies
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, ends_time, phases
+from distir.transforms.rank.recompose import recompose
+from distir.transforms.roles import weights
+
+COMPUTE = ""
+"""The stream of compute; those of collectives are their axes."""
+
+
+class SegmentOp(NamedTuple):
+    """An op of a segment: the number of its kind, the rows of the segment that it needs, and whether it follows from
+    the segment's first value."""
+
+    kind: int
+    needs: tuple[int, ...]
+    follows: bool
+
+
+class Segment(NamedTuple):
+    """Ops in program order. `last` is the row that makes the last value, if the first and last are single values."""
+
+    rows: tuple[SegmentOp, ...]
+    last: int | None
+    waits: bool
+    """Whether no op of another segment stands between its ops."""
+
+
+class TimedOp(NamedTuple):
+    """An op of a microbatch: the number of its kind, the steps that it depends on, whether it is of the forward pass,
+    and whether it recomputes an earlier one, `again` (it may be left out, and that one's results used)."""
+
+    kind: int
+    needs: tuple[int, ...]
+    forward: bool
+    again: int | None
+
+
+class GradientSum(NamedTuple):
+    """A sum over microbatches: the step that makes a microbatch's part, its shape on a device, and the bytes of sum and
+    part."""
+
+    step: int
+    shape: tuple[int, ...]
+    bytes: int
+    part: int
+
+
+class Kind(NamedTuple):
+    """Ops of equal cost; `op` is one of them. `axis` is that of a collective. A kind that is not `priced` is free."""
+
+    op: Op
+    axis: AxisNames | None
+    priced: bool
+
+
+class Reduced(NamedTuple):
+    """What is reduced, at least, along the axis of replicas: bytes of each sum over microbatches and of all, of a step,
+    under ZeRO 2 and 3 of each microbatch; and bytes that ZeRO 3 gathers in each pass."""
+
+    bytes: Sequence[int]
+    total: int
+    gathered: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A placed program for bounds. `samples` is the size of a microbatch on a device that its types have.
+
+    Bytes are those of one device, of all stages together: of parameters and optimizer state; of parameters as ZeRO 3
+    gathers them, by shape (those of several dims, in the least dtype they are used in); and of what is saved of one
+    microbatch.
+    """
+
+    kinds: list[Kind]
+    samples: int
+    forward: Mapping[Segment, int]
+    backward: Mapping[Segment, int]
+    every: Mapping[str, Mapping[int, int]]
+    """By phase how often each kind of op occurs."""
+    trunk: Mapping[int, int]
+    """How often each occurs between the first and the last border of segments, in both passes."""
+    units: Collection[tuple[int, ...]]
+    """The kinds of a forward op and of the backward ops that follow it to its stage."""
+    steps: Sequence[TimedOp]
+    """All ops of both passes, in program order."""
+    sums: Sequence[GradientSum]
+    border: int
+    """The least bytes that a device sends where a cut goes through the trunk."""
+    parameters: int
+    state: int
+    gathered: tuple[tuple[tuple[int, ...], int], ...]
+    saved: int
+    _reduced: dict[tuple[int, int], Reduced] = field(default_factory=dict, repr=False)
+
+    def reduced(self, dp: int, zero: int) -> Reduced:
+        """What is reduced and gathered among `dp` replicas. Under ZeRO 2 and 3 only what is certainly split counts."""
+        found = self._reduced.get((dp, zero))
+        if found is None:
+            each = [
+                x.bytes if zero < 2 else x.part if len(x.shape) > 1 and _divides(x.shape, dp) else 0 for x in self.sums
+            ]
+            gathered = sum([n for shape, n in self.gathered if _divides(shape, dp)])
+            found = self._reduced[dp, zero] = Reduced(each, sum(each), gathered)
+        return found
+
+
+def _divides(shape: Sequence[int], ways: int) -> bool:
+    return any([dim % ways == 0 for dim in shape])
+
+
+class _Kinds:
+    def __init__(self) -> None:
+        self.found: list[Kind] = []
+        self._number: dict[object, int] = {}
+
+    def of(self, op: Op, priced: bool) -> int:
+        key = (op.spec, op.attributes or None, priced, *[v.type for v in op.inputs])
+        n = self._number.get(key)
+        if n is None:
+            n = self._number[key] = len(self.found)
+            self.found.append(Kind(op, _axis(op), priced))
+        return n
+
+
+def _axis(op: Op) -> AxisNames | None:
+    mesh = op.inputs[0].type.device if op.inputs and isinstance(op.inputs[0].type, Tensor) else None
+    if op.spec.route != "axis" or not isinstance(mesh, Mesh) or mesh.is_time(op.attributes["axis"]):
+        return None
+    return op.attributes["axis"]
+
+
+def profile_of(placed: Function, samples: int) -> Profile:
+    """The profile of a program that is placed along axes of weights and over time, not over replicas."""
+    phase = phases(placed)
+    made = {op.outputs[0]: op for op in recompose(placed).ops if op.outputs}
+    kinds = _Kinds()
+    number: dict[Op, int] = {}
+    for op in placed.ops:  # what becomes part of another op costs nothing of its own
+        as_run = made.get(op.outputs[0])
+        number[op] = kinds.of(as_run or op, as_run is not None and not _free(op))
+    forward = [op for op in placed.ops if phase[op] == FORWARD]
+    backward = [op for op in placed.ops if phase[op] == BACKWARD]
+    cores = _cores(placed, forward)
+    part = {op: j for j, core in enumerate(cores) for op in core.ops}
+    every = {
+        word: Counter([number[op] for op in placed.ops if phase[op] == word])
+        for word in (FORWARD, BACKWARD, PROLOGUE, UPDATE)
+    }
+    timed = [op for op in placed.ops if phase[op] in (FORWARD, BACKWARD)]
+    return Profile(
+        kinds.found,
+        samples,
+        Counter([_segment(core.ops, number, core.first, core.last, True) for core in cores]),
+        Counter(_backward_segments(backward, part, number)),
+        every,
+        Counter([number[op] for op in timed if op in part or op.of in part]),
+        _units(timed, number),
+        _steps(timed, phase, number, copies(placed)),
+        _sums(placed, timed),
+        min([_width(core) for core in cores], default=0),
+        *_bytes(placed),
+        _saved(forward, backward),
+    )
+
+
+def _units(timed: Sequence[Op], number: Mapping[Op, int]) -> set[tuple[int, ...]]:
+    follow: dict[Op, list[int]] = {}
+    for op in timed:
+        follow.setdefault(op.of or op, []).append(number[op])
+    return {tuple(kinds) for kinds in follow.values()}
+
+
+def _steps(
+    timed: Sequence[Op], phase: Mapping[Op, str], number: Mapping[Op, int], again: Mapping[Value, Value]
+) -> list[TimedOp]:
+    maker = {v: k for k, op in enumerate(timed) for v in op.outputs}
+    found: list[TimedOp] = []
+    for op in timed:
+        needs = tuple(dict.fromkeys([maker[v] for v in op.inputs if v in maker]))
+        first = maker.get(again[op.outputs[0]]) if op.outputs and op.outputs[0] in again else None
+        found.append(TimedOp(number[op], needs, phase[op] == FORWARD, first))
+    return found
+
+
+def _sums(function: Function, timed: Sequence[Op]) -> list[GradientSum]:
+    maker = {v: k for k, op in enumerate(timed) for v in op.outputs}
+    found: list[GradientSum] = []
+    for op in function.ops:
+        part = op.inputs[0] if op.spec.comm is not None and ends_time(op) else None
+        if part in maker and part is not None and isinstance(part.type, Tensor):
+            found.append(GradientSum(maker[part], part.type.shape, op.outputs[0].type.bytes, part.type.bytes))
+    return found
+
+
+def _width(core: _Core) -> int:
+    """The least bytes of what a cut through a core separates: of the path whose values are the largest."""
+    wide = {core.first: core.first.type.bytes}
+    for op in core.ops:
+        reach = max([wide[v] for v in op.inputs if v in wide], default=0)
+        for v in op.outputs:
+            wide[v] = reach if v is core.last else min(reach, v.type.bytes)
+    return wide[core.last]
+
+
+def _free(op: Op) -> bool:
+    return op.spec.alias or (op.spec.comm is not None and _axis(op) is None)
+
+
+class _Core(NamedTuple):
+    """The forward ops between two values through which everything flows: all depend on `first`, `last` on all."""
+
+    ops: Sequence[Op]
+    first: Value
+    last: Value
+
+
+def _cores(function: Function, forward: Sequence[Op]) -> list[_Core]:
+    owned = set(weights(function))
+    for op in function.ops:
+        if not owned.isdisjoint(op.inputs):
+            owned.update(op.outputs)
+    root = _Roots(forward)
+    place = {v: k for k, op in enumerate(forward) for v in op.outputs}
+    flows = [v for v in place if v in owned and isinstance(v.type, Tensor) and v.type.moves]
+    until = dict.fromkeys([root[v] for v in flows], -1)
+    for k, op in enumerate(forward):
+        for v in op.inputs:
+            if root[v] in until:
+                until[root[v]] = k
+    change = [0] * (len(forward) + 1)
+    for v, last in until.items():
+        if v in place and last > place[v]:
+            change[place[v]] += 1
+            change[last] -= 1
+    narrow: list[tuple[int, Value]] = []
+    live = 0
+    for k, op in enumerate(forward):
+        live += change[k]
+        if live == 1 and op.spec.comm is None and not op.spec.alias:
+            narrow += [(k, v) for v in op.outputs if until.get(v, -1) > k]
+    return [_core(forward[a + 1 : b + 1], first, last, root) for (a, first), (b, last) in itertools.pairwise(narrow)]
+
+
+class _Roots(dict[Value, Value]):
+    """The value in whose buffer a value lies, through views."""
+
+    def __init__(self, ops: Iterable[Op]) -> None:
+        for op in ops:
+            if op.spec.alias and op.inputs:
+                self.update(dict.fromkeys(op.outputs, self[op.inputs[0]]))
+
+    def __missing__(self, v: Value) -> Value:
+        return v
+
+
+def _core(ops: Sequence[Op], first: Value, last: Value, root: _Roots) -> _Core:
+    after = {first}
+    for op in ops:
+        if any([root[v] in after or v in after for v in op.inputs]):
+            after.update(op.outputs)
+    before = {last}
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if not before.isdisjoint(op.outputs) and not after.isdisjoint(op.outputs):
+            kept.append(op)
+            before.update(op.inputs)
+    return _Core(kept[::-1], first, last)
+
+
+def _segment(
+    ops: Sequence[Op], number: Mapping[Op, int], first: Value | None, last: Value | None, waits: bool
+) -> Segment:
+    place = {v: k for k, op in enumerate(ops) for v in op.outputs}
+    follows: set[Value] = {first} if first is not None else set()
+    rows: list[SegmentOp] = []
+    for op in ops:
+        after = not follows.isdisjoint(op.inputs)
+        if after:
+            follows.update(op.outputs)
+        needs = tuple(dict.fromkeys([place[v] for v in op.inputs if v in place]))
+        rows.append(SegmentOp(number[op], needs, after))
+    single = first is not None and last in place and last in follows
+    return Segment(tuple(rows), place[last] if single and last is not None else None, waits)
+
+
+def _backward_segments(backward: Sequence[Op], part: Mapping[Op, int], number: Mapping[Op, int]) -> list[Segment]:
+    """The backward ops of each core, in the order of the cores."""
+    mine: dict[int, list[Op]] = {}
+    where: dict[Value, int | None] = {}
+    span: dict[int, tuple[int, int]] = {}
+    for k, op in enumerate(backward):
+        j = None if op.of is None else part.get(op.of)
+        where.update(dict.fromkeys(op.outputs, j))
+        if j is not None:
+            mine.setdefault(j, []).append(op)
+            span[j] = span.get(j, (k, k))[0], k
+    given: dict[int, dict[Value, None]] = {}
+    """By core the values that its backward ops take from those of others."""
+    passed: dict[int, dict[Value, None]] = {}
+    foreign: set[int] = set()
+    for op in backward:
+        j = None if op.of is None else part.get(op.of)
+        for v in op.inputs:
+            i = where.get(v, j)
+            if i == j:
+                continue
+            if j is not None:
+                given.setdefault(j, {})[v] = None
+                if i != j + 1:
+                    foreign.add(j)
+            if i is not None:
+                passed.setdefault(i, {})[v] = None
+    borders = sorted(span.values())
+    apart = all([a[1] < b[0] for a, b in itertools.pairwise(borders)])
+    found: list[Segment] = []
+    for j, ops in mine.items():
+        into, out = list(given.get(j, ())), list(passed.get(j, ()))
+        first = into[0] if len(into) == 1 and j not in foreign else None
+        last = out[0] if len(out) == 1 else None
+        found.append(_segment(ops, number, first, last, apart and j not in foreign))
+    return found
+
+
+_ByShape = tuple[tuple[tuple[int, ...], int], ...]
+
+
+def _bytes(function: Function) -> tuple[int, int, _ByShape]:
+    """Bytes on one device: see `Profile`."""
+    owned = {v: v.type.bytes for v in function.inputs if v.kind == "parameter"}
+    state = sum([v.type.bytes for v in function.inputs if v.kind == "state"])
+    least = dict(owned)
+    for op in function.ops:
+        for v in op.inputs:
+            if v in least and len(op.inputs) == 1:
+                least[v] = min(least[v], op.outputs[0].type.bytes)
+    return sum(owned.values()), state, _by_shape(least.items())
+
+
+def _by_shape(sizes: Iterable[tuple[Value, int]]) -> _ByShape:
+    """Bytes by shape, of values of several dims."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for v, n in sizes:
+        if isinstance(v.type, Tensor) and len(v.type.shape) > 1:
+            found[v.type.shape] += n
+    return tuple(found.items())
+
+
+def _saved(forward: Sequence[Op], backward: Sequence[Op]) -> int:
+    """Bytes that a device keeps of a microbatch between its forward and its backward pass."""
+    root = _Roots(forward)
+    made = {v for op in forward for v in op.outputs}
+    kept = dict.fromkeys([root[v] for op in backward for v in op.inputs if v in made])
+    return sum([v.type.bytes for v in kept if v in made and isinstance(v.type, Tensor) and v.type.moves])

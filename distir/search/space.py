@@ -1,0 +1,270 @@
+"""The space of plans: every combination of the settings that vary, but those that a rule leaves out.
+
+A `Candidate` is a few numbers; its `Plan` is made when it is needed. `RULES` leave out what equals another candidate,
+or is dominated by one, by construction; each says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from distir.ir.errors import InfeasibleError, UsageError
+from distir.ir.function import Function
+from distir.ir.topology import Topology, regular_group
+from distir.ops.rules import shape_of
+from distir.transforms.pipeline.recompute import WORDS
+from distir.transforms.plan import Plan, default_order
+from distir.transforms.roles import weights
+
+SETTINGS = ("dp", "tp", "pp", "microbatch", "schedule", "chunks", "zero", "recompute", "sequence_parallel", "order")
+"""What may vary, by name; `microbatch` is the number of samples of one on a device."""
+_CHUNKS = 8
+"""The most stages of a pipeline rank."""
+USUAL: Mapping[str, Sequence[Any]] = {
+    "schedule": ("1f1b", "interleaved", "gpipe"),
+    "zero": (0, 1, 2, 3),
+    "recompute": ("none", "selective", "full"),
+    "sequence_parallel": (False, True),
+}
+"""The values that settings take where they vary and are not fixed; those of the others follow from the model."""
+
+
+class Candidate(NamedTuple):
+    """A plan of the space: the fields of `Plan`, but with the samples of a microbatch on a device."""
+
+    dp: int
+    tp: int
+    pp: int
+    microbatch: int
+    schedule: str = "1f1b"
+    chunks: int = 1
+    zero: int = 0
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    order: tuple[str, ...] = default_order()
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def microbatches(self, batch: int) -> int:
+        """How many microbatches a batch is."""
+        return batch // (self.dp * self.microbatch)
+
+    def plan(self, batch: int) -> Plan:
+        """The plan, for a batch of so many samples."""
+        given = self._asdict()
+        del given["microbatch"]
+        return Plan(microbatches=self.microbatches(batch), **given)
+
+
+class Rule(NamedTuple):
+    """What is left out of the space, and why. `drops` is given a candidate and the samples of a batch."""
+
+    drops: Callable[[Candidate, int], bool]
+    reason: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda c, batch: c.zero > 0 and c.dp == 1,
+        "ZeRO splits among replicas: without any it is the same program",
+    ),
+    Rule(
+        lambda c, batch: c.sequence_parallel and c.tp == 1,
+        "sequence parallelism is along the axis of tensor parallelism: without one there is none",
+    ),
+    Rule(
+        lambda c, batch: c.zero == 2 and c.microbatches(batch) == 1,
+        "with one microbatch ZeRO 2 is ZeRO 1",
+    ),
+    Rule(
+        lambda c, batch: c.schedule != "1f1b" and c.pp == 1,
+        "on one pipeline rank every schedule runs the same bodies one after another, and 1f1b saves the least",
+    ),
+    Rule(
+        lambda c, batch: c.schedule == "gpipe" and c.microbatches(batch) == 1,
+        "with one microbatch gpipe is 1f1b",
+    ),
+    Rule(
+        lambda c, batch: (c.schedule == "interleaved") != (c.chunks > 1),
+        "interleaved with one chunk is 1f1b, and other schedules have one",
+    ),
+)
+
+
+_SAME_NODES = "another order of the axes puts equal groups of devices into the nodes"
+
+
+class Space(NamedTuple):
+    """The candidates, and how many each rule left out, by its reason."""
+
+    candidates: list[Candidate]
+    left_out: Mapping[str, int]
+
+
+def space(
+    function: Function,
+    batch: int,
+    gpus: int,
+    topology: Topology,
+    vary: Sequence[str] = SETTINGS,
+    fix: Mapping[str, Any] | None = None,
+) -> Space:
+    """All candidates for a training step of `batch` samples on `gpus` devices.
+
+    Settings not in `vary` have the default of `Plan` (a microbatch is then all the samples that a replica has), those
+    in `fix` that value. Raises UsageError for an unknown setting or value, InfeasibleError where there is no candidate.
+    """
+    fix = dict(fix or {})
+    _check_settings(vary, fix)
+    varied = [name for name in vary if name not in fix]
+    repeats = repeated(function)
+    orders: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
+    found: list[Candidate] = []
+    dropped: Counter[str] = Counter()
+    for c in _combinations(batch, gpus, varied, fix, repeats):
+        rule = next((rule for rule in RULES if rule.drops(c, batch)), None)
+        if rule is not None and not _demanded(c, fix):
+            dropped[rule.reason] += 1
+            continue
+        if c[:3] not in orders:
+            orders[c[:3]] = _orders(c, topology) if "order" in varied else [tuple(fix.get("order", c.order))]
+        if "order" in varied:
+            dropped[_SAME_NODES] += math.factorial(len(c.order)) - len(orders[c[:3]])
+        found += [c._replace(order=order) for order in orders[c[:3]]]
+    if not found:
+        raise _nothing(batch, gpus, fix)
+    return Space(found, dict(dropped))
+
+
+def _demanded(c: Candidate, fix: Mapping[str, Any]) -> bool:
+    """Whether all that a rule could drop a candidate for was asked for by name."""
+    return all(name in fix for name in ("zero", "schedule", "chunks", "sequence_parallel"))
+
+
+def _combinations(
+    batch: int, gpus: int, varied: Sequence[str], fix: Mapping[str, Any], repeats: int
+) -> Iterator[Candidate]:
+    def values(name: str) -> Sequence[Any]:
+        if name in fix:
+            return (fix[name],)
+        return USUAL[name] if name in varied else (USUAL[name][0],)
+
+    for dp, tp, pp in _factors(gpus, varied, fix):
+        if batch % dp:
+            continue
+        sizes = divisors(batch // dp) if "microbatch" in varied else [batch // dp]
+        for microbatch in [fix["microbatch"]] if "microbatch" in fix else sizes:
+            if batch // dp % microbatch:
+                continue
+            rows = itertools.product(*[values(name) for name in ("schedule", "zero", "recompute", "sequence_parallel")])
+            for schedule, zero, recompute, sequence in rows:
+                c = Candidate(dp, tp, pp, microbatch, schedule, 1, zero, recompute, sequence)
+                if schedule != "interleaved":
+                    yield c
+                elif c.microbatches(batch) % pp == 0:
+                    chunks = [fix["chunks"]] if "chunks" in fix else _chunks(pp, repeats, "chunks" in varied)
+                    yield from [c._replace(chunks=n) for n in chunks]
+
+
+def _factors(gpus: int, varied: Sequence[str], fix: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """(dp, tp, pp) whose product is the number of devices."""
+    found = [(gpus // (tp * pp), tp, pp) for tp in divisors(gpus) for pp in divisors(gpus // tp)]
+    for k, name in enumerate(("dp", "tp", "pp")):
+        if name in fix:
+            found = [row for row in found if row[k] == fix[name]]
+        elif name not in varied:
+            found = [row for row in found if row[k] == 1]
+    return found
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors, ascending."""
+    low = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return low + [n // k for k in reversed(low) if k * k != n]
+
+
+def _chunks(pp: int, repeats: int, varied: bool) -> list[int]:
+    """How many stages a pipeline rank may have: so that each has as many of the repeated blocks."""
+    if not varied or repeats % pp:
+        return [2] if 2 * pp <= max(repeats, 2 * pp if not varied else 0) else []
+    return [n for n in divisors(repeats // pp) if 1 < n <= _CHUNKS]
+
+
+def repeated(function: Function) -> int:
+    """How many blocks a model has that are alike, as its matrices of equal shapes say; 1 if none are."""
+    shapes = Counter([shape_of(v) for v in weights(function) if v.kind != "state" and len(shape_of(v)) > 1])
+    return math.gcd(*[n for n in shapes.values() if n > 1]) or 1
+
+
+def _orders(c: Candidate, topology: Topology) -> list[tuple[str, ...]]:
+    """The orders of the axes that differ in which devices share a node, the default first."""
+    usual = default_order()
+    r = topology.uniform
+    if r is not None and c.devices <= r.per_node:
+        return [usual]
+    seen: set[object] = set()
+    found: list[tuple[str, ...]] = []
+    for order in sorted(itertools.permutations(usual), key=lambda order: order != usual):
+        key = (
+            tuple([name for name in order if getattr(c, name) > 1])
+            if r is None
+            else tuple([_groups(c, topology, order, axis) for axis in ("tp", "dp", "pp")])
+        )
+        if key not in seen:
+            seen.add(key)
+            found.append(order)
+    return found
+
+
+def starts(c: Candidate, order: Sequence[str], axis: str, modulo: int) -> list[int]:
+    """The numbers, modulo the devices of a node, of the first devices of all groups along an axis."""
+    spacing, size = spacing_of(c, order, axis), getattr(c, axis)
+    ends = c.devices
+    found = {d % modulo for block in range(0, ends, spacing * size) for d in range(block, block + min(spacing, modulo))}
+    return sorted(found)
+
+
+def spacing_of(c: Candidate, order: Sequence[str], axis: str) -> int:
+    """The difference between the numbers of neighbours along an axis."""
+    return math.prod([getattr(c, name) for name in order[: order.index(axis)]])
+
+
+def _groups(c: Candidate, topology: Topology, order: Sequence[str], axis: str) -> object:
+    """The groups of devices along an axis, up to which nodes they are on."""
+    r = topology.uniform
+    if r is None or getattr(c, axis) == 1:
+        return None
+    spacing, size = spacing_of(c, order, axis), getattr(c, axis)
+    return frozenset(
+        [
+            regular_group(r, [(d + k * spacing) // r.per_node for k in range(size)])
+            for d in starts(c, order, axis, r.per_node)
+        ]
+    )
+
+
+def _check_settings(vary: Sequence[str], fix: Mapping[str, Any]) -> None:
+    for name in (*vary, *fix):
+        if name not in SETTINGS:
+            raise UsageError(f"{name!r} does not vary between plans", f"settings are {', '.join(SETTINGS)}")
+    for name in ("dp", "tp", "pp", "microbatch", "chunks"):
+        if name in fix and not (isinstance(fix[name], int) and fix[name] >= 1):
+            raise UsageError(f"{name} is a whole number of at least 1, got {fix[name]!r}")
+    known = {"schedule": USUAL["schedule"], "zero": USUAL["zero"], "recompute": WORDS}
+    for name, words in known.items():
+        if name in fix and fix[name] not in words:
+            raise UsageError(f"{name} is one of {', '.join(map(str, words))}, got {fix[name]!r}")
+
+
+def _nothing(batch: int, gpus: int, fix: Mapping[str, Any]) -> InfeasibleError:
+    said = ", ".join([f"{name} {x}" for name, x in fix.items()])
+    asked = f"{gpus} devices" + (f" with {said}" if said else "")
+    degrees = [dp for dp in divisors(gpus) if batch % dp == 0]
+    hint = f"a batch of {batch} divides by dp {', '.join(map(str, degrees[-4:]))}" if degrees else None
+    return InfeasibleError(f"no plan for a batch of {batch} on {asked}", hint)

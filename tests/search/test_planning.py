@@ -1,0 +1,169 @@
+"""The search against brute force; what is ranked is what `simulate` says; errors."""
+
+import random
+
+import pytest
+
+import distir
+from distir.api.model import load
+from distir.executor.cost_model import CostModel
+from distir.hardware import load_cluster
+from distir.ir import Topology
+from distir.ir.errors import InfeasibleError, UsageError
+from distir.search.best_first import Bounds, search
+from distir.search.exact import Setting, evaluate
+from distir.search.planning import plan
+from distir.search.simulating import Simulators
+from distir.search.space import RULES, Candidate, space
+
+TINY = "gpt:layers=2,hidden=64,heads=4,vocab=64,seq=32"
+NARROW = ("dp", "tp", "pp", "microbatch", "zero", "schedule")
+
+
+def trained(name=TINY, batch=4, **more):
+    return load(name, {"batch": batch}, loss="cross-entropy", optimizer="adamw", precision="bf16", **more)
+
+
+def quickest(setting, candidates):
+    """The least seconds of those that fit, every one simulated."""
+    return min([x.seconds for c in candidates if (x := evaluate(setting, c)).fits])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_no_regret(seed):
+    """The best of a search is the best of all."""
+    draw = random.Random(seed)
+    name = f"{draw.choice(['gpt', 'llama'])}:layers={draw.choice([1, 2])},hidden=64,heads=4,vocab=64,seq=32"
+    batch, gpus = draw.choice([2, 4]), draw.choice([2, 4])
+    cost = CostModel(load_cluster(draw.choice(["dgx-a100", "dgx-v100", "distir-v100-x4"]), devices=gpus))
+    setting = Setting(trained(name, batch), batch, cost, 0.0)
+    found = space(setting.model.function, batch, gpus, cost.topology, NARROW).candidates
+    state = search(Bounds(setting), found, Simulators(setting))
+    assert state.fitting[0].outcome.seconds == quickest(setting, found)
+    assert state.violations == 0
+
+
+def test_a_bound_that_is_too_high_gives_regret(monkeypatch):
+    """Seeded: with bounds 5 % above the simulation of the best plan, the search leaves it out."""
+    cost = CostModel(load_cluster("dgx-a100", devices=2))
+    setting = Setting(trained(), 4, cost, 0.0)
+    found = space(setting.model.function, 4, 2, cost.topology, ("dp", "tp", "pp", "zero")).candidates
+    best = min([(evaluate(setting, c).seconds, c) for c in found])
+    low = Bounds.of
+
+    def wrong(self, c):
+        return (best[0] * 1.05 * 4, 0.0) if c == best[1] else low(self, c)
+
+    monkeypatch.setattr(Bounds, "of", wrong)
+    state = search(Bounds(setting), found, Simulators(setting))
+    assert state.fitting[0].outcome.seconds > best[0]
+
+
+def test_what_rules_leave_out_is_not_quicker():
+    """A plan that a rule leaves out takes no less time than the best that it keeps."""
+    cost = CostModel(load_cluster("dgx-a100", devices=2))
+    setting = Setting(trained(), 4, cost, 0.0)
+    kept = space(setting.model.function, 4, 2, cost.topology, NARROW).candidates
+    best = quickest(setting, kept)
+    extra = [
+        Candidate(2, 1, 1, 2, "gpipe"),
+        Candidate(2, 1, 1, 1, "gpipe"),
+        Candidate(1, 1, 2, 4, "gpipe"),
+        Candidate(1, 2, 1, 4, zero=1),
+        Candidate(2, 1, 1, 2, zero=2),
+    ]
+    for c in extra:
+        assert any(rule.drops(c, 4) for rule in RULES), c
+        assert evaluate(setting, c).seconds >= best
+
+
+def test_ranked_is_what_simulate_says():
+    model = trained()
+    table = plan(model, "dgx-a100", 4, vary=("dp", "tp", "pp"), top=3)
+    assert len(table.rows) == 3
+    for row in table.rows:
+        said = distir.simulate(model, row.plan, CostModel(load_cluster("dgx-a100", devices=4)))
+        assert row.seconds == said.step_seconds
+        assert row.memory == said.peak_memory
+        stages = said.simulation.stages
+        for share, what in (
+            (row.detail.compute, "compute"),
+            (sum(row.detail.exposed.values()), "communication"),
+            (row.detail.bubble, "bubble"),
+        ):
+            mean = sum([getattr(s, what) * s.devices for s in stages]) / row.plan.size / row.seconds
+            assert share == pytest.approx(mean, abs=1e-9)
+        busiest = max(said.to_json()["stages"], key=lambda s: s["peak_memory"])
+        assert row.detail.memory == busiest["memory_at_peak"]
+    assert [r.seconds for r in table.rows] == sorted(r.seconds for r in table.rows)
+    assert table.simulated <= table.plans
+    assert "<table>" in table._repr_html_()
+    assert table.to_json()["counts"]["plans"] == table.plans
+
+
+def test_interrupted(monkeypatch):
+    """Ctrl-C ends the search with the best so far."""
+    done = []
+
+    def interrupted(setting, c):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(c)
+        return evaluate(setting, c)
+
+    monkeypatch.setattr("distir.search.simulating.evaluate", interrupted)
+    monkeypatch.setattr("distir.search.planning.host_cores", lambda: 1)
+    table = plan(trained(), "dgx-a100", 2, vary=("dp", "tp", "pp", "zero", "microbatch"))
+    assert table.interrupted
+    assert [row.plan for row in table.rows] == [
+        c.plan(4) for c in sorted(done, key=lambda c: (evaluate(Setting(*_plain(table)), c).seconds, c))
+    ]
+    assert "interrupted" in str(table)
+
+
+def _plain(table):
+    cost = CostModel(load_cluster("dgx-a100", devices=table.gpus))
+    return trained(), 4, cost, 0.0
+
+
+def test_fixed_settings_are_kept():
+    table = plan(trained(), "dgx-a100", 4, vary=("dp", "tp", "pp"), fix={"tp": 2, "recompute": "full"}, top=5)
+    assert {(row.plan.tp, row.plan.recompute) for row in table.rows} == {(2, "full")}
+
+
+def test_nothing_fits():
+    topology = Topology()
+    devices = [topology.add_device("gpu", memory=2**20) for _ in range(2)]
+    topology.set_bandwidth(*devices, 100)
+    with pytest.raises(InfeasibleError, match=r"fits in .*least short is .*short by .* on .*most of it") as error:
+        plan(trained(), topology, 2, vary=("dp", "tp", "pp"), memory_reserve=0)
+    assert "more GPUs" in error.value.hint
+    assert "recompute" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more", "kind", "words"),
+    [
+        (0, {}, UsageError, "at least 1"),
+        (3, {"fix": {"dp": 3}}, InfeasibleError, "no plan for a batch of 4"),
+        (2, {"vary": ("dq",)}, UsageError, "dq"),
+        (2, {"fix": {"zero": 7}}, UsageError, "zero"),
+        (2, {"memory_reserve": -1.0}, UsageError, "memory_reserve"),
+    ],
+)
+def test_bad_arguments(gpus, more, kind, words):
+    with pytest.raises(kind, match=words):
+        plan(trained(), "dgx-a100", gpus, **more)
+
+
+def test_a_cluster_that_is_smaller():
+    topology = Topology()
+    topology.add_device("gpu")
+    with pytest.raises(InfeasibleError, match="1 device, 2 are asked for"):
+        plan(trained(), topology, 2)
+
+
+def test_a_model_that_is_not_trained():
+    with pytest.raises(UsageError, match="not trained"):
+        plan(load(TINY, {"batch": 4}), "dgx-a100", 2)
