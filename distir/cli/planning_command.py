@@ -11,6 +11,7 @@ from distir.api.model import NO_LOSS, TEXT, Precision
 from distir.cli.output import Progress, print_json
 from distir.importer import symbolic_dims
 from distir.ir.errors import InfeasibleError, UsageError
+from distir.models.config_file import is_config
 from distir.models.named import is_named, own_loss
 from distir.search.best_first import Progressed
 from distir.search.plan_table import PlanTable
@@ -64,7 +65,7 @@ def _print(args: argparse.Namespace, found: list[PlanTable], errors: list[Infeas
 def _model(args: argparse.Namespace) -> Model:
     """The training step of the batch that is asked for."""
     dims: dict[str, int] = dict(args.dim)
-    if is_named(args.model) or args.model.endswith(TEXT):
+    if is_named(args.model) or is_config(args.model) or args.model.endswith(TEXT):
         names = ("batch", "seq")
     else:
         free = symbolic_dims(args.model)
