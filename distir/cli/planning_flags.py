@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
+
+from distir.cli.flag_values import at_least, finite_number, named_size, numbers, positive
 
 TEXT = "find the quickest plans for a model on a cluster, of those that fit in memory"
 JSON = "plans, families and counts, in seconds, bytes and FLOP/s"
@@ -20,15 +21,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the task")
     group.add_argument("--cluster", required=True, metavar="NAME|FILE.toml", help="`distir clusters` lists names")
     group.add_argument(
-        "--gpus", required=True, type=_several, metavar="N,N,...", help="numbers of devices, each planned for by itself"
+        "--gpus", required=True, type=numbers, metavar="N,N,...", help="numbers of devices, each planned for by itself"
     )
-    group.add_argument("--batch", type=_count, metavar="SAMPLES", help="samples of a step, on all devices together")
-    group.add_argument("--seq", type=_count, metavar="N", help="length of the sequences; default: the model's")
-    group.add_argument("--dim", type=_dim, action="append", default=[], metavar="NAME=N", help="size of a dimension")
+    group.add_argument(
+        "--batch", type=at_least(1), metavar="SAMPLES", help="samples of a step, on all devices together"
+    )
+    group.add_argument("--seq", type=at_least(1), metavar="N", help="length of the sequences; default: the model's")
+    group.add_argument(
+        "--dim", type=named_size, action="append", default=[], metavar="NAME=N", help="size of a dimension"
+    )
     group.add_argument("--batch-dim", metavar="NAME", help="the symbolic dimension of the batch; default: the first")
     group.add_argument("--loss", metavar="LOSS", help="default: that of the model's name, else cross-entropy")
     group.add_argument("--optimizer", choices=("sgd", "adamw"), default="adamw", help="default: adamw")
-    group.add_argument("--clip-norm", type=_positive, metavar="X", help="limit the norm of all gradients")
+    group.add_argument("--clip-norm", type=positive, metavar="X", help="limit the norm of all gradients")
     group.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
@@ -38,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--grad-dtype", choices=("fp32", "bf16", "fp16"), help="of sums of gradients; default: fp32")
     group.add_argument("--runtime", metavar="NAME", help="the software whose host issues the ops; default: none")
     group = parser.add_argument_group("the search")
-    group.add_argument("--top", type=_count, default=10, metavar="N", help="plans that are listed; default: 10")
+    group.add_argument("--top", type=at_least(1), default=10, metavar="N", help="plans that are listed; default: 10")
     group.add_argument(
         "--vary",
         type=lambda text: text.split(","),
@@ -55,37 +60,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a value of one of these, such as tp=8; may be given several times",
     )
     group.add_argument(
-        "--memory-reserve", type=_reserve, default=1.0, metavar="GIB", help="left free on each device; default: 1"
+        "--memory-reserve", type=finite_number, default=1.0, metavar="GIB", help="left free on each device; default: 1"
     )
-
-
-def _checked(read: Callable[[str], Any], holds: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            x = read(text)
-        except ValueError:
-            x = None
-        if x is None or not holds(x):
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return x
-
-    return parse
-
-
-_count = _checked(int, lambda n: n >= 1, "a whole number of at least 1")
-_positive = _checked(float, lambda x: 0 < x < float("inf"), "a number above 0")
-_reserve = _checked(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
-
-
-def _several(text: str) -> list[int]:
-    return [_count(x) for x in text.split(",")]
-
-
-def _dim(text: str) -> tuple[str, int]:
-    name, _, size = text.rpartition("=")
-    if not name:
-        raise argparse.ArgumentTypeError(f"expected NAME=N, such as batch=8, got {text!r}")
-    return name, _count(size)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -50,6 +50,7 @@ def changed(topology: Topology, factors: Factors) -> Topology:
         intra=link(r.intra),
         inter=_link(r.inter, factors.get("network", 1.0), factors),
         host_link=r.host_link and link(r.host_link),
+        near_link=r.near_link and link(r.near_link),
         algorithms=tuple([_algorithm(a, factors) for a in r.algorithms]),
         over_nodes=tuple([_algorithm(a, factors) for a in r.over_nodes]),
         runtime=r.runtime and changed_runtime(r.runtime, factors),
@@ -61,8 +62,9 @@ def changed_runtime(runtime: Runtime, factors: Factors) -> Runtime:
     """The runtime with its seconds multiplied by the factor of "host"."""
     x = factors.get("host", 1.0)
     transfer = None if runtime.transfer is None else runtime.transfer * x
+    transfer_by = tuple([(ranks, seconds * x) for ranks, seconds in runtime.transfer_by])
     figures = {name: getattr(runtime, name) * x for name in ("op", "communication", "member", "call")}
-    return replace(runtime, **figures, transfer=transfer)
+    return replace(runtime, **figures, transfer=transfer, transfer_by=transfer_by)
 
 
 def check(factors: Factors) -> None:

@@ -82,9 +82,10 @@ class StepCost(NamedTuple):
 
 
 def bounded(cost: CostModel) -> bool:
-    """Whether there are bounds of time for a cluster: of equal nodes, whose ranks do not share cores."""
+    """Whether there are bounds of time for a cluster: of equal nodes, with equal links in a node, whose ranks do not
+    share cores."""
     r = cost.topology.uniform
-    return r is not None and not r.crowds and type(cost) is CostModel
+    return r is not None and not r.crowds and not r.near and type(cost) is CostModel
 
 
 def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: Sequence[Group]) -> StepCost:

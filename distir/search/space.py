@@ -206,6 +206,8 @@ def _orders(c: Candidate, topology: Topology) -> list[tuple[str, ...]]:
     """The orders of the axes that differ in which devices share a node, the default first."""
     usual = default_order()
     r = topology.uniform
+    if r is not None and r.near:
+        r = None  # in a node, too, it matters which devices are neighbours
     if r is not None and c.devices <= r.per_node:
         return [usual]
     seen: set[object] = set()

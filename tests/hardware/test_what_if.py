@@ -14,11 +14,12 @@ GPT = "gpt:layers=2,hidden=64,heads=4,seq=32,batch=16,vocab=256"
 PLAN = distir.Plan(dp=2, tp=2, pp=2, microbatches=2)
 
 
-@pytest.mark.parametrize("cluster", ["dgx-a100", "cpu-2core", "selene-a100"])
+@pytest.mark.parametrize("cluster", ["dgx-a100", "cpu-2core", "selene-a100", "distir-v100-x4"])
 def test_with_everything_twice_as_fast_a_step_takes_half(cluster):
     model = distir.load(GPT, loss="cross-entropy")
     factors = {name: 2.0 if name in RATES else 0.5 for name in FIGURES}
-    topology, runtime = load_cluster(cluster, devices=8), load_runtime("megatron")
+    topology = load_cluster(cluster, devices=8)
+    runtime = topology.regular.runtime or load_runtime("megatron")
     before = distir.simulate(model, PLAN, CostModel(topology, runtime=runtime)).step_seconds
     faster = CostModel(changed(topology, factors), runtime=changed_runtime(runtime, factors))
     saturates = any(a.saturation for r in [topology.regular] for a in (*r.algorithms, *r.over_nodes))

@@ -11,6 +11,7 @@ from distir.api.model import load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster, load_runtime
 from distir.search.best_first import Bounds, relatives
+from distir.search.bounds import bounded
 from distir.search.exact import Setting, evaluate
 from distir.search.space import Candidate, space
 from distir.transforms.differentiation.training import AdamW
@@ -76,3 +77,13 @@ def test_a_bound_that_is_too_high_is_seen():
     found = case(MODELS[3], 16, 1, "dgx-a100", "bf16")
     assert any(too_high(found, c, 1.05) for c in found.candidates)
     assert not any(too_high(found, c) for c in found.candidates)
+
+
+def test_links_that_differ_in_a_node_have_no_bounds_and_all_orders() -> None:
+    """Neighbours share a quicker link: which axis has it matters, even on one node."""
+    model = load("gpt:layers=2,hidden=64,heads=4,vocab=64,seq=16,batch=8", loss="cross-entropy")
+    near, plain = load_cluster("distir-v100-x4", devices=4), load_cluster("dgx-a100", devices=4)
+    assert not bounded(CostModel(near))
+    assert bounded(CostModel(plain))
+    orders = [{c.order for c in space(model.function, 8, 4, t).candidates if c.dp == c.tp == 2} for t in (near, plain)]
+    assert len(orders[1]) == 1 < len(orders[0])
