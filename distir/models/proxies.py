@@ -8,7 +8,8 @@ result is first used: a `Sleep` of 0 seconds is a wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.function import Function, FunctionMaker, Role, Value
@@ -118,6 +119,13 @@ def _dlrm(s: DlrmSequence, dtype: DType) -> Function:
     return maker.finalize()
 
 
+class _Move(NamedTuple):
+    """What a layer of CosmoFlow communicates: what it gives for a message of n elements, and what is then there."""
+
+    given: Callable[[int], list[Tensor]]
+    moved: Callable[[list[Value]], list[Value]]
+
+
 def _cosmoflow(s: CosmoflowSequence, dtype: DType) -> Function:
     maker = FunctionMaker("cosmoflow")
     steps = _Steps(maker, _mesh("ranks", 0, dp=s.dp, h=s.h, w=s.w), dtype)
@@ -125,41 +133,36 @@ def _cosmoflow(s: CosmoflowSequence, dtype: DType) -> Function:
     small = steps.tensor(s.batch * s.dp, 1, dp=Shard(0))
     x = maker.add_input_value("x", small, Role("data", 0))
 
-    def sent(op: str, size: int) -> list[Tensor]:
-        """What a layer gives for a collective: faces for the neighbours, or what is gathered, or reduced and split."""
-        if not shards:
-            return [small]
-        if op == "MPIPermute":
-            return [steps.split(size, [axis]) for axis in shards]
-        if op == "MPIAllgather":
-            return [steps.split(size, shards)]
-        return [steps.partial(size * parts, shards)]
-
-    def moved(op: str, values: list[Value]) -> list[Value]:
-        if not shards:
-            return values
-        if op == "MPIPermute":  # between two devices that is an exchange
-            return [steps.along(op, v, [axis]) for v, axis in zip(values, shards, strict=True)]
-        return [steps.along(op, values[0], shards, **({} if op == "MPIAllgather" else {"dim": 0}))]
-
+    faces = _Move(
+        lambda n: [steps.split(n, [axis]) for axis in shards],
+        lambda vs: [steps.along("MPIPermute", v, [axis]) for v, axis in zip(vs, shards, strict=True)],
+    )  # between two devices that is an exchange
+    gather = _Move(lambda n: [steps.split(n, shards)], lambda vs: [steps.along("MPIAllgather", vs[0], shards)])
+    scatter = _Move(
+        lambda n: [steps.partial(n * parts, shards)], lambda vs: [steps.along("MPIReduceScatter", vs[0], shards, dim=0)]
+    )
+    if not shards:
+        faces = gather = scatter = _Move(lambda n: [small], lambda vs: vs)
     *forward, loss = s.numbers("forward")
-    held = [x]
-    moves = [("MPIPermute", n) for n in s.numbers("halos")] + [("MPIAllgather", n) for n in s.numbers("gathers")]
-    for micros, (op, size) in zip(forward, moves, strict=True):
-        held = moved(op, steps.sleep(micros, held, *sent(op, size)))
-    held = steps.sleep(loss, held, small)
-    moves = [("MPIReduceScatter", n) for n in s.numbers("scatters")]
+    values = [x]
+    moves = [(faces, n) for n in s.numbers("halos")] + [(gather, n) for n in s.numbers("gathers")]
+    for micros, (move, size) in zip(forward, moves, strict=True):
+        values = move.moved(steps.sleep(micros, values, *move.given(size)))
+    values = steps.sleep(loss, values, small)
+    moves = [(scatter, n) for n in s.numbers("scatters")]
     replicas, everyone = steps.axes("dp"), steps.axes("dp", "h", "w")
     gradients: list[tuple[int, list[str]]] = [(0, [])] * (len(moves) - 1)  # those of all dense layers are one
     gradients += [(s.dense, replicas), *[(n, everyone) for n in s.numbers("convolutions")]]
-    moves += [("MPIPermute", n) for n in s.numbers("backward_halos")]
+    moves += [(faces, n) for n in s.numbers("backward_halos")]
+    last = _Move(lambda n: [small], lambda vs: vs)
     waits: list[Value] = []
-    for k, (micros, (size, axes)) in enumerate(zip(s.numbers("backward"), gradients, strict=True)):
-        given = sent(*moves[k]) if k < len(moves) else [small]
-        made = steps.sleep(micros, held, *given, *[steps.partial(size, axes)] if axes else [])
-        held = moved(moves[k][0], made[: len(given)]) if k < len(moves) else made[:1]
+    passes = zip(s.numbers("backward"), gradients, [*moves, (last, 0)], strict=True)
+    for micros, (size, axes), (move, n) in passes:
+        given = move.given(n)
+        made = steps.sleep(micros, values, *given, *[steps.partial(size, axes)] if axes else [])
+        values = move.moved(made[: len(given)])
         waits += [steps.along("MPIAllreduce", v, axes) for v in made[len(given) :]]
-    maker.set_outputs(steps.sleep(0, [*held, *waits], steps.done))
+    maker.set_outputs(steps.sleep(0, [*values, *waits], steps.done))
     return maker.finalize()
 
 

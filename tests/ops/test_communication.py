@@ -14,10 +14,10 @@ from distir.ir.spec import all_ops
 PACKAGE = Path(__file__).parents[2] / "distir"
 COMMUNICATION = [spec for spec in all_ops() if spec.comm is not None]
 ONE_SIDED = {"outgoing", "incoming"}
-NAMING = {"ops": "defines them", "launchers.py": "launches them"}
+NAMING = {"ops": "defines them", "launchers.py": "launches them", "proxy_launchers.py": "launches their messages"}
 """Folders and files that name them, and why."""
-MAKING = re.compile(r"\b(lookup\(|emit\(|add_op\(|map\(lookup,)")
-"""What makes a particular op may name it."""
+MAKING = re.compile(r"\b(lookup\(|emit\(|add_op\(|map\(lookup,|along\(|_slope\()")
+"""What makes a particular op, or asks what it costs, may name it."""
 
 
 def test_no_name_is_tested_outside_of_definitions_and_launchers() -> None:

@@ -463,11 +463,42 @@ def _pool(m: Maker, x: Value, largest: bool) -> Value:
     return m.emit("AveragePool", x, **given, counted=counted)
 
 
+def arcs(m: Maker) -> None:
+    x = m.stream()
+    for name in ("Asin", "Acos", "Atanh", "Atan", "Asinh"):
+        x = m.emit(name, m.emit("Mul", m.emit("Tanh", x), m.number(0.9)))
+    m.push(m.emit("Acosh", m.emit("Add", m.emit("Mul", x, x), m.number(1.5))))
+
+
+def elements(m: Maker) -> None:
+    """Elements of the last dim, by indices that are given, or by the order of other data."""
+    x = m.stream()
+    index = m.input(BATCH, m.sequence, m.pick((1, 4)), below=m.width(x), least=-m.width(x))
+    if m.flip():
+        index = m.emit("TopIndices", m.input(*shape_of(x)), axis=2, k=m.width(x), least=m.flip(), last=m.flip())
+    m.push(m.emit("GatherElements", x, index, axis=2))
+
+
+def product(m: Maker) -> None:
+    x = m.emit("Tanh", m.stream())
+    m.push(m.emit("Mul", x, m.emit("ReduceProd", m.like(x), axes=(m.pick((1, 2)),), keepdims=1)))
+
+
+def integers(m: Maker) -> None:
+    a, b = (m.input(BATCH, m.sequence, 1, below=16, least=1) for _ in range(2))
+    for name in ("BitwiseAnd", "BitwiseOr", "BitwiseXor"):
+        a = m.emit(name, a, m.emit("BitwiseNot", b))
+    a = m.emit("Mod", m.emit("Quotient", a, b), m.number(5, Int64), truncated=m.flip())
+    a = m.emit("BitShift", a, m.number(1, Int64), left=m.flip())
+    m.push(m.emit("Mul", m.stream(), m.emit("Tanh", m.emit("Cast", a, to=Float64))))
+
+
 BLOCKS: list[Block] = [
     *[linear, residual, attention, embedding, tied_head, dropped],
     *[unary, of_positive, binary, quotient, power, exponential, layer_norm, rms_norm, columns, gemm, split_and_join],
     *[cut, reduced, turned, by_heads, steps, conditional, classes, padded, stopped, tensor_constant, batch_norm],
     *[per_sample, crossed, picked, tables, running_sum, convolved, convolved, pooled],
+    *[arcs, elements, product, integers],
 ]
 
 # ---- results

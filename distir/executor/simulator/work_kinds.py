@@ -82,19 +82,20 @@ def kinds_of_work(main: Function) -> dict[Op, str]:
     """
     kinds = pass_of_ops(main)
     terms = _Terms()
-    makers: dict[Value, Op] = {}
-    order = {op: k for k, op in enumerate(main.ops)}
+    calls: dict[tuple[Device | Mesh | None, int | None], list[Op]] = {}
+    """Those of a stage and microbatch so far."""
     seen: set[Function] = set()
     for op in main.ops:
         callee = op.callee
         if callee is None:
             terms.add(op, terms.main)
-        elif callee not in seen:
+            continue
+        before = calls.setdefault((_stage(op), op.attributes.get("mb")), [])
+        if callee not in seen:
             seen.add(callee)
-            before = sorted(set(_saving_calls(op, makers)), key=order.__getitem__)
-            again = terms.computed_again(op, before)
+            again = terms.computed_again(op, before) if kinds[op] == BACKWARD else ()
             kinds |= {inner: RECOMPUTED if inner in again else kinds[op] for inner in callee.ops}
-        makers |= dict.fromkeys(op.outputs, op)
+        before.append(op)
     return kinds
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import distir
@@ -66,6 +66,10 @@ def check(simulation: Simulation, rows: list[StageParts]) -> None:
         assert math.fsum(row.bubble.values()) == pytest.approx(stage.bubble, rel=1e-9, abs=1e-12)
 
 
+NOTHING_SAVED = {"degrees": (1, 1, 4), "microbatches": 1, "zero": 0, "recompute": "full"}
+
+
+@example(**NOTHING_SAVED, schedule="1f1b", sequence=False, runtime=None)
 @settings(max_examples=25, deadline=None)
 @given(
     degrees=st.sampled_from([(1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2)]),

@@ -83,9 +83,9 @@ def test_gradients_are_those_of_autograd_with_the_same_masks() -> None:
         return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
 
     def attention(x: torch.Tensor, name: str) -> torch.Tensor:
-        rows = (BATCH, c.seq, c.heads, c.size)
+        rows = (BATCH, c.seq, c.heads, c.head_size)
         q, k, v = [y.reshape(rows).transpose(1, 2) for y in linear(x, f"{name}.qkv").chunk(3, -1)]
-        scores = (q @ k.mT / math.sqrt(c.size)).masked_fill(~torch.ones(c.seq, c.seq).tril().bool(), -math.inf)
+        scores = (q @ k.mT / math.sqrt(c.head_size)).masked_fill(~torch.ones(c.seq, c.seq).tril().bool(), -math.inf)
         y = dropped(scores.softmax(-1)) @ v
         return linear(y.transpose(1, 2).reshape(BATCH, c.seq, c.hidden), f"{name}.out")
 
