@@ -95,7 +95,8 @@ def _dims(function: Function, settings: PassContext) -> SplitDims:
 
 
 def _join(function: Function, settings: PassContext) -> Function:
-    return join_axes(function)
+    several = len(settings.plan.sharding.axes) > 1
+    return join_axes(function) if several else function
 
 
 def _recompute(function: Function, settings: PassContext) -> Function:
@@ -235,16 +236,18 @@ def run_passes(function: Function, names: Sequence[str], settings: PassContext) 
     Raises UsageError for an unknown pass, or one that takes another form of program.
     """
     known = {p.name: p for p in PASSES}
+    form: str | None = None
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
             raise UsageError(f"unknown pass {name!r}", hint)
-        if (form := form_of(function)) != known[name].takes:
+        form = form or form_of(function)
+        if form != known[name].takes:
             before = [p.name for p in PASSES if p.gives == known[name].takes]
             hint = f"run {before[0]} first" if form == SEQUENTIAL and before else None
             raise UsageError(f"{name} takes a {known[name].takes} program; {function.name} is {form}", hint)
-        function = known[name].run(function, settings)
+        function, form = known[name].run(function, settings), known[name].gives
     return function
 
 
@@ -277,10 +280,9 @@ def stage_meshes(plan: Plan, devices: Sequence[Device]) -> Stages:
     first = 0 if host is None else 1
     inside = plan.sharding.axes
     apart = plan.spacing(plan.stages.name)
-    places = [
-        sum(i * plan.spacing(a.name) for i, a in zip(at, inside, strict=True))
-        for at in itertools.product(*[range(a.size) for a in inside])
-    ]
+    steps = [plan.spacing(a.name) for a in inside]
+    offsets = [range(0, a.size * step, step) for a, step in zip(inside, steps, strict=True)]
+    places = [sum(at) for at in itertools.product(*offsets)]
     sizes = {TIME: plan.microbatches, **{a.name: a.size for a in inside}}
     meshes = [
         Mesh([devices[first + s * apart + k] for k in places], sizes, f"stage{s}") for s in range(plan.stages.size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -153,15 +154,16 @@ class Classes:
         for mine, theirs in zip(self.at, taken.at, strict=True):
             for other in theirs if mine else ():
                 for split, c in mine.items():
-                    wide = c in mine_wide or theirs[other] in theirs_wide
-                    if split.overlaps(n, other, m) or (wide and split.dim == other.dim):
+                    if split.dim == other.dim and (
+                        c in mine_wide or theirs[other] in theirs_wide or split.overlaps(n, other, m)
+                    ):
                         found.add(c)
         return found
 
-    @property
-    def with_halos(self) -> set[int]:
+    @cached_property
+    def with_halos(self) -> frozenset[int]:
         """The classes of which some op takes an operand with a halo."""
-        return {c for row in self.mappings for mapping, c in row if mapping.has_halo}
+        return frozenset({c for row in self.mappings for mapping, c in row if mapping.has_halo})
 
     def members(self) -> dict[int, list[Node]]:
         """The nodes of each class."""
