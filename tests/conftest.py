@@ -1,6 +1,7 @@
 """Hypothesis profiles; how many processes run the tests; what tests may not leave; skips that fail where all is there
 (.ci/run: DISTIR_NO_SKIP=1)."""
 
+import gc
 import os
 import signal
 import sys
@@ -43,6 +44,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     folders = all(Path(arg).is_dir() for arg in config.args)
     interactive = config.getoption("capture") == "no"  # -s: what workers print is not shown
     return min(cores, MOST_PROCESSES) if folders and cores > 1 and not interactive else 0
+
+
+def pytest_sessionfinish() -> None:
+    """What tests have left is not collected: it takes seconds, in which pytest-xdist interrupts its processes."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -43,7 +43,7 @@ def test_ranks_that_run_end_with_an_error_of_a_callback(name: str, error: Except
     monkeypatch.setenv(key, value)
     settings: dict[str, Any] = {"epochs": 1, name: raising(error)}
     with pytest.raises(type(error)) as found:
-        distir.run(small(), distir.Plan(dp=2), steps=3, timeout=60, **settings)
+        distir.run(small(), distir.Plan(dp=2), steps=3, timeout=300, **settings)
     assert found.value is error
     assert set(family.alive()) <= {os.getpid()}
 
@@ -91,7 +91,7 @@ torch.distributed.destroy_process_group()  # else torch 2.13 may abort at exit
 
 def test_all_ranks_of_torchrun_hear_of_it() -> None:
     line = [*MODULE, "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable, "-c", JOINED]
-    done = subprocess.run(line, env=Family().env(), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, env=Family().env(), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "rank 0: BrokenPipeError: mine; True",
@@ -113,7 +113,7 @@ def read_lines(line: list[str], lines: int) -> tuple[int, str, Family]:
         assert process.stdout.readline()
     process.stdout.close()
     said = process.stderr.read()
-    return process.wait(timeout=120), said, family
+    return process.wait(timeout=300), said, family
 
 
 SLOW = pytest.mark.slow

@@ -51,7 +51,7 @@ def test_an_interrupt_while_modules_are_loaded_has_no_traceback(name: str, how: 
     start = ["-m", "distir"] if how == "module" else [str(script)]
     env = Family().env(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", INTERRUPT_AT=name)
     line = [sys.executable, *start, "simulate", MLP, *MSE, "--cluster", "dgx-a100"]
-    done = subprocess.run(line, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(line, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "distir: error: interrupted\n")
 
 

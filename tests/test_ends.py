@@ -38,7 +38,7 @@ def start(line: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
 def completed(directory: Path, family: Family, tmp: Path) -> tuple[int, str]:
     """Run the script to its end: its first step (STEPS if none was left), and what became of the weights."""
     process = start([sys.executable, "-c", SCRIPT, str(directory)], family.env(TMPDIR=str(tmp)))
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     *steps, last = out.strip().splitlines()
     return int(steps[0]) if steps else STEPS, last
@@ -87,7 +87,7 @@ def kill_and_go_on(kind: str, seed: int, tmp_path: Path, tmp: Path, undisturbed:
         time.sleep(0.01)
     for pid in chosen:
         os.kill(pid, signal.SIGKILL)
-    seen += process.communicate(timeout=60)[0]
+    seen += process.communicate(timeout=300)[0]
     family.wait_for_the_end(2)
     if directory.exists() and kind != "launcher and supervisor":
         assert not [p for p in directory.iterdir() if p.name.startswith(".")]  # nor what was being written
@@ -126,7 +126,7 @@ def test_what_starts_the_ranks_ends_while_it_still_loads_torch(tmp_path: Path) -
     process = subprocess.Popen(command, env=env, pass_fds=[its.fileno()])
     its.close()
     mine.close()
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=300) == 1
     assert not folder.exists()
 
 

@@ -387,7 +387,7 @@ def torchrun(directory: Path, steps: int, *flags: str) -> list[tuple[int, str, s
         ]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen([*line, *flags], env=env, stdout=pipe, stderr=pipe, text=True))
-    outputs = [p.communicate(timeout=60) for p in processes]
+    outputs = [p.communicate(timeout=300) for p in processes]
     return [(p.returncode, *out) for p, out in zip(processes, outputs, strict=True)]
 
 

@@ -17,7 +17,7 @@ LINE = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", 
 
 def torchrun(*flags: object, env: dict[str, str] = ENV) -> subprocess.CompletedProcess[str]:
     line = [*LINE, *map(str, flags)]
-    return subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
+    return subprocess.run(line, capture_output=True, text=True, env=env, cwd=ROOT, timeout=300)
 
 
 def said(done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -270,7 +270,7 @@ TORCHRUN = """
 import sys
 from tests.api.test_batches import small
 import distir
-result = distir.run(small(), distir.Plan(dp=2), epochs=2, steps=3, data=sys.argv[1], metrics=sys.argv[2], timeout=60)
+result = distir.run(small(), distir.Plan(dp=2), epochs=2, steps=3, data=sys.argv[1], metrics=sys.argv[2], timeout=300)
 """
 
 
@@ -289,7 +289,7 @@ def test_under_torchrun(tmp_path: Path, same: bool):
         env |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         line = [sys.executable, "-c", TORCHRUN, str(corpus), str(file)]
         processes.append(subprocess.Popen(line, env=env, stderr=subprocess.PIPE, text=True, cwd=ROOT))
-    errors = [p.communicate(timeout=100)[1] for p in processes]
+    errors = [p.communicate(timeout=300)[1] for p in processes]
     if not same:
         assert all("rank 1 would read other data than rank 0" in e for e in errors)
         return

@@ -110,7 +110,7 @@ def run(command: str) -> list[str]:
     first, pipe, rest = command.partition(" | ")
     text = output_of(tuple(shlex.split(first)))
     if pipe:
-        done = subprocess.run(["bash", "-c", rest], input=text, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-c", rest], input=text, capture_output=True, text=True, timeout=300)
         assert not done.stderr, f"{command}: {done.stderr}"
         assert done.stdout, f"{command}: prints nothing"
         text = done.stdout

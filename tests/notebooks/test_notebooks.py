@@ -70,7 +70,7 @@ def test_notebook_runs_and_shows_the_committed_numbers(name, tmp_path):
             cell.outputs, cell.execution_count = [], None
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     where = {"metadata": {"path": str(tmp_path / "notebooks")}}
-    client = NotebookClient(notebook, timeout=180, kernel_name="python3", resources=where)
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where)
     client.execute(env={**os.environ, "PYTHONPATH": path})
     assert_same_figures(figures(notebook), figures(want))
     saved = {p.name: p.read_bytes() for p in (tmp_path / "notebooks").glob("figures/*")}

@@ -99,7 +99,7 @@ def test_steps_data_updates_and_results():
         {w: np.zeros((BATCH, 3), np.float32)},
         3,
         data=lambda k: {x: np.full((BATCH, 3), k + 1, np.float32)},
-        timeout=60,
+        timeout=300,
         on_step=lambda k, seconds, outputs: seen.append((k, float(outputs[0]))),
     )
     assert seen == [(0, 24.0), (1, 72.0), (2, 144.0)]
@@ -113,7 +113,7 @@ def test_memory_mapped_and_broadcast_arrays_are_not_copied(tmp_path: Path):
     file = tmp_path / "weights.bin"
     np.arange(BATCH * 300, dtype=np.float32).tofile(file)
     mapped = np.memmap(file, np.float32, "r", 12, (BATCH, 3))
-    result = run(main, [mapped, np.broadcast_to(np.float32(2), (BATCH, 3))], timeout=60)
+    result = run(main, [mapped, np.broadcast_to(np.float32(2), (BATCH, 3))], timeout=300)
     np.testing.assert_array_equal(result.inputs[0], np.asarray(mapped) + 2)
     file.unlink()
 
@@ -139,7 +139,7 @@ def train(schedule: str) -> tuple[Function, Function, list[np.ndarray]]:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_pipeline_trains_as_the_sequential_program(schedule: str):
     step, main, arrays = train(schedule)
-    result = run(main, arrays, 3, timeout=60)
+    result = run(main, arrays, 3, timeout=300)
     losses = []
     for _ in range(3):
         outputs = SequentialExecutor().compute(step, arrays)
@@ -156,7 +156,7 @@ def test_a_pipeline_trains_as_the_sequential_program(schedule: str):
 def test_how_long_the_ranks_took_to_be_ready_is_reported():
     begin = time.monotonic()
     main = counter()
-    result = run(main, ones(main), timeout=60)
+    result = run(main, ones(main), timeout=300)
     assert 0 < result.load_seconds < result.start_seconds < time.monotonic() - begin
 
 
@@ -228,7 +228,7 @@ def test_a_rank_that_raises_is_named_with_one_line():
     bad = ones(main)
     bad[1] = np.ones((BATCH, 4), np.float32)
     with pytest.raises(UsageError, match=r"input %x: expected shape \(8, 3\), got \(8, 4\)"):
-        run(main, bad, timeout=60)
+        run(main, bad, timeout=300)
 
 
 def test_an_error_of_a_rank_s_own_is_named_with_it(tmp_path: Path):
@@ -238,7 +238,7 @@ def test_an_error_of_a_rank_s_own_is_named_with_it(tmp_path: Path):
     mapped = np.memmap(file, np.float32, "r", 0, (BATCH, 3))
     file.unlink()
     with pytest.raises(WorkerError, match=r"rank \d failed: FileNotFoundError: .*weights.bin") as e:
-        run(main, [mapped, mapped], timeout=60)
+        run(main, [mapped, mapped], timeout=300)
     assert "Traceback" in e.value.__notes__[0]
 
 
@@ -270,12 +270,12 @@ def test_temporary_files_of_ranks_go_with_the_run():
     main, found = counter(), list[str]()
 
     def on_step(k: int, seconds: float, outputs: dict[int, np.ndarray]) -> None:
-        for pid, _ in descendants():
+        for pid, _ in descendants() if k == 0 else ():
             with contextlib.suppress(OSError):  # it has just ended
                 env = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
                 found.extend(line.partition("=")[2] for line in env if line.startswith("TMPDIR="))
 
-    run(main, ones(main), 2, timeout=60, on_step=on_step)
+    run(main, ones(main), 500, timeout=300, on_step=on_step)  # the ranks still run when the first step is told
     assert len(found) >= 2
     assert not any(Path(folder).exists() for folder in found)
 
@@ -289,7 +289,7 @@ def test_the_end_of_the_supervisor_is_the_end_of_all():
 
     main = counter()
     with pytest.raises(WorkerError, match="the process that starts the ranks was ended"):
-        run(main, ones(main), 10**6, timeout=60, on_step=on_step)
+        run(main, ones(main), 10**6, timeout=300, on_step=on_step)
 
 
 SCRIPT = """
@@ -306,7 +306,7 @@ def on_step(k, seconds, outputs):
         print(" ".join(str(pid) for pid, _ in descendants()), flush=True)
 
 main = counter()
-run(main, ones(main), 10**6, timeout=60, on_step=on_step)
+run(main, ones(main), 10**6, timeout=300, on_step=on_step)
 """
 
 
@@ -339,7 +339,7 @@ from tests.backends.processes.test_launch import counter, ones, run
 
 main = counter(scale=int(sys.argv[1]))
 try:
-    result = run(main, ones(main), 2, timeout=20)
+    result = run(main, ones(main), 2, timeout=100)
 except DistirError as e:
     print(type(e).__name__, e)
     sys.exit(e.exit_code)
@@ -367,7 +367,7 @@ def torchrun(scales: tuple[int, int], world: int = 2) -> list[tuple[int, str]]:
         processes.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         )
-    outputs = [p.communicate(timeout=60)[0].strip() for p in processes]
+    outputs = [p.communicate(timeout=300)[0].strip() for p in processes]
     return [(p.returncode, out) for p, out in zip(processes, outputs, strict=True)]
 
 
@@ -445,7 +445,7 @@ def test_nccl_runs():
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     main = counter(1)
-    result: Outcome = run(main, ones(main), 2, backend="nccl", timeout=120)
+    result: Outcome = run(main, ones(main), 2, backend="nccl", timeout=300)
     assert [float(o[0]) for o in result.outputs] == [48.0, 72.0]
 
 
@@ -457,7 +457,7 @@ def test_ranks_share_a_gpu(world: int):
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     main, arrays, want = everything(world)
-    got = run(main, arrays, 2, backend="gloo", device="cuda", timeout=120).outputs[-1]
+    got = run(main, arrays, 2, backend="gloo", device="cuda", timeout=300).outputs[-1]
     for k, v in enumerate(main.outputs):
         np.testing.assert_array_equal(got[k], want[k], err_msg=f"{v}")
 
@@ -509,7 +509,7 @@ def test_backends_and_devices_that_do_not_fit(backend: str, device: str | None, 
 def test_from_another_thread():
     main = counter()
     results: list[Outcome] = []
-    thread = threading.Thread(target=lambda: results.append(run(main, ones(main), timeout=60)))
+    thread = threading.Thread(target=lambda: results.append(run(main, ones(main), timeout=300)))
     thread.start()
     thread.join()
     assert float(results[0].outputs[0][0]) == 48.0
@@ -520,7 +520,7 @@ def test_replicas_report_once():
     f = FunctionMaker("main")
     x = f.add_input_value("x", Tensor(Float32, (), mesh, (REPLICATE,)))
     f.set_outputs([f.emit("Add", x, x)])
-    assert float(run(f.finalize(), [np.float32(3)], timeout=60).outputs[0][0]) == 6
+    assert float(run(f.finalize(), [np.float32(3)], timeout=300).outputs[0][0]) == 6
 
 
 def test_a_program_with_a_host_runs_one_step() -> None:
