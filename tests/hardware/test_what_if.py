@@ -19,10 +19,12 @@ def test_with_everything_twice_as_fast_a_step_takes_half(cluster):
     model = distir.load(GPT, loss="cross-entropy")
     factors = {name: 2.0 if name in RATES else 0.5 for name in FIGURES}
     topology = load_cluster(cluster, devices=8)
-    runtime = topology.regular.runtime or load_runtime("megatron")
+    regular = topology.regular
+    assert regular is not None
+    runtime = regular.runtime or load_runtime("megatron")
     before = distir.simulate(model, PLAN, CostModel(topology, runtime=runtime)).step_seconds
     faster = CostModel(changed(topology, factors), runtime=changed_runtime(runtime, factors))
-    saturates = any(a.saturation for r in [topology.regular] for a in (*r.algorithms, *r.over_nodes))
+    saturates = any(a.saturation for a in (*regular.algorithms, *regular.over_nodes))
     share = 5e-2 if saturates else 1e-6  # a saturation, in √s, is no rate
     assert distir.simulate(model, PLAN, faster).step_seconds == pytest.approx(before / 2, rel=share)
 

@@ -117,14 +117,14 @@ def test_interrupted(monkeypatch):
     table = plan(trained(), "dgx-a100", 2, vary=("dp", "tp", "pp", "zero", "microbatch"))
     assert table.interrupted
     assert [row.plan for row in table.rows] == [
-        c.plan(4) for c in sorted(done, key=lambda c: (evaluate(Setting(*_plain(table)), c).seconds, c))
+        c.plan(4) for c in sorted(done, key=lambda c: (evaluate(_plain(table), c).seconds, c))
     ]
     assert "interrupted" in str(table)
 
 
 def _plain(table):
     cost = CostModel(load_cluster("dgx-a100", devices=table.gpus))
-    return trained(), 4, cost, 0.0
+    return Setting(trained(), 4, cost, 0.0)
 
 
 def test_fixed_settings_are_kept():
@@ -135,11 +135,11 @@ def test_fixed_settings_are_kept():
 def test_nothing_fits():
     topology = Topology()
     devices = [topology.add_device("gpu", memory=2**20) for _ in range(2)]
-    topology.set_bandwidth(*devices, 100)
+    topology.set_bandwidth(devices[0], devices[1], 100)
     with pytest.raises(InfeasibleError, match=r"fits in .*least short is .*short by .* on .*most of it") as error:
         plan(trained(), topology, 2, vary=("dp", "tp", "pp"), memory_reserve=0)
-    assert "more GPUs" in error.value.hint
-    assert "recompute" in error.value.hint
+    assert "more GPUs" in (error.value.hint or "")
+    assert "recompute" in (error.value.hint or "")
 
 
 @pytest.mark.parametrize(
