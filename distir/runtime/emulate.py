@@ -18,17 +18,25 @@ def sleeper(seconds: float, spin: bool, progress: Callable[[], object] | None = 
 
     def sleep() -> None:
         end = time.perf_counter() + seconds
-        if not spin and seconds > _SHORT:
-            if progress is None:
+        if spin:
+            _busy(end)
+        elif progress is None:
+            if seconds > _SHORT:
                 time.sleep(seconds - _SHORT)
-            else:
-                while (left := end - _SHORT - time.perf_counter()) > 0:
-                    time.sleep(min(left, _POLL_SECONDS))
-                    progress()
-        while time.perf_counter() < end:
-            pass
+            _busy(end)
+        else:
+            while (left := end - _SHORT - time.perf_counter()) > 0:
+                time.sleep(min(left, _POLL_SECONDS))
+                progress()
+            while time.perf_counter() < end:
+                progress()
 
     return sleep if seconds > 0 else _nothing
+
+
+def _busy(end: float) -> None:
+    while time.perf_counter() < end:
+        pass
 
 
 def _nothing() -> None:
