@@ -11,6 +11,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.simulator.busy import busy_times
 from distir.executor.simulator.compile import CompiledProgram, device_streams
 from distir.executor.simulator.memory import LiveMemory, MemoryUse, Order
+from distir.executor.simulator.overheads import Overheads, overheads
 from distir.executor.simulator.trace import Run, Trace, write_chrome
 from distir.ir.device import Device
 from distir.ir.errors import UsageError
@@ -166,20 +167,47 @@ class Simulation:
         return LiveMemory(self.program, self.order, by_category=False)
 
     def _peak(self, c: int) -> int:
-        """The most bytes live at once on a device of a class."""
-        return self._totals.use(c).total
+        """The most bytes of a device of a class in use at once."""
+        return self._totals.use(c).total + overheads(self.program, c).total
 
-    def memory(self, device: Device) -> MemoryUse:
-        """A device's live memory: peak, categories, curve. Raises UsageError if the program does not use the device."""
+    def _allocated(self, c: int) -> int:
+        return self._totals.use(c).total + overheads(self.program, c).workspace
+
+    def _class_of(self, device: Device) -> int:
         c = self.program.classes.of(device)
         if c is None:
             raise UsageError(f"{self.program.function.name} does not use {device}")
-        return self._memory.use(c)
+        return c
+
+    def memory(self, device: Device) -> MemoryUse:
+        """The live memory of a device's tensors: peak, categories, curve. Raises UsageError if the program does not use
+        the device."""
+        return self._memory.use(self._class_of(device))
+
+    def overheads(self, device: Device) -> Overheads:
+        """What a device's memory holds beside tensors. Raises UsageError if the program does not use the device."""
+        return overheads(self.program, self._class_of(device))
+
+    def memory_at_peak(self, device: Device) -> dict[str, int]:
+        """Bytes of a device by category when most are in use: of tensors, and beside them. Raises UsageError if the
+        program does not use the device."""
+        return {**self.memory(device).by_category(), **self.overheads(device).by_category()}
 
     @property
     def peak_memory(self) -> PerDevice[int]:
-        """The most bytes live at once on each device."""
+        """The most bytes of each device in use at once, what is beside tensors included."""
         return PerDevice(self.program, self._peak, 0)
+
+    @property
+    def allocated_memory(self) -> PerDevice[int]:
+        """The most bytes of each device that its allocator has handed out at once (`torch.cuda.max_memory_allocated`):
+        of tensors, and workspaces."""
+        return PerDevice(self.program, self._allocated, 0)
+
+    @property
+    def reserved_memory(self) -> PerDevice[int]:
+        """The most bytes of each device that its allocator has held (`torch.cuda.max_memory_reserved`): slack, too."""
+        return PerDevice(self.program, lambda c: self._allocated(c) + overheads(self.program, c).slack, 0)
 
     @cached_property
     def trace(self) -> Trace:
