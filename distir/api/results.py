@@ -158,13 +158,16 @@ class Prediction:
         self.simulation.to_chrome(Path(path))
 
     def table(self) -> list[tuple[str, ...]]:
-        """A header and a row per stage."""
-        rows = [("stage", "devices", "compute", "exposed communication", "bubble", "peak memory")]
+        """A header and a row per stage; of tensors alone too, where the memory has more than these."""
+        beside = any(s.tensors < s.memory for s in self.simulation.stages)
+        last = ("tensors", "peak memory") if beside else ("peak memory",)
+        rows = [("stage", "devices", "compute", "exposed communication", "bubble", *last)]
         for s in self.simulation.stages:
             compute, communication, bubble = (
                 seconds(x, self.step_seconds) for x in (s.compute, s.communication, s.bubble)
             )
-            rows.append((s.name, str(s.devices), compute, communication, bubble, size(s.memory)))
+            sizes = (size(s.tensors), size(s.memory)) if beside else (size(s.memory),)
+            rows.append((s.name, str(s.devices), compute, communication, bubble, *sizes))
         return rows
 
     def rates(self) -> str:

@@ -107,7 +107,8 @@ class PerDevice(Mapping[Device, T]):
 
 
 class Stage(NamedTuple):
-    """Use of a class of devices: seconds of compute, of exposed communication, and idle; bytes."""
+    """Use of a class of devices: seconds of compute, of exposed communication, and idle; bytes in use at the peak, and
+    those of them that are tensors."""
 
     name: str
     devices: int
@@ -115,6 +116,7 @@ class Stage(NamedTuple):
     communication: float
     bubble: float
     memory: int
+    tensors: int
 
 
 class Fit(NamedTuple):
@@ -225,8 +227,9 @@ class Simulation:
         classes = self.program.classes
         rows: list[Stage] = []
         for c, (compute, busy) in enumerate(busy_times(self.run, len(classes.sizes))):
-            idle, peak = self.seconds - busy, self._peak(c)
-            rows.append(Stage(classes.label(c), classes.sizes[c], compute, busy - compute, idle, peak))
+            idle, tensors = self.seconds - busy, self._totals.use(c).total
+            name, devices = classes.label(c), classes.sizes[c]
+            rows.append(Stage(name, devices, compute, busy - compute, idle, self._peak(c), tensors))
         return rows
 
     @property
