@@ -6,8 +6,9 @@ A cluster has a `device`, a `node` and a `network`: each a table, or the name of
 A node is a domain of devices on one fast network, such as a rack of NVLink; `near` are devices in it that have a link
 of their own, as on one PCIe switch. `runtimes.toml` describes runtimes; a cluster may name the one that ran on it.
 
-Of a device's memory software takes `context_mib` for the driver and the kernels, `workspace_mib` for the products of
-each thread of the runtime that issues them (`threads`), and, in a node, `communicator_mib` for each communicator.
+Of a device's memory, `usable_gib` if `memory_gb` is but its name, software takes `context_mib` for the driver and the
+kernels, `workspace_mib` for the products of each thread of the runtime that issues them (`threads`), and, in a node,
+`communicator_mib` for each communicator.
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
 runtime it was measured with, `[runtime]`; and for numbers of ranks that share its one host, `[[contention]]`: how many
@@ -368,6 +369,7 @@ def _spec(t: _Table) -> DeviceSpec:
         _ops(t),
         t.figure("context_mib", 0.0) * MIB,
         t.figure("workspace_mib", 0.0) * MIB,
+        t.figure("usable_gib", 0.0) * 1024 * MIB,
     )
 
 

@@ -54,7 +54,7 @@ class DeviceSpec:
     that do not fill the device). Where they differ: `wide` for products in float32 and float64, by their tiles,
     `attention` for fused attention. `ops` are measured speeds by op and dtype, such as ("Gelu", "f32"): they replace
     the other figures for these. Of the memory the driver and the kernels take `context` bytes, and matrix products
-    `workspace` bytes for each thread that issues them.
+    `workspace` bytes for each thread that issues them; `usable` is what there is in all, if `memory` is but its name.
     """
 
     throughput: tuple[tuple[str, float], ...]
@@ -69,6 +69,12 @@ class DeviceSpec:
     ops: tuple[tuple[tuple[str, str], OpSpeed], ...] = ()
     context: float = 0.0
     workspace: float = 0.0
+    usable: float = 0.0
+
+    @property
+    def capacity(self) -> float:
+        """The bytes that a program, with all that it needs, may use."""
+        return self.usable or self.memory
 
     def speed(self, op: str, dtype: DType | None) -> OpSpeed | None:
         """The measured speed of an op in a dtype, if there is one."""

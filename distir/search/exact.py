@@ -104,4 +104,4 @@ def _outcome(setting: Setting, simulation: Simulation) -> PlanOutcome:
 
 def _excess(setting: Setting, simulation: Simulation, k: int) -> float:
     first = simulation.program.classes.first[k]
-    return simulation.peak_memory[first] - (setting.cost.topology.spec(first).memory - setting.reserve)
+    return simulation.peak_memory[first] - (setting.cost.topology.spec(first).capacity - setting.reserve)

@@ -247,7 +247,7 @@ class Simulation:
         topology = topology or self.program.cost.topology
         worst, message = 0.0, "fits in memory"
         for c, first in enumerate(self.program.classes.first):
-            need, have = self._peak(c), topology.spec(first).memory
+            need, have = self._peak(c), topology.spec(first).capacity
             if need - have > worst:
                 worst = need - have
                 name = self.program.classes.label(c)

@@ -142,6 +142,7 @@ def test_what_is_beside_tensors_must_fit_too(model: Model) -> None:
     (device,) = tensors.program.classes.first
     need = tensors.peak_memory[device]
     for spare, fits in ((0, True), (-1, False)):
-        spec = replace(regular.spec, memory=need + spare)
+        spec = replace(regular.spec, usable=need + spare)
         assert simulated(model, Plan(), Topology(replace(regular, spec=spec))).fits().ok is fits
     assert tensors.memory(device).total < need / 10
+    assert replace(regular.spec, usable=0.0).capacity == regular.spec.memory < regular.spec.capacity
