@@ -80,11 +80,7 @@ def overheads(program: CompiledProgram, c: int) -> Overheads:
 def communicators(program: CompiledProgram, c: int) -> set[str]:
     """The axes along which a class of devices communicates, and SEND if it sends or receives."""
     classes = program.classes
-    found = {
-        axis_text(axis)
-        for (_, axis), peers in classes.peers.items()
-        if any([c in p.classes and p.group.size > 1 for p in peers])
-    }
+    found = {axis_text(axis) for (_, axis), peers in classes.peers.items() if any([c in p.classes for p in peers])}
     if any([c in (p.source, p.target) for pairs in classes.pairs.values() for p in pairs]):
         found.add(SEND)
     return found
