@@ -168,12 +168,17 @@ class Simulation:
     def _totals(self) -> LiveMemory:
         return LiveMemory(self.program, self.order, by_category=False)
 
+    @cached_property
+    def _overheads(self) -> list[Overheads]:
+        """What the memory of each class holds beside tensors."""
+        return [overheads(self.program, c) for c in range(len(self.program.classes.sizes))]
+
     def _peak(self, c: int) -> int:
         """The most bytes of a device of a class in use at once."""
-        return self._totals.use(c).total + overheads(self.program, c).total
+        return self._totals.use(c).total + self._overheads[c].total
 
     def _allocated(self, c: int) -> int:
-        return self._totals.use(c).total + overheads(self.program, c).workspace
+        return self._totals.use(c).total + self._overheads[c].workspace
 
     def _class_of(self, device: Device) -> int:
         c = self.program.classes.of(device)
@@ -188,7 +193,7 @@ class Simulation:
 
     def overheads(self, device: Device) -> Overheads:
         """What a device's memory holds beside tensors. Raises UsageError if the program does not use the device."""
-        return overheads(self.program, self._class_of(device))
+        return self._overheads[self._class_of(device)]
 
     def memory_at_peak(self, device: Device) -> dict[str, int]:
         """Bytes of a device by category when most are in use: of tensors, and beside them. Raises UsageError if the
@@ -209,7 +214,7 @@ class Simulation:
     @property
     def reserved_memory(self) -> PerDevice[int]:
         """The most bytes of each device that its allocator has held (`torch.cuda.max_memory_reserved`): slack, too."""
-        return PerDevice(self.program, lambda c: self._allocated(c) + overheads(self.program, c).slack, 0)
+        return PerDevice(self.program, lambda c: self._allocated(c) + self._overheads[c].slack, 0)
 
     @cached_property
     def trace(self) -> Trace:
