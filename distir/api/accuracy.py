@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -24,7 +24,9 @@ from distir.api.model import Model, Precision
 from distir.api.scores import Case, Scores, scores
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
+from distir.executor.simulator.simulation import Simulation
 from distir.hardware import among, load_cluster
+from distir.ir.device import Device
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.function import Function
 from distir.ir.pause import no_collection
@@ -37,7 +39,8 @@ _PEAK = "peak of memory"
 
 
 class Predicted(NamedTuple):
-    """Predicted seconds of a step, and the peak of memory in bytes on the device that needs most."""
+    """Predicted seconds of a step, and the peak of memory in bytes on the device that needs most: of what was measured
+    (`Measurement.peak_of`)."""
 
     seconds: float
     peak_bytes: int
@@ -131,9 +134,17 @@ def predict(row: Measurement, program: Function, cost: CostModel | None = None) 
     program. The peak of memory does not depend on the cost model: it is computed with the first prediction.
     """
     simulation = simulated(program, replace(_setup_of(row).plan, overlap=True), cost or cost_of(row))
-    if _PEAK not in program.cache:
-        program.cache[_PEAK] = max(simulation.peak_memory.values(), default=0)
-    return Predicted(simulation.seconds, program.cache[_PEAK])
+    key = _PEAK, row.peak_of
+    if key not in program.cache:
+        program.cache[key] = max(_peaks(simulation, row.peak_of).values(), default=0)
+    return Predicted(simulation.seconds, program.cache[key])
+
+
+def _peaks(simulation: Simulation, of: str) -> Mapping[Device, int]:
+    """The peak of each device's memory: of what is allocated, reserved or used."""
+    if of == "used":
+        return simulation.peak_memory
+    return simulation.reserved_memory if of == "reserved" else simulation.allocated_memory
 
 
 def cost_of(row: Measurement) -> CostModel:

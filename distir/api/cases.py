@@ -40,6 +40,8 @@ _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 _NONE = "none"
 _COMPILED = "torch.compile=1"
 """How notes say that PyTorch compiled the model."""
+PEAKS = "allocated", "reserved", "used"
+"""Which memory was measured: what the allocator handed out, what it held, or all of the device that was in use."""
 _MOST = 1 << 53
 """Numbers up to here are exact in a float."""
 
@@ -70,8 +72,8 @@ class Measurement(NamedTuple):
     """A measured run: a row of the file.
 
     `measured_seconds` of a step and `measured_gib`, the peak of memory on a device, are None where the file does not
-    say. `runtime` is the software that executed the run. `setup` is None where distir cannot express the run; then
-    `reason` says why.
+    say. `peak_of` is one of PEAKS. `runtime` is the software that executed the run. `setup` is None where distir cannot
+    express the run; then `reason` says why.
     """
 
     id: str
@@ -79,6 +81,7 @@ class Measurement(NamedTuple):
     line: int
     measured_seconds: float | None
     measured_gib: float | None
+    peak_of: str
     runtime: str
     setup: Setup | None
     reason: str | None
@@ -106,11 +109,16 @@ def _stage(text: str) -> int:
     return ("0", "1", "2", "3").index(text)
 
 
+def _counted(text: str) -> str:
+    return PEAKS[PEAKS.index(text)]
+
+
 _EXPECTED: dict[Callable[[str], Any], str] = {
     _whole: "a whole number of at least 1",
     _positive: "a number above 0",
     _flag: "0 or 1",
     _stage: "0, 1, 2 or 3",
+    _counted: "allocated, reserved or used",
 }
 
 
@@ -158,6 +166,7 @@ COLUMNS: dict[str, CsvColumn] = {
     "gpus": CsvColumn(_whole),
     "measured_step_s": CsvColumn(_positive, None, True),
     "measured_peak_gib": CsvColumn(_positive),
+    "measured_peak_of": CsvColumn(_counted, "allocated"),
     "measured_tokens_per_s_per_gpu": CsvColumn(_positive),
     "notes": CsvColumn(str, ""),
 }
@@ -259,6 +268,7 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
         line,
         values["measured_step_s"],
         values["measured_peak_gib"],
+        values["measured_peak_of"],
         values["runtime"],
         setup,
         reason,
@@ -334,7 +344,10 @@ def _model(values: Mapping[str, Any]) -> Decoder | Perceptron:
 
 
 def _recompute(values: Mapping[str, Any]) -> str:
-    """What is recomputed: selective recomputation of unfused attention is that of Megatron-LM."""
+    """What is recomputed: selective recomputation of unfused attention is that of Megatron-LM, and where the runtime
+    saves shards only, what sequence parallelism gathers."""
+    if values["recompute"] == _NONE and values["sequence_parallel"]:
+        return "gathers" if runtime_named(values["runtime"], values["cluster"]).gathers_again else _NONE
     selective = values["recompute"] == "selective" and values["attention"] == "unfused"
     return "attention" if selective else values["recompute"]
 

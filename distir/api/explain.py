@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distir.api.compilation import ONE, AnyModel, Cluster, cost_model, distribute, plan_in_effect, predict
 from distir.api.model import Model, as_model
-from distir.api.results import Prediction, aligned, html_table, paragraphs, seconds
+from distir.api.results import Prediction, aligned, html_table, paragraphs, seconds, size
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.labels import SEND
@@ -85,6 +85,21 @@ class Explanation:
         rows.append(("share", "", *[f"{mean[x] / step:.1%}" if step else "" for x in names]))
         return rows
 
+    @property
+    def memory(self) -> list[dict[str, int]]:
+        """For each stage the bytes of a device by category when most are in use."""
+        simulation = self.prediction.simulation
+        return [simulation.memory_at_peak(device) for device in simulation.program.classes.first]
+
+    def memory_table(self) -> list[tuple[str, ...]]:
+        """A header, and a row per stage: what its memory holds at the peak."""
+        memory = self.memory
+        names = [x for x in memory[0] if any(row[x] for row in memory)] if memory else []
+        rows = [("memory", *names, "peak")]
+        for s, row in zip(self.stages, memory, strict=True):
+            rows.append((s.name, *[size(row[x]) for x in names], size(sum(row.values()))))
+        return rows
+
     def what_if(self) -> list[tuple[str, ...]]:
         """A header, and a row per change of the hardware; empty without one."""
         if not self.effects:
@@ -112,20 +127,29 @@ class Explanation:
     def __str__(self) -> str:
         head = [*self.prediction.summary.lines(), f"cluster {self.prediction.cluster}"]
         effects = ["", *aligned(self.what_if())] if self.effects else []
-        return "\n".join([*head, "", *aligned(self.table()), "", *self.lines(), *effects])
+        tables = [*aligned(self.table()), "", *aligned(self.memory_table())]
+        return "\n".join([*head, "", *tables, "", *self.lines(), *effects])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         head = [*self.prediction.summary.lines(), f"cluster {self.prediction.cluster}"]
         effects = html_table(self.what_if()) if self.effects else ""
-        return paragraphs(head) + html_table(self.table()) + paragraphs(self.lines()) + effects
+        tables = html_table(self.table()) + html_table(self.memory_table())
+        return paragraphs(head) + tables + paragraphs(self.lines()) + effects
 
     def to_json(self) -> dict[str, Any]:
-        """JSON; times in seconds."""
+        """JSON; times in seconds, memory in bytes."""
         rows = [
-            {"name": s.name, "devices": s.devices, "compute": s.compute, "exposed": s.exposed, "bubble": s.bubble}
-            for s in self.stages
+            {
+                "name": s.name,
+                "devices": s.devices,
+                "compute": s.compute,
+                "exposed": s.exposed,
+                "bubble": s.bubble,
+                "memory_at_peak": memory,
+            }
+            for s, memory in zip(self.stages, self.memory, strict=True)
         ]
         return {
             **self.prediction.summary.to_json(),

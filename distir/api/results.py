@@ -15,7 +15,6 @@ import numpy as np
 
 from distir.api.check import Check
 from distir.api.model import Model
-from distir.executor.simulator.categories import CATEGORIES
 from distir.ir.errors import UsageError, counted
 from distir.ir.function import Function
 from distir.ir.type import Tensor
@@ -146,21 +145,29 @@ class Prediction:
 
     @property
     def peak_memory(self) -> int:
-        """The largest peak of live bytes on any device."""
+        """The largest peak of bytes in use on any device."""
         return max((s.memory for s in self.simulation.stages), default=0)
+
+    @property
+    def allocated_memory(self) -> int:
+        """Of that what the allocator hands out: tensors, and workspaces of products."""
+        return max(self.simulation.allocated_memory.values(), default=0)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace in Chrome's format, which Perfetto opens too. Raises UsageError if it cannot be written."""
         self.simulation.to_chrome(Path(path))
 
     def table(self) -> list[tuple[str, ...]]:
-        """A header and a row per stage."""
-        rows = [("stage", "devices", "compute", "exposed communication", "bubble", "peak memory")]
+        """A header and a row per stage; of tensors alone too, where the memory has more than these."""
+        beside = any(s.tensors < s.memory for s in self.simulation.stages)
+        last = ("tensors", "peak memory") if beside else ("peak memory",)
+        rows = [("stage", "devices", "compute", "exposed communication", "bubble", *last)]
         for s in self.simulation.stages:
             compute, communication, bubble = (
                 seconds(x, self.step_seconds) for x in (s.compute, s.communication, s.bubble)
             )
-            rows.append((s.name, str(s.devices), compute, communication, bubble, size(s.memory)))
+            sizes = (size(s.tensors), size(s.memory)) if beside else (size(s.memory),)
+            rows.append((s.name, str(s.devices), compute, communication, bubble, *sizes))
         return rows
 
     def rates(self) -> str:
@@ -183,9 +190,8 @@ class Prediction:
         classes = simulation.program.classes
         stages = []
         for c, s in enumerate(simulation.stages):
-            use = simulation.memory(classes.first[c])
             row = {"name": s.name, "devices": s.devices, "compute": s.compute, "exposed_communication": s.communication}
-            memory = dict(zip(CATEGORIES, use.peak, strict=True))
+            memory = simulation.memory_at_peak(classes.first[c])
             stages.append({**row, "bubble": s.bubble, "peak_memory": s.memory, "memory_at_peak": memory})
         return {
             **self.summary.to_json(),
@@ -295,9 +301,10 @@ class RunResult:
 
     def _memory(self) -> list[str]:
         known = [n for n in self.memory if n is not None]
-        if self.prediction is None or not known or self.prediction.peak_memory < _MUCH_MEMORY:
+        predicted = self.prediction.allocated_memory if self.prediction is not None and known else 0
+        if predicted < _MUCH_MEMORY:
             return []
-        return [f"memory of a rank: predicted {size(self.prediction.peak_memory)} at most; measured {size(max(known))}"]
+        return [f"memory of a rank: predicted {size(predicted)} at most; measured {size(max(known))}"]
 
     def __str__(self) -> str:
         return "\n".join([*self.summary.lines(), "", *aligned(self.table()), "", *self.lines()])

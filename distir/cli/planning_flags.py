@@ -60,7 +60,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a value of one of these, such as tp=8; may be given several times",
     )
     group.add_argument(
-        "--memory-reserve", type=finite_number, default=1.0, metavar="GIB", help="left free on each device; default: 1"
+        "--memory-reserve",
+        type=finite_number,
+        default=1.0,
+        metavar="GIB",
+        help="left free on each device, beyond the memory that is predicted; default: 1",
     )
 
 

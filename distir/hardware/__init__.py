@@ -6,13 +6,18 @@ A cluster has a `device`, a `node` and a `network`: each a table, or the name of
 A node is a domain of devices on one fast network, such as a rack of NVLink; `near` are devices in it that have a link
 of their own, as on one PCIe switch. `runtimes.toml` describes runtimes; a cluster may name the one that ran on it.
 
+Of a device's memory, `usable_gib` if `memory_gb` is but its name, software takes `context_mib` for the driver and the
+kernels, `workspace_mib` for the products of each thread of the runtime that issues them (`threads`), and, in a node,
+`communicator_mib` for each communicator.
+
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
 runtime it was measured with, `[runtime]`; and for numbers of ranks that share its one host, `[[contention]]`: how many
 times as long `compute` takes while so many compute, `collectives` and `transfers` where so many run, and the least and
 greatest of measured / predicted time of a step, `low` and `high`, in so many `steps`.
 
 `source` cites the origin of figures. Units: TFLOP/s, GFLOP, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds;
-those of links are of a device, those of a network of a port (`ports` a node, by default one a device).
+MiB of memory that software takes (2**20 bytes); those of links are of a device, those of a network of a port (`ports` a
+node, by default one a device).
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from distir.ir.host_runtime import Runtime
 from distir.ir.tiles import SIDES, Tiles
 from distir.ir.topology import Algorithm, Crowd, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
 
+MIB = 1 << 20
 _FOLDER = Path(__file__).parent
 _DEVICES = 1 << 24
 """Limit on the devices of a cluster, each of which is an object."""
@@ -166,6 +172,7 @@ def _read(path: Path) -> dict[str, Any]:
         "algorithms": tuple(_algorithm(t) for t in node.tables("collective")),
         "over_nodes": tuple(_algorithm(t) for t in network.tables("collective")),
         "runtime": _own_runtime(root) if "runtime" in table else None,
+        "communicator": node.figure("communicator_mib", 0.0) * MIB,
     }
     if "near" in node.values:
         near = node.table("near")
@@ -232,10 +239,11 @@ def _runtime(name: str, t: _Table) -> Runtime:
     passes, skew = t.figure("passes", 1.0, least=1.0), t.figure("skew", 0.0)
     by = t.table("transfer_us_by") if "transfer_us_by" in t.values else None
     ranks = tuple(sorted([(int(n), by.figure(n) * 1e-6) for n in by.values if n.isdecimal()])) if by else ()
-    return Runtime(name, **given, passes=passes, skew=skew, transfer=transfer, transfer_by=ranks)
+    given |= {"transfer": transfer, "transfer_by": ranks, "threads": t.whole("threads", 1)}
+    return Runtime(name, **given, passes=passes, skew=skew)
 
 
-_FLAGS = "fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first"
+_FLAGS = "fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first", "gathers_again"
 
 
 def among(runtime: Runtime | None, ranks: int) -> Runtime | None:
@@ -359,6 +367,9 @@ def _spec(t: _Table) -> DeviceSpec:
         _tiles(t),
         _products(t, "attention"),
         _ops(t),
+        t.figure("context_mib", 0.0) * MIB,
+        t.figure("workspace_mib", 0.0) * MIB,
+        t.figure("usable_gib", 0.0) * 1024 * MIB,
     )
 
 

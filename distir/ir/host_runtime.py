@@ -23,7 +23,9 @@ class Runtime:
     same time. `inline`: the host is the device, as on CPUs: while it issues an op it computes nothing. `transfer`: of a
     transfer between two devices, where that differs from `communication`; `transfer_by`: by the number of ranks, where
     they wait for each other on the cores of their host. `stages_first`: it numbers devices by stages first, so that
-    those of one pipeline are neighbours, not those that share a weight.
+    those of one pipeline are neighbours, not those that share a weight. `threads`: how many threads issue products,
+    such as one more for backward passes: each has a workspace on the device. `gathers_again`: what sequence parallelism
+    all-gathers for products it gathers again in the backward pass, and saves only the shard.
     """
 
     name: str
@@ -41,12 +43,15 @@ class Runtime:
     transfer: float | None = None
     transfer_by: tuple[tuple[int, float], ...] = ()
     stages_first: bool = False
+    threads: int = 1
+    gathers_again: bool = False
 
     @property
     def joins(self) -> Runtime:
         """The same without name and figures: what says which ops run as one."""
         figures = dict.fromkeys(("op", "communication", "member", "call", "skew"), 0.0)
-        return replace(self, name="", **figures, passes=1.0, transfer=None, transfer_by=())
+        others = {"passes": 1.0, "transfer": None, "transfer_by": (), "threads": 1, "gathers_again": False}
+        return replace(self, name="", **figures, **others)
 
     @property
     def issues(self) -> bool:

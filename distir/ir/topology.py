@@ -53,7 +53,8 @@ class DeviceSpec:
     figures that large kernels reach; a matrix product of `half_size` FLOP reaches half of that (its launch, and tiles
     that do not fill the device). Where they differ: `wide` for products in float32 and float64, by their tiles,
     `attention` for fused attention. `ops` are measured speeds by op and dtype, such as ("Gelu", "f32"): they replace
-    the other figures for these.
+    the other figures for these. Of the memory the driver and the kernels take `context` bytes, and matrix products
+    `workspace` bytes for each thread that issues them; `usable` is what there is in all, if `memory` is but its name.
     """
 
     throughput: tuple[tuple[str, float], ...]
@@ -66,6 +67,14 @@ class DeviceSpec:
     wide: Tiles | None = None
     attention: Products | None = None
     ops: tuple[tuple[tuple[str, str], OpSpeed], ...] = ()
+    context: float = 0.0
+    workspace: float = 0.0
+    usable: float = 0.0
+
+    @property
+    def capacity(self) -> float:
+        """The bytes that a program, with all that it needs, may use."""
+        return self.usable or self.memory
 
     def speed(self, op: str, dtype: DType | None) -> OpSpeed | None:
         """The measured speed of an op in a dtype, if there is one."""
@@ -201,6 +210,8 @@ class Regular:
     """Of a host whose ranks share its cores, by their number."""
     near: tuple[frozenset[int], ...] = ()
     near_link: Link | None = None
+    communicator: float = 0.0
+    """Bytes of each device that a communicator of the communication library takes."""
 
     def inside(self, devices: Iterable[int]) -> Link:
         """The link among devices of one node, by their numbers in the cluster."""

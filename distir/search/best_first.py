@@ -189,7 +189,7 @@ def search(
     begin = time.perf_counter()
     state, setting = Progressed(), bounds.setting
     topology = setting.cost.topology
-    memory = max([topology.spec(d).memory for d in topology.devices]) - setting.reserve
+    memory = max([topology.spec(d).capacity for d in topology.devices]) - setting.reserve
     queue = _Queue(bounds, candidates, memory)
     best, fitting = math.inf, 0
 

@@ -8,7 +8,6 @@ from distir.api.compilation import distribute, simulated
 from distir.api.model import Model
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.categories import CATEGORIES
 from distir.executor.simulator.labels import SEND
 from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.step_parts import step_parts
@@ -75,7 +74,6 @@ def examine(setting: Setting, c: Candidate) -> Detail:
     simulation = _simulated(setting, plan, check=True)
     classes = simulation.program.classes
     worst = max(range(len(classes.sizes)), key=lambda k: _excess(setting, simulation, k))
-    use = simulation.memory(classes.first[worst])
     total = sum(classes.sizes)
     seconds = simulation.seconds or 1.0
     compute = bubble = 0.0
@@ -87,7 +85,7 @@ def examine(setting: Setting, c: Candidate) -> Detail:
         for axis, x in row.exposed.items():
             name = plan.stages.name if axis == SEND else axis
             parts[name] = parts.get(name, 0.0) + weight * x
-    return Detail(compute, parts, bubble, dict(zip(CATEGORIES, use.peak, strict=True)))
+    return Detail(compute, parts, bubble, simulation.memory_at_peak(classes.first[worst]))
 
 
 def _simulated(setting: Setting, plan: Plan, check: bool) -> Simulation:
@@ -106,4 +104,4 @@ def _outcome(setting: Setting, simulation: Simulation) -> PlanOutcome:
 
 def _excess(setting: Setting, simulation: Simulation, k: int) -> float:
     first = simulation.program.classes.first[k]
-    return simulation.peak_memory[first] - (setting.cost.topology.spec(first).memory - setting.reserve)
+    return simulation.peak_memory[first] - (setting.cost.topology.spec(first).capacity - setting.reserve)

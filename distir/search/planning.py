@@ -115,7 +115,7 @@ def _likely(setting: Setting, found: Space) -> list[Candidate]:
     topology = setting.cost.topology
     per_node = topology.uniform.per_node if topology.uniform is not None else 1
     need = _BYTES * sum([math.prod(v.type.global_shape) for v in weights(setting.model.function) if v.kind != "state"])  # type: ignore[union-attr]
-    have = topology.spec(topology.devices[0]).memory - setting.reserve
+    have = topology.spec(topology.devices[0]).capacity - setting.reserve
 
     def rank(c: Candidate) -> tuple[object, ...]:
         enough = need / (c.tp * c.pp) < have / 2

@@ -192,7 +192,11 @@ def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
 
 
 def test_a_row_is_predicted_as_simulate_does(table, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = read_rows(table({**GPT, "overlap_grad_reduce": 1}))
+    row, *others = read_rows(
+        table(
+            *[{**GPT, "overlap_grad_reduce": 1, "measured_peak_of": of} for of in ("used", "", "allocated", "reserved")]
+        )
+    )
     found = score(row)
     assert found.predicted is not None
     sizes = "gpt:layers=2,hidden=64,heads=4,vocab=128,seq=32,batch=16"
@@ -201,6 +205,20 @@ def test_a_row_is_predicted_as_simulate_does(table, capsys: pytest.CaptureFixtur
     want = simulated(capsys, sizes, *step.split(), *plan.split(), "--cluster", "dgx-a100")
     assert found.predicted.seconds == want["step_seconds"]
     assert found.predicted.peak_bytes == max(s["peak_memory"] for s in want["stages"])
+    parts = [s["memory_at_peak"] for s in want["stages"]]
+    beside = "allocator slack", "communication buffers", "context"
+    for other, left_out in zip(others, (beside, beside, beside[1:]), strict=True):
+        predicted = score(other).predicted
+        assert predicted is not None
+        assert predicted.peak_bytes == max(sum(row.values()) - sum(row[k] for k in left_out) for row in parts)
+
+
+def test_sequence_parallelism_of_megatron_gathers_again(table) -> None:
+    """It saves shards (arXiv 2205.05198, section 4.2.2); other recomputation has these gathers in it."""
+    row = {**GPT, "sequence_parallel": 1, "recompute": "none"}
+    others = {"runtime": "torch-eager"}, {"sequence_parallel": 0}, {"recompute": "full"}
+    found = [r.setup and r.setup.plan.recompute for r in read_rows(table(row, *[{**row, **other} for other in others]))]
+    assert found == ["gathers", "none", "none", "full"]
 
 
 def test_a_llama_with_everything(table, capsys: pytest.CaptureFixture[str]) -> None:
@@ -518,7 +536,7 @@ def test_numbers_are_numpys_only_inside() -> None:
 
 
 def test_a_row_without_setup_is_not_predicted() -> None:
-    row = Measurement("x", "y", 1, 1.0, None, "megatron", None, "why not")
+    row = Measurement("x", "y", 1, 1.0, None, "allocated", "megatron", None, "why not")
     with pytest.raises(UsageError, match="x cannot be predicted: why not"):
         program_of(row)
     assert GIB == 2**30

@@ -47,6 +47,22 @@ def test_parts_of_each_stage_add_up(cli: Cli, tmp_path: Path) -> None:
     assert figure.read_text().startswith("<?xml")
 
 
+def test_memory_of_each_stage_by_category(cli: Cli) -> None:
+    """As simulate has it; the table leaves out what no stage has."""
+    args = *MLP, "--dp", 2, "--pp", 2
+    explained, simulated = (json.loads(cli(command, *args, "--json")[1]) for command in ("explain", "simulate"))
+    assert [row["memory_at_peak"] for row in explained["parts"]] == [s["memory_at_peak"] for s in simulated["stages"]]
+    out = cli("explain", *args)[1]
+    begin = out.index("memory  ")
+    head, *rows = out[begin:].split("\n\n")[0].splitlines()
+    assert "context" in head
+    assert "optimizer state" not in head
+    assert [row.split()[0] for row in rows] == ["stage0", "stage1"]
+    on_cpus = cli("explain", *MLP[:-2], "--dp", 2, "--cluster", "cpu-2core")[1]
+    assert "memory  parameters  gradients" in on_cpus
+    assert "context" not in on_cpus
+
+
 def test_the_table_names_the_stage_axis(cli: Cli) -> None:
     code, out, _ = cli("explain", *MLP, "--pp", 2)
     assert code == 0

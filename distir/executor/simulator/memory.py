@@ -22,6 +22,7 @@ from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Siz
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.equal_callees import shapes_of
+from distir.executor.simulator.overheads import allocated, caches
 from distir.ir.function import Function, Op, Value
 from distir.ir.pause import no_collection
 from distir.ir.spec import lookup
@@ -112,6 +113,7 @@ class LiveMemory:
         self.categories = Categories(program.function) if by_category else None
         self.shapes = shapes_of(program.function)
         self._unwritten = program.unwritten()
+        self._caches = caches(program)
         self._first: dict[object, Function] = {}
         self._models: dict[Function, tuple[Function, int]] = {}
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
@@ -137,7 +139,7 @@ class LiveMemory:
         for v in main.inputs:
             if c in self.program.classes_of(v.type):
                 kind = self.categories.of_input(v) if self.categories else 0
-                made = [Block(((kind, t.bytes),), v not in updated) for t in leaves(v.type)]
+                made = [Block(((kind, self.bytes_of(t)),), v not in updated) for t in leaves(v.type)]
                 frame.bind(v, holding([(b, 0) for b in made]))
                 frame.grow(made)
         start = tuple(frame.live)
@@ -147,6 +149,10 @@ class LiveMemory:
             highest = frame.step(step)
             curve.append(Point(step.number, highest, tuple(frame.live)))
         return MemoryUse(start, frame.highest, frame.where, curve)
+
+    def bytes_of(self, t: Tensor) -> int:
+        """The bytes that a tensor takes: those of its block, on devices that have a caching allocator."""
+        return allocated(t.bytes) if self._caches else t.bytes
 
     def touching(self, f: Function) -> dict[int, list[tuple[int, bool]]]:
         """For each class the numbers of the ops of `f` that it has a part in, and whether it holds all their values."""
@@ -370,7 +376,7 @@ class _Frame:
         for v in step.makes:
             tensors: list[tuple[Block, int]] = []
             for i, t in enumerate([v.type] if isinstance(v.type, Tensor) else leaves(v.type)):
-                size = t.bytes
+                size = self.memory.bytes_of(t)
                 if donated.get(size):
                     block = donated[size].pop(0)
                 else:

@@ -11,6 +11,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.simulator.busy import busy_times
 from distir.executor.simulator.compile import CompiledProgram, device_streams
 from distir.executor.simulator.memory import LiveMemory, MemoryUse, Order
+from distir.executor.simulator.overheads import Overheads, overheads
 from distir.executor.simulator.trace import Run, Trace, write_chrome
 from distir.ir.device import Device
 from distir.ir.errors import UsageError
@@ -106,7 +107,8 @@ class PerDevice(Mapping[Device, T]):
 
 
 class Stage(NamedTuple):
-    """Use of a class of devices: seconds of compute, of exposed communication, and idle; bytes."""
+    """Use of a class of devices: seconds of compute, of exposed communication, and idle; bytes in use at the peak, and
+    those of them that are tensors."""
 
     name: str
     devices: int
@@ -114,6 +116,7 @@ class Stage(NamedTuple):
     communication: float
     bubble: float
     memory: int
+    tensors: int
 
 
 class Fit(NamedTuple):
@@ -165,21 +168,53 @@ class Simulation:
     def _totals(self) -> LiveMemory:
         return LiveMemory(self.program, self.order, by_category=False)
 
-    def _peak(self, c: int) -> int:
-        """The most bytes live at once on a device of a class."""
-        return self._totals.use(c).total
+    @cached_property
+    def _overheads(self) -> list[Overheads]:
+        """What the memory of each class holds beside tensors."""
+        return [overheads(self.program, c) for c in range(len(self.program.classes.sizes))]
 
-    def memory(self, device: Device) -> MemoryUse:
-        """A device's live memory: peak, categories, curve. Raises UsageError if the program does not use the device."""
+    def _peak(self, c: int) -> int:
+        """The most bytes of a device of a class in use at once."""
+        return self._totals.use(c).total + self._overheads[c].total
+
+    def _allocated(self, c: int) -> int:
+        return self._totals.use(c).total + self._overheads[c].workspace
+
+    def _class_of(self, device: Device) -> int:
         c = self.program.classes.of(device)
         if c is None:
             raise UsageError(f"{self.program.function.name} does not use {device}")
-        return self._memory.use(c)
+        return c
+
+    def memory(self, device: Device) -> MemoryUse:
+        """The live memory of a device's tensors: peak, categories, curve. Raises UsageError if the program does not use
+        the device."""
+        return self._memory.use(self._class_of(device))
+
+    def overheads(self, device: Device) -> Overheads:
+        """What a device's memory holds beside tensors. Raises UsageError if the program does not use the device."""
+        return self._overheads[self._class_of(device)]
+
+    def memory_at_peak(self, device: Device) -> dict[str, int]:
+        """Bytes of a device by category when most are in use: of tensors, and beside them. Raises UsageError if the
+        program does not use the device."""
+        return {**self.memory(device).by_category(), **self.overheads(device).by_category()}
 
     @property
     def peak_memory(self) -> PerDevice[int]:
-        """The most bytes live at once on each device."""
+        """The most bytes of each device in use at once, what is beside tensors included."""
         return PerDevice(self.program, self._peak, 0)
+
+    @property
+    def allocated_memory(self) -> PerDevice[int]:
+        """The most bytes of each device that its allocator has handed out at once (`torch.cuda.max_memory_allocated`):
+        of tensors, and workspaces."""
+        return PerDevice(self.program, self._allocated, 0)
+
+    @property
+    def reserved_memory(self) -> PerDevice[int]:
+        """The most bytes of each device that its allocator has held (`torch.cuda.max_memory_reserved`): slack, too."""
+        return PerDevice(self.program, lambda c: self._allocated(c) + self._overheads[c].slack, 0)
 
     @cached_property
     def trace(self) -> Trace:
@@ -197,8 +232,9 @@ class Simulation:
         classes = self.program.classes
         rows: list[Stage] = []
         for c, (compute, busy) in enumerate(busy_times(self.run, len(classes.sizes))):
-            idle, peak = self.seconds - busy, self._peak(c)
-            rows.append(Stage(classes.label(c), classes.sizes[c], compute, busy - compute, idle, peak))
+            idle, tensors = self.seconds - busy, self._totals.use(c).total
+            name, devices = classes.label(c), classes.sizes[c]
+            rows.append(Stage(name, devices, compute, busy - compute, idle, self._peak(c), tensors))
         return rows
 
     @property
@@ -216,7 +252,7 @@ class Simulation:
         topology = topology or self.program.cost.topology
         worst, message = 0.0, "fits in memory"
         for c, first in enumerate(self.program.classes.first):
-            need, have = self._peak(c), topology.spec(first).memory
+            need, have = self._peak(c), topology.spec(first).capacity
             if need - have > worst:
                 worst = need - have
                 name = self.program.classes.label(c)
