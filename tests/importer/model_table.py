@@ -73,8 +73,8 @@ def forward_error(case: Case, model: Model, path: Path, arrays: Mapping[str, np.
 
 
 def gradients_error(case: Case, model: Model, arrays: Mapping[str, np.ndarray]) -> Gradients:
-    """The largest error of a parameter's gradient against autograd, in float64, relative to its norm, or to a thousandth
-    of the norm of all gradients where that is larger: some are zero but for rounding.
+    """The largest error of a parameter's gradient against autograd, in float64, relative to its norm, or to a
+    thousandth of the norm of all gradients where that is larger: some are zero but for rounding.
 
     An initializer is a parameter that the exporter may have transposed or reshaped: both have the same random numbers,
     which say what became of which. Where there are several copies, their gradients are added.

@@ -1,7 +1,7 @@
 """Models of the field, small but whole, as torch modules with example inputs; and their export to ONNX.
 
-Those of `transformers` are built from a config, with random weights; the others are written here. Dims named `batch` are
-symbolic in the exported file.
+Those of `transformers` are built from a config, with random weights; the others are written here. The batch is symbolic
+in the exported file, and named `batch`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 B, S, VOCABULARY = 4, 8, 512
 """Samples, tokens a sample, and words. Embeddings of fewer words are folded by torch's exporter into a transposed copy,
 and are tied no more."""
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -26,7 +26,7 @@ SIZES = {
 }
 TEXT = {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 16}
 CAUSAL = {**TEXT, "num_key_value_heads": 2, "use_cache": False}
-WIDTHS = {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}
+WIDTHS: dict[str, Any] = {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}
 
 
 class Case(NamedTuple):
@@ -129,7 +129,8 @@ def bart() -> Case:
 
 def t5() -> Case:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    model = of_transformers("T5", "ForConditionalGeneration", **sizes, vocab_size=VOCABULARY, use_cache=False)
+    more = {"vocab_size": VOCABULARY, "use_cache": False, "attn_implementation": "eager"}  # torch cannot export sdpa's
+    model = of_transformers("T5", "ForConditionalGeneration", **sizes, **more)
     return Case(Translation(model), {"input_ids": ids(), "decoder_input_ids": ids()})
 
 
@@ -139,7 +140,7 @@ _SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 48}
 def whisper() -> Case:
     config = {f"{side}_{k}": n for side in ("encoder", "decoder") for k, n in _SIDE.items()}
     sizes = {"d_model": 32, "vocab_size": VOCABULARY, "num_mel_bins": 8, "use_cache": False}
-    tokens = {k: 1 for k in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
     lengths = {"max_source_positions": 16, "max_target_positions": 16}
     model = of_transformers("Whisper", "ForConditionalGeneration", **sizes, **tokens, **lengths, **config)
     return Case(Speech(model), {"input_features": torch.randn(B, 8, 32), "decoder_input_ids": ids()})
@@ -194,10 +195,10 @@ class UNet(nn.Module):
 class Recurrent(nn.Module):
     """A language model of recurrent layers."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.layers = kind(32, 32, 2, batch_first=True)
+        self.layers: nn.Module = kind(32, 32, 2, batch_first=True)
         self.head = nn.Linear(32, VOCABULARY)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -277,15 +278,18 @@ class Called(nn.Module):
 
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": VOCABULARY, "use_cache": False}
 _MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 _DEEPSEEK = {
-    **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
-    **{"v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2},
-    **{"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    **_LATENT,
+    **dict.fromkeys(("num_key_value_heads", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "n_group"), 2),
+    **dict.fromkeys(("n_shared_experts", "topk_group", "first_k_dense_replace"), 1),
+    "moe_intermediate_size": 16,
     "experts_implementation": "batched_mm",
 }
-_RESNET = {"embedding_size": 8, "hidden_sizes": [16, 32, 32, 64], "depths": [1, 2, 1, 1]}
+_RESNET: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [16, 32, 32, 64], "depths": [1, 2, 1, 1]}
 _BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "use_cache": False}
-_SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+_SWIN: dict[str, Any] = {"patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 _DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": VOCABULARY}
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -313,8 +317,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "Whisper": whisper,
     "wav2vec2": wav2vec2,
     "CLIP": clip,
-    "ViT": images("ViT", size=16, **SIZES, image_size=16, patch_size=4),
-    "Swin": images("Swin", **_SWIN),
+    "ViT": images("ViT", size=16, image_size=16, patch_size=4, **SIZES),
+    "Swin": images("Swin", image_size=32, attn_implementation="eager", **_SWIN),
     "ResNet-50": images("ResNet", layer_type="bottleneck", **_RESNET),
     "ConvNeXt": images("ConvNext", **WIDTHS),
     "SegFormer": images("Segformer", "ForSemanticSegmentation", 64, **WIDTHS, decoder_hidden_size=16, num_labels=4),
@@ -334,10 +338,15 @@ def built(name: str) -> Case:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         case = CASES[name]()
-        with torch.no_grad():  # away from where they begin: the exporter's optimizer merges what is equal
-            for p in case.module.parameters():
-                p.add_(torch.randn_like(p), alpha=0.02)
+        perturb(case.module)
     return case._replace(module=case.module.eval())
+
+
+def perturb(module: nn.Module) -> None:
+    """Move the weights away from their initial values: the exporter's optimizer merges equal ones."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn_like(p), alpha=0.02)
 
 
 def exported(
