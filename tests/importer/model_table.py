@@ -76,26 +76,29 @@ def gradients_error(case: Case, model: Model, arrays: Mapping[str, np.ndarray]) 
     """The largest error of a parameter's gradient against autograd, in float64, relative to its norm, or to a
     thousandth of the norm of all gradients where that is larger: some are zero but for rounding.
 
-    An initializer is a parameter that the exporter may have transposed or reshaped: both have the same random numbers,
-    which say what became of which. Where there are several copies, their gradients are added.
+    An initializer is the parameter of its name, or one that the exporter may have transposed or reshaped: both have the
+    same random numbers, which say what became of which. Where there are several copies, their gradients are added.
     """
     want = autograd(case, arrays)
     function = training_step(model.function, case.loss, "sgd", gradients=True)
-    trained = [v for v in function.inputs if v in function.updates.values() or v in function.updates]
-    trained = [v for v in trained if v.kind == "parameter"]
-    given = {v: model.arrays[v] if v in model.arrays else arrays[v.name] for v in function.inputs}
+    updated = set(function.updates.values())
+    trained = [v for v in function.inputs if v in updated and v.kind == "parameter"]
+    given = {v: np.asarray(model.arrays[v] if v in model.arrays else arrays[v.name]) for v in function.inputs}
     results = SequentialExecutor().compute(function, given)[1 : 1 + len(trained)]
-    found: dict[str, np.ndarray] = {}
+    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     keys = {key(x): name for name, (x, _) in want.items()}
-    for v, g in zip(trained, results, strict=True):
-        name = keys.get(key(np.asarray(given[v])))
+    for v, gradient in zip(trained, results, strict=True):
+        name = v.name if v.name in want else keys.get(key(given[v]))
         if name is not None:
-            part = by_number(np.asarray(given[v]), g)
-            found[name] = found[name] + part if name in found else part
+            found.setdefault(name, []).append((given[v], gradient))
     whole = float(np.sqrt(sum(np.sum(g**2) for _, g in want.values())))
     error = 0.0
-    for name, got in found.items():
-        g = by_number(*want[name])
+    for name, copies in found.items():
+        x, g = want[name]
+        if all(np.array_equal(copy, x) for copy, _ in copies):
+            got = sum((part for _, part in copies), np.zeros(()))
+        else:
+            got, g = sum((by_number(*copy) for copy in copies), np.zeros(())), by_number(x, g)
         error = max(error, float(np.linalg.norm(got - g) / max(np.linalg.norm(g), 1e-3 * whole)))
     return Gradients(error, len(found), len(want))
 
