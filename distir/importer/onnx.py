@@ -3,8 +3,9 @@
 - Graph inputs come first, in order. Symbolic dims are bound by `dims`. The first of them is the batch dim: inputs that
   have it are data along it, the others are constants; without symbolic dims every input is data along dim 0.
 - Initializers of floating type and rank 1 or more are parameters, except running statistics and those that torch's
-  exporter marks as no parameters (role constant); of rank 0 those that it lists as parameters. Others, and results of `Constant` nodes, are known at import: with
-  one element they become `Constant` ops where they are used, larger ones inputs of role constant.
+  exporter marks as no parameters (role constant); of rank 0 those that it lists as parameters. Others, and results of
+  `Constant` nodes, are known at import: with one element they become `Constant` ops where they are used, larger ones
+  inputs of role constant.
 - Nodes of known operands only (shape arithmetic) are evaluated at import. Ops that no output needs are removed.
 """
 

@@ -166,7 +166,7 @@ def measure(name: str, optimize: bool, gloo: bool, path: Path) -> dict[str, Any]
         row["gradients"] = gradients_error(case, load(path, {"batch": B}, dtype="float64"), data)._asdict()
         step = load(path, {"batch": B}, loss=case.loss, dtype="float64")
     except DistirError as e:
-        return {**row, "refused": str(e).splitlines()[0].replace(f"{path}: ", "")}
+        return {**row, "refused": e.message.splitlines()[0].replace(f"{path}: ", "")}
     for backend, plans in (("numpy", tuple(PLANS)), ("gloo", GLOO if gloo else ())):
         for plan in plans:
             reason, done = holds(step, PLANS[plan], backend, data)
@@ -211,7 +211,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     if "refused" in row:
         return [f"{row.get('parameters', 0):,}", *errors, row["refused"].replace("|", "/"), "", ""]
     plans = [", ".join(p for p, reason in row.get(b, {}).items() if not reason) for b in ("numpy", "gloo")]
-    share = f"{row['tp_flops']:.0%}" if "tp_flops" in row else ""
+    share = f"{row['tp_flops']:.1%}" if "tp_flops" in row else ""
     return [f"{row['parameters']:,}", *errors, *plans, share]
 
 

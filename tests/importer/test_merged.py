@@ -17,7 +17,7 @@ from distir.api.model import Model, load
 from distir.importer.marks import lost
 from distir.importer.save import save_onnx
 from distir.ir.errors import ModelWarning
-from tests.importer.model_table import autograd, forward_error, gradients_error
+from tests.importer.model_table import forward_error, gradients_error
 from tests.importer.published_models import Case, exported
 
 WIDTH, WORDS = 16, 1024
@@ -89,6 +89,7 @@ def test_layers_are_split(path: Path) -> None:
     done = distir.run(
         opened(path, loss="cross-entropy", dtype="float64"), distir.Plan(tp=2), steps=1, backend="numpy", check=True
     )
+    assert done.prediction is not None
     split = done.prediction.summary.split
     assert split is not None
     assert split.flops > 0.95

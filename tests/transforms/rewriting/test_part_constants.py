@@ -45,6 +45,7 @@ def test_layers_that_share_one_are_split() -> None:
     done = distir.run(step, distir.Plan(dp=2, tp=2), steps=1, backend="numpy", check=True)
     assert done.check is not None
     assert done.check.ok
+    assert done.prediction is not None
     split = done.prediction.summary.split
     assert split is not None
     assert split.flops > 0.9
