@@ -16,19 +16,26 @@ _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _FOLDED = "folded_from"
 """Suffix of the metadata key that lists the initializers from which one was folded."""
 _NOT_TRAINED = ("BUFFER", "CONSTANT_TENSOR")
+_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def not_trained(graph: onnx.GraphProto) -> set[str]:
     """The initializers that are not parameters of the module, nor folded from one; none in files without metadata."""
-    names = _parameters(graph)
-    computed = {name for name, sources in _folded(graph).items() if names is not None and sources.isdisjoint(names)}
-    return computed | {v.name for v in graph.value_info if texts(v.metadata_props).get(_KIND) in _NOT_TRAINED}
+    trained = _parameters(graph)
+    computed = {name for name, sources in _folded(graph).items() if trained is not None and sources.isdisjoint(trained)}
+    return computed | {v.name for v in graph.value_info if _texts(v.metadata_props).get(_KIND) in _NOT_TRAINED}
 
 
-def trained(graph: onnx.GraphProto) -> set[str]:
-    """The initializers that are parameters of the module, or folded from one; none in files without metadata."""
+def parameters_in(graph: onnx.GraphProto) -> set[str]:
+    """The names of the module's parameters, and of initializers folded from one; none in files without metadata."""
     names = set(_parameters(graph) or ())
     return names | {name for name, sources in _folded(graph).items() if not sources.isdisjoint(names)}
+
+
+def module_of(node: onnx.NodeProto) -> str:
+    """The name of the module that a node is in; empty for the whole model, and where the file does not say it."""
+    scopes = re.findall(r"'([^']*)'", _texts(node.metadata_props).get(_SCOPES, ""))
+    return scopes[-2] if len(scopes) > 1 else ""
 
 
 def lost(graph: onnx.GraphProto) -> list[str]:
@@ -42,17 +49,17 @@ def lost(graph: onnx.GraphProto) -> list[str]:
 
 def _parameters(graph: onnx.GraphProto) -> list[str] | None:
     """The names of the module's parameters; None if the file does not list them."""
-    signature = texts(graph.metadata_props).get(_SIGNATURE)
+    signature = _texts(graph.metadata_props).get(_SIGNATURE)
     return None if signature is None else re.findall(r"^.*: PARAMETER target='(.*)'$", signature, re.MULTILINE)
 
 
 def _folded(graph: onnx.GraphProto) -> dict[str, set[str]]:
     """For each initializer that the exporter folded, the names of those that it was folded from."""
-    rows = [(v.name, texts(v.metadata_props).items()) for v in graph.value_info]
-    marks = [(name, text) for name, entries in rows for key, text in entries if key.endswith(_FOLDED)]
+    rows = [(v.name, _texts(v.metadata_props).items()) for v in graph.value_info]
+    marks = [(name, text) for name, texts in rows for key, text in texts if key.endswith(_FOLDED)]
     return {name: set(re.findall(r"'([^']*)'", text)) for name, text in marks}
 
 
-def texts(entries: Iterable[onnx.StringStringEntryProto]) -> dict[str, str]:
+def _texts(entries: Iterable[onnx.StringStringEntryProto]) -> dict[str, str]:
     """The entries that are text: of a damaged file protobuf returns bytes."""
     return {e.key: e.value for e in entries if isinstance(e.key, str) and isinstance(e.value, str)}

@@ -7,7 +7,6 @@ module's parameters, and says of each node in which of the modules it is.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,30 +14,29 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from distir.importer.marks import lost, texts
+from distir.importer.marks import lost, module_of, parameters_in
 from distir.importer.tensor_proto import reader
-
-_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def part_merged(graph: onnx.GraphProto, path: Path) -> None:
     """Give each missing parameter an initializer of its own, a copy of the one that stands for it, in place.
 
-    An initializer stands for a missing parameter of a module where a node of that module reads it, and the initializer
-    is a parameter of another module, of the same name or the module misses no other. Only those with all elements
-    equal are parted: others are equal because the module ties them.
+    An initializer that is a parameter of another module stands for a missing one where a node of its module reads it,
+    if both have the same last name, or the module misses no other. Only those with all elements equal are parted:
+    others are equal because the module ties them.
     """
     missing: defaultdict[str, list[str]] = defaultdict(list)
     for name in lost(graph):
         missing[name.rpartition(".")[0]].append(name)
     stored = {t.name: t for t in graph.initializer}
+    parameters = parameters_in(graph) if missing else set()
     uniform: dict[str, bool] = {}
     for node in graph.node if missing else ():
-        module = _module(node)
+        module = module_of(node)
         if module not in missing:
             continue
         for k, name in enumerate(node.input):
-            if name not in stored or name.rpartition(".")[0] == module:
+            if name not in stored or name not in parameters or name.rpartition(".")[0] == module:
                 continue
             meant = _meant(name, missing[module])
             if meant is None:
@@ -52,12 +50,6 @@ def part_merged(graph: onnx.GraphProto, path: Path) -> None:
                 node.input[k] = meant
 
 
-def _module(node: onnx.NodeProto) -> str:
-    """The name of the module that a node is in; empty for the whole model, and where the file does not say it."""
-    scopes = re.findall(r"'([^']*)'", texts(node.metadata_props).get(_SCOPES, ""))
-    return scopes[-2] if len(scopes) > 1 else ""
-
-
 def _meant(name: str, missing: Sequence[str]) -> str | None:
     """Of the parameters that a module misses the one for which it reads initializer `name`."""
     last = name.rpartition(".")[2]
@@ -66,9 +58,9 @@ def _meant(name: str, missing: Sequence[str]) -> str | None:
 
 
 def _is_uniform(tensor: onnx.TensorProto, path: Path) -> bool:
-    """Whether all elements are equal, of an array of floats with several."""
+    """Whether all elements are equal, of an array with several."""
     array = reader(tensor, path)()
-    return array.size > 1 and array.dtype.kind == "f" and bool(np.all(array == array.flat[0]))
+    return array.size > 1 and bool(np.all(array == array.flat[0]))
 
 
 def _copy(graph: onnx.GraphProto, tensor: onnx.TensorProto, name: str) -> None:

@@ -35,7 +35,7 @@ from distir.importer import (  # noqa: F401  (they fill the table)
 from distir.importer.control import EXPANSIONS
 from distir.importer.functions import definition, first_line, inlined
 from distir.importer.known import attributes_of, fold, foldable
-from distir.importer.marks import lost, not_trained, trained
+from distir.importer.marks import lost, not_trained, parameters_in
 from distir.importer.merged import part_merged
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
 from distir.importer.registry import RULES
@@ -168,7 +168,7 @@ def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collectio
         if name not in scope.stored:
             raise UsageError(f"{scope.path} has no initializer {name!r}")
     scope.frozen.update(constants, not_trained(graph))
-    scope.scalars = trained(graph) - scope.frozen
+    scope.scalars = parameters_in(graph) - scope.frozen
     for node in graph.node:
         for i in STATISTICS.get(node.op_type, ()):
             scope.frozen.update(node.input[i : i + 1])
