@@ -210,7 +210,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         errors[1] = f"{gradients['error']:.0e}{part}"
     if "refused" in row:
         return [f"{row.get('parameters', 0):,}", *errors, row["refused"].replace("|", "/"), "", ""]
-    plans = [", ".join(p for p, reason in row.get(b, {}).items() if not reason) for b in ("numpy", "gloo")]
+    plans = [", ".join(p for p in PLANS if row.get(b, {}).get(p) == "") for b in ("numpy", "gloo")]
     share = f"{row['tp_flops']:.1%}" if "tp_flops" in row else ""
     return [f"{row['parameters']:,}", *errors, *plans, share]
 
