@@ -16,6 +16,7 @@ _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _FOLDED = "folded_from"
 """Suffix of the metadata key that lists the initializers from which one was folded."""
 _NOT_TRAINED = ("BUFFER", "CONSTANT_TENSOR")
+_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def not_trained(graph: onnx.GraphProto) -> set[str]:
@@ -23,6 +24,18 @@ def not_trained(graph: onnx.GraphProto) -> set[str]:
     trained = _parameters(graph)
     computed = {name for name, sources in _folded(graph).items() if trained is not None and sources.isdisjoint(trained)}
     return computed | {v.name for v in graph.value_info if _texts(v.metadata_props).get(_KIND) in _NOT_TRAINED}
+
+
+def parameters_in(graph: onnx.GraphProto) -> set[str]:
+    """The names of the module's parameters, and of initializers folded from one; none in files without metadata."""
+    names = set(_parameters(graph) or ())
+    return names | {name for name, sources in _folded(graph).items() if not sources.isdisjoint(names)}
+
+
+def module_of(node: onnx.NodeProto) -> str:
+    """The name of the module that a node is in; empty for the whole model, and where the file does not say it."""
+    scopes = re.findall(r"'([^']*)'", _texts(node.metadata_props).get(_SCOPES, ""))
+    return scopes[-2] if len(scopes) > 1 else ""
 
 
 def lost(graph: onnx.GraphProto) -> list[str]:

@@ -59,6 +59,8 @@ class Scope:
         """Total size of the arrays computed at import."""
         self.frozen: set[str] = set()
         """Initializers that no rule may train: running statistics."""
+        self.scalars: set[str] = set()
+        """Initializers that are trained whatever their rank: the file says that they are parameters."""
 
     def is_defined(self, name: str) -> bool:
         """Whether the name is defined yet."""
@@ -79,14 +81,14 @@ class Scope:
         return name in self.known and not self.trainable(name)
 
     def trainable(self, name: str) -> bool:
-        """Whether it is a parameter: named by the user, or an initializer of floating type and rank 1 or more that is
-        not frozen."""
+        """Whether it is a parameter: named by the user, or an initializer of floating type that is not frozen, of rank
+        1 or more or marked in the file."""
         if name in self.parameters:
             return True
         if name not in self.stored or name in self.frozen:
             return False
         dtype, shape = self.stored[name]
-        return dtype.floating and len(shape) > 0
+        return dtype.floating and (len(shape) > 0 or name in self.scalars)
 
     def value(self, name: str) -> Value:
         """The value for `name`; a known array becomes a Constant op (one element) or an input."""

@@ -3,8 +3,9 @@
 - Graph inputs come first, in order. Symbolic dims are bound by `dims`. The first of them is the batch dim: inputs that
   have it are data along it, the others are constants; without symbolic dims every input is data along dim 0.
 - Initializers of floating type and rank 1 or more are parameters, except running statistics and those that torch's
-  exporter marks as no parameters (role constant). Others, and results of `Constant` nodes, are known at import: with
-  one element they become `Constant` ops where they are used, larger ones inputs of role constant.
+  exporter marks as no parameters (role constant); of rank 0 those that it lists as parameters. Others, and results of
+  `Constant` nodes, are known at import: with one element they become `Constant` ops where they are used, larger ones
+  inputs of role constant.
 - Nodes of known operands only (shape arithmetic) are evaluated at import. Ops that no output needs are removed.
 """
 
@@ -34,7 +35,8 @@ from distir.importer import (  # noqa: F401  (they fill the table)
 from distir.importer.control import EXPANSIONS
 from distir.importer.functions import definition, first_line, inlined
 from distir.importer.known import attributes_of, fold, foldable
-from distir.importer.marks import lost, not_trained
+from distir.importer.marks import lost, not_trained, parameters_in
+from distir.importer.merged import part_merged
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
 from distir.importer.registry import RULES
 from distir.importer.tensor_proto import Arrays, dtype_of, parse, parse_tensor_from_file, reader
@@ -115,6 +117,7 @@ def load(path: Path) -> onnx.ModelProto:
     model = inlined(model, path)
     if model.graph.sparse_initializer:
         raise ModelError(f"{path}: sparse initializers are not supported")
+    part_merged(model.graph, path)
     return model if opset >= CONVERTED_TO else _converted(model, path, opset)
 
 
@@ -165,6 +168,7 @@ def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collectio
         if name not in scope.stored:
             raise UsageError(f"{scope.path} has no initializer {name!r}")
     scope.frozen.update(constants, not_trained(graph))
+    scope.scalars = parameters_in(graph) - scope.frozen
     for node in graph.node:
         for i in STATISTICS.get(node.op_type, ()):
             scope.frozen.update(node.input[i : i + 1])

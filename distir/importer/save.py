@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from distir.importer.merged import part_merged
 from distir.importer.tensor_proto import DTYPES, parse, reader
 from distir.ir.errors import UsageError
 from distir.ir.files import written
@@ -34,6 +35,7 @@ def save_onnx(source: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], 
     source, out = Path(source), Path(out)
     model = onnx.ModelProto()
     parse(model, source, "ONNX model")
+    part_merged(model.graph, source)
     tensors = {t.name: t for t in model.graph.initializer}
     for name, array in arrays.items():
         if name not in tensors:

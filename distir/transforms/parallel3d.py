@@ -15,6 +15,7 @@ from distir.transforms.pipeline.stages import PLAIN, StageCost
 from distir.transforms.plan import Plan
 from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.rewriting.fuse import fuse
+from distir.transforms.rewriting.part_constants import part_constants
 from distir.transforms.roles import batch_dims
 from distir.transforms.sharding.pad import pad_like
 
@@ -87,4 +88,4 @@ def source_of(distributed: Function, function: Function) -> Function:
     pairs = zip(fused.inputs, distributed.inputs, strict=False)
     if all(v.type.erased() is w.type.erased() for v, w in pairs):
         return fused
-    return pad_like(decompose(fused), distributed)
+    return pad_like(part_constants(decompose(fused)), distributed)

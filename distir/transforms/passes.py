@@ -31,6 +31,7 @@ from distir.transforms.pipeline.stages import PLAIN, StageCost, cut_stages
 from distir.transforms.plan import BATCH, INPUTS, MIB, WEIGHTS, Plan
 from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.rewriting.fuse import fuse
+from distir.transforms.rewriting.part_constants import part_constants
 from distir.transforms.roles import batch_dims
 from distir.transforms.sharding.spread import SplitDims, padded, place
 
@@ -69,7 +70,9 @@ def _fuse(function: Function, settings: PassContext) -> Function:
 
 
 def _decompose(function: Function, settings: PassContext) -> Function:
-    return decompose(function, bool(settings.plan.sharding.along(WEIGHTS)))
+    split = bool(settings.plan.sharding.along(WEIGHTS))
+    parts = decompose(function, split)
+    return part_constants(parts) if split else parts
 
 
 def _pad(function: Function, settings: PassContext) -> Function:

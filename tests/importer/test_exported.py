@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ import distir
 from distir.api.model import load
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.transforms.rewriting.fuse import fuse
+from tests.importer.published_models import Pixels, Tokens, perturb
+from tests.importer.published_models import exported as written
 
 B, S = 2, 8
 SIZES = {
@@ -39,27 +39,6 @@ IMAGES: dict[str, dict[str, Any]] = {
 """Convolutional networks, small."""
 
 
-class Logits(torch.nn.Module):
-    """Of a model of transformers."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.model(**inputs).logits
-
-
-class Tokens(Logits):
-    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:  # pyright: ignore
-        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
-
-
-class Pixels(Logits):
-    def forward(self, pixel_values: Any) -> Any:  # pyright: ignore
-        return self.model(pixel_values=pixel_values).logits
-
-
 def built(kind: str, **sizes: Any) -> torch.nn.Module:
     """A model of transformers, by the beginning of its class's name."""
     import transformers
@@ -73,19 +52,10 @@ def built(kind: str, **sizes: Any) -> torch.nn.Module:
 def exported(
     module: torch.nn.Module, inputs: dict[str, torch.Tensor], path: Path, optimize: bool = True, opset: int = 20
 ) -> Path:
-    """A file of the module, with weights perturbed from their initial values: the exporter merges equal ones."""
-    with torch.no_grad():
-        for p in module.parameters() if optimize else ():
-            p.add_(torch.randn_like(p), alpha=0.02)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        shapes = {name: {0: torch.export.Dim("batch")} for name in inputs}
-        options: dict[str, Any] = {"dynamo": True, "optimize": optimize, "opset_version": opset, "verbose": False}
-        program = torch.onnx.export(module.eval(), (), kwargs=inputs, dynamic_shapes=shapes, **options)
-    assert program is not None
-    program.save(path)
-    return path
+    """A file of the module, with perturbed weights if the exporter's optimizer is to see them."""
+    if optimize:
+        perturb(module)
+    return written(module, inputs, path, optimize, opset)
 
 
 # a tied embedding of fewer numbers is folded into a transposed copy, and is tied no more

@@ -42,6 +42,7 @@ from distir.transforms.rewriting.claims import check_definition, check_gradient,
 from distir.transforms.rewriting.fuse import fuse as fused
 from distir.transforms.rewriting.laws import REWRITES, Law, Origin, origins
 from distir.transforms.rewriting.mixed_precision import mixed_precision
+from distir.transforms.rewriting.part_constants import part_constants
 from distir.transforms.rewriting.precision import with_dtype
 from distir.transforms.rewriting.touch_rows import touch_rows
 from distir.transforms.sharding import check_padding as padding
@@ -63,6 +64,7 @@ from tests.transforms.rewriting.faults import (
     untidy,
     written_step,
 )
+from tests.transforms.rewriting.test_part_constants import sharing
 
 PACKAGE = Path(claims.__file__).parents[2]
 
@@ -101,6 +103,7 @@ def dropping() -> Function:
 REWRITTEN: dict[str, Callable[[], Function]] = {
     "fuse": lambda: fused(fresh(forward())),
     "decompose": lambda: decompose.decompose(fresh(forward())),
+    "part_constants": lambda: part_constants(fresh(sharing())),
     "fold": lambda: cleanup.fold(fresh(untidy()), evaluate),
     "pad": padded,
     "recompose": lambda: recompose(fresh(parts())),
