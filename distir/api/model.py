@@ -290,7 +290,7 @@ def _of_module(module: torch.nn.Module, options: LoadOptions) -> Model:
     for key, x in found.stored.items():
         where = f"{name}: {key}"
         stored[key] = dtype_of_tensor(x, where), tuple(x.shape), reader_of(x, where)
-    function, arrays = import_graph(found.graph, name, stored, found.trained, found.dims, options.batch)
+    function, arrays = import_graph(found.graph, name, stored, found.trained, found.dims, options.batch, found.numbers)
     function = with_causal_attention(function, arrays)
     return Model(function, arrays, title=name, parameters={key: found.stored[key] for key in found.trained})
 

@@ -97,17 +97,20 @@ def import_graph(
     parameters: Collection[str],
     dims: Mapping[str, int],
     batch: str | None = None,
+    numbers: Mapping[float, float] | None = None,
 ) -> tuple[Function, Mapping[Value, np.ndarray]]:
     """The Function of a model in memory whose initializers are not in it, but in `stored`; and arrays, read each time
     that they are asked for.
 
     Of those in `stored`, `parameters` are trained and the others constants. `name` names the Function, and the model in
-    messages. `dims`, `batch`, errors: as for `import_from_onnx`.
+    messages. `dims`, `batch`, errors: as for `import_from_onnx`. `numbers`: by the float32 nearest to them numbers that
+    are float64 in the model's source, where the file format has float32 only.
     """
     scope = Scope(Path(name), FunctionMaker(name), frozenset(parameters))
     for key, (dtype, shape, read) in stored.items():
         scope.stored[key], scope.known[key] = (dtype, shape), read
     scope.frozen.update(stored.keys() - scope.parameters)
+    scope.numbers = numbers or {}
     function, reads = _import_nodes(scope, checked(model, scope.path), dims, batch)
     return function, Arrays(reads, keep=False)
 
@@ -265,6 +268,9 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
         attributes = attributes_of(proto)
     except Exception as e:  # onnx raises all kinds on malformed attributes
         raise ModelError(f"{scope.path}: {proto.op_type} node {proto.name!r}: bad attribute: {e}") from e
+    for key, x in attributes.items():
+        if isinstance(x, float):
+            attributes[key] = scope.numbers.get(x, x)
     node = Node(scope, proto, attributes, opset)
     _check_names(scope, node, later)
     known = foldable(scope, proto)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import io
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +35,8 @@ class ExportedModule(NamedTuple):
     """`graph`: an onnx.ModelProto without the stored tensors, whose inputs have names for dims; `dims`: their sizes.
 
     `stored`: by name in the graph parameters and buffers, of which those in `trained` are trained; they are the
-    module's own, not copies.
+    module's own, not copies. `numbers`: by the float32 nearest to them, in which the graph has them, the numbers that
+    the module multiplies, adds, ... in float64.
     """
 
     name: str
@@ -41,6 +44,7 @@ class ExportedModule(NamedTuple):
     stored: dict[str, torch.Tensor]
     trained: list[str]
     dims: dict[str, int]
+    numbers: dict[float, float]
 
 
 class _Input(NamedTuple):
@@ -79,9 +83,11 @@ def export_module(
     with _quiet():
         with _flat_outputs(module) as outputs:
             try:
-                program = torch.export.export(module, args, kwargs, strict=False)
+                with redirect_stderr(io.StringIO()) as said:  # on an error it prints the graph so far
+                    program = torch.export.export(module, args, kwargs, strict=False)
             except Exception as e:  # whatever forward and the exporter raise
                 raise _not_exported(name, e) from e
+            sys.stderr.write(said.getvalue())
         try:
             exported = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
         except Exception as e:  # of many kinds
@@ -95,7 +101,7 @@ def export_module(
             info.type.tensor_type.shape.dim[d].dim_param = text
     trained = [k for k, x in stored.items() if isinstance(x, torch.nn.Parameter) and x.requires_grad]
     _check_apart(name, {k: stored[k] for k in trained})
-    return ExportedModule(name, graph, stored, trained, sizes)
+    return ExportedModule(name, graph, stored, trained, sizes, _numbers(exported.exported_program))
 
 
 def _arguments(
@@ -175,12 +181,13 @@ def _flat_outputs(module: torch.nn.Module) -> Iterator[list[str]]:
 
     @functools.wraps(forward)  # with its signature, by which the exporter names inputs
     def flat(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        found = {id(x): (key, x) for key, x in reversed([*_tensors(forward(*args, **kwargs), "")])}
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for key, x in _tensors(forward(*args, **kwargs), ""):
+            found.setdefault(id(x), (key, x))  # the same tensor twice is one output
         if not found:
             raise TypeError("forward returns no tensor")
-        rows = [*reversed(found.values())]
-        names[:] = [key for key, _ in rows]
-        return [x for _, x in rows]
+        names[:] = [key for key, _ in found.values()]
+        return [x for _, x in found.values()]
 
     module.forward = flat  # type: ignore[method-assign]
     try:
@@ -238,6 +245,17 @@ def _named(graph: Any, inputs: list[str], outputs: list[str], module: torch.nn.M
             own.add(id(value))
             value.name = _unused(name, taken)
     return found
+
+
+def _numbers(program: Any) -> dict[float, float]:
+    """By the nearest float32 the numbers in the code of float64 results; those that share one are left out."""
+    found: dict[float, set[float]] = {}
+    for node in program.graph.nodes:
+        if any(getattr(x, "dtype", None) is torch.float64 for x in pytree.tree_leaves(node.meta.get("val"))):
+            for x in pytree.tree_leaves((node.args, node.kwargs)):
+                if isinstance(x, float):
+                    found.setdefault(torch.tensor(x, dtype=torch.float32).item(), set()).add(x)
+    return {near: min(several) for near, several in found.items() if len(several) == 1}
 
 
 def _unused(name: str, taken: set[str]) -> str:
