@@ -175,6 +175,7 @@ def test_tied_with_a_loss_of_its_own(tied: Any, plan: Plan) -> None:
     assert [v.name for v in model.function.outputs] == ["loss", "logits"]
 
 
+@pytest.mark.slow
 def test_on_gloo(tied: Any) -> None:
     module, model = tied
     losses, want = trained(module, TIED, own, "sgd", 2)
@@ -300,6 +301,38 @@ def test_gpt2(plan: Plan) -> None:
     module = transformer("GPT2", n_positions=8, n_embd=16, n_layer=2, n_head=2)
     assert module.lm_head.weight is module.transformer.wte.weight  # pyright: ignore
     follows(module, torch.zeros(2, 8, dtype=torch.int64), IDS, plan, "adamw")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_other_types(dtype: str) -> None:
+    """Weights in the run are those handed back, of the module's type; dropout is drawn the same under each plan."""
+    torch.manual_seed(0)
+    t = getattr(torch, dtype)
+    module = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 8)).to(t).train()
+    before = copy.deepcopy(module)
+    step = distir.load(module, torch.randn(2, 8).to(t), {"batch": BATCH}, loss="mse", optimizer=distir.SGD(0.5))
+    result = distir.run(step, Plan(dp=2), steps=2, backend="numpy", check=True)
+    assert {p.dtype for p in module.parameters()} == {t}
+    for name, p in module.named_parameters():
+        np.testing.assert_array_equal(p.detach().double().numpy(), result.weights[name].astype(np.float64))
+        assert not torch.equal(p, before.get_parameter(name))
+    module.load_state_dict(before.state_dict())  # in place: the loaded model follows
+    again = distir.run(step, Plan(tp=2), steps=2, backend="numpy", check=True)
+    np.testing.assert_allclose(again.losses, result.losses, rtol=0, atol=5e-2)
+
+
+@pytest.mark.slow
+def test_a_loss_of_transformers() -> None:
+    """Labels are an input; dims have names. The loss is in float32, whatever the weights are in."""
+    module, ids = transformer("GPT2", n_positions=8, n_embd=16, n_layer=1, n_head=2).float(), torch.zeros(2, 4).long()
+    names = {k: {0: "batch", 1: "length"} for k in ("input_ids", "labels")}
+    inputs = {"input_ids": ids, "labels": ids}
+    step = distir.load(module, inputs, {"batch": BATCH, "length": 8}, dim_names=names, loss="loss")
+    before = copy.deepcopy(module)
+    result = distir.run(step, Plan(dp=2), data=IDS, steps=1, backend="numpy", check=True)
+    batch = {k: torch.tensor(x[:BATCH]) for k, x in IDS.items()}
+    assert result.losses == pytest.approx([before(**batch).loss.item()], abs=1e-5)
 
 
 class Angles(nn.Module):

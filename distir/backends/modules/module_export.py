@@ -76,6 +76,7 @@ def export_module(
     if importlib.util.find_spec("onnxscript") is None:
         message = f"{name} is a torch.nn.Module, which torch exports with onnxscript: it is not installed"
         raise UsageError(message, "pip install 'distir[modules]'")
+    _check_apart(name, {k: x for k, x in module.named_parameters() if x.requires_grad})
     arguments, inputs = _arguments(module, example_inputs, dim_names)
     sizes = _sizes(name, inputs, dims or {})
     resized = iter([_resized(x, sizes) for x in inputs])
@@ -100,7 +101,6 @@ def export_module(
         for d, text in x.dims.items():
             info.type.tensor_type.shape.dim[d].dim_param = text
     trained = [k for k, x in stored.items() if isinstance(x, torch.nn.Parameter) and x.requires_grad]
-    _check_apart(name, {k: stored[k] for k in trained})
     return ExportedModule(name, graph, stored, trained, sizes, _numbers(exported.exported_program))
 
 
