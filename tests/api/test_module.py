@@ -32,6 +32,7 @@ class Perceptron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.b.weight = nn.Parameter(torch.randn(16, 8).t())  # of which numpy has no contiguous view
         self.x = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
         self.register_buffer("kept", torch.randn(8))
