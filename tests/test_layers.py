@@ -38,11 +38,13 @@ ROOMS = {
         {"parallel3d"},
     ],
     "executor": [{"cost_model", "reference"}, {"simulator"}],
-    "backends": [{"tensors"}, {"transport"}, {"lowering"}, {"storage"}, {"processes"}],
+    "backends": [{"tensors"}, {"transport"}, {"lowering"}, {"storage", "modules"}, {"processes"}],
 }
 """The rooms (folders, or files) within a part, from the lowest; the part's own `__init__` is above them all."""
 HOME = {
     "onnx": {"importer"},
+    "onnx_ir": {"importer"},
+    "onnxscript": {"backends"},
     "torch": {"backends"},
     "mpi4py": {"backends"},
     "matplotlib": {"viz"},

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from distir.api.metrics import Metrics, loss_of
+from distir.api.model import OPTIONS
 from distir.api.results import Prediction
 from distir.ir.errors import UsageError
 from distir.ir.function import Function
@@ -74,7 +75,7 @@ def with_changes(
     """Options and callbacks with `changes` applied by field name. Raises UsageError for an unknown name."""
     for name in changes:
         if name not in _OPTIONS and name not in _CALLBACKS:
-            known = ["data", "cluster", *_OPTIONS, *_CALLBACKS]
+            known = ["data", "cluster", *_OPTIONS, *_CALLBACKS, *OPTIONS]
             near = difflib.get_close_matches(name, known, 3)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
             raise UsageError(f"a run has no option {name!r}", hint)

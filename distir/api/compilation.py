@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distir.api.model import Model, as_model
+from distir.api.model import Model, loads
 from distir.api.named_dims import named_cuts, named_dims
 from distir.api.results import Prediction, Summary
 from distir.api.rewrites import check_origins
@@ -32,14 +32,14 @@ from distir.transforms.relocate import devices_of, homes_of, relocate
 from distir.transforms.rewriting.claims import check_definition
 from distir.transforms.rewriting.laws import origins
 
-AnyModel = Model | Function | str | os.PathLike[str]
 Cluster = CostModel | Topology | str | os.PathLike[str]
 ONE = Plan()
 
 
+@loads
 @no_collection()
 def distribute(
-    model: AnyModel,
+    model: Model,
     plan: Plan = ONE,
     devices: Sequence[Device] | None = None,
     check: bool = True,
@@ -50,7 +50,6 @@ def distribute(
     `cost` balances the pipeline stages: the default knows no cluster; `simulate` and `run` pass the cluster's.
     `check=False` skips verification and validation. Raises InfeasibleError for a plan that cannot be applied.
     """
-    model = as_model(model)
     function = model.function
     if (form := form_of(function)) == DISTRIBUTED:
         plan_in_effect(model, plan)
@@ -117,8 +116,9 @@ def _check_equal(distributed: Function, source: Function) -> None:
         check_definition(definition, evaluate)
 
 
+@loads
 def simulate(
-    model: AnyModel,
+    model: Model,
     plan: Plan = ONE,
     cluster: Cluster = "cpu-2core",
     nodes: int | None = None,
@@ -131,7 +131,6 @@ def simulate(
     (`distir.api.calibrate`); a CostModel has its own. To compare many
     plans, pass the same Model and the same CostModel: what does not depend on the plan is then computed once.
     """
-    model = as_model(model)
     plan = plan_in_effect(model, plan)
     cost = cost_model(cluster, plan, nodes, runtime)
     program = distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan))

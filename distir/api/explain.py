@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distir.api.compilation import ONE, AnyModel, Cluster, cost_model, distribute, plan_in_effect, predict
-from distir.api.model import Model, as_model
+from distir.api.compilation import ONE, Cluster, cost_model, distribute, plan_in_effect, predict
+from distir.api.model import Model, loads
 from distir.api.results import Prediction, aligned, html_table, paragraphs, seconds, size
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
@@ -162,8 +162,9 @@ class Explanation:
         }
 
 
+@loads
 def explain(
-    model: AnyModel,
+    model: Model,
     plan: Plan = ONE,
     cluster: Cluster = "cpu-2core",
     *,
@@ -179,7 +180,6 @@ def explain(
     """
     factors = dict(what_if or {})
     check_factors(factors)
-    model = as_model(model)
     plan = plan_in_effect(model, plan)
     cost = cost_model(cluster, plan, nodes, runtime)
     if factors and type(cost) is not CostModel:
@@ -252,8 +252,9 @@ class PlanDifference:
         return {"settings": settings, "before": self.before.to_json(), "after": self.after.to_json()}
 
 
+@loads
 def diff(
-    model: AnyModel,
+    model: Model,
     before: Plan,
     after: Plan,
     cluster: Cluster = "cpu-2core",
@@ -262,6 +263,5 @@ def diff(
     runtime: str | None = None,
 ) -> PlanDifference:
     """How the predicted steps of two plans differ. Raises as `simulate`."""
-    model = as_model(model)
     a, b = (explain(model, plan, cluster, nodes=nodes, runtime=runtime) for plan in (before, after))
     return PlanDifference(a, b)

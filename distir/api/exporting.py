@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from distir.api.compilation import AnyModel, Cluster, cost_model, distribute, plan_in_effect
-from distir.api.model import as_model
+from distir.api.compilation import Cluster, cost_model, distribute, plan_in_effect
+from distir.api.model import Model, loads
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.compile import CompiledProgram
@@ -37,9 +37,10 @@ class Exported(NamedTuple):
         return f"{self.ranks:,} ranks, {self.steps:,} steps, {self.bytes:,} bytes: {', '.join(self.files)}"
 
 
+@loads
 @no_collection()
 def export(
-    model: AnyModel,
+    model: Model,
     plan: Plan,
     prefix: str | os.PathLike[str],
     format: str,
@@ -54,7 +55,6 @@ def export(
     """
     if format not in FORMATS:
         raise UsageError(f"unknown format {format!r}", f"known are {' and '.join(FORMATS)}")
-    model = as_model(model)
     plan = plan_in_effect(model, plan)
     given = cost_model(cluster, plan, nodes)
     cost = CostModel(given.topology, tf32=given.tf32) if given.runtime is not None else given

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeGuard,
+    TypeVar,
+    Union,
+    overload,
+)
 
 import numpy as np
 
@@ -25,6 +40,13 @@ from distir.transforms.differentiation.training import Optimizer, initial_state,
 from distir.transforms.passes import SEQUENTIAL, form_of
 from distir.transforms.roles import batch_dims, batch_size, weights
 
+if TYPE_CHECKING:
+    import torch
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+ModelSource = Union[str, os.PathLike[str], Mapping[str, Any], "torch.nn.Module"]
+"""What `load` takes."""
 TEXT = ".distir"
 """Suffix of files that hold a program as text."""
 DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
@@ -48,6 +70,7 @@ class Model:
     """A program and the arrays of its parameters and constants, which are read lazily.
 
     `path` is the file it came from, `title` what it is called without one; `optimizer` that of a training step.
+    `parameters`: those of the torch.nn.Module that it came from, by name; a run writes trained weights into them.
     """
 
     function: Function
@@ -55,6 +78,7 @@ class Model:
     path: Path | None = None
     optimizer: Optimizer | None = None
     title: str | None = None
+    parameters: Mapping[str, torch.Tensor] | None = None
 
     def __repr__(self) -> str:
         weight_inputs = dict.fromkeys(weights(self.function))
@@ -133,6 +157,10 @@ class Model:
         return arrays
 
 
+AnyModel = Model | Function | Built | ModelSource
+"""What `as_model` takes."""
+
+
 class _Renamed(Mapping[Value, Any]):
     """A lazy mapping of arrays, with other keys."""
 
@@ -150,22 +178,9 @@ class _Renamed(Mapping[Value, Any]):
         return len(self._before)
 
 
-@no_collection()
-def load(
-    path: str | os.PathLike[str] | Mapping[str, Any],
-    dims: Mapping[str, int] | None = None,
-    *,
-    loss: str | None = None,
-    optimizer: Optimizer | str = "sgd",
-    dtype: DType | str | None = None,
-    batch: str | None = None,
-    output: int | str = 0,
-    precision: Precision | str = "fp32",
-) -> Model:
-    """The model in an ONNX file, the program in a .distir file, the model of a Hugging Face config.json (the file, its
-    folder, or its fields; see `distir.models.from_config`), or a model by its name and sizes, such as
-    "gpt:layers=12,hidden=768,heads=12" or "dlrm" (`distir.models.Decoder` and `Recommender` list them); with `loss`,
-    its training step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded.
 
     `dims`: sizes of symbolic dims, or fields of `Decoder`, such as `batch` and `seq`; `batch`: the symbolic dim of the
     batch, by default the first. `loss`: "cross-entropy" or "mse" of output `output` (number or name), or the name of a
@@ -173,25 +188,111 @@ def load(
     that, one of a config by cross-entropy, but not with "none". `dtype` ("float64", ...): the floating-point type of
     the whole program; `precision`: see `Model.training`.
 
-    Raises ModelError for a file that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
+    Of a torch.nn.Module: `example_inputs` is a tensor, a tuple of positional arguments or a dict of those by name;
+    `dim_names` names their dims, such as `{"input_ids": {0: "batch", 1: "seq"}}`; by default dim 0 of the first tensor,
+    and of those of that size, is "batch".
     """
-    if isinstance(path, Mapping) or (is_config(path) and not is_named(str(path))):
-        _no_batch_dim(title_of(path), batch)
-        model = _of_built(built_from(path, dims or {}), title_of(path))
-    elif is_named(str(path)):
-        model = _built(str(path), dims or {}, batch)
-    elif Path(path).suffix == TEXT:
-        model = _from_text(Path(path), dims or {}, batch)
-    else:
-        from distir.importer import import_from_onnx
 
-        function, arrays = import_from_onnx(path, dims=dims, batch=batch)
-        model = Model(with_causal_attention(function, arrays), arrays, Path(path))
-    if loss is None:
-        loss = own_loss(path)
+    dims: Mapping[str, int] | None = None
+    loss: str | None = None
+    optimizer: Optimizer | str = "sgd"
+    dtype: DType | str | None = None
+    batch: str | None = None
+    output: int | str = 0
+    precision: Precision | str = "fp32"
+    example_inputs: Any = None
+    dim_names: Mapping[str, Mapping[int, str]] | None = None
+
+
+OPTIONS = {f.name: f for f in fields(LoadOptions)}
+"""The fields of `LoadOptions`, by name."""
+
+
+@no_collection()
+def load(model: ModelSource, *given: Any, **settings: Any) -> Model:
+    """The model in an ONNX file, the program in a .distir file, the model of a Hugging Face config.json (the file, its
+    folder, or its fields; see `distir.models.from_config`), a model by its name and sizes, such as
+    "gpt:layers=12,hidden=768,heads=12" or "dlrm" (`distir.models.Decoder` and `Recommender` list them), or a
+    torch.nn.Module; with `loss`, its training step.
+
+        load("gpt2.onnx", {"batch": 8}, loss="cross-entropy")
+        load(module, (x,), {"batch": 8}, loss="mse")
+
+    After the model come `dims`, or for a module `example_inputs` and `dims`; for all keywords see `LoadOptions`. A
+    module is exported in memory, as it is now, in training or eval mode. Its weights are not copied: a run reads them
+    from its parameters, and writes the trained ones back. Those with `requires_grad=False`, and buffers, are constants.
+
+    Raises ModelError for a model that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
+    """
+    names = ("example_inputs", "dims") if is_module(model) else ("dims",)
+    if len(given) > len(names):
+        raise UsageError(f"load takes a model, {' and '.join(names)}, then keywords: {len(given)} arguments are given")
+    options = load_options({**dict(zip(names, given, strict=False)), **settings})
+    made = _read(model, options)
+    loss = options.loss
+    if loss is None and isinstance(model, str | os.PathLike | Mapping):
+        loss = own_loss(model)
     if loss not in (None, NO_LOSS):
-        model = model.training(loss, optimizer, output, precision)
-    return model if dtype is None else model.with_dtype(dtype)
+        made = made.training(loss, options.optimizer, options.output, options.precision)
+    return made if options.dtype is None else made.with_dtype(options.dtype)
+
+
+def load_options(settings: Mapping[str, Any]) -> LoadOptions:
+    """The options with these fields. Raises UsageError for an unknown one."""
+    for name in settings:
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(OPTIONS)}"
+            raise UsageError(f"load has no option {name!r}", hint)
+    return LoadOptions(**settings)
+
+
+def _read(model: ModelSource, options: LoadOptions) -> Model:
+    """The model, before it is made a training step."""
+    if is_module(model):
+        return _of_module(model, options)
+    if not isinstance(model, str | os.PathLike | Mapping):
+        raise UsageError(f"a model is a file, a name, a config or a torch.nn.Module, not a {type(model).__name__}")
+    for name in ("example_inputs", "dim_names"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"{name} is for a torch.nn.Module", f"leave {name} out")
+    dims, batch = options.dims or {}, options.batch
+    if isinstance(model, Mapping) or (is_config(model) and not is_named(str(model))):
+        _no_batch_dim(title_of(model), batch)
+        return _of_built(built_from(model, dims), title_of(model))
+    if is_named(str(model)):
+        return _built(str(model), dims, batch)
+    if Path(model).suffix == TEXT:
+        return _from_text(Path(model), dims, batch)
+    from distir.importer import import_from_onnx
+
+    function, arrays = import_from_onnx(model, dims=dims, batch=batch)
+    return Model(with_causal_attention(function, arrays), arrays, Path(model))
+
+
+def is_module(x: object) -> TypeGuard[torch.nn.Module]:
+    """Whether it is a torch.nn.Module; loads no torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.nn.Module)
+
+
+def _of_module(module: torch.nn.Module, options: LoadOptions) -> Model:
+    name = type(module).__name__
+    if options.example_inputs is None:
+        hint = "distir.load(module, example_inputs), or example_inputs=(x,): a tensor, a tuple, or a dict by name"
+        raise UsageError(f"{name} is a torch.nn.Module: it is exported with example inputs, and there are none", hint)
+    from distir.backends.modules.module_export import export_module
+    from distir.backends.modules.module_weights import dtype_of_tensor, reader_of
+    from distir.importer.onnx import import_graph
+
+    found = export_module(module, options.example_inputs, options.dims, options.dim_names)
+    stored = {}
+    for key, x in found.stored.items():
+        where = f"{name}: {key}"
+        stored[key] = dtype_of_tensor(x, where), tuple(x.shape), reader_of(x, where)
+    function, arrays = import_graph(found.graph, name, stored, found.trained, found.dims, options.batch, found.numbers)
+    function = with_causal_attention(function, arrays)
+    return Model(function, arrays, title=name, parameters={key: found.stored[key] for key in found.trained})
 
 
 def _built(text: str, dims: Mapping[str, int], batch: str | None) -> Model:
@@ -228,13 +329,41 @@ def _from_text(path: Path, dims: Mapping[str, int], batch: str | None) -> Model:
     return Model(function, {}, path)
 
 
-def as_model(model: Model | Function | Built | str | os.PathLike[str]) -> Model:
-    """A Model, made of a Function or loaded from a path if necessary."""
+def as_model(model: AnyModel, **settings: Any) -> Model:
+    """A Model, made of a Function or loaded if necessary. Raises UsageError for `settings` of one that is loaded."""
+    if not isinstance(model, Model | Built | Function):
+        return load(model, **settings)
+    if settings:
+        name = model.name if isinstance(model, Model | Function) else model.function.name
+        raise UsageError(f"{name} is loaded already: it takes no {next(iter(settings))}", "distir.load takes it")
     if isinstance(model, Model):
         return model
-    if isinstance(model, Built):
-        return _of_built(model)
-    return Model(model) if isinstance(model, Function) else load(model)
+    return _of_built(model) if isinstance(model, Built) else Model(model)
+
+
+class Loading(Protocol[P, R]):
+    """A function of a model, or of what can be loaded and `LoadOptions`."""
+
+    @overload
+    def __call__(self, model: AnyModel, *args: P.args, **given: P.kwargs) -> R: ...
+    @overload
+    def __call__(self, model: ModelSource, *args: Any, **given: Any) -> R: ...
+
+
+def loads(function: Callable[Concatenate[Model, P], R]) -> Loading[P, R]:
+    """Decorator of a function of a Model: it takes all that `load` takes, too, with `LoadOptions` as keywords."""
+
+    @functools.wraps(function)
+    def loading(model: AnyModel, *args: Any, **given: Any) -> Any:
+        settings = {k: given.pop(k) for k in [*given] if k in OPTIONS}
+        return function(as_model(model, **settings), *args, **given)
+
+    shown = inspect.signature(function)
+    first, *others = shown.parameters.values()
+    for f in OPTIONS.values():
+        others.append(inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type))
+    loading.__signature__ = shown.replace(parameters=[first.replace(annotation="AnyModel"), *others])  # type: ignore[attr-defined]
+    return loading  # type: ignore[return-value]
 
 
 def precision_named(name: str) -> DType:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from distir.api.compare import start_profile
-from distir.api.compilation import ONE, AnyModel, Cluster, cost_model, distribute, plan_in_effect, predict
+from distir.api.compilation import ONE, Cluster, cost_model, distribute, plan_in_effect, predict
 from distir.api.given_times import given_times
 from distir.api.messages import Message, messages, most_sent
-from distir.api.model import Model, as_model
+from distir.api.model import Model, loads
 from distir.api.results import Prediction, seconds, size
 from distir.api.stage_cost import OpSeconds, stage_cost
 from distir.backends.processes.launch import run as launch
@@ -122,8 +122,9 @@ class ProxyResult:
         return "\n".join([*self.prediction.summary.lines(), "", *self.lines()])
 
 
+@loads
 def run_proxy(
-    model: AnyModel,
+    model: Model,
     plan: Plan = ONE,
     proxy: ProxyOptions | None = None,
     options: RunOptions | None = None,
@@ -138,7 +139,7 @@ def run_proxy(
     Raises as `distir.run`; UsageError for backend numpy, which has no ranks, and for a file of times that cannot be
     read or does not fit the program.
     """
-    proxy, options, model = proxy or ProxyOptions(), options or RunOptions(), as_model(model)
+    proxy, options = proxy or ProxyOptions(), options or RunOptions()
     if options.resolved_backend == "numpy":
         raise UsageError("backend numpy runs all ranks in one process, and so no proxy", "--backend gloo")
     plan = plan_in_effect(model, plan)

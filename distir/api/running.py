@@ -14,11 +14,11 @@ from distir.api.batches import Workload, plan_work
 from distir.api.callbacks import RunCallbacks, takes_changes, with_changes
 from distir.api.check import Check, compare
 from distir.api.compare import start_profile
-from distir.api.compilation import ONE, AnyModel, Cluster, cost_model, distribute, plan_in_effect, predict
+from distir.api.compilation import ONE, Cluster, cost_model, distribute, plan_in_effect, predict
 from distir.api.data import Data
 from distir.api.locate import locate
 from distir.api.metrics import Metrics, loss_of
-from distir.api.model import Model, as_model
+from distir.api.model import Model, loads
 from distir.api.results import Prediction, RunResult, size
 from distir.api.resume import check_settings, checkpointing
 from distir.api.rounding import perturbed
@@ -28,7 +28,7 @@ from distir.backends.processes.launch import run as launch
 from distir.backends.processes.preflight import available_memory
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.hardware import this_host
-from distir.ir.errors import CopiesError, InfeasibleError, MismatchError
+from distir.ir.errors import CopiesError, InfeasibleError, MismatchError, UsageError
 from distir.ir.function import Function, Value
 from distir.runtime.checkpoint import Saving, updated_inputs
 from distir.runtime.finite import ALL_FINITE, FiniteWatch, diverged, name_of, reject_nonfinite
@@ -46,9 +46,10 @@ _RECORDING_MEMORY = 4
 """Memory needed to record all values of a run, as a multiple of the run's own."""
 
 
+@loads
 @takes_changes
 def run(
-    model: AnyModel,
+    model: Model,
     plan: Plan = ONE,
     options: RunOptions | None = None,
     *,
@@ -68,14 +69,18 @@ def run(
     these are checked before each checkpoint and after the last step. With `allow_nonfinite` it continues, but writes no
     checkpoint with values that are not finite.
 
+    A model that came from a torch.nn.Module starts from the module's weights as they are, and trained weights are
+    written into the module, in place, if the run and its check succeed (under torchrun on rank 0).
+
     Raises DivergedError, naming the step and with the verdict of `check`, for a run that ended so; InfeasibleError for
     a plan that cannot be applied or does not fit in memory; MismatchError, naming the first value that differs, its op
     and rank, if the check fails; WorkerError if a rank fails; UsageError for an option that does not exist or does not
     fit, and for checkpoints that cannot be written, are of another model, not finite, or all damaged.
     """
     options, callbacks = with_changes(options, callbacks, changes)
-    model = as_model(model)
     check_settings(model, options)
+    if options.save is not None:
+        _check_save(options.save, model)
     plan = plan_in_effect(model, plan)
     prepared = _prepare(model, plan, options, data, cluster)
     job, prediction, metrics = prepared.job, prepared.prediction, prepared.metrics
@@ -96,7 +101,29 @@ def run(
         check = _check(model, job, done, prediction, callbacks.on_check or ignore)
     if job.finite and done.broken != ALL_FINITE:
         raise diverged(model.function, done.broken, job.first + len(done.seconds) - 1, check and check.verdict)
-    return _result(model, prepared._replace(job=job), done, check)
+    result = _result(model, prepared._replace(job=job), done, check)
+    if model.parameters is not None and result.weights:
+        from distir.backends.modules.module_weights import hand_back
+
+        hand_back(model.parameters, result.weights)
+    if options.save is not None and result.weights:
+        result.save(options.save)
+    return result
+
+
+def _check_save(path: str | os.PathLike[str], model: Model) -> None:
+    """Check, before training, that there will be weights to save, and that the path can be written."""
+    if not model.function.updates:
+        raise UsageError("--save writes trained weights: it needs a loss", "--loss cross-entropy, or mse")
+    if model.path is None:
+        trained = "the module itself is trained: torch.save(module.state_dict(), FILE)"
+        raise UsageError(
+            f"--save writes the model's ONNX file with other weights: {model.name} has none",
+            None if model.parameters is None else trained,
+        )
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write {os.fspath(path)}")
 
 
 class _Prepared(NamedTuple):

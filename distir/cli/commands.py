@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from typing import Any
 
 from distir.api import Model, Plan, RunOptions, load
@@ -32,8 +31,6 @@ def run(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name} is for proxies", "--proxy")
     with Progress("loading") as progress:
         result = _run(args, progress)
-        if args.save is not None and result.weights:
-            result.save(args.save)
     if not first_rank():
         return
     written = {name: path for name, path in (("saved", args.save), ("profile", args.profile)) if path}
@@ -63,8 +60,6 @@ def _proxy(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
     model, plan, options = model_of(args), plan_of(args), options_of(args)
-    if args.save is not None:
-        _check_save(args.save, model)
     if options.steps is None and not (options.epochs and args.data):
         options = dataclasses.replace(options, steps=5)
     prints = not args.json and first_rank()
@@ -250,14 +245,3 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if args.save_plan is not None and first_rank():
         plan.save(args.save_plan)
     return plan
-
-
-def _check_save(path: str, model: Model) -> None:
-    """Check, before training, that `--save` will have weights to write and a writable path."""
-    if not model.function.updates:
-        raise UsageError("--save writes trained weights: it needs a loss", "--loss cross-entropy, or mse")
-    if model.path is None:
-        raise UsageError(f"--save writes the model's ONNX file with other weights: {model.name} has none")
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise UsageError(f"cannot write {path}")

@@ -125,6 +125,8 @@ def fold(node: Node, opset: int) -> list[Result] | None:
         return None
     if proto.op_type == "Expand" and len(arrays) == 2:
         return _expanded(*[arrays[name] for name in proto.input])
+    if proto.op_type == "Cast" and node.scope.numbers and distinct_elements(x := arrays[proto.input[0]]) == 1:
+        return [node.scope.cast(x, DTYPES[node.attr("to")])] if node.attr("to") in DTYPES else None
     if proto.op_type == "Concat" and node.attr("axis") in (-1, arrays[proto.input[0]].ndim - 1):
         node.scope.joined[proto.output[0]] = list(proto.input)  # each of them may repeat
     cut, restore = _repeated(node, arrays)

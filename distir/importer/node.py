@@ -13,7 +13,7 @@ import onnx
 from distir.importer.tensor_proto import Read, dtype_of_array
 from distir.ir.errors import ModelError
 from distir.ir.function import FunctionMaker, Op, Role, Value
-from distir.ir.type import DType, Tensor
+from distir.ir.type import DType, Float32, Float64, Tensor
 from distir.ops.rules import shape_of, tensor
 
 Result = Value | np.ndarray
@@ -61,6 +61,8 @@ class Scope:
         """Initializers that no rule may train: running statistics."""
         self.scalars: set[str] = set()
         """Initializers that are trained whatever their rank: the file says that they are parameters."""
+        self.numbers: Mapping[float, float] = {}
+        """By the float32 nearest to them numbers that are float64 in the source of the model."""
 
     def is_defined(self, name: str) -> bool:
         """Whether the name is defined yet."""
@@ -89,6 +91,13 @@ class Scope:
             return False
         dtype, shape = self.stored[name]
         return dtype.floating and (len(shape) > 0 or name in self.scalars)
+
+    def cast(self, x: np.ndarray, dtype: DType) -> np.ndarray:
+        """A known array in another type; a number that was rounded to float32 is as it was before, in float64."""
+        y = collapsed(x).astype(dtype.numpy)
+        if dtype is Float64 and x.dtype == Float32.numpy and y.size == 1:
+            y = np.full_like(y, self.numbers.get(y.item(), y.item()))
+        return np.broadcast_to(y, x.shape)
 
     def value(self, name: str) -> Value:
         """The value for `name`; a known array becomes a Constant op (one element) or an input."""

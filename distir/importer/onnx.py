@@ -39,15 +39,17 @@ from distir.importer.marks import lost, not_trained, parameters_in
 from distir.importer.merged import part_merged
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
 from distir.importer.registry import RULES
-from distir.importer.tensor_proto import Arrays, dtype_of, parse, parse_tensor_from_file, reader
+from distir.importer.tensor_proto import Arrays, Read, dtype_of, parse, parse_tensor_from_file, reader
 from distir.ir.errors import ModelError, ModelWarning, UsageError
 from distir.ir.function import Function, FunctionMaker, Role, Value
-from distir.ir.type import MOST, Tensor
+from distir.ir.type import MOST, DType, Tensor
 from distir.ops.rules import tensor
 
 __all__ = ["import_from_onnx", "parse_tensor_from_file"]
 
 T = TypeVar("T")
+Stored = tuple[DType, tuple[int, ...], Read]
+"""Type and shape of an initializer, and how it is read."""
 OLDEST_OPSET = 7
 CONVERTED_TO = 13
 """Models of an older opset are converted to this one."""
@@ -86,6 +88,40 @@ def import_from_onnx(
         warnings.warn(ModelWarning(f"{file}: {_LOST.format(len(gone), gone[0])}"), stacklevel=2)
     scope = Scope(file, FunctionMaker(name or graph.name or "main"), frozenset(parameters))
     _add_initializers(scope, graph, constants)
+    function, reads = _import_nodes(scope, model, dims, batch)
+    return function, Arrays(reads)
+
+
+def import_graph(
+    model: onnx.ModelProto,
+    name: str,
+    stored: Mapping[str, Stored],
+    parameters: Collection[str],
+    dims: Mapping[str, int],
+    batch: str | None = None,
+    numbers: Mapping[float, float] | None = None,
+) -> tuple[Function, Mapping[Value, np.ndarray]]:
+    """The Function of a model in memory whose initializers are not in it, but in `stored`; and arrays, read each time
+    that they are asked for.
+
+    Of those in `stored`, `parameters` are trained and the others constants. `name` names the Function, and the model in
+    messages. `dims`, `batch`, errors: as for `import_from_onnx`. `numbers`: by the float32 nearest to them numbers that
+    are float64 in the model's source, where the file format has float32 only.
+    """
+    scope = Scope(Path(name), FunctionMaker(name), frozenset(parameters))
+    for key, (dtype, shape, read) in stored.items():
+        scope.stored[key], scope.known[key] = (dtype, shape), read
+    scope.frozen.update(stored.keys() - scope.parameters)
+    scope.numbers = numbers or {}
+    function, reads = _import_nodes(scope, checked(model, scope.path), dims, batch)
+    return function, Arrays(reads, keep=False)
+
+
+def _import_nodes(
+    scope: Scope, model: onnx.ModelProto, dims: Mapping[str, int] | None, batch: str | None
+) -> tuple[Function, Mapping[Value, Read]]:
+    """The Function of a model whose initializers are in the scope, and how the arrays of its inputs are read."""
+    graph = model.graph
     inputs = _add_inputs(scope, graph, dict(dims or {}), batch)
     opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     later = {o: n for n in graph.node for o in n.output}
@@ -107,6 +143,12 @@ def load(path: Path) -> onnx.ModelProto:
     """The model at `path`, model-local functions inlined, external data left alone. Raises ModelError if broken."""
     model = onnx.ModelProto()
     parse(model, path, "ONNX model")
+    return checked(model, path)
+
+
+def checked(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """The model, model-local functions inlined, in a known opset; `path` is its name in messages. Raises ModelError if
+    it is broken."""
     if not model.HasField("graph") or not model.graph.output:
         raise ModelError(f"{path}: not an ONNX model: it has no graph with outputs")
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
@@ -230,6 +272,9 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
         attributes = attributes_of(proto)
     except Exception as e:  # onnx raises all kinds on malformed attributes
         raise ModelError(f"{scope.path}: {proto.op_type} node {proto.name!r}: bad attribute: {e}") from e
+    for key, x in attributes.items():
+        if isinstance(x, float):
+            attributes[key] = scope.numbers.get(x, x)
     node = Node(scope, proto, attributes, opset)
     _check_names(scope, node, later)
     known = foldable(scope, proto)
@@ -315,7 +360,7 @@ def _output(scope: Scope, info: onnx.ValueInfoProto) -> Value:
     return value
 
 
-def _finish(scope: Scope, graph: onnx.GraphProto, inputs: list[Value]) -> tuple[Function, Arrays]:
+def _finish(scope: Scope, graph: onnx.GraphProto, inputs: list[Value]) -> tuple[Function, Mapping[Value, Read]]:
     maker = scope.maker
     outputs: list[Value] = []
     named = set(maker.inputs)
@@ -327,8 +372,8 @@ def _finish(scope: Scope, graph: onnx.GraphProto, inputs: list[Value]) -> tuple[
         outputs.append(value)
     used = set(outputs)
     drop_unused_ops(maker.ops, used)
-    order = {t.name: i for i, t in enumerate(graph.initializer)}
+    order = {name: i for i, name in enumerate(scope.stored)}
     weights = sorted(scope.arrays, key=lambda v: order.get(v.name, len(order)))
     maker.inputs[:] = [*inputs, *[v for v in weights if v in used]]
     maker.set_outputs(outputs)
-    return maker.finalize(), Arrays({v: scope.arrays[v] for v in maker.inputs if v in scope.arrays})
+    return maker.finalize(), {v: scope.arrays[v] for v in maker.inputs if v in scope.arrays}

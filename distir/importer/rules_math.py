@@ -8,7 +8,7 @@ from functools import reduce
 import ml_dtypes
 import numpy as np
 
-from distir.importer.node import Node, Result, collapsed
+from distir.importer.node import Node, Result
 from distir.importer.registry import rule
 from distir.importer.tensor_proto import dtype_of
 from distir.ir.function import Value
@@ -80,7 +80,7 @@ def _cast_like(n: Node) -> Result:
     to = tensor(n.operand(1)).dtype
     if n.scope.is_known(n.proto.input[0]):
         x = n.known(0, "the number")
-        return np.broadcast_to(collapsed(x).astype(to.numpy), x.shape)
+        return n.scope.cast(x, to)
     x = n.operand(0)
     return x if tensor(x).dtype is to else n.emit("Cast", x, to=to)
 

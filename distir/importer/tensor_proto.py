@@ -71,14 +71,17 @@ def dtype_of_array(array: np.ndarray, where: str) -> DType:
 class Arrays(Mapping[Value, np.ndarray]):
     """The arrays of a function's inputs, each read on first use; those in external data are memory-mapped.
 
-    Arrays may be read-only views of the file: copy before writing.
+    Arrays may be read-only views of the file: copy before writing. Without `keep` they are read at each use.
     """
 
-    def __init__(self, reads: Mapping[Value, Read]) -> None:
+    def __init__(self, reads: Mapping[Value, Read], keep: bool = True) -> None:
         self._reads = dict(reads)
+        self._keep = keep
         self._arrays: dict[Value, np.ndarray] = {}
 
     def __getitem__(self, value: Value) -> np.ndarray:
+        if not self._keep:
+            return self._reads[value]()
         if value not in self._arrays:
             self._arrays[value] = self._reads[value]()
         return self._arrays[value]

@@ -14,7 +14,7 @@ STAGED = "gloo:cuda"
 """Compute on GPUs, which ranks may share, and communicate through host memory: for tests."""
 BACKENDS = ("gloo", "mpi", "nccl", "numpy")
 _ON = {("gloo", "cuda"): STAGED, ("nccl", "cuda"): "nccl"} | {(name, "cpu"): name for name in ("gloo", "mpi", "numpy")}
-_PATHS = ("tokenizer", "metrics", "profile", "checkpoint")
+_PATHS = ("tokenizer", "metrics", "save", "profile", "checkpoint")
 
 
 def backend_on(backend: str | None, device: str | None) -> str:
@@ -46,6 +46,7 @@ class RunOptions:
     `held_out`: share of the samples, rounded up to whole batches, that is used for validation after each epoch.
     `tokenizer`: file of a text's BPE; read if it exists, else trained on the text and written.
     `metrics`: JSON file of times, rates and losses, written after each epoch (without `epochs` the run is one epoch).
+    `save`: ONNX file for the model with the trained weights, written after the last step.
     `seed`: of random data, initial weights and the order of samples.
     `backend`: "gloo" (a CPU process per rank), "mpi" (those that mpirun has started), "nccl" (a GPU per rank) or
     "numpy" (all ranks in this process).
@@ -67,6 +68,7 @@ class RunOptions:
     held_out: float = 0.1
     tokenizer: str | os.PathLike[str] | None = None
     metrics: str | os.PathLike[str] | None = None
+    save: str | os.PathLike[str] | None = None
     seed: int = 0
     backend: str | None = None
     device: str | None = None

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distir.api.compilation import AnyModel, Cluster, cost_model, describe
-from distir.api.model import Model, as_model
+from distir.api.compilation import Cluster, cost_model, describe
+from distir.api.model import Model, loads
 from distir.api.results import size
 from distir.executor.cost_model.seconds import computed_in, work
 from distir.hardware import host_cores
@@ -51,8 +51,9 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
+@loads
 def plan(
-    model: AnyModel,
+    model: Model,
     cluster: Cluster,
     gpus: int,
     *,
@@ -74,7 +75,6 @@ def plan(
     plan, none fits (the message says which is least short, and what would make it fit), or the cluster is smaller.
     """
     begin = time.perf_counter()
-    model = as_model(model)
     _check(model, gpus, top, memory_reserve)
     cost = cost_model(cluster, Plan(dp=gpus))
     if len(cost.topology.devices) < gpus:
