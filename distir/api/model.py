@@ -171,7 +171,9 @@ def load(
     batch, by default the first. `loss`: "cross-entropy" or "mse" of output `output` (number or name), or the name of a
     value that is the loss; without one, a model whose name comes with a loss (`distir.models.named`) is trained by
     that, one of a config by cross-entropy, but not with "none". `dtype` ("float64", ...): the floating-point type of
-    the whole program; `precision`: see `Model.training`.
+    the whole program; `precision`: see `Model.training`. With `batchnorm_groups` among `dims`, batch norms of an ONNX
+    file that are in training mode take statistics of each of that many parts of the batch: with as many as replicas and
+    microbatches have together, no replica waits for others, as in torch's DistributedDataParallel.
 
     Raises ModelError for a file that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
     """

@@ -16,6 +16,9 @@ _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _FOLDED = "folded_from"
 """Suffix of the metadata key that lists the initializers from which one was folded."""
 _NOT_TRAINED = ("BUFFER", "CONSTANT_TENSOR")
+_CALL = "pkg.torch.onnx.fx_node"
+_TRAINING = re.compile(r"batch_norm[\w.]*\]\(args = \([^()]*?\b(True|False)\b")
+"""A call of a batch norm: the first truth value of its arguments says whether it is in training mode."""
 
 
 def not_trained(graph: onnx.GraphProto) -> set[str]:
@@ -23,6 +26,12 @@ def not_trained(graph: onnx.GraphProto) -> set[str]:
     trained = _parameters(graph)
     computed = {name for name, sources in _folded(graph).items() if trained is not None and sources.isdisjoint(trained)}
     return computed | {v.name for v in graph.value_info if _texts(v.metadata_props).get(_KIND) in _NOT_TRAINED}
+
+
+def in_training(node: onnx.NodeProto) -> bool:
+    """Whether the module had a batch norm in training mode, which torch's exporter writes in inference mode."""
+    call = _TRAINING.search(_texts(node.metadata_props).get(_CALL, ""))
+    return call is not None and call[1] == "True"
 
 
 def lost(graph: onnx.GraphProto) -> list[str]:

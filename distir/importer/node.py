@@ -59,6 +59,10 @@ class Scope:
         """Total size of the arrays computed at import."""
         self.frozen: set[str] = set()
         """Initializers that no rule may train: running statistics."""
+        self.batchnorm_groups = 1
+        """The parts of the batch of which a batch norm in training mode takes statistics, each apart."""
+        self.batchnorms = 0
+        """The number of batch norms in training mode."""
 
     def is_defined(self, name: str) -> bool:
         """Whether the name is defined yet."""
@@ -113,6 +117,15 @@ class Scope:
             self.arrays[value] = read
         self.values[name] = value
         return value
+
+    def state(self, name: str) -> Value:
+        """The value for an initializer that training updates, which becomes an input of role state; of another name the
+        value as it is."""
+        if name in self.stored and name not in self.values:
+            dtype, shape = self.stored[name]
+            self.values[name] = value = self.maker.add_input_value(name, Tensor(dtype, shape), Role("state"))
+            self.arrays[value] = self.known[name]
+        return self.value(name)
 
     def _repeated(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> Value:
         """The array expanded to `shape` by an op, so that the program stores its distinct elements only."""

@@ -57,6 +57,9 @@ _RESIZE_10 = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "f
 """What Resize means up to opset 10."""
 STATISTICS = {"BatchNormalization": (3, 4)}
 """Operands that are statistics, not trained."""
+_TRAIN = "export the module in training mode: torch.onnx.export(module.train(), ..., optimize=False)"
+GROUPS = "batchnorm_groups"
+"""The name in `dims` for the groups of samples of which batch norms in training mode take statistics, each apart."""
 
 
 def import_from_onnx(
@@ -70,7 +73,9 @@ def import_from_onnx(
     """The Function in the ONNX file at `path`, and the arrays of its parameters and constants, read when asked for.
 
     `name` names the Function (default: the graph). `dims` gives sizes of symbolic dims, e.g. `{"batch": 8}`; a dim
-    without a name is called `input.i`. `batch` names the symbolic dim that is the batch's, if not the first.
+    without a name is called `input.i`. `batch` names the symbolic dim that is the batch's, if not the first. With
+    `batchnorm_groups` among `dims` a batch norm in training mode takes statistics not of the batch, but of each of that
+    many equal parts of it.
     `parameters` and `constants` name initializers that are, or are not, trained, against the default.
 
     Raises ModelError, in one line with the file and the node, if the file is broken or uses what distir does not
@@ -84,11 +89,17 @@ def import_from_onnx(
         warnings.warn(ModelWarning(f"{file}: {_LOST.format(len(gone), gone[0])}"), stacklevel=2)
     scope = Scope(file, FunctionMaker(name or graph.name or "main"), frozenset(parameters))
     _add_initializers(scope, graph, constants)
-    inputs = _add_inputs(scope, graph, dict(dims or {}), batch)
+    sizes = dict(dims or {})
+    scope.batchnorm_groups = sizes.pop(GROUPS, 1)
+    if scope.batchnorm_groups < 1:
+        raise UsageError(f"{GROUPS} must be at least 1, got {scope.batchnorm_groups}")
+    inputs = _add_inputs(scope, graph, sizes, batch)
     opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     later = {o: n for n in graph.node for o in n.output}
     for proto in graph.node:
         _import_node(scope, proto, opset, later)
+    if GROUPS in (dims or {}) and not scope.batchnorms:
+        raise UsageError(f"{file} has no batch norm in training mode", _TRAIN)
     return _finish(scope, graph, inputs)
 
 

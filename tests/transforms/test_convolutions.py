@@ -187,7 +187,6 @@ def normed() -> Program:
 def test_batch_norms_have_the_gradients_of_torch() -> None:
     step, f = normed(), torch.nn.functional
     given = {v.name: x for v, x in zip(step.function.inputs, step.arrays, strict=True)}
-    assert not {"m1", "d1", "m2", "d2"} & given.keys()
     w = {k: torch.tensor(x, requires_grad=k not in ("x", "labels")) for k, x in given.items()}
     h = f.batch_norm(f.conv2d(w["x"], w["v"], None, 2), None, None, w["s1"], w["b1"], True)
     h = f.batch_norm(f.conv2d(torch.relu(h), w["w"]), None, None, w["s2"], w["b2"], True, eps=0.1)
