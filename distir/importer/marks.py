@@ -6,6 +6,7 @@ distinguished by type or shape.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -24,8 +25,14 @@ _TRAINING = re.compile(r"batch_norm[\w.]*\]\(args = \([^()]*?\b(True|False)\b")
 def not_trained(graph: onnx.GraphProto) -> set[str]:
     """The initializers that are not parameters of the module, nor folded from one; none in files without metadata."""
     trained = _parameters(graph)
-    computed = {name for name, sources in _folded(graph).items() if trained is not None and sources.isdisjoint(trained)}
-    return computed | {v.name for v in graph.value_info if _texts(v.metadata_props).get(_KIND) in _NOT_TRAINED}
+    marked = {v.name for v in graph.value_info if _texts(v.metadata_props).get(_KIND) in _NOT_TRAINED}
+    if trained is None:
+        return marked
+    folded = _folded(graph)
+    computed = {name for name, sources in folded.items() if sources.isdisjoint(trained)}
+    # numbers in the module's code become initializers without a mark
+    numbers = {t.name for t in graph.initializer if math.prod(t.dims) == 1} - folded.keys() - set(trained)
+    return marked | computed | numbers
 
 
 def in_training(node: onnx.NodeProto) -> bool:

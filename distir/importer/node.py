@@ -51,7 +51,7 @@ class Scope:
         self.stored: dict[str, tuple[DType, tuple[int, ...]]] = {}
         """Type and shape of the initializers, which are in `known`."""
         self.sequences: dict[str, list[Value]] = {}
-        """For each name of a sequence its values, for `SequenceAt`."""
+        """For each name of a sequence its values."""
         self.arrays: dict[Value, Read] = {}
         self.joined: dict[str, Sequence[str]] = {}
         """For each name of a concatenation along the last dim the names of its parts, each of which may repeat."""
@@ -164,7 +164,7 @@ class Node:
             raise self.error(f"operand {i} is missing")
         name = self.proto.input[i]
         if name in self.scope.sequences:
-            raise self.error(f"reads {name!r}, a sequence", "supported is SequenceAt, of one known element")
+            raise self.error(f"reads {name!r}, a sequence", "only ops on sequences do")
         return self.scope.value(name)
 
     def operands(self) -> list[Value]:

@@ -28,6 +28,7 @@ from distir.importer import (  # noqa: F401  (they fill the table)
     rules_products,
     rules_recurrent,
     rules_resize,
+    rules_sequence,
     rules_shape,
     rules_windows,
 )

@@ -41,7 +41,10 @@ def _matmul(n: Node) -> Result:
 
 
 @rule("Identity")
-def _identity(n: Node) -> Result:
+def _identity(n: Node) -> Result | Sequence[Result]:
+    if n.proto.input[0] in n.scope.sequences:
+        n.scope.sequences[n.proto.output[0]] = n.scope.sequences[n.proto.input[0]]
+        return []
     return n.operand(0)
 
 
