@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import onnx
 
@@ -22,8 +22,11 @@ _TRAINING = re.compile(r"batch_norm[\w.]*\]\(args = \([^()]*?\b(True|False)\b")
 """A call of a batch norm: the first truth value of its arguments says whether it is in training mode."""
 
 
-def not_trained(graph: onnx.GraphProto) -> set[str]:
-    """The initializers that are not parameters of the module, nor folded from one; none in files without metadata."""
+def not_trained(graph: onnx.GraphProto, inner: Collection[str] = ()) -> set[str]:
+    """The initializers that are not parameters of the module, nor folded from one; none in files without metadata.
+
+    `inner`: those of graphs inside nodes, where the exporter puts only numbers of the module's code.
+    """
     trained = _parameters(graph)
     marked = {v.name for v in graph.value_info if _texts(v.metadata_props).get(_KIND) in _NOT_TRAINED}
     if trained is None:
@@ -32,7 +35,7 @@ def not_trained(graph: onnx.GraphProto) -> set[str]:
     computed = {name for name, sources in folded.items() if sources.isdisjoint(trained)}
     # numbers in the module's code become initializers without a mark
     numbers = {t.name for t in graph.initializer if math.prod(t.dims) == 1} - folded.keys() - set(trained)
-    return marked | computed | numbers
+    return marked | computed | numbers | (set(inner) - set(trained))
 
 
 def in_training(node: onnx.NodeProto) -> bool:

@@ -32,7 +32,7 @@ from distir.importer import (  # noqa: F401  (they fill the table)
     rules_shape,
     rules_windows,
 )
-from distir.importer.control import EXPANSIONS
+from distir.importer.control import EXPANSIONS, lift_initializers
 from distir.importer.functions import definition, first_line, inlined
 from distir.importer.known import attributes_of, fold, foldable
 from distir.importer.marks import lost, not_trained
@@ -89,6 +89,7 @@ def import_from_onnx(
     if gone := lost(graph):
         warnings.warn(ModelWarning(f"{file}: {_LOST.format(len(gone), gone[0])}"), stacklevel=2)
     scope = Scope(file, FunctionMaker(name or graph.name or "main"), frozenset(parameters))
+    scope.frozen.update(not_trained(graph, lift_initializers(graph)))
     _add_initializers(scope, graph, constants)
     sizes = dict(dims or {})
     scope.batchnorm_groups = sizes.pop(GROUPS, 1)
@@ -176,7 +177,7 @@ def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collectio
     for name in (*scope.parameters, *constants):
         if name not in scope.stored:
             raise UsageError(f"{scope.path} has no initializer {name!r}")
-    scope.frozen.update(constants, not_trained(graph))
+    scope.frozen.update(constants)
     for node in graph.node:
         for i in STATISTICS.get(node.op_type, ()):
             scope.frozen.update(node.input[i : i + 1])
