@@ -309,6 +309,8 @@ def _check_names(scope: Scope, node: Node, later: Mapping[str, onnx.NodeProto]) 
 def _output(scope: Scope, info: onnx.ValueInfoProto) -> Value:
     """The value of a graph output. Raises ModelError if nothing makes it, or not with the type it declares."""
     name = info.name
+    if name in scope.sequences:
+        raise ModelError(f"{scope.path}: output {name!r} is a sequence", "only tensors are supported")
     if name not in scope.values and name not in scope.known:
         raise ModelError(f"{scope.path}: output {name!r} is made by no node")
     value = scope.value(name)

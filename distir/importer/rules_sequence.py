@@ -46,16 +46,26 @@ def _at(n: Node) -> Result:
 
 @rule("SplitToSequence")
 def _split(n: Node) -> Sequence[Result]:
-    """The sizes of the parts are given, or one size for all but the last, which has the remainder."""
-    n.attr("keepdims")  # without meaning if sizes are given
-    if not n.has(1):
-        raise n.error("into parts without sizes is not supported")
-    axis, split = n.axis(0), n.numbers(1, "the sizes")
-    size, each, one = n.shape()[axis], int(split[0]), n.known(1, "the sizes").ndim == 0
+    """The sizes of the parts are given, or one size for all but the last, which has the remainder; without, parts are
+    of size 1, and with keepdims=0 lack the dim."""
+    axis, keepdims = n.axis(0), n.attr("keepdims", 1)  # without meaning if sizes are given
+    split = n.numbers(1, "the sizes") if n.has(1) else np.array([1])
+    size, each, one = n.shape()[axis], int(split[0]), not n.has(1) or n.known(1, "the sizes").ndim == 0
     if one and (each < 1 or size // each > NUMBERS):
         raise n.error(f"{size} cannot be split into parts of {each}", f"the most is {NUMBERS} parts")
     sizes = [int(x) for x in split] if not one else [each] * (size // each) + [size % each] * (size % each > 0)
-    return _made(n, [n.operand(0)] if len(sizes) == 1 else n.emit("Split", n.operand(0), axis=axis, sizes=tuple(sizes)))
+    parts = [n.operand(0)] if len(sizes) == 1 else n.emit("Split", n.operand(0), axis=axis, sizes=tuple(sizes))
+    return _made(n, parts if n.has(1) or keepdims else [n.dropped(x, (axis,)) for x in parts])
+
+
+@rule("OptionalGetElement")
+def _element(n: Node) -> Result:
+    return n.operand(0)  # an optional value itself is refused
+
+
+@rule("OptionalHasElement")
+def _has_element(n: Node) -> Result:
+    return np.array(n.has(0))
 
 
 @rule("ConcatFromSequence")

@@ -153,8 +153,8 @@ def weighing(tmp_path: Path) -> tuple[onnx.ModelProto, dict[str, np.ndarray], Pa
     )
     nodes = [
         node("Identity", "x", "h"),
-        node("If", "c", "a", **branches(2.0)),
-        node("If", "c", "b", **branches(3.0)),
+        node("If", "c", "a", "", **branches(2.0)),
+        node("If", "c", "b", "", **branches(3.0)),
         node("Add", "a b", "s"),
         node("Loop", "n c s", "y", body=body),
     ]

@@ -174,6 +174,16 @@ SEQUENCES: dict[str, list[Any]] = {
         node("Cast", "n", "f", to=1),
         node("Add", "x f", "out"),
     ],
+    "unbound": [
+        at(1, "k"),
+        node("SplitToSequence", "x", "s", axis=1, keepdims=0),
+        node("SequenceAt", "s k", "out"),
+    ],
+    "in rows": [
+        at(-1, "k"),
+        node("SplitToSequence", "x", "s"),
+        node("SequenceAt", "s k", "out"),
+    ],
     "its last": [at(-2, "k"), CONSTRUCT, node("SequenceAt", "s k", "out")],
     "sums of rows out of order": [
         *[node("Slice", f"x a{2 * k} a{2 * k + 2}", f"x{k}") for k in range(2)],
