@@ -186,7 +186,9 @@ class LoadOptions:
     batch, by default the first. `loss`: "cross-entropy" or "mse" of output `output` (number or name), or the name of a
     value that is the loss; without one, a model whose name comes with a loss (`distir.models.named`) is trained by
     that, one of a config by cross-entropy, but not with "none". `dtype` ("float64", ...): the floating-point type of
-    the whole program; `precision`: see `Model.training`.
+    the whole program; `precision`: see `Model.training`. With `batchnorm_groups` among `dims`, batch norms of an ONNX
+    file that are in training mode take statistics of each of that many parts of the batch: with as many as replicas and
+    microbatches have together, no replica waits for others, as in torch's DistributedDataParallel.
 
     Of a torch.nn.Module: `example_inputs` is a tensor, a tuple of positional arguments or a dict of those by name;
     `dim_names` names their dims, such as `{"input_ids": {0: "batch", 1: "seq"}}`; by default dim 0 of the first tensor,

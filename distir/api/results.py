@@ -208,7 +208,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a run. `weights` are the parameters after the last step, by name; `outputs` those of the last step.
+    """The result of a run. `weights` are the parameters and the running statistics of batch norms after the last step,
+    by name; `outputs` those of the last step.
 
     `seconds`: the time of each step on the slowest rank, from step `first` on (earlier steps were done by the run that
     was resumed). `saved`: the checkpoints written. `memory`: for each rank the increase of peak memory over its start,

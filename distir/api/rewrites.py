@@ -9,6 +9,7 @@ from distir.api.masks import check_masks
 from distir.executor.reference.sequential import evaluate
 from distir.ir.function import Function, Op
 from distir.ops.rules import shape_of
+from distir.transforms.differentiation.batch_statistics import check_batch_statistics
 from distir.transforms.differentiation.draw_dropout import check_dropout
 from distir.transforms.rewriting.claims import check_gradients, check_rewrite
 from distir.transforms.rewriting.laws import Law, Origin, origins
@@ -26,6 +27,7 @@ CHECKS: dict[Law, Callable[[Origin, Function], None]] = {
     Law.SAME: lambda origin, after: check_rewrite(origin.before, after, evaluate),
     Law.MORE: _check_more,
     Law.DRAWN: lambda origin, after: check_dropout(origin.before, after, evaluate),
+    Law.OF_BATCH: lambda origin, after: check_batch_statistics(origin.before, after, evaluate),
     Law.KNOWN: lambda origin, after: check_masks(origin.before, after, *origin.given),
     Law.PADDED: lambda origin, after: check_padding(origin.before, after, evaluate),
     Law.RETYPED: lambda origin, after: check_dtype(origin.before, after, *origin.given),

@@ -252,7 +252,9 @@ def _result(model: Model, prepared: _Prepared, done: Outcome, check: Check | Non
         seconds=done.seconds,
         outputs={function.outputs[k].name: x for k, x in (done.outputs[-1] if done.outputs else {}).items()},
         weights={
-            v.name: done.inputs[k] for k, v in enumerate(function.inputs) if v.kind == "parameter" and k in done.inputs
+            v.name: done.inputs[k]
+            for k, v in enumerate(function.inputs)
+            if k in done.inputs and (v.kind == "parameter" or v in model.arrays)
         },
         prediction=prediction,
         check=check,

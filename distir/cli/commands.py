@@ -15,7 +15,8 @@ from distir.api.results import RunResult, aligned
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.cli.watching import run_callbacks
 from distir.ir.errors import UsageError
-from distir.models.named import own_loss
+from distir.models.config_file import is_config
+from distir.models.named import is_named, own_loss
 from distir.runtime.job import JobCallbacks
 from distir.transforms.differentiation.training import LearningRate, optimizer_named
 from distir.transforms.plan import load_plan
@@ -202,6 +203,10 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
     for name, size in args.dim:
         if dims.setdefault(name, size) != size:
             raise UsageError(f"--dim {name} is given twice: {dims[name]} and {size}")
+    if getattr(args, "local_batchnorm", False):
+        if is_named(args.model) or is_config(args.model):
+            raise UsageError(f"{args.model} has no batch norms", "leave --local-batchnorm out")
+        dims["batchnorm_groups"] = plan_of(args).sharding.pieces
     settings["dropout_seed"] = getattr(args, "seed", None)
     optimizer = optimizer_named(args.optimizer or "sgd", schedule=_learning_rate(schedule), **settings)
     precision = Precision(args.precision or "fp32", args.grad_dtype or "fp32")

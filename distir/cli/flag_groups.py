@@ -99,6 +99,12 @@ def plan_flags(parser: argparse.ArgumentParser) -> None:
             metavar=None if choices else metavar,
             help=f"{text}; default: {default}" if default != "" else text,
         )
+    group.add_argument(
+        "--local-batchnorm",
+        action="store_true",
+        help="batch norms in training mode take statistics of each replica's part of a microbatch, not of the batch: "
+        "another model than without",
+    )
 
 
 def cluster_flags(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,6 @@ import onnx
 from onnx import helper
 
 from distir.importer.node import Node
-from distir.importer.tensor_proto import reader
 from distir.ops.rules import shape_of
 
 MOST = 1 << 15
@@ -52,16 +51,51 @@ def _made(graph: onnx.GraphProto) -> set[str]:
     return found
 
 
-def _instance(node: Node, graph: onnx.GraphProto, prefix: str, given: Mapping[str, str]) -> tuple[list, list[str]]:
+def inner_initializers(graph: onnx.GraphProto) -> list[tuple[str, onnx.GraphProto, onnx.TensorProto]]:
+    """The initializers of the graphs inside a graph's nodes: the name by which the model knows each, the graph that has
+    it, and itself. The name is its own unless another one has it."""
+    taken = {v.name for v in (*graph.initializer, *graph.input)} | {o for n in graph.node for o in n.output}
+    found: list[tuple[str, onnx.GraphProto, onnx.TensorProto]] = []
+    todo = [graph]
+    while todo:
+        for node in todo.pop().node:
+            for a in node.attribute:
+                for inner in (*([a.g] if a.HasField("g") else ()), *a.graphs):
+                    todo.append(inner)
+                    for t in inner.initializer:
+                        name = t.name
+                        while name in taken:
+                            name += "'"
+                        taken.add(name)
+                        found.append((name, inner, t))
+    return found
+
+
+def lift_initializers(graph: onnx.GraphProto) -> set[str]:
+    """Move the initializers of the graphs inside a graph's nodes into the graph, so that a weight is one, however often
+    the graph inside runs. Returns their names."""
+    found = inner_initializers(graph)
+    for name, inner, t in found:
+        if name != t.name:
+            new = renamed(inner.node, lambda x, old=t.name, name=name: name if x == old else x)
+            del inner.node[:]
+            inner.node.extend(new)
+            for output in inner.output:
+                output.name = name if output.name == t.name else output.name
+        graph.initializer.add().CopyFrom(t)
+        graph.initializer[-1].name = name
+    for _, inner, _ in found:
+        del inner.initializer[:]
+    return {name for name, _, _ in found}
+
+
+def _instance(graph: onnx.GraphProto, prefix: str, given: Mapping[str, str]) -> tuple[list, list[str]]:
     """The nodes of a graph with its inputs bound to the names `given`, and the names of its results."""
     own = _made(graph) - given.keys()
-    scope = node.scope
 
     def rename(name: str) -> str:
         return given.get(name) or (prefix + name if name in own else name)
 
-    for t in graph.initializer:
-        scope.known[prefix + t.name] = reader(t, scope.path)
     return renamed(graph.node, rename), [rename(o.name) for o in graph.output]
 
 
@@ -82,7 +116,7 @@ def _branch(node: Node) -> Iterator[onnx.NodeProto]:
     graph = node.attr("then_branch" if _flag(node, node.proto.input[0]) else "else_branch")
     if graph is None or len(graph.output) != len(node.proto.output):
         raise node.error(f"a branch gives {0 if graph is None else len(graph.output)} results")
-    nodes, results = _instance(node, graph, f"{node.proto.output[0]}/", {})
+    nodes, results = _instance(graph, f"{node.proto.output[0]}/", {})
     yield from nodes
     yield from _identities(results, node.proto.output)
 
@@ -124,7 +158,7 @@ def _loop(node: Node) -> Iterator[onnx.NodeProto]:
         scope.known[index] = lambda i=i: np.array(i, np.int64)
         scope.known[go_on] = lambda: np.array(True)
         bound = dict(zip([v.name for v in graph.input], [index, go_on, *carried], strict=True))
-        nodes, results = _instance(node, graph, prefix, bound)
+        nodes, results = _instance(graph, prefix, bound)
         yield from nodes
         condition, carried = results[0], results[1 : count + 1]
         for row, name in zip(rows, results[count + 1 :], strict=True):
@@ -163,7 +197,7 @@ def _scan(node: Node) -> Iterator[onnx.NodeProto]:
             yield helper.make_node("Gather", [name, at], [part], part, axis=axis)
             parts.append(part)
         bound = dict(zip([v.name for v in graph.input], [*states, *parts], strict=True))
-        nodes, results = _instance(node, graph, prefix, bound)
+        nodes, results = _instance(graph, prefix, bound)
         yield from nodes
         states = results[:count]
         for row, name, back in zip(rows, results[count:], ways_out, strict=True):

@@ -6,8 +6,9 @@ distinguished by type or shape.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import onnx
 
@@ -17,13 +18,31 @@ _FOLDED = "folded_from"
 """Suffix of the metadata key that lists the initializers from which one was folded."""
 _NOT_TRAINED = ("BUFFER", "CONSTANT_TENSOR")
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_CALL = "pkg.torch.onnx.fx_node"
+_TRAINING = re.compile(r"batch_norm[\w.]*\]\(args = \([^()]*?\b(True|False)\b")
+"""A call of a batch norm: the first truth value of its arguments says whether it is in training mode."""
 
 
-def not_trained(graph: onnx.GraphProto) -> set[str]:
-    """The initializers that are not parameters of the module, nor folded from one; none in files without metadata."""
+def not_trained(graph: onnx.GraphProto, inner: Collection[str] = ()) -> set[str]:
+    """The initializers that are not parameters of the module, nor folded from one; none in files without metadata.
+
+    `inner`: those of graphs inside nodes, where the exporter puts only numbers of the module's code.
+    """
     trained = _parameters(graph)
-    computed = {name for name, sources in _folded(graph).items() if trained is not None and sources.isdisjoint(trained)}
-    return computed | {v.name for v in graph.value_info if _texts(v.metadata_props).get(_KIND) in _NOT_TRAINED}
+    marked = {v.name for v in graph.value_info if _texts(v.metadata_props).get(_KIND) in _NOT_TRAINED}
+    if trained is None:
+        return marked
+    folded = _folded(graph)
+    computed = {name for name, sources in folded.items() if sources.isdisjoint(trained)}
+    # numbers in the module's code become initializers without a mark
+    numbers = {t.name for t in graph.initializer if math.prod(t.dims) == 1} - folded.keys() - set(trained)
+    return marked | computed | numbers | (set(inner) - set(trained))
+
+
+def in_training(node: onnx.NodeProto) -> bool:
+    """Whether the module had a batch norm in training mode, which torch's exporter writes in inference mode."""
+    call = _TRAINING.search(_texts(node.metadata_props).get(_CALL, ""))
+    return call is not None and call[1] == "True"
 
 
 def parameters_in(graph: onnx.GraphProto) -> set[str]:

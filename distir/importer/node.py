@@ -51,7 +51,7 @@ class Scope:
         self.stored: dict[str, tuple[DType, tuple[int, ...]]] = {}
         """Type and shape of the initializers, which are in `known`."""
         self.sequences: dict[str, list[Value]] = {}
-        """For each name of a sequence its values, for `SequenceAt`."""
+        """For each name of a sequence its values."""
         self.arrays: dict[Value, Read] = {}
         self.joined: dict[str, Sequence[str]] = {}
         """For each name of a concatenation along the last dim the names of its parts, each of which may repeat."""
@@ -63,6 +63,10 @@ class Scope:
         """Initializers that are trained whatever their rank: the file says that they are parameters."""
         self.numbers: Mapping[float, float] = {}
         """By the float32 nearest to them numbers that are float64 in the source of the model."""
+        self.batchnorm_groups = 1
+        """The parts of the batch of which a batch norm in training mode takes statistics, each apart."""
+        self.batchnorms = 0
+        """The number of batch norms in training mode."""
 
     def is_defined(self, name: str) -> bool:
         """Whether the name is defined yet."""
@@ -125,6 +129,15 @@ class Scope:
         self.values[name] = value
         return value
 
+    def state(self, name: str) -> Value:
+        """The value for an initializer that training updates, which becomes an input of role state; of another name the
+        value as it is."""
+        if name in self.stored and name not in self.values:
+            dtype, shape = self.stored[name]
+            self.values[name] = value = self.maker.add_input_value(name, Tensor(dtype, shape), Role("state"))
+            self.arrays[value] = self.known[name]
+        return self.value(name)
+
     def _repeated(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> Value:
         """The array expanded to `shape` by an op, so that the program stores its distinct elements only."""
         part = f"{name}.once"
@@ -162,7 +175,7 @@ class Node:
             raise self.error(f"operand {i} is missing")
         name = self.proto.input[i]
         if name in self.scope.sequences:
-            raise self.error(f"reads {name!r}, a sequence", "supported is SequenceAt, of one known element")
+            raise self.error(f"reads {name!r}, a sequence", "only ops on sequences do")
         return self.scope.value(name)
 
     def operands(self) -> list[Value]:

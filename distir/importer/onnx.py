@@ -29,10 +29,11 @@ from distir.importer import (  # noqa: F401  (they fill the table)
     rules_products,
     rules_recurrent,
     rules_resize,
+    rules_sequence,
     rules_shape,
     rules_windows,
 )
-from distir.importer.control import EXPANSIONS
+from distir.importer.control import EXPANSIONS, lift_initializers
 from distir.importer.functions import definition, first_line, inlined
 from distir.importer.known import attributes_of, fold, foldable
 from distir.importer.marks import lost, not_trained, parameters_in
@@ -61,6 +62,9 @@ _RESIZE_10 = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "f
 """What Resize means up to opset 10."""
 STATISTICS = {"BatchNormalization": (3, 4)}
 """Operands that are statistics, not trained."""
+_TRAIN = "export the module in training mode: torch.onnx.export(module.train(), ..., optimize=False)"
+GROUPS = "batchnorm_groups"
+"""The name in `dims` for the groups of samples of which batch norms in training mode take statistics, each apart."""
 
 
 def import_from_onnx(
@@ -74,7 +78,9 @@ def import_from_onnx(
     """The Function in the ONNX file at `path`, and the arrays of its parameters and constants, read when asked for.
 
     `name` names the Function (default: the graph). `dims` gives sizes of symbolic dims, e.g. `{"batch": 8}`; a dim
-    without a name is called `input.i`. `batch` names the symbolic dim that is the batch's, if not the first.
+    without a name is called `input.i`. `batch` names the symbolic dim that is the batch's, if not the first. With
+    `batchnorm_groups` among `dims` a batch norm in training mode takes statistics not of the batch, but of each of that
+    many equal parts of it.
     `parameters` and `constants` name initializers that are, or are not, trained, against the default.
 
     Raises ModelError, in one line with the file and the node, if the file is broken or uses what distir does not
@@ -87,6 +93,7 @@ def import_from_onnx(
     if gone := lost(graph):
         warnings.warn(ModelWarning(f"{file}: {_LOST.format(len(gone), gone[0])}"), stacklevel=2)
     scope = Scope(file, FunctionMaker(name or graph.name or "main"), frozenset(parameters))
+    scope.frozen.update(not_trained(graph, lift_initializers(graph)))
     _add_initializers(scope, graph, constants)
     function, reads = _import_nodes(scope, model, dims, batch)
     return function, Arrays(reads)
@@ -122,11 +129,17 @@ def _import_nodes(
 ) -> tuple[Function, Mapping[Value, Read]]:
     """The Function of a model whose initializers are in the scope, and how the arrays of its inputs are read."""
     graph = model.graph
-    inputs = _add_inputs(scope, graph, dict(dims or {}), batch)
+    sizes = dict(dims or {})
+    scope.batchnorm_groups = sizes.pop(GROUPS, 1)
+    if scope.batchnorm_groups < 1:
+        raise UsageError(f"{GROUPS} must be at least 1, got {scope.batchnorm_groups}")
+    inputs = _add_inputs(scope, graph, sizes, batch)
     opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     later = {o: n for n in graph.node for o in n.output}
     for proto in graph.node:
         _import_node(scope, proto, opset, later)
+    if GROUPS in (dims or {}) and not scope.batchnorms:
+        raise UsageError(f"{scope.path} has no batch norm in training mode", _TRAIN)
     return _finish(scope, graph, inputs)
 
 
@@ -209,7 +222,7 @@ def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collectio
     for name in (*scope.parameters, *constants):
         if name not in scope.stored:
             raise UsageError(f"{scope.path} has no initializer {name!r}")
-    scope.frozen.update(constants, not_trained(graph))
+    scope.frozen.update(constants)
     scope.scalars = parameters_in(graph) - scope.frozen
     for node in graph.node:
         for i in STATISTICS.get(node.op_type, ()):
@@ -345,6 +358,8 @@ def _check_names(scope: Scope, node: Node, later: Mapping[str, onnx.NodeProto]) 
 def _output(scope: Scope, info: onnx.ValueInfoProto) -> Value:
     """The value of a graph output. Raises ModelError if nothing makes it, or not with the type it declares."""
     name = info.name
+    if name in scope.sequences:
+        raise ModelError(f"{scope.path}: output {name!r} is a sequence", "only tensors are supported")
     if name not in scope.values and name not in scope.known:
         raise ModelError(f"{scope.path}: output {name!r} is made by no node")
     value = scope.value(name)

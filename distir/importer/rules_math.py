@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import reduce
 
 import ml_dtypes
 import numpy as np
 
+from distir.importer.marks import in_training
 from distir.importer.node import Node, Result
 from distir.importer.registry import rule
 from distir.importer.tensor_proto import dtype_of
+from distir.ir.errors import UsageError
 from distir.ir.function import Value
 from distir.ops.rules import shape_of, statistic, tensor
 
@@ -38,7 +41,10 @@ def _matmul(n: Node) -> Result:
 
 
 @rule("Identity")
-def _identity(n: Node) -> Result:
+def _identity(n: Node) -> Result | Sequence[Result]:
+    if n.proto.input[0] in n.scope.sequences:
+        n.scope.sequences[n.proto.output[0]] = n.scope.sequences[n.proto.input[0]]
+        return []
     return n.operand(0)
 
 
@@ -249,22 +255,46 @@ def _per_channel(n: Node, i: int) -> Value:
 
 @rule("BatchNormalization")
 def _batch_norm(n: Node) -> Result | Sequence[Result]:
-    """In inference mode with running statistics, which are constants; in training mode with those of the batch: then
-    the next running statistics are results, too, but no step starts from them."""
+    """In inference mode with running statistics, which are constants. In training mode with those of the batch, or of
+    each of the groups that it is read as; a training step updates the running ones.
+
+    torch's exporter writes inference mode for a module in training mode, too: then only a training step takes the
+    batch's, and the running variance is of a sample (divided by n - 1, not n), as in torch.
+    """
     n.require("training_mode", 0, 0, 1)
-    momentum, epsilon = n.attr("momentum", 0.9), n.attr("epsilon", 1e-5)
-    x, scale, bias = n.operand(0), _per_channel(n, 1), _per_channel(n, 2)
-    if not n.attr("training_mode", 0):
+    given, momentum, epsilon = n.attr("training_mode", 0), float(n.attr("momentum", 0.9)), n.attr("epsilon", 1e-5)
+    x, scale, bias, shape = n.operand(0), _per_channel(n, 1), _per_channel(n, 2), n.shape()
+    if not given and not (in_training(n.proto) and n.proto.input[3] in n.scope.stored):
         y = _standard(n, x, _per_channel(n, 3), _per_channel(n, 4), epsilon)
         return n.emit("Add", n.emit("Mul", y, scale), bias)
-    mean, variance = _moments(n, x, (0, *range(2, len(n.shape()))))
-    y = n.emit("Add", n.emit("Mul", _standard(n, x, mean, variance, epsilon), scale), bias)
-    running: list[Result] = []
-    for i, batch in ((3, mean), (4, variance)):
-        old, new = n.operand(i), n.reshape(batch, n.shape(i))
+    whole = _grouped(n, x)
+    channel = len(shape_of(whole)) - len(shape) + 1
+    dims = tuple([i for i in range(channel - 1, len(shape_of(whole))) if i != channel])
+    count = math.prod([shape_of(whole)[i] for i in dims])
+    corrections = 1.0, 1.0 if given or count == 1 else count / (count - 1)
+    kind = "BatchStatistic" if given else "RunningStatistic"
+    used: list[Value] = []
+    following: list[Result] = []
+    for i, new, correction in zip((3, 4), _moments(n, whole, dims), corrections, strict=True):
+        old = n.scope.state(n.proto.input[i])
+        row = n.reshape(old, tuple([m if k == channel else 1 for k, m in enumerate(shape_of(new))]))
+        row = row if shape_of(row) == shape_of(new) else n.emit("Expand", row, shape=shape_of(new))
+        used.append(n.emit(kind, row, new, momentum=momentum, correction=correction))
+        new = n.emit("ReduceMean", new, axes=(0,), keepdims=0) if channel > 1 else new
+        new = n.reshape(new, shape_of(old))
         parts = [n.emit("Mul", v, n.constant(by, v)) for v, by in ((old, momentum), (new, 1 - momentum))]
-        running.append(n.emit("Add", *parts))
-    return [y, *running]
+        following.append(n.emit("Add", *parts))
+    y = n.emit("Add", n.emit("Mul", _standard(n, whole, used[0], used[1], epsilon), scale), bias)
+    return [n.reshape(y, shape), *following]
+
+
+def _grouped(n: Node, x: Value) -> Value:
+    """The batch, in dim 0, as (groups, its samples in a group), if the user asks for more groups than one."""
+    groups, (batch, *rest) = n.scope.batchnorm_groups, shape_of(x)
+    n.scope.batchnorms += 1
+    if batch % groups:
+        raise UsageError(f"{n.scope.path}: {n}: its batch of {batch} cannot be split into {groups} groups")
+    return n.reshape(x, (groups, batch // groups, *rest)) if groups > 1 else x
 
 
 def _moments(n: Node, x: Value, dims: tuple[int, ...]) -> tuple[Value, Value]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distir.importer.node import NUMBERS, Node, Result, collapsed
+from distir.importer.node import Node, Result, collapsed
 from distir.importer.registry import rule
 from distir.importer.rules_index import gathered
 from distir.importer.tensor_proto import dtype_of
@@ -178,30 +178,6 @@ def _split(n: Node) -> Sequence[Result]:
     if len(set(sizes)) == 1:
         return n.emit("Split", n.operand(0), axis=axis, parts=len(sizes))
     return n.emit("Split", n.operand(0), axis=axis, sizes=tuple(sizes))
-
-
-@rule("SplitToSequence")
-def _split_to_sequence(n: Node) -> Sequence[Result]:
-    """The sizes of the parts are given, or one size for all but the last, which has the remainder."""
-    n.attr("keepdims")  # without meaning if sizes are given
-    if not n.has(1):
-        raise n.error("into parts without sizes is not supported")
-    axis, split = n.axis(0), n.numbers(1, "the sizes")
-    size, each, one = n.shape()[axis], int(split[0]), n.known(1, "the sizes").ndim == 0
-    if one and (each < 1 or size // each > NUMBERS):
-        raise n.error(f"{size} cannot be split into parts of {each}", f"the most is {NUMBERS} parts")
-    sizes = [int(x) for x in split] if not one else [each] * (size // each) + [size % each] * (size % each > 0)
-    parts = [n.operand(0)] if len(sizes) == 1 else n.emit("Split", n.operand(0), axis=axis, sizes=tuple(sizes))
-    n.scope.sequences[n.proto.output[0]] = list(parts)
-    return []
-
-
-@rule("SequenceAt")
-def _sequence_at(n: Node) -> Result:
-    parts = n.scope.sequences.get(n.proto.input[0])
-    if parts is None:
-        raise n.error("its first operand is no sequence that was split from a tensor")
-    return parts[int(n.numbers(1, "the position")[0])]
 
 
 @rule("Slice")

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from distir.importer.control import inner_initializers
 from distir.importer.merged import part_merged
 from distir.importer.tensor_proto import DTYPES, parse, reader
 from distir.ir.errors import UsageError
@@ -37,6 +38,7 @@ def save_onnx(source: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], 
     parse(model, source, "ONNX model")
     part_merged(model.graph, source)
     tensors = {t.name: t for t in model.graph.initializer}
+    tensors |= {name: t for name, _, t in inner_initializers(model.graph)}
     for name, array in arrays.items():
         if name not in tensors:
             raise UsageError(f"{source} has no initializer {name!r}")
@@ -45,7 +47,7 @@ def save_onnx(source: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], 
     size = sum(_bytes(t) for t in tensors.values())
     outside = any(t.data_location == TensorProto.EXTERNAL for t in tensors.values())
     with written(out) as new:
-        _write(model, source, arrays, new, outside or size > EXTERNAL_FROM)
+        _write(model, tensors, source, arrays, new, outside or size > EXTERNAL_FROM)
     return out
 
 
@@ -56,21 +58,22 @@ def _bytes(tensor: TensorProto) -> int:
 
 def _write(
     model: onnx.ModelProto,
+    tensors: Mapping[str, onnx.TensorProto],
     source: Path,
     arrays: Mapping[str, np.ndarray],
     out: Path,
     external: bool,
 ) -> None:
-    """Write the model and, if it has any, its external data beside it."""
+    """Write the model and, if it has any, its external data beside it. `tensors`: its initializers, by name."""
     data = out.with_name(f"{out.name}.data")
     with open(data, "wb") as file:
-        for tensor in model.graph.initializer:
+        for name, tensor in tensors.items():
             keeps = tensor.data_location != TensorProto.EXTERNAL
-            if tensor.name not in arrays and keeps and (not external or _bytes(tensor) < SMALL):
+            if name not in arrays and keeps and (not external or _bytes(tensor) < SMALL):
                 continue
             stored = reader(tensor, source)
             dtype = DTYPES[tensor.data_type].numpy
-            new = arrays.get(tensor.name)
+            new = arrays.get(name)
             array = stored() if new is None else np.asarray(new).astype(dtype, copy=False)
             if external and _bytes(tensor) >= SMALL:
                 _store(tensor, array, file, data.name)

@@ -1,4 +1,4 @@
-"""Reductions over dims: attributes `axes` (a tuple of dims) and `keepdims`."""
+"""Reductions over dims: attributes `axes` (a tuple of dims) and `keepdims`; running statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
 from distir.ir.spec import Attrs, op
 from distir.ir.type import DType, Float32, Float64
-from distir.ops.rules import expect_shape, letters, same, scalar, shape_of
+from distir.ops.rules import expect_shape, letters, points, same, scalar, shape_of
 
 
 def _axes(kind: str) -> Callable[[Attrs, Sequence[Shape]], str]:
@@ -205,4 +205,27 @@ op(  # along a dim, from its end if `reverse`; `exclusive`: without the element 
     precision="wide",
     eval=_cum_sum,
     grad=_cum_sum_grad,
+)
+
+op(  # running, of the batch -> the first; a training step takes the batch's in its place
+    "RunningStatistic",
+    attributes="momentum:number correction:number",
+    axes=points(2),
+    dtype=same,
+    linear=[{0}],
+    precision="wide",
+    eval=lambda xp, running, batch, momentum, correction: xp.broadcast_to(running, batch.shape),
+    grad=lambda f, o, d: [d, None],
+    alias=True,
+)
+op(  # running, of the batch -> the second; next is running * momentum + it * (1 - momentum) * correction
+    "BatchStatistic",
+    attributes="momentum:number correction:number",
+    axes=points(2),
+    dtype=same,
+    linear=[{1}],
+    precision="wide",
+    training_only=True,
+    eval=lambda xp, running, batch, momentum, correction: batch,
+    grad=lambda f, o, d: [None, d],
 )

@@ -55,7 +55,6 @@ REASONS = {
     r"op (GridSample|RoiAlign|DeformConv|Col2Im|MaxUnpool|Det|TensorScatter) |the maxima": "no model yet",
     r"op (DFT|STFT|MelWeightMatrix) ": "spectra: models take them as inputs",
     r"op (ConvInteger|MatMulInteger|QLinearConv|BitCast) ": "quantized inference",
-    r"SplitToSequence: into parts without sizes": "sequences of unknown length",
 }
 """For each kind of refusal why it stays: a pattern of the message, without the names of nodes."""
 FIRST = ("ConstantOfShape", "NonZero")

@@ -11,8 +11,12 @@ import pytest
 from onnx import helper, numpy_helper
 
 from distir.importer import import_from_onnx
+from distir.importer.save import save_onnx
 from distir.ir.errors import ModelError
+from distir.transforms.differentiation.training import training_step
 from tests.importer.models import FLOAT, INT64, computed, equal, expected, info, model, node
+from tests.transforms.programs import Plan, filled
+from tests.transforms.programs import check as distributed_equals_sequential
 
 rng = np.random.default_rng(0)
 BOOL = onnx.TensorProto.BOOL
@@ -128,3 +132,65 @@ def test_what_depends_on_data_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=words) as e:
             import_from_onnx(path)
         assert "\n" not in str(e.value)
+
+
+# ---------------------------------------------------------------- weights in graphs inside nodes
+
+
+def weighing(tmp_path: Path) -> tuple[onnx.ModelProto, dict[str, np.ndarray], Path]:
+    """Two nodes If whose branches have weights of one name, and a loop of three iterations whose body has one."""
+
+    def branches(k: float) -> dict[str, onnx.GraphProto]:
+        then = graph([node("Mul", "h w", "r")], {}, {"r": FLOAT}, {"w": np.full(4, k, np.float32)})
+        other = graph([node("Add", "h u", "r")], {}, {"r": FLOAT}, {"u": np.zeros(4, np.float32)})
+        return {"then_branch": then, "else_branch": other}
+
+    body = graph(
+        [node("Mul", "v l", "m"), node("Tanh", "m", "t"), node("Identity", "go", "on")],
+        {"i": INT64, "go": BOOL, "v": FLOAT},
+        {"on": BOOL, "t": FLOAT},
+        {"l": np.full(4, 0.5, np.float32)},
+    )
+    nodes = [
+        node("Identity", "x", "h"),
+        node("If", "c", "a", "", **branches(2.0)),
+        node("If", "c", "b", "", **branches(3.0)),
+        node("Add", "a b", "s"),
+        node("Loop", "n c s", "y", body=body),
+    ]
+    inputs = {"x": x(8, 4)}
+    proto = model(nodes, inputs, ["y"], {"c": np.array(True), "n": np.array(3)})
+    path = tmp_path / "weights.onnx"
+    path.write_bytes(proto.SerializeToString())
+    return proto, inputs, path
+
+
+def test_weights_of_graphs_inside_are_trained(tmp_path: Path) -> None:
+    """Those of the branch that is taken, and once that of a loop: gradients are torch's."""
+    torch = pytest.importorskip("torch")
+    proto, inputs, path = weighing(tmp_path)
+    check(proto, inputs, tmp_path)
+    function, arrays = import_from_onnx(path)
+    assert [v.name for v in function.inputs if v.kind == "parameter"] == ["w", "w'", "l"]
+    given = {v.name: np.asarray(a) for v, a in arrays.items()} | inputs
+    step = filled(training_step(function, "mse", gradients=True), given, np.random.default_rng(0))
+    held = {v.name: torch.tensor(a) for v, a in zip(step.function.inputs, step.arrays, strict=True)}
+    first, second, looped = weights = [held[name].requires_grad_() for name in ("w", "w'", "l")]
+    y = held["x"] * first + held["x"] * second
+    for _ in range(3):
+        y = torch.tanh(y * looped)
+    torch.nn.functional.mse_loss(y, held["target"]).backward()
+    got = dict(zip([v.name for v in step.function.outputs], step.results(), strict=True))
+    for name, w in zip(("w", "w'", "l"), weights, strict=True):
+        np.testing.assert_allclose(got[f"{name}.grad"], w.grad, rtol=1e-10)
+    for plan in (Plan(2), Plan(1, 2), Plan(1, 1, 2, 2)):
+        distributed_equals_sequential(step, plan)
+
+
+def test_weights_of_graphs_inside_are_saved(tmp_path: Path) -> None:
+    _, _, path = weighing(tmp_path)
+    new = {name: x(4) for name in ("w", "w'", "l")}
+    function, arrays = import_from_onnx(save_onnx(path, new, tmp_path / "new.onnx"))
+    for v in function.inputs:
+        if v.kind == "parameter":
+            np.testing.assert_array_equal(np.asarray(arrays[v]), new[v.name])

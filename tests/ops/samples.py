@@ -409,6 +409,8 @@ SAMPLES = [
         for n in (3, 8)
         for decay in ("none", "linear", "cosine")
     ],
+    sample("RunningStatistic", real(4, 6), real(4, 6), momentum=0.9, correction=1.25, detached=(1,)),
+    sample("BatchStatistic", real(4, 6), real(4, 6), momentum=0.9, correction=1.25, detached=(0,)),
     sample("ClipFactor", number(9.0), norm=0.5),
     sample("ClipFactor", number(9.0), norm=5),
     sample("Scale", real(4, 6), number(0.25)),

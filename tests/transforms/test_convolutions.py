@@ -187,7 +187,6 @@ def normed() -> Program:
 def test_batch_norms_have_the_gradients_of_torch() -> None:
     step, f = normed(), torch.nn.functional
     given = {v.name: x for v, x in zip(step.function.inputs, step.arrays, strict=True)}
-    assert not {"m1", "d1", "m2", "d2"} & given.keys()
     w = {k: torch.tensor(x, requires_grad=k not in ("x", "labels")) for k, x in given.items()}
     h = f.batch_norm(f.conv2d(w["x"], w["v"], None, 2), None, None, w["s1"], w["b1"], True)
     h = f.batch_norm(f.conv2d(torch.relu(h), w["w"]), None, None, w["s2"], w["b2"], True, eps=0.1)
@@ -204,3 +203,63 @@ def test_batch_norms_have_the_gradients_of_torch() -> None:
 @pytest.mark.parametrize("plan", [Plan(2), Plan(1, 2), Plan(2, 2), Plan(1, 1, 2), Plan(4, zero=3)], ids=str)
 def test_batch_norms_are_of_the_whole_batch(plan: Plan) -> None:
     check(normed(), plan)
+
+
+# ---------------------------------------------------------------- norms of each sample
+
+
+@functools.cache
+def normed_by_sample() -> Program:
+    """The training step of convolutions with norms over the space of each sample, and over groups of its channels."""
+    rng = np.random.default_rng(2)
+    shapes = {"v": (8, 3, 3, 3), "w": (8, 8, 3, 3), "s1": (8,), "b1": (8,), "s2": (8,), "b2": (8,), "u": (8, 6)}
+    stored = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    nodes = [
+        node("Conv", "x v", "h", pads=[1, 1, 1, 1]),
+        node("InstanceNormalization", "h s1 b1", "g"),
+        node("Tanh", "g", "r"),
+        node("Conv", "r w", "i", pads=[1, 1, 1, 1]),
+        node("GroupNormalization", "i s2 b2", "j", num_groups=4, epsilon=0.1),
+        node("Tanh", "j", "k"),
+        node("GlobalAveragePool", "k", "p"),
+        node("Flatten", "p", "q"),
+        node("MatMul", "q u", "y"),
+    ]
+    path = Path(tempfile.mkdtemp()) / "normed.onnx"
+    images = {"x": np.zeros((BATCH, 3, 8, 8), np.float32)}
+    path.write_bytes(model_of(nodes, images, ["y"], stored, opset=21).SerializeToString())
+    function, arrays = import_from_onnx(path)
+    step = training_step(function, "cross-entropy", SGD(0.1), gradients=True)
+    return filled(step, {v.name: np.asarray(a) for v, a in arrays.items()} | {"labels": rng.integers(0, 6, BATCH)}, rng)
+
+
+def test_norms_of_each_sample_have_the_gradients_of_torch() -> None:
+    step, f = normed_by_sample(), torch.nn.functional
+    given = {v.name: x for v, x in zip(step.function.inputs, step.arrays, strict=True)}
+    w = {k: torch.tensor(x, requires_grad=k not in ("x", "labels")) for k, x in given.items()}
+    h = torch.tanh(f.instance_norm(f.conv2d(w["x"], w["v"], None, 1, 1), None, None, w["s1"], w["b1"]))
+    h = torch.tanh(f.group_norm(f.conv2d(h, w["w"], None, 1, 1), 4, w["s2"], w["b2"], 0.1))
+    loss = f.cross_entropy(h.mean((2, 3)) @ w["u"], w["labels"])
+    loss.backward()
+    got = dict(zip([v.name for v in step.function.outputs], step.results(), strict=True))
+    np.testing.assert_allclose(got["loss"], loss.item(), rtol=1e-6)  # epsilon is float32's in the file
+    for name in ("v", "w", "s1", "b1", "s2", "b2", "u"):
+        want = w[name].grad
+        assert want is not None
+        np.testing.assert_allclose(got[f"{name}.grad"], want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(2, 1, 1, 2),
+        Plan(1, 2),
+        Plan(1, 1, 2, 2),
+        Plan(1, split=("h=2:x.2",)),
+        Plan(2, split=("h=2:x.2", "w=2:x.3")),
+        Plan(2, 2, zero=3),
+    ],
+    ids=str,
+)
+def test_norms_of_each_sample_are_split_by_batch_channels_and_space(plan: Plan) -> None:
+    check(normed_by_sample(), plan)

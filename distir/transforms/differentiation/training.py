@@ -19,6 +19,7 @@ from distir.ir.placement import Shard, splits
 from distir.ir.spec import FactorMapping, lookup
 from distir.ir.type import Float16, Float32, Int64, Tensor
 from distir.ops.rules import cast, shape_of, tensor
+from distir.transforms.differentiation.batch_statistics import next_statistics, with_batch_statistics
 from distir.transforms.differentiation.clip import clip_factor, sum_of_squares
 from distir.transforms.differentiation.draw_dropout import step_of, with_dropout
 from distir.transforms.differentiation.grad import find_loss, grad, parameters, sources
@@ -153,16 +154,18 @@ def training_step(
 
     Inputs: the function's, the labels, then of role state for each parameter the optimizer's buffers, and the step
     counter; all start at zero (`initial_state`). Outputs: the loss; with `gradients` each parameter's gradient, in
-    order; then, parameter by parameter, its next value and those of its buffers; the next step counter. `updates` ties
-    them to their inputs. A parameter that the loss does not depend on has no gradient, state or update. With
-    another `precision` than float32 products are in it, weights and statistics in float32 (`mixed_precision`);
-    gradients are accumulated in `grad_dtype`, float32 or that. In float16 the loss is scaled (`loss_scale`). Dropout
-    is drawn at random, from the optimizer's `dropout_seed` and the step counter (`with_dropout`).
+    order; then, parameter by parameter, its next value and those of its buffers; the next step counter; the running
+    statistics of batch norms in training mode. `updates` ties them to their inputs. A parameter that the loss does not
+    depend on has no gradient, state or update. With another `precision` than float32 products are in it, weights and
+    statistics in float32 (`mixed_precision`); gradients are accumulated in `grad_dtype`, float32 or that. In float16
+    the loss is scaled (`loss_scale`). Dropout is drawn at random, from the optimizer's `dropout_seed` and the step
+    counter (`with_dropout`).
 
     Raises UsageError for a loss that is not there or not a number, or if the function has no parameters.
     """
     settings = optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
-    forward = with_dropout(fuse(with_loss(function, loss, output)), settings.dropout_seed)
+    forward = with_batch_statistics(fuse(with_loss(function, loss, output)))
+    forward = with_dropout(forward, settings.dropout_seed)
     if grad_dtype not in (Float32, precision):
         raise UsageError(f"gradients are accumulated in float32 or in the precision, {precision}; got {grad_dtype}")
     forward = forward if precision is Float32 else mixed_precision(forward, precision)
@@ -207,10 +210,12 @@ def with_updates(
     found = backward.outputs[len(backward.outputs) - len(trained) :]
     given = dict(zip(trained, narrowed(maker, found, grad_dtype), strict=True))
     new = update(maker, optimizer, given, scaling, step_of(backward))
+    statistics = next_statistics(maker)
+    maker.updates.update(statistics)
     if scaling is not None and gradients:
         inverse = maker.emit("Reciprocal", scaling.scale)
         found = [maker.emit("Scale", g, inverse) for g in found]
-    maker.set_outputs([backward.outputs[0], *(found if gradients else ()), *new])
+    maker.set_outputs([backward.outputs[0], *(found if gradients else ()), *new, *statistics])
     return maker.finalize()
 
 

@@ -67,7 +67,8 @@ def check_rewrite(
     if all(op in left or old.keys().isdisjoint(op.outputs) for op in after.ops):
         _check_outputs(after)  # all ops of `after` are ops of `before`, or compute new values
         return
-    terms = _Terms(specs(before) & specs(after))
+    replaced = {old[v].spec for op in after.ops for v in op.outputs if v in old and old[v].spec is not op.spec}
+    terms = _Terms((specs(before) & specs(after)) - replaced)
     if same_above_kept(before, after, terms):
         _check_definitions(after, terms, evaluate)
         return

@@ -23,6 +23,7 @@ class Law(Enum):
     SAME = "the same results for the same inputs"
     MORE = "existing values are computed as before; the added backward ops are gradients of the ops they are `of`"
     DRAWN = "the same ops, with dropout drawn at random where it was the identity"
+    OF_BATCH = "the same ops, with statistics of the batch in place of running ones"
     KNOWN = "the same results, given the values of known constants"
     PADDED = "the same results within the source shapes, if the padding of the inputs is 0"
     RETYPED = "the same ops in another floating-point type"

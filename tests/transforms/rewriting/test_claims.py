@@ -24,6 +24,7 @@ from distir.ir.spec import lookup
 from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor
 from distir.models.gpt import gpt
 from distir.ops.rules import shape_of, tensor
+from distir.transforms.differentiation.batch_statistics import with_batch_statistics
 from distir.transforms.differentiation.draw_dropout import with_dropout
 from distir.transforms.differentiation.grad import grad
 from distir.transforms.differentiation.training import (
@@ -100,6 +101,16 @@ def dropping() -> Function:
     return f.finalize()
 
 
+def centred() -> Function:
+    """A column subtracted from its running mean, or in training from that of the batch."""
+    f = FunctionMaker("centred")
+    x = f.add_input_value("x", Tensor(Float64, (4, 6)), Role("data", 0))
+    mean = f.add_input_value("mean", Tensor(Float64, (1, 6)), Role("state"))
+    of_batch = f.emit("ReduceMean", x, axes=(0,), keepdims=1)
+    f.set_outputs([f.emit("Sub", x, f.emit("RunningStatistic", mean, of_batch, momentum=0.9, correction=1.0))])
+    return f.finalize()
+
+
 REWRITTEN: dict[str, Callable[[], Function]] = {
     "fuse": lambda: fused(fresh(forward())),
     "decompose": lambda: decompose.decompose(fresh(forward())),
@@ -112,6 +123,7 @@ REWRITTEN: dict[str, Callable[[], Function]] = {
     "with_loss": loss_of_trained,
     "with_updates": updated,
     "with_dropout": lambda: with_dropout(fresh(dropping()), 1),
+    "with_batch_statistics": lambda: with_batch_statistics(fresh(centred())),
     "mixed_precision": lambda: mixed_precision(with_dtype(fused(loss_of_trained()), Float32), BFloat16),
     "with_scaled_loss": lambda: with_scaled_loss(loss_of_trained()),
     "with_dtype": lambda: with_dtype(fresh(small_floats()), Float64),
@@ -126,6 +138,18 @@ def test_every_law_has_a_check_and_every_rewrite_an_instance() -> None:
     assert set(REWRITES.values()) == set(Law)
 
 
+def test_an_op_is_replaced_beside_one_that_stays() -> None:
+    """The mean of the data needs no gradient; the other is decomposed, by the number of the elements."""
+    f = FunctionMaker("two means")
+    x = f.add_input_value("x", Tensor(Float64, (8, 5)), Role("data", 0))
+    w = f.add_input_value("w", Tensor(Float64, (5,)), Role("parameter"))
+    means = [f.emit("ReduceMean", v, axes=(0, 1), keepdims=0) for v in (x, f.emit("Mul", x, w))]
+    f.set_outputs([f.emit("Mul", *means)])
+    made = grad(f.finalize())
+    assert [op.op_type for op in made.ops].count("ReduceMean") == 1
+    check_origins(made)
+
+
 @pytest.mark.parametrize("name", REWRITTEN)
 def test_a_rewrite_keeps_its_law(name: str) -> None:
     """The check passes, and both functions compute the same on random numbers."""
@@ -138,7 +162,7 @@ def test_a_rewrite_keeps_its_law(name: str) -> None:
         both = [v for v in before.producers() if v in after.producers()]
         assert both
         before, after = [Function(f.name, f.inputs, f.ops, tuple(both)) for f in (before, after)]
-    if origin.law is Law.DRAWN:  # what it computes when nothing is dropped
+    if origin.law in (Law.DRAWN, Law.OF_BATCH):  # what it computes when nothing is dropped, by running statistics
         after = evaluation(after)
     for seed in range(3):
         arrays = drawn(origin.before, after, seed)
