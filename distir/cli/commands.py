@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from typing import Any
 
 from distir.api import Model, Plan, RunOptions, load
@@ -16,6 +15,7 @@ from distir.api.results import RunResult, aligned
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.cli.watching import run_callbacks
 from distir.ir.errors import UsageError
+from distir.ir.files import check_writable
 from distir.models.named import own_loss
 from distir.runtime.job import JobCallbacks
 from distir.transforms.differentiation.training import LearningRate, optimizer_named
@@ -98,7 +98,14 @@ def compare(args: argparse.Namespace) -> None:
 
 def simulate(args: argparse.Namespace) -> None:
     """`distir simulate`."""
-    from distir.cli.other_tools import check_targets, note_differences, read_other_plan, write_plans
+    from distir.cli.other_tools import (
+        check_targets,
+        note_differences,
+        read_other_plan,
+        settings_of,
+        write_plans,
+        written_lines,
+    )
 
     check_targets(args)
     with Progress("loading") as progress:
@@ -109,8 +116,7 @@ def simulate(args: argparse.Namespace) -> None:
         prediction = simulate_model(model, plan, args.cluster, args.nodes, args.runtime)
         if args.trace is not None:
             prediction.save_trace(args.trace)
-        write_plans(args, model, prediction.summary.plan)
-    emitted = [{"tool": tool, "file": path} for tool, path in args.emit]
+        emitted = write_plans(args.emit, prediction.summary.plan, settings_of(args, model))
     if args.json:
         print_json(
             prediction.to_json()
@@ -119,9 +125,7 @@ def simulate(args: argparse.Namespace) -> None:
         )
     else:
         traced = [f"trace written to {args.trace}"] if args.trace else []
-        print(
-            "\n".join([str(prediction), *traced, *[f"plan written for {tool} to {path}" for tool, path in args.emit]])
-        )
+        print("\n".join([str(prediction), *traced, *written_lines(emitted)]))
 
 
 def clusters(args: argparse.Namespace) -> None:
@@ -258,6 +262,4 @@ def _check_save(path: str, model: Model) -> None:
         raise UsageError("--save writes trained weights: it needs a loss", "--loss cross-entropy, or mse")
     if model.path is None:
         raise UsageError(f"--save writes the model's ONNX file with other weights: {model.name} has none")
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise UsageError(f"cannot write {path}")
+    check_writable(path)

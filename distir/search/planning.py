@@ -15,7 +15,7 @@ from distir.hardware import host_cores
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.search.best_first import Bounds, Progressed, Simulated, by_seconds, search
 from distir.search.exact import Detail, Setting
-from distir.search.plan_table import PlanRow, PlanTable, StepWork, short_of, what_binds
+from distir.search.plan_table import PlanPoint, PlanRow, PlanTable, StepWork, short_of, what_binds
 from distir.search.simulating import Simulators, simulators
 from distir.search.space import SETTINGS, Candidate, Space, space
 from distir.transforms.passes import SEQUENTIAL, form_of
@@ -199,6 +199,12 @@ class _Result(NamedTuple):
             dict(self.space.left_out),
             short and short_of(short, self.details[short.candidate], setting.batch),
             state.interrupted,
+            [
+                PlanPoint(x.candidate.plan(setting.batch), *x.outcome[:2], x.outcome.over)
+                for x in state.found
+                if x.outcome.reason is None
+            ],
+            setting,
         )
 
 
