@@ -45,13 +45,18 @@ th:first-child, td:first-child, .ends th:last-child, .ends td:last-child { text-
 .ends th:last-child, .ends td:last-child { padding-left: .6rem; }
 .best-first tbody tr:first-child td { font-weight: 600; }
 .best-first td:first-child { white-space: normal; min-width: 16rem; }
-svg { display: block; width: 100%; height: auto; max-width: 62rem; margin: .8rem 0; }
+svg { display: block; width: 100%; height: auto; max-width: 55rem; margin: .8rem 0; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .8rem 1rem;
   overflow-x: auto; font-size: .82rem; }
 summary { cursor: pointer; color: var(--accent); margin: .6rem 0; }
 footer { margin-top: 3rem; color: var(--muted); font-size: .82rem; }
 @media print { details { display: none; } h2 { break-after: avoid; } svg { break-inside: avoid; } }
 """
+
+_GRAIN = 1 / 600
+"""The share of a timeline that is a pixel or so wide."""
+_STAGES = 4
+"""Of more stages the timeline shows compute alone."""
 
 
 def front_figure(tables: Sequence[PlanTable], *, listed: bool = True) -> Figure:
@@ -186,8 +191,10 @@ def _parts(explained: Explanation, prefix: str) -> str:
 
 
 def _timeline(explained: Explanation, prefix: str) -> str:
-    figure = timeline(explained.prediction.simulation)
-    note = "A row for each stream of each kind of devices; numbers are microbatches."
+    simulation = explained.prediction.simulation
+    many = len(simulation.stages) > _STAGES
+    figure = timeline(simulation, _GRAIN, many)
+    note = f"A row for each {'stage' if many else 'stream of each stage'}; numbers are microbatches."
     return f'<p class="note">{note}</p>\n' + figure.inline_svg("Timeline of a step", f"{prefix}t")
 
 

@@ -89,6 +89,8 @@ def plan(
         first = _likely(setting, all_plans)
         state = search(bounds, all_plans.candidates, several, first, at_least=top, on_step=on_step)
         if not state.fitting:
+            if state.interrupted:
+                raise KeyboardInterrupt  # nothing to show
             raise _nothing_fits(bounds, all_plans, state, several, gpus)
         families = [] if state.interrupted else _families(all_plans, state, bounds, several)
         shown = [x.candidate for x in (*state.fitting[:top], *[found for _, found, _ in families])]
@@ -147,11 +149,14 @@ def _families(
         if not mine or len(mine) == len(found.candidates):
             continue
         more = search(bounds, mine, several, known=known, limit=_FAMILY_TRIES)
+        state.interrupted |= more.interrupted
         state.found += [x for x in more.found if x.candidate not in known]
         known |= {x.candidate: x for x in more.found}
         fits = sorted([x for c, x in known.items() if family.has(c) and x.outcome.fits], key=by_seconds)
         if fits:
             best.append((family, fits[0], more.bound >= fits[0].outcome.seconds))
+        if state.interrupted:
+            break
     return best
 
 

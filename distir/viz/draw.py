@@ -10,7 +10,7 @@ from distir.executor.simulator.categories import CATEGORIES
 from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.work_kinds import BACKWARD, COMPUTE, FORWARD, UPDATE
 from distir.ir.errors import UsageError
-from distir.viz.spans import COLLECTIVE, KINDS, TRANSFER, bars, live
+from distir.viz.spans import COLLECTIVE, KINDS, TRANSFER, bars, coarse, live
 
 if TYPE_CHECKING:
     from distir.viz.figure import Figure
@@ -34,12 +34,15 @@ SIZES = (("GiB", 2**-30), ("MiB", 2**-20), ("KiB", 2**-10), ("bytes", 1.0))
 """Units of seconds and of bytes, with how many one is."""
 
 
-def timeline(simulation: Simulation) -> Figure:
+def timeline(simulation: Simulation, grain: float = 0.0, compute_only: bool = False) -> Figure:
     """A timeline: a row for each stream of each device class, bars coloured by kind and numbered by microbatch.
 
-    Narrow bars, and bars not of a single microbatch (prologues, updates), have no number.
+    Narrow bars, and bars not of a single microbatch (prologues, updates), have no number. `grain` is the share of the
+    time below which bars are not told apart (`distir.viz.spans.coarse`). `compute_only`: without communication.
     """
-    rows = bars(simulation)
+    rows = bars(simulation, compute_only)
+    if grain:
+        rows = coarse(rows, grain * simulation.seconds)
     unit, scale = largest_unit(simulation.seconds, TIMES)
     figure = empty_figure(9, 0.9 + 0.34 * len(rows))
     axes = figure.add_subplot()
