@@ -92,7 +92,7 @@ def _write(args: argparse.Namespace, found: list[PlanTable], model: Model, progr
     if args.emit:
         rows = found[0].rows
         if args.emit_rank > len(rows):
-            raise UsageError(f"--emit-rank {args.emit_rank}, but {counted(len(rows), 'plan')} found")
+            raise UsageError(f"--emit-rank {args.emit_rank}, but the table has {counted(len(rows), 'row')}")
         settings = training_settings(args, model, _precision(args))
         files["emitted"] = write_plans(args.emit, rows[args.emit_rank - 1].plan, settings)
     if args.plot is not None:

@@ -29,6 +29,8 @@ _COLOURS = [f"C{k}" for k in range(10)] + ["#000000", "#F0E442", "#009E73", "#56
 """Of names, one after the other."""
 _NARROW = 0.012
 """Bars narrower than this share of the timeline have no number."""
+_CROWDED = 200
+"""From so many bars a row of a timeline has no edges between them: they would cover most of it."""
 TIMES = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
 SIZES = (("GiB", 2**-30), ("MiB", 2**-20), ("KiB", 2**-10), ("bytes", 1.0))
 """Units of seconds and of bytes, with how many one is."""
@@ -47,12 +49,13 @@ def timeline(simulation: Simulation, grain: float = 0.0, compute_only: bool = Fa
     figure = empty_figure(9, 0.9 + 0.34 * len(rows))
     axes = figure.add_subplot()
     for y, (name, row) in enumerate(rows):
+        edge = 0.4 if len(row) < _CROWDED else 0.0
         for kind in KINDS:
             ranges = [(b.start * scale, b.duration * scale) for b in row if b.kind == kind]
             if ranges:
                 label = f"{name}: {kind}"
                 axes.broken_barh(
-                    ranges, (y - 0.4, 0.8), color=_COLOUR[kind], edgecolor="white", linewidth=0.4, label=label
+                    ranges, (y - 0.4, 0.8), color=_COLOUR[kind], edgecolor="white", linewidth=edge, label=label
                 )
         for b in row:
             if b.microbatch is not None and b.duration > _NARROW * simulation.seconds:

@@ -43,7 +43,7 @@ def pareto(panels: Mapping[str, tuple[Sequence[Choice], Sequence[float]]], *, li
     """
     fronts = [numbered_front(plans) for plans, _ in panels.values()]
     lists = [_lines(front) if listed else [] for front in fronts]
-    heights = [x for lines in lists for x in (4.3, 0.15 * len(lines) + 0.02)]
+    heights = [x for lines in lists for x in (4.3, 0.15 * len(lines) + 0.15 if listed else 0.02)]
     figure = empty_figure(9, sum(heights) or 1)
     found = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0] if panels else []
     scales: list[tuple[float, float]] = []
@@ -121,7 +121,7 @@ def _scale(axes: Any, which: str, values: Sequence[float]) -> None:
     if low > 0 and high / low >= _WIDE:
         room = (high / low) ** 0.08
         axes.set(**{f"{which}scale": "log", f"{which}lim": (low / room, high * room)})
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
         axis.set_minor_locator(NullLocator())
     else:
         room = 0.08 * (high - low) or 0.05 * high
