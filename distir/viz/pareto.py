@@ -20,7 +20,7 @@ _NUMBERED = 15
 """The most plans of a front that have a number."""
 _LINE = 122
 """The characters of a line below a plot."""
-_PLACES = tuple(itertools.product((11.5, 20.0, 30.0, 40.0, 50.0), (225, 205, 245, 185, 265)))
+_PLACES = tuple(itertools.product((11.5, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0), (225, 205, 245, 185, 265)))
 """Where the number of a point may be: how far away, in points, and at which angle. All plans are on the other side."""
 
 
@@ -108,7 +108,8 @@ def _scatter(axes: Any, plans: Sequence[Choice], limits: Sequence[float]) -> tup
     axes.set_xlabel(f"peak memory of the device that needs most ({size_unit})")
     axes.set_ylabel(f"step ({unit})")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize="small")
+    if plans or limits:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize="small")
     return size_scale, scale
 
 
