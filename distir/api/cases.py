@@ -334,9 +334,13 @@ def _model(values: Mapping[str, Any]) -> Decoder | Perceptron:
 
 
 def _recompute(values: Mapping[str, Any]) -> str:
-    """What is recomputed: selective recomputation of unfused attention is that of Megatron-LM."""
-    selective = values["recompute"] == "selective" and values["attention"] == "unfused"
-    return "attention" if selective else values["recompute"]
+    """What is recomputed: selective recomputation of unfused attention is that of Megatron-LM, which, with sequence
+    parallelism, always gathers the inputs of products again in the backward pass (as `interop.from_megatron` has it).
+    """
+    if values["recompute"] == "selective" and values["attention"] == "unfused":
+        return "attention"
+    gathers = values["runtime"] == "megatron" and values["sequence_parallel"] and values["tp"] > 1
+    return "gathers" if gathers and values["recompute"] == _NONE else values["recompute"]
 
 
 def _plan(values: Mapping[str, Any]) -> Plan:
