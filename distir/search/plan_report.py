@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from html import escape
@@ -11,7 +12,10 @@ from distir.api.explain import Explanation
 from distir.api.results import html_table, paragraphs, seconds, size
 from distir.ir.errors import counted
 from distir.ir.files import written
+from distir.ir.function import Function
+from distir.ops.rules import shape_of
 from distir.search.plan_table import ADVICE, PlanTable
+from distir.transforms.roles import weights
 from distir.viz import Choice, memory, pareto, timeline
 from distir.viz.pareto import numbered_front
 
@@ -127,13 +131,18 @@ def _article(table: PlanTable, prefix: str) -> str:
 def _question(table: PlanTable) -> str:
     """What was asked."""
     work = table.rows[0].work
+    parameters = "" if table.setting is None else f" ({_parameters(table.setting.model.function):,} parameters)"
     batch = counted(work.samples, "sample") + (f", {work.tokens:,} tokens" if work.tokens else "")
     have = " or ".join([size(x + table.reserve) for x in _limits(table)])
     lines = [
-        f"Which plan trains {table.model} quickest on {table.cluster}, a step of {batch}?",
+        f"Which plan trains {table.model}{parameters} quickest on {table.cluster}, a step of {batch}?",
         f"Each device has {have} of memory, {size(table.reserve)} of it in reserve.",
     ]
     return paragraphs(lines)
+
+
+def _parameters(function: Function) -> int:
+    return sum([math.prod(shape_of(v)) for v in weights(function) if v.kind != "state"])
 
 
 def _answer(table: PlanTable) -> str:

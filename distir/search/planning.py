@@ -92,7 +92,12 @@ def plan(
             if state.interrupted:
                 raise KeyboardInterrupt  # nothing to show
             raise _nothing_fits(bounds, all_plans, state, several, gpus)
-        families = [] if state.interrupted else _families(all_plans, state, bounds, several)
+        families: list[BestOf] = []
+        try:
+            if not state.interrupted:
+                families = _families(all_plans, state, bounds, several)
+        except KeyboardInterrupt:
+            state.interrupted = True
         shown = [x.candidate for x in (*state.fitting[:top], *[found for _, found, _ in families])]
         short = _quicker_but_short(state)
         details = several.details([*shown, *([short.candidate] if short else [])])

@@ -127,6 +127,7 @@ def test_interrupted():
     while b"plans simulated" not in shown or b"best" not in shown:
         shown += os.read(terminal, 4096)
     os.killpg(process.pid, signal.SIGINT)
+    assert process.stdout is not None
     out = process.stdout.read()
     try:
         while more := os.read(terminal, 4096):
