@@ -102,7 +102,7 @@ def test_a_report_is_one_file(text: str) -> None:
 
 def test_its_figures_are_the_tables(table: PlanTable, text: str) -> None:
     page, explained = Page(text), table.explain()
-    assert f"Plans for {NAME}" in page.words
+    assert f"{NAME} on 2 devices" in page.words
     assert table.table() in page.tables
     assert table.family_table() in page.tables
     assert explained.table() in page.tables
