@@ -55,20 +55,19 @@ class Figure(Plain):
             for axes in self.axes
         ]
 
-    def inline_svg(self, title: str, prefix: str) -> str:
+    def inline_svg(self, title: str, salt: str) -> str:
         """An SVG element to put into HTML, with a title for readers that do not see it; it refers to no file.
 
         Text has the font of the page, and what is black its colour; white edges have that of its variable `--paper`.
-        Ids begin with `prefix`, so that a page may have several such elements.
+        Ids are made with `salt`, so that a page may have several such elements, each with its own.
         """
         drawn = io.StringIO()
-        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
             self.savefig(drawn, format="svg", transparent=True)
         text = drawn.getvalue()
         text = text[text.index("<svg") :]
         for pattern, new in _FOR_HTML:
             text = pattern.sub(new, text)
-        text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
         return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}" {_INHERITED}', 1)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
