@@ -38,7 +38,7 @@ from distir.executor.cost_model.fitting import (
 )
 from distir.hardware import host_cores, load_cluster, load_runtime
 from distir.ir.errors import UsageError
-from distir.ir.files import written
+from distir.ir.files import check_writable, written
 from distir.ir.host_runtime import Runtime
 from distir.ir.topology import Crowd, OpSpeed, Regular, Residuals, Topology
 from distir.runtime.options import RunOptions
@@ -187,9 +187,7 @@ def check_out(out: str | os.PathLike[str]) -> None:
     path = Path(out)
     if path.suffix != ".toml":
         raise UsageError(f"cannot write {path}: a cluster file is a .toml file", f"--out {path.stem or 'mine'}.toml")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        why = "it is a folder" if path.is_dir() else f"{path.parent} is no folder that can be written to"
-        raise UsageError(f"cannot write {path}: {why}")
+    check_writable(path)
 
 
 class _Phases:

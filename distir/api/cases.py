@@ -10,17 +10,18 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from distir.api.interop.plan_settings import CONTEXT, nested, splits_of
 from distir.api.model import PRECISIONS, Precision
 from distir.hardware import load_cluster, load_runtime
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.host_runtime import Runtime
 from distir.models.decoder import ARCHITECTURES, Decoder
 from distir.transforms.pipeline.schedule import SCHEDULES
-from distir.transforms.plan import AXES, BUCKET_MB, Plan, default_order
+from distir.transforms.plan import AXES, BUCKET_MB, Plan
 
 MLP = "mlp"
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -307,10 +308,8 @@ def _setup(values: Mapping[str, Any]) -> Setup:
     for name, column in COLUMNS.items():
         if column.needed and values[name] is None:
             raise UsageError(f"{name} is not given")
-    for name in ("cp", "ep"):
-        if values[name] > 1:
-            kind = "context" if name == "cp" else "expert"
-            raise UsageError(f"{name} {values[name]}: distir has no {kind} parallelism")
+    if values["ep"] > 1:
+        raise UsageError(f"ep {values['ep']}: the file's models have no experts")
     dtype = values["dtype"]
     if dtype not in PRECISIONS:
         raise UsageError(f"dtype {dtype} is none of {', '.join(PRECISIONS)}")
@@ -318,6 +317,8 @@ def _setup(values: Mapping[str, Any]) -> Setup:
     if isinstance(model, Perceptron):
         if dtype != "fp32" or values["optimizer"] != _NONE:
             raise UsageError(f"the step of an {MLP} is in fp32, without optimizer")
+        if values["cp"] > 1:
+            raise UsageError(f"cp {values['cp']}: an {MLP} has no sequences")
         return Setup(model, Precision(), None, _plan(values), values["cluster"])
     if values["optimizer"] not in _OPTIMIZERS:
         raise UsageError(f"optimizer {values['optimizer']} is none of {', '.join(_OPTIMIZERS)}")
@@ -344,12 +345,13 @@ def _model(values: Mapping[str, Any]) -> Decoder | Perceptron:
 
 
 def _recompute(values: Mapping[str, Any]) -> str:
-    """What is recomputed: selective recomputation of unfused attention is that of Megatron-LM, and where the runtime
-    saves shards only, what sequence parallelism gathers."""
-    if values["recompute"] == _NONE and values["sequence_parallel"]:
-        return "gathers" if runtime_named(values["runtime"], values["cluster"]).gathers_again else _NONE
-    selective = values["recompute"] == "selective" and values["attention"] == "unfused"
-    return "attention" if selective else values["recompute"]
+    """What is recomputed: selective recomputation of unfused attention is that of Megatron-LM; where the runtime saves
+    shards only, what sequence parallelism gathers (as `interop.from_megatron` has it)."""
+    if values["recompute"] == "selective" and values["attention"] == "unfused":
+        return "attention"
+    gathered = values["recompute"] == _NONE and values["sequence_parallel"] and values["tp"] > 1
+    again = gathered and runtime_named(values["runtime"], values["cluster"]).gathers_again
+    return "gathers" if again else values["recompute"]
 
 
 def _plan(values: Mapping[str, Any]) -> Plan:
@@ -365,12 +367,8 @@ def _plan(values: Mapping[str, Any]) -> Plan:
         raise UsageError(f"vpp {chunks} needs the schedule interleaved, got {schedule}")
     if values["recompute"] not in (_NONE, "selective", "full"):
         raise UsageError(f"recompute {values['recompute']} is none of none, selective, full")
-    order = default_order()
-    if runtime_named(values["runtime"], values["cluster"]).stages_first:
-        order = "pp", *[name for name in order if name != "pp"]
     plan = Plan(
         **{f.name: values[f.name] for f in AXES},
-        order=order,
         microbatches=batch // (replicas * micro),
         schedule="1f1b" if schedule == _NONE else schedule,
         chunks=chunks,
@@ -379,7 +377,18 @@ def _plan(values: Mapping[str, Any]) -> Plan:
         zero=values["zero_stage"],
         sequence_parallel=values["sequence_parallel"],
         recompute=_recompute(values),
+        split=splits_of({CONTEXT: values["cp"]}),
     )
     if values["gpus"] not in (None, plan.size):
-        raise UsageError(f"gpus is {values['gpus']}, the product of dp, tp and pp {plan.size}")
-    return plan
+        raise UsageError(f"gpus is {values['gpus']}, the product of dp, tp, pp and cp {plan.size}")
+    if plan.sequence_parallel and plan.split and plan.tp > 1:
+        raise UsageError(f"cp {values['cp']} beside sequence_parallel: distir has no plan with both")
+    return replace(plan, order=_order(plan, values))
+
+
+def _order(plan: Plan, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The order of axes, fastest first: as Megatron-LM has it, but where the runtime numbers stages first."""
+    order = nested(plan)
+    if runtime_named(values["runtime"], values["cluster"]).stages_first:
+        return "pp", *[name for name in order if name != "pp"]
+    return order

@@ -94,7 +94,14 @@ def compare(args: argparse.Namespace) -> None:
 
 def simulate(args: argparse.Namespace) -> None:
     """`distir simulate`."""
-    from distir.cli.other_tools import check_targets, note_differences, read_other_plan, write_plans
+    from distir.cli.other_tools import (
+        check_targets,
+        note_differences,
+        read_other_plan,
+        settings_of,
+        write_plans,
+        written_lines,
+    )
 
     check_targets(args)
     with Progress("loading") as progress:
@@ -105,8 +112,7 @@ def simulate(args: argparse.Namespace) -> None:
         prediction = simulate_model(model, plan, args.cluster, args.nodes, args.runtime)
         if args.trace is not None:
             prediction.save_trace(args.trace)
-        write_plans(args, model, prediction.summary.plan)
-    emitted = [{"tool": tool, "file": path} for tool, path in args.emit]
+        emitted = write_plans(args.emit, prediction.summary.plan, settings_of(args, model))
     if args.json:
         print_json(
             prediction.to_json()
@@ -115,9 +121,7 @@ def simulate(args: argparse.Namespace) -> None:
         )
     else:
         traced = [f"trace written to {args.trace}"] if args.trace else []
-        print(
-            "\n".join([str(prediction), *traced, *[f"plan written for {tool} to {path}" for tool, path in args.emit]])
-        )
+        print("\n".join([str(prediction), *traced, *written_lines(emitted)]))
 
 
 def clusters(args: argparse.Namespace) -> None:

@@ -11,6 +11,17 @@ from distir.runtime.options import BACKENDS
 from distir.transforms.plan import Plan, default_of
 
 
+def emit_flag(group: Any, what: str) -> None:
+    group.add_argument(
+        "--emit",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("TOOL", "FILE"),
+        help=f"write {what} for distir, torchtitan or megatron; may be given several times",
+    )
+
+
 def model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from distir import __version__
 from distir.cli import planning_flags
-from distir.cli.flag_groups import cluster_flags, data_flags, model_flags, plan_flags, running_flags
+from distir.cli.flag_groups import cluster_flags, data_flags, emit_flag, model_flags, plan_flags, running_flags
 from distir.cli.flag_values import SCHEDULE, at_least, factors, finite_number, numbers, positive
 from distir.ir.errors import UsageError
 from distir.runtime.options import BACKENDS
@@ -182,14 +182,7 @@ def _simulate(commands: Any) -> None:
     group.add_argument(
         "--gpus", type=at_least(1), metavar="N", help="the number of devices, where such a file does not say it"
     )
-    group.add_argument(
-        "--emit",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("TOOL", "FILE"),
-        help="write the plan for distir, torchtitan or megatron; may be given several times",
-    )
+    emit_flag(group, "the plan")
 
 
 def _explain(commands: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Sequence
 
 from distir.api import Model, Plan
 from distir.api.interop.conversion import READERS, TARGETS, check_faults, emit, emit_notes
@@ -70,7 +71,7 @@ def note_differences(args: argparse.Namespace, read: ReadConfig | None, model: M
     if read is None:
         return
     path = next(getattr(args, flag) for flag in _FLAGS.values() if getattr(args, flag) is not None)
-    here = _settings(args, model)
+    here = settings_of(args, model)
     for what, x, other in (
         ("samples a step", here.batch, read.settings.batch),
         ("tokens a sample", here.seq, read.settings.seq),
@@ -86,24 +87,38 @@ def check_targets(args: argparse.Namespace) -> None:
             raise UsageError(f"--emit: no plans are written for {tool!r}", f"known are {', '.join(TARGETS)}")
 
 
-def write_plans(args: argparse.Namespace, model: Model, plan: Plan) -> None:
-    """Write the files of --emit. Raises InfeasibleError, before any is, for a plan that a tool cannot express."""
-    settings = _settings(args, model)
-    texts = [(path, emit(plan, tool, settings)) for tool, path in args.emit]
+def write_plans(targets: Sequence[tuple[str, str]], plan: Plan, settings: TrainingSettings) -> list[dict[str, str]]:
+    """Write the files of --emit; returns JSON of them. Raises InfeasibleError, before any is written, for a plan that a
+    tool cannot express."""
+    texts = [(path, emit(plan, tool, settings)) for tool, path in targets]
+    found = [{"tool": tool, "file": path} for tool, path in targets]
     if not first_rank():
-        return
-    for tool, _ in args.emit:
+        return found
+    for tool, _ in targets:
         for note in emit_notes(plan, tool, settings):
             _note(note)
     for path, text in texts:
         with written(path) as file:
             file.write_text(text, encoding="utf-8")
+    return found
 
 
-def _settings(args: argparse.Namespace, model: Model) -> TrainingSettings:
-    seq = model.tokens // model.batch if model.tokens is not None else None
-    precision = Precision(args.precision or "fp32", args.grad_dtype or "fp32")
+def written_lines(emitted: Sequence[dict[str, str]]) -> list[str]:
+    """What was written for which tool, as lines."""
+    return [f"plan written for {x['tool']} to {x['file']}" for x in emitted]
+
+
+def settings_of(args: argparse.Namespace, model: Model) -> TrainingSettings:
+    """What --emit says beside the plan, of the flags --precision, --grad-dtype and --dtype."""
     dtype = None if args.dtype == "float32" else args.dtype
+    return training_settings(args, model, Precision(args.precision or "fp32", args.grad_dtype or "fp32"), dtype)
+
+
+def training_settings(
+    args: argparse.Namespace, model: Model, precision: Precision, dtype: str | None = None
+) -> TrainingSettings:
+    """What --emit says beside the plan."""
+    seq = model.tokens // model.batch if model.tokens is not None else None
     return TrainingSettings(model.batch, seq, precision, dtype, _layers(args))
 
 

@@ -8,20 +8,26 @@ from typing import Any
 from distir.api import Model, Plan, load
 from distir.api.compilation import cost_model
 from distir.api.model import NO_LOSS, TEXT, Precision
+from distir.api.plot import format_of, save
+from distir.cli.other_tools import check_targets, training_settings, write_plans, written_lines
 from distir.cli.output import Progress, print_json
 from distir.importer import symbolic_dims
-from distir.ir.errors import InfeasibleError, UsageError
+from distir.ir.errors import InfeasibleError, UsageError, counted
+from distir.ir.files import check_writable
 from distir.models.config_file import is_config
 from distir.models.named import is_named, own_loss
 from distir.search.best_first import Progressed
+from distir.search.plan_report import front_figure, save_report
 from distir.search.plan_table import PlanTable
 from distir.search.planning import plan as search_plans
 from distir.search.space import SETTINGS
 from distir.transforms.differentiation.training import optimizer_named
+from distir.viz.draw import empty_figure
 
 
 def plan(args: argparse.Namespace) -> None:
     """`distir plan`."""
+    _check_files(args)
     fix = dict(args.fix)
     vary = SETTINGS if args.vary is None else tuple(args.vary)
     found: list[PlanTable] = []
@@ -49,17 +55,58 @@ def plan(args: argparse.Namespace) -> None:
                 break
     if not found:
         raise errors[0]
-    _print(args, found, errors)
+    if not args.json:  # before files, of which one may fail
+        print("\n\n".join([str(table) for table in found] + [e.message for e in errors]), flush=True)
+    with Progress("writing") as progress:
+        files = _write(args, found, model, progress)
+    if args.json:
+        rows = [table.to_json() | files for table in found]
+        print_json(rows[0] if len(args.gpus) == 1 else rows)
+    elif files:
+        drawn = [f"{name} written to {files[name]}" for name in ("figure", "report") if name in files]
+        print("\n".join(["", *written_lines(files.get("emitted", [])), *drawn]))
     if found[-1].interrupted:
         raise KeyboardInterrupt
 
 
-def _print(args: argparse.Namespace, found: list[PlanTable], errors: list[InfeasibleError]) -> None:
-    if args.json:
-        rows = [table.to_json() for table in found]
-        print_json(rows[0] if len(args.gpus) == 1 else rows)
-        return
-    print("\n\n".join([str(table) for table in found] + [e.message for e in errors]))
+def _check_files(args: argparse.Namespace) -> None:
+    """Raises UsageError, before the search, for files of the answer that cannot be written."""
+    check_targets(args)
+    if args.emit and len(args.gpus) > 1:
+        raise UsageError("--emit writes one plan, --gpus asks for several", "one number of devices")
+    if args.emit_rank > args.top:
+        raise UsageError(f"--emit-rank {args.emit_rank}, but the table has {args.top} rows", "--top lists more")
+    if args.plot is not None:
+        format_of(args.plot)
+    if args.plot is not None or args.report is not None:
+        empty_figure(1, 1)  # whether there is matplotlib
+    for path in (*[path for _, path in args.emit], args.plot, args.report):
+        if path is not None:
+            check_writable(path)
+
+
+def _write(args: argparse.Namespace, found: list[PlanTable], model: Model, progress: Progress) -> dict[str, Any]:
+    """Write the files that are asked for; returns JSON of them. Raises InfeasibleError for a plan that a tool cannot
+    express, UsageError for a rank that the table has not."""
+    files: dict[str, Any] = {}
+    if args.emit:
+        rows = found[0].rows
+        if args.emit_rank > len(rows):
+            raise UsageError(f"--emit-rank {args.emit_rank}, but the table has {counted(len(rows), 'row')}")
+        settings = training_settings(args, model, _precision(args))
+        files["emitted"] = write_plans(args.emit, rows[args.emit_rank - 1].plan, settings)
+    if args.plot is not None:
+        save(front_figure(found), args.plot)
+        files["figure"] = args.plot
+    if args.report is not None:
+        progress.phase("explaining the best plan")
+        save_report(found, args.report)
+        files["report"] = args.report
+    return files
+
+
+def _precision(args: argparse.Namespace) -> Precision:
+    return Precision(args.dtype, args.grad_dtype or "fp32")
 
 
 def _model(args: argparse.Namespace) -> Model:
@@ -82,5 +129,4 @@ def _model(args: argparse.Namespace) -> Model:
         raise UsageError("plans are of training steps", "leave --loss none out")
     settings: dict[str, Any] = {"clip_norm": args.clip_norm}
     optimizer = optimizer_named(args.optimizer, **settings)
-    precision = Precision(args.dtype, args.grad_dtype or "fp32")
-    return load(args.model, dims, loss=loss, optimizer=optimizer, batch=args.batch_dim, precision=precision)
+    return load(args.model, dims, loss=loss, optimizer=optimizer, batch=args.batch_dim, precision=_precision(args))

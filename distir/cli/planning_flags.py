@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from distir.cli.flag_groups import emit_flag
 from distir.cli.flag_values import at_least, finite_number, named_size, numbers, positive
 
 TEXT = "find the quickest plans for a model on a cluster, of those that fit in memory"
@@ -66,6 +67,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="left free on each device, beyond the memory that is predicted; default: 1",
     )
+    group = parser.add_argument_group("the answer")
+    emit_flag(group, "the best plan")
+    group.add_argument(
+        "--emit-rank", type=at_least(1), default=1, metavar="N", help="write the plan in row N of the table; default: 1"
+    )
+    group.add_argument(
+        "--plot",
+        metavar="FILE.pdf",
+        help="draw time against memory of the simulated plans, with the Pareto front: .pdf, .png or .svg",
+    )
+    group.add_argument("--report", metavar="FILE.html", help="write a report, with figures, as one file")
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -32,6 +32,14 @@ def temporary() -> Generator[None]:
         raise no_room(e) or e from None
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises UsageError for a path at which no file can be written: a folder, or one in no folder that takes it."""
+    folder = Path(path).parent
+    if os.path.isdir(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = "it is a folder" if os.path.isdir(path) else f"{folder} is no folder that can be written to"
+        raise UsageError(f"cannot write {fspath(path)}: {why}")
+
+
 @contextmanager
 def written(path: str | os.PathLike[str]) -> Generator[Path]:
     """The path at which to write what is to be at `path`, in a folder of its own.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distir.api.explain import Explanation, explain
 from distir.api.metrics import finite
 from distir.api.results import aligned, html_table, paragraphs, seconds, size
-from distir.ir.errors import counted
+from distir.ir.errors import UsageError, counted
 from distir.search.best_first import Simulated
-from distir.search.exact import Detail
+from distir.search.exact import Detail, Setting
 from distir.transforms.plan import Plan
+
+if TYPE_CHECKING:
+    from distir.viz.figure import Figure
 
 HEADER = (
     "plan", "step", "tokens/s", "a GPU", "MFU", "TFLOP/s", "compute", "tp", "dp", "pp", "bubble", "memory", "headroom",
@@ -132,12 +137,27 @@ class Short(NamedTuple):
         return f"{self.plan}: short by {size(self.over)} on {self.rank}, most of it {most} ({parts})"
 
 
+class PlanPoint(NamedTuple):
+    """A plan that was simulated: seconds of a step, bytes of the rank that needs most, and by how many bytes that is
+    more than its device has, less the reserve (negative if it fits)."""
+
+    plan: Plan
+    seconds: float
+    memory: int
+    over: float
+
+    @property
+    def fits(self) -> bool:
+        return self.over <= 0
+
+
 @dataclass(frozen=True, repr=False)
 class PlanTable:
     """The plans for a model on so many devices of a cluster, quickest first; prints as a table.
 
     `bound`: no plan that was not simulated takes less time, in seconds. `plans`: how many there were, `simulated` how
     many of them were simulated; `excluded`: by a bound of memory. `left_out`: how many a rule left out, by its reason.
+    `points`: what was simulated, but plans that cannot be applied. `setting`: what was planned for.
     """
 
     model: str
@@ -155,6 +175,36 @@ class PlanTable:
     left_out: dict[str, int] = field(default_factory=dict)
     short: Short | None = None
     interrupted: bool = False
+    points: list[PlanPoint] = field(default_factory=list)
+    setting: Setting | None = None
+
+    def front(self) -> list[PlanPoint]:
+        """The Pareto front of time and memory, quickest first: the simulated plans that fit, but those that another is
+        at least as good as in both. A search simulates what may be quick, so plans of less memory may be missing."""
+        found: list[PlanPoint] = []
+        for x in sorted([x for x in self.points if x.fits], key=lambda x: (x.seconds, x.memory)):
+            if not found or x.memory < found[-1].memory:
+                found.append(x)
+        return found
+
+    def figure(self) -> Figure:
+        """Time against memory of the plans that were simulated, with the Pareto front (needs the extra `viz`)."""
+        from distir.search.plan_report import front_figure
+
+        return front_figure([self])
+
+    def explain(self, rank: int = 1) -> Explanation:
+        """Where the time of a step of the plan in a row goes; rank 1 is the quickest. Raises UsageError without it."""
+        if self.setting is None or not 1 <= rank <= len(self.rows):
+            raise UsageError(f"the table has no plan of rank {rank}", f"it has {counted(len(self.rows), 'plan')}")
+        return explain(self.setting.model, self.rows[rank - 1].plan, self.setting.cost)
+
+    def save_report(self, path: str | os.PathLike[str]) -> None:
+        """Write a report as one HTML file, which refers to no other (needs the extra `viz`). Raises UsageError if it
+        cannot be written."""
+        from distir.search.plan_report import save_report
+
+        save_report([self], path)
 
     def table(self) -> list[tuple[str, ...]]:
         """A header and a row a plan."""
@@ -225,6 +275,10 @@ class PlanTable:
                 "search_seconds": self.elapsed,
                 "first_plan_seconds": self.first,
                 "interrupted": self.interrupted,
+                "simulated_plans": [
+                    {"plan": str(x.plan), "step_seconds": x.seconds, "peak_memory": x.memory, "fits": x.fits}
+                    for x in self.points
+                ],
             }
         )
 

@@ -15,7 +15,7 @@ from distir.hardware import host_cores
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.search.best_first import Bounds, Progressed, Simulated, by_seconds, search
 from distir.search.exact import Detail, Setting
-from distir.search.plan_table import PlanRow, PlanTable, StepWork, short_of, what_binds
+from distir.search.plan_table import PlanPoint, PlanRow, PlanTable, StepWork, short_of, what_binds
 from distir.search.simulating import Simulators, simulators
 from distir.search.space import SETTINGS, Candidate, Space, space
 from distir.transforms.passes import SEQUENTIAL, form_of
@@ -89,8 +89,15 @@ def plan(
         first = _likely(setting, all_plans)
         state = search(bounds, all_plans.candidates, several, first, at_least=top, on_step=on_step)
         if not state.fitting:
+            if state.interrupted:
+                raise KeyboardInterrupt  # nothing to show
             raise _nothing_fits(bounds, all_plans, state, several, gpus)
-        families = [] if state.interrupted else _families(all_plans, state, bounds, several)
+        families: list[BestOf] = []
+        try:
+            if not state.interrupted:
+                families = _families(all_plans, state, bounds, several)
+        except KeyboardInterrupt:
+            state.interrupted = True
         shown = [x.candidate for x in (*state.fitting[:top], *[found for _, found, _ in families])]
         short = _quicker_but_short(state)
         details = several.details([*shown, *([short.candidate] if short else [])])
@@ -147,11 +154,14 @@ def _families(
         if not mine or len(mine) == len(found.candidates):
             continue
         more = search(bounds, mine, several, known=known, limit=_FAMILY_TRIES)
+        state.interrupted |= more.interrupted
         state.found += [x for x in more.found if x.candidate not in known]
         known |= {x.candidate: x for x in more.found}
         fits = sorted([x for c, x in known.items() if family.has(c) and x.outcome.fits], key=by_seconds)
         if fits:
             best.append((family, fits[0], more.bound >= fits[0].outcome.seconds))
+        if state.interrupted:
+            break
     return best
 
 
@@ -199,6 +209,12 @@ class _Result(NamedTuple):
             dict(self.space.left_out),
             short and short_of(short, self.details[short.candidate], setting.batch),
             state.interrupted,
+            [
+                PlanPoint(x.candidate.plan(setting.batch), *x.outcome[:2], x.outcome.over)
+                for x in state.found
+                if x.outcome.reason is None
+            ],
+            setting,
         )
 
 

@@ -7,5 +7,6 @@ A figure that is the last line of a notebook's cell is displayed. pyplot is not 
 """
 
 from distir.viz.draw import against, curves, grouped, memory, stacked, timeline
+from distir.viz.pareto import Choice, pareto
 
-__all__ = ["against", "curves", "grouped", "memory", "stacked", "timeline"]
+__all__ = ["Choice", "against", "curves", "grouped", "memory", "pareto", "stacked", "timeline"]

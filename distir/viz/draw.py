@@ -10,7 +10,7 @@ from distir.executor.simulator.categories import CATEGORIES
 from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.work_kinds import BACKWARD, COMPUTE, FORWARD, UPDATE
 from distir.ir.errors import UsageError
-from distir.viz.spans import COLLECTIVE, KINDS, TRANSFER, bars, live
+from distir.viz.spans import COLLECTIVE, KINDS, TRANSFER, bars, coarse, live
 
 if TYPE_CHECKING:
     from distir.viz.figure import Figure
@@ -29,24 +29,33 @@ _COLOURS = [f"C{k}" for k in range(10)] + ["#000000", "#F0E442", "#009E73", "#56
 """Of names, one after the other."""
 _NARROW = 0.012
 """Bars narrower than this share of the timeline have no number."""
+_CROWDED = 200
+"""From so many bars a row of a timeline has no edges between them: they would cover most of it."""
+TIMES = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
+SIZES = (("GiB", 2**-30), ("MiB", 2**-20), ("KiB", 2**-10), ("bytes", 1.0))
+"""Units of seconds and of bytes, with how many one is."""
 
 
-def timeline(simulation: Simulation) -> Figure:
+def timeline(simulation: Simulation, grain: float = 0.0, compute_only: bool = False) -> Figure:
     """A timeline: a row for each stream of each device class, bars coloured by kind and numbered by microbatch.
 
-    Narrow bars, and bars not of a single microbatch (prologues, updates), have no number.
+    Narrow bars, and bars not of a single microbatch (prologues, updates), have no number. `grain` is the share of the
+    time below which bars are not told apart (`distir.viz.spans.coarse`). `compute_only`: without communication.
     """
-    rows = bars(simulation)
-    unit, scale = _unit(simulation.seconds, (("s", 1.0), ("ms", 1e3), ("us", 1e6)))
-    figure = _figure(9, 0.9 + 0.34 * len(rows))
+    rows = bars(simulation, compute_only)
+    if grain:
+        rows = coarse(rows, grain * simulation.seconds)
+    unit, scale = largest_unit(simulation.seconds, TIMES)
+    figure = empty_figure(9, 0.9 + 0.34 * len(rows))
     axes = figure.add_subplot()
     for y, (name, row) in enumerate(rows):
+        edge = 0.4 if len(row) < _CROWDED else 0.0
         for kind in KINDS:
             ranges = [(b.start * scale, b.duration * scale) for b in row if b.kind == kind]
             if ranges:
                 label = f"{name}: {kind}"
                 axes.broken_barh(
-                    ranges, (y - 0.4, 0.8), color=_COLOUR[kind], edgecolor="white", linewidth=0.4, label=label
+                    ranges, (y - 0.4, 0.8), color=_COLOUR[kind], edgecolor="white", linewidth=edge, label=label
                 )
         for b in row:
             if b.microbatch is not None and b.duration > _NARROW * simulation.seconds:
@@ -61,13 +70,13 @@ def timeline(simulation: Simulation) -> Figure:
     return figure
 
 
-def memory(simulation: Simulation) -> Figure:
-    """The live memory of each device class over time, by category: a panel per class."""
-    curves = live(simulation)
+def memory(simulation: Simulation, classes: Sequence[str] | None = None) -> Figure:
+    """The live memory of each device class over time, by category: a panel per class, or per one of those named."""
+    curves = [(name, points) for name, points in live(simulation) if classes is None or name in classes]
     most = max((sum(size) for _, points in curves for _, size in points), default=0)
-    unit, scale = _unit(simulation.seconds, (("s", 1.0), ("ms", 1e3), ("us", 1e6)))
-    size_unit, size_scale = _unit(most, (("GiB", 2**-30), ("MiB", 2**-20), ("KiB", 2**-10), ("bytes", 1.0)))
-    figure = _figure(9, 0.9 + 1.9 * len(curves))
+    unit, scale = largest_unit(simulation.seconds, TIMES)
+    size_unit, size_scale = largest_unit(most, SIZES)
+    figure = empty_figure(9, 0.9 + 1.9 * len(curves))
     panels = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0] if curves else []
     used: dict[str, str] = {}
     for axes, (name, points) in zip(panels, curves, strict=True):
@@ -107,7 +116,7 @@ def curves(
         raise UsageError(f"log names the axes x and y, got {min(unknown)!r}")
     names = [name for lines in panels.values() for name in lines]
     shared = len(set(names)) < len(names)
-    figure = _figure(max(4.5, (2.6 if shared else 3.4) * len(panels)), 3.2 if shared else 3.6)
+    figure = empty_figure(max(4.5, (2.6 if shared else 3.4) * len(panels)), 3.2 if shared else 3.6)
     found = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0] if panels else []
     colours: dict[str, str] = {}
     for axes, (title, lines) in zip(found, panels.items(), strict=True):
@@ -140,7 +149,7 @@ def against(points: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: s
 
     Lines mark where both are equal, and where `y` is larger or smaller by the share `within`.
     """
-    figure = _figure(6.4, 4.8)
+    figure = empty_figure(6.4, 4.8)
     axes = figure.add_subplot()
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -167,7 +176,7 @@ def grouped(panels: Mapping[str, tuple[str, Mapping[str, Sequence[float]]]], gro
 
     `groups` are the names below the bars, the same in all panels. Bars of one name have one colour.
     """
-    figure = _figure(max(3.6, 1.2 + 1.1 * len(groups)) * max(1, len(panels)), 3.6)
+    figure = empty_figure(max(3.6, 1.2 + 1.1 * len(groups)) * max(1, len(panels)), 3.6)
     found = figure.subplots(1, len(panels), squeeze=False)[0] if panels else []
     names = list(dict.fromkeys(name for _, bars in panels.values() for name in bars))
     colours = dict(zip(names, _OF_CATEGORY.values(), strict=False))
@@ -176,10 +185,10 @@ def grouped(panels: Mapping[str, tuple[str, Mapping[str, Sequence[float]]]], gro
         for name, row in heights.items():
             offset = (names.index(name) - (len(names) - 1) / 2) * width
             drawn = axes.bar([k + offset for k in range(len(groups))], row, width, color=colours[name], label=name)
-            axes.bar_label(drawn, fmt=_figures, fontsize="x-small", padding=1)
+            axes.bar_label(drawn, fmt=three_figures, fontsize="x-small", padding=1)
         axes.set_title(title, fontsize="medium")
         axes.set_ylabel(label)
-        axes.yaxis.set_major_formatter(lambda x, _: _figures(x))
+        axes.yaxis.set_major_formatter(lambda x, _: three_figures(x))
         axes.set_xticks(range(len(groups)), groups)
         axes.margins(y=0.1)
     _legend(figure, colours)
@@ -191,8 +200,8 @@ def stacked(rows: Mapping[str, Mapping[str, float]]) -> Figure:
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     colours = dict(zip(parts, _COLOURS, strict=False))
     longest = max((sum(row.values()) for row in rows.values()), default=0.0)
-    unit, scale = _unit(longest, (("s", 1.0), ("ms", 1e3), ("us", 1e6)))
-    figure = _figure(9, 1.4 + 0.3 * len(rows))
+    unit, scale = largest_unit(longest, TIMES)
+    figure = empty_figure(9, 1.4 + 0.3 * len(rows))
     axes = figure.add_subplot()
     left = [0.0] * len(rows)
     for part in parts:
@@ -207,12 +216,12 @@ def stacked(rows: Mapping[str, Mapping[str, float]]) -> Figure:
     return figure
 
 
-def _figures(x: float) -> str:
-    """The label of a bar: three significant figures, or all digits before the decimal point."""
+def three_figures(x: float) -> str:
+    """A label: three significant figures, or all digits before the decimal point."""
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
-def _figure(width: float, height: float) -> Figure:
+def empty_figure(width: float, height: float) -> Figure:
     """An empty figure, in inches. Raises UsageError without matplotlib."""
     try:
         from distir.viz.figure import Figure
@@ -223,7 +232,7 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _unit(most: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+def largest_unit(most: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
     """The largest unit, with its scale, in which `most` is at least 1; else the smallest."""
     return next((u for u in units if most * u[1] >= 1), units[-1])
 

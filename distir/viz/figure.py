@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
+import re
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Plain
 
 MIME = "application/vnd.distir.figure+json"
 """MIME type of a figure's data in a notebook, beside its image."""
+
+
+_INHERITED = 'fill="currentColor" stroke-linejoin="round"'
+_FOR_HTML = [
+    (re.compile(pattern, re.DOTALL), new)
+    for pattern, new in (
+        (r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", ""),
+        (r'(?<=<svg) .*?(viewBox="[^"]*")[^>]*', r" \1"),
+        ("xlink:href", "href"),
+        (r'<g id="[^"]*"', "<g"),
+        (r"font-family: [^;\"]*;? ?", ""),
+        ("#000000", "currentColor"),
+        ("stroke: #ffffff", "stroke: var(--paper)"),
+        (r"(\.\d\d)\d+", r"\1"),
+        (r"\s*\n\s*", "\n"),
+    )
+]
+"""What is replaced in matplotlib's SVG, in order: what HTML does not need, fonts and colours, digits, indentation."""
 
 
 class Figure(Plain):
@@ -33,6 +54,21 @@ class Figure(Plain):
             }
             for axes in self.axes
         ]
+
+    def inline_svg(self, title: str, salt: str) -> str:
+        """An SVG element to put into HTML, with a title for readers that do not see it; it refers to no file.
+
+        Text has the font of the page, and what is black its colour; white edges have that of its variable `--paper`.
+        Ids are made with `salt`, so that a page may have several such elements, each with its own.
+        """
+        drawn = io.StringIO()
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+            self.savefig(drawn, format="svg", transparent=True)
+        text = drawn.getvalue()
+        text = text[text.index("<svg") :]
+        for pattern, new in _FOR_HTML:
+            text = pattern.sub(new, text)
+        return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}" {_INHERITED}', 1)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         image = io.BytesIO()

@@ -29,9 +29,10 @@ class Bar(NamedTuple):
     duration: float
 
 
-def bars(simulation: Simulation) -> list[tuple[str, list[Bar]]]:
+def bars(simulation: Simulation, compute_only: bool = False) -> list[tuple[str, list[Bar]]]:
     """The rows of a timeline, from the top: a name and its bars in order of time, without idle streams.
 
+    `compute_only`: without streams of communication.
     Rows are in order of device classes, and of each class: compute, collectives by axis, sends, receives.
     """
     program = simulation.program
@@ -44,9 +45,34 @@ def bars(simulation: Simulation) -> list[tuple[str, list[Bar]]]:
                 kind = _communication(part) if part.communicates else kinds[done.op]
                 for s in part.streams:
                     found.setdefault(s, []).append(Bar(kind, microbatch, end - part.duration, part.duration))
-    order = sorted(found, key=lambda s: _row_order(*program.streams[s]))
+    some = [s for s in found if not compute_only or program.streams[s][1] == COMPUTE]
+    order = sorted(some, key=lambda s: _row_order(*program.streams[s]))
     named = [(program.classes.label(program.streams[s][0]), program.streams[s][1], found[s]) for s in order]
     return [(f"{label} {stream}", _joined(row)) for label, stream, row in named]
+
+
+def coarse(rows: list[tuple[str, list[Bar]]], grain: float) -> list[tuple[str, list[Bar]]]:
+    """The rows of a timeline for a drawing in which `grain` seconds cannot be seen: without streams that are busy for
+    less. A row of more bars than can be told apart has in each `grain` seconds the kind that takes most of them."""
+    busy = [(name, row) for name, row in rows if sum([bar.duration for bar in row]) >= grain]
+    return [(name, _pixels(row, grain) if len(row) * grain > row[-1].start else row) for name, row in busy]
+
+
+def _pixels(row: list[Bar], grain: float) -> list[Bar]:
+    spent: dict[int, dict[str, float]] = {}
+    for bar in row:
+        end = bar.start + bar.duration
+        for k in range(int(bar.start / grain), int(end / grain) + 1):
+            inside = min(end, (k + 1) * grain) - max(bar.start, k * grain)
+            kinds = spent.setdefault(k, {})
+            kinds[bar.kind] = kinds.get(bar.kind, 0.0) + inside
+    runs: list[tuple[str, int, int]] = []  # of pixels of one kind: the first, and the first after them
+    for k, kinds in sorted(spent.items()):
+        kind = max(kinds, key=kinds.__getitem__)
+        if 2 * sum(kinds.values()) >= grain:
+            before = runs.pop() if runs and runs[-1][0] == kind and runs[-1][2] == k else (kind, k, k)
+            runs.append((kind, before[1], k + 1))
+    return [Bar(kind, None, first * grain, (end - first) * grain) for kind, first, end in runs]
 
 
 def _row_order(c: int, stream: str) -> tuple[int, int, int, str]:

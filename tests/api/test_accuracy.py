@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from distir.api.accuracy import GIB, accuracy, cost_of, predict, program_of, score
 from distir.api.cases import COLUMNS, Measurement, Perceptron, read_rows
+from distir.api.interop.from_megatron import read_megatron
+from distir.api.interop.plan_settings import in_effect
 from distir.api.scores import Case, Scores, ranks, scores, spearman
 from distir.cli import main
 from distir.executor.cost_model import CostModel
@@ -235,6 +237,40 @@ def test_a_llama_with_everything(table, capsys: pytest.CaptureFixture[str]) -> N
     assert predicted.seconds == want["step_seconds"]
 
 
+@pytest.mark.parametrize(
+    ("row", "arguments"),
+    [
+        ({"recompute": "none"}, ""),
+        ({"recompute": "none", "sequence_parallel": 1}, "--sequence-parallel"),
+        ({"recompute": "none", "sequence_parallel": 1, "tp": 1, "gpus": 4}, "--sequence-parallel"),
+        ({"recompute": "selective", "attention": "unfused"}, "--recompute-granularity selective"),
+        ({"sequence_parallel": 1}, "--sequence-parallel --recompute-granularity full --recompute-method uniform"),
+        ({"recompute": "none", "cp": 2, "gpus": 16}, "--context-parallel-size 2"),
+    ],
+)
+def test_rows_and_arguments_of_megatron_are_the_same_plan(table, tmp_path, row: dict[str, Any], arguments: str) -> None:
+    (found,) = read_rows(table({**GPT, "runtime": "megatron", **row}))
+    assert found.setup is not None
+    tp, gpus = row.get("tp", GPT["tp"]), row.get("gpus", GPT["gpus"])
+    sizes = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size 2 --fp16"
+    file = tmp_path / "arguments"
+    file.write_text(f"{sizes} --micro-batch-size 2 --global-batch-size 16 {arguments}")
+    read = Plan(**read_megatron(file, gpus).fields)
+    assert in_effect(found.setup.plan) == in_effect(replace(read, loss_gradient=found.setup.plan.loss_gradient))
+
+
+def test_a_row_with_context_parallelism(table, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = read_rows(table({**GPT, "cp": 2, "gpus": 16, "overlap_grad_reduce": 1}))
+    sizes = "gpt:layers=2,hidden=64,heads=4,vocab=128,seq=32,batch=16"
+    step = "--loss cross-entropy --optimizer adamw --clip-norm 1 --precision fp16 --grad-dtype fp32"
+    plan = "--dp 2 --tp 2 --pp 2 --split cp=2:*.1 --order tp,cp,dp,pp --microbatches 4 --recompute full"
+    words = [*step.split(), *plan.split(), "--runtime", "megatron"]
+    want = simulated(capsys, sizes, *words, "--cluster", "dgx-a100")
+    predicted = score(row).predicted
+    assert predicted is not None
+    assert predicted.seconds == want["step_seconds"]
+
+
 def test_an_mlp_is_a_forward_and_backward_pass_without_update(table) -> None:
     (row,) = read_rows(table(MLP))
     assert row.setup is not None
@@ -311,8 +347,9 @@ def test_a_program_is_priced_again_by_another_cost_model(table) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"cp": 2, "gpus": 16}, "cp 2: distir has no context parallelism"),
-        ({"ep": 2}, "ep 2: distir has no expert parallelism"),
+        ({"cp": 2, "gpus": 16, "sequence_parallel": 1}, "cp 2 beside sequence_parallel: distir has no plan with both"),
+        ({"cp": 2, "gpus": 8}, "gpus is 8, the product of dp, tp, pp and cp 16"),
+        ({"ep": 2}, "ep 2: the file's models have no experts"),
         ({"dtype": "fp8"}, "dtype fp8 is none of fp32, bf16, fp16"),
         ({"grad_dtype": "bf16"}, "grad_dtype bf16 is neither fp32 nor the dtype, fp16"),
         ({"optimizer": "lamb"}, "optimizer lamb is none of adam, adamw, sgd"),
@@ -327,7 +364,7 @@ def test_a_program_is_priced_again_by_another_cost_model(table) -> None:
         ({"schedule": "/etc/hosts"}, "schedule /etc/hosts with pp 2: known are 1f1b, gpipe, interleaved, distir2021"),
         ({"vpp": 2}, "vpp 2 needs the schedule interleaved, got 1f1b"),
         ({"recompute": "half"}, "recompute half is none of none, selective, full"),
-        ({"gpus": 4}, "gpus is 4, the product of dp, tp and pp 8"),
+        ({"gpus": 4}, "gpus is 4, the product of dp, tp, pp and cp 8"),
         ({"cluster": "nowhere"}, "unknown cluster 'nowhere'"),
         ({"tp": 1, "pp": 4, "schedule": "interleaved", "vpp": 64}, "53 cuttable pieces cannot make 256 stages"),
     ],
@@ -348,6 +385,7 @@ def test_a_row_that_cannot_be_expressed_has_its_reason(table, changes: dict[str,
     [
         ({"dtype": "fp16"}, "the step of an mlp is in fp32, without optimizer"),
         ({"optimizer": "adam"}, "the step of an mlp is in fp32, without optimizer"),
+        ({"cp": 2}, "cp 2: an mlp has no sequences"),
     ],
 )
 def test_an_mlp_that_cannot_be_expressed(table, changes: dict[str, Any], reason: str) -> None:

@@ -1,11 +1,18 @@
 """`distir plan`: its table, JSON and exit codes."""
 
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from distir.cli import main
 
+ROOT = Path(__file__).parent.parent.parent
 LINE = ["plan", "gpt:layers=2,hidden=64,heads=4,vocab=64", "--seq", "32", "--cluster", "dgx-a100", "--batch", "4"]
 
 
@@ -34,11 +41,103 @@ def test_json(capsys):
         (["--gpus", "2", "--memory-reserve", "79.9"], 4, "fits"),
         (["--gpus", "7", "--fix", "dp=7"], 4, "no plan for a batch of 4"),
         (["--gpus", "2", "--loss", "none"], 2, "training"),
+        (["--gpus", "1,2", "--emit", "distir", "p.toml"], 2, "--emit writes one plan"),
+        (["--gpus", "2", "--emit", "deepspeed", "p"], 2, "no plans are written for 'deepspeed'"),
+        (["--gpus", "2", "--top", "3", "--emit-rank", "4"], 2, "the table has 3 rows"),
+        (["--gpus", "2", "--plot", "front.gif"], 2, "cannot draw front.gif"),
+        (["--gpus", "2", "--plot", "no/such/front.pdf"], 2, "cannot write no/such/front.pdf: no/such is no folder"),
+        (["--gpus", "2", "--report", "."], 2, "cannot write .: it is a folder"),
     ],
 )
-def test_errors(capsys, more, code, word):
+def test_errors(capsys, monkeypatch, tmp_path, more, code, word):
+    monkeypatch.chdir(tmp_path)
     assert main([*LINE, *more]) == code
     found = capsys.readouterr()
     assert found.out == ""
     assert word in found.err
     assert len(found.err.splitlines()) <= 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("tool", "flag"), [("distir", "plan"), ("torchtitan", "torchtitan"), ("megatron", "megatron-args")]
+)
+def test_a_plan_is_written_and_simulated(capsys, tmp_path, tool, flag):
+    """Each row of the table is what `simulate` predicts of the file that is written for it."""
+    path = str(tmp_path / "plan")
+    fixed = {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": "true", "recompute": "full"}
+    fixes = [x for name, value in fixed.items() for x in ("--fix", f"{name}={value}")]
+    line = [*LINE, "--gpus", "4", "--batch", "8", "--vary", "microbatch", *fixes, "--json", "--emit", tool, path]
+    for rank in (1, 2):
+        assert main([*line, "--emit-rank", str(rank)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["emitted"] == [{"tool": tool, "file": path}]
+        sizes = ["--dim", "batch=8", "--dim", "seq=32", *(["--precision", "bf16"] if tool == "distir" else [])]
+        trained = ["--loss", "cross-entropy", "--optimizer", "adamw", "--cluster", "dgx-a100"]
+        assert main(["simulate", LINE[1], f"--{flag}", path, *sizes, *trained, "--json"]) == 0
+        read = json.loads(capsys.readouterr().out)
+        assert read["step_seconds"] == found["plans"][rank - 1]["step_seconds"]
+        assert read["plan"]["microbatches"] == found["plans"][rank - 1]["plan"]["microbatches"]
+
+
+def test_a_plan_that_a_tool_cannot_express(capsys, tmp_path):
+    """The table is there; nothing is written."""
+    path = tmp_path / "plan"
+    line = [*LINE, "--gpus", "2", "--vary", "tp", "--fix", "dp=2", "--fix", "zero=1"]
+    assert main([*line, "--emit", "distir", f"{path}.toml", "--emit", "torchtitan", str(path)]) == 4
+    found = capsys.readouterr()
+    assert "plans: 1 simulated" in found.out or "1 plan: 1 simulated" in found.out
+    assert found.err == "distir: error: torchtitan cannot express ZeRO 1\nhint: nearest: --zero 2\n"
+    assert list(tmp_path.iterdir()) == []
+    assert main([*line, "--emit", "megatron", str(path)]) == 0
+    assert "--use-distributed-optimizer" in path.read_text()
+    assert f"plan written for megatron to {path}" in capsys.readouterr().out
+
+
+def test_figure_and_report(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    figure, report = tmp_path / "front.svg", tmp_path / "report.html"
+    line = [*LINE, "--gpus", "1,2", "--vary", "dp,tp,zero", "--plot", str(figure), "--report", str(report)]
+    assert main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all((x["figure"], x["report"]) == (str(figure), str(report)) for x in found)
+    assert "<svg" in figure.read_text()
+    text = report.read_text()
+    assert text.count("<article>") == 2
+    assert all(row["plan"] in text for x in found for row in x["simulated_plans"] if row["plan"])
+    assert {p.name for p in tmp_path.iterdir()} == {figure.name, report.name}
+
+
+def test_interrupted():
+    """Ctrl-C at a terminal, when the progress bar shows a plan, prints the best so far."""
+    line = ["plan", "gpt:layers=24,hidden=256,heads=8,vocab=1024", "--seq", "128", "--cluster", "dgx-a100"]
+    line += ["--gpus", "64", "--batch", "512", "--top", "1"]
+    terminal, stderr = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "distir", *line],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "160", "TERM": "xterm"},
+        start_new_session=True,
+        text=True,
+    )
+    os.close(stderr)
+    shown = b""
+    while b"plans simulated" not in shown or b"best" not in shown:
+        shown += os.read(terminal, 4096)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stdout is not None
+    out = process.stdout.read()
+    try:
+        while more := os.read(terminal, 4096):
+            shown += more
+    except OSError:  # Linux: the other side is closed
+        pass
+    os.close(terminal)
+    assert process.wait(timeout=60) == 130
+    assert "interrupted: the search had not ended" in out
+    assert "no plan left out is quicker than" in out
+    assert len([x for x in out.splitlines() if x.startswith("dp ")]) == 1
+    assert b"distir: error: interrupted" in shown
+    assert b"Traceback" not in shown

@@ -122,6 +122,29 @@ def test_interrupted(monkeypatch):
     assert "interrupted" in str(table)
 
 
+@pytest.mark.parametrize("where", ["first", "families"])
+def test_interrupted_elsewhere(monkeypatch, where):
+    """Before any plan is known there is nothing to show; when the best is known, only families are missing."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("distir.search.planning.host_cores", lambda: 1)
+    search_for = {"vary": ("dp", "tp"), "top": 2}
+    if where == "first":
+        monkeypatch.setattr("distir.search.simulating.evaluate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            plan(trained(), "dgx-a100", 2, **search_for)
+        return
+    whole = plan(trained(), "dgx-a100", 2, **search_for)
+    assert whole.families
+    monkeypatch.setattr("distir.search.planning._families", interrupt)
+    table = plan(trained(), "dgx-a100", 2, **search_for)
+    assert [row.plan for row in table.rows] == [row.plan for row in whole.rows]
+    assert table.interrupted
+    assert table.families == []
+
+
 def _plain(table):
     cost = CostModel(load_cluster("dgx-a100", devices=table.gpus))
     return Setting(trained(), 4, cost, 0.0)

@@ -2,11 +2,13 @@
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -83,6 +85,28 @@ def test_bars_are_as_high_as_what_was_given():
     assert {text.get_text() for text in figure.axes[0].texts} == {"1", "2", "3", "250"}
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
     assert grouped({}, []).numbers() == []
+
+
+def test_memory_of_one_class(simulation):
+    names = [name for name, _ in live(simulation)]
+    (panel,) = memory(simulation, names[1:2]).numbers()
+    assert panel == {**memory(simulation).numbers()[1], "x": panel["x"]}
+    assert panel["x"].startswith("time")
+
+
+def test_svg_for_html(simulation):
+    """It parses, refers to nothing, and two on a page have no id in common."""
+    found = [memory(simulation).inline_svg('a "title" & more', prefix) for prefix in ("a", "b")]
+    ids = [re.findall(r'\bid="([^"]*)"', text) for text in found]
+    assert not set(ids[0]) & set(ids[1])
+    for text, mine in zip(found, ids, strict=True):
+        root = ElementTree.fromstring(text)
+        assert (root.tag, root.get("aria-label")) == ("svg", 'a "title" & more')
+        assert set(re.findall(r"(?:href=\"|url\()#([^\")]*)", text)) <= set(mine)
+        assert "http" not in text
+        assert "#000000" not in text
+        assert "font-family" not in text
+        assert "peak" in "".join(root.itertext())
 
 
 def test_unknown_axis():

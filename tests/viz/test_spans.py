@@ -17,7 +17,7 @@ from distir.ir import FunctionMaker
 from distir.ir.type import Float32, Tensor
 from distir.models import mlp
 from distir.transforms import parallel_transform_3d
-from distir.viz.spans import BACKWARD, COLLECTIVE, COMPUTE, FORWARD, TRANSFER, UPDATE, bars, live
+from distir.viz.spans import BACKWARD, COLLECTIVE, COMPUTE, FORWARD, TRANSFER, UPDATE, Bar, bars, coarse, live
 from tests.executor.random_schedules import random_program
 
 GPT = Path(__file__).parent.parent.parent / "examples" / "gpt2-tiny.onnx"
@@ -158,3 +158,40 @@ def test_a_trace_shows_the_same_memory(tmp_path: Path) -> None:
         for t, size in points[:-1]  # the last one only ends the curve
     ]
     assert shown == drawn
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.sampled_from([FORWARD, BACKWARD])), min_size=1))
+def test_a_coarse_row_shows_what_takes_most_of_each_pixel(found: list[tuple[int, int, str]]) -> None:
+    """Against brute force, on times that are whole numbers and pixels of 5."""
+    row, end = [], 0
+    for gap, duration, kind in found:
+        row.append(Bar(kind, 0, float(end + gap), float(duration)))
+        end += gap + duration
+    ((_, drawn),) = coarse([("stage0 compute", row)], 0.5)
+    assert drawn == row or len(row) * 0.5 > row[-1].start
+    kinds = [None] * (end + 5)
+    for bar in row:
+        kinds[int(bar.start) : int(bar.start + bar.duration)] = [bar.kind] * int(bar.duration)
+    shown = coarse([("stage0 compute", row)], 5.0)
+    if sum(bar.duration for bar in row) < 5:
+        assert shown == []
+        return
+    if len(row) * 5 <= row[-1].start:
+        assert shown == [("stage0 compute", row)]
+        return
+    assert all(a.start + a.duration <= b.start + 1e-9 for a, b in pairwise(shown[0][1]))
+    for k in range(0, end, 5):
+        inside = Counter(x for x in kinds[k : k + 5] if x is not None)
+        here = {b.kind for b in shown[0][1] if b.start <= k < b.start + b.duration}
+        if inside.total() < 2.5:
+            assert here == set()
+        else:
+            assert len(here) == 1
+            assert inside[here.pop()] == max(inside.values())
+
+
+def test_a_timeline_of_compute_alone(model) -> None:
+    simulation = simulate(model, Plan(tp=2, pp=2, microbatches=2), "cpu-2core").simulation
+    all_rows = bars(simulation)
+    assert bars(simulation, compute_only=True) == [(name, row) for name, row in all_rows if name.endswith(" compute")]
+    assert coarse(all_rows, 1e-15) == all_rows
