@@ -140,11 +140,12 @@ class _Kinds:
         n = self._number.get(key)
         if n is None:
             n = self._number[key] = len(self.found)
-            self.found.append(Kind(op, _axis(op), priced))
+            self.found.append(Kind(op, axis_of(op), priced))
         return n
 
 
-def _axis(op: Op) -> AxisNames | None:
+def axis_of(op: Op) -> AxisNames | None:
+    """The axis of devices along which an op communicates; None if it does not."""
     mesh = op.inputs[0].type.device if op.inputs and isinstance(op.inputs[0].type, Tensor) else None
     if op.spec.route != "axis" or not isinstance(mesh, Mesh) or mesh.is_time(op.attributes["axis"]):
         return None
@@ -159,7 +160,7 @@ def profile_of(placed: Function, samples: int) -> Profile:
     number: dict[Op, int] = {}
     for op in placed.ops:  # what becomes part of another op costs nothing of its own
         as_run = made.get(op.outputs[0])
-        number[op] = kinds.of(as_run or op, as_run is not None and not _free(op))
+        number[op] = kinds.of(as_run or op, as_run is not None and not is_free(op))
     forward = [op for op in placed.ops if phase[op] == FORWARD]
     backward = [op for op in placed.ops if phase[op] == BACKWARD]
     cores = _cores(placed, forward)
@@ -224,8 +225,9 @@ def _width(core: _Core) -> int:
     return wide[core.last]
 
 
-def _free(op: Op) -> bool:
-    return op.spec.alias or (op.spec.comm is not None and _axis(op) is None)
+def is_free(op: Op) -> bool:
+    """Whether an op takes no time: a view, or communication along no axis of devices."""
+    return op.spec.alias or (op.spec.comm is not None and axis_of(op) is None)
 
 
 class _Core(NamedTuple):

@@ -1,9 +1,9 @@
-"""Simulates plans, several at a time, each in a process that has the model from its parent."""
+"""Simulates plans, and refines bounds, several at a time, each in a process that has the model from its parent."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
@@ -11,34 +11,49 @@ from typing import NamedTuple
 
 from distir.search.exact import Detail, PlanOutcome, Setting, evaluate, examine
 from distir.search.space import Candidate
+from distir.search.stage_bounds import cut_bounds
 
-Bounded = tuple[float, Candidate]
-"""A candidate with its lower bound of seconds."""
+
+class Refine(NamedTuple):
+    """To find the bounds of candidates that are `alike` from their cuts."""
+
+    candidates: tuple[Candidate, ...]
+
+
+class Simulate(NamedTuple):
+    """To simulate a candidate."""
+
+    candidate: Candidate
+
+
+Task = Refine | Simulate
+Answer = PlanOutcome | list[tuple[float, float]]
+"""The outcome of a simulation; or refined bounds, seconds and bytes."""
 
 
 class Simulators(NamedTuple):
-    """`jobs` simulations of one setting at a time; without an executor in this process."""
+    """`jobs` tasks of one setting at a time; without an executor in this process."""
 
     setting: Setting
     jobs: int = 1
     executor: ProcessPoolExecutor | None = None
 
-    def outcomes(self, wanted: Iterator[Bounded]) -> Iterator[tuple[float, Candidate, PlanOutcome]]:
-        """Each candidate with its outcome, as they are ready; `wanted` is asked whenever a process is free."""
+    def answers(self, wanted: Callable[[], Task | None]) -> Iterator[tuple[Task, Answer]]:
+        """Each task with its answer, as they are ready; `wanted` is asked whenever a process is free, until nothing
+        runs and it has none."""
         if self.executor is None:
-            for bound, c in wanted:
-                yield bound, c, evaluate(self.setting, c)
+            while (task := wanted()) is not None:
+                yield task, _answer(self.setting, task)
             return
-        running: dict[Future[PlanOutcome], Bounded] = {}
+        running: dict[Future[Answer], Task] = {}
         while True:
-            while len(running) < self.jobs and (found := next(wanted, None)) is not None:
-                running[self.executor.submit(_evaluate, found[1])] = found
+            while len(running) < self.jobs and (task := wanted()) is not None:
+                running[self.executor.submit(_answered, task)] = task
             if not running:
                 return
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                bound, c = running.pop(future)
-                yield bound, c, future.result()
+                yield running.pop(future), future.result()
 
     def details(self, candidates: Iterable[Candidate]) -> dict[Candidate, Detail]:
         """Where the time of each candidate goes; their programs are verified and validated. Raises MismatchError."""
@@ -74,8 +89,14 @@ def _inherited() -> Setting:
     return _setting
 
 
-def _evaluate(c: Candidate) -> PlanOutcome:
-    return evaluate(_inherited(), c)
+def _answer(setting: Setting, task: Task) -> Answer:
+    if isinstance(task, Refine):
+        return cut_bounds(setting, task.candidates)
+    return evaluate(setting, task.candidate)
+
+
+def _answered(task: Task) -> Answer:
+    return _answer(_inherited(), task)
 
 
 def _examine(c: Candidate) -> Detail:
