@@ -14,19 +14,13 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from distir.ir.errors import DistirError
-from distir.ir.pause import no_collection
-from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, step_bound, step_cost
-from distir.search.exact import PlanOutcome, Setting
-from distir.search.memory_bounds import memory_bound
-from distir.search.segments import Profile, profile_of
-from distir.search.simulating import Refine, Simulate, Simulators, Task
+from distir.search.candidate_bounds import Bounds, CandidateBound, Relatives, relatives
+from distir.search.exact import PlanOutcome
+from distir.search.simulating import Bound, Price, Refine, Simulate, Simulators, Task
 from distir.search.space import Candidate
 from distir.search.stage_bounds import alike
-from distir.transforms.passes import PassContext, run_passes
-from distir.transforms.plan import Plan
 
 
 class Simulated(NamedTuple):
@@ -61,78 +55,24 @@ def by_seconds(found: Simulated) -> tuple[object, ...]:
     return found.outcome.seconds, found.candidate
 
 
-Relatives = tuple[int, bool, str]
-"""Candidates that share a profile: tp, sequence_parallel, recompute."""
-
-
 _NEAR = 1.1
 """Until plans that fit are known, bounds are refined with those of plans that are so much slower."""
 NOTHING_KNOWN: Mapping[Candidate, Simulated] = MappingProxyType({})
 
 
-class Bounds:
-    """Lower bounds of the candidates of one setting; profiles and prices are kept."""
+class Several(NamedTuple):
+    """Candidates that share a profile, of one size of microbatch; or, where that is None, of all."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.refines = bounded(setting.cost)
-        """Whether cuts give bounds, too."""
-        self.refined: dict[Candidate, tuple[float, float]] = {}
-        """Bounds of candidates, seconds and bytes, by their cuts."""
-        self._profiles: dict[Relatives, Profile | None] = {}
-        self._steps: dict[tuple[object, ...], StepCost] = {}
-
-    def of(self, c: Candidate) -> tuple[float, float]:
-        """Seconds and bytes; (0, 0) where nothing is known."""
-        profile = self.profile(relatives(c))
-        if profile is None:
-            return 0.0, 0.0
-        batch, cost = self.setting.batch, self.setting.cost
-        groups = groups_along(c, cost, "tp")
-        key = relatives(c), c.microbatch, groups
-        if key not in self._steps:
-            self._steps[key] = step_cost(profile, c.microbatch, cost, groups)
-        step = self._steps[key]
-        return step_bound(c, batch, step, cost), memory_bound(c, batch, step)
-
-    def of_all(self, key: Relatives, microbatch: int, gpus: int) -> float:
-        """Seconds below which no candidate of these is, with microbatches of at most that size."""
-        profile = self.profile(key)
-        if profile is None:
-            return 0.0
-        return compute_bound(profile, microbatch, self.setting.batch, gpus, key[0], self.setting.cost)
-
-    def profile(self, key: Relatives) -> Profile | None:
-        """The profile of these candidates, at one sample a microbatch; None where bounds are not known to hold."""
-        if key not in self._profiles:
-            try:
-                self._profiles[key] = self._place(*key)
-            except DistirError:
-                self._profiles[key] = None
-        return self._profiles[key]
-
-    @no_collection()
-    def _place(self, tp: int, sequence: bool, recompute: str) -> Profile | None:
-        setting = self.setting
-        if not bounded(setting.cost) or setting.batch < 2:
-            return None
-        plan = Plan(tp=tp, microbatches=setting.batch, sequence_parallel=sequence, recompute=recompute)
-        context = PassContext(plan, setting.cost.topology.devices[: plan.size])
-        names = ("fuse", "decompose", "pad", "place", "join", "recompute")
-        return profile_of(run_passes(setting.model.function, names, context), 1)
-
-
-def relatives(c: Candidate) -> Relatives:
-    """What candidates of one profile share."""
-    return c.tp, c.sequence_parallel, c.recompute
+    relatives: Relatives
+    microbatch: int | None
 
 
 class _Queue:
     """Candidates in the order of their bounds, which are computed when they may matter.
 
-    An entry is a candidate, all candidates of a profile and size of microbatch, or of a profile and all sizes up to
-    one: the last two are replaced by what they stand for when they come up. A candidate that comes up first has its
-    bound refined, with those of others of the same placed program that may come up, and is then an entry again.
+    An entry is a candidate, or several, which are replaced by what they stand for when they come up. A candidate that
+    comes up first has its bound refined, with those of others of the same placed program that may come up, and is then
+    an entry again.
     """
 
     def __init__(self, bounds: Bounds, candidates: Sequence[Candidate], memory: float, exact: Container[Candidate]):
@@ -142,16 +82,16 @@ class _Queue:
         for c in candidates:
             self._groups.setdefault(relatives(c), {}).setdefault(c.microbatch, []).append(c)
         self._count = itertools.count()
-        self._heap: list[tuple[float, int, Candidate | tuple[Relatives, int, bool]]] = []
+        self._heap: list[tuple[float, int, Candidate | Several]] = []
         self._rough: dict[Candidate, dict[Candidate, float]] = {}
         """Candidates that are alike, and whose bounds are not refined, with these."""
-        self.away: dict[Candidate, float] = {}
-        """Candidates that are being refined or simulated, with their bounds."""
+        self.away: dict[Candidate | Several, float] = {}
+        """What is being bounded or simulated, with its bound."""
         self.left = len(candidates)
-        for key, sizes in sorted(self._groups.items()):
-            self._push(0.0, (key, max(sizes), False))
+        for key in sorted(self._groups):
+            self._push(0.0, Several(key, None))
 
-    def _push(self, bound: float, what: Candidate | tuple[Relatives, int, bool]) -> None:
+    def _push(self, bound: float, what: Candidate | Several) -> None:
         heapq.heappush(self._heap, (bound, next(self._count), what))
 
     @property
@@ -163,49 +103,55 @@ class _Queue:
         """What to do next with the candidates of the lowest bound; None if there is none below that."""
         while self._heap and self._heap[0][0] < below:
             bound, _, what = heapq.heappop(self._heap)
-            if isinstance(what, Candidate):
-                rough = self._rough.get(alike(what), {})
-                if what in rough:
-                    most = bound * _NEAR if math.isinf(below) else below
-                    group = tuple([c for c, x in rough.items() if x < most or c == what])
-                    self.away |= {c: rough.pop(c) for c in group}
-                    return Refine(group)
-                if what in self.bounds.refined or not self.bounds.refines or what in self.exact:
-                    self.left -= 1
-                    self.away[what] = bound
-                    return Simulate(what)
-                continue  # it is away, and comes again
-            key, size, priced = what
-            mine = self._groups[key][size]
-            if priced:
-                for c in mine:
-                    self._add(c, bound, *self.bounds.of(c))
-                continue
-            bound = max(bound, self.bounds.of_all(key, size, mine[0].devices))
-            self._push(bound, (key, size, True))
-            smaller = [n for n in self._groups[key] if n < size]
-            if smaller:
-                self._push(bound, (key, max(smaller), False))
+            if isinstance(what, Several):
+                self.away[what] = bound
+                sizes = self._groups[what.relatives]
+                if what.microbatch is None:
+                    return Price(what.relatives, tuple(sorted(sizes)), sizes[max(sizes)][0].devices)
+                return Bound(tuple(sizes[what.microbatch]))
+            rough = self._rough.get(alike(what), {})
+            if what in rough:
+                most = bound * _NEAR if math.isinf(below) else below
+                group = tuple([c for c, x in rough.items() if x < most or c == what])
+                self.away |= {c: rough.pop(c) for c in group}
+                return Refine(group)
+            if what not in self.away:  # else it comes again
+                self.left -= 1
+                self.away[what] = bound
+                return Simulate(what)
         return None
 
-    def _add(self, c: Candidate, bound: float, seconds: float, needed: float) -> None:
-        if c in self.bounds.refined:
-            more, memory = self.bounds.refined[c]
-            seconds, needed = max(seconds, more), max(needed, memory)
+    def _add(self, c: Candidate, bound: float, found: CandidateBound) -> None:
+        seconds, needed = found
+        if c in self.bounds.known:
+            seconds, needed = (max(pair) for pair in zip(found, self.bounds.known[c], strict=True))
         if needed > self.memory:
             self.excluded += 1
             self.left -= 1
             return
         bound = max(bound, seconds)
-        if self.bounds.refines and c not in self.bounds.refined and c not in self.exact:
+        if self.bounds.refines and c not in self.bounds.known and c not in self.exact:
             self._rough.setdefault(alike(c), {})[c] = bound
         self._push(bound, c)
 
-    def refine(self, task: Refine, found: Sequence[tuple[float, float]]) -> None:
-        """Take the refined bounds, seconds and bytes, of a task."""
-        for c, (seconds, needed) in zip(task.candidates, found, strict=True):
-            self.bounds.refined[c] = seconds, needed
-            self._add(c, self.away.pop(c), seconds, needed)
+    def priced(self, task: Price, found: Sequence[float]) -> None:
+        """Take the bounds of a profile's candidates, by the size of their microbatch."""
+        before = self.away.pop(Several(task.relatives, None))
+        for size, bound in zip(task.microbatches, found, strict=True):
+            self._push(max(before, bound), Several(task.relatives, size))
+
+    def bounded(self, task: Bound, found: Sequence[CandidateBound]) -> None:
+        """Take the bounds of candidates of one profile and size of microbatch."""
+        c = task.candidates[0]
+        before = self.away.pop(Several(relatives(c), c.microbatch))
+        for c, one in zip(task.candidates, found, strict=True):
+            self._add(c, before, one)
+
+    def refined(self, task: Refine, found: Sequence[CandidateBound]) -> None:
+        """Take the bounds of candidates by their cuts."""
+        for c, one in zip(task.candidates, found, strict=True):
+            self.bounds.known[c] = one
+            self._add(c, self.away.pop(c), one)
 
 
 def search(
@@ -228,8 +174,7 @@ def search(
     topology = setting.cost.topology
     memory = max([topology.spec(d).memory for d in topology.devices]) - setting.reserve
     queue = _Queue(bounds, candidates, memory, known)
-    best, fitting, asked = math.inf, 0, 0
-    early = list(reversed(first))  # an answer before any bound is known
+    best, fitting, asked = math.inf, 0, len(first)
 
     def took(x: Simulated) -> None:
         nonlocal best, fitting
@@ -245,11 +190,8 @@ def search(
 
     def wanted() -> Task | None:
         nonlocal asked
-        if early:
-            asked += 1
-            return Simulate(early.pop())
         while asked < limit and (task := queue.pop(best if fitting >= at_least else math.inf)) is not None:
-            if isinstance(task, Refine):
+            if not isinstance(task, Simulate):
                 return task
             if (before := known.get(task.candidate)) is not None:
                 took(before)
@@ -260,14 +202,24 @@ def search(
                 return task
         return None
 
+    def answered(task: Task, answer: Any) -> None:
+        if isinstance(task, Price):
+            queue.priced(task, answer)
+        elif isinstance(task, Bound):
+            queue.bounded(task, answer)
+        elif isinstance(task, Refine):
+            queue.refined(task, answer)
+        else:
+            took(Simulated(task.candidate, answer, queue.away.get(task.candidate, 0.0)))
+            if on_step is not None:
+                on_step(state, queue.left)
+
     try:
-        for task, answer in simulators.answers(wanted):
-            if isinstance(task, Simulate) and isinstance(answer, PlanOutcome):
-                took(Simulated(task.candidate, answer, queue.away.get(task.candidate, 0.0)))
-                if on_step is not None:
-                    on_step(state, queue.left)
-            elif isinstance(task, Refine) and not isinstance(answer, PlanOutcome):
-                queue.refine(task, answer)
+        early = [Simulate(c) for c in reversed(first)]
+        for task, answer in simulators.answers(lambda: early.pop() if early else None, bounds):
+            answered(task, answer)  # a plan, before any bound is known
+        for task, answer in simulators.answers(wanted, bounds):
+            answered(task, answer)
     except KeyboardInterrupt:
         state.interrupted = True
     state.bound, state.excluded_by_memory = queue.bound, queue.excluded

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import NamedTuple
 
+from distir.search.candidate_bounds import Bounds, CandidateBound, Relatives
 from distir.search.exact import Detail, PlanOutcome, Setting, evaluate, examine
 from distir.search.space import Candidate
 from distir.search.stage_bounds import cut_bounds
 
 
-class Refine(NamedTuple):
-    """To find the bounds of candidates that are `alike` from their cuts."""
+class Price(NamedTuple):
+    """To bound the seconds of all candidates of a profile, by the sizes of their microbatches."""
 
-    candidates: tuple[Candidate, ...]
+    relatives: Relatives
+    microbatches: Sequence[int]
+    devices: int
+
+
+class Bound(NamedTuple):
+    """To bound candidates of one profile."""
+
+    candidates: Sequence[Candidate]
+
+
+class Refine(NamedTuple):
+    """To bound candidates that are `alike` by their cuts."""
+
+    candidates: Sequence[Candidate]
 
 
 class Simulate(NamedTuple):
@@ -26,9 +41,9 @@ class Simulate(NamedTuple):
     candidate: Candidate
 
 
-Task = Refine | Simulate
-Answer = PlanOutcome | list[tuple[float, float]]
-"""The outcome of a simulation; or refined bounds, seconds and bytes."""
+Task = Price | Bound | Refine | Simulate
+Answer = list[float] | list[CandidateBound] | PlanOutcome
+"""Of `Price` a bound for each size; of `Bound` and `Refine` one for each candidate; of `Simulate` the outcome."""
 
 
 class Simulators(NamedTuple):
@@ -38,12 +53,12 @@ class Simulators(NamedTuple):
     jobs: int = 1
     executor: ProcessPoolExecutor | None = None
 
-    def answers(self, wanted: Callable[[], Task | None]) -> Iterator[tuple[Task, Answer]]:
+    def answers(self, wanted: Callable[[], Task | None], bounds: Bounds) -> Iterator[tuple[Task, Answer]]:
         """Each task with its answer, as they are ready; `wanted` is asked whenever a process is free, until nothing
         runs and it has none."""
         if self.executor is None:
             while (task := wanted()) is not None:
-                yield task, _answer(self.setting, task)
+                yield task, _answer(bounds, task)
             return
         running: dict[Future[Answer], Task] = {}
         while True:
@@ -69,30 +84,36 @@ def simulators(setting: Setting, jobs: int) -> Iterator[Simulators]:
     if jobs == 1 or "fork" not in get_all_start_methods():
         yield Simulators(setting)
         return
-    global _setting
-    _setting = setting
+    global _bounds
+    _bounds = Bounds(setting)
     executor = ProcessPoolExecutor(jobs, get_context("fork"), _ignore_interrupts)
     try:
         yield Simulators(setting, jobs, executor)
     finally:
-        _setting = None
+        _bounds = None
         executor.shutdown(cancel_futures=True)
 
 
-_setting: Setting | None = None
-"""What processes inherit: a model is not sent to them."""
+_bounds: Bounds | None = None
+"""What processes inherit: a model is not sent to them. Each keeps the profiles that it places."""
 
 
-def _inherited() -> Setting:
-    if _setting is None:
+def _inherited() -> Bounds:
+    if _bounds is None:
         raise RuntimeError("a process without a setting")
-    return _setting
+    return _bounds
 
 
-def _answer(setting: Setting, task: Task) -> Answer:
-    if isinstance(task, Refine):
-        return cut_bounds(setting, task.candidates)
-    return evaluate(setting, task.candidate)
+def _answer(bounds: Bounds, task: Task) -> Answer:
+    match task:
+        case Price():
+            return [bounds.of_all(task.relatives, n, task.devices) for n in task.microbatches]
+        case Bound():
+            return [bounds.of(c) for c in task.candidates]
+        case Refine():
+            return cut_bounds(bounds.setting, task.candidates)
+        case Simulate():
+            return evaluate(bounds.setting, task.candidate)
 
 
 def _answered(task: Task) -> Answer:
@@ -100,7 +121,7 @@ def _answered(task: Task) -> Answer:
 
 
 def _examine(c: Candidate) -> Detail:
-    return examine(_inherited(), c)
+    return examine(_inherited().setting, c)
 
 
 def _ignore_interrupts() -> None:

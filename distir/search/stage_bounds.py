@@ -22,7 +22,7 @@ from distir.ir.pause import no_collection
 from distir.ir.type import Tensor
 from distir.search.bounds import ROUNDING, adds_sums, groups_along, lane, slope
 from distir.search.exact import Setting
-from distir.search.segments import COMPUTE, axis_of, is_free
+from distir.search.segments import COMPUTE, axis_of, is_free, made_once
 from distir.search.space import Candidate
 from distir.transforms.passes import PassContext, run_passes, stage_meshes
 from distir.transforms.pipeline.copies import copies
@@ -302,7 +302,7 @@ def _held(placed: _Placed, cells: _Cells) -> dict[int, float]:
             kept: set[Value] = set()
             for op in cells.ops[word, s]:
                 for v in cells.inputs[op]:
-                    root, source = _source(v, placed, cells.phase)
+                    root, source = made_once(v, placed.maker, cells.phase)
                     if root is not None and word == BACKWARD:
                         kept.add(root)
                     if source is not None and word == FORWARD:
@@ -319,20 +319,6 @@ def _held(placed: _Placed, cells: _Cells) -> dict[int, float]:
                 counted |= state
                 found[max(mine)] += sum([v.type.bytes for v in state])
     return found
-
-
-def _source(v: Value, placed: _Placed, phase: Mapping[Op, str]) -> tuple[Value | None, Value | None]:
-    """The value of the prologue in whose buffer a value lies, and the input that it is made of, if there is one."""
-    root: Value | None = None
-    inside = True
-    while (op := placed.maker.get(v)) is not None:
-        if phase[op] not in (FREE, PROLOGUE) or len(op.inputs) != 1:
-            return root, None
-        if phase[op] == PROLOGUE and inside and not op.spec.alias:
-            root = v
-        inside = inside and op.spec.alias
-        v = op.inputs[0]
-    return root, v
 
 
 def _saved(placed: _Placed, cells: _Cells) -> dict[int, float]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from distir.api.model import load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster, load_runtime
-from distir.search.best_first import Bounds, relatives
 from distir.search.bounds import bounded
+from distir.search.candidate_bounds import Bounds, relatives
 from distir.search.exact import Setting, evaluate
 from distir.search.space import Candidate, space
 from distir.search.stage_bounds import cut_bounds
