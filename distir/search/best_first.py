@@ -83,6 +83,8 @@ class _Queue:
             self._groups.setdefault(relatives(c), {}).setdefault(c.microbatch, []).append(c)
         self._count = itertools.count()
         self._heap: list[tuple[float, int, Candidate | Several]] = []
+        self._latest: dict[Candidate | Several, int] = {}
+        """The number of each entry; those before it, of the same, are void."""
         self._rough: dict[Candidate, dict[Candidate, float]] = {}
         """Candidates that are alike, and whose bounds are not refined, with these."""
         self.away: dict[Candidate | Several, float] = {}
@@ -92,7 +94,9 @@ class _Queue:
             self._push(0.0, Several(key, None))
 
     def _push(self, bound: float, what: Candidate | Several) -> None:
-        heapq.heappush(self._heap, (bound, next(self._count), what))
+        number = next(self._count)
+        self._latest[what] = number
+        heapq.heappush(self._heap, (bound, number, what))
 
     @property
     def bound(self) -> float:
@@ -102,7 +106,9 @@ class _Queue:
     def pop(self, below: float) -> Task | None:
         """What to do next with the candidates of the lowest bound; None if there is none below that."""
         while self._heap and self._heap[0][0] < below:
-            bound, _, what = heapq.heappop(self._heap)
+            bound, number, what = heapq.heappop(self._heap)
+            if self._latest.get(what) != number:
+                continue
             if isinstance(what, Several):
                 self.away[what] = bound
                 sizes = self._groups[what.relatives]
@@ -113,12 +119,13 @@ class _Queue:
             if what in rough:
                 most = bound * _NEAR if math.isinf(below) else below
                 group = tuple([c for c, x in rough.items() if x < most or c == what])
-                self.away |= {c: rough.pop(c) for c in group}
+                for c in group:
+                    self.away[c] = rough.pop(c)
+                    del self._latest[c]
                 return Refine(group)
-            if what not in self.away:  # else it comes again
-                self.left -= 1
-                self.away[what] = bound
-                return Simulate(what)
+            self.left -= 1
+            self.away[what] = bound
+            return Simulate(what)
         return None
 
     def _add(self, c: Candidate, bound: float, found: CandidateBound) -> None:
