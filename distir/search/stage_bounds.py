@@ -19,20 +19,18 @@ from distir.executor.cost_model import CostModel
 from distir.ir.errors import DistirError
 from distir.ir.function import Function, Op, Value
 from distir.ir.pause import no_collection
+from distir.ir.topology import Group
 from distir.ir.type import Tensor
-from distir.search.bounds import ROUNDING, adds_sums, groups_along, lane, slope
+from distir.search.bounds import adds_sums, groups_along, slope
 from distir.search.exact import Setting
+from distir.search.schedule_bounds import CellWork, StageWork, schedule_bound
 from distir.search.segments import COMPUTE, axis_of, is_free, made_once
 from distir.search.space import Candidate
 from distir.transforms.passes import PassContext, run_passes, stage_meshes
 from distir.transforms.pipeline.copies import copies
-from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, PhaseRules, ends_time
-from distir.transforms.pipeline.schedule import make_table
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, PhaseRules, ends_time, phases
 from distir.transforms.pipeline.stages import timed_stages
 from distir.transforms.rank.recompose import recompose
-
-_MOST_CELLS = 40_000
-"""The longest schedule that is followed: others keep their bound of time."""
 
 
 def alike(c: Candidate) -> Candidate:
@@ -46,13 +44,16 @@ def cut_bounds(setting: Setting, candidates: Sequence[Candidate]) -> list[tuple[
     found: list[tuple[float, float]] = []
     placed: _Placed | None = None
     known: dict[tuple[object, ...], list[StageWork]] = {}
+    seconds: dict[object, _Seconds] = {}
     for c in candidates:
         try:
             placed = placed or _place(setting, c)
             key = c.order, c.chunks
             if key not in known:
-                known[key] = _works(placed, setting, c)
-            found.append(_bound(setting, c, known[key]))
+                groups = groups_along(c, setting.cost, "tp")
+                seconds.setdefault(groups, _Seconds(setting.cost, groups, placed.as_run))
+                known[key] = _works(placed, setting, c, seconds[groups])
+            found.append(schedule_bound(c, setting.batch, setting.cost, known[key]))
         except DistirError:
             found.append((0.0, 0.0))
     return found
@@ -60,7 +61,8 @@ def cut_bounds(setting: Setting, candidates: Sequence[Candidate]) -> list[tuple[
 
 class _Placed(NamedTuple):
     """A placed program. `as_run` are its ops as the ranks run them, by their first results; `copied` maps what is
-    recomputed to the original; `root` a view to the value in whose buffer it lies."""
+    recomputed to the original. Of each value that no pass makes, but uses: `once` is what `made_once` finds, `gathers`
+    are the gathers among replicas that it comes from."""
 
     function: Function
     rules: PhaseRules
@@ -68,6 +70,8 @@ class _Placed(NamedTuple):
     as_run: Mapping[Value, Op]
     copied: Mapping[Value, Value]
     maker: Mapping[Value, Op]
+    once: Mapping[Value, tuple[Value | None, Value | None]]
+    gathers: Mapping[Value, Sequence[Op]]
 
 
 def _place(setting: Setting, c: Candidate) -> _Placed:
@@ -77,40 +81,17 @@ def _place(setting: Setting, c: Candidate) -> _Placed:
     placed = run_passes(setting.model.function, names, context)
     as_run = {op.outputs[0]: op for op in recompose(placed).ops if op.outputs}
     maker = {v: op for op in placed.ops for v in op.outputs}
-    return _Placed(placed, PhaseRules(BACKWARD, c.zero == 3), plan.microbatches, as_run, copies(placed), maker)
+    rules = PhaseRules(BACKWARD, c.zero == 3)
+    phase = phases(placed, rules)
+    timed = [op for op in placed.ops if phase[op] in (FORWARD, BACKWARD)]
+    made = {v for op in timed for v in op.outputs}
+    given = dict.fromkeys([v for op in timed for v in op.inputs if v not in made])
+    once = {v: made_once(v, maker, phase) for v in given}
+    gathers = {v: found for v in given if (found := _gathers(v, maker, phase))}
+    return _Placed(placed, rules, plan.microbatches, as_run, copies(placed), maker, once, gathers)
 
 
-class CellWork(NamedTuple):
-    """A stage's pass over a microbatch, in seconds.
-
-    `kept`: of the compute stream; `made`: from its begin until the value that it sends is made; `through`: from the
-    value that it receives to the one that it sends, `after`: to the end of compute. `gathered` and `reduced`: of the
-    replicas' stream. `sent` are the bytes of what it sends.
-    """
-
-    kept: float
-    made: float
-    through: float
-    after: float
-    sent: float
-    gathered: float
-    reduced: float
-
-
-class StageWork(NamedTuple):
-    """A stage. Bytes: `held` from begin to end of a step, `saved` of a microbatch, `sums` over microbatches. Seconds:
-    `gathered` of weights once a step, `reduced` of gradients after the last microbatch."""
-
-    forward: CellWork
-    backward: CellWork
-    held: float
-    saved: float
-    sums: float
-    gathered: float
-    reduced: float
-
-
-def _works(placed: _Placed, setting: Setting, c: Candidate) -> list[StageWork]:
+def _works(placed: _Placed, setting: Setting, c: Candidate, seconds: _Seconds) -> list[StageWork]:
     cost, parts = setting.cost, c.pp * c.chunks
     plan = c.plan(setting.batch)
     mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
@@ -119,7 +100,6 @@ def _works(placed: _Placed, setting: Setting, c: Candidate) -> list[StageWork]:
         priced = priced._replace(op=OpSeconds(cost, mesh))
     phase, stage = timed_stages(placed.function, parts, placed.microbatches, priced, placed.rules)
     cells = _Cells(placed, phase, stage)
-    seconds = _Seconds(cost, c, placed.as_run)
     replicas = _replicas(placed, cells, c, cost)
     held, saved, sums = _held(placed, cells), _saved(placed, cells), _sums(placed, cells)
     sent = {word: _sent(cells, word, parts) for word in (FORWARD, BACKWARD)}
@@ -169,13 +149,19 @@ class _Cells:
 class _Seconds:
     """Seconds of ops on the streams of compute and of tensor parallelism; at a plan's groups of devices."""
 
-    def __init__(self, cost: CostModel, c: Candidate, as_run: Mapping[Value, Op]) -> None:
-        self.cost, self.as_run = cost, as_run
-        self.groups = groups_along(c, cost, "tp")
+    def __init__(self, cost: CostModel, groups: Sequence[Group], as_run: Mapping[Value, Op]) -> None:
+        self.cost, self.groups, self.as_run = cost, groups, as_run
         self._known: dict[object, tuple[str, float]] = {}
+        self._of_op: dict[Op, tuple[str, float]] = {}
 
     def __call__(self, op: Op) -> tuple[str, float]:
         """The stream and the seconds; what becomes part of another op costs nothing of its own."""
+        found = self._of_op.get(op)
+        if found is None:
+            found = self._of_op[op] = self._looked_up(op)
+        return found
+
+    def _looked_up(self, op: Op) -> tuple[str, float]:
         run = self.as_run.get(op.outputs[0])
         if run is None or is_free(op) or adds_sums(op):
             return COMPUTE, 0.0
@@ -269,7 +255,7 @@ def _replicas(placed: _Placed, cells: _Cells, c: Candidate, cost: CostModel) -> 
         if axis_of(op) == "dp" or ends_time(op):
             stage.update(dict.fromkeys(op.outputs, s))
     for (word, s), ops in cells.ops.items():
-        for gather in {g for op in ops for v in cells.inputs[op] for g in _gathers(v, placed, cells.phase)}:
+        for gather in {g for op in ops for v in cells.inputs[op] for g in placed.gathers.get(v, ())}:
             if cells.phase[gather] == FREE:
                 gathered[word, s] += slope(gather.spec.name, groups) * gather.outputs[0].type.bytes
             elif word == FORWARD:
@@ -277,12 +263,12 @@ def _replicas(placed: _Placed, cells: _Cells, c: Candidate, cost: CostModel) -> 
     return _Replicas(gathered, reduced)
 
 
-def _gathers(v: Value, placed: _Placed, phase: Mapping[Op, str]) -> list[Op]:
+def _gathers(v: Value, maker: Mapping[Value, Op], phase: Mapping[Op, str]) -> list[Op]:
     """The gathers among replicas that a weight comes from."""
     found: list[Op] = []
     todo = [v]
     while todo:
-        op = placed.maker.get(todo.pop())
+        op = maker.get(todo.pop())
         if op is None or phase[op] not in (FREE, PROLOGUE):
             continue
         if op.spec.comm is not None and op.spec.comm.gathers and axis_of(op) == "dp":
@@ -302,7 +288,7 @@ def _held(placed: _Placed, cells: _Cells) -> dict[int, float]:
             kept: set[Value] = set()
             for op in cells.ops[word, s]:
                 for v in cells.inputs[op]:
-                    root, source = made_once(v, placed.maker, cells.phase)
+                    root, source = placed.once.get(v, (None, None))
                     if root is not None and word == BACKWARD:
                         kept.add(root)
                     if source is not None and word == FORWARD:
@@ -347,83 +333,3 @@ def _sums(placed: _Placed, cells: _Cells) -> dict[int, float]:
             if at is not None and at[0] == BACKWARD and not adds_sums(placed.maker[op.inputs[0]]):
                 found[at[1]] += op.outputs[0].type.bytes
     return found
-
-
-# ---- in the order of the schedule
-
-
-def _bound(setting: Setting, c: Candidate, works: Sequence[StageWork]) -> tuple[float, float]:
-    m = c.microbatches(setting.batch)
-    if 2 * c.pp * c.chunks * m > _MOST_CELLS:
-        return 0.0, 0.0
-    rows = [
-        [(cell.phase, cell.stage, cell.microbatch) for cell in row] for row in make_table(c.schedule, c.pp, m, c.chunks)
-    ]
-    memory = max([_row_memory(row, works, m) for row in rows])
-    hop = lane(c, setting.cost)
-    return _row_seconds(rows, works, m, hop) * ROUNDING, memory * ROUNDING
-
-
-_Cell = tuple[str, int, int]
-"""Pass, stage, microbatch."""
-
-
-def _row_memory(row: Sequence[_Cell], works: Sequence[StageWork], m: int) -> float:
-    """The most bytes that a rank has at the begin of a backward pass."""
-    used = sum([works[s].held for s in {s for _, s, _ in row}])
-    most = used
-    for word, s, i in row:
-        if word == FORWARD:
-            used += works[s].saved
-            continue
-        most = max(most, used)
-        used -= works[s].saved
-        if i == 0 and m > 1:
-            used += works[s].sums
-    return most
-
-
-def _row_seconds(
-    rows: Sequence[Sequence[_Cell]], works: Sequence[StageWork], m: int, hop: Callable[[float, int, int], float]
-) -> float:
-    """When the last rank is ready; `hop` gives the seconds that bytes take from one rank to another."""
-    parts, p = len(works), len(rows)
-    arrived: dict[_Cell, float] = {}
-    """When what a cell receives is there."""
-    sends = {
-        (word, s): hop(work.sent, s % p, (s + step) % p)
-        for s in range(parts)
-        for word, step, work in ((FORWARD, 1, works[s].forward), (BACKWARD, -1, works[s].backward))
-        if 0 <= s + step < parts
-    }
-    position, clock, replicas = [0] * p, [0.0] * p, [0.0] * p
-    moved = True
-    while moved:
-        moved = False
-        for r, row in enumerate(rows):
-            k = position[r]
-            while k < len(row):
-                cell = word, s, i = row[k]
-                step = 1 if word == FORWARD else -1
-                received = 0 <= s - step < parts
-                if received and cell not in arrived:
-                    break
-                at = arrived[cell] if received else -math.inf
-                work = works[s].forward if word == FORWARD else works[s].backward
-                begin = clock[r]
-                if word == FORWARD and i == 0:
-                    replicas[r] += works[s].gathered
-                replicas[r] += work.gathered
-                waits = work.gathered or (word == FORWARD and i == 0 and works[s].gathered)
-                end = max(begin + work.kept, at + work.after, replicas[r] if waits else 0.0)
-                if work.reduced:
-                    replicas[r] = max(replicas[r], begin) + work.reduced
-                if word == BACKWARD and i == m - 1 and works[s].reduced:
-                    replicas[r] = max(replicas[r], begin) + works[s].reduced
-                if (word, s) in sends:
-                    arrived[word, s + step, i] = max(begin + work.made, at + work.through) + sends[word, s]
-                clock[r] = end
-                k += 1
-            moved = moved or k > position[r]
-            position[r] = k
-    return max(*clock, *replicas)

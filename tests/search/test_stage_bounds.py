@@ -2,7 +2,7 @@
 
 import pytest
 
-import distir.search.stage_bounds as stage_bounds
+import distir.search.schedule_bounds as schedule_bounds
 from distir.api.model import load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster
@@ -46,7 +46,7 @@ def test_bounds_of_cuts_are_near_the_simulation():
 @pytest.mark.parametrize("field", ["kept", "gathered", "reduced"])
 def test_a_stage_that_is_priced_too_high_is_seen(monkeypatch, field):
     """Seeded: seconds of each stage's passes, of one kind, made larger."""
-    cell = stage_bounds._row_seconds
+    cell = schedule_bounds.row_seconds
 
     def wrong(rows, works, m, hop):
         def more(work):
@@ -54,16 +54,16 @@ def test_a_stage_that_is_priced_too_high_is_seen(monkeypatch, field):
 
         return cell(rows, [w._replace(forward=more(w.forward), backward=more(w.backward)) for w in works], m, hop)
 
-    monkeypatch.setattr(stage_bounds, "_row_seconds", wrong)
+    monkeypatch.setattr(schedule_bounds, "row_seconds", wrong)
     setting = setting_of()
     assert any([excess(setting, c)[0] > 1 for c in PLANS])
 
 
 def test_what_is_saved_twice_is_seen(monkeypatch):
-    memory = stage_bounds._row_memory
+    memory = schedule_bounds.row_memory
     monkeypatch.setattr(
-        stage_bounds,
-        "_row_memory",
+        schedule_bounds,
+        "row_memory",
         lambda row, works, m: memory(row, [w._replace(saved=2 * w.saved) for w in works], m),
     )
     setting = setting_of()
@@ -81,13 +81,18 @@ def test_plans_of_one_placed_program_share_it():
 
 
 def test_most_plans_are_not_simulated():
-    """Most of what the bounds of profiles leave is excluded by the bounds of cuts."""
+    """What does not fit by the bound of its cut is not simulated, nor is any plan twice."""
     setting = setting_of(gpus=4, batch=8)
     found = space(
         setting.model.function, 8, 4, setting.cost.topology, ("dp", "tp", "pp", "microbatch", "zero")
     ).candidates
+    have = setting.cost.topology.spec(setting.cost.topology.devices[0]).memory
+    limit = sorted([cut_bounds(setting, [c])[0][1] for c in found])[len(found) // 2]
+    setting = setting._replace(reserve=have - limit)
     bounds = Bounds(setting)
     state = search(bounds, found, Simulators(setting))
     assert state.violations == 0
-    assert len(state.found) < len(bounds.known) < len(found)
+    assert state.excluded_by_memory
+    assert all([bounds.known[x.candidate][1] <= limit for x in state.found])
+    assert len({x.candidate for x in state.found}) == len(state.found) < len(bounds.known) < len(found)
     assert state.bound >= state.fitting[0].outcome.seconds
