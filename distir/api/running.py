@@ -29,6 +29,7 @@ from distir.backends.processes.preflight import available_memory
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.hardware import this_host
 from distir.ir.errors import CopiesError, InfeasibleError, MismatchError, UsageError
+from distir.ir.files import check_writable
 from distir.ir.function import Function, Value
 from distir.runtime.checkpoint import Saving, updated_inputs
 from distir.runtime.finite import ALL_FINITE, FiniteWatch, diverged, name_of, reject_nonfinite
@@ -121,9 +122,7 @@ def _check_save(path: str | os.PathLike[str], model: Model) -> None:
             f"--save writes the model's ONNX file with other weights: {model.name} has none",
             None if model.parameters is None else trained,
         )
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise UsageError(f"cannot write {os.fspath(path)}")
+    check_writable(path)
 
 
 class _Prepared(NamedTuple):

@@ -12,14 +12,15 @@ from distir.transforms.plan import Plan
 
 
 class OpSeconds(NamedTuple):
-    """Seconds of an op of a placed program on one device, for one microbatch."""
+    """Seconds of an op of a placed program on one device, for one microbatch; as if it were placed on `mesh`."""
 
     cost: CostModel
+    mesh: Mesh | None = None
 
     def __call__(self, op: Op) -> float:
         cost, spec, attrs = self.cost, op.spec, op.attributes
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-        mesh = attrs.get("device") or ins[0].device  # type: ignore[union-attr]
+        mesh = self.mesh or attrs.get("device") or ins[0].device  # type: ignore[union-attr]
         if not isinstance(mesh, Mesh) or cost.free(spec, attrs, ins):
             return 0.0
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:

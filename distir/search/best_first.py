@@ -1,7 +1,8 @@
 """Best-first search: plans in the order of their lower bounds, each simulated, until no bound is below what was found.
 
-Bounds are refined lazily. A candidate is first bounded by that of its relatives; when it comes up, its profile (placed
-once for all candidates of equal tensor parallelism, sequence parallelism and recomputation) gives its own.
+Bounds are refined lazily, in four levels. A candidate is first bounded by that of its relatives; when it comes up, its
+profile (placed once for all candidates of equal tensor parallelism, sequence parallelism and recomputation) gives its
+own; when that comes up, its cut does (`stage_bounds`); then it is simulated.
 """
 
 from __future__ import annotations
@@ -10,20 +11,16 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from distir.ir.errors import DistirError
-from distir.ir.pause import no_collection
-from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, memory_bound, step_bound, step_cost
-from distir.search.exact import PlanOutcome, Setting
-from distir.search.segments import Profile, profile_of
-from distir.search.simulating import Bounded, Simulators
+from distir.search.candidate_bounds import Bounds, CandidateBound, Relatives, relatives
+from distir.search.exact import PlanOutcome
+from distir.search.simulating import Bound, Price, Refine, Simulate, Simulators, Task
 from distir.search.space import Candidate
-from distir.transforms.passes import PassContext, run_passes
-from distir.transforms.plan import Plan
+from distir.search.stage_bounds import alike
 
 
 class Simulated(NamedTuple):
@@ -58,117 +55,110 @@ def by_seconds(found: Simulated) -> tuple[object, ...]:
     return found.outcome.seconds, found.candidate
 
 
-Relatives = tuple[int, bool, str]
-"""Candidates that share a profile: tp, sequence_parallel, recompute."""
-
-
+_NEAR = 1.1
+"""Until plans that fit are known, bounds are refined with those of plans that are so much slower."""
 NOTHING_KNOWN: Mapping[Candidate, Simulated] = MappingProxyType({})
 
 
-class Bounds:
-    """Lower bounds of the candidates of one setting; profiles and prices are kept."""
+class Several(NamedTuple):
+    """Candidates that share a profile, of one size of microbatch; or, where that is None, of all."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self._profiles: dict[Relatives, Profile | None] = {}
-        self._steps: dict[tuple[object, ...], StepCost] = {}
-
-    def of(self, c: Candidate) -> tuple[float, float]:
-        """Seconds and bytes; (0, 0) where nothing is known."""
-        profile = self.profile(relatives(c))
-        if profile is None:
-            return 0.0, 0.0
-        batch, cost = self.setting.batch, self.setting.cost
-        groups = groups_along(c, cost, "tp")
-        key = relatives(c), c.microbatch, groups
-        if key not in self._steps:
-            self._steps[key] = step_cost(profile, c.microbatch, cost, groups)
-        step = self._steps[key]
-        return step_bound(c, batch, step, cost), memory_bound(c, batch, step)
-
-    def of_all(self, key: Relatives, microbatch: int, gpus: int) -> float:
-        """Seconds below which no candidate of these is, with microbatches of at most that size."""
-        profile = self.profile(key)
-        if profile is None:
-            return 0.0
-        return compute_bound(profile, microbatch, self.setting.batch, gpus, key[0], self.setting.cost)
-
-    def profile(self, key: Relatives) -> Profile | None:
-        """The profile of these candidates, at one sample a microbatch; None where bounds are not known to hold."""
-        if key not in self._profiles:
-            try:
-                self._profiles[key] = self._place(*key)
-            except DistirError:
-                self._profiles[key] = None
-        return self._profiles[key]
-
-    @no_collection()
-    def _place(self, tp: int, sequence: bool, recompute: str) -> Profile | None:
-        setting = self.setting
-        if not bounded(setting.cost) or setting.batch < 2:
-            return None
-        plan = Plan(tp=tp, microbatches=setting.batch, sequence_parallel=sequence, recompute=recompute)
-        context = PassContext(plan, setting.cost.topology.devices[: plan.size])
-        names = ("fuse", "decompose", "pad", "place", "join", "recompute")
-        return profile_of(run_passes(setting.model.function, names, context), 1)
-
-
-def relatives(c: Candidate) -> Relatives:
-    """What candidates of one profile share."""
-    return c.tp, c.sequence_parallel, c.recompute
+    relatives: Relatives
+    microbatch: int | None
 
 
 class _Queue:
     """Candidates in the order of their bounds, which are computed when they may matter.
 
-    An entry is a candidate, all candidates of a profile and size of microbatch, or of a profile and all sizes up to
-    one: the last two are replaced by what they stand for when they come up.
+    An entry is a candidate, or several, which are replaced by what they stand for when they come up. A candidate that
+    comes up first has its bound refined, with those of others of the same placed program that may come up, and is then
+    an entry again.
     """
 
-    def __init__(self, bounds: Bounds, candidates: Sequence[Candidate], memory: float) -> None:
-        self.bounds, self.memory = bounds, memory
+    def __init__(self, bounds: Bounds, candidates: Sequence[Candidate], memory: float, exact: Container[Candidate]):
+        self.bounds, self.memory, self.exact = bounds, memory, exact
         self.excluded = 0
         self._groups: dict[Relatives, dict[int, list[Candidate]]] = {}
         for c in candidates:
             self._groups.setdefault(relatives(c), {}).setdefault(c.microbatch, []).append(c)
         self._count = itertools.count()
-        self._heap: list[tuple[float, int, Candidate | tuple[Relatives, int, bool]]] = []
+        self._heap: list[tuple[float, int, Candidate | Several]] = []
+        self._latest: dict[Candidate | Several, int] = {}
+        """The number of each entry; those before it, of the same, are void."""
+        self._rough: dict[Candidate, dict[Candidate, float]] = {}
+        """Candidates that are alike, and whose bounds are not refined, with these."""
+        self.away: dict[Candidate | Several, float] = {}
+        """What is being bounded or simulated, with its bound."""
         self.left = len(candidates)
-        for key, sizes in sorted(self._groups.items()):
-            self._push(0.0, (key, max(sizes), False))
+        for key in sorted(self._groups):
+            self._push(0.0, Several(key, None))
 
-    def _push(self, bound: float, what: Candidate | tuple[Relatives, int, bool]) -> None:
-        heapq.heappush(self._heap, (bound, next(self._count), what))
+    def _push(self, bound: float, what: Candidate | Several) -> None:
+        number = next(self._count)
+        self._latest[what] = number
+        heapq.heappush(self._heap, (bound, number, what))
 
     @property
     def bound(self) -> float:
         """No candidate that is left, and fits, takes less time."""
-        return self._heap[0][0] if self._heap else math.inf
+        return min([self._heap[0][0] if self._heap else math.inf, *self.away.values()])
 
-    def pop(self, below: float) -> tuple[float, Candidate] | None:
-        """The candidate of the lowest bound; None if there is none below that."""
+    def pop(self, below: float) -> Task | None:
+        """What to do next with the candidates of the lowest bound; None if there is none below that."""
         while self._heap and self._heap[0][0] < below:
-            bound, _, what = heapq.heappop(self._heap)
-            if isinstance(what, Candidate):
-                self.left -= 1
-                return bound, what
-            key, size, priced = what
-            mine = self._groups[key][size]
-            if priced:
-                for c in mine:
-                    seconds, needed = self.bounds.of(c)
-                    if needed > self.memory:
-                        self.excluded += 1
-                        self.left -= 1
-                    else:
-                        self._push(max(bound, seconds), c)
+            bound, number, what = heapq.heappop(self._heap)
+            if self._latest.get(what) != number:
                 continue
-            bound = max(bound, self.bounds.of_all(key, size, mine[0].devices))
-            self._push(bound, (key, size, True))
-            smaller = [n for n in self._groups[key] if n < size]
-            if smaller:
-                self._push(bound, (key, max(smaller), False))
+            if isinstance(what, Several):
+                self.away[what] = bound
+                sizes = self._groups[what.relatives]
+                if what.microbatch is None:
+                    return Price(what.relatives, tuple(sorted(sizes)), sizes[max(sizes)][0].devices)
+                return Bound(tuple(sizes[what.microbatch]))
+            rough = self._rough.get(alike(what), {})
+            if what in rough:
+                most = bound * _NEAR if math.isinf(below) else below
+                group = tuple([c for c, x in rough.items() if x < most or c == what])
+                for c in group:
+                    self.away[c] = rough.pop(c)
+                    del self._latest[c]
+                return Refine(group)
+            self.left -= 1
+            self.away[what] = bound
+            return Simulate(what)
         return None
+
+    def _add(self, c: Candidate, bound: float, found: CandidateBound) -> None:
+        seconds, needed = found
+        if c in self.bounds.known:
+            seconds, needed = (max(pair) for pair in zip(found, self.bounds.known[c], strict=True))
+        if needed > self.memory:
+            self.excluded += 1
+            self.left -= 1
+            return
+        bound = max(bound, seconds)
+        if self.bounds.refines and c not in self.bounds.known and c not in self.exact:
+            self._rough.setdefault(alike(c), {})[c] = bound
+        self._push(bound, c)
+
+    def priced(self, task: Price, found: Sequence[float]) -> None:
+        """Take the bounds of a profile's candidates, by the size of their microbatch."""
+        before = self.away.pop(Several(task.relatives, None))
+        for size, bound in zip(task.microbatches, found, strict=True):
+            self._push(max(before, bound), Several(task.relatives, size))
+
+    def bounded(self, task: Bound, found: Sequence[CandidateBound]) -> None:
+        """Take the bounds of candidates of one profile and size of microbatch."""
+        c = task.candidates[0]
+        before = self.away.pop(Several(relatives(c), c.microbatch))
+        for c, one in zip(task.candidates, found, strict=True):
+            self._add(c, before, one)
+
+    def refined(self, task: Refine, found: Sequence[CandidateBound]) -> None:
+        """Take the bounds of candidates by their cuts."""
+        for c, one in zip(task.candidates, found, strict=True):
+            self.bounds.known[c] = one
+            self._add(c, self.away.pop(c), one)
 
 
 def search(
@@ -190,12 +180,13 @@ def search(
     state, setting = Progressed(), bounds.setting
     topology = setting.cost.topology
     memory = max([topology.spec(d).capacity for d in topology.devices]) - setting.reserve
-    queue = _Queue(bounds, candidates, memory)
-    best, fitting = math.inf, 0
+    queue = _Queue(bounds, candidates, memory, known)
+    best, fitting, asked = math.inf, 0, len(first)
 
     def took(x: Simulated) -> None:
         nonlocal best, fitting
         state.found.append(x)
+        queue.away.pop(x.candidate, None)
         if x.outcome.reason is None and x.outcome.seconds < x.bound:
             state.violations += 1
         if x.outcome.fits:
@@ -204,21 +195,38 @@ def search(
             best = min(best, x.outcome.seconds)
             fitting += 1
 
-    def wanted() -> Iterator[Bounded]:
-        asked = len(first)
-        while asked < limit and (found := queue.pop(best if fitting >= at_least else math.inf)) is not None:
-            if (before := known.get(found[1])) is not None:
+    def wanted() -> Task | None:
+        nonlocal asked
+        while asked < limit and (task := queue.pop(best if fitting >= at_least else math.inf)) is not None:
+            if not isinstance(task, Simulate):
+                return task
+            if (before := known.get(task.candidate)) is not None:
                 took(before)
-            elif found[1] not in first:
+            elif task.candidate in first:
+                del queue.away[task.candidate]
+            else:
                 asked += 1
-                yield found
+                return task
+        return None
 
-    try:
-        early = simulators.outcomes(iter([(0.0, c) for c in first]))  # an answer before any bound is known
-        for bound, c, outcome in itertools.chain(early, simulators.outcomes(wanted())):
-            took(Simulated(c, outcome, bound))
+    def answered(task: Task, answer: Any) -> None:
+        if isinstance(task, Price):
+            queue.priced(task, answer)
+        elif isinstance(task, Bound):
+            queue.bounded(task, answer)
+        elif isinstance(task, Refine):
+            queue.refined(task, answer)
+        else:
+            took(Simulated(task.candidate, answer, queue.away.get(task.candidate, 0.0)))
             if on_step is not None:
                 on_step(state, queue.left)
+
+    try:
+        early = [Simulate(c) for c in reversed(first)]
+        for task, answer in simulators.answers(lambda: early.pop() if early else None, bounds):
+            answered(task, answer)  # a plan, before any bound is known
+        for task, answer in simulators.answers(wanted, bounds):
+            answered(task, answer)
     except KeyboardInterrupt:
         state.interrupted = True
     state.bound, state.excluded_by_memory = queue.bound, queue.excluded

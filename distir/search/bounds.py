@@ -18,23 +18,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
 from distir.executor.cost_model.seconds import wire_of
+from distir.ir.function import Op
 from distir.ir.spec import lookup
 from distir.ir.topology import Group, Regular, regular_group
 from distir.ir.type import SUM, Tensor, Type
-from distir.search.segments import COMPUTE, Kind, Profile, Segment
+from distir.search.segments import COMPUTE, Kind, Profile, Segment, axis_of
 from distir.search.space import Candidate, spacing_of, starts
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE
 
 _HUGE = 1e18
 """Bytes of a collective whose latency is nothing beside its transfer."""
-_ROUNDING = 1 - 1e-6
+ROUNDING = 1 - 1e-6
 """Of what is added up in another order than the simulator does, or is a limit."""
 _NEVER = -math.inf
 
@@ -160,7 +161,7 @@ def _scaled(t: Type, scale: int) -> Type:
 def _pass(profile: Profile, word: str, segments: Mapping[Segment, int], seconds: Sequence[float]) -> PassCost:
     every = profile.every[word].items()
     compute = sum([n * seconds[k] for k, n in every if profile.kinds[k].axis is None])
-    lifted = sum([n * seconds[k] for k, n in every if _adds_sums(profile.kinds[k])])
+    lifted = sum([n * seconds[k] for k, n in every if adds_sums(profile.kinds[k].op)])
     waits = chain = excess = most_waits = most_chain = 0.0
     for segment, n in segments.items():
         kept, through = _kept(segment, profile.kinds, seconds), _through(segment, profile.kinds, seconds)
@@ -174,10 +175,10 @@ def _pass(profile: Profile, word: str, segments: Mapping[Segment, int], seconds:
     return PassCost(compute, lifted, waits, most_waits, chain, most_chain, excess)
 
 
-def _adds_sums(kind: Kind) -> bool:
-    """Whether ops of a kind may be done once a step in a pipeline: they add sums over microbatches (`lift_sums`)."""
-    types = [v.type for v in kind.op.inputs]
-    return kind.axis is None and sum([isinstance(t, Tensor) and t.over_time is SUM for t in types]) > 1
+def adds_sums(op: Op) -> bool:
+    """Whether an op may be done once a step in a pipeline: it adds sums over microbatches (`lift_sums`)."""
+    types = [v.type for v in op.inputs]
+    return axis_of(op) is None and sum([isinstance(t, Tensor) and t.over_time is SUM for t in types]) > 1
 
 
 def _kept(segment: Segment, kinds: Sequence[Kind], seconds: Sequence[float]) -> float:
@@ -235,9 +236,9 @@ def compute_bound(profile: Profile, microbatch: int, batch: int, gpus: int, tp: 
     for word in (FORWARD, BACKWARD):
         for k, n in profile.every[word].items():
             kind = profile.kinds[k]
-            if kind.axis is None and not _adds_sums(kind):
+            if kind.axis is None and not adds_sums(kind.op):
                 found += n * _seconds(kind, scale, cost, ())
-    return found * batch * tp / (microbatch * gpus) * _ROUNDING
+    return found * batch * tp / (microbatch * gpus) * ROUNDING
 
 
 def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel) -> float:
@@ -254,7 +255,7 @@ def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel) -> flo
             whole = _chain(step.forward, borders) + _chain(step.backward, borders) - excess
             chain = max(whole, step.calm) + _after_first(c.schedule, m, p, forward, backward)
         found = _with_transfers(c, m, step, cost, found, chain)
-    return found * _ROUNDING
+    return found * ROUNDING
 
 
 def _with_transfers(c: Candidate, m: int, step: StepCost, cost: CostModel, least: float, chain: float) -> float:
@@ -275,21 +276,25 @@ def _with_transfers(c: Candidate, m: int, step: StepCost, cost: CostModel, least
 
 def _hops(c: Candidate, step: StepCost, cost: CostModel) -> list[float]:
     """Seconds that each border's transfer takes at least: of the lane of devices whose sum is greatest."""
+    hop, size = lane(c, cost), float(step.profile.border * step.scale)
+    return [hop(size, k, k + 1) for k in range(c.pp - 1)]
+
+
+def lane(c: Candidate, cost: CostModel) -> Callable[[float, int, int], float]:
+    """The seconds that bytes take at least from one pipeline rank to another, on the lane of devices on which most
+    neighbours are on different nodes."""
     r = cost.topology.uniform
     if r is None:
-        return [0.0] * (c.pp - 1)
-    spacing, size = spacing_of(c, c.order, "pp"), float(step.profile.border * step.scale)
-    if cost.runtime is not None and cost.runtime.scatters:
-        size /= c.tp
-    inside, outside = (cost.transfer_seconds(size, link) for link in (r.intra, r.inter))
-    lanes = [
-        [
-            inside if (d + k * spacing) // r.per_node == (d + (k + 1) * spacing) // r.per_node else outside
-            for k in range(c.pp - 1)
-        ]
-        for d in starts(c, c.order, "pp", r.per_node)
-    ]
-    return max(lanes, key=sum)
+        return lambda size, a, b: 0.0
+    spacing, per_node = spacing_of(c, c.order, "pp"), r.per_node
+    lanes = [[(d + k * spacing) // per_node for k in range(c.pp)] for d in starts(c, c.order, "pp", per_node)]
+    nodes = max(lanes, key=lambda at: sum([a != b for a, b in itertools.pairwise(at)]))
+    pieces = c.tp if cost.runtime is not None and cost.runtime.scatters else 1
+
+    def seconds(size: float, a: int, b: int) -> float:
+        return cost.transfer_seconds(size / pieces, r.intra if nodes[a] == nodes[b] else r.inter)
+
+    return seconds
 
 
 def _busy(x: PassCost, borders: int) -> float:
@@ -329,12 +334,12 @@ def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forwar
     if c.dp == 1:
         return 0.0
     groups = groups_along(c, cost, "dp")
-    byte = _slope("MPIReduceScatter" if c.zero else "MPIAllreduce", groups)
+    byte = slope("MPIReduceScatter" if c.zero else "MPIAllreduce", groups)
     sums = step.profile.reduced(c.dp, c.zero)
     total = byte * sums.total
     found = (m * forward + (m - 1) * backward + total) / c.pp
     if c.zero > 1:
-        gathered = sums.gathered * _slope("MPIAllgather", groups) if c.zero == 3 else 0.0
+        gathered = sums.gathered * slope("MPIAllgather", groups) if c.zero == 3 else 0.0
         found = max(found, m * (total + gathered) / c.pp)
     found = max(found, max([t + byte * n for t, n in zip(step.depth, sums.bytes, strict=True)], default=0.0))
     if c.pp == 1:  # what is complete late is reduced after that
@@ -346,52 +351,7 @@ def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forwar
 
 
 @cache
-def _slope(name: str, groups: tuple[Group, ...]) -> float:
+def slope(name: str, groups: tuple[Group, ...]) -> float:
     """Seconds a byte below which no collective of that name is."""
     wire = wire_of(lookup(name))
-    return min([collective(wire, _HUGE, group) / _HUGE for group in groups], default=0.0) * _ROUNDING
-
-
-def memory_bound(c: Candidate, batch: int, step: StepCost) -> float:
-    """Bytes that the rank of a candidate that needs most has at least: the least maximum that any cut reaches.
-
-    A rank holds its parameters and state, from the second microbatch on the sums of gradients, and what it saved of the
-    microbatches in flight.
-    """
-    m, profile = c.microbatches(batch), step.profile
-    gradients = profile.reduced(1, 0).total
-    kept = (profile.parameters + profile.state) / (c.dp if c.zero else 1)
-    sums = gradients / (c.dp if c.zero > 1 else 1) if m > 1 else 0.0
-    saved = profile.saved * step.scale
-    return max((kept + sums + saved) / c.pp, _least_memory(_in_flight(c, m), kept, saved))
-
-
-def _in_flight(c: Candidate, m: int) -> tuple[int, ...]:
-    """By rank, how many microbatches it has in flight before its first backward pass, of the stage with the fewest;
-    most first."""
-    ranks = range(c.pp)
-    if c.schedule == "gpipe":
-        return tuple([m for _ in ranks])
-    if c.schedule == "1f1b":
-        return tuple([min(m, c.pp - r) for r in ranks])
-    return tuple([min(c.pp, 2 * (c.pp - r) - 1) for r in ranks])
-
-
-@cache
-def _least_memory(in_flight: Sequence[int], kept: float, saved: float) -> float:
-    """The least maximum over ranks of what they keep and of `saved` as often as it is in flight, however both are
-    spread."""
-
-    def fits(most: float) -> bool:
-        left, room = kept, 0.0
-        for n in in_flight:  # what is kept where what is saved counts most
-            part = min(left, most)
-            left -= part
-            room += (most - part) / n
-        return left <= 0 and room >= saved
-
-    low, high = 0.0, kept + saved * max(in_flight)
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return low * _ROUNDING
+    return min([collective(wire, _HUGE, group) / _HUGE for group in groups], default=0.0) * ROUNDING

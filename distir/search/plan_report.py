@@ -213,7 +213,7 @@ def _memory(explained: Explanation, prefix: str) -> str:
     classes, topology = simulation.program.classes, simulation.program.cost.topology
     worst = max(
         range(len(classes.first)),
-        key=lambda k: simulation.peak_memory[classes.first[k]] - topology.spec(classes.first[k]).memory,
+        key=lambda k: simulation.peak_memory[classes.first[k]] - topology.spec(classes.first[k]).capacity,
     )
     name = classes.label(worst)
     figure = memory(simulation, [name])

@@ -13,7 +13,8 @@ from distir.api.results import size
 from distir.executor.cost_model.seconds import computed_in, work
 from distir.hardware import host_cores
 from distir.ir.errors import InfeasibleError, UsageError, counted
-from distir.search.best_first import Bounds, Progressed, Simulated, by_seconds, search
+from distir.search.best_first import Progressed, Simulated, by_seconds, search
+from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Detail, Setting
 from distir.search.plan_table import PlanPoint, PlanRow, PlanTable, StepWork, short_of, what_binds
 from distir.search.simulating import Simulators, simulators

@@ -21,7 +21,7 @@ from distir.ir.device import AxisNames, Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor
 from distir.transforms.pipeline.copies import copies
-from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, ends_time, phases
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
 from distir.transforms.rank.recompose import recompose
 from distir.transforms.roles import weights
 
@@ -89,8 +89,9 @@ class Profile:
     """A placed program for bounds. `samples` is the size of a microbatch on a device that its types have.
 
     Bytes are those of one device, of all stages together: of parameters and optimizer state; of parameters as ZeRO 3
-    gathers them, by shape (those of several dims, in the least dtype they are used in); and of what is saved of one
-    microbatch.
+    gathers them, by shape (those of several dims, in the least dtype they are used in); of what is `made` once a step
+    and used by the backward pass; of the parameters of several dims that this uses `whole`, by shape; and of what is
+    saved of one microbatch.
     """
 
     kinds: list[Kind]
@@ -111,6 +112,8 @@ class Profile:
     parameters: int
     state: int
     gathered: tuple[tuple[tuple[int, ...], int], ...]
+    made: int
+    whole: tuple[tuple[tuple[int, ...], int], ...]
     saved: int
     _reduced: dict[tuple[int, int], Reduced] = field(default_factory=dict, repr=False)
 
@@ -124,6 +127,12 @@ class Profile:
             gathered = sum([n for shape, n in self.gathered if _divides(shape, dp)])
             found = self._reduced[dp, zero] = Reduced(each, sum(each), gathered)
         return found
+
+    def copied(self, dp: int, zero: int) -> int:
+        """The bytes that are made of weights once a step and used by the backward pass: in 16 bits, or gathered."""
+        if zero == 3:
+            return 0
+        return self.made + (sum([n for shape, n in self.whole if _divides(shape, dp)]) if zero else 0)
 
 
 def _divides(shape: Sequence[int], ways: int) -> bool:
@@ -140,11 +149,12 @@ class _Kinds:
         n = self._number.get(key)
         if n is None:
             n = self._number[key] = len(self.found)
-            self.found.append(Kind(op, _axis(op), priced))
+            self.found.append(Kind(op, axis_of(op), priced))
         return n
 
 
-def _axis(op: Op) -> AxisNames | None:
+def axis_of(op: Op) -> AxisNames | None:
+    """The axis of devices along which an op communicates; None if it does not."""
     mesh = op.inputs[0].type.device if op.inputs and isinstance(op.inputs[0].type, Tensor) else None
     if op.spec.route != "axis" or not isinstance(mesh, Mesh) or mesh.is_time(op.attributes["axis"]):
         return None
@@ -159,7 +169,7 @@ def profile_of(placed: Function, samples: int) -> Profile:
     number: dict[Op, int] = {}
     for op in placed.ops:  # what becomes part of another op costs nothing of its own
         as_run = made.get(op.outputs[0])
-        number[op] = kinds.of(as_run or op, as_run is not None and not _free(op))
+        number[op] = kinds.of(as_run or op, as_run is not None and not is_free(op))
     forward = [op for op in placed.ops if phase[op] == FORWARD]
     backward = [op for op in placed.ops if phase[op] == BACKWARD]
     cores = _cores(placed, forward)
@@ -180,7 +190,7 @@ def profile_of(placed: Function, samples: int) -> Profile:
         _steps(timed, phase, number, copies(placed)),
         _sums(placed, timed),
         min([_width(core) for core in cores], default=0),
-        *_bytes(placed),
+        *_bytes(placed, backward, phase),
         _saved(forward, backward),
     )
 
@@ -224,8 +234,9 @@ def _width(core: _Core) -> int:
     return wide[core.last]
 
 
-def _free(op: Op) -> bool:
-    return op.spec.alias or (op.spec.comm is not None and _axis(op) is None)
+def is_free(op: Op) -> bool:
+    """Whether an op takes no time: a view, or communication along no axis of devices."""
+    return op.spec.alias or (op.spec.comm is not None and axis_of(op) is None)
 
 
 class _Core(NamedTuple):
@@ -343,11 +354,31 @@ def _backward_segments(backward: Sequence[Op], part: Mapping[Op, int], number: M
     return found
 
 
+def made_once(v: Value, maker: Mapping[Value, Op], phase: Mapping[Op, str]) -> tuple[Value | None, Value | None]:
+    """The value of the prologue in whose buffer a value lies, and the input that it is made of; None without one."""
+    root: Value | None = None
+    inside = True
+    while (op := maker.get(v)) is not None:
+        if phase[op] not in (FREE, PROLOGUE) or len(op.inputs) != 1:
+            return root, None
+        if phase[op] == PROLOGUE and inside and not op.spec.alias:
+            root = v
+        inside = inside and op.spec.alias
+        v = op.inputs[0]
+    return root, v
+
+
 _ByShape = tuple[tuple[tuple[int, ...], int], ...]
 
 
-def _bytes(function: Function) -> tuple[int, int, _ByShape]:
+def _bytes(
+    function: Function, backward: Sequence[Op], phase: Mapping[Op, str]
+) -> tuple[int, int, _ByShape, int, _ByShape]:
     """Bytes on one device: see `Profile`."""
+    maker = {v: op for op in function.ops for v in op.outputs}
+    found = [made_once(v, maker, phase) for v in dict.fromkeys([v for op in backward for v in op.inputs])]
+    made = {root for root, _ in found if root is not None}
+    direct = {v for root, v in found if root is None and v is not None and v.kind == "parameter"}
     owned = {v: v.type.bytes for v in function.inputs if v.kind == "parameter"}
     state = sum([v.type.bytes for v in function.inputs if v.kind == "state"])
     least = dict(owned)
@@ -355,7 +386,8 @@ def _bytes(function: Function) -> tuple[int, int, _ByShape]:
         for v in op.inputs:
             if v in least and len(op.inputs) == 1:
                 least[v] = min(least[v], op.outputs[0].type.bytes)
-    return sum(owned.values()), state, _by_shape(least.items())
+    by_shape, whole = _by_shape(least.items()), _by_shape([(v, owned[v]) for v in direct])
+    return sum(owned.values()), state, by_shape, sum([v.type.bytes for v in made]), whole
 
 
 def _by_shape(sizes: Iterable[tuple[Value, int]]) -> _ByShape:

@@ -1,44 +1,74 @@
-"""Simulates plans, several at a time, each in a process that has the model from its parent."""
+"""Simulates plans, and refines bounds, several at a time, each in a process that has the model from its parent."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import NamedTuple
 
+from distir.search.candidate_bounds import Bounds, CandidateBound, Relatives
 from distir.search.exact import Detail, PlanOutcome, Setting, evaluate, examine
 from distir.search.space import Candidate
+from distir.search.stage_bounds import cut_bounds
 
-Bounded = tuple[float, Candidate]
-"""A candidate with its lower bound of seconds."""
+
+class Price(NamedTuple):
+    """To bound the seconds of all candidates of a profile, by the sizes of their microbatches."""
+
+    relatives: Relatives
+    microbatches: Sequence[int]
+    devices: int
+
+
+class Bound(NamedTuple):
+    """To bound candidates of one profile."""
+
+    candidates: Sequence[Candidate]
+
+
+class Refine(NamedTuple):
+    """To bound candidates that are `alike` by their cuts."""
+
+    candidates: Sequence[Candidate]
+
+
+class Simulate(NamedTuple):
+    """To simulate a candidate."""
+
+    candidate: Candidate
+
+
+Task = Price | Bound | Refine | Simulate
+Answer = list[float] | list[CandidateBound] | PlanOutcome
+"""Of `Price` a bound for each size; of `Bound` and `Refine` one for each candidate; of `Simulate` the outcome."""
 
 
 class Simulators(NamedTuple):
-    """`jobs` simulations of one setting at a time; without an executor in this process."""
+    """`jobs` tasks of one setting at a time; without an executor in this process."""
 
     setting: Setting
     jobs: int = 1
     executor: ProcessPoolExecutor | None = None
 
-    def outcomes(self, wanted: Iterator[Bounded]) -> Iterator[tuple[float, Candidate, PlanOutcome]]:
-        """Each candidate with its outcome, as they are ready; `wanted` is asked whenever a process is free."""
+    def answers(self, wanted: Callable[[], Task | None], bounds: Bounds) -> Iterator[tuple[Task, Answer]]:
+        """Each task with its answer, as they are ready; `wanted` is asked whenever a process is free, until nothing
+        runs and it has none."""
         if self.executor is None:
-            for bound, c in wanted:
-                yield bound, c, evaluate(self.setting, c)
+            while (task := wanted()) is not None:
+                yield task, _answer(bounds, task)
             return
-        running: dict[Future[PlanOutcome], Bounded] = {}
+        running: dict[Future[Answer], Task] = {}
         while True:
-            while len(running) < self.jobs and (found := next(wanted, None)) is not None:
-                running[self.executor.submit(_evaluate, found[1])] = found
+            while len(running) < self.jobs and (task := wanted()) is not None:
+                running[self.executor.submit(_answered, task)] = task
             if not running:
                 return
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                bound, c = running.pop(future)
-                yield bound, c, future.result()
+                yield running.pop(future), future.result()
 
     def details(self, candidates: Iterable[Candidate]) -> dict[Candidate, Detail]:
         """Where the time of each candidate goes; their programs are verified and validated. Raises MismatchError."""
@@ -54,32 +84,44 @@ def simulators(setting: Setting, jobs: int) -> Iterator[Simulators]:
     if jobs == 1 or "fork" not in get_all_start_methods():
         yield Simulators(setting)
         return
-    global _setting
-    _setting = setting
+    global _bounds
+    _bounds = Bounds(setting)
     executor = ProcessPoolExecutor(jobs, get_context("fork"), _ignore_interrupts)
     try:
         yield Simulators(setting, jobs, executor)
     finally:
-        _setting = None
+        _bounds = None
         executor.shutdown(cancel_futures=True)
 
 
-_setting: Setting | None = None
-"""What processes inherit: a model is not sent to them."""
+_bounds: Bounds | None = None
+"""What processes inherit: a model is not sent to them. Each keeps the profiles that it places."""
 
 
-def _inherited() -> Setting:
-    if _setting is None:
+def _inherited() -> Bounds:
+    if _bounds is None:
         raise RuntimeError("a process without a setting")
-    return _setting
+    return _bounds
 
 
-def _evaluate(c: Candidate) -> PlanOutcome:
-    return evaluate(_inherited(), c)
+def _answer(bounds: Bounds, task: Task) -> Answer:
+    match task:
+        case Price():
+            return [bounds.of_all(task.relatives, n, task.devices) for n in task.microbatches]
+        case Bound():
+            return [bounds.of(c) for c in task.candidates]
+        case Refine():
+            return cut_bounds(bounds.setting, task.candidates)
+        case Simulate():
+            return evaluate(bounds.setting, task.candidate)
+
+
+def _answered(task: Task) -> Answer:
+    return _answer(_inherited(), task)
 
 
 def _examine(c: Candidate) -> Detail:
-    return examine(_inherited(), c)
+    return examine(_inherited().setting, c)
 
 
 def _ignore_interrupts() -> None:

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from distir.api.model import load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster, load_runtime
-from distir.search.best_first import Bounds, relatives
 from distir.search.bounds import bounded
+from distir.search.candidate_bounds import Bounds, relatives
 from distir.search.exact import Setting, evaluate
 from distir.search.space import Candidate, space
+from distir.search.stage_bounds import cut_bounds
 from distir.transforms.differentiation.training import AdamW
 
 MODELS = (
@@ -47,6 +48,9 @@ def too_high(found, c, factor=1.0):
         return False
     seconds, memory = found.bounds.of(c)
     shared = found.bounds.of_all(relatives(c), c.microbatch, c.devices)
+    if found.bounds.refines:
+        more = cut_bounds(found.setting, [c])[0]
+        seconds, memory = max(seconds, more[0]), max(memory, more[1])
     return max(seconds, shared) * factor > outcome.seconds or memory * factor > outcome.memory
 
 

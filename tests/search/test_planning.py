@@ -10,7 +10,8 @@ from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster
 from distir.ir import Topology
 from distir.ir.errors import InfeasibleError, UsageError
-from distir.search.best_first import Bounds, search
+from distir.search.best_first import search
+from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting, evaluate
 from distir.search.planning import plan
 from distir.search.simulating import Simulators

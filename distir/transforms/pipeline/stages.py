@@ -74,19 +74,35 @@ def cut_stages(
     The function is changed: sums of values from several stages are lifted (see `lift`), copies stay on their stage.
     Raises InfeasibleError if there are fewer forward ops than stages, or if the forward pass needs the whole batch.
     """
-    phase = phases(function, rules)
-    if cut:
-        check_cut(cut, parts)
+    _, stage = timed_stages(function, parts, microbatches, cost, rules, cut)
     if parts == 1:
-        return function, {op: 0 for op in function.ops if phase[op] != FREE}
-    if sum(p == FORWARD for p in phase.values()) < parts:
-        _check_cuts_batch(function, phase, microbatches)
-    stage = cut_at(function, phase, cut) if cut else balanced(_choices(function, microbatches, cost, rules), parts)
-    _backward_stages(function, phase, stage, parts)
+        return function, stage
     function, stage = lift_sums(*on_own_stages(function, stage))
     phase = phases(function, rules)
     _once_stages(function, phase, stage)
     return add_by_stage(function, phase, stage)
+
+
+def timed_stages(
+    function: Function,
+    parts: int,
+    microbatches: int,
+    cost: StageCost,
+    rules: PhaseRules,
+    cut: Sequence[int] = (),
+) -> tuple[Mapping[Op, str], dict[Op, int]]:
+    """The phases of a placed program's ops, and the stages of those of the forward and the backward pass; of all ops if
+    there is one stage. Parameters and errors as of `cut_stages`."""
+    phase = phases(function, rules)
+    if cut:
+        check_cut(cut, parts)
+    if parts == 1:
+        return phase, {op: 0 for op in function.ops if phase[op] != FREE}
+    if sum(p == FORWARD for p in phase.values()) < parts:
+        _check_cuts_batch(function, phase, microbatches)
+    stage = cut_at(function, phase, cut) if cut else balanced(_choices(function, microbatches, cost, rules), parts)
+    _backward_stages(function, phase, stage, parts)
+    return phase, stage
 
 
 def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches: int) -> None:

@@ -1,0 +1,80 @@
+"""Lower bounds of candidates: rough ones of a profile, that many candidates share, and those of their cuts.
+
+Seconds and bytes; 0 where nothing is known.
+"""
+
+from __future__ import annotations
+
+from distir.ir.errors import DistirError
+from distir.ir.pause import no_collection
+from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, step_bound, step_cost
+from distir.search.exact import Setting
+from distir.search.memory_bounds import memory_bound
+from distir.search.segments import Profile, profile_of
+from distir.search.space import Candidate
+from distir.transforms.passes import PassContext, run_passes
+from distir.transforms.plan import Plan
+
+Relatives = tuple[int, bool, str]
+"""Candidates that share a profile: tp, sequence_parallel, recompute."""
+
+
+CandidateBound = tuple[float, float]
+"""Seconds of a step, and bytes of the rank that needs most."""
+
+
+class Bounds:
+    """Lower bounds of the candidates of one setting; profiles and prices are kept."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.refines = bounded(setting.cost)
+        """Whether cuts give bounds, too."""
+        self.known: dict[Candidate, CandidateBound] = {}
+        """By their cuts, of those for which that was asked."""
+        self._profiles: dict[Relatives, Profile | None] = {}
+        self._steps: dict[tuple[object, ...], StepCost] = {}
+
+    def of(self, c: Candidate) -> CandidateBound:
+        """Seconds and bytes; (0, 0) where nothing is known."""
+        profile = self.profile(relatives(c))
+        if profile is None:
+            return 0.0, 0.0
+        batch, cost = self.setting.batch, self.setting.cost
+        groups = groups_along(c, cost, "tp")
+        key = relatives(c), c.microbatch, groups
+        if key not in self._steps:
+            self._steps[key] = step_cost(profile, c.microbatch, cost, groups)
+        step = self._steps[key]
+        return step_bound(c, batch, step, cost), memory_bound(c, batch, step)
+
+    def of_all(self, key: Relatives, microbatch: int, gpus: int) -> float:
+        """Seconds below which no candidate of these is, with microbatches of at most that size."""
+        profile = self.profile(key)
+        if profile is None:
+            return 0.0
+        return compute_bound(profile, microbatch, self.setting.batch, gpus, key[0], self.setting.cost)
+
+    def profile(self, key: Relatives) -> Profile | None:
+        """The profile of these candidates, at one sample a microbatch; None where bounds are not known to hold."""
+        if key not in self._profiles:
+            try:
+                self._profiles[key] = self._place(*key)
+            except DistirError:
+                self._profiles[key] = None
+        return self._profiles[key]
+
+    @no_collection()
+    def _place(self, tp: int, sequence: bool, recompute: str) -> Profile | None:
+        setting = self.setting
+        if not bounded(setting.cost) or setting.batch < 2:
+            return None
+        plan = Plan(tp=tp, microbatches=setting.batch, sequence_parallel=sequence, recompute=recompute)
+        context = PassContext(plan, setting.cost.topology.devices[: plan.size])
+        names = ("fuse", "decompose", "pad", "place", "join", "recompute")
+        return profile_of(run_passes(setting.model.function, names, context), 1)
+
+
+def relatives(c: Candidate) -> Relatives:
+    """What candidates of one profile share."""
+    return c.tp, c.sequence_parallel, c.recompute

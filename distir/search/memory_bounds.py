@@ -1,0 +1,60 @@
+"""Admissible lower bounds on memory: no plan's worst rank has less, wherever its stages are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from distir.search.bounds import ROUNDING, StepCost
+from distir.search.space import Candidate
+
+
+def memory_bound(c: Candidate, batch: int, step: StepCost) -> float:
+    """Bytes that the rank of a candidate that needs most has at least: the least maximum that any cut reaches.
+
+    A rank holds its parameters and state, from the second microbatch on the sums of gradients, and what it saved of the
+    microbatches in flight.
+    """
+    m, profile = c.microbatches(batch), step.profile
+    gradients = profile.reduced(1, 0).total
+    kept = (profile.parameters + profile.state) / (c.dp if c.zero else 1)
+    sums = gradients / (c.dp if c.zero > 1 else 1) if m > 1 else 0.0
+    saved = profile.saved * step.scale
+    kept += profile.copied(c.dp, c.zero)
+    in_flight = _in_flight(c, m)
+    found = max((kept + sums + saved) / c.pp, _least_memory(in_flight, kept, saved))
+    if m > 1 and c.chunks == 1:  # at the second backward pass of each rank there are sums, too
+        again = tuple([max(1, min(n, m - 1)) for n in in_flight])
+        found = max(found, _least_memory(again, kept + sums, saved))
+    return found
+
+
+def _in_flight(c: Candidate, m: int) -> tuple[int, ...]:
+    """By rank, how many microbatches it has in flight before its first backward pass, of the stage with the fewest;
+    most first."""
+    ranks = range(c.pp)
+    if c.schedule == "gpipe":
+        return tuple([m for _ in ranks])
+    if c.schedule == "1f1b":
+        return tuple([min(m, c.pp - r) for r in ranks])
+    return tuple([min(c.pp, 2 * (c.pp - r) - 1) for r in ranks])
+
+
+@cache
+def _least_memory(in_flight: Sequence[int], kept: float, saved: float) -> float:
+    """The least maximum over ranks of what they keep and of `saved` as often as it is in flight, however both are
+    spread."""
+
+    def fits(most: float) -> bool:
+        left, room = kept, 0.0
+        for n in in_flight:  # what is kept where what is saved counts most
+            part = min(left, most)
+            left -= part
+            room += (most - part) / n
+        return left <= 0 and room >= saved
+
+    low, high = 0.0, kept + saved * max(in_flight)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low * ROUNDING

@@ -1,0 +1,98 @@
+"""Bounds from the cut that a plan gets: below the simulation, and near it."""
+
+import pytest
+
+import distir.search.schedule_bounds as schedule_bounds
+from distir.api.model import load
+from distir.executor.cost_model import CostModel
+from distir.hardware import load_cluster
+from distir.search.best_first import search
+from distir.search.candidate_bounds import Bounds
+from distir.search.exact import Setting, evaluate
+from distir.search.simulating import Simulators
+from distir.search.space import Candidate, space
+from distir.search.stage_bounds import alike, cut_bounds
+
+DEEP = "llama:layers=8,hidden=512,heads=8,vocab=1000,seq=256"
+PLANS = (
+    Candidate(2, 1, 4, 2, "interleaved", 2, 2),
+    Candidate(1, 2, 4, 2, "1f1b", 1, 0, "full", True),
+    Candidate(2, 2, 2, 1, "gpipe", 1, 1, "selective"),
+    Candidate(4, 2, 1, 2, "1f1b", 1, 3, "none", True),
+)
+
+
+def setting_of(name=DEEP, batch=16, gpus=8):
+    cost = CostModel(load_cluster("dgx-a100", devices=gpus))
+    model = load(name, {"batch": batch}, loss="cross-entropy", optimizer="adamw", precision="bf16")
+    return Setting(model, batch, cost, 0.0)
+
+
+def excess(setting, c):
+    """How far bounds of seconds and bytes are, as shares of the simulation."""
+    [(seconds, memory)] = cut_bounds(setting, [c])
+    said = evaluate(setting, c)
+    return seconds / said.seconds, memory / said.memory
+
+
+def test_bounds_of_cuts_are_near_the_simulation():
+    setting = setting_of()
+    for c in PLANS:
+        seconds, memory = excess(setting, c)
+        assert 0.6 < seconds <= 1, c
+        assert 0.7 < memory <= 1, c  # but for buffers inside passes
+
+
+@pytest.mark.parametrize("field", ["kept", "gathered", "reduced"])
+def test_a_stage_that_is_priced_too_high_is_seen(monkeypatch, field):
+    """Seeded: seconds of each stage's passes, of one kind, made larger."""
+    cell = schedule_bounds.row_seconds
+
+    def wrong(rows, works, m, hop):
+        def more(work):
+            return work._replace(**{field: getattr(work, field) * 1.6 + 1e-3})
+
+        return cell(rows, [w._replace(forward=more(w.forward), backward=more(w.backward)) for w in works], m, hop)
+
+    monkeypatch.setattr(schedule_bounds, "row_seconds", wrong)
+    setting = setting_of()
+    assert any([excess(setting, c)[0] > 1 for c in PLANS])
+
+
+def test_what_is_saved_twice_is_seen(monkeypatch):
+    memory = schedule_bounds.row_memory
+    monkeypatch.setattr(
+        schedule_bounds,
+        "row_memory",
+        lambda row, works, m: memory(row, [w._replace(saved=2 * w.saved) for w in works], m),
+    )
+    setting = setting_of()
+    assert any([excess(setting, c)[1] > 1 for c in PLANS])
+
+
+def test_plans_of_one_placed_program_share_it():
+    """Bounds are those of each plan alone, whatever it shares the placed program with."""
+    setting = setting_of(gpus=16, batch=32)
+    groups = {}
+    for c in space(setting.model.function, 32, 16, setting.cost.topology).candidates:
+        groups.setdefault(alike(c), []).append(c)
+    group = next(g for g in groups.values() if len({c.order for c in g}) > 1 and len({c.chunks for c in g}) > 1)
+    assert cut_bounds(setting, group) == [cut_bounds(setting, [c])[0] for c in group]
+
+
+def test_most_plans_are_not_simulated():
+    """What does not fit by the bound of its cut is not simulated, nor is any plan twice."""
+    setting = setting_of(gpus=4, batch=8)
+    found = space(
+        setting.model.function, 8, 4, setting.cost.topology, ("dp", "tp", "pp", "microbatch", "zero")
+    ).candidates
+    have = setting.cost.topology.spec(setting.cost.topology.devices[0]).memory
+    limit = sorted([cut_bounds(setting, [c])[0][1] for c in found])[len(found) // 2]
+    setting = setting._replace(reserve=have - limit)
+    bounds = Bounds(setting)
+    state = search(bounds, found, Simulators(setting))
+    assert state.violations == 0
+    assert state.excluded_by_memory
+    assert all([bounds.known[x.candidate][1] <= limit for x in state.found])
+    assert len({x.candidate for x in state.found}) == len(state.found) < len(bounds.known) < len(found)
+    assert state.bound >= state.fitting[0].outcome.seconds
