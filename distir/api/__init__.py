@@ -13,6 +13,7 @@ from distir.api.compare import Comparison, compare
 from distir.api.compilation import distribute, simulate, validate
 from distir.api.data import Data
 from distir.api.explain import Explanation, PlanDifference, diff, explain
+from distir.api.inspection import Inspection, inspect
 from distir.api.model import Model, load
 from distir.api.results import Prediction, RunResult, Summary
 from distir.api.running import run
@@ -24,6 +25,7 @@ __all__ = [
     "Comparison",
     "Data",
     "Explanation",
+    "Inspection",
     "Model",
     "Plan",
     "PlanDifference",
@@ -36,6 +38,7 @@ __all__ = [
     "diff",
     "distribute",
     "explain",
+    "inspect",
     "load",
     "run",
     "simulate",

@@ -74,7 +74,7 @@ class Summary:
             axes = self.plan.sharding.along(WEIGHTS)
             text = f"{axes[0].name} splits {flops} of the FLOPs and {parameters} of the parameters"
             names = [v.name for v in self.split.replicated]
-            lines.append(f"{text}; not split: {_names(names)}" if names else text)
+            lines.append(f"{text}; not split: {listed(names)}" if names else text)
         if self.padded:
             rows = [f"{name} {_shape(a)} to {_shape(b)}" for name, (a, b) in self.padded.items()]
             lines.append(f"padded to be divisible: {', '.join(rows)}")
@@ -380,7 +380,8 @@ def rates(samples: float, tokens: float | None) -> str:
     return f"{samples:,.1f} samples/s" + ("" if tokens is None else f", {tokens:,.0f} tokens/s")
 
 
-def _names(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names; the rest is counted."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 

@@ -203,10 +203,7 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
     given = [f"--{k.replace('_', '-')}" for k, v in training.items() if v is not None]
     if loss_of(args) is None and given and stage is None:
         raise UsageError(f"{given[0]} needs a loss", "--loss cross-entropy, or mse")
-    dims: dict[str, int] = {}
-    for name, size in args.dim:
-        if dims.setdefault(name, size) != size:
-            raise UsageError(f"--dim {name} is given twice: {dims[name]} and {size}")
+    dims = dims_of(args)
     settings["dropout_seed"] = getattr(args, "seed", None)
     optimizer = optimizer_named(args.optimizer or "sgd", schedule=_learning_rate(schedule), **settings)
     precision = Precision(args.precision or "fp32", args.grad_dtype or "fp32")
@@ -219,6 +216,15 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
         batch=args.batch_dim,
         precision=precision,
     )
+
+
+def dims_of(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes that `--dim` gives. Raises UsageError for one that is given twice."""
+    dims: dict[str, int] = {}
+    for name, size in args.dim:
+        if dims.setdefault(name, size) != size:
+            raise UsageError(f"--dim {name} is given twice: {dims[name]} and {size}")
+    return dims
 
 
 def loss_of(args: argparse.Namespace) -> str | None:

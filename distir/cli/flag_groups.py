@@ -11,7 +11,8 @@ from distir.runtime.options import BACKENDS
 from distir.transforms.plan import Plan, default_of
 
 
-def model_flags(parser: argparse.ArgumentParser) -> None:
+def source_flags(parser: argparse.ArgumentParser) -> Any:
+    """The model, its sizes and its loss; returns the group of flags."""
     parser.add_argument(
         "model",
         metavar="MODEL.onnx",
@@ -37,6 +38,11 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
         "gpt2-large, gpt3-175b, gpt3-moe, dlrm and cosmoflow, which have their own, and a config's model: "
         "cross-entropy",
     )
+    return group
+
+
+def model_flags(parser: argparse.ArgumentParser) -> None:
+    group = source_flags(parser)
     group.add_argument("--optimizer", choices=("sgd", "adamw"), help="default: sgd")
     group.add_argument("--lr", type=positive, metavar="X", help="learning rate; default: 0.001")
     group.add_argument("--momentum", type=finite_number, metavar="X", help="momentum of sgd; default: 0")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from distir import __version__
 from distir.cli import planning_flags
-from distir.cli.flag_groups import cluster_flags, data_flags, model_flags, plan_flags, running_flags
+from distir.cli.flag_groups import cluster_flags, data_flags, model_flags, plan_flags, running_flags, source_flags
 from distir.cli.flag_values import SCHEDULE, at_least, factors, finite_number, numbers, positive
 from distir.ir.errors import UsageError
 from distir.runtime.options import BACKENDS
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"distir {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    _inspect(commands)
     _run(commands)
     _compare(commands)
     _simulate(commands)
@@ -102,14 +103,21 @@ def _command(
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EXIT_CODES)
 
-    def command(args: argparse.Namespace) -> None:
+    def command(args: argparse.Namespace) -> int | None:
+        """Runs the command; returns its exit code, if it gives one."""
         module, _, found = function.rpartition(".")
-        getattr(import_module(f"distir.cli.{module or 'commands'}"), found)(args)
+        return getattr(import_module(f"distir.cli.{module or 'commands'}"), found)(args)
 
     parser.set_defaults(command=command, prog=parser.prog)
     parser.add_argument("--json", action="store_true", help=f"print JSON: {json}")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an internal error")
     return parser
+
+
+def _inspect(commands: Any) -> None:
+    text = "list a model's inputs, outputs, weights, work and losses, and all ops that are not supported"
+    parser = _command(commands, "inspect", text, "inspecting.inspect", "FLOPs and bytes of a sample")
+    source_flags(parser)
 
 
 def _run(commands: Any) -> None:

@@ -100,9 +100,12 @@ def definition(node: Node) -> tuple[list[onnx.NodeProto], int] | None:
     """The nodes by which the standard defines an op, for operands of these types, and their opset; None if it does
     not."""
     proto, scope = node.proto, node.scope
-    if proto.domain not in ("", "ai.onnx") or not onnx.defs.has(proto.op_type):
+    if proto.domain not in ("", "ai.onnx"):
         return None
-    schema: Any = onnx.defs.get_schema(proto.op_type, node.opset)  # the stubs lack its functions
+    try:
+        schema: Any = onnx.defs.get_schema(proto.op_type, node.opset)  # the stubs lack its functions
+    except onnx.defs.SchemaError:  # no op of the standard, or of a later opset only
+        return None
     versions = schema.context_dependent_function_opset_versions or schema.function_opset_versions
     if not versions or any(name in scope.sequences for name in proto.input):
         return None

@@ -158,6 +158,8 @@ def _repeated(
     """The operands reduced to size 1 along dims along which all repeat and the op acts elementwise, and a function that
     repeats a result along these."""
     proto, same = node.proto, (dict(arrays), np.asarray)
+    if not arrays:  # all operands are left out
+        return same
     if proto.op_type in POINTS:
         along, whole = list(arrays), None
     elif proto.op_type in ("Concat", "CumSum"):

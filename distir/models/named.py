@@ -106,6 +106,16 @@ def named(text: str, dims: Mapping[str, int]) -> Decoder:
     return sizes
 
 
+def sizes_of(text: str, dims: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of the model that a text describes, which `dims` may override; those that are 0 are left out."""
+    return whole_sizes(_sizes(text, dims))
+
+
+def whole_sizes(sizes: Sizes) -> dict[str, int]:
+    """The fields that are whole numbers, but for those that are 0."""
+    return {f.name: n for f in fields(sizes) if kind_of(f) is int and (n := getattr(sizes, f.name))}
+
+
 def _sizes(text: str, dims: Mapping[str, int]) -> Sizes:
     name, _, rest = text.partition(":")
     family = _FAMILIES[name]
