@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from distir.api.metrics import Metrics, loss_of
-from distir.api.results import Prediction
+from distir.api.prediction import Prediction
 from distir.ir.errors import UsageError
 from distir.ir.function import Function
 from distir.runtime.epochs import Epoch

@@ -1,4 +1,4 @@
-"""The results of `simulate` and `run`, printed as text or as tables in a notebook."""
+"""The result of `run`, printed as text or as tables in a notebook, and what other results are printed with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 
 from distir.api.check import Check
 from distir.api.model import Model
-from distir.executor.simulator.categories import CATEGORIES
 from distir.ir.errors import UsageError, counted
 from distir.ir.function import Function
 from distir.ir.type import Tensor
@@ -25,7 +24,7 @@ from distir.transforms.sharding.coverage import Coverage, coverage
 
 if TYPE_CHECKING:
     from distir.api.metrics import Metrics
-    from distir.executor.simulator.simulation import Fit, Simulation
+    from distir.api.prediction import Prediction
 
 _SHOWN = 6
 """Names listed in a message; the rest is counted."""
@@ -66,14 +65,14 @@ class Summary:
 
     def lines(self) -> list[str]:
         """The plan; with tensor parallelism the shares that it splits; what is padded."""
-        size = f"{self.plan.size} devices" if self.plan.size > 1 else "1 device"
         what = "; forward only: no loss was given" if self.forward_only else ""
-        lines = [f"{self.model}: {self.plan}, batch {self.batch}, on {size}{what}"]
+        lines = [f"{self.model}: {self.plan}, batch {self.batch}, on {counted(self.plan.size, 'device')}{what}"]
         if self.split is not None:
             flops, parameters = _share(self.split.flops), _share(self.split.parameters)
             axes = self.plan.sharding.along(WEIGHTS)
             text = f"{axes[0].name} splits {flops} of the FLOPs and {parameters} of the parameters"
-            names = [v.name for v in self.split.replicated]
+            unsplit = [v for v in self.split.replicated if isinstance(v.type, Tensor)]
+            names = [f"{v.name} ({size(v.type.bytes)})" for v in unsplit]
             lines.append(f"{text}; not split: {listed(names)}" if names else text)
         if self.padded:
             rows = [f"{name} {_shape(a)} to {_shape(b)}" for name, (a, b) in self.padded.items()]
@@ -97,106 +96,6 @@ class Summary:
             "split": split,
             "padded": padded,
             "forward_only": self.forward_only,
-        }
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted cost of a plan on a cluster. `simulation` has the details, `program` is what was simulated."""
-
-    summary: Summary
-    cluster: str
-    program: Function = field(repr=False)
-    simulation: Simulation = field(repr=False)
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of a step."""
-        return self.simulation.seconds
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Seconds between which a step is expected, by the residuals of a calibrated cluster; None on others."""
-        regular = self.simulation.program.cost.topology.regular
-        residuals = None if regular is None else regular.residuals
-        return None if residuals is None else residuals.interval(self.step_seconds)
-
-    def step(self) -> str:
-        """The time of a step, with its interval if it has one."""
-        text = seconds(self.step_seconds)
-        if (found := self.interval) is None:
-            return text
-        low, high = (seconds(x, self.step_seconds) for x in found)
-        return f"{text} ({low} .. {high})"
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.summary.batch / self.step_seconds if self.step_seconds else float("inf")
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """None if samples are not sequences."""
-        tokens = self.summary.tokens
-        return tokens / self.step_seconds if tokens and self.step_seconds else None
-
-    @property
-    def fits(self) -> Fit:
-        """Whether the program fits in the devices' memory; if not, the message names stage and bytes."""
-        return self.simulation.fits()
-
-    @property
-    def peak_memory(self) -> int:
-        """The largest peak of live bytes on any device."""
-        return max((s.memory for s in self.simulation.stages), default=0)
-
-    def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace in Chrome's format, which Perfetto opens too. Raises UsageError if it cannot be written."""
-        self.simulation.to_chrome(Path(path))
-
-    def table(self) -> list[tuple[str, ...]]:
-        """A header and a row per stage."""
-        rows = [("stage", "devices", "compute", "exposed communication", "bubble", "peak memory")]
-        for s in self.simulation.stages:
-            compute, communication, bubble = (
-                seconds(x, self.step_seconds) for x in (s.compute, s.communication, s.bubble)
-            )
-            rows.append((s.name, str(s.devices), compute, communication, bubble, size(s.memory)))
-        return rows
-
-    def rates(self) -> str:
-        """Step time and rates as one line."""
-        return f"step {self.step()}, {rates(self.samples_per_second, self.tokens_per_second)}"
-
-    def __str__(self) -> str:
-        head = [*self.summary.lines(), f"cluster {self.cluster}"]
-        return "\n".join([*head, "", *aligned(self.table()), "", self.rates(), self.fits.message])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        head = [*self.summary.lines(), f"cluster {self.cluster}"]
-        return paragraphs(head) + html_table(self.table()) + paragraphs([self.rates(), self.fits.message])
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON; times in seconds, memory in bytes."""
-        simulation = self.simulation
-        classes = simulation.program.classes
-        stages = []
-        for c, s in enumerate(simulation.stages):
-            use = simulation.memory(classes.first[c])
-            row = {"name": s.name, "devices": s.devices, "compute": s.compute, "exposed_communication": s.communication}
-            memory = dict(zip(CATEGORIES, use.peak, strict=True))
-            stages.append({**row, "bubble": s.bubble, "peak_memory": s.memory, "memory_at_peak": memory})
-        return {
-            **self.summary.to_json(),
-            "cluster": self.cluster,
-            "step_seconds": self.step_seconds,
-            "interval": self.interval,
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "fits": self.fits.ok,
-            "memory": self.fits.message,
-            "stages": stages,
         }
 
 

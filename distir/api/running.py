@@ -19,7 +19,8 @@ from distir.api.data import Data
 from distir.api.locate import locate
 from distir.api.metrics import Metrics, loss_of
 from distir.api.model import Model, as_model
-from distir.api.results import Prediction, RunResult, size
+from distir.api.prediction import Prediction
+from distir.api.results import RunResult, size
 from distir.api.resume import check_settings, checkpointing
 from distir.api.rounding import perturbed
 from distir.api.stage_cost import stage_cost

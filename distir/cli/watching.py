@@ -7,7 +7,8 @@ from typing import Any
 
 from distir.api import RunCallbacks, RunOptions
 from distir.api.metrics import Metrics, loss_of
-from distir.api.results import Prediction, step_header, step_row
+from distir.api.prediction import Prediction
+from distir.api.results import step_header, step_row
 from distir.cli.output import Progress, columns
 from distir.ir.function import Function
 from distir.runtime.launcher import launched

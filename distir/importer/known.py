@@ -96,6 +96,9 @@ POINTS = frozenset(
 )
 """Elementwise ops with broadcasting."""
 
+UNCHECKED = ("LayerNormalization",)
+"""Ops whose shape inference in onnx ends the process where their axis is out of range."""
+
 VIEWS = frozenset(("Identity", "Shape", "Size", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
 """Ops whose results are views, or a few numbers: the first operand may be of any size."""
 
@@ -104,7 +107,7 @@ def foldable(scope: Scope, proto: onnx.NodeProto) -> bool:
     """Whether a node can be evaluated at import: all its operands are known and small enough."""
     if not proto.input or proto.op_type in NOT_PURE:
         return False
-    if proto.op_type in ("ConstantOfShape", "Range") or (
+    if proto.op_type in ("ConstantOfShape", "Range", *UNCHECKED) or (
         proto.op_type == "GatherND" and not any(a.name == "batch_dims" and a.i for a in proto.attribute)
     ):
         return False  # their rules do it

@@ -18,6 +18,7 @@ import onnx
 from onnx import shape_inference
 
 from distir.importer.control import EXPANSIONS
+from distir.importer.known import UNCHECKED
 from distir.importer.node import Scope
 from distir.importer.onnx import (
     add_initializer,
@@ -243,6 +244,11 @@ def _inferred(model: onnx.ModelProto, dims: Mapping[str, int]) -> dict[str, Tens
         for i, d in enumerate(info.type.tensor_type.shape.dim):
             if (size := dims.get(d.dim_param or f"{info.name}.{i}")) is not None and not d.HasField("dim_value"):
                 d.dim_value = size
+    for node in small.graph.node:
+        if node.op_type in UNCHECKED:  # the first result's type does not depend on the axis
+            kept = [a for a in node.attribute if a.name != "axis"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
     with contextlib.suppress(Exception):  # onnx raises all kinds; then only what the file declares is known
         small = shape_inference.infer_shapes(small, data_prop=True)
     found: dict[str, Tensor] = {}
