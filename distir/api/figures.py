@@ -23,9 +23,10 @@ class Parameters(NamedTuple):
 
 
 def parameters(function: Function) -> dict[str, Parameters]:
-    """The parameters of a program by element type, largest first; those of a distributed one are counted once."""
-    types = [v.type for v in weights(function) if v.kind != "state"]
-    return parameters_of((t.dtype.name, t.global_shape, t.dtype.size) for t in types if isinstance(t, Tensor))
+    """The parameters of a program by element type, largest first; those of a distributed one once, without padding."""
+    held = [(v, v.type) for v in weights(function) if v.kind != "state"]
+    shapes = [(t, (v.role and v.role.source) or t.global_shape) for v, t in held if isinstance(t, Tensor)]
+    return parameters_of((t.dtype.name, shape, t.dtype.size) for t, shape in shapes)
 
 
 def parameters_of(rows: Iterable[tuple[str, tuple[int, ...], int]]) -> dict[str, Parameters]:

@@ -279,10 +279,10 @@ def rates(samples: float, tokens: float | None) -> str:
     return f"{samples:,.1f} samples/s" + ("" if tokens is None else f", {tokens:,.0f} tokens/s")
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], most: int = _SHOWN) -> str:
     """The first names; the rest is counted."""
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _share(x: float) -> str:

@@ -249,6 +249,12 @@ def _show(commands: Any) -> None:
     parser.add_argument(
         "--after", metavar="PASS", help="print the program after this pass (see `distir passes`); default: the last one"
     )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="print all of it, as text that distir reads; default: a summary, then the program without the rest of "
+        "lists of more than 8 values",
+    )
     parser.add_argument("--rank", type=at_least(0), metavar="N", help="print this rank's program")
     parser.add_argument(
         "--messages", action="store_true", help="list what each rank sends in a step: elements, bytes, and how often"

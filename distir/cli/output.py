@@ -32,14 +32,14 @@ def first_rank() -> bool:
     return this_rank() == 0
 
 
-def print_program(function: Function) -> None:
-    """Print a program, in colours on a terminal."""
+def print_program(function: Function, fold: bool = False) -> None:
+    """Print a program, in colours on a terminal; with `fold` without the rest of long lists."""
     from distir.ir import cpprint, pformat
 
     if sys.stdout.isatty():
-        cpprint(function)
+        cpprint(function, fold=fold)
     else:
-        print(pformat(function))
+        print(pformat(function, fold))
 
 
 class Progress:

@@ -13,6 +13,7 @@ from distir.api import Model, Plan
 from distir.api.compilation import distribute
 from distir.api.model import NO_LOSS
 from distir.api.named_dims import named_cuts, named_dims
+from distir.api.program_summary import summary_of
 from distir.api.rewrites import rewritten
 from distir.cli.commands import loss_of, model_of, plan_of
 from distir.cli.output import Progress, print_json, print_program
@@ -57,7 +58,11 @@ def show(args: argparse.Namespace) -> None:
     if isinstance(shown, str):
         print_json({"after": after, "python": shown, "rewrites": changes}) if args.json else print(shown, end="")
     else:
-        _print_state(args, shown, {"after": after, "rewrites": changes})
+        summary = summary_of(shown)
+        if not args.json and not args.full:
+            print("\n".join([f"# {line}" for line in summary.lines()]))
+        fields = {"after": after, "summary": summary.to_json(), "rewrites": changes}
+        _print_state(args, shown, fields, fold=not args.full)
 
 
 def _messages(args: argparse.Namespace) -> None:
@@ -84,9 +89,9 @@ def _source(model: Model, shown: Function | str) -> Function:
     return shown if form == SEQUENTIAL else source_of(shown, model.function)
 
 
-def _print_state(args: argparse.Namespace, function: Function, fields: dict[str, Any]) -> None:
+def _print_state(args: argparse.Namespace, function: Function, fields: dict[str, Any], fold: bool = False) -> None:
     if not args.json:
-        print_program(function)
+        print_program(function, fold)
         return
     from distir.ir import pformat
 

@@ -113,7 +113,7 @@ def definition(node: Node) -> tuple[list[onnx.NodeProto], int] | None:
     body, version = onnx.FunctionProto(), max([v for v in versions if v <= node.opset], default=min(versions))
     try:
         if schema.has_context_dependent_function:
-            types = [_type(scope, name).SerializeToString() for name in proto.input]
+            types = [type_of(scope, name).SerializeToString() for name in proto.input]
             text = schema.get_context_dependent_function_with_opset_version(version, given.SerializeToString(), types)
         else:
             text = schema.get_function_with_opset_version(version)
@@ -131,7 +131,7 @@ def definition(node: Node) -> tuple[list[onnx.NodeProto], int] | None:
     return nodes, next((o.version for o in body.opset_import if not o.domain), version)
 
 
-def _type(scope: Scope, name: str) -> onnx.TypeProto:
+def type_of(scope: Scope, name: str) -> onnx.TypeProto:
     """The type of an operand; an empty one if it is left out."""
     if not name:
         return onnx.TypeProto()

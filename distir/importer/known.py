@@ -111,6 +111,8 @@ def foldable(scope: Scope, proto: onnx.NodeProto) -> bool:
         proto.op_type == "GatherND" and not any(a.name == "batch_dims" and a.i for a in proto.attribute)
     ):
         return False  # their rules do it
+    if any(a.name == "num_outputs" and a.i != len(proto.output) for a in proto.attribute):
+        return False  # onnx's shape inference would end the process
     for name in proto.input:
         if name and not scope.is_known(name):
             return False

@@ -274,7 +274,7 @@ def _guarded(node: Node, step: Callable[[], T]) -> T:
         if e.message.startswith(str(node.scope.path)):
             raise
         raise node.error(e.message, e.hint) from e
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         raise node.error(f"its attributes or operands are malformed: {type(e).__name__}: {e}") from e
 
 

@@ -1,12 +1,12 @@
 """What an ONNX file holds, and all that distir does not know of it, not only the first.
 
-Nodes are imported one after the other, as `import_from_onnx` does. Where one fails, its results are taken as onnx's
-shape inference gives them, so that the nodes after it are tried too.
+Nodes are imported one after the other, as `import_from_onnx` does. Where one fails, its results get the types that the
+file declares or onnx infers, so that the nodes after it are tried too.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx
-from onnx import shape_inference
+from onnx import helper, shape_inference
 
 from distir.importer.control import EXPANSIONS
-from distir.importer.known import UNCHECKED
+from distir.importer.functions import type_of
 from distir.importer.node import Scope
 from distir.importer.onnx import (
     add_initializer,
@@ -33,15 +33,13 @@ from distir.importer.registry import RULES
 from distir.importer.tensor_proto import DTYPES, dtype_of, parse
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, FunctionMaker, Op, Role, Value
-from distir.ir.type import Tensor
+from distir.ir.type import MOST, Tensor
 
 T = TypeVar("T")
 FILE, INITIALIZER, INPUT, OUTPUT = PARTS = "file", "initializer", "input", "output"
 """Parts of a file that are no nodes."""
 BATCH, OTHER = 2, 64
 """The sizes that symbolic dims get which none is given for: that of the batch, and all others."""
-_SMALL = 1 << 12
-"""The data of larger weights, in bytes, is left out where only types are inferred."""
 _QUOTED = re.compile(r"'[^']*'|\d+")
 """What differs between messages about nodes that fail for one reason."""
 
@@ -194,10 +192,11 @@ def _nodes(found: _Found, scope: Scope, model: onnx.ModelProto, dims: Mapping[st
     """Import all nodes, as far as that goes; returns the number of those that could not be tried."""
     graph, opset, untried = model.graph, _opset(model), 0
     later = {o: n for n in graph.node for o in n.output}
-    types: dict[str, Tensor] | None = None
+    declared = _declared_types(graph, dims)
     lost: set[str] = set()
     """Results of no known type."""
     for proto in graph.node:
+        types = declared
         if not lost.isdisjoint(proto.input):
             known = _is_known(proto, opset)
             untried += known
@@ -205,7 +204,8 @@ def _nodes(found: _Found, scope: Scope, model: onnx.ModelProto, dims: Mapping[st
                 found.add(proto.op_type, _name(proto), _no_rule(proto))
         elif found.attempt(proto.op_type, _name(proto), lambda p=proto: _imported(scope, p, opset, later)):
             continue
-        types = _inferred(model, dims) if types is None else types
+        else:
+            types = {**_inferred(scope, proto, opset), **declared}
         for name in proto.output:
             if not name or scope.is_defined(name):
                 continue
@@ -231,38 +231,36 @@ def _keep_type(scope: Scope, t: onnx.TensorProto) -> None:
     scope.stored[t.name] = dtype_of(t.data_type, ""), tuple(t.dims)
 
 
-def _inferred(model: onnx.ModelProto, dims: Mapping[str, int]) -> dict[str, Tensor]:
-    """The types of values whose shape onnx infers, without the data of large weights."""
-    small = onnx.ModelProto()
-    small.CopyFrom(model)
-    for t in small.graph.initializer:
-        if len(t.raw_data) > _SMALL:
-            t.ClearField("raw_data")
-            t.data_location = onnx.TensorProto.EXTERNAL
-            t.external_data.add(key="location", value="-")
-    for info in (*small.graph.input, *small.graph.output, *small.graph.value_info):
-        for i, d in enumerate(info.type.tensor_type.shape.dim):
-            if (size := dims.get(d.dim_param or f"{info.name}.{i}")) is not None and not d.HasField("dim_value"):
-                d.dim_value = size
-    for node in small.graph.node:
-        if node.op_type in UNCHECKED:  # the first result's type does not depend on the axis
-            kept = [a for a in node.attribute if a.name != "axis"]
-            del node.attribute[:]
-            node.attribute.extend(kept)
-    with contextlib.suppress(Exception):  # onnx raises all kinds; then only what the file declares is known
-        small = shape_inference.infer_shapes(small, data_prop=True)
-    found: dict[str, Tensor] = {}
-    for info in (*small.graph.value_info, *small.graph.output):
-        t = info.type.tensor_type
-        sizes = [d.dim_value for d in t.shape.dim if d.HasField("dim_value")]
-        if (
-            t.HasField("shape")
-            and len(sizes) == len(t.shape.dim)
-            and t.elem_type in DTYPES
-            and min(sizes, default=0) >= 0
-        ):
-            found[info.name] = Tensor(DTYPES[t.elem_type], tuple(sizes))
-    return found
+def _declared_types(graph: onnx.GraphProto, dims: Mapping[str, int]) -> dict[str, Tensor]:
+    """The types that the file declares for values, where they have no other symbolic dims."""
+    found = {info.name: _tensor(info, dims) for info in (*graph.value_info, *graph.output)}
+    return {name: t for name, t in found.items() if t is not None}
+
+
+def _tensor(info: onnx.ValueInfoProto, dims: Mapping[str, int]) -> Tensor | None:
+    """The type of a value, if its shape is known."""
+    t = info.type.tensor_type
+    sizes = [d.dim_value if d.HasField("dim_value") else dims.get(d.dim_param, -1) for d in t.shape.dim]
+    if t.elem_type not in DTYPES or not t.HasField("shape") or min(sizes, default=0) < 0 or math.prod(sizes) > MOST:
+        return None
+    return Tensor(DTYPES[t.elem_type], tuple(sizes))
+
+
+def _inferred(scope: Scope, proto: onnx.NodeProto, opset: int) -> dict[str, Tensor]:
+    """The types of a node's results, of an op that distir does not know, as onnx infers them.
+
+    Not of other ops: where their attributes are damaged, onnx may end the process.
+    """
+    if _is_known(proto, opset) or proto.domain not in ("", "ai.onnx"):
+        return {}
+    try:
+        ins = [helper.make_value_info(name, type_of(scope, name)) for name in dict.fromkeys(proto.input) if name]
+        outs = [onnx.ValueInfoProto(name=name) for name in proto.output if name]
+        graph = helper.make_graph([proto], "one", ins, outs)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+        return _declared_types(shape_inference.infer_shapes(model, data_prop=True).graph, {})
+    except Exception:  # onnx raises all kinds; then the types are not known
+        return {}
 
 
 def _is_known(proto: onnx.NodeProto, opset: int) -> bool:
