@@ -68,6 +68,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
     if options.steps is None and not (options.epochs and args.data):
         options = dataclasses.replace(options, steps=5)
     prints = not args.json and first_rank()
+    progress.phase("compiling")
     callbacks = run_callbacks(model.function, options, progress, prints)
     return run_model(model, plan, options, data=args.data, cluster=args.cluster, callbacks=callbacks)
 
@@ -89,7 +90,8 @@ def compare(args: argparse.Namespace) -> None:
     """`distir compare`."""
     from distir.api import compare
 
-    comparison = compare(args.profile)
+    with Progress("reading traces"):
+        comparison = compare(args.profile)
     if args.json:
         print_json(comparison.to_json())
     else:
@@ -105,23 +107,20 @@ def simulate(args: argparse.Namespace) -> None:
         read = read_other_plan(args)
         model, plan = model_of(args), plan_of(args)
         note_differences(args, read, model)
-        progress.phase("simulating")
+        progress.phase("compiling and simulating")
         prediction = simulate_model(model, plan, args.cluster, args.nodes, args.runtime)
         if args.trace is not None:
+            progress.phase("writing the trace")
             prediction.save_trace(args.trace)
         write_plans(args, model, prediction.summary.plan)
+        progress.phase("adding up")
+        found = prediction.to_json() if args.json else str(prediction)
     emitted = [{"tool": tool, "file": path} for tool, path in args.emit]
-    if args.json:
-        print_json(
-            prediction.to_json()
-            | ({"trace": args.trace} if args.trace else {})
-            | ({"emitted": emitted} if emitted else {})
-        )
+    if isinstance(found, dict):
+        print_json(found | ({"trace": args.trace} if args.trace else {}) | ({"emitted": emitted} if emitted else {}))
     else:
         traced = [f"trace written to {args.trace}"] if args.trace else []
-        print(
-            "\n".join([str(prediction), *traced, *[f"plan written for {tool} to {path}" for tool, path in args.emit]])
-        )
+        print("\n".join([found, *traced, *[f"plan written for {tool} to {path}" for tool, path in args.emit]]))
 
 
 def clusters(args: argparse.Namespace) -> None:

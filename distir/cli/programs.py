@@ -52,13 +52,13 @@ def show(args: argparse.Namespace) -> None:
         model, plan = model_of(args, after), plan_of(args)
         shown = _python(model, plan, args.rank or 0) if args.python else _after(model, plan, after, args.rank or 0)
         changes = rewritten(_source(model, shown))
+        summary = None if isinstance(shown, str) else summary_of(shown)
     if not args.json:
         for line in changes:  # on stderr: stdout has the program's text, which can be parsed
             print(line, file=sys.stderr)
-    if isinstance(shown, str):
+    if isinstance(shown, str) or summary is None:
         print_json({"after": after, "python": shown, "rewrites": changes}) if args.json else print(shown, end="")
     else:
-        summary = summary_of(shown)
         if not args.json and not args.full:
             print("\n".join([f"# {line}" for line in summary.lines()]))
         fields = {"after": after, "summary": summary.to_json(), "rewrites": changes}
@@ -189,13 +189,14 @@ def schedule(args: argparse.Namespace) -> None:
     ranks, microbatches, chunks = (
         x or y for x, y in zip((args.pp, args.microbatches, args.chunks), found, strict=True)
     )
-    table = make_table(args.schedule, ranks, microbatches, chunks, args.limit)
+    with Progress("checking the schedule"):
+        table = make_table(args.schedule, ranks, microbatches, chunks, args.limit)
+        steps, in_flight_by_rank = len(cycles(table)), in_flight(table)
     if args.csv:
         print(format_csv(table), end="")
         return
     if args.schedule == "interleaved" and chunks == 1:
         print("hint: with 1 chunk per rank, interleaved is 1f1b; give --chunks 2 or more", file=sys.stderr)
-    steps, in_flight_by_rank = len(cycles(table)), in_flight(table)
     idle = steps - 2 * microbatches * chunks
     if args.json:
         rows = [row.split() for row in format_table(table).splitlines()]

@@ -71,6 +71,11 @@ class Built(NamedTuple):
     arrays: Mapping[str, np.ndarray]
 
 
+def model_names() -> list[str]:
+    """The names of all models."""
+    return list(_FAMILIES)
+
+
 def is_named(text: str) -> bool:
     """Whether a text is a model's name, or its name and sizes: not a file (that of this name is ./NAME)."""
     return text.partition(":")[0] in _FAMILIES
