@@ -16,7 +16,8 @@ from distir.api.explain import Explanation, PlanDifference, diff, explain
 from distir.api.inspection import Inspection, inspect
 from distir.api.model import Model, load
 from distir.api.prediction import Prediction
-from distir.api.results import RunResult, Summary
+from distir.api.results import Summary
+from distir.api.run_result import RunResult
 from distir.api.running import run
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan

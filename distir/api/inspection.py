@@ -46,7 +46,7 @@ class Port(NamedTuple):
         return f"{self.dtype}[{dims}]"
 
 
-class Work(NamedTuple):
+class SampleWork(NamedTuple):
     """What a sample costs: FLOPs, two for a multiply-add, and the most bytes of activations, and of buffers for a
     moment, that are live at once on one device, beside inputs, weights, gradients and the optimizer's state.
 
@@ -77,8 +77,8 @@ class Inspection:
     assumed: dict[str, int] = field(default_factory=dict)
     batch: int | None = None
     parameters: dict[str, Parameters] = field(default_factory=dict)
-    forward: Work | None = None
-    training: Work | None = None
+    forward: SampleWork | None = None
+    training: SampleWork | None = None
     trained_by: str | None = None
     untrained: str | None = None
     losses: list[tuple[str, str]] = field(default_factory=list)
@@ -234,7 +234,7 @@ def _of_onnx(path: Path, dims: Mapping[str, int], batch: str | None, loss: str |
             path.name,
             form,
             parameters=parameters_of([(name, shape, DType.all[name].size) for name, shape in found.weights]),
-            forward=Work(flops_of(found.ops) / samples, None) if found.ops else None,
+            forward=SampleWork(flops_of(found.ops) / samples, None) if found.ops else None,
         )
     return replace(
         made,
@@ -265,7 +265,7 @@ def _of_model(model: Model, form: str, loss: str | None) -> Inspection:
     )
     if form_of(function) != SEQUENTIAL or function.updates:
         what = "training" if function.updates else "forward"
-        done = Work(flops(function) / model.batch, None)
+        done = SampleWork(flops(function) / model.batch, None)
         return replace(made, **{what: done}, trained_by="its own loss" if function.updates else None)
     losses = _losses(function)
     by = loss if loss not in (None, NO_LOSS) else next((name for name, _ in losses), None)
@@ -283,14 +283,14 @@ def _port(v: Value) -> Port:
     return Port(v.name, t.dtype.name, t.global_shape) if isinstance(t, Tensor) else Port(v.name, "bundle", None)
 
 
-def _work(model: Model) -> Work:
+def _work(model: Model) -> SampleWork:
     """What a sample of a sequential program costs, run op by op on one device."""
     cost = cost_model("cpu-2core", ONE)
     device = cost.topology.devices[0]
     program = distribute(model, ONE, [device], check=False)
     use = predict(model, ONE, program, cost).simulation.memory(device)
     live = max([point.highest[ACTIVATION] + point.highest[BUFFER] for point in use.curve], default=0)
-    return Work(flops(model.function) / model.batch, max(0, live - use.start[BUFFER]) / model.batch)
+    return SampleWork(flops(model.function) / model.batch, max(0, live - use.start[BUFFER]) / model.batch)
 
 
 def _losses(function: Function) -> list[tuple[str, str]]:

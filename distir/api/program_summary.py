@@ -18,7 +18,7 @@ _KINDS = 8
 """So many kinds of ops are named."""
 
 
-class Communication(NamedTuple):
+class AxisTraffic(NamedTuple):
     """An op that communicates along an axis: how often, and the bytes of the rank that sends most, in a step."""
 
     axis: str
@@ -39,7 +39,7 @@ class ProgramSummary(NamedTuple):
     functions: int
     parameters: int
     ops: dict[str, int]
-    communication: list[Communication]
+    communication: list[AxisTraffic]
 
     def lines(self) -> list[str]:
         """The figures as text."""
@@ -71,11 +71,11 @@ def summary_of(program: Function) -> ProgramSummary:
     return ProgramSummary(program.name, form, devices, len(functions), weights, dict(ops.most_common()), sent)
 
 
-def _communication(program: Function) -> list[Communication]:
+def _communication(program: Function) -> list[AxisTraffic]:
     rows = messages(program)
     by_kind = {m: (_TRANSFERS if m.over.startswith("to ") else m.over, m.op) for m in rows}
     found = [
-        Communication(*kind, most_sent(of_kind, of=lambda m: 1)[kind[1]], most_sent(of_kind)[kind[1]])
+        AxisTraffic(*kind, most_sent(of_kind, of=lambda m: 1)[kind[1]], most_sent(of_kind)[kind[1]])
         for kind in dict.fromkeys(by_kind.values())
         for of_kind in [[m for m in rows if by_kind[m] == kind]]
     ]

@@ -12,7 +12,8 @@ from distir.api import run as run_model
 from distir.api import simulate as simulate_model
 from distir.api.model import NO_LOSS, Precision
 from distir.api.proxy import ProxyOptions, run_proxy
-from distir.api.results import RunResult, aligned
+from distir.api.results import aligned
+from distir.api.run_result import RunResult
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.cli.watching import run_callbacks
 from distir.ir.errors import UsageError
