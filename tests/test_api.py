@@ -358,6 +358,19 @@ def test_share_of_flops_counts_every_call():
     assert split.flops == pytest.approx(1 - 15 / (24 + 18 + 15))
 
 
+def test_what_is_not_split_begins_with_the_largest():
+    """Of weights that cannot be split evenly, the larger one is used last."""
+    f = FunctionMaker()
+    x = f.add_input_value("x", Tensor(Float32, (8, 3)), Role("data", 0))
+    small = f.add_input_value("small", Tensor(Float32, (3, 5)), Role("parameter"))
+    large = f.add_input_value("large", Tensor(Float32, (5, 7)), Role("parameter"))
+    f.set_outputs([f.emit("MatMul", f.emit("MatMul", x, small), large)])
+    summary = distir.simulate(f.finalize(), distir.Plan(tp=2)).summary
+    assert summary.split is not None
+    assert [v.name for v in summary.split.replicated] == ["large", "small"]
+    assert "not split: large (140 B), small (60 B)" in "\n".join(summary.lines())
+
+
 def test_html_is_escaped():
     from distir.api.results import html_table, paragraphs
 
