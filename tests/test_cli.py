@@ -248,7 +248,7 @@ def test_a_reader_that_has_enough_is_no_error():
     done = subprocess.run(
         ["bash", "-c", f"({line}) | head -1"], capture_output=True, text=True, env=ENV, cwd=ROOT, timeout=60
     )
-    assert done.stdout.startswith("mesh ")
+    assert done.stdout.startswith("# ")
     assert done.stderr.splitlines()[-1] == "0"
     assert "error" not in done.stderr
 

@@ -146,7 +146,7 @@ def data_flags(group: Any, steps: str) -> None:
         "--steps",
         type=at_least(1),
         metavar="N",
-        help=f"number of steps; with --epochs: at most so many per epoch; default: {steps}",
+        help=f"number of steps; of a run in epochs at most so many per epoch; default: {steps}",
     )
     group.add_argument(
         "--data",
@@ -179,7 +179,7 @@ def running_flags(group: Any) -> None:
         "--backend",
         choices=BACKENDS,
         help="gloo: a CPU process per rank; mpi: the processes that mpirun has started; nccl: a GPU per rank; numpy: "
-        "all ranks in this process; default: gloo, with --device cuda nccl",
+        "all ranks in this process; default: gloo, on cuda nccl",
     )
     group.add_argument(
         "--device",
