@@ -359,16 +359,17 @@ def test_share_of_flops_counts_every_call():
 
 
 def test_what_is_not_split_begins_with_the_largest():
-    """Of weights that cannot be split evenly, the larger one is used last."""
+    """Of a weight that is split along `tp` alone, and two that are not, the larger of which is used last."""
     f = FunctionMaker()
-    x = f.add_input_value("x", Tensor(Float32, (8, 3)), Role("data", 0))
-    small = f.add_input_value("small", Tensor(Float32, (3, 5)), Role("parameter"))
-    large = f.add_input_value("large", Tensor(Float32, (5, 7)), Role("parameter"))
-    f.set_outputs([f.emit("MatMul", f.emit("MatMul", x, small), large)])
-    summary = distir.simulate(f.finalize(), distir.Plan(tp=2)).summary
-    assert summary.split is not None
-    assert [v.name for v in summary.split.replicated] == ["large", "small"]
-    assert "not split: large (140 B), small (60 B)" in "\n".join(summary.lines())
+    x = f.add_input_value("x", Tensor(Float32, (8, 4)), Role("data", 0))
+    shapes = {"a": (4, 6), "b": (6, 3), "small": (3, 5), "large": (5, 7)}
+    y = x
+    for name, shape in shapes.items():
+        y = f.emit("MatMul", y, f.add_input_value(name, Tensor(Float32, shape), Role("parameter")))
+    f.set_outputs([y])
+    split = distir.simulate(f.finalize(), distir.Plan(tp=2)).summary.split
+    assert split is not None
+    assert [v.name for v in split.replicated] == ["large", "small"]
 
 
 def test_html_is_escaped():
