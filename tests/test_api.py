@@ -358,6 +358,20 @@ def test_share_of_flops_counts_every_call():
     assert split.flops == pytest.approx(1 - 15 / (24 + 18 + 15))
 
 
+def test_what_is_not_split_begins_with_the_largest():
+    """Of a weight that is split along `tp` alone, and two that are not, the larger of which is used last."""
+    f = FunctionMaker()
+    x = f.add_input_value("x", Tensor(Float32, (8, 4)), Role("data", 0))
+    shapes = {"a": (4, 6), "b": (6, 3), "small": (3, 5), "large": (5, 7)}
+    y = x
+    for name, shape in shapes.items():
+        y = f.emit("MatMul", y, f.add_input_value(name, Tensor(Float32, shape), Role("parameter")))
+    f.set_outputs([y])
+    split = distir.simulate(f.finalize(), distir.Plan(tp=2)).summary.split
+    assert split is not None
+    assert [v.name for v in split.replicated] == ["large", "small"]
+
+
 def test_html_is_escaped():
     from distir.api.results import html_table, paragraphs
 

@@ -16,7 +16,8 @@ import onnxruntime
 import pytest
 
 from distir.cli import interrupt, main
-from distir.ir import parse
+from distir.ir import parse, same
+from distir.ir.errors import ModelError
 from tests.importer.models import model, node
 
 ROOT = Path(__file__).parent.parent
@@ -143,7 +144,7 @@ def test_each_command_has_help(name, capsys):
         (["run", MLP, *MSE, "--save", "/no/such/folder/x.onnx"], ["cannot write"]),
         (["run", MLP, *MSE, "--data", "missing.npz"], ["missing.npz"]),
         (["run", MLP, *MSE, "--backend", "numpy", "--cluster", "nowhere"], ["nowhere", "dgx-a100"]),
-        (["simulate", MLP, *MSE], ["--cluster"]),
+        (["simulate", MLP, *MSE], ["--cluster", "dgx-a100", "dgx-h100"]),
         (["simulate", MLP, *MSE, "--cluster", "missing.toml"], ["missing.toml"]),
         (["simulate", MLP, *MSE, "--cluster", "dgx-a100", "--trace", "/no/such/folder/t.json"], ["cannot write"]),
         (["show", MLP, "--dim", "batch=8", "--after", "training"], ["loss"]),
@@ -247,7 +248,7 @@ def test_a_reader_that_has_enough_is_no_error():
     done = subprocess.run(
         ["bash", "-c", f"({line}) | head -1"], capture_output=True, text=True, env=ENV, cwd=ROOT, timeout=300
     )
-    assert done.stdout.startswith("mesh ")
+    assert done.stdout.startswith("# ")
     assert done.stderr.splitlines()[-1] == "0"
     assert "error" not in done.stderr
 
@@ -259,7 +260,7 @@ def test_show_prints_each_stage(cli):
     said = []
 
     def shown(*flags):
-        code, out, err = cli("show", GPT, "--dim", "batch=8", *flags)
+        code, out, err = cli("show", GPT, "--dim", "batch=8", "--full", *flags)
         assert code == 0
         said.append(err)
         return parse(out), out
@@ -276,6 +277,32 @@ def test_show_prints_each_stage(cli):
     assert shown("--loss", "cross-entropy", "--dp", 2, "--after", "import")[1] == shown()[1]
     assert said[0] == said[-1] == ""
     assert all(text.startswith("fuse: 2 Attention, 2 Gelu in place of ") for text in said[1:4])
+
+
+def test_show_begins_with_a_summary_and_folds(cli):
+    flags = ["show", GPT, *TRAIN, "--dp", 2, "--tp", 2]
+    code, whole, _ = cli(*flags, "--full")
+    program = parse(whole)
+    code, out, _ = cli(*flags)
+    assert code == 0
+    head = [line for line in out.splitlines() if line.startswith("# ")]
+    assert out.startswith(head[0])
+    ops = sum(len(f.ops) for f in (program, *program.callees()))
+    calls = sum(op.callee is not None for f in (program, *program.callees()) for op in f.ops)
+    assert f"distributed over 4 devices: {1 + len(program.callees())} function" in head[0]
+    assert f"{ops - calls:,} ops" in head[0]
+    assert any(re.match(r"# tp: a rank sends \d+ MPIAllreduce \([\d.]+ KiB\)", line) for line in head)
+    assert re.search(r"\.\.\. \d+ more", out)
+    assert max(map(len, out.splitlines())) < max(map(len, whole.splitlines())) / 2
+    with pytest.raises(ModelError, match="folded: distir show --full"):
+        parse(out)
+
+
+def test_a_short_program_is_not_folded(cli):
+    flags = ["show", "proxy-dlrm:ranks=2"]
+    short, whole = cli(*flags)[1], cli(*flags, "--full")[1]
+    assert same(parse(short), parse(whole))
+    assert short.startswith("# ")
 
 
 def test_show_json(cli):
@@ -327,7 +354,12 @@ def test_simulate_says_what_and_how_long(cli, tmp_path):
     assert (code, err) == (0, "")
     assert "dp 2 x tp 2 x pp 2, 2 microbatches, 1f1b, batch 8, on 8 devices" in out
     assert re.search(r"tp splits \d\d\.\d% of the FLOPs and \d\d\.\d% of the parameters", out)
-    assert "transformer.h.0.ln_1.weight" in out  # what is not split is named
+    assert "not split: transformer.h.0.ln_1.weight (256 B)" in out  # what is not split is named
+    assert re.search(r"133,696 parameters \(f32\), \d+ MFLOPs a step", out)
+    assert re.search(r"model FLOPs utilization [\d.]+%", out)
+    assert re.search(r"exposed communication, mean: dp .*%\), pp .*%\), tp .*%\)", out)
+    assert re.search(r"memory at the peak of rank \d \(stage\d\): parameters .* gradients .* activations ", out)
+    assert re.search(r"fits in memory: 74.5 GiB of 74.5 GiB left", out)
     assert "transformer.wte.weight (509, 64) to (510, 64)" in out
     rows = [line.split() for line in out.splitlines() if line.startswith("stage")]
     assert [row[0] for row in rows] == ["stage", "stage0", "stage1"]
@@ -355,6 +387,29 @@ def test_simulate_json(cli):
         parts = stage["compute"] + stage["exposed_communication"] + stage["bubble"]
         assert parts == pytest.approx(found["step_seconds"])
         assert sum(stage["memory_at_peak"].values()) == stage["peak_memory"]
+        assert sum(stage["exposed"].values()) == pytest.approx(stage["exposed_communication"])
+    mean = sum(stage["exposed_communication"] * stage["devices"] for stage in found["stages"]) / 8
+    assert sum(found["exposed"].values()) == pytest.approx(mean)
+    worst = max(found["stages"], key=lambda stage: stage["peak_memory"])
+    rank = found["worst_rank"]
+    assert (rank["stage"], rank["peak"], rank["categories"]) == (
+        worst["name"],
+        worst["peak_memory"],
+        worst["memory_at_peak"],
+    )
+    assert rank["headroom"] == rank["memory"] - rank["peak"]
+    assert found["parameters"]["f32"]["elements"] == 133_696
+
+
+def test_utilization_is_the_products_at_the_peak(cli):
+    """A step of one device with nothing to communicate: three products of the batch a layer, less the first input's
+    gradient, at the peak, over the predicted time."""
+    code, out, _ = cli("simulate", MLP, *MSE, "--cluster", "dgx-a100", "--json")
+    assert code == 0
+    found = json.loads(out)
+    products = (3 * 8 - 1) * 2 * found["batch"] * 32 * 32
+    assert found["utilization"] == pytest.approx(products / 19.5e12 / found["step_seconds"], rel=1e-6)
+    assert found["flops"] >= products
 
 
 def test_simulate_says_what_is_short(cli):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import distir
-from distir.api.results import RunResult
+from distir.api.run_result import RunResult
 from distir.backends.storage.dcp import WholeKeeper, read_wholes
 from distir.cli import main
 from distir.ir.errors import DivergedError, UsageError

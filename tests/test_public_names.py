@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NAMES = {
     "distir": [
-        "AdamW", "Comparison", "CostModel", "Data", "Device", "Explanation", "Function", "FunctionMaker", "Mesh",
-        "Model", "Plan", "PlanDifference", "PlanTable", "Prediction", "RunCallbacks", "RunOptions", "RunResult", "SGD",
-        "Topology", "compare", "cpprint", "diff", "distribute", "explain", "load", "parse", "pformat", "plan", "run",
-        "same", "simulate", "validate", "verify",
+        "AdamW", "Comparison", "CostModel", "Data", "Device", "Explanation", "Function", "FunctionMaker", "Inspection",
+        "Mesh", "Model", "Plan", "PlanDifference", "PlanTable", "Prediction", "RunCallbacks", "RunOptions", "RunResult",
+        "SGD", "Topology", "compare", "cpprint", "diff", "distribute", "explain", "inspect", "load", "parse", "pformat",
+        "plan", "run", "same", "simulate", "validate", "verify",
     ],
     "distir.ir": [
         "Device", "Function", "FunctionMaker", "Mesh", "Op", "Topology", "Value", "cpprint", "parse", "pformat",

@@ -17,7 +17,7 @@ import pytest
 
 import distir
 from distir.api.metrics import read_metrics
-from distir.api.results import RunResult
+from distir.api.run_result import RunResult
 from distir.backends.storage.dcp import read_wholes
 from distir.cli import main
 from distir.ir.errors import UsageError

@@ -13,8 +13,11 @@ from distir.api.compare import Comparison, compare
 from distir.api.compilation import distribute, simulate, validate
 from distir.api.data import Data
 from distir.api.explain import Explanation, PlanDifference, diff, explain
+from distir.api.inspection import Inspection, inspect
 from distir.api.model import Model, load
-from distir.api.results import Prediction, RunResult, Summary
+from distir.api.prediction import Prediction
+from distir.api.results import Summary
+from distir.api.run_result import RunResult
 from distir.api.running import run
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
@@ -24,6 +27,7 @@ __all__ = [
     "Comparison",
     "Data",
     "Explanation",
+    "Inspection",
     "Model",
     "Plan",
     "PlanDifference",
@@ -36,6 +40,7 @@ __all__ = [
     "diff",
     "distribute",
     "explain",
+    "inspect",
     "load",
     "run",
     "simulate",

@@ -12,7 +12,7 @@ import numpy as np
 
 from distir.api.metrics import Metrics, loss_of
 from distir.api.model import OPTIONS
-from distir.api.results import Prediction
+from distir.api.prediction import Prediction
 from distir.ir.errors import UsageError
 from distir.ir.function import Function
 from distir.runtime.epochs import Epoch

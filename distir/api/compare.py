@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distir.api.results import Prediction, html_table, paragraphs, seconds
+from distir.api.prediction import Prediction
 from distir.api.results import aligned as aligned_rows
+from distir.api.results import html_table, paragraphs, seconds
 from distir.api.timings import PREDICTED, Key, Slice, TraceFile, aligned, quicker_half, read_folder, steps
 from distir.executor.simulator.busy import merged
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, ISSUE, STEP, WAIT

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from distir.api.model import Model, loads
 from distir.api.named_dims import named_cuts, named_dims
-from distir.api.results import Prediction, Summary
+from distir.api.prediction import Prediction
+from distir.api.results import Summary
 from distir.api.rewrites import check_origins
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
@@ -154,7 +155,8 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: 
 def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:
     """The prediction for a distributed program, in the order in which its ranks run it."""
     simulation = simulated(program, plan, cost, model.batch, model.tokens)
-    return Prediction(Summary.of(model, plan, program), describe(cost.topology), program, simulation)
+    summary = Summary.of(model, plan, program)
+    return Prediction(summary, describe(cost.topology), program, simulation, model.function)
 
 
 def simulated(

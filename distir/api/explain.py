@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from distir.api.compilation import ONE, Cluster, cost_model, distribute, plan_in_effect, predict
 from distir.api.model import Model, loads
-from distir.api.results import Prediction, aligned, html_table, paragraphs, seconds, size
+from distir.api.prediction import Prediction
+from distir.api.results import aligned, html_table, paragraphs, seconds, size
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.labels import SEND
-from distir.executor.simulator.step_parts import BUBBLES, COMPUTE_PARTS, IDEAL, StageParts, step_parts
+from distir.executor.simulator.step_parts import BUBBLES, COMPUTE_PARTS, StageParts
 from distir.hardware.what_if import changed, changed_runtime
 from distir.hardware.what_if import check as check_factors
 from distir.ir import Function
@@ -35,13 +36,16 @@ class Effect:
 class Explanation:
     """Where the time of a predicted step goes. The parts of each stage add up to the step.
 
-    `stages`: the seconds of each part, by stage (`distir.executor.simulator.step_parts`). `effects`: the same program
-    on changed hardware.
+    `effects`: the same program on changed hardware.
     """
 
     prediction: Prediction
-    stages: list[StageParts] = field(repr=False)
     effects: list[Effect] = field(default_factory=list)
+
+    @property
+    def stages(self) -> list[StageParts]:
+        """The seconds of each part, by stage (`distir.executor.simulator.step_parts`)."""
+        return self.prediction.parts
 
     @property
     def step_seconds(self) -> float:
@@ -65,13 +69,8 @@ class Explanation:
 
     @property
     def utilization(self) -> float:
-        """The share of the devices' peak FLOP/s that matrix products, convolutions and attention use, without those
-        that are recomputed, on average; 0 for a step that takes no time.
-
-        Model FLOPs utilization, with the products' FLOPs as those of the model (Chowdhery et al., "PaLM", 2022,
-        appendix B); the score matrix of causal attention counts by half.
-        """
-        return self.mean.get(IDEAL, 0.0) / self.step_seconds if self.step_seconds else 0.0
+        """Model FLOPs utilization; see `Prediction.utilization`."""
+        return self.prediction.utilization
 
     def table(self) -> list[tuple[str, ...]]:
         """A header, a row per stage, their mean, and its share of the step."""
@@ -125,7 +124,7 @@ class Explanation:
         return stacked(rows)
 
     def __str__(self) -> str:
-        head = [*self.prediction.summary.lines(), f"cluster {self.prediction.cluster}"]
+        head = self.prediction.head()
         effects = ["", *aligned(self.what_if())] if self.effects else []
         tables = [*aligned(self.table()), "", *aligned(self.memory_table())]
         return "\n".join([*head, "", *tables, "", *self.lines(), *effects])
@@ -133,7 +132,7 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = [*self.prediction.summary.lines(), f"cluster {self.prediction.cluster}"]
+        head = self.prediction.head()
         effects = html_table(self.what_if()) if self.effects else ""
         tables = html_table(self.table()) + html_table(self.memory_table())
         return paragraphs(head) + tables + paragraphs(self.lines()) + effects
@@ -191,7 +190,7 @@ def explain(
         Effect(", ".join([f"{name}={x:g}x" for name, x in c.items()]), _seconds(model, plan, program, _other(cost, c)))
         for c in changes
     ]
-    return Explanation(prediction, step_parts(prediction.simulation), effects)
+    return Explanation(prediction, effects)
 
 
 def _seconds(model: Model, plan: Plan, program: Function, cost: CostModel) -> float:

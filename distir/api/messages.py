@@ -6,7 +6,7 @@ replicas or microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -68,8 +68,8 @@ def messages(program: Function) -> list[Message]:
     return [replace(m, times=n) for m, n in sorted(found.items(), key=lambda pair: first[pair[0]])]
 
 
-def most_sent(rows: Sequence[Message]) -> dict[str, int]:
-    """For each op the bytes of the rank that sends most of it in a step."""
+def most_sent(rows: Sequence[Message], of: Callable[[Message], int] = lambda m: m.bytes) -> dict[str, int]:
+    """For each op the bytes of the rank that sends most of it in a step; or the most of another figure of a message."""
     changes: dict[str, dict[int, int]] = {}
     """By op and rank: how much more that rank sends than the one before it."""
     for m in rows:
@@ -77,7 +77,7 @@ def most_sent(rows: Sequence[Message]) -> dict[str, int]:
         for run in m.ranks.split(","):
             first, _, last = run.partition("-")
             for rank, sign in ((int(first), 1), (int(last or first) + 1, -1)):
-                of_op[rank] = of_op.get(rank, 0) + sign * m.bytes * m.times
+                of_op[rank] = of_op.get(rank, 0) + sign * of(m) * m.times
     return {op: max(accumulate([n for _, n in sorted(of_op.items())])) for op, of_op in changes.items()}
 
 

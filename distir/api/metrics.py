@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from distir.api.results import Prediction, rates, seconds
+from distir.api.prediction import Prediction
+from distir.api.results import rates, seconds
 from distir.ir.errors import UsageError
 from distir.ir.files import written
 from distir.ir.function import Function

@@ -15,7 +15,8 @@ from distir.api.compilation import ONE, Cluster, cost_model, distribute, plan_in
 from distir.api.given_times import given_times
 from distir.api.messages import Message, messages, most_sent
 from distir.api.model import Model, loads
-from distir.api.results import Prediction, seconds, size
+from distir.api.prediction import Prediction
+from distir.api.results import seconds, size
 from distir.api.stage_cost import OpSeconds, stage_cost
 from distir.backends.processes.launch import run as launch
 from distir.hardware import this_host

@@ -1,37 +1,21 @@
-"""The results of `simulate` and `run`, printed as text or as tables in a notebook."""
+"""What results are printed with: the summary of a plan, tables, units."""
 
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import nan
-from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from distir.api.check import Check
 from distir.api.model import Model
-from distir.ir.errors import UsageError, counted
+from distir.ir.errors import counted
 from distir.ir.function import Function
 from distir.ir.type import Tensor
-from distir.runtime.checkpoint import Saved
 from distir.transforms.plan import WEIGHTS, Plan
 from distir.transforms.sharding.coverage import Coverage, coverage
 
-if TYPE_CHECKING:
-    from distir.api.metrics import Metrics
-    from distir.executor.simulator.simulation import Fit, Simulation
-
 _SHOWN = 6
 """Names listed in a message; the rest is counted."""
-_FAR = 2.0
-"""Factor between measured and predicted time from which a hint is printed."""
-_MUCH_MEMORY = 1 << 26
-"""Predicted bytes from which memory is compared: below it Python and the libraries dominate the measurement."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +49,15 @@ class Summary:
 
     def lines(self) -> list[str]:
         """The plan; with tensor parallelism the shares that it splits; what is padded."""
-        size = f"{self.plan.size} devices" if self.plan.size > 1 else "1 device"
         what = "; forward only: no loss was given" if self.forward_only else ""
-        lines = [f"{self.model}: {self.plan}, batch {self.batch}, on {size}{what}"]
+        lines = [f"{self.model}: {self.plan}, batch {self.batch}, on {counted(self.plan.size, 'device')}{what}"]
         if self.split is not None:
             flops, parameters = _share(self.split.flops), _share(self.split.parameters)
             axes = self.plan.sharding.along(WEIGHTS)
             text = f"{axes[0].name} splits {flops} of the FLOPs and {parameters} of the parameters"
-            names = [v.name for v in self.split.replicated]
-            lines.append(f"{text}; not split: {_names(names)}" if names else text)
+            unsplit = [v for v in self.split.replicated if isinstance(v.type, Tensor)]
+            names = [f"{v.name} ({size(v.type.bytes)})" for v in unsplit]
+            lines.append(f"{text}; not split: {listed(names)}" if names else text)
         if self.padded:
             rows = [f"{name} {_shape(a)} to {_shape(b)}" for name, (a, b) in self.padded.items()]
             lines.append(f"padded to be divisible: {', '.join(rows)}")
@@ -96,242 +80,6 @@ class Summary:
             "split": split,
             "padded": padded,
             "forward_only": self.forward_only,
-        }
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted cost of a plan on a cluster. `simulation` has the details, `program` is what was simulated."""
-
-    summary: Summary
-    cluster: str
-    program: Function = field(repr=False)
-    simulation: Simulation = field(repr=False)
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of a step."""
-        return self.simulation.seconds
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Seconds between which a step is expected, by the residuals of a calibrated cluster; None on others."""
-        regular = self.simulation.program.cost.topology.regular
-        residuals = None if regular is None else regular.residuals
-        return None if residuals is None else residuals.interval(self.step_seconds)
-
-    def step(self) -> str:
-        """The time of a step, with its interval if it has one."""
-        text = seconds(self.step_seconds)
-        if (found := self.interval) is None:
-            return text
-        low, high = (seconds(x, self.step_seconds) for x in found)
-        return f"{text} ({low} .. {high})"
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.summary.batch / self.step_seconds if self.step_seconds else float("inf")
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """None if samples are not sequences."""
-        tokens = self.summary.tokens
-        return tokens / self.step_seconds if tokens and self.step_seconds else None
-
-    @property
-    def fits(self) -> Fit:
-        """Whether the program fits in the devices' memory; if not, the message names stage and bytes."""
-        return self.simulation.fits()
-
-    @property
-    def peak_memory(self) -> int:
-        """The largest peak of bytes in use on any device."""
-        return max((s.memory for s in self.simulation.stages), default=0)
-
-    @property
-    def allocated_memory(self) -> int:
-        """Of that what the allocator hands out: tensors, and workspaces of products."""
-        return max(self.simulation.allocated_memory.values(), default=0)
-
-    def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace in Chrome's format, which Perfetto opens too. Raises UsageError if it cannot be written."""
-        self.simulation.to_chrome(Path(path))
-
-    def table(self) -> list[tuple[str, ...]]:
-        """A header and a row per stage; of tensors alone too, where the memory has more than these."""
-        beside = any(s.tensors < s.memory for s in self.simulation.stages)
-        last = ("tensors", "peak memory") if beside else ("peak memory",)
-        rows = [("stage", "devices", "compute", "exposed communication", "bubble", *last)]
-        for s in self.simulation.stages:
-            compute, communication, bubble = (
-                seconds(x, self.step_seconds) for x in (s.compute, s.communication, s.bubble)
-            )
-            sizes = (size(s.tensors), size(s.memory)) if beside else (size(s.memory),)
-            rows.append((s.name, str(s.devices), compute, communication, bubble, *sizes))
-        return rows
-
-    def rates(self) -> str:
-        """Step time and rates as one line."""
-        return f"step {self.step()}, {rates(self.samples_per_second, self.tokens_per_second)}"
-
-    def __str__(self) -> str:
-        head = [*self.summary.lines(), f"cluster {self.cluster}"]
-        return "\n".join([*head, "", *aligned(self.table()), "", self.rates(), self.fits.message])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        head = [*self.summary.lines(), f"cluster {self.cluster}"]
-        return paragraphs(head) + html_table(self.table()) + paragraphs([self.rates(), self.fits.message])
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON; times in seconds, memory in bytes."""
-        simulation = self.simulation
-        classes = simulation.program.classes
-        stages = []
-        for c, s in enumerate(simulation.stages):
-            row = {"name": s.name, "devices": s.devices, "compute": s.compute, "exposed_communication": s.communication}
-            memory = simulation.memory_at_peak(classes.first[c])
-            stages.append({**row, "bubble": s.bubble, "peak_memory": s.memory, "memory_at_peak": memory})
-        return {
-            **self.summary.to_json(),
-            "cluster": self.cluster,
-            "step_seconds": self.step_seconds,
-            "interval": self.interval,
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "fits": self.fits.ok,
-            "memory": self.fits.message,
-            "stages": stages,
-        }
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The result of a run. `weights` are the parameters and the running statistics of batch norms after the last step,
-    by name; `outputs` those of the last step.
-
-    `seconds`: the time of each step on the slowest rank, from step `first` on (earlier steps were done by the run that
-    was resumed). `saved`: the checkpoints written. `memory`: for each rank the increase of peak memory over its start,
-    in bytes (on CPUs resident memory, on Linux), None where not measurable. Under torchrun only rank 0 has arrays.
-    """
-
-    summary: Summary
-    backend: str
-    losses: list[float]
-    seconds: list[float]
-    outputs: dict[str, np.ndarray] = field(repr=False)
-    weights: dict[str, np.ndarray] = field(repr=False)
-    prediction: Prediction | None = field(default=None, repr=False)
-    check: Check | None = None
-    model: Model | None = field(default=None, repr=False)
-    metrics: Metrics | None = field(default=None, repr=False)
-    """Only of a run in epochs."""
-    first: int = 0
-    saved: list[Saved] = field(default_factory=list)
-    memory: list[int | None] = field(default_factory=list)
-    profiled: bool = False
-    unsaved: str | None = None
-    """Name of a value that is not finite after the last step, so that no checkpoint was written."""
-    skipped: int = 0
-    """The number of steps, since training began, that were skipped because gradients overflowed float16."""
-
-    @property
-    def step_seconds(self) -> float:
-        """The median time of a step, without the first (warm-up) if there are more; nan if no step was run."""
-        return median(self.seconds[1:] or self.seconds or [nan])
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.summary.batch / self.step_seconds
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """None if samples are not sequences."""
-        return self.summary.tokens / self.step_seconds if self.summary.tokens else None
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the model with these weights as ONNX. Raises UsageError if it was not loaded from an ONNX file."""
-        from distir.importer.save import save_onnx
-
-        if self.model is None or self.model.path is None:
-            raise UsageError("only a model that came from an ONNX file can be saved")
-        return save_onnx(self.model.path, self.weights, path)
-
-    def table(self) -> list[tuple[str, ...]]:
-        """A header and a row per step, in a run in epochs per epoch."""
-        if self.metrics is not None:
-            return self.metrics.table()
-        return [step_header(bool(self.losses)), *[self.row(k) for k in range(len(self.seconds))]]
-
-    def row(self, step: int) -> tuple[str, ...]:
-        """The row of a step; `step` counts from the first of this run."""
-        return step_row(self.first + step, self.losses[step] if self.losses else None, self.seconds[step])
-
-    def lines(self) -> list[str]:
-        """Lines for the end of a run: rates, prediction, memory, checkpoints, the check."""
-        if not self.seconds:
-            return [f"nothing left to do: {counted(self.first, 'step')} already done"]
-        lines = [*(self._rates() if self.metrics is None else self.metrics.lines()), *self._memory()]
-        if self.saved:
-            rate = sum(s.bytes for s in self.saved) / sum(s.seconds for s in self.saved)
-            what = f"{counted(len(self.saved), 'checkpoint')} of {size(self.saved[-1].bytes)}"
-            lines.append(f"{what} written at {rate / 1e6:.1f} MB/s, the last after {self.saved[-1].step} steps")
-        if self.skipped:
-            lines.append(f"{counted(self.skipped, 'step')} skipped: gradients were not finite in float16")
-        if self.unsaved:
-            lines.append(f"no checkpoint after {self.first + len(self.seconds)} steps: {self.unsaved} is not finite")
-        return lines if self.check is None else [*lines, *self.check.lines()]
-
-    def _rates(self) -> list[str]:
-        last = len(self.seconds) - 1
-        which = f" (median of steps {self.first + 1} to {self.first + last})" if last > 1 else ""
-        which = which or (" (the first step, warm-up)" if last == 0 else f" (step {self.first + 1})")
-        lines = [f"step {seconds(self.step_seconds)}{which}, {rates(self.samples_per_second, self.tokens_per_second)}"]
-        if self.prediction is not None and self.backend != "numpy":  # the reference runs all ranks in one process
-            predicted = self.prediction.step_seconds
-            if last == 0:
-                detail = "not compared: the first step is warm-up"
-                return [*lines, f"predicted {seconds(predicted)} on {self.prediction.cluster}; {detail}"]
-            where, measured = self.prediction.cluster, seconds(self.step_seconds)
-            times = f"predicted {self.prediction.step()} on {where}; measured {measured} here"
-            lines.append(f"{times} ({self.step_seconds / predicted:.2f} times as long)")
-            if not self.profiled and not 1 / _FAR <= self.step_seconds / predicted <= _FAR:
-                lines.append("where they differ: distir run --profile DIR, then distir compare DIR")
-        return lines
-
-    def _memory(self) -> list[str]:
-        known = [n for n in self.memory if n is not None]
-        predicted = self.prediction.allocated_memory if self.prediction is not None and known else 0
-        if predicted < _MUCH_MEMORY:
-            return []
-        return [f"memory of a rank: predicted {size(predicted)} at most; measured {size(max(known))}"]
-
-    def __str__(self) -> str:
-        return "\n".join([*self.summary.lines(), "", *aligned(self.table()), "", *self.lines()])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return paragraphs(self.summary.lines()) + html_table(self.table()) + paragraphs(self.lines())
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON of everything except arrays; times in seconds, memory in bytes."""
-        return {
-            **self.summary.to_json(),
-            "backend": self.backend,
-            "first_step": self.first,
-            "losses": self.losses,
-            "seconds": self.seconds,
-            "step_seconds": self.step_seconds,
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "predicted": self.prediction and self.prediction.to_json(),
-            "metrics": self.metrics and self.metrics.to_json(),
-            "memory": self.memory,
-            "checkpoints": [s._asdict() for s in self.saved],
-            "check": self.check and self.check.to_json(),
-            "skipped_steps": self.skipped,
         }
 
 
@@ -388,9 +136,10 @@ def rates(samples: float, tokens: float | None) -> str:
     return f"{samples:,.1f} samples/s" + ("" if tokens is None else f", {tokens:,.0f} tokens/s")
 
 
-def _names(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[str], most: int = _SHOWN) -> str:
+    """The first names; the rest is counted."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _share(x: float) -> str:

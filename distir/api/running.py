@@ -19,9 +19,11 @@ from distir.api.data import Data
 from distir.api.locate import locate
 from distir.api.metrics import Metrics, loss_of
 from distir.api.model import Model, loads
-from distir.api.results import Prediction, RunResult, size
+from distir.api.prediction import Prediction
+from distir.api.results import size
 from distir.api.resume import check_settings, checkpointing
 from distir.api.rounding import perturbed
+from distir.api.run_result import RunResult
 from distir.api.stage_cost import stage_cost
 from distir.api.steps import compute_steps
 from distir.backends.processes.launch import run as launch

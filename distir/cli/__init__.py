@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(sys.argv[1:] if argv is None else argv)
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
-            args.command(args)
+            code = args.command(args)
         sys.stdout.flush()
     except DistirError as e:
         _print_error(e.message, e.hint)
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = str(e).strip().splitlines() or [""]
         _print_error(f"internal error: {type(e).__name__}: {lines[0]}", "--traceback shows where")
         return 1
-    return 0
+    return code or 0
 
 
 def _exit_code(e: DistirError, argv: Sequence[str] | None) -> int:

@@ -11,7 +11,8 @@ from distir.api import run as run_model
 from distir.api import simulate as simulate_model
 from distir.api.model import NO_LOSS, Precision
 from distir.api.proxy import ProxyOptions, run_proxy
-from distir.api.results import RunResult, aligned
+from distir.api.results import aligned
+from distir.api.run_result import RunResult
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.cli.watching import run_callbacks
 from distir.ir.errors import UsageError
@@ -64,6 +65,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
     if options.steps is None and not (options.epochs and args.data):
         options = dataclasses.replace(options, steps=5)
     prints = not args.json and first_rank()
+    progress.phase("compiling")
     callbacks = run_callbacks(model.function, options, progress, prints)
     return run_model(model, plan, options, data=args.data, cluster=args.cluster, callbacks=callbacks)
 
@@ -85,7 +87,8 @@ def compare(args: argparse.Namespace) -> None:
     """`distir compare`."""
     from distir.api import compare
 
-    comparison = compare(args.profile)
+    with Progress("reading traces"):
+        comparison = compare(args.profile)
     if args.json:
         print_json(comparison.to_json())
     else:
@@ -108,20 +111,19 @@ def simulate(args: argparse.Namespace) -> None:
         read = read_other_plan(args)
         model, plan = model_of(args), plan_of(args)
         note_differences(args, read, model)
-        progress.phase("simulating")
+        progress.phase("compiling and simulating")
         prediction = simulate_model(model, plan, args.cluster, args.nodes, args.runtime)
         if args.trace is not None:
+            progress.phase("writing the trace")
             prediction.save_trace(args.trace)
         emitted = write_plans(args.emit, prediction.summary.plan, settings_of(args, model))
-    if args.json:
-        print_json(
-            prediction.to_json()
-            | ({"trace": args.trace} if args.trace else {})
-            | ({"emitted": emitted} if emitted else {})
-        )
+        progress.phase("adding up")
+        found = prediction.to_json() if args.json else str(prediction)
+    if isinstance(found, dict):
+        print_json(found | ({"trace": args.trace} if args.trace else {}) | ({"emitted": emitted} if emitted else {}))
     else:
         traced = [f"trace written to {args.trace}"] if args.trace else []
-        print("\n".join([str(prediction), *traced, *written_lines(emitted)]))
+        print("\n".join([found, *traced, *written_lines(emitted)]))
 
 
 def clusters(args: argparse.Namespace) -> None:
@@ -203,10 +205,7 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
     given = [f"--{k.replace('_', '-')}" for k, v in training.items() if v is not None]
     if loss_of(args) is None and given and stage is None:
         raise UsageError(f"{given[0]} needs a loss", "--loss cross-entropy, or mse")
-    dims: dict[str, int] = {}
-    for name, size in args.dim:
-        if dims.setdefault(name, size) != size:
-            raise UsageError(f"--dim {name} is given twice: {dims[name]} and {size}")
+    dims = dims_of(args)
     if getattr(args, "local_batchnorm", False):
         if is_named(args.model) or is_config(args.model):
             raise UsageError(f"{args.model} has no batch norms", "leave --local-batchnorm out")
@@ -223,6 +222,15 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
         batch=args.batch_dim,
         precision=precision,
     )
+
+
+def dims_of(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes that `--dim` gives. Raises UsageError for one that is given twice."""
+    dims: dict[str, int] = {}
+    for name, size in args.dim:
+        if dims.setdefault(name, size) != size:
+            raise UsageError(f"--dim {name} is given twice: {dims[name]} and {size}")
+    return dims
 
 
 def loss_of(args: argparse.Namespace) -> str | None:

@@ -20,12 +20,14 @@ def explain(args: argparse.Namespace) -> None:
         model, plan = model_of(args), plan_of(args)
         progress.phase("predicting")
         found = explain_step(model, plan, args.cluster, nodes=args.nodes, runtime=args.runtime, what_if=args.what_if)
-    if args.plot is not None:
-        save(found.figure(), args.plot)
-    if args.json:
-        print_json(found.to_json() | ({"figure": args.plot} if args.plot else {}))
+        progress.phase("adding up")
+        result = found.to_json() if args.json else str(found)
+        if args.plot is not None:
+            save(found.figure(), args.plot)
+    if isinstance(result, dict):
+        print_json(result | ({"figure": args.plot} if args.plot else {}))
     else:
-        print("\n".join([str(found), *([f"drawn: {args.plot}"] if args.plot else [])]))
+        print("\n".join([result, *([f"drawn: {args.plot}"] if args.plot else [])]))
 
 
 def diff(args: argparse.Namespace) -> None:
@@ -35,7 +37,8 @@ def diff(args: argparse.Namespace) -> None:
         model = model_of(args)
         progress.phase("predicting")
         found = difference_of(model, before, after, args.cluster, nodes=args.nodes, runtime=args.runtime)
-    if args.json:
-        print_json(found.to_json())
+        result = found.to_json() if args.json else str(found)
+    if isinstance(result, dict):
+        print_json(result)
     else:
-        print(found)
+        print(result)

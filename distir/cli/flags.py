@@ -10,8 +10,17 @@ from typing import Any, NoReturn
 
 from distir import __version__
 from distir.cli import planning_flags
-from distir.cli.flag_groups import cluster_flags, data_flags, emit_flag, model_flags, plan_flags, running_flags
+from distir.cli.flag_groups import (
+    cluster_flags,
+    data_flags,
+    emit_flag,
+    model_flags,
+    plan_flags,
+    running_flags,
+    source_flags,
+)
 from distir.cli.flag_values import SCHEDULE, at_least, factors, finite_number, numbers, positive
+from distir.hardware import known_clusters
 from distir.ir.errors import UsageError
 from distir.runtime.options import BACKENDS
 
@@ -32,6 +41,10 @@ _SCORES = """The error of a row is predicted / measured - 1, of seconds of a ste
   regret                among rows of one model, number of GPUs and batch (at least 2): measured time of the one
                         predicted quickest, over the best measured, minus 1; the mean
   memory error          mean of |predicted / measured - 1| of peaks of memory, where measured
+"""
+_UTILIZATION = """Model FLOPs utilization is the share of the devices' peak FLOP/s that matrix products, convolutions
+and attention use in a step, without those that are recomputed. Communication is exposed while its device does not
+compute.
 """
 _PARTS = """The parts of a stage add up to the step:
   ideal compute   products and attention at the device's peak, without what is recomputed
@@ -56,6 +69,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
+        if "required" in message and "--cluster" in message:
+            raise UsageError(message, f"known are {', '.join(known_clusters())}; or a .toml file")
         raise UsageError(message, f"{self.prog} --help lists the flags")
 
 
@@ -77,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"distir {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    _inspect(commands)
     _run(commands)
     _compare(commands)
     _simulate(commands)
@@ -102,14 +118,21 @@ def _command(
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EXIT_CODES)
 
-    def command(args: argparse.Namespace) -> None:
+    def command(args: argparse.Namespace) -> int | None:
+        """Runs the command; returns its exit code, if it gives one."""
         module, _, found = function.rpartition(".")
-        getattr(import_module(f"distir.cli.{module or 'commands'}"), found)(args)
+        return getattr(import_module(f"distir.cli.{module or 'commands'}"), found)(args)
 
     parser.set_defaults(command=command, prog=parser.prog)
     parser.add_argument("--json", action="store_true", help=f"print JSON: {json}")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an internal error")
     return parser
+
+
+def _inspect(commands: Any) -> None:
+    text = "list a model's inputs, outputs, weights, work and losses, and all ops that are not supported"
+    parser = _command(commands, "inspect", text, "inspecting.inspect", "FLOPs and bytes of a sample")
+    source_flags(parser)
 
 
 def _run(commands: Any) -> None:
@@ -118,7 +141,7 @@ def _run(commands: Any) -> None:
     plan_flags(parser)
     group = parser.add_argument_group("the run")
     group.add_argument(
-        "--epochs", type=at_least(1), metavar="N", help="number of passes over the data, shuffled in each"
+        "--epochs", type=at_least(1), metavar="N", help="number of passes over the data, which is shuffled before each"
     )
     data_flags(group, "5, with --epochs all of --data")
     running_flags(group)
@@ -128,7 +151,9 @@ def _run(commands: Any) -> None:
         action="store_true",
         help="compile the ranks' computation with torch.compile, during the first step",
     )
-    group.add_argument("--check", action="store_true", help="compare with the sequential program on the same data")
+    group.add_argument(
+        "--check", action="store_true", help="compare the results with those of the sequential program on the same data"
+    )
     group.add_argument(
         "--profile", metavar="DIR", help="write the predicted trace and one of each rank (see `distir compare`)"
     )
@@ -146,8 +171,12 @@ def _run(commands: Any) -> None:
     group.add_argument(
         "--proxy", action="store_true", help="communicate as the program does, but sleep where it computes"
     )
-    group.add_argument("--emulate", choices=("sleep", "spin", "none"), help="what stands for compute; default: sleep")
-    group.add_argument("--scale", type=finite_number, metavar="X", help="factor of the times of compute; default: 1")
+    group.add_argument(
+        "--emulate", choices=("sleep", "spin", "none"), help="what a rank does in place of computing; default: sleep"
+    )
+    group.add_argument(
+        "--scale", type=finite_number, metavar="X", help="multiply the times of compute by this; default: 1"
+    )
     group.add_argument(
         "--times",
         metavar="FILE.toml|DIR",
@@ -164,6 +193,7 @@ def _compare(commands: Any) -> None:
 
 def _simulate(commands: Any) -> None:
     parser = _command(commands, "simulate", "predict time and memory of a distributed model on a cluster", "simulate")
+    parser.epilog = f"{_UTILIZATION}\n{_EXIT_CODES}"
     model_flags(parser)
     plan_flags(parser)
     cluster_flags(parser)
@@ -234,6 +264,12 @@ def _show(commands: Any) -> None:
     parser.add_argument(
         "--after", metavar="PASS", help="print the program after this pass (see `distir passes`); default: the last one"
     )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="print all of it, as text that distir reads; default: a summary, then the program without the rest of "
+        "lists of more than 8 values",
+    )
     parser.add_argument("--rank", type=at_least(0), metavar="N", help="print this rank's program")
     parser.add_argument(
         "--messages", action="store_true", help="list what each rank sends in a step: elements, bytes, and how often"
@@ -242,7 +278,7 @@ def _show(commands: Any) -> None:
 
 
 def _export(commands: Any) -> None:
-    text = "write what all ranks do for simulators of networks: Chakra traces, or a GOAL schedule of LogGOPSim"
+    text = "write the ops of all ranks for network simulators: Chakra traces, or a GOAL schedule for LogGOPSim"
     parser = _command(commands, "export", text, "exporting_command.export", "ranks, steps, bytes and files")
     model_flags(parser)
     plan_flags(parser)
@@ -255,7 +291,10 @@ def _export(commands: Any) -> None:
     )
     group.add_argument("-o", "--output", required=True, metavar="PREFIX", help="the files' names begin with this")
     group.add_argument(
-        "--cluster", required=True, metavar="NAME|FILE.toml", help="of the times; `distir clusters` lists names"
+        "--cluster",
+        required=True,
+        metavar="NAME|FILE.toml",
+        help="the cluster whose times are written; `distir clusters` lists names",
     )
     group.add_argument(
         "--nodes", type=at_least(1), metavar="N", help="number of nodes; default: as many as the plan needs"
@@ -295,13 +334,17 @@ def _bench(commands: Any) -> None:
     )
     parser.add_argument("--dtype", default="float32", metavar="TYPE", help="element type; default: float32")
     parser.add_argument(
-        "--timeout", type=positive, default=600.0, metavar="S", help="seconds without progress; default: 600"
+        "--timeout",
+        type=positive,
+        default=600.0,
+        metavar="S",
+        help="end after so many seconds without progress; default: 600",
     )
     _scaling(kinds)
 
 
 def _calibrate(commands: Any) -> None:
-    text = "measure this machine, and write a cluster file with which runs on it are predicted"
+    text = "measure this machine, and write a cluster file for predictions of runs on it"
     parser = _command(commands, "calibrate", text, "calibrating.calibrate", "figures and residuals")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--out", metavar="FILE.toml", help="write the cluster there; default: only print its figures")

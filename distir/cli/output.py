@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import threading
@@ -32,14 +33,17 @@ def first_rank() -> bool:
     return this_rank() == 0
 
 
-def print_program(function: Function) -> None:
-    """Print a program, in colours on a terminal."""
+def print_program(function: Function, fold: bool = False) -> None:
+    """Print a program, in colours on a terminal; with `fold` without the rest of long lists."""
     from distir.ir import cpprint, pformat
 
-    if sys.stdout.isatty():
-        cpprint(function)
-    else:
-        print(pformat(function))
+    text = io.StringIO()
+    with Progress("formatting"):
+        if sys.stdout.isatty():
+            cpprint(function, text, fold=fold)
+        else:
+            text.write(f"{pformat(function, fold)}\n")
+    print(text.getvalue(), end="")
 
 
 class Progress:

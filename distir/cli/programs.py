@@ -13,6 +13,7 @@ from distir.api import Model, Plan
 from distir.api.compilation import distribute
 from distir.api.model import NO_LOSS
 from distir.api.named_dims import named_cuts, named_dims
+from distir.api.program_summary import summary_of
 from distir.api.rewrites import rewritten
 from distir.cli.commands import loss_of, model_of, plan_of
 from distir.cli.output import Progress, print_json, print_program
@@ -51,13 +52,17 @@ def show(args: argparse.Namespace) -> None:
         model, plan = model_of(args, after), plan_of(args)
         shown = _python(model, plan, args.rank or 0) if args.python else _after(model, plan, after, args.rank or 0)
         changes = rewritten(_source(model, shown))
+        summary = None if isinstance(shown, str) else summary_of(shown)
     if not args.json:
         for line in changes:  # on stderr: stdout has the program's text, which can be parsed
             print(line, file=sys.stderr)
-    if isinstance(shown, str):
+    if isinstance(shown, str) or summary is None:
         print_json({"after": after, "python": shown, "rewrites": changes}) if args.json else print(shown, end="")
     else:
-        _print_state(args, shown, {"after": after, "rewrites": changes})
+        if not args.json and not args.full:
+            print("\n".join([f"# {line}" for line in summary.lines()]))
+        fields = {"after": after, "summary": summary.to_json(), "rewrites": changes}
+        _print_state(args, shown, fields, fold=not args.full)
 
 
 def _messages(args: argparse.Namespace) -> None:
@@ -84,9 +89,9 @@ def _source(model: Model, shown: Function | str) -> Function:
     return shown if form == SEQUENTIAL else source_of(shown, model.function)
 
 
-def _print_state(args: argparse.Namespace, function: Function, fields: dict[str, Any]) -> None:
+def _print_state(args: argparse.Namespace, function: Function, fields: dict[str, Any], fold: bool = False) -> None:
     if not args.json:
-        print_program(function)
+        print_program(function, fold)
         return
     from distir.ir import pformat
 
@@ -184,13 +189,14 @@ def schedule(args: argparse.Namespace) -> None:
     ranks, microbatches, chunks = (
         x or y for x, y in zip((args.pp, args.microbatches, args.chunks), found, strict=True)
     )
-    table = make_table(args.schedule, ranks, microbatches, chunks, args.limit)
+    with Progress("checking the schedule"):
+        table = make_table(args.schedule, ranks, microbatches, chunks, args.limit)
+        steps, in_flight_by_rank = len(cycles(table)), in_flight(table)
     if args.csv:
         print(format_csv(table), end="")
         return
     if args.schedule == "interleaved" and chunks == 1:
         print("hint: with 1 chunk per rank, interleaved is 1f1b; give --chunks 2 or more", file=sys.stderr)
-    steps, in_flight_by_rank = len(cycles(table)), in_flight(table)
     idle = steps - 2 * microbatches * chunks
     if args.json:
         rows = [row.split() for row in format_table(table).splitlines()]

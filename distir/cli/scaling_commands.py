@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import fields, replace
 
+from distir.api import Model
 from distir.api.metrics import Metrics
 from distir.api.plot import plot as draw
 from distir.api.scaling import HEADER, rows, to_json, weak_scaling
 from distir.cli.commands import model_of, options_of
 from distir.cli.output import Progress, columns, print_json
+from distir.cli.watching import run_callbacks
 from distir.importer import symbolic_dims
 from distir.ir.errors import UsageError
 
@@ -22,11 +24,6 @@ def scaling(args: argparse.Namespace) -> None:
     others = [(d, size) for d, size in args.dim if d != name]
     with Progress("loading") as progress:
 
-        def on_epoch(metrics: Metrics) -> None:
-            plan = metrics.prediction.summary.plan
-            progress.phase(f"running on {plan.size}", args.epochs)
-            progress.advance(len(metrics.epochs) - 1)
-
         def on_run(runs: list[Metrics]) -> None:
             if not args.json:
                 if len(runs) == 1:
@@ -36,15 +33,21 @@ def scaling(args: argparse.Namespace) -> None:
         options = options_of(args)
         if options.steps is None and args.data is None:
             options = replace(options, steps=10)
+
+        def model(n: int) -> Model:
+            progress.phase(f"compiling for a batch of {n}")
+            return model_of(argparse.Namespace(**{**vars(args), "dim": [*others, (name, n)]}))
+
+        watching = run_callbacks(None, replace(options, epochs=args.epochs), progress, prints=False)
         runs = weak_scaling(
-            lambda n: model_of(argparse.Namespace(**{**vars(args), "dim": [*others, (name, n)]})),
+            model,
             args.ranks,
             batch,
             options,
             data=args.data,
             cluster=args.cluster,
             on_run=on_run,
-            on_epoch=on_epoch,
+            **{f.name: getattr(watching, f.name) for f in fields(watching)},
         )
     if args.json:
         print_json(to_json(runs))

@@ -7,17 +7,19 @@ from typing import Any
 
 from distir.api import RunCallbacks, RunOptions
 from distir.api.metrics import Metrics, loss_of
-from distir.api.results import Prediction, step_header, step_row
+from distir.api.prediction import Prediction
+from distir.api.results import step_header, step_row
 from distir.cli.output import Progress, columns
 from distir.ir.function import Function
 from distir.runtime.launcher import launched
 
 
-def run_callbacks(function: Function, options: RunOptions, progress: Progress, prints: bool) -> RunCallbacks:
-    """Callbacks that update the progress bar and, if this process `prints`, print a line per step or epoch."""
+def run_callbacks(function: Function | None, options: RunOptions, progress: Progress, prints: bool) -> RunCallbacks:
+    """Callbacks that update the progress bar and, if this process `prints`, print a line per step or epoch of the
+    program `function`."""
     total = options.steps
     in_epochs = bool(options.epochs or options.metrics)
-    row = _rows(function, options) if prints and not in_epochs else None
+    row = _rows(function, options) if prints and not in_epochs and function is not None else None
 
     def on_plan(prediction: Prediction) -> None:
         progress.phase("starting")

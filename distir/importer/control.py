@@ -176,6 +176,8 @@ def _scan(node: Node) -> Iterator[onnx.NodeProto]:
     if node.opset < 9:
         raise node.error("with a dim of a batch, of opset 8, is not supported")
     scanned = node.attr("num_scan_inputs")
+    if not 0 < scanned <= len(proto.input):
+        raise node.error(f"{scanned} of its {len(proto.input)} operands are to be scanned")
     count = len(proto.input) - scanned
     states, of = list(proto.input[:count]), list(proto.input[count:])
     ways = node.attr("scan_input_directions", (0,) * scanned)

@@ -100,9 +100,12 @@ def definition(node: Node) -> tuple[list[onnx.NodeProto], int] | None:
     """The nodes by which the standard defines an op, for operands of these types, and their opset; None if it does
     not."""
     proto, scope = node.proto, node.scope
-    if proto.domain not in ("", "ai.onnx") or not onnx.defs.has(proto.op_type):
+    if proto.domain not in ("", "ai.onnx"):
         return None
-    schema: Any = onnx.defs.get_schema(proto.op_type, node.opset)  # the stubs lack its functions
+    try:
+        schema: Any = onnx.defs.get_schema(proto.op_type, node.opset)  # the stubs lack its functions
+    except onnx.defs.SchemaError:  # no op of the standard, or of a later opset only
+        return None
     versions = schema.context_dependent_function_opset_versions or schema.function_opset_versions
     if not versions or any(name in scope.sequences for name in proto.input):
         return None
@@ -110,7 +113,7 @@ def definition(node: Node) -> tuple[list[onnx.NodeProto], int] | None:
     body, version = onnx.FunctionProto(), max([v for v in versions if v <= node.opset], default=min(versions))
     try:
         if schema.has_context_dependent_function:
-            types = [_type(scope, name).SerializeToString() for name in proto.input]
+            types = [type_of(scope, name).SerializeToString() for name in proto.input]
             text = schema.get_context_dependent_function_with_opset_version(version, given.SerializeToString(), types)
         else:
             text = schema.get_function_with_opset_version(version)
@@ -128,7 +131,7 @@ def definition(node: Node) -> tuple[list[onnx.NodeProto], int] | None:
     return nodes, next((o.version for o in body.opset_import if not o.domain), version)
 
 
-def _type(scope: Scope, name: str) -> onnx.TypeProto:
+def type_of(scope: Scope, name: str) -> onnx.TypeProto:
     """The type of an operand; an empty one if it is left out."""
     if not name:
         return onnx.TypeProto()

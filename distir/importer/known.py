@@ -96,6 +96,9 @@ POINTS = frozenset(
 )
 """Elementwise ops with broadcasting."""
 
+UNCHECKED = ("LayerNormalization",)
+"""Ops whose shape inference in onnx ends the process where their axis is out of range."""
+
 VIEWS = frozenset(("Identity", "Shape", "Size", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
 """Ops whose results are views, or a few numbers: the first operand may be of any size."""
 
@@ -104,10 +107,12 @@ def foldable(scope: Scope, proto: onnx.NodeProto) -> bool:
     """Whether a node can be evaluated at import: all its operands are known and small enough."""
     if not proto.input or proto.op_type in NOT_PURE:
         return False
-    if proto.op_type in ("ConstantOfShape", "Range") or (
+    if proto.op_type in ("ConstantOfShape", "Range", *UNCHECKED) or (
         proto.op_type == "GatherND" and not any(a.name == "batch_dims" and a.i for a in proto.attribute)
     ):
         return False  # their rules do it
+    if any(a.name == "num_outputs" and a.i != len(proto.output) for a in proto.attribute):
+        return False  # onnx's shape inference would end the process
     for name in proto.input:
         if name and not scope.is_known(name):
             return False
@@ -160,6 +165,8 @@ def _repeated(
     """The operands reduced to size 1 along dims along which all repeat and the op acts elementwise, and a function that
     repeats a result along these."""
     proto, same = node.proto, (dict(arrays), np.asarray)
+    if not arrays:  # all operands are left out
+        return same
     if proto.op_type in POINTS:
         along, whole = list(arrays), None
     elif proto.op_type in ("Concat", "CumSum"):

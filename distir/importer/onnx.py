@@ -93,8 +93,10 @@ def import_from_onnx(
     if gone := lost(graph):
         warnings.warn(ModelWarning(f"{file}: {_LOST.format(len(gone), gone[0])}"), stacklevel=2)
     scope = Scope(file, FunctionMaker(name or graph.name or "main"), frozenset(parameters))
-    scope.frozen.update(not_trained(graph, lift_initializers(graph)))
-    _add_initializers(scope, graph, constants)
+    lifted = lift_initializers(graph)
+    for t in graph.initializer:
+        add_initializer(scope, t)
+    leave_untrained(scope, graph, constants, lifted)
     function, reads = _import_nodes(scope, model, dims, batch)
     return function, Arrays(reads)
 
@@ -133,14 +135,14 @@ def _import_nodes(
     scope.batchnorm_groups = sizes.pop(GROUPS, 1)
     if scope.batchnorm_groups < 1:
         raise UsageError(f"{GROUPS} must be at least 1, got {scope.batchnorm_groups}")
-    inputs = _add_inputs(scope, graph, sizes, batch)
+    inputs = add_inputs(scope, graph, sizes, batch)
     opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     later = {o: n for n in graph.node for o in n.output}
     for proto in graph.node:
-        _import_node(scope, proto, opset, later)
+        import_node(scope, proto, opset, later)
     if GROUPS in (dims or {}) and not scope.batchnorms:
         raise UsageError(f"{scope.path} has no batch norm in training mode", _TRAIN)
-    return _finish(scope, graph, inputs)
+    return finish(scope, graph, inputs)
 
 
 def symbolic_dims(path: str | os.PathLike[str]) -> list[str]:
@@ -148,7 +150,7 @@ def symbolic_dims(path: str | os.PathLike[str]) -> list[str]:
     file = Path(path)
     graph = load(file).graph
     stored = {t.name for t in graph.initializer}
-    rows = [_dims(file, i) for i in graph.input if i.name not in stored]
+    rows = [dims_of(file, i) for i in graph.input if i.name not in stored]
     return list(dict.fromkeys(d for row in rows for d in row if isinstance(d, str)))
 
 
@@ -212,26 +214,36 @@ def _check_text(graph: onnx.GraphProto, path: Path) -> None:
         raise ModelError(f"{path}: the name {bad[0]!r} is not UTF-8: the file is damaged")
 
 
-def _add_initializers(scope: Scope, graph: onnx.GraphProto, constants: Collection[str]) -> None:
-    for t in graph.initializer:
-        if not t.name or t.name in scope.known:
-            raise ModelError(f"{scope.path}: initializer {t.name!r} is there twice or has no name")
-        scope.known[t.name] = reader(t, scope.path)
-        dtype = dtype_of(t.data_type, f"{scope.path}: tensor {t.name!r}")
-        scope.stored[t.name] = dtype, tuple(t.dims)
+def add_initializer(scope: Scope, t: onnx.TensorProto) -> None:
+    """Add an initializer to what is known. Raises ModelError if it is damaged, or its data is not there."""
+    if not t.name or t.name in scope.known:
+        raise ModelError(f"{scope.path}: initializer {t.name!r} is there twice or has no name")
+    scope.known[t.name] = reader(t, scope.path)
+    dtype = dtype_of(t.data_type, f"{scope.path}: tensor {t.name!r}")
+    scope.stored[t.name] = dtype, tuple(t.dims)
+
+
+def leave_untrained(
+    scope: Scope, graph: onnx.GraphProto, constants: Collection[str], lifted: Collection[str] = ()
+) -> None:
+    """Mark the initializers that are no parameters: statistics, those that the exporter marks, and `constants`.
+
+    `lifted`: those that were in graphs inside nodes.
+    """
     for name in (*scope.parameters, *constants):
         if name not in scope.stored:
             raise UsageError(f"{scope.path} has no initializer {name!r}")
-    scope.frozen.update(constants)
+    scope.frozen.update(constants, not_trained(graph, lifted))
     scope.scalars = parameters_in(graph) - scope.frozen
     for node in graph.node:
         for i in STATISTICS.get(node.op_type, ()):
             scope.frozen.update(node.input[i : i + 1])
 
 
-def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batch: str | None) -> list[Value]:
+def add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batch: str | None) -> list[Value]:
+    """Add the graph's inputs, in order. Raises UsageError for dims that do not fit, ModelError for damaged inputs."""
     infos = [i for i in graph.input if i.name not in scope.stored]
-    symbols = {i.name: _dims(scope.path, i) for i in infos}
+    symbols = {i.name: dims_of(scope.path, i) for i in infos}
     free = list(dict.fromkeys(d for row in symbols.values() for d in row if isinstance(d, str)))
     for d, size in dims.items():
         if d not in free:
@@ -262,7 +274,7 @@ def _add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batc
     return inputs
 
 
-def _dims(path: Path, info: onnx.ValueInfoProto) -> list[int | str]:
+def dims_of(path: Path, info: onnx.ValueInfoProto) -> list[int | str]:
     """The dims of a graph input: sizes, and names of symbolic ones."""
     if info.type.WhichOneof("value") != "tensor_type" or not info.type.tensor_type.HasField("shape"):
         raise ModelError(f"{path}: input {info.name!r} is not a tensor of known rank")
@@ -280,7 +292,8 @@ def _role(row: list[int | str], batch: str | None) -> Role:
     return Role("data", row.index(batch)) if batch in row else Role("constant")
 
 
-def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping[str, onnx.NodeProto]) -> None:
+def import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping[str, onnx.NodeProto]) -> None:
+    """Append what a node becomes. Raises ModelError, naming the node, for what is not supported."""
     try:
         attributes = attributes_of(proto)
     except Exception as e:  # onnx raises all kinds on malformed attributes
@@ -300,7 +313,7 @@ def _import_node(scope: Scope, proto: onnx.NodeProto, opset: int, later: Mapping
     if proto.op_type in EXPANSIONS and proto.domain in ("", "ai.onnx"):
         steps = EXPANSIONS[proto.op_type](node)
         while (part := _guarded(node, lambda: next(steps, None))) is not None:
-            _import_node(scope, part, opset, {})
+            import_node(scope, part, opset, {})
         return
     if rule is None and not _import_definition(node):
         domain = f" of domain {proto.domain}" if proto.domain else ""
@@ -323,7 +336,7 @@ def _guarded(node: Node, step: Callable[[], T]) -> T:
         if e.message.startswith(str(node.scope.path)):
             raise
         raise node.error(e.message, e.hint) from e
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         raise node.error(f"its attributes or operands are malformed: {type(e).__name__}: {e}") from e
 
 
@@ -334,7 +347,7 @@ def _import_definition(node: Node) -> bool:
         return False
     nodes, opset = defined
     for part in nodes:
-        _import_node(node.scope, part, opset, {})
+        import_node(node.scope, part, opset, {})
     return True
 
 
@@ -375,7 +388,9 @@ def _output(scope: Scope, info: onnx.ValueInfoProto) -> Value:
     return value
 
 
-def _finish(scope: Scope, graph: onnx.GraphProto, inputs: list[Value]) -> tuple[Function, Mapping[Value, Read]]:
+def finish(scope: Scope, graph: onnx.GraphProto, inputs: list[Value]) -> tuple[Function, Mapping[Value, Read]]:
+    """The function of all that was imported, and how its arrays are read. Raises ModelError for an output that is not
+    as it is declared."""
     maker = scope.maker
     outputs: list[Value] = []
     named = set(maker.inputs)

@@ -262,10 +262,17 @@ def _tile(n: Node) -> Result:
     return n.reshape(expanded, tuple(r * s for r, s in zip(repeats, shape, strict=True)))
 
 
+def _block(n: Node) -> int:
+    size = n.attr("blocksize")
+    if size < 1:
+        raise n.error(f"blocks of {size}")
+    return size
+
+
 @rule("DepthToSpace")
 def _depth_to_space(n: Node) -> Result:
     """(b, c, h, w) -> (b, c / k², h·k, w·k): two of a channel's sub-dimensions, in the mode's order, refine h and w."""
-    (b, c, h, w), k, mode = n.shape(), n.attr("blocksize"), n.attr("mode", "DCR")
+    (b, c, h, w), k, mode = n.shape(), _block(n), n.attr("mode", "DCR")
     if mode == "DCR":
         shape, perm = (b, k, k, c // (k * k), h, w), (0, 3, 4, 1, 5, 2)
     else:
@@ -277,7 +284,7 @@ def _depth_to_space(n: Node) -> Result:
 @rule("SpaceToDepth")
 def _space_to_depth(n: Node) -> Result:
     n.require("mode", "DCR", "DCR", "CRD")
-    (b, c, h, w), k = n.shape(), n.attr("blocksize")
+    (b, c, h, w), k = n.shape(), _block(n)
     apart = n.reshape(n.operand(0), (b, c, h // k, k, w // k, k))
     perm = (0, 3, 5, 1, 2, 4) if n.attr("mode", "DCR") == "DCR" else (0, 1, 3, 5, 2, 4)
     return n.reshape(n.emit("Transpose", apart, perm=perm), (b, c * k * k, h // k, w // k))

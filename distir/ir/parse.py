@@ -30,6 +30,8 @@ from distir.ir.type import REPLICATE, DType, Partial, Shard, Tuple, Type
 _NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|-inf"
 _tokens = re.compile(rf"%(?:{PLAIN_VALUE}|{QUOTED})|{TENSOR}|{_NUMBER}|[@&]{WHERE}|{LABEL}|->|\#\d+|\S").findall
 _is_number = re.compile(_NUMBER).fullmatch
+_is_folded = re.compile(r"\.\.\. \d+ more").search
+_COMMENT = "# "
 _WORDS = {"True": True, "False": False, "None": None, "inf": inf, "nan": nan, "Replicate": REPLICATE}
 
 
@@ -45,7 +47,8 @@ def parse(text: str) -> Function:
     try:
         return parser.program()
     except DistirError as e:
-        raise ModelError(printable(f"line {parser.n}: {e.message}, in: {parser.line.strip()}"), e.hint) from None
+        hint = "it is folded: distir show --full prints all" if _is_folded(parser.line) else e.hint
+        raise ModelError(printable(f"line {parser.n}: {e.message}, in: {parser.line.strip()}"), hint) from None
     except (ArithmeticError, ValueError, RecursionError, MemoryError) as e:  # numbers or nesting beyond all reason
         raise ModelError(printable(f"line {parser.n}: cannot be read ({type(e).__name__})")) from None
 
@@ -71,8 +74,9 @@ class _Parser:
         """The tokens of the next line that is not blank, then empty ones; ModelError if there is none."""
         while self.n < len(self.lines):
             self.n += 1
-            tokens = _tokens(self.lines[self.n - 1])
-            if tokens:
+            line = self.lines[self.n - 1]
+            tokens = _tokens(line)
+            if tokens and not line.startswith(_COMMENT):
                 tokens += ("", "", "")
                 return tokens
         raise ModelError("expected more lines, got the end of the text")

@@ -18,11 +18,14 @@
   result of an op's forward op (`of #3`: op number 3, which has none). `-> %w`: the next value of input %w.
 - `source=(3, 8)`: the shape in the model of an input or an output that padding has enlarged.
 - Names that are not plain are quoted. `name#1` is the second mesh or function of that name.
+- A line that begins with `# ` is a comment. In a folded text `... 45 more` stands for the rest of a long list, so that
+  it cannot be parsed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, TextIO
 
 from distir.ir.device import Device, Mesh
@@ -39,24 +42,27 @@ Line = Any
 
 _INLINE = 4
 """Longer bundles, parameter lists and outputs are not written on one line."""
+_FOLDED, _KEPT = 8, 4
+"""Longer lists are folded, where that is asked for, to so many items."""
 
 
-def pformat(x: Any) -> str:
+def pformat(x: Any, fold: bool = False) -> str:
     """The text of a function (with its callees and meshes), an op, a value or a type.
 
-    Anything else as prettyprinter does. Raises ModelError if an attribute is of a kind that has no text.
+    With `fold` lists of more than 8 operands, results, inputs, or types in a bundle, end after the first 4. Anything
+    else as prettyprinter does. Raises ModelError if an attribute is of a kind that has no text.
     """
     if isinstance(x, Tensor | Tuple):
         return format_type(x)
     if isinstance(x, Function | Op | Value):
-        return "\n".join(_Printer(_without_colours).text(x))
+        return "\n".join(_Printer(_without_colours, fold).text(x))
     import prettyprinter
 
     return prettyprinter.pformat(x)
 
 
-def cpprint(x: Any, stream: TextIO | None = None, style: Any = None) -> None:
-    """Print `pformat(x)` in colours. `stream` is stdout if None, `style` a pygments style."""
+def cpprint(x: Any, stream: TextIO | None = None, style: Any = None, fold: bool = False) -> None:
+    """Print `pformat(x, fold)` in colours. `stream` is stdout if None, `style` a pygments style."""
     import sys
 
     from prettyprinter import python_to_sdocs
@@ -67,7 +73,7 @@ def cpprint(x: Any, stream: TextIO | None = None, style: Any = None) -> None:
     if isinstance(x, Tensor | Tuple):
         colored_render_to_stream(out, [format_type(x)], style)
     elif isinstance(x, Function | Op | Value):
-        lines = _Printer(list).text(x)
+        lines = _Printer(list, fold).text(x)
         colored_render_to_stream(out, [s for line in lines for s in (*line, SLine(0))][:-1], style)
     else:
         colored_render_to_stream(out, python_to_sdocs(x, 4, 79, 71, None, 1000, False), style)
@@ -117,13 +123,13 @@ class _Labels:
 class _Printer:
     """The state of printing one program. Its lines are prettyprinter documents, laid out one at a time."""
 
-    def __init__(self, finish: Callable[[Iterator[Any]], Line]) -> None:
+    def __init__(self, finish: Callable[[Iterator[Any]], Line], fold: bool = False) -> None:
         from prettyprinter.doc import annotate, concat
         from prettyprinter.layout import layout_fast
         from prettyprinter.syntax import Token
 
         self._annotate, self._concat, self._layout, self._token = annotate, concat, layout_fast, Token
-        self._finish = finish
+        self._finish, self._fold = finish, fold
         words = ("fn", "mesh", "bundle", "return", "of", "update")
         self._keyword = {word: annotate(Token.KEYWORD_CONSTANT, word) for word in words}
         self._mesh = _Labels()
@@ -149,6 +155,12 @@ class _Printer:
         meshes = [self._line(self._mesh_line(m, label)) for m, label in self._mesh.label.items()]  # type: ignore[arg-type]
         return [*meshes, *self._bundle_lines, *self._lines]
 
+    def _folded(self, items: list[list[Doc]]) -> list[list[Doc]]:
+        """The first of a long list, if it is to be folded."""
+        if not self._fold or len(items) <= _FOLDED:
+            return items
+        return [*items[:_KEPT], [f"... {len(items) - _KEPT} more"]]
+
     def _line(self, docs: list[Doc]) -> Line:
         return self._finish(self._layout(self._concat(docs), 1 << 40))
 
@@ -166,7 +178,7 @@ class _Printer:
                     self._print(callee)
         add, line = self._lines.append, self._line
         head = [self._keyword["fn"], " ", self._annotate(self._token.NAME_FUNCTION, self._function(f))]
-        inputs = [self._definition(v) for v in f.inputs]
+        inputs = self._folded([self._definition(v) for v in f.inputs])
         if len(inputs) <= _INLINE:
             add(line([*head, "(", *_commas(inputs), ") {"]))
         else:
@@ -187,6 +199,7 @@ class _Printer:
             ]
             for v in f.outputs
         ]
+        results = self._folded(results)
         if len(results) <= _INLINE:
             add(line(["  ", self._keyword["return"], " " if results else "", *_commas(results)]))
         else:
@@ -236,7 +249,7 @@ class _Printer:
             body, microbatch = (body, k) if isinstance(body, Tuple) and body.at(k) is t else (t, None)
         label = self._bundles.get(body)
         if label is None:
-            text = row([self._type(x) for x in body.types])
+            text = row(["".join(docs) for docs in self._folded([[self._type(x)] for x in body.types])])
             label = self._bundles[body] = f"T{len(self._bundles)}"
             name = self._annotate(self._token.NAME_BUILTIN, label)
             self._bundle_lines.append(self._line([self._keyword["bundle"], " ", name, f" = {text}"]))
@@ -252,15 +265,12 @@ class _Printer:
             seen: Sequence[Type | None] = [v.type for v in callee.outputs]
         else:
             operator, callee, seen = self._operator(op.spec.name), None, ()
-        for k, v in enumerate(op.outputs):
-            if docs:
-                docs.append(", ")
-            docs += self._definition(v, seen[k] if k < len(seen) else None, attributes.get("mb"))
+        microbatch = attributes.get("mb")
+        results = [self._definition(v, x, microbatch) for v, x in zip_longest(op.outputs, seen[: len(op.outputs)])]
+        docs += _commas(self._folded(results))
         docs += (" = " if docs else ""), operator, "("
-        separator = ""
-        for v in op.inputs:
-            docs += separator, self._value(v)
-            separator = ", "
+        docs += _commas(self._folded([[self._value(v)] for v in op.inputs]))
+        separator = ", " if op.inputs else ""
         for name, x in attributes.items():
             if x is not callee or name != "callee":
                 text = self._annotate(self._token.NUMBER_INT, self._attribute(x))

@@ -71,6 +71,11 @@ class Built(NamedTuple):
     arrays: Mapping[str, np.ndarray]
 
 
+def model_names() -> list[str]:
+    """The names of all models."""
+    return list(_FAMILIES)
+
+
 def is_named(text: str) -> bool:
     """Whether a text is a model's name, or its name and sizes: not a file (that of this name is ./NAME)."""
     return text.partition(":")[0] in _FAMILIES
@@ -104,6 +109,16 @@ def named(text: str, dims: Mapping[str, int]) -> Decoder:
     if not isinstance(sizes, Decoder):
         raise UsageError(f"{text} is no decoder")
     return sizes
+
+
+def sizes_of(text: str, dims: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of the model that a text describes, which `dims` may override; those that are 0 are left out."""
+    return whole_sizes(_sizes(text, dims))
+
+
+def whole_sizes(sizes: Sizes) -> dict[str, int]:
+    """The fields that are whole numbers, but for those that are 0."""
+    return {f.name: n for f in fields(sizes) if kind_of(f) is int and (n := getattr(sizes, f.name))}
 
 
 def _sizes(text: str, dims: Mapping[str, int]) -> Sizes:

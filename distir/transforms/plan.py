@@ -158,7 +158,7 @@ class Plan:
     microbatches: int = _setting(1, "pieces of the batch, one after the other")
     schedule: Schedule = _setting(  # noqa: RUF009
         "1f1b",
-        "of the pipeline: a name, or the file of a table (see `distir schedule`)",
+        "the pipeline schedule: a name, or the file of a table (see `distir schedule`)",
         check=lambda x: x,  # `make_table` checks schedules
         read=lambda x, where: _read_schedule(x, where),
         written=lambda plan: _table_as_toml(plan),
@@ -166,35 +166,37 @@ class Plan:
     )
     order: tuple[str, ...] = _setting(
         (),
-        "how device numbers run through the axes, fastest first",
+        "the axes, from the one whose devices have consecutive numbers to the outermost",
         usual=lambda: default_order(),
         read=lambda x, where: tuple(x) if isinstance(x, list) else x,
     )
-    chunks: int = _setting(1, "stages a pipeline rank has, if interleaved")
+    chunks: int = _setting(1, "stages per pipeline rank, of an interleaved schedule")
     overlap: bool = _setting(
-        True, "communication runs beside compute, and gradients are reduced before the last backward pass has ended"
+        True, "overlap communication with compute, and reduce gradients while the last backward pass still runs"
     )
     bucket_mb: float = _setting(
-        BUCKET_MB, "MiB of gradients that are reduced at once: 0 for one each, inf for one in all"
+        BUCKET_MB, "MiB of gradients that are reduced together: 0: each gradient alone; inf: all in one bucket"
     )
     zero: int = _setting(
         0,
-        "replicas split among them: nothing (0), the optimizer's state (1), gradients too (2), parameters too (3)",
+        "ZeRO stage, what is sharded across the replicas: nothing (0), the optimizer's state (1), gradients too (2), "
+        "parameters too (3)",
         choices=(0, 1, 2, 3),
     )
     sequence_parallel: bool = _setting(
-        False, "between the products of tensor parallelism each shard has a part of the sequence (sequence parallelism)"
+        False,
+        "sequence parallelism: shard activations along the sequence where tensor parallelism would replicate them",
     )
     recompute: str = _setting(
         "none",
-        "what the backward pass computes once more instead of the forward pass saving it: none, gathers (of shards), "
-        "attention (gathers, scores and probabilities), selective (what is cheap), full (all of each repeated block "
-        "but its input), or the bytes that a device may save of a microbatch",
+        "activations that the backward pass recomputes instead of saving them: none, gathers (of shards), attention "
+        "(gathers, scores and probabilities), selective (what is cheap), full (all of each repeated block but its "
+        "input), or the bytes that a device may save of a microbatch",
         check=_recomputed,
     )
     loss_gradient: str = _setting(
         PHASES[BACKWARD].word,
-        "the pass that computes the gradient of the loss itself",
+        "whether the gradient of the loss itself is computed at the end of the forward pass, or in the backward pass",
         choices=tuple([phase.word for phase in PHASES.values() if phase.timed]),
     )
     split: tuple[InputSplit, ...] = _setting(

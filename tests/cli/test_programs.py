@@ -33,10 +33,10 @@ def test_passes_are_listed_in_order(capsys):
 
 
 def test_any_state_is_printed_and_goes_on_from_its_text(capsys, tmp_path):
-    code, whole, _ = distir(capsys, "show", *MODEL, *PLAN)
+    code, whole, _ = distir(capsys, "show", "--full", *MODEL, *PLAN)
     assert code == 0
     for name in ("fuse", "place", "schedule"):
-        code, out, _ = distir(capsys, "show", *MODEL, *PLAN, "--after", name)
+        code, out, _ = distir(capsys, "show", "--full", *MODEL, *PLAN, "--after", name)
         assert code == 0
         verify(parse(out))
         file = tmp_path / f"{name}.distir"
@@ -67,10 +67,10 @@ def test_opt_writes_a_file_that_simulates_and_runs(capsys, tmp_path):
 
 def test_a_sequential_program_as_text_is_spread_as_a_model_is(capsys, tmp_path):
     file = tmp_path / "step.distir"
-    file.write_text(distir(capsys, "show", *MODEL)[1])
-    code, out, err = distir(capsys, "show", file, *PLAN)
+    file.write_text(distir(capsys, "show", "--full", *MODEL)[1])
+    code, out, err = distir(capsys, "show", "--full", file, *PLAN)
     assert code == 0, err
-    assert same(parse(out), parse(distir(capsys, "show", *MODEL, *PLAN)[1]))
+    assert same(parse(out), parse(distir(capsys, "show", "--full", *MODEL, *PLAN)[1]))
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_what_is_wrong_is_reported_in_a_line(argv, code, said, capsys, tmp_path)
     files = {"file": tmp_path / "f.distir", "bad": tmp_path / "bad.distir"}
     files |= {"spread": tmp_path / "s.distir", "placed": tmp_path / "p.distir", "rank": tmp_path / "r.distir"}
     mlp = [str(GPT.with_name("mlp.onnx")), "--dim", "batch=8", "--loss", "mse"]
-    files["file"].write_text(distir(capsys, "show", *mlp)[1])
-    files["placed"].write_text(distir(capsys, "show", *mlp, "--dp", 2, "--after", "place")[1])
-    files["spread"].write_text(distir(capsys, "show", *mlp, "--dp", 2)[1])
-    files["rank"].write_text(distir(capsys, "show", *mlp, "--pp", 2, "--microbatches", 2, "--rank", 1)[1])
+    files["file"].write_text(distir(capsys, "show", "--full", *mlp)[1])
+    files["placed"].write_text(distir(capsys, "show", "--full", *mlp, "--dp", 2, "--after", "place")[1])
+    files["spread"].write_text(distir(capsys, "show", "--full", *mlp, "--dp", 2)[1])
+    files["rank"].write_text(distir(capsys, "show", "--full", *mlp, "--pp", 2, "--microbatches", 2, "--rank", 1)[1])
     files["bad"].write_text("this is = no program\n")
     found, out, err = distir(capsys, *[str(x).format(**files) for x in argv])
     assert (found, out) == (code, "")
@@ -109,12 +109,12 @@ def test_what_is_wrong_is_reported_in_a_line(argv, code, said, capsys, tmp_path)
 
 def test_a_plan_is_saved_and_read(capsys, tmp_path):
     file = tmp_path / "plan.toml"
-    code, first, _ = distir(capsys, "show", *MODEL, *PLAN, "--zero", 1, "--no-overlap", "--save-plan", file)
+    code, first, _ = distir(capsys, "show", "--full", *MODEL, *PLAN, "--zero", 1, "--no-overlap", "--save-plan", file)
     assert code == 0
     assert Plan(**load_plan(file)) == Plan(2, 2, 2, 2, zero=1, overlap=False)
-    assert distir(capsys, "show", *MODEL, "--plan", file)[1] == first
-    changed = distir(capsys, "show", *MODEL, "--plan", file, "--zero", 0, "--overlap")[1]
-    assert changed == distir(capsys, "show", *MODEL, *PLAN)[1]
+    assert distir(capsys, "show", "--full", *MODEL, "--plan", file)[1] == first
+    changed = distir(capsys, "show", "--full", *MODEL, "--plan", file, "--zero", 0, "--overlap")[1]
+    assert changed == distir(capsys, "show", "--full", *MODEL, *PLAN)[1]
 
 
 @pytest.mark.parametrize("plan", [["--tp", "2", "--sequence-parallel"], ["--dp", "2", "--tp", "2", "--zero", "3"]])

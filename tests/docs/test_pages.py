@@ -95,7 +95,7 @@ def test_every_command_parses_and_is_somewhere():
                 if hasattr(args, "model") and "examples/" in str(args.model):
                     assert (ROOT / args.model).exists()
     want = {"run", "simulate", "accuracy", "show", "passes", "opt", "clusters", "schedule", "bench", "compare", "plot"}
-    want |= {"explain", "export", "plan"}
+    want |= {"explain", "export", "inspect", "plan"}
     assert found == want
 
 

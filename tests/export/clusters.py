@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from distir.api import Plan
-from distir.api.compilation import AnyModel, simulate
+from distir.api.compilation import simulate
+from distir.api.model import AnyModel
 from distir.executor.simulator.simulation import Simulation
 from distir.ir import Device, Function, FunctionMaker, Mesh, Topology
 from distir.ir.placement import SUM, Shard

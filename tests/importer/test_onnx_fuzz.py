@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distir.importer import import_from_onnx, parse_tensor_from_file
 from distir.ir.errors import DistirError
 from tests.importer.models import model, node
+from tests.importer.mutations import MEMORY, failures
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -72,3 +74,12 @@ def test_random_tensor_files(data: bytes) -> None:
             parse_tensor_from_file(path)
         except DistirError as e:
             assert "t.pb" in str(e)  # noqa: PT017
+
+
+@pytest.mark.slow
+def test_a_minute_of_mutated_models():
+    """`python -m tests.importer.mutations 600` does so for ten minutes."""
+    *found, end = failures(60)
+    assert not found, found
+    assert end["models"] > 0
+    assert end["grown"] < MEMORY

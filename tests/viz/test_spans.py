@@ -169,7 +169,7 @@ def test_a_coarse_row_shows_what_takes_most_of_each_pixel(found: list[tuple[int,
         end += gap + duration
     ((_, drawn),) = coarse([("stage0 compute", row)], 0.5)
     assert drawn == row or len(row) * 0.5 > row[-1].start
-    kinds = [None] * (end + 5)
+    kinds: list[str | None] = [None] * (end + 5)
     for bar in row:
         kinds[int(bar.start) : int(bar.start + bar.duration)] = [bar.kind] * int(bar.duration)
     shown = coarse([("stage0 compute", row)], 5.0)

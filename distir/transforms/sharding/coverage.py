@@ -13,7 +13,8 @@ from distir.transforms.roles import weights
 
 
 class Coverage(NamedTuple):
-    """How much of a program an axis splits: shares of FLOPs and of parameters, and the weights it does not split."""
+    """How much of a program an axis splits: shares of FLOPs and of parameters, and the weights it does not split,
+    largest first."""
 
     flops: float
     parameters: float
@@ -24,7 +25,7 @@ def coverage(placed: Function, axis: str) -> Coverage:
     """What is split along an axis of a placed or scheduled program; FLOPs are those of one device of the other axes."""
     parameters = [v for v in placed.inputs if v.kind == "parameter"] or weights(placed)
     elements = {v: math.prod(shape_of(v)) for v in parameters}
-    unsplit = [v for v in parameters if not _split(v, axis)]
+    unsplit = sorted([v for v in parameters if not _split(v, axis)], key=lambda v: -elements[v])
     share = 1 - sum(elements[v] for v in unsplit) / max(1, sum(elements.values()))
     total, split = _flops(placed, axis, {}, {})
     return Coverage(split / total if total else 0.0, share, tuple(unsplit))

@@ -1,0 +1,85 @@
+"""Figures of a program that do not depend on a cluster: its parameters by type, and its FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from distir.ir.device import Mesh
+from distir.ir.function import Function, Op
+from distir.ir.type import Tensor
+from distir.transforms.roles import weights
+
+_UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+class Parameters(NamedTuple):
+    """The parameters of one element type: tensors, elements and bytes."""
+
+    tensors: int
+    elements: int
+    bytes: int
+
+
+def parameters(function: Function) -> dict[str, Parameters]:
+    """The parameters of a program by element type, largest first; those of a distributed one once, without padding."""
+    held = [(v, v.type) for v in weights(function) if v.kind != "state"]
+    shapes = [(t, (v.role and v.role.source) or t.global_shape) for v, t in held if isinstance(t, Tensor)]
+    return parameters_of((t.dtype.name, shape, t.dtype.size) for t, shape in shapes)
+
+
+def parameters_of(rows: Iterable[tuple[str, tuple[int, ...], int]]) -> dict[str, Parameters]:
+    """By element type what such rows of its name, a shape, and the bytes of an element add up to."""
+    found: dict[str, Parameters] = {}
+    for name, shape, size in rows:
+        n = math.prod(shape)
+        tensors, elements, total = found.get(name, (0, 0, 0))
+        found[name] = Parameters(tensors + 1, elements + n, total + n * size)
+    return dict(sorted(found.items(), key=lambda row: -row[1].bytes))
+
+
+def flops(function: Function) -> float:
+    """The FLOPs of one run of a program, on all devices together: two for a multiply-add, one a point of other ops."""
+    return _flops(function.ops, {}, {})
+
+
+def flops_of(ops: Iterable[Op]) -> float:
+    """The FLOPs of some ops, as `flops` counts them."""
+    return _flops(ops, {}, {})
+
+
+def _flops(ops: Iterable[Op], done: dict[Function, float], known: dict[object, float]) -> float:
+    """`known`: the FLOPs of each kind of op, layers being alike."""
+    total = 0.0
+    for op in ops:
+        if op.callee is not None:
+            if op.callee not in done:
+                done[op.callee] = _flops(op.callee.ops, done, known)
+            total += done[op.callee]
+        elif op.spec.comm is None:
+            key = op.spec, op.attributes or None, *[v.type for v in op.inputs], None, *[v.type for v in op.outputs]
+            if key not in known:
+                known[key] = _work(op)
+            total += known[key]
+    return total
+
+
+def _work(op: Op) -> float:
+    shapes = ([t.shape for v in row if isinstance(t := v.type, Tensor)] for row in (op.inputs, op.outputs))
+    homes = [t.device for v in op.outputs if isinstance(t := v.type, Tensor)]
+    devices = max([math.prod(home.sizes) for home in homes if isinstance(home, Mesh)], default=1)
+    return op.spec.flops(op.attributes, *shapes) * devices
+
+
+def count(x: float) -> str:
+    """A large number with a prefix: 1.25 G, or as it is below 1,000."""
+    for unit, prefix in _UNITS:
+        if x >= unit:
+            return f"{x / unit:.3g} {prefix}" if x < 999.5 * unit else f"{x / unit:.0f} {prefix}"
+    return f"{x:.0f} "
+
+
+def summed(by_type: Mapping[str, Parameters]) -> Parameters:
+    """All types together."""
+    return Parameters(*[sum(row) for row in zip(*by_type.values(), strict=True)]) if by_type else Parameters(0, 0, 0)

@@ -1,0 +1,227 @@
+"""The result of `simulate`: what a step costs, printed as text or as tables in a notebook."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distir.api.figures import count, flops, parameters, summed
+from distir.api.results import Summary, aligned, html_table, paragraphs, rates, seconds, size
+from distir.executor.cost_model.seconds import computed_in
+from distir.executor.simulator.labels import SEND
+from distir.executor.simulator.step_parts import IDEAL, StageParts, step_parts
+from distir.ir.function import Function
+
+if TYPE_CHECKING:
+    from distir.executor.simulator.simulation import Fit, Simulation
+
+
+class WorstRank(NamedTuple):
+    """The rank whose peak of memory leaves the least: its number, its stage, and bytes: of the peak by category, in
+    all, and of its device."""
+
+    rank: int
+    stage: str
+    categories: dict[str, int]
+    peak: int
+    memory: int
+
+    @property
+    def headroom(self) -> int:
+        """The bytes that are left; below 0 where the program does not fit."""
+        return self.memory - self.peak
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted cost of a plan on a cluster. `simulation` has the details, `program` is what was simulated, and
+    `source` the program that the plan was applied to."""
+
+    summary: Summary
+    cluster: str
+    program: Function = field(repr=False)
+    simulation: Simulation = field(repr=False)
+    source: Function = field(repr=False)
+
+    @cached_property
+    def flops(self) -> float:
+        """The FLOPs of a step of the model as it was loaded: without what the plan repeats, two for a multiply-add."""
+        return flops(self.source)
+
+    @cached_property
+    def parts(self) -> list[StageParts]:
+        """The parts of the step, for each stage (`distir.executor.simulator.step_parts`)."""
+        return step_parts(self.simulation)
+
+    @property
+    def utilization(self) -> float:
+        """The share of the devices' peak FLOP/s that matrix products, convolutions and attention use, without those
+        that are recomputed, on average; 0 for a step that takes no time.
+
+        Model FLOPs utilization, with the products' FLOPs as those of the model (Chowdhery et al., "PaLM", 2022,
+        appendix B); the score matrix of causal attention counts by half.
+        """
+        ideal = self._mean([s.compute[IDEAL] for s in self.parts])
+        return ideal / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        return self.simulation.seconds
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Seconds between which a step is expected, by the residuals of a calibrated cluster; None on others."""
+        regular = self.simulation.program.cost.topology.regular
+        residuals = None if regular is None else regular.residuals
+        return None if residuals is None else residuals.interval(self.step_seconds)
+
+    def step(self) -> str:
+        """The time of a step, with its interval if it has one."""
+        text = seconds(self.step_seconds)
+        if (found := self.interval) is None:
+            return text
+        low, high = (seconds(x, self.step_seconds) for x in found)
+        return f"{text} ({low} .. {high})"
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.summary.batch / self.step_seconds if self.step_seconds else float("inf")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None if samples are not sequences."""
+        tokens = self.summary.tokens
+        return tokens / self.step_seconds if tokens and self.step_seconds else None
+
+    @property
+    def fits(self) -> Fit:
+        """Whether the program fits in the devices' memory; if not, the message names stage and bytes."""
+        return self.simulation.fits()
+
+    @property
+    def peak_memory(self) -> int:
+        """The largest peak of bytes in use on any device."""
+        return max((s.memory for s in self.simulation.stages), default=0)
+
+    @property
+    def allocated_memory(self) -> int:
+        """Of that what the allocator hands out: tensors, and workspaces of products."""
+        return max(self.simulation.allocated_memory.values(), default=0)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace in Chrome's format, which Perfetto opens too. Raises UsageError if it cannot be written."""
+        self.simulation.to_chrome(Path(path))
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds of communication while a device does not compute, by mesh axis, on average over the devices."""
+        names = dict.fromkeys([x for s in self.parts for x in s.exposed])
+        pipeline = self.summary.plan.stages.name
+        found: dict[str, float] = {}
+        for x in names:
+            axis = pipeline if x == SEND else x
+            found[axis] = found.get(axis, 0.0) + self._mean([s.exposed.get(x, 0.0) for s in self.parts])
+        return found
+
+    def _mean(self, of_stages: Sequence[float]) -> float:
+        sizes = [s.devices for s in self.parts]
+        return sum([x * n for x, n in zip(of_stages, sizes, strict=True)]) / max(1, sum(sizes))
+
+    @cached_property
+    def worst(self) -> WorstRank:
+        """The rank that has the least memory left."""
+        found, classes = self.simulation.program, self.simulation.program.classes
+        spec, peak = found.cost.topology.spec, self.simulation.peak_memory
+        left = [spec(first).capacity - peak[first] for first in classes.first]
+        c = left.index(min(left))
+        first = classes.first[c]
+        used = self.simulation.memory_at_peak(first)
+        rank = sorted([d for d, _ in classes.devices()], key=lambda d: (d.index, d.kind)).index(first)
+        return WorstRank(rank, classes.label(c), used, peak[first], int(spec(first).capacity))
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A header and a row per stage; of tensors alone too, where the memory has more than these."""
+        beside = any(s.tensors < s.memory for s in self.simulation.stages)
+        last = ("tensors", "peak memory") if beside else ("peak memory",)
+        rows: list[tuple[str, ...]] = [
+            ("stage", "devices", "compute", "exposed communication", "bubble", "of step", *last)
+        ]
+        step = self.step_seconds
+        for s, parts in zip(self.simulation.stages, self.parts, strict=True):
+            times = [sum(x.values()) for x in (parts.compute, parts.exposed, parts.bubble)]
+            share = f"{times[2] / step:.1%}" if step else ""
+            sizes = (size(s.tensors), size(s.memory)) if beside else (size(s.memory),)
+            rows.append((s.name, str(s.devices), *[seconds(x, step) for x in times], share, *sizes))
+        return rows
+
+    def rates(self) -> str:
+        """Step time and rates as one line."""
+        return f"step {self.step()}, {rates(self.samples_per_second, self.tokens_per_second)}"
+
+    def head(self) -> list[str]:
+        """The model and its work, the plan, the cluster."""
+        by_type = parameters(self.source)
+        kinds = " and ".join(by_type) or "no weights"
+        products = self._products()
+        kinds += f", products in {products}" if products and products not in by_type else ""
+        work = f"{summed(by_type).elements:,} parameters ({kinds}), {count(self.flops)}FLOPs a step"
+        first, *rest = self.summary.lines()
+        return [first, work, *rest, f"cluster {self.cluster}"]
+
+    def _products(self) -> str | None:
+        """The type in which matrix products, convolutions and attention are computed, if all are in one."""
+        ops = [op for f in (self.source, *self.source.callees()) for op in f.ops if op.spec.kernel is not None]
+        found = {t and t.name for t in [computed_in([v.type for v in op.inputs], []) for op in ops]}
+        return found.pop() if len(found) == 1 else None
+
+    def lines(self) -> list[str]:
+        """Rates and utilization, communication by axis, memory of the worst rank."""
+        out = [f"{self.rates()}, model FLOPs utilization {self.utilization:.1%}"]
+        step = self.step_seconds
+        if exposed := [f"{axis} {seconds(x, step)} ({x / step:.1%})" for axis, x in self.exposed.items() if step]:
+            out.append(f"exposed communication, mean: {', '.join(exposed)}")
+        worst = self.worst
+        used = [f"{name} {size(n)}" for name, n in worst.categories.items() if n]
+        out.append(f"memory at the peak of rank {worst.rank} ({worst.stage}): {', '.join(used) or 'none'}")
+        left = f": {size(worst.headroom)} of {size(worst.memory)} left" if self.fits else ""
+        return [*out, f"{self.fits.message}{left}"]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.head(), "", *aligned(self.table()), "", *self.lines()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return paragraphs(self.head()) + html_table(self.table()) + paragraphs(self.lines())
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON; times in seconds, memory in bytes."""
+        simulation = self.simulation
+        classes = simulation.program.classes
+        stages = []
+        for c, (s, parts) in enumerate(zip(simulation.stages, self.parts, strict=True)):
+            row = {"name": s.name, "devices": s.devices, "compute": s.compute, "exposed_communication": s.communication}
+            row |= {"exposed": parts.exposed}
+            memory = simulation.memory_at_peak(classes.first[c])
+            stages.append({**row, "bubble": s.bubble, "peak_memory": s.memory, "memory_at_peak": memory})
+        return {
+            **self.summary.to_json(),
+            "cluster": self.cluster,
+            "parameters": {name: p._asdict() for name, p in parameters(self.source).items()},
+            "flops": self.flops,
+            "step_seconds": self.step_seconds,
+            "interval": self.interval,
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "utilization": self.utilization,
+            "exposed": self.exposed,
+            "fits": self.fits.ok,
+            "memory": self.fits.message,
+            "worst_rank": {**self.worst._asdict(), "headroom": self.worst.headroom},
+            "stages": stages,
+        }
