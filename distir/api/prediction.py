@@ -106,7 +106,7 @@ class Prediction:
     @property
     def peak_memory(self) -> int:
         """The largest peak of bytes in use on any device."""
-        return max((s.memory for s in self.simulation.stages), default=0)
+        return max([memory for memory, _ in self.simulation.memories], default=0)
 
     @property
     def allocated_memory(self) -> int:
@@ -146,16 +146,17 @@ class Prediction:
 
     def table(self) -> list[tuple[str, ...]]:
         """A header and a row per stage; of tensors alone too, where the memory has more than these."""
-        beside = any(s.tensors < s.memory for s in self.simulation.stages)
+        memories = self.simulation.memories
+        beside = any(tensors < memory for memory, tensors in memories)
         last = ("tensors", "peak memory") if beside else ("peak memory",)
         rows: list[tuple[str, ...]] = [
             ("stage", "devices", "compute", "exposed communication", "bubble", "of step", *last)
         ]
         step = self.step_seconds
-        for s, parts in zip(self.simulation.stages, self.parts, strict=True):
-            times = [sum(x.values()) for x in (parts.compute, parts.exposed, parts.bubble)]
+        for s, (memory, tensors) in zip(self.parts, memories, strict=True):
+            times = [sum(x.values()) for x in (s.compute, s.exposed, s.bubble)]
             share = f"{times[2] / step:.1%}" if step else ""
-            sizes = (size(s.tensors), size(s.memory)) if beside else (size(s.memory),)
+            sizes = (size(tensors), size(memory)) if beside else (size(memory),)
             rows.append((s.name, str(s.devices), *[seconds(x, step) for x in times], share, *sizes))
         return rows
 
@@ -204,11 +205,11 @@ class Prediction:
         simulation = self.simulation
         classes = simulation.program.classes
         stages = []
-        for c, (s, parts) in enumerate(zip(simulation.stages, self.parts, strict=True)):
-            row = {"name": s.name, "devices": s.devices, "compute": s.compute, "exposed_communication": s.communication}
-            row |= {"exposed": parts.exposed}
-            memory = simulation.memory_at_peak(classes.first[c])
-            stages.append({**row, "bubble": s.bubble, "peak_memory": s.memory, "memory_at_peak": memory})
+        for c, s in enumerate(self.parts):
+            compute, exposed, bubble = (sum(x.values()) for x in (s.compute, s.exposed, s.bubble))
+            row = {"name": s.name, "devices": s.devices, "compute": compute, "exposed_communication": exposed}
+            row |= {"exposed": s.exposed, "bubble": bubble, "peak_memory": simulation.memories[c][0]}
+            stages.append({**row, "memory_at_peak": simulation.memory_at_peak(classes.first[c])})
         return {
             **self.summary.to_json(),
             "cluster": self.cluster,

@@ -228,7 +228,10 @@ def _check(model: Model, job: Job, done: Outcome, prediction: Prediction, on_che
 
 def _memory(prediction: Prediction) -> int:
     """Predicted bytes of all devices together."""
-    return sum(stage.memory * stage.devices for stage in prediction.simulation.stages)
+    simulation = prediction.simulation
+    return sum(
+        [memory * n for (memory, _), n in zip(simulation.memories, simulation.program.classes.sizes, strict=True)]
+    )
 
 
 def _locate(job: Job, prediction: Prediction) -> str:

@@ -232,10 +232,15 @@ class Simulation:
         classes = self.program.classes
         rows: list[Stage] = []
         for c, (compute, busy) in enumerate(busy_times(self.run, len(classes.sizes))):
-            idle, tensors = self.seconds - busy, self._totals.use(c).total
+            memory, tensors = self.memories[c]
             name, devices = classes.label(c), classes.sizes[c]
-            rows.append(Stage(name, devices, compute, busy - compute, idle, self._peak(c), tensors))
+            rows.append(Stage(name, devices, compute, busy - compute, self.seconds - busy, memory, tensors))
         return rows
+
+    @cached_property
+    def memories(self) -> list[tuple[int, int]]:
+        """The peak of each device class, in order of devices: bytes in use, and of tensors alone."""
+        return [(self._peak(c), self._totals.use(c).total) for c in range(len(self.program.classes.sizes))]
 
     @property
     def samples_per_second(self) -> float | None:

@@ -63,6 +63,8 @@ def reductions_first(function: Function, axes: Collection[str]) -> Function:
 def _buckets(function: Function, axes: Collection[str], limit: float, kinds: Collection[Spec]) -> dict[Op, list[Op]]:
     """The buckets of more than one member, by their last member."""
     found: dict[Op, list[Op]] = {}
+    if not any([op.spec in kinds for op in function.ops]):
+        return found
     filling: dict[object, list[Op]] = {}
     size: dict[object, int] = {}
     waiting: dict[Value, object] = {}
