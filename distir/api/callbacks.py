@@ -76,7 +76,7 @@ def with_changes(
     for name in changes:
         if name not in _OPTIONS and name not in _CALLBACKS:
             known = ["data", "cluster", *_OPTIONS, *_CALLBACKS, *OPTIONS]
-            near = difflib.get_close_matches(name, known, 3)
+            near = difflib.get_close_matches(name, known, 3, 0.7)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
             raise UsageError(f"a run has no option {name!r}", hint)
     return (

@@ -358,7 +358,8 @@ def loads(function: Callable[Concatenate[Model, P], R]) -> Loading[P, R]:
     @functools.wraps(function)
     def loading(model: AnyModel, *args: Any, **given: Any) -> Any:
         settings = {k: given.pop(k) for k in [*given] if k in OPTIONS}
-        return function(as_model(model, **settings), *args, **given)
+        known = given.keys() <= shown.parameters.keys()  # else the function says so, before the model is read
+        return function(as_model(model, **settings) if known else model, *args, **given)  # type: ignore[arg-type]
 
     shown = inspect.signature(function)
     first, *others = shown.parameters.values()

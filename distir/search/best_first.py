@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from distir.executor.simulator.overheads import least_overheads
 from distir.search.candidate_bounds import Bounds, CandidateBound, Relatives, relatives
 from distir.search.exact import PlanOutcome
 from distir.search.simulating import Bound, Price, Refine, Simulate, Simulators, Task
@@ -179,7 +180,8 @@ def search(
     begin = time.perf_counter()
     state, setting = Progressed(), bounds.setting
     topology = setting.cost.topology
-    memory = max([topology.spec(d).capacity for d in topology.devices]) - setting.reserve
+    beside = {d: least_overheads(setting.cost, d).total for d in topology.devices}  # bounds are of tensors alone
+    memory = max([topology.spec(d).capacity - n for d, n in beside.items()]) - setting.reserve
     queue = _Queue(bounds, candidates, memory, known)
     best, fitting, asked = math.inf, 0, len(first)
 

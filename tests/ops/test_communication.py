@@ -16,7 +16,7 @@ COMMUNICATION = [spec for spec in all_ops() if spec.comm is not None]
 ONE_SIDED = {"outgoing", "incoming"}
 NAMING = {"ops": "defines them", "launchers.py": "launches them", "proxy_launchers.py": "launches their messages"}
 """Folders and files that name them, and why."""
-MAKING = re.compile(r"\b(lookup\(|emit\(|add_op\(|map\(lookup,|along\(|_slope\()")
+MAKING = re.compile(r"\b(lookup\(|emit\(|add_op\(|map\(lookup,|along\(|slope\()")
 """What makes a particular op, or asks what it costs, may name it."""
 
 

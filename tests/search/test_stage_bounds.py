@@ -1,11 +1,14 @@
 """Bounds from the cut that a plan gets: below the simulation, and near it."""
 
+from dataclasses import replace
+
 import pytest
 
 import distir.search.schedule_bounds as schedule_bounds
 from distir.api.model import load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster
+from distir.ir import Topology
 from distir.search.best_first import search
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting, evaluate
@@ -23,7 +26,11 @@ PLANS = (
 
 
 def setting_of(name=DEEP, batch=16, gpus=8):
-    cost = CostModel(load_cluster("dgx-a100", devices=gpus))
+    """On devices that hold nothing but tensors, as bounds have it."""
+    regular = load_cluster("dgx-a100", devices=gpus).regular
+    assert regular is not None
+    spec = replace(regular.spec, context=0.0, workspace=0.0)
+    cost = CostModel(Topology(replace(regular, spec=spec, communicator=0.0)))
     model = load(name, {"batch": batch}, loss="cross-entropy", optimizer="adamw", precision="bf16")
     return Setting(model, batch, cost, 0.0)
 
@@ -86,7 +93,7 @@ def test_most_plans_are_not_simulated():
     found = space(
         setting.model.function, 8, 4, setting.cost.topology, ("dp", "tp", "pp", "microbatch", "zero")
     ).candidates
-    have = setting.cost.topology.spec(setting.cost.topology.devices[0]).memory
+    have = setting.cost.topology.spec(setting.cost.topology.devices[0]).capacity
     limit = sorted([cut_bounds(setting, [c])[0][1] for c in found])[len(found) // 2]
     setting = setting._replace(reserve=have - limit)
     bounds = Bounds(setting)

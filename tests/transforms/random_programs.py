@@ -369,9 +369,13 @@ def picked(m: Maker) -> None:
 
 
 def batch_norm(m: Maker) -> None:
-    """Data minus its mean over the batch, which depends on all microbatches."""
+    """Data minus its mean over the batch, which depends on all microbatches, or a running one."""
     x = m.input(BATCH, m.sequence, 4)
     mean = m.emit("ReduceMean", x, axes=(0, 1), keepdims=1)
+    if m.flip():
+        running = m.input(1, 1, 4, role=Role("constant"))
+        which = m.pick(("RunningStatistic", "BatchStatistic"))
+        mean = m.emit(which, running, mean, momentum=0.9, correction=1.25)
     m.push(m.linear(m.emit("Sub", x, mean), m.pick(WIDTHS)))
 
 

@@ -30,7 +30,7 @@ ranks group optimizers (see test_rank_programs), and gradients that are results 
 """
 MOVES = {"MPIAllreduce", "MPIAllgather", "LocalSlice", "Send", "Restrict", "Accumulate", "MPIScatter", "MPIBroadcast"}
 MOVES |= {"MPIAlltoall", "HaloExchange"}
-EACH = 12
+EACH = 13
 """The number of programs for each block."""
 SLOW = int(os.environ.get("DISTIR_EXAMPLES", "1500"))
 

@@ -47,7 +47,7 @@ def check(simulation):
     assert max(ends, default=0.0) == simulation.seconds
     curves = live(simulation)
     for stage, (_, points) in zip(simulation.stages, curves, strict=True):
-        assert max(sum(size) for _, size in points) == stage.memory
+        assert max(sum(size) for _, size in points) == stage.tensors
         assert all(a[0] <= b[0] for a, b in pairwise(points))
         assert points[0][0] == 0.0
         assert points[-1][0] == simulation.seconds

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from distir.executor.cost_model import CostModel
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.labels import SEND, axis_text
+from distir.ir.device import Device
 
 MIB = 1 << 20
 _ROUND, _MEDIUM, _LARGE, _LARGE_ROUND = 512, MIB, 10 * MIB, 2 * MIB
@@ -67,14 +69,19 @@ def overheads(program: CompiledProgram, c: int) -> Overheads:
     There is a workspace for each thread of the runtime that issues products, and a communicator for each axis, or
     axes, along which the class communicates; all its transfers share one.
     """
-    cost = program.cost
-    spec, regular = cost.topology.spec(program.classes.first[c]), cost.topology.regular
+    found, regular = least_overheads(program.cost, program.classes.first[c]), program.cost.topology.regular
+    if regular is None or not found.context:
+        return found
+    return found._replace(communication=round(regular.communicator * len(communicators(program, c))))
+
+
+def least_overheads(cost: CostModel, device: Device) -> Overheads:
+    """The memory beside tensors of a device that communicates with no other."""
+    spec = cost.topology.spec(device)
     if not spec.context:
         return Overheads()
     threads = cost.runtime.threads if cost.runtime is not None else 1
-    communicator = regular.communicator if regular is not None else 0.0
-    buffers = communicator * len(communicators(program, c))
-    return Overheads(round(spec.workspace * threads), sum(_SEGMENTS), round(buffers), round(spec.context))
+    return Overheads(round(spec.workspace * threads), sum(_SEGMENTS), 0, round(spec.context))
 
 
 def communicators(program: CompiledProgram, c: int) -> set[str]:
