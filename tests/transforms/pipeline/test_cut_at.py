@@ -126,7 +126,15 @@ def test_a_pass_needs_the_inputs_of_the_names() -> None:
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["show", "gpt:layers=2,hidden=8,heads=2,vocab=16,seq=4,batch=2", "--loss", "cross-entropy", "--pp", "2", "--full"]
+    model = [
+        "show",
+        "gpt:layers=2,hidden=8,heads=2,vocab=16,seq=4,batch=2",
+        "--loss",
+        "cross-entropy",
+        "--pp",
+        "2",
+        "--full",
+    ]
     assert main([*model, "--cut", "1.norm1.weight"]) == 0
     text = capsys.readouterr().out
     assert "%1.norm1.weight: f32[8] @ stage1" in text
