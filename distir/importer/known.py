@@ -155,7 +155,7 @@ def _expanded(x: np.ndarray, shape: np.ndarray) -> list[Result] | None:
         return None
     try:
         return [np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(int(n) for n in shape)))]
-    except ValueError:
+    except (ValueError, RuntimeError):  # of more dims than numpy takes
         return None
 
 

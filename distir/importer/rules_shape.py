@@ -151,7 +151,7 @@ def _expand(n: Node) -> Result:
     want, shape = n.ints(1, "the shape") or (), n.shape()
     try:
         shape = np.broadcast_shapes(want, shape)
-    except ValueError:
+    except (ValueError, RuntimeError):  # of more dims than numpy takes
         raise n.error(f"shape {shape} does not expand to {want}") from None
     x = n.operand(0)
     return x if shape == shape_of(x) else n.emit("Expand", x, shape=shape)

@@ -421,6 +421,15 @@ def test_every_rule_has_a_sample() -> None:
     assert RULES.keys() <= {s.op_type for s in SAMPLES} | of_sequences | optional
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_shape_of_more_dims_than_numpy_takes(known: bool, tmp_path: Path) -> None:
+    given = {"x": x(3)}
+    stored = {"s": np.ones(40, np.int64)} | (given if known else {})
+    proto = model([node("Expand", "x s", "e"), node("Relu", "e", "y")], {} if known else given, ["y"], stored)
+    with pytest.raises(ModelError, match="does not expand to"):
+        computed(proto, {} if known else given, tmp_path / "m.onnx")
+
+
 @pytest.mark.parametrize("split", [2, 7, [2, 4, 1], [7]], ids=str)
 def test_parts_that_are_a_sequence(split: int | list[int], tmp_path: Path) -> None:
     """As torch's exporter writes a split, before it is optimized."""
