@@ -139,17 +139,16 @@ def plan_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def cluster_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the cluster")
-    group.add_argument(
-        "--cluster",
-        required=True,
-        metavar="NAME|FILE.toml",
-        help="the cluster to predict on: a name of `distir clusters`, or a file",
-    )
+def cluster_size_flags(group: Any, what: str) -> None:
+    group.add_argument("--cluster", required=True, metavar="NAME|FILE.toml", help=what)
     group.add_argument(
         "--nodes", type=at_least(1), metavar="N", help="number of nodes; default: as many as the plan needs"
     )
+
+
+def cluster_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the cluster")
+    cluster_size_flags(group, "the cluster to predict on: a name of `distir clusters`, or a file")
     group.add_argument(
         "--runtime",
         metavar="NAME",

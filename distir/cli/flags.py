@@ -12,6 +12,7 @@ from distir import __version__
 from distir.cli import planning_flags
 from distir.cli.flag_groups import (
     cluster_flags,
+    cluster_size_flags,
     data_flags,
     emit_flag,
     model_flags,
@@ -290,15 +291,7 @@ def _export(commands: Any) -> None:
         help="chakra: PREFIX.RANK.et of each rank, and PREFIX.groups.json; goal: PREFIX.goal",
     )
     group.add_argument("-o", "--output", required=True, metavar="PREFIX", help="the files' names begin with this")
-    group.add_argument(
-        "--cluster",
-        required=True,
-        metavar="NAME|FILE.toml",
-        help="the cluster whose times are written; `distir clusters` lists names",
-    )
-    group.add_argument(
-        "--nodes", type=at_least(1), metavar="N", help="number of nodes; default: as many as the plan needs"
-    )
+    cluster_size_flags(group, "the cluster whose times are written; `distir clusters` lists names")
 
 
 def _schedule(commands: Any) -> None:

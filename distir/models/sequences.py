@@ -5,6 +5,7 @@ Sizes are elements of a device, times microseconds of an A100; both are those of
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -105,7 +106,7 @@ class CosmoflowSequence(_Sequence):
 
 
 @dataclass(frozen=True)
-class _Pipeline(_Sequence):
+class _Pipeline(_Sequence, ABC):
     """Of `layers` layers, as many in each of `stages` stages; `activation` elements are sent between them."""
 
     layers: int = 96
@@ -119,9 +120,9 @@ class _Pipeline(_Sequence):
         if self.layers % self.stages:
             raise UsageError(f"layers are a multiple of stages {self.stages}, got {self.layers}")
 
+    @abstractmethod
     def reduced(self, stage: int) -> list[Reduced]:
         """The all-reduces of a stage's gradients, in order: the elements, and the axes."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,9 @@ def search(
     begin = time.perf_counter()
     state, setting = Progressed(), bounds.setting
     topology = setting.cost.topology
-    beside = {d: least_overheads(setting.cost, d).total for d in topology.devices}  # bounds are of tensors alone
-    memory = max([topology.spec(d).capacity - n for d, n in beside.items()]) - setting.reserve
+    kinds = {topology.spec(d): d for d in topology.devices}
+    beside = [least_overheads(setting.cost, d).total for d in kinds.values()]  # bounds are of tensors alone
+    memory = max([spec.capacity - n for spec, n in zip(kinds, beside, strict=True)]) - setting.reserve
     queue = _Queue(bounds, candidates, memory, known)
     best, fitting, asked = math.inf, 0, len(first)
 

@@ -9,6 +9,7 @@ import pytest
 
 import distir
 from distir.cli import main
+from distir.ir.errors import UsageError
 from tests.importer.models import node
 from tests.importer.test_survey import saved
 
@@ -66,6 +67,19 @@ def test_every_kind_of_model(model, form, trained_by):
     assert found.ok
     assert "<table>" in found._repr_html_()
     json.dumps(found.to_json())
+
+
+def test_a_module():
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    found = distir.inspect(module, {"batch": 6}, example_inputs=(torch.zeros(3, 4),))
+    assert found.form == "a torch.nn.Module"
+    assert sum(p.elements for p in found.parameters.values()) == sum(p.numel() for p in module.parameters())
+    assert found.inputs[0].dims == (6, 4)
+    assert found.forward is not None
+    assert found.forward.flops == 2 * (4 * 8 + 8 * 2) + 8  # products, with their biases, and ReLU
+    with pytest.raises(UsageError, match="there are none"):
+        distir.inspect(module)
 
 
 def test_a_distributed_program_has_the_parameters_of_its_source():

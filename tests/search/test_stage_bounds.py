@@ -103,3 +103,18 @@ def test_most_plans_are_not_simulated():
     assert all([bounds.known[x.candidate][1] <= limit for x in state.found])
     assert len({x.candidate for x in state.found}) == len(state.found) < len(bounds.known) < len(found)
     assert state.bound >= state.fitting[0].outcome.seconds
+
+
+def test_a_plan_that_fits_to_the_byte_is_found():
+    """With what is beside tensors, for which its bound leaves room."""
+    regular = load_cluster("dgx-a100", devices=8).regular
+    assert regular is not None
+    cost = CostModel(Topology(replace(regular, communicator=0.0)))  # whose room is not left
+    setting = setting_of()._replace(cost=cost)
+    need = {c: evaluate(setting, c).memory for c in PLANS}
+    least = min(need, key=lambda c: need[c])
+    spare = cost.topology.spec(cost.topology.devices[0]).capacity - need[least]
+    for reserve, found in ((spare, [least]), (spare + 1, [])):
+        left = setting._replace(reserve=reserve)
+        state = search(Bounds(left), PLANS, Simulators(left))
+        assert [x.candidate for x in state.fitting] == found
