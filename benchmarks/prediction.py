@@ -6,7 +6,8 @@
 ranks of one thread; this is repeated N times. The measured time of a step is the median over these of the medians
 of the steps after the first; beside it stands the fastest step of all, which other programs on the machine disturb
 least. The error is predicted / measured - 1, its magnitude is averaged. On 4 ranks the order of plans counts: Kendall's
-tau between predicted and measured times of one model.
+tau between predicted and measured times of one model; beside it stands that between the first run and the last, which
+says how far the measured order is one.
 """
 
 from __future__ import annotations
@@ -148,12 +149,14 @@ def scores(results: Sequence[Result]) -> dict[str, Any]:
         out[name] = {"mean": statistics.mean(errors), "worst": max(errors)}
         out[name] |= {"mean_of_fastest": statistics.mean(least), "worst_of_fastest": max(least)}
     taus: dict[str, list[float]] = {}
+    again: dict[str, float] = {}
     for name in dict.fromkeys(r.model for r in results if r.ranks == 4):
         of = [r for r in results if r.ranks == 4 and r.model == name]
         pairs = [[(r.predicted_ms, x) for r, x in zip(of, xs, strict=True)] for xs in _measured(of)]
         taus[name] = [kendall(x) for x in pairs]
+        again[name] = kendall([(r.measured_ms[0], r.measured_ms[-1]) for r in of])
     within = [[r.low_ms <= x <= r.high_ms for r, x in zip(results, xs, strict=True)] for xs in _measured(results)]
-    return out | {"tau": taus, "within_interval": [statistics.mean(x) for x in within]}
+    return out | {"tau": taus, "tau_of_runs": again, "within_interval": [statistics.mean(x) for x in within]}
 
 
 def _measured(results: Sequence[Result]) -> list[list[float]]:
@@ -200,11 +203,12 @@ def _tell(file: str | None, results: Sequence[Result], calibration: Mapping[str,
         Path(file).write_text(text + "\n")
     print(f"{where}\n\n{table(HEADER, [r.cells for r in results])}\n")
     for name, x in found.items():
-        if name not in ("goals", "tau", "within_interval"):
+        if name not in ("goals", "tau", "tau_of_runs", "within_interval"):
             fastest = f"of the fastest step {x['mean_of_fastest']:.0%}, worst {x['worst_of_fastest']:.0%}"
             print(f"{name}, 1 and 2 ranks: mean error {x['mean']:.0%}, worst {x['worst']:.0%}; {fastest}")
     for name, (tau, least) in found["tau"].items():
-        print(f"{name}, 4 ranks: Kendall tau {tau:.2f}; of the fastest step {least:.2f}")
+        runs = found["tau_of_runs"][name]
+        print(f"{name}, 4 ranks: Kendall tau {tau:.2f}; of the fastest step {least:.2f}; between runs {runs:.2f}")
     inside, least = found["within_interval"]
     print(f"within the interval: {inside:.0%}; of the fastest step {least:.0%}")
 

@@ -18,6 +18,7 @@ FLAGS: dict[str, list[str]] = {
     "execution": ["--small", "--seconds", "0.1", "--only", "mlp", "fsdp"],
     "first_step": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "gpt2_plan": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
+    "large_file": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx"), "--batch", "128"],
     "plan": ["--small"],
     "prediction": ["--small"],
     "proxies": ["--only", "dlrm", "plan", "2", "--iterations", "2"],

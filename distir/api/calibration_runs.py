@@ -1,6 +1,8 @@
 """The programs that `distir calibrate` runs, and what it reads of their runs: seconds of ops and of steps.
 
-Of repeated measurements the least counts: whatever else the machine does only adds to them.
+Of repeated steps the median counts: the cores of a host do not always run alike (what runs beside, or on the other
+thread of a core of a virtual machine, takes up to half of their speed), and users time steps as they come. Of repeated
+ops the least counts: it says best how ops compare; what a step takes beyond it is in the factors fitted to steps.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from distir.api.model import Model, load
@@ -68,7 +71,7 @@ def perceptron(widths: Sequence[int], batch: int, dtype: DType) -> Function:
 
 
 class TimedStep(NamedTuple):
-    """A measured step: its program, its plan and the seconds of the fastest one after the first."""
+    """A measured step: its program, its plan and the median seconds of those after the first."""
 
     program: Function
     plan: Plan
@@ -88,7 +91,7 @@ def measure_step(model: Model, plan: Plan, steps: int, options: RunOptions) -> T
     done = run(model, plan, options, steps=steps + 1)
     if done.prediction is None:
         raise AssertionError("a run has a prediction")
-    return TimedStep(done.prediction.program, plan, min(done.seconds[1:]))
+    return TimedStep(done.prediction.program, plan, median(done.seconds[1:]))
 
 
 def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:

@@ -204,12 +204,13 @@ class Prediction:
         """JSON; times in seconds, memory in bytes."""
         simulation = self.simulation
         classes = simulation.program.classes
+        used = [simulation.memory_at_peak(first) for first in classes.first]  # first: peaks need no other count then
         stages = []
         for c, s in enumerate(self.parts):
             compute, exposed, bubble = (sum(x.values()) for x in (s.compute, s.exposed, s.bubble))
             row = {"name": s.name, "devices": s.devices, "compute": compute, "exposed_communication": exposed}
             row |= {"exposed": s.exposed, "bubble": bubble, "peak_memory": simulation.memories[c][0]}
-            stages.append({**row, "memory_at_peak": simulation.memory_at_peak(classes.first[c])})
+            stages.append({**row, "memory_at_peak": used[c]})
         return {
             **self.summary.to_json(),
             "cluster": self.cluster,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from distir.executor.cost_model import CostModel
 from distir.ir.device import Mesh
 from distir.ir.function import Op
+from distir.ir.type import Type
 from distir.transforms.pipeline.stages import PLAIN, StageCost
 from distir.transforms.plan import Plan
+
+
+def _as_it_is(t: Type) -> Type:
+    return t
 
 
 class OpSeconds(NamedTuple):
@@ -16,10 +22,12 @@ class OpSeconds(NamedTuple):
 
     cost: CostModel
     mesh: Mesh | None = None
+    sized: Callable[[Type], Type] = _as_it_is
+    """Gives the type for which a type of the program stands."""
 
     def __call__(self, op: Op) -> float:
         cost, spec, attrs = self.cost, op.spec, op.attributes
-        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        ins, outs = ([self.sized(v.type) for v in values] for values in (op.inputs, op.outputs))
         mesh = self.mesh or attrs.get("device") or ins[0].device  # type: ignore[union-attr]
         if not isinstance(mesh, Mesh) or cost.free(spec, attrs, ins):
             return 0.0

@@ -146,15 +146,19 @@ def cluster_size_flags(group: Any, what: str) -> None:
     )
 
 
-def cluster_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the cluster")
-    cluster_size_flags(group, "the cluster to predict on: a name of `distir clusters`, or a file")
+def runtime_flag(group: Any) -> None:
     group.add_argument(
         "--runtime",
         metavar="NAME",
         help=f"the software that launches the ops, which takes host time: {', '.join(known_runtimes())}; default: "
         "none, launching takes no time",
     )
+
+
+def cluster_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the cluster")
+    cluster_size_flags(group, "the cluster to predict on: a name of `distir clusters`, or a file")
+    runtime_flag(group)
 
 
 def data_flags(group: Any, steps: str) -> None:

@@ -20,7 +20,6 @@ from distir.search.best_first import Progressed
 from distir.search.plan_report import front_figure, save_report
 from distir.search.plan_table import PlanTable
 from distir.search.planning import plan as search_plans
-from distir.search.space import SETTINGS
 from distir.transforms.differentiation.training import optimizer_named
 from distir.viz.draw import empty_figure
 
@@ -29,7 +28,7 @@ def plan(args: argparse.Namespace) -> None:
     """`distir plan`."""
     _check_files(args)
     fix = dict(args.fix)
-    vary = SETTINGS if args.vary is None else tuple(args.vary)
+    vary = None if args.vary is None else tuple(args.vary)
     found: list[PlanTable] = []
     errors: list[InfeasibleError] = []
     with Progress("loading") as progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from distir.cli.flag_groups import emit_flag
+from distir.cli.flag_groups import emit_flag, runtime_flag
 from distir.cli.flag_values import at_least, finite_number, named_size, numbers, positive
 
 TEXT = "find the quickest plans for a model on a cluster, of those that fit in memory"
@@ -17,12 +17,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="an ONNX file, or a model by its name and sizes: gpt:layers=12,hidden=768,heads=12",
+        help="an ONNX file, a config.json of Hugging Face, or a name and sizes: gpt:layers=12,hidden=768,heads=12",
     )
     group = parser.add_argument_group("the task")
     group.add_argument("--cluster", required=True, metavar="NAME|FILE.toml", help="`distir clusters` lists names")
     group.add_argument(
-        "--gpus", required=True, type=numbers, metavar="N,N,...", help="numbers of devices, each planned for by itself"
+        "--gpus",
+        required=True,
+        type=numbers,
+        metavar="N,N,...",
+        help="number of devices; several are planned for separately",
     )
     group.add_argument(
         "--batch", type=at_least(1), metavar="SAMPLES", help="samples of a step, on all devices together"
@@ -39,18 +43,20 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
         default="bf16",
-        help="of products; weights and statistics stay float32 (mixed precision); default: bf16",
+        help="data type of matrix products; weights and statistics stay float32 (mixed precision); default: bf16",
     )
-    group.add_argument("--grad-dtype", choices=("fp32", "bf16", "fp16"), help="of sums of gradients; default: fp32")
-    group.add_argument("--runtime", metavar="NAME", help="the software whose host issues the ops; default: none")
+    group.add_argument(
+        "--grad-dtype", choices=("fp32", "bf16", "fp16"), help="data type of summed gradients; default: fp32"
+    )
+    runtime_flag(group)
     group = parser.add_argument_group("the search")
-    group.add_argument("--top", type=at_least(1), default=10, metavar="N", help="plans that are listed; default: 10")
+    group.add_argument("--top", type=at_least(1), default=10, metavar="N", help="how many plans to list; default: 10")
     group.add_argument(
         "--vary",
         type=lambda text: text.split(","),
         metavar="A,B,...",
-        help="what varies: dp, tp, pp, microbatch, schedule, chunks, zero, recompute, sequence_parallel, order; "
-        "default: all",
+        help="settings to vary: dp, tp, pp, cp (context parallelism), ep (expert parallelism), microbatch, schedule, "
+        "chunks, zero, recompute, sequence_parallel, order; default: all, cp only where sequences are long",
     )
     group.add_argument(
         "--fix",
@@ -58,14 +64,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=X",
-        help="a value of one of these, such as tp=8; may be given several times",
+        help="fix one of these settings, such as tp=8; may be given several times",
     )
     group.add_argument(
         "--memory-reserve",
         type=finite_number,
         default=1.0,
         metavar="GIB",
-        help="left free on each device, beyond the memory that is predicted; default: 1",
+        help="memory left free on each device, beyond what is predicted; default: 1",
     )
     group = parser.add_argument_group("the answer")
     emit_flag(group, "the best plan")

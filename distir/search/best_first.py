@@ -7,6 +7,7 @@ own; when that comes up, its cut does (`stage_bounds`); then it is simulated.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -19,9 +20,9 @@ from typing import Any, NamedTuple
 from distir.executor.simulator.overheads import least_overheads
 from distir.search.candidate_bounds import Bounds, CandidateBound, Relatives, relatives
 from distir.search.exact import PlanOutcome
+from distir.search.placed_sizes import Template
 from distir.search.simulating import Bound, Price, Refine, Simulate, Simulators, Task
 from distir.search.space import Candidate
-from distir.search.stage_bounds import alike
 
 
 class Simulated(NamedTuple):
@@ -57,7 +58,7 @@ def by_seconds(found: Simulated) -> tuple[object, ...]:
 
 
 _NEAR = 1.1
-"""Until plans that fit are known, bounds are refined with those of plans that are so much slower."""
+"""Bounds are refined together with those of plans of the same placed program that are at most so much slower."""
 NOTHING_KNOWN: Mapping[Candidate, Simulated] = MappingProxyType({})
 
 
@@ -86,8 +87,8 @@ class _Queue:
         self._heap: list[tuple[float, int, Candidate | Several]] = []
         self._latest: dict[Candidate | Several, int] = {}
         """The number of each entry; those before it, of the same, are void."""
-        self._rough: dict[Candidate, dict[Candidate, float]] = {}
-        """Candidates that are alike, and whose bounds are not refined, with these."""
+        self._rough: dict[Template, dict[Candidate, float]] = {}
+        """By template the candidates whose bounds are not refined, with these."""
         self.away: dict[Candidate | Several, float] = {}
         """What is being bounded or simulated, with its bound."""
         self.left = len(candidates)
@@ -116,9 +117,9 @@ class _Queue:
                 if what.microbatch is None:
                     return Price(what.relatives, tuple(sorted(sizes)), sizes[max(sizes)][0].devices)
                 return Bound(tuple(sizes[what.microbatch]))
-            rough = self._rough.get(alike(what), {})
+            rough = self._rough.get(self.bounds.template(what), {})
             if what in rough:
-                most = bound * _NEAR if math.isinf(below) else below
+                most = min(below, bound * _NEAR)
                 group = tuple([c for c, x in rough.items() if x < most or c == what])
                 for c in group:
                     self.away[c] = rough.pop(c)
@@ -139,13 +140,22 @@ class _Queue:
             return
         bound = max(bound, seconds)
         if self.bounds.refines and c not in self.bounds.known and c not in self.exact:
-            self._rough.setdefault(alike(c), {})[c] = bound
+            self._rough.setdefault(self.bounds.template(c), {})[c] = bound
         self._push(bound, c)
+
+    def remembered(self, task: Price | Bound) -> Any:
+        """The answer to a task, if another search of the same setting had it."""
+        if isinstance(task, Price):
+            rows = [self.bounds.shared.get((task.relatives, n)) for n in task.microbatches]
+        else:
+            rows = [self.bounds.rough.get(c) for c in task.candidates]
+        return None if None in rows else rows
 
     def priced(self, task: Price, found: Sequence[float]) -> None:
         """Take the bounds of a profile's candidates, by the size of their microbatch."""
         before = self.away.pop(Several(task.relatives, None))
         for size, bound in zip(task.microbatches, found, strict=True):
+            self.bounds.shared[task.relatives, size] = bound
             self._push(max(before, bound), Several(task.relatives, size))
 
     def bounded(self, task: Bound, found: Sequence[CandidateBound]) -> None:
@@ -153,6 +163,7 @@ class _Queue:
         c = task.candidates[0]
         before = self.away.pop(Several(relatives(c), c.microbatch))
         for c, one in zip(task.candidates, found, strict=True):
+            self.bounds.rough[c] = one
             self._add(c, before, one)
 
     def refined(self, task: Refine, found: Sequence[CandidateBound]) -> None:
@@ -172,7 +183,7 @@ def search(
     limit: float = math.inf,
     on_step: Callable[[Progressed, int], None] | None = None,
 ) -> Progressed:
-    """Simulate candidates until the quickest that fits is known, and `at_least` so many that fit; or `limit` in all.
+    """Simulate candidates until the `at_least` quickest that fit are known; or `limit` in all.
 
     Those in `first` come before all others. What is `known` is not simulated again. `on_step` is called after each
     simulation with what was found and how many candidates are left. Ctrl-C ends the search with what was found.
@@ -184,10 +195,9 @@ def search(
     beside = [least_overheads(setting.cost, d).total for d in kinds.values()]  # bounds are of tensors alone
     memory = max([spec.capacity - n for spec, n in zip(kinds, beside, strict=True)]) - setting.reserve
     queue = _Queue(bounds, candidates, memory, known)
-    best, fitting, asked = math.inf, 0, len(first)
+    quickest, asked = [math.inf] * at_least, len(first)  # seconds, ascending, of the plans that fit
 
     def took(x: Simulated) -> None:
-        nonlocal best, fitting
         state.found.append(x)
         queue.away.pop(x.candidate, None)
         if x.outcome.reason is None and x.outcome.seconds < x.bound:
@@ -195,15 +205,17 @@ def search(
         if x.outcome.fits:
             if state.first_seconds is None:
                 state.first_seconds = time.perf_counter() - begin
-            best = min(best, x.outcome.seconds)
-            fitting += 1
+            bisect.insort(quickest, x.outcome.seconds)
+            quickest.pop()
 
     def wanted() -> Task | None:
         nonlocal asked
-        while asked < limit and (task := queue.pop(best if fitting >= at_least else math.inf)) is not None:
-            if not isinstance(task, Simulate):
+        while asked < limit and (task := queue.pop(quickest[-1])) is not None:
+            if isinstance(task, Price | Bound) and (answer := queue.remembered(task)) is not None:
+                answered(task, answer)
+            elif not isinstance(task, Simulate):
                 return task
-            if (before := known.get(task.candidate)) is not None:
+            elif (before := known.get(task.candidate)) is not None:
                 took(before)
             elif task.candidate in first:
                 del queue.away[task.candidate]

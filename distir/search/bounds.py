@@ -9,7 +9,8 @@ streams from other work, added over the stages (`segments`), m microbatches and 
   So step >= chain + (m - 1) B_r + (m - w) F_r, where the chain is the time of a microbatch through all stages and back.
   The bound is the least maximum over r that any cut reaches. GPipe: step >= chain + (m - 1) (max F_r + max B_r);
 - gradients are reduced after the last backward pass has begun (ZeRO 0 and 1), or in each microbatch; weights that are
-  sharded (ZeRO 3) are gathered in each: the stream of the replicas' axis is busy that long on some rank.
+  sharded (ZeRO 3) are gathered in each: the stream of the replicas' axis is busy that long on some rank. With further
+  axes some gradients are reduced along these, too, on streams of their own: one of the streams has its share.
 
 A cut loses at each border what one segment contributes to the waits and to the chain: that is subtracted.
 """
@@ -25,11 +26,12 @@ from typing import NamedTuple
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
 from distir.executor.cost_model.seconds import wire_of
+from distir.ir.device import AxisNames
 from distir.ir.function import Op
 from distir.ir.spec import lookup
 from distir.ir.topology import Group, Regular, regular_group
 from distir.ir.type import SUM, Tensor, Type
-from distir.search.segments import COMPUTE, Kind, Profile, Segment, axis_of
+from distir.search.segments import COMPUTE, Kind, Profile, Segment, axis_of, is_free
 from distir.search.space import Candidate, spacing_of, starts
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE
 
@@ -58,7 +60,7 @@ class PassCost(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """The seconds of a model at one degree of tensor parallelism and size of microbatch.
+    """The seconds of a model at one degree of tensor parallelism and of further axes, and size of microbatch.
 
     `once`: of prologue and update. `trunk`: of compute between the first and last border of segments. `unit`: of the
     longest forward op with the backward ops that stay on its stage. `path`: of the longest path of dependences through
@@ -89,8 +91,12 @@ def bounded(cost: CostModel) -> bool:
     return r is not None and not r.crowds and not r.near and type(cost) is CostModel
 
 
-def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: Sequence[Group]) -> StepCost:
-    """The seconds of a profile with another size of microbatch; `groups` are those of tensor parallelism."""
+GroupsAlong = Mapping[AxisNames, Sequence[Group]]
+"""The kinds of groups of devices along the axes of a profile."""
+
+
+def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: GroupsAlong) -> StepCost:
+    """The seconds of a profile with another size of microbatch."""
     scale = microbatch // profile.samples
     seconds = [_seconds(kind, scale, cost, groups) for kind in profile.kinds]
     forward = _pass(profile, FORWARD, profile.forward, seconds)
@@ -135,7 +141,7 @@ def _paths(
     return max(full, default=0.0), max(calm, default=0.0), full
 
 
-def _seconds(kind: Kind, scale: int, cost: CostModel, groups: Sequence[Group]) -> float:
+def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong) -> float:
     """Of an op of a kind; under a runtime, which may fuse others into chains, of products and collectives alone."""
     op = kind.op
     if not kind.priced:
@@ -144,7 +150,8 @@ def _seconds(kind: Kind, scale: int, cost: CostModel, groups: Sequence[Group]) -
     if cost.free(op.spec, op.attributes, ins):
         return 0.0
     if kind.axis is not None:
-        return min([cost.collective(op.spec, op.attributes, ins, outs, group) for group in groups], default=0.0)
+        along = groups.get(kind.axis, ())
+        return min([cost.collective(op.spec, op.attributes, ins, outs, group) for group in along], default=0.0)
     if op.spec.comm is not None or (cost.runtime is not None and not op.spec.kernel):
         return 0.0
     return cost.compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
@@ -181,13 +188,18 @@ def adds_sums(op: Op) -> bool:
     return axis_of(op) is None and sum([isinstance(t, Tensor) and t.over_time is SUM for t in types]) > 1
 
 
+def _stream(kind: Kind) -> AxisNames | None:
+    """The stream that an op takes its turn on; None of a view: it is there when what it shows is."""
+    return None if is_free(kind.op) else kind.axis or COMPUTE
+
+
 def _kept(segment: Segment, kinds: Sequence[Kind], seconds: Sequence[float]) -> float:
     """For how long a segment keeps the compute stream: with what it waits for inside."""
     clock: dict[object, float] = {COMPUTE: 0.0}
     ready: list[float] = []
     for row in segment.rows:
-        stream = kinds[row.kind].axis or COMPUTE
-        begin = max([clock.get(stream, _NEVER), *[ready[k] for k in row.needs]])
+        stream = _stream(kinds[row.kind])
+        begin = max([_NEVER if stream is None else clock.get(stream, _NEVER), *[ready[k] for k in row.needs]])
         ready.append(begin + seconds[row.kind])
         if seconds[row.kind]:
             clock[stream] = ready[-1]
@@ -201,8 +213,8 @@ def _through(segment: Segment, kinds: Sequence[Kind], seconds: Sequence[float]) 
     clock: dict[object, float] = {}
     ready: list[float] = []
     for row in segment.rows[: segment.last + 1]:
-        stream = kinds[row.kind].axis or COMPUTE
-        begin = max([clock.get(stream, 0.0), *[ready[k] for k in row.needs]])
+        stream = _stream(kinds[row.kind])
+        begin = max([0.0 if stream is None else clock.get(stream, 0.0), *[ready[k] for k in row.needs]])
         ready.append(begin + seconds[row.kind] if row.follows else 0.0)
         if row.follows and seconds[row.kind]:
             clock[stream] = ready[-1]
@@ -212,33 +224,39 @@ def _through(segment: Segment, kinds: Sequence[Kind], seconds: Sequence[float]) 
 # ---- of a candidate
 
 
-def groups_along(c: Candidate, cost: CostModel, axis: str) -> tuple[Group, ...]:
-    """The kinds of groups of devices along an axis, on a regular cluster."""
+def groups_along(c: Candidate, cost: CostModel, axis: AxisNames) -> tuple[Group, ...]:
+    """The kinds of groups of devices along an axis, or along several, on a regular cluster."""
     r = cost.topology.uniform
-    size = getattr(c, axis)
-    if r is None or size == 1:
+    axes = (axis,) if isinstance(axis, str) else axis
+    sizes = [getattr(c, name) for name in axes]
+    if r is None or math.prod(sizes) == 1:
         return ()
-    firsts = tuple(starts(c, c.order, axis, r.per_node))
-    return _groups_from(r, firsts, spacing_of(c, c.order, axis), size)
+    firsts = tuple(starts(c, c.order, axes, r.per_node))
+    spacings = [spacing_of(c, c.order, name) for name in axes]
+    return _groups_from(r, firsts, tuple(zip(spacings, sizes, strict=True)))
 
 
 @cache
-def _groups_from(r: Regular, firsts: Sequence[int], spacing: int, size: int) -> tuple[Group, ...]:
-    found = [regular_group(r, [(d + k * spacing) // r.per_node for k in range(size)]) for d in firsts]
+def _groups_from(r: Regular, firsts: Sequence[int], along: Sequence[tuple[int, int]]) -> tuple[Group, ...]:
+    """`along`: the spacing and the size of each axis."""
+    ranges = [range(0, spacing * size, spacing) for spacing, size in along]
+    offsets = [sum(at) for at in itertools.product(*ranges)]
+    found = [regular_group(r, [(d + k) // r.per_node for k in offsets]) for d in firsts]
     return tuple(dict.fromkeys(found))
 
 
-def compute_bound(profile: Profile, microbatch: int, batch: int, gpus: int, tp: int, cost: CostModel) -> float:
-    """Seconds below which no step is of `batch` samples, on `gpus` devices with that profile and microbatches of at
-    most so many samples: that of compute alone, for a sample takes no less in a smaller microbatch."""
+def compute_bound(profile: Profile, microbatch: int, batch: int, gpus: int, shards: int, cost: CostModel) -> float:
+    """Seconds below which no step is of `batch` samples, on `gpus` devices with that profile, `shards` of which share a
+    sample, and microbatches of at most so many samples: that of compute alone, for a sample takes no less in a smaller
+    microbatch."""
     scale = microbatch // profile.samples
     found = 0.0
     for word in (FORWARD, BACKWARD):
         for k, n in profile.every[word].items():
             kind = profile.kinds[k]
             if kind.axis is None and not adds_sums(kind.op):
-                found += n * _seconds(kind, scale, cost, ())
-    return found * batch * tp / (microbatch * gpus) * ROUNDING
+                found += n * _seconds(kind, scale, cost, {})
+    return found * batch * shards / (microbatch * gpus) * ROUNDING
 
 
 def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel) -> float:
@@ -287,7 +305,7 @@ def lane(c: Candidate, cost: CostModel) -> Callable[[float, int, int], float]:
     if r is None:
         return lambda size, a, b: 0.0
     spacing, per_node = spacing_of(c, c.order, "pp"), r.per_node
-    lanes = [[(d + k * spacing) // per_node for k in range(c.pp)] for d in starts(c, c.order, "pp", per_node)]
+    lanes = [[(d + k * spacing) // per_node for k in range(c.pp)] for d in starts(c, c.order, ("pp",), per_node)]
     nodes = max(lanes, key=lambda at: sum([a != b for a, b in itertools.pairwise(at)]))
     pieces = c.tp if cost.runtime is not None and cost.runtime.scatters else 1
 
@@ -333,13 +351,14 @@ def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forwar
     """A bound from the reduction of gradients, and the gathering of parameters, along the axis of replicas."""
     if c.dp == 1:
         return 0.0
-    groups = groups_along(c, cost, "dp")
-    byte = slope("MPIReduceScatter" if c.zero else "MPIAllreduce", groups)
+    along = replica_axes(c)
+    groups = tuple(dict.fromkeys([group for axis in along for group in groups_along(c, cost, axis)]))
+    byte = slope("MPIReduceScatter" if c.zero else "MPIAllreduce", groups) / len(along)
     sums = step.profile.reduced(c.dp, c.zero)
     total = byte * sums.total
     found = (m * forward + (m - 1) * backward + total) / c.pp
     if c.zero > 1:
-        gathered = sums.gathered * slope("MPIAllgather", groups) if c.zero == 3 else 0.0
+        gathered = sums.gathered * slope("MPIAllgather", groups) / len(along) if c.zero == 3 else 0.0
         found = max(found, m * (total + gathered) / c.pp)
     found = max(found, max([t + byte * n for t, n in zip(step.depth, sums.bytes, strict=True)], default=0.0))
     if c.pp == 1:  # what is complete late is reduced after that
@@ -348,6 +367,13 @@ def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forwar
             found = max(found, (m - 1) * (forward + backward) + step.ready[k] + left)
             left -= byte * sums.bytes[k]
     return found
+
+
+def replica_axes(c: Candidate) -> list[AxisNames]:
+    """What gradients may be reduced along: the replicas, alone or with further axes; each is a stream."""
+    further = [x.axis for x in c.split]
+    some = [rest for n in range(1, len(further) + 1) for rest in itertools.combinations(further, n)]
+    return ["dp", *[("dp", *rest) for rest in some]]
 
 
 @cache

@@ -5,18 +5,23 @@ Seconds and bytes; 0 where nothing is known.
 
 from __future__ import annotations
 
+import math
+
+from distir.api.interop.plan_settings import EXPERTS
+from distir.api.named_dims import named_dims
 from distir.ir.errors import DistirError
 from distir.ir.pause import no_collection
 from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, step_bound, step_cost
 from distir.search.exact import Setting
 from distir.search.memory_bounds import memory_bound
+from distir.search.placed_sizes import Template, template_of
 from distir.search.segments import Profile, profile_of
 from distir.search.space import Candidate
 from distir.transforms.passes import PassContext, run_passes
-from distir.transforms.plan import Plan
+from distir.transforms.plan import InputSplit, Plan
 
-Relatives = tuple[int, bool, str]
-"""Candidates that share a profile: tp, sequence_parallel, recompute."""
+Relatives = tuple[int, bool, str, tuple[InputSplit, ...]]
+"""Candidates that share a profile: tp, sequence_parallel, recompute, further axes."""
 
 
 CandidateBound = tuple[float, float]
@@ -30,6 +35,10 @@ class Bounds:
         self.setting = setting
         self.refines = bounded(setting.cost)
         """Whether cuts give bounds, too."""
+        self.rough: dict[Candidate, CandidateBound] = {}
+        """Of those that were asked for, before their cuts."""
+        self.shared: dict[tuple[Relatives, int], float] = {}
+        """Seconds, of all candidates of a profile, by the size of their microbatch."""
         self.known: dict[Candidate, CandidateBound] = {}
         """By their cuts, of those for which that was asked."""
         self._profiles: dict[Relatives, Profile | None] = {}
@@ -41,19 +50,24 @@ class Bounds:
         if profile is None:
             return 0.0, 0.0
         batch, cost = self.setting.batch, self.setting.cost
-        groups = groups_along(c, cost, "tp")
+        groups = tuple([(axis, groups_along(c, cost, axis)) for axis in profile.axes])
         key = relatives(c), c.microbatch, groups
         if key not in self._steps:
-            self._steps[key] = step_cost(profile, c.microbatch, cost, groups)
+            self._steps[key] = step_cost(profile, c.microbatch, cost, dict(groups))
         step = self._steps[key]
         return step_bound(c, batch, step, cost), memory_bound(c, batch, step)
+
+    def template(self, c: Candidate) -> Template:
+        """Candidates of one template have their cuts bounded together."""
+        return template_of(c, self.setting.model.function, self.setting.batch)
 
     def of_all(self, key: Relatives, microbatch: int, gpus: int) -> float:
         """Seconds below which no candidate of these is, with microbatches of at most that size."""
         profile = self.profile(key)
         if profile is None:
             return 0.0
-        return compute_bound(profile, microbatch, self.setting.batch, gpus, key[0], self.setting.cost)
+        shards = key[0] * math.prod([x.size for x in key[3] if x.axis != EXPERTS])
+        return compute_bound(profile, microbatch, self.setting.batch, gpus, shards, self.setting.cost)
 
     def profile(self, key: Relatives) -> Profile | None:
         """The profile of these candidates, at one sample a microbatch; None where bounds are not known to hold."""
@@ -65,16 +79,19 @@ class Bounds:
         return self._profiles[key]
 
     @no_collection()
-    def _place(self, tp: int, sequence: bool, recompute: str) -> Profile | None:
+    def _place(self, tp: int, sequence: bool, recompute: str, split: tuple[InputSplit, ...]) -> Profile | None:
         setting = self.setting
-        if not bounded(setting.cost) or setting.batch < 2:
+        microbatches = setting.batch // math.prod([x.size for x in split if x.axis == EXPERTS])
+        if not bounded(setting.cost) or microbatches < 2:
             return None
-        plan = Plan(tp=tp, microbatches=setting.batch, sequence_parallel=sequence, recompute=recompute)
-        context = PassContext(plan, setting.cost.topology.devices[: plan.size])
+        function = setting.model.function
+        plan = Plan(tp=tp, microbatches=microbatches, sequence_parallel=sequence, recompute=recompute, split=split)
+        devices = setting.cost.topology.devices[: plan.size]
+        context = PassContext(plan, devices, splits=named_dims(function, split))
         names = ("fuse", "decompose", "pad", "place", "join", "recompute")
-        return profile_of(run_passes(setting.model.function, names, context), 1)
+        return profile_of(run_passes(function, names, context), 1)
 
 
 def relatives(c: Candidate) -> Relatives:
     """What candidates of one profile share."""
-    return c.tp, c.sequence_parallel, c.recompute
+    return c.tp, c.sequence_parallel, c.recompute, c.split

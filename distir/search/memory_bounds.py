@@ -20,9 +20,12 @@ def memory_bound(c: Candidate, batch: int, step: StepCost) -> float:
     kept = (profile.parameters + profile.state) / (c.dp if c.zero else 1)
     sums = gradients / (c.dp if c.zero > 1 else 1) if m > 1 else 0.0
     saved = profile.saved * step.scale
-    kept += profile.copied(c.dp, c.zero)
+    copied = profile.copied(c.dp, c.zero)
+    kept += copied
     in_flight = _in_flight(c, m)
-    found = max((kept + sums + saved) / c.pp, _least_memory(in_flight, kept, saved))
+    # of several chunks one may have sums when another has nothing saved any more
+    both = sums + saved if c.chunks == 1 else max(saved, sums - copied)
+    found = max((kept + both) / c.pp, _least_memory(in_flight, kept, saved))
     if m > 1 and c.chunks == 1:  # at the second backward pass of each rank there are sums, too
         again = tuple([max(1, min(n, m - 1)) for n in in_flight])
         found = max(found, _least_memory(again, kept + sums, saved))

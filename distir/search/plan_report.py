@@ -150,18 +150,22 @@ def _answer(table: PlanTable) -> str:
     best = table.rows[0]
     unit = "tokens" if best.work.tokens else "samples"
     rate = best.tokens_per_second
-    what, change = ADVICE[best.binds]
+    found = best.detail
+    limit = ""
+    if best.binds is not None:
+        what, change = ADVICE[best.binds]
+        limit = f"<p>It is limited by <b>{escape(what)}</b>. Next: {escape(change)}.</p>\n"
     cards = (
         (seconds(best.seconds), "a step"),
         (f"{rate:,.0f}", f"{unit} a second, {rate / best.plan.size:,.0f} a device"),
         (f"{best.mfu:.1%}", f"model FLOPs utilisation, {best.flops_per_device / 1e12:,.0f} TFLOP/s a device"),
         (size(best.memory), f"on the device that needs most; {size(best.headroom)} free"),
-        (f"{best.detail.bubble:.1%}", "of the step is the pipeline's bubble"),
+        *([(f"{found.bubble:.1%}", "of the step is the pipeline's bubble")] if found is not None else []),
     )
     made = "".join([f'<div class="card"><b>{escape(x)}</b><span>{escape(text)}</span></div>' for x, text in cards])
     return (
         f'<p class="best">{escape(str(best.plan))}</p>\n<div class="cards">{made}</div>\n'
-        f"<p>It is limited by <b>{escape(what)}</b>. Next: {escape(change)}.</p>\n"
+        f"{limit}"
         f"<details><summary>The plan as a file for --plan</summary><pre>{escape(best.plan.to_toml())}</pre></details>"
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.api.explain import Explanation, explain
+from distir.api.interop.plan_settings import CONTEXT, EXPERTS
 from distir.api.metrics import finite
 from distir.api.results import aligned, html_table, paragraphs, seconds, size
 from distir.ir.errors import UsageError, counted
@@ -18,13 +19,16 @@ from distir.transforms.plan import Plan
 if TYPE_CHECKING:
     from distir.viz.figure import Figure
 
-HEADER = (
-    "plan", "step", "tokens/s", "a GPU", "MFU", "TFLOP/s", "compute", "tp", "dp", "pp", "bubble", "memory", "headroom",
-)  # fmt: skip
+_FIRST = ("plan", "step", "tokens/s", "a GPU", "MFU", "TFLOP/s", "compute")
+_LAST = ("bubble", "memory", "headroom")
+_AXES = ("tp", CONTEXT, EXPERTS, "dp", "pp")
+"""The axes that have a column: those of context and experts only where a plan has them."""
 _SLIGHT = 0.1
 """The share of a step from which a loss is what binds it."""
 ADVICE = {
     "tp": ("tensor-parallel communication", "less tensor parallelism, or sequence parallelism"),
+    CONTEXT: ("context-parallel communication", "more replicas, or a longer part of the sequence on each device"),
+    EXPERTS: ("the exchange of tokens between experts", "fewer devices along ep, or those of one node"),
     "dp": ("data-parallel communication", "fewer replicas, a larger batch, or another ZeRO stage"),
     "pp": ("communication between stages", "fewer stages, or larger microbatches"),
     "bubble": ("the pipeline's bubble", "more microbatches, or more stages a rank"),
@@ -32,6 +36,17 @@ ADVICE = {
     "compute": ("compute", "more GPUs, or quicker ones"),
 }
 """By what binds a plan its name, and the next thing to change."""
+
+
+def columns(plans: Sequence[Plan]) -> list[str]:
+    """The axes that have a column in a table of these plans."""
+    sizes = {a.name for plan in plans for a in plan.axes if a.size > 1}
+    return [name for name in _AXES if name in sizes or name not in (CONTEXT, EXPERTS)]
+
+
+def column_of(axis: str) -> str:
+    """The axis to which communication counts: if it is along several, such as "dp+cp", or none of the known, to dp."""
+    return axis if axis in _AXES else "dp"
 
 
 class StepWork(NamedTuple):
@@ -45,7 +60,9 @@ class StepWork(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A plan and its step. Seconds, bytes; `detail` has shares of the step.
+    """A plan and its step. Seconds, bytes; `detail` has shares of the step, `binds` is a key of `ADVICE`.
+
+    Both are None, and the plan's program is not verified, if Ctrl-C came before that.
 
     `mfu`: model FLOPs utilisation, the FLOPs of the model's products and attention in a step, without what is
     recomputed, over those that all devices could do in that time at the peak of their dtype. `family`: of what it is
@@ -57,9 +74,9 @@ class PlanRow:
     bound: float
     memory: int
     headroom: float
-    detail: Detail
+    detail: Detail | None
     work: StepWork
-    binds: str
+    binds: str | None
     family: str | None = None
     certain: bool = True
 
@@ -78,16 +95,17 @@ class PlanRow:
         return (self.work.tokens or self.work.samples) / self.seconds
 
     def exposed(self, axis: str) -> float:
-        """The share of the step in which communication along an axis is exposed; "dp" is what is neither tp nor pp."""
-        found = self.detail.exposed
-        if axis != "dp":
-            return found.get(axis, 0.0)
-        return sum([x for name, x in found.items() if name not in ("tp", "pp")])
+        """The share of the step in which communication along an axis is exposed; see `column_of`. It is 0 where
+        nothing is known."""
+        found = self.detail.exposed if self.detail is not None else {}
+        return sum([x for name, x in found.items() if column_of(name) == axis])
 
-    def cells(self) -> tuple[str, ...]:
-        """A row of the table, with the columns of `HEADER`."""
+    def cells(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """A row of the table, with a column for the communication along each of these axes."""
         rate, detail = self.tokens_per_second, self.detail
-        shares = [detail.compute, *[self.exposed(axis) for axis in ("tp", "dp", "pp")], detail.bubble]
+        shares = ["?"] * (len(axes) + 2)
+        if detail is not None:
+            shares = [f"{x:.1%}" for x in (detail.compute, *[self.exposed(axis) for axis in axes], detail.bubble)]
         return (
             str(self.plan),
             seconds(self.seconds),
@@ -95,13 +113,14 @@ class PlanRow:
             f"{rate / self.plan.size:,.0f}",
             f"{self.mfu:.1%}",
             f"{self.flops_per_device / 1e12:,.0f}",
-            *[f"{x:.1%}" for x in shares],
+            *shares,
             size(self.memory),
             size(self.headroom),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Seconds, bytes, FLOP/s; shares of the step."""
+        """Seconds, bytes, FLOP/s; shares of the step, None where they are not known."""
+        detail = self.detail
         return {
             "plan": self.plan.to_json(),
             "family": self.family,
@@ -112,14 +131,14 @@ class PlanRow:
             "samples_per_second": self.work.samples / self.seconds,
             "mfu": self.mfu,
             "flops_per_second_per_device": self.flops_per_device,
-            "compute": self.detail.compute,
-            "exposed": {axis: self.exposed(axis) for axis in ("tp", "dp", "pp")},
-            "bubble": self.detail.bubble,
+            "compute": detail and detail.compute,
+            "exposed": detail and {axis: self.exposed(axis) for axis in columns([self.plan])},
+            "bubble": detail and detail.bubble,
             "peak_memory": self.memory,
-            "memory_at_peak": self.detail.memory,
+            "memory_at_peak": detail and detail.memory,
             "headroom": self.headroom,
             "binds": self.binds,
-            "next": ADVICE[self.binds][1],
+            "next": ADVICE[self.binds][1] if self.binds is not None else None,
         }
 
 
@@ -208,7 +227,8 @@ class PlanTable:
 
     def table(self) -> list[tuple[str, ...]]:
         """A header and a row a plan."""
-        return [HEADER, *[row.cells() for row in self.rows]]
+        axes = columns([row.plan for row in self.rows])
+        return [(*_FIRST, *axes, *_LAST), *[row.cells(axes) for row in self.rows]]
 
     def family_table(self) -> list[tuple[str, ...]]:
         """A header and the best of each family, with what it costs."""
@@ -229,8 +249,8 @@ class PlanTable:
     def lines(self) -> list[str]:
         """What binds the best plan, what is certain, and how the search went."""
         found: list[str] = []
-        if self.rows:
-            what, change = ADVICE[self.rows[0].binds]
+        if self.rows and (binds := self.rows[0].binds) is not None:
+            what, change = ADVICE[binds]
             found.append(f"the best plan is limited by {what}; next: {change}")
         if self.short is not None:
             found.append(f"quickest that does not fit: {self.short}")
@@ -243,7 +263,9 @@ class PlanTable:
             f"{counted(self.plans, 'plan')}: {self.simulated:,} simulated, {self.excluded:,} cannot fit; {certain}"
         )
         if self.interrupted:
-            found.append("interrupted: the search had not ended")
+            missing = sum([row.detail is None for row in (*self.rows, *self.families)])
+            unverified = f"the programs of {counted(missing, 'row')} are not verified"
+            found.append(f"interrupted: {unverified if missing else 'the search had not ended'}")
         return found
 
     def __str__(self) -> str:
@@ -293,7 +315,7 @@ def what_binds(detail: Detail, memory: bool) -> str:
     """What limits a plan: `memory` if quicker ones do not fit; else the largest loss of its step, or compute."""
     losses = {"bubble": detail.bubble}
     for axis, x in detail.exposed.items():
-        name = axis if axis in ("tp", "pp") else "dp"
+        name = column_of(axis)
         losses[name] = losses.get(name, 0.0) + x
     most = max(losses, key=losses.__getitem__)
     if memory:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distir.api.compilation import Cluster, cost_model, describe
+from distir.api.interop.plan_settings import CONTEXT, EXPERTS
 from distir.api.model import Model, loads
 from distir.api.results import size
 from distir.executor.cost_model.seconds import computed_in, work
@@ -18,7 +19,7 @@ from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Detail, Setting
 from distir.search.plan_table import PlanPoint, PlanRow, PlanTable, StepWork, short_of, what_binds
 from distir.search.simulating import Simulators, simulators
-from distir.search.space import SETTINGS, Candidate, Space, space
+from distir.search.space import Candidate, Space, space
 from distir.transforms.passes import SEQUENTIAL, form_of
 from distir.transforms.plan import Plan
 from distir.transforms.roles import weights
@@ -29,6 +30,7 @@ RESERVE_GIB = 1.0
 _FAMILY_TRIES = 12
 """The most simulations to find the best of a family."""
 _SHORT_TRIES = 8
+_AXIS_NAMES = {CONTEXT: "context parallelism", EXPERTS: "expert parallelism"}
 _BYTES = 16
 """Of a parameter in training: the weight, its gradient and AdamW's two moments, in float32."""
 
@@ -44,11 +46,13 @@ BestOf = tuple[Family, Simulated, bool]
 """A family, the quickest of it that was found, and whether none can be quicker."""
 FAMILIES: tuple[Family, ...] = (
     Family("no tensor parallelism", lambda c: c.tp == 1),
+    Family("no context parallelism", lambda c: c.cp == 1),
+    Family("no expert parallelism", lambda c: c.ep == 1),
     Family("no pipeline", lambda c: c.pp == 1),
     Family("no recomputation", lambda c: c.recompute == "none"),
     Family("no ZeRO", lambda c: c.zero == 0),
-    Family("ZeRO 3 alone", lambda c: c.zero == 3 and c.tp == c.pp == 1),
-    Family("data parallelism alone", lambda c: c.zero == 0 and c.tp == c.pp == 1),
+    Family("ZeRO 3 alone", lambda c: c.zero == 3 and c.dp == c.devices),
+    Family("data parallelism alone", lambda c: c.zero == 0 and c.dp == c.devices),
 )
 
 
@@ -59,21 +63,23 @@ def plan(
     gpus: int,
     *,
     top: int = 10,
-    vary: Sequence[str] = SETTINGS,
+    vary: Sequence[str] | None = None,
     fix: Mapping[str, Any] | None = None,
     memory_reserve: float = RESERVE_GIB,
     on_step: Callable[[Progressed, int], None] | None = None,
 ) -> PlanTable:
     """The quickest plans for a training step on `gpus` devices of a cluster, of those that fit in their memory.
 
-    Plans are ranked by simulated step time: what `simulate` says. The settings in `vary` vary, but for those in `fix`,
-    which have that value (`SETTINGS` lists them; `microbatch` is the samples of one on a device). `memory_reserve`, in
-    GiB, is left free on each device. The `top` best are shown. As many plans are simulated at a time as there are
-    cores. `on_step` is called after each simulation with what was found and how many plans are left. Ctrl-C ends the
-    search early, with the best so far.
+    Plans are ranked by simulated step time: what `simulate` says. The settings in `vary`, by default all that the model
+    has, vary, but for those in `fix`, which have that value (`SETTINGS` lists them; `microbatch` is the samples of one
+    on a device; "cp" varies by default only where sequences are long: `space`). `memory_reserve`, in GiB, is left free
+    on each device. The `top` best are shown. As many plans are simulated at a time as there are cores. `on_step` is
+    called after each simulation with what was found and how many plans are left. Ctrl-C ends the search early, with the
+    best so far; of rows that are not examined then `detail` and `binds` are None.
 
-    Raises UsageError for a model that is not trained, or an unknown setting or value; InfeasibleError where there is no
-    plan, none fits (the message says which is least short, and what would make it fit), or the cluster is smaller.
+    Raises UsageError for a model that is not trained, an unknown setting or value, or an axis that the model does not
+    have; InfeasibleError where there is no plan, none fits (the message says which is least short, and what would make
+    it fit), or the cluster is smaller.
     """
     begin = time.perf_counter()
     _check(model, gpus, top, memory_reserve)
@@ -101,7 +107,8 @@ def plan(
             state.interrupted = True
         shown = [x.candidate for x in (*state.fitting[:top], *[found for _, found, _ in families])]
         short = _quicker_but_short(state)
-        details = several.details([*shown, *([short.candidate] if short else [])])
+        details, stopped = several.details([*shown, *([short.candidate] if short else [])])
+        state.interrupted |= stopped
     result = _Result(setting, all_plans, state, families, details, short)
     return result.table(gpus, top, time.perf_counter() - begin)
 
@@ -134,6 +141,7 @@ def _likely(setting: Setting, found: Space) -> list[Candidate]:
             c.schedule != "1f1b",
             few,
             c.tp if enough else 0,
+            c.cp * c.ep,
             c.recompute != "full",
             c.zero != 1,
             c.microbatch,
@@ -188,8 +196,8 @@ class _Result(NamedTuple):
         bound = state.bound if not state.violations else 0.0  # a bound that did not hold says nothing of others
 
         def row(x: Simulated, family: str | None, certain: bool) -> PlanRow:
-            detail, outcome = self.details[x.candidate], x.outcome
-            binds = what_binds(detail, short is not None and family is None)
+            detail, outcome = self.details.get(x.candidate), x.outcome
+            binds = detail and what_binds(detail, short is not None and family is None)
             made = x.candidate.plan(setting.batch)
             figures = outcome.seconds, x.bound, outcome.memory, -outcome.over
             return PlanRow(made, *figures, detail, done, binds, family, certain)
@@ -208,7 +216,7 @@ class _Result(NamedTuple):
             elapsed,
             state.first_seconds,
             dict(self.space.left_out),
-            short and short_of(short, self.details[short.candidate], setting.batch),
+            short_of(short, detail, setting.batch) if short and (detail := self.details.get(short.candidate)) else None,
             state.interrupted,
             [
                 PlanPoint(x.candidate.plan(setting.batch), *x.outcome[:2], x.outcome.over)
@@ -249,7 +257,10 @@ def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simu
             f"none of {counted(len(found.candidates), 'plan')} can be applied: {next(iter(reasons))}"
         )
     least = min(known, key=lambda x: x.outcome.over)
-    detail = several.details([least.candidate])[least.candidate]
+    details, stopped = several.details([least.candidate])
+    if stopped:
+        raise KeyboardInterrupt  # nothing fits, and what is short is not known
+    detail = details[least.candidate]
     have = least.outcome.memory - least.outcome.over
     said = short_of(least, detail, setting.batch)
     needed = gpus * 2 ** math.ceil(math.log2(max(2.0, least.outcome.memory / have)))
@@ -261,5 +272,6 @@ def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simu
         ways.append("ZeRO: let zero vary")
     if c.microbatch > 1:
         ways.append("smaller microbatches: let microbatch vary")
+    ways += [f"{_AXIS_NAMES[name]}: let {name} vary" for name in found.unused]
     message = f"none of {counted(len(found.candidates), 'plan')} fits in {size(have)} a device; least short is {said}"
     return InfeasibleError(message, "; or ".join(ways))

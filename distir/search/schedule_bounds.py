@@ -16,7 +16,7 @@ from distir.search.space import Candidate
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD
 from distir.transforms.pipeline.schedule import make_table
 
-_MOST_CELLS = 40_000
+_MOST_CELLS = 400_000
 """The longest schedule that is followed: others keep their bound of time."""
 
 

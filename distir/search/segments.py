@@ -15,6 +15,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from distir.ir.device import AxisNames, Mesh
@@ -117,6 +118,11 @@ class Profile:
     saved: int
     _reduced: dict[tuple[int, int], Reduced] = field(default_factory=dict, repr=False)
 
+    @cached_property
+    def axes(self) -> tuple[AxisNames, ...]:
+        """The axes along which its ops communicate."""
+        return tuple(dict.fromkeys([kind.axis for kind in self.kinds if kind.axis is not None]))
+
     def reduced(self, dp: int, zero: int) -> Reduced:
         """What is reduced and gathered among `dp` replicas. Under ZeRO 2 and 3 only what is certainly split counts."""
         found = self._reduced.get((dp, zero))
@@ -162,7 +168,7 @@ def axis_of(op: Op) -> AxisNames | None:
 
 
 def profile_of(placed: Function, samples: int) -> Profile:
-    """The profile of a program that is placed along axes of weights and over time, not over replicas."""
+    """The profile of a program that is placed along axes of weights and inputs and over time, not over replicas."""
     phase = phases(placed)
     made = {op.outputs[0]: op for op in recompose(placed).ops if op.outputs}
     kinds = _Kinds()

@@ -30,7 +30,7 @@ class Bound(NamedTuple):
 
 
 class Refine(NamedTuple):
-    """To bound candidates that are `alike` by their cuts."""
+    """To bound candidates of one template by their cuts."""
 
     candidates: Sequence[Candidate]
 
@@ -70,12 +70,21 @@ class Simulators(NamedTuple):
             for future in done:
                 yield running.pop(future), future.result()
 
-    def details(self, candidates: Iterable[Candidate]) -> dict[Candidate, Detail]:
-        """Where the time of each candidate goes; their programs are verified and validated. Raises MismatchError."""
+    def details(self, candidates: Iterable[Candidate]) -> tuple[dict[Candidate, Detail], bool]:
+        """Where the time of each candidate goes; their programs are verified and validated. Ctrl-C ends this with the
+        details that are there; the second result says whether it did. Raises MismatchError."""
         rows = list(dict.fromkeys(candidates))
-        if self.executor is None:
-            return {c: examine(self.setting, c) for c in rows}
-        return dict(zip(rows, self.executor.map(_examine, rows), strict=True))
+        found: dict[Candidate, Detail] = {}
+        try:
+            if self.executor is None:
+                each = (examine(self.setting, c) for c in rows)
+            else:
+                each = self.executor.map(_examine, rows)
+            for c, detail in zip(rows, each, strict=True):
+                found[c] = detail
+        except KeyboardInterrupt:
+            return found, True
+        return found, False
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The space of plans: every combination of the settings that vary, but those that a rule leaves out.
 
 A `Candidate` is a few numbers; its `Plan` is made when it is needed. `RULES` leave out what equals another candidate,
-or is dominated by one, by construction; each says why.
+is dominated by one, by construction, or cannot be applied; each says why. Which further axes there are, context and
+expert parallelism, `model_axes` finds in the program.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from distir.api.interop.plan_settings import CONTEXT, EXPERTS
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.function import Function
 from distir.ir.topology import Topology, regular_group
 from distir.ops.rules import shape_of
+from distir.search.model_axes import ModelAxis, model_axes
 from distir.transforms.pipeline.recompute import WORDS
-from distir.transforms.plan import Plan, default_order
+from distir.transforms.plan import InputSplit, Plan, default_order
 from distir.transforms.roles import weights
 
-SETTINGS = ("dp", "tp", "pp", "microbatch", "schedule", "chunks", "zero", "recompute", "sequence_parallel", "order")
+FURTHER = (CONTEXT, EXPERTS)
+"""Axes that there are only where the model has their dims."""
+SETTINGS = (
+    "dp", "tp", "pp", *FURTHER,
+    "microbatch", "schedule", "chunks", "zero", "recompute", "sequence_parallel", "order",
+)  # fmt: skip
 """What may vary, by name; `microbatch` is the number of samples of one on a device."""
+_LEAST_PART = 8192
+"""The fewest tokens of a sequence on a device where context parallelism is not asked for: Llama 3 405B was trained so,
+16 devices for 131,072 tokens (Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 4)."""
 _CHUNKS = 8
 """The most stages of a pipeline rank."""
 USUAL: Mapping[str, Sequence[Any]] = {
@@ -34,7 +45,8 @@ USUAL: Mapping[str, Sequence[Any]] = {
 
 
 class Candidate(NamedTuple):
-    """A plan of the space: the fields of `Plan`, but with the samples of a microbatch on a device."""
+    """A plan of the space: the fields of `Plan`, but with the samples of a microbatch on a device. `order` names all
+    axes, also those of `split`: "cp" and "ep"."""
 
     dp: int
     tp: int
@@ -46,14 +58,34 @@ class Candidate(NamedTuple):
     recompute: str = "none"
     sequence_parallel: bool = False
     order: tuple[str, ...] = default_order()
+    split: tuple[InputSplit, ...] = ()
+
+    @property
+    def cp(self) -> int:
+        """The devices along the axis of context parallelism."""
+        return self._along(CONTEXT)
+
+    @property
+    def ep(self) -> int:
+        """The devices along the axis of expert parallelism."""
+        return self._along(EXPERTS)
+
+    def _along(self, axis: str) -> int:
+        return next((x.size for x in self.split if x.axis == axis), 1) if self.split else 1
 
     @property
     def devices(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * math.prod([x.size for x in self.split])
+
+    @property
+    def shards(self) -> int:
+        """How many devices of a stage share a sample: those of a replica, but along the axis of experts each has its
+        own."""
+        return self.tp * self.cp
 
     def microbatches(self, batch: int) -> int:
-        """How many microbatches a batch is."""
-        return batch // (self.dp * self.microbatch)
+        """How many microbatches a batch is: experts' devices have samples of their own, as replicas have."""
+        return batch // (self.dp * self.ep * self.microbatch)
 
     def plan(self, batch: int) -> Plan:
         """The plan, for a batch of so many samples."""
@@ -63,10 +95,12 @@ class Candidate(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What is left out of the space, and why. `drops` is given a candidate and the samples of a batch."""
+    """What is left out of the space, and why. `drops` is given a candidate and the samples of a batch. `free`: the
+    settings that must not be fixed, for the candidate that is as good to be there."""
 
     drops: Callable[[Candidate, int], bool]
     reason: str
+    free: tuple[str, ...] = ()
 
 
 RULES: tuple[Rule, ...] = (
@@ -94,6 +128,15 @@ RULES: tuple[Rule, ...] = (
         lambda c, batch: (c.schedule == "interleaved") != (c.chunks > 1),
         "interleaved with one chunk is 1f1b, and other schedules have one",
     ),
+    Rule(
+        lambda c, batch: c.sequence_parallel and c.cp > 1,
+        "sequence parallelism splits what context parallelism has split",
+    ),
+    Rule(
+        lambda c, batch: math.gcd(c.cp, c.microbatch) > 1,
+        "more replicas with fewer samples a microbatch do what context parallelism does, and gather no keys and values",
+        ("dp", CONTEXT, "microbatch"),
+    ),
 )
 
 
@@ -101,10 +144,11 @@ _SAME_NODES = "another order of the axes puts equal groups of devices into the n
 
 
 class Space(NamedTuple):
-    """The candidates, and how many each rule left out, by its reason."""
+    """The candidates, how many each rule left out, by its reason, and the axes that might vary, too."""
 
     candidates: list[Candidate]
     left_out: Mapping[str, int]
+    unused: tuple[str, ...] = ()
 
 
 def space(
@@ -112,34 +156,43 @@ def space(
     batch: int,
     gpus: int,
     topology: Topology,
-    vary: Sequence[str] = SETTINGS,
+    vary: Sequence[str] | None = None,
     fix: Mapping[str, Any] | None = None,
 ) -> Space:
     """All candidates for a training step of `batch` samples on `gpus` devices.
 
     Settings not in `vary` have the default of `Plan` (a microbatch is then all the samples that a replica has), those
-    in `fix` that value. Raises UsageError for an unknown setting or value, InfeasibleError where there is no candidate.
+    in `fix` that value. Without `vary` all of them vary, but sequences are split only into parts of at least 8,192
+    tokens. Raises UsageError for an unknown setting or value, or an axis that the model does not have,
+    InfeasibleError where there is no candidate.
     """
     fix = dict(fix or {})
-    _check_settings(vary, fix)
-    varied = [name for name in vary if name not in fix]
+    _check_settings(vary or (), fix)
+    axes = model_axes(function)
+    _check_axes(axes, vary or (), fix)
+    varied = [name for name in (SETTINGS if vary is None else vary) if name not in fix]
+    free = [name for name in (*varied, "microbatch") if name not in fix]
+    splits = _splits(axes, gpus, varied, fix, _LEAST_PART if vary is None else 1)
     repeats = repeated(function)
-    orders: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
+    orders: dict[object, list[tuple[str, ...]]] = {}
     found: list[Candidate] = []
     dropped: Counter[str] = Counter()
-    for c in _combinations(batch, gpus, varied, fix, repeats):
-        rule = next((rule for rule in RULES if rule.drops(c, batch)), None)
+    for c in _combinations(batch, _factors(gpus, varied, fix, splits), varied, fix, repeats):
+        rule = next(
+            (rule for rule in RULES if rule.drops(c, batch) and all([name in free for name in rule.free])), None
+        )
         if rule is not None and not _demanded(c, fix):
             dropped[rule.reason] += 1
             continue
-        if c[:3] not in orders:
-            orders[c[:3]] = _orders(c, topology) if "order" in varied else [tuple(fix.get("order", c.order))]
+        key = c[:3], c.split
+        if key not in orders:
+            orders[key] = _orders(c, topology) if "order" in varied else [_in_order(c, fix.get("order", ()))]
         if "order" in varied:
-            dropped[_SAME_NODES] += math.factorial(len(c.order)) - len(orders[c[:3]])
-        found += [c._replace(order=order) for order in orders[c[:3]]]
+            dropped[_SAME_NODES] += math.factorial(len(c.order)) - len(orders[key])
+        found += [c._replace(order=order) for order in orders[key]]
     if not found:
         raise _nothing(batch, gpus, fix)
-    return Space(found, dict(dropped))
+    return Space(found, dict(dropped), tuple([name for name in axes if all([not c.split for c in found])]))
 
 
 def _demanded(c: Candidate, fix: Mapping[str, Any]) -> bool:
@@ -147,24 +200,31 @@ def _demanded(c: Candidate, fix: Mapping[str, Any]) -> bool:
     return all(name in fix for name in ("zero", "schedule", "chunks", "sequence_parallel"))
 
 
+_Degrees = tuple[int, int, int, tuple[InputSplit, ...]]
+"""dp, tp, pp and the further axes."""
+
+
 def _combinations(
-    batch: int, gpus: int, varied: Sequence[str], fix: Mapping[str, Any], repeats: int
+    batch: int, degrees: Sequence[_Degrees], varied: Sequence[str], fix: Mapping[str, Any], repeats: int
 ) -> Iterator[Candidate]:
     def values(name: str) -> Sequence[Any]:
         if name in fix:
             return (fix[name],)
         return USUAL[name] if name in varied else (USUAL[name][0],)
 
-    for dp, tp, pp in _factors(gpus, varied, fix):
-        if batch % dp:
+    for dp, tp, pp, split in degrees:
+        usual = default_order([x.axis for x in split])
+        start = Candidate(dp, tp, pp, 1, order=usual, split=split)
+        pieces = dp * start.ep
+        if batch % pieces:
             continue
-        sizes = divisors(batch // dp) if "microbatch" in varied else [batch // dp]
+        sizes = divisors(batch // pieces) if "microbatch" in varied else [batch // pieces]
         for microbatch in [fix["microbatch"]] if "microbatch" in fix else sizes:
-            if batch // dp % microbatch:
+            if batch // pieces % microbatch:
                 continue
             rows = itertools.product(*[values(name) for name in ("schedule", "zero", "recompute", "sequence_parallel")])
             for schedule, zero, recompute, sequence in rows:
-                c = Candidate(dp, tp, pp, microbatch, schedule, 1, zero, recompute, sequence)
+                c = Candidate(dp, tp, pp, microbatch, schedule, 1, zero, recompute, sequence, usual, split)
                 if schedule != "interleaved":
                     yield c
                 elif c.microbatches(batch) % pp == 0:
@@ -172,15 +232,38 @@ def _combinations(
                     yield from [c._replace(chunks=n) for n in chunks]
 
 
-def _factors(gpus: int, varied: Sequence[str], fix: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-    """(dp, tp, pp) whose product is the number of devices."""
-    found = [(gpus // (tp * pp), tp, pp) for tp in divisors(gpus) for pp in divisors(gpus // tp)]
+def _factors(
+    gpus: int, varied: Sequence[str], fix: Mapping[str, Any], splits: Sequence[tuple[InputSplit, ...]]
+) -> list[_Degrees]:
+    """The degrees whose product is the number of devices."""
+    found: list[_Degrees] = []
+    for split in splits:
+        rest = gpus // math.prod([x.size for x in split])
+        found += [(rest // (tp * pp), tp, pp, split) for tp in divisors(rest) for pp in divisors(rest // tp)]
     for k, name in enumerate(("dp", "tp", "pp")):
         if name in fix:
             found = [row for row in found if row[k] == fix[name]]
         elif name not in varied:
             found = [row for row in found if row[k] == 1]
     return found
+
+
+def _splits(
+    axes: Mapping[str, ModelAxis], gpus: int, varied: Sequence[str], fix: Mapping[str, Any], least: int
+) -> list[tuple[InputSplit, ...]]:
+    """The further axes of more than one device, in all combinations; the first has none. Sequences are split into parts
+    of at least so many tokens."""
+    choices: list[list[InputSplit | None]] = []
+    for name, axis in axes.items():
+        if name in fix:
+            sizes = [fix[name]] if gpus % fix[name] == 0 else []
+        else:
+            sizes = divisors(math.gcd(gpus, axis.size)) if name in varied else [1]
+            if name == CONTEXT:
+                sizes = [n for n in sizes if n == 1 or axis.size // n >= least]
+        choices.append([axis.split(n) if n > 1 else None for n in sizes])
+    rows = [tuple([x for x in row if x is not None]) for row in itertools.product(*choices)]
+    return [row for row in rows if gpus % math.prod([x.size for x in row]) == 0]
 
 
 def divisors(n: int) -> list[int]:
@@ -204,7 +287,7 @@ def repeated(function: Function) -> int:
 
 def _orders(c: Candidate, topology: Topology) -> list[tuple[str, ...]]:
     """The orders of the axes that differ in which devices share a node, the default first."""
-    usual = default_order()
+    usual = c.order
     r = topology.uniform
     if r is not None and r.near:
         r = None  # in a node, too, it matters which devices are neighbours
@@ -216,7 +299,7 @@ def _orders(c: Candidate, topology: Topology) -> list[tuple[str, ...]]:
         key = (
             tuple([name for name in order if getattr(c, name) > 1])
             if r is None
-            else tuple([_groups(c, topology, order, axis) for axis in ("tp", "dp", "pp")])
+            else tuple([_groups(c, topology, order, axis) for axis in usual])
         )
         if key not in seen:
             seen.add(key)
@@ -224,11 +307,23 @@ def _orders(c: Candidate, topology: Topology) -> list[tuple[str, ...]]:
     return found
 
 
-def starts(c: Candidate, order: Sequence[str], axis: str, modulo: int) -> list[int]:
-    """The numbers, modulo the devices of a node, of the first devices of all groups along an axis."""
-    spacing, size = spacing_of(c, order, axis), getattr(c, axis)
-    ends = c.devices
-    found = {d % modulo for block in range(0, ends, spacing * size) for d in range(block, block + min(spacing, modulo))}
+def _in_order(c: Candidate, given: Sequence[str]) -> tuple[str, ...]:
+    """The order given, of the axes that a candidate has; further axes that it does not name come after tp."""
+    if not given:
+        return c.order
+    named = [name for name in given if name in c.order or name not in FURTHER]
+    missing = [name for name in [x.axis for x in c.split] if name not in named]
+    k = named.index("tp") + 1 if "tp" in named else 0
+    return (*named[:k], *missing, *named[k:])
+
+
+def starts(c: Candidate, order: Sequence[str], axes: Sequence[str], modulo: int) -> list[int]:
+    """The numbers, modulo the devices of a node, of the first devices of all groups along axes."""
+    found = {0}
+    for name in order:
+        if name not in axes:
+            spacing, size = spacing_of(c, order, name), min(getattr(c, name), modulo)
+            found = {(d + k * spacing) % modulo for d in found for k in range(size)}
     return sorted(found)
 
 
@@ -246,7 +341,7 @@ def _groups(c: Candidate, topology: Topology, order: Sequence[str], axis: str) -
     return frozenset(
         [
             regular_group(r, [(d + k * spacing) // r.per_node for k in range(size)])
-            for d in starts(c, order, axis, r.per_node)
+            for d in starts(c, order, (axis,), r.per_node)
         ]
     )
 
@@ -255,13 +350,28 @@ def _check_settings(vary: Sequence[str], fix: Mapping[str, Any]) -> None:
     for name in (*vary, *fix):
         if name not in SETTINGS:
             raise UsageError(f"{name!r} does not vary between plans", f"settings are {', '.join(SETTINGS)}")
-    for name in ("dp", "tp", "pp", "microbatch", "chunks"):
+    for name in ("dp", "tp", "pp", *FURTHER, "microbatch", "chunks"):
         if name in fix and not (isinstance(fix[name], int) and fix[name] >= 1):
             raise UsageError(f"{name} is a whole number of at least 1, got {fix[name]!r}")
     known = {"schedule": USUAL["schedule"], "zero": USUAL["zero"], "recompute": WORDS}
     for name, words in known.items():
         if name in fix and fix[name] not in words:
             raise UsageError(f"{name} is one of {', '.join(map(str, words))}, got {fix[name]!r}")
+
+
+def _check_axes(axes: Mapping[str, ModelAxis], vary: Sequence[str], fix: Mapping[str, Any]) -> None:
+    """Raises UsageError for a further axis that is asked for, and the model does not have; InfeasibleError for a degree
+    that does not divide what the axis splits."""
+    what = {CONTEXT: "sequences", EXPERTS: "experts"}
+    for name in FURTHER:
+        n = fix.get(name, 1)
+        if name not in axes and (name in vary or n > 1):
+            raise UsageError(f"{name}: the model has no {what[name]}", f"leave {name} out")
+        if name in axes and axes[name].size % n:
+            sizes = ", ".join(map(str, divisors(axes[name].size)[1:7]))
+            raise InfeasibleError(
+                f"{name} {n} does not divide {what[name]} of {axes[name].size}", f"use {name}={sizes}"
+            )
 
 
 def _nothing(batch: int, gpus: int, fix: Mapping[str, Any]) -> InfeasibleError:

@@ -12,7 +12,9 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
+from functools import cached_property
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
@@ -228,9 +230,9 @@ class Plan:
             raise UsageError(f"an order names {_listed(self._default_order())} once each, got {', '.join(self.order)}")
 
     def _default_order(self) -> tuple[str, ...]:
-        return tuple([a.name for a in sorted(self.axes, key=lambda a: _NESTING.index(a.strategy))])
+        return default_order([split.axis for split in self.split])
 
-    @property
+    @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """All axes of devices, also those of one device."""
         own = [Axis(f.name, getattr(self, f.name), f.metadata["strategy"]) for f in AXES]
@@ -246,7 +248,7 @@ class Plan:
         """The axis of pipeline ranks."""
         return next(a for a in self.axes if a.strategy == STAGES)
 
-    @property
+    @cached_property
     def sharding(self) -> Sharding:
         """What decides placements."""
         axes = tuple([a for a in self.axes if a.strategy != STAGES and a.size > 1])
@@ -320,9 +322,10 @@ _RESERVED = (TIME,)
 _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def default_order() -> tuple[str, ...]:
-    """The default order in which device numbers run through the axes."""
-    return tuple([f.name for f in sorted(AXES, key=lambda f: _NESTING.index(f.metadata["strategy"]))])
+def default_order(further: Sequence[str] = ()) -> tuple[str, ...]:
+    """The default order in which device numbers run through the axes, with these further ones."""
+    axes = [*[(f.name, f.metadata["strategy"]) for f in AXES], *[(name, INPUTS) for name in further]]
+    return tuple([name for name, strategy in sorted(axes, key=lambda a: _NESTING.index(a[1]))])
 
 
 def load_plan(path: str | PathLike[str]) -> dict[str, Any]:

@@ -108,6 +108,24 @@ def test_figure_and_report(capsys, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {figure.name, report.name}
 
 
+def test_interrupted_while_the_shown_plans_are_examined(capsys, monkeypatch, tmp_path):
+    """The table is printed, files are written, and the exit code is that of an interrupt."""
+
+    def interrupt(setting, c):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("distir.search.planning.host_cores", lambda: 1)
+    monkeypatch.setattr("distir.search.simulating.examine", interrupt)
+    path = tmp_path / "best.toml"
+    assert main([*LINE, "--gpus", "2", "--vary", "dp,tp", "--top", "2", "--emit", "distir", str(path)]) == 130
+    found = capsys.readouterr()
+    assert len([x for x in found.out.splitlines() if x.startswith("dp ")]) == 2
+    assert "interrupted: the programs of" in found.out
+    assert "limited by" not in found.out
+    assert "distir: error: interrupted" in found.err
+    assert path.exists()
+
+
 def test_interrupted():
     """Ctrl-C at a terminal, when the progress bar shows a plan, prints the best so far."""
     line = ["plan", "gpt:layers=24,hidden=256,heads=8,vocab=1024", "--seq", "128", "--cluster", "dgx-a100"]

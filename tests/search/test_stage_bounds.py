@@ -12,9 +12,10 @@ from distir.ir import Topology
 from distir.search.best_first import search
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting, evaluate
+from distir.search.placed_sizes import template_of
 from distir.search.simulating import Simulators
 from distir.search.space import Candidate, space
-from distir.search.stage_bounds import alike, cut_bounds
+from distir.search.stage_bounds import cut_bounds
 
 DEEP = "llama:layers=8,hidden=512,heads=8,vocab=1000,seq=256"
 PLANS = (
@@ -82,7 +83,7 @@ def test_plans_of_one_placed_program_share_it():
     setting = setting_of(gpus=16, batch=32)
     groups = {}
     for c in space(setting.model.function, 32, 16, setting.cost.topology).candidates:
-        groups.setdefault(alike(c), []).append(c)
+        groups.setdefault(template_of(c, setting.model.function, 32), []).append(c)
     group = next(g for g in groups.values() if len({c.order for c in g}) > 1 and len({c.chunks for c in g}) > 1)
     assert cut_bounds(setting, group) == [cut_bounds(setting, [c])[0] for c in group]
 
@@ -118,3 +119,10 @@ def test_a_plan_that_fits_to_the_byte_is_found():
         left = setting._replace(reserve=reserve)
         state = search(Bounds(left), PLANS, Simulators(left))
         assert [x.candidate for x in state.fitting] == found
+
+
+def test_sums_of_one_chunk_may_come_after_what_another_saves():
+    """Of two microbatches and two chunks no rank has all sums and all saved values at a time."""
+    setting = setting_of(batch=8)
+    c = Candidate(4, 1, 2, 1, "interleaved", 2, 1, "selective")
+    assert Bounds(setting).of(c)[1] <= evaluate(setting, c).memory

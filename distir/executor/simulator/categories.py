@@ -33,6 +33,11 @@ def leaves(t: Type) -> list[Tensor]:
     return [x for part in t.types for x in leaves(part)] if isinstance(t, Tuple) else [t]
 
 
+def tensors_in(t: Type) -> int:
+    """The number of tensors of a type."""
+    return sum([tensors_in(x) for x in t.types]) if isinstance(t, Tuple) else 1
+
+
 def is_view(op: Op) -> bool:
     """Whether the results share the operands' buffers."""
     return op.spec.alias and bool(op.inputs)
@@ -52,12 +57,12 @@ class Categories:
         self._pack, self._unpack = lookup("Pack"), lookup("Unpack")
         for out, source in main.updates.items():
             kind = _OF_ROLE.get(source.kind or "", BUFFER)
-            for i in range(len(leaves(out.type))):
+            for i in range(tensors_in(out.type)):
                 self._label(self._origin(main, (out, i)), kind, source)
         owned = _Owned(main).leaves
         for callee in main.callees():
             for v in callee.outputs:
-                for i in range(len(leaves(v.type))):
+                for i in range(tensors_in(v.type)):
                     _, leaf = self._origin(callee, (v, i))
                     self.labels.setdefault(leaf, PARAMETER if leaf in owned else ACTIVATION)
         self._activations()
@@ -198,7 +203,7 @@ class _Owned:
         self._other: set[Leaf] = set()
         self._walked: dict[tuple[Function, tuple[tuple[int, ...], ...]], list[tuple[int, ...]]] = {}
         roles = [self.OWNED if v.kind == "parameter" else self.OTHER for v in main.inputs]
-        self._walk(main, [(k,) * len(leaves(v.type)) for k, v in zip(roles, main.inputs, strict=True)])
+        self._walk(main, [(k,) * tensors_in(v.type) for k, v in zip(roles, main.inputs, strict=True)])
         self.leaves -= self._other  # another call gives it other arguments
 
     def _walk(self, f: Function, args: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -217,7 +222,7 @@ class _Owned:
                 outs = [tuple([next(row) for _ in leaves(v.type)]) for v in op.outputs]
             else:
                 kind = max([k for row in ins for k in row], default=self.NONE)
-                outs = [(kind,) * len(leaves(v.type)) for v in op.outputs]
+                outs = [(kind,) * tensors_in(v.type) for v in op.outputs]
             for v, row in zip(op.outputs, outs, strict=True):
                 env[v] = row
                 for i, k in enumerate(row):
@@ -233,7 +238,7 @@ class Parts:
     def __init__(self, values: tuple[Value, ...]) -> None:
         self.values = values
         self.number = {v: k for k, v in reversed(list(enumerate(values)))}
-        sizes = [1 if isinstance(v.type, Tensor) else len(leaves(v.type)) for v in values]
+        sizes = [tensors_in(v.type) for v in values]
         self.starts = [0, *itertools.accumulate(sizes)]
 
     def member(self, i: int) -> Leaf:

@@ -173,12 +173,24 @@ class Simulation:
         """What the memory of each class holds beside tensors."""
         return [overheads(self.program, c) for c in range(len(self.program.classes.sizes))]
 
+    @cached_property
+    def _tensors(self) -> dict[int, int]:
+        """The most bytes of tensors of a device at once, by class: of classes whose categories were counted, or that
+        were asked for."""
+        return {}
+
+    def _tensor_bytes(self, c: int) -> int:
+        found = self._tensors.get(c)
+        if found is None:
+            found = self._tensors[c] = self._totals.use(c).total
+        return found
+
     def _peak(self, c: int) -> int:
         """The most bytes of a device of a class in use at once."""
-        return self._totals.use(c).total + self._overheads[c].total
+        return self._tensor_bytes(c) + self._overheads[c].total
 
     def _allocated(self, c: int) -> int:
-        return self._totals.use(c).total + self._overheads[c].workspace
+        return self._tensor_bytes(c) + self._overheads[c].workspace
 
     def _class_of(self, device: Device) -> int:
         c = self.program.classes.of(device)
@@ -189,7 +201,10 @@ class Simulation:
     def memory(self, device: Device) -> MemoryUse:
         """The live memory of a device's tensors: peak, categories, curve. Raises UsageError if the program does not use
         the device."""
-        return self._memory.use(self._class_of(device))
+        c = self._class_of(device)
+        use = self._memory.use(c)
+        self._tensors[c] = use.total
+        return use
 
     def overheads(self, device: Device) -> Overheads:
         """What a device's memory holds beside tensors. Raises UsageError if the program does not use the device."""
@@ -240,7 +255,7 @@ class Simulation:
     @cached_property
     def memories(self) -> list[tuple[int, int]]:
         """The peak of each device class, in order of devices: bytes in use, and of tensors alone."""
-        return [(self._peak(c), self._totals.use(c).total) for c in range(len(self.program.classes.sizes))]
+        return [(self._peak(c), self._tensor_bytes(c)) for c in range(len(self.program.classes.sizes))]
 
     @property
     def samples_per_second(self) -> float | None:

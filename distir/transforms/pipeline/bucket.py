@@ -63,7 +63,7 @@ def reductions_first(function: Function, axes: Collection[str]) -> Function:
 def _buckets(function: Function, axes: Collection[str], limit: float, kinds: Collection[Spec]) -> dict[Op, list[Op]]:
     """The buckets of more than one member, by their last member."""
     found: dict[Op, list[Op]] = {}
-    if not any([op.spec in kinds for op in function.ops]):
+    if len([op for op in function.ops if op.spec in kinds]) < 2:
         return found
     filling: dict[object, list[Op]] = {}
     size: dict[object, int] = {}

@@ -7,9 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from distir.ir.function import Function, Op, Value
 
+_WHERE = ("device", "place")
+"""Attributes that say where an op's result is, and how it is placed: plans of a program differ in these, and in the
+attributes of communication."""
+
 
 def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
-    """`ops` in a topological order that depends neither on names nor on the order in which they are given.
+    """`ops` in a topological order that depends neither on names nor on the order in which they are given, nor on how
+    many devices there are along an axis.
 
     Ops are sorted by the longest chain of ops that depends on them, longest first; ties by a hash of the term that an
     op computes; ops of equal terms by the position of their results among the function's outputs.
@@ -42,7 +47,9 @@ def _term_names(function: Function, ops: Iterable[Op]) -> dict[Op, str]:
     name: dict[Op, str] = {}
     for op in function.ops:
         if op in needed:
-            text = f"{op.spec.name}|{dict(op.attributes)!r}|" + ",".join([digest[v] for v in op.inputs])
+            computed = op.spec.comm is None
+            what = {key: x for key, x in op.attributes.items() if computed and key not in _WHERE}
+            text = f"{op.spec.name}|{what!r}|" + ",".join([digest[v] for v in op.inputs])
             name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
             for k, v in enumerate(op.outputs):
                 digest[v] = f"{name[op]}.{k}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -18,33 +19,49 @@ if TYPE_CHECKING:
 _CANDIDATES = 400
 
 
-class Choices(NamedTuple):
-    """The ways in which ops, in topological order, can be cut into stages.
+class Ways(NamedTuple):
+    """The ways in which ops, in topological order, can be cut into stages, at no prices.
 
     Every union of the first stages is a closed set of ops: one that contains what its ops depend on. If there are few
-    closed sets, `member` has a row for each, a column an op; `total` is the cost of each set's ops, `cut_cost` that of
-    sending what crosses its border, `subset[i, j]` says whether set i is a proper subset of set j. Else these are None
-    and the ops are cut in the order given: `costs` is the cost of each op, `crossing` the cut cost before each.
+    closed sets, `member` has a row for each, a column an op; `subset[i, j]` says whether set i is a proper subset of
+    set j; `border` has the bytes that cross the border of each. Else these are None and the ops are cut in the order
+    given: `crossing` has the bytes that cross before each op. Bytes are global ones, of values and their gradients.
     """
 
     ops: Sequence[Op]
-    costs: Sequence[float]
-    crossing: Sequence[float]
-    member: np.ndarray | None
-    total: np.ndarray | None = None
-    cut_cost: np.ndarray | None = None
+    crossing: Sequence[int]
+    sets: Sequence[int] = ()
+    member: np.ndarray | None = None
+    border: np.ndarray | None = None
     subset: np.ndarray | None = None
 
 
-def choices(forward: Sequence[Op], costs: Sequence[float], byte: float) -> Choices:
-    """All ways to cut ops, or, if there are too many, only those that keep the order given. `byte` is the cost of a
-    byte sent between stages."""
+def ways(forward: Sequence[Op]) -> Ways:
+    """All ways to cut ops, or, if there are too many, only those that keep the order given."""
     place = {v: i for i, op in enumerate(forward) for v in op.outputs}
     found = _closed(tuple([sum(1 << i for i in {place[v] for v in op.inputs if v in place}) for op in forward]))
     if found is None:
-        return Choices(forward, costs, _crossing(forward, byte), None)
-    cut_cost = _borders(forward, found.member, byte)
-    return Choices(forward, costs, (), found.member, _loads(found.sets, costs), cut_cost, found.subset)
+        return Ways(forward, _crossing(forward))
+    return Ways(forward, (), found.sets, found.member, _borders(forward, found.member), found.subset)
+
+
+class Choices(NamedTuple):
+    """Ways to cut ops, at prices. If there are few closed sets, `total` is the cost of each set's ops and `cut_cost`
+    that of sending what crosses its border. Else these are None: `costs` is the cost of each op, `crossing` the cut
+    cost before each."""
+
+    ways: Ways
+    costs: Sequence[float]
+    crossing: Sequence[float]
+    total: np.ndarray | None = None
+    cut_cost: np.ndarray | None = None
+
+
+def choices(given: Ways, costs: Sequence[float], byte: float) -> Choices:
+    """The ways to cut ops of these costs; `byte` is the cost of a byte sent between stages."""
+    if given.border is None:
+        return Choices(given, costs, [byte * n for n in given.crossing])
+    return Choices(given, costs, (), _loads(given.sets, costs), byte * given.border)
 
 
 class _ClosedSets(NamedTuple):
@@ -73,14 +90,14 @@ def _closed(needs: tuple[int, ...]) -> _ClosedSets | None:
 
 def balanced(given: Choices, parts: int) -> dict[Op, int]:
     """The stage of each op. Raises InfeasibleError if there are fewer ops than stages."""
-    _check_pieces(len(given.ops), parts)
-    _, _, _, member, total, cut_cost, subset = given
-    if member is None or total is None or cut_cost is None or subset is None:
+    ops, _, _, member, _, subset = given.ways
+    _check_pieces(len(ops), parts)
+    if member is None or given.total is None or given.cut_cost is None or subset is None:
         cuts = balanced_cut(given.costs, given.crossing, parts)
-        return {op: bisect_right(cuts, i) for i, op in enumerate(given.ops)}
-    chain = _best_chain(total, cut_cost, subset, parts)
+        return {op: bisect_right(cuts, i) for i, op in enumerate(ops)}
+    chain = _best_chain(given.total, given.cut_cost, subset, parts)
     later = (parts - 1 - member[chain].sum(axis=0, dtype=int)).tolist()
-    return dict(zip(given.ops, later, strict=True))
+    return dict(zip(ops, later, strict=True))
 
 
 def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:
@@ -185,9 +202,9 @@ def _loads(sets: Sequence[int], costs: Sequence[float]) -> np.ndarray:
     return np.array([load[s] for s in sets])
 
 
-def _borders(forward: Sequence[Op], member: np.ndarray, byte: float) -> np.ndarray:
-    """The cut cost of each set (a row of 0 and 1): sending the values made in it and used outside, and their gradients
-    back."""
+def _borders(forward: Sequence[Op], member: np.ndarray) -> np.ndarray:
+    """The bytes that cross the border of each set (a row of 0 and 1): of the values made in it and used outside, and
+    their gradients back."""
     import numpy as np
 
     users: dict[Value, set[int]] = {}
@@ -199,17 +216,17 @@ def _borders(forward: Sequence[Op], member: np.ndarray, byte: float) -> np.ndarr
     used[[i for _, v in made for i in users[v]], [k for k, (_, v) in enumerate(made) for _ in users[v]]] = 1
     here = member.astype(np.float32) @ used  # how many of a value's users are in a set
     crossing = (member[:, [i for i, _ in made]] > 0) & (here < used.sum(axis=0))
-    sent = np.array([_sent(v, byte) for _, v in made])
+    sent = np.array([_sent(v) for _, v in made])
     return (crossing.T * sent[:, None]).sum(axis=0)
 
 
-def _sent(v: Value, byte: float) -> float:
-    """The cost of sending a value to another stage, and its gradient back."""
-    return 2 * byte * math.prod(shape_of(v)) * tensor(v).dtype.size
+def _sent(v: Value) -> int:
+    """The bytes of a value sent to another stage, and of its gradient sent back."""
+    return 2 * math.prod(shape_of(v)) * tensor(v).dtype.size
 
 
-def _crossing(forward: Sequence[Op], byte: float) -> list[float]:
-    """The cut cost before each op: of sending the values made before it and used from it on, and their gradients."""
+def _crossing(forward: Sequence[Op]) -> list[int]:
+    """The bytes that cross before each op: of the values made before it and used from it on, and their gradients."""
     place = {op: i for i, op in enumerate(forward)}
     made = {v: i for op, i in place.items() for v in op.outputs}
     last = dict(made)
@@ -217,12 +234,8 @@ def _crossing(forward: Sequence[Op], byte: float) -> list[float]:
         for v in op.inputs:
             if v in last:
                 last[v] = max(last[v], i)
-    change = [0.0] * (len(forward) + 1)
+    change = [0] * (len(forward) + 1)
     for v, i in made.items():
-        change[i + 1] += _sent(v, byte)
-        change[last[v] + 1] -= _sent(v, byte)
-    total, result = 0.0, []
-    for x in change:
-        total += x
-        result.append(max(total, 0.0))
-    return result
+        change[i + 1] += _sent(v)
+        change[last[v] + 1] -= _sent(v)
+    return list(itertools.accumulate(change))

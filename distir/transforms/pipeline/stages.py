@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from distir.ir.cached import cached
 from distir.ir.errors import InfeasibleError
@@ -17,7 +17,7 @@ from distir.transforms.pipeline.canonical import canonical_order
 from distir.transforms.pipeline.copies import copies, on_own_stages
 from distir.transforms.pipeline.cut_at import check_cut, cut_at
 from distir.transforms.pipeline.lift import lift_sums
-from distir.transforms.pipeline.partition import Choices, balanced, choices
+from distir.transforms.pipeline.partition import Ways, balanced, choices, ways
 from distir.transforms.pipeline.phases import (
     BACKWARD,
     FORWARD,
@@ -32,6 +32,9 @@ from distir.transforms.pipeline.phases import (
     users,
 )
 from distir.transforms.roles import WEIGHTS, weights
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FLOP_PER_BYTE = 100.0
 """For `plain_cost`: the FLOPs an accelerator does in the time that it moves one byte of memory, roughly."""
@@ -93,16 +96,41 @@ def timed_stages(
 ) -> tuple[Mapping[Op, str], dict[Op, int]]:
     """The phases of a placed program's ops, and the stages of those of the forward and the backward pass; of all ops if
     there is one stage. Parameters and errors as of `cut_stages`."""
+    one = parts == 1 and not cut
+    forward = {} if one else forward_stages(function, parts, microbatches, cost, rules, cut)
+    return staged(function, parts, rules, forward)
+
+
+def staged(
+    function: Function, parts: int, rules: PhaseRules, forward: Mapping[Op, int]
+) -> tuple[Mapping[Op, str], dict[Op, int]]:
+    """As `timed_stages`, with the stages of the forward ops given; of one stage these are not needed."""
+    phase = phases(function, rules)
+    if parts == 1:
+        return phase, {op: 0 for op in function.ops if phase[op] != FREE}
+    stage = dict(forward)
+    _backward_stages(function, phase, stage, parts)
+    return phase, stage
+
+
+def forward_stages(
+    function: Function,
+    parts: int,
+    microbatches: int,
+    cost: StageCost,
+    rules: PhaseRules,
+    cut: Sequence[int] = (),
+) -> dict[Op, int]:
+    """The stages of a placed program's forward ops. Parameters and errors as of `cut_stages`."""
     phase = phases(function, rules)
     if cut:
         check_cut(cut, parts)
-    if parts == 1:
-        return phase, {op: 0 for op in function.ops if phase[op] != FREE}
     if sum(p == FORWARD for p in phase.values()) < parts:
         _check_cuts_batch(function, phase, microbatches)
-    stage = cut_at(function, phase, cut) if cut else balanced(_choices(function, microbatches, cost, rules), parts)
-    _backward_stages(function, phase, stage, parts)
-    return phase, stage
+    if cut:
+        return cut_at(function, phase, cut)
+    given, priced = _ways(function, rules), _to_price(function, rules)
+    return balanced(choices(given, priced.seconds(cost.op, microbatches), cost.sent), parts)
 
 
 def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches: int) -> None:
@@ -127,57 +155,66 @@ def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches:
         )
 
 
+class _ToPrice(NamedTuple):
+    """What is priced for a cut: `kinds` are ops of different cost. `own`: the kind of each forward op. Of the ops that
+    follow these to their stages: the `kind`, the number of the forward op, and whether it is an update."""
+
+    kinds: Sequence[Op]
+    own: np.ndarray
+    kind: np.ndarray
+    owner: np.ndarray
+    update: np.ndarray
+
+    def seconds(self, cost: Callable[[Op], float], microbatches: int) -> Sequence[float]:
+        """Per forward op the cost of itself, of its backward ops and, divided by the number of microbatches, of the
+        updates of the weights that it is the first to use."""
+        import numpy as np
+
+        each = np.array([cost(op) for op in self.kinds])
+        shares = each[self.kind] * np.where(self.update, 1.0 / microbatches, 1.0)
+        return (each[self.own] + np.bincount(self.owner, shares, len(self.own))).tolist()
+
+
 @cached
-def _choices(function: Function, microbatches: int, cost: StageCost, rules: PhaseRules) -> Choices:
-    """How the forward ops can be cut, each at the cost of itself and of the ops that follow it to its stage."""
+def _ways(function: Function, rules: PhaseRules) -> Ways:
     phase = phases(function, rules)
-    forward = canonical_order(function, [op for op in function.ops if phase[op] == FORWARD])
-    price = _priced(cost.op)
-    follow = _following_cost(function, phase, forward, microbatches, price)
-    return choices(forward, [price(op) + follow.get(op, 0.0) for op in forward], cost.sent)
+    return ways(canonical_order(function, [op for op in function.ops if phase[op] == FORWARD]))
 
 
-def _priced(cost: Callable[[Op], float]) -> Callable[[Op], float]:
-    """`cost`, cached by the op's spec, attributes and operand types."""
-    known: dict[tuple[object, ...], float] = {}
+@cached
+def _to_price(function: Function, rules: PhaseRules) -> _ToPrice:
+    import numpy as np
 
-    def price(op: Op) -> float:
+    phase, forward = phases(function, rules), _ways(function, rules).ops
+    kinds: list[Op] = []
+    number: dict[tuple[object, ...], int] = {}
+
+    def kind(op: Op) -> int:
         key = op.spec, op.attributes, tuple([v.type for v in op.inputs])
-        found = known.get(key)
-        if found is None:
-            found = known[key] = cost(op)
-        return found
+        if key not in number:
+            number[key] = len(kinds)
+            kinds.append(op)
+        return number[key]
 
-    return price
-
-
-def _following_cost(
-    function: Function,
-    phase: Mapping[Op, str],
-    forward: Sequence[Op],
-    microbatches: int,
-    cost: Callable[[Op], float],
-) -> dict[Op, float]:
-    """Per forward op the cost of its backward ops and, divided by the number of microbatches, of the updates of the
-    weights that it is the first to use."""
-    follow: dict[Op, float] = {}
+    own = [kind(op) for op in forward]
+    place = {op: i for i, op in enumerate(forward)}
     user = _first_users(function, phase, forward)
     touched: dict[Value, list[Op]] = {}
     for op in forward:
         for v in dict.fromkeys((*op.inputs, *op.outputs)):
             touched.setdefault(v, []).append(op)
+    follow: list[tuple[int, int, bool]] = []
     for op in function.ops:
-        share = 1.0
         if phase[op] == UPDATE:
             owner = next((user[v] for v in op.inputs if v in user), None)
-            share = 1.0 / microbatches
         elif phase[op] == BACKWARD:
             owner = op.of or _likely_forward(op, touched)
         else:
             continue
-        if owner is not None and phase.get(owner) == FORWARD:
-            follow[owner] = follow.get(owner, 0.0) + cost(op) * share
-    return follow
+        if owner in place:
+            follow.append((kind(op), place[owner], phase[op] == UPDATE))
+    rows = np.array(follow, int).reshape(-1, 3).T
+    return _ToPrice(kinds, np.array(own, int), rows[0], rows[1], rows[2].astype(bool))
 
 
 def _likely_forward(op: Op, touched: Mapping[Value, Sequence[Op]]) -> Op | None:

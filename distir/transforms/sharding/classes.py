@@ -154,16 +154,18 @@ class Classes:
         for mine, theirs in zip(self.at, taken.at, strict=True):
             for other in theirs if mine else ():
                 for split, c in mine.items():
-                    if split.dim == other.dim and (
-                        c in mine_wide or theirs[other] in theirs_wide or split.overlaps(n, other, m)
-                    ):
+                    if split.dim != other.dim or c in found:
+                        continue
+                    if c in mine_wide or theirs[other] in theirs_wide or split.overlaps(n, other, m):
                         found.add(c)
         return found
 
     @cached_property
     def with_halos(self) -> frozenset[int]:
         """The classes of which some op takes an operand with a halo."""
-        return frozenset({c for row in self.mappings for mapping, c in row if mapping.has_halo})
+        answers = [answer for asked in self._asked for answer in asked.values() if answer is not None]
+        wide = {id(answer.mapping) for answer in answers if answer.mapping.has_halo}
+        return frozenset({c for row in self.mappings for mapping, c in row if id(mapping) in wide} if wide else ())
 
     def members(self) -> dict[int, list[Node]]:
         """The nodes of each class."""

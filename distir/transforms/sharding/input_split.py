@@ -66,18 +66,21 @@ def split_inputs(
         if graph.roles[i] != "state" or follows.isdisjoint(classes.at[i].values())
     }
     fixed |= dict.fromkeys(named.kept, REPLICATE) | pinned
-    rows = [[mapping for mapping, _ in row] for row in classes.mappings]
-    parameters: dict[int, Shard] = {}
-    if pinned:
-        parameters = {v: p for v, p in pinned.items() if graph.roles[v] in ("parameter", "constant")}
-        rows = [_leaving(row, ins, parameters) for row, ins in zip(rows, graph.ins, strict=True)]
-    if batch is not None:
-        operands = zip(rows, graph.ins, graph.outs, strict=True)
-        rows = [[m for m in row if not _splits_batch(m, ins, outs, n, batch)] for row, ins, outs in operands]
-    for placed, m in taken:
-        rows = [beside(row, n, mapping, m) for row, mapping in zip(rows, placed.mappings, strict=True)]
-    full = view(graph, [[(mapping, 0) for mapping in row] for row in rows], shares(graph))
-    placed = place_all(full, n, {0}, fixed)
+    parameters = {v: p for v, p in pinned.items() if graph.roles[v] in ("parameter", "constant")}
+    mappings = classes.mappings
+    if pinned or taken or batch is not None:
+        rows = [[mapping for mapping, _ in row] for row in mappings]
+        if pinned:
+            rows = [_leaving(row, ins, parameters) for row, ins in zip(rows, graph.ins, strict=True)]
+        if batch is not None:
+            operands = zip(rows, graph.ins, graph.outs, strict=True)
+            rows = [[m for m in row if not _splits_batch(m, ins, outs, n, batch)] for row, ins, outs in operands]
+        for placed, m in taken:
+            rows = [beside(row, n, mapping, m) for row, mapping in zip(rows, placed.mappings, strict=True)]
+        mappings = [[(mapping, 0) for mapping in row] for row in rows]
+    full = view(graph, mappings, shares(graph))
+    groups = {group for row in mappings for _, group in row}
+    placed = place_all(full, n, groups, fixed)
     data = {v: p for v, p in pinned.items() if v not in parameters}
     return placed._replace(inputs={**placed.inputs, **_given_with_halo(graph, placed, data)})
 

@@ -121,7 +121,7 @@ def _regions(v: View, ops: Collection[int]) -> list[list[int]]:
 
 def _sequences(graph: Graph, classes: Classes, n: int, others: Sequence[tuple[int, tuple[Node, ...]]]) -> list[int]:
     """The classes of dims of the data that are neither split by others nor features, in the order of the data."""
-    taken = _features(graph, classes)
+    taken = features(graph, classes)
     for m, starts in others:
         taken |= classes.clashing(n, classes_from(graph, m, starts), m)
     data = [v for v in graph.inputs if graph.roles[v] == "data"]
@@ -129,7 +129,7 @@ def _sequences(graph: Graph, classes: Classes, n: int, others: Sequence[tuple[in
     return list(dict.fromkeys([c for c in dims if c is not None and c not in taken]))
 
 
-def _features(graph: Graph, classes: Classes) -> set[int]:
+def features(graph: Graph, classes: Classes) -> set[int]:
     """The classes of the dims of weights in products and lookups; what is added to activations may have others."""
     weight_values = {graph.index[v] for v in weights(graph.function)}
     found: set[int] = set()

@@ -28,7 +28,17 @@ class Shares(NamedTuple):
 
 
 def shares(graph: Graph, batch: tuple[Node, ...] = ()) -> Shares:
-    """The shares of a program whose data have the batch dims `batch`; without any, all of it counts as one sample."""
+    """The shares of a program whose data have the batch dims `batch`, cached with the graph.
+
+    Without batch dims all of it counts as one sample.
+    """
+    found = graph.cache.get((Shares, batch))
+    if found is None:
+        found = graph.cache[Shares, batch] = _shares(graph, batch)
+    return found
+
+
+def _shares(graph: Graph, batch: tuple[Node, ...]) -> Shares:
     size = samples(graph, batch)
     varies = _varying(graph, batch, size) if batch else [True] * len(graph.values)
     elements, first = graph.elements, len(graph.inputs)

@@ -82,6 +82,16 @@ def test_the_peaks_of_more_equal_stages_take_no_more_evaluations() -> None:
     assert sizes[0] == sizes[1]
 
 
+def test_peaks_are_not_counted_again_after_categories() -> None:
+    t = topology()
+    function = plan(t, 1, 2, 4)
+    alone, after = (Simulator(CostModel(t)).interpret(function) for _ in range(2))
+    devices = t.devices[:8]
+    assert all(sum(after.memory_at_peak(d).values()) == alone.peak_memory[d] > 0 for d in devices)
+    assert [after.peak_memory[d] for d in devices] == [alone.peak_memory[d] for d in devices]
+    assert "_totals" not in after.__dict__
+
+
 def test_kinds_of_ops_are_found_once_for_all_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     t = topology()
     function = plan(t, 1, 2, 4)
