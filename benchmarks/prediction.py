@@ -175,14 +175,15 @@ def main() -> None:
         cluster = args.cluster
         if cluster is None:
             cluster = str(Path(folder, "calibrated.toml"))
-            done = calibrate("cpu", cluster, _say, SMALL if args.small else None)
+            done = calibrate("cpu", cluster, say, SMALL if args.small else None)
             print(done, file=sys.stderr)
             calibration = done.to_json() | {"file": None}
         results = measure(names, ranks, args.runs, cluster)
     _tell(args.json, results, calibration)
 
 
-def _say(what: str, number: int, total: int) -> None:
+def say(what: str, number: int, total: int) -> None:
+    """Progress of a calibration, on stderr."""
     print(f"calibrating, {number + 1} of {total}: {what}", file=sys.stderr)
 
 

@@ -20,6 +20,7 @@ FLAGS: dict[str, list[str]] = {
     "gpt2_plan": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "large_file": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx"), "--batch", "128"],
     "plan": ["--small"],
+    "plan_regret": ["--small"],
     "prediction": ["--small"],
     "proxies": ["--only", "dlrm", "plan", "2", "--iterations", "2"],
     "scale": ["--dp", "1", "2", "--microbatches", "16", "--layers", "8", "--no-plans"],

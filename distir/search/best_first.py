@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from distir.executor.simulator.overheads import least_overheads
 from distir.search.candidate_bounds import Bounds, CandidateBound, Relatives, relatives
 from distir.search.exact import PlanOutcome
 from distir.search.placed_sizes import Template
@@ -190,11 +189,7 @@ def search(
     """
     begin = time.perf_counter()
     state, setting = Progressed(), bounds.setting
-    topology = setting.cost.topology
-    kinds = {topology.spec(d): d for d in topology.devices}
-    beside = [least_overheads(setting.cost, d).total for d in kinds.values()]  # bounds are of tensors alone
-    memory = max([spec.capacity - n for spec, n in zip(kinds, beside, strict=True)]) - setting.reserve
-    queue = _Queue(bounds, candidates, memory, known)
+    queue = _Queue(bounds, candidates, setting.room, known)
     quickest, asked = [math.inf] * at_least, len(first)  # seconds, ascending, of the plans that fit
 
     def took(x: Simulated) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from distir.ir.device import AxisNames
@@ -175,23 +176,32 @@ class Replicas(NamedTuple):
 
 
 class CutStages:
-    """A placed program's stages. By pass and stage: its `passes`, equal ones being the same object, and what it
-    `hands` on; by stage what a device holds from begin to end, saves of a microbatch, and sums up over microbatches."""
+    """A placed program's stages. By stage what a device has: `held` from begin to end, `saved` of a microbatch, `sums`
+    over microbatches."""
 
     def __init__(self, placed: PlacedProgram, phase: Mapping[Op, str], stage: Mapping[Op, int], parts: int) -> None:
-        self._placed = placed
-        cells = _Cells(placed, phase, stage)
-        known: dict[tuple[CellOp, ...], tuple[CellOp, ...]] = {}
-        self.passes: dict[tuple[str, int], tuple[CellOp, ...]] = {}
-        numbers: dict[tuple[str, int], dict[Value, int]] = {}
-        for word in (FORWARD, BACKWARD):
-            for s in range(parts):
-                rows, numbers[word, s] = _pass(cells.ops[word, s], cells.inputs, placed)
-                self.passes[word, s] = known.setdefault(rows, rows)
-        self.hands = {(word, s): _handed(cells, word, s, numbers) for word, s in self.passes}
+        self._placed, self._parts = placed, parts
+        self._cells = cells = _Cells(placed, phase, stage)
         self.held, self.saved, self.sums = _held(placed, cells), _saved(placed, cells), _sums(placed, cells)
-        self._cells = cells
         self._replicas: dict[AxisNames, Replicas] = {}
+
+    @cached_property
+    def _numbered(self) -> dict[tuple[str, int], tuple[tuple[CellOp, ...], dict[Value, int]]]:
+        cells = self._cells
+        at = [(word, s) for word in (FORWARD, BACKWARD) for s in range(self._parts)]
+        return {x: _pass(cells.ops[x], cells.inputs, self._placed) for x in at}
+
+    @cached_property
+    def passes(self) -> dict[tuple[str, int], tuple[CellOp, ...]]:
+        """The program of each pass of each stage; equal ones are the same object."""
+        known: dict[tuple[CellOp, ...], tuple[CellOp, ...]] = {}
+        return {at: known.setdefault(rows, rows) for at, (rows, _) in self._numbered.items()}
+
+    @cached_property
+    def hands(self) -> dict[tuple[str, int], tuple[Handed, ...]]:
+        """What each pass of each stage hands on."""
+        numbers = {at: number for at, (_, number) in self._numbered.items()}
+        return {(word, s): _handed(self._cells, word, s, numbers) for word, s in numbers}
 
     def replicas(self, axis: AxisNames) -> Replicas:
         """What goes along the axis, or the axes, of replicas."""

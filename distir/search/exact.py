@@ -9,6 +9,7 @@ from distir.api.model import Model
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.labels import SEND
+from distir.executor.simulator.overheads import least_overheads
 from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.step_parts import step_parts
 from distir.ir.errors import DistirError
@@ -51,6 +52,13 @@ class Setting(NamedTuple):
     batch: int
     cost: CostModel
     reserve: float
+
+    @property
+    def room(self) -> float:
+        """The bytes of tensors that the device with most memory has room for: bounds are of tensors alone."""
+        topology = self.cost.topology
+        kinds = {topology.spec(d): d for d in topology.devices}
+        return max([x.capacity - least_overheads(self.cost, d).total for x, d in kinds.items()]) - self.reserve
 
 
 @no_collection()

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from distir.executor.cost_model import CostModel
-from distir.search.bounds import ROUNDING, lane
-from distir.search.space import Candidate
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD
 from distir.transforms.pipeline.schedule import make_table
 
@@ -38,56 +36,57 @@ class CellWork(NamedTuple):
 
 
 class StageWork(NamedTuple):
-    """A stage. Bytes: `held` from begin to end of a step, `saved` of a microbatch, `sums` over microbatches. Seconds:
-    `gathered` of weights once a step, `reduced` of gradients after the last microbatch."""
+    """A stage, in seconds: its passes, `gathered` of weights once a step, `reduced` of gradients after the last
+    microbatch."""
 
     forward: CellWork
     backward: CellWork
-    held: float
-    saved: float
-    sums: float
     gathered: float
     reduced: float
 
 
-def schedule_bound(c: Candidate, batch: int, cost: CostModel, works: Sequence[StageWork]) -> tuple[float, float]:
-    """Seconds and bytes below which a candidate with this work of stages is not; 0 where its schedule is too long."""
-    m = c.microbatches(batch)
-    if 2 * c.pp * c.chunks * m > _MOST_CELLS:
-        return 0.0, 0.0
-    rows = [
-        [(cell.phase, cell.stage, cell.microbatch) for cell in row] for row in make_table(c.schedule, c.pp, m, c.chunks)
-    ]
-    memory = max([row_memory(row, works, m) for row in rows])
-    hop = lane(c, cost)
-    return row_seconds(rows, works, m, hop) * ROUNDING, memory * ROUNDING
+class StageMemory(NamedTuple):
+    """Bytes of a stage: `held` from begin to end of a step, `saved` of a microbatch, `sums` over microbatches."""
+
+    held: float
+    saved: float
+    sums: float
 
 
-_Cell = tuple[str, int, int]
-"""Pass, stage, microbatch."""
+Row = Sequence[tuple[str, int, int]]
+"""What a rank runs: pass, stage, microbatch."""
 
 
-def row_memory(row: Sequence[_Cell], works: Sequence[StageWork], m: int) -> float:
+@lru_cache(4)  # a long one takes megabytes
+def schedule_rows(schedule: str, ranks: int, microbatches: int, chunks: int) -> list[Row] | None:
+    """What each rank runs; None for a schedule that is too long to follow."""
+    if 2 * ranks * chunks * microbatches > _MOST_CELLS:
+        return None
+    table = make_table(schedule, ranks, microbatches, chunks)
+    return [[(cell.phase, cell.stage, cell.microbatch) for cell in row] for row in table]
+
+
+def row_memory(row: Row, stages: Sequence[StageMemory], m: int) -> float:
     """The most bytes that a rank has at the begin of a backward pass."""
-    used = sum([works[s].held for s in {s for _, s, _ in row}])
+    used = sum([stages[s].held for s in {s for _, s, _ in row}])
     most = used
     for word, s, i in row:
         if word == FORWARD:
-            used += works[s].saved
+            used += stages[s].saved
             continue
         most = max(most, used)
-        used -= works[s].saved
+        used -= stages[s].saved
         if i == 0 and m > 1:
-            used += works[s].sums
+            used += stages[s].sums
     return most
 
 
 def row_seconds(
-    rows: Sequence[Sequence[_Cell]], works: Sequence[StageWork], m: int, hop: Callable[[float, int, int], float]
+    rows: Sequence[Row], works: Sequence[StageWork], m: int, hop: Callable[[float, int, int], float]
 ) -> float:
     """When the last rank is ready; `hop` gives the seconds that bytes take from one rank to another."""
     parts, p = len(works), len(rows)
-    arrived: dict[_Cell, float] = {}
+    arrived: dict[tuple[str, int, int], float] = {}
     """When what a cell receives is there."""
     sends = {
         (word, s): hop(work.sent, s % p, (s + step) % p)

@@ -21,11 +21,11 @@ from distir.ir.errors import DistirError
 from distir.ir.function import Op
 from distir.ir.pause import no_collection
 from distir.ir.type import Type
-from distir.search.bounds import GroupsAlong, groups_along, slope
-from distir.search.cut_stages import NOTHING, CellOp, CutStages, PlacedProgram, placed_program
+from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
+from distir.search.cut_stages import NOTHING, CellOp, CutStages, Handed, PlacedProgram, placed_program
 from distir.search.exact import Setting
 from distir.search.placed_sizes import Sized
-from distir.search.schedule_bounds import CellWork, StageWork, schedule_bound
+from distir.search.schedule_bounds import CellWork, StageMemory, StageWork, row_memory, row_seconds, schedule_rows
 from distir.search.segments import COMPUTE, axis_of
 from distir.search.space import Candidate
 from distir.transforms.passes import PassContext, run_passes, stage_meshes
@@ -37,14 +37,14 @@ from distir.transforms.pipeline.stages import forward_stages, staged
 def cut_bounds(setting: Setting, candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
     """Seconds and bytes below which none of these candidates is, 0 where nothing is known.
 
-    They are of one template (see `placed_sizes`).
+    They are of one template (see `placed_sizes`). Of those that do not fit only the bytes are looked for.
     """
     found: list[tuple[float, float]] = []
     cuts: _Cuts | None = None
     for c in candidates:
         try:
             cuts = cuts or _Cuts(setting, _place(setting, c))
-            found.append(schedule_bound(c, setting.batch, setting.cost, cuts.works(c)))
+            found.append(cuts.bound(c))
         except DistirError:
             found.append((0.0, 0.0))
     return found
@@ -62,14 +62,38 @@ class _Cuts:
     """The cuts of a template's placed program; what plans share is kept."""
 
     def __init__(self, setting: Setting, placed: PlacedProgram) -> None:
-        self.setting, self.placed = setting, placed
+        self.setting, self.placed, self._room = setting, placed, setting.room
         self._sized: dict[tuple[int, int], Sized] = {}
         self._stages: dict[tuple[int, ...], CutStages] = {}
         self._seconds: dict[object, Sequence[_Taken]] = {}
         self._works: dict[object, list[StageWork]] = {}
 
-    def works(self, c: Candidate) -> list[StageWork]:
-        """The work of a candidate's stages. Raises InfeasibleError if it cannot be cut into these."""
+    def bound(self, c: Candidate) -> tuple[float, float]:
+        """Seconds and bytes of a candidate; 0 where its schedule is too long to be followed.
+
+        Raises InfeasibleError if the program cannot be cut into its stages.
+        """
+        m = c.microbatches(self.setting.batch)
+        rows = schedule_rows(c.schedule, c.pp, m, c.chunks)
+        if rows is None:
+            return 0.0, 0.0
+        memories = self._memories(c)
+        memory = max([row_memory(row, memories, m) for row in rows]) * ROUNDING
+        if memory > self._room:
+            return 0.0, memory
+        return row_seconds(rows, self._work(c), m, lane(c, self.setting.cost)) * ROUNDING, memory
+
+    def _memories(self, c: Candidate) -> list[StageMemory]:
+        sized = self._sizes(c)
+        stages = self._cut(c, sized)
+
+        def size(_: str, t: Type) -> float:
+            return sized(t).bytes
+
+        kinds = stages.held, stages.saved, stages.sums
+        return [StageMemory(*[rows.get(s, NOTHING).total(size) for rows in kinds]) for s in range(c.pp * c.chunks)]
+
+    def _work(self, c: Candidate) -> list[StageWork]:
         key = c.dp, c.microbatch, c.pp, c.chunks, c.order
         if key not in self._works:
             self._works[key] = self._of(c)
@@ -78,12 +102,8 @@ class _Cuts:
     def _of(self, c: Candidate) -> list[StageWork]:
         sized = self._sizes(c)
         stages, seconds = self._cut(c, sized), self._prices(c, sized)
-
-        def size(_: str, t: Type) -> float:
-            return sized(t).bytes
-
         gathered, reduced = self._among_replicas(c, stages, sized)
-        handed = {at: max(rows, key=lambda x: sized(x.type).bytes, default=None) for at, rows in stages.hands.items()}
+        handed = _followed(stages, seconds, sized)
         known: dict[object, CellWork] = {}
 
         def cell(word: str, s: int, before: int) -> CellWork:
@@ -96,9 +116,8 @@ class _Cuts:
 
         found: list[StageWork] = []
         for s in range(c.pp * c.chunks):
-            held, saved, sums = (rows.get(s, NOTHING).total(size) for rows in (stages.held, stages.saved, stages.sums))
             both = cell(FORWARD, s, s - 1), cell(BACKWARD, s, s + 1)
-            found.append(StageWork(*both, held, saved, sums, gathered(PROLOGUE, s), reduced(UPDATE, s)))
+            found.append(StageWork(*both, gathered(PROLOGUE, s), reduced(UPDATE, s)))
         return found
 
     def _sizes(self, c: Candidate) -> Sized:
@@ -151,6 +170,25 @@ class _Cuts:
             lambda word, s: replicas.gathered.get((word, s), NOTHING).total(seconds),
             lambda word, s: replicas.reduced.get((word, s), NOTHING).total(seconds),
         )
+
+
+def _followed(stages: CutStages, seconds: Sequence[_Taken], sized: Sized) -> dict[tuple[str, int], Handed | None]:
+    """Of the values that each pass hands on the one that most of the next pass waits for."""
+    known: dict[tuple[int, int], float] = {}
+
+    def waits(later: Sequence[CellOp], x: Handed) -> tuple[float, int]:
+        key = id(later), x.used
+        if key not in known:
+            known[key] = _cell(later, seconds, x.used, None).after
+        return known[key], sized(x.type).bytes
+
+    found: dict[tuple[str, int], Handed | None] = {}
+    for (word, s), rows in stages.hands.items():
+        found[word, s] = rows[0] if rows else None
+        if len(rows) > 1:
+            later = stages.passes[word, s + 1 if word == FORWARD else s - 1]
+            found[word, s] = max(rows, key=lambda x: waits(later, x))
+    return found
 
 
 def _nothing(word: str, s: int) -> float:
