@@ -74,7 +74,7 @@ class _Kinds:
             if spec is _CALL:
                 out.append(-1)
                 continue
-            chained = chains.get(op, UNFUSED)
+            chained = chains.get(op, UNFUSED) if chains else UNFUSED
             beside = op in overlapped
             key = (spec, op.attributes or None, chained, beside, *[v.type for v in op.inputs])
             if spec.route == "send":  # whatever it sends, of whichever microbatch
@@ -189,7 +189,8 @@ class CompiledProgram:
         first: dict[int, Function] = {}
         for f in functions:
             shape = self._shapes.get(f)
-            for v in f.inputs if shape is None else f.inputs[:1]:  # else all are on one mesh
+            inputs = f.inputs if shape is None else f.inputs[:1]  # else all are on one mesh
+            for v in {v.type: v for v in inputs}.values():
                 self._locate(uses, v, f)
             if shape is None or first.setdefault(shape[0], f) is f:
                 kinds[f] = dict.fromkeys(self._kinds.of(f))

@@ -101,7 +101,14 @@ class CodeBuilder:
         for j in slots:
             for s in self.dominated[j] if j not in self.results else ():
                 last[s] = max(last.get(s, -1), j)
-        return tuple([j for j in sorted(slots) if not any(last.get(s, -1) > j for s in self.dominated[j])])
+        found: list[int] = []
+        for j in sorted(slots):
+            for s in self.dominated[j]:
+                if last.get(s, -1) > j:
+                    break
+            else:
+                found.append(j)
+        return tuple(found)
 
     def _call(self, op: Op, body: Code | Twin) -> None:
         """A call: which inputs are live, and the map for these."""
