@@ -15,7 +15,7 @@ from distir.importer.registry import rule
 from distir.importer.tensor_proto import dtype_of
 from distir.ir.errors import UsageError
 from distir.ir.function import Value
-from distir.ops.rules import shape_of, statistic, tensor
+from distir.ops.rules import next_statistic, shape_of, statistic, tensor
 
 
 @rule("Abs", "Add", "And", "Ceil", "Cos", "Equal", "Erf", "Exp", "Floor", "Greater", "GreaterOrEqual", "Less")
@@ -280,10 +280,7 @@ def _batch_norm(n: Node) -> Result | Sequence[Result]:
         row = n.reshape(old, tuple([m if k == channel else 1 for k, m in enumerate(shape_of(new))]))
         row = row if shape_of(row) == shape_of(new) else n.emit("Expand", row, shape=shape_of(new))
         used.append(n.emit(kind, row, new, momentum=momentum, correction=correction))
-        new = n.emit("ReduceMean", new, axes=(0,), keepdims=0) if channel > 1 else new
-        new = n.reshape(new, shape_of(old))
-        parts = [n.emit("Mul", v, n.constant(by, v)) for v, by in ((old, momentum), (new, 1 - momentum))]
-        following.append(n.emit("Add", *parts))
+        following.append(next_statistic(n.scope.maker, old, new, momentum, correction))
     y = n.emit("Add", n.emit("Mul", _standard(n, whole, used[0], used[1], epsilon), scale), bias)
     return [n.reshape(y, shape), *following]
 

@@ -159,10 +159,13 @@ def _expand(n: Node) -> Result:
 
 @rule("Concat")
 def _concat(n: Node) -> Result:
+    """Operands without elements are left out, and what made them with them."""
     axis = n.axis(0)
     if axis == len(n.shape()) - 1:
         n.scope.joined[n.proto.output[0]] = list(n.proto.input)
-    return n.operand(0) if len(n.proto.input) == 1 else n.emit("Concat", *n.operands(), axis=axis)
+    operands = n.operands()
+    parts = [v for v in operands if shape_of(v)[axis]] or operands[:1]
+    return parts[0] if len(parts) == 1 else n.emit("Concat", *parts, axis=axis)
 
 
 @rule("Split")

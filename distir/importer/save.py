@@ -12,6 +12,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from distir.importer.control import inner_initializers
+from distir.importer.functions import inlined
 from distir.importer.merged import part_merged
 from distir.importer.tensor_proto import DTYPES, parse, reader
 from distir.ir.errors import UsageError
@@ -36,9 +37,10 @@ def save_onnx(source: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], 
     source, out = Path(source), Path(out)
     model = onnx.ModelProto()
     parse(model, source, "ONNX model")
-    part_merged(model.graph, source)
-    tensors = {t.name: t for t in model.graph.initializer}
-    tensors |= {name: t for name, _, t in inner_initializers(model.graph)}
+    tensors = _initializers(model, source)
+    if model.functions and not arrays.keys() <= tensors.keys():
+        model = inlined(model, source)
+        tensors = _initializers(model, source)
     for name, array in arrays.items():
         if name not in tensors:
             raise UsageError(f"{source} has no initializer {name!r}")
@@ -49,6 +51,13 @@ def save_onnx(source: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], 
     with written(out) as new:
         _write(model, tensors, source, arrays, new, outside or size > EXTERNAL_FROM)
     return out
+
+
+def _initializers(model: onnx.ModelProto, source: Path) -> dict[str, TensorProto]:
+    """The model's initializers by the names that the import gives them; merged ones are parted, in place."""
+    part_merged(model.graph, source)
+    tensors = {t.name: t for t in model.graph.initializer}
+    return tensors | {name: t for name, _, t in inner_initializers(model.graph)}
 
 
 def _bytes(tensor: TensorProto) -> int:

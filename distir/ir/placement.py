@@ -191,7 +191,7 @@ class Shard(_Placement):
             if (after := (i + 1) * s + hi - shape[dim]) > 0:
                 y[(*before, slice(s + lo + hi - after, None))] = fill
             return y
-        y = x.reshape(*shape[:dim], self.outer, n, -1, *shape[dim + 1 :])
+        y = x.reshape(*shape[:dim], self.outer, n, shape[dim] // (self.outer * n), *shape[dim + 1 :])
         y = y[(slice(None),) * (dim + 1) + (self.slice_index(i, n),)]
         return y.reshape(*shape[:dim], shape[dim] // n, *shape[dim + 1 :])
 
@@ -201,9 +201,8 @@ class Shard(_Placement):
             inside = slice(self.halo[0], pieces[0].shape[dim] - self.halo[1])
             return xp.concat([x[(*(slice(None),) * dim, inside)] for x in pieces], dim)
         shape = pieces[0].shape
-        split = [
-            pieces[self.device(k, n)].reshape(*shape[:dim], self.outer, 1, -1, *shape[dim + 1 :]) for k in range(n)
-        ]
+        parts = *shape[:dim], self.outer, 1, shape[dim] // self.outer, *shape[dim + 1 :]
+        split = [pieces[self.device(k, n)].reshape(*parts) for k in range(n)]
         return xp.concat(split, dim + 1).reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
 
     def local_size(self, size: int, n: int) -> int:

@@ -101,6 +101,19 @@ def scalar(f: FunctionMaker, number: float, like: Value) -> Value:
     return f.emit("Constant", value=(number,), shape=(), dtype=t.dtype, **where)
 
 
+def next_statistic(f: FunctionMaker, running: Value, batch: Value, momentum: float, correction: float) -> Value:
+    """The next value of a running statistic: momentum * running + (1 - momentum) * correction * the batch's.
+
+    Where the batch's is of groups of samples, in dim 0, it is their mean; other dims that `running` has not are of size
+    1.
+    """
+    if shape_of(batch)[0] > 1:
+        batch = f.emit("ReduceMean", batch, axes=(0,), keepdims=0)
+    batch = f.emit("Reshape", batch, shape=shape_of(running))
+    parts = (running, momentum), (batch, (1 - momentum) * correction)
+    return f.emit("Add", *[f.emit("Mul", v, scalar(f, by, v)) for v, by in parts])
+
+
 def cast(f: FunctionMaker, v: Value, to: DType) -> Value:
     """`v` in that dtype."""
     return v if tensor(v).dtype is to else f.emit("Cast", v, to=to)

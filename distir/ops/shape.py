@@ -267,7 +267,7 @@ def _slice_eval(xp: Any, x: Any, **attrs: Any) -> Any:
 def _slice_grad_eval(xp: Any, d: Any, shape: Shape, **attrs: Any) -> Any:
     """`d` where the slice was taken from zeros of `shape`."""
     ranges = _ranges(attrs)
-    x = xp.zeros_like(xp.broadcast_to(d[(slice(0, 1),) * d.ndim], shape))
+    x = xp.zeros_like(xp.broadcast_to(d.reshape(-1)[:1].sum(), shape))  # also where the slice is empty
     _taken(xp, x, ranges)[...] = _turned(xp, d, ranges)
     return x
 

@@ -151,6 +151,8 @@ SAMPLES = [
     S("Expand", (x(3, 4), [1, 4])),
     S("Concat", (x(2, 3), x(2, 1), w(2, 2)), {"axis": -1}),
     S("Concat", (x(2, 3),), {"axis": 0}),
+    S("Concat", (x(2, 0), w(2, 3), x(2, 0)), {"axis": 1}),
+    S("Concat", (x(2, 0), x(2, 0)), {"axis": 1}),
     S("Split", (x(2, 6),), {"axis": 1, "num_outputs": 3}, 3),
     S("Split", (x(2, 7),), {"axis": 1, "num_outputs": 3}, 3),
     S("Split", (x(2, 6), [1, 3, 2]), {"axis": -1}, 3),
@@ -428,6 +430,14 @@ def test_a_shape_of_more_dims_than_numpy_takes(known: bool, tmp_path: Path) -> N
     proto = model([node("Expand", "x s", "e"), node("Relu", "e", "y")], {} if known else given, ["y"], stored)
     with pytest.raises(ModelError, match="does not expand to"):
         computed(proto, {} if known else given, tmp_path / "m.onnx")
+
+
+def test_parts_without_elements_are_left_out(tmp_path: Path) -> None:
+    """What made them goes, too: the rest of a rotary embedding that takes all of a head."""
+    nodes = [node("Slice", "x eight eight minus", "rest"), node("Neg", "rest", "n"), node("Relu", "x", "r")]
+    stored = {"eight": np.array([8]), "minus": np.array([-1])}
+    proto = model([*nodes, node("Concat", "r n", "y", axis=-1)], {"x": x(2, 8)}, ["y"], stored)
+    assert [op.op_type for op in computed(proto, {"x": x(2, 8)}, tmp_path / "m.onnx")[0].ops] == ["Relu"]
 
 
 @pytest.mark.parametrize("split", [2, 7, [2, 4, 1], [7]], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -9,18 +10,19 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from distir.importer import import_from_onnx, save
 from distir.importer.save import save_onnx
 from distir.ir.errors import UsageError
-from tests.importer.models import model, node
+from tests.importer.models import info, model, node
 
 MLP = Path(__file__).parents[2] / "examples" / "mlp.onnx"
 
 
-def arrays_of(path: Path) -> dict[str, np.ndarray]:
-    return {v.name: np.array(x) for v, x in import_from_onnx(path, dims={"batch": 2})[1].items()}
+def arrays_of(path: Path, dims: Mapping[str, int] | None = None) -> dict[str, np.ndarray]:
+    dims = {"batch": 2} if dims is None else dims
+    return {v.name: np.array(x) for v, x in import_from_onnx(path, dims=dims)[1].items()}
 
 
 def output(path: Path) -> np.ndarray:
@@ -70,6 +72,28 @@ def test_bfloat16_stays(tmp_path: Path) -> None:
     (tensor,) = onnx.load(out).graph.initializer
     assert tensor.data_type == TensorProto.BFLOAT16
     assert numpy_helper.to_array(tensor).astype(np.float32).tolist() == [[1.5] * 3] * 2
+
+
+def test_weights_inside_functions(tmp_path: Path) -> None:
+    """A function, called twice, has a weight in a branch: each call's is trained, and saved, apart."""
+    branch = helper.make_graph(
+        [node("Mul", "v w", "r")], "g", [], [info("r", None)], [numpy_helper.from_array(np.ones(3, np.float32), "w")]
+    )
+    inner = [node("Relu", "a", "v"), node("If", "c", "b", then_branch=branch, else_branch=branch)]
+    opsets = [helper.make_opsetid("", 20)]
+    scale = helper.make_function("here", "Scale", ["a", "c"], ["b"], inner, opsets)
+    calls = [node("Scale", "x yes", "h", domain="here"), node("Scale", "h yes", "y", domain="here")]
+    data = {"x": np.ones((2, 3), np.float32)}
+    proto = model(calls, data, ["y"], {"yes": np.array(True)}, functions=[scale])
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    new = {name: np.full(3, 2.0 + k) for k, name in enumerate(arrays_of(tmp_path / "m.onnx", {}))}
+    assert len(new) == 2
+    out = save_onnx(tmp_path / "m.onnx", new, tmp_path / "out.onnx")
+    got = arrays_of(out, {})
+    assert {name: x.tolist() for name, x in got.items()} == {name: x.tolist() for name, x in new.items()}
+    assert np.asarray(onnxruntime.InferenceSession(out).run(None, data)[0]).tolist() == [[6] * 3] * 2
+    kept = save_onnx(tmp_path / "m.onnx", {}, tmp_path / "kept.onnx")
+    assert len(onnx.load(kept).functions) == 1
 
 
 def test_errors(tmp_path: Path) -> None:

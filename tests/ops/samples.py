@@ -209,6 +209,7 @@ SAMPLES = [
     sample("Slice", real(4, 2, 12), starts=(11, 0), ends=(-1, 1), axes=(2, 1), steps=(-2, 1)),
     sample("SliceGrad", real(4, 3), shape=(4, 12), starts=(2,), ends=(11,), axes=(1,), steps=(3,)),
     sample("SliceGrad", real(4, 6), shape=(4, 12), starts=(11,), ends=(-1,), axes=(1,), steps=(-2,)),
+    sample("SliceGrad", real(4, 0), shape=(4, 6), starts=(6,), ends=(6,), axes=(1,), steps=(1,)),
     sample("Expand", real(4, 1), shape=(2, 4, 12)),
     sample("Expand", real(), shape=(4, 6)),
     sample("PadTo", real(4, 6), dim=1, size=8),

@@ -10,21 +10,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from distir.ir import Function, Op, pformat
+from distir.ir import Function, FunctionMaker, Op, pformat
 from distir.ir.device import AxisNames
-from distir.ir.type import Partial, Shard, Tensor
+from distir.ir.function import Role
+from distir.ir.type import Float64, Partial, Shard, Tensor
 from distir.ops.rules import shape_of, tensor
-from distir.transforms.differentiation.training import SGD, AdamW
+from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from distir.transforms.roles import WEIGHTS
 from distir.transforms.sharding.coverage import coverage
 from tests.transforms.programs import (
+    BATCH,
     Plan,
     Program,
     check,
     collectives,
     distributed,
+    filled,
     gpt2_tiny,
     imported_mlp,
     small_gpt,
@@ -164,6 +168,22 @@ def test_heads_that_do_not_divide_are_replicated_and_reported() -> None:
     split = {v.name for v in made.placed.inputs if v.kind == "parameter"} - replicated
     assert {v.name for v in made.placed.inputs if shape_of(v) in ((24, 96), (96, 24))} <= split
     assert 0.3 < found.parameters < 0.9
+
+
+@pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2, tp=2), Plan(2, 1, 2, 2)], ids=str)
+def test_values_without_elements(plan: Plan) -> None:
+    """The end of a product, of no columns, is joined with it again, as a rotary embedding of all of a head writes it;
+    the next product's sum is added to an empty one's."""
+    f = FunctionMaker("empty")
+    x = f.add_input_value("x", Tensor(Float64, (BATCH, 8)), Role("data", 0))
+    wide, narrow = (
+        f.add_input_value(f"w{k}", Tensor(Float64, s), Role("parameter")) for k, s in enumerate([(8, 16), (16, 8)])
+    )
+    y = f.emit("MatMul", f.emit("Relu", f.emit("MatMul", x, wide)), narrow)
+    end = f.emit("Slice", y, starts=(8,), ends=(8,), axes=(1,), steps=(1,))
+    f.set_outputs([f.emit("Concat", f.emit("Neg", end), y, end, axis=1)])
+    step = training_step(f.finalize(), "mse", SGD(0.1), gradients=True)
+    check(filled(step, {}, np.random.default_rng(0)), plan)
 
 
 def test_nothing_partial_is_a_result() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from distir.ir.errors import MismatchError
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
-from distir.ops.rules import scalar, shape_of
+from distir.ops.rules import next_statistic
 from distir.transforms.rewriting.claims import check_rewrite
 from distir.transforms.rewriting.instances import Evaluate
 from distir.transforms.rewriting.laws import Law, rewrites
@@ -26,8 +26,7 @@ def next_statistics(maker: FunctionMaker) -> dict[Value, Value]:
     """Append the next value of each running statistic, of role state, that the maker's ops replace by the batch's; the
     result maps it to the input whose next value it is.
 
-    momentum * running + (1 - momentum) * correction * of the batch. The mean of the groups, in dim 0, where the
-    statistic is of each group; one after the other where several batch norms share it.
+    One after the other where several batch norms share it.
     """
     made = {v: op for op in maker.ops for v in op.outputs}
     latest: dict[Value, Value] = {}
@@ -37,13 +36,7 @@ def next_statistics(maker: FunctionMaker) -> dict[Value, Value]:
             running = made[running].inputs[0]
         if running.kind != "state":
             continue
-        momentum, old = op.attributes["momentum"], latest.get(running, running)
-        if shape_of(batch)[0] > 1:
-            batch = maker.emit("ReduceMean", batch, axes=(0,), keepdims=0)
-        batch = maker.emit("Reshape", batch, shape=shape_of(running))
-        share = (1 - momentum) * op.attributes["correction"]
-        kept, added = (maker.emit("Mul", v, scalar(maker, by, v)) for v, by in ((old, momentum), (batch, share)))
-        latest[running] = maker.emit("Add", kept, added)
+        latest[running] = next_statistic(maker, latest.get(running, running), batch, **op.attributes)
     for running, new in latest.items():
         new.name = maker.fresh(f"{running.name}.new")
     return {new: old for old, new in latest.items()}

@@ -272,7 +272,7 @@ class _Sweep:
                 passed = sum(v.made[x] for x, w in zip(v.ins[j], self.made[j].wants, strict=True) if w is SUM)
                 passing[j] = sum(later.get(x, 0.0) for x in v.outs[j]), passed
             cost, passed = passing[j]
-            below += cost * v.made[i] / passed
+            below += cost * v.made[i] / passed if passed else 0.0  # operands without elements
         return below
 
 
