@@ -16,6 +16,7 @@ from distir.api.run_result import RunResult
 from distir.cli.output import Progress, columns, first_rank, print_json
 from distir.cli.watching import run_callbacks
 from distir.ir.errors import UsageError
+from distir.ir.pause import no_collection
 from distir.models.config_file import is_config
 from distir.models.named import is_named, own_loss
 from distir.runtime.job import JobCallbacks
@@ -95,6 +96,7 @@ def compare(args: argparse.Namespace) -> None:
         print(comparison)
 
 
+@no_collection()
 def simulate(args: argparse.Namespace) -> None:
     """`distir simulate`."""
     from distir.cli.other_tools import (

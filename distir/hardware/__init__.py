@@ -17,7 +17,8 @@ greatest of measured / predicted time of a step, `low` and `high`, in so many `s
 
 `source` cites the origin of figures. Units: TFLOP/s, GFLOP, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds;
 MiB of memory that software takes (2**20 bytes); those of links are of a device, those of a network of a port (`ports` a
-node, by default one a device).
+node, by default one a device). With `rails` each port has a switch of its own, which it shares with the same port of
+other nodes: only what crosses them is slowed by `oversubscription`.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _read(path: Path) -> dict[str, Any]:
         "spec": _spec(device),
         "per_node": per_node,
         "intra": _link(node),
-        "inter": _shared(_link(network), network, per_node),
+        **_network(network, per_node),
         "host": _spec(host) if host else None,
         "host_link": _link(host) if host else None,
         "algorithms": tuple(_algorithm(t) for t in node.tables("collective")),
@@ -253,14 +254,24 @@ def among(runtime: Runtime | None, ranks: int) -> Runtime | None:
     return replace(runtime, transfer=interpolated(runtime.transfer_by, ranks), transfer_by=())
 
 
-def _shared(link: Link, network: _Table, devices: int) -> Link:
+def _network(network: _Table, devices: int) -> dict[str, Any]:
+    """The links of a network of nodes of so many devices: those through it, and those that stay on their rails."""
+    link, less = _link(network), network.figure("oversubscription", 1.0, least=1.0)
+    inter = _shared(link, network, devices, less)
+    if not network.flag("rails") or less == 1:
+        return {"inter": inter}
+    rails = min(devices, network.whole("ports", devices))
+    return {"inter": inter, "rails": rails, "rail_link": _shared(link, network, devices, 1.0)}
+
+
+def _shared(link: Link, network: _Table, devices: int, oversubscription: float) -> Link:
     """A device's share of the ports of its node, and of what an oversubscribed network carries.
 
     Groups of some, but not all, devices of each node reach `partial_share` of it in collectives, or, where so many of
     each node have a figure of their own, that.
     """
     ports = network.whole("ports", devices)
-    share = min(1.0, ports / devices) / network.figure("oversubscription", 1.0, least=1.0)
+    share = min(1.0, ports / devices) / oversubscription
     bus = link.collective() * share
     part = network.positive("partial_share") if "partial_share" in network.values else 1.0
     some = dict.fromkeys(range(2, devices), bus * part) if part != 1 else {}

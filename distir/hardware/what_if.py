@@ -51,6 +51,7 @@ def changed(topology: Topology, factors: Factors) -> Topology:
         inter=_link(r.inter, factors.get("network", 1.0), factors),
         host_link=r.host_link and link(r.host_link),
         near_link=r.near_link and link(r.near_link),
+        rail_link=r.rail_link and _link(r.rail_link, factors.get("network", 1.0), factors),
         algorithms=tuple([_algorithm(a, factors) for a in r.algorithms]),
         over_nodes=tuple([_algorithm(a, factors) for a in r.over_nodes]),
         runtime=r.runtime and changed_runtime(r.runtime, factors),

@@ -188,6 +188,10 @@ class Regular:
 
     `near` are sets of devices of each node, by their numbers in it, with a link of their own among them, such as those
     of one PCIe switch or NVLink bridge: `near_link`, if there are any.
+
+    Where each port of a node leads to a switch of its own, a rail, that it shares with the same port of all nodes,
+    `rails` is the number of ports, and `rail_link` the link of what stays on its rails; `inter` is then that of what
+    crosses the spine above them.
     """
 
     name: str
@@ -210,6 +214,8 @@ class Regular:
     """Of a host whose ranks share its cores, by their number."""
     near: tuple[frozenset[int], ...] = ()
     near_link: Link | None = None
+    rails: int = 1
+    rail_link: Link | None = None
     communicator: float = 0.0
     """Bytes of each device that a communicator of the communication library takes."""
 
@@ -217,6 +223,20 @@ class Regular:
         """The link among devices of one node, by their numbers in the cluster."""
         numbers = {i % self.per_node for i in devices}
         return self.near_link if self.near_link and any(numbers <= near for near in self.near) else self.intra
+
+    def between(self, devices: Iterable[int]) -> Link:
+        """The network link among devices of several nodes, by their numbers in the cluster.
+
+        They stay on their rails if those of each node have the same ones: a collective, and an all-to-all too, passes
+        what is for another rail inside a node (NCCL: rings that do not cross NICs, PXN).
+        """
+        if self.rail_link is None:
+            return self.inter
+        on: dict[int, set[int]] = {}
+        for i in devices:
+            on.setdefault(i // self.per_node, set()).add(i % self.per_node * self.rails // self.per_node)
+        first, *others = on.values()
+        return self.rail_link if all(rails == first for rails in others) else self.inter
 
 
 class Topology:
@@ -433,7 +453,7 @@ class Topology:
         """The devices of a collective, in ring order. Raises UsageError if neighbours are not linked."""
         r = self.uniform
         if r is not None and all(d.kind == r.kind for d in devices):
-            group = regular_group(r, [d.index // r.per_node for d in devices])
+            group = regular_group(r, [d.index for d in devices])
             return group._replace(intra=r.inside([d.index for d in devices])) if group.nodes == 1 else group
         ring = [*devices, devices[0]] if len(devices) > 1 else []
         return Group(len(devices), 1, len(devices), slowest(self.link(a, b) for a, b in pairwise(ring)))
@@ -445,25 +465,27 @@ def slowest(links: Iterable[Link]) -> Link:
     return Link(min(x.bandwidth for x in links), max(x.latency for x in links), min(x.collective() for x in links))
 
 
-def regular_group(r: Regular, nodes: Iterable[int]) -> Group:
-    """A group on a regular cluster, given the node of each of its devices."""
+def regular_group(r: Regular, devices: Sequence[int]) -> Group:
+    """A group on a regular cluster, given the numbers of its devices."""
     count: dict[int, int] = {}
-    for n in nodes:
-        count[n] = count.get(n, 0) + 1
-    return spread(r, len(count), min(count.values()), sum(count.values()))
+    for i in devices:
+        count[i // r.per_node] = count.get(i // r.per_node, 0) + 1
+    group = spread(r, len(count), min(count.values()), len(devices))
+    return group if group.inter is None else group._replace(inter=r.between(devices))
 
 
 def spread(r: Regular, nodes: int, per_node: int, size: int) -> Group:
-    """A group of `size` devices on `nodes` nodes, at least `per_node` on each."""
+    """A group of `size` devices on `nodes` nodes, at least `per_node` on each, at the same places in all nodes."""
     algorithms = r.over_nodes if nodes > 1 and r.over_nodes else r.algorithms
-    return Group(size, nodes, per_node, r.intra, r.inter if nodes > 1 else None, algorithms)
+    return Group(size, nodes, per_node, r.intra, (r.rail_link or r.inter) if nodes > 1 else None, algorithms)
 
 
 def _regular_link(r: Regular, a: Device, b: Device) -> Link | None:
     total = r.nodes * r.per_node
     a_in, b_in = (d.kind == r.kind and d.index < total for d in (a, b))
     if a_in and b_in:
-        return r.inside((a.index, b.index)) if a.index // r.per_node == b.index // r.per_node else r.inter
+        ends = a.index, b.index
+        return r.inside(ends) if a.index // r.per_node == b.index // r.per_node else r.between(ends)
     if r.host_link is not None and (a_in or b_in):
         device, other = (a, b) if a_in else (b, a)
         if other.kind == "host":

@@ -241,7 +241,7 @@ def _groups_from(r: Regular, firsts: Sequence[int], along: Sequence[tuple[int, i
     """`along`: the spacing and the size of each axis."""
     ranges = [range(0, spacing * size, spacing) for spacing, size in along]
     offsets = [sum(at) for at in itertools.product(*ranges)]
-    found = [regular_group(r, [(d + k) // r.per_node for k in offsets]) for d in firsts]
+    found = [regular_group(r, [d + k for k in offsets]) for d in firsts]
     return tuple(dict.fromkeys(found))
 
 
@@ -305,12 +305,13 @@ def lane(c: Candidate, cost: CostModel) -> Callable[[float, int, int], float]:
     if r is None:
         return lambda size, a, b: 0.0
     spacing, per_node = spacing_of(c, c.order, "pp"), r.per_node
-    lanes = [[(d + k * spacing) // per_node for k in range(c.pp)] for d in starts(c, c.order, ("pp",), per_node)]
-    nodes = max(lanes, key=lambda at: sum([a != b for a, b in itertools.pairwise(at)]))
+    lanes = [[d + k * spacing for k in range(c.pp)] for d in starts(c, c.order, ("pp",), per_node)]
+    at = max(lanes, key=lambda lane: sum([a // per_node != b // per_node for a, b in itertools.pairwise(lane)]))
     pieces = c.tp if cost.runtime is not None and cost.runtime.scatters else 1
 
     def seconds(size: float, a: int, b: int) -> float:
-        return cost.transfer_seconds(size / pieces, r.intra if nodes[a] == nodes[b] else r.inter)
+        alike = at[a] // per_node == at[b] // per_node
+        return cost.transfer_seconds(size / pieces, r.intra if alike else r.between((at[a], at[b])))
 
     return seconds
 

@@ -289,10 +289,10 @@ def _orders(c: Candidate, topology: Topology) -> list[tuple[str, ...]]:
     """The orders of the axes that differ in which devices share a node, the default first."""
     usual = c.order
     r = topology.uniform
-    if r is not None and r.near:
-        r = None  # in a node, too, it matters which devices are neighbours
-    if r is not None and c.devices <= r.per_node:
+    if r is not None and not r.near and c.devices <= r.per_node:
         return [usual]
+    if r is not None and (r.near or r.rail_link is not None):
+        r = None  # it matters which devices are neighbours: in a node, or on which rails
     seen: set[object] = set()
     found: list[tuple[str, ...]] = []
     for order in sorted(itertools.permutations(usual), key=lambda order: order != usual):
@@ -339,10 +339,7 @@ def _groups(c: Candidate, topology: Topology, order: Sequence[str], axis: str) -
         return None
     spacing, size = spacing_of(c, order, axis), getattr(c, axis)
     return frozenset(
-        [
-            regular_group(r, [(d + k * spacing) // r.per_node for k in range(size)])
-            for d in starts(c, order, (axis,), r.per_node)
-        ]
+        [regular_group(r, [d + k * spacing for k in range(size)]) for d in starts(c, order, (axis,), r.per_node)]
     )
 
 

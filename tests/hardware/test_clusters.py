@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import distir.hardware
+from distir import Plan, load, simulate
 from distir.executor.cost_model.collective_cost import bus
+from distir.executor.simulator import device_classes
 from distir.hardware import among, known_clusters, known_runtimes, load_cluster, load_runtime
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.topology import spread
@@ -133,6 +135,60 @@ def test_near_devices_of_a_node(tmp_path: Path) -> None:
         file.write_text(GOOD.replace("[[node.collective]]", near.replace("[[0, 1], [2, 3]]", wrong), 1))
         with pytest.raises(UsageError, match=r"node\.near\.devices: expected lists of different numbers from 0 to 7"):
             load_cluster(file)
+
+
+@pytest.mark.parametrize(("ports", "places"), [(8, 8), (2, 2), (1, 1)])
+def test_what_stays_on_its_rails_does_not_cross_the_spine(tmp_path: Path, ports: int, places: int) -> None:
+    """Oracle: each port leads to a switch of its own, and device k of a node uses port k * ports // 8."""
+    file = tmp_path / "mine.toml"
+    more = f"link_gbs = 25\nrails = true\noversubscription = 4\nports = {ports}"
+    file.write_text(GOOD.replace("link_gbs = 25", more, 1))
+    topology = load_cluster(file, nodes=3)
+    d, full = topology.devices, 25e9 * ports / 8
+    for a in range(24):
+        for b in range(24):
+            if a // 8 != b // 8:
+                alike = a % 8 // (8 // places) == b % 8 // (8 // places)
+                assert topology.link(d[a], d[b]).bandwidth == (full if alike else full / 4)
+    found = [
+        topology.group([d[i] for i in group]).inter.bandwidth / full  # type: ignore[union-attr]
+        for group in ([0, 8, 16], range(24), [0, 4, 8, 12], [0, 7, 8], [1, 8, 16], [3, 4, 8, 9, 10, 11, 12])
+    ]
+    assert found == {8: [1, 1, 1, 0.25, 0.25, 0.25], 2: [1, 1, 1, 0.25, 1, 1], 1: [1] * 6}[ports]
+
+
+@pytest.mark.parametrize(("plan", "crosses"), [
+    (Plan(dp=2, tp=8), False), (Plan(dp=4, tp=4), False), (Plan(tp=8, pp=2, microbatches=2), False),
+    (Plan(tp=16), False), (Plan(tp=4, pp=4, microbatches=4), True), (Plan(dp=2, tp=2, pp=4, microbatches=4), True),
+])  # fmt: skip
+def test_plans_on_rails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan, crosses: bool) -> None:
+    """Steps of plans that stay on their rails are those of a network that is not oversubscribed."""
+    model = load("gpt:layers=4,hidden=64,heads=16,seq=16,vocab=64,batch=16", loss="cross-entropy", optimizer="sgd")
+    file, steps = tmp_path / "mine.toml", dict[str, float]()
+    for name, more in {
+        "full": "",
+        "spine": "\noversubscription = 1000",
+        "rails": "\noversubscription = 1000\nrails = true",
+    }.items():
+        file.write_text(GOOD.replace("link_gbs = 25", "link_gbs = 25" + more, 1))
+        steps[name] = simulate(model, plan, file).step_seconds
+    assert steps["full"] < steps["spine"]
+    assert (steps["rails"] > steps["full"]) == crosses
+    monkeypatch.setattr(device_classes, "_by_blocks", lambda *args: None)
+    assert simulate(model, plan, file).step_seconds == steps["rails"]
+
+
+def test_of_one_stage_some_devices_stay_on_their_rails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device 0 sends to 10 on its own rail, device 2 to 12 across the spine: not all of a block are linked alike."""
+    model = load("gpt:layers=4,hidden=64,heads=16,seq=16,vocab=64,batch=40", loss="cross-entropy", optimizer="sgd")
+    file = tmp_path / "mine.toml"
+    more = "link_gbs = 25\nrails = true\noversubscription = 1000\nports = 2"
+    file.write_text(GOOD.replace("link_gbs = 25", more, 1))
+    plan = Plan(dp=10, pp=2, microbatches=2)
+    found = simulate(model, plan, file)
+    assert len(found.simulation.program.classes.sizes) > 2
+    monkeypatch.setattr(device_classes, "_by_blocks", lambda *args: None)
+    assert simulate(model, plan, file).step_seconds == found.step_seconds
 
 
 def test_shipped_clusters() -> None:

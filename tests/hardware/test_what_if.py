@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import distir
@@ -9,6 +11,7 @@ from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster, load_runtime
 from distir.hardware.what_if import FIGURES, RATES, changed, changed_runtime
 from distir.ir.errors import UsageError
+from distir.ir.topology import Link
 
 GPT = "gpt:layers=2,hidden=64,heads=4,seq=32,batch=16,vocab=256"
 PLAN = distir.Plan(dp=2, tp=2, pp=2, microbatches=2)
@@ -41,6 +44,14 @@ def test_each_figure_matters_and_nothing_gets_slower(name):
         before = distir.simulate(model, plan, CostModel(topology, runtime=runtime)).step_seconds
         cost = CostModel(topology, runtime=changed_runtime(runtime, factors))
     assert distir.simulate(model, plan, cost).step_seconds < before
+
+
+def test_rails_are_of_the_network():
+    regular = load_cluster("dgx-a100", nodes=2).regular
+    assert regular is not None
+    topology = distir.Topology(replace(regular, rails=8, rail_link=Link(4e9, 1e-5)))
+    new = changed(topology, {"network": 2, "link": 3, "latency": 0.5})
+    assert new.link(new.devices[0], new.devices[8])[:2] == (8e9, 5e-6)
 
 
 def test_links_and_devices_set_by_hand():

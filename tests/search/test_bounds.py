@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from hypothesis import HealthCheck, given, settings
@@ -96,6 +97,21 @@ def test_a_bound_that_is_too_high_is_seen():
     found = case(MODELS[3], 16, 1, "dgx-a100", "bf16")
     assert any(too_high(found, c, 1.05) for c in found.candidates)
     assert not any(too_high(found, c) for c in found.candidates)
+
+
+def test_on_rails_bounds_hold_and_all_orders_differ(tmp_path: Path) -> None:
+    """Seeded: the bound of a transfer that stays on its rails as if it crossed the spine is too high."""
+    file = tmp_path / "mine.toml"
+    network = "[network]\nlink_gbs = 20\nlink_us = 10\noversubscription = 500\n"
+    head = 'name = "mine"\ndevice = "a100-sxm-80gb"\n'
+    model, orders = MODELS[3], list[int]()
+    for rails in ("", "rails = true\n"):
+        file.write_text(f'{head}{network}{rails}source = "none"\n[node]\ndevices = 2\nlink_gbs = 300\nlink_us = 5\n')
+        found = case.__wrapped__(model, 16, 8, file, "bf16")  # the file changes
+        orders.append(len({c.order for c in found.candidates if c.dp == c.tp == c.pp == 2}))
+        draw = random.Random(0)
+        assert not any([too_high(found, c) for c in draw.sample(found.candidates, 15)])
+    assert orders[1] == 6 > orders[0]
 
 
 def test_links_that_differ_in_a_node_have_no_bounds_and_all_orders() -> None:

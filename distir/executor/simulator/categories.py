@@ -38,11 +38,6 @@ def tensors_in(t: Type) -> int:
     return sum([tensors_in(x) for x in t.types]) if isinstance(t, Tuple) else 1
 
 
-def is_view(op: Op) -> bool:
-    """Whether the results share the operands' buffers."""
-    return op.spec.alias and bool(op.inputs)
-
-
 class Categories:
     """The categories of a program's values."""
 
@@ -54,17 +49,18 @@ class Categories:
         self._parts: dict[Op, Parts] = {}
         self._leaves: dict[Type, list[Tensor]] = {}
         self._callers = _callers(main)
-        self._pack, self._unpack = lookup("Pack"), lookup("Unpack")
+        self._call, self._pack, self._unpack = lookup("Call"), lookup("Pack"), lookup("Unpack")
         for out, source in main.updates.items():
             kind = _OF_ROLE.get(source.kind or "", BUFFER)
             for i in range(tensors_in(out.type)):
                 self._label(self._origin(main, (out, i)), kind, source)
-        owned = _Owned(main).leaves
+        owned = _Owned(main)
         for callee in main.callees():
             for v in callee.outputs:
                 for i in range(tensors_in(v.type)):
-                    _, leaf = self._origin(callee, (v, i))
-                    self.labels.setdefault(leaf, PARAMETER if leaf in owned else ACTIVATION)
+                    at, leaf = self._origin(callee, (v, i))
+                    if leaf not in self.labels:
+                        self.labels[leaf] = PARAMETER if owned.has(at, leaf) else ACTIVATION
         self._activations()
 
     def of_input(self, v: Value) -> int:
@@ -76,26 +72,33 @@ class Categories:
         found = self.labels.get((v, i), BUFFER)
         return GRADIENT if found in (ACTIVATION, BUFFER) and t.over_time.kind is not None else found
 
+    def _producers_of(self, f: Function) -> dict[Value, Op]:
+        found = self._producers.get(f)
+        if found is None:
+            found = self._producers[f] = f.producers()
+        return found
+
     def _producer(self, f: Function, v: Value) -> Op | None:
-        if f not in self._producers:
-            self._producers[f] = f.producers()
-        return self._producers[f].get(v)
+        return self._producers_of(f).get(v)
 
     def _origin(self, f: Function, leaf: Leaf) -> tuple[Function, Leaf]:
         """The op that allocates a tensor's buffer, found through views, bundles and calls."""
+        producers = self._producers_of(f)
         while True:
             v, i = leaf
-            op = self._producer(f, v)
+            op = producers.get(v)
             if op is None or not op.inputs:
                 return f, leaf
-            if op.callee is not None:
-                f, leaf = op.callee, (op.callee.outputs[self._parts_of(op, op.outputs).number[v]], i)
+            if op.spec is self._call:
+                f = op.attributes["callee"]
+                producers = self._producers_of(f)
+                leaf = f.outputs[self._parts_of(op, op.outputs).number[v]], i
             elif op.spec is self._pack:
                 leaf = self._parts_of(op, op.inputs).member(i)
             elif op.spec is self._unpack:
                 parts = self._parts_of(op, op.outputs)
                 leaf = op.inputs[0], i + parts.starts[parts.number[v]]
-            elif is_view(op):
+            elif op.spec.alias:
                 leaf = op.inputs[0], i
             else:
                 return f, leaf
@@ -193,43 +196,44 @@ def _callers(main: Function) -> dict[Function, tuple[Function, Op]]:
 
 
 class _Owned:
-    """The tensors that a program computes of parameters alone, in callees too."""
+    """Tells which tensors a program computes of parameters alone, in callees too."""
 
     NONE, OWNED, OTHER = range(3)
     """What a tensor depends on: nothing, parameters alone, anything else."""
 
     def __init__(self, main: Function) -> None:
-        self.leaves: set[Leaf] = set()
-        self._other: set[Leaf] = set()
-        self._walked: dict[tuple[Function, tuple[tuple[int, ...], ...]], list[tuple[int, ...]]] = {}
+        self._rows: dict[Function, list[dict[Value, tuple[int, ...]]]] = {}
+        """What the tensors of a function's values depend on, for each of the arguments that it is called with."""
+        self._results: dict[tuple[Function, tuple[tuple[int, ...], ...]], list[tuple[int, ...]]] = {}
         roles = [self.OWNED if v.kind == "parameter" else self.OTHER for v in main.inputs]
         self._walk(main, [(k,) * tensors_in(v.type) for k, v in zip(roles, main.inputs, strict=True)])
-        self.leaves -= self._other  # another call gives it other arguments
+
+    def has(self, f: Function, leaf: Leaf) -> bool:
+        """Whether a tensor of `f` is computed of parameters alone, in all calls."""
+        v, i = leaf
+        return max([rows[v][i] for rows in self._rows.get(f, ())], default=self.NONE) == self.OWNED
 
     def _walk(self, f: Function, args: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         key = f, tuple(args)
-        if key in self._walked:
-            return self._walked[key]
+        if key in self._results:
+            return self._results[key]
         env = dict(zip(f.inputs, args, strict=True))
         for op in f.ops:
             ins = [env[v] for v in op.inputs]
             if op.callee is not None:
-                outs = self._walk(op.callee, ins)
+                env.update(zip(op.outputs, self._walk(op.callee, ins), strict=True))
             elif op.spec.bundle == "pack":
-                outs = [tuple([k for row in ins for k in row])]
+                env[op.outputs[0]] = tuple([k for row in ins for k in row])
             elif op.spec.bundle == "unpack":
                 row = iter(ins[0])
-                outs = [tuple([next(row) for _ in leaves(v.type)]) for v in op.outputs]
+                env.update([(v, tuple([next(row) for _ in leaves(v.type)])) for v in op.outputs])
             else:
-                kind = max([k for row in ins for k in row], default=self.NONE)
-                outs = [(kind,) * tensors_in(v.type) for v in op.outputs]
-            for v, row in zip(op.outputs, outs, strict=True):
-                env[v] = row
-                for i, k in enumerate(row):
-                    if k != self.NONE:
-                        (self.leaves if k == self.OWNED else self._other).add((v, i))
-        self._walked[key] = [env[v] for v in f.outputs]
-        return self._walked[key]
+                kind = max(itertools.chain.from_iterable(ins), default=self.NONE)
+                for v in op.outputs:
+                    env[v] = (kind,) * tensors_in(v.type)
+        self._rows.setdefault(f, []).append(env)
+        self._results[key] = [env[v] for v in f.outputs]
+        return self._results[key]
 
 
 class Parts:

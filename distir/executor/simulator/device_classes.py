@@ -304,7 +304,7 @@ def _even_group(r: Regular, span: tuple[int, int], stride: int, size: int) -> Gr
     if start % node == 0 and node % stride == 0 and reach % node == 0:
         return spread(r, reach // node, node // stride, size)
     if end - start == reach and stride == 1:  # one group in all
-        return regular_group(r, [i // node for i in range(start, end)])
+        return regular_group(r, range(start, end))
     return None
 
 
@@ -324,7 +324,9 @@ def _even_pairs(
         if j - i != l - k:
             return None
         if abs(k - i) >= r.per_node or (len(nodes[0]) == len(nodes[1]) == 1 and nodes[0] != nodes[1]):
-            pairs.append(Pair(c, d, r.inter))
+            if r.rail_link is not None and (k - i) % r.per_node:
+                return None  # some may stay on their rails
+            pairs.append(Pair(c, d, r.between((i, k))))
         elif nodes[0] == nodes[1] and len(nodes[0]) == 1:
             pairs.append(Pair(c, d, r.intra))
         else:

@@ -21,6 +21,7 @@ from distir.executor.simulator.work_kinds import (
     stages_of,
 )
 from distir.ir.function import Op
+from distir.ir.pause import no_collection
 
 IDEAL, BELOW_PEAK, RECOMPUTATION, OPTIMIZER = "ideal compute", "below peak", "recomputation", "optimizer"
 WARM_UP, IMBALANCE, DEPENDENCY = "warm-up", "imbalance", "dependency"
@@ -58,6 +59,7 @@ class StageParts(NamedTuple):
         return {**self.compute, **self.exposed, **self.bubble}
 
 
+@no_collection()
 def step_parts(simulation: Simulation) -> list[StageParts]:
     """The parts of a simulated step, for each class of devices, in order of devices."""
     left = count(simulation.run, _Labels(simulation).labels())

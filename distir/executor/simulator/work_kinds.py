@@ -11,6 +11,7 @@ from distir.executor.simulator.categories import leaves
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import lookup
+from distir.ir.type import Tensor, Tuple, Type
 
 FORWARD, BACKWARD, RECOMPUTED, UPDATE, COMPUTE = "forward", "backward", "recomputed", "update", "compute"
 
@@ -71,7 +72,16 @@ def stages_of(main: Function) -> set[Device | Mesh | None]:
 
 def _stage(call: Op) -> Device | Mesh | None:
     """The device or mesh of a call's results."""
-    return next((t.device for v in call.outputs for t in leaves(v.type)), None)
+    return next((t.device for v in call.outputs if (t := _first(v.type)) is not None), None)
+
+
+def _first(t: Type) -> Tensor | None:
+    """The first tensor of a type; a bundle may have thousands."""
+    if isinstance(t, Tensor):
+        return t
+    return (
+        next((found for part in t.types if (found := _first(part)) is not None), None) if isinstance(t, Tuple) else None
+    )
 
 
 def kinds_of_work(main: Function) -> dict[Op, str]:
