@@ -8,28 +8,29 @@ from __future__ import annotations
 
 from distir.ir.function import Function, Op, Value
 
-NOTHING: frozenset[Op] = frozenset()
-
 
 def beside_compute(f: Function) -> frozenset[Op]:
     """The collectives of a function between which and the first use of their results it computes."""
-    issued: dict[Value, frozenset[Op]] = {}
+    issued: dict[Value, tuple[Op, ...]] = {}
     """Of results of collectives, and views of these: which ones."""
     waiting: set[Op] = set()
     found: set[Op] = set()
     for op in f.ops:
-        if not waiting and op.spec.route != "axis":
+        spec = op.spec
+        communicates = spec.route == "axis"
+        if not waiting and not communicates:
             continue
-        under_way = NOTHING.union(*[issued[v] for v in op.inputs if v in issued]) if issued else NOTHING
-        if op.spec.alias and op.inputs:
+        under_way = [x for v in op.inputs if v in issued for x in issued[v]]
+        if spec.alias and op.inputs:
             if under_way:
-                issued.update(dict.fromkeys(op.outputs, under_way))
+                issued.update(dict.fromkeys(op.outputs, tuple(under_way)))
             continue
-        waiting -= under_way
-        if op.spec.route == "axis":
+        waiting.difference_update(under_way)
+        if communicates:
             waiting.add(op)
-            issued.update(dict.fromkeys(op.outputs, frozenset([op])))
-        elif op.callee is not None or (op.spec.comm is None and op.inputs):
+            for v in op.outputs:
+                issued[v] = (op,)
+        elif (spec.comm is None and op.inputs) or op.callee is not None:
             found |= waiting
             waiting.clear()
     return frozenset(found)

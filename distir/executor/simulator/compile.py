@@ -76,7 +76,9 @@ class _Kinds:
                 continue
             chained = chains.get(op, UNFUSED) if chains else UNFUSED
             beside = op in overlapped
-            key = (spec, op.attributes or None, chained, beside, *[v.type for v in op.inputs])
+            key = (spec, op.attributes or None, *[v.type for v in op.inputs])
+            if beside or chained is not UNFUSED:  # rare, and slow to hash
+                key = (*key, beside, chained)
             if spec.route == "send":  # whatever it sends, of whichever microbatch
                 t = op.inputs[0].type
                 key = (spec, *_ends(op), t.bytes, t.placements if isinstance(t, Tensor) else None)
