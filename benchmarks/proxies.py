@@ -9,6 +9,10 @@ take turns of N iterations each, for so many rounds. An iteration begins at a ba
 figure of a turn is the median of its iterations, the ratio the median over rounds of distir's divided by C++'s. "least"
 is the quickest iteration of all, which other programs on the machine disturb least. Both sleep to the microsecond;
 with `--poll` C++, too, lets MPI progress while it sleeps.
+
+Before the first of every three rounds the network is measured (`distir bench collectives --out`), with pauses where the
+sequence computes; "predicted" is the simulator's time with it, and the error the median of predicted / measured - 1 of
+these rounds.
 """
 
 from __future__ import annotations
@@ -37,16 +41,17 @@ BACKWARD = 2, 6, 10, 3283, 6567, 13135, 26270, 13135
 TIMES = {
     "dlrm": """
 prologue0 = 0
-update0 = 0
 [layers]
-bottom = {forward = 341, backward = 682}
-tables = {forward = 304, backward = 399}  # with the products of their rows: 95 + 209, 209 + 190
-top = {forward = 455, backward = 910}
+bottom = {forward = 341, backward = 682, update = 0}
+tables = {forward = 304, backward = 209, update = 190}  # with the products of their rows: 95 + 209
+top = {forward = 455, backward = 910, update = 0}
 """,
     "cosmoflow": f"prologue0 = 0\nfwd0 = {sum(FORWARD)}\nbwd0 = {sum(BACKWARD)}\nupdate0 = 0\n",
 }
 """Microseconds of the sequences' compute, as our own plans take it."""
 SECONDS = 600
+EVERY = 3
+"""Rounds from one measurement of the network to the next."""
 
 
 class Case(NamedTuple):
@@ -57,6 +62,8 @@ class Case(NamedTuple):
     ranks: int
     ours: Sequence[str]
     peer: Sequence[str]
+    pause: int = 1000
+    """Microseconds of compute between communication, as a rule."""
 
 
 def tables(ranks: int) -> list[str]:
@@ -69,7 +76,7 @@ def tables(ranks: int) -> list[str]:
 VOLUMES = ["--split", "h=2:x.2,dense.*.weight.1", "--split", "w=2:x.3,dense.*.weight.1"]
 CASES = [
     Case("dlrm", "verbatim", 2, ["proxy-dlrm:ranks=2"], ["dlrm"]),
-    Case("gpt2", "verbatim", 2, ["proxy-gpt2-large:layers=8,stages=2,dp=1"], ["gpt2", "layers=8", "stages=2"]),
+    Case("gpt2", "verbatim", 2, ["proxy-gpt2-large:layers=8,stages=2,dp=1"], ["gpt2", "layers=8", "stages=2"], 0),
     Case("dlrm", "verbatim", 4, ["proxy-dlrm:ranks=4"], ["dlrm"]),
     Case("cosmoflow", "verbatim", 4, ["proxy-cosmoflow:dp=1,h=2,w=2"], ["cosmoflow", "h=2", "w=2"]),
     Case("dlrm", "plan", 2, tables(2), ["dlrm"]),
@@ -89,6 +96,8 @@ class Result:
     peer_ms: list[float]
     ours_least_ms: float
     peer_least_ms: float
+    predicted: list[tuple[float, float]]
+    """(predicted, measured) ms of the rounds before which the network was measured."""
 
     @property
     def ratios(self) -> list[float]:
@@ -101,8 +110,20 @@ class Result:
         least = [f"{x:.3f}" for x in (self.ours_least_ms, self.peer_least_ms)]
         spread = f"{min(self.ratios):.2f} to {max(self.ratios):.2f}"
         least_ratio = f"{self.ours_least_ms / self.peer_least_ms:.2f}"
+        error = statistics.median([p / m - 1 for p, m in self.predicted])
+        prediction = [f"{statistics.median([p for p, _ in self.predicted]):.3f}", f"{error:+.0%}"]
         goals = [f"{goal:.2f}", "yes" if ratio <= goal else "no"]
-        return [f"{self.name} {self.kind}", str(self.ranks), *ms, f"{ratio:.2f}", spread, *least, least_ratio, *goals]
+        return [
+            f"{self.name} {self.kind}",
+            str(self.ranks),
+            *ms,
+            f"{ratio:.2f}",
+            spread,
+            *least,
+            least_ratio,
+            *goals,
+            *prediction,
+        ]
 
 
 HEADER = [
@@ -117,6 +138,8 @@ HEADER = [
     "ratio",
     "goal",
     "met",
+    "predicted, ms",
+    "error",
 ]
 
 
@@ -145,13 +168,19 @@ class Bench:
             raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr}")
         return (self.folder / "out.0").read_text()
 
-    def ours(self, case: Case) -> list[float]:
-        """Seconds of the iterations of a turn."""
+    def network(self, case: Case) -> None:
+        """Measure it, for the predictions of the turns that follow."""
+        line = [sys.executable, "-m", "distir", "bench", "collectives", "--backend", "mpi"]
+        self.launched(case.ranks, [*line, "--out", self.folder / "network.toml", "--pause", case.pause])
+
+    def ours(self, case: Case) -> tuple[list[float], float]:
+        """Seconds of the iterations of a turn, and those predicted of one."""
         line = [sys.executable, "-m", "distir", "run", *case.ours, "--proxy", "--backend", "mpi", "--json"]
-        line += ["--iterations", str(self.iterations)]
+        line += ["--iterations", str(self.iterations), "--cluster", str(self.folder / "network.toml")]
         if case.kind == "plan":
             line += ["--times", str(self.folder / f"{case.name}.toml")]
-        return json.loads(self.launched(case.ranks, line))["seconds"]
+        found = json.loads(self.launched(case.ranks, line))
+        return found["seconds"], found["predicted"]["step_seconds"]
 
     def peer(self, case: Case) -> list[float]:
         name, *flags = case.peer
@@ -170,13 +199,19 @@ def _tool(name: str) -> str:
 def measure(bench: Bench, case: Case, runs: int) -> Result:
     ours: list[list[float]] = []
     peers: list[list[float]] = []
+    predicted: list[tuple[float, float]] = []
     for k in range(runs):
-        ours.append(bench.ours(case))
+        if k % EVERY == 0:
+            bench.network(case)
+        seconds, prediction = bench.ours(case)
+        ours.append(seconds)
+        if k % EVERY == 0:
+            predicted.append((prediction * 1e3, statistics.median(seconds) * 1e3))
         peers.append(bench.peer(case))
         print(f"  {case.name} {case.kind} on {case.ranks}: round {k + 1} of {runs}", file=sys.stderr)
     ours_ms, peer_ms = ([statistics.median(turn) * 1e3 for turn in turns] for turns in (ours, peers))
     ours_least, peer_least = (min(map(min, turns)) * 1e3 for turns in (ours, peers))
-    return Result(case.name, case.kind, case.ranks, ours_ms, peer_ms, ours_least, peer_least)
+    return Result(case.name, case.kind, case.ranks, ours_ms, peer_ms, ours_least, peer_least, predicted)
 
 
 def known(case: Case) -> bool:

@@ -342,6 +342,10 @@ def test_bench_collectives(cli):
     assert timing["bus_bandwidth"] == pytest.approx(timing["size"] / timing["seconds"])
     assert timing["over"] in ("memory", "gloo")
     assert_error(cli("bench", "collectives", "--collective", "sned"), 2, "'sned'", "all-reduce")
+    assert_error(
+        cli("bench", "collectives", "--out", "net.toml"), 2, "for backend mpi, not for gloo", "distir calibrate"
+    )
+    assert_error(cli("bench", "collectives", "--out", "net.toml", "--size", "64"), 2, "--out measures", "--size")
 
 
 # ---------------------------------------------------------------- simulate

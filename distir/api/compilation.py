@@ -85,10 +85,18 @@ def plan_in_effect(model: Model, plan: Plan) -> Plan:
     own = [TIME, *[f.name for f in AXES]]
     further = tuple([InputSplit(axis, n, ()) for axis, n in sizes.items() if axis not in own])
     inside = replace(Plan(microbatches=sizes.get(TIME, 1), schedule=f"as in {model.name}", split=further), **degrees)
-    found = replace(inside, **{inside.stages.name: max(1, len(devices_of(function)) // inside.size)})
+    count = len(devices_of(function))
+    if count % inside.size:  # with a host, or meshes that differ: no product of axes
+        inside = replace(Plan(microbatches=inside.microbatches, schedule=inside.schedule), split=(_every(count),))
+    found = replace(inside, **{inside.stages.name: max(1, count // inside.size)})
     if plan not in (ONE, found):
         raise UsageError(f"{model.name} is already distributed: a plan cannot be applied to it", "leave the plan out")
     return found
+
+
+def _every(count: int) -> InputSplit:
+    """An axis of so many devices of which no more is known."""
+    return InputSplit("devices", count, ())
 
 
 def validate(distributed: Function, source: Function) -> None:

@@ -7,6 +7,7 @@ A file has microseconds of a call, for one microbatch on one device:
     [layers."transformer.h.3"]        # ops from the first use of weights whose names begin so, up to other weights
     forward = 1200
     backward = 2400                   # what differentiates these ops, and what is recomputed of them
+    update = 300                      # the optimizer, of weights whose names begin so
 
 They are shared among the ops by the cost model.
 """
@@ -14,9 +15,10 @@ They are shared among the ops by the cost model.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,13 @@ from distir.ir.files import read_toml
 from distir.ir.function import Function, Op, Value
 from distir.transforms.parallel3d import source_of
 from distir.transforms.passes import DISTRIBUTED, form_of
-from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PHASES
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PHASES, UPDATE
 from distir.transforms.rank.proxied import is_slept
 from distir.transforms.roles import weights
 
 Where = tuple[Function, Op]
 _LAYERS = "layers"
-_WAYS = {PHASES[letter].word: PHASES[letter].body for letter in (FORWARD, BACKWARD)}
+_WAYS = {PHASES[letter].word: PHASES[letter].body for letter in (FORWARD, BACKWARD, UPDATE)}
 """The passes of a layer, and how the names of functions with their ops begin."""
 _SHOWN = 8
 """The most names that a hint lists."""
@@ -139,16 +141,35 @@ def _of_layers(path: str, given: object, model: Model, program: Function) -> dic
         if not any([_is_of(name, layer) for name in names]):
             raise _unknown(path, "model has no layer", layer, _layers(names))
         if not isinstance(times, dict) or not times or set(times) - set(_WAYS):
-            raise UsageError(f"{path}: layer {layer}: expected {' and '.join(_WAYS)}, got {times!r}")
+            raise UsageError(f"{path}: layer {layer}: expected some of {', '.join(_WAYS)}, got {times!r}")
         found |= {(layer, way): [] for way in times}
     latest = _latest_weights(source)
     for function in program.callees():
         way = next((word for word, body in _WAYS.items() if _stem(function).startswith(body)), None)
-        for op, weight in _labelled(function, latest) if way is not None else ():
+        if way is None:
+            continue
+        used = _updating(function, names) if way == PHASES[UPDATE].word else _labelled(function, latest)
+        for op, weight in used:
             layer = max([x for x in given if _is_of(weight, x)], key=len, default=None)
-            if way is not None and layer is not None and way in given[layer]:
+            if layer is not None and way in given[layer]:
                 found[layer, way].append((function, op))
     return found
+
+
+def _updating(function: Function, names: Sequence[str]) -> Iterable[tuple[Op, str]]:
+    """The ops that a proxy sleeps and that take weights, each with what the names of these begin with; one that takes
+    those of several layers is of none."""
+    for _, op in _slept(function):
+        used = [v.name for v in op.inputs if v.name in names]
+        if common := _common(used):
+            yield op, common
+
+
+def _common(names: Sequence[str]) -> str:
+    """What the names begin with, up to a dot or whole."""
+    rows = [name.split(".") for name in names]
+    parts = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False))
+    return ".".join([column[0] for column in parts])
 
 
 def _is_of(weight: str, layer: str) -> bool:

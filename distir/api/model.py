@@ -65,6 +65,17 @@ class Precision(NamedTuple):
     gradients: str = "fp32"
 
 
+def _by_columns(function: Function, ids: Value) -> bool:
+    """Whether an op takes integers (batch, n) with another operand that has a dim for each of their n columns."""
+    for op in function.ops:
+        if op.callee is None and ids in op.inputs:
+            shapes = [v.type.global_shape for v in op.inputs if isinstance(v.type, Tensor)]
+            f, k = op.spec.factors(op.attributes, shapes), op.inputs.index(ids)
+            if f is not None and len(f.ins) == len(op.inputs) and len(f.ins[k]) == 2:
+                return any([f.ins[k][1] in names for j, names in enumerate(f.ins) if j != k])
+    return False
+
+
 @dataclass(frozen=True, repr=False)
 class Model:
     """A program and the arrays of its parameters and constants, which are read lazily.
@@ -105,11 +116,14 @@ class Model:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens per step: elements of the first input of integers (batch, length). None if there is no such input."""
+        """Tokens per step: elements of the first input of integers (batch, length).
+
+        None if there is no such input, or if each column picks rows of a table of its own: features, not a sequence.
+        """
         for v, dim in batch_dims(self.function).items():
             t = v.type
             if isinstance(t, Tensor) and t.dtype.kind == "int" and len(t.global_shape) == 2 and dim == 0:
-                return t.global_shape[0] * t.global_shape[1]
+                return None if _by_columns(self.function, v) else t.global_shape[0] * t.global_shape[1]
         return None
 
     def training(

@@ -171,29 +171,37 @@ def clusters(args: argparse.Namespace) -> None:
 
 def bench_collectives(args: argparse.Namespace) -> None:
     """`distir bench collectives`."""
+    from distir.api.network_file import measure_network
     from distir.backends.processes.bench_collectives import COLLECTIVES, SIZES, Timing, bench_collectives
 
-    head = ("collective", "size", "latency", "algorithm bandwidth", "bus bandwidth", "over")
-    widths = [max(map(len, COLLECTIVES)), 12, 14, *map(len, head[3:5]), len("memory")]
+    head = ("collective", "ranks", "size", "latency", "algorithm bandwidth", "bus bandwidth", "over")
+    widths = [max(map(len, COLLECTIVES)), 5, 12, 14, *map(len, head[4:6]), len("memory")]
     prints = not args.json and first_rank()
     names, sizes = args.collective or COLLECTIVES, args.size or SIZES
+    if args.out is not None and (args.collective or args.size or args.dtype != "float32"):
+        raise UsageError("--out measures what programs use", "leave --collective, --size and --dtype out")
     rows: list[Timing] = []
 
     with Progress("starting") as progress:
 
         def on_timing(t: Timing) -> None:
             if not rows:
-                progress.phase("measuring", len(names) * len(sizes))
+                progress.phase("measuring", None if args.out else len(names) * len(sizes))
                 if prints:
                     print(columns(head, widths))
             rows.append(t)
             progress.advance(len(rows) - 1)
             if prints:
                 rates = [f"{x / 1e9:.3g} GB/s" for x in (t.algorithm_bandwidth, t.bus_bandwidth)]
-                cells = [t.collective, f"{t.size:,} B", f"{t.seconds * 1e6:,.1f} us", *rates, t.over]
+                cells = [t.collective, str(t.ranks), f"{t.size:,} B", f"{t.seconds * 1e6:,.1f} us", *rates, t.over]
                 print(columns(cells, widths), flush=True)
 
-        bench_collectives(args.nproc, args.backend, names, sizes, args.timeout, on_timing, args.dtype)
+        if args.out is not None:
+            measure_network(args.out, args.backend, args.pause * 1e-6, timeout=args.timeout, on_timing=on_timing)
+        else:
+            bench_collectives(args.nproc, args.backend, names, sizes, args.timeout, on_timing, args.dtype)
+    if prints and args.out is not None:
+        print(f"\nwritten to {args.out}; distir run --cluster {args.out} predicts with it")
     if args.json and first_rank():
         print_json({"backend": args.backend, "dtype": args.dtype, "timings": [t._asdict() for t in rows]})
 

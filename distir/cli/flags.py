@@ -327,6 +327,18 @@ def _bench(commands: Any) -> None:
     )
     parser.add_argument("--dtype", default="float32", metavar="TYPE", help="element type; default: float32")
     parser.add_argument(
+        "--out",
+        metavar="FILE.toml",
+        help="with --backend mpi: write a cluster file of the collectives that programs use, which --cluster takes",
+    )
+    parser.add_argument(
+        "--pause",
+        type=at_least(0),
+        default=1000,
+        metavar="US",
+        help="with --out: sleep before each call, as long as a step computes between them; default: 1000",
+    )
+    parser.add_argument(
         "--timeout",
         type=positive,
         default=600.0,

@@ -15,6 +15,10 @@ runtime it was measured with, `[runtime]`; and for numbers of ranks that share i
 times as long `compute` takes while so many compute, `collectives` and `transfers` where so many run, and the least and
 greatest of measured / predicted time of a step, `low` and `high`, in so many `steps`.
 
+Collectives of a node that were measured (`distir bench collectives --out`) may have a table each, `[[node.measured]]`:
+`collective` among `ranks` takes `us` for each of `bytes`. It counts instead of links and algorithms. `in_turn`: one
+thread of the host moves all that a device sends and receives, one after the other, as MPI does.
+
 `source` cites the origin of figures. Units: TFLOP/s, GFLOP, GB/s (1e9 bytes), GB of memory (1e9 bytes), microseconds;
 MiB of memory that software takes (2**20 bytes); those of links are of a device, those of a network of a port (`ports` a
 node, by default one a device). With `rails` each port has a switch of its own, which it shares with the same port of
@@ -35,6 +39,7 @@ from typing import Any
 
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.host_runtime import Runtime
+from distir.ir.measured import Measured
 from distir.ir.tiles import SIDES, Tiles
 from distir.ir.topology import Algorithm, Crowd, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
 
@@ -173,11 +178,13 @@ def _read(path: Path) -> dict[str, Any]:
         "algorithms": tuple(_algorithm(t) for t in node.tables("collective")),
         "over_nodes": tuple(_algorithm(t) for t in network.tables("collective")),
         "runtime": _own_runtime(root) if "runtime" in table else None,
+        "in_turn": node.flag("in_turn"),
         "communicator": node.figure("communicator_mib", 0.0) * MIB,
     }
     if "near" in node.values:
         near = node.table("near")
         out |= {"near": _near(near, per_node), "near_link": _link(near)}
+    out["measured"] = tuple([_measured(t) for t in node.tables("measured")])
     out["crowds"] = tuple(sorted([_crowd(t) for t in root.tables("contention")]))
     root.done()
     return out
@@ -189,6 +196,14 @@ def _crowd(t: _Table) -> Crowd:
         raise t.error("low", f"expected at most high, {high:g}, got {low:g}")
     compute, collectives, transfers = (t.positive(key) for key in ("compute", "collectives", "transfers"))
     return Crowd(t.whole("ranks"), compute, collectives, transfers, Residuals(low, high, t.whole("steps")))
+
+
+def _measured(t: _Table) -> Measured:
+    sizes, micros = t.numbers("bytes"), t.numbers("us")
+    if len(sizes) != len(micros) or list(sizes) != sorted(set(sizes)):
+        raise t.error("bytes", f"expected ascending sizes, one for each of us, got {len(sizes)} and {len(micros)}")
+    points = tuple([(n, x * 1e-6) for n, x in zip(sizes, micros, strict=True)])
+    return Measured(t.text("collective"), t.whole("ranks"), points)
 
 
 def _near(t: _Table, per_node: int) -> tuple[frozenset[int], ...]:
@@ -308,6 +323,12 @@ class _Table:
         if value == 0:
             raise self.error(key, "expected a number above 0")
         return value
+
+    def numbers(self, key: str) -> Sequence[float]:
+        value = self.get(key)
+        if not isinstance(value, list) or not value or not all(type(x) in (int, float) and 0 < x < inf for x in value):
+            raise self.error(key, f"expected a list of numbers above 0, got {value!r}")
+        return [float(x) for x in value]
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)

@@ -67,6 +67,10 @@ class Wire(NamedTuple):
     """n -> the number of consecutive messages."""
     size: Callable[[int, int], int] = max
     """Bytes on one device of the operand and of the result -> S."""
+    collective: str | None = None
+    """The one of the interconnect benchmark whose traffic it is."""
+    share: Callable[[Attrs, int], float] = lambda attrs, n: 1.0
+    """(attributes, n) -> the part of S that counts."""
 
 
 def as_wanted(have: Placement, want: Placement) -> Attrs | None:

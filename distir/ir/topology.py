@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distir.ir.device import Device
 from distir.ir.errors import UsageError, counted
 from distir.ir.host_runtime import Runtime
+from distir.ir.measured import Measured
 from distir.ir.tiles import Tiles
 from distir.ir.type import DType
 
@@ -144,7 +145,8 @@ class Algorithm(NamedTuple):
 class Group(NamedTuple):
     """The devices of one collective: how many, on how many nodes, at least how many on each, and their slowest links.
 
-    `algorithms` are the library's; without any, a ring whose steps take the links' latencies.
+    `algorithms` are the library's; without any, a ring whose steps take the links' latencies. What is `measured` counts
+    instead.
     """
 
     size: int
@@ -153,6 +155,7 @@ class Group(NamedTuple):
     intra: Link
     inter: Link | None = None
     algorithms: tuple[Algorithm, ...] = ()
+    measured: tuple[Measured, ...] = ()
 
 
 class Residuals(NamedTuple):
@@ -218,6 +221,10 @@ class Regular:
     rail_link: Link | None = None
     communicator: float = 0.0
     """Bytes of each device that a communicator of the communication library takes."""
+    measured: tuple[Measured, ...] = ()
+    """Of collectives in a node: these count instead of the links."""
+    in_turn: bool = False
+    """Whether one thread of the host moves all that a device sends and receives, one after the other."""
 
     def inside(self, devices: Iterable[int]) -> Link:
         """The link among devices of one node, by their numbers in the cluster."""
@@ -477,7 +484,9 @@ def regular_group(r: Regular, devices: Sequence[int]) -> Group:
 def spread(r: Regular, nodes: int, per_node: int, size: int) -> Group:
     """A group of `size` devices on `nodes` nodes, at least `per_node` on each, at the same places in all nodes."""
     algorithms = r.over_nodes if nodes > 1 and r.over_nodes else r.algorithms
-    return Group(size, nodes, per_node, r.intra, (r.rail_link or r.inter) if nodes > 1 else None, algorithms)
+    measured = r.measured if nodes == 1 else ()
+    between = (r.rail_link or r.inter) if nodes > 1 else None
+    return Group(size, nodes, per_node, r.intra, between, algorithms, measured)
 
 
 def _regular_link(r: Regular, a: Device, b: Device) -> Link | None:

@@ -217,23 +217,34 @@ def _along(
 # --- the ops
 
 _RING = Wire(("ring",), sent=_parts, steps=lambda n: n - 1)
-_REDUCED = Wire(("ring", "tree", "in-network"), sent=lambda n: (2 * (n - 1), n), steps=lambda n: 2 * (n - 1))
+_REDUCED = Wire(
+    ("ring", "tree", "in-network"),
+    sent=lambda n: (2 * (n - 1), n),
+    steps=lambda n: 2 * (n - 1),
+    collective="all-reduce",
+)
 
 op("MPIAllreduce", attributes="axis:mesh-axis", comm=_along(Partial, Replicate, _replicated, _REDUCED, bundles=True))
 op(
     "MPIAllgather",
     attributes="axis:mesh-axis",
-    comm=_along(Shard, Replicate, _replicated, _RING, bundles=True, infer=_allgather),
+    comm=_along(Shard, Replicate, _replicated, _RING._replace(collective="all-gather"), bundles=True, infer=_allgather),
 )
 op(
     "MPIReduceScatter",
     attributes="axis:mesh-axis dim:split outer:split?",
-    comm=_along(Partial, Shard, _split, _RING, bundles=True),
+    comm=_along(Partial, Shard, _split, _RING._replace(collective="reduce-scatter"), bundles=True),
 )
 op(
     "MPIAlltoall",
     attributes="axis:text dim:split outer:split?",
-    comm=_along(Shard, Shard, _split_anew, Wire(("pairs",), sent=_parts, steps=lambda n: n - 1), converts=_other_dim),
+    comm=_along(
+        Shard,
+        Shard,
+        _split_anew,
+        Wire(("pairs",), sent=_parts, steps=lambda n: n - 1, collective="all-to-all"),
+        converts=_other_dim,
+    ),
 )
 
 
@@ -266,7 +277,7 @@ op(
         route="axis",
         takes=(Shard, Partial),
         converts=_further_on,
-        wire=Wire(("next",)),
+        wire=Wire(("next",), collective="send-recv"),
     ),
 )
 """Each device sends its piece to the device `shift` positions further (default 1, may be negative), cyclically."""
@@ -288,6 +299,12 @@ def _halo_wanted(have: Placement, want: Placement) -> Attrs | None:
     return {"lo": lo, "hi": hi, "fill": fill} if fill else {"lo": lo, "hi": hi}
 
 
+def _of_a_neighbour(attrs: Attrs, n: int) -> float:
+    """Of both sides' elements those that a device moves: of two devices each has one neighbour."""
+    lo, hi = attrs["lo"], attrs["hi"]
+    return max(lo, hi) / (lo + hi) if n == 2 else 1.0
+
+
 def _without_halo(attrs: Attrs, t: Type) -> list[Type]:
     t = _expect(t, attrs["axis"], (Shard,), halo=True)
     return [t.placed(attrs["axis"], t.on(attrs["axis"]).plain, t.piece)]
@@ -303,7 +320,12 @@ op(
         takes=(Shard,),
         gives=Shard,
         converts=_halo_wanted,
-        wire=Wire(("next",), size=lambda before, after: after - before),  # from both sides at a time
+        wire=Wire(  # from both sides at a time
+            ("next",),
+            share=_of_a_neighbour,
+            size=lambda before, after: after - before,
+            collective="send-recv",
+        ),
     ),
 )
 """Each device receives the `lo` elements before its slice and the `hi` after it from its neighbours; those at the ends

@@ -88,7 +88,7 @@ def bounded(cost: CostModel) -> bool:
     """Whether there are bounds of time for a cluster: of equal nodes, with equal links in a node, whose ranks do not
     share cores."""
     r = cost.topology.uniform
-    return r is not None and not r.crowds and not r.near and type(cost) is CostModel
+    return r is not None and not r.crowds and not r.near and not r.measured and type(cost) is CostModel
 
 
 GroupsAlong = Mapping[AxisNames, Sequence[Group]]

@@ -117,6 +117,18 @@ def test_ops_are_of_the_layer_that_is_named_most_closely(gpt: Model, tmp_path: P
     assert sum(found.values()) == pytest.approx(1.2e-3)
 
 
+def test_the_optimizer_of_a_layer(tmp_path: Path) -> None:
+    """Of weights whose names begin so; what updates those of several layers is of the layers above."""
+    model = load("dlrm:rows=4096,batch=64")
+    program = as_run(distribute(model, Plan()))
+    updates = [op for f in program.callees() for op in f.ops if op.op_type in ("LookupSGD", "GroupedSGD")]
+    found = times(tmp_path, "[layers.tables]\nupdate = 190\n[layers.top]\nforward = 3", model, program)
+    of_updates = {op.op_type: x for (_, op), x in found.items() if op in updates}
+    assert of_updates == pytest.approx({"LookupSGD": 190e-6})
+    one_layer = times(tmp_path, '[layers."top.0"]\nforward = 1', model, program)
+    assert not [op for _, op in one_layer if op in updates]
+
+
 @pytest.mark.parametrize("text", ["fwd0 = 1000", '[layers."transformer.h.0"]\nforward = 1000'])
 def test_what_is_predicted_to_take_no_time_takes_what_is_given(gpt: Model, tmp_path: Path, text: str) -> None:
     program = as_run(distribute(gpt, Plan(2)))
@@ -146,8 +158,8 @@ def test_sleeps_of_a_program_take_what_is_given(tmp_path: Path) -> None:
         ("layers = 3", "expected tables such as", None),
         ('[layers."transformer.h.9"]\nforward = 1', "the model has no layer 'transformer.h.9'", "did you mean"),
         ('[layers."transformer.w"]\nforward = 1', "the model has no layer 'transformer.w'", "did you mean"),
-        ('[layers."transformer"]\nsideways = 1', "expected forward and backward", None),
-        ('[layers."transformer.h.0"]', "expected forward and backward", None),
+        ('[layers."transformer"]\nsideways = 1', "expected some of forward, backward, update", None),
+        ('[layers."transformer.h.0"]', "expected some of forward, backward, update", None),
         ('[layers."transformer.h.0"]\nforward = -2', "expected microseconds", None),
         ('fwd0 = 1\n[layers."transformer.h.0"]\nforward = 2', "are also in a function with a time", "one of them"),
         ("prologue0 = 3", "", None),

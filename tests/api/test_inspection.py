@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 import distir
+from distir.api.compilation import plan_in_effect
 from distir.cli import main
+from distir.ir import Device, FunctionMaker, Mesh
 from distir.ir.errors import UsageError
+from distir.ir.placement import Shard
+from distir.ir.type import Float32, Tensor
 from tests.importer.models import node
 from tests.importer.test_survey import saved
 
@@ -108,3 +112,22 @@ def test_inspect_takes_dims_and_a_loss(capsys):
     assert (found["batch"], found["trained_by"], found["assumed"]) == (4, "mse", {})
     assert main(["inspect", MLP, "--dim", "x=4"]) == 2
     assert "no symbolic dimension 'x'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("dlrm", None), ("dlrm:pooling=3", None), ("cosmoflow", None), ("gpt2-large:layers=2,batch=2", 2 * 632)],
+)
+def test_tokens_are_of_sequences(name: str, tokens: int | None) -> None:
+    """Indices into tables, one for each, are none."""
+    assert distir.load(name).tokens == tokens
+
+
+def test_a_program_with_a_host_has_one_device_more() -> None:
+    host, mesh = Device("cpu", 0), Mesh([Device("cpu", k) for k in (1, 2)], {"dp": 2}, "m")
+    f = FunctionMaker("hosted")
+    x = f.add_input_value("x", Tensor(Float32, (6, 4), host))
+    f.set_outputs([f.emit("MPIGather", f.emit("MPIScatter", x, to=mesh, placements=(Shard(0),)), to=host)])
+    model = distir.Model(f.finalize())
+    assert plan_in_effect(model, distir.Plan()).size == 3
+    assert distir.simulate(model, cluster="dgx-a100").step_seconds > 0

@@ -78,7 +78,7 @@ class FunctionLowering(FunctionWriter):
         self.observers, self.compiles, self.callee = observers, compiles, callee
         self.compiled = compiles(function)
         self._temporaries: list[str] = []
-        find_buckets(self, persistent)
+        find_buckets(self, persistent or context.proxy)  # the contents of a proxy's do not matter
 
     def lower(self, name: str) -> tuple[str, Compiled, list[Waits], str | None]:
         """(source of a Python function of that name, the function, waits of its outputs, `varies`); see `Lowered`."""

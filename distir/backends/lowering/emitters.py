@@ -130,7 +130,7 @@ def _sleep(b: FunctionWriter, op: Op) -> None:
     bucket's."""
     for v in op.inputs:
         b.use(v)
-    sleep = sleeper(op.attributes["seconds"], bool(op.attributes.get("spin")), b.network.progress)
+    sleep = sleeper(op.attributes["seconds"], bool(op.attributes.get("spin")), b.network.beside)
     b.lines.append(f"{b.bind('sleep', sleep)}()")
     for v in op.outputs:
         t = _tensor(v)

@@ -24,6 +24,7 @@ from distir.backends.processes.worker import die_with
 from distir.ir.errors import UsageError, WorkerError
 from distir.ir.files import temporary
 from distir.ir.type import DType, Tensor
+from distir.runtime.emulate import sleeper
 from distir.runtime.failure import ending
 from distir.runtime.run_directory import scratch_folder
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _PARTS = ("all-gather", "reduce-scatter", "all-to-all", "gather", "scatter")
 """Collectives in which a rank's own part, 1/n of the size, is not transferred."""
-COLLECTIVES = ("all-reduce", *_PARTS, "broadcast", "reduce", "send-recv")
+COLLECTIVES = ("all-reduce", *_PARTS, "broadcast", "reduce", "send-recv", "send")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 SIZES = tuple(4**k for k in range(5, 14))
 """1 KiB to 64 MiB."""
@@ -54,6 +55,8 @@ class Timing(NamedTuple):
     algorithm_bandwidth: float
     bus_bandwidth: float
     over: str
+    ranks: int
+    """In each of the groups that run it at once."""
 
 
 def bus_factor(collective: str, n: int) -> float:
@@ -71,6 +74,7 @@ def bench_collectives(
     timeout: float = 600.0,
     on_timing: Callable[[Timing], None] | None = None,
     dtype: str = "float32",
+    loops: Loops | None = None,
 ) -> list[Timing]:
     """Measure on `nproc` ranks, which are started here and ended with the call; under torchrun, or mpirun with backend
     mpi, as one of its ranks.
@@ -92,6 +96,9 @@ def bench_collectives(
     if world < 2:
         raise UsageError(f"collectives need at least 2 ranks, got {world}", "use --nproc 2")
     check_backend(backend, launched.here if launched else world)
+    loops = loops or Loops((world,))
+    if any([world % n or (n != world and backend != "mpi") for n in loops.groups]):
+        raise UsageError(f"{world} ranks of backend {backend} cannot measure in groups of {list(loops.groups)}")
     timings: list[Timing] = []
 
     def add(t: Timing) -> None:
@@ -100,15 +107,25 @@ def bench_collectives(
             on_timing(t)
 
     if launched:
-        settings = Settings(world, backend, collectives, sizes, timeout, dtype)
+        settings = Settings(world, backend, collectives, sizes, timeout, dtype, loops)
         _measure_all(launched.rank, launched.local_rank, settings, None, add)
     else:
         with scratch_folder() as folder:
-            settings = Settings(world, backend, collectives, sizes, timeout, dtype)
+            settings = Settings(world, backend, collectives, sizes, timeout, dtype, loops)
             with closing(_run(folder, settings)) as rows:  # end the ranks also if `on_timing` raises
                 for row in rows:
                     add(Timing(*row))
     return timings
+
+
+class Loops(NamedTuple):
+    """How collectives are measured: among so many ranks, in all groups of neighbours at once; after `pause` seconds of
+    sleep before each call, which are not counted; for some `seconds` each time.
+    """
+
+    groups: Sequence[int]
+    pause: float = 0.0
+    seconds: float = _SECONDS
 
 
 class Settings(NamedTuple):
@@ -120,6 +137,7 @@ class Settings(NamedTuple):
     sizes: Sequence[int]
     timeout: float
     dtype: str
+    loops: Loops
 
 
 def _run(folder: Path, settings: Settings) -> Generator[list[Any]]:
@@ -185,14 +203,14 @@ def _measure_all(rank: int, local_rank: int, settings: Settings, store: Any, rep
     done = False
     failures: list[Exception] = []
     try:
-        for collective, size in itertools.product(settings.collectives, settings.sizes):
-            size, over, call = _prepare(collective, size, rank, world, device, dtype)
-            seconds = _measure(call, device)
+        for n, collective, size in itertools.product(settings.loops.groups, settings.collectives, settings.sizes):
+            size, over, call = _prepare(collective, size, rank, n, device, dtype)
+            seconds = _measure(call, device, settings.loops)
             if rank == 0:
                 bandwidth = size / seconds
-                bus = bandwidth * bus_factor(collective, world)
+                bus = bandwidth * bus_factor(collective, n)
                 try:
-                    report(Timing(collective, size, seconds, bandwidth, bus, over))
+                    report(Timing(collective, size, seconds, bandwidth, bus, over, n))
                 except Exception as e:  # broadcast by `_enough`, or the other ranks would wait for this one
                     failures.append(e)
             if _enough(failures, device):
@@ -217,14 +235,17 @@ def _enough(failures: Sequence[Exception], device: torch.device) -> bool:
 def _prepare(
     collective: str, size: int, rank: int, world: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[int, str, Callable[[], None]]:
-    """(size in bytes, rounded to fit dtype and ranks; transport; function that runs the collective once)."""
+    """(size in bytes, rounded to fit dtype and ranks; transport; function that runs the collective once).
+
+    Over MPI it is one of `world` neighbours, which may be some of all ranks.
+    """
     import torch
     import torch.distributed as dist
 
     from distir.backends.tensors.staging import DeviceMemory
     from distir.backends.tensors.torch_namespace import torch_dtype
     from distir.backends.transport.exchange import Reductions, gather, reduce_parts
-    from distir.backends.transport.interface import Line, wait_all
+    from distir.backends.transport.interface import Line, to_next, wait_all
     from distir.backends.transport.nccl import all_gather, reduce_scatter
     from distir.backends.transport.shared_memory.shared import SharedMemory
     from distir.backends.transport.torch_distributed import over_mpi, peer_memory
@@ -243,9 +264,10 @@ def _prepare(
         "broadcast": lambda: dist.broadcast(whole, 0),
         "reduce": lambda: dist.reduce(whole, 0),
         "send-recv": lambda: _pass_on(whole, other, rank, world),
+        "send": lambda: _to_next(whole, other, rank, world),
     }
     if (mpi := over_mpi()) is not None:
-        return dtype.itemsize * elements, "mpi", mpi.benchmark(collective, whole, other, part)
+        return dtype.itemsize * elements, "mpi", mpi.benchmark(collective, whole, other, part, world)
     peers, ranks = peer_memory(), list(range(world))
     if peers is not None and peers.reaches(ranks):
         near = SharedMemory(peers)
@@ -262,6 +284,7 @@ def _prepare(
             "send-recv": lambda: wait_all(
                 near.send(whole, (rank + 1) % world, 0) + near.receive(other, (rank - 1) % world, 0)
             ),
+            "send": lambda: wait_all(to_next(near, whole, other, rank, world)),
         }
         if collective in near_calls:
             return dtype.itemsize * elements, "memory", near_calls[collective]
@@ -277,26 +300,40 @@ def _pass_on(x: torch.Tensor, received: torch.Tensor, rank: int, world: int) -> 
         work.wait()
 
 
-def _measure(call: Callable[[], None], device: torch.device) -> float:
+def _to_next(x: torch.Tensor, received: torch.Tensor, rank: int, world: int) -> None:
+    """Every even rank sends to the next; of an odd number the last does nothing."""
+    import torch.distributed as dist
+
+    if rank % 2:
+        dist.recv(received, rank - 1)
+    elif rank + 1 < world:
+        dist.send(x, rank + 1)
+
+
+def _measure(call: Callable[[], None], device: torch.device, loops: Loops) -> float:
     """Seconds of one call on the slowest rank: the median of several loops, each started at a barrier."""
     import statistics
 
     import torch
     import torch.distributed as dist
 
+    sleep = sleeper(loops.pause, False)
+
     def loop(times: int) -> float:
         dist.barrier()
         _synchronize(device)
         begin = time.perf_counter()
         for _ in range(times):
+            sleep()
             call()
         _synchronize(device)
-        took = torch.tensor([(time.perf_counter() - begin) / times], dtype=torch.float64, device=device)
+        each = (time.perf_counter() - begin) / times - loops.pause
+        took = torch.tensor([each], dtype=torch.float64, device=device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         return took.item()
 
     loop(1)
-    times = int(min(_MOST, max(_LEAST, _SECONDS / max(loop(_LEAST), 1e-9))))
+    times = int(min(_MOST, max(_LEAST, loops.seconds / max(loop(_LEAST) + loops.pause, 1e-9))))
     return statistics.median(loop(times) for _ in range(_MEASUREMENTS))
 
 
@@ -314,6 +351,7 @@ def main() -> None:
     folder, rank, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     die_with(parent, f"distir-rank{rank}")
     settings = Settings(*json.loads((folder / "job.json").read_text()))
+    settings = settings._replace(loops=Loops(*settings.loops))
     with open(folder / "timings", "a", buffering=1) as out:
         store = FileStore(str(folder / "store"), settings.world)
 

@@ -52,20 +52,33 @@ def join(job: Job, launched: Launched, callbacks: JobCallbacks) -> Outcome:
     return outcome
 
 
+_TOGETHER = 16
+"""So many steps of a proxy are reported at once: to report one disturbs the next, which may take but milliseconds."""
+
+
 def _run(job: Job, callbacks: JobCallbacks, device: torch.device, outcome: Outcome, failures: list[Exception]) -> None:
     """Run the job in a process group that is already joined; exceptions of callbacks are added to `failures`."""
     rank = dist.get_rank()
 
+    kept: list[Report] = []
+
     def report(r: Report) -> bool:
-        reports = _gather_on_rank0(r)
-        if rank != 0:
-            outcome.seconds.append(r.seconds)
+        kept.append(r)
+        if job.proxy and len(kept) < _TOGETHER and r.step < job.steps - 1:
             return False
-        outcome.add(job, reports)
-        try:
-            outcome.announce(job, callbacks, reports)
-        except Exception as e:  # broadcast before the next step, or the other ranks would wait for this one
-            failures.append(e)
+        mine = kept.copy()
+        kept.clear()
+        everyone = _gather_on_rank0(mine)
+        if rank != 0:
+            outcome.seconds += [x.seconds for x in mine]
+            return False
+        for reports in zip(*everyone, strict=True):
+            outcome.add(job, list(reports))
+            try:
+                outcome.announce(job, callbacks, list(reports))
+            except Exception as e:  # broadcast before the next step, or the other ranks would wait for this one
+                failures.append(e)
+                break
         return bool(failures)
 
     def doing(what: str) -> None:

@@ -69,7 +69,7 @@ class Network:
         if numbered is None:
             numbered = not (connect and dist.is_initialized()) or dist.get_backend() == "gloo"
         mpi = _mpi if connect else None
-        self.progress = mpi and mpi.progress  # what moves communication that moves only while it is called
+        self.beside = mpi and mpi.beside  # communication that moves only while it is called for
         if mpi is not None:
             general: Transport = mpi
         elif numbered:
@@ -104,16 +104,17 @@ class Network:
     # --- collectives along a mesh axis: each returns a function of this rank's tensors that starts the collective
 
     def allreduce(self, before: Tensor, axis: AxisNames, own: bool = False) -> Callable[[torch.Tensor], Pending]:
-        """Partial to Replicate; with `own` the operand may be overwritten, and is reduced in place."""
+        """Partial to Replicate; with `own` the operand may be overwritten: it is reduced in place if that is quick."""
         memory, line = self.memory, self.line(before, axis)
         kind, n = _partial(before, axis).kind, before.mesh.size(axis)
         narrow = torch_dtype(before.dtype)
         wider = WIDER.get(narrow)
-        into = line.transport.all_reduce_into if isinstance(line.transport, Mpi) and not (own or wider) else None
+        mpi = line.transport if isinstance(line.transport, Mpi) and not wider else None
 
         def start(x: torch.Tensor) -> Pending:
-            if into is not None:
-                work = into(y := memory.empty(x.shape, narrow), memory.to_backend(x), line, kind)
+            if mpi is not None and (not own or mpi.slow_in_place(x)):
+                y = memory.empty(x.shape, narrow)
+                work = mpi.all_reduce_into(y, memory.to_backend(x), line, kind)
             else:
                 y = memory.to_backend(x.to(wider or narrow)) if own or wider else memory.copy(x)
                 work = line.transport.all_reduce(y, line, kind)

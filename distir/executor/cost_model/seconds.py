@@ -22,6 +22,7 @@ from distir.ir.communication import Wire
 from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError
 from distir.ir.host_runtime import Runtime
+from distir.ir.measured import measured
 from distir.ir.spec import Attrs, Spec
 from distir.ir.tiles import Product
 from distir.ir.topology import DeviceSpec, Group, Link, Topology
@@ -193,12 +194,20 @@ class CostModel:
         return seconds + what.kernel_launch_overhead
 
     def collective_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
-        """See `collective_cost`. A subclass may have its own."""
+        """As measured, else see `collective_cost`. A subclass may have its own."""
         wire = wire_of(spec)
-        return cost.collective(wire, wire.size(ins[0].bytes, outs[0].bytes), group)
+        size = wire.size(ins[0].bytes, outs[0].bytes) * wire.share(attrs, group.size)
+        found = measured(group.measured, wire.collective, group.size)
+        if found is None:
+            return cost.collective(wire, size, group)
+        return found.seconds(size)
 
     def transfer_seconds(self, size: float, link: Link) -> float:
-        """The link's latency, and the bytes over its bandwidth. A subclass may have its own."""
+        """As measured between two devices of a node, else the link's latency, and the bytes over its bandwidth. A
+        subclass may have its own."""
+        r = self.topology.regular
+        if r is not None and link == r.intra and (found := measured(r.measured, "send", 2)) is not None:
+            return found.seconds(size)
         return link.latency + size / link.bandwidth
 
     def between_seconds(self, spec: Spec, ins: Types, outs: Types, root: Device, mesh: Mesh) -> float:

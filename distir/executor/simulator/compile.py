@@ -23,7 +23,7 @@ from distir.executor.simulator.beside import beside_compute
 from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
 from distir.executor.simulator.equal_callees import shapes_of
-from distir.executor.simulator.labels import COMPUTE, HOST, RECV, SEND, axis_text, stream_name
+from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, HOST, RECV, SEND, axis_text, stream_name
 from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
 from distir.ir.cached import cached
 from distir.ir.device import AxisNames, Device, Mesh
@@ -111,6 +111,8 @@ class CompiledProgram:
         self._waits = self._issued and runtime is not None and runtime.waits
         self._host = COMPUTE if runtime is not None and runtime.inline else HOST
         """The stream on which ops are issued."""
+        self._in_turn = (r := cost.topology.regular) is not None and r.in_turn
+        """Whether all that a device sends and receives shares a stream."""
         self.streams: list[tuple[int, str]] = []
         self._stream: dict[Where, int] = {}
         self._where: list[Where] = []
@@ -128,7 +130,7 @@ class CompiledProgram:
         uses = self._uses([*function.callees(), function])
         self.classes: DeviceClasses = classify(uses, cost.topology)
         self._joint_axes = tuple(dict.fromkeys([axis for _, axis in uses.axes if not isinstance(axis, str)]))
-        last = CompiledProgram, overlap, self._issued, self._waits, self._host, joins
+        last = CompiledProgram, overlap, self._issued, self._waits, self._host, self._in_turn, joins
         self._before = self._alike(function.cache.get(last))
         """The same function compiled for another cost model, from which this one differs by seconds alone."""
         self.main = self._compile(function, entry=True)
@@ -178,6 +180,8 @@ class CompiledProgram:
     def stream(self, c: int, name: str, partner: Home | None = None) -> int:
         """The number of a class's stream."""
         key: Where = (c, name, partner) if self.overlap or name == HOST else (c, COMPUTE, None)
+        if self._in_turn and key[1] not in (HOST, COMPUTE):
+            key = (c, COMMUNICATION, None)
         found = self._stream.get(key)
         if found is None:
             found = self._stream[key] = len(self.streams)

@@ -13,7 +13,7 @@ arguments, so a run ends before the first op that uses the result of a communica
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Literal
 
 from distir.ir.function import Attributes, Function, Op, Value
@@ -82,35 +82,51 @@ def _uses(ops: Iterable[Op]) -> Counter[Value]:
     return Counter([v for op in ops for v in op.inputs])
 
 
-def runs(function: Function, sort: Callable[[Op], Sort]) -> Iterator[list[Op]]:
+class UnderWay:
+    """What has been moved and not been waited for, op by op of a function; of its inputs that are `arriving`."""
+
+    def __init__(self, arriving: Iterable[Value] = ()) -> None:
+        self._sources: dict[Value, frozenset[Op | Value]] = {v: frozenset((v,)) for v in arriving}
+        """For each value under way the ops, and inputs, that it waits for."""
+        self._waited: set[Op | Value] = set()
+
+    def awaits(self, v: Value) -> Set[Op | Value]:
+        """What a use of the value would wait for."""
+        return self._sources.get(v, frozenset()) - self._waited
+
+    def next(self, op: Op, place: Sort) -> bool:
+        """Go on to an op; whether it waits."""
+        awaits = {source for v in op.inputs for source in self.awaits(v)}
+        if place == "joins":
+            self._waited |= awaits
+        elif place == "moves" or awaits:
+            self._sources.update(dict.fromkeys(op.outputs, frozenset((op,) if place == "moves" else awaits)))
+        return bool(awaits)
+
+
+def runs(function: Function, sort: Callable[[Op], Sort], arriving: Iterable[Value] = ()) -> Iterator[list[Op]]:
     """The ops in order, those of a run together. An op that stays outside goes before a run that it does not depend on,
-    else after it."""
+    else after it. Inputs that are `arriving` are waited for by the first run that uses them."""
     run: list[Op] = []
     after: list[Op] = []
     of_run: set[Value] = set()
     of_after: set[Value] = set()
-    moved: dict[Value, frozenset[Op]] = {}
-    """For each value under way, the ops that it waits for."""
-    waited: set[Op] = set()
-    """The ops that a run has waited for already."""
+    under_way = UnderWay(arriving)
     for op in function.ops:
         place = sort(op)
-        awaits = {m for v in op.inputs for m in moved.get(v, ())} - waited
-        if place == "moves" or (place == "stays" and awaits):
-            moved.update(dict.fromkeys(op.outputs, frozenset((op,) if place == "moves" else awaits)))
+        waits = under_way.next(op, place)
         if place == "stays" and of_run.isdisjoint(op.inputs) and of_after.isdisjoint(op.inputs):
             yield [op]
         elif place == "stays":
             after.append(op)
             of_after.update(op.outputs)
         else:
-            if place == "moves" or awaits or not of_after.isdisjoint(op.inputs):
+            if place == "moves" or waits or not of_after.isdisjoint(op.inputs):
                 yield from _ended(run, after)
                 run, after, of_run, of_after = [], [], set(), set()
             if place == "moves":
                 yield [op]
             else:
-                waited |= awaits
                 run.append(op)
                 of_run.update(op.outputs)
     yield from _ended(run, after)

@@ -4,8 +4,8 @@
     %b = Relu(%a)                         %c = MPIAllreduce(%b)
     %c = MPIAllreduce(%b)
 
-Each run of compute ops, up to the first that waits for a communication (as `outline` finds them), becomes one op. So
-what is sent, when it is issued and what waits for it stay as they are.
+Each run of compute ops, up to the first that waits for a communication (as `outline` finds them), also for one that an
+earlier function has issued, becomes one op. So what is sent, when it is issued and what waits for it stay as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from distir.ir.spec import lookup
 from distir.ir.type import Tuple
 from distir.transforms.rank.as_run import calling
 from distir.transforms.rank.idle import is_idle
-from distir.transforms.rank.outline import Sort, runs
+from distir.transforms.rank.outline import Sort, UnderWay, runs
 
 PACK, SLEEP = lookup("Pack"), lookup("Sleep")
 
@@ -29,7 +29,8 @@ def proxied(program: Function, seconds: Callable[[Function, Op], float], spin: b
 
     Of the main program only what sleeps already changes: between calls its other ops only move data.
     """
-    new = {f: _body(f, seconds, spin) for f in program.callees()}
+    arriving = _arriving(program)
+    new = {f: _body(f, seconds, spin, arriving.get(f, set())) for f in program.callees()}
     return calling(program, {**new, program: _main(program, seconds, spin)})
 
 
@@ -50,11 +51,28 @@ def _taking(seconds: float, spin: bool) -> dict[str, Any]:
     return {"seconds": seconds} | ({"spin": True} if spin else {})
 
 
-def _body(function: Function, seconds: Callable[[Function, Op], float], spin: bool) -> Function:
+def _arriving(program: Function) -> dict[Function, set[Value]]:
+    """For each function that the program calls, the inputs that may be under way then."""
+    found: dict[Function, set[Value]] = {}
+    under_way: set[Value] = set()
+    for op in program.ops:
+        if (f := op.callee) is not None:
+            inputs = found.setdefault(f, set())
+            inputs.update([v for v, given in zip(f.inputs, op.inputs, strict=True) if given in under_way])
+            inside = UnderWay(inputs)
+            for each in f.ops:
+                inside.next(each, _sort(each))
+            under_way.update([v for v, made in zip(op.outputs, f.outputs, strict=True) if inside.awaits(made)])
+        elif (place := _sort(op)) == "moves" or (place == "stays" and not under_way.isdisjoint(op.inputs)):
+            under_way.update(op.outputs)
+    return found
+
+
+def _body(function: Function, seconds: Callable[[Function, Op], float], spin: bool, arriving: set[Value]) -> Function:
     uses = Counter([v for op in function.ops for v in op.inputs])
     uses.update(function.outputs)
     ops: list[Op] = []
-    for run in runs(function, _sort):
+    for run in runs(function, _sort, arriving):
         if run[0].spec is SLEEP:
             ops.append(_again(run[0], seconds(function, run[0]), spin))
             continue

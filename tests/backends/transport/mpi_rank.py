@@ -61,7 +61,7 @@ def silent(mpi: Mpi, rank: int, n: int) -> None:
     mpi.least([0])
     wait_all(mpi.send(sent, (rank - 1) % n, 7))
     while not out.all():
-        mpi.progress()
+        mpi.beside.progress()
 
 
 GPT = "gpt:layers=2,hidden=8,heads=2,vocab=16,seq=4,batch=8"
@@ -102,6 +102,8 @@ def everything(rank: int, n: int) -> dict[str, Any]:
         silent(mpi, rank, n)
         chain = run_chained(rank, n)
         timed = {c: bool(_prepare(c, 64, rank, n, torch.device("cpu"), torch.float32)[2]()) for c in COLLECTIVES}
+        for c in COLLECTIVES if n == 4 else ():  # in groups of neighbours
+            _prepare(c, 64, rank, 2, torch.device("cpu"), torch.float32)[2]()
     assert chain == [[k, k + 1] for k in (rank - 1, rank) if 0 <= k < n - 1]
     checked = [command(*plan, "--dtype", "float64", "--steps", "2", "--check") for plan in PLANS[n]]
     proxies = [command(*plan, "--proxy", "--iterations", "3", "--warmup", "1") for plan in PLANS[n]]

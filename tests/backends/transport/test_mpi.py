@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distir.api import load, simulate
+from distir.api.network_file import COLLECTIVES as MEASURED
+from distir.api.network_file import SIZES
 from distir.backends.processes.bench_collectives import COLLECTIVES
 from distir.cli import main
+from distir.hardware import load_cluster
 from distir.runtime.launcher import launched, this_rank
 from tests.backends.mpi import mpirun, needs_mpi
 from tests.test_cli import MLP, MSE
@@ -51,6 +56,20 @@ def test_every_op_and_dtype_and_models(n: int) -> None:
     assert max(max(row) for row in found["errors"]) <= 1e-10
     assert found["iterations"] == [3] * len(found["errors"])
     assert set(found["backends"]) == {"mpi"}
+
+
+@_needs_mpi
+def test_a_cluster_file_of_the_network(tmp_path: Path) -> None:
+    file = tmp_path / "net.toml"
+    done = mpirun(2, "-m", "distir", "bench", "collectives", "--backend", "mpi", "--out", file, "--pause", 0)
+    assert done.returncode == 0, done.stderr
+    assert f"written to {file}" in done.stdout
+    regular = load_cluster(file).regular
+    assert regular is not None
+    assert regular.in_turn
+    assert [(m.collective, m.ranks) for m in regular.measured] == [(c, 2) for c in MEASURED]
+    assert all(len(m.points) == len(SIZES) for m in regular.measured)
+    assert simulate(load("proxy-dlrm:ranks=2"), cluster=str(file)).step_seconds > 3.091e-3
 
 
 def said(text: str) -> list[str]:

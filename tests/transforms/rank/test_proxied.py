@@ -16,10 +16,10 @@ from distir.api.stage_cost import OpSeconds
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster
-from distir.ir import Function, Op, parse, pformat, same, verify
+from distir.ir import Device, Function, Mesh, Op, parse, pformat, same, verify
 from distir.ir.errors import InfeasibleError, IRTypeError
 from distir.ir.function import Attributes, FunctionMaker
-from distir.ir.type import Float32, Tensor
+from distir.ir.type import REPLICATE, SUM, Float32, Tensor
 from distir.transforms.plan import Plan as Whole
 from distir.transforms.rank.as_run import as_run
 from distir.transforms.rank.order import check_order
@@ -137,3 +137,27 @@ def test_a_wrong_result_of_a_sleep_is_rejected() -> None:
     ops = tuple([bad if x is op else x for x in body.ops])
     with pytest.raises(IRTypeError):
         verify(Function(body.name, body.inputs, ops, body.outputs))
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_what_an_earlier_function_has_issued_is_waited_for_at_its_first_use(under_way: bool) -> None:
+    """A function takes a result of another one late: one that was only issued there, or one that was used."""
+    mesh = Mesh([Device("cpu", 0), Device("cpu", 1)], {"dp": 2}, "m")
+    whole, part = (Tensor.whole(Float32, (4,), mesh, [p]) for p in (REPLICATE, SUM))
+    first = FunctionMaker("first")
+    summed = first.emit("MPIAllreduce", first.add_input_value("x", part), axis="dp")
+    first.set_outputs([summed if under_way else first.emit("Relu", summed)])
+    second = FunctionMaker("second")
+    a, b = second.add_input_value("a", whole), second.add_input_value("b", whole)
+    y = second.emit("Neg", a)
+    second.set_outputs([y, second.emit("Add", y, second.emit("Relu", b))])
+    maker = FunctionMaker("main")
+    x, w = maker.add_input_value("x", part), maker.add_input_value("w", whole)
+    arrived = maker.add_op("Call", "s", [x], {}, [first.finalize()])
+    maker.set_outputs(list(maker.add_op("Call", None, [w, arrived], {}, [second.finalize()], ["y", "z"])))
+    proxy = proxied(maker.finalize(), one_second)
+    verify(proxy)
+    sleeps = [op for f in proxy.callees() if f.name == "second" for op in f.ops]
+    assert [op.attributes["seconds"] for op in sleeps] == ([1.0, 2.0] if under_way else [3.0])
+    if under_way:
+        assert [v.name for v in sleeps[0].inputs] == ["a"]
