@@ -336,7 +336,8 @@ def test_clusters(cli):
 def test_bench_collectives(cli):
     code, out, _ = cli("bench", "collectives", "--collective", "all-reduce", "--size", "4096", "--size", "65536")
     assert code == 0
-    assert [row.split()[:2] for row in out.splitlines()[1:]] == [["all-reduce", "4,096"], ["all-reduce", "65,536"]]
+    rows = [row.split()[:3] for row in out.splitlines()[1:]]
+    assert rows == [["all-reduce", "2", "4,096"], ["all-reduce", "2", "65,536"]]
     code, out, _ = cli("bench", "collectives", "--collective", "send-recv", "--size", "4096", "--json")
     (timing,) = json.loads(out)["timings"]
     assert timing["bus_bandwidth"] == pytest.approx(timing["size"] / timing["seconds"])

@@ -82,6 +82,13 @@ _INTO: dict[Any, tuple[Callable[..., Any], str]] = {
 """Functions with an output argument: the variant that takes it, and its keyword."""
 
 
+def _takes_output(call: TorchCall) -> bool:
+    """Whether a variant of the call takes an output argument; a sum over all dims that names none has no such."""
+    if call.function in (torch.sum, torch.Tensor.sum) and len(call.args) == 1 and "dim" not in call.kwargs:
+        return False
+    return call.function in _INTO
+
+
 def _placed(call: TorchCall, into: int) -> TorchCall:
     """The call with tensor number `into` as its output argument."""
     function, keyword = _INTO[call.function]
@@ -91,7 +98,7 @@ def _placed(call: TorchCall, into: int) -> TorchCall:
 def can_place(kernel: Kernel) -> bool:
     """Whether the only result can be computed directly into a given tensor."""
     last = kernel.calls[-1] if kernel.calls else None
-    return last is not None and kernel.results == (last.result,) and last.function in _INTO
+    return last is not None and kernel.results == (last.result,) and _takes_output(last)
 
 
 def render(
@@ -116,7 +123,7 @@ def render(
     calls: list[TorchCall] = []
     for k, call in enumerate(kernel.calls):
         place = into if k == len(kernel.calls) - 1 else None
-        if place is None and call.function in _INTO and call.result is not None:
+        if place is None and call.result is not None and _takes_output(call):
             made = kernel.tensors[call.result]
             place = allocate(made.shape, made.dtype)
         if place is not None:

@@ -143,6 +143,12 @@ class CostModel:
             seconds = memo[key] = quantize(alone * (1 + skew))
         return seconds
 
+    @property
+    def slows(self) -> bool:
+        """Whether compute may lose seconds beside a collective."""
+        r = self.topology.regular
+        return r is not None and any([x is not None and x.slows for x in (r.intra, r.inter, r.near_link, r.rail_link)])
+
     def beside(self, seconds: float, group: Group) -> float:
         """Seconds that compute beside a collective of a group loses, if the collective takes so many, quantized.
 

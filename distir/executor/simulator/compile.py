@@ -50,9 +50,9 @@ class _Kind(NamedTuple):
 class _Kinds:
     """The kinds of a program's ops, numbered: ops of one kind have the same cost and classes."""
 
-    def __init__(self, runtime: Runtime | None) -> None:
+    def __init__(self, runtime: Runtime | None, slows: bool) -> None:
         self.first: list[_Kind] = []
-        self._runtime = runtime
+        self._runtime, self._slows = runtime, slows
         self._numbers: dict[object, int] = {}
         self._of: dict[Function, list[int]] = {}
         self._unwritten: dict[Function, frozenset[Op]] = {}
@@ -68,15 +68,14 @@ class _Kinds:
         if found is not None:
             return found
         numbers, out = self._numbers, list[int]()
-        chains, overlapped = fused(f, self._runtime), beside_compute(f)
+        chains, overlapped = fused(f, self._runtime), beside_compute(f) if self._slows else frozenset[Op]()
         for op in f.ops:
             spec = op.spec
             if spec is _CALL:
                 out.append(-1)
                 continue
-            chained = chains.get(op, UNFUSED) if chains else UNFUSED
-            beside = op in overlapped
             key = (spec, op.attributes or None, *[v.type for v in op.inputs])
+            chained, beside = chains.get(op, UNFUSED) if chains else UNFUSED, op in overlapped
             if beside or chained is not UNFUSED:  # rare, and slow to hash
                 key = (*key, beside, chained)
             if spec.route == "send":  # whatever it sends, of whichever microbatch
@@ -93,9 +92,9 @@ class _Kinds:
 
 
 @cached
-def _kinds(program: Function, runtime: Runtime | None) -> _Kinds:
-    """The kinds of a program's ops under a runtime; they do not depend on seconds."""
-    return _Kinds(runtime)
+def _kinds(program: Function, runtime: Runtime | None, slows: bool) -> _Kinds:
+    """The kinds of a program's ops under a runtime; they do not depend on seconds. `slows`: of the cost model."""
+    return _Kinds(runtime, slows)
 
 
 class CompiledProgram:
@@ -123,7 +122,7 @@ class CompiledProgram:
         self._situations: dict[Mesh, object] = {}
         self.default = self._default()
         joins = runtime and runtime.joins
-        self._kinds = _kinds(function, joins)
+        self._kinds = _kinds(function, joins, cost.slows)
         self._shapes = shapes_of(function)
         self._models: dict[object, Code] = {}
         """The first code of each shape and situation of a mesh."""

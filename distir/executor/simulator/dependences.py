@@ -215,14 +215,17 @@ class CodeBuilder:
                 continue
             slot -= 1
             mask = after[slot] | last.get(s, 0)
-            if more is not None:
+            if more is None:  # as most
+                after[slot] = last[s] = mask
+            else:
                 for x in more:
                     mask |= last.get(x, 0)
                 for x in more:
                     last[x] = mask
-            after[slot] = last[s] = mask
-            for host, _ in issue or ():
-                last[host] = last.get(host, 0) | mask
+                after[slot] = last[s] = mask
+            if issue:
+                for host, _ in issue:
+                    last[host] = last.get(host, 0) | mask
             for j in needs:
                 after[j] |= mask
         return after

@@ -44,6 +44,14 @@ def test_a_free_operand_is_overwritten():
     assert x.tolist() == [[0.0, 2.0]]
 
 
+def test_a_sum_that_names_no_dims_has_no_output_argument():
+    """As in the gradient of a slice: torch has none for it."""
+    _, k = kernel("SliceGrad", (2, 3), shape=(4, 3), starts=(0,), ends=(2,), axes=(0,), steps=(1,))
+    assert "sum" in functions(k)
+    lines, _ = render(k, ["x"], lambda name, _: name, lambda: "t", allocate=lambda *_: "memory")
+    assert not [line for line in lines if "sum" in line and "memory" in line]
+
+
 def test_of_two_that_commute_the_free_one_is_overwritten():
     _, k = kernel("Mul", (2, 3), (2, 3))
     a, b = torch.full((2, 3), 2.0), torch.full((2, 3), 3.0)
