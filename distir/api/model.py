@@ -81,7 +81,8 @@ class Model:
     """A program and the arrays of its parameters and constants, which are read lazily.
 
     `path` is the file it came from, `title` what it is called without one; `optimizer` that of a training step.
-    `parameters`: those of the torch.nn.Module that it came from, by name; a run writes trained weights into them.
+    `parameters`: those of the torch.nn.Module that it came from, and its buffers, by name; a run writes trained
+    weights, and running statistics, into them.
     """
 
     function: Function
@@ -236,7 +237,8 @@ def load(model: ModelSource, *given: Any, **settings: Any) -> Model:
 
     After the model come `dims`, or for a module `example_inputs` and `dims`; for all keywords see `LoadOptions`. A
     module is exported in memory, as it is now, in training or eval mode. Its weights are not copied: a run reads them
-    from its parameters, and writes the trained ones back. Those with `requires_grad=False`, and buffers, are constants.
+    from its parameters, and writes the trained ones back. Those with `requires_grad=False`, and buffers, are
+    constants; but running statistics of batch norms in training mode are updated.
 
     Raises ModelError for a model that is malformed or has unsupported ops, UsageError for arguments that do not fit it.
     """
@@ -308,7 +310,7 @@ def _of_module(module: torch.nn.Module, options: LoadOptions) -> Model:
         stored[key] = dtype_of_tensor(x, where), tuple(x.shape), reader_of(x, where)
     function, arrays = import_graph(found.graph, name, stored, found.trained, found.dims, options.batch, found.numbers)
     function = with_causal_attention(function, arrays)
-    return Model(function, arrays, title=name, parameters={key: found.stored[key] for key in found.trained})
+    return Model(function, arrays, title=name, parameters=found.stored)
 
 
 def _built(text: str, dims: Mapping[str, int], batch: str | None) -> Model:

@@ -82,6 +82,10 @@ def cross_entropy(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     return nn.functional.cross_entropy(logits.reshape(labels.numel(), -1), labels.flatten())
 
 
+def positional(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(module(batch["input"]), batch["labels"])
+
+
 def own(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return module(**batch)["loss"]
 
@@ -361,6 +365,21 @@ def test_llama() -> None:
         layer.input_layernorm, layer.post_attention_layernorm = (nn.RMSNorm(16, eps=1e-6).double() for _ in range(2))
     model.norm = nn.RMSNorm(16, eps=1e-6).double()
     follows(module, {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, IDS, Plan(dp=2, tp=2), "sgd")
+
+
+def test_running_statistics_are_handed_back() -> None:
+    """In training mode they are updated as torch does; only the count of batches stays."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 5)).double()
+    before = copy.deepcopy(module[1].running_mean)
+    _, want = trained(module, data := random(input=(8,), labels=((), 5)), positional, "sgd", 3)
+    step = distir.load(module, torch.randn(BATCH, 8).double(), loss="cross-entropy", optimizer=OPTIMIZERS["sgd"][0])
+    distir.run(step, Plan(dp=2), data=data, steps=3, backend="numpy")
+    assert not torch.equal(module[1].running_mean, before)  # pyright: ignore
+    want[1].num_batches_tracked.zero_()  # pyright: ignore
+    agree(module, want, 1e-7)  # the momentum of an ONNX node is in float32
+    for x, y in zip(module.parameters(), want.parameters(), strict=True):
+        assert torch.allclose(x, y, rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
