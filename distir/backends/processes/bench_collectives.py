@@ -264,7 +264,9 @@ def _prepare(
         "broadcast": lambda: dist.broadcast(whole, 0),
         "reduce": lambda: dist.reduce(whole, 0),
         "send-recv": lambda: _pass_on(whole, other, rank, world),
-        "send": lambda: _to_next(whole, other, rank, world),
+        "send": lambda: wait_all(
+            to_next(lambda to: [dist.isend(whole, to)], lambda source: [dist.irecv(other, source)], rank, world)
+        ),
     }
     if (mpi := over_mpi()) is not None:
         return dtype.itemsize * elements, "mpi", mpi.benchmark(collective, whole, other, part, world)
@@ -284,7 +286,9 @@ def _prepare(
             "send-recv": lambda: wait_all(
                 near.send(whole, (rank + 1) % world, 0) + near.receive(other, (rank - 1) % world, 0)
             ),
-            "send": lambda: wait_all(to_next(near, whole, other, rank, world)),
+            "send": lambda: wait_all(
+                to_next(lambda to: near.send(whole, to, 0), lambda source: near.receive(other, source, 0), rank, world)
+            ),
         }
         if collective in near_calls:
             return dtype.itemsize * elements, "memory", near_calls[collective]
@@ -298,16 +302,6 @@ def _pass_on(x: torch.Tensor, received: torch.Tensor, rank: int, world: int) -> 
     both = dist.P2POp(dist.isend, x, (rank + 1) % world), dist.P2POp(dist.irecv, received, (rank - 1) % world)
     for work in dist.batch_isend_irecv(list(both)):  # unbatched, NCCL would deadlock: all send, none receives
         work.wait()
-
-
-def _to_next(x: torch.Tensor, received: torch.Tensor, rank: int, world: int) -> None:
-    """Every even rank sends to the next; of an odd number the last does nothing."""
-    import torch.distributed as dist
-
-    if rank % 2:
-        dist.recv(received, rank - 1)
-    elif rank + 1 < world:
-        dist.send(x, rank + 1)
 
 
 def _measure(call: Callable[[], None], device: torch.device, loops: Loops) -> float:

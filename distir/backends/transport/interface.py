@@ -129,8 +129,8 @@ def wait_all(works: list[Any]) -> None:
         wait(works.pop())
 
 
-def to_next(transport: Transport, x: torch.Tensor, out: torch.Tensor, rank: int, world: int) -> list[Work]:
+def to_next(send: Callable[[int], list[Any]], receive: Callable[[int], list[Any]], rank: int, world: int) -> list[Any]:
     """Every even rank sends to the next one; of an odd number the last does nothing."""
     if rank % 2:
-        return transport.receive(out, rank - 1, 0)
-    return transport.send(x, rank + 1, 0) if rank + 1 < world else []
+        return receive(rank - 1)
+    return send(rank + 1) if rank + 1 < world else []

@@ -211,7 +211,12 @@ class Mpi:
             "send-recv": lambda: self.exchange(
                 [(ranks[(rank + 1) % size], whole)], [(ranks[(rank - 1) % size], other)], line
             ),
-            "send": lambda: to_next(self, whole, other, self.world.rank, self.world.size),
+            "send": lambda: to_next(
+                lambda to: self.send(whole, to, 0),
+                lambda source: self.receive(other, source, 0),
+                self.world.rank,
+                self.world.size,
+            ),
         }
         return lambda: wait_all(starts[collective]())
 

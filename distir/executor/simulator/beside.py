@@ -23,7 +23,7 @@ def beside_compute(f: Function) -> frozenset[Op]:
         under_way = [x for v in op.inputs if v in issued for x in issued[v]]
         if spec.alias and op.inputs:
             if under_way:
-                issued.update(dict.fromkeys(op.outputs, tuple(under_way)))
+                issued.update(dict.fromkeys(op.outputs, tuple(dict.fromkeys(under_way))))
             continue
         waiting.difference_update(under_way)
         if communicates:

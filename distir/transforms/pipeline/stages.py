@@ -77,7 +77,9 @@ def cut_stages(
     The function is changed: sums of values from several stages are lifted (see `lift`), copies stay on their stage.
     Raises InfeasibleError if there are fewer forward ops than stages, or if the forward pass needs the whole batch.
     """
-    _, stage = timed_stages(function, parts, microbatches, cost, rules, cut)
+    one = parts == 1 and not cut
+    forward = {} if one else forward_stages(function, parts, microbatches, cost, rules, cut)
+    _, stage = staged(function, parts, rules, forward)
     if parts == 1:
         return function, stage
     function, stage = lift_sums(*on_own_stages(function, stage))
@@ -86,25 +88,11 @@ def cut_stages(
     return add_by_stage(function, phase, stage)
 
 
-def timed_stages(
-    function: Function,
-    parts: int,
-    microbatches: int,
-    cost: StageCost,
-    rules: PhaseRules,
-    cut: Sequence[int] = (),
-) -> tuple[Mapping[Op, str], dict[Op, int]]:
-    """The phases of a placed program's ops, and the stages of those of the forward and the backward pass; of all ops if
-    there is one stage. Parameters and errors as of `cut_stages`."""
-    one = parts == 1 and not cut
-    forward = {} if one else forward_stages(function, parts, microbatches, cost, rules, cut)
-    return staged(function, parts, rules, forward)
-
-
 def staged(
     function: Function, parts: int, rules: PhaseRules, forward: Mapping[Op, int]
 ) -> tuple[Mapping[Op, str], dict[Op, int]]:
-    """As `timed_stages`, with the stages of the forward ops given; of one stage these are not needed."""
+    """The phases of a placed program's ops, and the stages of those of the forward and the backward pass, given those
+    of the forward ops; of all ops if there is one stage."""
     phase = phases(function, rules)
     if parts == 1:
         return phase, {op: 0 for op in function.ops if phase[op] != FREE}
