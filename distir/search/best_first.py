@@ -61,11 +61,20 @@ _NEAR = 1.1
 NOTHING_KNOWN: Mapping[Candidate, Simulated] = MappingProxyType({})
 
 
+class Unpriced(NamedTuple):
+    """All candidates of several profiles, which are placed alike."""
+
+    profiles: tuple[Relatives, ...]
+
+
 class Several(NamedTuple):
-    """Candidates that share a profile, of one size of microbatch; or, where that is None, of all."""
+    """Candidates that share a profile, of one size of microbatch."""
 
     relatives: Relatives
-    microbatch: int | None
+    microbatch: int
+
+
+_Entry = Candidate | Several | Unpriced
 
 
 class _Queue:
@@ -83,18 +92,22 @@ class _Queue:
         for c in candidates:
             self._groups.setdefault(relatives(c), {}).setdefault(c.microbatch, []).append(c)
         self._count = itertools.count()
-        self._heap: list[tuple[float, int, Candidate | Several]] = []
-        self._latest: dict[Candidate | Several, int] = {}
+        self._heap: list[tuple[float, int, _Entry]] = []
+        self._latest: dict[_Entry, int] = {}
         """The number of each entry; those before it, of the same, are void."""
         self._rough: dict[Template, dict[Candidate, float]] = {}
         """By template the candidates whose bounds are not refined, with these."""
-        self.away: dict[Candidate | Several, float] = {}
+        self.away: dict[_Entry, float] = {}
         """What is being bounded or simulated, with its bound."""
         self.left = len(candidates)
+        alike: dict[object, list[Relatives]] = {}
         for key in sorted(self._groups):
-            self._push(0.0, Several(key, None))
+            tp, _, _, split = key
+            alike.setdefault((tp, split), []).append(key)
+        for keys in alike.values():
+            self._push(0.0, Unpriced(tuple(keys)))
 
-    def _push(self, bound: float, what: Candidate | Several) -> None:
+    def _push(self, bound: float, what: _Entry) -> None:
         number = next(self._count)
         self._latest[what] = number
         heapq.heappush(self._heap, (bound, number, what))
@@ -110,12 +123,13 @@ class _Queue:
             bound, number, what = heapq.heappop(self._heap)
             if self._latest.get(what) != number:
                 continue
-            if isinstance(what, Several):
+            if not isinstance(what, Candidate):
                 self.away[what] = bound
-                sizes = self._groups[what.relatives]
-                if what.microbatch is None:
-                    return Price(what.relatives, tuple(sorted(sizes)), sizes[max(sizes)][0].devices)
-                return Bound(tuple(sizes[what.microbatch]))
+                if isinstance(what, Several):
+                    return Bound(tuple(self._groups[what.relatives][what.microbatch]), below)
+                sizes = self._groups[what.profiles[0]]
+                devices = sizes[max(sizes)][0].devices
+                return Price(tuple([(key, tuple(sorted(self._groups[key]))) for key in what.profiles]), devices)
             rough = self._rough.get(self.bounds.template(what), {})
             if what in rough:
                 most = min(below, bound * _NEAR)
@@ -123,7 +137,7 @@ class _Queue:
                 for c in group:
                     self.away[c] = rough.pop(c)
                     del self._latest[c]
-                return Refine(group)
+                return Refine(group, below)
             self.left -= 1
             self.away[what] = bound
             return Simulate(what)
@@ -144,18 +158,19 @@ class _Queue:
 
     def remembered(self, task: Price | Bound) -> Any:
         """The answer to a task, if another search of the same setting had it."""
-        if isinstance(task, Price):
-            rows = [self.bounds.shared.get((task.relatives, n)) for n in task.microbatches]
-        else:
+        if isinstance(task, Bound):
             rows = [self.bounds.rough.get(c) for c in task.candidates]
-        return None if None in rows else rows
+            return None if None in rows else rows
+        found = [[self.bounds.shared.get((key, n)) for n in sizes] for key, sizes in task.profiles]
+        return None if any([None in rows for rows in found]) else found
 
-    def priced(self, task: Price, found: Sequence[float]) -> None:
-        """Take the bounds of a profile's candidates, by the size of their microbatch."""
-        before = self.away.pop(Several(task.relatives, None))
-        for size, bound in zip(task.microbatches, found, strict=True):
-            self.bounds.shared[task.relatives, size] = bound
-            self._push(max(before, bound), Several(task.relatives, size))
+    def priced(self, task: Price, found: Sequence[Sequence[float]]) -> None:
+        """Take the bounds of profiles' candidates, by the sizes of their microbatches."""
+        before = self.away.pop(Unpriced(tuple([key for key, _ in task.profiles])))
+        for (key, sizes), bounds in zip(task.profiles, found, strict=True):
+            for size, bound in zip(sizes, bounds, strict=True):
+                self.bounds.shared[key, size] = bound
+                self._push(max(before, bound), Several(key, size))
 
     def bounded(self, task: Bound, found: Sequence[CandidateBound]) -> None:
         """Take the bounds of candidates of one profile and size of microbatch."""
@@ -168,7 +183,11 @@ class _Queue:
     def refined(self, task: Refine, found: Sequence[CandidateBound]) -> None:
         """Take the bounds of candidates by their cuts."""
         for c, one in zip(task.candidates, found, strict=True):
-            self.bounds.known[c] = one
+            seconds, needed = one
+            if seconds < task.enough or needed > self.memory:
+                self.bounds.known[c] = one
+            else:  # it can be as quick as others are; for another search more may be looked for
+                self.bounds.rough[c] = one
             self._add(c, self.away.pop(c), one)
 
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
@@ -34,6 +35,9 @@ from distir.ir.type import SUM, Tensor, Type
 from distir.search.segments import COMPUTE, Kind, Profile, Segment, axis_of, is_free
 from distir.search.space import Candidate, spacing_of, starts
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _HUGE = 1e18
 """Bytes of a collective whose latency is nothing beside its transfer."""
@@ -59,14 +63,13 @@ class PassCost(NamedTuple):
     excess: float
 
 
-class StepCost(NamedTuple):
+@dataclass(frozen=True)
+class StepCost:
     """The seconds of a model at one degree of tensor parallelism and of further axes, and size of microbatch.
 
     `once`: of prologue and update. `trunk`: of compute between the first and last border of segments. `unit`: of the
-    longest forward op with the backward ops that stay on its stage. `path`: of the longest path of dependences through
-    both passes; `calm`: of that without the collectives of the backward pass. `ready`: of compute until each sum over
-    microbatches can be complete, from the begin of its last microbatch, in program order; `depth`: the longest path to
-    it. `profile` has the bytes, at a microbatch `scale` times smaller.
+    longest forward op with the backward ops that stay on its stage. `profile` has the bytes, at a microbatch `scale`
+    times smaller. `seconds` are those of its kinds of ops, `compute` those of them that are no collectives.
     """
 
     forward: PassCost
@@ -74,14 +77,28 @@ class StepCost(NamedTuple):
     once: float
     trunk: float
     unit: float
-    path: float
-    calm: float
-    ready: Sequence[float]
-    in_turn: Sequence[int]
-    """The numbers of the sums, by `ready`."""
-    depth: Sequence[float]
     profile: Profile
     scale: int
+    seconds: Sequence[float] = field(repr=False)
+    compute: Sequence[float] = field(repr=False)
+
+    @cached_property
+    def paths(self) -> Paths:
+        """The longest paths: they take longer to find than all else, and are needed where all else is not enough."""
+        return _paths(self.profile, self.seconds, self.compute)
+
+
+class Paths(NamedTuple):
+    """In seconds. `path`: of the longest path of dependences through both passes; `calm`: of that without the
+    collectives of the backward pass. By sum over microbatches: `ready`, of compute until it can be complete, from the
+    begin of its last microbatch, in program order; `depth`, of the longest path to it. `in_turn` are the numbers of the
+    sums, by `ready`."""
+
+    path: float
+    calm: float
+    ready: np.ndarray
+    depth: np.ndarray
+    in_turn: np.ndarray
 
 
 def bounded(cost: CostModel) -> bool:
@@ -105,29 +122,22 @@ def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: Groups
     rows = [(k, n) for word in (PROLOGUE, UPDATE) for k, n in profile.every[word].items()]
     once = sum([n * max(0.0, seconds[k] - what.kernel_launch_overhead) for k, n in rows if not profile.kinds[k].axis])
     compute = [0.0 if kind.axis else x for kind, x in zip(profile.kinds, seconds, strict=True)]
-    path, calm, depth = _paths(profile, seconds, compute)
-    before = list(itertools.accumulate([compute[x.kind] for x in profile.steps]))
-    ready = [before[x.step] for x in profile.sums]
     return StepCost(
         forward,
         backward,
         0.0 if what.ops else once,  # measured ops have launches of their own, which ops in groups share
         sum([n * compute[k] for k, n in profile.trunk.items()]),
         max([sum([compute[k] for k in unit]) for unit in profile.units], default=0.0),
-        path,
-        calm,
-        ready,
-        sorted(range(len(ready)), key=ready.__getitem__),
-        [depth[x.step] for x in profile.sums],
         profile,
         scale,
+        seconds,
+        compute,
     )
 
 
-def _paths(
-    profile: Profile, seconds: Sequence[float], compute: Sequence[float]
-) -> tuple[float, float, Sequence[float]]:
-    """The longest path through all steps, that without collectives of the backward pass, and the longest to each."""
+def _paths(profile: Profile, seconds: Sequence[float], compute: Sequence[float]) -> Paths:
+    import numpy as np
+
     full: list[float] = []
     calm: list[float] = []
     for kind, needs, forward, again in profile.steps:
@@ -138,7 +148,10 @@ def _paths(
         x, y = seconds[kind], seconds[kind] if forward else compute[kind]
         full.append(x + max([full[k] for k in needs], default=0.0))
         calm.append(y + max([calm[k] for k in needs], default=0.0))
-    return max(full, default=0.0), max(calm, default=0.0), full
+    at = [x.step for x in profile.sums]
+    ready = np.cumsum([compute[x.kind] for x in profile.steps])[at] if at else np.zeros(0)
+    depth = np.array([full[k] for k in at])
+    return Paths(max(full, default=0.0), max(calm, default=0.0), ready, depth, np.argsort(ready, kind="stable"))
 
 
 def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong) -> float:
@@ -259,19 +272,21 @@ def compute_bound(profile: Profile, microbatch: int, batch: int, gpus: int, shar
     return found * batch * shards / (microbatch * gpus) * ROUNDING
 
 
-def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel) -> float:
-    """Seconds below which the step of a candidate cannot be."""
+def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel, enough: float = math.inf) -> float:
+    """Seconds below which the step of a candidate cannot be; no more than `enough` are looked for."""
     m, p, borders = c.microbatches(batch), c.pp, c.pp * c.chunks - 1
     forward, backward = (_busy(x, borders) for x in (step.forward, step.backward))
     once = step.once / (c.dp if c.zero else 1)
-    found = max((m * (forward + backward) + once) / p, m * step.unit, step.path)
-    found = max(found, _replica_bound(c, m, step, cost, forward, backward))
+    found = max((m * (forward + backward) + once) / p, m * step.unit)
+    if found * ROUNDING >= enough:
+        return found * ROUNDING
+    found = max(found, step.paths.path, _replica_bound(c, m, step, cost, forward, backward))
     if p > 1:
         chain = 0.0
         if c.schedule in ("1f1b", "gpipe"):
             excess = step.forward.excess + step.backward.excess
             whole = _chain(step.forward, borders) + _chain(step.backward, borders) - excess
-            chain = max(whole, step.calm) + _after_first(c.schedule, m, p, forward, backward)
+            chain = max(whole, step.paths.calm) + _after_first(c.schedule, m, p, forward, backward)
         found = _with_transfers(c, m, step, cost, found, chain)
     return found * ROUNDING
 
@@ -288,7 +303,7 @@ def _with_transfers(c: Candidate, m: int, step: StepCost, cost: CostModel, least
             break
         inside = max(0.0, sent - 2 * outside * max(hops))
         one = m * min(hops) if outside < c.pp * c.chunks - 1 else 0.0
-        best = min(best, max(busy, step.path + inside, chain + inside if chain else 0.0, one))
+        best = min(best, max(busy, step.paths.path + inside, chain + inside if chain else 0.0, one))
     return best
 
 
@@ -352,6 +367,8 @@ def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forwar
     """A bound from the reduction of gradients, and the gathering of parameters, along the axis of replicas."""
     if c.dp == 1:
         return 0.0
+    import numpy as np
+
     along = replica_axes(c)
     groups = tuple(dict.fromkeys([group for axis in along for group in groups_along(c, cost, axis)]))
     byte = slope("MPIReduceScatter" if c.zero else "MPIAllreduce", groups) / len(along)
@@ -361,12 +378,14 @@ def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forwar
     if c.zero > 1:
         gathered = sums.gathered * slope("MPIAllgather", groups) / len(along) if c.zero == 3 else 0.0
         found = max(found, m * (total + gathered) / c.pp)
-    found = max(found, max([t + byte * n for t, n in zip(step.depth, sums.bytes, strict=True)], default=0.0))
+    if not len(sums.bytes):
+        return found
+    paths = step.paths
+    found = max(found, float((paths.depth + byte * sums.bytes).max()))
     if c.pp == 1:  # what is complete late is reduced after that
-        left = total
-        for k in step.in_turn:
-            found = max(found, (m - 1) * (forward + backward) + step.ready[k] + left)
-            left -= byte * sums.bytes[k]
+        each = byte * sums.bytes[paths.in_turn]
+        left = total - np.cumsum(each) + each
+        found = max(found, (m - 1) * (forward + backward) + float((paths.ready[paths.in_turn] + left).max()))
     return found
 
 

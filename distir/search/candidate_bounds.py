@@ -6,6 +6,7 @@ Seconds and bytes; 0 where nothing is known.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from distir.api.interop.plan_settings import EXPERTS
 from distir.api.named_dims import named_dims
@@ -17,6 +18,7 @@ from distir.search.memory_bounds import memory_bound
 from distir.search.placed_sizes import Template, template_of
 from distir.search.segments import Profile, profile_of
 from distir.search.space import Candidate
+from distir.search.stage_bounds import Cuts, place_template
 from distir.transforms.passes import PassContext, run_passes
 from distir.transforms.plan import InputSplit, Plan
 
@@ -27,12 +29,15 @@ Relatives = tuple[int, bool, str, tuple[InputSplit, ...]]
 CandidateBound = tuple[float, float]
 """Seconds of a step, and bytes of the rank that needs most."""
 
+_MOST_OPS = 500_000
+"""Of all templates that are kept: a placed op, with what is known of it, takes about a kilobyte."""
+
 
 class Bounds:
-    """Lower bounds of the candidates of one setting; profiles and prices are kept."""
+    """Lower bounds of the candidates of one setting; profiles, prices and templates are kept."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+        self.setting, self._room = setting, setting.room
         self.refines = bounded(setting.cost)
         """Whether cuts give bounds, too."""
         self.rough: dict[Candidate, CandidateBound] = {}
@@ -43,23 +48,23 @@ class Bounds:
         """By their cuts, of those for which that was asked."""
         self._profiles: dict[Relatives, Profile | None] = {}
         self._steps: dict[tuple[object, ...], StepCost] = {}
+        self._templates: dict[Template, Cuts] = {}
 
-    def of(self, c: Candidate) -> CandidateBound:
-        """Seconds and bytes; (0, 0) where nothing is known."""
+    def of(self, c: Candidate, enough: float = math.inf) -> CandidateBound:
+        """Seconds and bytes; (0, 0) where nothing is known. Of a candidate that does not fit only the bytes are looked
+        for, and no more than `enough` seconds."""
         profile = self.profile(relatives(c))
         if profile is None:
             return 0.0, 0.0
         batch, cost = self.setting.batch, self.setting.cost
+        memory = memory_bound(c, batch, profile)
+        if memory > self._room:
+            return 0.0, memory
         groups = tuple([(axis, groups_along(c, cost, axis)) for axis in profile.axes])
         key = relatives(c), c.microbatch, groups
         if key not in self._steps:
             self._steps[key] = step_cost(profile, c.microbatch, cost, dict(groups))
-        step = self._steps[key]
-        return step_bound(c, batch, step, cost), memory_bound(c, batch, step)
-
-    def template(self, c: Candidate) -> Template:
-        """Candidates of one template have their cuts bounded together."""
-        return template_of(c, self.setting.model.function, self.setting.batch)
+        return step_bound(c, batch, self._steps[key], cost, enough), memory
 
     def of_all(self, key: Relatives, microbatch: int, gpus: int) -> float:
         """Seconds below which no candidate of these is, with microbatches of at most that size."""
@@ -68,6 +73,31 @@ class Bounds:
             return 0.0
         shards = key[0] * math.prod([x.size for x in key[3] if x.axis != EXPERTS])
         return compute_bound(profile, microbatch, self.setting.batch, gpus, shards, self.setting.cost)
+
+    def template(self, c: Candidate) -> Template:
+        """Candidates of one template are cut alike, from one placed program."""
+        return template_of(c, self.setting.model.function, self.setting.batch)
+
+    @no_collection()
+    def of_cuts(self, candidates: Sequence[Candidate], enough: float = math.inf) -> list[CandidateBound]:
+        """Seconds and bytes of candidates of one template by their cuts, 0 where nothing is known. Of those that do not
+        fit only the bytes are looked for, and where `enough` seconds are certain no more."""
+        found: list[CandidateBound] = []
+        for c in candidates:
+            try:
+                found.append(self._cuts(c).bound(c, enough))
+            except DistirError:
+                found.append((0.0, 0.0))
+        return found
+
+    def _cuts(self, c: Candidate) -> Cuts:
+        """The template's cuts; those of the last templates are kept."""
+        template, kept = self.template(c), self._templates
+        cuts = kept.pop(template, None) or Cuts(self.setting, place_template(self.setting, c))
+        kept[template] = cuts
+        while len(kept) > 1 and sum([len(x.placed.function.ops) for x in kept.values()]) > _MOST_OPS:
+            del kept[next(iter(kept))]
+        return cuts
 
     def profile(self, key: Relatives) -> Profile | None:
         """The profile of these candidates, at one sample a microbatch; None where bounds are not known to hold."""

@@ -176,13 +176,11 @@ class Replicas(NamedTuple):
 
 
 class CutStages:
-    """A placed program's stages. By stage what a device has: `held` from begin to end, `saved` of a microbatch, `sums`
-    over microbatches."""
+    """A placed program's stages, as programs of their passes."""
 
     def __init__(self, placed: PlacedProgram, phase: Mapping[Op, str], stage: Mapping[Op, int], parts: int) -> None:
         self._placed, self._parts = placed, parts
-        self._cells = cells = _Cells(placed, phase, stage)
-        self.held, self.saved, self.sums = _held(placed, cells), _saved(placed, cells), _sums(placed, cells)
+        self._cells = _Cells(placed, phase, stage)
         self._replicas: dict[AxisNames, Replicas] = {}
 
     @cached_property
@@ -274,67 +272,6 @@ def _handed(
     taken = dict.fromkeys([v for op in cells.ops[after] for v in cells.inputs[op]])
     given = [v for v in taken if cells.of(v) == (word, s) and isinstance(v.type, Tensor) and v.type.moves]
     return tuple([Handed(v.type, numbers[word, s][v], numbers[after][v]) for v in given])
-
-
-def _amounts(rows: Mapping[int, Sequence[Value]]) -> dict[int, Amounts]:
-    return {s: Amounts(Counter([("", v.type) for v in values])) for s, values in rows.items()}
-
-
-def _held(placed: PlacedProgram, cells: _Cells) -> dict[int, Amounts]:
-    """By stage the parameters, optimizer state, and what is made of weights once a step and used until the last
-    backward pass."""
-    found: dict[int, list[Value]] = defaultdict(list)
-    home: dict[Value, int] = {}
-    for word in (FORWARD, BACKWARD):
-        for s in sorted({s for _, s in cells.ops}):
-            kept: dict[Value, None] = {}
-            for op in cells.ops[word, s]:
-                for v in cells.inputs[op]:
-                    root, source = placed.once.get(v, (None, None))
-                    if root is not None and word == BACKWARD:
-                        kept[root] = None
-                    if source is not None and word == FORWARD:
-                        home.setdefault(source, s)
-            found[s] += kept
-    for v, s in home.items():
-        found[s] += [v] if v.kind == "parameter" else []
-    counted: set[Value] = set()
-    for owned, state in placed.updates:
-        mine = [home[v] for v in owned if v in home]
-        if mine:
-            found[max(mine)] += [v for v in state if v not in counted]
-            counted.update(state)
-    return _amounts(found)
-
-
-def _saved(placed: PlacedProgram, cells: _Cells) -> dict[int, Amounts]:
-    """By stage what a device keeps of a microbatch between its forward and its backward pass."""
-    found: dict[int, list[Value]] = {}
-    gradients = {v for op in placed.timed if cells.phase[op] == BACKWARD for v in op.outputs}
-    for s in {s for _, s in cells.ops}:
-        here = {v for op in cells.ops[FORWARD, s] for v in (*cells.inputs[op], *op.outputs)}
-        kept: dict[Value, None] = {}
-        for op in cells.ops[BACKWARD, s]:
-            for v in cells.inputs[op]:
-                if v in gradients:
-                    continue
-                while (made := placed.maker.get(v)) in cells.inputs and made.spec.alias and cells.of(v) == (FORWARD, s):  # type: ignore[union-attr]
-                    v = made.inputs[0]  # type: ignore[union-attr]
-                at = cells.of(v)
-                if at is not None and at[0] == FORWARD and v in here and isinstance(v.type, Tensor) and v.type.moves:
-                    kept[v] = None
-        found[s] = list(kept)
-    return _amounts(found)
-
-
-def _sums(placed: PlacedProgram, cells: _Cells) -> dict[int, Amounts]:
-    """By stage the sums over microbatches."""
-    found: dict[int, list[Value]] = defaultdict(list)
-    for op in placed.sums:
-        at = cells.of(op.inputs[0])
-        if at is not None and at[0] == BACKWARD:
-            found[at[1]].append(op.outputs[0])
-    return _amounts(found)
 
 
 def _replicas(placed: PlacedProgram, cells: _Cells, axis: AxisNames) -> Replicas:

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from distir.search.bounds import ROUNDING, StepCost
+from distir.search.bounds import ROUNDING
+from distir.search.segments import Profile
 from distir.search.space import Candidate
 
+_CLOSE = 1e-4
+"""How near, relatively, the least memory is looked for: what is found is below it."""
 
-def memory_bound(c: Candidate, batch: int, step: StepCost) -> float:
+
+def memory_bound(c: Candidate, batch: int, profile: Profile) -> float:
     """Bytes that the rank of a candidate that needs most has at least: the least maximum that any cut reaches.
 
     A rank holds its parameters and state, from the second microbatch on the sums of gradients, and what it saved of the
     microbatches in flight.
     """
-    m, profile = c.microbatches(batch), step.profile
+    m = c.microbatches(batch)
     gradients = profile.reduced(1, 0).total
     kept = (profile.parameters + profile.state) / (c.dp if c.zero else 1)
     sums = gradients / (c.dp if c.zero > 1 else 1) if m > 1 else 0.0
-    saved = profile.saved * step.scale
+    saved = profile.saved * (c.microbatch // profile.samples)
     copied = profile.copied(c.dp, c.zero)
     kept += copied
     in_flight = _in_flight(c, m)
@@ -57,7 +61,7 @@ def _least_memory(in_flight: Sequence[int], kept: float, saved: float) -> float:
         return left <= 0 and room >= saved
 
     low, high = 0.0, kept + saved * max(in_flight)
-    for _ in range(50):
+    while high - low > _CLOSE * high:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return low * ROUNDING

@@ -27,7 +27,7 @@ from distir.transforms.roles import weights
 GIB = 1 << 30
 RESERVE_GIB = 1.0
 """What the driver and the communication library take of a device, roughly."""
-_FAMILY_TRIES = 12
+_FAMILY_TRIES = 6
 """The most simulations to find the best of a family."""
 _SHORT_TRIES = 8
 _AXIS_NAMES = {CONTEXT: "context parallelism", EXPERTS: "expert parallelism"}

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from distir.ir.device import AxisNames, Mesh
 from distir.ir.function import Function, Op, Value
@@ -25,6 +25,9 @@ from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
 from distir.transforms.rank.recompose import recompose
 from distir.transforms.roles import weights
+
+if TYPE_CHECKING:
+    import numpy as np
 
 COMPUTE = ""
 """The stream of compute; those of collectives are their axes."""
@@ -80,7 +83,7 @@ class Reduced(NamedTuple):
     """What is reduced, at least, along the axis of replicas: bytes of each sum over microbatches and of all, of a step,
     under ZeRO 2 and 3 of each microbatch; and bytes that ZeRO 3 gathers in each pass."""
 
-    bytes: Sequence[int]
+    bytes: np.ndarray
     total: int
     gathered: int
 
@@ -125,13 +128,15 @@ class Profile:
 
     def reduced(self, dp: int, zero: int) -> Reduced:
         """What is reduced and gathered among `dp` replicas. Under ZeRO 2 and 3 only what is certainly split counts."""
+        import numpy as np
+
         found = self._reduced.get((dp, zero))
         if found is None:
             each = [
                 x.bytes if zero < 2 else x.part if len(x.shape) > 1 and _divides(x.shape, dp) else 0 for x in self.sums
             ]
             gathered = sum([n for shape, n in self.gathered if _divides(shape, dp)])
-            found = self._reduced[dp, zero] = Reduced(each, sum(each), gathered)
+            found = self._reduced[dp, zero] = Reduced(np.array(each, float), sum(each), gathered)
         return found
 
     def copied(self, dp: int, zero: int) -> int:

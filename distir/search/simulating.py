@@ -1,90 +1,138 @@
-"""Simulates plans, and refines bounds, several at a time, each in a process that has the model from its parent."""
+"""Simulates plans, and refines bounds, several at a time, each in a process that has the model from its parent.
+
+A task goes to a process that has placed the model for its axes before, if that is free soon: placing takes longer than
+most of what follows.
+"""
 
 from __future__ import annotations
 
+import math
 import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from distir.search.candidate_bounds import Bounds, CandidateBound, Relatives
-from distir.search.exact import Detail, PlanOutcome, Setting, evaluate, examine
+from distir.search.candidate_bounds import Bounds, Relatives
+from distir.search.exact import Detail, Setting, evaluate, examine
 from distir.search.space import Candidate
-from distir.search.stage_bounds import cut_bounds
 
 
 class Price(NamedTuple):
-    """To bound the seconds of all candidates of a profile, by the sizes of their microbatches."""
+    """To bound the seconds of all candidates of these profiles, each by the sizes of its microbatches: for each profile
+    a list. The profiles are of one degree of tensor parallelism and of further axes: they are placed alike."""
 
-    relatives: Relatives
-    microbatches: Sequence[int]
+    profiles: Sequence[tuple[Relatives, Sequence[int]]]
     devices: int
 
 
 class Bound(NamedTuple):
-    """To bound candidates of one profile."""
+    """To bound candidates of one profile, each in seconds and bytes; of seconds `enough` suffice."""
 
     candidates: Sequence[Candidate]
+    enough: float = math.inf
 
 
 class Refine(NamedTuple):
-    """To bound candidates of one template by their cuts."""
+    """To bound candidates of one template by their cuts, each in seconds and bytes; of seconds `enough` suffice."""
 
     candidates: Sequence[Candidate]
+    enough: float = math.inf
 
 
 class Simulate(NamedTuple):
-    """To simulate a candidate."""
+    """To simulate a candidate: a PlanOutcome."""
 
     candidate: Candidate
 
 
-Task = Price | Bound | Refine | Simulate
-Answer = list[float] | list[CandidateBound] | PlanOutcome
-"""Of `Price` a bound for each size; of `Bound` and `Refine` one for each candidate; of `Simulate` the outcome."""
+class Examine(NamedTuple):
+    """To say where the time of a candidate goes, and verify and validate its program: a Detail."""
+
+    candidate: Candidate
+
+
+Task = Price | Bound | Refine | Simulate | Examine
+
+_AHEAD = 2
+"""How many tasks wait for each process that has placed the model for them, before another process takes one."""
 
 
 class Simulators(NamedTuple):
-    """`jobs` tasks of one setting at a time; without an executor in this process."""
+    """As many tasks of one setting at a time as there are executors, each of one process; without any, one at a time in
+    this process."""
 
     setting: Setting
-    jobs: int = 1
-    executor: ProcessPoolExecutor | None = None
+    executors: Sequence[ProcessPoolExecutor] = ()
 
-    def answers(self, wanted: Callable[[], Task | None], bounds: Bounds) -> Iterator[tuple[Task, Answer]]:
+    def answers(self, wanted: Callable[[], Task | None], bounds: Bounds) -> Iterator[tuple[Task, Any]]:
         """Each task with its answer, as they are ready; `wanted` is asked whenever a process is free, until nothing
         runs and it has none."""
-        if self.executor is None:
+        if not self.executors:
             while (task := wanted()) is not None:
                 yield task, _answer(bounds, task)
             return
-        running: dict[Future[Answer], Task] = {}
+        running: dict[Future[Any], tuple[int, Task]] = {}
+        tasks = _Tasks(len(self.executors), wanted)
         while True:
-            while len(running) < self.jobs and (task := wanted()) is not None:
-                running[self.executor.submit(_answered, task)] = task
+            busy = {k for k, _ in running.values()}
+            for k, executor in enumerate(self.executors):
+                if k not in busy and (task := tasks.next(k)) is not None:
+                    running[executor.submit(_answered, task)] = k, task
             if not running:
                 return
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                yield running.pop(future), future.result()
+                yield running.pop(future)[1], future.result()
 
     def details(self, candidates: Iterable[Candidate]) -> tuple[dict[Candidate, Detail], bool]:
         """Where the time of each candidate goes; their programs are verified and validated. Ctrl-C ends this with the
         details that are there; the second result says whether it did. Raises MismatchError."""
-        rows = list(dict.fromkeys(candidates))
+        left = [Examine(c) for c in dict.fromkeys(candidates)]
         found: dict[Candidate, Detail] = {}
         try:
-            if self.executor is None:
-                each = (examine(self.setting, c) for c in rows)
-            else:
-                each = self.executor.map(_examine, rows)
-            for c, detail in zip(rows, each, strict=True):
-                found[c] = detail
+            for task, detail in self.answers(lambda: left.pop(0) if left else None, Bounds(self.setting)):
+                if isinstance(task, Examine):
+                    found[task.candidate] = detail
         except KeyboardInterrupt:
             return found, True
         return found, False
+
+
+class _Tasks:
+    """The tasks of several processes: each takes those that it has placed the model for before others."""
+
+    def __init__(self, processes: int, wanted: Callable[[], Task | None]) -> None:
+        self._wanted = wanted
+        self._placed: list[set[object]] = [set() for _ in range(processes)]
+        self._waiting: list[deque[Task]] = [deque() for _ in range(processes)]
+
+    def next(self, k: int) -> Task | None:
+        """The task of process k, which is free; None if there is none now."""
+        mine = self._waiting[k]
+        while not mine and sum(map(len, self._waiting)) < _AHEAD * len(self._waiting):
+            task = self._wanted()
+            if task is None:
+                break
+            know = [i for i, keys in enumerate(self._placed) if _placing(task) in keys]
+            self._waiting[k if k in know or not know else know[0]].append(task)
+        longest = mine or max(self._waiting, key=len)
+        if not longest:
+            return None
+        task = longest.popleft()
+        self._placed[k].add(_placing(task))
+        return task
+
+
+def _placing(task: Task) -> object:
+    """What tasks have in common that are placed alike, but for replicas and recomputation."""
+    if isinstance(task, Price):
+        tp, _, _, split = task.profiles[0][0]
+        return tp, split
+    c = task.candidate if isinstance(task, Simulate | Examine) else task.candidates[0]
+    return c.tp, c.split
 
 
 @contextmanager
@@ -95,42 +143,37 @@ def simulators(setting: Setting, jobs: int) -> Iterator[Simulators]:
         return
     global _bounds
     _bounds = Bounds(setting)
-    executor = ProcessPoolExecutor(jobs, get_context("fork"), _ignore_interrupts)
+    executors = [ProcessPoolExecutor(1, get_context("fork"), _ignore_interrupts) for _ in range(jobs)]
     try:
-        yield Simulators(setting, jobs, executor)
+        yield Simulators(setting, executors)
     finally:
         _bounds = None
-        executor.shutdown(cancel_futures=True)
+        for executor in executors:
+            executor.shutdown(cancel_futures=True)
 
 
 _bounds: Bounds | None = None
-"""What processes inherit: a model is not sent to them. Each keeps the profiles that it places."""
+"""What processes inherit: a model is not sent to them. Each keeps what it places."""
 
 
-def _inherited() -> Bounds:
-    if _bounds is None:
-        raise RuntimeError("a process without a setting")
-    return _bounds
-
-
-def _answer(bounds: Bounds, task: Task) -> Answer:
+def _answer(bounds: Bounds, task: Task) -> Any:
     match task:
         case Price():
-            return [bounds.of_all(task.relatives, n, task.devices) for n in task.microbatches]
+            return [[bounds.of_all(key, n, task.devices) for n in sizes] for key, sizes in task.profiles]
         case Bound():
-            return [bounds.of(c) for c in task.candidates]
+            return [bounds.of(c, task.enough) for c in task.candidates]
         case Refine():
-            return cut_bounds(bounds.setting, task.candidates)
+            return bounds.of_cuts(task.candidates, task.enough)
         case Simulate():
             return evaluate(bounds.setting, task.candidate)
+        case Examine():
+            return examine(bounds.setting, task.candidate)
 
 
-def _answered(task: Task) -> Answer:
-    return _answer(_inherited(), task)
-
-
-def _examine(c: Candidate) -> Detail:
-    return examine(_inherited().setting, c)
+def _answered(task: Task) -> Any:
+    if _bounds is None:
+        raise RuntimeError("a process without a setting")
+    return _answer(_bounds, task)
 
 
 def _ignore_interrupts() -> None:

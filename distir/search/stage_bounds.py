@@ -11,46 +11,32 @@ numbers of replicas, pipeline ranks and microbatches, in schedule, chunks and or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
 
 from distir.api.named_dims import named_dims
 from distir.api.stage_cost import OpSeconds, stage_cost
 from distir.executor.cost_model import CostModel
 from distir.ir.device import TIME, AxisNames
-from distir.ir.errors import DistirError
 from distir.ir.function import Op
-from distir.ir.pause import no_collection
 from distir.ir.type import Type
 from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
 from distir.search.cut_stages import NOTHING, CellOp, CutStages, Handed, PlacedProgram, placed_program
 from distir.search.exact import Setting
 from distir.search.placed_sizes import Sized
-from distir.search.schedule_bounds import CellWork, StageMemory, StageWork, row_memory, row_seconds, schedule_rows
+from distir.search.schedule_bounds import CellWork, StageWork, row_memory, row_seconds, schedule_rows
 from distir.search.segments import COMPUTE, axis_of
 from distir.search.space import Candidate
+from distir.search.stage_sums import StageSums
 from distir.transforms.passes import PassContext, run_passes, stage_meshes
-from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, PhaseRules
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, PhaseRules, phases
 from distir.transforms.pipeline.stages import forward_stages, staged
 
 
-@no_collection()
-def cut_bounds(setting: Setting, candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
-    """Seconds and bytes below which none of these candidates is, 0 where nothing is known.
-
-    They are of one template (see `placed_sizes`). Of those that do not fit only the bytes are looked for.
-    """
-    found: list[tuple[float, float]] = []
-    cuts: _Cuts | None = None
-    for c in candidates:
-        try:
-            cuts = cuts or _Cuts(setting, _place(setting, c))
-            found.append(cuts.bound(c))
-        except DistirError:
-            found.append((0.0, 0.0))
-    return found
-
-
-def _place(setting: Setting, c: Candidate) -> PlacedProgram:
+def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
+    """The placed program of a candidate's template. Raises InfeasibleError."""
     plan = c.plan(setting.batch)
     function, devices = setting.model.function, setting.cost.topology.devices[: plan.size]
     context = PassContext(plan, devices, splits=named_dims(function, plan.split))
@@ -58,18 +44,34 @@ def _place(setting: Setting, c: Candidate) -> PlacedProgram:
     return placed_program(run_passes(function, names, context), PhaseRules(BACKWARD, c.zero == 3))
 
 
-class _Cuts:
+class _Stages:
+    """A cut of a placed program: as sums, and as programs when they are asked for."""
+
+    def __init__(self, placed: PlacedProgram, sums: StageSums, forward: Mapping[Op, int], parts: int) -> None:
+        self._placed, self._parts = placed, parts
+        self._phase, self._stage = staged(placed.function, parts, placed.rules, forward)
+        self.cut = sums.cut(self._stage, parts)
+
+    @cached_property
+    def programs(self) -> CutStages:
+        return CutStages(self._placed, self._phase, self._stage, self._parts)
+
+
+class Cuts:
     """The cuts of a template's placed program; what plans share is kept."""
 
     def __init__(self, setting: Setting, placed: PlacedProgram) -> None:
         self.setting, self.placed, self._room = setting, placed, setting.room
+        self._sums = StageSums(placed, phases(placed.function, placed.rules))
         self._sized: dict[tuple[int, int], Sized] = {}
-        self._stages: dict[tuple[int, ...], CutStages] = {}
+        self._stages: dict[tuple[int, ...], _Stages] = {}
+        self._asked: dict[object, _Stages] = {}
         self._seconds: dict[object, Sequence[_Taken]] = {}
         self._works: dict[object, list[StageWork]] = {}
 
-    def bound(self, c: Candidate) -> tuple[float, float]:
-        """Seconds and bytes of a candidate; 0 where its schedule is too long to be followed.
+    def bound(self, c: Candidate, enough: float = math.inf) -> tuple[float, float]:
+        """Seconds and bytes of a candidate; 0 where its schedule is too long to be followed, or seconds of what does
+        not fit. The schedule is not followed where compute alone takes `enough` seconds.
 
         Raises InfeasibleError if the program cannot be cut into its stages.
         """
@@ -77,21 +79,17 @@ class _Cuts:
         rows = schedule_rows(c.schedule, c.pp, m, c.chunks)
         if rows is None:
             return 0.0, 0.0
-        memories = self._memories(c)
+        sized, cut = self._sizes(c), self._stages_of(c).cut
+        memories = self._sums.memory(cut, lambda t: sized(t).bytes)
         memory = max([row_memory(row, memories, m) for row in rows]) * ROUNDING
         if memory > self._room:
             return 0.0, memory
+        seconds = np.array([0.0 if stream else x for stream, x in self._prices(c, sized)])
+        by_rank = self._sums.compute(cut, seconds).reshape(c.chunks, c.pp).sum(axis=0)
+        alone = m * float(by_rank.max()) * ROUNDING
+        if alone >= enough:
+            return alone, memory
         return row_seconds(rows, self._work(c), m, lane(c, self.setting.cost)) * ROUNDING, memory
-
-    def _memories(self, c: Candidate) -> list[StageMemory]:
-        sized = self._sizes(c)
-        stages = self._cut(c, sized)
-
-        def size(_: str, t: Type) -> float:
-            return sized(t).bytes
-
-        kinds = stages.held, stages.saved, stages.sums
-        return [StageMemory(*[rows.get(s, NOTHING).total(size) for rows in kinds]) for s in range(c.pp * c.chunks)]
 
     def _work(self, c: Candidate) -> list[StageWork]:
         key = c.dp, c.microbatch, c.pp, c.chunks, c.order
@@ -101,7 +99,7 @@ class _Cuts:
 
     def _of(self, c: Candidate) -> list[StageWork]:
         sized = self._sizes(c)
-        stages, seconds = self._cut(c, sized), self._prices(c, sized)
+        stages, seconds = self._stages_of(c).programs, self._prices(c, sized)
         gathered, reduced = self._among_replicas(c, stages, sized)
         handed = _followed(stages, seconds, sized)
         known: dict[object, CellWork] = {}
@@ -129,19 +127,26 @@ class _Cuts:
             self._sized[key] = Sized(sizes, self.setting.cost.topology.devices)
         return self._sized[key]
 
-    def _cut(self, c: Candidate, sized: Sized) -> CutStages:
+    def _stages_of(self, c: Candidate) -> _Stages:
+        """The stages of a candidate; schedules are not asked, and equal cuts are one object."""
+        asked = c.dp, c.microbatch, c.pp, c.chunks, c.order
+        if asked not in self._asked:
+            forward = self._forward(c)
+            key = c.pp * c.chunks, *forward.values()
+            if key not in self._stages:
+                self._stages[key] = _Stages(self.placed, self._sums, forward, c.pp * c.chunks)
+            self._asked[asked] = self._stages[key]
+        return self._asked[asked]
+
+    def _forward(self, c: Candidate) -> dict[Op, int]:
+        """The stages of the forward ops."""
         placed, cost, parts = self.placed, self.setting.cost, c.pp * c.chunks
+        if parts == 1:
+            return {}
         plan = c.plan(self.setting.batch)
-        forward: dict[Op, int] = {}
-        if parts > 1:
-            mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
-            priced = stage_cost(cost, plan)._replace(op=OpSeconds(cost, mesh, sized))
-            forward = forward_stages(placed.function, parts, plan.microbatches, priced, placed.rules)
-        key = tuple(forward.values())
-        if key not in self._stages:
-            phase, stage = staged(placed.function, parts, placed.rules, forward)
-            self._stages[key] = CutStages(placed, phase, stage, parts)
-        return self._stages[key]
+        mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
+        priced = stage_cost(cost, plan)._replace(op=OpSeconds(cost, mesh, self._sizes(c)))
+        return forward_stages(placed.function, parts, plan.microbatches, priced, placed.rules)
 
     def _prices(self, c: Candidate, sized: Sized) -> Sequence[_Taken]:
         """What the kinds of ops take at a plan's sizes and groups of devices."""

@@ -16,7 +16,6 @@ from distir.search.candidate_bounds import Bounds, relatives
 from distir.search.exact import Setting, evaluate
 from distir.search.model_axes import model_axes
 from distir.search.space import FURTHER, SETTINGS, Candidate, space
-from distir.search.stage_bounds import cut_bounds
 from distir.transforms.differentiation.training import AdamW
 
 MODELS = (
@@ -53,7 +52,7 @@ def too_high(found, c, factor=1.0):
     seconds, memory = found.bounds.of(c)
     shared = found.bounds.of_all(relatives(c), c.microbatch, c.devices)
     if found.bounds.refines:
-        more = cut_bounds(found.setting, [c])[0]
+        more = Bounds(found.setting).of_cuts([c])[0]
         seconds, memory = max(seconds, more[0]), max(memory, more[1])
     return max(seconds, shared) * factor > outcome.seconds or memory * factor > outcome.memory
 

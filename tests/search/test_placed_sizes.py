@@ -10,10 +10,11 @@ from distir.hardware import load_cluster
 from distir.ir.errors import IRTypeError
 from distir.ir.type import Tensor
 from distir.search import placed_sizes
+from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting
 from distir.search.placed_sizes import template_of
 from distir.search.space import space
-from distir.search.stage_bounds import _Cuts, _place, cut_bounds
+from distir.search.stage_bounds import Cuts, place_template
 
 DENSE = "llama:layers=2,hidden=128,heads=8,kv_heads=4,vocab=256,seq=64", ("dp", "tp", "pp", "cp")
 EXPERTS = "gpt:layers=2,hidden=64,heads=4,vocab=64,seq=32,experts=8", ("dp", "tp", "pp", "ep")
@@ -36,10 +37,10 @@ def templates(model, axes, batch, gpus, count, has=lambda c: True):
 
 def differing(setting, group):
     """How many values of the candidates' own programs have another shape or size on a device."""
-    template = _Cuts(setting, _place(setting, group[0]))
+    template = Cuts(setting, place_template(setting, group[0]))
     count = 0
     for c in group[1:]:
-        sized, own = template._sizes(c), _place(setting, c).function
+        sized, own = template._sizes(c), place_template(setting, c).function
         assert [op.spec for op in own.ops] == [op.spec for op in template.placed.function.ops]
         for mine, shared in zip(own.ops, template.placed.function.ops, strict=True):
             for v, w in zip(mine.outputs, shared.outputs, strict=True):
@@ -60,8 +61,8 @@ def test_types_are_those_of_the_plans_own_programs(model, axes):
 def test_bounds_are_those_of_each_plan_alone(model, axes):
     setting, groups = templates(model, axes, 16, 16, 12)
     for group in groups:
-        for c, bound in zip(group, cut_bounds(setting, group), strict=True):
-            assert bound == pytest.approx(cut_bounds(setting, [c])[0], rel=1e-12), c
+        for c, bound in zip(group, Bounds(setting).of_cuts(group), strict=True):
+            assert bound == pytest.approx(Bounds(setting).of_cuts([c])[0], rel=1e-12), c
 
 
 def test_what_zero_cannot_split_alike_is_another_template(monkeypatch):

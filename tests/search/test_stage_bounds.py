@@ -15,7 +15,6 @@ from distir.search.exact import Setting, evaluate
 from distir.search.placed_sizes import template_of
 from distir.search.simulating import Simulators
 from distir.search.space import Candidate, space
-from distir.search.stage_bounds import cut_bounds
 
 DEEP = "llama:layers=8,hidden=512,heads=8,vocab=1000,seq=256"
 PLANS = (
@@ -38,7 +37,7 @@ def setting_of(name=DEEP, batch=16, gpus=8):
 
 def excess(setting, c):
     """How far bounds of seconds and bytes are, as shares of the simulation."""
-    [(seconds, memory)] = cut_bounds(setting, [c])
+    [(seconds, memory)] = Bounds(setting).of_cuts([c])
     assert seconds > 0  # it fits
     said = evaluate(setting, c)
     return seconds / said.seconds, memory / said.memory
@@ -93,7 +92,7 @@ def test_plans_of_one_placed_program_share_it():
     for c in space(setting.model.function, 32, 16, setting.cost.topology).candidates:
         groups.setdefault(template_of(c, setting.model.function, 32), []).append(c)
     group = next(g for g in groups.values() if len({c.order for c in g}) > 1 and len({c.chunks for c in g}) > 1)
-    assert cut_bounds(setting, group) == [cut_bounds(setting, [c])[0] for c in group]
+    assert Bounds(setting).of_cuts(group) == [Bounds(setting).of_cuts([c])[0] for c in group]
 
 
 def test_most_plans_are_not_simulated():
@@ -103,7 +102,7 @@ def test_most_plans_are_not_simulated():
         setting.model.function, 8, 4, setting.cost.topology, ("dp", "tp", "pp", "microbatch", "zero")
     ).candidates
     have = setting.cost.topology.spec(setting.cost.topology.devices[0]).capacity
-    limit = sorted([cut_bounds(setting, [c])[0][1] for c in found])[len(found) // 2]
+    limit = sorted([Bounds(setting).of_cuts([c])[0][1] for c in found])[len(found) // 2]
     setting = setting._replace(reserve=have - limit)
     bounds = Bounds(setting)
     state = search(bounds, found, Simulators(setting))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,7 +59,9 @@ class Choices(NamedTuple):
 def choices(given: Ways, costs: Sequence[float], byte: float) -> Choices:
     """The ways to cut ops of these costs; `byte` is the cost of a byte sent between stages."""
     if given.border is None:
-        return Choices(given, costs, [byte * n for n in given.crossing])
+        import numpy as np
+
+        return Choices(given, costs, (byte * np.asarray(given.crossing, float)).tolist())
     return Choices(given, costs, (), _loads(given.sets, costs), byte * given.border)
 
 
@@ -90,11 +91,13 @@ def _closed(needs: tuple[int, ...]) -> _ClosedSets | None:
 
 def balanced(given: Choices, parts: int) -> dict[Op, int]:
     """The stage of each op. Raises InfeasibleError if there are fewer ops than stages."""
+    import numpy as np
+
     ops, _, _, member, _, subset = given.ways
     _check_pieces(len(ops), parts)
     if member is None or given.total is None or given.cut_cost is None or subset is None:
-        cuts = balanced_cut(given.costs, given.crossing, parts)
-        return {op: bisect_right(cuts, i) for i, op in enumerate(ops)}
+        sizes = np.diff([0, *balanced_cut(given.costs, given.crossing, parts), len(ops)])
+        return dict(zip(ops, np.repeat(np.arange(parts), sizes).tolist(), strict=True))
     chain = _best_chain(given.total, given.cut_cost, subset, parts)
     later = (parts - 1 - member[chain].sum(axis=0, dtype=int)).tolist()
     return dict(zip(ops, later, strict=True))
@@ -111,13 +114,12 @@ def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) 
 
     n = len(costs)
     _check_pieces(n, parts)
-    inner = list(range(1, n))
+    each, inner = np.asarray(crossing, float), np.arange(1, n)
     if len(inner) > _CANDIDATES:
-        keep = max(_CANDIDATES, parts)
-        inner = sorted(sorted(inner, key=lambda i: (crossing[i], i))[:keep])
-    at = [0, *inner, n]
+        inner = np.sort(inner[np.argsort(each[1:n], kind="stable")[: max(_CANDIDATES, parts)]])
+    at = [0, *inner.tolist(), n]
     total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])[at]
-    cut_cost = np.array([0.0, *[crossing[i] for i in inner], 0.0])
+    cut_cost = np.concatenate([[0.0], each[inner], [0.0]])
     return [at[k] for k in _best_chain(total, cut_cost, np.triu(np.ones((len(at), len(at)), bool), 1), parts)]
 
 

@@ -97,7 +97,7 @@ def staged(
     if parts == 1:
         return phase, {op: 0 for op in function.ops if phase[op] != FREE}
     stage = dict(forward)
-    _backward_stages(function, phase, stage, parts)
+    _backward_stages(function, rules, stage, parts)
     return phase, stage
 
 
@@ -113,7 +113,7 @@ def forward_stages(
     phase = phases(function, rules)
     if cut:
         check_cut(cut, parts)
-    if sum(p == FORWARD for p in phase.values()) < parts:
+    if len(_ways(function, rules).ops) < parts:
         _check_cuts_batch(function, phase, microbatches)
     if cut:
         return cut_at(function, phase, cut)
@@ -231,34 +231,64 @@ def _first_users(function: Function, phase: Mapping[Op, str], forward: Sequence[
     return user
 
 
-def _backward_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int], parts: int) -> None:
+class _Follows(NamedTuple):
+    """What decides the stage of a backward op: its forward op `of`, the backward ops `above` that its gradients come
+    from, and, without `of`, for each saved value the forward ops that make or use it. A copy goes `with_of` alone."""
+
+    op: Op
+    of: Op | None
+    with_of: bool
+    above: Sequence[Op]
+    saved: Sequence[Sequence[Op]]
+
+
+@cached
+def _following(function: Function, rules: PhaseRules) -> list[_Follows]:
+    """The backward ops, in program order."""
+    phase, producer, again = phases(function, rules), producers(function), copies(function)
+    touching: dict[Value, list[Op]] = {}
+    for op in function.ops:
+        if phase[op] == FORWARD:
+            for v in dict.fromkeys((*op.inputs, *op.outputs)):
+                touching.setdefault(v, []).append(op)
+    found: list[_Follows] = []
+    has_stage = {op for op in function.ops if phase[op] == FORWARD}
+    for op in function.ops:
+        if phase[op] != BACKWARD:
+            continue
+        has_stage.add(op)
+        if op.of is not None and op.outputs[0] in again:
+            found.append(_Follows(op, op.of, True, (), ()))
+            continue
+        made = dict.fromkeys([producer[v] for v in op.inputs if v in producer and v not in again])
+        above = [p for p in made if phase[p] == BACKWARD]
+        of = op.of if op.of in has_stage else None
+        saved = [touching[v] for v in op.inputs if v in touching] if of is None else ()
+        found.append(_Follows(op, of, False, above, saved))
+    return found
+
+
+def _backward_stages(function: Function, rules: PhaseRules, stage: dict[Op, int], parts: int) -> None:
     """A backward op goes to its forward op's stage; without `of`, to the last stage that has all its saved values.
 
     Never to a later stage than its gradients come from: gradients flow backward only.
     """
-    producer, again = producers(function), copies(function)
-    available: dict[Value, int] = {}  # bit s: stage s makes or uses it
-    for op in function.ops:
-        if phase[op] == FORWARD:
-            here = 1 << stage[op]
-            for v in (*op.inputs, *op.outputs):
-                available[v] = available.get(v, 0) | here
-    for op in function.ops:
-        if phase[op] != BACKWARD:
+    for op, of, with_of, above, saved in _following(function, rules):
+        if of is not None and with_of:
+            stage[op] = stage[of]
             continue
-        if op.of is not None and op.outputs[0] in again:
-            stage[op] = stage[op.of]
+        top = min([stage[p] for p in above]) if above else parts - 1
+        if of is not None:
+            stage[op] = min(stage[of], top)
             continue
-        made = [producer[v] for v in op.inputs if v in producer and v not in again]
-        top = min([stage[p] for p in made if phase[p] == BACKWARD], default=parts - 1)
-        if op.of is not None and op.of in stage:
-            stage[op] = min(stage[op.of], top)
-            continue
-        saved = [available[v] for v in op.inputs if v in available]
-        at_hand = (1 << top + 1) - 1
-        for stages in saved:
+        at_hand, last = (1 << top + 1) - 1, top
+        for ops in saved:
+            stages = 0  # bit s: stage s makes or uses it
+            for f in ops:
+                stages |= 1 << stage[f]
             at_hand &= stages
-        stage[op] = at_hand.bit_length() - 1 if at_hand else min([top, *[x.bit_length() - 1 for x in saved]])
+            last = min(last, stages.bit_length() - 1)
+        stage[op] = at_hand.bit_length() - 1 if at_hand else last
 
 
 def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int]) -> None:

@@ -1,0 +1,233 @@
+"""What each stage of a placed program's cut computes, saves and holds, added up in arrays: one row an op, value or use.
+
+`CutStages` has the same stages as programs, which takes much longer: it is for plans that these sums do not exclude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from distir.ir.function import Op, Value
+from distir.ir.type import Tensor, Type
+from distir.search.schedule_bounds import StageMemory
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD
+
+if TYPE_CHECKING:
+    from distir.search.cut_stages import PlacedProgram
+
+_NOT_AN_ALIAS, _OF_ANOTHER = -1, -2
+"""Instead of the value that a forward value shows a view of: it is no view; the value is not made in the forward
+pass."""
+
+
+class Cut(NamedTuple):
+    """A cut into so many parts: by number of op its stage, and whether that runs it: no copies that only other stages
+    use."""
+
+    parts: int
+    stage: np.ndarray
+    runs: np.ndarray
+
+
+class _Uses(NamedTuple):
+    """Which op, by its number, uses or makes what, by its number."""
+
+    op: np.ndarray
+    what: np.ndarray
+
+
+class _Made(NamedTuple):
+    """Values of the forward pass: the op that makes each, its type, and the value that it is a view of."""
+
+    maker: np.ndarray
+    type: np.ndarray
+    base: np.ndarray
+
+
+class _Saving(NamedTuple):
+    """Uses of values by backward ops, each with what it uses instead of a copy of another stage: `copy` is the op that
+    makes the copy, or -1; `value` the original, of the forward pass."""
+
+    op: np.ndarray
+    copy: np.ndarray
+    value: np.ndarray
+
+
+class _Numbers:
+    """Numbers things in the order in which they are asked for."""
+
+    def __init__(self) -> None:
+        self.of: dict[object, int] = {}
+
+    def __call__(self, x: object) -> int:
+        return self.of.setdefault(x, len(self.of))
+
+
+class StageSums:
+    """The arrays of a placed program; the same for all cuts."""
+
+    def __init__(self, placed: PlacedProgram, phase: Mapping[Op, str]) -> None:
+        self._placed, self._phase = placed, phase
+        self.number = {op: i for i, op in enumerate(placed.timed)}
+        self.kind = np.array([placed.kind[op] for op in placed.timed], int)
+        self._is_forward = np.array([phase[op] == FORWARD for op in placed.timed], bool)
+        self._types = _Numbers()
+        self._made, self._forward_uses, self._saving = self._values()
+        self._once = self._roots()
+        self._weights()
+        self._sums = self._summed()
+
+    def cut(self, stage: Mapping[Op, int], parts: int) -> Cut:
+        """The cut that has the ops on these stages."""
+        at = [stage[op] for op in self._placed.timed]
+        dead: set[int] = set()
+        for i, users in self._copies:
+            if not any([at[j] == at[i] and j not in dead for j in users]):
+                dead.add(i)
+        runs = np.ones(len(at), bool)
+        runs[list(dead)] = False
+        return Cut(parts, np.array(at, int), runs)
+
+    def memory(self, cut: Cut, size: Callable[[Type], float]) -> list[StageMemory]:
+        """What a device of each stage has; `size` gives the bytes of a type."""
+        sizes = np.array([size(t) for t in self._types.of], float)  # type: ignore[arg-type]
+        op, t = self._sums
+        here = cut.runs[op]
+        sums = np.bincount(cut.stage[op[here]], sizes[t[here]], cut.parts)
+        rows = self._held(cut, sizes), self._saved(cut, sizes), sums
+        return [StageMemory(*row) for row in zip(*[row.tolist() for row in rows], strict=True)]
+
+    def compute(self, cut: Cut, seconds: np.ndarray) -> np.ndarray:
+        """By stage the seconds of compute of a microbatch, given those of each kind of op."""
+        return np.bincount(cut.stage, seconds[self.kind] * cut.runs, cut.parts)
+
+    # ---- what there is
+
+    def _values(self) -> tuple[_Made, _Uses, _Saving]:
+        placed, number, types = self._placed, self.number, self._types
+        values = _Numbers()
+        made: list[tuple[int, int, int]] = []
+        uses: list[tuple[int, int]] = []
+        for i, op in enumerate(placed.timed):
+            if not self._is_forward[i]:
+                continue
+            for v in op.inputs:
+                if v in values.of:
+                    uses.append((i, values.of[v]))
+            base = _NOT_AN_ALIAS if not op.spec.alias else values.of.get(op.inputs[0], _OF_ANOTHER)
+            for v in op.outputs:
+                values(v)
+                made.append((i, types(v.type) if isinstance(v.type, Tensor) and v.type.moves else -1, base))
+        saving: list[tuple[int, int, int]] = []
+        for i, op in enumerate(placed.timed):
+            if self._is_forward[i]:
+                continue
+            for v in dict.fromkeys(op.inputs):
+                first = placed.copied.get(v, v)
+                if first in values.of:
+                    saving.append((i, number[placed.maker[v]] if v in placed.copied else -1, values.of[first]))
+        return _Made(*_columns(made, 3)), _Uses(*_columns(uses, 2)), _Saving(*_columns(saving, 3))
+
+    @cached_property
+    def _copies(self) -> list[tuple[int, list[int]]]:
+        """The ops that recompute, last first, and the backward ops that use what each makes."""
+        placed = self._placed
+        users: dict[int, list[int]] = {}
+        for i, op in enumerate(placed.timed):
+            if not self._is_forward[i]:
+                for v in op.inputs:
+                    if v in placed.copied:
+                        users.setdefault(self.number[placed.maker[v]], []).append(i)
+        again = [i for i, op in enumerate(placed.timed) if op.outputs[0] in placed.copied]
+        return [(i, users.get(i, [])) for i in reversed(again)]
+
+    def _roots(self) -> _Uses:
+        """Which backward ops use what is made of weights once a step, by its type and number."""
+        roots = _Numbers()
+        rows: list[tuple[int, int]] = []
+        for i, op in enumerate(self._placed.timed):
+            if not self._is_forward[i]:
+                for v in op.inputs:
+                    root, _ = self._placed.once.get(v, (None, None))
+                    if root is not None:
+                        rows.append((i, roots(root)))
+        self._root_types = np.array([self._types(v.type) for v in roots.of], int)  # type: ignore[union-attr]
+        return _Uses(*_columns(rows, 2))
+
+    def _weights(self) -> None:
+        """Which forward ops use which weights, and which state is updated with which weights."""
+        placed, sources = self._placed, _Numbers()
+        rows: list[tuple[int, int]] = []
+        for i, op in enumerate(placed.timed):
+            if self._is_forward[i]:
+                for v in op.inputs:
+                    _, source = placed.once.get(v, (None, None))
+                    if source is not None:
+                        rows.append((i, sources(source)))
+        self._sources = _Uses(*_columns(rows, 2))
+        of = sources.of
+        self._source_types = np.array(
+            [self._types(v.type) if v.kind == "parameter" else -1 for v in of],  # type: ignore[union-attr]
+            int,
+        )
+        owners: list[tuple[int, int]] = []
+        state: list[tuple[int, int]] = []
+        counted: set[Value] = set()
+        for k, (owned, rest) in enumerate(placed.updates):
+            mine = [of[v] for v in owned if v in of]
+            if mine:
+                owners += [(k, source) for source in mine]
+                state += [(k, self._types(v.type)) for v in rest if v not in counted]
+                counted.update(rest)
+        self._owners, self._state = _Uses(*_columns(owners, 2)), _Uses(*_columns(state, 2))
+
+    def _summed(self) -> _Uses:
+        placed = self._placed
+        rows = [(placed.maker[op.inputs[0]], op.outputs[0].type) for op in placed.sums]
+        return _Uses(*_columns([(self.number[op], self._types(t)) for op, t in rows if self._phase[op] == BACKWARD], 2))
+
+    # ---- of a cut
+
+    def _saved(self, cut: Cut, sizes: np.ndarray) -> np.ndarray:
+        parts, stage, runs = cut
+        made, (op, copy, value) = self._made, self._saving
+        here = stage[op]
+        uses = runs[op] & ((copy < 0) | (stage[copy] != here))
+        here, value = here[uses], value[uses]
+        while True:  # a view on the stage that makes it: what it shows is saved
+            base = made.base[value]
+            through = (base != _NOT_AN_ALIAS) & (stage[made.maker[value]] == here)
+            if not through.any():
+                break
+            value = np.where(through, base, value)
+            inside = value >= 0
+            here, value = here[inside], value[inside]
+        there = np.zeros((len(made.maker), parts), bool)
+        there[np.arange(len(made.maker)), stage[made.maker]] = True
+        there[self._forward_uses.what, stage[self._forward_uses.op]] = True
+        kept = np.zeros_like(there)
+        kept[value, here] = True
+        kept &= there
+        return np.where(made.type >= 0, sizes[made.type], 0.0) @ kept
+
+    def _held(self, cut: Cut, sizes: np.ndarray) -> np.ndarray:
+        parts, stage, runs = cut
+        op, root = self._once
+        kept = np.zeros((len(self._root_types), parts), bool)
+        kept[root[runs[op]], stage[op[runs[op]]]] = True
+        held = sizes[self._root_types] @ kept
+        home = np.full(len(self._source_types), parts)
+        np.minimum.at(home, self._sources.what, stage[self._sources.op])
+        own = self._source_types >= 0
+        held += np.bincount(home[own], sizes[self._source_types[own]], parts)
+        last = np.zeros(len(self._placed.updates), int)
+        np.maximum.at(last, self._owners.op, home[self._owners.what])
+        return held + np.bincount(last[self._state.op], sizes[self._state.what], parts)
+
+
+def _columns(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
+    return np.array(rows, int).reshape(-1, width).T
