@@ -24,7 +24,7 @@ _NOT_AN_ALIAS, _OF_ANOTHER = -1, -2
 pass."""
 
 
-class Cut(NamedTuple):
+class NumberedCut(NamedTuple):
     """A cut into so many parts: by number of op its stage, and whether that runs it: no copies that only other stages
     use."""
 
@@ -81,7 +81,7 @@ class StageSums:
         self._weights()
         self._sums = self._summed()
 
-    def cut(self, stage: Mapping[Op, int], parts: int) -> Cut:
+    def cut(self, stage: Mapping[Op, int], parts: int) -> NumberedCut:
         """The cut that has the ops on these stages."""
         at = [stage[op] for op in self._placed.timed]
         dead: set[int] = set()
@@ -90,9 +90,9 @@ class StageSums:
                 dead.add(i)
         runs = np.ones(len(at), bool)
         runs[list(dead)] = False
-        return Cut(parts, np.array(at, int), runs)
+        return NumberedCut(parts, np.array(at, int), runs)
 
-    def memory(self, cut: Cut, size: Callable[[Type], float]) -> list[StageMemory]:
+    def memory(self, cut: NumberedCut, size: Callable[[Type], float]) -> list[StageMemory]:
         """What a device of each stage has; `size` gives the bytes of a type."""
         sizes = np.array([size(t) for t in self._types.of], float)  # type: ignore[arg-type]
         op, t = self._sums
@@ -101,7 +101,7 @@ class StageSums:
         rows = self._held(cut, sizes), self._saved(cut, sizes), sums
         return [StageMemory(*row) for row in zip(*[row.tolist() for row in rows], strict=True)]
 
-    def compute(self, cut: Cut, seconds: np.ndarray) -> np.ndarray:
+    def compute(self, cut: NumberedCut, seconds: np.ndarray) -> np.ndarray:
         """By stage the seconds of compute of a microbatch, given those of each kind of op."""
         return np.bincount(cut.stage, seconds[self.kind] * cut.runs, cut.parts)
 
@@ -192,7 +192,7 @@ class StageSums:
 
     # ---- of a cut
 
-    def _saved(self, cut: Cut, sizes: np.ndarray) -> np.ndarray:
+    def _saved(self, cut: NumberedCut, sizes: np.ndarray) -> np.ndarray:
         parts, stage, runs = cut
         made, (op, copy, value) = self._made, self._saving
         here = stage[op]
@@ -214,7 +214,7 @@ class StageSums:
         kept &= there
         return np.where(made.type >= 0, sizes[made.type], 0.0) @ kept
 
-    def _held(self, cut: Cut, sizes: np.ndarray) -> np.ndarray:
+    def _held(self, cut: NumberedCut, sizes: np.ndarray) -> np.ndarray:
         parts, stage, runs = cut
         op, root = self._once
         kept = np.zeros((len(self._root_types), parts), bool)
