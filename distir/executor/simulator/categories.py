@@ -47,6 +47,7 @@ class Categories:
         self._producers: dict[Function, dict[Value, Op]] = {}
         self._inputs: dict[Function, dict[Value, int]] = {}
         self._parts: dict[Op, Parts] = {}
+        self._rows: dict[Op, list[list[Value]]] = {}
         self._leaves: dict[Type, list[Tensor]] = {}
         self._callers = _callers(main)
         self._call, self._pack, self._unpack = lookup("Call"), lookup("Pack"), lookup("Unpack")
@@ -115,7 +116,10 @@ class Categories:
         if op.spec.each is None:
             return op.inputs
         k = self._parts_of(op, op.outputs).number[v] // op.spec.each.count(op.attributes)
-        return op.spec.rows(op.attributes, op.inputs)[k]
+        rows = self._rows.get(op)
+        if rows is None:
+            rows = self._rows[op] = op.spec.rows(op.attributes, op.inputs)
+        return rows[k]
 
     def _leaf(self, v: Value, i: int) -> Tensor:
         """Tensor number i of a value."""

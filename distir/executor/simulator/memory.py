@@ -112,7 +112,7 @@ class LiveMemory:
         self.program, self.order = program, order
         self.categories = Categories(program.function) if by_category else None
         self.shapes = shapes_of(program.function)
-        self._unwritten = program.unwritten()
+        self._unwritten = program.unwritten
         self._caches = caches(program)
         self._first: dict[object, Function] = {}
         self._models: dict[Function, tuple[Function, int]] = {}
