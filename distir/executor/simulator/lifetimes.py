@@ -43,8 +43,7 @@ class Lifetimes:
         self._unwritten = program.unwritten
         self._first: dict[object, Function] = {}
         self._models: dict[Function, tuple[Function, int]] = {}
-        self._steps: dict[tuple[Function, int, frozenset[int]], list[Step]] = {}
-        self._used: dict[tuple[Function, int, frozenset[int]], list[int]] = {}
+        self._found: dict[tuple[Function, int, frozenset[int]], tuple[list[Step], list[int]]] = {}
         self._in_flight: dict[Function, dict[Op, set[Value]]] = {}
         self._touching: dict[Function, dict[int, list[tuple[int, bool]]]] = {}
 
@@ -91,12 +90,20 @@ class Lifetimes:
 
     def steps(self, f: Function, c: int, unneeded: frozenset[int]) -> list[Step]:
         """The ops of `f` on class c, given the numbers of its outputs that are not needed."""
-        key = (f, c, unneeded)
-        if key not in self._steps:
-            self._steps[key] = self._lifetimes(f, c, unneeded)
-        return self._steps[key]
+        return self._of(f, c, unneeded)[0]
 
-    def _lifetimes(self, f: Function, c: int, unneeded: frozenset[int]) -> list[Step]:
+    def used(self, f: Function, c: int, unneeded: frozenset[int]) -> list[int]:
+        """The numbers of the inputs that a body uses on class c, or hands on."""
+        return self._of(f, c, unneeded)[1]
+
+    def _of(self, f: Function, c: int, unneeded: frozenset[int]) -> tuple[list[Step], list[int]]:
+        key = (f, c, unneeded)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._lifetimes(f, c, unneeded)
+        return found
+
+    def _lifetimes(self, f: Function, c: int, unneeded: frozenset[int]) -> tuple[list[Step], list[int]]:
         classes_of = self.program.classes_of
         later = {v for k, v in enumerate(f.outputs) if k not in unneeded}
         steps: list[Step] = []
@@ -117,7 +124,8 @@ class Lifetimes:
             steps.append(Step(n, op, uses, makes, dies, spare, ()))
         steps.reverse()
         self._hold(f, steps)
-        return steps
+        used = [i for i, v in enumerate(f.inputs) if v in later and c in classes_of(v.type)]
+        return steps, used
 
     def _hold(self, f: Function, steps: list[Step]) -> None:
         """Extend the lives of operands of reductions in flight until the next one starts, or the body ends."""
@@ -136,13 +144,15 @@ class Lifetimes:
         """The reduce-scatters whose results a body only returns, so that they overlap later ops, each with the operands
         that nothing uses after it.
         """
+        if f not in self._in_flight and not any([_scatters(op) for op in f.ops]):  # as in most
+            self._in_flight[f] = {}
         if f not in self._in_flight:
             reduced: dict[Value, Op] = {}
             used: set[Op] = set()
             last: dict[Value, Op | None] = {}
             for op in f.ops:
                 last.update(dict.fromkeys(op.inputs, op))
-                if op.spec.comm is not None and op.spec.comm.sums and op.spec.comm.gives is Shard:
+                if _scatters(op):
                     reduced.update(dict.fromkeys(op.outputs, op))
                 handed = [reduced[v] for v in op.inputs if v in reduced]
                 if handed and self.is_view(op):
@@ -160,11 +170,8 @@ class Lifetimes:
             bool(op.inputs) and self.program.cost.free(op.spec, op.attributes, [v.type for v in op.inputs])
         )
 
-    def used(self, f: Function, c: int, unneeded: frozenset[int]) -> Sequence[int]:
-        """The numbers of the inputs that a body uses on class c."""
-        key = (f, c, unneeded)
-        if key not in self._used:
-            used = {v for step in self.steps(f, c, unneeded) for v in step.uses}
-            used |= {v for k, v in enumerate(f.outputs) if k not in unneeded and c in self.program.classes_of(v.type)}
-            self._used[key] = [i for i, v in enumerate(f.inputs) if v in used]
-        return self._used[key]
+
+def _scatters(op: Op) -> bool:
+    """Whether it is a reduce-scatter."""
+    comm = op.spec.comm
+    return comm is not None and comm.sums and comm.gives is Shard
