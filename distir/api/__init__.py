@@ -4,23 +4,28 @@
     simulate(model, Plan(dp=2, pp=2, microbatches=4), "dgx-a100")
     run(model, Plan(dp=2, pp=2, microbatches=4), steps=5, check=True)
 
-`compilation` composes the passes and predicts, `running` runs; the other modules serve these two.
+`compilation` composes the passes and predicts, `running` runs; the other modules serve these two. What a prediction
+does not need is loaded when it is used.
 """
 
-from distir.api.callbacks import RunCallbacks
-from distir.api.check import Check
+from typing import TYPE_CHECKING, Any
+
 from distir.api.compare import Comparison, compare
 from distir.api.compilation import distribute, simulate, validate
-from distir.api.data import Data
 from distir.api.explain import Explanation, PlanDifference, diff, explain
-from distir.api.inspection import Inspection, inspect
 from distir.api.model import Model, load
 from distir.api.prediction import Prediction
 from distir.api.results import Summary
-from distir.api.run_result import RunResult
-from distir.api.running import run
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
+
+if TYPE_CHECKING:
+    from distir.api.callbacks import RunCallbacks
+    from distir.api.check import Check
+    from distir.api.data import Data
+    from distir.api.inspection import Inspection, inspect
+    from distir.api.run_result import RunResult
+    from distir.api.running import run
 
 __all__ = [
     "Check",
@@ -46,3 +51,25 @@ __all__ = [
     "simulate",
     "validate",
 ]
+
+_LATER = {
+    "Check": "check",
+    "Data": "data",
+    "Inspection": "inspection",
+    "RunCallbacks": "callbacks",
+    "RunResult": "run_result",
+    "inspect": "inspection",
+    "run": "running",
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _LATER:
+        raise AttributeError(f"module 'distir.api' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"distir.api.{_LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 from distir import INTERRUPTED, end_interrupted
 from distir.ir.errors import DistirError, ModelWarning
+from distir.ir.pause import no_collection
 from distir.runtime.launcher import MPIRUN, launched, this_rank
 
 _RANK_0_FIRST_SECONDS = 1.0
@@ -68,9 +69,10 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns its exit code."""
     try:
-        from distir.cli.flags import parse
+        with no_collection():  # modules make objects that live on
+            from distir.cli.flags import parse
 
-        args = parse(sys.argv[1:] if argv is None else argv)
+            args = parse(sys.argv[1:] if argv is None else argv)
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             code = args.command(args)

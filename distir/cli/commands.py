@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distir.api import Model, Plan, RunOptions, load
-from distir.api import run as run_model
 from distir.api import simulate as simulate_model
 from distir.api.model import NO_LOSS, Precision
-from distir.api.proxy import ProxyOptions, run_proxy
 from distir.api.results import aligned
-from distir.api.run_result import RunResult
 from distir.cli.output import Progress, columns, first_rank, print_json
-from distir.cli.watching import run_callbacks
 from distir.ir.errors import UsageError
 from distir.ir.pause import no_collection
 from distir.models.config_file import is_config
 from distir.models.named import is_named, own_loss
-from distir.runtime.job import JobCallbacks
 from distir.transforms.differentiation.training import LearningRate, optimizer_named
 from distir.transforms.plan import load_plan
+
+if TYPE_CHECKING:
+    from distir.api import RunResult
 
 
 def run(args: argparse.Namespace) -> None:
     """`distir run`."""
+    from distir.api.proxy import ProxyOptions
+
     if args.proxy:
         _proxy(args)
         return
@@ -46,6 +46,9 @@ def run(args: argparse.Namespace) -> None:
 
 def _proxy(args: argparse.Namespace) -> None:
     """`distir run --proxy`."""
+    from distir.api.proxy import ProxyOptions, run_proxy
+    from distir.runtime.job import JobCallbacks
+
     for name in ("check", "save", "checkpoint", "epochs", "data", "compiled"):
         if getattr(args, name):
             raise UsageError(f"a proxy computes nothing: --{name} does not fit --proxy", f"leave --{name} out")
@@ -62,13 +65,16 @@ def _proxy(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> RunResult:
+    from distir.api import run
+    from distir.cli.watching import run_callbacks
+
     model, plan, options = model_of(args), plan_of(args), options_of(args)
     if options.steps is None and not (options.epochs and args.data):
         options = dataclasses.replace(options, steps=5)
     prints = not args.json and first_rank()
     progress.phase("compiling")
     callbacks = run_callbacks(model.function, options, progress, prints)
-    return run_model(model, plan, options, data=args.data, cluster=args.cluster, callbacks=callbacks)
+    return run(model, plan, options, data=args.data, cluster=args.cluster, callbacks=callbacks)
 
 
 def options_of(args: argparse.Namespace) -> RunOptions:

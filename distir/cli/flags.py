@@ -23,6 +23,7 @@ from distir.cli.flag_groups import (
 from distir.cli.flag_values import SCHEDULE, at_least, factors, finite_number, numbers, positive
 from distir.hardware import known_clusters
 from distir.ir.errors import UsageError
+from distir.ir.pause import no_collection
 from distir.runtime.options import BACKENDS
 
 _EXIT_CODES = (
@@ -122,7 +123,9 @@ def _command(
     def command(args: argparse.Namespace) -> int | None:
         """Runs the command; returns its exit code, if it gives one."""
         module, _, found = function.rpartition(".")
-        return getattr(import_module(f"distir.cli.{module or 'commands'}"), found)(args)
+        with no_collection():
+            loaded = import_module(f"distir.cli.{module or 'commands'}")
+        return getattr(loaded, found)(args)
 
     parser.set_defaults(command=command, prog=parser.prog)
     parser.add_argument("--json", action="store_true", help=f"print JSON: {json}")

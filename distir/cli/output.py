@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from distir.api.metrics import finite
 from distir.ir.function import Function
 from distir.runtime.launcher import this_rank
 
@@ -20,6 +19,8 @@ _PATIENCE_SECONDS = 2.0
 
 def print_json(x: Any) -> None:
     """Print JSON; infinity and nan become null."""
+    from distir.api.metrics import finite
+
     print(json.dumps(finite(x), indent=2, allow_nan=False))
 
 

@@ -56,6 +56,17 @@ class Attributes(dict[str, Any]):
 
 
 NO_ATTRIBUTES = Attributes()
+_shared: dict[Attributes, Attributes] = {}
+_SHARED_LIMIT = 1 << 14
+
+
+def _one_of_equal(attrs: Attributes) -> Attributes:
+    """The first of equal attributes: a look-up by the same object need not compare them."""
+    if "callee" in attrs:  # it would be kept alive
+        return attrs
+    if len(_shared) > _SHARED_LIMIT:
+        _shared.clear()
+    return _shared.setdefault(attrs, attrs)
 
 
 def _exactly(value: Any) -> Any:
@@ -277,6 +288,8 @@ class FunctionMaker:
         if None in operands:  # pyright: ignore[reportUnnecessaryContains]
             types = [None] * (len(output_names) if output_names else spec.count(attrs))
         else:
+            if attrs:
+                attrs = _one_of_equal(attrs)
             types = infer(spec, attrs, operands)
         fresh = self.fresh
         if output_names is None:

@@ -39,8 +39,12 @@ def _with_others(f: Function) -> list[Op]:
     seen: set[tuple[object, ...]] = set()
     found: list[Op] = []
     for op in f.ops:
-        d = 1 + max([depth.get(v, 0) for v in op.inputs], default=0)
-        depth.update(dict.fromkeys(op.outputs, d))
+        d = 1
+        for v in op.inputs:  # as max() of a list, in half the time
+            if depth.get(v, 0) >= d:
+                d = depth[v] + 1
+        for v in op.outputs:
+            depth[v] = d
         if _is_limited_by_memory(op):
             key = op.spec, op.attributes, op.outputs[0].type.device, d
             if key in seen:
@@ -56,24 +60,27 @@ def _chains(f: Function) -> dict[Op, Fused]:
     same devices, such as another pointwise op, the softmax or norm of its rows, or the sum over time that it is added
     to: the gradient of a microbatch is cast as it is added.
     """
-    users: dict[Value, list[Op]] = {}
-    for op in f.ops:
-        for v in dict.fromkeys(op.inputs):
-            users.setdefault(v, []).append(op)
+    user: dict[Value, Op] = {}
     given = set(f.outputs)
+    """What the caller uses, too, or several ops."""
+    for op in f.ops:
+        for v in op.inputs:
+            if user.setdefault(v, op) is not op:
+                given.add(v)
     chains: dict[Op, Fused] = {}
     for op in f.ops:
         if not (_is_limited_by_memory(op) and _is_pointwise(op)):
             continue
-        y, later = op.outputs[0], users.get(op.outputs[0], [])
-        if y in given or len(later) != 1 or not (_is_limited_by_memory(later[0]) or _accumulates(later[0])):
+        y = op.outputs[0]
+        later = user.get(y)
+        if y in given or later is None or not (_is_limited_by_memory(later) or _accumulates(later)):
             continue
-        if not _alike(y, later[0].outputs[0]):
+        if not _alike(y, later.outputs[0]):
             continue
         chains[op] = chains.get(op, UNFUSED)._replace(result=True)
-        after = chains.get(later[0], UNFUSED)
-        here = frozenset(k for k, v in enumerate(later[0].inputs) if v is y)
-        chains[later[0]] = after._replace(operands=after.operands | here, launched=True)
+        after = chains.get(later, UNFUSED)
+        here = frozenset(k for k, v in enumerate(later.inputs) if v is y)
+        chains[later] = after._replace(operands=after.operands | here, launched=True)
     return chains
 
 

@@ -17,6 +17,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
+from distir.executor.simulator.equal_callees import shapes_of
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor, Tuple, Type
@@ -26,6 +27,10 @@ PARAMETER, GRADIENT, STATE, ACTIVATION, BUFFER = range(5)
 _OF_ROLE = {"parameter": PARAMETER, "state": STATE}
 Leaf = tuple[Value, int]
 """A value, and the number of a tensor in it if it is a bundle."""
+Row = dict[Value, tuple[int, ...]]
+"""For each value a number of each of its tensors."""
+Key = tuple[Function, tuple[tuple[int, ...], ...]]
+"""A function, and such numbers of its arguments."""
 
 
 def leaves(t: Type) -> list[Tensor]:
@@ -47,6 +52,7 @@ class Categories:
         self._producers: dict[Function, dict[Value, Op]] = {}
         self._inputs: dict[Function, dict[Value, int]] = {}
         self._parts: dict[Op, Parts] = {}
+        self._rows: dict[Op, list[list[Value]]] = {}
         self._leaves: dict[Type, list[Tensor]] = {}
         self._callers = _callers(main)
         self._call, self._pack, self._unpack = lookup("Call"), lookup("Pack"), lookup("Unpack")
@@ -115,7 +121,10 @@ class Categories:
         if op.spec.each is None:
             return op.inputs
         k = self._parts_of(op, op.outputs).number[v] // op.spec.each.count(op.attributes)
-        return op.spec.rows(op.attributes, op.inputs)[k]
+        rows = self._rows.get(op)
+        if rows is None:
+            rows = self._rows[op] = op.spec.rows(op.attributes, op.inputs)
+        return rows[k]
 
     def _leaf(self, v: Value, i: int) -> Tensor:
         """Tensor number i of a value."""
@@ -196,32 +205,64 @@ def _callers(main: Function) -> dict[Function, tuple[Function, Op]]:
 
 
 class _Owned:
-    """Tells which tensors a program computes of parameters alone, in callees too."""
+    """Tells which tensors a program computes of parameters alone, in callees too.
+
+    Callees that are equal up to their mesh are walked once, in the first of them.
+    """
 
     NONE, OWNED, OTHER = range(3)
     """What a tensor depends on: nothing, parameters alone, anything else."""
 
     def __init__(self, main: Function) -> None:
-        self._rows: dict[Function, list[dict[Value, tuple[int, ...]]]] = {}
+        self._shapes = shapes_of(main)
+        self._first: dict[int, Function] = {}
+        """The first function of each shape."""
+        self._places: dict[Function, dict[Value, Value]] = {}
+        """By function the value of the first that is at the place of each of its own."""
+        self._rows: dict[Function, dict[Key, Row]] = {}
         """What the tensors of a function's values depend on, for each of the arguments that it is called with."""
-        self._results: dict[tuple[Function, tuple[tuple[int, ...], ...]], list[tuple[int, ...]]] = {}
+        self._walked: dict[Key, Row] = {}
         roles = [self.OWNED if v.kind == "parameter" else self.OTHER for v in main.inputs]
-        self._walk(main, [(k,) * tensors_in(v.type) for k, v in zip(roles, main.inputs, strict=True)])
+        self._walk(main, tuple([(k,) * tensors_in(v.type) for k, v in zip(roles, main.inputs, strict=True)]))
 
     def has(self, f: Function, leaf: Leaf) -> bool:
         """Whether a tensor of `f` is computed of parameters alone, in all calls."""
         v, i = leaf
-        return max([rows[v][i] for rows in self._rows.get(f, ())], default=self.NONE) == self.OWNED
+        rows = self._rows.get(f, {})
+        v = self._place(f, v) if rows else v
+        return max([row[v][i] for row in rows.values()], default=self.NONE) == self.OWNED
 
-    def _walk(self, f: Function, args: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        key = f, tuple(args)
-        if key in self._results:
-            return self._results[key]
+    def _alike(self, f: Function) -> Function:
+        """The first function that is equal to `f` up to its mesh."""
+        shape = self._shapes.get(f)
+        return f if shape is None else self._first.setdefault(shape[0], f)
+
+    def _place(self, f: Function, v: Value) -> Value:
+        first = self._alike(f)
+        if first is f:
+            return v
+        if f not in self._places:
+            pairs = zip(f.ops, first.ops, strict=True)
+            self._places[f] = dict(zip(f.inputs, first.inputs, strict=True)) | {
+                x: y for a, b in pairs for x, y in zip(a.outputs, b.outputs, strict=True)
+            }
+        return self._places[f][v]
+
+    def _walk(self, f: Function, args: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+        first = self._alike(f)
+        key = first, args
+        env = self._walked.get(key)
+        if env is None:
+            env = self._walked[key] = self._depend(first, args)
+        self._rows.setdefault(f, {})[key] = env
+        return [env[v] for v in first.outputs]
+
+    def _depend(self, f: Function, args: tuple[tuple[int, ...], ...]) -> Row:
         env = dict(zip(f.inputs, args, strict=True))
         for op in f.ops:
             ins = [env[v] for v in op.inputs]
             if op.callee is not None:
-                env.update(zip(op.outputs, self._walk(op.callee, ins), strict=True))
+                env.update(zip(op.outputs, self._walk(op.callee, tuple(ins)), strict=True))
             elif op.spec.bundle == "pack":
                 env[op.outputs[0]] = tuple([k for row in ins for k in row])
             elif op.spec.bundle == "unpack":
@@ -231,9 +272,7 @@ class _Owned:
                 kind = max(itertools.chain.from_iterable(ins), default=self.NONE)
                 for v in op.outputs:
                     env[v] = (kind,) * tensors_in(v.type)
-        self._rows.setdefault(f, []).append(env)
-        self._results[key] = [env[v] for v in f.outputs]
-        return self._results[key]
+        return env
 
 
 class Parts:

@@ -15,6 +15,7 @@ is kept with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from distir.executor.cost_model import CostModel
@@ -136,9 +137,21 @@ class CompiledProgram:
         self._before = None  # keeps no chain of cost models alive
         function.cache[last] = self
 
+    @cached_property
     def unwritten(self) -> frozenset[Op]:
-        """The ops of the program whose results exist within kernels alone: they take no memory."""
-        return frozenset().union(*[self._kinds.unwritten(f) for f in (self.function, *self.function.callees())])
+        """The ops of the program whose results exist within kernels alone: they take no memory.
+
+        They are at the same places in all functions of a shape.
+        """
+        places: dict[object, list[int]] = {}
+        found: list[Op] = []
+        for f in (self.function, *self.function.callees()):
+            key = self._shapes[f][0] if f in self._shapes else f
+            if key not in places:
+                here = self._kinds.unwritten(f)
+                places[key] = [k for k, op in enumerate(f.ops) if op in here] if here else []
+            found += [f.ops[k] for k in places[key]]
+        return frozenset(found)
 
     def _alike(self, before: CompiledProgram | None) -> CompiledProgram | None:
         """`before`, if it has the same classes, streams and parts; None if not."""

@@ -14,19 +14,17 @@ their mesh share it.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Sizes, holding
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
-from distir.executor.simulator.compile import CompiledProgram
-from distir.executor.simulator.equal_callees import shapes_of
+from distir.executor.simulator.lifetimes import Lifetimes, Step
 from distir.executor.simulator.overheads import allocated, caches
 from distir.ir.function import Function, Op, Value
 from distir.ir.pause import no_collection
 from distir.ir.spec import lookup
-from distir.ir.type import Shard, Tensor
+from distir.ir.type import Tensor
 
 Bytes = tuple[int, ...]
 """Bytes by category, in the order of CATEGORIES; or of all together."""
@@ -61,19 +59,6 @@ class MemoryUse(NamedTuple):
         return dict(zip(CATEGORIES, self.peak, strict=True))
 
 
-class Step(NamedTuple):
-    """An op on one class: its operands and results there, the values that die with it, the numbers of a call's results
-    that are not needed, and the values freed after it because a reduction in flight used them."""
-
-    number: int
-    op: Op
-    uses: tuple[Value, ...]
-    makes: tuple[Value, ...]
-    dies: tuple[Value, ...]
-    unneeded: frozenset[int]
-    released: tuple[Value, ...]
-
-
 class Output(NamedTuple):
     """Where an output of a body lies: blocks (-1, number of a new block) or (operand, position of its block)."""
 
@@ -96,31 +81,19 @@ class Result(NamedTuple):
     splits: frozenset[tuple[int, int]]
 
 
-Order = Callable[[Sequence[Op], Sequence[bool]], Sequence[int]]
-"""(the program's ops that a device has a part in, which of them it receives by) -> the order in which it comes to them,
-as numbers of these ops."""
-
-
 class LiveMemory:
-    """Counts a program's memory, class by class, in the order of its ops, or in the one that `order` gives.
+    """Counts a program's memory, class by class, in the order of its lifetimes.
 
     Without categories `where` is the op of an equal callee.
     """
 
     @no_collection()
-    def __init__(self, program: CompiledProgram, order: Order | None = None, by_category: bool = True) -> None:
-        self.program, self.order = program, order
+    def __init__(self, lifetimes: Lifetimes, by_category: bool = True) -> None:
+        self.lifetimes = lifetimes
+        self.program = program = lifetimes.program
         self.categories = Categories(program.function) if by_category else None
-        self.shapes = shapes_of(program.function)
-        self._unwritten = program.unwritten()
         self._caches = caches(program)
-        self._first: dict[object, Function] = {}
-        self._models: dict[Function, tuple[Function, int]] = {}
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
-        self._steps: dict[tuple[Function, int, frozenset[int]], list[Step]] = {}
-        self._used: dict[tuple[Function, int, frozenset[int]], frozenset[int]] = {}
-        self._in_flight: dict[Function, dict[Op, set[Value]]] = {}
-        self._touching: dict[Function, dict[int, list[tuple[int, bool]]]] = {}
         self._results: dict[object, Result] = {}
         self._alike: dict[frozenset[object], MemoryUse] = {}
 
@@ -145,7 +118,7 @@ class LiveMemory:
         start = tuple(frame.live)
         frame.peak, frame.highest = sum(start), start
         curve: list[Point] = []
-        for step in self.steps(main, c, frozenset()):
+        for step in self.lifetimes.steps(main, c, frozenset()):
             highest = frame.step(step)
             curve.append(Point(step.number, highest, tuple(frame.live)))
         return MemoryUse(start, frame.highest, frame.where, curve)
@@ -153,127 +126,6 @@ class LiveMemory:
     def bytes_of(self, t: Tensor) -> int:
         """The bytes that a tensor takes: those of its block, on devices that have a caching allocator."""
         return allocated(t.bytes) if self._caches else t.bytes
-
-    def touching(self, f: Function) -> dict[int, list[tuple[int, bool]]]:
-        """For each class the numbers of the ops of `f` that it has a part in, and whether it holds all their values."""
-        if f not in self._touching:
-            found: dict[int, list[tuple[int, bool]]] = {}
-            if f in self.shapes:  # all on one mesh
-                rows = [(n, True) for n in range(len(f.ops))]
-                found = self._touching[f] = dict.fromkeys(self.program.classes.homes[self.shapes[f][1]], rows)
-                return found
-            classes_of = self.program.classes_of
-            for n, op in enumerate(f.ops):
-                makes = {classes_of(v.type) for v in op.outputs}
-                homes = makes.union([classes_of(v.type) for v in op.inputs])
-                if len(homes) > 1 and op.inputs and op.spec.alias:
-                    homes = makes  # a part of a larger mesh
-                for c in {c for classes in homes for c in classes}:
-                    found.setdefault(c, []).append((n, len(homes) == 1))
-            if self.order is not None and f is self.program.function:
-                found = {c: self._ordered(f, c, rows, self.order) for c, rows in found.items()}
-            self._touching[f] = found
-        return self._touching[f]
-
-    def _ordered(self, f: Function, c: int, rows: list[tuple[int, bool]], order: Order) -> list[tuple[int, bool]]:
-        classes_of, ops = self.program.classes_of, [f.ops[n] for n, _ in rows]
-        receives = [
-            not whole and not any(c in classes_of(v.type) for v in op.inputs)
-            for op, (_, whole) in zip(ops, rows, strict=True)
-        ]
-        return [rows[k] for k in order(ops, receives)]
-
-    def equal(self, callee: Function, c: int) -> tuple[Function, int]:
-        """The first callee that shares the memory of a callee on class c, and its class."""
-        found = self._models.get(callee)
-        if found is None:
-            shape = self.shapes.get(callee)
-            if shape is None or self.categories:
-                return callee, c
-            number, mesh = shape
-            first = self._first.setdefault((number, mesh.axes, mesh.sizes), callee)
-            found = self._models[callee] = first, self.program.classes.homes[self.shapes[first][1]][0]
-        return found
-
-    def steps(self, f: Function, c: int, unneeded: frozenset[int]) -> list[Step]:
-        """The ops of `f` on class c, given the numbers of its outputs that are not needed."""
-        key = (f, c, unneeded)
-        if key not in self._steps:
-            self._steps[key] = self._lifetimes(f, c, unneeded)
-        return self._steps[key]
-
-    def _lifetimes(self, f: Function, c: int, unneeded: frozenset[int]) -> list[Step]:
-        classes_of = self.program.classes_of
-        later = {v for k, v in enumerate(f.outputs) if k not in unneeded}
-        steps: list[Step] = []
-        for n, whole in reversed(self.touching(f).get(c, [])):
-            op = f.ops[n]
-            makes = op.outputs if whole else tuple([v for v in op.outputs if c in classes_of(v.type)])
-            spare: frozenset[int] = frozenset()
-            if (callee := op.callee) is not None:
-                spare = frozenset([k for k, v in enumerate(op.outputs) if v not in later])
-                needed = self.used(*self.equal(callee, c), spare)
-                uses = tuple([v for i, v in enumerate(op.inputs) if i in needed])
-                ends = uses
-            else:
-                uses = op.inputs if whole else tuple([v for v in op.inputs if c in classes_of(v.type)])
-                ends = uses + makes
-            dies = tuple([v for v in dict.fromkeys(ends) if v not in later])
-            later.update(uses)
-            steps.append(Step(n, op, uses, makes, dies, spare, ()))
-        steps.reverse()
-        self._hold(f, steps)
-        return steps
-
-    def _hold(self, f: Function, steps: list[Step]) -> None:
-        """Extend the lives of operands of reductions in flight until the next one starts, or the body ends."""
-        in_flight = self.in_flight(f)
-        if not in_flight:
-            return
-        begins = [k for k, step in enumerate(steps) if step.op in in_flight]
-        for begin, end in itertools.pairwise([*begins, len(steps)]):
-            step = steps[begin]
-            operands = tuple([v for v in step.dies if v in in_flight[step.op]])
-            if operands and end - 1 > begin:
-                steps[begin] = step._replace(dies=tuple([v for v in step.dies if v not in operands]))
-                steps[end - 1] = steps[end - 1]._replace(released=operands)
-
-    def in_flight(self, f: Function) -> dict[Op, set[Value]]:
-        """The reduce-scatters whose results a body only returns, so that they overlap later ops, each with the operands
-        that nothing uses after it.
-        """
-        if f not in self._in_flight:
-            reduced: dict[Value, Op] = {}
-            used: set[Op] = set()
-            last: dict[Value, Op | None] = {}
-            for op in f.ops:
-                last.update(dict.fromkeys(op.inputs, op))
-                if op.spec.comm is not None and op.spec.comm.sums and op.spec.comm.gives is Shard:
-                    reduced.update(dict.fromkeys(op.outputs, op))
-                handed = [reduced[v] for v in op.inputs if v in reduced]
-                if handed and self.is_view(op):
-                    reduced.update({y: x for x in handed for y in op.outputs})
-                else:
-                    used.update(handed)
-            last.update(dict.fromkeys(f.outputs))
-            found = [op for op in dict.fromkeys(reduced.values()) if op not in used]
-            self._in_flight[f] = {op: {v for v in op.inputs if last[v] is op} for op in found}
-        return self._in_flight[f]
-
-    def is_view(self, op: Op) -> bool:
-        """Whether its results share its operands' buffers."""
-        return op in self._unwritten or (
-            bool(op.inputs) and self.program.cost.free(op.spec, op.attributes, [v.type for v in op.inputs])
-        )
-
-    def used(self, f: Function, c: int, unneeded: frozenset[int]) -> frozenset[int]:
-        """The numbers of the inputs that a body uses on class c."""
-        key = (f, c, unneeded)
-        if key not in self._used:
-            used = {v for step in self.steps(f, c, unneeded) for v in step.uses}
-            used |= {v for k, v in enumerate(f.outputs) if k not in unneeded and c in self.program.classes_of(v.type)}
-            self._used[key] = frozenset(i for i, v in enumerate(f.inputs) if v in used)
-        return self._used[key]
 
     def result(self, f: Function, c: int, unneeded: frozenset[int], given: Given) -> Result:
         """The memory that a call adds, memoised."""
@@ -294,7 +146,7 @@ class LiveMemory:
                         inside[b, j] = Block((size,), b not in given.dying)
                         origin[inside[b, j]] = (i, p)
             frame.bind(f.inputs[i], holding([(inside[b, j], 0) for b, j in h.tensors()]))
-        for step in self.steps(f, c, unneeded):
+        for step in self.lifetimes.steps(f, c, unneeded):
             frame.step(step)
         classes_of = self.program.classes_of
         outputs = {k: v for k, v in enumerate(f.outputs) if k not in unneeded and c in classes_of(v.type)}
@@ -343,7 +195,7 @@ class _Frame:
 
     def run(self, step: Step) -> Bytes:
         op = step.op
-        if self.memory.is_view(op):
+        if self.memory.lifetimes.is_view(op):
             self.view(step)
         else:
             self.make(step)
@@ -413,8 +265,8 @@ class _Frame:
     def call(self, step: Step, callee: Function) -> Bytes:
         """Run a call by its (net, peak, where)."""
         op, before, memory = step.op, self.live, self.memory
-        callee, c = memory.equal(callee, self.c)
-        inputs = sorted(memory.used(callee, c, step.unneeded))
+        callee, c = (callee, self.c) if memory.categories else memory.lifetimes.equal(callee, self.c)
+        inputs = memory.lifetimes.used(callee, c, step.unneeded)
         while True:
             given = self.given(step, {i: self.env[op.inputs[i]] for i in inputs})
             result = memory.result(callee, c, step.unneeded, given)

@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeVar
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.busy import busy_times
 from distir.executor.simulator.compile import CompiledProgram, device_streams
-from distir.executor.simulator.memory import LiveMemory, MemoryUse, Order
+from distir.executor.simulator.lifetimes import Lifetimes, Order
+from distir.executor.simulator.memory import LiveMemory, MemoryUse
 from distir.executor.simulator.overheads import Overheads, overheads
 from distir.executor.simulator.trace import Run, Trace, write_chrome
 from distir.ir.device import Device
@@ -161,12 +162,16 @@ class Simulation:
         return PerDevice(self.program, self._ends.__getitem__, 0.0)
 
     @cached_property
+    def _lifetimes(self) -> Lifetimes:
+        return Lifetimes(self.program, self.order)
+
+    @cached_property
     def _memory(self) -> LiveMemory:
-        return LiveMemory(self.program, self.order)
+        return LiveMemory(self._lifetimes)
 
     @cached_property
     def _totals(self) -> LiveMemory:
-        return LiveMemory(self.program, self.order, by_category=False)
+        return LiveMemory(self._lifetimes, by_category=False)
 
     @cached_property
     def _overheads(self) -> list[Overheads]:

@@ -101,17 +101,23 @@ def _clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[In
 def _exposed(busy: Mapping[str, Iterable[Interval]]) -> dict[str, float]:
     """The seconds in which streams communicate while none computes, by label; divided where several do."""
     edges = sorted([(t, step, label) for label, found in busy.items() for i in found for t, step in zip(i, (1, -1))])
-    active = dict.fromkeys(busy, 0)
     computing = PASSES & busy.keys()
     out = dict.fromkeys([label for label in sorted(busy) if label not in computing], 0.0)
+    active: set[str] = set()  # a label's intervals are disjoint, and do not touch
+    computes = 0
     before = 0.0
     for t, step, label in edges:
-        if t > before and not any([active[x] for x in computing]):
-            here = [x for x in out if active[x]]
-            for x in here:
-                out[x] += (t - before) / len(here)
+        if active and not computes and t > before:
+            share = (t - before) / len(active)
+            for x in active:
+                out[x] += share
         before = t
-        active[label] += step
+        if label in computing:
+            computes += step
+        elif step > 0:
+            active.add(label)
+        else:
+            active.remove(label)
     return out
 
 

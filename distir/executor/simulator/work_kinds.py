@@ -72,6 +72,8 @@ def stages_of(main: Function) -> set[Device | Mesh | None]:
 
 def _stage(call: Op) -> Device | Mesh | None:
     """The device or mesh of a call's results."""
+    if call.outputs and (device := call.outputs[0].type.device) is not None:
+        return device  # that of the first tensor
     return next((t.device for v in call.outputs if (t := _first(v.type)) is not None), None)
 
 

@@ -31,7 +31,7 @@ from distir.transforms.rewriting.instances import (
     small_ops,
     small_type,
 )
-from distir.transforms.rewriting.kept import same_above_kept
+from distir.transforms.rewriting.kept import differing_above_kept
 from distir.transforms.rewriting.laws import Law
 from distir.transforms.rewriting.matching import epsilon
 
@@ -40,6 +40,8 @@ _SEEN_THROUGH = (_CONSTANT, *map(lookup, ("Identity", "Transpose", "Reshape")))
 """Ops that are always evaluated, even if their result is a common value: equality may depend on what they compute."""
 _tried: set[object] = set()
 _TRIED_LIMIT = 1 << 14
+_FEW = 64
+"""So many values that differ by their terms are tested before the terms of both programs are worked out."""
 _ROUNDING = 32
 """Tolerance, in roundings to the program's dtype: constants are rounded to it, but a fused op has them exactly."""
 Granted = Callable[[Op, Op], bool]
@@ -69,9 +71,12 @@ def check_rewrite(
         return
     replaced = {old[v].spec for op in after.ops for v in op.outputs if v in old and old[v].spec is not op.spec}
     terms = _Terms((specs(before) & specs(after)) - replaced)
-    if same_above_kept(before, after, terms):
-        _check_definitions(after, terms, evaluate)
-        return
+    few = differing_above_kept(before, after, terms)
+    if few is not None and len(few) <= _FEW:
+        pair = _Pair.of(before, after) if few else None
+        if pair is None or all(pair.holds(v, evaluate) for v in few):
+            _check_definitions(after, terms, evaluate)
+            return
     terms = _Terms(terms.shared)
     inputs = dict.fromkeys((*before.inputs, *after.inputs))
     terms.known = [None] * len(inputs)
@@ -79,7 +84,7 @@ def check_rewrite(
     got = dict(want)
     for op in before.ops:
         want.update(zip(op.outputs, terms.results(op, _operands(before, op, want)), strict=True))
-    pair: _Pair | None = None
+    pair = None
     same: set[tuple[Function, Function]] = set()
     for op in after.ops:
         ins = _operands(after, op, got)
@@ -90,9 +95,7 @@ def check_rewrite(
         outs = [want[v] for v in op.outputs] if op in left or called is not None else terms.results(op, ins)
         for v, t in zip(op.outputs, outs, strict=True):
             if v in want and t != want[v]:
-                if pair is None:
-                    new = after.producers()
-                    pair = _Pair(old, new, {*inputs} | (old.keys() & new.keys()))
+                pair = pair or _Pair.of(before, after)
                 pair.check(v, evaluate, granted)
             got[v] = want.get(v, t)
     _check_definitions(after, terms, evaluate)
@@ -150,13 +153,31 @@ class _Pair(NamedTuple):
     new: Mapping[Value, Op]
     common: Set[Value]
 
+    @staticmethod
+    def of(before: Function, after: Function) -> _Pair:
+        old, new = before.producers(), after.producers()
+        return _Pair(old, new, {*before.inputs, *after.inputs} | (old.keys() & new.keys()))
+
     def check(self, v: Value, evaluate: Evaluate, granted: Granted) -> None:
-        if not granted(self.old[v], self.new[v]):
-            parts = _cone(v, self.old, self.common)
-            beside = {
-                x for op in parts for x in op.outputs
-            }  # not independent of each other: `after` must compute them too
-            _check(_Claim(v, parts, _cone(v, self.new, self.common - beside)), evaluate)
+        """Raises MismatchError if `v` is not the same, warns if that cannot be tested."""
+        if granted(self.old[v], self.new[v]):
+            return
+        claim = self._claim(v)
+        found = _holds(claim, evaluate)
+        if found is None:
+            untried(f"%{v.name}: a rewrite of {claim}")
+            _note(_key(claim, claim.free()))  # it is said once
+        elif not found:
+            fail(f"%{v.name}: a rewrite of {claim} does not compute the same")
+
+    def holds(self, v: Value, evaluate: Evaluate) -> bool:
+        """Whether tests show `v` to be the same, whatever the values that it is computed from."""
+        return bool(_holds(self._claim(v), evaluate))
+
+    def _claim(self, v: Value) -> _Claim:
+        parts = _cone(v, self.old, self.common)
+        beside = {x for op in parts for x in op.outputs}  # not independent of each other: `after` must compute them too
+        return _Claim(v, parts, _cone(v, self.new, self.common - beside))
 
 
 class _Claim(NamedTuple):
@@ -165,6 +186,11 @@ class _Claim(NamedTuple):
     value: Value
     before: list[Op]
     after: list[Op]
+
+    def free(self) -> list[Value]:
+        """The values that both are computed from."""
+        sides = [(ops, {v for op in ops for v in op.outputs}) for ops in (self.before, self.after)]
+        return list(dict.fromkeys(v for ops, own in sides for op in ops for v in op.inputs if v not in own))
 
     def __str__(self) -> str:
         return f"{_row(self.before)} as {_row(self.after)}"
@@ -194,13 +220,12 @@ def _cone(v: Value, makers: Mapping[Value, Op], common: Set[Value]) -> list[Op]:
     return list(ops)
 
 
-def _check(claim: _Claim, evaluate: Evaluate) -> None:
-    made = [{v for op in ops for v in op.outputs} for ops in (claim.before, claim.after)]
-    sides = list(zip((claim.before, claim.after), made, strict=True))
-    free = list(dict.fromkeys(v for ops, own in sides for op in ops for v in op.inputs if v not in own))
+def _holds(claim: _Claim, evaluate: Evaluate) -> bool | None:
+    """Whether a claim holds on small random instances; None if none can be made. One that holds is tested once."""
+    free = claim.free()
     key = _key(claim, free)
     if key in _tried:
-        return
+        return True
     for sizes in all_sizes([*claim.before, *claim.after]):
         try:
             values = [Value(v.name, small_type(v, sizes)) for v in free]
@@ -211,13 +236,11 @@ def _check(claim: _Claim, evaluate: Evaluate) -> None:
         except IRTypeError:  # these sizes do not fit
             continue
         found = _agree(rows, values, _named(claim.before), _near([*free, claim.value]), evaluate)
+        if found:
+            _note(key)
         if found is not None:
-            if not found:
-                fail(f"%{claim.value.name}: a rewrite of {claim} does not compute the same")
-            break
-    else:
-        untried(f"%{claim.value.name}: a rewrite of {claim}")
-    _note(key)
+            return found
+    return None
 
 
 def _key(claim: _Claim, free: Sequence[Value]) -> object:

@@ -8,11 +8,13 @@ from distir.ir.function import Function, Op, Value
 from distir.ir.validate import Term, Terms
 
 
-def same_above_kept(before: Function, after: Function, terms: Terms) -> bool:
-    """Whether the ops that only one program has give equal terms, if the values that ops of both make are equal.
+def differing_above_kept(before: Function, after: Function, terms: Terms) -> list[Value] | None:
+    """The values of both programs to which the ops that only one has give other terms, if the values that ops of both
+    make are equal.
 
-    Then these are, too, by induction over the ops of `after`: the work grows with what a rewrite changes alone. False
-    if equality may depend on ops of both, or `after` is not well-formed.
+    If there are none, all are equal, by induction over the ops of `after`: the work grows with what a rewrite changes
+    alone. If there are some, equality may depend on ops of both. None if that cannot be said so, or `after` is not
+    well-formed.
     """
     made, kept = {*before.inputs, *after.inputs}, set(before.ops) & set(after.ops)
     equal: dict[Value, Term] = {}
@@ -30,14 +32,14 @@ def same_above_kept(before: Function, after: Function, terms: Terms) -> bool:
     for op in before.ops:
         if op not in kept:
             if op.callee is not None:
-                return False
+                return None
             want.update(zip(op.outputs, run(op, want), strict=True))
     for op in after.ops:
         if not made.issuperset(op.inputs) or not made.isdisjoint(op.outputs):
-            return False
+            return None
         made.update(op.outputs)
         if op not in kept:
             if op.callee is not None:
-                return False
+                return None
             got.update(zip(op.outputs, run(op, got), strict=True))
-    return all([t == want[v] for v, t in got.items() if v in want])
+    return [v for v, t in got.items() if v in want and t != want[v]]

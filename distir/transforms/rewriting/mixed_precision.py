@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from distir.ir.errors import MismatchError, UsageError
-from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import DType, Float32, Tensor
 from distir.ir.validate import validate
 from distir.transforms.rewriting.laws import Law, rewrites
-from distir.transforms.rewriting.precision import with_dtype
+from distir.transforms.rewriting.precision import in_dtype, retyped, with_dtype
 
 _CAST, _CONSTANT = lookup("Cast"), lookup("Constant")
 
@@ -117,19 +117,24 @@ def check_mixed_precision(before: Function, after: Function, low: DType) -> None
         for v in op.inputs:
             if want is not None and _dtype(v).floating and _dtype(v) is not want:
                 raise MismatchError(f"{after.name}: {op}: expected %{v.name} in {want}, got {_dtype(v)}")
-    validate(_in_one_precision(with_dtype(after, Float32)), before)
+    validate(_in_one_precision(after), before)
 
 
 def _in_one_precision(function: Function) -> Function:
-    """The function without casts that change nothing, and without the dtypes of results that are their operands'."""
+    """The function with all floating-point values in float32, without casts that then change nothing, and without the
+    dtypes of results that are their operands'."""
     maker = FunctionMaker(function.name)
-    env = {v: maker.add_input_value(v.name, v.type, v.role) for v in function.inputs}
+    env = {v: maker.add_input_value(v.name, retyped(v.type, Float32), v.role) for v in function.inputs}
     for op in function.ops:
         operands = [env[v] for v in op.inputs]
-        if op.spec is _CAST and _dtype(op.inputs[0]) is _dtype(op.outputs[0]):
+        if op.spec is _CAST and retyped(op.outputs[0].type, Float32) is operands[0].type:
             env[op.outputs[0]] = operands[0]
             continue
-        attributes = {k: x for k, x in op.attributes.items() if k != "result"}
+        attributes = in_dtype(op.attributes, Float32)
+        if "result" in attributes:
+            attributes = attributes.without("result")
+        if (callee := op.callee) is not None:
+            attributes = Attributes({**attributes, "callee": with_dtype(callee, Float32)})
         maker.add_op(op.spec, None, operands, attributes, output_names=[v.name for v in op.outputs])
         env.update(zip(op.outputs, maker.ops[-1].outputs, strict=True))
     maker.set_outputs([env[v] for v in function.outputs])

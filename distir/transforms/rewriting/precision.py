@@ -12,14 +12,22 @@ from distir.transforms.rewriting.laws import Law, rewrites
 
 def _change(x: Any, dtype: DType) -> Any:
     if isinstance(x, tuple) and any([isinstance(t, Tensor | Tuple) for t in x]):
-        return tuple([_retyped(t, dtype) for t in x])
+        return tuple([retyped(t, dtype) for t in x])
     return dtype if isinstance(x, DType) and x.floating else x
 
 
-def _retyped(t: Type, dtype: DType) -> Type:
+def retyped(t: Type, dtype: DType) -> Type:
+    """The type with all floating-point tensors in `dtype`."""
     if not isinstance(t, Tensor):
-        return Tuple(tuple([_retyped(x, dtype) for x in t.types]))
+        return Tuple(tuple([retyped(x, dtype) for x in t.types]))
     return Tensor(_change(t.dtype, dtype), t.shape, t.device, t.placements, t.piece)
+
+
+def in_dtype(attributes: Attributes, dtype: DType) -> Attributes:
+    """The attributes with the floating-point types among them replaced by `dtype`."""
+    if not any([isinstance(x, DType | tuple) for x in attributes.values()]):
+        return attributes
+    return Attributes({k: _change(x, dtype) for k, x in attributes.items()})
 
 
 @rewrites(Law.RETYPED)
@@ -30,16 +38,14 @@ def with_dtype(function: Function, dtype: DType) -> Function:
 
 def _with_dtype(function: Function, dtype: DType, callees: dict[Function, Function]) -> Function:
     maker = FunctionMaker(function.name)
-    env = {v: maker.add_input_value(v.name, _retyped(v.type, dtype), v.role) for v in function.inputs}
+    env = {v: maker.add_input_value(v.name, retyped(v.type, dtype), v.role) for v in function.inputs}
     ops: dict[Op, Op] = {}
     for op in function.ops:
-        attributes = op.attributes
-        if any([isinstance(x, DType | tuple) for x in attributes.values()]):
-            attributes = {k: _change(x, dtype) for k, x in attributes.items()}
+        attributes = in_dtype(op.attributes, dtype)
         if (callee := op.callee) is not None:
             if callee not in callees:
                 callees[callee] = _with_dtype(callee, dtype, callees)
-            attributes = {**attributes, "callee": callees[callee]}
+            attributes = Attributes({**attributes, "callee": callees[callee]})
         of = ops.get(op.of) if op.of else None
         maker.add_op(op.spec, None, [env[v] for v in op.inputs], attributes, (), [v.name for v in op.outputs], of)
         ops[op] = maker.ops[-1]
@@ -62,10 +68,10 @@ def check_dtype(before: Function, after: Function, dtype: DType) -> None:
     expect("inputs", *names)
     env = dict(zip(before.inputs, after.inputs, strict=True))
     for v, w in env.items():
-        expect(f"input %{w.name}", _retyped(v.type, dtype), w.type)
+        expect(f"input %{w.name}", retyped(v.type, dtype), w.type)
     for a, b in zip(before.ops, after.ops, strict=True):
         expect(f"{b}: op and operands", (a.spec, [env[v] for v in a.inputs]), (b.spec, list(b.inputs)))
-        expect(f"{b}: attributes", Attributes({k: _change(x, dtype) for k, x in a.attributes.items()}), b.attributes)
+        expect(f"{b}: attributes", in_dtype(a.attributes, dtype), b.attributes)
         env.update(zip(a.outputs, b.outputs, strict=True))  # their types follow
     expect("outputs", [env[v] for v in before.outputs], list(after.outputs))
     expect("updates", {env[a]: env[b] for a, b in before.updates.items()}, after.updates)

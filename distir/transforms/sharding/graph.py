@@ -86,25 +86,31 @@ class Graph:
         self.ins: list[list[int]] = []
         self.outs: list[list[int]] = []
         table: dict[tuple[Spec, Attributes | None, tuple[Type, ...]], Signature] = {}
-        index, values, uses = self.index, self.values, self.uses
+        index, values, uses, shapes = self.index, self.values, self.uses, self.shapes
+        sigs, ins, outs = self.sigs, self.ins, self.outs
         for j, op in enumerate(function.ops):
             inputs = op.inputs
             key = (op.spec, op.attributes or None, tuple([v.type for v in inputs]))
             sig = table.get(key)
             if sig is None:
                 sig = table[key] = Signature(len(table), op)
-            self.sigs.append(sig)
+            sigs.append(sig)
             row = [index[v] for v in inputs]
-            self.ins.append(row)
+            ins.append(row)
             for k, i in enumerate(row):
                 uses[i].append((j, k))
-            row = list(range(len(values), len(values) + len(op.outputs)))
-            self.outs.append(row)
-            for k, v in enumerate(op.outputs):
-                index[v] = row[k]
-                uses.append([(j, ~k)])
-            values += op.outputs
-            self.shapes += sig.outs
+            n, made = len(values), op.outputs
+            if len(made) == 1:  # as most
+                index[made[0]] = n
+                outs.append([n])
+                uses.append([(j, -1)])
+            else:
+                outs.append(list(range(n, n + len(made))))
+                for k, v in enumerate(made):
+                    index[v] = n + k
+                    uses.append([(j, ~k)])
+            values += made
+            shapes += sig.outs
         self.kinds: list[Signature] = list(table.values())
         self.cache: dict[object, Any] = {}
         """Results of passes, cached with the graph."""

@@ -10,7 +10,6 @@ same objects.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -158,10 +157,10 @@ class _Padder:
 
     def _as_before(self, op: Op, ins: list[Value], of: Op | None) -> Op:
         """Add an op that has no padded dim: the same, if its operands are, and with the same results."""
-        self.env.update([(v, self._same(v)) for v in op.outputs])
-        outs = [self.env[v] for v in op.outputs]
-        if of is not op.of or not all(map(operator.is_, (*ins, *outs), (*op.inputs, *op.outputs))):
-            op = Op(op.spec, tuple(ins), op.attributes, tuple(outs), of)
+        outs = tuple([self._same(v) for v in op.outputs])
+        self.env.update(zip(op.outputs, outs, strict=True))
+        if of is not op.of or outs != op.outputs or tuple(ins) != op.inputs:
+            op = Op(op.spec, tuple(ins), op.attributes, outs, of)
         self.maker.ops.append(op)
         return op
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from distir.api import distribute, load
 from distir.executor.cost_model import CostModel, fusion
+from distir.executor.simulator import categories, lifetimes
 from distir.executor.simulator import compile as lowering
+from distir.executor.simulator.categories import ACTIVATION, GRADIENT, PARAMETER, STATE, Categories
 from distir.executor.simulator.compile import CompiledProgram
+from distir.executor.simulator.equal_callees import shapes_of
 from distir.executor.simulator.maxplus import Call, Code, Twin
 from distir.executor.simulator.simulation import Simulation, Simulator
 from distir.ir import Function, Topology
 from distir.ir.host_runtime import Runtime
 from distir.models import mlp
 from distir.transforms import parallel_transform_3d
+from distir.transforms.plan import Plan
+from distir.transforms.relocate import relocate
 
 
 def plan(topology: Topology, d: int, h: int, p: int) -> Function:
@@ -146,3 +152,29 @@ def test_only_seconds_are_found_anew_for_other_constants(monkeypatch: pytest.Mon
     assert others == [0, 0]
     assert 1 < anew < slow  # with a slow device the classes are others
     assert again == anew
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_stages_share_is_what_each_has_alone(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
+    """Categories, ops within kernels and peaks, of stages with weights in 16 bits and states of the optimizer."""
+    t = topology()
+    name = "gpt:layers=8,hidden=16,heads=2,vocab=32,seq=8,batch=8"
+    model = load(name, loss="cross-entropy", optimizer="adamw", precision="bf16")
+    program = distribute(model, Plan(tp=2, pp=4, microbatches=4, recompute=recompute))
+    program = relocate(program, t.devices)
+    runtime = Runtime("host", fuses=True)
+
+    def found() -> tuple[object, ...]:
+        simulation = Simulator(CostModel(t, runtime=runtime)).interpret(program)
+        labels, unwritten = Categories(program).labels, simulation.program.unwritten
+        return labels, unwritten, dict(simulation.peak_memory), [simulation.memory_at_peak(d) for d in t.devices]
+
+    shared = found()
+    assert len(set(shapes_of(program).values())) > len({n for n, _ in shapes_of(program).values()})
+    for module in (lowering, categories, lifetimes):
+        monkeypatch.setattr(module, "shapes_of", lambda f: {})  # pyright: ignore[reportUnknownLambdaType]
+    program.cache.clear()
+    alone = found()
+    assert {PARAMETER, GRADIENT, STATE, ACTIVATION} <= set(alone[0].values())  # type: ignore[attr-defined]
+    assert alone[1]
+    assert shared == alone
