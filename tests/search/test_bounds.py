@@ -91,6 +91,21 @@ def test_bounds_are_above_zero():
         assert min(found.bounds.of(c)) > 0
 
 
+def test_bounds_that_suffice_are_no_higher():
+    """Where so many seconds are enough, a bound is that many at least, or what it is without that."""
+    found = case(MODELS[2], 16, 8, "dgx-a100", "bf16")
+    stopped = 0
+    for c in random.Random(1).sample(found.candidates, 40):
+        for of in (found.bounds.of, lambda c, *enough: found.bounds.of_cuts([c], *enough)[0]):
+            seconds, memory = of(c)
+            some, same = of(c, seconds / 2)
+            assert same == memory
+            assert seconds / 2 <= some <= seconds
+            assert of(c, seconds * 1.01) == (seconds, memory)
+            stopped += some < seconds
+    assert stopped
+
+
 def test_a_bound_that_is_too_high_is_seen():
     """On one device the bound of a step is the step but for launches of updates: 5 % more is above it."""
     found = case(MODELS[3], 16, 1, "dgx-a100", "bf16")

@@ -58,8 +58,8 @@ def test_a_bound_that_is_too_high_gives_regret(monkeypatch):
     best = min([(evaluate(setting, c).seconds, c) for c in found])
     low = Bounds.of
 
-    def wrong(self, c):
-        return (best[0] * 1.05 * 4, 0.0) if c == best[1] else low(self, c)
+    def wrong(self, c, enough):
+        return (best[0] * 1.05 * 4, 0.0) if c == best[1] else low(self, c, enough)
 
     monkeypatch.setattr(Bounds, "of", wrong)
     state = search(Bounds(setting), found, Simulators(setting))
