@@ -1,11 +1,14 @@
 """Benchmark of the search for plans: GPT-2 124M on 64 devices, Llama-3 8B on 64, Llama 70B on 1,024.
 
-    python benchmarks/plan.py [--runs N] [--small] [--only NAME] [--json]
+    python benchmarks/plan.py [--runs N] [--small] [--known] [--only NAME] [--json] [--tables FILE]
 
 Wall-clock seconds, as a search uses all cores: until a first plan that fits is known, and of loading and the whole
 search, verifying the plans that are shown included; and CPU seconds of all processes; medians over the runs. Memory is
 the most that was resident: of this process and, for each core, of the largest that it started. Goals, on 2 cores: a
 first plan in 3 s; GPT-2 in 20 s, of at least 1,000 plans; Llama 70B in 60 s, of at least 5,000; less than 2 GB.
+
+With --known the models and clusters are those of which others have published steps; --tables writes what `distir plan`
+prints for each.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import resource
 import statistics
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from laps import machine, parser, table
@@ -35,6 +39,16 @@ TASKS = {
     "gpt2-124m": Task("gpt:layers=12,hidden=768,heads=12", 512, 64),
     "llama3-8b": Task("llama:layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=128256,seq=8192", 128, 64),
     "llama-70b": Task("llama:layers=80,hidden=8192,heads=64,kv_heads=8,ffn=28672,vocab=128256,seq=8192", 1024, 1024),
+}
+LLAMA_8B, LLAMA_70B = TASKS["llama3-8b"].model, TASKS["llama-70b"].model
+GPT_175B = "gpt:layers=96,hidden=12288,heads=96,vocab=51200,seq=2048"
+KNOWN = {
+    "llama3-8b-8": Task(LLAMA_8B, 16, 8, "grand-teton-h100-96gb"),
+    "llama3-8b-64": TASKS["llama3-8b"],
+    "llama-70b-64": Task(LLAMA_70B, 128, 64),
+    "llama-70b-256": Task(LLAMA_70B, 512, 256),
+    "llama-70b-1024": TASKS["llama-70b"],
+    "gpt3-175b-1024": Task(GPT_175B, 1536, 1024, "selene-a100"),
 }
 SMALL = {"tiny": Task("gpt:layers=2,hidden=64,heads=4,vocab=64,seq=32", 8, 2)}
 
@@ -61,10 +75,14 @@ def measure(task: Task) -> tuple[float, float, PlanTable]:
 def main() -> None:
     flags = parser(__doc__, runs=1)
     flags.add_argument("--small", action="store_true", help="a tiny model, to test the script")
-    flags.add_argument("--only", choices=sorted(TASKS))
+    flags.add_argument("--known", action="store_true", help="models and clusters with published steps")
+    flags.add_argument("--only", choices=sorted({*TASKS, *KNOWN}))
+    flags.add_argument("--tables", metavar="FILE", help="write what `distir plan` prints")
     args = flags.parse_args()
-    tasks = SMALL if args.small else {k: x for k, x in TASKS.items() if args.only in (None, k)}
+    every = SMALL if args.small else KNOWN if args.known else TASKS
+    tasks = {k: x for k, x in every.items() if args.only in (None, k)}
     rows: list[dict[str, Any]] = []
+    tables: list[str] = []
     for name, task in tasks.items():
         runs = [measure(task) for _ in range(args.runs)]
         found = runs[0][2]
@@ -82,6 +100,9 @@ def main() -> None:
             "step_ms": found.rows[0].seconds * 1e3,
         }
         rows.append(row)
+        tables += [f"{task.model}, batch {task.batch}: searched for {found.elapsed:.0f} s", str(found), ""]
+        if args.tables:
+            Path(args.tables).write_text("\n".join(tables))
     if args.json:
         print(json.dumps({"machine": machine(), "results": rows}, indent=2))
         return
