@@ -20,6 +20,7 @@ from laps import machine, parser
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.busy import busy_times
 from distir.executor.simulator.compile import CompiledProgram
+from distir.executor.simulator.lifetimes import Lifetimes
 from distir.executor.simulator.memory import LiveMemory
 from distir.executor.simulator.trace import Run
 from distir.hardware import load_cluster
@@ -229,7 +230,7 @@ def replayed(runs: int, devices: int) -> dict[str, float]:
         "compile": median(runs, lambda: CompiledProgram(function, CostModel(cluster))),
         "loop once": seconds,
         "busy": median(runs, lambda: busy_times(run, len(classes))),
-        "memory": median(runs, lambda: list(map(LiveMemory(program).use, classes))),
+        "memory": median(runs, lambda: list(map(LiveMemory(Lifetimes(program)).use, classes))),
     }
 
 
