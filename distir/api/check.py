@@ -18,8 +18,8 @@ import numpy as np
 from distir.api.differences import (
     INCONCLUSIVE,
     ROUNDING,
+    Compared,
     Difference,
-    Row,
     largest_difference,
     magnitude,
     norm,
@@ -191,12 +191,12 @@ def _lost(got: Outcome, want: Outcome) -> bool:
     return False
 
 
-def _names(rows: Iterator[Row]) -> tuple[str, ...]:
+def _names(rows: Iterator[Compared]) -> tuple[str, ...]:
     found = [row.difference for row in rows]
     return tuple(dict.fromkeys([d.name if d.step is None else f"{d.name} in step {d.step}" for d in found]))
 
 
-def _worst(rows: Sequence[Row]) -> Difference | None:
+def _worst(rows: Sequence[Compared]) -> Difference | None:
     checked = [row.difference for row in rows if not row.hidden]
     return max(checked, key=lambda d: (not d.ok, d.error / d.allowed if d.allowed else 0.0), default=None)
 
@@ -208,7 +208,7 @@ def _tolerance(function: Function) -> Tolerance:
 
 def _outputs(
     function: Function, got: Outcome, want: Outcome, rounding: Outcome, first: int, tolerance: float
-) -> Iterator[Row]:
+) -> Iterator[Compared]:
     for step, outputs in enumerate(want.outputs):
         made = got.outputs[step] if step < len(got.outputs) else {}
         last = step == len(want.outputs) - 1
@@ -221,13 +221,12 @@ def _outputs(
             noise = ROUNDING * relative(z, y)
             row = Difference(function.outputs[k].name, relative(x, y), max(tolerance, noise), first + step)
             hidden = noise > INCONCLUSIVE and row.error > tolerance
-            yield Row(row, hidden, not_finite(x, y))
+            yield Compared(row, hidden, not_finite(x, y))
 
 
 class _Faint(NamedTuple):
     """The weights whose first gradient is zero but for rounding, such as that of the bias of keys, which softmax does
-    not see: another
-    order of additions makes another one, and its own size says nothing of how much they may differ.
+    not see: another order of additions makes another one, and its own size says nothing of how much they may differ.
 
     They are those that are no larger than rounding of the step's largest gradient, and that rounding changes by much
     more than their last place: small gradients that are computed well are compared as others are.
@@ -263,7 +262,7 @@ class _Faint(NamedTuple):
 
 def _gradients(
     function: Function, got: Outcome, want: Outcome, rounding: Outcome, faint: _Faint, first: int, tolerance: float
-) -> Iterator[Row]:
+) -> Iterator[Compared]:
     for k, x in want.gradients.items():
         name = function.inputs[k].name
         if k not in got.gradients:
@@ -275,14 +274,14 @@ def _gradients(
 
 def _state(
     function: Function, got: Outcome, want: Outcome, rounding: Outcome, faint: _Faint, tolerance: float, lost: bool
-) -> Iterator[Row]:
+) -> Iterator[Compared]:
     for k, v in enumerate(function.inputs):
         if v.kind != "state" or k not in want.inputs:
             continue
         if k not in got.inputs:
             yield _missing(v.name)
         elif want.inputs[k].dtype.kind in "biu":
-            yield Row(Difference(v.name, largest_difference(got.inputs[k], want.inputs[k]), 0.0))
+            yield Compared(Difference(v.name, largest_difference(got.inputs[k], want.inputs[k]), 0.0))
         else:
             three = got.inputs[k], want.inputs[k], rounding.inputs[k]
             least = faint.scale + 2 * norm(three[1].astype(np.float64)) if k in faint.state else 0.0
@@ -298,7 +297,7 @@ def _weights(
     faint: _Faint,
     tolerance: float,
     lost: bool,
-) -> Iterator[Row]:
+) -> Iterator[Compared]:
     weights = {k: v for k, v in enumerate(function.inputs) if v.kind == "parameter" and k in want.inputs}
     moved = [
         norm(want.inputs[k] - _start(begin[k], v)) / max(1, want.inputs[k].size) ** 0.5 for k, v in weights.items()
@@ -310,7 +309,7 @@ def _weights(
             continue
         start = _start(begin[k], v)
         if got.inputs[k].shape != start.shape:
-            yield Row(Difference(v.name, float("inf"), tolerance, None, "change"))
+            yield Compared(Difference(v.name, float("inf"), tolerance, None, "change"))
             continue
         mine, expected, perturbed = (steps.inputs[k].astype(np.float64) - start for steps in (got, want, rounding))
         # each weight is rounded to its own last place, so a few elements may differ by one unit in it
@@ -342,6 +341,6 @@ def _by_chance(change: np.ndarray, gradient: np.ndarray, disturbed: np.ndarray) 
     return np.ravel(np.abs(change) * np.where((size > 0) | (disturbed != 0), share, 0.0))
 
 
-def _missing(name: str, step: int | None = None, kind: str = "") -> Row:
+def _missing(name: str, step: int | None = None, kind: str = "") -> Compared:
     """The row of a value that the run did not return."""
-    return Row(Difference(name, float("nan"), 0.0, step, kind), hidden=True)
+    return Compared(Difference(name, float("nan"), 0.0, step, kind), hidden=True)

@@ -42,7 +42,7 @@ class Difference:
         return {"name": self.name, "kind": self.kind, "error": self.error, "allowed": self.allowed, "step": self.step}
 
 
-class Row(NamedTuple):
+class Compared(NamedTuple):
     """One comparison. `hidden`: inconclusive because of rounding; `infinite`: has non-finite elements in both runs."""
 
     difference: Difference
@@ -58,39 +58,39 @@ def vectors(
     least: float = 0.0,
     step: int | None = None,
     lost: bool = False,
-) -> Row:
+) -> Compared:
     """The norm of the difference of two arrays, relative to that of `want`; where rounding of single elements is too
     large for that, the error of the projection on `want`. `arrays`: got, expected, expected perturbed by rounding.
     `lost`: positions of elements that are not finite may differ.
     """
     got, want, rounding = arrays
     if got.shape != want.shape:
-        return Row(Difference(name, float("inf"), tolerance, step, kind))
+        return Compared(Difference(name, float("inf"), tolerance, step, kind))
     a, b, c = (np.ravel(x).astype(np.float64) for x in (got, want, rounding))
     finite = np.isfinite(a) & np.isfinite(b)
     infinite = not finite.all()
     if not lost and not np.array_equal(np.isfinite(a), np.isfinite(b)):
         hidden = not np.array_equal(np.isfinite(c), np.isfinite(b))  # rounding alone changes which are finite
-        return Row(Difference(name, float("inf"), tolerance, step, kind, "not finite"), hidden, infinite)
+        return Compared(Difference(name, float("inf"), tolerance, step, kind, "not finite"), hidden, infinite)
     if infinite:
         a, b, c = a[finite], b[finite], c[finite]
     size, noise, error = norm(b), norm(c - b), norm(a - b)
     if not size:
         hidden = error <= least or not np.isfinite(noise)
-        return Row(Difference(name, error, ROUNDING * noise + least, step, kind), hidden, infinite)
+        return Compared(Difference(name, error, ROUNDING * noise + least, step, kind), hidden, infinite)
     noise, error, least = noise / size, error / size, least / size
     along = float(a @ b) / size**2
     detail = f"{norm(a) / size:.3g} times as long, {_cosine(a, b):.3g} the cosine"
     allowed = max(tolerance, ROUNDING * noise + least)
     if allowed + noise <= 0.5 or error > allowed:
-        return Row(Difference(name, error, allowed, step, kind, detail), False, infinite)
+        return Compared(Difference(name, error, allowed, step, kind, detail), False, infinite)
     # rounding errors of n elements are independent: 1 / sqrt(n) of their norm falls along `want`; an element whose
     # sign flips takes away twice its square
     part = abs(float((c - b) @ b)) / size**2
     allowed = max(tolerance, ROUNDING * (part + noise / max(1, b.size) ** 0.5) + least**2 / 2)
     hidden = not allowed + part <= INCONCLUSIVE
     what = f"length of the {kind}".strip()
-    return Row(Difference(name, abs(along - 1), allowed, step, what, detail), hidden, infinite)
+    return Compared(Difference(name, abs(along - 1), allowed, step, what, detail), hidden, infinite)
 
 
 def norm(x: np.ndarray) -> float:
