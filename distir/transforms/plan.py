@@ -142,8 +142,8 @@ class Plan:
     pipeline stage but the first, where it begins; without, stages are balanced. The batch is cut into
     `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or
     "distir2021"; or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file. `order`
-    lists the axes, from the one whose devices have consecutive numbers to the outermost. Without `overlap` a device does one thing
-    at a time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of
+    lists the axes, from the one whose devices have consecutive numbers to the outermost. Without `overlap` a device
+    does one thing at a time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of
     `bucket_mb` MiB: 0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's
     state, also gradients, also parameters among them (Rajbhandari et al. 2020). With `sequence_parallel`
     activations between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`).
