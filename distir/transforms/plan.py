@@ -140,16 +140,16 @@ class Plan:
     `split` are further axes, which multiply the number of devices: along each, named dims of inputs are split
     (`InputSplit`, or its text), and what is computed from them where that costs least. `cut` names a weight for each
     pipeline stage but the first, where it begins; without, stages are balanced. The batch is cut into
-    `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or
-    "distir2021"; or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file. `order`
-    lists the axes, from the one whose devices have consecutive numbers to the outermost. Without `overlap` a device
-    does one thing at a time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of
-    `bucket_mb` MiB: 0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's
-    state, also gradients, also parameters among them (Rajbhandari et al. 2020). With `sequence_parallel`
-    activations between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`).
-    `recompute` says what the backward pass recomputes: "none", "gathers", "attention", "selective", "full", or a
-    number of bytes (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the gradient of the
-    loss with respect to itself: DistIR (2021) counted it to the forward pass.
+    `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or "distir2021";
+    or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file. `order` lists the axes,
+    from the one whose devices have consecutive numbers to the outermost. Without `overlap` a device does one thing at a
+    time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of `bucket_mb` MiB:
+    0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's state, also gradients,
+    also parameters among them (Rajbhandari et al. 2020). With `sequence_parallel` activations between the products of
+    tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute` says what the backward pass
+    recomputes: "none", "gathers", "attention", "selective", "full", or a number of bytes
+    (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the gradient of the loss with respect to
+    itself: DistIR (2021) counted it to the forward pass.
 
     Raises UsageError for a value that is none of the field's, InfeasibleError for more devices than can be listed.
     """
