@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import distir
-from distir.api.check import Check, Difference
+from distir.api.check import Check
 from distir.api.data import Data, IndexRange, index_ranges
+from distir.api.differences import Difference
 from distir.api.locate import locate
 from distir.api.model import Model
 from distir.api.steps import compute_steps

@@ -15,18 +15,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distir.api.differences import (
+    INCONCLUSIVE,
+    ROUNDING,
+    Compared,
+    Difference,
+    largest_difference,
+    magnitude,
+    norm,
+    not_finite,
+    relative,
+    vectors,
+)
 from distir.executor.reference.sequential import fit, unfit
-from distir.ir.function import Function
+from distir.ir.function import Function, Value
 from distir.ir.type import Float32, Float64, Tensor
 from distir.runtime.outcome import Outcome
 from distir.transforms.rewriting.matching import epsilon
 
-_SMALLEST = 1e-2
-"""Losses below this are compared as if they were this large: a loss is a difference of larger numbers."""
-_ROUNDING = 2.5
-"""Tolerance as a multiple of the error that rounding alone causes in the sequential program."""
 _SIGN_FLIPS = 3
 """Elements of a weight that may differ by chance (a step in the opposite direction) beyond the perturbed run's."""
+_FAINT = 32
+"""The size that rounding alone may give a gradient, in unit roundoffs of the largest gradient's norm: that of a
+thousand terms, which adds up as their root."""
 _SHOWN = 4
 """Names listed in a message; the rest is counted."""
 
@@ -44,33 +55,6 @@ class Tolerance(NamedTuple):
 _EXACT = Tolerance(1e-10, 1e-10, 1e-10)
 _SINGLE = Tolerance(1e-5, 1e-4, 1e-4)
 _ROUGH = Tolerance(5e-2, 5e-2, 0.2)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The error of one value against the sequential program, and the error allowed; `kind`: what of it is compared."""
-
-    name: str
-    error: float
-    allowed: float
-    step: int | None = None
-    kind: str = ""
-    detail: str = ""
-    """Further detail for the message, such as relative length and cosine."""
-
-    @property
-    def ok(self) -> bool:
-        return self.error <= self.allowed  # False for nan, too
-
-    def __str__(self) -> str:
-        what = f"{self.kind} of %{self.name}" if self.kind else f"%{self.name}"
-        where = "" if self.step is None else f" in step {self.step}"
-        more = f" ({self.detail})" if self.detail else ""
-        return f"{what}{where} differs by {self.error:.3g}{more}, {self.allowed:.3g} is allowed"
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON of its fields."""
-        return {"name": self.name, "kind": self.kind, "error": self.error, "allowed": self.allowed, "step": self.step}
 
 
 @dataclass(frozen=True)
@@ -153,14 +137,6 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(f"%{name}" for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-class _Row(NamedTuple):
-    """One comparison. `hidden`: inconclusive because of rounding; `infinite`: has non-finite elements in both runs."""
-
-    difference: Difference
-    hidden: bool = False
-    infinite: bool = False
-
-
 def compare(
     function: Function,
     begin: Mapping[int, Any],
@@ -178,14 +154,18 @@ def compare(
     The tolerance is 2.5 times the error of the perturbed run, and at least: for outputs 1e-5 of the largest element
     (float64 1e-10, 16 bits 0.05); for gradients, state and changes of weights 1e-4 of the norm (float64 1e-10, 16 bits
     0.05, for changes 0.2). A value is not checked where the tolerance would accept half or twice its change.
+
+    Some gradients are zero but for rounding (see `_Faint`): of them, of what they change and of their state only the
+    size is compared, and they are reported as not checked.
     """
     rounding = rounding or want
     tolerance = _tolerance(function)
+    faint = _Faint.of(function, want, rounding)
     of_outputs = list(_outputs(function, got, want, rounding, first, tolerance.outputs))
-    of_gradients = list(_gradients(function, got, want, rounding, first, tolerance.gradients))
+    of_gradients = list(_gradients(function, got, want, rounding, faint, first, tolerance.gradients))
     lost = _lost(got, want)
-    of_state = list(_state(function, got, want, rounding, tolerance.gradients, lost))
-    of_weights = list(_weights(function, begin, got, want, rounding, tolerance.changes, lost))
+    of_state = list(_state(function, got, want, rounding, faint, tolerance.gradients, lost))
+    of_weights = list(_weights(function, begin, got, want, rounding, faint, tolerance.changes, lost))
     at_first = [row for row in of_outputs if row.difference.step == first]
     rows = [*at_first, *of_gradients, *of_outputs[len(at_first) :], *of_state, *of_weights]
     checked = [row.difference for row in rows if not row.hidden]
@@ -211,12 +191,12 @@ def _lost(got: Outcome, want: Outcome) -> bool:
     return False
 
 
-def _names(rows: Iterator[_Row]) -> tuple[str, ...]:
+def _names(rows: Iterator[Compared]) -> tuple[str, ...]:
     found = [row.difference for row in rows]
     return tuple(dict.fromkeys([d.name if d.step is None else f"{d.name} in step {d.step}" for d in found]))
 
 
-def _worst(rows: Sequence[_Row]) -> Difference | None:
+def _worst(rows: Sequence[Compared]) -> Difference | None:
     checked = [row.difference for row in rows if not row.hidden]
     return max(checked, key=lambda d: (not d.ok, d.error / d.allowed if d.allowed else 0.0), default=None)
 
@@ -228,7 +208,7 @@ def _tolerance(function: Function) -> Tolerance:
 
 def _outputs(
     function: Function, got: Outcome, want: Outcome, rounding: Outcome, first: int, tolerance: float
-) -> Iterator[_Row]:
+) -> Iterator[Compared]:
     for step, outputs in enumerate(want.outputs):
         made = got.outputs[step] if step < len(got.outputs) else {}
         last = step == len(want.outputs) - 1
@@ -238,40 +218,74 @@ def _outputs(
                     yield _missing(function.outputs[k].name, first + step)
                 continue
             x, z = made[k], rounding.outputs[step][k]
-            noise = _ROUNDING * _relative(z, y)
-            row = Difference(function.outputs[k].name, _relative(x, y), max(tolerance, noise), first + step)
-            hidden = noise > _INCONCLUSIVE and row.error > tolerance
-            yield _Row(row, hidden, _infinite(x, y))
+            noise = ROUNDING * relative(z, y)
+            row = Difference(function.outputs[k].name, relative(x, y), max(tolerance, noise), first + step)
+            hidden = noise > INCONCLUSIVE and row.error > tolerance
+            yield Compared(row, hidden, not_finite(x, y))
 
 
-_INCONCLUSIVE = 0.45
-"""A relative tolerance above this makes a comparison inconclusive."""
+class _Faint(NamedTuple):
+    """The weights whose first gradient is zero but for rounding, such as that of the bias of keys, which softmax does
+    not see: another order of additions makes another one, and its own size says nothing of how much they may differ.
+
+    They are those that are no larger than rounding of the step's largest gradient, and that rounding changes by much
+    more than their last place: small gradients that are computed well are compared as others are.
+    """
+
+    weights: frozenset[int]
+    """Their positions among the inputs."""
+    state: frozenset[int]
+    """The positions of the state of their optimizers."""
+    scale: float
+    """The size that rounding may give such a gradient."""
+
+    @staticmethod
+    def of(function: Function, want: Outcome, rounding: Outcome) -> _Faint:
+        sizes = {k: norm(x.astype(np.float64)) for k, x in want.gradients.items()}
+        types = [v.type.dtype for op in function.ops for v in op.outputs if isinstance(v.type, Tensor)]
+        roundoff = max((epsilon(t) for t in types if t.floating), default=0.0)
+        scale = _FAINT * roundoff * max((size for size in sizes.values() if np.isfinite(size)), default=0.0)
+        number = {v: k for k, v in enumerate(function.inputs)}
+        found: set[int] = set()
+        for k, size in sizes.items():
+            if size <= scale:
+                noise = norm(rounding.gradients[k].astype(np.float64) - want.gradients[k].astype(np.float64))
+                if noise > roundoff**0.5 * size:
+                    found.add(k)
+        users: dict[int, set[int | None]] = {}
+        for op in function.ops:
+            for v in op.inputs if op.spec.gradient is not None else ():
+                if v.kind == "state" and v in number:
+                    users.setdefault(number[v], set()).add(number.get(op.inputs[0]))
+        return _Faint(frozenset(found), frozenset(k for k, of in users.items() if of <= found), scale)
 
 
 def _gradients(
-    function: Function, got: Outcome, want: Outcome, rounding: Outcome, first: int, tolerance: float
-) -> Iterator[_Row]:
+    function: Function, got: Outcome, want: Outcome, rounding: Outcome, faint: _Faint, first: int, tolerance: float
+) -> Iterator[Compared]:
     for k, x in want.gradients.items():
         name = function.inputs[k].name
         if k not in got.gradients:
             yield _missing(name, first, "gradient")
         else:
-            yield _vectors(name, "gradient", (got.gradients[k], x, rounding.gradients[k]), tolerance, step=first)
+            three = got.gradients[k], x, rounding.gradients[k]
+            yield vectors(name, "gradient", three, tolerance, faint.scale if k in faint.weights else 0.0, first)
 
 
 def _state(
-    function: Function, got: Outcome, want: Outcome, rounding: Outcome, tolerance: float, lost: bool
-) -> Iterator[_Row]:
+    function: Function, got: Outcome, want: Outcome, rounding: Outcome, faint: _Faint, tolerance: float, lost: bool
+) -> Iterator[Compared]:
     for k, v in enumerate(function.inputs):
         if v.kind != "state" or k not in want.inputs:
             continue
         if k not in got.inputs:
             yield _missing(v.name)
         elif want.inputs[k].dtype.kind in "biu":
-            yield _Row(Difference(v.name, largest_difference(got.inputs[k], want.inputs[k]), 0.0))
+            yield Compared(Difference(v.name, largest_difference(got.inputs[k], want.inputs[k]), 0.0))
         else:
             three = got.inputs[k], want.inputs[k], rounding.inputs[k]
-            yield _vectors(v.name, "", three, tolerance, lost=lost)
+            least = faint.scale + 2 * norm(three[1].astype(np.float64)) if k in faint.state else 0.0
+            yield vectors(v.name, "", three, tolerance, least, lost=lost)
 
 
 def _weights(
@@ -280,18 +294,22 @@ def _weights(
     got: Outcome,
     want: Outcome,
     rounding: Outcome,
+    faint: _Faint,
     tolerance: float,
     lost: bool,
-) -> Iterator[_Row]:
-    for k, v in enumerate(function.inputs):
-        if v.kind != "parameter" or k not in want.inputs:
-            continue
+) -> Iterator[Compared]:
+    weights = {k: v for k, v in enumerate(function.inputs) if v.kind == "parameter" and k in want.inputs}
+    moved = [
+        norm(want.inputs[k] - _start(begin[k], v)) / max(1, want.inputs[k].size) ** 0.5 for k, v in weights.items()
+    ]
+    farthest = max((x for x in moved if np.isfinite(x)), default=0.0) if faint.weights else 0.0
+    for k, v in weights.items():
         if k not in got.inputs:
             yield _missing(v.name, None, "change")
             continue
-        start = unfit(fit(begin[k], v), v.role and v.role.source).astype(np.float64)
+        start = _start(begin[k], v)
         if got.inputs[k].shape != start.shape:
-            yield _Row(Difference(v.name, float("inf"), tolerance, None, "change"))
+            yield Compared(Difference(v.name, float("inf"), tolerance, None, "change"))
             continue
         mine, expected, perturbed = (steps.inputs[k].astype(np.float64) - start for steps in (got, want, rounding))
         # each weight is rounded to its own last place, so a few elements may differ by one unit in it
@@ -299,102 +317,30 @@ def _weights(
         unmoved = False
         if k in want.gradients:
             gradient, disturbed = (steps.gradients[k].astype(np.float64) for steps in (want, rounding))
-            least += _norm(np.sort(_by_chance(expected, gradient, disturbed))[-_SIGN_FLIPS:])
+            if k in faint.weights:  # AdamW makes of such a gradient a change as large as any
+                least += farthest * expected.size**0.5
+            else:
+                least += norm(np.sort(_by_chance(expected, gradient, disturbed))[-_SIGN_FLIPS:])
             unmoved = not np.any(gradient) and not np.any(expected)
-        row = _vectors(v.name, "change", (mine, expected, perturbed), tolerance, least, lost=lost)
+        row = vectors(v.name, "change", (mine, expected, perturbed), tolerance, least, lost=lost)
         yield row._replace(hidden=False) if unmoved else row
+
+
+def _start(array: Any, weight: Value) -> np.ndarray:
+    """A weight before the run, in its source shape."""
+    return unfit(fit(array, weight), weight.role and weight.role.source).astype(np.float64)
 
 
 def _by_chance(change: np.ndarray, gradient: np.ndarray, disturbed: np.ndarray) -> np.ndarray:
     """The possible error of each element's change where its gradient is of the size of rounding errors: an optimizer
     that normalises gradients (AdamW) turns that into a full step, in either direction.
     """
-    noise = 3 * _norm(disturbed - gradient) / max(1, gradient.size) ** 0.5
+    noise = 3 * norm(disturbed - gradient) / max(1, gradient.size) ** 0.5
     size = np.abs(gradient)
     share = np.divide(noise, size, out=np.full_like(size, 2.0), where=size > noise / 2)
     return np.ravel(np.abs(change) * np.where((size > 0) | (disturbed != 0), share, 0.0))
 
 
-def _missing(name: str, step: int | None = None, kind: str = "") -> _Row:
+def _missing(name: str, step: int | None = None, kind: str = "") -> Compared:
     """The row of a value that the run did not return."""
-    return _Row(Difference(name, float("nan"), 0.0, step, kind), hidden=True)
-
-
-def _vectors(
-    name: str,
-    kind: str,
-    arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
-    tolerance: float,
-    least: float = 0.0,
-    step: int | None = None,
-    lost: bool = False,
-) -> _Row:
-    """The norm of the difference of two arrays, relative to that of `want`; where rounding of single elements is too
-    large for that, the error of the projection on `want`. `arrays`: got, expected, expected perturbed by rounding.
-    `lost`: positions of elements that are not finite may differ.
-    """
-    got, want, rounding = arrays
-    if got.shape != want.shape:
-        return _Row(Difference(name, float("inf"), tolerance, step, kind))
-    a, b, c = (np.ravel(x).astype(np.float64) for x in (got, want, rounding))
-    finite = np.isfinite(a) & np.isfinite(b)
-    infinite = not finite.all()
-    if not lost and not np.array_equal(np.isfinite(a), np.isfinite(b)):
-        hidden = not np.array_equal(np.isfinite(c), np.isfinite(b))  # rounding alone changes which are finite
-        return _Row(Difference(name, float("inf"), tolerance, step, kind, "not finite"), hidden, infinite)
-    if infinite:
-        a, b, c = a[finite], b[finite], c[finite]
-    size, noise, error = _norm(b), _norm(c - b), _norm(a - b)
-    if not size:
-        hidden = error <= least or not np.isfinite(noise)
-        return _Row(Difference(name, error, _ROUNDING * noise + least, step, kind), hidden, infinite)
-    noise, error, least = noise / size, error / size, least / size
-    along = float(a @ b) / size**2
-    detail = f"{_norm(a) / size:.3g} times as long, {_cosine(a, b):.3g} the cosine"
-    allowed = max(tolerance, _ROUNDING * noise + least)
-    if allowed + noise <= 0.5 or error > allowed:
-        return _Row(Difference(name, error, allowed, step, kind, detail), False, infinite)
-    # rounding errors of n elements are independent: 1 / sqrt(n) of their norm falls along `want`; an element whose
-    # sign flips takes away twice its square
-    part = abs(float((c - b) @ b)) / size**2
-    allowed = max(tolerance, _ROUNDING * (part + noise / max(1, b.size) ** 0.5) + least**2 / 2)
-    hidden = not allowed + part <= _INCONCLUSIVE
-    what = f"length of the {kind}".strip()
-    return _Row(Difference(name, abs(along - 1), allowed, step, what, detail), hidden, infinite)
-
-
-def _norm(x: np.ndarray) -> float:
-    return float(np.linalg.norm(x)) if np.isfinite(x).all() else float("inf")
-
-
-def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    both = _norm(a) * _norm(b)
-    return float(a @ b) / both if both else 0.0
-
-
-def _infinite(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype.kind not in "biu" and not (np.isfinite(a).all() or np.isfinite(b).all())
-
-
-def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference; infinite where only one is finite, or if the shapes differ."""
-    if a.shape != b.shape:
-        return float("inf")
-    if a.dtype.kind in "biu":
-        return 0.0 if np.array_equal(a, b) else float("inf")
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    same = (a == b) | ~(np.isfinite(a) | np.isfinite(b))
-    with np.errstate(invalid="ignore"):
-        error = np.where(same, 0.0, np.abs(a - b))
-    return float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0))
-
-
-def magnitude(b: np.ndarray) -> float:
-    """The largest absolute value that is finite."""
-    finite = np.abs(b.astype(np.float64))
-    return float(np.max(finite[np.isfinite(finite)], initial=0.0))
-
-
-def _relative(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference, relative to the largest magnitude in `b`."""
-    return largest_difference(a, b) / max(_SMALLEST if b.size == 1 else 1.0, magnitude(b))
+    return Compared(Difference(name, float("nan"), 0.0, step, kind), hidden=True)

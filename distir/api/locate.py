@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from distir.api.check import largest_difference, magnitude
+from distir.api.differences import largest_difference, magnitude
 from distir.api.steps import compute_steps
 from distir.executor.reference.numpy_namespace import NUMPY
 from distir.executor.reference.sequential import SequentialExecutor, evaluate, fit

@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import (
@@ -42,6 +42,8 @@ from distir.transforms.roles import batch_dims, batch_size, weights
 
 if TYPE_CHECKING:
     import torch
+
+    from distir.backends.modules.module_weights import Counter
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -82,7 +84,7 @@ class Model:
 
     `path` is the file it came from, `title` what it is called without one; `optimizer` that of a training step.
     `parameters`: those of the torch.nn.Module that it came from, and its buffers, by name; a run writes trained
-    weights, and running statistics, into them.
+    weights, and running statistics, into them. `counters`: its buffers that count steps.
     """
 
     function: Function
@@ -91,6 +93,7 @@ class Model:
     optimizer: Optimizer | None = None
     title: str | None = None
     parameters: Mapping[str, torch.Tensor] | None = None
+    counters: Sequence[Counter] = ()
 
     def __repr__(self) -> str:
         weight_inputs = dict.fromkeys(weights(self.function))
@@ -310,7 +313,7 @@ def _of_module(module: torch.nn.Module, options: LoadOptions) -> Model:
         stored[key] = dtype_of_tensor(x, where), tuple(x.shape), reader_of(x, where)
     function, arrays = import_graph(found.graph, name, stored, found.trained, found.dims, options.batch, found.numbers)
     function = with_causal_attention(function, arrays)
-    return Model(function, arrays, title=name, parameters=found.stored)
+    return Model(function, arrays, title=name, parameters=found.stored, counters=found.counters)
 
 
 def _built(text: str, dims: Mapping[str, int], batch: str | None) -> Model:

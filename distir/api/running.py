@@ -109,6 +109,8 @@ def run(
         from distir.backends.modules.module_weights import hand_back
 
         hand_back(model.parameters, result.weights)
+        for counter in model.counters:
+            counter.advance(job.first, len(done.seconds))
     if options.save is not None and result.weights:
         result.save(options.save)
     return result

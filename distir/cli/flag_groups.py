@@ -135,7 +135,7 @@ def plan_flags(parser: argparse.ArgumentParser) -> None:
         "--local-batchnorm",
         action="store_true",
         help="batch norms in training mode take statistics of each replica's part of a microbatch, not of the batch: "
-        "another model than without",
+        "the model is then another one",
     )
 
 

@@ -211,10 +211,10 @@ def _simulate(commands: Any) -> None:
     group.add_argument(
         "--megatron-args",
         metavar="FILE",
-        help="read them from arguments of Megatron-LM, or the script that starts it; other flags override them",
+        help="read them from arguments of Megatron-LM, or from the script that starts it; other flags override them",
     )
     group.add_argument(
-        "--gpus", type=at_least(1), metavar="N", help="the number of devices, where such a file does not say it"
+        "--gpus", type=at_least(1), metavar="N", help="the number of devices, for files that leave it open"
     )
     emit_flag(group, "the plan")
 

@@ -13,7 +13,7 @@ from typing import Any
 from distir.ir.function import Function
 from distir.runtime.launcher import this_rank
 
-_PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS = 1.5
 """Delay before the progress bar appears."""
 
 
@@ -48,7 +48,7 @@ def print_program(function: Function, fold: bool = False) -> None:
 
 
 class Progress:
-    """A progress bar on stderr, shown after two seconds and only on a terminal."""
+    """A progress bar on stderr, only on a terminal, and before a command has been silent for two seconds."""
 
     def __init__(self, what: str) -> None:
         self._what, self._total, self._done = what, None, 0

@@ -39,6 +39,20 @@ def not_trained(graph: onnx.GraphProto, inner: Collection[str] = ()) -> set[str]
     return marked | computed | numbers | (set(inner) - set(trained))
 
 
+def statistics(graph: onnx.GraphProto) -> set[str]:
+    """The running statistics of batch norms, which are not trained. Where one is applied again, the exporter gives it
+    copies, which are replaced by what they are copies of, in place."""
+    copies: dict[str, str] = {}
+    found: set[str] = set()
+    for node in graph.node:
+        if node.op_type == "Identity" and node.input and node.output:
+            copies[node.output[0]] = copies.get(node.input[0], node.input[0])
+        elif node.op_type == "BatchNormalization":
+            node.input[3:] = [copies.get(name, name) for name in node.input[3:]]
+            found.update(node.input[3:])
+    return found
+
+
 def in_training(node: onnx.NodeProto) -> bool:
     """Whether the module had a batch norm in training mode, which torch's exporter writes in inference mode."""
     call = _TRAINING.search(_texts(node.metadata_props).get(_CALL, ""))

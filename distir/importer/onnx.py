@@ -36,7 +36,7 @@ from distir.importer import (  # noqa: F401  (they fill the table)
 from distir.importer.control import EXPANSIONS, lift_initializers
 from distir.importer.functions import definition, first_line, inlined
 from distir.importer.known import attributes_of, fold, foldable
-from distir.importer.marks import lost, not_trained, parameters_in
+from distir.importer.marks import lost, not_trained, parameters_in, statistics
 from distir.importer.merged import part_merged
 from distir.importer.node import Node, Result, Scope, drop_unused_ops
 from distir.importer.registry import RULES
@@ -60,8 +60,6 @@ _LOST = (
 )
 _RESIZE_10 = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
 """What Resize means up to opset 10."""
-STATISTICS = {"BatchNormalization": (3, 4)}
-"""Operands that are statistics, not trained."""
 _TRAIN = "export the module in training mode: torch.onnx.export(module.train(), ..., optimize=False)"
 GROUPS = "batchnorm_groups"
 """The name in `dims` for the groups of samples of which batch norms in training mode take statistics, each apart."""
@@ -120,7 +118,7 @@ def import_graph(
     scope = Scope(Path(name), FunctionMaker(name), frozenset(parameters))
     for key, (dtype, shape, read) in stored.items():
         scope.stored[key], scope.known[key] = (dtype, shape), read
-    scope.frozen.update(stored.keys() - scope.parameters)
+    scope.frozen.update(stored.keys() - scope.parameters, statistics(model.graph))
     scope.numbers = numbers or {}
     function, reads = _import_nodes(scope, checked(model, scope.path), dims, batch)
     return function, Arrays(reads, keep=False)
@@ -235,9 +233,7 @@ def leave_untrained(
             raise UsageError(f"{scope.path} has no initializer {name!r}")
     scope.frozen.update(constants, not_trained(graph, lifted))
     scope.scalars = parameters_in(graph) - scope.frozen
-    for node in graph.node:
-        for i in STATISTICS.get(node.op_type, ()):
-            scope.frozen.update(node.input[i : i + 1])
+    scope.frozen.update(statistics(graph))
 
 
 def add_inputs(scope: Scope, graph: onnx.GraphProto, dims: dict[str, int], batch: str | None) -> list[Value]:

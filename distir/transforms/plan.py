@@ -29,7 +29,7 @@ from distir.transforms.pipeline.schedule_table import as_table, format_table, pa
 BATCH, WEIGHTS, STAGES, INPUTS = "batch", "weights", "stages", "inputs"
 """Strategies: the axis splits the batch; the weights; the program, into pipeline stages; dims of inputs by name."""
 _NESTING = (WEIGHTS, INPUTS, BATCH, STAGES)
-"""The order in which device numbers run through the axes, fastest first: weights' axes, which send the most bytes."""
+"""The order of axes, from consecutive device numbers to the outermost: weights' axes send the most bytes."""
 BUCKET_MB = 25.0
 """The size of gradient buckets, in MiB: torch's DistributedDataParallel has the same default."""
 MIB = 1 << 20
@@ -140,16 +140,16 @@ class Plan:
     `split` are further axes, which multiply the number of devices: along each, named dims of inputs are split
     (`InputSplit`, or its text), and what is computed from them where that costs least. `cut` names a weight for each
     pipeline stage but the first, where it begins; without, stages are balanced. The batch is cut into
-    `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or
-    "distir2021"; or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file. `order`
-    says how numbers of devices run through the axes, the fastest first. Without `overlap` a device does one thing
-    at a time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of
-    `bucket_mb` MiB: 0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's
-    state, also gradients, also parameters among them (Rajbhandari et al. 2020). With `sequence_parallel`
-    activations between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`).
-    `recompute` says what the backward pass recomputes: "none", "gathers", "attention", "selective", "full", or a
-    number of bytes (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the gradient of the
-    loss with respect to itself: DistIR (2021) counted it to the forward pass.
+    `microbatches`. `schedule` is "1f1b", "gpipe", "interleaved" (with `chunks` stages a pipeline rank) or "distir2021";
+    or a table of one's own (`distir.transforms.pipeline.schedule`), or the path of its file. `order` lists the axes,
+    from the one whose devices have consecutive numbers to the outermost. Without `overlap` a device does one thing at a
+    time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of `bucket_mb` MiB:
+    0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's state, also gradients,
+    also parameters among them (Rajbhandari et al. 2020). With `sequence_parallel` activations between the products of
+    tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute` says what the backward pass
+    recomputes: "none", "gathers", "attention", "selective", "full", or a number of bytes
+    (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the gradient of the loss with respect to
+    itself: DistIR (2021) counted it to the forward pass.
 
     Raises UsageError for a value that is none of the field's, InfeasibleError for more devices than can be listed.
     """
@@ -172,12 +172,12 @@ class Plan:
         usual=lambda: default_order(),
         read=lambda x, where: tuple(x) if isinstance(x, list) else x,
     )
-    chunks: int = _setting(1, "stages per pipeline rank, of an interleaved schedule")
+    chunks: int = _setting(1, "stages per pipeline rank of an interleaved schedule")
     overlap: bool = _setting(
         True, "overlap communication with compute, and reduce gradients while the last backward pass still runs"
     )
     bucket_mb: float = _setting(
-        BUCKET_MB, "MiB of gradients that are reduced together: 0: each gradient alone; inf: all in one bucket"
+        BUCKET_MB, "MiB of gradients that are reduced together, in a bucket; 0: each gradient alone; inf: all in one"
     )
     zero: int = _setting(
         0,
@@ -211,8 +211,8 @@ class Plan:
     )
     cut: tuple[str, ...] = _setting(
         (),
-        "weights, one for each pipeline stage but the first: a stage begins where its weight is first used; without, "
-        "stages are balanced",
+        "weights, one for each pipeline stage but the first: a stage begins where its weight is first used; "
+        "default: stages are balanced",
         check=lambda x: _names(x, "cut"),
         kind="names",
     )

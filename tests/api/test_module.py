@@ -367,16 +367,34 @@ def test_llama() -> None:
     follows(module, {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, IDS, Plan(dp=2, tp=2), "sgd")
 
 
-def test_running_statistics_are_handed_back() -> None:
-    """In training mode they are updated as torch does; only the count of batches stays."""
+class Normed(nn.Module):
+    """One batch norm, applied twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.b(self.norm(torch.relu(self.norm(self.a(input)))))
+
+
+def test_running_statistics_are_handed_back(tmp_path: Path) -> None:
+    """In training mode they are updated as torch does, and batches counted; a run that is resumed counts all of it."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 5)).double()
-    before = copy.deepcopy(module[1].running_mean)
+    module = Normed().double()
+    nn.init.constant_(module.norm.num_batches_tracked, 10)  # pyright: ignore[reportArgumentType]
+    before, again = copy.deepcopy(module.norm.running_mean), copy.deepcopy(module)
     _, want = trained(module, data := random(input=(8,), labels=((), 5)), positional, "sgd", 3)
-    step = distir.load(module, torch.randn(BATCH, 8).double(), loss="cross-entropy", optimizer=OPTIMIZERS["sgd"][0])
-    distir.run(step, Plan(dp=2), data=data, steps=3, backend="numpy")
-    assert not torch.equal(module[1].running_mean, before)  # pyright: ignore
-    want[1].num_batches_tracked.zero_()  # pyright: ignore
+    step, resumed = (
+        distir.load(m, torch.randn(BATCH, 8).double(), loss="cross-entropy", optimizer=OPTIMIZERS["sgd"][0])
+        for m in (module, again)
+    )
+    distir.run(step, Plan(dp=2), data=data, steps=2, backend="numpy", checkpoint=tmp_path)
+    assert not torch.equal(module.norm.running_mean, before)  # pyright: ignore
+    assert module.norm.num_batches_tracked == 14
+    for each, m in ((step, module), (resumed, again)):
+        distir.run(each, Plan(dp=2), data=data, steps=3, backend="numpy", checkpoint=tmp_path, resume=True)
+        assert m.norm.num_batches_tracked == want.get_buffer("norm.num_batches_tracked") == 16
     agree(module, want, 1e-7)  # the momentum of an ONNX node is in float32
     for x, y in zip(module.parameters(), want.parameters(), strict=True):
         assert torch.allclose(x, y, rtol=0, atol=1e-10)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from distir.backends.modules.module_weights import Counter
 from distir.ir.errors import ModelError, UsageError
 
 BATCH = "batch"
@@ -36,7 +37,7 @@ class ExportedModule(NamedTuple):
 
     `stored`: by name in the graph parameters and buffers, of which those in `trained` are trained; they are the
     module's own, not copies. `numbers`: by the float32 nearest to them, in which the graph has them, the numbers that
-    the module multiplies, adds, ... in float64.
+    the module multiplies, adds, ... in float64. `counters`: its buffers that count steps.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ExportedModule(NamedTuple):
     trained: list[str]
     dims: dict[str, int]
     numbers: dict[float, float]
+    counters: list[Counter]
 
 
 class _Input(NamedTuple):
@@ -101,7 +103,8 @@ def export_module(
         for d, text in x.dims.items():
             info.type.tensor_type.shape.dim[d].dim_param = text
     trained = [k for k, x in stored.items() if isinstance(x, torch.nn.Parameter) and x.requires_grad]
-    return ExportedModule(name, graph, stored, trained, sizes, _numbers(exported.exported_program))
+    program = exported.exported_program
+    return ExportedModule(name, graph, stored, trained, sizes, _numbers(program), _counters(module, program))
 
 
 def _arguments(
@@ -244,6 +247,20 @@ def _named(graph: Any, inputs: list[str], outputs: list[str], module: torch.nn.M
         if id(value) not in own:
             own.add(id(value))
             value.name = _unused(name, taken)
+    return found
+
+
+def _counters(module: torch.nn.Module, program: Any) -> list[Counter]:
+    """The buffers that the forward pass adds an integer to, such as the batches that a batch norm has seen."""
+    nodes, signature = {node.name: node for node in program.graph.nodes}, program.graph_signature
+    found = []
+    for output, name in signature.buffers_to_mutate.items():
+        node, each = nodes[output], 0
+        while node.target is torch.ops.aten.add.Tensor and isinstance(node.args[1], int):
+            node, each = node.args[0], each + node.args[1]
+        if each and signature.inputs_to_buffers.get(node.name) == name:
+            buffer = module.get_buffer(name)
+            found.append(Counter(buffer, each, buffer.clone()))
     return found
 
 

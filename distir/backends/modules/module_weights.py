@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,19 @@ from distir.ir.errors import ModelError, UsageError
 from distir.ir.type import DType
 
 _HOST = torch.device("cpu")
+
+
+class Counter(NamedTuple):
+    """A buffer that grows by `each` in every step; `loaded`: what it was when the module was loaded."""
+
+    buffer: torch.Tensor
+    each: int
+    loaded: torch.Tensor
+
+    def advance(self, first: int, steps: int) -> None:
+        """Count the steps of a run that began with step `first`; that of a run that was resumed, from its beginning."""
+        before = self.loaded + first * self.each if first else self.buffer
+        self.buffer.copy_(before + steps * self.each)
 
 
 def dtype_of_tensor(x: torch.Tensor, where: str) -> DType:
