@@ -29,8 +29,8 @@ Relatives = tuple[int, bool, str, tuple[InputSplit, ...]]
 CandidateBound = tuple[float, float]
 """Seconds of a step, and bytes of the rank that needs most."""
 
-_MOST_OPS = 500_000
-"""Of all templates that are kept: a placed op, with what is known of it, takes about a kilobyte."""
+_MOST_OPS = 60_000
+"""Of all templates that are kept: a placed op, with what is known of it, takes some kilobytes, with its cuts."""
 
 
 class Bounds:
