@@ -27,7 +27,7 @@ def _is_command() -> bool:
 if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end_interrupted)  # until `distir.cli.console` takes over
 
-from typing import TYPE_CHECKING, Any  # noqa: E402  (an interrupt while it is loaded is handled, too)
+from typing import TYPE_CHECKING  # noqa: E402  (an interrupt while it is loaded is handled, too)
 
 import distir.ops  # noqa: E402, F401  (registers the ops)
 from distir.ir import (  # noqa: E402
@@ -42,6 +42,7 @@ from distir.ir import (  # noqa: E402
     same,
     verify,
 )
+from distir.ir.later import later  # noqa: E402
 
 if TYPE_CHECKING:
     from distir.api import (
@@ -144,12 +145,7 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    import importlib
-
-    if name not in _LATER:
-        raise AttributeError(f"module 'distir' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LATER[name]), name)
+__getattr__ = later(__name__, _LATER)
 
 
 def __dir__() -> list[str]:

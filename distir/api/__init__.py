@@ -8,7 +8,7 @@
 does not need is loaded when it is used.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distir.api.compare import Comparison, compare
 from distir.api.compilation import distribute, simulate, validate
@@ -16,6 +16,7 @@ from distir.api.explain import Explanation, PlanDifference, diff, explain
 from distir.api.model import Model, load
 from distir.api.prediction import Prediction
 from distir.api.results import Summary
+from distir.ir.later import later
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 
@@ -53,22 +54,16 @@ __all__ = [
 ]
 
 _LATER = {
-    "Check": "check",
-    "Data": "data",
-    "Inspection": "inspection",
-    "RunCallbacks": "callbacks",
-    "RunResult": "run_result",
-    "inspect": "inspection",
-    "run": "running",
+    "Check": "distir.api.check",
+    "Data": "distir.api.data",
+    "Inspection": "distir.api.inspection",
+    "RunCallbacks": "distir.api.callbacks",
+    "RunResult": "distir.api.run_result",
+    "inspect": "distir.api.inspection",
+    "run": "distir.api.running",
 }
 
-
-def __getattr__(name: str) -> Any:
-    import importlib
-
-    if name not in _LATER:
-        raise AttributeError(f"module 'distir.api' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"distir.api.{_LATER[name]}"), name)
+__getattr__ = later(__name__, _LATER)
 
 
 def __dir__() -> list[str]:

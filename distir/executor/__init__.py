@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from distir.ir.later import later
 
 if TYPE_CHECKING:
     from distir.executor.reference.sequential import SequentialExecutor
@@ -18,10 +20,4 @@ _HOMES = {
     "infer_types": "distir.ir.infer",
 }
 
-
-def __getattr__(name: str) -> Any:
-    import importlib
-
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = later(__name__, _HOMES)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from distir.search.candidate_bounds import Bounds, CandidateBound, Relatives, relatives
+from distir.search.candidate_bounds import Bounds, CandidateBound, Relatives, placing, relatives
 from distir.search.exact import PlanOutcome
 from distir.search.placed_sizes import Template
 from distir.search.simulating import Bound, Price, Refine, Simulate, Simulators, Task
@@ -102,8 +102,7 @@ class _Queue:
         self.left = len(candidates)
         alike: dict[object, list[Relatives]] = {}
         for key in sorted(self._groups):
-            tp, _, _, split = key
-            alike.setdefault((tp, split), []).append(key)
+            alike.setdefault(placing(key), []).append(key)
         for keys in alike.values():
             self._push(0.0, Unpriced(tuple(keys)))
 

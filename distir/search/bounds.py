@@ -22,7 +22,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
@@ -35,9 +37,6 @@ from distir.ir.type import SUM, Tensor, Type
 from distir.search.segments import COMPUTE, Kind, Profile, Segment, axis_of, is_free
 from distir.search.space import Candidate, spacing_of, starts
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _HUGE = 1e18
 """Bytes of a collective whose latency is nothing beside its transfer."""
@@ -136,8 +135,6 @@ def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: Groups
 
 
 def _paths(profile: Profile, seconds: Sequence[float], compute: Sequence[float]) -> Paths:
-    import numpy as np
-
     full: list[float] = []
     calm: list[float] = []
     for kind, needs, forward, again in profile.steps:
@@ -367,8 +364,6 @@ def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forwar
     """A bound from the reduction of gradients, and the gathering of parameters, along the axis of replicas."""
     if c.dp == 1:
         return 0.0
-    import numpy as np
-
     along = replica_axes(c)
     groups = tuple(dict.fromkeys([group for axis in along for group in groups_along(c, cost, axis)]))
     byte = slope("MPIReduceScatter" if c.zero else "MPIAllreduce", groups) / len(along)

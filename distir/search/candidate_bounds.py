@@ -125,3 +125,9 @@ class Bounds:
 def relatives(c: Candidate) -> Relatives:
     """What candidates of one profile share."""
     return c.tp, c.sequence_parallel, c.recompute, c.split
+
+
+def placing(key: Relatives) -> tuple[int, tuple[InputSplit, ...]]:
+    """What profiles have in common that are placed alike, but for sequence parallelism, replicas and recomputation."""
+    tp, _, _, split = key
+    return tp, split

@@ -16,7 +16,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from distir.ir.device import AxisNames, Mesh
 from distir.ir.function import Function, Op, Value
@@ -25,9 +27,6 @@ from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
 from distir.transforms.rank.recompose import recompose
 from distir.transforms.roles import weights
-
-if TYPE_CHECKING:
-    import numpy as np
 
 COMPUTE = ""
 """The stream of compute; those of collectives are their axes."""
@@ -128,8 +127,6 @@ class Profile:
 
     def reduced(self, dp: int, zero: int) -> Reduced:
         """What is reduced and gathered among `dp` replicas. Under ZeRO 2 and 3 only what is certainly split counts."""
-        import numpy as np
-
         found = self._reduced.get((dp, zero))
         if found is None:
             each = [

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any, NamedTuple
 
-from distir.search.candidate_bounds import Bounds, Relatives
+from distir.search.candidate_bounds import Bounds, Relatives, placing, relatives
 from distir.search.exact import Detail, Setting, evaluate, examine
 from distir.search.space import Candidate
 
@@ -127,12 +127,10 @@ class _Tasks:
 
 
 def _placing(task: Task) -> object:
-    """What tasks have in common that are placed alike, but for replicas and recomputation."""
+    """What tasks have in common whose programs are placed alike."""
     if isinstance(task, Price):
-        tp, _, _, split = task.profiles[0][0]
-        return tp, split
-    c = task.candidate if isinstance(task, Simulate | Examine) else task.candidates[0]
-    return c.tp, c.split
+        return placing(task.profiles[0][0])
+    return placing(relatives(task.candidate if isinstance(task, Simulate | Examine) else task.candidates[0]))
 
 
 @contextmanager

@@ -23,8 +23,9 @@ from distir.ir.device import TIME, AxisNames
 from distir.ir.function import Op
 from distir.ir.type import Type
 from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
-from distir.search.cut_stages import NOTHING, CellOp, CutStages, Handed, PlacedProgram, placed_program
+from distir.search.cut_stages import NOTHING, CellOp, CutStages, Handed
 from distir.search.exact import Setting
+from distir.search.placed_program import PlacedProgram, placed_program
 from distir.search.placed_sizes import Sized
 from distir.search.schedule_bounds import CellWork, StageWork, row_memory, row_seconds, schedule_rows
 from distir.search.segments import COMPUTE, axis_of
@@ -48,13 +49,13 @@ class _Stages:
     """A cut of a placed program: as sums, and as programs when they are asked for."""
 
     def __init__(self, placed: PlacedProgram, sums: StageSums, forward: Mapping[Op, int], parts: int) -> None:
-        self._placed, self._parts = placed, parts
+        self._placed = placed
         self._phase, self._stage = staged(placed.function, parts, placed.rules, forward)
         self.cut = sums.cut(self._stage, parts)
 
     @cached_property
     def programs(self) -> CutStages:
-        return CutStages(self._placed, self._phase, self._stage, self._parts)
+        return CutStages(self._placed, self._phase, self._stage, self.cut)
 
 
 class Cuts:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from distir.ir.function import Op, Value
 from distir.ir.type import Tensor, Type
+from distir.search.placed_program import PlacedProgram
 from distir.search.schedule_bounds import StageMemory
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD
-
-if TYPE_CHECKING:
-    from distir.search.cut_stages import PlacedProgram
 
 _NOT_AN_ALIAS, _OF_ANOTHER = -1, -2
 """Instead of the value that a forward value shows a view of: it is no view; the value is not made in the forward
@@ -77,8 +75,8 @@ class StageSums:
         self._is_forward = np.array([phase[op] == FORWARD for op in placed.timed], bool)
         self._types = _Numbers()
         self._made, self._forward_uses, self._saving = self._values()
-        self._once = self._roots()
-        self._weights()
+        self._once, self._root_types = self._roots()
+        self._sources, self._source_types, self._owners, self._state = self._weights()
         self._sums = self._summed()
 
     def cut(self, stage: Mapping[Op, int], parts: int) -> NumberedCut:
@@ -145,8 +143,8 @@ class StageSums:
         again = [i for i, op in enumerate(placed.timed) if op.outputs[0] in placed.copied]
         return [(i, users.get(i, [])) for i in reversed(again)]
 
-    def _roots(self) -> _Uses:
-        """Which backward ops use what is made of weights once a step, by its type and number."""
+    def _roots(self) -> tuple[_Uses, np.ndarray]:
+        """Which backward ops use what is made of weights once a step; and the types of that."""
         roots = _Numbers()
         rows: list[tuple[int, int]] = []
         for i, op in enumerate(self._placed.timed):
@@ -155,11 +153,12 @@ class StageSums:
                     root, _ = self._placed.once.get(v, (None, None))
                     if root is not None:
                         rows.append((i, roots(root)))
-        self._root_types = np.array([self._types(v.type) for v in roots.of], int)  # type: ignore[union-attr]
-        return _Uses(*_columns(rows, 2))
+        types = np.array([self._types(v.type) for v in roots.of], int)  # type: ignore[union-attr]
+        return _Uses(*_columns(rows, 2)), types
 
-    def _weights(self) -> None:
-        """Which forward ops use which weights, and which state is updated with which weights."""
+    def _weights(self) -> tuple[_Uses, np.ndarray, _Uses, _Uses]:
+        """Which forward ops use which weights; the types of the parameters among these; by update, which of them it
+        changes, and the types of the state that it updates first."""
         placed, sources = self._placed, _Numbers()
         rows: list[tuple[int, int]] = []
         for i, op in enumerate(placed.timed):
@@ -168,9 +167,8 @@ class StageSums:
                     _, source = placed.once.get(v, (None, None))
                     if source is not None:
                         rows.append((i, sources(source)))
-        self._sources = _Uses(*_columns(rows, 2))
         of = sources.of
-        self._source_types = np.array(
+        types = np.array(
             [self._types(v.type) if v.kind == "parameter" else -1 for v in of],  # type: ignore[union-attr]
             int,
         )
@@ -183,7 +181,8 @@ class StageSums:
                 owners += [(k, source) for source in mine]
                 state += [(k, self._types(v.type)) for v in rest if v not in counted]
                 counted.update(rest)
-        self._owners, self._state = _Uses(*_columns(owners, 2)), _Uses(*_columns(state, 2))
+        uses, owns, updates = (_Uses(*_columns(x, 2)) for x in (rows, owners, state))
+        return uses, types, owns, updates
 
     def _summed(self) -> _Uses:
         placed = self._placed

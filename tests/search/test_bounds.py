@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -81,7 +82,7 @@ def test_views_take_no_turn(monkeypatch):
     found = case(MODELS[1], 16, 2, "dgx-v100", "fp32")
     c = next(c for c in found.candidates if c.cp == 2 and c.microbatch == 1)
     assert not too_high(found, c)
-    monkeypatch.setattr("distir.search.cut_stages.is_free", lambda op: False)
+    monkeypatch.setattr("distir.search.placed_program.is_free", lambda op: False)
     assert too_high(found, c)
 
 
@@ -91,18 +92,22 @@ def test_bounds_are_above_zero():
         assert min(found.bounds.of(c)) > 0
 
 
-def test_bounds_that_suffice_are_no_higher():
+@pytest.mark.parametrize("by_cuts", [False, True])
+def test_bounds_that_suffice_are_no_higher(by_cuts):
     """Where so many seconds are enough, a bound is that many at least, or what it is without that."""
     found = case(MODELS[2], 16, 8, "dgx-a100", "bf16")
+
+    def of(c, *enough):
+        return found.bounds.of_cuts([c], *enough)[0] if by_cuts else found.bounds.of(c, *enough)
+
     stopped = 0
     for c in random.Random(1).sample(found.candidates, 40):
-        for of in (found.bounds.of, lambda c, *enough: found.bounds.of_cuts([c], *enough)[0]):
-            seconds, memory = of(c)
-            some, same = of(c, seconds / 2)
-            assert same == memory
-            assert seconds / 2 <= some <= seconds
-            assert of(c, seconds * 1.01) == (seconds, memory)
-            stopped += some < seconds
+        seconds, memory = of(c)
+        some, same = of(c, seconds / 2)
+        assert same == memory
+        assert seconds / 2 <= some <= seconds
+        assert of(c, seconds * 1.01) == (seconds, memory)
+        stopped += some < seconds
     assert stopped
 
 

@@ -113,7 +113,7 @@ def forward_stages(
     phase = phases(function, rules)
     if cut:
         check_cut(cut, parts)
-    if len(_ways(function, rules).ops) < parts:
+    if len(_forward_ops(function, rules)) < parts:
         _check_cuts_batch(function, phase, microbatches)
     if cut:
         return cut_at(function, phase, cut)
@@ -164,9 +164,14 @@ class _ToPrice(NamedTuple):
 
 
 @cached
-def _ways(function: Function, rules: PhaseRules) -> Ways:
+def _forward_ops(function: Function, rules: PhaseRules) -> list[Op]:
     phase = phases(function, rules)
-    return ways(canonical_order(function, [op for op in function.ops if phase[op] == FORWARD]))
+    return [op for op in function.ops if phase[op] == FORWARD]
+
+
+@cached
+def _ways(function: Function, rules: PhaseRules) -> Ways:
+    return ways(canonical_order(function, _forward_ops(function, rules)))
 
 
 @cached
@@ -247,12 +252,12 @@ def _following(function: Function, rules: PhaseRules) -> list[_Follows]:
     """The backward ops, in program order."""
     phase, producer, again = phases(function, rules), producers(function), copies(function)
     touching: dict[Value, list[Op]] = {}
-    for op in function.ops:
-        if phase[op] == FORWARD:
-            for v in dict.fromkeys((*op.inputs, *op.outputs)):
-                touching.setdefault(v, []).append(op)
+    forward = _forward_ops(function, rules)
+    for op in forward:
+        for v in dict.fromkeys((*op.inputs, *op.outputs)):
+            touching.setdefault(v, []).append(op)
     found: list[_Follows] = []
-    has_stage = {op for op in function.ops if phase[op] == FORWARD}
+    has_stage = set(forward)
     for op in function.ops:
         if phase[op] != BACKWARD:
             continue

@@ -1,0 +1,131 @@
+"""A placed program, with what bounds ask of it whatever its cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from distir.ir.device import AxisNames
+from distir.ir.function import Function, Op, Value
+from distir.ir.type import Type
+from distir.search.bounds import adds_sums
+from distir.search.segments import axis_of, is_free, made_once
+from distir.transforms.pipeline.copies import copies
+from distir.transforms.pipeline.phases import (
+    BACKWARD,
+    FORWARD,
+    FREE,
+    PROLOGUE,
+    UPDATE,
+    PhaseRules,
+    ends_time,
+    phases,
+)
+from distir.transforms.rank.recompose import recompose
+
+
+class PlacedProgram(NamedTuple):
+    """A placed program. `timed` are the ops of both passes; `kind` numbers these by what they take as the ranks run
+    them; `kinds` has one of each, and None for what takes nothing of its own; `free` are views. `copied` maps what is
+    recomputed to the original. Of each value that no pass makes, but uses: `once` is what `made_once` finds, `gathers`
+    are the gathers among replicas that it comes from. `updates` are the parameters and the optimizer state that ops of
+    the update use; `sums` complete sums over microbatches; `reducing` are all that communicate after the forward pass.
+    """
+
+    function: Function
+    rules: PhaseRules
+    timed: Sequence[Op]
+    free: Collection[Op]
+    updates: Sequence[tuple[Sequence[Value], Collection[Value]]]
+    sums: Sequence[Op]
+    reducing: Sequence[Op]
+    kind: Mapping[Op, int]
+    kinds: Sequence[Op | None]
+    copied: Mapping[Value, Value]
+    maker: Mapping[Value, Op]
+    once: Mapping[Value, tuple[Value | None, Value | None]]
+    gathers: Mapping[Value, Sequence[Op]]
+    axes: tuple[AxisNames, ...]
+    """Along which its ops communicate, but replicas and those that are reduced with these."""
+    sent: Mapping[AxisNames, Mapping[Type, int]]
+    """What its ops make along axes of replicas: how many values of each type."""
+
+
+def placed_program(function: Function, rules: PhaseRules) -> PlacedProgram:
+    """A program that is placed, but not cut."""
+    maker = {v: op for op in function.ops for v in op.outputs}
+    phase = phases(function, rules)
+    timed = [op for op in function.ops if phase[op] in (FORWARD, BACKWARD)]
+    made = {v for op in timed for v in op.outputs}
+    given = dict.fromkeys([v for op in timed for v in op.inputs if v not in made])
+    once = {v: made_once(v, maker, phase) for v in given}
+    gathers = {v: found for v in given if (found := _gathers(v, maker, phase))}
+    axes: dict[AxisNames, None] = {}
+    sent: dict[AxisNames, Counter[Type]] = {"dp": Counter()}
+    for op in function.ops:
+        axis = axis_of(op)
+        if axis is not None and of_replicas(axis):
+            sent.setdefault(axis, Counter())[op.outputs[0].type] += 1
+        elif axis is not None:
+            axes[axis] = None
+    updates = [
+        ([v for v in op.inputs if v.kind == "parameter"], {v for v in op.inputs if v.kind == "state"})
+        for op in function.ops
+        if phase[op] == UPDATE
+    ]
+    reducing = [op for op in function.ops if op.spec.comm is not None and op.inputs and phase[op] in (BACKWARD, UPDATE)]
+    return PlacedProgram(
+        function,
+        rules,
+        timed,
+        {op for op in timed if is_free(op)},
+        [(owned, state) for owned, state in updates if owned and state],
+        [op for op in reducing if ends_time(op) and op.inputs[0] in made and not adds_sums(maker[op.inputs[0]])],
+        reducing,
+        *_kinds(function, timed),
+        copies(function),
+        maker,
+        once,
+        gathers,
+        tuple(axes),
+        sent,
+    )
+
+
+def of_replicas(axis: AxisNames) -> bool:
+    """Whether replicas communicate along an axis, or along several."""
+    return "dp" in ((axis,) if isinstance(axis, str) else axis)
+
+
+def _kinds(function: Function, timed: Sequence[Op]) -> tuple[dict[Op, int], list[Op | None]]:
+    as_run = {op.outputs[0]: op for op in recompose(function).ops if op.outputs}
+    kinds: list[Op | None] = [None]
+    known: dict[tuple[object, ...], int] = {}
+    number: dict[Op, int] = {}
+    for op in timed:
+        run = as_run.get(op.outputs[0])
+        if run is None or is_free(op) or adds_sums(op):
+            number[op] = 0  # becomes part of another op, or costs nothing
+            continue
+        key = run.spec, run.attributes or None, *[v.type for v in run.inputs]
+        if key not in known:
+            known[key] = len(kinds)
+            kinds.append(run)
+        number[op] = known[key]
+    return number, kinds
+
+
+def _gathers(v: Value, maker: Mapping[Value, Op], phase: Mapping[Op, str]) -> list[Op]:
+    """The gathers among replicas that a weight comes from."""
+    found: list[Op] = []
+    todo = [v]
+    while todo:
+        op = maker.get(todo.pop())
+        if op is None or phase[op] not in (FREE, PROLOGUE):
+            continue
+        if op.spec.comm is not None and op.spec.comm.gathers and axis_of(op) == "dp":
+            found.append(op)
+        elif len(op.inputs) == 1:
+            todo += op.inputs
+    return found
