@@ -68,7 +68,7 @@ def _flops(ops: Iterable[Op], done: dict[Function, float], known: dict[object, f
 def _work(op: Op) -> float:
     shapes = ([t.shape for v in row if isinstance(t := v.type, Tensor)] for row in (op.inputs, op.outputs))
     homes = [t.device for v in op.outputs if isinstance(t := v.type, Tensor)]
-    devices = max([math.prod(home.sizes) for home in homes if isinstance(home, Mesh)], default=1)
+    devices = max([len(home.devices) for home in homes if isinstance(home, Mesh)], default=1)
     return op.spec.flops(op.attributes, *shapes) * devices
 
 
