@@ -27,9 +27,9 @@ def perturbed(function: Function, seed: int = 0) -> Tap:
     """A tap for `SequentialExecutor` that moves each element of a result up or down at random, by about one unit in the
     last place.
 
-    Not perturbed: results of optimizers, which every plan computes in the same order; views; integers; values that
-    depend on no weight (positions, masks), which every plan computes alike; and masked scores: the unit in the last
-    place of -1e9 is 64. On a mesh replicas move alike: they are copies of one result.
+    Not perturbed: results of optimizers, which every plan computes in the same order; views; integers; what an op makes
+    without rounding, such as a maximum, which is compared with what it was taken of; values that depend on no weight
+    (positions, masks), which every plan computes alike; and masked scores: the unit in the last place of -1e9 is 64. On a mesh replicas move alike: they are copies of one result.
     """
     rounds = _rounds(function)
     draw = np.random.default_rng(seed)
@@ -62,6 +62,11 @@ def _rounds(function: Function) -> set[Value]:
         if varies.isdisjoint(op.inputs):
             continue
         varies.update(op.outputs)
-        if op.spec.gradient is None and not op.spec.alias:
-            found.update(v for v in op.outputs if isinstance(v.type, Tensor) and v.type.dtype.floating)
+        exact = op.spec.exact or op.spec.alias or not any(map(_floating, op.inputs))
+        if op.spec.gradient is None and not exact:
+            found.update(filter(_floating, op.outputs))
     return found
+
+
+def _floating(v: Value) -> bool:
+    return isinstance(v.type, Tensor) and v.type.dtype.floating

@@ -69,6 +69,7 @@ class Spec:
         "dtype",
         "each",
         "eval",
+        "exact",
         "grad",
         "gradient",
         "ignored",
@@ -125,6 +126,7 @@ class Spec:
         self.gradient: int | None = fields.pop("gradient", None)
         self.precision: str | None = fields.pop("precision", None)
         self.kernel: str | None = fields.pop("kernel", None)
+        self.exact: bool = fields.pop("exact", False)
         self.keeps_zero: bool = fields.pop("keeps_zero", False)
         self.training_only: bool = fields.pop("training_only", False)
         self.torch: str | None = fields.pop("torch", None)
@@ -311,6 +313,8 @@ def op(name: str, **fields: Any) -> Spec:
     - `weight`: the operand that is a weight where it may be one.
     - `training_only`: an op of training alone; in evaluation result 0 is operand 0.
     - `keeps_zero`: a point is 0 in all results where it is 0 in all operands (linear ops do so anyway).
+    - `exact`: it rounds nothing, however it is split: each number of the results is an operand's, maybe negated, a
+      given one, a whole one, or infinite.
     - `neutral`: the value of an operand that does not count where it is reduced, if not 0 (a sum) or -inf (a maximum).
     - `outputs`: how many results, a number or a function of the attributes; `saved`: how many of them, the last, are
       saved for the gradient: no gradient flows from them.

@@ -82,6 +82,7 @@ op(  # x (.., v, ..), indices (.., j, ..) in [-v, v) -> (.., j, ..)
     unpadded="count",
     local=lambda attrs, ins, outs: _here(attrs, ins[0]),
     work=lambda attrs, ins, outs: (0.0, 3.0 * math.prod(outs[0])),
+    exact=True,
     eval=_pick,
     grad=_pick_grad,
 )

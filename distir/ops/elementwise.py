@@ -80,7 +80,14 @@ op(
     eval=lambda xp, a, b: a / b,
     grad=_div_grad,
 )
-op("Neg", axes=points(1), linear=[{0}], eval=lambda xp, a: -a, grad=lambda f, o, d: [f.emit("Neg", d)])
+op(
+    "Neg",
+    axes=points(1),
+    linear=[{0}],
+    exact=True,
+    eval=lambda xp, a: -a,
+    grad=lambda f, o, d: [f.emit("Neg", d)],
+)
 op(
     "Pow",
     axes=points(2),
@@ -101,6 +108,7 @@ op(
     "Max",
     axes=points(2),
     dtype=same,
+    exact=True,
     eval=lambda xp, a, b: xp.maximum(a, b),
     grad=lambda f, o, d: _larger_grad(f, o, d, "Less"),
 )
@@ -108,6 +116,7 @@ op(
     "Min",
     axes=points(2),
     dtype=same,
+    exact=True,
     eval=lambda xp, a, b: xp.minimum(a, b),
     grad=lambda f, o, d: _larger_grad(f, o, d, "Greater"),
 )
@@ -178,7 +187,7 @@ smooth(
 
 def _flat(name: str, eval: Callable[..., Any], torch: str) -> None:
     """A function of one operand that is constant but for its steps."""
-    op(name, axes=points(1), eval=eval, grad=no_grad, torch=torch)
+    op(name, axes=points(1), exact=True, eval=eval, grad=no_grad, torch=torch)
 
 
 _flat("Sign", lambda xp, x: xp.sign(x), "sign")
@@ -247,6 +256,7 @@ op(
     axes=points(3),
     dtype=_chosen,
     linear=[{1, 2}],
+    exact=True,
     eval=lambda xp, c, a, b: xp.where(c, a, b),
     grad=_where_grad,
     torch="where",
@@ -257,6 +267,7 @@ op(  # x where the condition is `keep`, else 0: a Where with 0 that is linear in
     axes=points(2),
     dtype=_chosen,
     linear=[{1}],
+    exact=True,
     eval=lambda xp, c, x, keep=True: xp.where(c, x, 0) if keep else xp.where(c, 0, x),
     grad=lambda f, o, d: _each(f, o, None, f.add_op("Mask", None, [o.inputs[0], d], o.attributes)),
 )

@@ -112,6 +112,7 @@ op(  # table (.., v, ..), indices in [-v, v) -> (.., *indices, ..), along `axis`
     unpadded="count",
     local=lambda attrs, ins, outs: local_rows(attrs, ins[0], _axis(attrs)),
     work=lambda attrs, ins, outs: (0.0, 2.0 * math.prod(outs[0]) + math.prod(ins[1])),
+    exact=True,
     eval=_gather,
     grad=_emit_grad,
 )

@@ -102,6 +102,7 @@ op(
     dtype=_dtype,
     shard=_shard,
     work=_work,
+    exact=True,
     eval=_max_pool,
     grad=lambda f, o, d: [f.add_op("MaxPoolGrad", None, [*o.inputs, d], o.attributes)],
 )

@@ -168,5 +168,6 @@ def smooth(
         v = o.inputs[0] if saved == "x" else o.outputs[0]
         return [f.add_op(f"{name}Grad", None, [v, d], o.attributes)]
 
-    op(name, axes=points(1), attributes=attributes, eval=once(eval), grad=grad, **more)
-    op(f"{name}Grad", axes=points(2), attributes=attributes, dtype=same, linear=[{1}], eval=once(slope))
+    given = {"attributes": attributes, "exact": exact}
+    op(name, axes=points(1), eval=once(eval), grad=grad, **given, **more)
+    op(f"{name}Grad", axes=points(2), dtype=same, linear=[{1}], eval=once(slope), **given)

@@ -25,7 +25,7 @@ def _here(attrs: Attrs, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> Attrs:
 
 op("Identity", axes=points(1), linear=[{0}], eval=lambda xp, x: x, grad=lambda f, o, d: [d], alias=True)
 op("Detach", axes=points(1), linear=[{0}], eval=lambda xp, x: x, grad=no_grad, alias=True)
-op("ZerosLike", axes=points(1), linear=[{0}], eval=lambda xp, x: xp.zeros_like(x), grad=no_grad)
+op("ZerosLike", axes=points(1), linear=[{0}], exact=True, eval=lambda xp, x: xp.zeros_like(x), grad=no_grad)
 
 
 def _constant_infer(attrs: Attrs) -> list[Shape]:
@@ -226,6 +226,7 @@ op(
     dtype=same,
     shard=_concat_shard,
     linear="all",
+    exact=True,
     eval=lambda xp, *a, axis: xp.concat(a, axis=axis),
     grad=_concat_grad,
 )
@@ -296,6 +297,7 @@ op(
     shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, attrs["axes"]),
     linear=[{0}],
     local=_here,
+    exact=True,
     eval=_slice_grad_eval,
     grad=lambda f, o, d: [f.add_op("Slice", None, [d], o.attributes.without("shape"))],
 )
@@ -341,6 +343,7 @@ op(  # dim grows to `size`, by `value` at the end
     infer=lambda attrs, shape: _resized(attrs, shape, True),
     shard=lambda attrs, ins, outs, slot, split, n: passed(1, split, (attrs["dim"],)),
     linear=lambda attrs: [] if attrs.get("value") else [{0}],
+    exact=True,
     eval=_pad_eval,
     grad=lambda f, o, d: [f.emit("CutTo", d, dim=o.attributes["dim"], size=shape_of(o.inputs[0])[o.attributes["dim"]])],
 )
@@ -370,6 +373,7 @@ op(  # `value` in place of the elements of dim from index `size` on; the dim may
     index=lambda attrs: (0, attrs["dim"]),
     linear=lambda attrs: [] if attrs.get("value") else [{0}],
     donates=(0,),
+    exact=True,
     eval=_fill_eval,
     grad=lambda f, o, d: [f.emit("FillTail", d, dim=o.attributes["dim"], size=o.attributes["size"])],
 )

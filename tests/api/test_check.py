@@ -363,6 +363,18 @@ def test_masks_are_not_disturbed():
     assert check.outputs.allowed == 1e-5
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_what_is_compared_with_its_maximum_stays_equal_to_it(dtype, choices):
+    """Each token goes to the experts of largest probability: if the maximum were disturbed, to none."""
+    sizes = f"gpt:layers=2,hidden=16,heads=2,vocab=32,seq=16,batch=4,experts=4,capacity=1.0,choices={choices}"
+    model = distir.load(sizes, loss="cross-entropy", optimizer="adamw", dtype=dtype)
+    check = distir.run(model, distir.Plan(dp=2), steps=2, backend="numpy", check=True).check
+    assert check is not None
+    assert check.ok
+    assert not check.unchecked
+
+
 def attention(dtype, tokens=8, width=8):
     """Attention of a token to others, all of whose keys `shift` moves alike: softmax does not see it."""
     f = FunctionMaker("m")
