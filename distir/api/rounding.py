@@ -29,7 +29,8 @@ def perturbed(function: Function, seed: int = 0) -> Tap:
 
     Not perturbed: results of optimizers, which every plan computes in the same order; views; integers; what an op makes
     without rounding, such as a maximum, which is compared with what it was taken of; values that depend on no weight
-    (positions, masks), which every plan computes alike; and masked scores: the unit in the last place of -1e9 is 64. On a mesh replicas move alike: they are copies of one result.
+    (positions, masks), which every plan computes alike; and masked scores: the unit in the last place of -1e9 is 64. On
+    a mesh replicas move alike: they are copies of one result.
     """
     rounds = _rounds(function)
     draw = np.random.default_rng(seed)
