@@ -10,9 +10,8 @@ figure of a turn is the median of its iterations, the ratio the median over roun
 is the quickest iteration of all, which other programs on the machine disturb least. Both sleep to the microsecond;
 with `--poll` C++, too, lets MPI progress while it sleeps.
 
-Before the first of every three rounds the network is measured (`distir bench collectives --out`), with pauses where the
-sequence computes; "predicted" is the simulator's time with it, and the error the median of predicted / measured - 1 of
-these rounds.
+Before each round the network is measured (`distir bench collectives --out`), with pauses where the sequence computes;
+"predicted" is the simulator's time with it, and the error the median of predicted / measured - 1.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ top = {forward = 455, backward = 910, update = 0}
 }
 """Microseconds of the sequences' compute, as our own plans take it."""
 SECONDS = 600
-EVERY = 3
-"""Rounds from one measurement of the network to the next."""
 
 
 class Case(NamedTuple):
@@ -97,7 +94,7 @@ class Result:
     ours_least_ms: float
     peer_least_ms: float
     predicted: list[tuple[float, float]]
-    """(predicted, measured) ms of the rounds before which the network was measured."""
+    """(predicted, measured) ms of each round."""
 
     @property
     def ratios(self) -> list[float]:
@@ -201,12 +198,10 @@ def measure(bench: Bench, case: Case, runs: int) -> Result:
     peers: list[list[float]] = []
     predicted: list[tuple[float, float]] = []
     for k in range(runs):
-        if k % EVERY == 0:
-            bench.network(case)
+        bench.network(case)
         seconds, prediction = bench.ours(case)
         ours.append(seconds)
-        if k % EVERY == 0:
-            predicted.append((prediction * 1e3, statistics.median(seconds) * 1e3))
+        predicted.append((prediction * 1e3, statistics.median(seconds) * 1e3))
         peers.append(bench.peer(case))
         print(f"  {case.name} {case.kind} on {case.ranks}: round {k + 1} of {runs}", file=sys.stderr)
     ours_ms, peer_ms = ([statistics.median(turn) * 1e3 for turn in turns] for turns in (ours, peers))
