@@ -57,7 +57,8 @@ def by_seconds(found: Simulated) -> tuple[object, ...]:
 
 
 _NEAR = 1.1
-"""Bounds are refined together with those of plans of the same placed program that are at most so much slower."""
+"""Bounds are refined together with those of all plans of the same placed program that may be among the quickest, for
+placing takes longer; until it is known how quick these are, with those that are at most so much slower."""
 NOTHING_KNOWN: Mapping[Candidate, Simulated] = MappingProxyType({})
 
 
@@ -97,6 +98,8 @@ class _Queue:
         """The number of each entry; those before it, of the same, are void."""
         self._rough: dict[Template, dict[Candidate, float]] = {}
         """By template the candidates whose bounds are not refined, with these."""
+        self._sizes: dict[Relatives, dict[int, float]] = {}
+        """The bounds of those that have none of their own, by relatives and size of microbatch."""
         self.away: dict[_Entry, float] = {}
         """What is being bounded or simulated, with its bound."""
         self.left = len(candidates)
@@ -122,16 +125,16 @@ class _Queue:
             bound, number, what = heapq.heappop(self._heap)
             if self._latest.get(what) != number:
                 continue
+            if isinstance(what, Several):
+                return Bound(self._several(what, below), below)
             if not isinstance(what, Candidate):
                 self.away[what] = bound
-                if isinstance(what, Several):
-                    return Bound(tuple(self._groups[what.relatives][what.microbatch]), below)
                 sizes = self._groups[what.profiles[0]]
                 devices = sizes[max(sizes)][0].devices
                 return Price(tuple([(key, tuple(sorted(self._groups[key]))) for key in what.profiles]), devices)
             rough = self._rough.get(self.bounds.template(what), {})
             if what in rough:
-                most = min(below, bound * _NEAR)
+                most = below if below < math.inf else bound * _NEAR
                 group = tuple([c for c, x in rough.items() if x < most or c == what])
                 for c in group:
                     self.away[c] = rough.pop(c)
@@ -141,6 +144,17 @@ class _Queue:
             self.away[what] = bound
             return Simulate(what)
         return None
+
+    def _several(self, what: Several, below: float) -> tuple[Candidate, ...]:
+        """The candidates of an entry, with their relatives of other sizes of microbatch that may be among the quickest:
+        their bounds are then refined together."""
+        sizes = self._sizes[what.relatives]
+        chosen = [n for n, x in sizes.items() if n == what.microbatch or x < below < math.inf]
+        for n in chosen:
+            entry = Several(what.relatives, n)
+            self.away[entry] = sizes.pop(n)
+            del self._latest[entry]
+        return tuple([c for n in chosen for c in self._groups[what.relatives][n]])
 
     def _add(self, c: Candidate, bound: float, found: CandidateBound) -> None:
         seconds, needed = found
@@ -169,15 +183,16 @@ class _Queue:
         for (key, sizes), bounds in zip(task.profiles, found, strict=True):
             for size, bound in zip(sizes, bounds, strict=True):
                 self.bounds.shared[key, size] = bound
+                self._sizes.setdefault(key, {})[size] = max(before, bound)
                 self._push(max(before, bound), Several(key, size))
 
     def bounded(self, task: Bound, found: Sequence[CandidateBound]) -> None:
-        """Take the bounds of candidates of one profile and size of microbatch."""
-        c = task.candidates[0]
-        before = self.away.pop(Several(relatives(c), c.microbatch))
-        for c, one in zip(task.candidates, found, strict=True):
+        """Take the bounds of candidates of one profile."""
+        entries = [Several(relatives(c), c.microbatch) for c in task.candidates]
+        before = {entry: self.away.pop(entry) for entry in dict.fromkeys(entries)}
+        for c, entry, one in zip(task.candidates, entries, found, strict=True):
             self.bounds.rough[c] = one
-            self._add(c, before, one)
+            self._add(c, before[entry], one)
 
     def refined(self, task: Refine, found: Sequence[CandidateBound]) -> None:
         """Take the bounds of candidates by their cuts."""
