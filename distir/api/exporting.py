@@ -51,10 +51,13 @@ def export(
     """Write the steps of all ranks, in format "chakra" or "goal", to files whose names begin with `prefix`.
 
     Times are those of the cluster's devices and links; its host takes none. `on_rank` is called with the number of each
-    rank that is written, and how many there are. Raises UsageError for another format, or files that cannot be written.
+    rank that is written, and how many there are. Raises UsageError for another format, a prefix that is no name, or
+    files that cannot be written.
     """
     if format not in FORMATS:
         raise UsageError(f"unknown format {format!r}", f"known are {' and '.join(FORMATS)}")
+    if not os.path.basename(prefix):
+        raise UsageError(f"files cannot have names that begin with {os.fspath(prefix)!r}", "add a name to the folder")
     plan = plan_in_effect(model, plan)
     given = cost_model(cluster, plan, nodes)
     cost = CostModel(given.topology, tf32=given.tf32) if given.runtime is not None else given

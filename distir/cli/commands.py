@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from distir.api import RunResult
 
 
+_OF_TRAINING = ("check", "save", "checkpoint", "every", "resume", "epochs", "data", "tokenizer", "metrics", "compiled")
+"""What a proxy has no use for."""
+
+
 def run(args: argparse.Namespace) -> None:
     """`distir run`."""
     from distir.api.proxy import ProxyOptions
@@ -49,9 +53,12 @@ def _proxy(args: argparse.Namespace) -> None:
     from distir.api.proxy import ProxyOptions, run_proxy
     from distir.runtime.job import JobCallbacks
 
-    for name in ("check", "save", "checkpoint", "epochs", "data", "compiled"):
+    if args.steps:
+        raise UsageError("a proxy takes no steps: --steps does not fit --proxy", f"--iterations {args.steps}")
+    for name in _OF_TRAINING:
         if getattr(args, name):
-            raise UsageError(f"a proxy computes nothing: --{name} does not fit --proxy", f"leave --{name} out")
+            flag = {"compiled": "compile"}.get(name, name)
+            raise UsageError(f"a proxy computes nothing: --{flag} does not fit --proxy", f"leave --{flag} out")
     with Progress("loading") as progress:
         callbacks = JobCallbacks(on_phase=progress.phase)
         proxy, options = ProxyOptions(**_given(args, ProxyOptions)), options_of(args)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from distir.importer.node import Node, Result
+from distir.importer.node import Node, Result, collapsed
 from distir.importer.registry import rule
 from distir.importer.rules_math import divisor, where_not
 from distir.ir.function import Value
@@ -107,8 +107,12 @@ def _filters(n: Node, rank: int) -> tuple[Ints, int]:
 
 
 def _plus_bias(n: Node, y: Value, *ones: int) -> Value:
-    """`y` plus operand 2, if there is one: a number for each channel, the dim of `y` before those of `ones`."""
-    if not n.has(2):
+    """`y` plus operand 2, if there is one: a number for each channel, the dim of `y` before those of `ones`.
+
+    Zeros that are no parameter are left out: torch's exporter writes them where a module has no bias, and for 3 spatial
+    dims in a wrong shape.
+    """
+    if not n.has(2) or (n.scope.is_known(n.proto.input[2]) and not collapsed(n.known(2, "the bias")).any()):
         return y
     shape, channels = n.shape(2), shape_of(y)[-1 - len(ones)]
     if shape != (channels,):

@@ -40,21 +40,29 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise UsageError(f"cannot write {fspath(path)}: {why}")
 
 
+def _check_replaceable(target: Path, path: str | os.PathLike[str]) -> None:
+    """Raises UsageError, which names `path`, if something else than a file is at `target`."""
+    if target.exists() and not target.is_file():
+        raise UsageError(f"cannot write {fspath(path)}: it is there and is no regular file")
+
+
 @contextmanager
 def written(path: str | os.PathLike[str]) -> Generator[Path]:
     """The path at which to write what is to be at `path`, in a folder of its own.
 
     When the context ends all files in that folder take their place beside `path`, its own last: it may refer to them.
-    A symbolic link stays one, its target is written. Raises UsageError if `path` is something else than a file, or
-    cannot be written.
+    A symbolic link stays one, its target is written. Raises UsageError if `path`, or the place of another of the files,
+    is something else than a file, or cannot be written.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise UsageError(f"cannot write {path}: it is there and is no regular file")
+    _check_replaceable(target, path)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
             yield Path(folder, target.name)
-            for file in sorted(Path(folder).iterdir(), key=lambda f: (f.name == target.name, f.name)):
+            files = sorted(Path(folder).iterdir(), key=lambda f: (f.name == target.name, f.name))
+            for file in files:  # all of them first: none is to be replaced if one cannot be
+                _check_replaceable(target.parent / file.name, Path(path).parent / file.name)
+            for file in files:
                 os.replace(file, target.parent / file.name)
     except OSError as e:
         raise UsageError(f"cannot write {path}: {e.strerror or e}") from None

@@ -51,6 +51,10 @@ def test_ranks_are_counted(tmp_path: Path) -> None:
 def test_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", *FLAGS, "--format", "goal", "-o", str(tmp_path / "none" / "x")]) == 2
     assert "cannot write" in capsys.readouterr().err
+    for prefix in ("", f"{tmp_path}/"):
+        assert main(["export", *FLAGS, "--format", "chakra", "-o", prefix]) == 2
+        assert f"names that begin with {prefix!r}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
     assert main(["export", *FLAGS, "--format", "csv", "-o", "x"]) == 2
     with pytest.raises(UsageError, match="unknown format 'csv'"):
         export(model(), Plan(), tmp_path / "x", "csv", flat(1))

@@ -115,3 +115,17 @@ def test_patches_become_a_product(tmp_path: Path) -> None:
         function, got = computed(proto, inputs, tmp_path / "m.onnx")
         equal(got, expected(proto, inputs))
         assert ("MatMul" in [op.op_type for op in function.ops]) is product
+
+
+def test_a_bias_of_zeros_is_none(tmp_path: Path) -> None:
+    """torch's exporter writes one where a module has none, and for 3 spatial dims in the shape (channels, 2)."""
+    rng = np.random.default_rng(0)
+    inputs = {"x": rng.standard_normal((1, 4, 5, 5, 5)).astype(np.float32)}
+    weights = {"w": rng.standard_normal((6, 4, 3, 3, 3)).astype(np.float32)}
+    bare = model([node("Conv", "x w", "y")], inputs, ["y"], weights)
+    for shape in ((6, 2), (6,)):
+        stored = weights | {"s": np.array(shape)}
+        nodes = [node("ConstantOfShape", "s", "b"), node("Conv", "x w b", "y")]
+        function, got = computed(model(nodes, inputs, ["y"], stored), inputs, tmp_path / "m.onnx")
+        equal(got, expected(bare, inputs), 1e-5)
+        assert [op.op_type for op in function.ops] == ["Conv"]

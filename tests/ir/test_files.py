@@ -52,6 +52,21 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     assert (tmp_path / "fifo").is_fifo()
 
 
+def test_no_file_is_replaced_where_one_cannot_be(tmp_path):
+    (tmp_path / "a.2").mkdir()
+    (tmp_path / "a.1").write_text("old")
+
+    def write() -> None:
+        with written(tmp_path / "a.all") as new:
+            for name in ("a.1", "a.2", "a.all"):
+                (new.parent / name).write_text("new")
+
+    with pytest.raises(UsageError, match=r"cannot write .*a\.2: it is there"):
+        write()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.1", "a.2"]
+    assert (tmp_path / "a.1").read_text() == "old"
+
+
 def test_a_folder_that_is_not_there(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "a.txt", tmp_path / "missing" / "a.txt"):
