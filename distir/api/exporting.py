@@ -14,7 +14,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.simulator.compile import CompiledProgram
 from distir.export import chakra, goal
 from distir.export.rank_steps import Partners, steps
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, counted
 from distir.ir.files import written
 from distir.ir.pause import no_collection
 from distir.transforms.plan import Plan
@@ -34,7 +34,8 @@ class Exported(NamedTuple):
     files: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.ranks:,} ranks, {self.steps:,} steps, {self.bytes:,} bytes: {', '.join(self.files)}"
+        sizes = counted(self.ranks, "rank"), counted(self.steps, "step"), counted(self.bytes, "byte")
+        return f"{', '.join(sizes)}: {', '.join(self.files)}"
 
 
 @loads

@@ -56,9 +56,9 @@ def by_seconds(found: Simulated) -> tuple[object, ...]:
     return found.outcome.seconds, found.candidate
 
 
-_NEAR = 1.1
-"""Bounds are refined together with those of all plans of the same placed program that may be among the quickest, for
-placing takes longer; until it is known how quick these are, with those that are at most so much slower."""
+_NEAR = 1.2
+"""Bounds are refined together with those of plans of the same placed program that are at most so much slower: placing
+takes longer than refining some more."""
 NOTHING_KNOWN: Mapping[Candidate, Simulated] = MappingProxyType({})
 
 
@@ -126,7 +126,7 @@ class _Queue:
             if self._latest.get(what) != number:
                 continue
             if isinstance(what, Several):
-                return Bound(self._several(what, below), below)
+                return Bound(self._several(what, min(below, bound * _NEAR)), below)
             if not isinstance(what, Candidate):
                 self.away[what] = bound
                 sizes = self._groups[what.profiles[0]]
@@ -134,7 +134,7 @@ class _Queue:
                 return Price(tuple([(key, tuple(sorted(self._groups[key]))) for key in what.profiles]), devices)
             rough = self._rough.get(self.bounds.template(what), {})
             if what in rough:
-                most = below if below < math.inf else bound * _NEAR
+                most = min(below, bound * _NEAR)
                 group = tuple([c for c, x in rough.items() if x < most or c == what])
                 for c in group:
                     self.away[c] = rough.pop(c)
@@ -146,10 +146,10 @@ class _Queue:
         return None
 
     def _several(self, what: Several, below: float) -> tuple[Candidate, ...]:
-        """The candidates of an entry, with their relatives of other sizes of microbatch that may be among the quickest:
-        their bounds are then refined together."""
+        """The candidates of an entry, with their relatives of other sizes of microbatch whose bounds are `below`: they
+        are then refined together."""
         sizes = self._sizes[what.relatives]
-        chosen = [n for n, x in sizes.items() if n == what.microbatch or x < below < math.inf]
+        chosen = [n for n, x in sizes.items() if n == what.microbatch or x < below]
         for n in chosen:
             entry = Several(what.relatives, n)
             self.away[entry] = sizes.pop(n)
