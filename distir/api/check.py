@@ -38,6 +38,8 @@ _SIGN_FLIPS = 3
 _FAINT = 32
 """The size that rounding alone may give a gradient, in unit roundoffs of the largest gradient's norm: that of a
 thousand terms, which adds up as their root."""
+_PART = 4
+"""Of the unit roundoff of the 16-bit numbers that a program computes with: what its outputs may differ by at least."""
 _SHOWN = 4
 """Names listed in a message; the rest is counted."""
 
@@ -152,8 +154,9 @@ def compare(
     run did not return is reported as not checked, except outputs of more than one element of steps before the last.
 
     The tolerance is 2.5 times the error of the perturbed run, and at least: for outputs 1e-5 of the largest element
-    (float64 1e-10, 16 bits 0.05); for gradients, state and changes of weights 1e-4 of the norm (float64 1e-10, 16 bits
-    0.05, for changes 0.2). A value is not checked where the tolerance would accept half or twice its change.
+    (float64 1e-10, 16 bits 0.05, mixed precision a quarter of the unit roundoff of the 16 bits); for gradients, state
+    and changes of weights 1e-4 of the norm (float64 1e-10, 16 bits 0.05, for changes 0.2). A value is not checked where
+    the tolerance would accept half or twice its change.
 
     Some gradients are zero but for rounding (see `_Faint`): of them, of what they change and of their state only the
     size is compared, and they are reported as not checked.
@@ -202,8 +205,13 @@ def _worst(rows: Sequence[Compared]) -> Difference | None:
 
 
 def _tolerance(function: Function) -> Tolerance:
+    """By the dtypes of the inputs; in mixed precision for outputs a part of what the rounding of one number makes: a
+    loss is a single number, in which the perturbed run may come near to the unperturbed one by chance."""
     types = {v.type.dtype for v in function.inputs if isinstance(v.type, Tensor) and v.type.dtype.floating}
-    return _EXACT if types <= {Float64} else _SINGLE if types <= {Float32, Float64} else _ROUGH
+    found = _EXACT if types <= {Float64} else _SINGLE if types <= {Float32, Float64} else _ROUGH
+    made = {v.type.dtype for op in function.ops for v in op.outputs if isinstance(v.type, Tensor)}
+    narrow = max([epsilon(t) for t in made if t.floating and t.size == 2], default=0.0)
+    return found._replace(outputs=max(found.outputs, narrow / _PART))
 
 
 def _outputs(

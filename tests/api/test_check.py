@@ -459,6 +459,22 @@ def test_tolerances():
     assert not check(weight=float("inf")).ok
 
 
+@pytest.mark.parametrize(("precision", "allowed"), [("bf16", 1e-3), ("fp16", 1.2e-4), ("fp32", 1e-5)])
+def test_a_loss_that_the_disturbed_run_meets_by_chance(precision, allowed):
+    """One number: in 16 bits runs that are right differ from it by more than the disturbed one may do."""
+    model = distir.load(
+        "gpt:layers=1,hidden=16,heads=2,vocab=32,seq=8,batch=4", loss="cross-entropy", precision=precision
+    )
+    loss = next(k for k, v in enumerate(model.function.outputs) if v.name == "loss")
+
+    def differs(by):
+        got, want = (Outcome([3.0], [{loss: np.array(3.0 * x)}], {}, {}) for x in (1 + by, 1.0))
+        return compare(model.function, {}, got, want, want)
+
+    assert differs(0.9 * allowed).first is None or differs(0.9 * allowed).first.name != "loss"
+    assert differs(1.1 * allowed).first.name == "loss"
+
+
 def test_what_is_not_finite_in_both_is_said_and_the_rest_compared():
     begin = np.linspace(0.1, 1, 200, dtype=np.float32)
     change = 1e-3 * np.random.default_rng(0).standard_normal(200)
