@@ -997,6 +997,7 @@ def test_the_bar_is_for_terminals_and_for_what_takes_long(monkeypatch, tty, pati
     terminal = Terminal(tty)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(output, "_PATIENCE_SECONDS", patience)
+    before = sys.getswitchinterval()
     with output.Progress("loading") as progress:
         progress.phase("running", 4)
         for step in range(4):
@@ -1006,6 +1007,7 @@ def test_the_bar_is_for_terminals_and_for_what_takes_long(monkeypatch, tty, pati
         while seen and "running" not in terminal.getvalue() and time.monotonic() < end:  # on a busy host
             time.sleep(0.05)
     assert ("running" in terminal.getvalue()) is seen
+    assert sys.getswitchinterval() == before
 
 
 def test_the_bar_says_what_is_prepared(cli, monkeypatch):

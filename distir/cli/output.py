@@ -73,8 +73,13 @@ class Progress:
         self._update()
 
     def _start(self) -> None:
-        from rich.console import Console
-        from rich.progress import Progress as Bar
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(interval / 50)  # an import waits at each file until the command lets it go on: seconds
+        try:
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+        finally:
+            sys.setswitchinterval(interval)
 
         # printed lines go above the bar; output to a redirected stdout stays there
         bar = Bar(console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty())
