@@ -124,22 +124,19 @@ def _extreme_slope(xp: Any, x: Any, y: Any, d: Any, axes: tuple[int, ...]) -> An
     return xp.where(hit, d / xp.sum(hit, axis=axes, keepdims=True, dtype=x.dtype), 0)
 
 
-op(
-    "ReduceMax",
-    attributes="axes:dims keepdims:flag?",
-    axes=_axes("max"),
-    exact=True,
-    eval=_over("max"),
-    grad=_extreme_grad,
-)
-op(
-    "ReduceMin",
-    attributes="axes:dims keepdims:flag?",
-    axes=_axes("whole"),
-    exact=True,
-    eval=_over("min"),
-    grad=_extreme_grad,
-)
+def _extreme(name: str, kind: str, how: str) -> None:
+    op(
+        name,
+        attributes="axes:dims keepdims:flag?",
+        axes=_axes(kind),
+        exact=True,
+        eval=_over(how),
+        grad=_extreme_grad,
+    )
+
+
+_extreme("ReduceMax", "max", "max")
+_extreme("ReduceMin", "whole", "min")
 op(  # of ReduceMax and ReduceMin: equal elements share it
     "ReduceMaxGrad",
     attributes="axes:dims",

@@ -375,6 +375,18 @@ def test_what_is_compared_with_its_maximum_stays_equal_to_it(dtype, choices):
     assert not check.unchecked
 
 
+def test_what_is_made_without_rounding_is_not_disturbed():
+    f = FunctionMaker("m")
+    w = f.add_input_value("w", Tensor(Float32, (8,)), Role("parameter"))
+    largest = f.emit("ReduceMax", w, axes=(0,), keepdims=1)
+    count = f.emit("Cast", f.emit("Equal", w, largest), to=Float32)
+    grown = f.emit("Exp", w)
+    f.set_outputs([largest, count, grown])
+    tap, ones = perturbed(f.finalize()), np.ones(8, np.float32)
+    for v, moves in ((largest, False), (count, False), (grown, True)):
+        assert (tap(v, ones[: v.type.shape[0]]) != 1).all() == moves
+
+
 def attention(dtype, tokens=8, width=8):
     """Attention of a token to others, all of whose keys `shift` moves alike: softmax does not see it."""
     f = FunctionMaker("m")
