@@ -109,7 +109,7 @@ def compare(args: argparse.Namespace) -> None:
         print(comparison)
 
 
-@no_collection()
+@no_collection(collect=False)  # the process ends after it
 def simulate(args: argparse.Namespace) -> None:
     """`distir simulate`."""
     from distir.cli.other_tools import (

@@ -12,11 +12,12 @@ _made = 0
 
 
 @contextmanager
-def no_collection() -> Generator[None]:
+def no_collection(collect: bool = True) -> Generator[None]:
     """A context, or decorator, in which the cyclic garbage collector does not run.
 
     Objects made in it are moved to the oldest generation when it ends; else the next young collection would traverse
-    all of them.
+    all of them. With `collect`, a full collection may run then: not wanted where the process is about to end, as it
+    takes seconds where millions of objects live.
     """
     was = gc.isenabled()
     gc.disable()
@@ -24,15 +25,15 @@ def no_collection() -> Generator[None]:
         yield
     finally:
         if was:
-            _settle()
+            _settle(collect)
             gc.enable()
 
 
-def _settle() -> None:
+def _settle(collect: bool) -> None:
     """Move all objects to the oldest generation without traversing them; collect when enough have been made."""
     global _made
     _made += gc.get_count()[0]
-    if _made > _ENOUGH:
+    if collect and _made > _ENOUGH:
         _made = 0
         gc.collect()
     elif not gc.get_freeze_count():  # another's frozen objects would thaw

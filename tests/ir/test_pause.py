@@ -55,6 +55,19 @@ def test_collects_when_enough_was_made(monkeypatch: pytest.MonkeyPatch):
     assert len(nodes) == 200
 
 
+def test_collects_nothing_where_the_process_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pause, "_ENOUGH", 100)
+    with no_collection(collect=False):
+        a = _Node()
+        a.next = a
+        seen = weakref.ref(a)
+        del a
+        nodes = [_Node() for _ in range(200)]
+    assert seen() is not None
+    assert len(gc.get_objects(generation=0)) < 1000
+    assert len(nodes) == 200
+
+
 def test_leaves_what_another_froze():
     gc.freeze()
     try:
