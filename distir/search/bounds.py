@@ -156,7 +156,7 @@ def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong) -> fl
     op = kind.op
     if not kind.priced:
         return 0.0
-    ins, outs = ([_scaled(v.type, scale) for v in values] for values in (op.inputs, op.outputs))
+    ins, outs = ([scaled(v.type, scale) for v in values] for values in (op.inputs, op.outputs))
     if cost.free(op.spec, op.attributes, ins):
         return 0.0
     if kind.axis is not None:
@@ -167,7 +167,7 @@ def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong) -> fl
     return cost.compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
 
 
-def _scaled(t: Type, scale: int) -> Type:
+def scaled(t: Type, scale: int) -> Type:
     """The type with `scale` times as many samples a microbatch."""
     if scale == 1 or not isinstance(t, Tensor) or (dim := t.over_time.dim) is None:
         return t

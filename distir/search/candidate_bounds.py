@@ -12,6 +12,7 @@ from distir.api.interop.plan_settings import EXPERTS
 from distir.api.named_dims import named_dims
 from distir.ir.errors import DistirError
 from distir.ir.pause import no_collection
+from distir.search.balanced_memory import Stageable, balanced_memory, stageable
 from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, step_bound, step_cost
 from distir.search.exact import Setting
 from distir.search.memory_bounds import memory_bound
@@ -46,6 +47,7 @@ class Bounds:
         """Seconds, of all candidates of a profile, by the size of their microbatch."""
         self.known: dict[Candidate, CandidateBound] = {}
         """By their cuts, of those for which that was asked."""
+        self._stageable: dict[Relatives, Stageable] = {}
         self._profiles: dict[Relatives, Profile | None] = {}
         self._steps: dict[tuple[object, ...], StepCost] = {}
         self._templates: dict[Template, Cuts] = {}
@@ -85,10 +87,17 @@ class Bounds:
         found: list[CandidateBound] = []
         for c in candidates:
             try:
-                found.append(self._cuts(c).bound(c, enough))
+                memory = self._balanced(c)
+                found.append((0.0, memory) if memory > self._room else self._cuts(c).bound(c, enough))
             except DistirError:
                 found.append((0.0, 0.0))
         return found
+
+    def _balanced(self, c: Candidate) -> float:
+        """Bytes that it has at least, as its stages are balanced: found without placing it."""
+        if self.profile(relatives(c)) is None:
+            return 0.0
+        return balanced_memory(c, self.setting.batch, self._stageable[relatives(c)], self.setting.cost)
 
     def _cuts(self, c: Candidate) -> Cuts:
         """The template's cuts; those of the last templates are kept."""
@@ -119,7 +128,9 @@ class Bounds:
         devices = setting.cost.topology.devices[: plan.size]
         context = PassContext(plan, devices, splits=named_dims(function, split))
         names = ("fuse", "decompose", "pad", "place", "join", "recompute")
-        return profile_of(run_passes(function, names, context), 1)
+        placed = run_passes(function, names, context)
+        self._stageable[tp, sequence, recompute, split] = stageable(placed)
+        return profile_of(placed, 1)
 
 
 def relatives(c: Candidate) -> Relatives:

@@ -26,17 +26,17 @@ def memory_bound(c: Candidate, batch: int, profile: Profile) -> float:
     saved = profile.saved * (c.microbatch // profile.samples)
     copied = profile.copied(c.dp, c.zero)
     kept += copied
-    in_flight = _in_flight(c, m)
+    flights = in_flight(c, m)
     # of several chunks one may have sums when another has nothing saved any more
     both = sums + saved if c.chunks == 1 else max(saved, sums - copied)
-    found = max((kept + both) / c.pp, _least_memory(in_flight, kept, saved))
+    found = max((kept + both) / c.pp, _least_memory(flights, kept, saved))
     if m > 1 and c.chunks == 1:  # at the second backward pass of each rank there are sums, too
-        again = tuple([max(1, min(n, m - 1)) for n in in_flight])
+        again = tuple([max(1, min(n, m - 1)) for n in flights])
         found = max(found, _least_memory(again, kept + sums, saved))
     return found
 
 
-def _in_flight(c: Candidate, m: int) -> tuple[int, ...]:
+def in_flight(c: Candidate, m: int) -> tuple[int, ...]:
     """By rank, how many microbatches it has in flight before its first backward pass, of the stage with the fewest;
     most first."""
     ranks = range(c.pp)
@@ -48,19 +48,19 @@ def _in_flight(c: Candidate, m: int) -> tuple[int, ...]:
 
 
 @cache
-def _least_memory(in_flight: Sequence[int], kept: float, saved: float) -> float:
+def _least_memory(flights: Sequence[int], kept: float, saved: float) -> float:
     """The least maximum over ranks of what they keep and of `saved` as often as it is in flight, however both are
     spread."""
 
     def fits(most: float) -> bool:
         left, room = kept, 0.0
-        for n in in_flight:  # what is kept where what is saved counts most
+        for n in flights:  # what is kept where what is saved counts most
             part = min(left, most)
             left -= part
             room += (most - part) / n
         return left <= 0 and room >= saved
 
-    low, high = 0.0, kept + saved * max(in_flight)
+    low, high = 0.0, kept + saved * max(flights)
     while high - low > _CLOSE * high:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)

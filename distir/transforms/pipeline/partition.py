@@ -110,17 +110,36 @@ def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) 
     before element i. Returns parts - 1 positions (the first index of each later part). In a long sequence only the
     cheapest crossings are candidates. Raises InfeasibleError if there are fewer elements than parts.
     """
+    _check_pieces(len(costs), parts)
+    at, total, cut_cost, subset = _prefixes(costs, crossing, parts)
+    return [at[k] for k in _best_chain(total, cut_cost, subset, parts)]
+
+
+def least_maximum(given: Choices, parts: int) -> float:
+    """The maximum stage cost of the cut that `balanced` finds. Raises InfeasibleError as that does."""
+    _check_pieces(len(given.ways.ops), parts)
+    if given.total is None or given.cut_cost is None or given.ways.subset is None:
+        _, total, cut_cost, subset = _prefixes(given.costs, given.crossing, parts)
+    else:
+        total, cut_cost, subset = given.total, given.cut_cost, given.ways.subset
+    return float(_worst(_stage_costs(total, cut_cost, subset), parts)[-1])
+
+
+def _prefixes(
+    costs: Sequence[float], crossing: Sequence[float], parts: int
+) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
+    """The positions where a sequence may be cut, its ends among them; and the cost of what is before each, its cut
+    cost, and which are before which."""
     import numpy as np
 
     n = len(costs)
-    _check_pieces(n, parts)
     each, inner = np.asarray(crossing, float), np.arange(1, n)
     if len(inner) > _CANDIDATES:
         inner = np.sort(inner[np.argsort(each[1:n], kind="stable")[: max(_CANDIDATES, parts)]])
     at = [0, *inner.tolist(), n]
     total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])[at]
     cut_cost = np.concatenate([[0.0], each[inner], [0.0]])
-    return [at[k] for k in _best_chain(total, cut_cost, np.triu(np.ones((len(at), len(at)), bool), 1), parts)]
+    return at, total, cut_cost, np.triu(np.ones((len(at), len(at)), bool), 1)
 
 
 def _check_pieces(count: int, parts: int) -> None:
@@ -139,12 +158,9 @@ def _best_chain(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray, par
     """
     import numpy as np
 
-    part = np.where(subset, total[None, :] - total[:, None] + np.maximum(cut_cost[None, :], cut_cost[:, None]), np.inf)
+    part = _stage_costs(total, cut_cost, subset)
+    square = np.where(part <= _worst(part, parts)[-1] * (1 + 1e-9), part**2, np.inf)
     both = np.empty_like(part)
-    worst = part[0]
-    for _ in range(parts - 1):
-        worst = np.maximum(worst[:, None], part, out=both).min(axis=0)
-    square = np.where(part <= worst[-1] * (1 + 1e-9), part**2, np.inf)
     best = [square[0]]
     for _ in range(parts - 1):
         best.append(np.add(best[-1][:, None], square, out=both).min(axis=0))
@@ -154,6 +170,24 @@ def _best_chain(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray, par
         k = int(np.argmin(before + square[:, k]))
         chain.append(k)
     return chain[::-1]
+
+
+def _stage_costs(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray) -> np.ndarray:
+    """The cost of the stage between each two sets."""
+    import numpy as np
+
+    return np.where(subset, total[None, :] - total[:, None] + np.maximum(cut_cost[None, :], cut_cost[:, None]), np.inf)
+
+
+def _worst(part: np.ndarray, parts: int) -> np.ndarray:
+    """By set the least maximum stage cost of a chain of `parts` from the first set to it."""
+    import numpy as np
+
+    both = np.empty_like(part)
+    worst = part[0]
+    for _ in range(parts - 1):
+        worst = np.maximum(worst[:, None], part, out=both).min(axis=0)
+    return worst
 
 
 def _closed_sets(needs: Sequence[int], most: int) -> list[int] | None:

@@ -117,7 +117,7 @@ def forward_stages(
         _check_cuts_batch(function, phase, microbatches)
     if cut:
         return cut_at(function, phase, cut)
-    given, priced = _ways(function, rules), _to_price(function, rules)
+    given, priced = stage_ways(function, rules), to_price(function, rules)
     return balanced(choices(given, priced.seconds(cost.op, microbatches), cost.sent), parts)
 
 
@@ -143,7 +143,7 @@ def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches:
         )
 
 
-class _ToPrice(NamedTuple):
+class ToPrice(NamedTuple):
     """What is priced for a cut: `kinds` are ops of different cost. `own`: the kind of each forward op. Of the ops that
     follow these to their stages: the `kind`, the number of the forward op, and whether it is an update."""
 
@@ -170,15 +170,17 @@ def _forward_ops(function: Function, rules: PhaseRules) -> list[Op]:
 
 
 @cached
-def _ways(function: Function, rules: PhaseRules) -> Ways:
+def stage_ways(function: Function, rules: PhaseRules) -> Ways:
+    """The ways to cut a placed program's forward ops into stages."""
     return ways(canonical_order(function, _forward_ops(function, rules)))
 
 
 @cached
-def _to_price(function: Function, rules: PhaseRules) -> _ToPrice:
+def to_price(function: Function, rules: PhaseRules) -> ToPrice:
+    """What is priced for a cut of a placed program; forward ops are numbered as `stage_ways` orders them."""
     import numpy as np
 
-    phase, forward = phases(function, rules), _ways(function, rules).ops
+    phase, forward = phases(function, rules), stage_ways(function, rules).ops
     kinds: list[Op] = []
     number: dict[tuple[object, ...], int] = {}
 
@@ -207,7 +209,7 @@ def _to_price(function: Function, rules: PhaseRules) -> _ToPrice:
         if owner in place:
             follow.append((kind(op), place[owner], phase[op] == UPDATE))
     rows = np.array(follow, int).reshape(-1, 3).T
-    return _ToPrice(kinds, np.array(own, int), rows[0], rows[1], rows[2].astype(bool))
+    return ToPrice(kinds, np.array(own, int), rows[0], rows[1], rows[2].astype(bool))
 
 
 def _likely_forward(op: Op, touched: Mapping[Value, Sequence[Op]]) -> Op | None:
