@@ -27,6 +27,7 @@ from distir.search.schedule_bounds import schedule_rows
 from distir.search.segments import made_once
 from distir.search.space import Candidate
 from distir.transforms.passes import stage_meshes
+from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.partition import Ways, choices, least_maximum
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, UPDATE, PhaseRules, ends_time, phases
 from distir.transforms.pipeline.stages import ToPrice, stage_ways, to_price
@@ -69,6 +70,7 @@ def stageable(placed: Function) -> Stageable:
             _, source = made_once(v, maker, phase) if maker.get(v) not in place else (None, None)
             if source is not None and source.kind == "parameter":
                 first[source] = min(i, first.get(source, i))
+    copied = copies(placed)
     saved, held, made, sums = np.zeros((4, len(place)))
     kept: dict[Value, int] = {}
     once: dict[Value, int] = {}
@@ -76,9 +78,10 @@ def stageable(placed: Function) -> Stageable:
     for op in placed.ops:
         if phase[op] != BACKWARD:
             continue
+        again = bool(op.outputs) and op.outputs[0] in copied  # not run where only other stages use what it makes
         for v in op.inputs:
             at = place.get(op.of, -1) if op.of is not None else -1
-            if (root := made_once(v, maker, phase)[0]) is not None:
+            if not again and (root := made_once(v, maker, phase)[0]) is not None:
                 once[root] = max(at if at >= 0 else len(place) - 1, once.get(root, -1))
             while (by := maker.get(v)) in place and by.spec.alias and by.inputs:  # type: ignore[union-attr]
                 v = by.inputs[0]  # type: ignore[union-attr]

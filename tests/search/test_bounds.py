@@ -54,7 +54,7 @@ def too_high(found, c, factor=1.0):
     shared = found.bounds.of_all(relatives(c), c.microbatch, c.devices)
     if found.bounds.refines:
         more = Bounds(found.setting).of_cuts([c])[0]
-        seconds, memory = max(seconds, more[0]), max(memory, more[1])
+        seconds, memory = max(seconds, more[0]), max(memory, more[1], found.bounds._balanced(c))
     return max(seconds, shared) * factor > outcome.seconds or memory * factor > outcome.memory
 
 

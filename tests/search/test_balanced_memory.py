@@ -1,0 +1,46 @@
+"""Bounds of memory from how stages are balanced: below those of the real cut, near them, and seen when too high."""
+
+import random
+
+import pytest
+
+import distir.search.balanced_memory as balanced_memory
+from distir.api.model import load
+from distir.executor.cost_model import CostModel
+from distir.hardware import load_cluster
+from distir.search.candidate_bounds import Bounds
+from distir.search.exact import Setting
+from distir.search.schedule_bounds import row_memory, schedule_rows
+from distir.search.space import space
+
+MODELS = ("llama:layers=12,hidden=512,heads=8,vocab=1000,seq=256", "gpt:layers=3,hidden=64,heads=4,vocab=1000,seq=32")
+
+
+def shares(name, count, seed=0):
+    """The bounds of some plans with stages, as shares of what their cuts have."""
+    model = load(name, {"batch": 16}, loss="cross-entropy", optimizer="adamw", precision="bf16")
+    topology = load_cluster("dgx-a100", devices=16)
+    bounds = Bounds(Setting(model, 16, CostModel(topology), 0.0))
+    several = [c for c in space(model.function, 16, 16, topology, None).candidates if c.pp > 1]
+    for c in random.Random(seed).sample(several, count):
+        m = c.microbatches(16)
+        cuts = bounds._cuts(c)
+        sized = cuts._sizes(c)
+        memories = cuts._sums.memory(cuts._stages_of(c).cut, lambda t, sized=sized: sized(t).bytes)
+        rows = schedule_rows(c.schedule, c.pp, m, c.chunks)
+        assert rows is not None
+        yield bounds._balanced(c) / max([row_memory(row, memories, m) for row in rows])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bounds_are_below_the_cut_and_near_it(name):
+    found = list(shares(name, 30))
+    assert max(found) <= 1
+    assert sorted(found)[len(found) // 2] > 0.5
+
+
+def test_stages_that_are_balanced_too_well_are_seen(monkeypatch):
+    """Seeded: the most that a stage costs is taken to be a fifth less than it is."""
+    least = balanced_memory.least_maximum
+    monkeypatch.setattr(balanced_memory, "least_maximum", lambda given, parts: least(given, parts) * 0.8)
+    assert max(shares(MODELS[0], 12)) > 1
