@@ -30,8 +30,8 @@ Relatives = tuple[int, bool, str, tuple[InputSplit, ...]]
 CandidateBound = tuple[float, float]
 """Seconds of a step, and bytes of the rank that needs most."""
 
-_MOST_OPS = 60_000
-"""Of all templates that are kept: a placed op, with what is known of it, takes some kilobytes, with its cuts."""
+_MOST_OPS = 300_000
+"""Of all templates that are kept: each op takes about a kilobyte, with its cuts."""
 
 
 class Bounds:
@@ -104,7 +104,7 @@ class Bounds:
         template, kept = self.template(c), self._templates
         cuts = kept.pop(template, None) or Cuts(self.setting, place_template(self.setting, c))
         kept[template] = cuts
-        while len(kept) > 1 and sum([len(x.placed.function.ops) for x in kept.values()]) > _MOST_OPS:
+        while len(kept) > 1 and sum([x.size for x in kept.values()]) > _MOST_OPS:
             del kept[next(iter(kept))]
         return cuts
 

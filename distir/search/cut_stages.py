@@ -1,29 +1,27 @@
 """A placed program cut into stages, less the sizes of its types: what all plans with this cut share.
 
-Each stage has a program for each pass, in numbers, so that stages whose ops are alike have equal ones; and the types of
-what it holds, saves, sums up, gathers and reduces.
+Each stage has a program for each pass, in numbers, so that stages whose ops are alike have equal ones; and what it
+hands on, gathers and reduces. What does not depend on the cut is kept in arrays, a row an op, value or use.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
 
 from distir.ir.device import AxisNames
 from distir.ir.function import Op, Value
 from distir.ir.type import Tensor, Type
 from distir.search.placed_program import PlacedProgram, of_replicas
 from distir.search.segments import axis_of
-from distir.search.stage_sums import NumberedCut
-from distir.transforms.pipeline.phases import (
-    BACKWARD,
-    FORWARD,
-    FREE,
-    PROLOGUE,
-    ends_time,
-)
+from distir.search.stage_sums import NumberedCut, Numbers, columns
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time
+
+_PASSES = FORWARD, BACKWARD
+_NONE = -1
 
 
 class CellOp(NamedTuple):
@@ -45,144 +43,217 @@ class Handed(NamedTuple):
     used: int
 
 
-class Amounts(NamedTuple):
-    """Types of which a device has, gathers or reduces values, by the name of the op that does; and how many."""
-
-    counts: Mapping[tuple[str, Type], int]
-
-    def total(self, each: Callable[[str, Type], float]) -> float:
-        """The sum of `each` over all values."""
-        return sum([n * each(name, t) for (name, t), n in self.counts.items()])
-
-
-NOTHING = Amounts({})
+Cell = tuple[str, int]
+"""A phase and a stage."""
 
 
 class Replicas(NamedTuple):
-    """By phase and stage what is gathered and reduced among replicas."""
+    """The seconds that gathers and reductions among replicas take, by phase and stage."""
 
-    gathered: Mapping[tuple[str, int], Amounts]
-    reduced: Mapping[tuple[str, int], Amounts]
+    gathered: Mapping[Cell, float]
+    reduced: Mapping[Cell, float]
+
+
+class _Moved(NamedTuple):
+    """What is gathered or reduced: rows of an op, by its number, and what it is of, whose `phase`, and kind are known;
+    `kinds` are the names of the collectives, with the types of what they move."""
+
+    op: np.ndarray
+    what: np.ndarray
+    kind: np.ndarray
+    phase: np.ndarray
+    kinds: Sequence[tuple[str, Type]]
+
+
+class StagePrograms:
+    """The ops of both passes of a placed program, in numbers: the same for all cuts."""
+
+    def __init__(self, placed: PlacedProgram, phase: Mapping[Op, str]) -> None:
+        number = {op: i for i, op in enumerate(placed.timed)}
+        timed = placed.timed
+        self.is_backward = np.array([phase[op] == BACKWARD for op in timed], bool)
+        self.kind = np.array([placed.kind[op] for op in timed], int)
+        self.free = np.array([op in placed.free for op in timed], bool)
+        self.results = np.array([len(op.outputs) for op in timed], int)
+        self.inputs = np.array([len(op.inputs) for op in timed], int)
+        values = Numbers()
+        self.types = Numbers()
+        made = [(number[op], k, values(v)) for op in timed for k, v in enumerate(op.outputs)]
+        uses = [(number[op], values(v)) for op in timed for v in op.inputs]
+        self.use_op, self.use_value = columns(uses, 2)
+        self.maker = np.full(len(values.of), _NONE)
+        self.output = np.zeros(len(values.of), int)
+        ops, outputs, which = columns(made, 3)
+        self.maker[which], self.output[which] = ops, outputs
+        self.original = np.full(len(values.of), _NONE)
+        """Of what is recomputed."""
+        for v, first in placed.copied.items():
+            if v in values.of and first in values.of:
+                self.original[values.of[v]] = values.of[first]
+        self.type = np.array([self._handable(v) for v in values.of], int)  # type: ignore[arg-type]
+        self._reducing = _reducing(placed, number, phase)
+        self._gathering = _gathering(placed, number, phase)
+        self.known: dict[tuple[bytes, ...], tuple[CellOp, ...]] = {}
+        """Programs of passes: equal ones are the same object."""
+
+    def _handable(self, v: Value) -> int:
+        return self.types(v.type) if isinstance(v.type, Tensor) and v.type.moves else _NONE
+
+    def of(self, cut: NumberedCut) -> CutStages:
+        """The stages of a cut."""
+        return CutStages(self, cut)
+
+    def replicas(self, cut: NumberedCut, axis: AxisNames, seconds: Callable[[str, Type], float]) -> Replicas:
+        """What goes along the axis, or the axes, of replicas; `seconds` is given the name of a collective and the type
+        of what it moves."""
+        moved = self._reducing.get(axis)
+        reduced = {} if moved is None else _by_cell(cut, moved, seconds, (BACKWARD, UPDATE))
+        gathered: dict[Cell, float] = {}
+        if axis == "dp":
+            rows = self._gathering
+            runs = np.flatnonzero(cut.runs[rows.op])
+            at = cut.stage[rows.op[runs]] * 2 + self.is_backward[rows.op[runs]]
+            _, first = np.unique(at * (1 + rows.what.max(initial=0)) + rows.what[runs], return_index=True)
+            # once in a pass
+            here = runs[first]
+            again, backward = rows.phase[here] == 0, self.is_backward[rows.op[here]]
+            kept = again | ~backward
+            phase = np.where(again, backward, 2)[kept]
+            once = _Moved(rows.op[here][kept], rows.what[here][kept], rows.kind[here][kept], phase, rows.kinds)
+            gathered = _by_cell(cut, once, seconds, (FORWARD, BACKWARD, PROLOGUE))
+        return Replicas(gathered, reduced)
+
+
+def _by_cell(
+    cut: NumberedCut, rows: _Moved, seconds: Callable[[str, Type], float], phases: Sequence[str]
+) -> dict[Cell, float]:
+    each = np.array([seconds(name, t) for name, t in rows.kinds], float)
+    runs = cut.runs[rows.op]
+    cell = rows.phase[runs] * cut.parts + cut.stage[rows.op[runs]]
+    found = np.bincount(cell, each[rows.kind[runs]] if len(each) else None, len(phases) * cut.parts)
+    return {(phases[k // cut.parts], k % cut.parts): x for k, x in enumerate(found.tolist()) if x}
+
+
+def _reducing(placed: PlacedProgram, number: Mapping[Op, int], phase: Mapping[Op, str]) -> dict[AxisNames, _Moved]:
+    """By axis of replicas what is reduced, with the backward op that makes it, or what it is the sum of."""
+    origin = {v: i for op, i in number.items() if phase[op] == BACKWARD for v in op.outputs}
+    rows: dict[AxisNames, list[tuple[int, int, int, int]]] = {}
+    kinds: dict[AxisNames, Numbers] = {}
+    for op in placed.reducing:
+        comm, axis = op.spec.comm, axis_of(op)
+        if comm is None or op.inputs[0] not in origin:
+            continue
+        at = origin[op.inputs[0]]
+        if comm.sums and axis is not None:
+            kind = kinds.setdefault(axis, Numbers())((op.spec.name, op.inputs[0].type))
+            rows.setdefault(axis, []).append((at, 0, kind, int(phase[op] == UPDATE)))
+        if (axis is not None and of_replicas(axis)) or ends_time(op):
+            origin.update(dict.fromkeys(op.outputs, at))
+    return {axis: _Moved(*columns(x, 4), list(kinds[axis].of)) for axis, x in rows.items()}  # type: ignore[arg-type]
+
+
+def _gathering(placed: PlacedProgram, number: Mapping[Op, int], phase: Mapping[Op, str]) -> _Moved:
+    """Which gathers of weights ops use; the `phase` of one that is not made again for each pass is 1."""
+    gathers, kinds = Numbers(), Numbers()
+    rows: list[tuple[int, int, int, int]] = []
+    for op, i in number.items():
+        for g in dict.fromkeys([g for v in op.inputs for g in placed.gathers.get(v, ())]):
+            kind = kinds((g.spec.name, g.outputs[0].type))
+            rows.append((i, gathers(g), kind, int(phase[g] != FREE)))
+    return _Moved(*columns(rows, 4), list(kinds.of))  # type: ignore[arg-type]
 
 
 class CutStages:
-    """A placed program's stages, as programs of their passes."""
+    """A cut's stages, as programs of their passes."""
 
-    def __init__(
-        self, placed: PlacedProgram, phase: Mapping[Op, str], stage: Mapping[Op, int], cut: NumberedCut
-    ) -> None:
-        self._placed, self._parts = placed, cut.parts
-        self._cells = _Cells(placed, phase, stage, cut)
-        self._replicas: dict[AxisNames, Replicas] = {}
+    def __init__(self, programs: StagePrograms, cut: NumberedCut) -> None:
+        self._all, self.parts = programs, cut.parts
+        p, parts = programs, cut.parts
+        cell = np.where(cut.runs, p.is_backward * parts + cut.stage, _NONE)
+        here = np.flatnonzero(cut.runs)
+        self._ops = here[np.argsort(cell[here], kind="stable")]
+        """In the order of passes, stages and program."""
+        bounds = np.arange(2 * parts + 1)
+        self._first = np.searchsorted(cell[self._ops], bounds)
+        count = p.results[self._ops]
+        before = np.cumsum(count) - count
+        base = np.zeros(len(cell), int)
+        base[self._ops] = before - np.append(before, 0)[self._first[cell[self._ops]]]
+        value, copied = p.use_value, p.original[p.use_value]
+        elsewhere = (copied != _NONE) & (cut.stage[p.maker[value]] != cut.stage[p.use_op])
+        value = np.where(elsewhere, copied, value)  # with originals in place of other stages' copies
+        uses = np.flatnonzero(cut.runs[p.use_op])
+        uses = uses[np.argsort(cell[p.use_op[uses]], kind="stable")]
+        self._first_use = np.searchsorted(cell[p.use_op[uses]], bounds)
+        value, user = value[uses], cell[p.use_op[uses]]
+        maker = p.maker[value]
+        makes = np.where(maker == _NONE, _NONE, cell[maker])
+        inside = makes == user
+        number = np.where(inside, base[maker] + p.output[value], 0)
+        outside = np.flatnonzero(~inside)
+        key = user[outside] * len(p.maker) + value[outside]
+        _, first, same = np.unique(key, return_index=True, return_inverse=True)
+        turn = np.empty(len(first), int)
+        in_turn = np.argsort(first)
+        turn[in_turn] = np.arange(len(first))
+        passes = user[outside[first[in_turn]]]
+        from_here = np.searchsorted(passes, bounds)
+        number[outside] = -(turn[same] - from_here[user[outside]] + 1)
+        self._operands = number
+        self._used = np.zeros(len(cell), bool)
+        self._used[maker[inside]] = True
+        taken = outside[first[in_turn]]  # what passes take of others, each once, in order
+        handed = (makes[taken] >= 0) & (p.type[value[taken]] != _NONE)
+        self._taken = taken[handed]
+        self._taken_value, self._taken_by = value[self._taken], user[self._taken]
+        self._taken_of, self._made = makes[self._taken], base[maker[self._taken]] + p.output[self._taken_value]
 
     @cached_property
-    def _numbered(self) -> dict[tuple[str, int], tuple[tuple[CellOp, ...], dict[Value, int]]]:
-        cells = self._cells
-        at = [(word, s) for word in (FORWARD, BACKWARD) for s in range(self._parts)]
-        return {x: _pass(cells.ops[x], cells.inputs, self._placed) for x in at}
-
-    @cached_property
-    def passes(self) -> dict[tuple[str, int], tuple[CellOp, ...]]:
+    def passes(self) -> dict[Cell, tuple[CellOp, ...]]:
         """The program of each pass of each stage; equal ones are the same object."""
-        known: dict[tuple[CellOp, ...], tuple[CellOp, ...]] = {}
-        return {at: known.setdefault(rows, rows) for at, (rows, _) in self._numbered.items()}
+        p, known = self._all, self._all.known
+        kind, free, used, results, inputs = (x[self._ops] for x in (p.kind, p.free, self._used, p.results, p.inputs))
+        found: dict[Cell, tuple[CellOp, ...]] = {}
+        for k in range(2 * self.parts):
+            ops, uses = slice(*self._first[k : k + 2]), slice(*self._first_use[k : k + 2])
+            parts = kind[ops], free[ops], used[ops], results[ops], inputs[ops], self._operands[uses]
+            key = tuple([x.tobytes() for x in parts])
+            if key not in known:
+                known[key] = _rows(*[x.tolist() for x in parts])
+            found[_PASSES[k // self.parts], k % self.parts] = known[key]
+        return found
 
     @cached_property
-    def hands(self) -> dict[tuple[str, int], tuple[Handed, ...]]:
-        """What each pass of each stage hands on."""
-        numbers = {at: number for at, (_, number) in self._numbered.items()}
-        return {(word, s): _handed(self._cells, word, s, numbers) for word, s in numbers}
-
-    def replicas(self, axis: AxisNames) -> Replicas:
-        """What goes along the axis, or the axes, of replicas."""
-        if axis not in self._replicas:
-            self._replicas[axis] = _replicas(self._placed, self._cells, axis)
-        return self._replicas[axis]
-
-
-class _Cells:
-    """The ops of each pass and stage, in program order, as the stages run them: without copies that only others use."""
-
-    def __init__(
-        self, placed: PlacedProgram, phase: Mapping[Op, str], stage: Mapping[Op, int], cut: NumberedCut
-    ) -> None:
-        self.phase, self.stage = phase, stage
-        self.ops: dict[tuple[str, int], list[Op]] = defaultdict(list)
-        self.inputs: dict[Op, Sequence[Value]] = {}
-        """Of each of these ops, with originals in place of other stages' copies."""
-        copied, maker = placed.copied, placed.maker
-        for op, runs in zip(placed.timed, cut.runs.tolist(), strict=True):
-            if not runs:
-                continue
-            here = stage[op]
-            ins: Sequence[Value] = op.inputs
-            if copied and any([v in copied for v in ins]):
-                ins = [copied[v] if v in copied and stage[maker[v]] != here else v for v in ins]
-            self.inputs[op] = ins
-            self.ops[phase[op], here].append(op)
-        self.maker = maker
-
-    def of(self, v: Value) -> tuple[str, int] | None:
-        """The pass and stage that make a value; None if neither pass does."""
-        op = self.maker.get(v)
-        return (self.phase[op], self.stage[op]) if op in self.inputs else None  # type: ignore[index]
-
-
-def _pass(
-    ops: Sequence[Op], inputs: Mapping[Op, Sequence[Value]], placed: PlacedProgram
-) -> tuple[tuple[CellOp, ...], dict[Value, int]]:
-    """The program of a pass, and the numbers of its values."""
-    used = {v for op in ops for v in inputs[op]}
-    number: dict[Value, int] = {}
-    made = other = 0
-    rows: list[CellOp] = []
-    for op in ops:
-        for v in inputs[op]:
-            if v not in number:
-                other -= 1
-                number[v] = other
-        operands = tuple([number[v] for v in inputs[op]])
-        rows.append(
-            CellOp(placed.kind[op], op in placed.free, not used.isdisjoint(op.outputs), operands, len(op.outputs))
+    def hands(self) -> dict[Cell, tuple[Handed, ...]]:
+        """What each pass of each stage hands on, to the next stage in the direction of the pass."""
+        types: list[Type] = list(self._all.types.of)  # type: ignore[arg-type]
+        found: dict[Cell, list[Handed]] = {(word, s): [] for word in _PASSES for s in range(self.parts)}
+        rows = zip(
+            self._taken_by.tolist(),
+            self._taken_of.tolist(),
+            self._all.type[self._taken_value].tolist(),
+            self._made.tolist(),
+            self._operands[self._taken].tolist(),
+            strict=True,
         )
-        for v in op.outputs:
-            number[v] = made
-            made += 1
-    return tuple(rows), number
+        for by, of, t, made, used in rows:
+            word, s = divmod(of, self.parts)
+            if by == of + (1 if not word else -1) and by // self.parts == word:
+                found[_PASSES[word], s].append(Handed(types[t], made, used))
+        return {at: tuple(x) for at, x in found.items()}
 
 
-def _handed(
-    cells: _Cells, word: str, s: int, numbers: Mapping[tuple[str, int], Mapping[Value, int]]
-) -> tuple[Handed, ...]:
-    """The values that a pass of a stage gives to that of the next, in the direction of the pass."""
-    after = word, s + 1 if word == FORWARD else s - 1
-    if after not in numbers:
-        return ()
-    taken = dict.fromkeys([v for op in cells.ops[after] for v in cells.inputs[op]])
-    given = [v for v in taken if cells.of(v) == (word, s) and isinstance(v.type, Tensor) and v.type.moves]
-    return tuple([Handed(v.type, numbers[word, s][v], numbers[after][v]) for v in given])
-
-
-def _replicas(placed: PlacedProgram, cells: _Cells, axis: AxisNames) -> Replicas:
-    gathered: dict[tuple[str, int], Counter[tuple[str, Type]]] = defaultdict(Counter)
-    reduced: dict[tuple[str, int], Counter[tuple[str, Type]]] = defaultdict(Counter)
-    stage: dict[Value, int] = {}  # of gradients and of their sums
-    for (word, s), ops in cells.ops.items():
-        if word == BACKWARD:
-            stage.update({v: s for op in ops for v in op.outputs})
-    for op in placed.reducing:
-        comm = op.spec.comm
-        if comm is None or op.inputs[0] not in stage:
-            continue
-        s, along = stage[op.inputs[0]], axis_of(op)
-        if along == axis and comm.sums:
-            reduced[cells.phase[op], s][op.spec.name, op.inputs[0].type] += 1
-        if (along is not None and of_replicas(along)) or ends_time(op):
-            stage.update(dict.fromkeys(op.outputs, s))
-    for (word, s), ops in cells.ops.items() if axis == "dp" else ():
-        for gather in {g for op in ops for v in cells.inputs[op] for g in placed.gathers.get(v, ())}:
-            if cells.phase[gather] == FREE:
-                gathered[word, s][gather.spec.name, gather.outputs[0].type] += 1
-            elif word == FORWARD:
-                gathered[PROLOGUE, s][gather.spec.name, gather.outputs[0].type] += 1
-    return Replicas(*({at: Amounts(x) for at, x in rows.items()} for rows in (gathered, reduced)))
+def _rows(
+    kinds: Sequence[int],
+    free: Sequence[bool],
+    used: Sequence[bool],
+    results: Sequence[int],
+    inputs: Sequence[int],
+    operands: Sequence[int],
+) -> tuple[CellOp, ...]:
+    rows: list[CellOp] = []
+    at = 0
+    for kind, is_free, is_used, count, n in zip(kinds, free, used, results, inputs, strict=True):
+        rows.append(CellOp(kind, is_free, is_used, tuple(operands[at : at + n]), count))
+        at += n
+    return tuple(rows)

@@ -11,8 +11,8 @@ numbers of replicas, pipeline ranks and microbatches, in schedule, chunks and or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,19 +21,19 @@ from distir.api.stage_cost import OpSeconds, stage_cost
 from distir.executor.cost_model import CostModel
 from distir.ir.device import TIME, AxisNames
 from distir.ir.function import Op
-from distir.ir.type import Type
 from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
-from distir.search.cut_stages import NOTHING, CellOp, CutStages, Handed
+from distir.search.cut_stages import CellOp, CutStages, Handed, Replicas, StagePrograms
 from distir.search.exact import Setting
 from distir.search.placed_program import PlacedProgram, placed_program
 from distir.search.placed_sizes import Sized
 from distir.search.schedule_bounds import CellWork, StageWork, row_memory, row_seconds, schedule_rows
 from distir.search.segments import COMPUTE, axis_of
 from distir.search.space import Candidate
-from distir.search.stage_sums import StageSums
+from distir.search.stage_sums import NumberedCut, StageSums
 from distir.transforms.passes import PassContext, run_passes, stage_meshes
+from distir.transforms.pipeline.partition import balanced, choices
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, PhaseRules, phases
-from distir.transforms.pipeline.stages import forward_stages, staged
+from distir.transforms.pipeline.stages import Follows, backward_stages, following, stage_ways, to_price
 
 
 def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
@@ -45,28 +45,32 @@ def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
     return placed_program(run_passes(function, names, context), PhaseRules(BACKWARD, c.zero == 3))
 
 
-class _Stages:
-    """A cut of a placed program: as sums, and as programs when they are asked for."""
+class _Cut(NamedTuple):
+    """A cut of a placed program, and its stages as programs."""
 
-    def __init__(self, placed: PlacedProgram, sums: StageSums, forward: Mapping[Op, int], parts: int) -> None:
-        self._placed = placed
-        self._phase, self._stage = staged(placed.function, parts, placed.rules, forward)
-        self.cut = sums.cut(self._stage, parts)
-
-    @cached_property
-    def programs(self) -> CutStages:
-        return CutStages(self._placed, self._phase, self._stage, self.cut)
+    numbered: NumberedCut
+    programs: CutStages
 
 
 class Cuts:
-    """The cuts of a template's placed program; what plans share is kept."""
+    """The cuts of a template's placed program, which is not kept, but what is asked of it in numbers; what plans share
+    is kept."""
 
     def __init__(self, setting: Setting, placed: PlacedProgram) -> None:
-        self.setting, self.placed, self._room = setting, placed, setting.room
-        self._sums = StageSums(placed, phases(placed.function, placed.rules))
+        self.setting, self._room = setting, setting.room
+        self._kinds, self._axes, self._sent = placed.kinds, placed.axes, placed.sent
+        self.size = len(placed.timed)
+        """How many ops it has."""
+        function, rules = placed.function, placed.rules
+        phase = phases(function, rules)
+        self._sums, self._programs = StageSums(placed, phase), StagePrograms(placed, phase)
+        number = {op: i for i, op in enumerate(placed.timed)}
+        self._ways, self._to_price = stage_ways(function, rules), to_price(function, rules)
+        self._forward = [number[op] for op in self._ways.ops]
+        self._following = [_numbered(x, number) for x in following(function, rules)]
         self._sized: dict[tuple[int, int], Sized] = {}
-        self._stages: dict[tuple[int, ...], _Stages] = {}
-        self._asked: dict[object, _Stages] = {}
+        self._cuts: dict[bytes, _Cut] = {}
+        self._asked: dict[object, _Cut] = {}
         self._seconds: dict[object, Sequence[_Taken]] = {}
         self._works: dict[object, list[StageWork]] = {}
 
@@ -80,7 +84,7 @@ class Cuts:
         rows = schedule_rows(c.schedule, c.pp, m, c.chunks)
         if rows is None:
             return 0.0, 0.0
-        sized, cut = self._sizes(c), self._stages_of(c).cut
+        sized, cut = self._sizes(c), self._cut(c).numbered
         memories = self._sums.memory(cut, lambda t: sized(t).bytes)
         memory = max([row_memory(row, memories, m) for row in rows]) * ROUNDING
         if memory > self._room:
@@ -100,8 +104,8 @@ class Cuts:
 
     def _of(self, c: Candidate) -> list[StageWork]:
         sized = self._sizes(c)
-        stages, seconds = self._stages_of(c).programs, self._prices(c, sized)
-        gathered, reduced = self._among_replicas(c, stages, sized)
+        (cut, stages), seconds = self._cut(c), self._prices(c, sized)
+        gathered, reduced = self._among_replicas(c, cut, sized)
         handed = _followed(stages, seconds, sized)
         known: dict[object, CellWork] = {}
 
@@ -111,12 +115,14 @@ class Cuts:
             if key not in known:
                 known[key] = _cell(rows, seconds, given and given.used, out and out.made)
             sent = 0.0 if out is None else float(sized(out.type).bytes)
-            return known[key]._replace(sent=sent, gathered=gathered(word, s), reduced=reduced(word, s))
+            return known[key]._replace(
+                sent=sent, gathered=gathered.get((word, s), 0.0), reduced=reduced.get((word, s), 0.0)
+            )
 
         found: list[StageWork] = []
         for s in range(c.pp * c.chunks):
             both = cell(FORWARD, s, s - 1), cell(BACKWARD, s, s + 1)
-            found.append(StageWork(*both, gathered(PROLOGUE, s), reduced(UPDATE, s)))
+            found.append(StageWork(*both, gathered.get((PROLOGUE, s), 0.0), reduced.get((UPDATE, s), 0.0)))
         return found
 
     def _sizes(self, c: Candidate) -> Sized:
@@ -128,54 +134,54 @@ class Cuts:
             self._sized[key] = Sized(sizes, self.setting.cost.topology.devices)
         return self._sized[key]
 
-    def _stages_of(self, c: Candidate) -> _Stages:
+    def _cut(self, c: Candidate) -> _Cut:
         """The stages of a candidate; schedules are not asked, and equal cuts are one object."""
         asked = c.dp, c.microbatch, c.pp, c.chunks, c.order
         if asked not in self._asked:
-            forward = self._forward(c)
-            key = c.pp * c.chunks, *forward.values()
-            if key not in self._stages:
-                self._stages[key] = _Stages(self.placed, self._sums, forward, c.pp * c.chunks)
-            self._asked[asked] = self._stages[key]
+            parts, at = c.pp * c.chunks, self.stages(c)
+            key = at.tobytes()
+            if key not in self._cuts:
+                cut = self._sums.cut(at, parts)
+                self._cuts[key] = _Cut(cut, CutStages(self._programs, cut))
+            self._asked[asked] = self._cuts[key]
         return self._asked[asked]
 
-    def _forward(self, c: Candidate) -> dict[Op, int]:
-        """The stages of the forward ops."""
-        placed, cost, parts = self.placed, self.setting.cost, c.pp * c.chunks
+    def stages(self, c: Candidate) -> np.ndarray:
+        """The stages of the ops of both passes. Raises InfeasibleError if there are fewer forward ops than stages."""
+        cost, parts = self.setting.cost, c.pp * c.chunks
         if parts == 1:
-            return {}
+            return np.zeros(self.size, np.int32)
         plan = c.plan(self.setting.batch)
         mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
-        priced = stage_cost(cost, plan)._replace(op=OpSeconds(cost, mesh, self._sizes(c)))
-        return forward_stages(placed.function, parts, plan.microbatches, priced, placed.rules)
+        seconds = self._to_price.seconds(OpSeconds(cost, mesh, self._sizes(c)), plan.microbatches)
+        priced = choices(self._ways, seconds, stage_cost(cost, plan).sent)
+        stage = dict(zip(self._forward, balanced(priced, parts), strict=True))
+        backward_stages(self._following, stage, parts)
+        return np.array([stage[i] for i in range(self.size)], np.int32)
 
     def _prices(self, c: Candidate, sized: Sized) -> Sequence[_Taken]:
         """What the kinds of ops take at a plan's sizes and groups of devices."""
-        groups = tuple([(axis, groups_along(c, self.setting.cost, axis)) for axis in self.placed.axes])
+        groups = tuple([(axis, groups_along(c, self.setting.cost, axis)) for axis in self._axes])
         key = c.dp, c.microbatch, groups
         if key not in self._seconds:
             along = dict(groups)
-            self._seconds[key] = [_taken(op, self.setting.cost, along, sized) for op in self.placed.kinds]
+            self._seconds[key] = [_taken(op, self.setting.cost, along, sized) for op in self._kinds]
         return self._seconds[key]
 
-    def _among_replicas(
-        self, c: Candidate, stages: CutStages, sized: Sized
-    ) -> tuple[Callable[[str, int], float], Callable[[str, int], float]]:
-        """The seconds of the replicas' stream by phase and stage: gathers of weights and reductions of gradients."""
+    def _among_replicas(self, c: Candidate, cut: NumberedCut, sized: Sized) -> Replicas:
+        """The seconds of the replicas' stream: gathers of weights and reductions of gradients."""
         if c.dp == 1:
-            return _nothing, _nothing
-        sent = {axis: sum([n * sized(t).bytes for t, n in rows.items()]) for axis, rows in self.placed.sent.items()}
+            return Replicas({}, {})
+        sent = {axis: sum([n * sized(t).bytes for t, n in rows.items()]) for axis, rows in self._sent.items()}
         axis = max(sent, key=lambda axis: sent[axis])  # each has a stream, of which only this one is followed
         groups = groups_along(c, self.setting.cost, axis)
-        replicas = stages.replicas(axis)
+        return self._programs.replicas(cut, axis, lambda name, t: slope(name, groups) * sized(t).bytes)
 
-        def seconds(name: str, t: Type) -> float:
-            return slope(name, groups) * sized(t).bytes
 
-        return (
-            lambda word, s: replicas.gathered.get((word, s), NOTHING).total(seconds),
-            lambda word, s: replicas.reduced.get((word, s), NOTHING).total(seconds),
-        )
+def _numbered(x: Follows[Op], number: Mapping[Op, int]) -> Follows[int]:
+    of = None if x.of is None else number[x.of]
+    above, saved = [number[p] for p in x.above], [[number[f] for f in ops] for ops in x.saved]
+    return Follows(number[x.op], of, x.with_of, above, saved)
 
 
 def _followed(stages: CutStages, seconds: Sequence[_Taken], sized: Sized) -> dict[tuple[str, int], Handed | None]:
@@ -195,10 +201,6 @@ def _followed(stages: CutStages, seconds: Sequence[_Taken], sized: Sized) -> dic
             later = stages.passes[word, s + 1 if word == FORWARD else s - 1]
             found[word, s] = max(rows, key=lambda x: waits(later, x))
     return found
-
-
-def _nothing(word: str, s: int) -> float:
-    return 0.0
 
 
 _Taken = tuple[AxisNames, float]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +54,7 @@ class _Saving(NamedTuple):
     value: np.ndarray
 
 
-class _Numbers:
+class Numbers:
     """Numbers things in the order in which they are asked for."""
 
     def __init__(self) -> None:
@@ -69,19 +68,21 @@ class StageSums:
     """The arrays of a placed program; the same for all cuts."""
 
     def __init__(self, placed: PlacedProgram, phase: Mapping[Op, str]) -> None:
-        self._placed, self._phase = placed, phase
-        self.number = {op: i for i, op in enumerate(placed.timed)}
+        number = {op: i for i, op in enumerate(placed.timed)}
         self.kind = np.array([placed.kind[op] for op in placed.timed], int)
         self._is_forward = np.array([phase[op] == FORWARD for op in placed.timed], bool)
-        self._types = _Numbers()
-        self._made, self._forward_uses, self._saving = self._values()
-        self._once, self._root_types = self._roots()
-        self._sources, self._source_types, self._owners, self._state = self._weights()
-        self._sums = self._summed()
+        self._types = Numbers()
+        self._made, self._forward_uses, self._saving = self._values(placed, number)
+        self._copies = self._again(placed, number)
+        self._once, self._root_types = self._roots(placed)
+        self._sources, self._source_types, self._owners, self._state = self._weights(placed)
+        self._updates = len(placed.updates)
+        rows = [(placed.maker[op.inputs[0]], op.outputs[0].type) for op in placed.sums]
+        summed = [(number[op], self._types(t)) for op, t in rows if phase[op] == BACKWARD]
+        self._sums = _Uses(*columns(summed, 2))
 
-    def cut(self, stage: Mapping[Op, int], parts: int) -> NumberedCut:
-        """The cut that has the ops on these stages."""
-        at = [stage[op] for op in self._placed.timed]
+    def cut(self, at: Sequence[int], parts: int) -> NumberedCut:
+        """The cut that has the timed ops on these stages."""
         dead: set[int] = set()
         for i, users in self._copies:
             if not any([at[j] == at[i] and j not in dead for j in users]):
@@ -105,9 +106,8 @@ class StageSums:
 
     # ---- what there is
 
-    def _values(self) -> tuple[_Made, _Uses, _Saving]:
-        placed, number, types = self._placed, self.number, self._types
-        values = _Numbers()
+    def _values(self, placed: PlacedProgram, number: Mapping[Op, int]) -> tuple[_Made, _Uses, _Saving]:
+        types, values = self._types, Numbers()
         made: list[tuple[int, int, int]] = []
         uses: list[tuple[int, int]] = []
         for i, op in enumerate(placed.timed):
@@ -128,38 +128,36 @@ class StageSums:
                 first = placed.copied.get(v, v)
                 if first in values.of:
                     saving.append((i, number[placed.maker[v]] if v in placed.copied else -1, values.of[first]))
-        return _Made(*_columns(made, 3)), _Uses(*_columns(uses, 2)), _Saving(*_columns(saving, 3))
+        return _Made(*columns(made, 3)), _Uses(*columns(uses, 2)), _Saving(*columns(saving, 3))
 
-    @cached_property
-    def _copies(self) -> list[tuple[int, list[int]]]:
+    def _again(self, placed: PlacedProgram, number: Mapping[Op, int]) -> list[tuple[int, list[int]]]:
         """The ops that recompute, last first, and the backward ops that use what each makes."""
-        placed = self._placed
         users: dict[int, list[int]] = {}
         for i, op in enumerate(placed.timed):
             if not self._is_forward[i]:
                 for v in op.inputs:
                     if v in placed.copied:
-                        users.setdefault(self.number[placed.maker[v]], []).append(i)
+                        users.setdefault(number[placed.maker[v]], []).append(i)
         again = [i for i, op in enumerate(placed.timed) if op.outputs[0] in placed.copied]
         return [(i, users.get(i, [])) for i in reversed(again)]
 
-    def _roots(self) -> tuple[_Uses, np.ndarray]:
+    def _roots(self, placed: PlacedProgram) -> tuple[_Uses, np.ndarray]:
         """Which backward ops use what is made of weights once a step; and the types of that."""
-        roots = _Numbers()
+        roots = Numbers()
         rows: list[tuple[int, int]] = []
-        for i, op in enumerate(self._placed.timed):
+        for i, op in enumerate(placed.timed):
             if not self._is_forward[i]:
                 for v in op.inputs:
-                    root, _ = self._placed.once.get(v, (None, None))
+                    root, _ = placed.once.get(v, (None, None))
                     if root is not None:
                         rows.append((i, roots(root)))
         types = np.array([self._types(v.type) for v in roots.of], int)  # type: ignore[union-attr]
-        return _Uses(*_columns(rows, 2)), types
+        return _Uses(*columns(rows, 2)), types
 
-    def _weights(self) -> tuple[_Uses, np.ndarray, _Uses, _Uses]:
+    def _weights(self, placed: PlacedProgram) -> tuple[_Uses, np.ndarray, _Uses, _Uses]:
         """Which forward ops use which weights; the types of the parameters among these; by update, which of them it
         changes, and the types of the state that it updates first."""
-        placed, sources = self._placed, _Numbers()
+        sources = Numbers()
         rows: list[tuple[int, int]] = []
         for i, op in enumerate(placed.timed):
             if self._is_forward[i]:
@@ -181,13 +179,8 @@ class StageSums:
                 owners += [(k, source) for source in mine]
                 state += [(k, self._types(v.type)) for v in rest if v not in counted]
                 counted.update(rest)
-        uses, owns, updates = (_Uses(*_columns(x, 2)) for x in (rows, owners, state))
+        uses, owns, updates = (_Uses(*columns(x, 2)) for x in (rows, owners, state))
         return uses, types, owns, updates
-
-    def _summed(self) -> _Uses:
-        placed = self._placed
-        rows = [(placed.maker[op.inputs[0]], op.outputs[0].type) for op in placed.sums]
-        return _Uses(*_columns([(self.number[op], self._types(t)) for op, t in rows if self._phase[op] == BACKWARD], 2))
 
     # ---- of a cut
 
@@ -223,10 +216,11 @@ class StageSums:
         np.minimum.at(home, self._sources.what, stage[self._sources.op])
         own = self._source_types >= 0
         held += np.bincount(home[own], sizes[self._source_types[own]], parts)
-        last = np.zeros(len(self._placed.updates), int)
+        last = np.zeros(self._updates, int)
         np.maximum.at(last, self._owners.op, home[self._owners.what])
         return held + np.bincount(last[self._state.op], sizes[self._state.what], parts)
 
 
-def _columns(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
+def columns(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
+    """Rows of numbers as arrays, one a column."""
     return np.array(rows, int).reshape(-1, width).T

@@ -89,18 +89,17 @@ def _closed(needs: tuple[int, ...]) -> _ClosedSets | None:
     return _ClosedSets(sets, member, (common == size[:, None]) & (size[:, None] < size[None, :]))
 
 
-def balanced(given: Choices, parts: int) -> dict[Op, int]:
-    """The stage of each op. Raises InfeasibleError if there are fewer ops than stages."""
+def balanced(given: Choices, parts: int) -> list[int]:
+    """The stage of each op, in their order. Raises InfeasibleError if there are fewer ops than stages."""
     import numpy as np
 
     ops, _, _, member, _, subset = given.ways
     _check_pieces(len(ops), parts)
     if member is None or given.total is None or given.cut_cost is None or subset is None:
         sizes = np.diff([0, *balanced_cut(given.costs, given.crossing, parts), len(ops)])
-        return dict(zip(ops, np.repeat(np.arange(parts), sizes).tolist(), strict=True))
+        return np.repeat(np.arange(parts), sizes).tolist()
     chain = _best_chain(given.total, given.cut_cost, subset, parts)
-    later = (parts - 1 - member[chain].sum(axis=0, dtype=int)).tolist()
-    return dict(zip(ops, later, strict=True))
+    return (parts - 1 - member[chain].sum(axis=0, dtype=int)).tolist()
 
 
 def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from distir.ir.cached import cached
 from distir.ir.errors import InfeasibleError
@@ -40,6 +40,10 @@ FLOP_PER_BYTE = 100.0
 """For `plain_cost`: the FLOPs an accelerator does in the time that it moves one byte of memory, roughly."""
 LINK_PER_MEMORY = 30.0
 """By how much a link between stages is slower than memory, roughly."""
+
+
+AnOp = TypeVar("AnOp")
+"""An op, or its number."""
 
 
 class StageCost(NamedTuple):
@@ -97,7 +101,7 @@ def staged(
     if parts == 1:
         return phase, {op: 0 for op in function.ops if phase[op] != FREE}
     stage = dict(forward)
-    _backward_stages(function, rules, stage, parts)
+    backward_stages(following(function, rules), stage, parts)
     return phase, stage
 
 
@@ -118,7 +122,8 @@ def forward_stages(
     if cut:
         return cut_at(function, phase, cut)
     given, priced = stage_ways(function, rules), to_price(function, rules)
-    return balanced(choices(given, priced.seconds(cost.op, microbatches), cost.sent), parts)
+    found = balanced(choices(given, priced.seconds(cost.op, microbatches), cost.sent), parts)
+    return dict(zip(given.ops, found, strict=True))
 
 
 def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches: int) -> None:
@@ -238,19 +243,19 @@ def _first_users(function: Function, phase: Mapping[Op, str], forward: Sequence[
     return user
 
 
-class _Follows(NamedTuple):
+class Follows(NamedTuple, Generic[AnOp]):
     """What decides the stage of a backward op: its forward op `of`, the backward ops `above` that its gradients come
     from, and, without `of`, for each saved value the forward ops that make or use it. A copy goes `with_of` alone."""
 
-    op: Op
-    of: Op | None
+    op: AnOp
+    of: AnOp | None
     with_of: bool
-    above: Sequence[Op]
-    saved: Sequence[Sequence[Op]]
+    above: Sequence[AnOp]
+    saved: Sequence[Sequence[AnOp]]
 
 
 @cached
-def _following(function: Function, rules: PhaseRules) -> list[_Follows]:
+def following(function: Function, rules: PhaseRules) -> list[Follows[Op]]:
     """The backward ops, in program order."""
     phase, producer, again = phases(function, rules), producers(function), copies(function)
     touching: dict[Value, list[Op]] = {}
@@ -258,29 +263,30 @@ def _following(function: Function, rules: PhaseRules) -> list[_Follows]:
     for op in forward:
         for v in dict.fromkeys((*op.inputs, *op.outputs)):
             touching.setdefault(v, []).append(op)
-    found: list[_Follows] = []
+    found: list[Follows[Op]] = []
     has_stage = set(forward)
     for op in function.ops:
         if phase[op] != BACKWARD:
             continue
         has_stage.add(op)
         if op.of is not None and op.outputs[0] in again:
-            found.append(_Follows(op, op.of, True, (), ()))
+            found.append(Follows(op, op.of, True, (), ()))
             continue
         made = dict.fromkeys([producer[v] for v in op.inputs if v in producer and v not in again])
         above = [p for p in made if phase[p] == BACKWARD]
         of = op.of if op.of in has_stage else None
         saved = [touching[v] for v in op.inputs if v in touching] if of is None else ()
-        found.append(_Follows(op, of, False, above, saved))
+        found.append(Follows(op, of, False, above, saved))
     return found
 
 
-def _backward_stages(function: Function, rules: PhaseRules, stage: dict[Op, int], parts: int) -> None:
-    """A backward op goes to its forward op's stage; without `of`, to the last stage that has all its saved values.
+def backward_stages(rows: Sequence[Follows[AnOp]], stage: dict[AnOp, int], parts: int) -> None:
+    """Add the stages of backward ops to those of the forward ops.
 
-    Never to a later stage than its gradients come from: gradients flow backward only.
+    A backward op goes to its forward op's stage; without `of`, to the last stage that has all its saved values. Never
+    to a later stage than its gradients come from: gradients flow backward only.
     """
-    for op, of, with_of, above, saved in _following(function, rules):
+    for op, of, with_of, above, saved in rows:
         if of is not None and with_of:
             stage[op] = stage[of]
             continue
