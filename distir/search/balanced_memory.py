@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -104,13 +105,21 @@ def stageable(placed: Function) -> Stageable:
     return Stageable(ways, to_price(placed, rules), saved, held, made, sums)
 
 
-def balanced_memory(c: Candidate, batch: int, given: Stageable, cost: CostModel) -> float:
+def op_seconds(c: Candidate, batch: int, given: Stageable, cost: CostModel) -> np.ndarray:
+    """The seconds of each kind of op at a candidate's size of microbatch, on the groups of devices that it has."""
+    plan = c.plan(batch)
+    mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
+    seconds = OpSeconds(cost, mesh, lambda t: scaled(t, c.microbatch))
+    return np.array([seconds(op) for op in given.price.kinds])
+
+
+def balanced_memory(c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel) -> float:
     """Bytes that the rank of a candidate that needs most has at least, as its stages are balanced; 0 where nothing is
-    known. Raises InfeasibleError if there are fewer ops than stages."""
+    known. `each` are its `op_seconds`. Raises InfeasibleError if there are fewer ops than stages."""
     parts, m = c.pp * c.chunks, c.microbatches(batch)
     if c.pp == 1 or c.split:
         return 0.0
-    least, most, sent = _costs(c, batch, given, cost)
+    least, most, sent = _costs(c, batch, given, each, cost)
     worst = least_maximum(choices(given.ways, most.tolist(), sent), parts) * _SLACK
     reach = _by_set(given.ways, least)
     at_least = [reach >= (reach[-1] - (parts - q) * worst) / _SLACK for q in range(parts + 1)]
@@ -121,7 +130,7 @@ def balanced_memory(c: Candidate, batch: int, given: Stageable, cost: CostModel)
     low_held, low_saved = ([float(x[here].min()) for here in at_least] for x in (held, saved))
     high_held, high_saved = ([float(x[here].max()) for here in at_most] for x in (held, saved))
     if c.chunks > 1:
-        rows = _chunks_in_flight(c, m)
+        rows = _chunks_in_flight(c.schedule, c.pp, m, c.chunks)
         if not rows:
             return 0.0
         found = _of_stages([row[j] for j in range(c.chunks) for row in rows], low_held, low_saved) / c.pp
@@ -155,14 +164,15 @@ def _of_stages(flights: Sequence[int], held: Sequence[float], saved: Sequence[fl
     return held[len(fewest)] + sum([(n - later) * x for n, later, x in steps])
 
 
-def _chunks_in_flight(c: Candidate, m: int) -> list[list[int]]:
+@lru_cache(1024)
+def _chunks_in_flight(schedule: str, pp: int, m: int, chunks: int) -> list[list[int]]:
     """By rank how many microbatches it has in flight of each of its chunks, when it has most; none of a schedule that
     is too long to follow."""
     found: list[list[int]] = []
-    for row in schedule_rows(c.schedule, c.pp, m, c.chunks) or ():
-        now, most = [0] * c.chunks, [0] * c.chunks
+    for row in schedule_rows(schedule, pp, m, chunks) or ():
+        now, most = [0] * chunks, [0] * chunks
         for word, s, _ in row:
-            now[s // c.pp] += 1 if word == FORWARD else -1
+            now[s // pp] += 1 if word == FORWARD else -1
             if sum(now) > sum(most):
                 most = list(now)
         found.append(most)
@@ -176,18 +186,17 @@ def _by_set(ways: Ways, x: np.ndarray) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(x)])
 
 
-def _costs(c: Candidate, batch: int, given: Stageable, cost: CostModel) -> tuple[np.ndarray, np.ndarray, float]:
+def _costs(
+    c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel
+) -> tuple[np.ndarray, np.ndarray, float]:
     """By forward op the least and the most that it costs its stage; and the cost of a byte sent."""
-    plan, m = c.plan(batch), c.microbatches(batch)
-    mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
-    seconds = OpSeconds(cost, mesh, lambda t: scaled(t, c.microbatch))
-    kinds, own, kind, owner, update = given.price
-    each = np.array([seconds(op) for op in kinds])
+    m = c.microbatches(batch)
+    _, own, kind, owner, update = given.price
     alone = each[own] + np.bincount(owner[~update], each[kind[~update]], len(own))
     updates = np.bincount(owner[update], each[kind[update]], len(own)) / m
     often, once = _REDUCED[c.zero]
     reduced = _all_reduce(c, given.sums, cost) * (often + once / m)
-    return alone + (0.0 if c.zero else updates), alone + updates + reduced, stage_cost(cost, plan).sent
+    return alone + (0.0 if c.zero else updates), alone + updates + reduced, stage_cost(cost, c.plan(batch)).sent
 
 
 def _all_reduce(c: Candidate, sizes: np.ndarray, cost: CostModel) -> np.ndarray:
@@ -197,5 +206,6 @@ def _all_reduce(c: Candidate, sizes: np.ndarray, cost: CostModel) -> np.ndarray:
     wire, groups = wire_of(lookup("MPIAllreduce")), groups_along(c, cost, "dp")
     slower = 1.0 if cost.runtime is None else 1.0 + cost.runtime.skew
     launch = cost.topology.spec(cost.topology.devices[0]).kernel_launch_overhead
-    known = {x: max([collective(wire, x, group) for group in groups]) + launch for x in set(sizes.tolist()) if x}
-    return np.array([slower * known.get(x, 0.0) for x in sizes.tolist()])
+    found, place = np.unique(sizes, return_inverse=True)
+    most = [max([collective(wire, x, group) for group in groups]) + launch if x else 0.0 for x in found.tolist()]
+    return slower * np.array(most)[place]

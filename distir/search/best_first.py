@@ -230,11 +230,18 @@ def search(
         queue.away.pop(x.candidate, None)
         if x.outcome.reason is None and x.outcome.seconds < x.bound:
             state.violations += 1
-        if x.outcome.fits:
+        if x.outcome.fits and x.candidate not in known:
             if state.first_seconds is None:
                 state.first_seconds = time.perf_counter() - begin
-            bisect.insort(quickest, x.outcome.seconds)
-            quickest.pop()
+            fits(x)
+
+    def fits(x: Simulated) -> None:
+        bisect.insort(quickest, x.outcome.seconds)
+        quickest.pop()
+
+    for c in candidates if known else ():
+        if c in known and known[c].outcome.fits:
+            fits(known[c])
 
     def wanted() -> Task | None:
         nonlocal asked

@@ -8,17 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from distir.api.interop.plan_settings import EXPERTS
 from distir.api.named_dims import named_dims
 from distir.ir.errors import DistirError
 from distir.ir.pause import no_collection
-from distir.search.balanced_memory import Stageable, balanced_memory, stageable
+from distir.search.balanced_memory import Stageable, balanced_memory, op_seconds, stageable
 from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, step_bound, step_cost
 from distir.search.exact import Setting
 from distir.search.memory_bounds import memory_bound
 from distir.search.placed_sizes import Template, template_of
 from distir.search.segments import Profile, profile_of
-from distir.search.space import Candidate
+from distir.search.space import Candidate, spacing_of
 from distir.search.stage_bounds import Cuts, place_template
 from distir.transforms.passes import PassContext, run_passes
 from distir.transforms.plan import InputSplit, Plan
@@ -48,6 +50,7 @@ class Bounds:
         self.known: dict[Candidate, CandidateBound] = {}
         """By their cuts, of those for which that was asked."""
         self._stageable: dict[Relatives, Stageable] = {}
+        self._op_seconds: dict[object, np.ndarray] = {}
         self._profiles: dict[Relatives, Profile | None] = {}
         self._steps: dict[tuple[object, ...], StepCost] = {}
         self._templates: dict[Template, Cuts] = {}
@@ -95,9 +98,13 @@ class Bounds:
 
     def _balanced(self, c: Candidate) -> float:
         """Bytes that it has at least, as its stages are balanced: found without placing it."""
-        if self.profile(relatives(c)) is None:
+        if c.split or c.pp == 1 or self.profile(relatives(c)) is None:
             return 0.0
-        return balanced_memory(c, self.setting.batch, self._stageable[relatives(c)], self.setting.cost)
+        given, setting = self._stageable[relatives(c)], self.setting
+        key = relatives(c), c.microbatch, spacing_of(c, c.order, "tp")
+        if key not in self._op_seconds:
+            self._op_seconds[key] = op_seconds(c, setting.batch, given, setting.cost)
+        return balanced_memory(c, setting.batch, given, self._op_seconds[key], setting.cost)
 
     def _cuts(self, c: Candidate) -> Cuts:
         """The template's cuts; those of the last templates are kept."""

@@ -138,26 +138,31 @@ class Cuts:
         """The stages of a candidate; schedules are not asked, and equal cuts are one object."""
         asked = c.dp, c.microbatch, c.pp, c.chunks, c.order
         if asked not in self._asked:
-            parts, at = c.pp * c.chunks, self.stages(c)
-            key = at.tobytes()
+            parts, forward = c.pp * c.chunks, self._balanced(c)
+            key = np.array(forward, np.int32).tobytes()
             if key not in self._cuts:
-                cut = self._sums.cut(at, parts)
+                cut = self._sums.cut(self._stages(forward, parts), parts)
                 self._cuts[key] = _Cut(cut, CutStages(self._programs, cut))
             self._asked[asked] = self._cuts[key]
         return self._asked[asked]
 
-    def stages(self, c: Candidate) -> np.ndarray:
-        """The stages of the ops of both passes. Raises InfeasibleError if there are fewer forward ops than stages."""
+    def _balanced(self, c: Candidate) -> Sequence[int]:
+        """The stages of the forward ops. Raises InfeasibleError if there are fewer of these than stages."""
         cost, parts = self.setting.cost, c.pp * c.chunks
         if parts == 1:
-            return np.zeros(self.size, np.int32)
+            return [0] * len(self._forward)
         plan = c.plan(self.setting.batch)
         mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
         seconds = self._to_price.seconds(OpSeconds(cost, mesh, self._sizes(c)), plan.microbatches)
-        priced = choices(self._ways, seconds, stage_cost(cost, plan).sent)
-        stage = dict(zip(self._forward, balanced(priced, parts), strict=True))
+        return balanced(choices(self._ways, seconds, stage_cost(cost, plan).sent), parts)
+
+    def _stages(self, forward: Sequence[int], parts: int) -> Sequence[int]:
+        """The stages of the ops of both passes."""
+        if parts == 1:
+            return [0] * self.size
+        stage = dict(zip(self._forward, forward, strict=True))
         backward_stages(self._following, stage, parts)
-        return np.array([stage[i] for i in range(self.size)], np.int32)
+        return [stage[i] for i in range(self.size)]
 
     def _prices(self, c: Candidate, sized: Sized) -> Sequence[_Taken]:
         """What the kinds of ops take at a plan's sizes and groups of devices."""

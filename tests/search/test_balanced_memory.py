@@ -26,7 +26,7 @@ def shares(name, count, seed=0):
         m = c.microbatches(16)
         cuts = bounds._cuts(c)
         sized = cuts._sizes(c)
-        memories = cuts._sums.memory(cuts._stages_of(c).cut, lambda t, sized=sized: sized(t).bytes)
+        memories = cuts._sums.memory(cuts._cut(c).numbered, lambda t, sized=sized: sized(t).bytes)
         rows = schedule_rows(c.schedule, c.pp, m, c.chunks)
         assert rows is not None
         yield bounds._balanced(c) / max([row_memory(row, memories, m) for row in rows])

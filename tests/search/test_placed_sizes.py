@@ -37,12 +37,13 @@ def templates(model, axes, batch, gpus, count, has=lambda c: True):
 
 def differing(setting, group):
     """How many values of the candidates' own programs have another shape or size on a device."""
-    template = Cuts(setting, place_template(setting, group[0]))
+    placed = place_template(setting, group[0])
+    template = Cuts(setting, placed)
     count = 0
     for c in group[1:]:
         sized, own = template._sizes(c), place_template(setting, c).function
-        assert [op.spec for op in own.ops] == [op.spec for op in template.placed.function.ops]
-        for mine, shared in zip(own.ops, template.placed.function.ops, strict=True):
+        assert [op.spec for op in own.ops] == [op.spec for op in placed.function.ops]
+        for mine, shared in zip(own.ops, placed.function.ops, strict=True):
             for v, w in zip(mine.outputs, shared.outputs, strict=True):
                 t, u = sized(w.type), v.type
             assert isinstance(t, Tensor) == isinstance(u, Tensor)

@@ -121,7 +121,7 @@ def least_maximum(given: Choices, parts: int) -> float:
         _, total, cut_cost, subset = _prefixes(given.costs, given.crossing, parts)
     else:
         total, cut_cost, subset = given.total, given.cut_cost, given.ways.subset
-    return float(_worst(_stage_costs(total, cut_cost, subset), parts)[-1])
+    return _worst(_stage_costs(total, cut_cost, subset), parts)
 
 
 def _prefixes(
@@ -158,11 +158,11 @@ def _best_chain(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray, par
     import numpy as np
 
     part = _stage_costs(total, cut_cost, subset)
-    square = np.where(part <= _worst(part, parts)[-1] * (1 + 1e-9), part**2, np.inf)
-    both = np.empty_like(part)
+    square = np.where(part <= _worst(part, parts) * (1 + 1e-9), part**2, np.inf)
+    before, at = _band(square)
     best = [square[0]]
     for _ in range(parts - 1):
-        best.append(np.add(best[-1][:, None], square, out=both).min(axis=0))
+        best.append((best[-1][before] + at).min(axis=1))
     chain: list[int] = []
     k = len(total) - 1
     for before in reversed(best[:-1]):
@@ -178,15 +178,36 @@ def _stage_costs(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray) ->
     return np.where(subset, total[None, :] - total[:, None] + np.maximum(cut_cost[None, :], cut_cost[:, None]), np.inf)
 
 
-def _worst(part: np.ndarray, parts: int) -> np.ndarray:
-    """By set the least maximum stage cost of a chain of `parts` from the first set to it."""
+def _worst(part: np.ndarray, parts: int) -> float:
+    """The least maximum stage cost of a chain of `parts` from the first set to the last.
+
+    Costly stages are left out at first: what is found without them is the least, if anything is.
+    """
     import numpy as np
 
-    both = np.empty_like(part)
-    worst = part[0]
-    for _ in range(parts - 1):
-        worst = np.maximum(worst[:, None], part, out=both).min(axis=0)
-    return worst
+    most = float(part.max(initial=0.0, where=part < np.inf))
+    limit = 1.5 * float(part[0, -1]) / parts
+    while True:
+        near = part if limit >= most else np.where(part <= limit, part, np.inf)
+        before, at = _band(near)
+        worst = near[0]
+        for _ in range(parts - 1):
+            worst = np.maximum(worst[before], at).min(axis=1)
+        if worst[-1] < np.inf or limit >= most:
+            return float(worst[-1])
+        limit = 2 * limit or most
+
+
+def _band(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of a matrix that is infinite on and below its diagonal the columns, as rows, down from the diagonal as far as any
+    has finite elements: where these are in their column, and the elements."""
+    import numpy as np
+
+    columns = np.arange(len(part))
+    finite = part < np.inf
+    first = np.where(finite.any(axis=0), finite.argmax(axis=0), columns)
+    before = columns[:, None] - np.arange(1, max(2, 1 + int((columns - first).max())))
+    return np.maximum(before, 0), np.where(before >= 0, part[before, columns[:, None]], np.inf)
 
 
 def _closed_sets(needs: Sequence[int], most: int) -> list[int] | None:
