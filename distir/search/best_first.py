@@ -59,6 +59,8 @@ def by_seconds(found: Simulated) -> tuple[object, ...]:
 _NEAR = 1.2
 """Bounds are refined together with those of plans of the same placed program that are at most so much slower: placing
 takes longer than refining some more."""
+_MOST_TOGETHER = 32
+"""How many bounds are refined together at most: placed programs are kept, and another process may take the next."""
 NOTHING_KNOWN: Mapping[Candidate, Simulated] = MappingProxyType({})
 
 
@@ -135,7 +137,8 @@ class _Queue:
             rough = self._rough.get(self.bounds.template(what), {})
             if what in rough:
                 most = min(below, bound * _NEAR)
-                group = tuple([c for c, x in rough.items() if x < most or c == what])
+                near = sorted([(x, c) for c, x in rough.items() if x < most and c != what])
+                group = (what, *[c for _, c in near[: _MOST_TOGETHER - 1]])
                 for c in group:
                     self.away[c] = rough.pop(c)
                     del self._latest[c]
