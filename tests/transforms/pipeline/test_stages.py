@@ -54,6 +54,10 @@ def test_of_equal_cuts_the_most_even() -> None:
     assert balanced_cut([1.0] * 6 + [9.0], [0.0] * 8, 4) == [2, 4, 6]
 
 
+def test_what_costs_nothing_is_cut_where_least_is_sent() -> None:
+    assert balanced_cut([0.0] * 4, [0.0, 3.0, 1.0, 2.0, 0.0], 2) == [2]
+
+
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_equal_layers_are_cut_alike(parts: int) -> None:
     """The cost of a hand-written backward pass counts: sending costs more here than a layer's forward pass."""
