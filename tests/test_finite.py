@@ -21,6 +21,8 @@ from distir.runtime.finite import ALL_FINITE, FiniteWatch, is_finite
 from tests.runs import ROOT
 from tests.test_torchrun import exit_codes, said, torchrun
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 MLP = str(ROOT / "examples" / "mlp.onnx")
 MSE = ["--dim", "batch=8", "--loss", "mse"]
 STAGES = distir.Plan(pp=2)
