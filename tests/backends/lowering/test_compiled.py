@@ -59,7 +59,7 @@ def stepped(model: distir.Model, compiled: bool, plan: distir.Plan, steps: int =
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize(("name", "optimizer"), [("mlp", distir.SGD(momentum=0.9)), ("gpt2-tiny", "adamw")])
+@pytest.mark.parametrize(("name", "optimizer"), [("mlp", distir.SGD(momentum=0.9)), ("gpt", "adamw")])
 def test_each_function_is_captured_whole_and_once(
     name: str, optimizer: Any, microbatches: int, captured: list[int]
 ) -> None:
