@@ -4,12 +4,16 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
+
+from tests.warm import Warm
 
 # Before numpy and torch are loaded: threads of one test would only take the cores that the other processes need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,6 +48,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     folders = all(Path(arg).is_dir() for arg in config.args)
     interactive = config.getoption("capture") == "no"  # -s: what workers print is not shown
     return min(cores, MOST_PROCESSES) if folders and cores > 1 and not interactive else 0
+
+
+@pytest.fixture(scope="session")
+def warm_process() -> Generator[Warm, None, None]:
+    warm = Warm()
+    yield warm
+    warm.end()
+
+
+@pytest.fixture
+def warm(warm_process: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of runs on this host are forked from a process that has loaded torch."""
+    from distir.backends.processes import spawn
+
+    if sys.platform == "linux":
+        stand_in = SimpleNamespace(Popen=warm_process, DEVNULL=subprocess.DEVNULL)
+        monkeypatch.setattr(spawn, "subprocess", stand_in)
 
 
 def pytest_sessionfinish() -> None:

@@ -36,6 +36,8 @@ from distir.transforms.pipeline.schedule import PipeDreamScheduler
 from distir.transforms.pipeline.schedule_table import parse_table
 from distir.transforms.rank.project import project
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parent.parent
 GPT = ROOT / "examples" / "gpt2-tiny.onnx"
 

@@ -21,6 +21,8 @@ from distir.runtime.finite import ALL_FINITE, FiniteWatch, is_finite
 from tests.runs import ROOT
 from tests.test_torchrun import exit_codes, said, torchrun
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 MLP = str(ROOT / "examples" / "mlp.onnx")
 MSE = ["--dim", "batch=8", "--loss", "mse"]
 STAGES = distir.Plan(pp=2)
@@ -89,13 +91,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_in_its_step(flags: list[str], cl
 @pytest.mark.parametrize(("plan", "backend"), [(distir.Plan(), "numpy"), (STAGES, "gloo")])
 def test_weights_that_are_not_finite_replace_no_checkpoint(plan: distir.Plan, backend: str, tmp_path: Path) -> None:
     """Those of one rank only, while the loss is finite: the ranks agree."""
-    train(TINY, plan, steps=2, backend=backend, checkpoint=tmp_path, every=1)
+    train(TINY, plan, steps=2, backend="numpy", checkpoint=tmp_path, every=1)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     with pytest.raises(DivergedError, match=r"^%w1 is not finite in step 2 "):
         train(HUGE, plan, steps=6, backend=backend, checkpoint=tmp_path, every=1, resume=True)
     left = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     assert left == before
-    going = train(TINY, plan, steps=3, backend=backend, checkpoint=tmp_path, resume=True)
+    going = train(TINY, plan, steps=3, backend="numpy", checkpoint=tmp_path, resume=True)
     assert going.first == 2
 
 
@@ -108,7 +110,7 @@ def test_weights_after_the_last_step(plan: distir.Plan, backend: str) -> None:
 
 @pytest.mark.parametrize(("plan", "backend"), [(distir.Plan(), "numpy"), (STAGES, "gloo")])
 def test_going_on_leaves_the_last_finite_checkpoint(plan: distir.Plan, backend: str, tmp_path: Path) -> None:
-    train(TINY, plan, steps=1, backend=backend, checkpoint=tmp_path)
+    train(TINY, plan, steps=1, backend="numpy", checkpoint=tmp_path)
     settings: dict[str, Any] = {"backend": backend, "checkpoint": tmp_path, "every": 1, "resume": True}
     found = train(HUGE, plan, steps=4, allow_nonfinite=True, **settings)
     assert len(found.seconds) == 3

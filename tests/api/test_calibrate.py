@@ -30,6 +30,8 @@ from distir.ir.errors import UsageError
 from distir.ir.topology import Crowd, OpSpeed, Residuals, Topology
 from distir.ir.type import Float32
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 SPEED = OpSpeed(5e-6, 5e10, 2e10)
 FIGURES = Figures(
     "cpu",

@@ -24,6 +24,8 @@ from distir.runtime.options import RunOptions
 from distir.runtime.outcome import Outcome
 from distir.transforms.differentiation.training import SGD, AdamW
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 OPTIMIZERS = {"sgd": SGD(0.5), "momentum": SGD(0.2, momentum=0.9), "adamw": AdamW(1e-2)}

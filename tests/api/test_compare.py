@@ -14,6 +14,8 @@ from distir.api.compare import Comparison, Row, compare, line_up
 from distir.api.timings import PREDICTED, Process, Slice, TraceFile, aligned, read_trace
 from distir.ir.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parents[2]
 PLANS = [
     distir.Plan(),

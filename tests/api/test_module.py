@@ -17,6 +17,8 @@ from distir import Plan
 from distir.ir.errors import MismatchError, ModelError, UsageError
 from distir.runtime.options import RunOptions
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 BATCH = 8
 OPTIMIZERS: dict[str, tuple[Any, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]] = {
     "sgd": (distir.SGD(0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),

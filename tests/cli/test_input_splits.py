@@ -11,6 +11,8 @@ import pytest
 from distir.cli import main
 from tests.importer.models import model, node
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt2-tiny.onnx")
 TEXTS = [GPT, "--dim", "batch=8", "--loss", "cross-entropy"]
 CHECKED = ["--dtype", "float64", "--optimizer", "adamw", "--steps", "2", "--check"]

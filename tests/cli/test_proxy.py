@@ -10,6 +10,8 @@ import pytest
 
 from distir.cli import main
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Cli = Callable[..., tuple[int, str, str]]
 MLP = [str(EXAMPLES / "mlp.onnx"), "--dim", "batch=8", "--loss", "mse"]

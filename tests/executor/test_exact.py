@@ -130,7 +130,7 @@ def test_distributed_programs_are_simulated_exactly(seed: int, overlap: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(400))
+@pytest.mark.parametrize("seed", range(200))
 def test_distributed_programs_are_simulated_exactly_on_many(seed: int) -> None:
     try:
         case = random_case(seed)

@@ -58,7 +58,7 @@ def test_round_trip(f: Function) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=500, suppress_health_check=SLOW)
+@settings(max_examples=250, suppress_health_check=SLOW)
 @given(programs())
 def test_round_trip_of_many(f: Function) -> None:
     assert difference(parse(pformat(f)), f) is None

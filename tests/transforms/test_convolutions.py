@@ -24,6 +24,8 @@ from tests.importer.models import node
 from tests.importer.test_exported import exported
 from tests.transforms.programs import Plan, Program, check, distributed, filled
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 BATCH = 8
 
 

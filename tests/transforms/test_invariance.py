@@ -89,7 +89,7 @@ def test_names_and_order_do_not_matter(program: Callable[[], Program], plan: Pla
         same_plan(program(), plan, seed)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=LARGE)
+@settings(max_examples=30, deadline=None, suppress_health_check=LARGE)
 @given(random_programs(), random_plans, st.integers(0, 1000))
 def test_names_and_order_do_not_matter_to_random_programs(program: Program, plan: Plan, seed: int) -> None:
     plan = plan._replace(bucket_mb=0)

@@ -295,7 +295,7 @@ def test_seeded_faults_are_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_more_seeded_faults_are_found(seed: int) -> None:
     hold(table(1500, seed))
 

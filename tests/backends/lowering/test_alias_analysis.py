@@ -132,7 +132,7 @@ def compared(program: Program, plan: Plan, look: Callable[[TorchRank], object] =
 def test_random_programs_on_random_plans() -> None:
     seen = Counter[str]()
     fixed = settings(
-        max_examples=3,
+        max_examples=2,
         derandomize=True,
         database=None,
         phases=[Phase.generate],
@@ -210,7 +210,7 @@ def test_sharded_optimizers_step_together() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, suppress_health_check=LARGE, deadline=None)
+@settings(max_examples=150, suppress_health_check=LARGE, deadline=None)
 @given(st.sampled_from(BLOCKS).flatmap(random_programs), PLANS)
 def test_more_random_programs(program: Program, plan: Plan) -> None:
     compared(program, plan)

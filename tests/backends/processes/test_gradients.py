@@ -71,7 +71,7 @@ def program(dp: int, plan: dict[str, Any]) -> Function:
 
 
 @pytest.mark.parametrize(
-    ("dp", "plan"), [(2, {}), (4, {}), (2, {"bucket_mb": 0}), (4, {"bucket_mb": 0.01}), (4, {"overlap": False})]
+    ("dp", "plan"), [(4, {}), (2, {"bucket_mb": 0}), (4, {"bucket_mb": 0.01}), (4, {"overlap": False})]
 )
 def test_gradients_are_bitwise_equal_on_all_replicas(dp: int, plan: dict[str, Any], tmp_path: Path):
     env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")

@@ -35,6 +35,8 @@ from distir.ir.type import (
 )
 from tests.backends.launching import run
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 DEVICES = [Device("cpu", k) for k in range(4)]
 MESH = Mesh(DEVICES, {"dp": 2, "tp": 2})
 SHAPE = (8, 12)

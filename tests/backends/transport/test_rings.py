@@ -9,6 +9,8 @@ from distir.executor.reference.sequential import SequentialExecutor
 from tests.backends.launching import run
 from tests.ops.rings import RINGS
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_rings_run(n: int) -> None:

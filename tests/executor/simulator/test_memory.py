@@ -307,7 +307,7 @@ def test_calls_count_as_their_bodies_inlined(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000))
+@pytest.mark.parametrize("seed", range(500))
 def test_calls_count_as_their_bodies_inlined_on_many(seed: int) -> None:
     _same(seed)
 

@@ -296,7 +296,7 @@ def test_replay_is_exact(seed: int, overlap: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1500))
+@pytest.mark.parametrize("seed", range(750))
 def test_replay_is_exact_on_many(seed: int) -> None:
     _same(seed, True)
 
