@@ -20,6 +20,8 @@ from distir.ir import parse, same
 from distir.ir.errors import ModelError
 from tests.importer.models import model, node
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parent.parent
 GPT, MLP = (str(ROOT / "examples" / f"{name}.onnx") for name in ("gpt2-tiny", "mlp"))
 TRAIN = ["--dim", "batch=8", "--loss", "cross-entropy"]
@@ -488,9 +490,9 @@ def test_run_without_a_loss_shows_none(cli):
     assert "(median of steps 1 to 2)" in out
 
 
-def test_one_step_is_compared_with_nothing():
+def test_one_step_is_compared_with_nothing(cli):
     """It warms up. Of two the second is."""
-    one, two = (command("run", MLP, *MSE, "--steps", n).stdout for n in (1, 2))
+    one, two = (cli("run", MLP, *MSE, "--steps", n)[1] for n in (1, 2))
     assert "(the first step, warm-up)" in one
     assert re.search(r"^predicted .*; not compared: the first step is warm-up$", one, re.MULTILINE)
     assert "measured" not in one
@@ -735,12 +737,12 @@ def test_a_table_of_ones_own_is_simulated_and_shown(cli, table):
         assert ran == [cell for cell in row.split(",") if cell]
 
 
-def test_a_table_of_ones_own_runs(table):
+def test_a_table_of_ones_own_runs(cli, table):
     flags = [*MSE, *PIPELINE, "--schedule", table, "--optimizer", "adamw", "--steps", 2, "--check"]
-    done = command("run", "examples/mlp.onnx", *flags)
-    assert done.returncode == 0, done.stderr
-    assert str(table) in done.stdout
-    assert "check passed" in done.stdout
+    code, out, err = cli("run", MLP, *flags)
+    assert code == 0, err
+    assert str(table) in out
+    assert "check passed" in out
 
 
 # ---------------------------------------------------------------- run, a process a rank
@@ -901,13 +903,13 @@ def _alive(pid):
     ("model", "plan"),
     [*[("gpt2-tiny", plan) for plan in [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)]], ("mlp", (1, 2, 2))],
 )
-def test_plans_on_gloo(model, plan):
-    flags = TRAIN if model == "gpt2-tiny" else MSE
+def test_plans_on_gloo(cli, model, plan):
+    flags = [GPT, *TRAIN] if model == "gpt2-tiny" else [MLP, *MSE]
     dp, tp, pp = plan
     degrees = ["--dp", dp, "--tp", tp, "--pp", pp, "--microbatches", 2]
-    done = command("run", f"examples/{model}.onnx", *flags, *degrees, "--optimizer", "adamw", "--steps", 3, "--check")
-    assert done.returncode == 0, done.stderr
-    assert "check passed" in done.stdout
+    code, out, err = cli("run", *flags, *degrees, "--optimizer", "adamw", "--steps", 3, "--check")
+    assert code == 0, err
+    assert "check passed" in out
 
 
 @pytest.mark.parametrize(
@@ -931,13 +933,13 @@ def test_plans_on_gloo(model, plan):
         ),
     ],
 )
-def test_settings_on_gloo(flags):
+def test_settings_on_gloo(cli, flags):
     """Sequence parallelism, recomputation, clipping, mixed precision, with all types widened to float64: on ranks they
     are the sequential program."""
     precise = ["--optimizer", "adamw", "--dtype", "float64", "--steps", 2, "--check"]
-    done = command("run", "examples/gpt2-tiny.onnx", *TRAIN, *flags.split(), *precise)
-    assert done.returncode == 0, done.stderr
-    assert "check passed" in done.stdout
+    code, out, err = cli("run", GPT, *TRAIN, *flags.split(), *precise)
+    assert code == 0, err
+    assert "check passed" in out
 
 
 @pytest.mark.parametrize(
@@ -947,13 +949,13 @@ def test_settings_on_gloo(flags):
         pytest.param("--precision fp16", "--dp 2 --tp 2 --momentum 0.9 --clip-norm 1", marks=pytest.mark.slow),
     ],
 )
-def test_mixed_precision_on_gloo(precision, flags):
+def test_mixed_precision_on_gloo(cli, precision, flags):
     """In its own types: the losses are those of float32, to what 16 bits allow."""
     losses = []
     for more in (precision.split(), []):
-        done = command("run", "examples/gpt2-tiny.onnx", *TRAIN, *flags.split(), *more, "--steps", 4, "--json")
-        assert done.returncode == 0, done.stderr
-        losses.append(json.loads(done.stdout)["losses"])
+        code, out, err = cli("run", GPT, *TRAIN, *flags.split(), *more, "--steps", 4, "--json")
+        assert code == 0, err
+        losses.append(json.loads(out)["losses"])
     narrow, wide = losses
     assert narrow != wide
     assert narrow == pytest.approx(wide, rel=5e-3)
@@ -972,10 +974,10 @@ def test_mixed_precision_on_gloo(precision, flags):
         ("--grad-dtype bf16", "gradients are accumulated in float32 or in the precision, f32; got bf16"),
     ],
 )
-def test_settings_of_training_that_do_not_fit(flags, message):
-    done = command("simulate", "examples/gpt2-tiny.onnx", *TRAIN, *flags.split(), "--cluster", "dgx-a100")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"distir: error: {message}")
+def test_settings_of_training_that_do_not_fit(cli, flags, message):
+    code, _, err = cli("simulate", GPT, *TRAIN, *flags.split(), "--cluster", "dgx-a100")
+    assert code == 2
+    assert err.startswith(f"distir: error: {message}")
 
 
 # ---------------------------------------------------------------- the progress bar
