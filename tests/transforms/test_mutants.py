@@ -75,7 +75,7 @@ def random_cases() -> list[tuple[Program, Plan]]:
     plan = Plan(2, 2, 2, 2)
     found: dict[str, Program] = {}
 
-    @settings(max_examples=150, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=LARGE)
+    @settings(max_examples=300, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=LARGE)
     @given(random_programs(split_and_join))
     def look(program: Program) -> None:
         if len(found) == 2 or not 60 < len(program.function.ops) < 200:
