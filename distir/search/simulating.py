@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any, NamedTuple
 
+from distir.ir.pause import collect_after
 from distir.search.candidate_bounds import Bounds, Relatives, placing, relatives
 from distir.search.exact import Detail, Setting, evaluate, examine
 from distir.search.space import Candidate
@@ -58,6 +59,10 @@ Task = Price | Bound | Refine | Simulate | Examine
 
 _AHEAD = 2
 """How many tasks wait for each process that has placed the model for them, before another process takes one."""
+
+
+_GARBAGE = 2_000_000
+"""How many objects a process makes before it looks for garbage: some hundred megabytes."""
 
 
 class Simulators(NamedTuple):
@@ -141,7 +146,7 @@ def simulators(setting: Setting, jobs: int) -> Iterator[Simulators]:
         return
     global _bounds
     _bounds = Bounds(setting)
-    executors = [ProcessPoolExecutor(1, get_context("fork"), _ignore_interrupts) for _ in range(jobs)]
+    executors = [ProcessPoolExecutor(1, get_context("fork"), _begin) for _ in range(jobs)]
     try:
         yield Simulators(setting, executors)
     finally:
@@ -174,6 +179,8 @@ def _answered(task: Task) -> Any:
     return _answer(_bounds, task)
 
 
-def _ignore_interrupts() -> None:
-    """Ctrl-C goes to all processes of a terminal: the parent ends these."""
+def _begin() -> None:
+    """Ctrl-C goes to all processes of a terminal: the parent ends these. Several live at a time, each with templates:
+    there is less room for garbage."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    collect_after(_GARBAGE)
