@@ -114,11 +114,10 @@ def op_seconds(c: Candidate, batch: int, given: Stageable, cost: CostModel) -> n
 
 
 def balanced_memory(c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel) -> float:
-    """Bytes that the rank of a candidate that needs most has at least, as its stages are balanced; 0 where nothing is
-    known. `each` are its `op_seconds`. Raises InfeasibleError if there are fewer ops than stages."""
+    """Bytes that the rank of a candidate that needs most has at least, as its stages are balanced; 0 where its schedule
+    is too long to follow. The candidate has no further axes; `each` are its `op_seconds`. Raises InfeasibleError if
+    there are fewer ops than stages."""
     parts, m = c.pp * c.chunks, c.microbatches(batch)
-    if c.pp == 1 or c.split:
-        return 0.0
     least, most, sent = _costs(c, batch, given, each, cost)
     worst = least_maximum(choices(given.ways, most.tolist(), sent), parts) * _SLACK
     reach = _by_set(given.ways, least)

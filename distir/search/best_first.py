@@ -236,15 +236,15 @@ def search(
         if x.outcome.fits and x.candidate not in known:
             if state.first_seconds is None:
                 state.first_seconds = time.perf_counter() - begin
-            fits(x)
+            rank(x)
 
-    def fits(x: Simulated) -> None:
+    def rank(x: Simulated) -> None:
         bisect.insort(quickest, x.outcome.seconds)
         quickest.pop()
 
-    for c in candidates if known else ():
-        if c in known and known[c].outcome.fits:
-            fits(known[c])
+    for x in [known[c] for c in candidates if c in known]:
+        if x.outcome.fits:
+            rank(x)
 
     def wanted() -> Task | None:
         nonlocal asked

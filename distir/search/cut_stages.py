@@ -99,10 +99,6 @@ class StagePrograms:
     def _handable(self, v: Value) -> int:
         return self.types(v.type) if isinstance(v.type, Tensor) and v.type.moves else _NONE
 
-    def of(self, cut: NumberedCut) -> CutStages:
-        """The stages of a cut."""
-        return CutStages(self, cut)
-
     def replicas(self, cut: NumberedCut, axis: AxisNames, seconds: Callable[[str, Type], float]) -> Replicas:
         """What goes along the axis, or the axes, of replicas; `seconds` is given the name of a collective and the type
         of what it moves."""
@@ -113,9 +109,8 @@ class StagePrograms:
             rows = self._gathering
             runs = np.flatnonzero(cut.runs[rows.op])
             at = cut.stage[rows.op[runs]] * 2 + self.is_backward[rows.op[runs]]
-            _, first = np.unique(at * (1 + rows.what.max(initial=0)) + rows.what[runs], return_index=True)
-            # once in a pass
-            here = runs[first]
+            once_in_a_pass = at * (1 + rows.what.max(initial=0)) + rows.what[runs]
+            here = runs[np.unique(once_in_a_pass, return_index=True)[1]]
             again, backward = rows.phase[here] == 0, self.is_backward[rows.op[here]]
             kept = again | ~backward
             phase = np.where(again, backward, 2)[kept]

@@ -31,9 +31,15 @@ from distir.search.segments import COMPUTE, axis_of
 from distir.search.space import Candidate
 from distir.search.stage_sums import NumberedCut, StageSums
 from distir.transforms.passes import PassContext, run_passes, stage_meshes
-from distir.transforms.pipeline.partition import balanced, choices
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, PhaseRules, phases
-from distir.transforms.pipeline.stages import Follows, backward_stages, following, stage_ways, to_price
+from distir.transforms.pipeline.stages import (
+    Follows,
+    backward_stages,
+    balanced_stages,
+    following,
+    stage_ways,
+    to_price,
+)
 
 
 def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
@@ -138,7 +144,7 @@ class Cuts:
         """The stages of a candidate; schedules are not asked, and equal cuts are one object."""
         asked = c.dp, c.microbatch, c.pp, c.chunks, c.order
         if asked not in self._asked:
-            parts, forward = c.pp * c.chunks, self._balanced(c)
+            parts, forward = c.pp * c.chunks, self._forward_stages(c)
             key = np.array(forward, np.int32).tobytes()
             if key not in self._cuts:
                 cut = self._sums.cut(self._stages(forward, parts), parts)
@@ -146,15 +152,15 @@ class Cuts:
             self._asked[asked] = self._cuts[key]
         return self._asked[asked]
 
-    def _balanced(self, c: Candidate) -> Sequence[int]:
+    def _forward_stages(self, c: Candidate) -> Sequence[int]:
         """The stages of the forward ops. Raises InfeasibleError if there are fewer of these than stages."""
         cost, parts = self.setting.cost, c.pp * c.chunks
         if parts == 1:
             return [0] * len(self._forward)
         plan = c.plan(self.setting.batch)
         mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
-        seconds = self._to_price.seconds(OpSeconds(cost, mesh, self._sizes(c)), plan.microbatches)
-        return balanced(choices(self._ways, seconds, stage_cost(cost, plan).sent), parts)
+        priced = stage_cost(cost, plan)._replace(op=OpSeconds(cost, mesh, self._sizes(c)))
+        return balanced_stages(self._ways, self._to_price, parts, plan.microbatches, priced)
 
     def _stages(self, forward: Sequence[int], parts: int) -> Sequence[int]:
         """The stages of the ops of both passes."""

@@ -44,7 +44,8 @@ def test_cycles_made_inside_are_collected():
 
 
 def test_collects_when_enough_was_made(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pause, "_enough", 100)
+    monkeypatch.setattr(pause, "_enough", pause._enough)  # restored afterwards
+    pause.collect_after(100)
     with no_collection():
         a = _Node()
         a.next = a

@@ -39,6 +39,23 @@ def test_bounds_are_below_the_cut_and_near_it(name):
     assert sorted(found)[len(found) // 2] > 0.5
 
 
+def test_what_candidates_share_changes_no_bound():
+    """Bounds are those of each alone, though seconds of ops are kept."""
+    name = MODELS[0]
+    model = load(name, {"batch": 16}, loss="cross-entropy", optimizer="adamw", precision="bf16")
+    setting = Setting(model, 16, CostModel(load_cluster("dgx-a100", devices=16)), 0.0)
+    several = [
+        c
+        for c in space(model.function, 16, 16, setting.cost.topology, None).candidates
+        if (c.tp, c.pp, c.dp, c.recompute, c.zero, c.schedule) == (2, 4, 2, "none", 0, "1f1b")
+    ]
+    assert len({c.microbatch for c in several}) > 1
+    assert len({c.order for c in several}) > 1
+    together = Bounds(setting)
+    for c in several:
+        assert together._balanced(c) == Bounds(setting)._balanced(c), c
+
+
 def test_stages_that_are_balanced_too_well_are_seen(monkeypatch):
     """Seeded: the most that a stage costs is taken to be a fifth less than it is."""
     least = balanced_memory.least_maximum

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import distir.search.best_first as best_first
 import distir.search.stage_bounds as stage_bounds
 from distir.api.model import load
 from distir.executor.cost_model import CostModel
@@ -111,6 +112,28 @@ def test_most_plans_are_not_simulated():
     assert all([bounds.known[x.candidate][1] <= limit for x in state.found])
     assert len({x.candidate for x in state.found}) == len(state.found) < len(bounds.known) < len(found)
     assert state.bound >= state.fitting[0].outcome.seconds
+
+
+def test_what_is_known_limits_a_search(monkeypatch):
+    """No more is asked of bounds than what is known takes; and of one candidate at a time, if that is the limit."""
+    setting = setting_of(gpus=4, batch=8)
+    found = space(setting.model.function, 8, 4, setting.cost.topology, ("dp", "tp", "pp", "microbatch", "zero"))
+    first = search(Bounds(setting), found.candidates, Simulators(setting))
+    best = first.fitting[0]
+    asked: list[tuple[int, float]] = []
+    of_cuts = Bounds.of_cuts
+
+    def noted(self, candidates, enough):
+        asked.append((len(candidates), enough))
+        return of_cuts(self, candidates, enough)
+
+    monkeypatch.setattr(Bounds, "of_cuts", noted)
+    monkeypatch.setattr(best_first, "_MOST_TOGETHER", 1)
+    again = search(Bounds(setting), found.candidates, Simulators(setting), known={best.candidate: best})
+    assert max(n for n, _ in asked) == 1
+    assert {enough for _, enough in asked} == {best.outcome.seconds}
+    assert again.fitting[0].outcome.seconds == best.outcome.seconds
+    assert again.bound >= best.outcome.seconds
 
 
 def test_a_plan_that_fits_to_the_byte_is_found():

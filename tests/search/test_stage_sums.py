@@ -38,10 +38,12 @@ def cuts(model):
         try:
             placed = place_template(setting, c)
             found = Cuts(setting, placed)
-            forward = dict(zip([placed.timed[i] for i in found._forward], found._balanced(c), strict=True))
+            numbered = found._forward_stages(c)
         except DistirError:
             continue
+        forward = dict(zip([placed.timed[i] for i in found._forward], numbered, strict=True))
         _, stage = staged(placed.function, c.pp * c.chunks, placed.rules, forward)
+        assert found._stages(numbered, c.pp * c.chunks) == [stage[op] for op in placed.timed]
         yield placed, stage, c.pp * c.chunks, found._sizes(c)
 
 

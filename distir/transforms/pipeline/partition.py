@@ -159,10 +159,10 @@ def _best_chain(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray, par
 
     part = _stage_costs(total, cut_cost, subset)
     square = np.where(part <= _worst(part, parts) * (1 + 1e-9), part**2, np.inf)
-    before, at = _band(square)
+    above, near = _band(square)
     best = [square[0]]
     for _ in range(parts - 1):
-        best.append((best[-1][before] + at).min(axis=1))
+        best.append((best[-1][above] + near).min(axis=1))
     chain: list[int] = []
     k = len(total) - 1
     for before in reversed(best[:-1]):
@@ -188,26 +188,29 @@ def _worst(part: np.ndarray, parts: int) -> float:
     most = float(part.max(initial=0.0, where=part < np.inf))
     limit = 1.5 * float(part[0, -1]) / parts
     while True:
-        near = part if limit >= most else np.where(part <= limit, part, np.inf)
-        before, at = _band(near)
-        worst = near[0]
+        kept = part if limit >= most else np.where(part <= limit, part, np.inf)
+        above, near = _band(kept)
+        worst = kept[0]
         for _ in range(parts - 1):
-            worst = np.maximum(worst[before], at).min(axis=1)
+            worst = np.maximum(worst[above], near).min(axis=1)
         if worst[-1] < np.inf or limit >= most:
             return float(worst[-1])
         limit = 2 * limit or most
 
 
 def _band(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a matrix that is infinite on and below its diagonal the columns, as rows, down from the diagonal as far as any
-    has finite elements: where these are in their column, and the elements."""
+    """The finite band above the diagonal of a matrix that is infinite elsewhere.
+
+    A row for each column: the numbers of the rows above the diagonal, as far up as any column is finite, and the
+    elements there.
+    """
     import numpy as np
 
     columns = np.arange(len(part))
     finite = part < np.inf
     first = np.where(finite.any(axis=0), finite.argmax(axis=0), columns)
-    before = columns[:, None] - np.arange(1, max(2, 1 + int((columns - first).max())))
-    return np.maximum(before, 0), np.where(before >= 0, part[before, columns[:, None]], np.inf)
+    above = columns[:, None] - np.arange(1, max(2, 1 + int((columns - first).max())))
+    return np.maximum(above, 0), np.where(above >= 0, part[above, columns[:, None]], np.inf)
 
 
 def _closed_sets(needs: Sequence[int], most: int) -> list[int] | None:

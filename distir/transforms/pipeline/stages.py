@@ -121,9 +121,14 @@ def forward_stages(
         _check_cuts_batch(function, phase, microbatches)
     if cut:
         return cut_at(function, phase, cut)
-    given, priced = stage_ways(function, rules), to_price(function, rules)
-    found = balanced(choices(given, priced.seconds(cost.op, microbatches), cost.sent), parts)
+    given = stage_ways(function, rules)
+    found = balanced_stages(given, to_price(function, rules), parts, microbatches, cost)
     return dict(zip(given.ops, found, strict=True))
+
+
+def balanced_stages(given: Ways, priced: ToPrice, parts: int, microbatches: int, cost: StageCost) -> list[int]:
+    """The stages of forward ops, in the order of `given`. Raises InfeasibleError if there are fewer ops than stages."""
+    return balanced(choices(given, priced.seconds(cost.op, microbatches), cost.sent), parts)
 
 
 def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches: int) -> None:
