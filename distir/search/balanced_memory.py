@@ -24,7 +24,7 @@ from distir.ir.spec import lookup
 from distir.ir.type import Tensor
 from distir.search.bounds import ROUNDING, groups_along, scaled
 from distir.search.memory_bounds import in_flight
-from distir.search.schedule_bounds import schedule_rows
+from distir.search.schedule_bounds import followed
 from distir.search.segments import made_once
 from distir.search.space import Candidate
 from distir.transforms.passes import stage_meshes
@@ -168,7 +168,8 @@ def _chunks_in_flight(schedule: str, pp: int, m: int, chunks: int) -> list[list[
     """By rank how many microbatches it has in flight of each of its chunks, when it has most; none of a schedule that
     is too long to follow."""
     found: list[list[int]] = []
-    for row in schedule_rows(schedule, pp, m, chunks) or ():
+    known = followed(schedule, pp, m, chunks)
+    for row in known.rows if known is not None else ():
         now, most = [0] * chunks, [0] * chunks
         for word, s, _ in row:
             now[s // pp] += 1 if word == FORWARD else -1

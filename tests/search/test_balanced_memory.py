@@ -10,7 +10,7 @@ from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting
-from distir.search.schedule_bounds import row_memory, schedule_rows
+from distir.search.schedule_bounds import followed, row_memory
 from distir.search.space import space
 
 MODELS = ("llama:layers=12,hidden=512,heads=8,vocab=1000,seq=256", "gpt:layers=3,hidden=64,heads=4,vocab=1000,seq=32")
@@ -27,9 +27,10 @@ def shares(name, count, seed=0):
         cuts = bounds._cuts(c)
         sized = cuts._sizes(c)
         memories = cuts._sums.memory(cuts._cut(c).numbered, lambda t, sized=sized: sized(t).bytes)
-        rows = schedule_rows(c.schedule, c.pp, m, c.chunks)
+        schedule = followed(c.schedule, c.pp, m, c.chunks)
+        assert schedule is not None
         assert rows is not None
-        yield bounds._balanced(c) / max([row_memory(row, memories, m) for row in rows])
+        yield bounds._balanced(c) / max([row_memory(row, memories, m) for row in schedule.rows])
 
 
 @pytest.mark.parametrize("name", MODELS)
