@@ -29,7 +29,6 @@ def shares(name, count, seed=0):
         memories = cuts._sums.memory(cuts._cut(c).numbered, lambda t, sized=sized: sized(t).bytes)
         schedule = followed(c.schedule, c.pp, m, c.chunks)
         assert schedule is not None
-        assert rows is not None
         yield bounds._balanced(c) / max([row_memory(row, memories, m) for row in schedule.rows])
 
 
