@@ -113,11 +113,27 @@ def op_seconds(c: Candidate, batch: int, given: Stageable, cost: CostModel) -> n
     return np.array([seconds(op) for op in given.price.kinds])
 
 
-def balanced_memory(c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel) -> float:
-    """Bytes that the rank of a candidate that needs most has at least, as its stages are balanced; 0 where its schedule
-    is too long to follow. The candidate has no further axes; `each` are its `op_seconds`. Raises InfeasibleError if
-    there are fewer ops than stages."""
-    parts, m = c.pp * c.chunks, c.microbatches(batch)
+class FirstStages(NamedTuple):
+    """By number of stages what the first of them hold, and save of a microbatch, at least and at most, and what sums
+    they have at least: bytes on a device."""
+
+    low_held: Sequence[float]
+    high_held: Sequence[float]
+    low_saved: Sequence[float]
+    high_saved: Sequence[float]
+    low_sums: Sequence[float]
+
+
+def shared_by(c: Candidate, batch: int, cost: CostModel) -> tuple[object, ...]:
+    """What candidates have in common whose `first_stages` are the same, besides the program that is placed."""
+    groups = groups_along(c, cost, "dp")
+    return c.microbatch, c.dp, c.zero, c.pp * c.chunks, groups, stage_cost(cost, c.plan(batch)).sent
+
+
+def first_stages(c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel) -> FirstStages:
+    """What the first stages of a candidate have, as they are balanced. The candidate has no further axes; `each` are
+    its `op_seconds`. Raises InfeasibleError if there are fewer ops than stages."""
+    parts = c.pp * c.chunks
     least, most, sent = _costs(c, batch, given, each, cost)
     worst = least_maximum(choices(given.ways, most.tolist(), sent), parts) * _SLACK
     reach = _by_set(given.ways, least)
@@ -126,8 +142,17 @@ def balanced_memory(c: Candidate, batch: int, given: Stageable, each: np.ndarray
     split = c.dp if c.zero else 1
     held = _by_set(given.ways, given.held / split + (0.0 if c.zero == 3 else given.made))
     saved = _by_set(given.ways, given.saved * c.microbatch)
-    low_held, low_saved = ([float(x[here].min()) for here in at_least] for x in (held, saved))
+    sums = _by_set(given.ways, given.sums / (c.dp if c.zero > 1 else 1))
+    low_held, low_saved, low_sums = ([float(x[here].min()) for here in at_least] for x in (held, saved, sums))
     high_held, high_saved = ([float(x[here].max()) for here in at_most] for x in (held, saved))
+    return FirstStages(low_held, high_held, low_saved, high_saved, low_sums)
+
+
+def balanced_memory(c: Candidate, batch: int, first: FirstStages) -> float:
+    """Bytes that the rank of a candidate that needs most has at least, given its `first_stages`; 0 where its schedule
+    is too long to follow."""
+    m = c.microbatches(batch)
+    low_held, high_held, low_saved, high_saved, low_sums = first
     if c.chunks > 1:
         rows = _chunks_in_flight(c.schedule, c.pp, m, c.chunks)
         if not rows:
@@ -140,8 +165,6 @@ def balanced_memory(c: Candidate, batch: int, given: Stageable, each: np.ndarray
                 used += max(0.0, low_held[q + k] - high_held[q]) + n * max(0.0, low_saved[q + k] - high_saved[q])
             found = max(found, used / k)
         return found * ROUNDING
-    sums = _by_set(given.ways, given.sums / (c.dp if c.zero > 1 else 1))
-    low_sums = [float(sums[here].min()) for here in at_least]
     flights = in_flight(c, m)
     found = max([_of_stages(flights[:k], low_held, low_saved) / k for k in range(1, c.pp + 1)])
     if m > 1:  # at the second backward pass of each rank there are sums, too

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -54,11 +55,15 @@ def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
     return placed_program(run_passes(function, names, context), PhaseRules(BACKWARD, c.zero == 3))
 
 
-class _Cut(NamedTuple):
-    """A cut of a placed program, and its stages as programs."""
+class _Cut:
+    """A cut of a placed program; its stages as programs when these are asked for."""
 
-    numbered: NumberedCut
-    programs: CutStages
+    def __init__(self, numbered: NumberedCut, all_programs: StagePrograms) -> None:
+        self.numbered, self._all = numbered, all_programs
+
+    @cached_property
+    def programs(self) -> CutStages:
+        return CutStages(self._all, self.numbered)
 
 
 class Cuts:
@@ -113,7 +118,7 @@ class Cuts:
 
     def _of(self, c: Candidate) -> list[StageWork]:
         sized = self._sizes(c)
-        (_, stages), seconds = self._cut(c), self._prices(c, sized)
+        stages, seconds = self._cut(c).programs, self._prices(c, sized)
         replicas = self._among_replicas(c, stages, sized)
         handed = _followed(stages, seconds, sized)
         known: dict[object, CellWork] = {}
@@ -166,7 +171,7 @@ class Cuts:
             key = np.array(forward, np.int32).tobytes()
             if key not in self._cuts:
                 cut = self._sums.cut(self._stages(forward, parts), parts)
-                self._cuts[key] = _Cut(cut, CutStages(self._programs, cut))
+                self._cuts[key] = _Cut(cut, self._programs)
             self._asked[asked] = self._cuts[key]
         return self._asked[asked]
 
