@@ -181,7 +181,7 @@ def profile_of(placed: Function, samples: int) -> Profile:
     forward = [op for op in placed.ops if phase[op] == FORWARD]
     backward = [op for op in placed.ops if phase[op] == BACKWARD]
     cores = _cores(placed, forward)
-    part = {op: j for j, core in enumerate(cores) for op in core.ops}
+    part: dict[Op | None, int] = {op: j for j, core in enumerate(cores) for op in core.ops}
     every = {
         word: Counter([number[op] for op in placed.ops if phase[op] == word])
         for word in (FORWARD, BACKWARD, PROLOGUE, UPDATE)
@@ -324,7 +324,9 @@ def _segment(
     return Segment(tuple(rows), place[last] if single and last is not None else None, waits)
 
 
-def _backward_segments(backward: Sequence[Op], part: Mapping[Op, int], number: Mapping[Op, int]) -> list[Segment]:
+def _backward_segments(
+    backward: Sequence[Op], part: Mapping[Op | None, int], number: Mapping[Op, int]
+) -> list[Segment]:
     """The backward ops of each core, in the order of the cores; of cores whose backward ops alternate together."""
     group = _apart(backward, part)
     mine: dict[int, list[Op]] = {}
@@ -334,12 +336,10 @@ def _backward_segments(backward: Sequence[Op], part: Mapping[Op, int], number: M
     passed: dict[int, dict[Value, None]] = {}
     foreign: set[int] = set()
     for op in backward:
-        j = None if op.of not in part else group[part[op.of]]
+        j = group.get(part.get(op.of))
         where.update(dict.fromkeys(op.outputs, j))
         if j is not None:
             mine.setdefault(j, []).append(op)
-    for op in backward:
-        j = None if op.of not in part else group[part[op.of]]
         for v in op.inputs:
             i = where.get(v, j)
             if i == j:
@@ -359,13 +359,12 @@ def _backward_segments(backward: Sequence[Op], part: Mapping[Op, int], number: M
     return found
 
 
-def _apart(backward: Sequence[Op], part: Mapping[Op, int]) -> dict[int, int]:
+def _apart(backward: Sequence[Op], part: Mapping[Op | None, int]) -> dict[int | None, int]:
     """By core its group, in the order of the cores: the backward ops of a group stand together, but for some of no
     core."""
     span: dict[int, tuple[int, int]] = {}
     for k, op in enumerate(backward):
-        if op.of in part:
-            j = part[op.of]
+        if (j := part.get(op.of)) is not None:
             span[j] = span.get(j, (k, k))[0], k
     groups: list[set[int]] = []
     until = -1
