@@ -29,8 +29,8 @@ from distir.search.segments import made_once
 from distir.search.space import Candidate
 from distir.transforms.passes import stage_meshes
 from distir.transforms.pipeline.copies import copies
-from distir.transforms.pipeline.partition import Ways, choices, least_maximum
-from distir.transforms.pipeline.phases import BACKWARD, FORWARD, UPDATE, PhaseRules, ends_time, phases
+from distir.transforms.pipeline.partition import Ways, balanced, choices, maximum
+from distir.transforms.pipeline.phases import BACKWARD, UPDATE, PhaseRules, ends_time, phases
 from distir.transforms.pipeline.stages import ToPrice, stage_ways, to_price
 
 _SLACK = 1 + 1e-9
@@ -124,18 +124,21 @@ class FirstStages(NamedTuple):
     low_sums: Sequence[float]
 
 
-def shared_by(c: Candidate, batch: int, cost: CostModel) -> tuple[object, ...]:
-    """What candidates have in common whose `first_stages` are the same, besides the program that is placed."""
-    groups = groups_along(c, cost, "dp")
-    return c.microbatch, c.dp, c.zero, c.pp * c.chunks, groups, stage_cost(cost, c.plan(batch)).sent
+def balance(c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel) -> list[int]:
+    """The stages of ops, balanced without what replicas reduce: candidates whose programs, `each`, microbatches, number
+    of stages and links are the same share them. Raises InfeasibleError if there are fewer ops than stages."""
+    sent = stage_cost(cost, c.plan(batch)).sent
+    return balanced(choices(given.ways, _alone(given, each).tolist(), sent), c.pp * c.chunks)
 
 
-def first_stages(c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel) -> FirstStages:
-    """What the first stages of a candidate have, as they are balanced. The candidate has no further axes; `each` are
-    its `op_seconds`. Raises InfeasibleError if there are fewer ops than stages."""
+def first_stages(
+    c: Candidate, batch: int, given: Stageable, each: np.ndarray, stages: Sequence[int], cost: CostModel
+) -> FirstStages:
+    """What the first stages of a candidate have, as they are balanced: no stage costs more than some of `stages`, which
+    are others that it could have. The candidate has no further axes; `each` are its `op_seconds`."""
     parts = c.pp * c.chunks
     least, most, sent = _costs(c, batch, given, each, cost)
-    worst = least_maximum(choices(given.ways, most.tolist(), sent), parts) * _SLACK
+    worst = maximum(choices(given.ways, most.tolist(), sent), stages) * _SLACK
     reach = _by_set(given.ways, least)
     at_least = [reach >= (reach[-1] - (parts - q) * worst) / _SLACK for q in range(parts + 1)]
     at_most = [reach <= q * worst * _SLACK for q in range(parts + 1)]
@@ -190,16 +193,16 @@ def _of_stages(flights: Sequence[int], held: Sequence[float], saved: Sequence[fl
 def _chunks_in_flight(schedule: str, pp: int, m: int, chunks: int) -> list[list[int]]:
     """By rank how many microbatches it has in flight of each of its chunks, when it has most; none of a schedule that
     is too long to follow."""
-    found: list[list[int]] = []
     known = followed(schedule, pp, m, chunks)
-    for row in known.rows if known is not None else ():
-        now, most = [0] * chunks, [0] * chunks
-        for word, s, _ in row:
-            now[s // pp] += 1 if word == FORWARD else -1
-            if sum(now) > sum(most):
-                most = list(now)
-        found.append(most)
-    return found
+    if known is None:
+        return []
+    now, most = [[0] * chunks for _ in range(pp)], [[0] * chunks for _ in range(pp)]
+    for r, work in zip(known.rank, known.work, strict=True):
+        s, which = divmod(work, 5)
+        now[r][s // pp] += 1 if which < 2 else -1
+        if sum(now[r]) > sum(most[r]):
+            most[r] = list(now[r])
+    return most
 
 
 def _by_set(ways: Ways, x: np.ndarray) -> np.ndarray:
@@ -215,11 +218,17 @@ def _costs(
     """By forward op the least and the most that it costs its stage; and the cost of a byte sent."""
     m = c.microbatches(batch)
     _, own, kind, owner, update = given.price
-    alone = each[own] + np.bincount(owner[~update], each[kind[~update]], len(own))
+    alone = _alone(given, each)
     updates = np.bincount(owner[update], each[kind[update]], len(own)) / m
     often, once = _REDUCED[c.zero]
     reduced = _all_reduce(c, given.sums, cost) * (often + once / m)
     return alone + (0.0 if c.zero else updates), alone + updates + reduced, stage_cost(cost, c.plan(batch)).sent
+
+
+def _alone(given: Stageable, each: np.ndarray) -> np.ndarray:
+    """By forward op what it costs its stage in a microbatch, with its backward ops."""
+    _, own, kind, owner, update = given.price
+    return each[own] + np.bincount(owner[~update], each[kind[~update]], len(own))
 
 
 def _all_reduce(c: Candidate, sizes: np.ndarray, cost: CostModel) -> np.ndarray:

@@ -12,15 +12,15 @@ import numpy as np
 
 from distir.api.interop.plan_settings import EXPERTS
 from distir.api.named_dims import named_dims
+from distir.api.stage_cost import stage_cost
 from distir.ir.errors import DistirError
 from distir.ir.pause import no_collection
 from distir.search.balanced_memory import (
-    FirstStages,
     Stageable,
+    balance,
     balanced_memory,
     first_stages,
     op_seconds,
-    shared_by,
     stageable,
 )
 from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, step_bound, step_cost
@@ -59,7 +59,7 @@ class Bounds:
         """By their cuts, of those for which that was asked."""
         self._stageable: dict[Relatives, Stageable] = {}
         self._op_seconds: dict[object, np.ndarray] = {}
-        self._first_stages: dict[object, FirstStages] = {}
+        self._balances: dict[object, list[int]] = {}
         self._profiles: dict[Relatives, Profile | None] = {}
         self._steps: dict[tuple[object, ...], StepCost] = {}
         self._templates: dict[Template, Cuts] = {}
@@ -113,10 +113,10 @@ class Bounds:
         key = relatives(c), c.microbatch, spacing_of(c, c.order, "tp")
         if key not in self._op_seconds:
             self._op_seconds[key] = op_seconds(c, batch, given, cost)
-        shared = *key, *shared_by(c, batch, cost)
-        if shared not in self._first_stages:
-            self._first_stages[shared] = first_stages(c, batch, given, self._op_seconds[key], cost)
-        return balanced_memory(c, batch, self._first_stages[shared])
+        each, shared = self._op_seconds[key], (*key, c.pp * c.chunks, stage_cost(cost, c.plan(batch)).sent)
+        if shared not in self._balances:
+            self._balances[shared] = balance(c, batch, given, each, cost)
+        return balanced_memory(c, batch, first_stages(c, batch, given, each, self._balances[shared], cost))
 
     def _cuts(self, c: Candidate) -> Cuts:
         """The template's cuts; those of the last templates are kept."""

@@ -7,6 +7,7 @@ to these, and to what it sends, is a max-plus map of when they are free and of w
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -53,79 +54,70 @@ class StageMemory(NamedTuple):
     sums: float
 
 
-Row = Sequence[tuple[str, int, int]]
-"""What a rank runs: pass, stage, microbatch."""
-
-
-class Turn(NamedTuple):
-    """A cell of a schedule: the rank that runs it, the number of its pass (five a stage, as `StageWork` has them), and
-    the number of the turn from which it receives a value; -1 for none."""
-
-    rank: int
-    work: int
-    source: int
-
-
 class Schedule(NamedTuple):
-    """What each rank runs, and all of that in an order in which every cell comes after those that it depends on."""
+    """The cells of a schedule, in an order in which every cell comes after those that it depends on: of each the rank
+    that runs it, the number of its pass (five a stage, as `StageWork` has them), and the number of the cell from which
+    it receives a value; -1 for none."""
 
-    rows: Sequence[Row]
-    turns: Sequence[Turn]
+    ranks: int
+    rank: array[int]
+    work: array[int]
+    source: array[int]
 
 
-@lru_cache(4)  # a long one takes megabytes
+@lru_cache(64)
 def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule | None:
     """A schedule; None for one that is too long to follow."""
     if 2 * ranks * chunks * microbatches > _MOST_CELLS:
         return None
     table = make_table(schedule, ranks, microbatches, chunks)
-    rows = [[(cell.phase, cell.stage, cell.microbatch) for cell in row] for row in table]
-    return Schedule(rows, _turns(rows, ranks * chunks, microbatches))
-
-
-def _turns(rows: Sequence[Row], parts: int, m: int) -> list[Turn]:
+    parts = ranks * chunks
     number: dict[tuple[str, int, int], int] = {}
-    found: list[Turn] = []
-    position = [0] * len(rows)
+    found = Schedule(ranks, *[array("i") for _ in range(3)])
+    position = [0] * ranks
     moved = True
     while moved:
         moved = False
-        for r, row in enumerate(rows):
+        for r, row in enumerate(table):
             k = position[r]
             while k < len(row):
-                word, s, i = row[k]
+                s, word, i = row[k]
                 forward = word == FORWARD
                 before = s - 1 if forward else s + 1
                 source = number.get((word, before, i), -1)
                 if source < 0 and 0 <= before < parts:
                     break
-                number[word, s, i] = len(found)
-                which = int(i > 0) if forward else 4 if i == m - 1 else 2 + int(i > 0)
-                found.append(Turn(r, 5 * s + which, source))
+                number[word, s, i] = len(number)
+                which = int(i > 0) if forward else 4 if i == microbatches - 1 else 2 + int(i > 0)
+                found.rank.append(r)
+                found.work.append(5 * s + which)
+                found.source.append(source)
                 k += 1
             moved = moved or k > position[r]
             position[r] = k
     return found
 
 
-def row_memory(row: Row, stages: Sequence[StageMemory], m: int) -> float:
+def rank_memory(schedule: Schedule, stages: Sequence[StageMemory], m: int) -> float:
     """The most bytes that a rank has at the begin of a backward pass."""
-    used = sum([stages[s].held for s in {s for _, s, _ in row}])
-    most = used
-    for word, s, i in row:
-        if word == FORWARD:
-            used += stages[s].saved
+    used = [sum([x.held for x in stages[r :: schedule.ranks]]) for r in range(schedule.ranks)]
+    most = max(used)
+    for r, work in zip(schedule.rank, schedule.work, strict=True):
+        s, which = divmod(work, 5)
+        if which < 2:
+            used[r] += stages[s].saved
             continue
-        most = max(most, used)
-        used -= stages[s].saved
-        if i == 0 and m > 1:
-            used += stages[s].sums
+        if used[r] > most:
+            most = used[r]
+        used[r] -= stages[s].saved
+        if m > 1 and which == 2:
+            used[r] += stages[s].sums
     return most
 
 
 def step_seconds(schedule: Schedule, works: Sequence[StageWork], hop: Callable[[float, int, int], float]) -> float:
     """When the last rank is ready; `hop` gives the seconds that bytes take from one rank to another."""
-    parts, p = len(works), len(schedule.rows)
+    parts, p = len(works), schedule.ranks
     cells: list[tuple[float, ...]] = []
     for s, work in enumerate(works):
         for passes, step in ((work.forward, 1), (work.backward, -1)):
@@ -133,8 +125,8 @@ def step_seconds(schedule: Schedule, works: Sequence[StageWork], hop: Callable[[
             cells += [(*cell.compute, *cell.replicas, *[x + sent for x in cell.made]) for cell in passes]
     compute, replicas = [0.0] * p, [0.0] * p
     arrived: list[float] = []
-    """When what the cell of each turn sends is there."""
-    for r, work, source in schedule.turns:
+    """When what each cell sends is there."""
+    for r, work, source in zip(*schedule[1:], strict=True):
         a, b, c = compute[r], replicas[r], arrived[source] if source >= 0 else -math.inf
         cc, cr, ca, rc, rr, ra, mc, mr, ma = cells[work]
         compute[r] = max(a + cc, b + cr, c + ca)

@@ -29,7 +29,7 @@ from distir.search.cut_stages import CellOp, CutStages, Handed, Moves, Replicas,
 from distir.search.exact import Setting
 from distir.search.placed_program import PlacedProgram, placed_program
 from distir.search.placed_sizes import Sized
-from distir.search.schedule_bounds import CellWork, Reach, StageWork, followed, row_memory, step_seconds
+from distir.search.schedule_bounds import CellWork, Reach, StageWork, followed, rank_memory, step_seconds
 from distir.search.segments import COMPUTE, axis_of
 from distir.search.space import Candidate
 from distir.search.stage_sums import NumberedCut, StageSums
@@ -100,7 +100,7 @@ class Cuts:
             return 0.0, 0.0
         sized, cut = self._sizes(c), self._cut(c).numbered
         memories = self._sums.memory(cut, lambda t: sized(t).bytes)
-        memory = max([row_memory(row, memories, m) for row in schedule.rows]) * ROUNDING
+        memory = rank_memory(schedule, memories, m) * ROUNDING
         if memory > self._room:
             return 0.0, memory
         seconds = np.array([0.0 if stream else x for stream, x in self._prices(c, sized)])

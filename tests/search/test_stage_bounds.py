@@ -86,11 +86,11 @@ def test_replicas_that_are_priced_too_high_are_seen(monkeypatch, gathers):
 
 
 def test_what_is_saved_twice_is_seen(monkeypatch):
-    memory = stage_bounds.row_memory
+    memory = stage_bounds.rank_memory
     monkeypatch.setattr(
         stage_bounds,
-        "row_memory",
-        lambda row, stages, m: memory(row, [x._replace(saved=2 * x.saved) for x in stages], m),
+        "rank_memory",
+        lambda schedule, stages, m: memory(schedule, [x._replace(saved=2 * x.saved) for x in stages], m),
     )
     setting = setting_of()
     assert any([excess(setting, c)[1] > 1 for c in PLANS])
