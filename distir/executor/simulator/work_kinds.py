@@ -155,8 +155,8 @@ class _Terms:
         return term
 
     def form(self, calls: list[Op], shapes: Mapping[Function, tuple[int, Mesh]]) -> object:
-        """What `computed_again` depends on: equal for callees that are equal up to their mesh and are called alike, with
-        arguments that are not computed outside of calls."""
+        """What `computed_again` depends on: equal for callees that are equal up to their mesh and are called alike, if
+        no argument is computed outside of calls."""
         made: dict[Value, tuple[int, int]] = {}
         number: dict[Value, int] = {}
 

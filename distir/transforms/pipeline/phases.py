@@ -137,7 +137,7 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
                 needed.update(op.inputs)
         backward -= start
     varying = Varying()
-    if not any([varying[v.type] for op in function.ops for v in (*op.inputs, *op.outputs)]):
+    if not any(varying[v.type] for op in function.ops for v in (*op.inputs, *op.outputs)):
         return _unvaried(function, backward, rules)
     phase: dict[Op, str] = {}
     after: set[Value] = set()
@@ -157,7 +157,7 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
         elif _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
-        elif not any([varying[v.type] for v in (*ins, *outs)]):
+        elif not any(varying[v.type] for v in (*outs, *ins)):  # mostly the first does
             phase[op] = PROLOGUE
             free.update(outs)
             if parts.issuperset(ins):
