@@ -54,6 +54,7 @@ class Categories:
         self._parts: dict[Op, Parts] = {}
         self._rows: dict[Op, list[list[Value]]] = {}
         self._leaves: dict[Type, list[Tensor]] = {}
+        self._kept: dict[tuple[object, ...], bool] = {}
         self._callers = _callers(main)
         self._call, self._pack, self._unpack = lookup("Call"), lookup("Pack"), lookup("Unpack")
         for out, source in main.updates.items():
@@ -165,13 +166,23 @@ class Categories:
                 continue
             if v is not leaf[0] and self.labels.setdefault((v, i), GRADIENT) == PARAMETER:
                 continue
-            if v is not leaf[0] and not _keeps_shape(op):
+            if v is not leaf[0] and not self._keeps_shape(op):
                 continue
             for x in self._operands(op, v):
                 where, found = self._origin(f, (x, 0))
                 if found not in seen and self._leaf(*found).global_shape == shape:
                     seen.add(found)
                     todo.append((where, found))
+
+    def _keeps_shape(self, op: Op) -> bool:
+        """Whether the op works point by point, or moves data only."""
+        if op.spec.comm is not None:
+            return True
+        key = op.spec, op.attributes, *[v.type for v in op.inputs]
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = _is_pointwise(op)
+        return found
 
     def _activations(self) -> None:
         main = self.main
@@ -290,10 +301,8 @@ class Parts:
         return self.values[k], i - self.starts[k]
 
 
-def _keeps_shape(op: Op) -> bool:
-    """Whether the op works point by point, or moves data only."""
-    if op.spec.comm is not None:
-        return True
+def _is_pointwise(op: Op) -> bool:
+    """Whether the op works point by point."""
     shapes = [v.type.global_shape for v in op.inputs if isinstance(v.type, Tensor)]
     factors = op.spec.factors(op.attributes, shapes)
     return factors is not None and not factors.kinds and all(s in ((), shapes[0]) for s in shapes)

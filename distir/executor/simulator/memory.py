@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Sizes, holding
+from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Sizes, alone, holding
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.executor.simulator.lifetimes import Lifetimes, Step
 from distir.executor.simulator.overheads import allocated, caches
@@ -93,6 +93,7 @@ class LiveMemory:
         self.program = program = lifetimes.program
         self.categories = Categories(program.function) if by_category else None
         self._caches = caches(program)
+        self._sizes: dict[Tensor, int] = {}
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
         self._results: dict[object, Result] = {}
         self._alike: dict[frozenset[object], MemoryUse] = {}
@@ -125,7 +126,10 @@ class LiveMemory:
 
     def bytes_of(self, t: Tensor) -> int:
         """The bytes that a tensor takes: those of its block, on devices that have a caching allocator."""
-        return allocated(t.bytes) if self._caches else t.bytes
+        size = self._sizes.get(t)
+        if size is None:
+            size = self._sizes[t] = allocated(t.bytes) if self._caches else t.bytes
+        return size
 
     def result(self, f: Function, c: int, unneeded: frozenset[int], given: Given) -> Result:
         """The memory that a call adds, memoised."""
@@ -226,8 +230,13 @@ class _Frame:
         spec, categories = step.op.spec, self.memory.categories
         donated = self.donated(step) if spec.donates or spec.each else {}
         for v in step.makes:
+            if not donated and isinstance(v.type, Tensor):  # as most
+                kind, size = categories.of(v, 0, v.type) if categories else 0, self.memory.bytes_of(v.type)
+                self.live[kind] += size
+                self.env[v] = alone(kind, size)
+                continue
             tensors: list[tuple[Block, int]] = []
-            for i, t in enumerate([v.type] if isinstance(v.type, Tensor) else leaves(v.type)):
+            for i, t in enumerate(leaves(v.type)):
                 size = self.memory.bytes_of(t)
                 if donated.get(size):
                     block = donated[size].pop(0)
