@@ -268,8 +268,8 @@ class _Frame:
             for v, other in [(v, o) for v, o in self.env.items() if whole in o.blocks]:
                 split = holding([(pieces[i], 0) if b is whole else (b, i) for b, i in other.tensors()])
                 self.env[v] = split
-                for b in pieces:
-                    b.refs += b in split.blocks
+                for b in set(pieces).intersection(split.blocks):
+                    b.refs += 1
 
     def call(self, step: Step, callee: Function) -> Bytes:
         """Run a call by its (net, peak, where)."""
