@@ -250,9 +250,9 @@ class _Frame:
     def donated(self, step: Step) -> dict[int, list[Block]]:
         """Buffers that the results may take over, by bytes: of donated operands that die here, in no other value."""
         found: dict[int, list[Block]] = {}
-        operands = step.op.inputs
+        operands, dies = step.op.inputs, set(step.dies)
         for v in dict.fromkeys(operands[k] for k in step.op.spec.donated(step.op.attributes, len(operands))):
-            if v not in step.dies or v not in self.env:
+            if v not in dies or v not in self.env:
                 continue
             self.explode(self.env[v])
             for b in self.env[v].blocks:
