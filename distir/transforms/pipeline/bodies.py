@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from distir.ir.cached import producers
 from distir.ir.device import TIME, Mesh
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
@@ -24,7 +25,6 @@ from distir.transforms.pipeline.phases import (
     Varying,
     ends_time,
     phases,
-    producers,
     users,
 )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from distir.ir.cached import cached
+from distir.ir.cached import cached, producers
 from distir.ir.device import TIME, Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import REPLICATE, Tensor, Type
@@ -63,10 +63,6 @@ class PhaseRules(NamedTuple):
 
 
 RULES = PhaseRules()
-
-
-producers = cached(Function.producers)
-"""`Function.producers`, cached with the function."""
 
 
 @cached

@@ -180,7 +180,7 @@ class _Sweep:
                         p = REPLICATE
                     state[i] = p
             else:
-                for i, p in zip(outs[j], placements):  # noqa: B905  (`strict` takes as long again)
+                for i, p in zip(outs[j], placements, strict=False):  # `strict` takes as long again
                     state[i] = p
         for i in v.outputs:
             p = state[i]
