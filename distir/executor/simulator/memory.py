@@ -91,7 +91,8 @@ class LiveMemory:
     def __init__(self, lifetimes: Lifetimes, by_category: bool = True) -> None:
         self.lifetimes = lifetimes
         self.program = program = lifetimes.program
-        self.categories = Categories(program.function) if by_category else None
+        self.by_category = by_category
+        self._categories: dict[int, Categories] = {}
         self._caches = caches(program)
         self._sizes: dict[Tensor, int] = {}
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
@@ -109,10 +110,11 @@ class LiveMemory:
     def _use(self, c: int) -> MemoryUse:
         main = self.program.function
         frame = _Frame(self, c)
+        categories = frame.categories
         updated = set(main.updates.values())
         for v in main.inputs:
             if c in self.program.classes_of(v.type):
-                kind = self.categories.of_input(v) if self.categories else 0
+                kind = categories.of_input(v) if categories else 0
                 made = [Block(((kind, self.bytes_of(t)),), v not in updated) for t in leaves(v.type)]
                 frame.bind(v, holding([(b, 0) for b in made]))
                 frame.grow(made)
@@ -123,6 +125,13 @@ class LiveMemory:
             highest = frame.step(step)
             curve.append(Point(step.number, highest, tuple(frame.live)))
         return MemoryUse(start, frame.highest, frame.where, curve)
+
+    def categories(self, c: int) -> Categories | None:
+        """The categories of the values on class c; None where they are not asked for."""
+        if self.by_category and c not in self._categories:
+            classes_of = self.program.classes_of
+            self._categories[c] = Categories(self.program.function, lambda t: c in classes_of(t))
+        return self._categories.get(c)
 
     def bytes_of(self, t: Tensor) -> int:
         """The bytes that a tensor takes: those of its block, on devices that have a caching allocator."""
@@ -163,7 +172,8 @@ class _Frame:
     def __init__(self, memory: LiveMemory, c: int) -> None:
         self.memory, self.c = memory, c
         self.env: dict[Value, Holding] = {}
-        self.live = [0] * (len(CATEGORIES) if memory.categories else 1)
+        self.categories = memory.categories(c)
+        self.live = [0] * (len(CATEGORIES) if self.categories else 1)
         self.peak = 0
         self.highest: Bytes = tuple(self.live)
         self.where: Op | None = None
@@ -227,7 +237,7 @@ class _Frame:
 
     def make(self, step: Step) -> None:
         """New buffers for the results, or donated ones."""
-        spec, categories = step.op.spec, self.memory.categories
+        spec, categories = step.op.spec, self.categories
         donated = self.donated(step) if spec.donates or spec.each else {}
         for v in step.makes:
             if not donated and isinstance(v.type, Tensor):  # as most
@@ -274,7 +284,7 @@ class _Frame:
     def call(self, step: Step, callee: Function) -> Bytes:
         """Run a call by its (net, peak, where)."""
         op, before, memory = step.op, self.live, self.memory
-        callee, c = (callee, self.c) if memory.categories else memory.lifetimes.equal(callee, self.c)
+        callee, c = (callee, self.c) if memory.by_category else memory.lifetimes.equal(callee, self.c)
         inputs = memory.lifetimes.used(callee, c, step.unneeded)
         while True:
             given = self.given(step, {i: self.env[op.inputs[i]] for i in inputs})
