@@ -103,6 +103,8 @@ class Bounds:
                 found.append((0.0, memory) if memory > self._room else self._cuts(c).bound(c, enough))
             except DistirError:
                 found.append((0.0, 0.0))
+        for cuts in self._templates.values():
+            cuts.release()
         return found
 
     def _balanced(self, c: Candidate) -> float:

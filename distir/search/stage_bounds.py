@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -55,17 +54,6 @@ def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
     return placed_program(run_passes(function, names, context), PhaseRules(BACKWARD, c.zero == 3))
 
 
-class _Cut:
-    """A cut of a placed program; its stages as programs when these are asked for."""
-
-    def __init__(self, numbered: NumberedCut, all_programs: StagePrograms) -> None:
-        self.numbered, self._all = numbered, all_programs
-
-    @cached_property
-    def programs(self) -> CutStages:
-        return CutStages(self._all, self.numbered)
-
-
 class Cuts:
     """The cuts of a template's placed program, which is not kept, but what is asked of it in numbers; what plans share
     is kept."""
@@ -83,8 +71,10 @@ class Cuts:
         self._forward = [number[op] for op in self._ways.ops]
         self._following = [_numbered(x, number) for x in following(function, rules)]
         self._sized: dict[tuple[int, int], Sized] = {}
-        self._cuts: dict[bytes, _Cut] = {}
-        self._asked: dict[object, _Cut] = {}
+        self._cuts: dict[bytes, NumberedCut] = {}
+        self._asked: dict[object, NumberedCut] = {}
+        self._as_programs: dict[NumberedCut, CutStages] = {}
+        """Of cuts, until `release`."""
         self._seconds: dict[object, Sequence[_Taken]] = {}
         self._works: dict[object, list[StageWork]] = {}
 
@@ -98,7 +88,7 @@ class Cuts:
         schedule = followed(c.schedule, c.pp, m, c.chunks)
         if schedule is None:
             return 0.0, 0.0
-        sized, cut = self._sizes(c), self._cut(c).numbered
+        sized, cut = self._sizes(c), self._cut(c)
         memories = self._sums.memory(cut, lambda t: sized(t).bytes)
         memory = rank_memory(schedule, memories, m) * ROUNDING
         if memory > self._room:
@@ -110,6 +100,11 @@ class Cuts:
             return alone, memory
         return step_seconds(schedule, self._work(c), lane(c, self.setting.cost)) * ROUNDING, memory
 
+    def release(self) -> None:
+        """Give back what is only needed again for a cut that has another size of microbatch, or replicas."""
+        self._as_programs.clear()
+        self._programs.known.clear()
+
     def _work(self, c: Candidate) -> list[StageWork]:
         key = c.dp, c.microbatch, c.pp, c.chunks, c.order
         if key not in self._works:
@@ -118,7 +113,10 @@ class Cuts:
 
     def _of(self, c: Candidate) -> list[StageWork]:
         sized = self._sizes(c)
-        stages, seconds = self._cut(c).programs, self._prices(c, sized)
+        cut, seconds = self._cut(c), self._prices(c, sized)
+        if cut not in self._as_programs:
+            self._as_programs[cut] = CutStages(self._programs, cut)
+        stages = self._as_programs[cut]
         replicas = self._among_replicas(c, stages, sized)
         handed = _followed(stages, seconds, sized)
         known: dict[object, CellWork] = {}
@@ -163,15 +161,14 @@ class Cuts:
             self._sized[key] = Sized(sizes, self.setting.cost.topology.devices)
         return self._sized[key]
 
-    def _cut(self, c: Candidate) -> _Cut:
+    def _cut(self, c: Candidate) -> NumberedCut:
         """The stages of a candidate; schedules are not asked, and equal cuts are one object."""
         asked = c.dp, c.microbatch, c.pp, c.chunks, c.order
         if asked not in self._asked:
             parts, forward = c.pp * c.chunks, self._forward_stages(c)
             key = np.array(forward, np.int32).tobytes()
             if key not in self._cuts:
-                cut = self._sums.cut(self._stages(forward, parts), parts)
-                self._cuts[key] = _Cut(cut, self._programs)
+                self._cuts[key] = self._sums.cut(self._stages(forward, parts), parts)
             self._asked[asked] = self._cuts[key]
         return self._asked[asked]
 

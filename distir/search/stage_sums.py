@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,8 @@ _NOT_AN_ALIAS, _OF_ANOTHER = -1, -2
 pass."""
 
 
-class NumberedCut(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class NumberedCut:
     """A cut into so many parts: by number of op its stage, whether that runs it (no copies that only other stages use),
     and its kind; 0, which takes nothing, where parts of it are on another stage."""
 
@@ -70,7 +72,7 @@ class StageSums:
 
     def __init__(self, placed: PlacedProgram, phase: Mapping[Op, str]) -> None:
         number = {op: i for i, op in enumerate(placed.timed)}
-        self._kind = np.array([placed.kind[op] for op in placed.timed], int)
+        self._kind = np.array([placed.kind[op] for op in placed.timed], np.int32)
         self._parts = _Uses(*columns([(number[op], number[whole]) for op, whole in placed.parts.items()], 2))
         self._is_forward = np.array([phase[op] == FORWARD for op in placed.timed], bool)
         self._types = Numbers()
@@ -91,7 +93,7 @@ class StageSums:
                 dead.add(i)
         runs = np.ones(len(at), bool)
         runs[list(dead)] = False
-        stage, kind = np.array(at, int), self._kind.copy()
+        stage, kind = np.array(at, np.int32), self._kind.copy()
         part, whole = self._parts
         kind[whole[(stage[part] != stage[whole]) | (runs[part] != runs[whole])]] = 0
         return NumberedCut(parts, stage, runs, kind)
@@ -190,7 +192,7 @@ class StageSums:
     # ---- of a cut
 
     def _saved(self, cut: NumberedCut, sizes: np.ndarray) -> np.ndarray:
-        parts, stage, runs, _ = cut
+        parts, stage, runs = cut.parts, cut.stage, cut.runs
         made, (op, copy, value) = self._made, self._saving
         here = stage[op]
         uses = runs[op] & ((copy < 0) | (stage[copy] != here))
@@ -212,7 +214,7 @@ class StageSums:
         return np.where(made.type >= 0, sizes[made.type], 0.0) @ kept
 
     def _held(self, cut: NumberedCut, sizes: np.ndarray) -> np.ndarray:
-        parts, stage, runs, _ = cut
+        parts, stage, runs = cut.parts, cut.stage, cut.runs
         op, root = self._once
         kept = np.zeros((len(self._root_types), parts), bool)
         kept[root[runs[op]], stage[op[runs[op]]]] = True

@@ -26,7 +26,7 @@ def shares(name, count, seed=0):
         m = c.microbatches(16)
         cuts = bounds._cuts(c)
         sized = cuts._sizes(c)
-        memories = cuts._sums.memory(cuts._cut(c).numbered, lambda t, sized=sized: sized(t).bytes)
+        memories = cuts._sums.memory(cuts._cut(c), lambda t, sized=sized: sized(t).bytes)
         schedule = followed(c.schedule, c.pp, m, c.chunks)
         assert schedule is not None
         yield bounds._balanced(c) / rank_memory(schedule, memories, m)

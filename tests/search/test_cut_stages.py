@@ -35,7 +35,7 @@ def cut_programs(model, count=16, has=lambda c: c.pp > 1 or c.zero):
     for c in random.Random(3).sample(several, count):
         try:
             placed = place_template(setting, c)
-            numbered = Cuts(setting, placed)._cut(c).numbered
+            numbered = Cuts(setting, placed)._cut(c)
         except DistirError:
             continue
         phase = phases(placed.function, placed.rules)
