@@ -140,14 +140,18 @@ def first_stages(
     least, most, sent = _costs(c, batch, given, each, cost)
     worst = maximum(choices(given.ways, most.tolist(), sent), stages) * _SLACK
     reach = _by_set(given.ways, least)
-    at_least = [reach >= (reach[-1] - (parts - q) * worst) / _SLACK for q in range(parts + 1)]
-    at_most = [reach <= q * worst * _SLACK for q in range(parts + 1)]
+    turn = np.argsort(reach, kind="stable")
+    q = np.arange(parts + 1)
+    at_least = np.searchsorted(reach[turn], (reach[-1] - (parts - q) * worst) / _SLACK)
+    at_most = np.searchsorted(reach[turn], q * worst * _SLACK, "right") - 1
     split = c.dp if c.zero else 1
-    held = _by_set(given.ways, given.held / split + (0.0 if c.zero == 3 else given.made))
-    saved = _by_set(given.ways, given.saved * c.microbatch)
-    sums = _by_set(given.ways, given.sums / (c.dp if c.zero > 1 else 1))
-    low_held, low_saved, low_sums = ([float(x[here].min()) for here in at_least] for x in (held, saved, sums))
-    high_held, high_saved = ([float(x[here].max()) for here in at_most] for x in (held, saved))
+    held = _by_set(given.ways, given.held / split + (0.0 if c.zero == 3 else given.made))[turn]
+    saved = _by_set(given.ways, given.saved * c.microbatch)[turn]
+    sums = _by_set(given.ways, given.sums / (c.dp if c.zero > 1 else 1))[turn]
+    low_held, low_saved, low_sums = (
+        np.minimum.accumulate(x[::-1])[::-1][at_least].tolist() for x in (held, saved, sums)
+    )
+    high_held, high_saved = (np.maximum.accumulate(x)[at_most].tolist() for x in (held, saved))
     return FirstStages(low_held, high_held, low_saved, high_saved, low_sums)
 
 

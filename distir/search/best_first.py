@@ -61,7 +61,7 @@ _NEAR = 1.2
 takes longer than refining some more."""
 _LIKELY = 1.05
 """By how much the plans that are looked for may be slower than the bounds of as many are."""
-_MOST_TOGETHER = 32
+_MOST_TOGETHER = 96
 """How many bounds are refined together at most: placed programs are kept, and another process may take the next."""
 NOTHING_KNOWN: Mapping[Candidate, Simulated] = MappingProxyType({})
 

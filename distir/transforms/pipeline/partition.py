@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -98,7 +98,7 @@ def balanced(given: Choices, parts: int) -> list[int]:
     if member is None or given.total is None or given.cut_cost is None or subset is None:
         sizes = np.diff([0, *balanced_cut(given.costs, given.crossing, parts), len(ops)])
         return np.repeat(np.arange(parts), sizes).tolist()
-    chain = _best_chain(given.total, given.cut_cost, subset, parts)
+    chain = _best_chain(_of_sets(given.total, given.cut_cost, subset), parts)
     return (parts - 1 - member[chain].sum(axis=0, dtype=int)).tolist()
 
 
@@ -110,8 +110,8 @@ def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) 
     cheapest crossings are candidates. Raises InfeasibleError if there are fewer elements than parts.
     """
     _check_pieces(len(costs), parts)
-    at, total, cut_cost, subset = _prefixes(costs, crossing, parts)
-    return [at[k] for k in _best_chain(total, cut_cost, subset, parts)]
+    at, stages = _of_prefixes(costs, crossing, parts)
+    return [at[k] for k in _best_chain(stages, parts)]
 
 
 def maximum(given: Choices, stages: Sequence[int]) -> float:
@@ -130,11 +130,46 @@ def maximum(given: Choices, stages: Sequence[int]) -> float:
     return float((np.bincount(of_ops, given.costs, parts) + borders).max())
 
 
-def _prefixes(
-    costs: Sequence[float], crossing: Sequence[float], parts: int
-) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
-    """The positions where a sequence may be cut, its ends among them; and the cost of what is before each, its cut
-    cost, and which are before which."""
+class _Band(NamedTuple):
+    """Stages that end at each of several sets, a row each: the numbers of the sets at which they begin, and what they
+    cost; infinite for what is no stage."""
+
+    begin: np.ndarray
+    cost: np.ndarray
+
+
+class _Stages(NamedTuple):
+    """All stages between sets, from the first (empty) to the last (all): the cost of one of all ops, and more than any
+    costs; and those that cost no more than a limit."""
+
+    whole: float
+    most: float
+    within: Callable[[float], _Band]
+
+
+def _of_sets(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray) -> _Stages:
+    """The stages between sets of ops that are each a `subset` of the next.
+
+    `total[k]` is the cost of set k's ops, `cut_cost[k]` that of sending what crosses its border. A stage is the
+    difference of two sets; it costs its ops and the larger of its two cut costs, for the links to both sides work at
+    the same time.
+    """
+    import numpy as np
+
+    cost = np.where(subset, total[None, :] - total[:, None] + np.maximum(cut_cost[None, :], cut_cost[:, None]), np.inf)
+
+    def within(limit: float) -> _Band:
+        kept, columns = cost <= limit, np.arange(len(cost))
+        first = np.where(kept.any(axis=0), kept.argmax(axis=0), columns)
+        begin = columns[:, None] - np.arange(1, max(2, 1 + int((columns - first).max())))
+        here = (begin >= 0) & kept[begin, columns[:, None]]
+        return _Band(np.maximum(begin, 0), np.where(here, cost[begin, columns[:, None]], np.inf))
+
+    return _Stages(float(cost[0, -1]), float(cost.max(initial=0.0, where=cost < np.inf)), within)
+
+
+def _of_prefixes(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[list[int], _Stages]:
+    """The positions where a sequence may be cut, its ends among them, and the stages between these."""
     import numpy as np
 
     n = len(costs)
@@ -144,7 +179,16 @@ def _prefixes(
     at = [0, *inner.tolist(), n]
     total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])[at]
     cut_cost = np.concatenate([[0.0], each[inner], [0.0]])
-    return at, total, cut_cost, np.triu(np.ones((len(at), len(at)), bool), 1)
+    columns = np.arange(len(at))
+
+    def within(limit: float) -> _Band:
+        first = np.searchsorted(total, total - limit)  # with those before a stage costs more
+        begin = columns[:, None] - np.arange(1, max(2, 1 + int((columns - first).max())))
+        inside = np.maximum(begin, 0)
+        cost = total[:, None] - total[inside] + np.maximum(cut_cost[:, None], cut_cost[inside])
+        return _Band(inside, np.where((begin >= 0) & (cost <= limit), cost, np.inf))
+
+    return at, _Stages(float(total[-1]), float(total[-1] + cut_cost.max()), within)
 
 
 def _check_pieces(count: int, parts: int) -> None:
@@ -154,69 +198,43 @@ def _check_pieces(count: int, parts: int) -> None:
         )
 
 
-def _best_chain(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray, parts: int) -> list[int]:
-    """The best chain of parts - 1 sets, each a `subset` of the next, between the first set (empty) and the last (all).
-
-    `total[k]` is the cost of set k's ops, `cut_cost[k]` that of sending what crosses its border. A stage is the
-    difference of consecutive sets; it costs its ops and the larger of its two cut costs, for the links to both sides
-    work at the same time. The chain minimises the maximum stage cost; among such chains, the sum of squares.
-    """
+def _best_chain(stages: _Stages, parts: int) -> list[int]:
+    """The sets at the borders of the best chain of `parts` stages: it minimises the maximum stage cost; among such
+    chains, the sum of squares."""
     import numpy as np
 
-    part = _stage_costs(total, cut_cost, subset)
-    square = np.where(part <= _worst(part, parts) * (1 + 1e-9), part**2, np.inf)
-    above, near = _band(square)
-    best = [square[0]]
-    for _ in range(parts - 1):
-        best.append((best[-1][above] + near).min(axis=1))
+    worst, (begin, cost) = _worst(stages, parts)
+    square = np.where(cost <= worst * (1 + 1e-9), cost**2, np.inf)
+    best = [np.full(len(cost), np.inf)]
+    best[0][0] = 0.0
+    for _ in range(parts):
+        best.append((best[-1][begin] + square).min(axis=1))
     chain: list[int] = []
-    k = len(total) - 1
-    for before in reversed(best[:-1]):
-        k = int(np.argmin(before + square[:, k]))
+    k = len(cost) - 1
+    for before in best[-2:0:-1]:
+        left = before[begin[k]] + square[k]
+        k = int(begin[k][len(left) - 1 - np.argmin(left[::-1])])
         chain.append(k)
     return chain[::-1]
 
 
-def _stage_costs(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray) -> np.ndarray:
-    """The cost of the stage between each two sets."""
-    import numpy as np
-
-    return np.where(subset, total[None, :] - total[:, None] + np.maximum(cut_cost[None, :], cut_cost[:, None]), np.inf)
-
-
-def _worst(part: np.ndarray, parts: int) -> float:
-    """The least maximum stage cost of a chain of `parts` from the first set to the last.
+def _worst(stages: _Stages, parts: int) -> tuple[float, _Band]:
+    """The least maximum stage cost of a chain of `parts` from the first set to the last, and a band in which it is.
 
     Costly stages are left out at first: what is found without them is the least, if anything is.
     """
     import numpy as np
 
-    most = float(part.max(initial=0.0, where=part < np.inf))
-    limit = 1.5 * float(part[0, -1]) / parts
+    limit = 1.1 * stages.whole / parts
     while True:
-        kept = part if limit >= most else np.where(part <= limit, part, np.inf)
-        above, near = _band(kept)
-        worst = kept[0]
-        for _ in range(parts - 1):
-            worst = np.maximum(worst[above], near).min(axis=1)
-        if worst[-1] < np.inf or limit >= most:
-            return float(worst[-1])
-        limit = 2 * limit or most
-
-
-def _band(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The finite band above the diagonal of a matrix that is infinite elsewhere.
-
-    A row for each column: the numbers of the rows above the diagonal, as far up as any column is finite, and the
-    elements there.
-    """
-    import numpy as np
-
-    columns = np.arange(len(part))
-    finite = part < np.inf
-    first = np.where(finite.any(axis=0), finite.argmax(axis=0), columns)
-    above = columns[:, None] - np.arange(1, max(2, 1 + int((columns - first).max())))
-    return np.maximum(above, 0), np.where(above >= 0, part[above, columns[:, None]], np.inf)
+        begin, cost = band = stages.within(min(limit, stages.most))
+        worst = np.full(len(cost), np.inf)
+        worst[0] = 0.0
+        for _ in range(parts):
+            worst = np.maximum(worst[begin], cost).min(axis=1)
+        if worst[-1] < np.inf or limit >= stages.most:
+            return float(worst[-1]), band
+        limit = 1.5 * limit or stages.most
 
 
 def _closed_sets(needs: Sequence[int], most: int) -> list[int] | None:
