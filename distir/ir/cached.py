@@ -22,10 +22,17 @@ def cached(find: Callable[Concatenate[Function, P], T]) -> Callable[Concatenate[
     def look(function: Function, *args: P.args, **named: P.kwargs) -> T:
         key: Hashable = (find, *args, *named.items())
         if key not in function.cache:
-            function.cache[key] = find(function, *args, **named)
-        return cast(T, function.cache[key])
+            found = find(function, *args, **named)
+            function.cache[key] = _ITSELF if found is function else found
+        found = function.cache[key]
+        return cast(T, function if found is _ITSELF else found)
 
     return look
+
+
+_ITSELF = object()
+"""In place of the Function, as the result of a pass that has nothing to do: in a cycle it would live, with all that is
+cached, until the next collection."""
 
 
 producers = cached(Function.producers)

@@ -40,8 +40,8 @@ Relatives = tuple[int, bool, str, tuple[InputSplit, ...]]
 CandidateBound = tuple[float, float]
 """Seconds of a step, and bytes of the rank that needs most."""
 
-_MOST_OPS = 300_000
-"""Of all templates that are kept: each op takes about a kilobyte, with its cuts."""
+_MOST_OPS = 450_000
+"""Of all templates that are kept: each op takes some hundred bytes, with its cuts."""
 
 
 class Bounds:

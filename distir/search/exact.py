@@ -69,7 +69,9 @@ def evaluate(setting: Setting, c: Candidate) -> PlanOutcome:
         simulation = _simulated(setting, plan, check=False)
     except DistirError as e:
         return PlanOutcome(float("inf"), 0, "", 0.0, e.message)
-    return _outcome(setting, simulation)
+    outcome = _outcome(setting, simulation)
+    _forget(simulation)
+    return outcome
 
 
 @no_collection()
@@ -93,7 +95,15 @@ def examine(setting: Setting, c: Candidate) -> Detail:
         for axis, x in row.exposed.items():
             name = plan.stages.name if axis == SEND else axis
             parts[name] = parts.get(name, 0.0) + weight * x
-    return Detail(compute, parts, bubble, simulation.memory_at_peak(classes.first[worst]))
+    detail = Detail(compute, parts, bubble, simulation.memory_at_peak(classes.first[worst]))
+    _forget(simulation)
+    return detail
+
+
+def _forget(simulation: Simulation) -> None:
+    """Give back what is cached with a simulated program: its compiled form refers to it, so both would live until the
+    next collection, which takes seconds in a search."""
+    simulation.program.function.cache.clear()
 
 
 def _simulated(setting: Setting, plan: Plan, check: bool) -> Simulation:

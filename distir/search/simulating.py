@@ -57,11 +57,11 @@ class Examine(NamedTuple):
 
 Task = Price | Bound | Refine | Simulate | Examine
 
-_AHEAD = 2
+_AHEAD = 4
 """How many tasks wait for each process that has placed the model for them, before another process takes one."""
 
 
-_GARBAGE = 2_000_000
+_GARBAGE = 8_000_000
 """How many objects a process makes before it looks for garbage: some hundred megabytes."""
 
 
