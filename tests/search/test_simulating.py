@@ -38,12 +38,13 @@ def test_bounds_are_refined_where_their_template_is_placed():
 
 def test_a_process_does_not_wait_for_tasks_of_its_own():
     """It takes one that waits for another process when enough of these wait, and then has placed the model, too."""
-    left = [Simulate(candidate(2, n)) for n in range(1, 9)]
+    left = [Simulate(candidate(2, n)) for n in range(1, 13)]
     tasks = tasks_of(2, left)
     assert tasks.next(0) == Simulate(candidate(2, 1))
     assert tasks.next(1) == Simulate(candidate(2, 2))
-    assert len(left) == 3  # of five that were asked for three wait
-    assert [tasks.next(1) for _ in range(6)] == [Simulate(candidate(2, n)) for n in (6, 7, 8, 3, 4, 5)]
+    assert len(left) == 3  # of nine that were asked for seven wait
+    rest = [10, 11, 12, 3, 4, 5, 6, 7, 8, 9]
+    assert [tasks.next(1) for _ in rest] == [Simulate(candidate(2, n)) for n in rest]
 
 
 def test_no_task_is_lost():
