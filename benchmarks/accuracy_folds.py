@@ -2,14 +2,14 @@
 
     python benchmarks/accuracy_folds.py [--file FILE.csv] [--folds K] [--small] [--json]
 
-The fitted figures of devices and runtimes (FIGURES) are fitted to the measured steps of the file: to all, to all but
-those of each of K folds (every Kth row of a source), and to all but those of each source; each time the rows that were
-left out are predicted with the figures found without them. A fit makes the sum of |log(predicted / measured)| least, sources
-weighted by the square root of their rows: steps of least squares with weights, in the logarithms of figures, with slopes
-measured at the shipped figures. A figure that no row of a fit depends on is not known there: the rows that depend on it are not
-predicted. Errors are predicted / measured - 1; the table has their mean magnitudes, and the worst.
+The fitted figures of devices, runtimes and networks (FIGURES) are fitted to the measured steps of the file: to all, to
+all but those of each of K folds (every Kth row of a source), and to all but those of each source; each time the rows
+that were left out are predicted with the figures found without them. A fit makes the sum of |log(predicted / measured)|
+least, with sources weighted by the square root of their rows: by least squares with weights, in the logarithms of the
+figures, with slopes at the shipped ones. A figure on which no row of a fit depends is not known there; rows that depend
+on it are not predicted. Errors are predicted / measured - 1; the table has their mean magnitude and the worst.
 
-Algorithms of collectives, and figures fitted to single kernels, were fitted to other measurements, and stay as they are.
+Algorithms of collectives, and figures fitted to single kernels, were fitted to other measurements: they stay.
 """
 
 from __future__ import annotations
@@ -91,10 +91,12 @@ class Rows:
         return part_of(self.rows[k], figure.kind).startswith(figure.of)
 
     def error(self, k: int, factors: np.ndarray) -> float:
-        """log(predicted / measured) of a row, with figures whose logarithms are `factors` more than the shipped ones."""
+        """log(predicted / measured) of a row, with the shipped figures times exp(`factors`)."""
         row, cost = self.rows[k], cost_of(self.rows[k])
         cluster, runtime = cost.topology.regular, cost.runtime
-        assert cluster is not None and runtime is not None and row.measured_seconds is not None
+        assert cluster is not None
+        assert runtime is not None
+        assert row.measured_seconds is not None
         for figure, factor in zip(self.figures, np.exp(factors).tolist(), strict=True):
             if not self.uses(k, figure):
                 continue
@@ -116,7 +118,7 @@ class Rows:
         return (self.error(k, np.eye(len(self.figures))[n] * STEP) - self.shipped[k]) / STEP
 
     def fitted(self, here: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The logarithms by which figures change when fitted to the rows `here`, and which figures are known by them."""
+        """By how much the logarithms of figures change when fitted to the rows `here`, and which of them are known."""
         slopes, errors, weights = self.slopes[here], self.shipped[here], self.weights[here]
         known = np.abs(slopes).max(axis=0, initial=0.0) > 0
         found = np.zeros(len(self.figures))
@@ -129,7 +131,7 @@ class Rows:
         return found, known
 
     def held_out(self, without: Callable[[int], object]) -> list[float | None]:
-        """The error of each row, with figures fitted to the rows for which `without` differs; None if some is not known."""
+        """The error of each row by figures fitted to rows of which `without` differs; None if some are not known."""
         groups = [without(k) for k in range(len(self.rows))]
         out: list[float | None] = [None] * len(self.rows)
         for group in dict.fromkeys(groups):

@@ -216,8 +216,8 @@ class CostModel:
         if spec.logits is not None and logit_bytes is not None and isinstance(logits := ins[0], Tensor):
             size = logit_bytes[spec.logits == "backward"] * math.prod(logits.shape)
             bandwidth = what.dram_bandwidth * what.memory_efficiency
-        if self.more_kernels(spec, ins):
-            size += _APART_BYTES * math.prod(outs[0].shape)
+        if self.more_kernels(spec, ins) and isinstance(ins[0], Tensor):
+            size += _APART_BYTES * math.prod(ins[0].shape)
         seconds = size / bandwidth
         if flops:
             tf32 = self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None
