@@ -269,7 +269,7 @@ def _both_ways(t: _Table, key: str) -> tuple[float, float]:
     return found[0], found[1]
 
 
-_FLAGS = "fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first", "gathers_again"
+_FLAGS = "fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first", "gathers_again", "even_stages"
 
 
 def among(runtime: Runtime | None, ranks: int) -> Runtime | None:

@@ -30,7 +30,8 @@ class Runtime:
     `score_block`: how many matrices of masked scores its kernel of their softmax takes at once: if a device has not a
     multiple of it, casts to float32, scale, mask and softmax are kernels of their own. `gap`: seconds of the device
     beside the work of a compute op, for which a framework runs more than one kernel, each with a start of its own:
-    copies into another layout, biases, views that are made whole.
+    copies into another layout, biases, views that are made whole. `even_stages`: published runs have as many layers in
+    each stage, whatever else the first and the last have.
     """
 
     name: str
@@ -53,12 +54,20 @@ class Runtime:
     logit_bytes: tuple[float, float] | None = None
     score_block: int = 1
     gap: float = 0.0
+    even_stages: bool = False
 
     @property
     def joins(self) -> Runtime:
         """The same without name and figures: what says which ops run as one."""
         figures = dict.fromkeys(("op", "communication", "member", "call", "skew", "gap"), 0.0)
-        others = {"passes": 1.0, "transfer": None, "transfer_by": (), "threads": 1, "gathers_again": False}
+        others = {
+            "passes": 1.0,
+            "transfer": None,
+            "transfer_by": (),
+            "threads": 1,
+            "gathers_again": False,
+            "even_stages": False,
+        }
         return replace(self, name="", **figures, **others, logit_bytes=None, score_block=1)
 
     @property
