@@ -137,8 +137,8 @@ class Rows:
         for group in dict.fromkeys(groups):
             found, known = self.fitted(np.array([g != group for g in groups]))
             for k in [k for k, g in enumerate(groups) if g == group]:
-                needed = [n for n, figure in enumerate(self.figures) if self.uses(k, figure)]
-                if needed and all(known[n] for n in needed):
+                needed = self.slopes[k] != 0
+                if needed.any() and known[needed].all():
                     out[k] = math.expm1(self.error(k, found))
         return out
 
