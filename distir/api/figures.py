@@ -58,7 +58,7 @@ def _flops(ops: Iterable[Op], done: dict[Function, float], known: dict[object, f
                 done[op.callee] = _flops(op.callee.ops, done, known)
             total += done[op.callee]
         elif op.spec.comm is None:
-            key = op.spec, op.attributes or None, *[v.type for v in op.inputs], None, *[v.type for v in op.outputs]
+            key = op.spec, op.attributes or None, *[v.type for v in op.inputs]
             if key not in known:
                 known[key] = _work(op)
             total += known[key]

@@ -26,3 +26,7 @@ def cached(find: Callable[Concatenate[Function, P], T]) -> Callable[Concatenate[
         return cast(T, function.cache[key])
 
     return look
+
+
+producers = cached(Function.producers)
+"""The op that makes each value that is not an input, cached: for programs that are examined often."""

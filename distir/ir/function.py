@@ -138,9 +138,9 @@ class Value:
 
 
 class Op:
-    """One op. `of` is the forward op that a backward op differentiates."""
+    """One op. `of` is the forward op that a backward op differentiates, `callee` the function a `Call` calls."""
 
-    __slots__ = ("attributes", "inputs", "of", "outputs", "spec")
+    __slots__ = ("attributes", "callee", "inputs", "of", "outputs", "spec")
 
     def __init__(
         self,
@@ -151,15 +151,11 @@ class Op:
         of: Op | None = None,
     ) -> None:
         self.spec, self.inputs, self.attributes, self.outputs, self.of = spec, inputs, attributes, outputs, of
+        self.callee: Function | None = attributes.get("callee") if attributes else None
 
     @property
     def op_type(self) -> str:
         return self.spec.name
-
-    @property
-    def callee(self) -> Function | None:
-        """The function a `Call` calls."""
-        return self.attributes.get("callee")
 
     def __repr__(self) -> str:
         outs = ", ".join(f"%{v.name}" for v in self.outputs)
@@ -213,8 +209,8 @@ class Function:
     def _callees(self) -> tuple[Function, ...]:
         seen: dict[Function, None] = {}
         for op in self.ops:
-            attrs = op.attributes
-            if attrs and (callee := attrs.get("callee")) is not None and callee not in seen:
+            callee = op.callee
+            if callee is not None and callee not in seen:
                 seen.update(dict.fromkeys(callee.callees()))
                 seen[callee] = None
         return tuple(seen)

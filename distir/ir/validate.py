@@ -97,15 +97,16 @@ class Terms:
         self.table: dict[tuple[Any, ...], int] = {}
         self.known: list[tuple[Any, ...] | None] = []
         self.calls: dict[tuple[Any, ...], list[Term]] = {}
-        self.erased: dict[int, tuple[Attributes, Attributes]] = {}
+        self.forms: dict[Attributes, int] = {}
+        self._forms: dict[int, tuple[Attributes, int]] = {}
+        """Of attributes, by their identity: they themselves, and their number."""
 
-    def attributes(self, attrs: Attributes) -> Attributes:
-        """The attributes without those that only say where an op is."""
-        if WHERE.isdisjoint(attrs):
-            return attrs
-        found = self.erased.get(id(attrs))
+    def attributes(self, attrs: Attributes) -> int:
+        """The number of the attributes without those that only say where an op is: it is hashed more quickly."""
+        found = self._forms.get(id(attrs))
         if found is None:
-            found = self.erased[id(attrs)] = attrs, attrs.without(*WHERE)
+            form = attrs.without(*WHERE)
+            found = self._forms[id(attrs)] = attrs, self.forms.setdefault(form, len(self.forms))
         return found[1]
 
     def walk(self, function: Function, args: Sequence[Term]) -> list[Term]:
@@ -113,8 +114,11 @@ class Terms:
             self.known = [None] * len(args)
         env: dict[Value, Term] = dict(zip(function.inputs, args, strict=True))
         for op in function.ops:
-            for v, t in zip(op.outputs, self.results(op, tuple([env[v] for v in op.inputs])), strict=True):
-                env[v] = t
+            results, outs = self.results(op, tuple([env[v] for v in op.inputs])), op.outputs
+            if len(outs) == 1:  # as most
+                (env[outs[0]],) = results
+            else:
+                env.update(zip(outs, results, strict=True))
         return [env[v] for v in function.outputs]
 
     def results(self, op: Op, ins: tuple[Term, ...]) -> Sequence[Term]:
@@ -164,7 +168,7 @@ class Terms:
             return [ins] if bundle == "pack" else list(ins[0])
         if op.spec.comm is not None and op.spec.comm.awaits:
             ins = tuple([t for k, t in enumerate(ins) if k not in op.spec.comm.awaits])
-        if any(t != ins[0] for t in ins):
+        if ins.count(ins[0]) < len(ins):
             other = next(t for t in ins if t != ins[0])
             raise MismatchError(f"{op}: joins different values over time: {self.difference(ins[0], other)}")
         return [ins[0]] * len(op.outputs)
@@ -196,5 +200,5 @@ class Terms:
         if key[0] is None:
             return f"result {key[1]} of {self.show(key[2])}"
         spec: Spec = key[0]
-        attrs = ", ".join(f"{k}={v}" for k, v in key[1].items())
+        attrs = ", ".join(f"{k}={v}" for k, v in list(self.forms)[key[1]].items())
         return f"{spec.name}({attrs})"

@@ -162,7 +162,7 @@ class _Verifier:
                     _fail(f, k, what, "reduce over time in a function that is called without mb")
 
     def _call(self, f: Function, k: int, op: Op, view: _View) -> None:
-        callee, microbatch = op.callee, op.attributes.get("mb")
+        callee, microbatch = op.attributes.get("callee"), op.attributes.get("mb")
         if not isinstance(callee, Function):
             _fail(f, k, f"Call: expected a function as callee, got {callee!r}")
         if microbatch is None:  # in a body: at the body's own microbatch

@@ -24,13 +24,13 @@ from distir.ir.spec import lookup
 from distir.ir.type import Tensor
 from distir.search.bounds import ROUNDING, groups_along, scaled
 from distir.search.memory_bounds import in_flight
-from distir.search.schedule_bounds import schedule_rows
+from distir.search.schedule_bounds import followed
 from distir.search.segments import made_once
 from distir.search.space import Candidate
 from distir.transforms.passes import stage_meshes
 from distir.transforms.pipeline.copies import copies
-from distir.transforms.pipeline.partition import Ways, choices, least_maximum
-from distir.transforms.pipeline.phases import BACKWARD, FORWARD, UPDATE, PhaseRules, ends_time, phases
+from distir.transforms.pipeline.partition import Ways, balanced, choices, maximum
+from distir.transforms.pipeline.phases import BACKWARD, UPDATE, PhaseRules, ends_time, phases
 from distir.transforms.pipeline.stages import ToPrice, stage_ways, to_price
 
 _SLACK = 1 + 1e-9
@@ -113,21 +113,49 @@ def op_seconds(c: Candidate, batch: int, given: Stageable, cost: CostModel) -> n
     return np.array([seconds(op) for op in given.price.kinds])
 
 
-def balanced_memory(c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel) -> float:
-    """Bytes that the rank of a candidate that needs most has at least, as its stages are balanced; 0 where its schedule
-    is too long to follow. The candidate has no further axes; `each` are its `op_seconds`. Raises InfeasibleError if
-    there are fewer ops than stages."""
-    parts, m = c.pp * c.chunks, c.microbatches(batch)
+class FirstStages(NamedTuple):
+    """By number of stages what the first of them hold, and save of a microbatch, at least and at most, and what sums
+    they have at least: bytes on a device."""
+
+    low_held: Sequence[float]
+    high_held: Sequence[float]
+    low_saved: Sequence[float]
+    high_saved: Sequence[float]
+    low_sums: Sequence[float]
+
+
+def balance(c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel) -> list[int]:
+    """The stages of ops, balanced without what replicas reduce: candidates whose programs, `each`, microbatches, number
+    of stages and links are the same share them. Raises InfeasibleError if there are fewer ops than stages."""
+    sent = stage_cost(cost, c.plan(batch)).sent
+    return balanced(choices(given.ways, _alone(given, each).tolist(), sent), c.pp * c.chunks)
+
+
+def first_stages(
+    c: Candidate, batch: int, given: Stageable, each: np.ndarray, stages: Sequence[int], cost: CostModel
+) -> FirstStages:
+    """What the first stages of a candidate have, as they are balanced: no stage costs more than some of `stages`, which
+    are others that it could have. The candidate has no further axes; `each` are its `op_seconds`."""
+    parts = c.pp * c.chunks
     least, most, sent = _costs(c, batch, given, each, cost)
-    worst = least_maximum(choices(given.ways, most.tolist(), sent), parts) * _SLACK
+    worst = maximum(choices(given.ways, most.tolist(), sent), stages) * _SLACK
     reach = _by_set(given.ways, least)
     at_least = [reach >= (reach[-1] - (parts - q) * worst) / _SLACK for q in range(parts + 1)]
     at_most = [reach <= q * worst * _SLACK for q in range(parts + 1)]
     split = c.dp if c.zero else 1
     held = _by_set(given.ways, given.held / split + (0.0 if c.zero == 3 else given.made))
     saved = _by_set(given.ways, given.saved * c.microbatch)
-    low_held, low_saved = ([float(x[here].min()) for here in at_least] for x in (held, saved))
+    sums = _by_set(given.ways, given.sums / (c.dp if c.zero > 1 else 1))
+    low_held, low_saved, low_sums = ([float(x[here].min()) for here in at_least] for x in (held, saved, sums))
     high_held, high_saved = ([float(x[here].max()) for here in at_most] for x in (held, saved))
+    return FirstStages(low_held, high_held, low_saved, high_saved, low_sums)
+
+
+def balanced_memory(c: Candidate, batch: int, first: FirstStages) -> float:
+    """Bytes that the rank of a candidate that needs most has at least, given its `first_stages`; 0 where its schedule
+    is too long to follow."""
+    m = c.microbatches(batch)
+    low_held, high_held, low_saved, high_saved, low_sums = first
     if c.chunks > 1:
         rows = _chunks_in_flight(c.schedule, c.pp, m, c.chunks)
         if not rows:
@@ -140,8 +168,6 @@ def balanced_memory(c: Candidate, batch: int, given: Stageable, each: np.ndarray
                 used += max(0.0, low_held[q + k] - high_held[q]) + n * max(0.0, low_saved[q + k] - high_saved[q])
             found = max(found, used / k)
         return found * ROUNDING
-    sums = _by_set(given.ways, given.sums / (c.dp if c.zero > 1 else 1))
-    low_sums = [float(sums[here].min()) for here in at_least]
     flights = in_flight(c, m)
     found = max([_of_stages(flights[:k], low_held, low_saved) / k for k in range(1, c.pp + 1)])
     if m > 1:  # at the second backward pass of each rank there are sums, too
@@ -167,15 +193,16 @@ def _of_stages(flights: Sequence[int], held: Sequence[float], saved: Sequence[fl
 def _chunks_in_flight(schedule: str, pp: int, m: int, chunks: int) -> list[list[int]]:
     """By rank how many microbatches it has in flight of each of its chunks, when it has most; none of a schedule that
     is too long to follow."""
-    found: list[list[int]] = []
-    for row in schedule_rows(schedule, pp, m, chunks) or ():
-        now, most = [0] * chunks, [0] * chunks
-        for word, s, _ in row:
-            now[s // pp] += 1 if word == FORWARD else -1
-            if sum(now) > sum(most):
-                most = list(now)
-        found.append(most)
-    return found
+    known = followed(schedule, pp, m, chunks)
+    if known is None:
+        return []
+    now, most = [[0] * chunks for _ in range(pp)], [[0] * chunks for _ in range(pp)]
+    for r, work in zip(known.rank, known.work, strict=True):
+        s, which = divmod(work, 5)
+        now[r][s // pp] += 1 if which < 2 else -1
+        if sum(now[r]) > sum(most[r]):
+            most[r] = list(now[r])
+    return most
 
 
 def _by_set(ways: Ways, x: np.ndarray) -> np.ndarray:
@@ -191,11 +218,17 @@ def _costs(
     """By forward op the least and the most that it costs its stage; and the cost of a byte sent."""
     m = c.microbatches(batch)
     _, own, kind, owner, update = given.price
-    alone = each[own] + np.bincount(owner[~update], each[kind[~update]], len(own))
+    alone = _alone(given, each)
     updates = np.bincount(owner[update], each[kind[update]], len(own)) / m
     often, once = _REDUCED[c.zero]
     reduced = _all_reduce(c, given.sums, cost) * (often + once / m)
     return alone + (0.0 if c.zero else updates), alone + updates + reduced, stage_cost(cost, c.plan(batch)).sent
+
+
+def _alone(given: Stageable, each: np.ndarray) -> np.ndarray:
+    """By forward op what it costs its stage in a microbatch, with its backward ops."""
+    _, own, kind, owner, update = given.price
+    return each[own] + np.bincount(owner[~update], each[kind[~update]], len(own))
 
 
 def _all_reduce(c: Candidate, sizes: np.ndarray, cost: CostModel) -> np.ndarray:

@@ -59,6 +59,8 @@ def by_seconds(found: Simulated) -> tuple[object, ...]:
 _NEAR = 1.2
 """Bounds are refined together with those of plans of the same placed program that are at most so much slower: placing
 takes longer than refining some more."""
+_LIKELY = 1.05
+"""By how much the plans that are looked for may be slower than the bounds of as many are."""
 _MOST_TOGETHER = 32
 """How many bounds are refined together at most: placed programs are kept, and another process may take the next."""
 NOTHING_KNOWN: Mapping[Candidate, Simulated] = MappingProxyType({})
@@ -88,8 +90,12 @@ class _Queue:
     an entry again.
     """
 
-    def __init__(self, bounds: Bounds, candidates: Sequence[Candidate], memory: float, exact: Container[Candidate]):
+    def __init__(
+        self, bounds: Bounds, candidates: Sequence[Candidate], memory: float, exact: Container[Candidate], at_least: int
+    ):
         self.bounds, self.memory, self.exact = bounds, memory, exact
+        self._least = [math.inf] * at_least
+        """The least refined bounds of plans that fit, ascending."""
         self.excluded = 0
         self._groups: dict[Relatives, dict[int, list[Candidate]]] = {}
         for c in candidates:
@@ -136,7 +142,7 @@ class _Queue:
                 return Price(tuple([(key, tuple(sorted(self._groups[key]))) for key in what.profiles]), devices)
             rough = self._rough.get(self.bounds.template(what), {})
             if what in rough:
-                most = min(below, bound * _NEAR)
+                most = min(below, bound * _NEAR, max(bound, self._least[-1]) * _LIKELY)
                 near = sorted([(x, c) for c, x in rough.items() if x < most and c != what])
                 group = (what, *[c for _, c in near[: _MOST_TOGETHER - 1]])
                 for c in group:
@@ -205,6 +211,9 @@ class _Queue:
                 self.bounds.known[c] = one
             else:  # it can be as quick as others are; for another search more may be looked for
                 self.bounds.rough[c] = one
+            if needed <= self.memory:
+                bisect.insort(self._least, seconds)
+                self._least.pop()
             self._add(c, self.away.pop(c), one)
 
 
@@ -225,7 +234,7 @@ def search(
     """
     begin = time.perf_counter()
     state, setting = Progressed(), bounds.setting
-    queue = _Queue(bounds, candidates, setting.room, known)
+    queue = _Queue(bounds, candidates, setting.room, known, at_least)
     quickest, asked = [math.inf] * at_least, len(first)  # seconds, ascending, of the plans that fit
 
     def took(x: Simulated) -> None:

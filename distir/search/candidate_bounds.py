@@ -12,9 +12,17 @@ import numpy as np
 
 from distir.api.interop.plan_settings import EXPERTS
 from distir.api.named_dims import named_dims
+from distir.api.stage_cost import stage_cost
 from distir.ir.errors import DistirError
 from distir.ir.pause import no_collection
-from distir.search.balanced_memory import Stageable, balanced_memory, op_seconds, stageable
+from distir.search.balanced_memory import (
+    Stageable,
+    balance,
+    balanced_memory,
+    first_stages,
+    op_seconds,
+    stageable,
+)
 from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, step_bound, step_cost
 from distir.search.exact import Setting
 from distir.search.memory_bounds import memory_bound
@@ -51,6 +59,7 @@ class Bounds:
         """By their cuts, of those for which that was asked."""
         self._stageable: dict[Relatives, Stageable] = {}
         self._op_seconds: dict[object, np.ndarray] = {}
+        self._balances: dict[object, list[int]] = {}
         self._profiles: dict[Relatives, Profile | None] = {}
         self._steps: dict[tuple[object, ...], StepCost] = {}
         self._templates: dict[Template, Cuts] = {}
@@ -94,17 +103,22 @@ class Bounds:
                 found.append((0.0, memory) if memory > self._room else self._cuts(c).bound(c, enough))
             except DistirError:
                 found.append((0.0, 0.0))
+        for cuts in self._templates.values():
+            cuts.release()
         return found
 
     def _balanced(self, c: Candidate) -> float:
         """Bytes that it has at least, as its stages are balanced: found without placing it."""
         if c.split or c.pp == 1 or self.profile(relatives(c)) is None:
             return 0.0
-        given, setting = self._stageable[relatives(c)], self.setting
+        given, batch, cost = self._stageable[relatives(c)], self.setting.batch, self.setting.cost
         key = relatives(c), c.microbatch, spacing_of(c, c.order, "tp")
         if key not in self._op_seconds:
-            self._op_seconds[key] = op_seconds(c, setting.batch, given, setting.cost)
-        return balanced_memory(c, setting.batch, given, self._op_seconds[key], setting.cost)
+            self._op_seconds[key] = op_seconds(c, batch, given, cost)
+        each, shared = self._op_seconds[key], (*key, c.pp * c.chunks, stage_cost(cost, c.plan(batch)).sent)
+        if shared not in self._balances:
+            self._balances[shared] = balance(c, batch, given, each, cost)
+        return balanced_memory(c, batch, first_stages(c, batch, given, each, self._balances[shared], cost))
 
     def _cuts(self, c: Candidate) -> Cuts:
         """The template's cuts; those of the last templates are kept."""

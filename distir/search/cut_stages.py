@@ -6,9 +6,10 @@ hands on, gathers and reduces. What does not depend on the cut is kept in arrays
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,11 +26,13 @@ _NONE = -1
 
 
 class CellOp(NamedTuple):
-    """An op of a pass: its kind, whether it is free, whether ops of the pass use its results, the numbers of its
-    operands (those that ops before it make count from 0, others down from -1), and how many results it has."""
+    """An op of a pass: its kind, whether it is free, whether ops before it run as parts of it, whether ops of the pass
+    use its results, the numbers of its operands (those that ops before it make count from 0, others down from -1), and
+    how many results it has."""
 
     kind: int
     free: bool
+    fused: bool
     used: bool
     operands: tuple[int, ...]
     results: int
@@ -47,22 +50,29 @@ Cell = tuple[str, int]
 """A phase and a stage."""
 
 
-class Replicas(NamedTuple):
-    """The seconds that gathers and reductions among replicas take, by phase and stage."""
+AMove = TypeVar("AMove")
+"""What is known of a gather or a reduction."""
+Moves = tuple[tuple[int, AMove], ...]
+"""What ops of a pass gather first, or make that is reduced: their places in the pass, ascending, and what of each."""
 
-    gathered: Mapping[Cell, float]
-    reduced: Mapping[Cell, float]
+
+class Replicas(NamedTuple, Generic[AMove]):
+    """Gathers and reductions among replicas, by phase and stage. What is gathered in the prologue has its places in the
+    forward pass, what is reduced in the update has them in the backward pass."""
+
+    gathered: Mapping[Cell, Moves[AMove]]
+    reduced: Mapping[Cell, Moves[AMove]]
 
 
 class _Moved(NamedTuple):
     """What is gathered or reduced: rows of an op, by its number, and what it is of, whose `phase`, and kind are known;
-    `kinds` are the names of the collectives, with the types of what they move."""
+    `kinds` are the names of the collectives, the types of what they move, and whether sums are made of the results."""
 
     op: np.ndarray
     what: np.ndarray
     kind: np.ndarray
     phase: np.ndarray
-    kinds: Sequence[tuple[str, Type]]
+    kinds: Sequence[tuple[str, Type, bool]]
 
 
 class StagePrograms:
@@ -72,8 +82,9 @@ class StagePrograms:
         number = {op: i for i, op in enumerate(placed.timed)}
         timed = placed.timed
         self.is_backward = np.array([phase[op] == BACKWARD for op in timed], bool)
-        self.kind = np.array([placed.kind[op] for op in timed], int)
         self.free = np.array([op in placed.free for op in timed], bool)
+        wholes = set(placed.parts.values())
+        self.fused = np.array([op in wholes for op in timed], bool)
         self.results = np.array([len(op.outputs) for op in timed], int)
         self.inputs = np.array([len(op.inputs) for op in timed], int)
         values = Numbers()
@@ -91,42 +102,13 @@ class StagePrograms:
             if v in values.of and first in values.of:
                 self.original[values.of[v]] = values.of[first]
         self.type = np.array([self._handable(v) for v in values.of], int)  # type: ignore[arg-type]
-        self._reducing = _reducing(placed, number, phase)
-        self._gathering = _gathering(placed, number, phase)
+        self.reducing = _reducing(placed, number, phase)
+        self.gathering = _gathering(placed, number, phase)
         self.known: dict[tuple[bytes, ...], tuple[CellOp, ...]] = {}
         """Programs of passes: equal ones are the same object."""
 
     def _handable(self, v: Value) -> int:
         return self.types(v.type) if isinstance(v.type, Tensor) and v.type.moves else _NONE
-
-    def replicas(self, cut: NumberedCut, axis: AxisNames, seconds: Callable[[str, Type], float]) -> Replicas:
-        """What goes along the axis, or the axes, of replicas; `seconds` is given the name of a collective and the type
-        of what it moves."""
-        moved = self._reducing.get(axis)
-        reduced = {} if moved is None else _by_cell(cut, moved, seconds, (BACKWARD, UPDATE))
-        gathered: dict[Cell, float] = {}
-        if axis == "dp":
-            rows = self._gathering
-            runs = np.flatnonzero(cut.runs[rows.op])
-            at = cut.stage[rows.op[runs]] * 2 + self.is_backward[rows.op[runs]]
-            once_in_a_pass = at * (1 + rows.what.max(initial=0)) + rows.what[runs]
-            here = runs[np.unique(once_in_a_pass, return_index=True)[1]]
-            again, backward = rows.phase[here] == 0, self.is_backward[rows.op[here]]
-            kept = again | ~backward
-            phase = np.where(again, backward, 2)[kept]
-            once = _Moved(rows.op[here][kept], rows.what[here][kept], rows.kind[here][kept], phase, rows.kinds)
-            gathered = _by_cell(cut, once, seconds, (FORWARD, BACKWARD, PROLOGUE))
-        return Replicas(gathered, reduced)
-
-
-def _by_cell(
-    cut: NumberedCut, rows: _Moved, seconds: Callable[[str, Type], float], phases: Sequence[str]
-) -> dict[Cell, float]:
-    each = np.array([seconds(name, t) for name, t in rows.kinds], float)
-    runs = cut.runs[rows.op]
-    cell = rows.phase[runs] * cut.parts + cut.stage[rows.op[runs]]
-    found = np.bincount(cell, each[rows.kind[runs]] if len(each) else None, len(phases) * cut.parts)
-    return {(phases[k // cut.parts], k % cut.parts): x for k, x in enumerate(found.tolist()) if x}
 
 
 def _reducing(placed: PlacedProgram, number: Mapping[Op, int], phase: Mapping[Op, str]) -> dict[AxisNames, _Moved]:
@@ -134,13 +116,14 @@ def _reducing(placed: PlacedProgram, number: Mapping[Op, int], phase: Mapping[Op
     origin = {v: i for op, i in number.items() if phase[op] == BACKWARD for v in op.outputs}
     rows: dict[AxisNames, list[tuple[int, int, int, int]]] = {}
     kinds: dict[AxisNames, Numbers] = {}
+    summed = {op.inputs[0] for op in placed.reducing if ends_time(op)}
     for op in placed.reducing:
         comm, axis = op.spec.comm, axis_of(op)
         if comm is None or op.inputs[0] not in origin:
             continue
         at = origin[op.inputs[0]]
         if comm.sums and axis is not None:
-            kind = kinds.setdefault(axis, Numbers())((op.spec.name, op.inputs[0].type))
+            kind = kinds.setdefault(axis, Numbers())((op.spec.name, op.inputs[0].type, op.outputs[0] in summed))
             rows.setdefault(axis, []).append((at, 0, kind, int(phase[op] == UPDATE)))
         if (axis is not None and of_replicas(axis)) or ends_time(op):
             origin.update(dict.fromkeys(op.outputs, at))
@@ -153,7 +136,7 @@ def _gathering(placed: PlacedProgram, number: Mapping[Op, int], phase: Mapping[O
     rows: list[tuple[int, int, int, int]] = []
     for op, i in number.items():
         for g in dict.fromkeys([g for v in op.inputs for g in placed.gathers.get(v, ())]):
-            kind = kinds((g.spec.name, g.outputs[0].type))
+            kind = kinds((g.spec.name, g.outputs[0].type, False))
             rows.append((i, gathers(g), kind, int(phase[g] != FREE)))
     return _Moved(*columns(rows, 4), list(kinds.of))  # type: ignore[arg-type]
 
@@ -170,6 +153,10 @@ class CutStages:
         """In the order of passes, stages and program."""
         bounds = np.arange(2 * parts + 1)
         self._first = np.searchsorted(cell[self._ops], bounds)
+        self._stage, self._kind = cut.stage, cut.kind
+        self._place = np.full(len(cell), _NONE)
+        """Of each op in its pass."""
+        self._place[self._ops] = np.arange(len(self._ops)) - self._first[cell[self._ops]]
         count = p.results[self._ops]
         before = np.cumsum(count) - count
         base = np.zeros(len(cell), int)
@@ -203,15 +190,47 @@ class CutStages:
         self._taken_value, self._taken_by = value[self._taken], user[self._taken]
         self._taken_of, self._made = makes[self._taken], base[maker[self._taken]] + p.output[self._taken_value]
 
+    def replicas(self, axis: AxisNames, move: Callable[[str, Type, bool], AMove]) -> Replicas[AMove]:
+        """What goes along the axis, or the axes, of replicas; `move` is given the name of a collective, the type of
+        what it moves, and whether the result of each microbatch is added to a sum."""
+        p, moved = self._all, self._all.reducing.get(axis)
+        reduced = {} if moved is None else self._by_cell(moved, move, (BACKWARD, UPDATE))
+        if axis != "dp":
+            return Replicas({}, reduced)
+        rows = p.gathering
+        runs = np.flatnonzero(self._place[rows.op] != _NONE)
+        backward = p.is_backward[rows.op]
+        once_in_a_pass = (self._stage[rows.op] * 2 + backward) * (1 + rows.what.max(initial=0)) + rows.what
+        here = runs[np.unique(once_in_a_pass[runs], return_index=True)[1]]
+        again = rows.phase[here] == 0
+        kept = here[again | ~backward[here]]
+        phase = np.where(again, backward[here], 2)[again | ~backward[here]]
+        once = _Moved(rows.op[kept], rows.what[kept], rows.kind[kept], phase, rows.kinds)
+        return Replicas(self._by_cell(once, move, (FORWARD, BACKWARD, PROLOGUE)), reduced)
+
+    def _by_cell(
+        self, rows: _Moved, move: Callable[[str, Type, bool], AMove], phases: Sequence[str]
+    ) -> dict[Cell, Moves[AMove]]:
+        each = [move(*kind) for kind in rows.kinds]
+        runs = np.flatnonzero(self._place[rows.op] != _NONE)
+        cell, place = rows.phase[runs] * self.parts + self._stage[rows.op[runs]], self._place[rows.op[runs]]
+        in_turn = np.lexsort((place, cell))
+        kinds = rows.kind[runs[in_turn]].tolist()
+        moves = list(zip(place[in_turn].tolist(), [each[k] for k in kinds], strict=True))
+        bounds = np.searchsorted(cell[in_turn], np.arange(len(phases) * self.parts + 1)).tolist()
+        spans = enumerate(itertools.pairwise(bounds))
+        return {(phases[k // self.parts], k % self.parts): tuple(moves[a:b]) for k, (a, b) in spans if a < b}
+
     @cached_property
     def passes(self) -> dict[Cell, tuple[CellOp, ...]]:
         """The program of each pass of each stage; equal ones are the same object."""
         p, known = self._all, self._all.known
-        kind, free, used, results, inputs = (x[self._ops] for x in (p.kind, p.free, self._used, p.results, p.inputs))
+        columns = self._kind, p.free, p.fused, self._used, p.results, p.inputs
+        each = [x[self._ops] for x in columns]
         found: dict[Cell, tuple[CellOp, ...]] = {}
         for k in range(2 * self.parts):
             ops, uses = slice(*self._first[k : k + 2]), slice(*self._first_use[k : k + 2])
-            parts = kind[ops], free[ops], used[ops], results[ops], inputs[ops], self._operands[uses]
+            parts = *[x[ops] for x in each], self._operands[uses]
             key = tuple([x.tobytes() for x in parts])
             if key not in known:
                 known[key] = _rows(*[x.tolist() for x in parts])
@@ -241,6 +260,7 @@ class CutStages:
 def _rows(
     kinds: Sequence[int],
     free: Sequence[bool],
+    fused: Sequence[bool],
     used: Sequence[bool],
     results: Sequence[int],
     inputs: Sequence[int],
@@ -248,7 +268,7 @@ def _rows(
 ) -> tuple[CellOp, ...]:
     rows: list[CellOp] = []
     at = 0
-    for kind, is_free, is_used, count, n in zip(kinds, free, used, results, inputs, strict=True):
-        rows.append(CellOp(kind, is_free, is_used, tuple(operands[at : at + n]), count))
+    for kind, is_free, is_fused, is_used, count, n in zip(kinds, free, fused, used, results, inputs, strict=True):
+        rows.append(CellOp(kind, is_free, is_fused, is_used, tuple(operands[at : at + n]), count))
         at += n
     return tuple(rows)

@@ -27,7 +27,8 @@ from distir.transforms.rank.recompose import recompose
 
 class PlacedProgram(NamedTuple):
     """A placed program. `timed` are the ops of both passes; `kind` numbers these by what they take as the ranks run
-    them; `kinds` has one of each, and None for what takes nothing of its own; `free` are views. `copied` maps what is
+    them; `kinds` has one of each, and None for what takes nothing of its own; `parts` maps ops that run as parts of
+    another to that; `free` are views. `copied` maps what is
     recomputed to the original. Of each value that no pass makes, but uses: `once` is what `made_once` finds, `gathers`
     are the gathers among replicas that it comes from. `updates` are the parameters and the optimizer state that ops of
     the update use; `sums` complete sums over microbatches; `reducing` are all that communicate after the forward pass.
@@ -42,6 +43,7 @@ class PlacedProgram(NamedTuple):
     reducing: Sequence[Op]
     kind: Mapping[Op, int]
     kinds: Sequence[Op | None]
+    parts: Mapping[Op, Op]
     copied: Mapping[Value, Value]
     maker: Mapping[Value, Op]
     once: Mapping[Value, tuple[Value | None, Value | None]]
@@ -98,7 +100,7 @@ def of_replicas(axis: AxisNames) -> bool:
     return "dp" in ((axis,) if isinstance(axis, str) else axis)
 
 
-def _kinds(function: Function, timed: Sequence[Op]) -> tuple[dict[Op, int], list[Op | None]]:
+def _kinds(function: Function, timed: Sequence[Op]) -> tuple[dict[Op, int], list[Op | None], dict[Op, Op]]:
     as_run = {op.outputs[0]: op for op in recompose(function).ops if op.outputs}
     kinds: list[Op | None] = [None]
     known: dict[tuple[object, ...], int] = {}
@@ -113,7 +115,12 @@ def _kinds(function: Function, timed: Sequence[Op]) -> tuple[dict[Op, int], list
             known[key] = len(kinds)
             kinds.append(run)
         number[op] = known[key]
-    return number, kinds
+    parts: dict[Op, Op] = {}
+    user = {v: op for op in reversed(timed) for v in op.inputs}
+    for op in reversed(timed):
+        if op.outputs[0] not in as_run and (whole := user.get(op.outputs[0])) is not None:
+            parts[op] = parts.get(whole, whole)
+    return number, kinds, parts
 
 
 def _gathers(v: Value, maker: Mapping[Value, Op], phase: Mapping[Op, str]) -> list[Op]:

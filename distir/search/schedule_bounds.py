@@ -1,48 +1,49 @@
 """Lower bounds of a plan from the work of its stages, followed in the order of its schedule.
 
-A rank runs its cells one after another. A cell's result is not ready before its stage's path has followed what it
-received; what replicas gather and reduce is one stream more.
+A rank runs its cells one after another, on two streams: compute, and what replicas gather and reduce. What a cell does
+to these, and to what it sends, is a max-plus map of when they are free and of when what it receives is there.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from distir.transforms.pipeline.phases import BACKWARD, FORWARD
+from distir.transforms.pipeline.phases import FORWARD
 from distir.transforms.pipeline.schedule import make_table
 
 _MOST_CELLS = 400_000
 """The longest schedule that is followed: others keep their bound of time."""
 
 
+class Reach(NamedTuple):
+    """Seconds to an event: from when compute may begin, from when the stream of the replicas is free, and from when
+    what a pass receives is there; -inf from what it does not wait for."""
+
+    compute: float
+    replicas: float
+    received: float
+
+
 class CellWork(NamedTuple):
-    """A stage's pass over a microbatch, in seconds.
+    """A stage's pass over a microbatch: until its compute has ended, until the stream of the replicas is free again,
+    and until the value that it sends, of so many bytes, is made."""
 
-    `kept`: of the compute stream; `made`: from its begin until the value that it sends is made; `through`: from the
-    value that it receives to the one that it sends, `after`: to the end of compute. `gathered` and `reduced`: of the
-    replicas' stream. `sent` are the bytes of what it sends.
-    """
-
-    kept: float
-    made: float
-    through: float
-    after: float
+    compute: Reach
+    replicas: Reach
+    made: Reach
     sent: float
-    gathered: float
-    reduced: float
 
 
 class StageWork(NamedTuple):
-    """A stage, in seconds: its passes, `gathered` of weights once a step, `reduced` of gradients after the last
-    microbatch."""
+    """A stage's passes: `forward` over the first microbatch, with what is gathered once a step, and over others;
+    `backward` over the first, over others, and over the last, with what is reduced once a step."""
 
-    forward: CellWork
-    backward: CellWork
-    gathered: float
-    reduced: float
+    forward: tuple[CellWork, CellWork]
+    backward: tuple[CellWork, CellWork, CellWork]
 
 
 class StageMemory(NamedTuple):
@@ -53,75 +54,82 @@ class StageMemory(NamedTuple):
     sums: float
 
 
-Row = Sequence[tuple[str, int, int]]
-"""What a rank runs: pass, stage, microbatch."""
+class Schedule(NamedTuple):
+    """The cells of a schedule, in an order in which every cell comes after those that it depends on: of each the rank
+    that runs it, the number of its pass (five a stage, as `StageWork` has them), and the number of the cell from which
+    it receives a value; -1 for none."""
+
+    ranks: int
+    rank: array[int]
+    work: array[int]
+    source: array[int]
 
 
-@lru_cache(4)  # a long one takes megabytes
-def schedule_rows(schedule: str, ranks: int, microbatches: int, chunks: int) -> list[Row] | None:
-    """What each rank runs; None for a schedule that is too long to follow."""
+@lru_cache(64)
+def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule | None:
+    """A schedule; None for one that is too long to follow."""
     if 2 * ranks * chunks * microbatches > _MOST_CELLS:
         return None
     table = make_table(schedule, ranks, microbatches, chunks)
-    return [[(cell.phase, cell.stage, cell.microbatch) for cell in row] for row in table]
-
-
-def row_memory(row: Row, stages: Sequence[StageMemory], m: int) -> float:
-    """The most bytes that a rank has at the begin of a backward pass."""
-    used = sum([stages[s].held for s in {s for _, s, _ in row}])
-    most = used
-    for word, s, i in row:
-        if word == FORWARD:
-            used += stages[s].saved
-            continue
-        most = max(most, used)
-        used -= stages[s].saved
-        if i == 0 and m > 1:
-            used += stages[s].sums
-    return most
-
-
-def row_seconds(
-    rows: Sequence[Row], works: Sequence[StageWork], m: int, hop: Callable[[float, int, int], float]
-) -> float:
-    """When the last rank is ready; `hop` gives the seconds that bytes take from one rank to another."""
-    parts, p = len(works), len(rows)
-    arrived: dict[tuple[str, int, int], float] = {}
-    """When what a cell receives is there."""
-    sends = {
-        (word, s): hop(work.sent, s % p, (s + step) % p)
-        for s in range(parts)
-        for word, step, work in ((FORWARD, 1, works[s].forward), (BACKWARD, -1, works[s].backward))
-        if 0 <= s + step < parts
-    }
-    position, clock, replicas = [0] * p, [0.0] * p, [0.0] * p
+    parts = ranks * chunks
+    number: dict[tuple[str, int, int], int] = {}
+    found = Schedule(ranks, *[array("i") for _ in range(3)])
+    position = [0] * ranks
     moved = True
     while moved:
         moved = False
-        for r, row in enumerate(rows):
+        for r, row in enumerate(table):
             k = position[r]
             while k < len(row):
-                cell = word, s, i = row[k]
-                step = 1 if word == FORWARD else -1
-                received = 0 <= s - step < parts
-                if received and cell not in arrived:
+                s, word, i = row[k]
+                forward = word == FORWARD
+                before = s - 1 if forward else s + 1
+                source = number.get((word, before, i), -1)
+                if source < 0 and 0 <= before < parts:
                     break
-                at = arrived[cell] if received else -math.inf
-                work = works[s].forward if word == FORWARD else works[s].backward
-                begin = clock[r]
-                if word == FORWARD and i == 0:
-                    replicas[r] += works[s].gathered
-                replicas[r] += work.gathered
-                waits = work.gathered or (word == FORWARD and i == 0 and works[s].gathered)
-                end = max(begin + work.kept, at + work.after, replicas[r] if waits else 0.0)
-                if work.reduced:
-                    replicas[r] = max(replicas[r], begin) + work.reduced
-                if word == BACKWARD and i == m - 1 and works[s].reduced:
-                    replicas[r] = max(replicas[r], begin) + works[s].reduced
-                if (word, s) in sends:
-                    arrived[word, s + step, i] = max(begin + work.made, at + work.through) + sends[word, s]
-                clock[r] = end
+                number[word, s, i] = len(number)
+                which = int(i > 0) if forward else 4 if i == microbatches - 1 else 2 + int(i > 0)
+                found.rank.append(r)
+                found.work.append(5 * s + which)
+                found.source.append(source)
                 k += 1
             moved = moved or k > position[r]
             position[r] = k
-    return max(*clock, *replicas)
+    return found
+
+
+def rank_memory(schedule: Schedule, stages: Sequence[StageMemory], m: int) -> float:
+    """The most bytes that a rank has at the begin of a backward pass."""
+    used = [sum([x.held for x in stages[r :: schedule.ranks]]) for r in range(schedule.ranks)]
+    most = max(used)
+    for r, work in zip(schedule.rank, schedule.work, strict=True):
+        s, which = divmod(work, 5)
+        if which < 2:
+            used[r] += stages[s].saved
+            continue
+        if used[r] > most:
+            most = used[r]
+        used[r] -= stages[s].saved
+        if m > 1 and which == 2:
+            used[r] += stages[s].sums
+    return most
+
+
+def step_seconds(schedule: Schedule, works: Sequence[StageWork], hop: Callable[[float, int, int], float]) -> float:
+    """When the last rank is ready; `hop` gives the seconds that bytes take from one rank to another."""
+    parts, p = len(works), schedule.ranks
+    cells: list[tuple[float, ...]] = []
+    for s, work in enumerate(works):
+        for passes, step in ((work.forward, 1), (work.backward, -1)):
+            sent = hop(passes[0].sent, s % p, (s + step) % p) if 0 <= s + step < parts else 0.0
+            cells += [(*cell.compute, *cell.replicas, *[x + sent for x in cell.made]) for cell in passes]
+    compute, replicas = [0.0] * p, [0.0] * p
+    arrived: list[float] = []
+    """When what each cell sends is there."""
+    for r, work, source in zip(*schedule[1:], strict=True):
+        a, b, c = compute[r], replicas[r], arrived[source] if source >= 0 else -math.inf
+        cc, cr, ca, rc, rr, ra, mc, mr, ma = cells[work]
+        compute[r] = max(a + cc, b + cr, c + ca)
+        replicas[r] = max(a + rc, b + rr, c + ra)
+        arrived.append(max(a + mc, b + mr, c + ma))
+    return max(*compute, *replicas)

@@ -181,7 +181,7 @@ def profile_of(placed: Function, samples: int) -> Profile:
     forward = [op for op in placed.ops if phase[op] == FORWARD]
     backward = [op for op in placed.ops if phase[op] == BACKWARD]
     cores = _cores(placed, forward)
-    part = {op: j for j, core in enumerate(cores) for op in core.ops}
+    part: dict[Op | None, int] = {op: j for j, core in enumerate(cores) for op in core.ops}
     every = {
         word: Counter([number[op] for op in placed.ops if phase[op] == word])
         for word in (FORWARD, BACKWARD, PROLOGUE, UPDATE)
@@ -324,23 +324,22 @@ def _segment(
     return Segment(tuple(rows), place[last] if single and last is not None else None, waits)
 
 
-def _backward_segments(backward: Sequence[Op], part: Mapping[Op, int], number: Mapping[Op, int]) -> list[Segment]:
-    """The backward ops of each core, in the order of the cores."""
+def _backward_segments(
+    backward: Sequence[Op], part: Mapping[Op | None, int], number: Mapping[Op, int]
+) -> list[Segment]:
+    """The backward ops of each core, in the order of the cores; of cores whose backward ops alternate together."""
+    group = _apart(backward, part)
     mine: dict[int, list[Op]] = {}
     where: dict[Value, int | None] = {}
-    span: dict[int, tuple[int, int]] = {}
-    for k, op in enumerate(backward):
-        j = None if op.of is None else part.get(op.of)
-        where.update(dict.fromkeys(op.outputs, j))
-        if j is not None:
-            mine.setdefault(j, []).append(op)
-            span[j] = span.get(j, (k, k))[0], k
     given: dict[int, dict[Value, None]] = {}
-    """By core the values that its backward ops take from those of others."""
+    """By group the values that its backward ops take from those of others."""
     passed: dict[int, dict[Value, None]] = {}
     foreign: set[int] = set()
     for op in backward:
-        j = None if op.of is None else part.get(op.of)
+        j = group.get(part.get(op.of))
+        where.update(dict.fromkeys(op.outputs, j))
+        if j is not None:
+            mine.setdefault(j, []).append(op)
         for v in op.inputs:
             i = where.get(v, j)
             if i == j:
@@ -351,15 +350,30 @@ def _backward_segments(backward: Sequence[Op], part: Mapping[Op, int], number: M
                     foreign.add(j)
             if i is not None:
                 passed.setdefault(i, {})[v] = None
-    borders = sorted(span.values())
-    apart = all([a[1] < b[0] for a, b in itertools.pairwise(borders)])
     found: list[Segment] = []
-    for j, ops in mine.items():
+    for j, ops in sorted(mine.items()):
         into, out = list(given.get(j, ())), list(passed.get(j, ()))
         first = into[0] if len(into) == 1 and j not in foreign else None
         last = out[0] if len(out) == 1 else None
-        found.append(_segment(ops, number, first, last, apart and j not in foreign))
+        found.append(_segment(ops, number, first, last, j not in foreign))
     return found
+
+
+def _apart(backward: Sequence[Op], part: Mapping[Op | None, int]) -> dict[int | None, int]:
+    """By core its group, in the order of the cores: the backward ops of a group stand together, but for some of no
+    core."""
+    span: dict[int, tuple[int, int]] = {}
+    for k, op in enumerate(backward):
+        if (j := part.get(op.of)) is not None:
+            span[j] = span.get(j, (k, k))[0], k
+    groups: list[set[int]] = []
+    until = -1
+    for j, (begin, end) in sorted(span.items(), key=lambda x: x[1]):
+        if begin > until:
+            groups.append(set())
+        groups[-1].add(j)
+        until = max(until, end)
+    return {j: k for k, group in enumerate(sorted(groups, key=min)) for j in group}
 
 
 def made_once(v: Value, maker: Mapping[Value, Op], phase: Mapping[Op, str]) -> tuple[Value | None, Value | None]:

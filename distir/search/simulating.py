@@ -80,7 +80,7 @@ class Simulators(NamedTuple):
                 yield task, _answer(bounds, task)
             return
         running: dict[Future[Any], tuple[int, Task]] = {}
-        tasks = _Tasks(len(self.executors), wanted)
+        tasks = _Tasks(len(self.executors), wanted, lambda task: placed_for(task, bounds.template))
         while True:
             busy = {k for k, _ in running.values()}
             for k, executor in enumerate(self.executors):
@@ -107,10 +107,11 @@ class Simulators(NamedTuple):
 
 
 class _Tasks:
-    """The tasks of several processes: each takes those that it has placed the model for before others."""
+    """The tasks of several processes: each takes those that it has placed the model for before others. `placed` says
+    for which tasks that is the same."""
 
-    def __init__(self, processes: int, wanted: Callable[[], Task | None]) -> None:
-        self._wanted = wanted
+    def __init__(self, processes: int, wanted: Callable[[], Task | None], placed: Callable[[Task], object]) -> None:
+        self._wanted, self._key = wanted, placed
         self._placed: list[set[object]] = [set() for _ in range(processes)]
         self._waiting: list[deque[Task]] = [deque() for _ in range(processes)]
 
@@ -121,21 +122,23 @@ class _Tasks:
             task = self._wanted()
             if task is None:
                 break
-            know = [i for i, keys in enumerate(self._placed) if _placing(task) in keys]
+            know = [i for i, keys in enumerate(self._placed) if self._key(task) in keys]
             self._waiting[k if k in know or not know else know[0]].append(task)
         longest = mine or max(self._waiting, key=len)
         if not longest:
             return None
         task = longest.popleft()
-        self._placed[k].add(_placing(task))
+        self._placed[k].add(self._key(task))
         return task
 
 
-def _placing(task: Task) -> object:
-    """What tasks have in common whose programs are placed alike."""
+def placed_for(task: Task, template: Callable[[Candidate], object]) -> object:
+    """What tasks have in common for which the model is placed once."""
     if isinstance(task, Price):
         return placing(task.profiles[0][0])
-    return placing(relatives(task.candidate if isinstance(task, Simulate | Examine) else task.candidates[0]))
+    if isinstance(task, Refine):
+        return template(task.candidates[0])
+    return placing(relatives(task.candidates[0] if isinstance(task, Bound) else task.candidate))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +22,13 @@ from distir.api.stage_cost import OpSeconds, stage_cost
 from distir.executor.cost_model import CostModel
 from distir.ir.device import TIME, AxisNames
 from distir.ir.function import Op
+from distir.ir.type import Type
 from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
-from distir.search.cut_stages import CellOp, CutStages, Handed, Replicas, StagePrograms
+from distir.search.cut_stages import CellOp, CutStages, Handed, Moves, Replicas, StagePrograms
 from distir.search.exact import Setting
 from distir.search.placed_program import PlacedProgram, placed_program
 from distir.search.placed_sizes import Sized
-from distir.search.schedule_bounds import CellWork, StageWork, row_memory, row_seconds, schedule_rows
+from distir.search.schedule_bounds import CellWork, Reach, StageWork, followed, rank_memory, step_seconds
 from distir.search.segments import COMPUTE, axis_of
 from distir.search.space import Candidate
 from distir.search.stage_sums import NumberedCut, StageSums
@@ -40,6 +42,7 @@ from distir.transforms.pipeline.stages import (
     stage_ways,
     to_price,
 )
+from distir.transforms.plan import BUCKET_MB, MIB
 
 
 def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
@@ -49,13 +52,6 @@ def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
     context = PassContext(plan, devices, splits=named_dims(function, plan.split))
     names = ("fuse", "decompose", "pad", "place", "join", "recompute")
     return placed_program(run_passes(function, names, context), PhaseRules(BACKWARD, c.zero == 3))
-
-
-class _Cut(NamedTuple):
-    """A cut of a placed program, and its stages as programs."""
-
-    numbered: NumberedCut
-    programs: CutStages
 
 
 class Cuts:
@@ -75,8 +71,10 @@ class Cuts:
         self._forward = [number[op] for op in self._ways.ops]
         self._following = [_numbered(x, number) for x in following(function, rules)]
         self._sized: dict[tuple[int, int], Sized] = {}
-        self._cuts: dict[bytes, _Cut] = {}
-        self._asked: dict[object, _Cut] = {}
+        self._cuts: dict[bytes, NumberedCut] = {}
+        self._asked: dict[object, NumberedCut] = {}
+        self._as_programs: dict[NumberedCut, CutStages] = {}
+        """Of cuts, until `release`."""
         self._seconds: dict[object, Sequence[_Taken]] = {}
         self._works: dict[object, list[StageWork]] = {}
 
@@ -87,12 +85,12 @@ class Cuts:
         Raises InfeasibleError if the program cannot be cut into its stages.
         """
         m = c.microbatches(self.setting.batch)
-        rows = schedule_rows(c.schedule, c.pp, m, c.chunks)
-        if rows is None:
+        schedule = followed(c.schedule, c.pp, m, c.chunks)
+        if schedule is None:
             return 0.0, 0.0
-        sized, cut = self._sizes(c), self._cut(c).numbered
+        sized, cut = self._sizes(c), self._cut(c)
         memories = self._sums.memory(cut, lambda t: sized(t).bytes)
-        memory = max([row_memory(row, memories, m) for row in rows]) * ROUNDING
+        memory = rank_memory(schedule, memories, m) * ROUNDING
         if memory > self._room:
             return 0.0, memory
         seconds = np.array([0.0 if stream else x for stream, x in self._prices(c, sized)])
@@ -100,7 +98,12 @@ class Cuts:
         alone = m * float(by_rank.max()) * ROUNDING
         if alone >= enough:
             return alone, memory
-        return row_seconds(rows, self._work(c), m, lane(c, self.setting.cost)) * ROUNDING, memory
+        return step_seconds(schedule, self._work(c), lane(c, self.setting.cost)) * ROUNDING, memory
+
+    def release(self) -> None:
+        """Give back what is only needed again for a cut that has another size of microbatch, or replicas."""
+        self._as_programs.clear()
+        self._programs.known.clear()
 
     def _work(self, c: Candidate) -> list[StageWork]:
         key = c.dp, c.microbatch, c.pp, c.chunks, c.order
@@ -110,25 +113,43 @@ class Cuts:
 
     def _of(self, c: Candidate) -> list[StageWork]:
         sized = self._sizes(c)
-        (cut, stages), seconds = self._cut(c), self._prices(c, sized)
-        gathered, reduced = self._among_replicas(c, cut, sized)
+        cut, seconds = self._cut(c), self._prices(c, sized)
+        if cut not in self._as_programs:
+            self._as_programs[cut] = CutStages(self._programs, cut)
+        stages = self._as_programs[cut]
+        replicas = self._among_replicas(c, stages, sized)
         handed = _followed(stages, seconds, sized)
         known: dict[object, CellWork] = {}
 
-        def cell(word: str, s: int, before: int) -> CellWork:
+        def cell(
+            word: str, s: int, once: _Moves, gathered: _Moves, reduced: _Moves = (), adds: bool = False
+        ) -> CellWork:
+            before = s - 1 if word == FORWARD else s + 1
             rows, given, out = stages.passes[word, s], handed.get((word, before)), handed[word, s]
-            key = id(rows), given and given.used, out and out.made
+            key = id(rows), given and given.used, out and out.made, once, gathered, reduced, adds
             if key not in known:
-                known[key] = _cell(rows, seconds, given and given.used, out and out.made)
-            sent = 0.0 if out is None else float(sized(out.type).bytes)
-            return known[key]._replace(
-                sent=sent, gathered=gathered.get((word, s), 0.0), reduced=reduced.get((word, s), 0.0)
-            )
+                moves = _stream(once, gathered, reduced, adds)
+                known[key] = _cell(rows, seconds, moves, given and given.used, out and out.made)
+            return known[key]._replace(sent=0.0 if out is None else float(sized(out.type).bytes))
 
+        gathered, reduced = replicas
         found: list[StageWork] = []
         for s in range(c.pp * c.chunks):
-            both = cell(FORWARD, s, s - 1), cell(BACKWARD, s, s + 1)
-            found.append(StageWork(*both, gathered.get((PROLOGUE, s), 0.0), reduced.get((UPDATE, s), 0.0)))
+            ahead, back = gathered.get((FORWARD, s), ()), gathered.get((BACKWARD, s), ())
+            often, late = reduced.get((BACKWARD, s), ()), reduced.get((UPDATE, s), ())
+            if back:  # cells of other stages may gather before what is reduced in the update is
+                late = ()
+            all_reduced = tuple(sorted((*often, *late), key=itemgetter(0)))
+            found.append(
+                StageWork(
+                    (cell(FORWARD, s, gathered.get((PROLOGUE, s), ()), ahead), cell(FORWARD, s, (), ahead)),
+                    (
+                        cell(BACKWARD, s, (), back, often),
+                        cell(BACKWARD, s, (), back, often, True),
+                        cell(BACKWARD, s, (), back, all_reduced, c.microbatches(self.setting.batch) > 1),
+                    ),
+                )
+            )
         return found
 
     def _sizes(self, c: Candidate) -> Sized:
@@ -140,15 +161,14 @@ class Cuts:
             self._sized[key] = Sized(sizes, self.setting.cost.topology.devices)
         return self._sized[key]
 
-    def _cut(self, c: Candidate) -> _Cut:
+    def _cut(self, c: Candidate) -> NumberedCut:
         """The stages of a candidate; schedules are not asked, and equal cuts are one object."""
         asked = c.dp, c.microbatch, c.pp, c.chunks, c.order
         if asked not in self._asked:
             parts, forward = c.pp * c.chunks, self._forward_stages(c)
             key = np.array(forward, np.int32).tobytes()
             if key not in self._cuts:
-                cut = self._sums.cut(self._stages(forward, parts), parts)
-                self._cuts[key] = _Cut(cut, CutStages(self._programs, cut))
+                self._cuts[key] = self._sums.cut(self._stages(forward, parts), parts)
             self._asked[asked] = self._cuts[key]
         return self._asked[asked]
 
@@ -179,14 +199,19 @@ class Cuts:
             self._seconds[key] = [_taken(op, self.setting.cost, along, sized) for op in self._kinds]
         return self._seconds[key]
 
-    def _among_replicas(self, c: Candidate, cut: NumberedCut, sized: Sized) -> Replicas:
-        """The seconds of the replicas' stream: gathers of weights and reductions of gradients."""
+    def _among_replicas(self, c: Candidate, stages: CutStages, sized: Sized) -> Replicas[_Move]:
+        """What the replicas' stream gathers and reduces."""
         if c.dp == 1:
             return Replicas({}, {})
         sent = {axis: sum([n * sized(t).bytes for t, n in rows.items()]) for axis, rows in self._sent.items()}
         axis = max(sent, key=lambda axis: sent[axis])  # each has a stream, of which only this one is followed
         groups = groups_along(c, self.setting.cost, axis)
-        return self._programs.replicas(cut, axis, lambda name, t: slope(name, groups) * sized(t).bytes)
+
+        def move(name: str, t: Type, summed: bool) -> _Move:
+            known = sized(t)
+            return _Move(slope(name, groups) * known.bytes, known, summed)
+
+        return stages.replicas(axis, move)
 
 
 def _numbered(x: Follows[Op], number: Mapping[Op, int]) -> Follows[int]:
@@ -202,7 +227,7 @@ def _followed(stages: CutStages, seconds: Sequence[_Taken], sized: Sized) -> dic
     def waits(later: Sequence[CellOp], x: Handed) -> tuple[float, int]:
         key = id(later), x.used
         if key not in known:
-            known[key] = _cell(later, seconds, x.used, None).after
+            known[key] = _reach(later, seconds, _STILL, x.used, None, _NEVER, _NEVER)[0]
         return known[key], sized(x.type).bytes
 
     found: dict[tuple[str, int], Handed | None] = {}
@@ -233,33 +258,125 @@ def _taken(op: Op | None, cost: CostModel, along: GroupsAlong, sized: Sized) -> 
     return COMPUTE, cost.compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
 
 
-def _cell(rows: Sequence[CellOp], seconds: Sequence[_Taken], given: int | None, out: int | None) -> CellWork:
+class _Move(NamedTuple):
+    """The seconds that a gather or a reduction takes, the type of what it moves, and whether the result of each
+    microbatch is added to a sum."""
+
+    seconds: float
+    type: Type
+    summed: bool
+
+
+_Moves = Moves[_Move]
+
+
+class _Stream(NamedTuple):
+    """What a pass has the stream of the replicas do: the seconds of units of gathers, before ops at some places, and
+    which of the units, in order, ops at some places wait for; the seconds of what is reduced, by place, and of what of
+    that compute waits for at the end, to add it to sums. The seconds before place -1 are of what is gathered before the
+    pass."""
+
+    issued: Mapping[int, Sequence[float]]
+    needs: Mapping[int, int]
+    reduced: Sequence[tuple[int, float]]
+    added: Sequence[tuple[int, float]]
+
+
+_STILL = _Stream({}, {}, (), ())
+
+
+def _stream(once: _Moves, gathered: _Moves, reduced: _Moves, adds: bool) -> _Stream:
+    """As `prefetch` has it: gathers in units, each issued before the first op that needs the unit before it."""
+    needs = {place: k for k, (place, _) in enumerate(once)}
+    issued = {-1: [x.seconds for _, x in once]} if once else {}
+    units: list[tuple[int, float]] = []
+    kind: object = None
+    size = math.inf
+    for place, (seconds, t, _) in gathered:
+        new = t.dtype, t.device  # type: ignore[union-attr]
+        if size >= BUCKET_MB * MIB or new != kind:
+            units.append((place, 0.0))
+            kind, size = new, 0
+        units[-1] = units[-1][0], units[-1][1] + seconds
+        needs[place] = len(once) + len(units) - 1
+        size += t.bytes
+    for k, (_, x) in enumerate(units):
+        issued.setdefault(units[max(0, k - 1)][0], []).append(x)
+    added = [(place, x.seconds) for place, x in reduced if adds and x.summed]
+    return _Stream(issued, needs, [(place, x.seconds) for place, x in reduced], added)
+
+
+def _cell(
+    rows: Sequence[CellOp], seconds: Sequence[_Taken], stream: _Stream, given: int | None, out: int | None
+) -> CellWork:
     """The work of a pass that receives the operand numbered `given` and sends its result numbered `out`."""
-    never = -math.inf
-    clock: dict[AxisNames, float] = {COMPUTE: 0.0}
-    after: dict[AxisNames, float] = {COMPUTE: 0.0}
+    added, reduced = sum([x for _, x in stream.added]), sum([x for _, x in stream.reduced])
+    moved = sum([x for some in stream.issued.values() for x in some]) + reduced
+    from_compute = _reach(rows, seconds, stream, None, out, 0.0, _NEVER)
+    from_replicas = _reach(rows, seconds, stream, None, out, _NEVER, 0.0) if stream.issued else _NOWHERE
+    from_received = _NOWHERE if given is None else _reach(rows, seconds, stream, given, out, _NEVER, _NEVER)
+    (a, b, c), (d, e, f), (g, h, i) = from_compute, from_replicas, from_received
+    d = max(d, added) if added else d
+    return CellWork(Reach(a, d, g), Reach(b, max(e, moved), h), Reach(max(0.0, c), f, i), 0.0)
+
+
+_NEVER = -math.inf
+_NOWHERE = _NEVER, _NEVER, _NEVER
+
+
+def _reach(
+    rows: Sequence[CellOp],
+    seconds: Sequence[_Taken],
+    stream: _Stream,
+    given: int | None,
+    out: int | None,
+    begin: float,
+    free: float,
+) -> tuple[float, float, float]:
+    """When compute has ended, the stream of the replicas is free again, and the result `out` is made, if compute may
+    begin at `begin`, that stream is free at `free`, and the operand `given` is there at 0."""
+    issued, needs, reduced, added = stream
+    units: list[float] = []
+    for x in issued.get(-1, ()):
+        free += x
+        units.append(free)
+    clock: dict[AxisNames, float] = {COMPUTE: begin}
     ready: list[float] = []
-    follows: list[float] = []
-    """When a result is there after what is received, at 0; never if it does not follow from that."""
-    for kind, free, used, operands, results in rows:
-        stream, x = seconds[kind]
-        if stream and not used:
-            x = 0.0  # nothing here waits for it
-        end = never if free else clock.get(stream, never)
-        path = never
+    ends: list[float] = []
+    reached = _NEVER
+    """When what was computed last is there, at least."""
+    for place, (kind, is_free, fused, used, operands, results) in enumerate(rows):
+        stream_of, x = seconds[kind]
+        if place in issued:
+            for each in issued[place]:
+                free = max(free, reached) + each
+                units.append(free)
+        end = _NEVER if is_free else clock.get(stream_of, _NEVER)
         for k in operands:
             if k >= 0:
-                end = max(end, ready[k])
-                path = max(path, follows[k])
-            elif k == given:
-                path = max(path, 0.0)
-        end += x
-        if x:
-            clock[stream] = end
-            if path > never:
-                path = after[stream] = max(after.get(stream, 0.0), path) + x
+                if ready[k] > end:
+                    end = ready[k]
+            elif k == given and end < 0.0:
+                end = 0.0
+        if place in needs and not fused:
+            end = max(end, units[needs[place]])
+        if x and (used or not stream_of):  # else nothing here waits for it
+            end += x
+            if place in needs and fused:  # where a gather is issued among its parts, these run one by one
+                end = max(end, units[needs[place]])
+            clock[stream_of] = reached = end
+        elif end < reached:
+            reached = end
         ready += [end] * results
-        follows += [path] * results
-    made = 0.0 if out is None else max(0.0, ready[out])
-    through = never if out is None else follows[out]
-    return CellWork(clock[COMPUTE], made, through, never if given is None else after[COMPUTE], 0.0, 0.0, 0.0)
+        ends.append(end)
+    compute, free = max(clock[COMPUTE], _all_moved(added, ends)), max(free, _all_moved(reduced, ends))
+    return compute, free, _NEVER if out is None else ready[out]
+
+
+def _all_moved(moves: Sequence[tuple[int, float]], ends: Sequence[float]) -> float:
+    """When all is reduced that is ready at the `ends` of ops at some places: after each, what is ready later."""
+    found, left = _NEVER, sum([x for _, x in moves])
+    for place, x in moves:
+        found = max(found, ends[place] + left)
+        left -= x
+    return found

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +22,15 @@ _NOT_AN_ALIAS, _OF_ANOTHER = -1, -2
 pass."""
 
 
-class NumberedCut(NamedTuple):
-    """A cut into so many parts: by number of op its stage, and whether that runs it: no copies that only other stages
-    use."""
+@dataclass(frozen=True, slots=True, eq=False)
+class NumberedCut:
+    """A cut into so many parts: by number of op its stage, whether that runs it (no copies that only other stages use),
+    and its kind; 0, which takes nothing, where parts of it are on another stage."""
 
     parts: int
     stage: np.ndarray
     runs: np.ndarray
+    kind: np.ndarray
 
 
 class _Uses(NamedTuple):
@@ -69,7 +72,8 @@ class StageSums:
 
     def __init__(self, placed: PlacedProgram, phase: Mapping[Op, str]) -> None:
         number = {op: i for i, op in enumerate(placed.timed)}
-        self.kind = np.array([placed.kind[op] for op in placed.timed], int)
+        self._kind = np.array([placed.kind[op] for op in placed.timed], np.int32)
+        self._parts = _Uses(*columns([(number[op], number[whole]) for op, whole in placed.parts.items()], 2))
         self._is_forward = np.array([phase[op] == FORWARD for op in placed.timed], bool)
         self._types = Numbers()
         self._made, self._forward_uses, self._saving = self._values(placed, number)
@@ -89,7 +93,10 @@ class StageSums:
                 dead.add(i)
         runs = np.ones(len(at), bool)
         runs[list(dead)] = False
-        return NumberedCut(parts, np.array(at, int), runs)
+        stage, kind = np.array(at, np.int32), self._kind.copy()
+        part, whole = self._parts
+        kind[whole[(stage[part] != stage[whole]) | (runs[part] != runs[whole])]] = 0
+        return NumberedCut(parts, stage, runs, kind)
 
     def memory(self, cut: NumberedCut, size: Callable[[Type], float]) -> list[StageMemory]:
         """What a device of each stage has; `size` gives the bytes of a type."""
@@ -102,7 +109,7 @@ class StageSums:
 
     def compute(self, cut: NumberedCut, seconds: np.ndarray) -> np.ndarray:
         """By stage the seconds of compute of a microbatch, given those of each kind of op."""
-        return np.bincount(cut.stage, seconds[self.kind] * cut.runs, cut.parts)
+        return np.bincount(cut.stage, seconds[cut.kind] * cut.runs, cut.parts)
 
     # ---- what there is
 
@@ -185,7 +192,7 @@ class StageSums:
     # ---- of a cut
 
     def _saved(self, cut: NumberedCut, sizes: np.ndarray) -> np.ndarray:
-        parts, stage, runs = cut
+        parts, stage, runs = cut.parts, cut.stage, cut.runs
         made, (op, copy, value) = self._made, self._saving
         here = stage[op]
         uses = runs[op] & ((copy < 0) | (stage[copy] != here))
@@ -207,7 +214,7 @@ class StageSums:
         return np.where(made.type >= 0, sizes[made.type], 0.0) @ kept
 
     def _held(self, cut: NumberedCut, sizes: np.ndarray) -> np.ndarray:
-        parts, stage, runs = cut
+        parts, stage, runs = cut.parts, cut.stage, cut.runs
         op, root = self._once
         kept = np.zeros((len(self._root_types), parts), bool)
         kept[root[runs[op]], stage[op[runs[op]]]] = True

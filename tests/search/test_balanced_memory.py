@@ -10,7 +10,7 @@ from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting
-from distir.search.schedule_bounds import row_memory, schedule_rows
+from distir.search.schedule_bounds import followed, rank_memory
 from distir.search.space import space
 
 MODELS = ("llama:layers=12,hidden=512,heads=8,vocab=1000,seq=256", "gpt:layers=3,hidden=64,heads=4,vocab=1000,seq=32")
@@ -26,10 +26,10 @@ def shares(name, count, seed=0):
         m = c.microbatches(16)
         cuts = bounds._cuts(c)
         sized = cuts._sizes(c)
-        memories = cuts._sums.memory(cuts._cut(c).numbered, lambda t, sized=sized: sized(t).bytes)
-        rows = schedule_rows(c.schedule, c.pp, m, c.chunks)
-        assert rows is not None
-        yield bounds._balanced(c) / max([row_memory(row, memories, m) for row in rows])
+        memories = cuts._sums.memory(cuts._cut(c), lambda t, sized=sized: sized(t).bytes)
+        schedule = followed(c.schedule, c.pp, m, c.chunks)
+        assert schedule is not None
+        yield bounds._balanced(c) / rank_memory(schedule, memories, m)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,6 +58,6 @@ def test_what_candidates_share_changes_no_bound():
 
 def test_stages_that_are_balanced_too_well_are_seen(monkeypatch):
     """Seeded: the most that a stage costs is taken to be a fifth less than it is."""
-    least = balanced_memory.least_maximum
-    monkeypatch.setattr(balanced_memory, "least_maximum", lambda given, parts: least(given, parts) * 0.8)
+    maximum = balanced_memory.maximum
+    monkeypatch.setattr(balanced_memory, "maximum", lambda given, stages: maximum(given, stages) * 0.8)
     assert max(shares(MODELS[0], 12)) > 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from distir.api.model import load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster, load_runtime
+from distir.search import cut_stages, placed_program
 from distir.search.bounds import bounded
 from distir.search.candidate_bounds import Bounds, relatives
 from distir.search.exact import Setting, evaluate
@@ -26,6 +27,8 @@ MODELS = (
     "llama:layers=4,hidden=512,heads=8,vocab=1000,seq=256",
     "gpt:layers=2,hidden=64,heads=4,vocab=64,seq=32,experts=2,ffn=64",
     "gpt:layers=2,hidden=128,heads=4,vocab=64,seq=64,experts=4,ffn=512,choices=2,capacity=2",
+    "gpt:layers=2,hidden=4096,heads=32,vocab=5000,seq=256,dropout=0.1",
+    "llama:layers=3,hidden=2048,heads=16,kv_heads=4,vocab=32000,seq=512",
 )
 
 
@@ -83,6 +86,33 @@ def test_views_take_no_turn(monkeypatch):
     c = next(c for c in found.candidates if c.cp == 2 and c.microbatch == 1)
     assert not too_high(found, c)
     monkeypatch.setattr("distir.search.placed_program.is_free", lambda op: False)
+    assert too_high(found, c)
+
+
+@pytest.mark.parametrize(
+    ("batch", "gpus", "cluster", "precision", "c"),
+    [
+        (8, 4, "dgx-v100", "fp32", Candidate(1, 1, 4, 8, "1f1b", 1, 0, "full")),
+        (16, 64, "dgx-v100", "bf16", Candidate(4, 2, 8, 1, "gpipe", 1, 2, "selective")),
+    ],
+)
+def test_a_cut_between_a_product_and_its_bias(monkeypatch, batch, gpus, cluster, precision, c):
+    """Then they run as two ops, on their stages. Seeded: the second takes what both take where they run as one."""
+    found = case(MODELS[-2], batch, gpus, cluster, precision)
+    assert not too_high(found, c)
+    kinds = placed_program._kinds
+    monkeypatch.setattr(placed_program, "_kinds", lambda *args: (*kinds(*args)[:2], {}))
+    assert too_high(found, c)
+
+
+def test_a_gather_between_a_product_and_its_bias(monkeypatch):
+    """Then they run as two ops, and the product does not wait for the bias. Seeded: it does."""
+    model = "gpt:layers=2,hidden=2048,heads=16,vocab=64,seq=256,experts=2,ffn=4096"
+    found = case(model, 8, 4, "dgx-v100", "fp32", None, 1.0)
+    c = Candidate(2, 1, 2, 4, "1f1b", 1, 3, "full")
+    assert not too_high(found, c)
+    rows = cut_stages._rows
+    monkeypatch.setattr(cut_stages, "_rows", lambda *args: tuple(row._replace(fused=False) for row in rows(*args)))
     assert too_high(found, c)
 
 

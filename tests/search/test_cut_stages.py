@@ -35,7 +35,7 @@ def cut_programs(model, count=16, has=lambda c: c.pp > 1 or c.zero):
     for c in random.Random(3).sample(several, count):
         try:
             placed = place_template(setting, c)
-            numbered = Cuts(setting, placed)._cut(c).numbered
+            numbered = Cuts(setting, placed)._cut(c)
         except DistirError:
             continue
         phase = phases(placed.function, placed.rules)
@@ -49,6 +49,10 @@ class Walked:
         self.placed, self.phase, self.parts = placed, phase, cut.parts
         self.stage = dict(zip(placed.timed, cut.stage.tolist(), strict=True))
         runs = dict(zip(placed.timed, cut.runs.tolist(), strict=True))
+        self.kind = dict(placed.kind)
+        for op, whole in placed.parts.items():  # what is fused only if its parts are together
+            if (self.stage[op], runs[op]) != (self.stage[whole], runs[whole]):
+                self.kind[whole] = 0
         self.ops, self.inputs = defaultdict(list), {}
         for op in placed.timed:
             if runs[op]:
@@ -81,8 +85,9 @@ class Walked:
         used = {v for op in self.ops[at] for v in self.inputs[op]}
         return tuple(
             CellOp(
-                placed.kind[op],
+                self.kind[op],
                 op in placed.free,
+                op in placed.parts.values(),
                 not used.isdisjoint(op.outputs),
                 tuple(number[v] for v in self.inputs[op]),
                 len(op.outputs),
@@ -99,27 +104,32 @@ class Walked:
         return tuple(Handed(v.type, self.number[at][v], self.number[after][v]) for v in given)
 
     def replicas(self, axis, price):
-        gathered, reduced = defaultdict(float), defaultdict(float)
-        at = {v: s for (word, s), ops in self.ops.items() if word == BACKWARD for op in ops for v in op.outputs}
+        gathered, reduced = defaultdict(list), defaultdict(list)
+        made = [(at, k, op) for at, ops in self.ops.items() for k, op in enumerate(ops)]
+        origin = {v: (s, k) for (word, s), k, op in made if word == BACKWARD for v in op.outputs}
+        summed = {op.inputs[0] for op in self.placed.function.ops if ends_time(op)}
         for op in self.placed.reducing:
-            if op.inputs[0] not in at:
+            if op.inputs[0] not in origin:
                 continue
-            s, along = at[op.inputs[0]], axis_of(op)
+            (s, k), along = origin[op.inputs[0]], axis_of(op)
             if along == axis and op.spec.comm.sums:
-                reduced[self.phase[op], s] += price(op.spec.name, op.inputs[0].type)
+                reduced[self.phase[op], s].append((k, price(op.spec.name, op.inputs[0].type, op.outputs[0] in summed)))
             if (along is not None and of_replicas(along)) or ends_time(op):
-                at.update(dict.fromkeys(op.outputs, s))
-        for (word, s), ops in self.ops.items():
-            for g in {g for op in ops for v in self.inputs[op] for g in self.placed.gathers.get(v, ())}:
-                if axis == "dp" and self.phase[g] == FREE:
-                    gathered[word, s] += price(g.spec.name, g.outputs[0].type)
-                elif axis == "dp" and word == FORWARD:
-                    gathered[PROLOGUE, s] += price(g.spec.name, g.outputs[0].type)
-        return gathered, reduced
+                origin.update(dict.fromkeys(op.outputs, (s, k)))
+        there = set()
+        for at, k, op in made:
+            for g in dict.fromkeys(g for v in self.inputs[op] for g in self.placed.gathers.get(v, ())):
+                if axis != "dp" or (at, g) in there:
+                    continue
+                there.add((at, g))
+                word = at[0] if self.phase[g] == FREE else PROLOGUE if at[0] == FORWARD else None
+                if word is not None:
+                    gathered[word, at[1]].append((k, price(g.spec.name, g.outputs[0].type, False)))
+        return [{at: sorted(rows) for at, rows in found.items()} for found in (gathered, reduced)]
 
 
-def price(name, t):
-    return float(t.bytes + len(name))
+def price(name, t, summed):
+    return t.bytes, name, summed
 
 
 def differences(model):
@@ -131,8 +141,8 @@ def differences(model):
             wrong += (found.passes[at], found.hands[at]) != (walked.passes(at), walked.hands(at))
             count += 1
         for axis in placed.sent:
-            moved = programs.replicas(numbered, axis, price)
-            wrong += tuple(moved) != walked.replicas(axis, price)
+            moved = [{at: sorted(x) for at, x in one.items()} for one in found.replicas(axis, price)]
+            wrong += moved != walked.replicas(axis, price)
             count += sum(map(len, moved))
     return count, wrong
 

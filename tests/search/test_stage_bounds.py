@@ -59,28 +59,38 @@ def test_the_value_that_the_next_stage_waits_for_is_followed():
     assert seconds > 0.8  # 0.63 with the larger one
 
 
-@pytest.mark.parametrize("field", ["kept", "gathered", "reduced"])
-def test_a_stage_that_is_priced_too_high_is_seen(monkeypatch, field):
-    """Seeded: seconds of each stage's passes, of one kind, made larger."""
-    cell = stage_bounds.row_seconds
+def test_a_stage_that_is_priced_too_high_is_seen(monkeypatch):
+    """Seeded: the compute of each pass takes longer."""
+    cell = stage_bounds._cell
 
-    def wrong(rows, works, m, hop):
-        def more(work):
-            return work._replace(**{field: getattr(work, field) * 1.6 + 1e-3})
+    def wrong(*args):
+        found = cell(*args)
+        return found._replace(compute=found.compute._replace(compute=found.compute.compute * 1.6 + 1e-3))
 
-        return cell(rows, [w._replace(forward=more(w.forward), backward=more(w.backward)) for w in works], m, hop)
+    monkeypatch.setattr(stage_bounds, "_cell", wrong)
+    setting = setting_of()
+    assert any([excess(setting, c)[0] > 1 for c in PLANS])
 
-    monkeypatch.setattr(stage_bounds, "row_seconds", wrong)
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_replicas_that_are_priced_too_high_are_seen(monkeypatch, gathers):
+    """Seeded: gathers, or reductions, among replicas take longer."""
+    slope = stage_bounds.slope
+    monkeypatch.setattr(
+        stage_bounds,
+        "slope",
+        lambda name, groups: slope(name, groups) * (20.0 if (name == "MPIAllgather") is gathers else 1.0),
+    )
     setting = setting_of()
     assert any([excess(setting, c)[0] > 1 for c in PLANS])
 
 
 def test_what_is_saved_twice_is_seen(monkeypatch):
-    memory = stage_bounds.row_memory
+    memory = stage_bounds.rank_memory
     monkeypatch.setattr(
         stage_bounds,
-        "row_memory",
-        lambda row, stages, m: memory(row, [x._replace(saved=2 * x.saved) for x in stages], m),
+        "rank_memory",
+        lambda schedule, stages, m: memory(schedule, [x._replace(saved=2 * x.saved) for x in stages], m),
     )
     setting = setting_of()
     assert any([excess(setting, c)[1] > 1 for c in PLANS])

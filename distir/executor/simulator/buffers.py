@@ -55,6 +55,16 @@ def holding(tensors: Sequence[tuple[Block, int]]) -> Holding:
     return Holding(tuple(position), layout)
 
 
+def alone(kind: int, size: int) -> Holding:
+    """The holding of a new tensor, alone in its block, which one value refers to."""
+    block = Block(((kind, size),))
+    block.refs = 1
+    return Holding((block,), _FIRST)
+
+
+_FIRST: Layout = ((0, 0),)
+
+
 class Given(NamedTuple):
     """The operands of a call: their holdings by number, and the blocks that die in it."""
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from distir.executor.simulator.maxplus import NEVER, Call, Code, OpPart
-from distir.executor.simulator.trace import Done, Run, expand_model, walk
+from distir.executor.simulator.trace import Run, expand_model
+from distir.ir.function import Op
 
 Interval = tuple[float, float]
 Key = tuple[int, str]
@@ -30,12 +31,20 @@ class Labels(NamedTuple):
     """What labels the parts of an op: `stream` the streams' intervals; `compute` divides a part's seconds of compute
     into (label, seconds)."""
 
-    stream: Callable[[Done, OpPart], str]
-    compute: Callable[[Done, OpPart], Iterable[tuple[str, float]]]
+    stream: Callable[[Op, OpPart], str]
+    compute: Callable[[Op, OpPart], Iterable[tuple[str, float]]]
 
 
-ONE = Labels(lambda done, part: "", lambda done, part: (("", part.duration),))
+ONE = Labels(lambda op, part: "", lambda op, part: (("", part.duration),))
 """All compute together, all streams together."""
+
+
+class _Rows(NamedTuple):
+    """What all runs of a function have in common: the (slot, duration) of its parts, its calls, its compute in all."""
+
+    parts: dict[Key, list[tuple[int, float]]]
+    calls: list[Call]
+    compute: dict[Key, float]
 
 
 def busy_times(run: Run, classes: int) -> list[tuple[float, float]]:
@@ -57,44 +66,60 @@ def length(intervals: Iterable[Interval]) -> float:
 class _Counter:
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
-        self._memo: dict[tuple[Code, tuple[int, ...], tuple[float, ...]], Left] = {}
+        self._rows: dict[Code, _Rows] = {}
+        self._busy: dict[tuple[Code, tuple[int, ...], tuple[float, ...]], dict[Key, list[Interval]]] = {}
         self._floors: dict[tuple[Code, tuple[int, ...]], list[float]] = {}
 
     def left(self, run: Run) -> Left:
         """Add up a run."""
+        return Left(self._rows_of(run.code).compute, self._busy_in(run))
+
+    def _rows_of(self, code: Code) -> _Rows:
+        found = self._rows.get(code)
+        if found is None:
+            found = self._rows[code] = self._read(code)
+        return found
+
+    def _read(self, code: Code) -> _Rows:
+        parts: dict[Key, list[tuple[int, float]]] = {}
+        calls: list[Call] = []
         compute: dict[Key, float] = {}
-        busy: dict[Key, list[Interval]] = {}
-        labels = self._labels
-        for done in walk(run):
-            if isinstance(done.plan, Call):
-                self._add_call(done.plan, done.times, compute, busy)
+        labels, slot = self._labels, len(code.columns)
+        for op, plan in zip(code.function.ops, code.plans, strict=True):
+            if isinstance(plan, Call):
+                calls.append(plan)
+                for (c, label), seconds in self._rows_of(plan.model).compute.items() if plan.streams else ():
+                    here = plan.classes.get(c, c), label
+                    compute[here] = compute.get(here, 0.0) + seconds
+                slot += plan.slots
                 continue
-            for part, end in zip(done.plan.parts, done.times, strict=False):
+            for part in plan.parts:
                 if part.duration:
-                    interval = (end - part.duration, end)
-                    stream = labels.stream(done, part)
-                    shares = () if part.communicates else labels.compute(done, part)
+                    stream = labels.stream(op, part)
+                    shares = () if part.communicates else labels.compute(op, part)
                     for c in part.classes:
-                        busy.setdefault((c, stream), []).append(interval)
+                        parts.setdefault((c, stream), []).append((slot, part.duration))
                         for label, seconds in shares:
                             compute[c, label] = compute.get((c, label), 0.0) + seconds
-        return Left(compute, {key: merged(found) for key, found in busy.items()})
+                slot += 1
+        return _Rows(parts, calls, compute)
 
-    def _add_call(
-        self, call: Call, enter: list[float], compute: dict[Key, float], busy: dict[Key, list[Interval]]
-    ) -> None:
-        if not call.streams:
-            return
+    def _busy_in(self, run: Run) -> dict[Key, list[Interval]]:
+        """The intervals in which streams are busy in a run."""
+        rows, ready = self._rows_of(run.code), run.ready
+        busy = {key: [(ready[j] - d, ready[j]) for j, d in parts] for key, parts in rows.parts.items()}
+        for call, enter in zip(rows.calls, run.entries, strict=True):
+            if call.streams:
+                self._add_call(call, enter, busy)
+        return {key: merged(found) for key, found in busy.items()}
+
+    def _add_call(self, call: Call, enter: list[float], busy: dict[Key, list[Interval]]) -> None:
         zero, classes = enter[0], call.classes
         key = (call.model, call.live, self._relative(call, enter))
-        left = self._memo.get(key)
-        if left is None:
-            left = self.left(expand_model(call, [t - zero for t in enter]))
-            self._memo[key] = left
-        for (c, label), seconds in left.compute.items():
-            here = classes.get(c, c), label
-            compute[here] = compute.get(here, 0.0) + seconds
-        for (c, label), found in left.busy.items():
+        inside = self._busy.get(key)
+        if inside is None:
+            inside = self._busy[key] = self._busy_in(expand_model(call, [t - zero for t in enter]))
+        for (c, label), found in inside.items():
             busy.setdefault((classes.get(c, c), label), []).extend([(a + zero, b + zero) for a, b in found])
 
     def _relative(self, call: Call, enter: Sequence[float]) -> tuple[float, ...]:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from distir.executor.simulator.equal_callees import shapes_of
+from distir.ir.axes import Shape
+from distir.ir.cached import cached
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor, Tuple, Type
@@ -44,9 +46,9 @@ def tensors_in(t: Type) -> int:
 
 
 class Categories:
-    """The categories of a program's values."""
+    """The categories of a program's values; with `here`, of those that are where this says, by their types."""
 
-    def __init__(self, main: Function) -> None:
+    def __init__(self, main: Function, here: Callable[[Type], bool] | None = None) -> None:
         self.main = main
         self.labels: dict[Leaf, int] = {}
         self._producers: dict[Function, dict[Value, Op]] = {}
@@ -54,14 +56,22 @@ class Categories:
         self._parts: dict[Op, Parts] = {}
         self._rows: dict[Op, list[list[Value]]] = {}
         self._leaves: dict[Type, list[Tensor]] = {}
+        self._kept: dict[tuple[object, ...], bool] = {}
         self._callers = _callers(main)
         self._call, self._pack, self._unpack = lookup("Call"), lookup("Pack"), lookup("Unpack")
-        for out, source in main.updates.items():
+        callees = main.callees()
+        updates = list(main.updates.items())
+        if here is not None:
+            callees = [f for f in callees if any([here(v.type) for v in f.outputs])]
+            sent = _sent_shapes(main)
+            if sent is not None:
+                updates = [(v, old) for v, old in updates if here(old.type) or leaves(old.type)[0].global_shape in sent]
+        for out, source in updates:
             kind = _OF_ROLE.get(source.kind or "", BUFFER)
             for i in range(tensors_in(out.type)):
                 self._label(self._origin(main, (out, i)), kind, source)
-        owned = _Owned(main)
-        for callee in main.callees():
+        owned = _owned(main)
+        for callee in callees:
             for v in callee.outputs:
                 for i in range(tensors_in(v.type)):
                     at, leaf = self._origin(callee, (v, i))
@@ -165,13 +175,23 @@ class Categories:
                 continue
             if v is not leaf[0] and self.labels.setdefault((v, i), GRADIENT) == PARAMETER:
                 continue
-            if v is not leaf[0] and not _keeps_shape(op):
+            if v is not leaf[0] and not self._keeps_shape(op):
                 continue
             for x in self._operands(op, v):
                 where, found = self._origin(f, (x, 0))
                 if found not in seen and self._leaf(*found).global_shape == shape:
                     seen.add(found)
                     todo.append((where, found))
+
+    def _keeps_shape(self, op: Op) -> bool:
+        """Whether the op works point by point, or moves data only."""
+        if op.spec.comm is not None:
+            return True
+        key = op.spec, op.attributes, *[v.type for v in op.inputs]
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = _is_pointwise(op)
+        return found
 
     def _activations(self) -> None:
         main = self.main
@@ -190,6 +210,23 @@ class Categories:
                     self.labels.setdefault(leaf, ACTIVATION)
 
 
+@cached
+def _sent_shapes(main: Function) -> frozenset[Shape] | None:
+    """The shapes of what a program sends from one place to another; None if that is not known.
+
+    What has none of these shapes, such as the gradient of a weight that is not tied, is where the weight is.
+    """
+    if len(shapes_of(main)) < len(main.callees()):  # a callee may be in several places
+        return None
+    found: set[Shape] = set()
+    for op in main.ops:
+        tensors = [t for v in (*op.inputs, *op.outputs) for t in leaves(v.type)] if op.callee is None else []
+        if len({t.device for t in tensors}) > 1:
+            found.update([t.global_shape for t in tensors])
+    return frozenset(found)
+
+
+@cached
 def _callers(main: Function) -> dict[Function, tuple[Function, Op]]:
     """The one call of each function that is called once, and the function that it is in."""
     found: dict[Function, tuple[Function, Op]] = {}
@@ -202,6 +239,11 @@ def _callers(main: Function) -> dict[Function, tuple[Function, Op]]:
             elif op.callee is not None:
                 found[op.callee] = f, op
     return found
+
+
+@cached
+def _owned(main: Function) -> _Owned:
+    return _Owned(main)
 
 
 class _Owned:
@@ -290,10 +332,8 @@ class Parts:
         return self.values[k], i - self.starts[k]
 
 
-def _keeps_shape(op: Op) -> bool:
-    """Whether the op works point by point, or moves data only."""
-    if op.spec.comm is not None:
-        return True
+def _is_pointwise(op: Op) -> bool:
+    """Whether the op works point by point."""
     shapes = [v.type.global_shape for v in op.inputs if isinstance(v.type, Tensor)]
     factors = op.spec.factors(op.attributes, shapes)
     return factors is not None and not factors.kinds and all(s in ((), shapes[0]) for s in shapes)

@@ -162,7 +162,7 @@ class CodeBuilder:
             if isinstance(more, Call):
                 streams.update(dict.fromkeys((*more.streams, *more.waits)))
                 self._consume_by_call(more, needs)
-                slot += max(len(more.rows) - len(more.streams), 0)
+                slot += more.slots
                 continue
             streams[s] = None
             if more is not None:
@@ -203,7 +203,7 @@ class CodeBuilder:
             reversed(code.needs), reversed(code.more), reversed(code.stream), reversed(issues), strict=True
         ):
             if isinstance(more, Call):  # that its results come after its operands is left out
-                made = max(len(more.rows) - len(more.streams), 0)
+                made = more.slots
                 for j in range(slot - made, slot):
                     for x in dominated[j]:
                         after[j] |= last.get(x, 0)

@@ -98,6 +98,11 @@ class Call:
         """The body's class for each of the model's."""
         return self._body.classes if isinstance(self._body, Twin) else {}
 
+    @property
+    def slots(self) -> int:
+        """How many slots its results take."""
+        return max(len(self.rows) - len(self.streams), 0)
+
     def run(self, needs: Sequence[Slots], clock: list[float], ready: list[float]) -> list[float]:
         """Apply the map; returns the entry times."""
         for host, slots in self.waits.items():

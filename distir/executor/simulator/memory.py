@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Sizes, holding
+from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Sizes, alone, holding
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.executor.simulator.lifetimes import Lifetimes, Step
 from distir.executor.simulator.overheads import allocated, caches
@@ -91,8 +91,10 @@ class LiveMemory:
     def __init__(self, lifetimes: Lifetimes, by_category: bool = True) -> None:
         self.lifetimes = lifetimes
         self.program = program = lifetimes.program
-        self.categories = Categories(program.function) if by_category else None
+        self.by_category = by_category
+        self._categories: dict[int, Categories] = {}
         self._caches = caches(program)
+        self._sizes: dict[Tensor, int] = {}
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
         self._results: dict[object, Result] = {}
         self._alike: dict[frozenset[object], MemoryUse] = {}
@@ -108,10 +110,11 @@ class LiveMemory:
     def _use(self, c: int) -> MemoryUse:
         main = self.program.function
         frame = _Frame(self, c)
+        categories = frame.categories
         updated = set(main.updates.values())
         for v in main.inputs:
             if c in self.program.classes_of(v.type):
-                kind = self.categories.of_input(v) if self.categories else 0
+                kind = categories.of_input(v) if categories else 0
                 made = [Block(((kind, self.bytes_of(t)),), v not in updated) for t in leaves(v.type)]
                 frame.bind(v, holding([(b, 0) for b in made]))
                 frame.grow(made)
@@ -123,9 +126,19 @@ class LiveMemory:
             curve.append(Point(step.number, highest, tuple(frame.live)))
         return MemoryUse(start, frame.highest, frame.where, curve)
 
+    def categories(self, c: int) -> Categories | None:
+        """The categories of the values on class c; None where they are not asked for."""
+        if self.by_category and c not in self._categories:
+            classes_of = self.program.classes_of
+            self._categories[c] = Categories(self.program.function, lambda t: c in classes_of(t))
+        return self._categories.get(c)
+
     def bytes_of(self, t: Tensor) -> int:
         """The bytes that a tensor takes: those of its block, on devices that have a caching allocator."""
-        return allocated(t.bytes) if self._caches else t.bytes
+        size = self._sizes.get(t)
+        if size is None:
+            size = self._sizes[t] = allocated(t.bytes) if self._caches else t.bytes
+        return size
 
     def result(self, f: Function, c: int, unneeded: frozenset[int], given: Given) -> Result:
         """The memory that a call adds, memoised."""
@@ -159,7 +172,8 @@ class _Frame:
     def __init__(self, memory: LiveMemory, c: int) -> None:
         self.memory, self.c = memory, c
         self.env: dict[Value, Holding] = {}
-        self.live = [0] * (len(CATEGORIES) if memory.categories else 1)
+        self.categories = memory.categories(c)
+        self.live = [0] * (len(CATEGORIES) if self.categories else 1)
         self.peak = 0
         self.highest: Bytes = tuple(self.live)
         self.where: Op | None = None
@@ -223,11 +237,16 @@ class _Frame:
 
     def make(self, step: Step) -> None:
         """New buffers for the results, or donated ones."""
-        spec, categories = step.op.spec, self.memory.categories
+        spec, categories = step.op.spec, self.categories
         donated = self.donated(step) if spec.donates or spec.each else {}
         for v in step.makes:
+            if not donated and isinstance(v.type, Tensor):  # as most
+                kind, size = categories.of(v, 0, v.type) if categories else 0, self.memory.bytes_of(v.type)
+                self.live[kind] += size
+                self.env[v] = alone(kind, size)
+                continue
             tensors: list[tuple[Block, int]] = []
-            for i, t in enumerate([v.type] if isinstance(v.type, Tensor) else leaves(v.type)):
+            for i, t in enumerate(leaves(v.type)):
                 size = self.memory.bytes_of(t)
                 if donated.get(size):
                     block = donated[size].pop(0)
@@ -241,9 +260,9 @@ class _Frame:
     def donated(self, step: Step) -> dict[int, list[Block]]:
         """Buffers that the results may take over, by bytes: of donated operands that die here, in no other value."""
         found: dict[int, list[Block]] = {}
-        operands = step.op.inputs
+        operands, dies = step.op.inputs, set(step.dies)
         for v in dict.fromkeys(operands[k] for k in step.op.spec.donated(step.op.attributes, len(operands))):
-            if v not in step.dies or v not in self.env:
+            if v not in dies or v not in self.env:
                 continue
             self.explode(self.env[v])
             for b in self.env[v].blocks:
@@ -259,13 +278,13 @@ class _Frame:
             for v, other in [(v, o) for v, o in self.env.items() if whole in o.blocks]:
                 split = holding([(pieces[i], 0) if b is whole else (b, i) for b, i in other.tensors()])
                 self.env[v] = split
-                for b in pieces:
-                    b.refs += b in split.blocks
+                for b in set(pieces).intersection(split.blocks):
+                    b.refs += 1
 
     def call(self, step: Step, callee: Function) -> Bytes:
         """Run a call by its (net, peak, where)."""
         op, before, memory = step.op, self.live, self.memory
-        callee, c = (callee, self.c) if memory.categories else memory.lifetimes.equal(callee, self.c)
+        callee, c = (callee, self.c) if memory.by_category else memory.lifetimes.equal(callee, self.c)
         inputs = memory.lifetimes.used(callee, c, step.unneeded)
         while True:
             given = self.given(step, {i: self.env[op.inputs[i]] for i in inputs})

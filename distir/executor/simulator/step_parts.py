@@ -10,7 +10,6 @@ from distir.executor.simulator.busy import Interval, Labels, count, length, merg
 from distir.executor.simulator.labels import SEND, axis_text
 from distir.executor.simulator.maxplus import OpPart
 from distir.executor.simulator.simulation import Simulation
-from distir.executor.simulator.trace import Done
 from distir.executor.simulator.work_kinds import (
     BACKWARD,
     COMPUTE,
@@ -134,25 +133,24 @@ class _Labels:
         """As `count` takes them."""
         return Labels(self.stream, self.compute)
 
-    def stream(self, done: Done, part: OpPart) -> str:
+    def stream(self, op: Op, part: OpPart) -> str:
         """The kind of work of compute; of communication the axes of a collective, SEND or FAN."""
-        op = done.op
         if not part.communicates:
             return self._kinds.get(op, COMPUTE)
         if op.spec.route == "axis":
             return axis_text(op.attributes["axis"])
         return SEND if op.spec.route == "send" else FAN
 
-    def compute(self, done: Done, part: OpPart) -> list[tuple[str, float]]:
+    def compute(self, op: Op, part: OpPart) -> list[tuple[str, float]]:
         """The part's seconds, by what they are for."""
-        kind = self._kinds.get(done.op)
+        kind = self._kinds.get(op)
         if kind == RECOMPUTED:
             return [(RECOMPUTATION, part.duration)]
         if kind == UPDATE:
             return [(OPTIMIZER, part.duration)]
         ideal = self._ideal.get(id(part))
         if ideal is None:
-            ideal = self._ideal[id(part)] = min(part.duration, self._at_peak(done.op, part))
+            ideal = self._ideal[id(part)] = min(part.duration, self._at_peak(op, part))
         return [(IDEAL, ideal), (BELOW_PEAK, part.duration - ideal)]
 
     def _at_peak(self, op: Op, part: OpPart) -> float:

@@ -77,7 +77,7 @@ def walk(run: Run) -> Iterator[Done]:
     for op, plan in zip(code.function.ops, code.plans, strict=True):
         if isinstance(plan, Call):
             yield Done(op, plan, next(entries), run)
-            slot += max(len(plan.rows) - len(plan.streams), 0)
+            slot += plan.slots
         elif plan.parts:
             end = slot + len(plan.parts)
             yield Done(op, plan, ready[slot:end], run)

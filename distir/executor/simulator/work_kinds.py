@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from distir.executor.simulator.categories import leaves
+from distir.executor.simulator.equal_callees import shapes_of
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.spec import lookup
@@ -97,6 +98,8 @@ def kinds_of_work(main: Function) -> dict[Op, str]:
     calls: dict[tuple[Device | Mesh | None, int | None], list[Op]] = {}
     """Those of a stage and microbatch so far."""
     seen: set[Function] = set()
+    shapes = shapes_of(main)
+    again: dict[object, list[int]] = {}
     for op in main.ops:
         callee = op.callee
         if callee is None:
@@ -105,8 +108,12 @@ def kinds_of_work(main: Function) -> dict[Op, str]:
         before = calls.setdefault((_stage(op), op.attributes.get("mb")), [])
         if callee not in seen:
             seen.add(callee)
-            again = terms.computed_again(op, before) if kinds[op] == BACKWARD else ()
-            kinds |= {inner: RECOMPUTED if inner in again else kinds[op] for inner in callee.ops}
+            kinds.update(dict.fromkeys(callee.ops, kinds[op]))
+            if kinds[op] == BACKWARD and before:
+                key = terms.form([*before, op], shapes)
+                if key not in again:
+                    again[key] = terms.computed_again(op, before)
+                kinds.update([(callee.ops[k], RECOMPUTED) for k in again[key]])
         before.append(op)
     return kinds
 
@@ -147,8 +154,28 @@ class _Terms:
         env.update([(v, (term, k)) for k, v in enumerate(op.outputs)])
         return term
 
-    def computed_again(self, call: Op, before: list[Op]) -> set[Op]:
-        """The ops of a call's callee that compute what one of the calls `before` has computed; views aside."""
+    def form(self, calls: list[Op], shapes: Mapping[Function, tuple[int, Mesh]]) -> object:
+        """What `computed_again` depends on: equal for callees that are equal up to their mesh and are called alike, if
+        no argument is computed outside of calls."""
+        made: dict[Value, tuple[int, int]] = {}
+        number: dict[Value, int] = {}
+
+        def form_of(term: Term) -> object:
+            if isinstance(term, _Bundle):
+                return tuple([form_of(x) for x in term])
+            return number.setdefault(term, len(number)) if isinstance(term, Value) else calls[-1]
+
+        rows: list[object] = []
+        for n, call in enumerate(calls):
+            shape = shapes.get(call.callee) if call.callee is not None else None
+            given = [made[v] if v in made else (form_of(self.main.get(v, v)),) for v in call.inputs]
+            rows.append((shape[0] if shape is not None else call, *given))
+            made.update([(v, (n, k)) for k, v in enumerate(call.outputs)])
+        return tuple(rows)
+
+    def computed_again(self, call: Op, before: list[Op]) -> list[int]:
+        """The numbers of the ops of a call's callee that compute what one of the calls `before` has computed; views
+        aside."""
         computed: set[Term] = set()
         known: dict[Value, Term] = {}
         for other in before:
@@ -156,10 +183,9 @@ class _Terms:
             env = self._arguments(other, known)
             computed.update([self.add(op, env) for op in other.callee.ops])
             known.update(zip(other.outputs, [env.get(v, v) for v in other.callee.outputs], strict=True))
-        if not before or call.callee is None:
-            return set()
+        assert call.callee is not None
         env = self._arguments(call, known)
-        return {op for op in call.callee.ops if self.add(op, env) in computed and not op.spec.alias}
+        return [k for k, op in enumerate(call.callee.ops) if self.add(op, env) in computed and not op.spec.alias]
 
     def _arguments(self, call: Op, known: Mapping[Value, Term]) -> dict[Value, Term]:
         assert call.callee is not None

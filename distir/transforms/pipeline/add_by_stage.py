@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from distir.ir.cached import producers
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.transforms.append import append, rebuilt
-from distir.transforms.pipeline.phases import UPDATE, producers
+from distir.transforms.pipeline.phases import UPDATE
 
 
 def add_by_stage(

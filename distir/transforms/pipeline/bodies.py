@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from distir.ir.cached import producers
 from distir.ir.device import TIME, Mesh
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
@@ -24,7 +25,6 @@ from distir.transforms.pipeline.phases import (
     Varying,
     ends_time,
     phases,
-    producers,
     users,
 )
 
@@ -325,18 +325,21 @@ class _BodyMaker:
         self.sums[k] = v
 
     def _op(self, op: Op) -> None:
-        env, moved = self.env, self.moved
+        env, moved, fresh = self.env, self.moved, self.maker.fresh
         for v in op.inputs:
             if v not in env:
                 self._op(self.cut.free[v])
-        attributes = op.attributes
-        if "device" in attributes:
+        attributes, made = op.attributes, op.outputs
+        if attributes and "device" in attributes:
             attributes = Attributes({**attributes, "device": moved.mesh})
-        fresh = self.maker.fresh
-        outputs = tuple([Value(fresh(v.name), moved[v.type]) for v in op.outputs])
+        if len(made) == 1:  # as most
+            (v,) = made
+            outputs = (Value(fresh(v.name), moved[v.type]),)
+            env[v] = outputs[0]
+        else:
+            outputs = tuple([Value(fresh(v.name), moved[v.type]) for v in made])
+            env.update(zip(made, outputs, strict=True))
         self.maker.ops.append(Op(op.spec, tuple([env[v] for v in op.inputs]), attributes, outputs))
-        for v, new in zip(op.outputs, outputs, strict=True):
-            env[v] = new
 
 
 def order_of(groups: Mapping[BodyKey, Subgraph], phase: str) -> list[BodyKey]:

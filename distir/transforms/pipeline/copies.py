@@ -38,8 +38,10 @@ def on_own_stages(function: Function, stage: Mapping[Op, int]) -> tuple[Function
     home = {v: stage[op] for op in function.ops if op in stage for v in op.outputs}
     became: dict[Op, Op] = {}
     for op in function.ops:
-        here = stage.get(op)
-        inputs = tuple([origin[v] if v in origin and home.get(v) != here else v for v in op.inputs])
+        inputs = op.inputs
+        if not origin.keys().isdisjoint(inputs):
+            here = stage.get(op)
+            inputs = tuple([origin[v] if v in origin and home.get(v) != here else v for v in inputs])
         of = became.get(op.of, op.of) if op.of else None
         same = inputs == op.inputs and of is op.of
         became[op] = op if same else Op(op.spec, inputs, op.attributes, op.outputs, of)
@@ -50,7 +52,6 @@ def on_own_stages(function: Function, stage: Mapping[Op, int]) -> tuple[Function
         maker.ops.append(became[op])
         used.update(became[op].inputs)
     maker.ops.reverse()
-    maker.reserve([*function.inputs, *[v for op in maker.ops for v in op.outputs]])
     maker.set_outputs(function.outputs)
     maker.updates, maker.sources = dict(function.updates), dict(function.sources)
     return maker.finalize(), {became[op]: s for op, s in stage.items()}

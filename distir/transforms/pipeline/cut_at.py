@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from distir.ir.cached import producers
 from distir.ir.errors import InfeasibleError, counted
 from distir.ir.function import Function, Op, Value
-from distir.transforms.pipeline.phases import FORWARD, FREE, PROLOGUE, producers, users
+from distir.transforms.pipeline.phases import FORWARD, FREE, PROLOGUE, users
 
 
 def cut_at(function: Function, phase: Mapping[Op, str], inputs: Sequence[int]) -> dict[Op, int]:

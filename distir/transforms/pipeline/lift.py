@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from distir.ir.cached import producers
 from distir.ir.device import TIME
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import SUM
 from distir.ops.rules import tensor
 from distir.transforms.append import rebuilt
-from distir.transforms.pipeline.phases import ends_time, producers, users
+from distir.transforms.pipeline.phases import ends_time, users
 
 
 def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, dict[Op, int]]:

@@ -114,14 +114,20 @@ def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) 
     return [at[k] for k in _best_chain(total, cut_cost, subset, parts)]
 
 
-def least_maximum(given: Choices, parts: int) -> float:
-    """The maximum stage cost of the cut that `balanced` finds. Raises InfeasibleError as that does."""
-    _check_pieces(len(given.ways.ops), parts)
-    if given.total is None or given.cut_cost is None or given.ways.subset is None:
-        _, total, cut_cost, subset = _prefixes(given.costs, given.crossing, parts)
+def maximum(given: Choices, stages: Sequence[int]) -> float:
+    """The maximum stage cost where each op is on a stage, as `balanced` returns them."""
+    import numpy as np
+
+    of_ops = np.asarray(stages)
+    parts = int(of_ops.max()) + 1
+    before = [of_ops < k for k in range(1, parts)]
+    if given.ways.member is None or given.cut_cost is None:
+        cuts = np.asarray(given.crossing)[[int(x.sum()) for x in before]]
     else:
-        total, cut_cost, subset = given.total, given.cut_cost, given.ways.subset
-    return _worst(_stage_costs(total, cut_cost, subset), parts)
+        number = {tuple(row): k for k, row in enumerate(given.ways.member.tolist())}
+        cuts = given.cut_cost[[number[tuple(x.astype(int).tolist())] for x in before]]
+    borders = np.maximum(np.append(0.0, cuts), np.append(cuts, 0.0))
+    return float((np.bincount(of_ops, given.costs, parts) + borders).max())
 
 
 def _prefixes(

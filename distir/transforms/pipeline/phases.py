@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from distir.ir.cached import cached
+from distir.ir.cached import cached, producers
 from distir.ir.device import TIME, Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import REPLICATE, Tensor, Type
@@ -63,10 +63,6 @@ class PhaseRules(NamedTuple):
 
 
 RULES = PhaseRules()
-
-
-producers = cached(Function.producers)
-"""`Function.producers`, cached with the function."""
 
 
 @cached
@@ -137,7 +133,7 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
                 needed.update(op.inputs)
         backward -= start
     varying = Varying()
-    if not any([varying[v.type] for op in function.ops for v in (*op.inputs, *op.outputs)]):
+    if not any(varying[v.type] for op in function.ops for v in (*op.inputs, *op.outputs)):
         return _unvaried(function, backward, rules)
     phase: dict[Op, str] = {}
     after: set[Value] = set()
@@ -157,7 +153,7 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
         elif _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
-        elif not any([varying[v.type] for v in (*ins, *outs)]):
+        elif not any(varying[v.type] for v in (*outs, *ins)):  # mostly the first does
             phase[op] = PROLOGUE
             free.update(outs)
             if parts.issuperset(ins):

@@ -234,7 +234,9 @@ def _alike(
             cuts.setdefault(key, []).append(p)
             size[key] = sum([_bytes(v) for v in crossing])
     best: tuple[tuple[float, float, int], list[int]] | None = None
-    for key, at in cuts.items():
+    for key, at in sorted(cuts.items(), key=lambda row: size[row[0]]):
+        if best is not None and size[key] > best[0][0]:
+            break
         borders = _periodic(row, at)
         if len(borders) > 2:  # at least two blocks
             covered = borders[-1] - borders[0]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from distir.ir.cached import cached
+from distir.ir.cached import cached, producers
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor
@@ -28,7 +28,6 @@ from distir.transforms.pipeline.phases import (
     PhaseRules,
     ends_time,
     phases,
-    producers,
     users,
 )
 from distir.transforms.roles import WEIGHTS, weights

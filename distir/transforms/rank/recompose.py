@@ -38,11 +38,16 @@ def recompose(function: Function) -> Function:
     if not joined:
         return function
     ops = [joined.get(op, op) for op in function.ops]
-    for spec in (WEIGHT, MATMUL, TRANSPOSE):  # remove ops that have become part of another
-        left = _uses(ops, function.outputs)
-        ops = [op for op in ops if op.spec is not spec or left[op.outputs[0]] or not used[op.outputs[0]]]
+    # remove products that have become part of another op, then the transposes that only those used
+    left = _uses(ops, function.outputs)
+    absorbed = {op for op in ops if op.spec in (WEIGHT, MATMUL) and used[v := op.outputs[0]] and not left[v]}
+    for op in absorbed:
+        left.subtract(op.inputs)
+    absorbed.update([op for op in ops if op.spec is TRANSPOSE and used[v := op.outputs[0]] and not left[v]])
     made: dict[Op, Op] = {}
     for op in ops:
+        if op in absorbed:
+            continue
         of = made.get(op.of) if op.of else None
         made[op] = op if of is op.of else Op(op.spec, op.inputs, op.attributes, op.outputs, of)
     ops = tuple(made.values())

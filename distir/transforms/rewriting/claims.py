@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from distir.ir.cached import producers
 from distir.ir.definition import Definition, definition_of
 from distir.ir.errors import IRTypeError, MismatchError, ModelError, ModelWarning
 from distir.ir.function import Function, FunctionMaker, Op, Value
@@ -65,7 +66,7 @@ def check_rewrite(
         return
     if law is not Law.MORE:
         _check_interface(before, after, law)
-    old, left = before.producers(), set(before.ops)
+    old, left = producers(before), set(before.ops)
     if all(op in left or old.keys().isdisjoint(op.outputs) for op in after.ops):
         _check_outputs(after)  # all ops of `after` are ops of `before`, or compute new values
         return
@@ -115,7 +116,7 @@ def _check_interface(before: Function, after: Function, law: Law) -> None:
 
 
 def _check_outputs(after: Function) -> None:
-    made = {*after.inputs, *after.producers()}
+    made = {*after.inputs, *producers(after)}
     for v in after.outputs:
         if v not in made:
             raise MismatchError(f"{after.name}: a rewrite has lost output %{v.name}")
@@ -155,7 +156,7 @@ class _Pair(NamedTuple):
 
     @staticmethod
     def of(before: Function, after: Function) -> _Pair:
-        old, new = before.producers(), after.producers()
+        old, new = producers(before), producers(after)
         return _Pair(old, new, {*before.inputs, *after.inputs} | (old.keys() & new.keys()))
 
     def check(self, v: Value, evaluate: Evaluate, granted: Granted) -> None:

@@ -21,11 +21,14 @@ def differing_above_kept(before: Function, after: Function, terms: Terms) -> lis
     terms.known = [None]
 
     def run(op: Op, env: dict[Value, Term]) -> Sequence[Term]:
+        ins: list[Term] = []
         for v in op.inputs:
-            if v not in env and v not in equal:
-                equal[v] = len(terms.known)
+            term = env.get(v)
+            if term is None and (term := equal.get(v)) is None:
+                term = equal[v] = len(terms.known)
                 terms.known.append(None)
-        return terms.results(op, tuple([env[v] if v in env else equal[v] for v in op.inputs]))
+            ins.append(term)
+        return terms.results(op, tuple(ins))
 
     want: dict[Value, Term] = {}
     got: dict[Value, Term] = {}

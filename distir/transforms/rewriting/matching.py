@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from distir.ir.cached import producers
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import DType, Tensor
 from distir.ops.rules import shape_of, tensor
@@ -33,7 +34,7 @@ class Program:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.producers = function.producers()
+        self.producers = producers(function)
         self.outputs = frozenset(function.outputs)
 
     @cached_property

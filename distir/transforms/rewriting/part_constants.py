@@ -25,6 +25,8 @@ def part_constants(function: Function) -> Function:
     """The function in which every op has its own copy of each operand that is a view of a `Constant`, and that has more
     than one element. The function itself if no such value is used twice."""
     chains = _chains(function)
+    if all(math.prod(shape_of(v)) == 1 for v in chains):  # as mostly
+        return function
     used: set[Value] = {v for v in function.outputs if v in chains}
     maker = extend(function)
     ops: list[Op] = []

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
 from distir.ir.spec import FactorMapping
 from distir.ir.type import Shard
-from distir.transforms.sharding.graph import Graph
+from distir.transforms.sharding.graph import Graph, Signature
 
 Node = tuple[int, Shard]
 
@@ -31,6 +31,10 @@ class _Answer(NamedTuple):
     """Sort key for the mappings of an op, independent of the order of the ops."""
 
 
+_Asked = list[dict[Shard, _Answer | None]]
+"""The answers of a signature, by slot: operands from the first, results (~k) from the last."""
+
+
 class Classes:
     """The classes of a graph for an axis of n devices, grown from `starts`, which earlier axes split `outside` ways.
 
@@ -41,7 +45,7 @@ class Classes:
     def __init__(self, graph: Graph, n: int, starts: Iterable[Node], outside: int = 1) -> None:
         self.graph, self.n, self.outside = graph, n, outside
         self.at: list[dict[Shard, int]] = [{} for _ in graph.values]
-        self._asked: list[dict[tuple[int, Shard], _Answer | None]] = [{} for _ in graph.kinds]
+        self._asked: list[_Asked] = [[{} for _ in (*sig.ins, *sig.outs)] for sig in graph.kinds]
         parent, found, refused = self._walk(starts)
         root = _roots(parent)
         self.bad = {root[i] for i in refused}
@@ -82,7 +86,7 @@ class Classes:
         while todo:
             value, split, me = todo.pop()
             for j, k in uses[value]:
-                answer = asked[j].get((k, split), unasked)
+                answer = asked[j][k].get(split, unasked)
                 if answer is unasked:
                     answer = self._ask(j, k, split)
                 if answer is None:
@@ -113,20 +117,26 @@ class Classes:
         sig = self.graph.sigs[j]
         asked = self._asked[sig.number]
         mapping = sig.mapping(k, split, self.n, self.outside)
-        answer = next((a for a in asked.values() if a is not None and a.mapping is mapping), None)
+        known = {a.bit: a for row in asked for a in row.values() if a is not None}
+        answer = next((a for a in known.values() if a.mapping is mapping), None)
         if answer is None and mapping is not None:
             slots = mapping.splits()
-            bits = {a.bit for a in asked.values() if a is not None}
-            answer = _Answer(1 << len(bits), mapping, slots, [(slot, p.dim, p.outer) for slot, p in slots])
-        asked[k, split] = answer
+            answer = _Answer(1 << len(known), mapping, slots, [(slot, p.dim, p.outer) for slot, p in slots])
+        asked[k][split] = answer
         return answer
+
+    def _answers(self) -> Iterator[tuple[Signature, int, Shard, _Answer | None]]:
+        """All answers, with their signatures, slots and splits."""
+        for sig, asked in zip(self.graph.kinds, self._asked, strict=True):
+            for k, row in zip((*range(len(sig.ins)), *range(-len(sig.outs), 0)), asked, strict=True):
+                for split, answer in row.items():
+                    yield sig, k, split, answer
 
     def hold_for(self, n: int) -> bool:
         """Whether the classes are the same for an axis of n devices: every signature has the same mappings then."""
         return all(
             sig.mapping(k, split, n, self.outside) is (None if answer is None else answer.mapping)
-            for sig, asked in zip(self.graph.kinds, self._asked, strict=True)
-            for (k, split), answer in asked.items()
+            for sig, k, split, answer in self._answers()
         )
 
     def inside(self, outer: int, n: int) -> dict[int, FactorMapping] | None:
@@ -135,15 +145,14 @@ class Classes:
         Maps the ids of the mappings here to the mappings there; None if some signature has other mappings there.
         """
         there: dict[int, FactorMapping] = {}
-        for sig, asked in zip(self.graph.kinds, self._asked, strict=True):
-            for (k, split), answer in asked.items():
-                moved = sig.mapping(k, split.nested(outer), n, outer)
-                if answer is not None:
-                    if moved is None or moved != answer.mapping.nested(outer):
-                        return None
-                    there[id(answer.mapping)] = moved
-                elif moved is not None:
+        for sig, k, split, answer in self._answers():
+            moved = sig.mapping(k, split.nested(outer), n, outer)
+            if answer is not None:
+                if moved is None or moved != answer.mapping.nested(outer):
                     return None
+                there[id(answer.mapping)] = moved
+            elif moved is not None:
+                return None
         return there
 
     def clashing(self, n: int, taken: Classes, m: int) -> set[int]:
@@ -163,8 +172,7 @@ class Classes:
     @cached_property
     def with_halos(self) -> frozenset[int]:
         """The classes of which some op takes an operand with a halo."""
-        answers = [answer for asked in self._asked for answer in asked.values() if answer is not None]
-        wide = {id(answer.mapping) for answer in answers if answer.mapping.has_halo}
+        wide = {id(a.mapping) for *_, a in self._answers() if a is not None and a.mapping.has_halo}
         return frozenset({c for row in self.mappings for mapping, c in row if id(mapping) in wide} if wide else ())
 
     def members(self) -> dict[int, list[Node]]:

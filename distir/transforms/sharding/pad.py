@@ -38,6 +38,8 @@ def paddable(function: Function, n: int) -> list[Sizes]:
         for dim, size in enumerate(graph.shapes[graph.index[v]])
         if size % n and _rounded(size, n) - size < size / _WORTH
     ]
+    if not starts:  # as most dims divide
+        return []
     classes = Classes(graph, 1, starts)
     found: list[Sizes] = []
     beside = classes.with_halos  # an op reads what is beside an element: at the end of the dim it would be padding

@@ -172,12 +172,16 @@ class _Sweep:
                     elif h is not want:
                         paid.add((i, want))
                         moved.add(i)
-            for i, p in zip(outs[j], placements, strict=True):
-                if sums and i in reduce and p.kind is not None:
-                    collectives += times[j]
-                    total += 2 * v.made[i] * self.wire * times[j]
-                    p = REPLICATE
-                state[i] = p
+            if sums:
+                for i, p in zip(outs[j], placements, strict=True):
+                    if i in reduce and p.kind is not None:
+                        collectives += times[j]
+                        total += 2 * v.made[i] * self.wire * times[j]
+                        p = REPLICATE
+                    state[i] = p
+            else:
+                for i, p in zip(outs[j], placements, strict=False):  # `strict` takes as long again
+                    state[i] = p
         for i in v.outputs:
             p = state[i]
             if p is not None and p.kind is not None:

@@ -102,6 +102,8 @@ class _Builder:
         old = self.graph.function.updates.get(output)
         if old is not None:
             want = tensor(self.env[self.graph.index[old]])
+            if v.type is want:  # as most
+                return v
             for axis in sorted(self.mesh.axes, key=lambda a: want.on(a) is not REPLICATE):  # gathered, then split
                 if axis != TIME or want.on(axis) is REPLICATE:
                     v = self.to(v, axis, want.on(axis))

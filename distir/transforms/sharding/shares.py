@@ -48,13 +48,14 @@ def _shares(graph: Graph, batch: tuple[Node, ...]) -> Shares:
     stored = sum(weighs) or 1
     made = [n // size if varying else n for n, varying in zip(elements, varies, strict=True)]
     total = sum([n for n, varying in zip(made[first:], varies[first:], strict=True) if varying]) or 1
+    kinds = [sig.number for sig in graph.sigs]
+    flops = [sig.flops for sig in graph.sigs]
     numbers: dict[tuple[int, ...], int] = {}
-    kinds: list[int] = []
-    flops: list[float] = []
-    for sig, ins, outs in zip(graph.sigs, graph.ins, graph.outs, strict=True):
+    for j, (sig, ins, outs) in enumerate(zip(graph.sigs, graph.ins, graph.outs, strict=True) if batch else ()):
         pattern = [varies[v] for v in (*ins, *outs)]
-        kinds.append(numbers.setdefault((sig.number, *pattern), len(numbers)))
-        flops.append(sig.flops / size if any(pattern) else sig.flops)
+        kinds[j] = numbers.setdefault((sig.number, *pattern), len(numbers))
+        if True in pattern:
+            flops[j] /= size
     work = sum(flops) or 1
     return Shares(
         [n / work for n in flops],

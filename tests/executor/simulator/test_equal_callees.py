@@ -8,7 +8,15 @@ from distir.api import distribute, load
 from distir.executor.cost_model import CostModel, fusion
 from distir.executor.simulator import categories, lifetimes
 from distir.executor.simulator import compile as lowering
-from distir.executor.simulator.categories import ACTIVATION, GRADIENT, PARAMETER, STATE, Categories
+from distir.executor.simulator.categories import (
+    ACTIVATION,
+    CATEGORIES,
+    GRADIENT,
+    PARAMETER,
+    STATE,
+    Categories,
+    leaves,
+)
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.equal_callees import shapes_of
 from distir.executor.simulator.maxplus import Call, Code, Twin
@@ -178,3 +186,22 @@ def test_what_stages_share_is_what_each_has_alone(monkeypatch: pytest.MonkeyPatc
     assert {PARAMETER, GRADIENT, STATE, ACTIVATION} <= set(alone[0].values())  # type: ignore[attr-defined]
     assert alone[1]
     assert shared == alone
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_categories_of_a_place_are_those_of_the_program(zero: int) -> None:
+    """Those of a tied weight's gradients too, which are made on another stage than the weight's."""
+    model = load("gpt:layers=4,hidden=16,heads=2,vocab=32,seq=8,batch=8", loss="cross-entropy", optimizer="adamw")
+    program = distribute(model, Plan(dp=2, pp=4, microbatches=2, zero=zero))
+    program = relocate(program, topology().devices)
+    compiled, every = CompiledProgram(program, CostModel(topology())), Categories(program)
+    found: set[int] = set()
+    for c in range(len(compiled.classes.sizes)):
+        here = Categories(program, lambda t, c=c: c in compiled.classes_of(t))
+        assert len(here.labels) < len(every.labels)
+        for op in [op for f in (program, *program.callees()) for op in f.ops]:
+            for v in [v for v in op.outputs if c in compiled.classes_of(v.type)]:
+                kinds = [every.of(v, i, t) for i, t in enumerate(leaves(v.type))]
+                assert kinds == [here.of(v, i, t) for i, t in enumerate(leaves(v.type))]
+                found.update(kinds)
+    assert found == set(range(len(CATEGORIES)))

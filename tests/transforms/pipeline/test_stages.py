@@ -19,7 +19,7 @@ from distir.ir.type import Float64, Tensor
 from distir.models import mlp
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import training_step
-from distir.transforms.pipeline.partition import balanced_cut
+from distir.transforms.pipeline.partition import Choices, Ways, balanced, balanced_cut, choices, maximum, ways
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, phases
 from distir.transforms.pipeline.stages import PLAIN, StageCost, cut_stages
 from tests.transforms.programs import BATCH, Plan, Program, check, distributed, error, gpt2_tiny, run, small_gpt
@@ -47,6 +47,31 @@ def test_a_sequence_is_cut_best(cost: list[int], parts: int, rng: random.Random)
     assert list(cuts) == sorted(set(cuts))
     best = min(max_cost(c, cost, cut_cost) for c in itertools.combinations(range(1, len(cost)), parts - 1))
     assert max_cost(cuts, cost, cut_cost) == best
+    stages = [sum(i >= k for k in cuts) for i in range(len(cost))]
+    assert maximum(Choices(Ways((), ()), cost, cut_cost), stages) == best
+
+
+@given(st.integers(2, 3), st.randoms(use_true_random=False))
+def test_closed_sets_are_cut_best(parts: int, rng: random.Random) -> None:
+    """Against all chains of closed sets of a program whose ops are two chains that meet."""
+    m = FunctionMaker()
+    x = m.add_input_value("x", Tensor(Float64, (rng.randint(1, 9),)))
+    left, right = m.add_op("Relu", inputs=[x]), m.add_op("Neg", inputs=[x])
+    m.add_op("Add", inputs=[m.add_op("Exp", inputs=[left]), m.add_op("Tanh", inputs=[right])])
+    program = ways(m.finalize().ops)
+    found = choices(program, [rng.randint(0, 9) for _ in program.ops], rng.choice([0.0, 0.05, 1.0]))
+    total, cut_cost, subset = found.total, found.cut_cost, program.subset
+    assert total is not None
+    assert cut_cost is not None
+    assert subset is not None
+
+    def cost(chain: tuple[int, ...]) -> float:
+        return max(total[b] - total[a] + max(cut_cost[a], cut_cost[b]) for a, b in itertools.pairwise(chain))
+
+    last = len(program.sets) - 1
+    chains = [(0, *c, last) for c in itertools.combinations(range(1, last), parts - 1)]
+    best = min(cost(c) for c in chains if all(subset[a, b] for a, b in itertools.pairwise(c)))
+    assert maximum(found, balanced(found, parts)) == pytest.approx(best)
 
 
 def test_of_equal_cuts_the_most_even() -> None:
