@@ -11,7 +11,7 @@ from distir.executor.cost_model.fusion import Fused, fused
 from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster
 from distir.ir import Device, FunctionMaker, Mesh
-from distir.ir.function import Attributes
+from distir.ir.function import Attributes, Function
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import lookup
 from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float32, Int64, Placement, Shard, Tensor
@@ -176,3 +176,24 @@ def test_more_passes_over_memory_and_collectives_that_wait() -> None:
         cost.collective(lookup("MPIAllreduce"), Attributes(axis="dp"), [part], [whole], group) for cost in (plain, slow)
     ]
     assert seconds[1] == pytest.approx(1.5 * seconds[0], rel=1e-6)
+
+
+def test_equal_functions_of_which_one_is_called_for_a_microbatch() -> None:
+    """Only the other has kernels of many tensors: they are not equal to a simulator."""
+    topology = load_cluster("dgx-a100")
+    mesh = Mesh(topology.devices[:1], {"dp": 1}, "m")
+    t = Tensor(Float32, (4, 4), mesh, (REPLICATE,))
+
+    def two() -> Function:
+        f = FunctionMaker("two")
+        f.set_outputs([f.emit("Neg", f.add_input_value(name, t)) for name in "xy"])
+        return f.finalize()
+
+    main = FunctionMaker("main")
+    ins = [main.add_input_value(name, t) for name in "xy"]
+    once, repeated = (main.add_op("Call", None, ins, given, [two()]) for given in ({}, {"mb": 0}))
+    assert isinstance(once, tuple)
+    assert isinstance(repeated, tuple)
+    main.set_outputs([*once, *repeated])
+    cost = CostModel(topology, runtime=Runtime("host", op=1.0, multi_tensor=True))
+    assert Simulator(cost).interpret(main.finalize()).seconds == pytest.approx(3.0, abs=1e-3)
