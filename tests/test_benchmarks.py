@@ -15,6 +15,7 @@ from tests.backends.mpi import SETTINGS, needs_mpi
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FLAGS: dict[str, list[str]] = {
+    "accuracy_folds": ["--small"],
     "first_step": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "gpt2_plan": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "large_file": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx"), "--batch", "128"],
@@ -63,6 +64,22 @@ def test_execution(words: list[str], tmp_path: Path) -> None:
     for losses in found["losses"].values():
         for team in losses.values():
             assert team[-1] < team[0]  # it trains
+
+
+def test_figures_are_fitted_without_what_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a row that takes twice as long as predicted with the others' figures."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import accuracy_folds as folds  # pyright: ignore[reportMissingImports]
+
+    given = folds.read_rows(folds.EXAMPLE)[:2]
+    rows = folds.Rows([*given, given[1]._replace(measured_seconds=9.0, source="slow")], folds.FIGURES[:1])
+    every = rows.fitted(folds.np.ones(3, bool))[0]
+    first = rows.fitted(folds.np.array([True, True, False]))[0]
+    assert abs(rows.error(1, first)) < abs(rows.error(1, every)) + 1e-9
+    held = rows.held_out(lambda k: rows.sources[k])
+    assert held[2] == pytest.approx(folds.math.expm1(rows.error(2, first)))
+    assert rows.held_out(lambda k: 0) == [None] * 3  # no row is left
+    assert folds.mean_and_worst([0.1, None, -0.3]) == pytest.approx((0.2, 0.3))
 
 
 def test_different_losses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

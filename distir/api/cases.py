@@ -383,7 +383,17 @@ def _plan(values: Mapping[str, Any]) -> Plan:
         raise UsageError(f"gpus is {values['gpus']}, the product of dp, tp, pp and cp {plan.size}")
     if plan.sequence_parallel and plan.split and plan.tp > 1:
         raise UsageError(f"cp {values['cp']} beside sequence_parallel: distir has no plan with both")
-    return replace(plan, order=_order(plan, values))
+    return replace(plan, order=_order(plan, values), cut=_cut(values))
+
+
+def _cut(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where the stages of a decoder begin, by weights: at equal numbers of layers, as Megatron-LM has them; none to
+    balance them."""
+    layers, parts = values["layers"], values["pp"] * values["vpp"]
+    even = runtime_named(values["runtime"], values["cluster"]).even_stages
+    if not even or values["model_family"] == MLP or layers % parts:
+        return ()
+    return tuple([f"{k * layers // parts}.norm1.weight" for k in range(1, parts)])
 
 
 def _order(plan: Plan, values: Mapping[str, Any]) -> tuple[str, ...]:

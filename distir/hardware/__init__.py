@@ -121,9 +121,9 @@ def crowded(r: Regular, wait: float, slower: float, transfers: float) -> Regular
     )
     if runtime is not None:
         communication, member = runtime.communication * slower, runtime.member * slower
-        op, call = runtime.op * wait, runtime.call * wait
+        op, call, gap = runtime.op * wait, runtime.call * wait, runtime.gap * wait
         send = (runtime.communication if runtime.transfer is None else runtime.transfer) * transfers
-        runtime = replace(runtime, op=op, communication=communication, member=member, call=call, transfer=send)
+        runtime = replace(runtime, op=op, gap=gap, communication=communication, member=member, call=call, transfer=send)
     return replace(r, spec=spec, intra=slow, algorithms=algorithms, runtime=runtime)
 
 
@@ -250,16 +250,26 @@ def _runtimes() -> dict[str, Runtime]:
 
 def _runtime(name: str, t: _Table) -> Runtime:
     given: dict[str, Any] = {key: t.flag(key) for key in _FLAGS}
-    given |= {key: t.figure(f"{key}_us", 0.0) * 1e-6 for key in ("op", "communication", "member", "call")}
+    given |= {key: t.figure(f"{key}_us", 0.0) * 1e-6 for key in ("op", "communication", "member", "call", "gap")}
     transfer = t.figure("transfer_us") * 1e-6 if "transfer_us" in t.values else None
     passes, skew = t.figure("passes", 1.0, least=1.0), t.figure("skew", 0.0)
     by = t.table("transfer_us_by") if "transfer_us_by" in t.values else None
     ranks = tuple(sorted([(int(n), by.figure(n) * 1e-6) for n in by.values if n.isdecimal()])) if by else ()
     given |= {"transfer": transfer, "transfer_by": ranks, "threads": t.whole("threads", 1)}
+    given["logit_bytes"] = _both_ways(t, "logit_bytes") if "logit_bytes" in t.values else None
+    given["score_block"] = t.whole("score_block", 1)
     return Runtime(name, **given, passes=passes, skew=skew)
 
 
-_FLAGS = "fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first", "gathers_again"
+def _both_ways(t: _Table, key: str) -> tuple[float, float]:
+    """A figure of the forward and one of the backward pass."""
+    found = t.numbers(key)
+    if len(found) != 2:
+        raise t.error(key, f"expected two numbers, forward and backward, got {len(found)}")
+    return found[0], found[1]
+
+
+_FLAGS = "fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first", "gathers_again", "even_stages"
 
 
 def among(runtime: Runtime | None, ranks: int) -> Runtime | None:

@@ -64,7 +64,7 @@ def changed_runtime(runtime: Runtime, factors: Factors) -> Runtime:
     x = factors.get("host", 1.0)
     transfer = None if runtime.transfer is None else runtime.transfer * x
     transfer_by = tuple([(ranks, seconds * x) for ranks, seconds in runtime.transfer_by])
-    figures = {name: getattr(runtime, name) * x for name in ("op", "communication", "member", "call")}
+    figures = {name: getattr(runtime, name) * x for name in ("op", "communication", "member", "call", "gap")}
     return replace(runtime, **figures, transfer=transfer, transfer_by=transfer_by)
 
 

@@ -25,7 +25,13 @@ class Runtime:
     they wait for each other on the cores of their host. `stages_first`: it numbers devices by stages first, so that
     those of one pipeline are neighbours, not those that share a weight. `threads`: how many threads issue products,
     such as one more for backward passes: each has a workspace on the device. `gathers_again`: what sequence parallelism
-    all-gathers for products it gathers again in the backward pass, and saves only the shard.
+    all-gathers for products it gathers again in the backward pass, and saves only the shard. `logit_bytes`: what the
+    kernels of its cross-entropy read and write for each logit, forward and backward, where they are not one each way.
+    `score_block`: how many matrices of masked scores its kernel of their softmax takes at once: if a device has not a
+    multiple of it, casts to float32, scale, mask and softmax are kernels of their own. `gap`: seconds of the device
+    beside the work of a compute op, for which a framework runs more than one kernel, each with a start of its own:
+    copies into another layout, biases, views that are made whole. `even_stages`: published runs have as many layers in
+    each stage, whatever else the first and the last have.
     """
 
     name: str
@@ -45,13 +51,24 @@ class Runtime:
     stages_first: bool = False
     threads: int = 1
     gathers_again: bool = False
+    logit_bytes: tuple[float, float] | None = None
+    score_block: int = 1
+    gap: float = 0.0
+    even_stages: bool = False
 
     @property
     def joins(self) -> Runtime:
         """The same without name and figures: what says which ops run as one."""
-        figures = dict.fromkeys(("op", "communication", "member", "call", "skew"), 0.0)
-        others = {"passes": 1.0, "transfer": None, "transfer_by": (), "threads": 1, "gathers_again": False}
-        return replace(self, name="", **figures, **others)
+        figures = dict.fromkeys(("op", "communication", "member", "call", "skew", "gap"), 0.0)
+        others = {
+            "passes": 1.0,
+            "transfer": None,
+            "transfer_by": (),
+            "threads": 1,
+            "gathers_again": False,
+            "even_stages": False,
+        }
+        return replace(self, name="", **figures, **others, logit_bytes=None, score_block=1)
 
     @property
     def issues(self) -> bool:

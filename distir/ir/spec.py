@@ -79,12 +79,14 @@ class Spec:
         "kernel",
         "linear",
         "local",
+        "logits",
         "name",
         "neutral_value",
         "outputs",
         "precision",
         "route",
         "saved",
+        "scores",
         "shard",
         "sizes",
         "torch",
@@ -126,6 +128,8 @@ class Spec:
         self.gradient: int | None = fields.pop("gradient", None)
         self.precision: str | None = fields.pop("precision", None)
         self.kernel: str | None = fields.pop("kernel", None)
+        self.scores: bool = fields.pop("scores", False)
+        self.logits: str | None = fields.pop("logits", None)
         self.exact: bool = fields.pop("exact", False)
         self.keeps_zero: bool = fields.pop("keeps_zero", False)
         self.training_only: bool = fields.pop("training_only", False)
@@ -310,6 +314,9 @@ def op(name: str, **fields: Any) -> Spec:
       elements of the first result's size, 0 for all operands and results.
     - `kernel`: the kind of kernel whose speed the cost model takes: "product" (matrix products, convolutions) or
       "attention" (fused); without it, one that is limited by memory.
+    - `scores`: it masks scores of attention: runtimes differ in what they fuse it with.
+    - `logits`: in a cross-entropy, whether it goes over the logits, operand 0, "forward" or "backward": runtimes differ
+      in how many kernels do.
     - `weight`: the operand that is a weight where it may be one.
     - `training_only`: an op of training alone; in evaluation result 0 is operand 0.
     - `keeps_zero`: a point is 0 in all results where it is 0 in all operands (linear ops do so anyway).

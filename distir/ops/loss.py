@@ -245,6 +245,7 @@ op(  # logits, labels -> the rows' losses, 0 for ignored labels, and the log-sum
     saved=1,
     index=(0, -1),
     ignored="ignore_index",
+    logits="forward",
     eval=_rows,
     grad=_rows_grad,
     decompose=_rows_decompose,
@@ -258,6 +259,7 @@ op(  # the gradient of the logits, from these, the labels, what is saved, and th
     index=(0, -1),
     ignored="ignore_index",
     local=lambda attrs, ins, outs: {"classes": ins[0].global_shape[-1]},
+    logits="backward",
     eval=_slope,
 )
 op(  # logits, labels, rows' maxima -> sums of exp(logits - maximum), logits of the labels (0 where not here)
@@ -267,5 +269,6 @@ op(  # logits, labels, rows' maxima -> sums of exp(logits - maximum), logits of 
     outputs=2,
     index=(0, -1),
     neutral=float("-inf"),
+    logits="forward",
     eval=_logit_sums,
 )

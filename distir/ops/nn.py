@@ -115,6 +115,7 @@ op(  # scores (.., s, t) times `scale`, and `value`, by default -inf, where a ke
     "CausalMask",  # in the kernels of trainers, so that scaled scores are not held as well
     attributes="scale:number? value:number?",
     axes=points(1),
+    scores=True,
     dtype=_causal_dtype,
     linear=lambda attrs: [] if attrs.get("value", -math.inf) else [{0}],
     index=(0, None),

@@ -203,7 +203,7 @@ def test_a_row_is_predicted_as_simulate_does(table, capsys: pytest.CaptureFixtur
     assert found.predicted is not None
     sizes = "gpt:layers=2,hidden=64,heads=4,vocab=128,seq=32,batch=16"
     step = "--loss cross-entropy --optimizer adamw --clip-norm 1 --precision fp16 --grad-dtype fp32"
-    plan = "--dp 2 --tp 2 --pp 2 --microbatches 4 --recompute full --overlap --runtime megatron"
+    plan = "--dp 2 --tp 2 --pp 2 --microbatches 4 --cut 1.norm1.weight --recompute full --overlap --runtime megatron"
     want = simulated(capsys, sizes, *step.split(), *plan.split(), "--cluster", "dgx-a100")
     assert found.predicted.seconds == want["step_seconds"]
     assert found.predicted.peak_bytes == max(s["peak_memory"] for s in want["stages"])
@@ -230,6 +230,7 @@ def test_a_llama_with_everything(table, capsys: pytest.CaptureFixture[str]) -> N
     sizes = "llama:layers=4,hidden=64,heads=4,kv_heads=2,ffn=96,vocab=128,seq=32,batch=16"
     step = "--loss cross-entropy --optimizer adamw --clip-norm 1 --precision bf16 --grad-dtype bf16"
     plan = "--dp 2 --tp 2 --pp 2 --microbatches 4 --recompute selective --schedule interleaved --chunks 2 --zero 1"
+    plan += " --cut 1.norm1.weight,2.norm1.weight,3.norm1.weight"
     words = [*step.split(), *plan.split(), "--sequence-parallel", "--cluster", "dgx-h100", "--runtime", "megatron"]
     want = simulated(capsys, sizes, *words)
     predicted = score(row).predicted
@@ -256,15 +257,16 @@ def test_rows_and_arguments_of_megatron_are_the_same_plan(table, tmp_path, row: 
     file = tmp_path / "arguments"
     file.write_text(f"{sizes} --micro-batch-size 2 --global-batch-size 16 {arguments}")
     read = Plan(**read_megatron(file, gpus).fields)
-    assert in_effect(found.setup.plan) == in_effect(replace(read, loss_gradient=found.setup.plan.loss_gradient))
+    plan = found.setup.plan
+    assert in_effect(plan) == in_effect(replace(read, loss_gradient=plan.loss_gradient, cut=plan.cut))
 
 
 def test_a_row_with_context_parallelism(table, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = read_rows(table({**GPT, "cp": 2, "gpus": 16, "overlap_grad_reduce": 1}))
     sizes = "gpt:layers=2,hidden=64,heads=4,vocab=128,seq=32,batch=16"
     step = "--loss cross-entropy --optimizer adamw --clip-norm 1 --precision fp16 --grad-dtype fp32"
-    plan = "--dp 2 --tp 2 --pp 2 --split cp=2:*.1 --order tp,cp,dp,pp --microbatches 4 --recompute full"
-    words = [*step.split(), *plan.split(), "--runtime", "megatron"]
+    plan = "--dp 2 --tp 2 --pp 2 --split cp=2:*.1 --order tp,cp,dp,pp --microbatches 4 --cut 1.norm1.weight"
+    words = [*step.split(), *plan.split(), "--recompute", "full", "--runtime", "megatron"]
     want = simulated(capsys, sizes, *words, "--cluster", "dgx-a100")
     predicted = score(row).predicted
     assert predicted is not None
@@ -281,6 +283,23 @@ def test_an_mlp_is_a_forward_and_backward_pass_without_update(table) -> None:
     assert [v.type.erased().global_shape for v in program.inputs] == [(64, 256)] * 2 + [(256, 256)] * 4  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("changes", "begins"),
+    [
+        ({"layers": 6, "pp": 3, "gpus": 12}, [2, 4]),
+        ({"layers": 5}, []),
+        ({"runtime": "torch-eager"}, []),
+        ({"pp": 1, "schedule": "none", "gpus": 4}, []),
+    ],
+)
+def test_stages_of_megatron_have_equal_numbers_of_layers(table, changes: dict[str, Any], begins: list[int]) -> None:
+    """Where layers do not divide, or of other software, stages are balanced."""
+    (row,) = read_rows(table({**GPT, **changes}))
+    assert row.setup is not None
+    assert row.setup.plan.cut == tuple([f"{k}.norm1.weight" for k in begins])
+    assert score(row).predicted is not None
+
+
 def test_empty_cells(table) -> None:
     bare = {k: v for k, v in GPT.items() if k not in ("recompute", "grad_dtype", "schedule", "vocab", "gpus", "id")}
     fp16, bf16, pipe = read_rows(table(bare, {**bare, "dtype": "bf16"}, {**bare, "vpp": 2, "layers": 8}))
@@ -289,8 +308,10 @@ def test_empty_cells(table) -> None:
     assert pipe.setup is not None
     assert (fp16.setup.precision, bf16.setup.precision) == (("fp16", "fp16"), ("bf16", "fp32"))
     assert fp16.setup.model.vocab == 51_200  # type: ignore[union-attr]
-    assert fp16.setup.plan == Plan(2, 2, 2, 4, overlap=False, bucket_mb=math.inf)
-    assert pipe.setup.plan == Plan(2, 2, 2, 4, "interleaved", chunks=2, overlap=False, bucket_mb=math.inf)
+    given = {"overlap": False, "bucket_mb": math.inf}
+    assert fp16.setup.plan == Plan(2, 2, 2, 4, **given, cut=("1.norm1.weight",))
+    begins = tuple([f"{k}.norm1.weight" for k in (2, 4, 6)])
+    assert pipe.setup.plan == Plan(2, 2, 2, 4, "interleaved", chunks=2, **given, cut=begins)
     assert [r.id for r in (fp16, bf16)] == ["line 2", "line 3"]
 
 

@@ -76,6 +76,7 @@ class Inlined:
         self.lost: list[tuple[Device, float, float]] = []
         """Compute lost beside collectives: where, when, and how much."""
         self.flat: list[tuple[Op, tuple[object, ...], tuple[object, ...]]] = []
+        self.repeated = {op.callee for op in function.ops if op.attributes.get("mb") is not None}
         self.bodies: list[list[tuple[int, list[object]]]] = []
         """Of each body where in `flat` the reductions are whose results it only hands on, and which operands die with
         each; and where it ends.
@@ -111,7 +112,7 @@ class Inlined:
     def run(self, f: Function, env: dict[Value, Any]) -> None:
         waits = handed_on(f, self.cost)
         overlapped = beside_compute(f) if self.overlap else ()
-        chains = fused(f, self.cost.runtime)
+        chains = fused(f, self.cost.runtime, f in self.repeated)
         begins: list[tuple[int, list[object]]] = []
         self.bodies.append(begins)
         for n, op in enumerate(f.ops):
@@ -218,7 +219,8 @@ class Inlined:
     def issued(self, op: Op, keys: list[tuple[Device, str]], chained: Fused, computes: bool) -> list[float]:
         """When the hosts of the devices have issued an op."""
         hosts = list(dict.fromkeys(d for d, _ in keys))
-        seconds = self.cost.issue(op.spec, len(hosts), chained, computes)
+        more = self.cost.more_kernels(op.spec, [v.type for v in op.inputs])
+        seconds = self.cost.issue(op.spec, len(hosts), chained, computes, more)
         if not seconds and self.host == "host":
             return []
         for d in hosts:

@@ -47,6 +47,8 @@ def random_runtime(rng: random.Random) -> Runtime | None:
     for name in ("fuses", "multi_tensor", "waits", "scatters", "inline"):
         figures[name] = rng.random() < 0.5
     figures |= {"passes": rng.choice([1.0, 1.7]), "skew": rng.choice([0.0, 0.3]), "transfer": rng.choice([None, 1e-6])}
+    figures |= {"gap": rng.choice([0.0, 2e-6]), "logit_bytes": rng.choice([None, (38.0, 14.0)])}
+    figures["score_block"] = rng.choice([1, 4])
     return Runtime("random", **figures)
 
 

@@ -98,6 +98,9 @@ def test_runtimes() -> None:
     assert known_runtimes() == ["distir", "distir-2021", "distir-compiled", "megatron", "torch-compiled", "torch-eager"]
     assert load_runtime("distir-compiled").fuses
     assert not load_runtime("torch-eager").fuses
+    megatron = load_runtime("megatron")
+    assert (megatron.logit_bytes, megatron.score_block) == ((38, 14), 4)
+    assert 0 < megatron.gap < megatron.op
     with pytest.raises(UsageError, match="unknown runtime 'jax'"):
         load_runtime("jax")
 
@@ -109,6 +112,13 @@ def test_a_transfer_may_take_the_host_longer_where_more_ranks_share_it() -> None
     )
     assert among(load_runtime("megatron"), 4) is load_runtime("megatron")
     assert among(None, 4) is None
+
+
+def test_bytes_of_a_logit_are_of_both_passes(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(f"{GOOD}\n[runtime]\nlogit_bytes = [38]\n")
+    with pytest.raises(UsageError, match=r"runtime.logit_bytes: expected two numbers, forward and backward, got 1"):
+        load_cluster(str(file))
 
 
 def test_a_cluster_may_name_the_runtime_it_was_measured_with(tmp_path: Path) -> None:

@@ -21,12 +21,16 @@ class Fused(NamedTuple):
 UNFUSED = Fused()
 
 
-def fused(f: Function, runtime: Runtime | None) -> dict[Op, Fused]:
-    """The ops of a function that the runtime runs as part of a kernel with others."""
+def fused(f: Function, runtime: Runtime | None, repeated: bool = False) -> dict[Op, Fused]:
+    """The ops of a function that the runtime runs as part of a kernel with others.
+
+    `repeated`: the function is called for each microbatch. Its ops are issued as the model's layers are called, one
+    after the other: none runs with those of another layer, though blocks that are recomputed do not need each other.
+    """
     if runtime is None:
         return {}
     found = _chains(f) if runtime.fuses else {}
-    for op in _with_others(f) if runtime.multi_tensor else ():
+    for op in _with_others(f) if runtime.multi_tensor and not repeated else ():
         found[op] = found.get(op, UNFUSED)._replace(launched=True)
     return found
 
@@ -56,9 +60,9 @@ def _with_others(f: Function) -> list[Op]:
 def _chains(f: Function) -> dict[Op, Fused]:
     """The ops of a function that are part of a chain, between which nothing is written or read.
 
-    A pointwise op is joined to the one after it if that alone uses its result, and gives one of the same shape on the
-    same devices, such as another pointwise op, the softmax or norm of its rows, or the sum over time that it is added
-    to: the gradient of a microbatch is cast as it is added.
+    An op is joined to the one after it if that alone uses its result, and gives one of the same shape on the same
+    devices, and one of the two is pointwise: another pointwise op, the softmax or norm of its rows, the mask of the
+    gradient of a softmax, or the sum over time that it is added to: a microbatch's gradient is cast as it is added.
     """
     user: dict[Value, Op] = {}
     given = set(f.outputs)
@@ -69,13 +73,13 @@ def _chains(f: Function) -> dict[Op, Fused]:
                 given.add(v)
     chains: dict[Op, Fused] = {}
     for op in f.ops:
-        if not (_is_limited_by_memory(op) and _is_pointwise(op)):
+        if not _is_limited_by_memory(op):
             continue
         y = op.outputs[0]
         later = user.get(y)
         if y in given or later is None or not (_is_limited_by_memory(later) or _accumulates(later)):
             continue
-        if not _alike(y, later.outputs[0]):
+        if not (_alike(y, later.outputs[0]) and (_is_pointwise(op) or _continues(op, later))):
             continue
         chains[op] = chains.get(op, UNFUSED)._replace(result=True)
         after = chains.get(later, UNFUSED)
@@ -87,6 +91,12 @@ def _chains(f: Function) -> dict[Op, Fused]:
 def _is_limited_by_memory(op: Op) -> bool:
     """Whether an op computes on one device, without a kernel of its own kind."""
     return op.spec.comm is None and not op.spec.alias and not op.spec.kernel and bool(op.inputs and op.outputs)
+
+
+def _continues(op: Op, later: Op) -> bool:
+    """Whether an op that is not pointwise has one result, of the shape of an operand, and a pointwise op follows: each
+    row is in a kernel's hands when its result is made."""
+    return len(op.outputs) == 1 and _alike(op.inputs[0], op.outputs[0]) and _is_pointwise(later)
 
 
 def _accumulates(op: Op) -> bool:

@@ -28,6 +28,10 @@ from distir.ir.tiles import Product
 from distir.ir.topology import DeviceSpec, Group, Link, Topology
 from distir.ir.type import REPLICATE, DType, Tensor, Type
 
+_APART_KERNELS, _APART_BYTES = 4, 33
+"""Of masked scores that a runtime does not fuse with their softmax, more than of those that it does: a cast to float32,
+the scale, the mask, the softmax and a cast back are 5 kernels, which move 36 bytes a score (2 + 4, 8, 8, 8, 4 + 2), not
+4; their gradients are 5 that move 40 (2 + 4, 12, 8, 8, 4 + 2), not 6. Both ways 33 more, on average."""
 QUANTUM = 2.0**-44
 """Durations are multiples of this (0.06 ps), so that sums and maxima of them are exact below 512 s."""
 
@@ -95,16 +99,21 @@ class CostModel:
         memo = self._cache()
         seconds = memo.get(key)
         if seconds is None:
-            seconds = self.compute_seconds(spec, attrs, ins, outs, what)
+            seconds = self.compute_seconds(spec, attrs, ins, outs, what) + self._gap
             if fused is not UNFUSED:
                 seconds = self._in_chain(seconds, ins, outs, what, fused)
             seconds = memo[key] = quantize(seconds)
         return seconds
 
+    @property
+    def _gap(self) -> float:
+        """Seconds that a compute op takes on the device beside its work, under the runtime."""
+        return self.runtime.gap if self.runtime is not None else 0.0
+
     def _in_chain(self, seconds: float, ins: Types, outs: Types, what: DeviceSpec, fused: Fused) -> float:
         """Seconds that are left of an op that is limited by memory, without what it does not move."""
         saved = sum(ins[k].bytes for k in fused.operands) + (outs[0].bytes if fused.result else 0)
-        launch = what.kernel_launch_overhead if fused.launched else 0.0
+        launch = what.kernel_launch_overhead + self._gap if fused.launched else 0.0
         return max(0.0, seconds - saved / self._bandwidth(ins, outs, what) - launch)
 
     def _bandwidth(self, ins: Types, outs: Types, what: DeviceSpec) -> float:
@@ -113,20 +122,37 @@ class CostModel:
         passes = self.runtime.passes if self.runtime is not None and narrow else 1.0
         return what.dram_bandwidth * what.memory_efficiency / passes
 
-    def issue(self, spec: Spec, devices: int = 1, fused: Fused = UNFUSED, computes: bool = False) -> float:
+    def issue(
+        self,
+        spec: Spec,
+        devices: int = 1,
+        fused: Fused = UNFUSED,
+        computes: bool = False,
+        more: int = 0,
+    ) -> float:
         """Seconds that a host takes to issue an op to its device, quantized; `devices` take part in it.
 
         `computes`: it communicates with no other device, as along the time axis: an accumulation. Only an inline
-        runtime issues that as a compute op: the figures of the others are fitted without the distinction.
+        runtime issues that as a compute op: the figures of the others are fitted without the distinction. `more`:
+        `more_kernels`.
         """
         r = self.runtime
-        if r is None or fused.launched:
+        if r is None or (fused.launched and not more):
             return 0.0
         if spec.route == "send" and r.transfer is not None:
             return quantize(r.transfer)
-        return quantize(
-            r.op if spec.route is None or (computes and r.inline) else r.communication + r.member * (devices - 1)
-        )
+        if spec.route is None or (computes and r.inline):
+            return quantize(r.op * (more + (not fused.launched)))
+        return quantize(r.communication + r.member * (devices - 1))
+
+    def more_kernels(self, spec: Spec, ins: Types) -> int:
+        """How many kernels an op of masked scores takes more than its chain, as the runtime cannot fuse them.
+
+        Source: Megatron-LM, FusedScaleMaskSoftmax: its kernel takes `score_block` matrices of 16 bits at once.
+        """
+        if not spec.scores or self.runtime is None or not isinstance(t := ins[0], Tensor) or t.dtype.size > 2:
+            return 0
+        return _APART_KERNELS if math.prod(t.shape[:-2]) % self.runtime.score_block else 0
 
     def enter(self) -> float:
         """Seconds that a host takes to call a function, quantized."""
@@ -186,6 +212,12 @@ class CostModel:
         dtype = computed_in(ins, outs)
         if (measured := what.speed(spec.name, dtype)) is not None:
             return measured.seconds(flops, size)
+        logit_bytes = self.runtime.logit_bytes if self.runtime is not None else None
+        if spec.logits is not None and logit_bytes is not None and isinstance(logits := ins[0], Tensor):
+            size = logit_bytes[spec.logits == "backward"] * math.prod(logits.shape)
+            bandwidth = what.dram_bandwidth * what.memory_efficiency
+        if self.more_kernels(spec, ins) and isinstance(ins[0], Tensor):
+            size += _APART_BYTES * math.prod(ins[0].shape)
         seconds = size / bandwidth
         if flops:
             tf32 = self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None

@@ -51,9 +51,11 @@ class _Kind(NamedTuple):
 class _Kinds:
     """The kinds of a program's ops, numbered: ops of one kind have the same cost and classes."""
 
-    def __init__(self, runtime: Runtime | None, slows: bool) -> None:
+    def __init__(self, program: Function, runtime: Runtime | None, slows: bool) -> None:
         self.first: list[_Kind] = []
         self._runtime, self._slows = runtime, slows
+        self.repeated = frozenset([op.callee for op in program.ops if op.attributes.get("mb") is not None])
+        """What is called for each microbatch."""
         self._numbers: dict[object, int] = {}
         self._of: dict[Function, list[int]] = {}
         self._unwritten: dict[Function, frozenset[Op]] = {}
@@ -69,7 +71,8 @@ class _Kinds:
         if found is not None:
             return found
         numbers, out = self._numbers, list[int]()
-        chains, overlapped = fused(f, self._runtime), beside_compute(f) if self._slows else frozenset[Op]()
+        chains = fused(f, self._runtime, f in self.repeated)
+        overlapped = beside_compute(f) if self._slows else frozenset[Op]()
         for op in f.ops:
             spec = op.spec
             if spec is _CALL:
@@ -95,7 +98,7 @@ class _Kinds:
 @cached
 def _kinds(program: Function, runtime: Runtime | None, slows: bool) -> _Kinds:
     """The kinds of a program's ops under a runtime; they do not depend on seconds. `slows`: of the cost model."""
-    return _Kinds(runtime, slows)
+    return _Kinds(program, runtime, slows)
 
 
 class CompiledProgram:
@@ -261,7 +264,7 @@ class CompiledProgram:
         if shape is None:
             return None
         number, mesh = shape
-        key = number, self._situation(mesh)
+        key = number, callee in self._kinds.repeated, self._situation(mesh)
         model = self._models.get(key)
         if model is None:
             self._models[key] = self.code(callee)
@@ -339,7 +342,10 @@ class CompiledProgram:
         communicates = where[0][1] != COMPUTE
         sources, targets = ends or (classes, classes)
         issues: Issues | None = None
-        issue = self.cost.issue(op.spec, devices, chained, not communicates) if self._issued else 0.0
+        issue, cost = 0.0, self.cost
+        if self._issued:
+            more = cost.more_kernels(op.spec, [v.type for v in op.inputs])
+            issue = cost.issue(op.spec, devices, chained, not communicates, more)
         if issue or (self._issued and self._host != HOST):  # a call is added to the first part that is issued
             hosts = [self.stream(c, self._host) for c in dict.fromkeys(classes)]
             issues = tuple([(host, issue) for host in hosts])

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from distir.api.compilation import distribute
+from distir.api.model import Model
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import Fused, fused
+from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster
 from distir.ir import Device, FunctionMaker, Mesh
-from distir.ir.function import Attributes
+from distir.ir.function import Attributes, Function
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import lookup
-from distir.ir.type import REPLICATE, SUM, BFloat16, Float32, Placement, Shard, Tensor
+from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float32, Int64, Placement, Shard, Tensor
+from distir.models.decoder import Decoder, decoder
+from distir.transforms.differentiation.training import SGD
+from distir.transforms.plan import Plan
 
 MULTI = Runtime("multi", op=1e-5, multi_tensor=True)
 
@@ -26,6 +32,92 @@ def test_ops_of_one_kind_at_one_depth_are_one_kernel() -> None:
     assert [op in kernels and kernels[op].launched for op in g.ops] == [False, True, False, False, False, False]
     assert fused(g, Runtime("plain", op=1e-5)) == {}
     assert fused(g, None) == {}
+    assert fused(g, MULTI, repeated=True) == {}  # of a microbatch: one layer is called after the other
+
+
+def test_blocks_that_are_recomputed_share_no_kernel() -> None:
+    """They do not need each other, and are equal; yet each is called for itself, in the backward pass of its layer."""
+    step = Model(decoder(Decoder(layers=3, hidden=64, heads=2, vocab=96, seq=16, batch=4))).training(
+        "cross-entropy", SGD()
+    )
+    topology = load_cluster("dgx-a100")
+    saved: list[float] = []
+    for recompute in ("none", "full"):
+        program = distribute(step, Plan(microbatches=2, recompute=recompute), topology.devices[:1])
+        runtimes = Runtime("plain", op=1e-2), Runtime("multi", op=1e-2, multi_tensor=True)
+        alone, shared = (Simulator(CostModel(topology, runtime=r)).interpret(program).seconds for r in runtimes)
+        saved.append(alone - shared)
+    assert saved[0] > 0.01  # of the update
+    assert saved[1] == pytest.approx(saved[0], abs=1e-3)
+
+
+def test_the_mask_of_a_gradient_is_part_of_the_softmax_before_it() -> None:
+    f = FunctionMaker("f")
+    y, d = (f.add_input_value(name, Tensor(BFloat16, (8, 16, 16))) for name in "yd")
+    slope = f.emit("SoftmaxGrad", y, d, axis=-1)
+    masked = f.emit("CausalMask", slope, value=0.0)
+    f.set_outputs([f.emit("MatMul", masked, y)])
+    g = f.finalize()
+    kernels = fused(g, Runtime("fuses", op=1e-5, fuses=True))
+    assert kernels == {g.ops[0]: Fused(result=True), g.ops[1]: Fused(frozenset((0,)), launched=True)}
+
+
+def test_a_reduction_is_not_part_of_what_follows() -> None:
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor(BFloat16, (8, 16)))
+    f.set_outputs([f.emit("Neg", f.emit("ReduceSum", x, axes=(0,), keepdims=0))])
+    assert fused(f.finalize(), Runtime("fuses", op=1e-5, fuses=True)) == {}
+
+
+@pytest.mark.parametrize(("name", "way"), [("CrossEntropy", 0), ("CrossEntropyGrad", 1)])
+def test_bytes_of_a_logit(name: str, way: int) -> None:
+    topology = load_cluster("dgx-a100")
+    device, what = topology.devices[0], topology.spec(topology.devices[0])
+    cost = CostModel(topology, runtime=Runtime("slow", logit_bytes=(38.0, 14.0), passes=3.0))
+    logits, labels, row = Tensor(BFloat16, (64, 4096)), Tensor(Int64, (64,)), Tensor(Float32, (64,))
+    ins, outs = ([logits, labels], [row, row]) if way == 0 else ([logits, labels, row, row], [logits])
+    seconds = cost.compute(lookup(name), {}, ins, outs, device) - what.kernel_launch_overhead
+    bandwidth = what.dram_bandwidth * what.memory_efficiency
+    assert seconds == pytest.approx(64 * 4096 * (38, 14)[way] / bandwidth, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "more"), [((3, 2, 8, 8), BFloat16, 4), ((4, 2, 8, 8), BFloat16, 0), ((3, 2, 8, 8), Float32, 0)]
+)
+def test_scores_that_a_kernel_cannot_take_are_masked_apart(shape: tuple[int, ...], dtype: DType, more: int) -> None:
+    topology = load_cluster("dgx-a100")
+    device, what = topology.devices[0], topology.spec(topology.devices[0])
+    t, mask = [Tensor(dtype, shape)], lookup("CausalMask")
+    runtimes = Runtime("any", op=1e-5), Runtime("fours", op=1e-5, score_block=4)
+    costs = [CostModel(topology, runtime=r) for r in runtimes]
+    assert [c.more_kernels(mask, t) for c in costs] == [0, more]
+    assert [c.more_kernels(lookup("Neg"), t) for c in costs] == [0, 0]
+    a, b = (c.compute(mask, {}, t, t, device) for c in costs)
+    moved = 33 * 384 if more else 0
+    assert b - a == pytest.approx(moved / what.dram_bandwidth / what.memory_efficiency, rel=1e-4, abs=1e-12)
+    assert costs[1].issue(mask, more=more) == pytest.approx((1 + more) * 1e-5, rel=1e-6)
+    assert costs[1].issue(mask, 1, Fused(launched=True), more=more) == pytest.approx(more * 1e-5, rel=1e-6)
+
+
+def test_hosts_issue_scores_that_are_masked_apart() -> None:
+    f = FunctionMaker("f")
+    mesh = Mesh(load_cluster("dgx-a100").devices[:1], {"dp": 1}, "m")
+    x = f.add_input_value("x", Tensor(BFloat16, (6, 8, 8), mesh, (REPLICATE,)))
+    f.set_outputs([f.emit("CausalMask", x)])
+    g, seconds = f.finalize(), list[float]()
+    for block in (1, 4):
+        cost = CostModel(load_cluster("dgx-a100"), runtime=Runtime("host", op=1.0, score_block=block))
+        seconds.append(Simulator(cost).interpret(g).seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(4.0, abs=1e-3)
+
+
+def test_a_gap_beside_each_kernel() -> None:
+    topology = load_cluster("dgx-a100")
+    t, neg, device = [Tensor(Float32, (64, 64))], lookup("Neg"), topology.devices[0]
+    plain, slow = CostModel(topology, runtime=Runtime("a")), CostModel(topology, runtime=Runtime("b", gap=1e-3))
+    assert slow.compute(neg, {}, t, t, device) == pytest.approx(plain.compute(neg, {}, t, t, device) + 1e-3, rel=1e-6)
+    later = Fused(launched=True)
+    assert slow.compute(neg, {}, t, t, device, later) == plain.compute(neg, {}, t, t, device, later)
 
 
 def test_updates_with_other_settings_or_elsewhere_are_other_kernels() -> None:
@@ -84,3 +176,24 @@ def test_more_passes_over_memory_and_collectives_that_wait() -> None:
         cost.collective(lookup("MPIAllreduce"), Attributes(axis="dp"), [part], [whole], group) for cost in (plain, slow)
     ]
     assert seconds[1] == pytest.approx(1.5 * seconds[0], rel=1e-6)
+
+
+def test_equal_functions_of_which_one_is_called_for_a_microbatch() -> None:
+    """Only the other has kernels of many tensors: they are not equal to a simulator."""
+    topology = load_cluster("dgx-a100")
+    mesh = Mesh(topology.devices[:1], {"dp": 1}, "m")
+    t = Tensor(Float32, (4, 4), mesh, (REPLICATE,))
+
+    def two() -> Function:
+        f = FunctionMaker("two")
+        f.set_outputs([f.emit("Neg", f.add_input_value(name, t)) for name in "xy"])
+        return f.finalize()
+
+    main = FunctionMaker("main")
+    ins = [main.add_input_value(name, t) for name in "xy"]
+    once, repeated = (main.add_op("Call", None, ins, given, [two()]) for given in ({}, {"mb": 0}))
+    assert isinstance(once, tuple)
+    assert isinstance(repeated, tuple)
+    main.set_outputs([*once, *repeated])
+    cost = CostModel(topology, runtime=Runtime("host", op=1.0, multi_tensor=True))
+    assert Simulator(cost).interpret(main.finalize()).seconds == pytest.approx(3.0, abs=1e-3)

@@ -112,9 +112,9 @@ def test_kinds_of_ops_are_found_once_for_all_constants(monkeypatch: pytest.Monke
     runtimes = [Runtime("a", op=1e-6, fuses=True), Runtime("b", op=2e-6, call=1e-5, fuses=True), Runtime("c", op=1e-6)]
     looked: list[Function] = []
 
-    def fused(f: Function, runtime: Runtime | None) -> object:
+    def fused(f: Function, runtime: Runtime | None, repeated: bool) -> object:
         looked.append(f)
-        return fusion.fused(f, runtime)
+        return fusion.fused(f, runtime, repeated)
 
     monkeypatch.setattr(lowering, "fused", fused)
     counts = []
