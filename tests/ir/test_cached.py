@@ -61,6 +61,30 @@ def test_goes_with_its_function() -> None:
     assert seen() is None
 
 
+def test_a_function_that_is_its_own_result_goes_without_a_collection() -> None:
+    calls: list[int] = []
+
+    @cached
+    def find(function: Function) -> Function:
+        calls.append(1)
+        return function
+
+    @cached
+    def note(function: Function) -> Found:
+        return Found()
+
+    f = FunctionMaker("f").finalize()
+    assert find(f) is find(f) is f
+    assert calls == [1]
+    seen = weakref.ref(note(f))
+    gc.disable()
+    try:
+        del f
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
 def test_what_is_found_stays_when_a_function_goes_to_another_process() -> None:
     @cached
     def find(function: Function) -> Found:

@@ -1,5 +1,6 @@
 """Bounds from the cut that a plan gets: below the simulation, and near it."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from distir.api.model import load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster
 from distir.ir import Topology
+from distir.ir.pause import no_collection
 from distir.search.best_first import search
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting, evaluate
@@ -146,6 +148,21 @@ def test_what_is_known_limits_a_search(monkeypatch):
     assert again.bound >= best.outcome.seconds
 
 
+def test_no_more_is_refined_together_than_is_likely_to_matter(monkeypatch):
+    """Once as many plans as are looked for have bounds of their cuts; the same plan is found."""
+    setting = setting_of(gpus=16, batch=32)
+    vary = "dp", "tp", "pp", "microbatch", "zero", "schedule", "chunks"
+    found = space(setting.model.function, 32, 16, setting.cost.topology, vary)
+    refined, best = [], set()
+    for likely in (1.05, 100.0):
+        monkeypatch.setattr(best_first, "_LIKELY", likely)
+        bounds = Bounds(setting)
+        best.add(search(bounds, found.candidates, Simulators(setting)).fitting[0].outcome.seconds)
+        refined.append(len(bounds.known))
+    assert len(best) == 1
+    assert refined[0] < refined[1]
+
+
 def test_a_plan_that_fits_to_the_byte_is_found():
     """With what is beside tensors, for which its bound leaves room."""
     regular = load_cluster("dgx-a100", devices=8).regular
@@ -166,3 +183,17 @@ def test_sums_of_one_chunk_may_come_after_what_another_saves():
     setting = setting_of(batch=8)
     c = Candidate(4, 1, 2, 1, "interleaved", 2, 1, "selective")
     assert Bounds(setting).of(c)[1] <= evaluate(setting, c).memory
+
+
+@pytest.mark.parametrize("what", [lambda s, c: evaluate(s, c), lambda s, c: Bounds(s).of_cuts([c])])
+def test_little_is_left_for_the_collector(what):
+    """What is placed and simulated for a plan is given back without a collection, which takes seconds in a search."""
+    setting = setting_of()
+    what(setting, PLANS[0])  # what all plans share is there
+    gc.collect()
+    with no_collection(collect=False):
+        before = len(gc.get_objects())
+        what(setting, PLANS[2])
+        made = len(gc.get_objects()) - before
+        left = gc.collect()
+    assert left < 2000, made
