@@ -10,7 +10,7 @@ import torch
 from distir.backends.lowering import kernels
 from distir.backends.lowering.buckets import buffer
 from distir.backends.lowering.inplace import in_place
-from distir.backends.lowering.kernels import Kernel, python_name, render
+from distir.backends.lowering.kernels import Kernel, KernelTensor, Ref, TorchCall, python_name, render
 from distir.backends.lowering.launchers import by_member
 from distir.backends.lowering.optimizers import adamw, sgd
 from distir.backends.lowering.torch_calls import trace
@@ -80,6 +80,16 @@ def test_what_is_read_again_is_not_overwritten():
     (want,) = compiled(written, 3)(*args)
     (got,) = compiled(in_place(written, frozenset((0, 1, 2))), 3)(*[x.clone() for x in args])
     torch.testing.assert_close(got, want)
+
+
+def test_what_another_operand_shows_is_not_overwritten():
+    """The transposed view of a matrix would show what has been written."""
+    square = KernelTensor(torch.Size((3, 3)), torch.float64, frozenset((0,)))
+    calls = [TorchCall(torch.transpose, (Ref(0), 0, 1), {}, 1), TorchCall(torch.sub, (Ref(0), Ref(1)), {}, 2)]
+    written = Kernel(calls, (2,), [square, square, square._replace(within=frozenset((2,)))])
+    x = torch.rand(3, 3, dtype=torch.float64)
+    (got,) = compiled(in_place(written, frozenset((0,))), 1)(x.clone())
+    torch.testing.assert_close(got, x - x.T)
 
 
 def test_a_result_is_computed_into_a_given_place():
