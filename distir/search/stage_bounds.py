@@ -2,10 +2,11 @@
 beside compute.
 
 `bounds` asks what the best cut could reach. Here the cut is the one that the plan gets, so each stage's work is known:
-for how long it keeps the compute stream, the path from what it receives to what it sends, what it saves, what it
-reduces and gathers among replicas. A rank runs its cells one after another; a cell's result cannot be ready before its
-stage's path has followed what it received. Placing is shared by plans that differ in the
-numbers of replicas, pipeline ranks and microbatches, in schedule, chunks and order.
+the way of a pass through two streams, that of compute and that of what replicas gather and reduce, from what it receives
+to what it sends; and what it saves. A rank runs its cells one after another. Gathers of weights are issued in units, one
+ahead of their use (`prefetch`); a gradient is reduced when it is ready; what is added to a sum over microbatches after
+it is reduced is waited for at the end of a pass. Placing is shared by plans that differ in the numbers of replicas,
+pipeline ranks and microbatches, in schedule, chunks and order.
 """
 
 from __future__ import annotations
