@@ -1,12 +1,12 @@
 """Lower bounds from the real cut: a placed program's stages, in the order of the schedule, without what takes place
 beside compute.
 
-`bounds` asks what the best cut could reach. Here the cut is the one that the plan gets, so each stage's work is known:
-the way of a pass through two streams, that of compute and that of what replicas gather and reduce, from what it receives
-to what it sends; and what it saves. A rank runs its cells one after another. Gathers of weights are issued in units, one
-ahead of their use (`prefetch`); a gradient is reduced when it is ready; what is added to a sum over microbatches after
-it is reduced is waited for at the end of a pass. Placing is shared by plans that differ in the numbers of replicas,
-pipeline ranks and microbatches, in schedule, chunks and order.
+`bounds` asks what the best cut could reach. Here the cut is the one that the plan gets, so each stage's work is
+known: the way of a pass through two streams, that of compute and that of what replicas gather and reduce, from what
+it receives to what it sends; and what it saves. A rank runs its cells one after another. Gathers of weights are
+issued in units, one ahead of their use (`prefetch`); a gradient is reduced when it is ready; what is added to a sum
+over microbatches after it is reduced is waited for at the end of a pass. Placing is shared by plans that differ in
+the numbers of replicas, pipeline ranks and microbatches, in schedule, chunks and order.
 """
 
 from __future__ import annotations
