@@ -19,6 +19,7 @@ from distir.api.model import PRECISIONS, Precision
 from distir.hardware import load_cluster, load_runtime
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.host_runtime import Runtime
+from distir.models.blocks import first_weight
 from distir.models.decoder import ARCHITECTURES, Decoder
 from distir.transforms.pipeline.schedule import SCHEDULES
 from distir.transforms.plan import AXES, BUCKET_MB, Plan
@@ -393,7 +394,7 @@ def _cut(values: Mapping[str, Any]) -> tuple[str, ...]:
     even = runtime_named(values["runtime"], values["cluster"]).even_stages
     if not even or values["model_family"] == MLP or layers % parts:
         return ()
-    return tuple([f"{k * layers // parts}.norm1.weight" for k in range(1, parts)])
+    return tuple([first_weight(k * layers // parts) for k in range(1, parts)])
 
 
 def _order(plan: Plan, values: Mapping[str, Any]) -> tuple[str, ...]:

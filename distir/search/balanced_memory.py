@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distir.api.stage_cost import OpSeconds, stage_cost
+from distir.api.stage_cost import OpSeconds
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
 from distir.executor.cost_model.seconds import wire_of
@@ -124,20 +124,19 @@ class FirstStages(NamedTuple):
     low_sums: Sequence[float]
 
 
-def balance(c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel) -> list[int]:
-    """The stages of ops, balanced without what replicas reduce: candidates whose programs, `each`, microbatches, number
-    of stages and links are the same share them. Raises InfeasibleError if there are fewer ops than stages."""
-    sent = stage_cost(cost, c.plan(batch)).sent
-    return balanced(choices(given.ways, _alone(given, each).tolist(), sent), c.pp * c.chunks)
+def balance(given: Stageable, each: np.ndarray, sent: float, parts: int) -> list[int]:
+    """The stages of ops, balanced without what replicas reduce; `each` are `op_seconds`, `sent` is the cost of a byte
+    that is sent. Raises InfeasibleError if there are fewer ops than stages."""
+    return balanced(choices(given.ways, _alone(given, each).tolist(), sent), parts)
 
 
 def first_stages(
-    c: Candidate, batch: int, given: Stageable, each: np.ndarray, stages: Sequence[int], cost: CostModel
+    c: Candidate, batch: int, given: Stageable, each: np.ndarray, sent: float, stages: Sequence[int], cost: CostModel
 ) -> FirstStages:
     """What the first stages of a candidate have, as they are balanced: no stage costs more than some of `stages`, which
-    are others that it could have. The candidate has no further axes; `each` are its `op_seconds`."""
+    are others that it could have. The candidate has no further axes; `each` and `sent` are as `balance` takes them."""
     parts = c.pp * c.chunks
-    least, most, sent = _costs(c, batch, given, each, cost)
+    least, most = _costs(c, batch, given, each, cost)
     worst = maximum(choices(given.ways, most.tolist(), sent), stages) * _SLACK
     reach = _by_set(given.ways, least)
     turn = np.argsort(reach, kind="stable")
@@ -201,9 +200,8 @@ def _chunks_in_flight(schedule: str, pp: int, m: int, chunks: int) -> list[list[
     if known is None:
         return []
     now, most = [[0] * chunks for _ in range(pp)], [[0] * chunks for _ in range(pp)]
-    for r, work in zip(known.rank, known.work, strict=True):
-        s, which = divmod(work, 5)
-        now[r][s // pp] += 1 if which < 2 else -1
+    for r, s, forward, _ in known.cells():
+        now[r][s // pp] += 1 if forward else -1
         if sum(now[r]) > sum(most[r]):
             most[r] = list(now[r])
     return most
@@ -218,15 +216,15 @@ def _by_set(ways: Ways, x: np.ndarray) -> np.ndarray:
 
 def _costs(
     c: Candidate, batch: int, given: Stageable, each: np.ndarray, cost: CostModel
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """By forward op the least and the most that it costs its stage; and the cost of a byte sent."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """By forward op the least and the most that it costs its stage."""
     m = c.microbatches(batch)
     _, own, kind, owner, update = given.price
     alone = _alone(given, each)
     updates = np.bincount(owner[update], each[kind[update]], len(own)) / m
     often, once = _REDUCED[c.zero]
     reduced = _all_reduce(c, given.sums, cost) * (often + once / m)
-    return alone + (0.0 if c.zero else updates), alone + updates + reduced, stage_cost(cost, c.plan(batch)).sent
+    return alone + (0.0 if c.zero else updates), alone + updates + reduced
 
 
 def _alone(given: Stageable, each: np.ndarray) -> np.ndarray:

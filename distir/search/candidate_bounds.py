@@ -115,10 +115,11 @@ class Bounds:
         key = relatives(c), c.microbatch, spacing_of(c, c.order, "tp")
         if key not in self._op_seconds:
             self._op_seconds[key] = op_seconds(c, batch, given, cost)
-        each, shared = self._op_seconds[key], (*key, c.pp * c.chunks, stage_cost(cost, c.plan(batch)).sent)
+        each, sent, parts = self._op_seconds[key], stage_cost(cost, c.plan(batch)).sent, c.pp * c.chunks
+        shared = *key, parts, sent
         if shared not in self._balances:
-            self._balances[shared] = balance(c, batch, given, each, cost)
-        return balanced_memory(c, batch, first_stages(c, batch, given, each, self._balances[shared], cost))
+            self._balances[shared] = balance(given, each, sent, parts)
+        return balanced_memory(c, batch, first_stages(c, batch, given, each, sent, self._balances[shared], cost))
 
     def _cuts(self, c: Candidate) -> Cuts:
         """The template's cuts; those of the last templates are kept."""

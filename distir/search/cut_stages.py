@@ -202,10 +202,9 @@ class CutStages:
         backward = p.is_backward[rows.op]
         once_in_a_pass = (self._stage[rows.op] * 2 + backward) * (1 + rows.what.max(initial=0)) + rows.what
         here = runs[np.unique(once_in_a_pass[runs], return_index=True)[1]]
-        again = rows.phase[here] == 0
-        kept = here[again | ~backward[here]]
-        phase = np.where(again, backward[here], 2)[again | ~backward[here]]
-        once = _Moved(rows.op[kept], rows.what[kept], rows.kind[kept], phase, rows.kinds)
+        here = here[(rows.phase[here] == 0) | ~backward[here]]
+        phase = np.where(rows.phase[here] == 0, backward[here], 2)
+        once = _Moved(rows.op[here], rows.what[here], rows.kind[here], phase, rows.kinds)
         return Replicas(self._by_cell(once, move, (FORWARD, BACKWARD, PROLOGUE)), reduced)
 
     def _by_cell(

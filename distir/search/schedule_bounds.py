@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -54,15 +54,25 @@ class StageMemory(NamedTuple):
     sums: float
 
 
+_PASSES, _BACKWARD = 5, 2
+"""How many passes a `StageWork` has, and the first that is a backward one."""
+
+
 class Schedule(NamedTuple):
     """The cells of a schedule, in an order in which every cell comes after those that it depends on: of each the rank
-    that runs it, the number of its pass (five a stage, as `StageWork` has them), and the number of the cell from which
-    it receives a value; -1 for none."""
+    that runs it, the number of its pass (of each stage in turn, as `StageWork` has them), and the number of the cell
+    from which it receives a value; -1 for none."""
 
     ranks: int
     rank: array[int]
     work: array[int]
     source: array[int]
+
+    def cells(self) -> Iterator[tuple[int, int, bool, bool]]:
+        """Of each the rank, the stage, whether it is a forward pass, and whether it is over the first microbatch."""
+        for r, work in zip(self.rank, self.work, strict=True):
+            s, which = divmod(work, _PASSES)
+            yield r, s, which < _BACKWARD, which in (0, _BACKWARD)
 
 
 @lru_cache(64)
@@ -88,9 +98,9 @@ def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Sched
                 if source < 0 and 0 <= before < parts:
                     break
                 number[word, s, i] = len(number)
-                which = int(i > 0) if forward else 4 if i == microbatches - 1 else 2 + int(i > 0)
+                which = int(i > 0) if forward else _BACKWARD + (2 if i == microbatches - 1 else int(i > 0))
                 found.rank.append(r)
-                found.work.append(5 * s + which)
+                found.work.append(_PASSES * s + which)
                 found.source.append(source)
                 k += 1
             moved = moved or k > position[r]
@@ -102,15 +112,14 @@ def rank_memory(schedule: Schedule, stages: Sequence[StageMemory], m: int) -> fl
     """The most bytes that a rank has at the begin of a backward pass."""
     used = [sum([x.held for x in stages[r :: schedule.ranks]]) for r in range(schedule.ranks)]
     most = max(used)
-    for r, work in zip(schedule.rank, schedule.work, strict=True):
-        s, which = divmod(work, 5)
-        if which < 2:
+    for r, s, forward, first in schedule.cells():
+        if forward:
             used[r] += stages[s].saved
             continue
         if used[r] > most:
             most = used[r]
         used[r] -= stages[s].saved
-        if m > 1 and which == 2:
+        if m > 1 and first:
             used[r] += stages[s].sums
     return most
 
@@ -126,7 +135,7 @@ def step_seconds(schedule: Schedule, works: Sequence[StageWork], hop: Callable[[
     compute, replicas = [0.0] * p, [0.0] * p
     arrived: list[float] = []
     """When what each cell sends is there."""
-    for r, work, source in zip(*schedule[1:], strict=True):
+    for r, work, source in zip(schedule.rank, schedule.work, schedule.source, strict=True):
         a, b, c = compute[r], replicas[r], arrived[source] if source >= 0 else -math.inf
         cc, cr, ca, rc, rr, ra, mc, mr, ma = cells[work]
         compute[r] = max(a + cc, b + cr, c + ca)

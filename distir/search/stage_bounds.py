@@ -125,7 +125,7 @@ class Cuts:
         def cell(
             word: str, s: int, once: _Moves, gathered: _Moves, reduced: _Moves = (), adds: bool = False
         ) -> CellWork:
-            before = s - 1 if word == FORWARD else s + 1
+            before, adds = s - 1 if word == FORWARD else s + 1, adds and any([x.summed for _, x in reduced])
             rows, given, out = stages.passes[word, s], handed.get((word, before)), handed[word, s]
             key = id(rows), given and given.used, out and out.made, once, gathered, reduced, adds
             if key not in known:

@@ -124,8 +124,9 @@ def maximum(given: Choices, stages: Sequence[int]) -> float:
     if given.ways.member is None or given.cut_cost is None:
         cuts = np.asarray(given.crossing)[[int(x.sum()) for x in before]]
     else:
-        number = {tuple(row): k for k, row in enumerate(given.ways.member.tolist())}
-        cuts = given.cut_cost[[number[tuple(x.astype(int).tolist())] for x in before]]
+        number = {s: k for k, s in enumerate(given.ways.sets)}
+        masks = [int.from_bytes(np.packbits(x, bitorder="little").tobytes(), "little") for x in before]
+        cuts = given.cut_cost[[number[s] for s in masks]]
     borders = np.maximum(np.append(0.0, cuts), np.append(cuts, 0.0))
     return float((np.bincount(of_ops, given.costs, parts) + borders).max())
 
