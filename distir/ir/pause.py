@@ -6,15 +6,9 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
-_enough = 4_000_000
+_ENOUGH = 4_000_000
 """After so many objects made while paused a full collection runs: at most some hundred megabytes of garbage."""
 _made = 0
-
-
-def collect_after(objects: int) -> None:
-    """In this process, run a full collection after so many objects made while paused, instead of four million."""
-    global _enough
-    _enough = objects
 
 
 @contextmanager
@@ -39,7 +33,7 @@ def _settle(collect: bool) -> None:
     """Move all objects to the oldest generation without traversing them; collect when enough have been made."""
     global _made
     _made += gc.get_count()[0]
-    if collect and _made > _enough:
+    if collect and _made > _ENOUGH:
         _made = 0
         gc.collect()
     elif not gc.get_freeze_count():  # another's frozen objects would thaw

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any, NamedTuple
 
-from distir.ir.pause import collect_after
 from distir.search.candidate_bounds import Bounds, Relatives, placing, relatives
 from distir.search.exact import Detail, Setting, evaluate, examine
 from distir.search.space import Candidate
@@ -59,10 +58,6 @@ Task = Price | Bound | Refine | Simulate | Examine
 
 _AHEAD = 4
 """How many tasks wait for each process that has placed the model for them, before another process takes one."""
-
-
-_GARBAGE = 8_000_000
-"""How many objects a process makes before it looks for garbage: some hundred megabytes."""
 
 
 class Simulators(NamedTuple):
@@ -183,7 +178,5 @@ def _answered(task: Task) -> Any:
 
 
 def _begin() -> None:
-    """Ctrl-C goes to all processes of a terminal: the parent ends these. Several live at a time, each with templates:
-    there is less room for garbage."""
+    """Ctrl-C goes to all processes of a terminal: the parent ends these."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    collect_after(_GARBAGE)

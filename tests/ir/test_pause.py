@@ -44,8 +44,7 @@ def test_cycles_made_inside_are_collected():
 
 
 def test_collects_when_enough_was_made(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pause, "_enough", pause._enough)  # restored afterwards
-    pause.collect_after(100)
+    monkeypatch.setattr(pause, "_ENOUGH", 100)
     with no_collection():
         a = _Node()
         a.next = a
@@ -57,7 +56,7 @@ def test_collects_when_enough_was_made(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_collects_nothing_where_the_process_ends(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pause, "_enough", 100)
+    monkeypatch.setattr(pause, "_ENOUGH", 100)
     with no_collection(collect=False):
         a = _Node()
         a.next = a

@@ -116,6 +116,16 @@ def test_a_gather_between_a_product_and_its_bias(monkeypatch):
     assert too_high(found, c)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_backward_passes_wait_for_tensor_parallelism(recompute):
+    """Where what is recomputed of one block stands between the backward ops of another, too."""
+    found = case("llama:layers=6,hidden=2048,heads=16,kv_heads=4,vocab=4000,seq=256", 16, 8, "dgx-a100", "bf16")
+    profile = found.bounds.profile((4, False, recompute, ()))
+    assert profile is not None
+    waiting = sum([n for segment, n in profile.backward.items() if segment.waits])
+    assert waiting >= 0.8 * sum(profile.backward.values()) > 4
+
+
 def test_bounds_are_above_zero():
     found = case(MODELS[3], 16, 4, "dgx-a100", "bf16")
     for c in random.Random(0).sample(found.candidates, 10):
