@@ -31,17 +31,19 @@ def on_own_stages(function: Function, stage: Mapping[Op, int]) -> tuple[Function
     An op of another stage uses the original, which is sent between stages anyway.
     """
     origin = copies(function)
-    if not origin:
+    home = {v: stage.get(op) for op in function.ops for v in op.outputs if v in origin}
+    uses = [(v, op) for op in function.ops for v in op.inputs if v in origin]
+    used = {v for v, _ in uses}.union(function.outputs)
+    if used.issuperset(origin) and all([home[v] == stage.get(op) for v, op in uses]):  # as mostly
         return function, dict(stage)
     maker = FunctionMaker(function.name)
     maker.inputs.extend(function.inputs)
-    home = {v: stage[op] for op in function.ops if op in stage for v in op.outputs}
     became: dict[Op, Op] = {}
     for op in function.ops:
         inputs = op.inputs
         if not origin.keys().isdisjoint(inputs):
             here = stage.get(op)
-            inputs = tuple([origin[v] if v in origin and home.get(v) != here else v for v in inputs])
+            inputs = tuple([origin[v] if v in origin and home[v] != here else v for v in inputs])
         of = became.get(op.of, op.of) if op.of else None
         same = inputs == op.inputs and of is op.of
         became[op] = op if same else Op(op.spec, inputs, op.attributes, op.outputs, of)
