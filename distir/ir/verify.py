@@ -27,12 +27,14 @@ from distir.ir.type import NOW, Replicate, Tensor, Tuple, Type
 
 
 class _View:
-    """How a function may use the time axis, and the functions and types that were verified under this rule."""
+    """How a function may use the time axis, and what was verified under this rule: functions, types, kinds of ops."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.functions: set[Function] = set()
         self.types: set[Type] = set()
+        self.kinds: set[tuple[object, ...]] = set()
+        """Of ops: spec, attributes (by identity: they live as long as the program), types of operands and results."""
 
 
 @no_collection()
@@ -87,23 +89,15 @@ class _Verifier:
             raise IRTypeError(f"{plain(f.name)}: an input is there twice")
         count = len(defined)
         number: dict[Op, int] = {}
+        known = view.kinds
         for k, op in enumerate(f.ops):
             inputs, outputs, spec = op.inputs, op.outputs, op.spec
             if not defined.issuperset(inputs):
                 _undefined(f, k, op, defined)
-            if spec.comm is not None:
-                self._communication(f, k, op, view)
-            try:
-                want = infer(spec, op.attributes, tuple([v.type for v in inputs]))
-            except IRTypeError as e:
-                _fail(f, k, e.message, e.hint)
-            if len(want) != len(outputs):
-                _fail(f, k, f"{spec.name}: expected {len(want)} results, got {len(outputs)}")
-            for v, t in zip(outputs, want, strict=False):  # their numbers are equal, and `strict` takes as long again
-                if v.type is not t:
-                    _wrong_result(f, k, v, t)
-                if t not in types:
-                    self._new_type(f, k, v, view)
+            kind = (spec, id(op.attributes), tuple([v.type for v in inputs]), tuple([v.type for v in outputs]))
+            if kind not in known:
+                self._op(f, k, op, view)
+                known.add(kind)
             defined.update(outputs)
             count += len(outputs)
             if len(defined) != count:
@@ -114,6 +108,22 @@ class _Verifier:
                     _fail(f, k, f"{spec.name}: expected `of` an earlier op of {plain(f.name)}, got {op.of}")
         _check_names(f, defined)
         _check_interface(f, defined)
+
+    def _op(self, f: Function, k: int, op: Op, view: _View) -> None:
+        """Raise unless op `k` fits its view of time, and its results have the types that follow from its operands'."""
+        if op.spec.comm is not None:
+            self._communication(f, k, op, view)
+        try:
+            want = infer(op.spec, op.attributes, tuple([v.type for v in op.inputs]))
+        except IRTypeError as e:
+            _fail(f, k, e.message, e.hint)
+        if len(want) != len(op.outputs):
+            _fail(f, k, f"{op.op_type}: expected {len(want)} results, got {len(op.outputs)}")
+        for v, t in zip(op.outputs, want, strict=True):
+            if v.type is not t:
+                _wrong_result(f, k, v, t)
+            if t not in view.types:
+                self._new_type(f, k, v, view)
 
     def _new_type(self, f: Function, k: int | None, v: Value, view: _View) -> None:
         """Raise if `v`, an input (k None) or a result of op `k`, has no type, or one that `view` forbids."""

@@ -390,21 +390,31 @@ def test_long_bundles_are_compared_entry_by_entry() -> None:
 
 
 def test_every_callee_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And types are inferred once for each kind of op."""
+    import sys
+
     from distir.ir import verify as _  # noqa: F401
     from distir.ir.infer import infer
 
-    seen: list[Any] = []
+    module = sys.modules["distir.ir.verify"]
+    named: list[Function] = []
+    inferred: list[Any] = []
 
-    def counting(spec: Any, attrs: Any, types: Any) -> Any:
-        seen.append(spec.name)
+    def naming(f: Function, defined: Any) -> None:
+        named.append(f)
+
+    def inferring(spec: Any, attrs: Any, types: Any) -> Any:
+        inferred.append((spec, attrs, types))
         return infer(spec, attrs, types)
 
-    import sys
-
-    monkeypatch.setattr(sys.modules["distir.ir.verify"], "infer", counting)
+    monkeypatch.setattr(module, "_check_names", naming)
+    monkeypatch.setattr(module, "infer", inferring)
     f = pipeline()
     verify(f)
-    assert len(seen) == len(f.ops) + sum(len(c.ops) for c in f.callees())
+    assert len(named) == 1 + len(f.callees()) == len(set(named))
+    ops = [(op.spec, op.attributes, tuple([v.type for v in op.inputs])) for g in (f, *f.callees()) for op in g.ops]
+    assert set(inferred) == set(ops)
+    assert len(inferred) == len({(spec, id(attrs), types) for spec, attrs, types in ops}) < len(ops)
 
 
 def test_same_function_is_seen_both_ways() -> None:
