@@ -260,7 +260,8 @@ class _Sweep:
         """The cost of reducing value i after its uses, if they pass a Partial on; infinity if one does not.
 
         `passing`: by op what its results cost `later`, and the size of its partial operands, which share that cost;
-        kept, as an op such as the sum over all gradients may have thousands.
+        kept, as an op such as the sum over all gradients may have thousands. In a quotient, where equal layers form a
+        circle, a result may not have been looked at yet: it is reduced where it is made.
         """
         v = self.v
         wants = {self.made[j].wants[k] for j, k in v.users[i]}
@@ -274,28 +275,39 @@ class _Sweep:
                 return math.inf
             if j not in passing:
                 passed = sum(v.made[x] for x, w in zip(v.ins[j], self.made[j].wants, strict=True) if w is SUM)
-                passing[j] = sum(later.get(x, 0.0) for x in v.outs[j]), passed
+                passing[j] = sum(later[x] if x in later else self._unreduced(x) for x in v.outs[j]), passed
             cost, passed = passing[j]
             below += cost * v.made[i] / passed if passed else 0.0  # operands without elements
         return below
+
+    def _unreduced(self, i: int) -> float:
+        """The cost of reducing value i where it is made, if it is a sum there."""
+        p = self.state[i]
+        return 0.0 if p is None or p.kind is None else 2 * self.v.made[i]
 
 
 _FREE: Mapping[int, Placement] = MappingProxyType({})
 
 
-def place_all(v: View, n: int, chosen: Collection[int], fixed: Mapping[int, Placement] = _FREE) -> Placed:
+def place_all(
+    v: View, n: int, chosen: Collection[int], fixed: Mapping[int, Placement] = _FREE, near: Placed | None = None
+) -> Placed:
     """Place every op along an axis of n devices, the classes of the groups `chosen` split; inputs as in `fixed`, others
-    as their uses take them."""
-    return place_values(v, n, chosen, fixed)[0]
+    as their uses take them. `near`: inputs and reductions to begin with, as they are found for a quotient."""
+    return place_values(v, n, chosen, fixed, near)[0]
 
 
 def place_values(
-    v: View, n: int, chosen: Collection[int], fixed: Mapping[int, Placement] = _FREE
+    v: View, n: int, chosen: Collection[int], fixed: Mapping[int, Placement] = _FREE, near: Placed | None = None
 ) -> tuple[Placed, Sequence[Placement | None]]:
     """As `place_all`, with the placement of each value where it is made."""
     sweep = _Sweep(v, n, chosen, fixed)
-    price, collectives = sweep.forward(first=True)
-    sweep.settle()
+    if near is None:
+        sweep.forward(first=True)
+        sweep.settle()
+    else:
+        sweep.inputs, sweep.reduce = near.inputs | sweep.inputs, set(near.reduce)
+    price, collectives = 0.0, 0
     for _ in range(_SWEEPS - 1):
         before = len(sweep.reduce)
         price, collectives = sweep.forward(first=False)

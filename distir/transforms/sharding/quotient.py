@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from distir.transforms.sharding.graph import Graph
-from distir.transforms.sharding.place import View
+from distir.transforms.sharding.place import Placed, View
 
 
-def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
+class Quotient(NamedTuple):
+    """A view with one op for each kind; `values`: of the graph's values the numbers that they have in it."""
+
+    view: View
+    values: Sequence[int]
+
+    def lifted(self, placed: Placed) -> Placed:
+        """Where the view's inputs and sums are placed as in `placed`, those of the graph; without its ops."""
+        reduce = {v for v, i in enumerate(self.values) if i in placed.reduce}
+        inputs = {v: placed.inputs[i] for v, i in enumerate(self.values) if i in placed.inputs}
+        return Placed(placed.price, [], reduce, inputs)
+
+
+def quotient(graph: Graph, full: View, rounds: int = 2) -> Quotient:
     """The view with one op for each kind, and its count: ops whose kind and mappings are equal, and those of their
     neighbours up to `rounds` steps away, are merged (colour refinement).
     """
@@ -52,7 +66,7 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
             first_values.append(v)
     copies = Counter(values)
     at = [renumber[c] for c in values]
-    return View(
+    small = View(
         sigs=[full.sigs[j] for j in first_ops],
         kinds=[full.kinds[j] for j in first_ops],
         ins=[[at[v] for v in full.ins[j]] for j in first_ops],
@@ -68,3 +82,4 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> View:
         outputs={at[v] for v in full.outputs},
         order=range(len(first_ops)),
     )
+    return Quotient(small, at)

@@ -12,7 +12,7 @@ from distir.ir.type import Shard
 from distir.transforms.sharding.classes import Classes, Groups, Node, all_classes, classes_from
 from distir.transforms.sharding.graph import Graph
 from distir.transforms.sharding.place import Placed, View, place_all, view
-from distir.transforms.sharding.quotient import quotient
+from distir.transforms.sharding.quotient import Quotient, quotient
 from distir.transforms.sharding.shares import samples, shares
 
 _BETTER = 1 - 1e-6
@@ -68,12 +68,12 @@ def tensor_parallel(
 
 
 class _Problem(NamedTuple):
-    """The search space: groups of classes, with views of the graph and of its quotient; the same for many degrees."""
+    """The search space: groups of classes, with a view of the graph and its quotient; the same for many degrees."""
 
     classes: Classes
     groups: Groups
     full: View
-    small: View
+    small: Quotient
 
 
 def _problem(
@@ -96,11 +96,11 @@ def _search(problem: _Problem, n: int) -> Split:
     """
     classes, groups, full, small = problem
     found: dict[Chosen, tuple[float, float]] = {}
-    ops = sum(small.times)
+    ops = len(full.sigs)
 
     def known(chosen: Chosen) -> tuple[float, float]:
         if chosen not in found:
-            placed = place_all(small, n, chosen)
+            placed = place_all(small.view, n, chosen)
             found[chosen] = (
                 round(placed.price, _DIGITS),
                 round(placed.price + _LATENCY * placed.collectives / ops, _DIGITS),
@@ -128,7 +128,8 @@ def _search(problem: _Problem, n: int) -> Split:
             break
         chosen = moved
     split = frozenset(c for g in chosen for c in groups.members[g])
-    return Split(place_all(full, n, chosen), classes, split)
+    near = small.lifted(place_all(small.view, n, chosen))
+    return Split(place_all(full, n, chosen, near=near), classes, split)
 
 
 def _flip(chosen: Chosen, group: int, clash: Sequence[set[int]]) -> Chosen:

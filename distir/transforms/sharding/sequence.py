@@ -60,13 +60,15 @@ def _shard(graph: Graph, split: Split, n: int, batch: tuple[Node, ...], sequence
     small = quotient(graph, full)
     chosen, best = frozenset({_SPLIT}), placed.price
     for group in groups.values():
-        price = place_all(small, n, chosen | {group}).price
+        price = place_all(small.view, n, chosen | {group}).price
         if price < best:
             chosen, best = chosen | {group}, price
     if len(chosen) == 1:
         return placed
     whole = {v: REPLICATE for v in graph.inputs if v not in placed.inputs}
-    found, made_as = place_values(full, n, chosen, whole)
+    of_one = {small.values[v]: p for v, p in whole.items()}
+    near = small.lifted(place_all(small.view, n, chosen, of_one))
+    found, made_as = place_values(full, n, chosen, whole, near)
     taken = [j for j, mapping in enumerate(found.mappings) if mapping is not placed.mappings[j]]
     scattering = {j for j in taken if _scatters(full, found.mappings[j], made_as, j)}
     worth = _worthwhile(full, taken, scattering)

@@ -21,7 +21,7 @@ from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.roles import batch_dims, weights
 from distir.transforms.sharding.graph import graph_of
-from distir.transforms.sharding.place import place_all
+from distir.transforms.sharding.place import place_all, view
 from distir.transforms.sharding.seeds import tensor_parallel
 from distir.transforms.sharding.shares import shares
 from distir.transforms.sharding.spread import SplitDims, padded, place
@@ -128,9 +128,23 @@ def test_no_choice_of_groups_costs_less(model: Model) -> None:
     choices = [frozenset[int]()]
     for group, clash in enumerate(problem.groups.clash):
         choices += [c | {group} for c in choices if group not in clash and not clash & c]
-    every = [place_all(problem.small, model.tp, c) for c in choices]
+    every = [place_all(problem.small.view, model.tp, c) for c in choices]
     cheapest = min(every, key=lambda p: p.price)
     assert found.placed.price <= cheapest.price / 0.98 or found.placed.collectives < cheapest.collectives
+
+
+@settings(max_examples=20)
+@given(models(), st.integers(3, 5))
+def test_ops_of_equal_layers_are_placed_as_each_would_be(model: Model, layers: int) -> None:
+    source = model._replace(layers=layers).step(2)
+    graph = graph_of(source)
+    batch = tuple((graph.index[v], Shard(dim)) for v, dim in batch_dims(source).items())
+    found = tensor_parallel(graph, model.tp, [graph.index[v] for v in weights(source)], batch)
+    rows = [[(s, c) for s, c in row if c in found.chosen] for row in found.classes.mappings]
+    alone = place_all(view(graph, rows, shares(graph, batch)), model.tp, found.chosen)
+    assert found.placed.mappings == alone.mappings
+    assert found.placed.inputs == alone.inputs
+    assert found.placed.collectives == alone.collectives
 
 
 def test_shares_are_those_of_one_sample() -> None:
