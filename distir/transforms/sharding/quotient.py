@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from distir.transforms.sharding.graph import Graph
 from distir.transforms.sharding.place import Placed, View
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_ODD = 0x1E3779B97F4A7C15
+"""What numbers are multiplied by that are hashed together."""
 
 
 class Quotient(NamedTuple):
@@ -27,30 +34,32 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> Quotient:
     """The view with one op for each kind, and its count: ops whose kind and mappings are equal, and those of their
     neighbours up to `rounds` steps away, are merged (colour refinement).
     """
-    table: dict[Any, int] = {}
-    number_of = table.setdefault
-    # a colour is the number of a key; keys are written out in the loops, which are long
-    values = [
-        number_of(("value", graph.roles[v] if v in full.inputs else "", shape, made, v in full.outputs), len(table))
-        for v, (shape, made) in enumerate(zip(graph.shapes, full.made, strict=True))
+    import numpy as np
+
+    # a colour is a hash, of 64 bits, of all that two ops, or values, must have in common
+    first: dict[object, int] = {}
+    number_of = first.setdefault
+    inputs, outputs = len(full.inputs), full.outputs
+    of_values = [
+        number_of((role, shape, made, v < inputs, v in outputs), len(first))
+        for v, (role, shape, made) in enumerate(zip(graph.roles, graph.shapes, full.made, strict=True))
     ]
-    ops = [
-        number_of(("op", kind, *sorted([(id(s), g) for s, g in row])), len(table))
+    of_ops = [
+        number_of((kind, *[(id(s), g) for s, g in row]), len(first))
         for kind, row in zip(full.kinds, full.mappings, strict=True)
     ]
-    made: list[Any] = [None] * len(values)
+    op_colours, value_colours = _mixed(np.array(of_ops)), _mixed(np.array(of_values))
+    taken, given = _edges(full.ins), _edges(full.outs)
     for _ in range(rounds):
-        for op, outs in zip(ops, full.outs, strict=True):
-            for k, v in enumerate(outs):
-                made[v] = op, k
-        values = [
-            number_of((c, maker, frozenset([(ops[j], k) for j, k in users]) if users else None), len(table))
-            for c, maker, users in zip(values, made, full.users, strict=True)
-        ]
-        ops = [
-            number_of((c, tuple([values[v] for v in ins]), tuple([values[v] for v in outs])), len(table))
-            for c, ins, outs in zip(ops, full.ins, full.outs, strict=True)
-        ]
+        beside = value_colours * _ODD
+        for edges, where in ((given, 1), (taken, 2)):
+            np.add.at(beside, edges.values, _mixed(op_colours[edges.ops] + edges.slots * _ODD + where))
+        value_colours = _mixed(beside)
+        beside = op_colours * _ODD
+        for edges, where in ((given, 1), (taken, 2)):
+            np.add.at(beside, edges.ops, _mixed(value_colours[edges.values] + edges.slots * _ODD + where))
+        op_colours = _mixed(beside)
+    ops, values = op_colours.tolist(), value_colours.tolist()
     number: dict[int, int] = {}
     first_ops: list[int] = []
     for j in full.order:
@@ -83,3 +92,30 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> Quotient:
         order=range(len(first_ops)),
     )
     return Quotient(small, at)
+
+
+class _Edges(NamedTuple):
+    """For each operand, or each result, of all ops: the op, its number there, and the value."""
+
+    ops: np.ndarray
+    slots: np.ndarray
+    values: np.ndarray
+
+
+def _edges(rows: Sequence[Sequence[int]]) -> _Edges:
+    import numpy as np
+
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    values = np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(counts.sum()))
+    slots = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return _Edges(np.repeat(np.arange(len(rows)), counts), slots, values)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """A hash of 64 bits of each number (the finaliser of splitmix64; Steele, Lea, Flood 2014)."""
+    import numpy as np
+
+    x = x.astype(np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))).view(np.int64)
