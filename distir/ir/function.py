@@ -2,88 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from math import isnan
 from typing import Any
 
 from distir.ir.errors import ModelError
+from distir.ir.exact_attributes import NO_ATTRIBUTES as NO_ATTRIBUTES
+from distir.ir.exact_attributes import Attributes as Attributes
 from distir.ir.result_types import infer
 from distir.ir.spec import Spec, lookup
 from distir.ir.type import Type
-
-
-class Attributes(dict[str, Any]):
-    """An op's attributes: a mapping of hashable values that is not changed once made.
-
-    They compare exactly, as cache keys must: 1, 1.0 and True differ, so do 0.0 and -0.0; any two nan are equal.
-    """
-
-    __slots__ = ("_exact", "_hash")
-    _exact: dict[str, Any]
-    _hash: int
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        try:
-            return self._hash
-        except AttributeError:
-            self._hash = hash(frozenset(self._exactly().items()))
-            return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, dict):
-            return False
-        return self._exactly() == (other if isinstance(other, Attributes) else Attributes(other))._exactly()
-
-    def __ne__(self, other: object) -> bool:  # dict's __ne__ does not call __eq__
-        return not self == other
-
-    def _exactly(self) -> dict[str, Any]:
-        """The values in a form that `==` compares exactly."""
-        try:
-            return self._exact
-        except AttributeError:
-            self._exact = {k: _exactly(v) for k, v in self.items()}
-            return self._exact
-
-    def without(self, *names: str) -> Attributes:
-        return Attributes({k: v for k, v in self.items() if k not in names})
-
-    def __reduce__(self) -> tuple[type[Attributes], tuple[dict[str, Any]]]:
-        return Attributes, (dict(self),)
-
-
-NO_ATTRIBUTES = Attributes()
-_shared: dict[Attributes, Attributes] = {}
-_SHARED_LIMIT = 1 << 14
-
-
-def _one_of_equal(attrs: Attributes) -> Attributes:
-    """The first of equal attributes: a look-up by the same object need not compare them."""
-    if "callee" in attrs:  # it would be kept alive
-        return attrs
-    if len(_shared) > _SHARED_LIMIT:
-        _shared.clear()
-    return _shared.setdefault(attrs, attrs)
-
-
-def _exactly(value: Any) -> Any:
-    """The value, with its type where `==` needs it; a number with a fraction as text, tuples of them as bytes."""
-    kind = type(value)
-    if kind is int or kind is str:
-        return value
-    if kind is float:
-        return kind, repr(value)
-    if kind is not tuple:
-        return kind, value
-    kinds = {*map(type, value)}
-    if kinds == {float} and not any(map(isnan, value)):
-        return float, array("d", value).tobytes()
-    if kinds == {bool}:
-        return bool, value
-    return value if kinds <= {int, str} else tuple([_exactly(v) for v in value])
 
 
 def _freeze(value: Any) -> Any:
@@ -272,10 +199,7 @@ class FunctionMaker:
         spec = lookup(op_type) if isinstance(op_type, str) else op_type
         attrs = attributes if isinstance(attributes, Attributes) else NO_ATTRIBUTES
         if attributes and attrs is not attributes:
-            attrs = Attributes(attributes)
-            for k, v in attributes.items():
-                if isinstance(v, list | tuple):
-                    attrs[k] = _freeze(v)
+            attrs = Attributes({k: _freeze(v) for k, v in attributes.items()})
         if subfunctions:
             attrs = Attributes({**attrs, "callee": subfunctions[0]})
         inputs = tuple(inputs)
@@ -284,8 +208,6 @@ class FunctionMaker:
         if None in operands:  # pyright: ignore[reportUnnecessaryContains]
             types = [None] * (len(output_names) if output_names else spec.count(attrs))
         else:
-            if attrs:
-                attrs = _one_of_equal(attrs)
             types = infer(spec, attrs, operands)
         fresh = self.fresh
         if output_names is None:

@@ -9,6 +9,7 @@ from typing import Any
 from distir.ir.attributes import check, short
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import IRTypeError
+from distir.ir.exact_attributes import Attributes
 from distir.ir.spec import Attrs, Spec, place
 from distir.ir.type import Piece, Shard, Tensor, Type
 
@@ -25,7 +26,8 @@ def infer(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Type, ...]
     """
     if "callee" in attrs:  # each call is different, and the memo would keep the callee alive
         return _infer(spec, attrs, types)
-    key = (spec, attrs or None, types)  # None: hashing attributes takes as long as the rest
+    form = attrs.form if isinstance(attrs, Attributes) else Attributes(attrs).form
+    key = (spec, form, types)
     result = _memo.get(key)
     if result is None:
         if len(_memo) > _MEMO_LIMIT:

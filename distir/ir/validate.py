@@ -17,6 +17,7 @@ from typing import Any
 
 from distir.ir.definition import WHERE, Definition, definition_of
 from distir.ir.errors import MismatchError
+from distir.ir.exact_attributes import Form
 from distir.ir.function import Attributes, Function, Op, Value
 from distir.ir.pause import no_collection
 from distir.ir.spec import Spec
@@ -98,16 +99,15 @@ class Terms:
         self.known: list[tuple[Any, ...] | None] = []
         self.calls: dict[tuple[Any, ...], list[Term]] = {}
         self.forms: dict[Attributes, int] = {}
-        self._forms: dict[int, tuple[Attributes, int]] = {}
-        """Of attributes, by their identity: they themselves, and their number."""
+        self._numbers: dict[Form, int] = {}
 
     def attributes(self, attrs: Attributes) -> int:
-        """The number of the attributes without those that only say where an op is: it is hashed more quickly."""
-        found = self._forms.get(id(attrs))
+        """The number of the attributes without those that only say where an op is."""
+        found = self._numbers.get(attrs.form)
         if found is None:
             form = attrs.without(*WHERE)
-            found = self._forms[id(attrs)] = attrs, self.forms.setdefault(form, len(self.forms))
-        return found[1]
+            found = self._numbers[attrs.form] = self.forms.setdefault(form, len(self.forms))
+        return found
 
     def walk(self, function: Function, args: Sequence[Term]) -> list[Term]:
         if not self.known:
@@ -130,7 +130,9 @@ class Terms:
             return self.walk(found.parts, ins)
         if spec.addends:
             ins = self.summed(spec, ins)
-        return self.number((spec, self.attributes(op.attributes), ins), len(op.outputs))
+        key = (spec, self.attributes(op.attributes), ins)
+        term = self.table.get(key)
+        return self.number(key, len(op.outputs)) if term is None else range(term, term + len(op.outputs))
 
     def summed(self, spec: Spec, ins: tuple[Term, ...]) -> tuple[Term, ...]:
         """The operands of a sum, those of sums among them, in any order: addition is associative and commutative."""

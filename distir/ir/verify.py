@@ -34,7 +34,7 @@ class _View:
         self.functions: set[Function] = set()
         self.types: set[Type] = set()
         self.kinds: set[tuple[object, ...]] = set()
-        """Of ops: spec, attributes (by identity: they live as long as the program), types of operands and results."""
+        """Of ops: spec, attributes, types of operands and results."""
 
 
 @no_collection()
@@ -94,7 +94,7 @@ class _Verifier:
             inputs, outputs, spec = op.inputs, op.outputs, op.spec
             if not defined.issuperset(inputs):
                 _undefined(f, k, op, defined)
-            kind = (spec, id(op.attributes), tuple([v.type for v in inputs]), tuple([v.type for v in outputs]))
+            kind = (spec, op.attributes.form, tuple([v.type for v in inputs]), tuple([v.type for v in outputs]))
             if kind not in known:
                 self._op(f, k, op, view)
                 known.add(kind)

@@ -187,7 +187,7 @@ class Categories:
         """Whether the op works point by point, or moves data only."""
         if op.spec.comm is not None:
             return True
-        key = op.spec, op.attributes, *[v.type for v in op.inputs]
+        key = op.spec, op.attributes.form, *[v.type for v in op.inputs]
         found = self._kept.get(key)
         if found is None:
             found = self._kept[key] = _is_pointwise(op)

@@ -78,7 +78,7 @@ class _Kinds:
             if spec is _CALL:
                 out.append(-1)
                 continue
-            key = (spec, op.attributes or None, *[v.type for v in op.inputs])
+            key = (spec, op.attributes.form, *[v.type for v in op.inputs])
             chained, beside = chains.get(op, UNFUSED) if chains else UNFUSED, op in overlapped
             if beside or chained is not UNFUSED:  # rare, and slow to hash
                 key = (*key, beside, chained)

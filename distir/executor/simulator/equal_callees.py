@@ -43,7 +43,7 @@ class _Shapes:
                 attrs = attrs.without("device")
             elif op.spec.comm is not None and any(isinstance(x, Mesh | Device | Function) for x in attrs.values()):
                 return None
-            rows.append((op.spec, attrs or None, *[number[v] for v in op.inputs]))
+            rows.append((op.spec, attrs.form, *[number[v] for v in op.inputs]))
             for v in op.outputs:
                 number[v] = n
                 n += 1

@@ -149,7 +149,7 @@ class _Terms:
         if op.spec.comm is not None and operands and op.callee is None:
             env.update(dict.fromkeys(op.outputs, operands[0]))
             return operands
-        key = op.spec, op.attributes, operands
+        key = op.spec, op.attributes.form, operands
         term = self._numbers.setdefault(key, len(self._numbers))
         env.update([(v, (term, k)) for k, v in enumerate(op.outputs)])
         return term

@@ -280,7 +280,7 @@ def batch_dim(function: Function, value: Value) -> int | None:
             if split.keys().isdisjoint(op.inputs) or op.spec.comm is not None:
                 continue
             slot, taken = next((k, split[v]) for k, v in enumerate(op.inputs) if v in split)
-            key = op.spec, op.attributes, slot, taken, *[v.type for v in op.inputs]
+            key = op.spec, op.attributes.form, slot, taken, *[v.type for v in op.inputs]
             if key not in known:
                 ins, outs = ([shape_of(v) for v in row] for row in (op.inputs, op.outputs))
                 known[key] = op.spec.mapping(op.attributes, ins, outs, slot, taken, size)

@@ -17,7 +17,7 @@ def copies(function: Function) -> dict[Value, Value]:
         if (
             first is not None
             and first.spec is op.spec
-            and first.attributes == op.attributes
+            and first.attributes.form is op.attributes.form
             and len(first.inputs) == len(op.inputs)
             and all([found.get(v, v) is w for v, w in zip(op.inputs, first.inputs, strict=True)])
         ):

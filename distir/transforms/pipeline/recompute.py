@@ -221,7 +221,7 @@ def _alike(
     kinds: dict[object, int] = {}
     row = [
         kinds.setdefault(
-            (op.spec, op.attributes, tuple([v.type for v in op.inputs]), tuple([v.type for v in op.outputs])),
+            (op.spec, op.attributes.form, tuple([v.type for v in op.inputs]), tuple([v.type for v in op.outputs])),
             len(kinds),
         )
         for op in forward

@@ -194,7 +194,7 @@ def to_price(function: Function, rules: PhaseRules) -> ToPrice:
     number: dict[tuple[object, ...], int] = {}
 
     def kind(op: Op) -> int:
-        key = op.spec, op.attributes, tuple([v.type for v in op.inputs])
+        key = op.spec, op.attributes.form, tuple([v.type for v in op.inputs])
         if key not in number:
             number[key] = len(kinds)
             kinds.append(op)

@@ -100,7 +100,7 @@ def _rows(ops: Sequence[Op]) -> Iterator[list[Op]]:
 def _settings(op: Op) -> tuple[object, ...]:
     """Equal for optimizers that can be grouped: the op, its settings, dtype and device, and the numbers they share."""
     t = op.inputs[0].type
-    return op.spec, op.attributes, len(op.inputs), op.inputs[_own(op) :], t.device, getattr(t, "dtype", None)
+    return op.spec, op.attributes.form, len(op.inputs), op.inputs[_own(op) :], t.device, getattr(t, "dtype", None)
 
 
 def _own(op: Op) -> int:

@@ -100,7 +100,7 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
 
 def _key(op: Op) -> tuple[Any, ...]:
     """Equal for two ops that compute the same."""
-    return op.spec, op.attributes, op.inputs, op.of
+    return op.spec, op.attributes.form, op.inputs, op.of
 
 
 def _undone(op: Op, makers: Mapping[Value, Op]) -> Value | None:

@@ -54,7 +54,7 @@ def _flops(
             called = _flops(op.callee, axis, done, known)
             total, split = total + called[0], split + called[1]
         elif op.spec.comm is None:
-            key = op.spec, op.attributes or None, *[v.type for v in op.inputs]
+            key = op.spec, op.attributes.form, *[v.type for v in op.inputs]
             found = known.get(key)
             if found is None:
                 shapes = ([tensor(v).shape for v in row] for row in (op.inputs, op.outputs))

@@ -9,7 +9,8 @@ from typing import Any
 
 from distir.ir.axes import Shape
 from distir.ir.cached import cached
-from distir.ir.function import Attributes, Function, Op, Value
+from distir.ir.exact_attributes import Form
+from distir.ir.function import Function, Op, Value
 from distir.ir.spec import FactorMapping, Spec
 from distir.ir.type import Shard, Type
 from distir.ops.rules import shape_of
@@ -85,12 +86,12 @@ class Graph:
         self.sigs: list[Signature] = []
         self.ins: list[list[int]] = []
         self.outs: list[list[int]] = []
-        table: dict[tuple[Spec, Attributes | None, tuple[Type, ...]], Signature] = {}
+        table: dict[tuple[Spec, Form, tuple[Type, ...]], Signature] = {}
         index, values, uses, shapes = self.index, self.values, self.uses, self.shapes
         sigs, ins, outs = self.sigs, self.ins, self.outs
         for j, op in enumerate(function.ops):
             inputs = op.inputs
-            key = (op.spec, op.attributes or None, tuple([v.type for v in inputs]))
+            key = (op.spec, op.attributes.form, tuple([v.type for v in inputs]))
             sig = table.get(key)
             if sig is None:
                 sig = table[key] = Signature(len(table), op)
