@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from distir.ir.function import Function, Op, Value
 from distir.ir.validate import Term, Terms
+from distir.transforms.rewriting.cleanup import live
 
 
 def differing_above_kept(before: Function, after: Function, terms: Terms) -> list[Value] | None:
@@ -37,6 +38,7 @@ def differing_above_kept(before: Function, after: Function, terms: Terms) -> lis
             if op.callee is not None:
                 return None
             want.update(zip(op.outputs, run(op, want), strict=True))
+    changed: list[Op] = []
     for op in after.ops:
         if not made.issuperset(op.inputs) or not made.isdisjoint(op.outputs):
             return None
@@ -44,5 +46,7 @@ def differing_above_kept(before: Function, after: Function, terms: Terms) -> lis
         if op not in kept:
             if op.callee is not None:
                 return None
-            got.update(zip(op.outputs, run(op, got), strict=True))
+            changed.append(op)
+    for op in live(changed, want):  # others make new values alone
+        got.update(zip(op.outputs, run(op, got), strict=True))
     return [v for v, t in got.items() if v in want and t != want[v]]
