@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
+from distir.ir.exact_attributes import Form
 from distir.ir.function import Function, Op, Value
+from distir.ir.spec import Spec
 
 _WHERE = ("device", "place")
 """Attributes that say where an op's result is, and how it is placed: plans of a program differ in these, and in the
@@ -21,11 +23,13 @@ def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
     """
     depth: dict[Value, int] = {}
     rows: dict[int, list[Op]] = {}  # by the length of the longest chain that begins with them
+    known = depth.get
     for op in reversed(ops):
-        height = 1 + max([depth.get(v, 0) for v in op.outputs], default=0)
+        height = 1 + max([known(v, 0) for v in op.outputs], default=0)
         rows.setdefault(height, []).append(op)
         for v in op.inputs:
-            depth[v] = max(depth.get(v, 0), height)
+            if known(v, 0) < height:
+                depth[v] = height
     name = _term_names(function, [op for row in rows.values() if len(row) > 1 for op in row])
     place = {v: i for i, v in enumerate(function.outputs)}
     for row in rows.values():
@@ -45,12 +49,20 @@ def _term_names(function: Function, ops: Iterable[Op]) -> dict[Op, str]:
             operands.update(op.inputs)
     digest = {v: f"in{i}" for i, v in enumerate(function.inputs)}
     name: dict[Op, str] = {}
+    kinds: dict[tuple[Spec, Form], str] = {}
     for op in function.ops:
         if op in needed:
-            computed = op.spec.comm is None
-            what = {key: x for key, x in op.attributes.items() if computed and key not in _WHERE}
-            text = f"{op.spec.name}|{what!r}|" + ",".join([digest[v] for v in op.inputs])
-            name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            kind = kinds.get((op.spec, op.attributes.form))
+            if kind is None:
+                kind = kinds[op.spec, op.attributes.form] = _kind(op)
+            text = kind + ",".join([digest[v] for v in op.inputs])
+            found = name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
             for k, v in enumerate(op.outputs):
-                digest[v] = f"{name[op]}.{k}"
+                digest[v] = f"{found}.{k}"
     return name
+
+
+def _kind(op: Op) -> str:
+    computed = op.spec.comm is None
+    what = {key: x for key, x in op.attributes.items() if computed and key not in _WHERE}
+    return f"{op.spec.name}|{what!r}|"

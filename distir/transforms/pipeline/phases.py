@@ -144,16 +144,17 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
     parts = set(weights(function))  # weights, and prologue results of weights alone: they may be sharded over replicas
     replicas = replica_axes(function) if rules.gathers_again else ()
     for op in function.ops:
-        ins, outs = op.inputs, op.outputs
-        if ended := op.spec.comm is not None and ends_time(op):
+        ins, outs, spec = op.inputs, op.outputs, op.spec
+        may_be_free = spec.alias or spec.comm is not None or not ins
+        if ended := spec.comm is not None and ends_time(op):
             ends.append(op)
         if ended or not after.isdisjoint(ins):
             phase[op] = UPDATE
             after.update(outs)
-        elif _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
+        elif may_be_free and _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
-        elif not any(varying[v.type] for v in (*outs, *ins)):  # mostly the first does
+        elif not any([varying[v.type] for v in outs]) and not any([varying[v.type] for v in ins]):
             phase[op] = PROLOGUE
             free.update(outs)
             if parts.issuperset(ins):

@@ -41,7 +41,7 @@ def group_optimizers(program: Function) -> dict[Function, Function]:
 
 
 def _grouped(function: Function, arrivals: _Arrivals) -> Function:
-    if sum(map(may_group, function.ops)) < 2:
+    if sum([op.spec in GROUPED for op in function.ops]) < 2:
         return function
     ops: list[Op] = []
     for row in _rows(_deferred(function).ops):
@@ -138,18 +138,21 @@ class _Arrivals:
             return NO_COLLECTIVE
         path: list[int] = []
         """The indices of the member that is traced in nested bundles, the innermost last."""
+        makers = _makers(f)
         while True:
-            k, place = _makers(f)[v]
+            k, place = makers[v]
             if k < 0:
                 if call is None:
                     return NO_COLLECTIVE
                 v, f, call = self.program.ops[call].inputs[place], self.program, None
+                makers = _makers(f)
                 continue
             op = f.ops[k]
             if op.callee is not None:
                 if f is not self.program:
                     return NO_COLLECTIVE
                 f, call, v = op.callee, k, op.callee.outputs[place]
+                makers = _makers(f)
             elif op.spec.bundle == "pack" and path:
                 v = op.inputs[path.pop()]
             elif op.spec.bundle == "unpack":
@@ -171,5 +174,7 @@ class _Arrivals:
 def _makers(f: Function) -> dict[Value, tuple[int, int]]:
     """For each value the number of the op that makes it (-1: an input), and its position among that op's results."""
     found = {v: (-1, place) for place, v in enumerate(f.inputs)}
-    found.update((v, (k, place)) for k, op in enumerate(f.ops) for place, v in enumerate(op.outputs))
+    for k, op in enumerate(f.ops):
+        for place, v in enumerate(op.outputs):
+            found[v] = k, place
     return found

@@ -13,7 +13,7 @@ The result is for execution: it need not be splittable any more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from distir.ir.cached import cached
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, Op, Value
@@ -22,6 +22,8 @@ from distir.ir.type import Tensor
 from distir.transforms.rewriting.laws import Law, rewrites
 
 ADD, MATMUL, WEIGHT, TRANSPOSE, GEMM = map(lookup, ("Add", "MatMul", "MatMulGradWeight", "Transpose", "Gemm"))
+_PARTS = (ADD, MATMUL, WEIGHT, TRANSPOSE)
+_TURNED = Attributes(transB=1)
 
 
 @cached
@@ -31,43 +33,49 @@ def recompose(function: Function) -> Function:
 
     Backward ops of recomposed ops lose their `of`.
     """
-    used = _uses(function.ops, function.outputs)
-    products = {op.outputs[0]: op for op in function.ops if op.spec in (MATMUL, WEIGHT) and used[op.outputs[0]] == 1}
-    swapped = {op.outputs[0]: op.inputs[0] for op in function.ops if _swaps(op)}
-    joined = {op: new for op in function.ops if (new := _joined(op, products, swapped)) is not op}
+    parts = [op for op in function.ops if op.spec in _PARTS]
+    made_of_parts = {op.outputs[0] for op in parts if op.spec is not ADD}
+    used = _uses(made_of_parts, function.ops, function.outputs)
+    products = {v: op for op in parts if op.spec in (MATMUL, WEIGHT) and used[v := op.outputs[0]] == 1}
+    swapped = {op.outputs[0]: op.inputs[0] for op in parts if _swaps(op)}
+    ends = [op for op in parts if op.spec is ADD or op.outputs[0] in swapped]
+    joined = {op: new for op in ends if (new := _joined(op, products, swapped)) is not op}
     if not joined:
         return function
     ops = [joined.get(op, op) for op in function.ops]
     # remove products that have become part of another op, then the transposes that only those used
-    left = _uses(ops, function.outputs)
-    absorbed = {op for op in ops if op.spec in (WEIGHT, MATMUL) and used[v := op.outputs[0]] and not left[v]}
+    left = _uses(made_of_parts, ops, function.outputs)
+    parts = [joined.get(op, op) for op in parts]
+    absorbed = {op for op in parts if op.spec in (WEIGHT, MATMUL) and used[v := op.outputs[0]] and not left[v]}
     for op in absorbed:
         left.subtract(op.inputs)
-    absorbed.update([op for op in ops if op.spec is TRANSPOSE and used[v := op.outputs[0]] and not left[v]])
-    made: dict[Op, Op] = {}
-    for op in ops:
-        if op in absorbed:
-            continue
-        of = made.get(op.of) if op.of else None
-        made[op] = op if of is op.of else Op(op.spec, op.inputs, op.attributes, op.outputs, of)
-    ops = tuple(made.values())
-    return Function(function.name, function.inputs, ops, function.outputs, function.updates, function.sources)
+    absorbed.update([op for op in parts if op.spec is TRANSPOSE and used[v := op.outputs[0]] and not left[v]])
+    ops = [op for op in ops if op not in absorbed]
+    if any([op.of is not None for op in ops]):
+        made: dict[Op, Op] = {}
+        for op in ops:
+            of = made.get(op.of) if op.of else None
+            made[op] = op if of is op.of else Op(op.spec, op.inputs, op.attributes, op.outputs, of)
+        ops = list(made.values())
+    return Function(function.name, function.inputs, tuple(ops), function.outputs, function.updates, function.sources)
 
 
-def _uses(ops: Iterable[Op], outputs: Sequence[Value]) -> Counter[Value]:
-    return Counter([v for op in ops for v in op.inputs] + list(outputs))
+def _uses(values: Set[Value], ops: Iterable[Op], outputs: Sequence[Value]) -> Counter[Value]:
+    """How often each of these values is used."""
+    return Counter([v for op in ops for v in op.inputs if v in values] + [v for v in outputs if v in values])
 
 
 def _joined(op: Op, products: Mapping[Value, Op], swapped: Mapping[Value, Value]) -> Op:
-    """The op recomposed with those that make its operands, or the op itself. `products` have a single use."""
+    """A sum, or an op whose result is in `swapped`, recomposed with those that make its operands, or the op itself.
+    `products` have a single use."""
     if op.spec is ADD:
         for product, bias in (op.inputs, op.inputs[::-1]):
             matmul = products.get(product)
             if matmul is not None and matmul.spec is MATMUL and _fit(matmul, bias, op.outputs[0]):
                 a, b = matmul.inputs
-                attributes = Attributes(transB=1) if b in swapped else NO_ATTRIBUTES
+                attributes = _TURNED if b in swapped else NO_ATTRIBUTES
                 return Op(GEMM, (a, swapped.get(b, b), bias), attributes, op.outputs, op.of)
-    if _swaps(op) and (product := products.get(op.inputs[0])) is not None and product.spec is WEIGHT:
+    elif (product := products.get(op.inputs[0])) is not None and product.spec is WEIGHT:  # swapped
         return Op(WEIGHT, product.inputs[::-1], NO_ATTRIBUTES, op.outputs, op.of)
     return op
 
