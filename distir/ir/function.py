@@ -209,15 +209,19 @@ class FunctionMaker:
             types = [None] * (len(output_names) if output_names else spec.count(attrs))
         else:
             types = infer(spec, attrs, operands)
-        fresh = self.fresh
+        count, fresh = len(types), self.fresh
         if output_names is None:
             base = name or spec.name.lower()
-            output_names = [base] if len(types) == 1 else [f"{base}.{i}" for i in range(len(types))]
-        if len(output_names) != len(types):
-            raise ModelError(f"{spec.name} has {len(types)} outputs, got names {list(output_names)}")
+            output_names = [base] if count == 1 else [f"{base}.{i}" for i in range(count)]
+        if len(output_names) != count:
+            raise ModelError(f"{spec.name} has {count} outputs, got names {list(output_names)}")
+        if count == 1:  # as most
+            v = Value(fresh(output_names[0]), types[0])
+            self.ops.append(Op(spec, inputs, attrs, (v,), of))
+            return v
         outputs = tuple([Value(fresh(n), t) for n, t in zip(output_names, types, strict=True)])
         self.ops.append(Op(spec, inputs, attrs, outputs, of))
-        return None if not outputs else outputs[0] if len(outputs) == 1 else outputs
+        return outputs or None
 
     def emit(self, op_type: str | Spec, *inputs: Value, **attributes: Any) -> Any:
         """`add_op` for rules and transforms: operands by position, attributes by keyword, automatic names."""

@@ -313,7 +313,7 @@ class _Owned:
             else:
                 kind = max(itertools.chain.from_iterable(ins), default=self.NONE)
                 for v in op.outputs:
-                    env[v] = (kind,) * tensors_in(v.type)
+                    env[v] = (kind,) if isinstance(v.type, Tensor) else (kind,) * tensors_in(v.type)
         return env
 
 

@@ -151,7 +151,8 @@ class _Terms:
             return operands
         key = op.spec, op.attributes.form, operands
         term = self._numbers.setdefault(key, len(self._numbers))
-        env.update([(v, (term, k)) for k, v in enumerate(op.outputs)])
+        for k, v in enumerate(op.outputs):
+            env[v] = term, k
         return term
 
     def form(self, calls: list[Op], shapes: Mapping[Function, tuple[int, Mesh]]) -> object:

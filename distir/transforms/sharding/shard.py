@@ -58,24 +58,29 @@ class _Builder:
         recipes: dict[tuple[object, ...], _Recipe] = {}
         taken = [placed.mappings for placed in self.decisions.values()]
         rows = zip(*taken, strict=True) if taken else [()] * len(source.ops)
+        ids = zip(*[map(id, row) for row in taken], strict=True) if taken else [()] * len(source.ops)
         ops: dict[Op, Op] = {}
         env, of_value = self.env, self.of
         reduced = set[int]().union(*[placed.reduce for placed in self.decisions.values()])
         scattered = set[int]().union(*[placed.scatter for placed in self.decisions.values()])
-        fresh, append = self.maker.fresh, self.maker.ops.append
-        for op, sig, outs, numbers, mappings in zip(source.ops, graph.sigs, graph.outs, graph.ins, rows, strict=True):
+        fresh, append, due = self.maker.fresh, self.maker.ops.append, self.due
+        of_op = zip(source.ops, graph.sigs, graph.outs, graph.ins, rows, ids, strict=True)
+        for op, sig, outs, numbers, mappings, as_ids in of_op:
             ins = [env[i] for i in numbers]
             of = ops.get(op.of) if op.of else None
             # memoised by signature, mappings and types; ids are safe: mappings live as long as the graph
-            key = (sig.number, *map(id, mappings), *[v.type for v in ins])
-            if self.due:
-                key += tuple([(k, self.due[v]) for k, v in enumerate(ins) if v in self.due])
+            key = (sig.number, as_ids, tuple([v.type for v in ins]))
+            if due and not due.keys().isdisjoint(ins):
+                key += tuple([(k, due[v]) for k, v in enumerate(ins) if v in due])
             recipe = recipes.get(key)
             if recipe is None:
                 recipe = recipes[key] = self._recipe(op, sig, mappings, ins)
             for axis, wants in recipe.steps:
                 ins = [v if want is None else self.to(v, axis, want) for v, want in zip(ins, wants, strict=True)]
-            made = [Value(fresh(v.name), t) for v, t in zip(op.outputs, recipe.types, strict=True)]
+            if len(outs) == 1:  # as most
+                made = [Value(fresh(op.outputs[0].name), recipe.types[0])]
+            else:
+                made = [Value(fresh(v.name), t) for v, t in zip(op.outputs, recipe.types, strict=True)]
             new = ops[op] = Op(op.spec, tuple(ins), recipe.attributes, tuple(made), of)
             append(new)
             if of is not None:
