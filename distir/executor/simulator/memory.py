@@ -98,6 +98,11 @@ class LiveMemory:
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
         self._results: dict[object, Result] = {}
         self._alike: dict[frozenset[object], MemoryUse] = {}
+        self._inputs: dict[int, list[Value]] = {}
+        """The program's inputs, by class."""
+        for v in program.function.inputs:
+            for c in program.classes_of(v.type):
+                self._inputs.setdefault(c, []).append(v)
 
     @no_collection()
     def use(self, c: int) -> MemoryUse:
@@ -112,12 +117,11 @@ class LiveMemory:
         frame = _Frame(self, c)
         categories = frame.categories
         updated = set(main.updates.values())
-        for v in main.inputs:
-            if c in self.program.classes_of(v.type):
-                kind = categories.of_input(v) if categories else 0
-                made = [Block(((kind, self.bytes_of(t)),), v not in updated) for t in leaves(v.type)]
-                frame.bind(v, holding([(b, 0) for b in made]))
-                frame.grow(made)
+        for v in self._inputs.get(c, ()):
+            kind = categories.of_input(v) if categories else 0
+            made = [Block(((kind, self.bytes_of(t)),), v not in updated) for t in leaves(v.type)]
+            frame.bind(v, holding([(b, 0) for b in made]))
+            frame.grow(made)
         start = tuple(frame.live)
         frame.peak, frame.highest = sum(start), start
         curve: list[Point] = []
