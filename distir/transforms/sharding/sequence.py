@@ -74,9 +74,11 @@ def _shard(graph: Graph, split: Split, n: int, batch: tuple[Node, ...], sequence
     worth = _worthwhile(full, taken, scattering)
     if not worth or len(worth) == len(taken):
         return found if worth else placed
-    for j in set(taken).difference(worth):
+    left = set(taken).difference(worth)
+    for j in left:
         rows[j] = []
-    return place_all(full, n, chosen, whole)
+    inputs = {v: p for v, p in found.inputs.items() if left.isdisjoint([j for j, _ in full.users[v]])}
+    return place_all(full, n, chosen, whole, found._replace(inputs=inputs))
 
 
 def _worthwhile(v: View, ops: Collection[int], scattering: Set[int]) -> list[int]:
