@@ -347,22 +347,18 @@ def _with_copies(function: Function, saving: _Saving, again: Collection[Value]) 
     maker.reserve([*function.inputs, *[v for op in function.ops for v in op.outputs]])
     copies: dict[Value, Value] = {}
     became: dict[Op, Op] = {}
+    may_be_copied = {v for v, op in saving.maker.items() if v in again or op.spec.alias}
 
     def copied(v: Value) -> Value:
-        op = saving.maker.get(v)
-        if op is None or v in copies or not (v in again or op.spec.alias):
+        if v in copies or v not in may_be_copied:
             return copies.get(v, v)
-        todo = [op]
+        todo = [saving.maker[v]]
         while todo:  # an op after what it takes
             step = todo[-1]
             if step.outputs[0] in copies:
                 todo.pop()
                 continue
-            above = [
-                saving.maker[w]
-                for w in step.inputs
-                if w in saving.maker and w not in copies and (w in again or saving.maker[w].spec.alias)
-            ]
+            above = [saving.maker[w] for w in step.inputs if w in may_be_copied and w not in copies]
             if above:
                 todo += above
                 continue
@@ -378,7 +374,9 @@ def _with_copies(function: Function, saving: _Saving, again: Collection[Value]) 
 
     for op in function.ops:
         of = became.get(op.of, op.of) if op.of else None
-        inputs = tuple([copied(v) for v in op.inputs]) if op in saving.backward else op.inputs
+        inputs = op.inputs
+        if op in saving.backward and not (may_be_copied.isdisjoint(inputs) and copies.keys().isdisjoint(inputs)):
+            inputs = tuple([copied(v) for v in inputs])
         changed = inputs != op.inputs or of is not op.of
         new = became[op] = Op(op.spec, inputs, op.attributes, op.outputs, of) if changed else op
         maker.ops.append(new)
