@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,16 @@ def test_numbers_that_python_takes_for_equal():
     for a, b in [(1, 1.0), (1, True), (0, False), (0.0, -0.0), ((1, 0), (1.0, 0)), ((1, 0), (True, False))]:
         assert Attributes(x=a) != Attributes(x=b)
     assert Attributes(x=(nan, 1.0)) == Attributes(x=(float("nan"), 1.0))
+
+
+def test_equal_attributes_have_one_form():
+    one, other = Attributes(a=1, b=(2, 0.5)), Attributes(b=(2, 0.5), a=1)
+    assert one.form is other.form
+    assert list(other) == ["b", "a"], "each keeps its order"
+    assert one.form is pickle.loads(pickle.dumps(one)).form
+    assert one.form is not Attributes(a=1.0, b=(2, 0.5)).form
+    assert one == {"a": 1, "b": (2, 0.5)} != other.without("a")
+    assert Attributes(a=[1]).form is not Attributes(a=[1]).form, "what cannot be hashed is equal to nothing"
 
 
 TRANSPOSE = "fn main(%x: f64[4, 5]) {{\n  %y: f64[5, 4] = Transpose(%x, perm={})\n  return %y\n}}"

@@ -13,7 +13,7 @@ from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.simulation import Simulation
 from distir.hardware import load_cluster
-from distir.ir import Device, Function, FunctionMaker, Op, parse, pformat, same, verify
+from distir.ir import Device, Function, FunctionMaker, Op, Value, parse, pformat, same, verify
 from distir.ir.errors import InfeasibleError, UsageError
 from distir.ir.type import Replicate
 from distir.models.decoder import Decoder, decoder
@@ -22,7 +22,7 @@ from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import training_step
 from distir.transforms.parallel3d import distribute
 from distir.transforms.passes import PassContext, run_passes
-from distir.transforms.pipeline.copies import copies
+from distir.transforms.pipeline.copies import copies, on_own_stages
 from distir.transforms.pipeline.phases import BACKWARD, phases
 from distir.transforms.pipeline.recompute import _blocks_again, _cheap, _saving, _still_saved, recompute, saved_bytes
 from distir.transforms.pipeline.stages import cut_stages
@@ -79,6 +79,32 @@ def test_copies_run_in_the_backward_pass_on_their_own_stage(how: str) -> None:
         for v in op.inputs:
             if v in again:
                 assert home[v] == stage[op], "what crosses from stage to stage is never made again for it"
+
+
+def test_copies_used_on_another_stage_are_replaced_by_what_they_copy() -> None:
+    base = recompute(placed(small_gpt(layers=4).function, Plan(microbatches=2)), "full")
+    again = copies(base)
+    stage = dict.fromkeys(base.ops, 0)
+    assert on_own_stages(base, stage) == (base, stage)
+    users = [op for op in base.ops if op.outputs[0] not in again and not again.keys().isdisjoint(op.inputs)]
+    assert len(users) > 10
+    for user in users:
+        function, stages = on_own_stages(base, {**stage, user: 1})
+        new = next(op for op in function.ops if op.outputs == user.outputs)
+        assert stages[new] == 1
+        assert new.inputs == tuple([again.get(v, v) for v in user.inputs])
+        used = {v for op in function.ops for v in op.inputs}
+        assert all([not used.isdisjoint(op.outputs) for op in function.ops if op.outputs[0] in again])
+
+
+def test_a_copy_that_nothing_uses_is_left_out() -> None:
+    base = recompute(placed(small_gpt(layers=4).function, Plan(microbatches=2)), "full")
+    first = next(op for op in base.ops if op.of is not None).of
+    assert first is not None
+    more = Op(first.spec, first.inputs, first.attributes, tuple([Value("more", v.type) for v in first.outputs]), first)
+    function = Function(base.name, base.inputs, (*base.ops, more), base.outputs, base.updates, base.sources)
+    found, _ = on_own_stages(function, dict.fromkeys(function.ops, 0))
+    assert found.ops == base.ops
 
 
 def test_full_saves_what_crosses_between_blocks_alike() -> None:

@@ -22,6 +22,7 @@ from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.roles import batch_dims, weights
 from distir.transforms.sharding.graph import graph_of
 from distir.transforms.sharding.place import place_all, view
+from distir.transforms.sharding.quotient import quotient
 from distir.transforms.sharding.seeds import tensor_parallel
 from distir.transforms.sharding.shares import shares
 from distir.transforms.sharding.spread import SplitDims, padded, place
@@ -145,6 +146,23 @@ def test_ops_of_equal_layers_are_placed_as_each_would_be(model: Model, layers: i
     assert found.placed.mappings == alone.mappings
     assert found.placed.inputs == alone.inputs
     assert found.placed.collectives == alone.collectives
+
+
+def test_a_quotient_does_not_grow_with_the_layers() -> None:
+    found: list[int] = []
+    for layers in (4, 5, 9):
+        source = Model(2, heads=4, size=4, kv=2, layers=layers, vocabulary=64, sequence=4, ffn=2).step(2)
+        graph = graph_of(source)
+        full = view(graph, [[] for _ in graph.sigs], shares(graph))
+        small = quotient(graph, full)
+        assert sum(small.view.times) == len(graph.sigs)
+        assert sum(small.view.copies) == len(graph.values) == len(small.values)
+        for j, (sig, outs) in enumerate(zip(graph.sigs, graph.outs, strict=True)):
+            same = {small.values[v] for v in outs}
+            kinds = {k.number for k, made in zip(small.view.sigs, small.view.outs, strict=True) if same & {*made}}
+            assert kinds == {sig.number}, f"op {j} is merged with another kind"
+        found.append(len(small.view.sigs))
+    assert found[0] == found[1] == found[2] < 300
 
 
 def test_shares_are_those_of_one_sample() -> None:
