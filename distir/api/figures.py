@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from distir.ir.device import Mesh
-from distir.ir.function import Function, Op
+from distir.ir.function import Function, Op, type_of
 from distir.ir.type import Tensor
 from distir.transforms.roles import weights
 
@@ -58,7 +58,7 @@ def _flops(ops: Iterable[Op], done: dict[Function, float], known: dict[object, f
                 done[op.callee] = _flops(op.callee.ops, done, known)
             total += done[op.callee]
         elif op.spec.comm is None:
-            key = op.spec, op.attributes or None, *[v.type for v in op.inputs]
+            key = op.spec, op.attributes.form, *map(type_of, op.inputs)
             if key not in known:
                 known[key] = _work(op)
             total += known[key]

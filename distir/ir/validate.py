@@ -113,8 +113,9 @@ class Terms:
         if not self.known:
             self.known = [None] * len(args)
         env: dict[Value, Term] = dict(zip(function.inputs, args, strict=True))
+        term = env.__getitem__
         for op in function.ops:
-            results, outs = self.results(op, tuple([env[v] for v in op.inputs])), op.outputs
+            results, outs = self.results(op, tuple(map(term, op.inputs))), op.outputs
             if len(outs) == 1:  # as most
                 (env[outs[0]],) = results
             else:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.errors import IRTypeError
-from distir.ir.function import Function, Op, Role, Value
+from distir.ir.function import Function, Op, Role, Value, type_of
 from distir.ir.infer import infer
 from distir.ir.notation import plain, plain_value
 from distir.ir.pause import no_collection
@@ -94,7 +94,7 @@ class _Verifier:
             inputs, outputs, spec = op.inputs, op.outputs, op.spec
             if not defined.issuperset(inputs):
                 _undefined(f, k, op, defined)
-            kind = (spec, op.attributes.form, tuple([v.type for v in inputs]), tuple([v.type for v in outputs]))
+            kind = (spec, op.attributes.form, tuple(map(type_of, inputs)), tuple(map(type_of, outputs)))
             if kind not in known:
                 self._op(f, k, op, view)
                 known.add(kind)

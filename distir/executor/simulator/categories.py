@@ -302,7 +302,7 @@ class _Owned:
     def _depend(self, f: Function, args: tuple[tuple[int, ...], ...]) -> Row:
         env = dict(zip(f.inputs, args, strict=True))
         for op in f.ops:
-            ins = [env[v] for v in op.inputs]
+            ins = list(map(env.__getitem__, op.inputs))
             if op.callee is not None:
                 env.update(zip(op.outputs, self._walk(op.callee, tuple(ins)), strict=True))
             elif op.spec.bundle == "pack":

@@ -29,7 +29,7 @@ from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slot
 from distir.ir.cached import cached
 from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError, UsageError
-from distir.ir.function import Function, Op, Value
+from distir.ir.function import Function, Op, Value, type_of
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor, Tuple, Type
@@ -78,7 +78,7 @@ class _Kinds:
             if spec is _CALL:
                 out.append(-1)
                 continue
-            key = (spec, op.attributes.form, *[v.type for v in op.inputs])
+            key = (spec, op.attributes.form, *map(type_of, op.inputs))
             chained, beside = chains.get(op, UNFUSED) if chains else UNFUSED, op in overlapped
             if beside or chained is not UNFUSED:  # rare, and slow to hash
                 key = (*key, beside, chained)

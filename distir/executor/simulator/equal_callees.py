@@ -33,6 +33,7 @@ class _Shapes:
         if mesh is None or any(m is not mesh for _, m in forms):
             return None
         number = {v: i for i, v in enumerate(f.inputs)}
+        number_of = number.__getitem__
         rows: list[tuple[object, ...]] = []
         n = len(number)
         for op in f.ops:
@@ -43,7 +44,7 @@ class _Shapes:
                 attrs = attrs.without("device")
             elif op.spec.comm is not None and any(isinstance(x, Mesh | Device | Function) for x in attrs.values()):
                 return None
-            rows.append((op.spec, attrs.form, *[number[v] for v in op.inputs]))
+            rows.append((op.spec, attrs.form, *map(number_of, op.inputs)))
             for v in op.outputs:
                 number[v] = n
                 n += 1

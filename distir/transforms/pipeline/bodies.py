@@ -339,7 +339,7 @@ class _BodyMaker:
         else:
             outputs = tuple([Value(fresh(v.name), moved[v.type]) for v in made])
             env.update(zip(made, outputs, strict=True))
-        self.maker.ops.append(Op(op.spec, tuple([env[v] for v in op.inputs]), attributes, outputs))
+        self.maker.ops.append(Op(op.spec, tuple(map(env.__getitem__, op.inputs)), attributes, outputs))
 
 
 def order_of(groups: Mapping[BodyKey, Subgraph], phase: str) -> list[BodyKey]:

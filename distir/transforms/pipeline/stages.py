@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from distir.ir.cached import cached, producers
 from distir.ir.errors import InfeasibleError
-from distir.ir.function import Function, Op, Value
+from distir.ir.function import Function, Op, Value, type_of
 from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.pipeline.add_by_stage import add_by_stage
@@ -194,7 +194,7 @@ def to_price(function: Function, rules: PhaseRules) -> ToPrice:
     number: dict[tuple[object, ...], int] = {}
 
     def kind(op: Op) -> int:
-        key = op.spec, op.attributes.form, tuple([v.type for v in op.inputs])
+        key = op.spec, op.attributes.form, tuple(map(type_of, op.inputs))
         if key not in number:
             number[key] = len(kinds)
             kinds.append(op)

@@ -67,7 +67,7 @@ def check_rewrite(
     if law is not Law.MORE:
         _check_interface(before, after, law)
     old, left = producers(before), set(before.ops)
-    if all(op in left or old.keys().isdisjoint(op.outputs) for op in after.ops):
+    if all([op in left or old.keys().isdisjoint(op.outputs) for op in after.ops]):
         _check_outputs(after)  # all ops of `after` are ops of `before`, or compute new values
         return
     replaced = {old[v].spec for op in after.ops for v in op.outputs if v in old and old[v].spec is not op.spec}

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from distir.ir.device import Mesh
-from distir.ir.function import Function, Value
+from distir.ir.function import Function, Value, type_of
 from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.roles import weights
@@ -54,7 +54,7 @@ def _flops(
             called = _flops(op.callee, axis, done, known)
             total, split = total + called[0], split + called[1]
         elif op.spec.comm is None:
-            key = op.spec, op.attributes.form, *[v.type for v in op.inputs]
+            key = op.spec, op.attributes.form, *map(type_of, op.inputs)
             found = known.get(key)
             if found is None:
                 shapes = ([tensor(v).shape for v in row] for row in (op.inputs, op.outputs))

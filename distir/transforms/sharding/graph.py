@@ -10,7 +10,7 @@ from typing import Any
 from distir.ir.axes import Shape
 from distir.ir.cached import cached
 from distir.ir.exact_attributes import Form
-from distir.ir.function import Function, Op, Value
+from distir.ir.function import Function, Op, Value, type_of
 from distir.ir.spec import FactorMapping, Spec
 from distir.ir.type import Shard, Type
 from distir.ops.rules import shape_of
@@ -91,12 +91,12 @@ class Graph:
         sigs, ins, outs = self.sigs, self.ins, self.outs
         for j, op in enumerate(function.ops):
             inputs = op.inputs
-            key = (op.spec, op.attributes.form, tuple([v.type for v in inputs]))
+            key = (op.spec, op.attributes.form, tuple(map(type_of, inputs)))
             sig = table.get(key)
             if sig is None:
                 sig = table[key] = Signature(len(table), op)
             sigs.append(sig)
-            row = [index[v] for v in inputs]
+            row = list(map(index.__getitem__, inputs))
             ins.append(row)
             for k, i in enumerate(row):
                 uses[i].append((j, k))
@@ -122,7 +122,8 @@ class Graph:
     @cached_property
     def users(self) -> list[list[tuple[int, int]]]:
         """Per value the (op, operand) that use it."""
-        return [[use for use in row if use[1] >= 0] for row in self.uses]
+        made = len(self.inputs)  # the first use of what an op makes is that op
+        return [*self.uses[:made], *[row[1:] for row in self.uses[made:]]]
 
     @cached_property
     def elements(self) -> list[int]:

@@ -72,9 +72,10 @@ def _sweep(
     taken_whole: set[int] = set()
     # memoised: ops of equal signature, options and operand placements are treated alike
     known: dict[tuple[int | Placement, ...], tuple[FactorMapping | None, Sequence[Placement], bool]] = {}
+    placement = state.__getitem__
     for j in graph.order:
         sig, ins, outs = graph.sigs[j], graph.ins[j], graph.outs[j]
-        have = tuple([state[v] for v in ins])
+        have = tuple(map(placement, ins))
         late = not after.isdisjoint(ins)
         if late and SUM in have:
             totals.update(_taken_whole([v for v, p in zip(ins, have, strict=True) if p is SUM], sources, taken_whole))

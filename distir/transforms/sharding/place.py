@@ -148,10 +148,10 @@ class _Sweep:
         outs, times, reduce = v.outs, v.times, self.reduce
         paid: set[tuple[int, Placement]] = set()
         moved: set[int] = set()  # the values in `paid`
-        operands = v.ins
+        operands, placement = v.ins, state.__getitem__
         for j in v.order:
             ins = operands[j]
-            have = tuple([state[i] for i in ins])
+            have = tuple(map(placement, ins))
             if moved and not moved.isdisjoint(ins):
                 choice = self._cheapest(j, have, paid)
             else:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from distir.ir.device import TIME, Mesh
 from distir.ir.errors import IRTypeError
-from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
+from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value, type_of
 from distir.ir.infer import infer
 from distir.ir.spec import FactorMapping, Spec, conversion
 from distir.ir.type import REPLICATE, SUM, Placement, Shard, Tensor, Type
@@ -66,10 +66,10 @@ class _Builder:
         fresh, append, due = self.maker.fresh, self.maker.ops.append, self.due
         of_op = zip(source.ops, graph.sigs, graph.outs, graph.ins, rows, ids, strict=True)
         for op, sig, outs, numbers, mappings, as_ids in of_op:
-            ins = [env[i] for i in numbers]
+            ins = list(map(env.__getitem__, numbers))
             of = ops.get(op.of) if op.of else None
             # memoised by signature, mappings and types; ids are safe: mappings live as long as the graph
-            key = (sig.number, as_ids, tuple([v.type for v in ins]))
+            key = (sig.number, as_ids, tuple(map(type_of, ins)))
             if due and not due.keys().isdisjoint(ins):
                 key += tuple([(k, due[v]) for k, v in enumerate(ins) if v in due])
             recipe = recipes.get(key)
