@@ -127,7 +127,7 @@ class Terms:
         spec = op.spec
         if spec.comm is not None:
             return self.move(op, ins)
-        if spec.meaning is not None and spec not in self.shared and (found := self.definition(op)) is not None:
+        if spec not in self.shared and spec.meaning is not None and (found := self.definition(op)) is not None:
             return self.walk(found.parts, ins)
         if spec.addends:
             ins = self.summed(spec, ins)

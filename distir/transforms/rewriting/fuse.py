@@ -24,6 +24,7 @@ def fuse(function: Function) -> Function:
     It computes the same, except for rounding and for rows of attention that are masked out entirely (every score
     -inf): they give 0, where a softmax gives NaN. Inputs, outputs and all values that remain are the same objects.
     """
-    for find in (find_gelu, find_silu, find_rms_norm, find_attention):
-        function = rewrite(function, find)
-    return function
+    function = rewrite(function, find_gelu, "Erf", "Tanh")
+    function = rewrite(function, find_silu, "Mul")
+    function = rewrite(function, find_rms_norm, "Sqrt", "Pow")
+    return rewrite(function, find_attention, "MatMul")

@@ -23,8 +23,6 @@ class _Mask(NamedTuple):
 
 def find_attention(program: Program, op: Op) -> Found | None:
     """Matches softmax(c Q K^T [+ mask]) V at the product with V. Operands have the same leading dims."""
-    if op.op_type != "MatMul":
-        return None
     trail = Trail(program)
     trail.ops.add(op)
     weights, v = op.inputs

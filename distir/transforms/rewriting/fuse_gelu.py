@@ -23,8 +23,6 @@ _LONGEST = 6
 
 def find_gelu(program: Program, op: Op) -> Found | None:
     """Matches x (1 + t) / 2 at the op that makes t: Erf of x / sqrt(2), or Tanh of sqrt(2 / pi) (x + 0.044715 x^3)."""
-    if op.op_type not in _INSIDE:
-        return None
     t = op.outputs[0]
     approximate, inside = _INSIDE[op.op_type]
     for x in _above(program, op.inputs[0]):
@@ -38,8 +36,6 @@ def find_gelu(program: Program, op: Op) -> Found | None:
 
 def find_silu(program: Program, op: Op) -> Found | None:
     """Matches x times the Sigmoid of x at the Mul."""
-    if op.op_type != "Mul":
-        return None
     trail = Trail(program)
     for x, y in trail.sides(op):
         sigmoid = program.made_by(y, "Sigmoid")

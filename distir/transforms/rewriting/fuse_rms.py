@@ -50,7 +50,7 @@ def _root(program: Program, op: Op) -> int | None:
     """The power of the root that an op makes; None if it makes none."""
     if op.op_type == "Sqrt":
         return 1
-    by = program.number(op.inputs[1]) if op.op_type == "Pow" else None
+    by = program.number(op.inputs[1])
     return {0.5: 1, -0.5: -1}.get(by) if by is not None else None
 
 

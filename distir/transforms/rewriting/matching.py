@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from distir.ir.cached import producers
 from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.spec import lookup
 from distir.ir.type import DType, Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.rewriting.cleanup import prune
@@ -119,16 +120,21 @@ def epsilon(dtype: DType) -> float:
     return {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}[dtype.name]
 
 
-def rewrite(function: Function, find: Callable[[Program, Op], Found | None]) -> Function:
-    """The function with every match of `find` replaced; `find` is called for each op, from the last to the first.
+def rewrite(function: Function, find: Callable[[Program, Op], Found | None], *names: str) -> Function:
+    """The function with every match of `find` replaced; it is called for each op of these types, from the last to the
+    first.
 
     Matches with intermediate values that are used outside, or that overlap an earlier match, are not replaced. Values
     that remain are the same objects. Returns the function itself if nothing matches.
     """
+    specs = tuple(map(lookup, names))
+    ops = [op for op in reversed(function.ops) if op.spec in specs]
+    if not ops:
+        return function
     program = Program(function)
     found: dict[Value, Found] = {}
     taken: set[Op] = set()
-    for op in reversed(function.ops):
+    for op in ops:
         group = find(program, op) if op not in taken else None
         if group is not None and taken.isdisjoint(group.ops) and program.closed(group):
             found[group.root] = group

@@ -23,12 +23,12 @@ from distir.transforms.rewriting.matching import Found, Program, rewrite
 def touch_rows(function: Function) -> Function:
     """The function with plain SGD of tables on the rows used, where their gradient has no other use and there are fewer
     indices than rows."""
-    return rewrite(function, find_row_update)
+    return rewrite(function, find_row_update, "SGD")
 
 
 def find_row_update(program: Program, op: Op) -> Found | None:
     """Matches at SGD without momentum and weight decay."""
-    if op.op_type != "SGD" or any([op.attributes.get(k) for k in ("momentum", "weight_decay", "dampening")]):
+    if any([op.attributes.get(k) for k in ("momentum", "weight_decay", "dampening")]):
         return None
     tables, gradient, *numbers = op.inputs
     slope = program.made_by(gradient, "LookupGrad")

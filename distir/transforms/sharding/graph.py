@@ -137,7 +137,8 @@ class Graph:
         below = [0] * len(self.values)
         height = [0] * len(self.sigs)
         for j in range(len(height) - 1, -1, -1):
-            h = height[j] = 1 + max([below[v] for v in self.outs[j]], default=0)
+            outs = self.outs[j]
+            h = height[j] = 1 + (below[outs[0]] if len(outs) == 1 else max([below[v] for v in outs], default=0))
             for v in self.ins[j]:
                 if below[v] < h:
                     below[v] = h

@@ -109,8 +109,11 @@ def _sweep(
             passed_on = [v for v in ins if state[v] is SUM]
             sources.update(dict.fromkeys(outs, passed_on))
         mappings[j] = mapping
-        for v, p in zip(outs, placements, strict=True):
-            state[v] = p
+        if len(outs) == 1:  # as most
+            state[outs[0]] = placements[0]
+        else:
+            for v, p in zip(outs, placements, strict=True):
+                state[v] = p
     return mappings, None
 
 

@@ -179,8 +179,10 @@ class _Sweep:
                         total += 2 * v.made[i] * self.wire * times[j]
                         p = REPLICATE
                     state[i] = p
+            elif len(placements) == 1:  # as most
+                state[outs[j][0]] = placements[0]
             else:
-                for i, p in zip(outs[j], placements, strict=False):  # `strict` takes as long again
+                for i, p in zip(outs[j], placements, strict=True):
                     state[i] = p
         for i in v.outputs:
             p = state[i]
