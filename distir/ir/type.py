@@ -91,6 +91,7 @@ class Tensor:
 
     __slots__ = (
         "__weakref__",
+        "_erased",
         "_pieces",
         "_still",
         "_subdims",
@@ -117,6 +118,8 @@ class Tensor:
     _still: Tensor | None
     """The one without a piece; None for itself."""
     _pieces: dict[Piece, Tensor]
+    _erased: Tensor | None
+    """The whole, on no device; None until it is asked for."""
 
     def __new__(
         cls,
@@ -158,7 +161,7 @@ class Tensor:
         self.bytes = math.prod(shape) * dtype.size
         time = device.time if isinstance(device, Mesh) else None
         self.moves = time is not None and placements[time] is not REPLICATE
-        self._still, self._pieces = None, {}
+        self._still, self._pieces, self._erased = None, {}, None
         cls._interned[key] = self
         return self if piece is None else self.of(piece)
 
@@ -295,7 +298,11 @@ class Tensor:
 
     def erased(self) -> Tensor:
         """The whole, on no device."""
-        return Tensor(self.dtype, self.global_shape)
+        if self.device is None and self.piece is None:
+            return self
+        if self._erased is None:
+            self._erased = Tensor(self.dtype, self.global_shape)
+        return self._erased
 
     def at(self, microbatch: int) -> Tensor:
         """The type in the caller that a body's type becomes when it is called with this microbatch."""
@@ -314,7 +321,7 @@ class Tensor:
             other.dtype, other.shape, other.device = still.dtype, still.shape, still.device
             other.placements, other.piece, other.moves = still.placements, piece, still.moves
             other.global_shape, other.bytes, other._subdims = still.global_shape, still.bytes, still._subdims
-            other._still, other._pieces = still, still._pieces
+            other._still, other._pieces, other._erased = still, still._pieces, None
             still._pieces[piece] = other
         return other
 

@@ -83,12 +83,9 @@ def ends_time(op: Op) -> bool:
     if op.spec.comm is None or op.attributes.get("axis") != TIME:
         return False
     before, after = op.inputs[0].type, op.outputs[0].type
-    return (
-        isinstance(before, Tensor)
-        and isinstance(after, Tensor)
-        and before.on(TIME) is not REPLICATE
-        and after.on(TIME) is REPLICATE
-    )
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return False
+    return before.over_time is not REPLICATE and after.over_time is REPLICATE
 
 
 def varies(v: Value) -> bool:

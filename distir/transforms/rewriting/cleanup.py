@@ -41,8 +41,12 @@ def live(ops: Sequence[Op], outputs: Iterable[Value]) -> list[Op]:
 
 def prune(function: Function) -> Function:
     """The function without dead ops. All inputs stay. A backward op whose forward op is removed loses its `of`."""
+    left = live(function.ops, function.outputs)
+    there = {None, *left}
+    if len(left) == len(function.ops) and all([op.of in there for op in left]):
+        return function
     made: dict[Op, Op] = {}
-    for op in live(function.ops, function.outputs):
+    for op in left:
         made[op] = _rebuilt(op, {}, made)
     return Function(
         function.name,

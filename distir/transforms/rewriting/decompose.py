@@ -35,7 +35,7 @@ def _decomposed(function: Function, split: bool, done: dict[Function, Function])
     maker.set_outputs(function.outputs)
     maker.updates = dict(function.updates)
     maker.sources = dict(function.sources)
-    maker.reserve([*function.inputs, *(v for op in function.ops for v in op.outputs)])
+    maker.reserve([*function.inputs, *[v for op in function.ops for v in op.outputs]])
     became: dict[Op, Op] = {}
     for source in function.ops:
         op = _rebuilt(source, became, split, done)

@@ -31,6 +31,7 @@ class _Answer(NamedTuple):
     """Sort key for the mappings of an op, independent of the order of the ops."""
 
 
+_RANK = itemgetter(0)
 _Asked = list[dict[Shard, _Answer | None]]
 """The answers of a signature, by slot: operands from the first, results (~k) from the last."""
 
@@ -52,7 +53,7 @@ class Classes:
         self.mappings: list[list[tuple[FactorMapping, int]]] = []
         for row in found:
             if len(row) > 1:
-                row.sort(key=itemgetter(0))
+                row.sort(key=_RANK)
             through = [(mapping, root[i]) for _, mapping, i in row]
             self.mappings.append(through)
             if len(through) > 1 and len({c for _, c in through}) < len(through):
