@@ -119,7 +119,7 @@ class Lifetimes:
             else:
                 uses = op.inputs if whole else tuple([v for v in op.inputs if c in classes_of(v.type)])
                 ends = uses + makes
-            dies = tuple([v for v in dict.fromkeys(ends) if v not in later])
+            dies = () if later.issuperset(ends) else tuple([v for v in dict.fromkeys(ends) if v not in later])
             later.update(uses)
             steps.append(Step(n, op, uses, makes, dies, spare, ()))
         steps.reverse()

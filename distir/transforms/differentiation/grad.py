@@ -79,12 +79,16 @@ def find_loss(function: Function, loss: Value | int | str) -> Value:
     return target
 
 
+def _is_floating(v: Value) -> bool:
+    return tensor(v).dtype.floating
+
+
 def dependent(function: Function, wrt: Iterable[Value]) -> set[Value]:
     """The floating-point values that depend on any of `wrt` through ops with gradients, `wrt` included."""
     reached = set(wrt)
     for op in function.ops:
         if op.spec.grad is not no_grad and not reached.isdisjoint(op.inputs):
-            reached.update([v for v in op.outputs if tensor(v).dtype.floating])
+            reached.update(filter(_is_floating, op.outputs))
     return reached
 
 
@@ -93,7 +97,7 @@ def sources(function: Function, target: Value) -> set[Value]:
     needed = {target}
     for op in reversed(function.ops):
         if op.spec.grad is not no_grad and not needed.isdisjoint(op.outputs):
-            needed.update([v for v in op.inputs if tensor(v).dtype.floating])
+            needed.update(filter(_is_floating, op.inputs))
     return needed
 
 

@@ -50,11 +50,12 @@ def _shares(graph: Graph, batch: tuple[Node, ...]) -> Shares:
     total = sum([n for n, varying in zip(made[first:], varies[first:], strict=True) if varying]) or 1
     kinds = [sig.number for sig in graph.sigs]
     flops = [sig.flops for sig in graph.sigs]
-    numbers: dict[tuple[int, ...], int] = {}
+    varied = varies.__getitem__
+    numbers: dict[object, int] = {}
     for j, (sig, ins, outs) in enumerate(zip(graph.sigs, graph.ins, graph.outs, strict=True) if batch else ()):
-        pattern = [varies[v] for v in (*ins, *outs)]
-        kinds[j] = numbers.setdefault((sig.number, *pattern), len(numbers))
-        if True in pattern:
+        pattern = (sig.number, tuple(map(varied, ins)), tuple(map(varied, outs)))
+        kinds[j] = numbers.setdefault(pattern, len(numbers))
+        if True in pattern[1] or True in pattern[2]:
             flops[j] /= size
     work = sum(flops) or 1
     return Shares(
