@@ -60,7 +60,7 @@ def _exactly(value: Any) -> Any:
     if kind is float:
         return kind, repr(value)
     if kind is not tuple:
-        return kind, value
+        return kind, getattr(value, "identity", value)  # a function is not kept alive by what stands for it
     kinds = {*map(type, value)}
     if kinds == {float} and not any(map(isnan, value)):
         return float, array("d", value).tobytes()

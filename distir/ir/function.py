@@ -101,7 +101,7 @@ class Function:
     shape in the model.
     """
 
-    __slots__ = ("cache", "inputs", "name", "ops", "outputs", "sources", "updates")
+    __slots__ = ("cache", "identity", "inputs", "name", "ops", "outputs", "sources", "updates")
 
     def __init__(
         self,
@@ -117,6 +117,8 @@ class Function:
         self.sources: dict[Value, tuple[int, ...]] = dict(sources or {})
         self.cache: dict[object, Any] = {}
         """Results of analyses, cached with the function: see `cached`."""
+        self.identity = object()
+        """Stands for the function in keys that are not to keep it alive."""
 
     def __repr__(self) -> str:
         from distir.ir.text import pformat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from math import nan
 from pathlib import Path
@@ -107,6 +108,17 @@ def test_equal_attributes_have_one_form():
     assert one.form is not Attributes(a=1.0, b=(2, 0.5)).form
     assert one == {"a": 1, "b": (2, 0.5)} != other.without("a")
     assert Attributes(a=[1]).form is not Attributes(a=[1]).form, "what cannot be hashed is equal to nothing"
+
+
+def test_a_form_does_not_keep_a_callee_alive():
+    f = Function("f", (), (), ())
+    held = Attributes(callee=f, mb=0)
+    assert held.form is Attributes(callee=f, mb=0).form
+    assert held.form is not Attributes(callee=Function("f", (), (), ()), mb=0).form
+    f.cache["held"] = held
+    del f, held
+    gc.collect()
+    assert not [x for x in gc.get_objects() if isinstance(x, Function) and "held" in x.cache]
 
 
 TRANSPOSE = "fn main(%x: f64[4, 5]) {{\n  %y: f64[5, 4] = Transpose(%x, perm={})\n  return %y\n}}"

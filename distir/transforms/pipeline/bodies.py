@@ -125,7 +125,9 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
     for t in totals:
         groups[owner[t.part]].totals.append(t)
         groups.setdefault(owner[t.whole], Subgraph(owner[t.whole]))
-    cut = Cut(function, groups, owner, joins, free, Varying(), {}, {})
+    # another object: with the function itself, in whose cache a cut may be, it would form a cycle
+    like = Function(function.name, function.inputs, function.ops, function.outputs, function.updates, function.sources)
+    cut = Cut(like, groups, owner, joins, free, Varying(), {}, {})
     _connect(cut, home)
     return cut
 
