@@ -10,6 +10,10 @@ are saved is chosen by cost, on the placed program:
 - `selective`: what is cheap to compute for its size is recomputed, such as scores and softmax of attention, norms and
   activation functions, and what is all-gathered from saved shards;
 - `full`: of repeated blocks only the values that cross from one to the next are saved;
+- `products`: of repeated blocks that, what attention makes, and what the first, third, fifth, .. product with a weight
+  makes. This is what torchtitan calls selective by op (github pytorch/torchtitan, parallelize_llama.py, `_save_list`);
+- `all-products`: that, needed or not: PyTorch's eager mode keeps what the policy names until the block's backward pass
+  (github pytorch/pytorch, torch/utils/checkpoint.py, `_CachingTorchDispatchMode`), a compiler what is needed;
 - a number of bytes: `selective`, and as many blocks in full as it takes for what a device saves of one microbatch.
 
 A recomputed op is a copy of the forward op just before the first op that needs it, with that op as its `of`: so it runs
@@ -27,18 +31,20 @@ from typing import NamedTuple
 
 from distir.ir.cached import cached
 from distir.ir.errors import InfeasibleError
-from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.function import NO_ATTRIBUTES, Function, FunctionMaker, Op, Value
+from distir.ir.spec import lookup
 from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.pipeline.canonical import canonical_order
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, phases
 from distir.transforms.pipeline.stages import FLOP_PER_BYTE, plain_cost
 
-WORDS = ("none", "gathers", "attention", "selective", "full")
+WORDS = ("none", "gathers", "attention", "selective", "full", "products", "all-products")
 """What to recompute, from nothing to all, but for bytes."""
 CHEAP = 8.0
 """An op is cheap if it costs no more than moving this many times the bytes of its result through memory."""
 
+_AFTER = lookup("After")
 _FEW = 8
 """Among so few parts between cuts, blocks are looked for that begin and end at any two cuts."""
 
@@ -60,9 +66,19 @@ def recompute(function: Function, how: str, stages: int = 1) -> Function:
         again = _cheap(saving)
     elif how == "full":
         again = _blocks_again(saving, saving.blocks)
+    elif how in ("products", "all-products"):
+        kept = _of_products(function, saving)
+        again = _blocks_again(saving, saving.blocks) - kept
+        unneeded = kept - _still_saved(saving, again) if how == "all-products" else set[Value]()
+        return held(_with_copies(function, saving, again), {v: saving.maker[v] for v in kept if v in unneeded})
     else:
         again = _within(saving, float(how) * stages)
     return _with_copies(function, saving, again)
+
+
+def repeated_blocks(function: Function) -> Sequence[Sequence[Op]]:
+    """The repeated blocks of the forward ops of a placed program; none if no two are alike."""
+    return _saving(function).blocks
 
 
 class _Saving(NamedTuple):
@@ -206,6 +222,20 @@ def _contracts(op: Op) -> bool:
 # ---- in blocks
 
 
+def _of_products(function: Function, saving: _Saving) -> set[Value]:
+    """What attention makes in repeated blocks, and of products with a weight the first, the third and so on."""
+    at = {op: k for k, op in enumerate(function.ops)}
+    found: set[Value] = set()
+    for block in saving.blocks:
+        products = 0
+        for op in sorted(block, key=lambda op: at[op]):
+            weighs = _contracts(op) and any([v not in saving.maker for v in op.inputs])
+            products += weighs
+            if op.spec.kernel == "attention" or (weighs and products % 2):
+                found.update(op.outputs)
+    return found
+
+
 def _blocks_again(saving: _Saving, blocks: Sequence[Sequence[Op]]) -> set[Value]:
     """All values computed in these blocks, except those used outside."""
     block_of = {op: k for k, block in enumerate(blocks) for op in block}
@@ -336,6 +366,40 @@ def _within(saving: _Saving, limit: float) -> set[Value]:
 
 
 # ---- the program
+
+
+def held(function: Function, ops: Mapping[Value, Op]) -> Function:
+    """The function in which these values live until the backward pass comes to the given ops, though it needs them not:
+    a gradient that the first op to differentiate one of these takes is available only after the value."""
+    waiting: dict[Op, list[Value]] = {}
+    for v, op in ops.items():
+        waiting.setdefault(op, []).append(v)
+    if not waiting:
+        return function
+    maker = FunctionMaker(function.name)
+    maker.inputs.extend(function.inputs)
+    maker.reserve([*function.inputs, *[v for op in function.ops for v in op.outputs]])
+    phase = phases(function)
+    late = {v for op in function.ops if phase[op] == BACKWARD for v in op.outputs}
+    became: dict[Op, Op] = {}
+    for op in function.ops:
+        inputs = op.inputs
+        taken = next((x for x in inputs if x in late), None)
+        if op.of is not None and op.of in waiting and taken is not None:
+            last = taken
+            for v in waiting.pop(op.of):
+                x = Value(maker.fresh(taken.name), taken.type)
+                maker.ops.append(Op(_AFTER, (last, v), NO_ATTRIBUTES, (x,), op.of))
+                last = x
+            inputs = tuple([last if x is taken else x for x in inputs])
+        of = became.get(op.of, op.of) if op.of else None
+        changed = inputs != op.inputs or of is not op.of
+        became[op] = Op(op.spec, inputs, op.attributes, op.outputs, of) if changed else op
+        maker.ops.append(became[op])
+    maker.set_outputs(function.outputs)
+    maker.updates = dict(function.updates)
+    maker.sources = dict(function.sources)
+    return maker.finalize()
 
 
 def _with_copies(function: Function, saving: _Saving, again: Collection[Value]) -> Function:
