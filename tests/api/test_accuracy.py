@@ -224,7 +224,7 @@ def test_sequence_parallelism_of_megatron_gathers_again(table) -> None:
 
 
 def test_llama_with_sharded_weights_is_torchtitans(table) -> None:
-    """Its products, its selective recomputation (a compiler knows what is needed), what FSDP2 gathers again, its log."""
+    """Its products, its selective recomputation (a compiler saves what is needed), what it gathers again, its log."""
     eager = {**GPT, "model_family": "llama", "tp": 1, "pp": 1, "gpus": 2, "zero_stage": 3, "recompute": "selective"}
     compiled, other = (
         {**eager, "notes": "torch.compile=1"},
