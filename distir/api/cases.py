@@ -21,6 +21,7 @@ from distir.ir.errors import DistirError, UsageError
 from distir.ir.host_runtime import Runtime
 from distir.models.blocks import first_weight
 from distir.models.decoder import ARCHITECTURES, Decoder
+from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
 from distir.transforms.pipeline.schedule import SCHEDULES
 from distir.transforms.plan import AXES, BUCKET_MB, Plan
 
@@ -392,7 +393,7 @@ def _plan(values: Mapping[str, Any]) -> Plan:
         overlap=values["overlap_grad_reduce"],
         bucket_mb=BUCKET_MB if values["overlap_grad_reduce"] else math.inf,  # Megatron-LM reduces one buffer of all
         zero=values["zero_stage"],
-        gathered_again=_runtime_of(values).gathered_again,
+        gathered_again=_gathered_again(values),
         sequence_parallel=values["sequence_parallel"],
         recompute=_recompute(values),
         split=splits_of({CONTEXT: values["cp"]}),
@@ -402,6 +403,11 @@ def _plan(values: Mapping[str, Any]) -> Plan:
     if plan.sequence_parallel and plan.split and plan.tp > 1:
         raise UsageError(f"cp {values['cp']} beside sequence_parallel: distir has no plan with both")
     return replace(plan, order=_order(plan, values), cut=_cut(values))
+
+
+def _gathered_again(values: Mapping[str, Any]) -> str:
+    """What backward passes gather again: in a pipeline all, as each microbatch in flight would have its own copy."""
+    return _runtime_of(values).gathered_again if values["pp"] == 1 else GATHERED_AGAIN[0]
 
 
 def _cut(values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -230,10 +230,11 @@ def test_llama_with_sharded_weights_is_torchtitans(table) -> None:
         {**eager, "notes": "torch.compile=1"},
         {**eager, "model_family": "mpt", "measured_peak_of": "used"},
     )
-    rows = read_rows(table(eager, compiled, other, {**compiled, "measured_peak_of": "allocated"}))
+    piped = {**compiled, "measured_peak_of": "allocated", "dp": 1, "pp": 2}
+    rows = read_rows(table(eager, compiled, other, piped))
     setups = [row.setup for row in rows if row.setup]
     assert [s.plan.recompute for s in setups] == ["all-products", "products", "selective", "products"]
-    assert [s.plan.gathered_again for s in setups] == ["blocks", "blocks", "all", "blocks"]
+    assert [s.plan.gathered_again for s in setups] == ["blocks", "blocks", "all", "all"]
     assert [s.model.separate for s in setups] == [True, True, False, True]  # type: ignore[union-attr]
     assert [row.peak_of for row in rows] == ["reserved", "reserved", "used", "allocated"]
 
