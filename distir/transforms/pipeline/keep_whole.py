@@ -9,8 +9,9 @@ parallelize_llama.py, `apply_fsdp`).
 from __future__ import annotations
 
 from distir.ir.function import Function, Op, Value
+from distir.transforms.pipeline.held import held
 from distir.transforms.pipeline.phases import CELLS, FORWARD, FREE, phases, users
-from distir.transforms.pipeline.recompute import held, repeated_blocks
+from distir.transforms.pipeline.recompute import repeated_blocks
 
 GATHERED_AGAIN = ("all", "blocks")
 """What backward passes gather again: all weights that are sharded, or those of repeated blocks but the last."""

@@ -31,11 +31,11 @@ from typing import NamedTuple
 
 from distir.ir.cached import cached
 from distir.ir.errors import InfeasibleError
-from distir.ir.function import NO_ATTRIBUTES, Function, FunctionMaker, Op, Value
-from distir.ir.spec import lookup
+from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.pipeline.canonical import canonical_order
+from distir.transforms.pipeline.held import held
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, phases
 from distir.transforms.pipeline.stages import FLOP_PER_BYTE, plain_cost
 
@@ -44,7 +44,6 @@ WORDS = ("none", "gathers", "attention", "selective", "full", "products", "all-p
 CHEAP = 8.0
 """An op is cheap if it costs no more than moving this many times the bytes of its result through memory."""
 
-_AFTER = lookup("After")
 _FEW = 8
 """Among so few parts between cuts, blocks are looked for that begin and end at any two cuts."""
 
@@ -69,8 +68,11 @@ def recompute(function: Function, how: str, stages: int = 1) -> Function:
     elif how in ("products", "all-products"):
         kept = _of_products(function, saving)
         again = _blocks_again(saving, saving.blocks) - kept
-        unneeded = kept - _still_saved(saving, again) if how == "all-products" else set[Value]()
-        return held(_with_copies(function, saving, again), {v: saving.maker[v] for v in kept if v in unneeded})
+        made = _with_copies(function, saving, again)
+        if how == "products":
+            return made
+        unneeded = kept - _still_saved(saving, again)
+        return held(made, {v: op for op in saving.forward for v in op.outputs if v in unneeded})
     else:
         again = _within(saving, float(how) * stages)
     return _with_copies(function, saving, again)
@@ -366,40 +368,6 @@ def _within(saving: _Saving, limit: float) -> set[Value]:
 
 
 # ---- the program
-
-
-def held(function: Function, ops: Mapping[Value, Op]) -> Function:
-    """The function in which these values live until the backward pass comes to the given ops, though it needs them not:
-    a gradient that the first op to differentiate one of these takes is available only after the value."""
-    waiting: dict[Op, list[Value]] = {}
-    for v, op in ops.items():
-        waiting.setdefault(op, []).append(v)
-    if not waiting:
-        return function
-    maker = FunctionMaker(function.name)
-    maker.inputs.extend(function.inputs)
-    maker.reserve([*function.inputs, *[v for op in function.ops for v in op.outputs]])
-    phase = phases(function)
-    late = {v for op in function.ops if phase[op] == BACKWARD for v in op.outputs}
-    became: dict[Op, Op] = {}
-    for op in function.ops:
-        inputs = op.inputs
-        taken = next((x for x in inputs if x in late), None)
-        if op.of is not None and op.of in waiting and taken is not None:
-            last = taken
-            for v in waiting.pop(op.of):
-                x = Value(maker.fresh(taken.name), taken.type)
-                maker.ops.append(Op(_AFTER, (last, v), NO_ATTRIBUTES, (x,), op.of))
-                last = x
-            inputs = tuple([last if x is taken else x for x in inputs])
-        of = became.get(op.of, op.of) if op.of else None
-        changed = inputs != op.inputs or of is not op.of
-        became[op] = Op(op.spec, inputs, op.attributes, op.outputs, of) if changed else op
-        maker.ops.append(became[op])
-    maker.set_outputs(function.outputs)
-    maker.updates = dict(function.updates)
-    maker.sources = dict(function.sources)
-    return maker.finalize()
 
 
 def _with_copies(function: Function, saving: _Saving, again: Collection[Value]) -> Function:
