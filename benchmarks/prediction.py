@@ -7,7 +7,7 @@ ranks of one thread; this is repeated N times. The measured time of a step is th
 of the steps after the first; beside it stands the fastest step of all, which other programs on the machine disturb
 least. The error is predicted / measured - 1, its magnitude is averaged. On 4 ranks the order of plans counts: Kendall's
 tau between predicted and measured times of one model; beside it stands that between the first run and the last, which
-says how far the measured order is one.
+says how far the measured order is one, and tau over the pairs of plans that all runs measured in the same order.
 """
 
 from __future__ import annotations
@@ -139,6 +139,16 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float:
     return sum(signs) / len(signs) if signs else 1.0
 
 
+def settled(results: Sequence[Result]) -> tuple[float, int]:
+    """Kendall's tau over the pairs that all runs measured in the same order, and how many these are."""
+    signs: list[int] = []
+    for a, b in itertools.combinations(results, 2):
+        orders = {(x > y) - (x < y) for x, y in zip(a.measured_ms, b.measured_ms, strict=True)}
+        if len(orders) == 1 and 0 not in orders:
+            signs.append(orders.pop() * ((a.predicted_ms > b.predicted_ms) - (a.predicted_ms < b.predicted_ms)))
+    return (sum(signs) / len(signs) if signs else 1.0), len(signs)
+
+
 def scores(results: Sequence[Result]) -> dict[str, Any]:
     """Mean and worst error on 1 and 2 ranks, also by model; tau on 4 ranks; the share within the interval."""
     few = [r for r in results if r.ranks <= 2]
@@ -150,13 +160,16 @@ def scores(results: Sequence[Result]) -> dict[str, Any]:
         out[name] |= {"mean_of_fastest": statistics.mean(least), "worst_of_fastest": max(least)}
     taus: dict[str, list[float]] = {}
     again: dict[str, float] = {}
+    alike: dict[str, tuple[float, int]] = {}
     for name in dict.fromkeys(r.model for r in results if r.ranks == 4):
         of = [r for r in results if r.ranks == 4 and r.model == name]
         pairs = [[(r.predicted_ms, x) for r, x in zip(of, xs, strict=True)] for xs in _measured(of)]
         taus[name] = [kendall(x) for x in pairs]
         again[name] = kendall([(r.measured_ms[0], r.measured_ms[-1]) for r in of])
+        alike[name] = settled(of)
     within = [[r.low_ms <= x <= r.high_ms for r, x in zip(results, xs, strict=True)] for xs in _measured(results)]
-    return out | {"tau": taus, "tau_of_runs": again, "within_interval": [statistics.mean(x) for x in within]}
+    out |= {"tau": taus, "tau_of_runs": again, "tau_of_settled": alike}
+    return out | {"within_interval": [statistics.mean(x) for x in within]}
 
 
 def _measured(results: Sequence[Result]) -> list[list[float]]:
@@ -204,12 +217,13 @@ def _tell(file: str | None, results: Sequence[Result], calibration: Mapping[str,
         Path(file).write_text(text + "\n")
     print(f"{where}\n\n{table(HEADER, [r.cells for r in results])}\n")
     for name, x in found.items():
-        if name not in ("goals", "tau", "tau_of_runs", "within_interval"):
+        if name not in ("goals", "tau", "tau_of_runs", "tau_of_settled", "within_interval"):
             fastest = f"of the fastest step {x['mean_of_fastest']:.0%}, worst {x['worst_of_fastest']:.0%}"
             print(f"{name}, 1 and 2 ranks: mean error {x['mean']:.0%}, worst {x['worst']:.0%}; {fastest}")
     for name, (tau, least) in found["tau"].items():
-        runs = found["tau_of_runs"][name]
-        print(f"{name}, 4 ranks: Kendall tau {tau:.2f}; of the fastest step {least:.2f}; between runs {runs:.2f}")
+        runs, (same, pairs) = found["tau_of_runs"][name], found["tau_of_settled"][name]
+        text = f"{name}, 4 ranks: Kendall tau {tau:.2f}; of the fastest step {least:.2f}; between runs {runs:.2f}"
+        print(f"{text}; of the {pairs} pairs that all runs measured in one order {same:.2f}")
     inside, least = found["within_interval"]
     print(f"within the interval: {inside:.0%}; of the fastest step {least:.0%}")
 

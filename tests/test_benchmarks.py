@@ -105,3 +105,19 @@ def test_runs_at_least_once(name: str) -> None:
     assert done.returncode == 2
     assert "--runs" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_pairs_that_runs_measure_in_one_order() -> None:
+    """Of three plans the first and the last are measured in the same order twice, and predicted so; of the others one
+    pair is, and is predicted the other way."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from prediction import Result, settled
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+    times = {"a": (1.0, [1.0, 1.2]), "b": (4.0, [2.0, 1.1]), "c": (3.0, [3.0, 3.5])}
+    results = [Result("m", name, 4, predicted, 0.0, 0.0, measured) for name, (predicted, measured) in times.items()]
+    assert settled(results) == (0.0, 2)
+    assert settled([results[0], results[2]]) == (1.0, 1)
+    assert settled(results[:2]) == (1.0, 0)

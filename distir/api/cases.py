@@ -21,6 +21,7 @@ from distir.ir.errors import DistirError, UsageError
 from distir.ir.host_runtime import Runtime
 from distir.models.blocks import first_weight
 from distir.models.decoder import ARCHITECTURES, Decoder
+from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
 from distir.transforms.pipeline.schedule import SCHEDULES
 from distir.transforms.plan import AXES, BUCKET_MB, Plan
 
@@ -168,7 +169,7 @@ COLUMNS: dict[str, CsvColumn] = {
     "gpus": CsvColumn(_whole),
     "measured_step_s": CsvColumn(_positive, None, True),
     "measured_peak_gib": CsvColumn(_positive),
-    "measured_peak_of": CsvColumn(_counted, "allocated"),
+    "measured_peak_of": CsvColumn(_counted, ""),
     "measured_tokens_per_s_per_gpu": CsvColumn(_positive),
     "notes": CsvColumn(str, ""),
 }
@@ -270,7 +271,7 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
         line,
         values["measured_step_s"],
         values["measured_peak_gib"],
-        values["measured_peak_of"],
+        values["measured_peak_of"] or _reported(values),
         values["runtime"],
         setup,
         reason,
@@ -279,13 +280,28 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
 
 def _runtime(values: Mapping[str, Any]) -> str:
     """The software that a run was executed by, where the file does not say it: that of which its cluster has figures;
-    else decoders of Megatron's families with whole parameters on each replica by Megatron-LM, all else by PyTorch, in
-    eager mode unless the notes say that it compiled."""
+    else decoders of Megatron's families with whole parameters on each replica by Megatron-LM; Llama with sharded ones
+    by torchtitan, all else by PyTorch, in eager mode unless the notes say that it compiled."""
     if own := _own_runtime(values["cluster"]):
         return own.name
     if values["model_family"] in ("gpt", "llama") and values["zero_stage"] < 3:
         return "megatron"
-    return "torch-compiled" if _COMPILED in values["notes"] else "torch-eager"
+    compiled = _COMPILED in values["notes"]
+    if values["model_family"] == "llama":
+        return "torchtitan-compiled" if compiled else "torchtitan"
+    return "torch-compiled" if compiled else "torch-eager"
+
+
+def _reported(values: Mapping[str, Any]) -> str:
+    """The memory that the software of a run reports."""
+    try:
+        return _runtime_of(values).reports
+    except DistirError:  # it is the row's reason once the row is predicted
+        return PEAKS[0]
+
+
+def _runtime_of(values: Mapping[str, Any]) -> Runtime:
+    return runtime_named(values["runtime"], values["cluster"] or "")
 
 
 @cache
@@ -342,16 +358,17 @@ def _model(values: Mapping[str, Any]) -> Decoder | Perceptron:
     if values["attention"] not in ("", "unfused", *_FUSED):
         raise UsageError(f"attention {values['attention']} is none of unfused, {', '.join(_FUSED)}")
     unfused = {"attention": "unfused", "dropout": DROPOUT} if values["attention"] == "unfused" else {}
-    return Decoder(**{**FAMILIES[family], **sizes, **unfused, "ffn": values["ffn_hidden"], "batch": batch})
+    own = {"separate": family == "llama" and _runtime_of(values).separate}
+    return Decoder(**{**FAMILIES[family], **sizes, **unfused, **own, "ffn": values["ffn_hidden"], "batch": batch})
 
 
 def _recompute(values: Mapping[str, Any]) -> str:
-    """What is recomputed: selective recomputation of unfused attention is that of Megatron-LM; where the runtime saves
-    shards only, what sequence parallelism gathers (as `interop.from_megatron` has it)."""
-    if values["recompute"] == "selective" and values["attention"] == "unfused":
-        return "attention"
+    """What is recomputed: selective recomputation of unfused attention is that of Megatron-LM, else the runtime's;
+    where the runtime saves shards only, what sequence parallelism gathers (as `interop.from_megatron` has it)."""
+    if values["recompute"] == "selective":
+        return "attention" if values["attention"] == "unfused" else _runtime_of(values).selective
     gathered = values["recompute"] == _NONE and values["sequence_parallel"] and values["tp"] > 1
-    again = gathered and runtime_named(values["runtime"], values["cluster"]).gathers_again
+    again = gathered and _runtime_of(values).gathers_again
     return "gathers" if again else values["recompute"]
 
 
@@ -376,6 +393,7 @@ def _plan(values: Mapping[str, Any]) -> Plan:
         overlap=values["overlap_grad_reduce"],
         bucket_mb=BUCKET_MB if values["overlap_grad_reduce"] else math.inf,  # Megatron-LM reduces one buffer of all
         zero=values["zero_stage"],
+        gathered_again=_gathered_again(values),
         sequence_parallel=values["sequence_parallel"],
         recompute=_recompute(values),
         split=splits_of({CONTEXT: values["cp"]}),
@@ -387,11 +405,16 @@ def _plan(values: Mapping[str, Any]) -> Plan:
     return replace(plan, order=_order(plan, values), cut=_cut(values))
 
 
+def _gathered_again(values: Mapping[str, Any]) -> str:
+    """What backward passes gather again: in a pipeline all, as each microbatch in flight would have its own copy."""
+    return _runtime_of(values).gathered_again if values["pp"] == 1 else GATHERED_AGAIN[0]
+
+
 def _cut(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Where the stages of a decoder begin, by weights: at equal numbers of layers, as Megatron-LM has them; none to
     balance them."""
     layers, parts = values["layers"], values["pp"] * values["vpp"]
-    even = runtime_named(values["runtime"], values["cluster"]).even_stages
+    even = _runtime_of(values).even_stages
     if not even or values["model_family"] == MLP or layers % parts:
         return ()
     return tuple([first_weight(k * layers // parts) for k in range(1, parts)])
@@ -400,6 +423,6 @@ def _cut(values: Mapping[str, Any]) -> tuple[str, ...]:
 def _order(plan: Plan, values: Mapping[str, Any]) -> tuple[str, ...]:
     """The order of axes, fastest first: as Megatron-LM has it, but where the runtime numbers stages first."""
     order = nested(plan)
-    if runtime_named(values["runtime"], values["cluster"]).stages_first:
+    if _runtime_of(values).stages_first:
         return "pp", *[name for name in order if name != "pp"]
     return order

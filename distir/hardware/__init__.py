@@ -257,7 +257,10 @@ def _runtime(name: str, t: _Table) -> Runtime:
     ranks = tuple(sorted([(int(n), by.figure(n) * 1e-6) for n in by.values if n.isdecimal()])) if by else ()
     given |= {"transfer": transfer, "transfer_by": ranks, "threads": t.whole("threads", 1)}
     given["logit_bytes"] = _both_ways(t, "logit_bytes") if "logit_bytes" in t.values else None
+    given["norm_bytes"] = _both_ways(t, "norm_bytes") if "norm_bytes" in t.values else None
+    given["logit_memory"] = _three(t, "logit_memory") if "logit_memory" in t.values else None
     given["score_block"] = t.whole("score_block", 1)
+    given |= {key: t.text(key) for key in ("selective", "gathered_again", "reports") if key in t.values}
     return Runtime(name, **given, passes=passes, skew=skew)
 
 
@@ -269,7 +272,26 @@ def _both_ways(t: _Table, key: str) -> tuple[float, float]:
     return found[0], found[1]
 
 
-_FLAGS = "fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first", "gathers_again", "even_stages"
+def _three(t: _Table, key: str) -> tuple[float, float, float]:
+    """A figure of the forward and one of the backward pass, and one of what is left."""
+    found = t.numbers(key)
+    if len(found) != 3:
+        raise t.error(key, f"expected three numbers, forward, backward and left free, got {len(found)}")
+    return found[0], found[1], found[2]
+
+
+_FLAGS = (
+    "fuses",
+    "multi_tensor",
+    "waits",
+    "scatters",
+    "inline",
+    "stages_first",
+    "gathers_again",
+    "even_stages",
+    "separate",
+    "pools",
+)
 
 
 def among(runtime: Runtime | None, ranks: int) -> Runtime | None:

@@ -31,7 +31,14 @@ class Runtime:
     multiple of it, casts to float32, scale, mask and softmax are kernels of their own. `gap`: seconds of the device
     beside the work of a compute op, for which a framework runs more than one kernel, each with a start of its own:
     copies into another layout, biases, views that are made whole. `even_stages`: published runs have as many layers in
-    each stage, whatever else the first and the last have.
+    each stage, whatever else the first and the last have. `selective`: what its selective recomputation is (`Plan`),
+    where attention is fused. `separate`: its Llama has products of their own for queries, keys, values and both halves
+    of the MLP. `gathered_again`: which weights it gathers again for backward passes, if they are sharded. `reports`:
+    the memory of its log (`Measurement.peak_of`). `pools`: its collectives have streams, and so pools of the allocator,
+    of their own. `logit_memory`: bytes for each logit of 16 bits that its cross-entropy takes beside it, forward, and
+    beside it and its gradient, backward; and of the hole that it leaves among the allocator's blocks. `norm_bytes`:
+    what the kernels of a root-mean-square norm of 16 bits read and write for each number, forward and backward, where
+    they are not one each way.
     """
 
     name: str
@@ -55,6 +62,13 @@ class Runtime:
     score_block: int = 1
     gap: float = 0.0
     even_stages: bool = False
+    selective: str = "selective"
+    separate: bool = False
+    gathered_again: str = "all"
+    reports: str = "allocated"
+    pools: bool = False
+    logit_memory: tuple[float, float, float] | None = None
+    norm_bytes: tuple[float, float] | None = None
 
     @property
     def joins(self) -> Runtime:
@@ -67,6 +81,13 @@ class Runtime:
             "threads": 1,
             "gathers_again": False,
             "even_stages": False,
+            "selective": "selective",
+            "separate": False,
+            "gathered_again": "all",
+            "reports": "allocated",
+            "pools": False,
+            "logit_memory": None,
+            "norm_bytes": None,
         }
         return replace(self, name="", **figures, **others, logit_bytes=None, score_block=1)
 

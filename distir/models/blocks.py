@@ -139,7 +139,10 @@ class _Builder:
     def attention(self, x: Value, name: str, layer: int, bias: bool = True) -> Value:
         c = self.config
         wide, narrow = c.heads * c.head_size, c.kv_heads * c.head_size
-        if c.kv_heads == c.heads:  # one product
+        if c.separate:
+            sizes = {"q": wide, "k": narrow, "v": narrow}
+            found = [self.linear(x, f"{name}.{part}", size, "qkv") for part, size in sizes.items()]
+        elif c.kv_heads == c.heads:  # one product
             found = self.emit("Split", self.linear(x, f"{name}.qkv", 3 * wide, "qkv"), axis=2, parts=3)
         else:
             pair = self.linear(x, f"{name}.kv", 2 * narrow, "qkv")
@@ -196,7 +199,11 @@ class _Builder:
 
     def mlp(self, x: Value, name: str, ffn: int = 0, bias: bool = True) -> Value:
         c = self.config
-        hidden = self.activated(self.linear(x, f"{name}.in", self.wide(ffn or c.ffn), "mlp"))
+        if c.separate and c.gated:
+            gate, up = (self.linear(x, f"{name}.{part}", ffn or c.ffn, "mlp") for part in ("gate", "up"))
+            hidden = self.gated(gate, up)
+        else:
+            hidden = self.activated(self.linear(x, f"{name}.in", self.wide(ffn or c.ffn), "mlp"))
         return self.linear(hidden, f"{name}.out", c.hidden, "mlp", bias)
 
     def wide(self, ffn: int) -> int:
@@ -204,11 +211,16 @@ class _Builder:
         return ffn * (2 if self.config.gated else 1)
 
     def activated(self, x: Value) -> Value:
+        if self.config.gated:
+            return self.gated(*self.emit("Split", x, axis=2, parts=2))
+        return self.activation(x)
+
+    def gated(self, gate: Value, up: Value) -> Value:
+        return self.emit("Mul", self.activation(gate), up)
+
+    def activation(self, x: Value) -> Value:
         kind, attributes = _ACTIVATIONS[self.config.activation]
-        if not self.config.gated:
-            return self.emit(kind, x, **attributes)
-        gate, up = self.emit("Split", x, axis=2, parts=2)
-        return self.emit("Mul", self.emit(kind, gate, **attributes), up)
+        return self.emit(kind, x, **attributes)
 
     def experts(self, x: Value, name: str) -> Value:
         """Each expert's MLP of the tokens that it takes; a token gets its experts' shares."""

@@ -52,6 +52,9 @@ class Decoder:
     takes the first ceil(tokens * choices * capacity / experts) that come to it: with a capacity of experts / choices,
     all. `shared_ffn`: the width of one more MLP, for all tokens, times a sigmoid of the token.
 
+    `separate`: queries, keys and values have a product each, and the two halves of a gated MLP; else one makes all of
+    them (or one keys and values, where these have fewer heads), and one both halves.
+
     `head_size`: by default hidden / heads. `activation`: gelu, gelu_tanh (its approximation), silu or relu. `biases`:
     the products that have a bias if not all do, of qkv, out, mlp and head, joined by +. `epsilon`: what norms add to
     the variance. `offset_norms`: gains are one more than the weights. `qk_norm`: of each head's queries and keys.
@@ -107,6 +110,7 @@ class Decoder:
     score_cap: float = 0.0
     logit_cap: float = 0.0
     embedding_scale: float = 1.0
+    separate: bool = False
 
     def __post_init__(self) -> None:
         self._derive()

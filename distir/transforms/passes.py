@@ -22,6 +22,7 @@ from distir.transforms.pipeline.bodies import Cut, cut_bodies
 from distir.transforms.pipeline.bucket import GATHERS, SUMS, bucket, maker_like, reductions_first
 from distir.transforms.pipeline.emission import Stages, pipeline
 from distir.transforms.pipeline.join_axes import join_axes
+from distir.transforms.pipeline.keep_whole import keep_whole
 from distir.transforms.pipeline.phases import PHASES, PhaseRules
 from distir.transforms.pipeline.prefetch import prefetch
 from distir.transforms.pipeline.recompute import recompute
@@ -121,7 +122,10 @@ def scheduled(placed: Function, settings: PassContext, bodies: BodyPasses | None
     where = rank_of_stage(table)
     stages = ranks._replace(meshes=[ranks.meshes[where[s]] for s in range(len(where))])
     loss_gradient = next(phase.letter for phase in PHASES.values() if phase.word == plan.loss_gradient)
-    rules = PhaseRules(loss_gradient, plan.zero == 3)
+    kept: frozenset[Op] = frozenset()
+    if plan.zero == 3 and plan.gathered_again == "blocks":
+        placed, kept = keep_whole(placed)
+    rules = PhaseRules(loss_gradient, plan.zero == 3, kept)
     if len(settings.cuts) != len(plan.cut):
         raise UsageError("cut: the inputs of these names are not given", "distir.api resolves them")
     cut = _cut(placed, len(where), plan.microbatches, settings.cost, plan.overlap, rules, settings.cuts)

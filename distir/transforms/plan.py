@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from distir.ir.device import TIME
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.files import read_toml, written
+from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
 from distir.transforms.pipeline.phases import BACKWARD, PHASES
 from distir.transforms.pipeline.recompute import WORDS
 from distir.transforms.pipeline.schedule import Schedule, check_name, make_table
@@ -145,11 +146,12 @@ class Plan:
     from the one whose devices have consecutive numbers to the outermost. Without `overlap` a device does one thing at a
     time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of `bucket_mb` MiB:
     0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's state, also gradients,
-    also parameters among them (Rajbhandari et al. 2020). With `sequence_parallel` activations between the products of
-    tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute` says what the backward pass
-    recomputes: "none", "gathers", "attention", "selective", "full", or a number of bytes
-    (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the gradient of the loss with respect to
-    itself: DistIR (2021) counted it to the forward pass.
+    also parameters among them (Rajbhandari et al. 2020); `gathered_again` says which of these the backward pass gathers
+    again: "all", or only those of "blocks" (`transforms.pipeline.keep_whole`). With `sequence_parallel` activations
+    between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute`
+    says what the backward pass recomputes: "none", "gathers", "attention", "selective", "full", "products",
+    "all-products", or a number of bytes (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the
+    gradient of the loss with respect to itself: DistIR (2021) counted it to the forward pass.
 
     Raises UsageError for a value that is none of the field's, InfeasibleError for more devices than can be listed.
     """
@@ -185,6 +187,12 @@ class Plan:
         "parameters too (3)",
         choices=(0, 1, 2, 3),
     )
+    gathered_again: str = _setting(
+        "all",
+        "with ZeRO 3, the weights that the backward pass gathers again: all, or blocks (those of repeated blocks but "
+        "the last; all others stay whole)",
+        choices=GATHERED_AGAIN,
+    )
     sequence_parallel: bool = _setting(
         False,
         "sequence parallelism: shard activations along the sequence where tensor parallelism would replicate them",
@@ -193,7 +201,8 @@ class Plan:
         "none",
         "activations that the backward pass recomputes instead of saving them: none, gathers (of shards), attention "
         "(gathers, scores and probabilities), selective (what is cheap), full (all of each repeated block but its "
-        "input), or the bytes that a device may save of a microbatch",
+        "input), products (that, but what attention and every second product make), all-products (the same, kept "
+        "whether needed or not), or the bytes that a device may save of a microbatch",
         check=_recomputed,
     )
     loss_gradient: str = _setting(
@@ -268,6 +277,7 @@ class Plan:
             text += f", cut at {', '.join(self.cut) if len(self.cut) < 5 else counted(len(self.cut), 'weight')}"
         text += "" if self.order == self._default_order() else f", order {','.join(self.order)}"
         text += f", ZeRO {self.zero}" if self.zero else ""
+        text += "" if self.gathered_again == "all" else f", {self.gathered_again} gathered again"
         if self.bucket_mb != BUCKET_MB:
             text += f", buckets of {self.bucket_mb:g} MiB"
         text += ", sequence parallel" if self.sequence_parallel else ""

@@ -223,6 +223,22 @@ def test_sequence_parallelism_of_megatron_gathers_again(table) -> None:
     assert found == ["gathers", "none", "none", "full"]
 
 
+def test_llama_with_sharded_weights_is_torchtitans(table) -> None:
+    """Its products, its selective recomputation (a compiler saves what is needed), what it gathers again, its log."""
+    eager = {**GPT, "model_family": "llama", "tp": 1, "pp": 1, "gpus": 2, "zero_stage": 3, "recompute": "selective"}
+    compiled, other = (
+        {**eager, "notes": "torch.compile=1"},
+        {**eager, "model_family": "mpt", "measured_peak_of": "used"},
+    )
+    piped = {**compiled, "measured_peak_of": "allocated", "dp": 1, "pp": 2}
+    rows = read_rows(table(eager, compiled, other, piped))
+    setups = [row.setup for row in rows if row.setup]
+    assert [s.plan.recompute for s in setups] == ["all-products", "products", "selective", "products"]
+    assert [s.plan.gathered_again for s in setups] == ["blocks", "blocks", "all", "all"]
+    assert [s.model.separate for s in setups] == [True, True, False, True]  # type: ignore[union-attr]
+    assert [row.peak_of for row in rows] == ["reserved", "reserved", "used", "allocated"]
+
+
 def test_a_llama_with_everything(table, capsys: pytest.CaptureFixture[str]) -> None:
     more = {"model_family": "llama", "kv_heads": 2, "ffn_hidden": 96, "layers": 4, "vpp": 2, "schedule": "interleaved"}
     more |= {"zero_stage": 1, "sequence_parallel": 1, "recompute": "selective", "overlap_grad_reduce": 1}
@@ -322,6 +338,8 @@ def test_empty_cells(table) -> None:
         ({"model_family": "llama", "zero_stage": 1}, "megatron"),
         ({"zero_stage": 3}, "torch-eager"),
         ({"model_family": "mpt"}, "torch-eager"),
+        ({"model_family": "llama", "zero_stage": 3}, "torchtitan"),
+        ({"model_family": "llama", "zero_stage": 3, "notes": "torch.compile=1"}, "torchtitan-compiled"),
         ({"zero_stage": 3, "notes": "sampled; torch.compile=1; bf16"}, "torch-compiled"),
         ({"zero_stage": 3, "notes": "sampled; torch.compile=0; bf16"}, "torch-eager"),
         ({"runtime": "mine"}, "mine"),

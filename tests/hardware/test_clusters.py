@@ -95,7 +95,8 @@ def test_a_rack_of_nvlink_is_one_node() -> None:
 
 
 def test_runtimes() -> None:
-    assert known_runtimes() == ["distir", "distir-2021", "distir-compiled", "megatron", "torch-compiled", "torch-eager"]
+    names = ["distir", "distir-2021", "distir-compiled", "megatron", "torch-compiled", "torch-eager"]
+    assert known_runtimes() == [*names, "torchtitan", "torchtitan-compiled"]
     assert load_runtime("distir-compiled").fuses
     assert not load_runtime("torch-eager").fuses
     megatron = load_runtime("megatron")
@@ -118,6 +119,13 @@ def test_bytes_of_a_logit_are_of_both_passes(tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_text(f"{GOOD}\n[runtime]\nlogit_bytes = [38]\n")
     with pytest.raises(UsageError, match=r"runtime.logit_bytes: expected two numbers, forward and backward, got 1"):
+        load_cluster(str(file))
+
+
+def test_memory_of_a_logit_is_of_both_passes_and_of_a_hole(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(f"{GOOD}\n[runtime]\nlogit_memory = [8, 8]\n")
+    with pytest.raises(UsageError, match=r"runtime.logit_memory: expected three numbers, forward, backward .*, got 2"):
         load_cluster(str(file))
 
 

@@ -48,6 +48,7 @@ class Plan(NamedTuple):
     sequence_parallel: bool = False
     split: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
+    gathered_again: str = "all"
 
     def __str__(self) -> str:
         host = "-host" if self.host else ""
@@ -57,6 +58,7 @@ class Plan(NamedTuple):
         zero = f"-zero{self.zero}" if self.zero else ""
         degrees = f"dp{self.dp}-tp{self.tp}-pp{self.pp}-mb{self.microbatches}"
         again = "" if self.recompute == "none" else f"-recompute_{self.recompute}"
+        again += "" if self.gathered_again == "all" else f"-{self.gathered_again}_gathered_again"
         sequence = "-sequence" if self.sequence_parallel else ""
         split = "".join([f"-{text}" for text in self.split])
         cut = "".join([f"-{name}" for name in self.cut])

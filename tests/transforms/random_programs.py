@@ -23,6 +23,7 @@ from distir.transforms.differentiation.draw_dropout import step_of, with_dropout
 from distir.transforms.differentiation.grad import grad, parameters
 from distir.transforms.differentiation.loss_scale import LossScale, scale_loss
 from distir.transforms.differentiation.training import SGD, LearningRate, narrowed, update
+from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
 from distir.transforms.rewriting.cleanup import extend, prune
 from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.rewriting.mixed_precision import mixed_precision
@@ -636,6 +637,7 @@ def _interleaved(plan: Plan) -> Plan:
     return plan._replace(schedule="interleaved", chunks=2) if fits else plan
 
 
+PRODUCTS = ("products", "all-products")
 random_plans = st.builds(
     Plan,
     dp=st.sampled_from((1, 2, 2, 4)),
@@ -647,10 +649,11 @@ random_plans = st.builds(
     chunks=st.just(1),
     bucket_mb=st.sampled_from((25.0, 0.0, 0.001)),
     zero=st.sampled_from((0, 0, 1, 2, 3)),
-    recompute=st.sampled_from(("none", "none", "gathers", "attention", "selective", "full")),
+    recompute=st.sampled_from(("none", "none", "gathers", "attention", "selective", "full", *PRODUCTS)),
     sequence_parallel=st.sampled_from((True, True, False)),
     split=st.just(()),
     cut=st.just(()),
+    gathered_again=st.sampled_from(GATHERED_AGAIN),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(
     lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)

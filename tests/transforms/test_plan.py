@@ -13,6 +13,8 @@ from hypothesis import given, settings
 
 import distir
 from distir.ir.errors import InfeasibleError, UsageError
+from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
+from distir.transforms.pipeline.recompute import WORDS
 from distir.transforms.pipeline.schedule import gpipe, interleaved
 from distir.transforms.plan import AXES, BATCH, STAGES, WEIGHTS, Axis, Plan, default_order, load_plan
 from distir.transforms.sharding.strategies import STRATEGIES
@@ -31,7 +33,8 @@ PLANS = st.builds(
     bucket_mb=st.sampled_from([0.0, 0.25, 25.0, 1e6, float("inf")]),
     zero=st.sampled_from([0, 1, 2, 3]),
     sequence_parallel=st.booleans(),
-    recompute=st.sampled_from(["none", "gathers", "attention", "selective", "full", "1e9"]),
+    recompute=st.sampled_from([*WORDS, "1e9"]),
+    gathered_again=st.sampled_from(GATHERED_AGAIN),
     loss_gradient=st.sampled_from(["forward", "backward"]),
     cut=st.lists(st.sampled_from(["h1.weight", "a b", 'c"d']), max_size=3).map(tuple),
 )

@@ -212,6 +212,13 @@ def with_schedule(*names: str) -> Step:
     return step
 
 
+def all_gathered_again(r: Request) -> tuple[str, Request] | None:
+    """The tools have no word for which weights stay whole between passes."""
+    if r.plan.gathered_again == "all":
+        return None
+    return f"that only {r.plan.gathered_again} are gathered again", r.changed(gathered_again="all")
+
+
 def in_order(r: Request) -> tuple[str, Request] | None:
     """The axes run in the tools' order."""
     order = nested(r.plan)

@@ -42,6 +42,7 @@ def quantize(seconds: float) -> float:
 
 
 Types = Sequence[Type]
+_NORMS = "RMSNorm", "RMSNormGrad"
 
 
 class CostModel:
@@ -215,6 +216,10 @@ class CostModel:
         logit_bytes = self.runtime.logit_bytes if self.runtime is not None else None
         if spec.logits is not None and logit_bytes is not None and isinstance(logits := ins[0], Tensor):
             size = logit_bytes[spec.logits == "backward"] * math.prod(logits.shape)
+            bandwidth = what.dram_bandwidth * what.memory_efficiency
+        norm_bytes = self.runtime.norm_bytes if self.runtime is not None else None
+        if spec.name in _NORMS and norm_bytes is not None and isinstance(x := ins[0], Tensor) and x.dtype.size == 2:
+            size = norm_bytes[_NORMS.index(spec.name)] * math.prod(x.shape)
             bandwidth = what.dram_bandwidth * what.memory_efficiency
         if self.more_kernels(spec, ins) and isinstance(ins[0], Tensor):
             size += _APART_BYTES * math.prod(ins[0].shape)

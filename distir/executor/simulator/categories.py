@@ -311,6 +311,7 @@ class _Owned:
                 row = iter(ins[0])
                 env.update([(v, tuple([next(row) for _ in leaves(v.type)])) for v in op.outputs])
             else:
+                ins = ins[:1] if op.spec.alias else ins  # what a view, or `After`, is of
                 kind = max(itertools.chain.from_iterable(ins), default=self.NONE)
                 for v in op.outputs:
                     env[v] = (kind,) if isinstance(v.type, Tensor) else (kind,) * tensors_in(v.type)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Sizes, alone, holding
-from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
+from distir.executor.simulator.categories import BUFFER, CATEGORIES, Categories, leaves
 from distir.executor.simulator.lifetimes import Lifetimes, Step
 from distir.executor.simulator.overheads import allocated, caches
 from distir.ir.function import Function, Op, Value
@@ -144,6 +144,13 @@ class LiveMemory:
             size = self._sizes[t] = allocated(t.bytes) if self._caches else t.bytes
         return size
 
+    def beside_logits(self, op: Op) -> int:
+        """The bytes that the runtime's kernels of a cross-entropy work in, beside what the op takes and makes."""
+        runtime, t = self.program.cost.runtime, op.inputs[0].type
+        if runtime is None or runtime.logit_memory is None or not isinstance(t, Tensor) or t.dtype.size != 2:
+            return 0
+        return round(runtime.logit_memory[op.spec.logits == "backward"] * t.bytes / t.dtype.size)
+
     def result(self, f: Function, c: int, unneeded: frozenset[int], given: Given) -> Result:
         """The memory that a call adds, memoised."""
         key = (f, c, unneeded, given.key())
@@ -218,6 +225,9 @@ class _Frame:
         else:
             self.make(step)
         highest = tuple(self.live)
+        if op.spec.logits is not None and (beside := self.memory.beside_logits(op)):
+            kind = BUFFER if self.categories else 0
+            highest = tuple([x + beside * (k == kind) for k, x in enumerate(highest)])
         self.note(highest, op)
         for v in step.dies:
             self.release(v)

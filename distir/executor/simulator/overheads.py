@@ -25,7 +25,8 @@ class Overheads(NamedTuple):
     """Bytes of a device beside the tensors.
 
     `workspace`: what matrix products work in. `slack`: what the allocator holds beyond its blocks, as its last segments
-    are not full; holes between blocks in use (fragmentation) are not modelled. `communication`: the communication
+    are not full, and what pools of streams keep (`pools`); other holes between blocks in use (fragmentation) are not
+    modelled. `communication`: the communication
     library's buffers. `context`: the driver's and the kernels'.
     """
 
@@ -38,6 +39,10 @@ class Overheads(NamedTuple):
     def total(self) -> int:
         """All of them."""
         return sum(self)
+
+    def with_slack(self, more: int) -> Overheads:
+        """With so many bytes more that the allocator holds; on devices that have one."""
+        return self._replace(slack=self.slack + more) if self.context else self
 
     def by_category(self) -> dict[str, int]:
         """Bytes by category."""

@@ -13,6 +13,7 @@ from distir.executor.simulator.compile import CompiledProgram, device_streams
 from distir.executor.simulator.lifetimes import Lifetimes, Order
 from distir.executor.simulator.memory import LiveMemory, MemoryUse
 from distir.executor.simulator.overheads import Overheads, overheads
+from distir.executor.simulator.pools import in_pools
 from distir.executor.simulator.trace import Run, Trace, write_chrome
 from distir.ir.device import Device
 from distir.ir.errors import UsageError
@@ -176,7 +177,11 @@ class Simulation:
     @cached_property
     def _overheads(self) -> list[Overheads]:
         """What the memory of each class holds beside tensors."""
-        return [overheads(self.program, c) for c in range(len(self.program.classes.sizes))]
+        runtime = self.program.cost.runtime
+        found = [overheads(self.program, c) for c in range(len(self.program.classes.sizes))]
+        if runtime is not None and runtime.pools:
+            return [x.with_slack(in_pools(self.program, self._memory.use(c))) for c, x in enumerate(found)]
+        return found
 
     @cached_property
     def _tensors(self) -> dict[int, int]:

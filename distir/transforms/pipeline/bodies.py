@@ -86,6 +86,12 @@ class Cut(NamedTuple):
     bodies: dict[tuple[BodyKey, Mesh, bool, bool, object], StageFunction]
     """Cache of built bodies, by mesh, whether for the first and for the last microbatch, and the passes applied.
     Several schedules of one cut share it."""
+    kept: frozenset[Value] = frozenset()
+    """Values that do not vary, but that forward bodies make anew for each microbatch, and save for backward ones."""
+
+    def passes(self, v: Value) -> bool:
+        """Whether a body hands a value on to others of its microbatch."""
+        return self.varying[v.type] or v in self.kept
 
 
 def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True, rules: PhaseRules = RULES) -> Cut:
@@ -127,7 +133,8 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
         groups.setdefault(owner[t.whole], Subgraph(owner[t.whole]))
     # another object: with the function itself, in whose cache a cut may be, it would form a cycle
     like = Function(function.name, function.inputs, function.ops, function.outputs, function.updates, function.sources)
-    cut = Cut(like, groups, owner, joins, free, Varying(), {}, {})
+    kept = frozenset([v for op in rules.kept for v in op.outputs])
+    cut = Cut(like, groups, owner, joins, free, Varying(), {}, {}, kept)
     _connect(cut, home)
     return cut
 
@@ -181,7 +188,7 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
             if from_key == key:
                 continue
             readers.setdefault(v, set()).add(key)
-            if not cut.varying[v.type]:
+            if not cut.passes(v):
                 group.static.append(v)
             elif from_key is not None and _saves_for(from_key, key):
                 group.saved.setdefault(from_key.phase, []).append(v)
@@ -197,7 +204,7 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
         if v not in results:
             if not consumers:
                 continue
-            if cut.varying[v.type] and all([_saves_for(key, user) for user in consumers]):
+            if cut.passes(v) and all([_saves_for(key, user) for user in consumers]):
                 continue
         if key in cut.groups:
             cut.groups[key].sends.append(v)

@@ -56,10 +56,11 @@ CELLS = tuple([phase.letter for phase in PHASES.values() if phase.timed])
 class PhaseRules(NamedTuple):
     """What decides phases beside the program: the phase of the ops that begin the backward pass (that no other backward
     op feeds), and whether weights that are sharded over replicas are gathered in every pass that uses them (ZeRO 3),
-    or once a step."""
+    or once a step. The gathers `kept` are part of the forward pass."""
 
     loss_gradient: str = BACKWARD
     gathers_again: bool = True
+    kept: frozenset[Op] = frozenset()
 
 
 RULES = PhaseRules()
@@ -148,6 +149,9 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
         if ended or not after.isdisjoint(ins):
             phase[op] = UPDATE
             after.update(outs)
+        elif op in rules.kept:
+            phase[op] = FORWARD
+            free.update(outs)
         elif may_be_free and _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
@@ -186,7 +190,10 @@ def _unvaried(function: Function, backward: set[Op], rules: PhaseRules) -> dict[
     replicas = replica_axes(function) if rules.gathers_again else ()
     for op in function.ops:
         ins, outs = op.inputs, op.outputs
-        if _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
+        if op in rules.kept:
+            phase[op] = FORWARD
+            free.update(outs)
+        elif _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
         elif depends.isdisjoint(ins):

@@ -10,6 +10,10 @@ are saved is chosen by cost, on the placed program:
 - `selective`: what is cheap to compute for its size is recomputed, such as scores and softmax of attention, norms and
   activation functions, and what is all-gathered from saved shards;
 - `full`: of repeated blocks only the values that cross from one to the next are saved;
+- `products`: of repeated blocks that, what attention makes, and what the first, third, fifth, .. product with a weight
+  makes. This is what torchtitan calls selective by op (github pytorch/torchtitan, parallelize_llama.py, `_save_list`);
+- `all-products`: that, needed or not: PyTorch's eager mode keeps what the policy names until the block's backward pass
+  (github pytorch/pytorch, torch/utils/checkpoint.py, `_CachingTorchDispatchMode`), a compiler what is needed;
 - a number of bytes: `selective`, and as many blocks in full as it takes for what a device saves of one microbatch.
 
 A recomputed op is a copy of the forward op just before the first op that needs it, with that op as its `of`: so it runs
@@ -31,10 +35,11 @@ from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.pipeline.canonical import canonical_order
+from distir.transforms.pipeline.held import held
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, phases
 from distir.transforms.pipeline.stages import FLOP_PER_BYTE, plain_cost
 
-WORDS = ("none", "gathers", "attention", "selective", "full")
+WORDS = ("none", "gathers", "attention", "selective", "full", "products", "all-products")
 """What to recompute, from nothing to all, but for bytes."""
 CHEAP = 8.0
 """An op is cheap if it costs no more than moving this many times the bytes of its result through memory."""
@@ -60,9 +65,22 @@ def recompute(function: Function, how: str, stages: int = 1) -> Function:
         again = _cheap(saving)
     elif how == "full":
         again = _blocks_again(saving, saving.blocks)
+    elif how in ("products", "all-products"):
+        kept = _of_products(function, saving)
+        again = _blocks_again(saving, saving.blocks) - kept
+        made = _with_copies(function, saving, again)
+        if how == "products":
+            return made
+        unneeded = kept - _still_saved(saving, again)
+        return held(made, {v: op for op in saving.forward for v in op.outputs if v in unneeded})
     else:
         again = _within(saving, float(how) * stages)
     return _with_copies(function, saving, again)
+
+
+def repeated_blocks(function: Function) -> Sequence[Sequence[Op]]:
+    """The repeated blocks of the forward ops of a placed program; none if no two are alike."""
+    return _saving(function).blocks
 
 
 class _Saving(NamedTuple):
@@ -204,6 +222,20 @@ def _contracts(op: Op) -> bool:
 
 
 # ---- in blocks
+
+
+def _of_products(function: Function, saving: _Saving) -> set[Value]:
+    """What attention makes in repeated blocks, and of products with a weight the first, the third and so on."""
+    at = {op: k for k, op in enumerate(function.ops)}
+    found: set[Value] = set()
+    for block in saving.blocks:
+        products = 0
+        for op in sorted(block, key=lambda op: at[op]):
+            weighs = _contracts(op) and any([v not in saving.maker for v in op.inputs])
+            products += weighs
+            if op.spec.kernel == "attention" or (weighs and products % 2):
+                found.update(op.outputs)
+    return found
 
 
 def _blocks_again(saving: _Saving, blocks: Sequence[Sequence[Op]]) -> set[Value]:

@@ -20,6 +20,8 @@ from distir.api.interop.plan_settings import TrainingSettings, in_effect
 from distir.api.interop.shell_words import shell_options
 from distir.api.model import Precision
 from distir.ir.errors import InfeasibleError, UsageError
+from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
+from distir.transforms.pipeline.recompute import WORDS
 
 HERE = Path(__file__).parent
 TOOLS = [t for t in TARGETS if t != "distir"]
@@ -45,7 +47,8 @@ def plans(draw: st.DrawFn) -> Plan:
         bucket_mb=draw(st.sampled_from([25.0, 25.0, math.inf, 0.0, 0.25, 1 / 3, 2.0**-19])),
         zero=draw(st.integers(0, 3)),
         sequence_parallel=draw(st.booleans()),
-        recompute=draw(st.sampled_from(["none", "gathers", "attention", "selective", "full", "1e9"])),
+        recompute=draw(st.sampled_from([*WORDS, "1e9"])),
+        gathered_again=draw(st.sampled_from(GATHERED_AGAIN)),
         loss_gradient=draw(st.sampled_from(["backward", "backward", "forward"])),
         split=tuple([f"{name}={sizes[name]}:{SPLITS[name]}" for name in names]),  # type: ignore[misc]
         cut=draw(st.sampled_from([(), (), ("h1.weight",)])),

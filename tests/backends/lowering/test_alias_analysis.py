@@ -132,7 +132,7 @@ def compared(program: Program, plan: Plan, look: Callable[[TorchRank], object] =
 def test_random_programs_on_random_plans() -> None:
     seen = Counter[str]()
     fixed = settings(
-        max_examples=2,
+        max_examples=3,
         derandomize=True,
         database=None,
         phases=[Phase.generate],

@@ -81,6 +81,24 @@ def test_bytes_of_a_logit(name: str, way: int) -> None:
     assert seconds == pytest.approx(64 * 4096 * (38, 14)[way] / bandwidth, rel=1e-6)
 
 
+@pytest.mark.parametrize(("name", "way"), [("RMSNorm", 0), ("RMSNormGrad", 1)])
+def test_bytes_of_a_norm(name: str, way: int) -> None:
+    """Of a number of 16 bits; those of 32 are read and written once."""
+    topology = load_cluster("dgx-a100")
+    device, what = topology.devices[0], topology.spec(topology.devices[0])
+    slow, plain = CostModel(topology, runtime=Runtime("slow", norm_bytes=(36.0, 96.0))), CostModel(topology)
+    for dtype in (BFloat16, Float32):
+        x, gain, row = Tensor(dtype, (64, 4096)), Tensor(dtype, (4096,)), Tensor(Float32, (64, 1))
+        ins, outs = ([x, gain], [x, row]) if way == 0 else ([x, gain, row, x], [x, gain])
+        given = lookup(name), Attributes(axis=1, epsilon=1e-5), ins, outs, device
+        seconds = slow.compute(*given) - what.kernel_launch_overhead
+        if dtype is BFloat16:
+            moved = 64 * 4096 * (36, 96)[way] / (what.dram_bandwidth * what.memory_efficiency)
+            assert seconds == pytest.approx(moved, rel=1e-6)
+        else:
+            assert slow.compute(*given) == plain.compute(*given)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "more"), [((3, 2, 8, 8), BFloat16, 4), ((4, 2, 8, 8), BFloat16, 0), ((3, 2, 8, 8), Float32, 0)]
 )

@@ -271,3 +271,34 @@ def test_without_anything_of_its_kind_nothing_is_recomputed(how: str) -> None:
     """Fused attention is one op, and without sequence parallelism nothing is gathered."""
     base = placed(small_gpt().function, Plan(tp=2))
     assert (recompute(base, how) is base) == (how != "selective")
+
+
+@pytest.mark.parametrize("how", ["products", "all-products"])
+def test_of_products_every_second_is_recomputed(how: str) -> None:
+    """A block of Llama has seven: q, k, v, out, gate, up and down. All but attention's and every second's results are
+    made again; the last is in no backward op, and `all-products` keeps it until the block's backward pass."""
+    sizes = Decoder(
+        4, 32, 4, 64, 8, 2, ffn=48, gated=True, rotary=True, rms=True, bias=False, tied=False, separate=True
+    )
+    function = training_step(decoder(sizes), "cross-entropy", ADAMW)
+    base = placed(function, Plan())
+    made = recompute(base, how)
+    again = copies(made)
+    kinds = Counter(op.op_type for op in made.ops if op.outputs[0] in again)
+    assert kinds["MatMul"] == 3 * 4
+    assert kinds["Attention"] == 0
+    assert kinds["RMSNorm"] == 2 * 4
+    weights = [op.of.inputs[1].name for op in made.ops if op.outputs[0] in again and op.op_type == "MatMul" and op.of]
+    assert {name.partition(".")[2] for name in weights} == {
+        f"{x}.weight" for x in ("attention.k", "attention.out", "mlp.up")
+    }
+    backward = [op for op in made.ops if phases(made)[op] == BACKWARD]
+    down = {op.outputs[0] for op in made.ops if op.inputs[1:] and op.inputs[1].name.endswith("mlp.out.weight")}
+    used = down.intersection([v for op in backward for v in op.inputs])
+    assert len(used) == (4 if how == "all-products" else 0)
+
+
+@pytest.mark.parametrize("how", ["products", "all-products"])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_products_are_exact(plan: Plan, how: str) -> None:
+    test_equals_sequential("gpt", plan, how)
