@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distir.api.named_dims import named_dims
-from distir.api.stage_cost import OpSeconds, stage_cost
+from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.ir.device import TIME, AxisNames
 from distir.ir.function import Op
@@ -180,8 +180,8 @@ class Cuts:
             return [0] * len(self._forward)
         plan = c.plan(self.setting.batch)
         mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
-        priced = stage_cost(cost, plan)._replace(op=OpSeconds(cost, mesh, self._sizes(c)))
-        return balanced_stages(self._ways, self._to_price, parts, plan.microbatches, priced)
+        priced = stage_cost(cost, plan, mesh, self._sizes(c))
+        return balanced_stages(self._ways, self._to_price, parts, priced)
 
     def _stages(self, forward: Sequence[int], parts: int) -> Sequence[int]:
         """The stages of the ops of both passes."""
