@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distir.api.named_dims import named_dims
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.ir.device import TIME, AxisNames
@@ -27,14 +26,14 @@ from distir.ir.type import Type
 from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
 from distir.search.cut_stages import CellOp, CutStages, Handed, Moves, Replicas, StagePrograms
 from distir.search.exact import Setting
-from distir.search.placed_program import PlacedProgram, placed_program
+from distir.search.placed_program import PlacedProgram
 from distir.search.placed_sizes import Sized
 from distir.search.schedule_bounds import CellWork, Reach, StageWork, followed, rank_memory, step_seconds
 from distir.search.segments import COMPUTE, axis_of
 from distir.search.space import Candidate
-from distir.search.stage_sums import NumberedCut, StageSums
-from distir.transforms.passes import PassContext, run_passes, stage_meshes
-from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, PhaseRules, phases
+from distir.search.stage_sums import WHOLE, NumberedCut, Shares, StageSums
+from distir.transforms.passes import stage_meshes
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, phases
 from distir.transforms.pipeline.stages import (
     Follows,
     backward_stages,
@@ -46,21 +45,15 @@ from distir.transforms.pipeline.stages import (
 from distir.transforms.plan import BUCKET_MB, MIB
 
 
-def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
-    """The placed program of a candidate's template. Raises InfeasibleError."""
-    plan = c.plan(setting.batch)
-    function, devices = setting.model.function, setting.cost.topology.devices[: plan.size]
-    context = PassContext(plan, devices, splits=named_dims(function, plan.split))
-    names = ("fuse", "decompose", "pad", "place", "join", "recompute")
-    return placed_program(run_passes(function, names, context), PhaseRules(BACKWARD, c.zero == 3))
-
-
 class Cuts:
-    """The cuts of a template's placed program, which is not kept, but what is asked of it in numbers; what plans share
-    is kept."""
+    """The cuts of a placed program, which is not kept, but what is asked of it in numbers; what plans share is kept.
 
-    def __init__(self, setting: Setting, placed: PlacedProgram) -> None:
-        self.setting, self._room = setting, setting.room
+    The program is that of a template; or, not `replicated`, one without replicas, that serves all plans that differ in
+    what replicas do: for the stages of these are the same. What they send is left out then.
+    """
+
+    def __init__(self, setting: Setting, placed: PlacedProgram, replicated: bool = True) -> None:
+        self.setting, self._room, self._replicated = setting, setting.room, replicated
         self._kinds, self._axes, self._sent = placed.kinds, placed.axes, placed.sent
         self.size = len(placed.timed)
         """How many ops it has."""
@@ -78,6 +71,7 @@ class Cuts:
         """Of cuts, until `release`."""
         self._seconds: dict[object, Sequence[_Taken]] = {}
         self._works: dict[object, list[StageWork]] = {}
+        self._steps: dict[Candidate, float] = {}
 
     def bound(self, c: Candidate, enough: float = math.inf) -> tuple[float, float]:
         """Seconds and bytes of a candidate; 0 where its schedule is too long to be followed, or seconds of what does
@@ -90,8 +84,8 @@ class Cuts:
         if schedule is None:
             return 0.0, 0.0
         sized, cut = self._sizes(c), self._cut(c)
-        memories = self._sums.memory(cut, lambda t: sized(t).bytes)
-        memory = rank_memory(schedule, memories, m) * ROUNDING
+        memories = self._sums.memory(cut, lambda t: sized(t).bytes, WHOLE if self._replicated else _least_shares(c))
+        memory = rank_memory(schedule, memories) * ROUNDING
         if memory > self._room:
             return 0.0, memory
         seconds = np.array([0.0 if stream else x for stream, x in self._prices(c, sized)])
@@ -99,7 +93,10 @@ class Cuts:
         alone = m * float(by_rank.max()) * ROUNDING
         if alone >= enough:
             return alone, memory
-        return step_seconds(schedule, self._work(c), lane(c, self.setting.cost)) * ROUNDING, memory
+        alike = c if self._replicated else c._replace(zero=0)
+        if alike not in self._steps:
+            self._steps[alike] = step_seconds(schedule, self._work(c), lane(c, self.setting.cost)) * ROUNDING
+        return self._steps[alike], memory
 
     def release(self) -> None:
         """Give back what is only needed again for a cut that has another size of microbatch, or replicas."""
@@ -158,7 +155,8 @@ class Cuts:
         key = c.dp, c.microbatch
         if key not in self._sized:
             plan = c.plan(self.setting.batch)
-            sizes = {TIME: plan.microbatches, **{axis.name: axis.size for axis in plan.axes}}
+            without = 1 if self._replicated else c.dp
+            sizes = {TIME: plan.microbatches * without, **{axis.name: axis.size for axis in plan.axes}}
             self._sized[key] = Sized(sizes, self.setting.cost.topology.devices)
         return self._sized[key]
 
@@ -202,7 +200,7 @@ class Cuts:
 
     def _among_replicas(self, c: Candidate, stages: CutStages, sized: Sized) -> Replicas[_Move]:
         """What the replicas' stream gathers and reduces."""
-        if c.dp == 1:
+        if c.dp == 1 or not self._replicated:
             return Replicas({}, {})
         sent = {axis: sum([n * sized(t).bytes for t, n in rows.items()]) for axis, rows in self._sent.items()}
         axis = max(sent, key=lambda axis: sent[axis])  # each has a stream, of which only this one is followed
@@ -213,6 +211,12 @@ class Cuts:
             return _Move(slope(name, groups) * known.bytes, known, summed)
 
         return stages.replicas(axis, move)
+
+
+def _least_shares(c: Candidate) -> Shares:
+    """What each replica has at least."""
+    each = 1 / c.dp
+    return Shares(each if c.zero else 1.0, 0.0 if c.zero == 3 else 1.0, each if c.zero > 1 else 1.0)
 
 
 def _numbered(x: Follows[Op], number: Mapping[Op, int]) -> Follows[int]:

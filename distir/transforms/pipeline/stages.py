@@ -75,7 +75,8 @@ def cut_stages(
 ) -> tuple[Function, dict[Op, int]]:
     """The function, and the stage of every op that has a phase. Backward ops and updates follow their forward op.
 
-    Stages are balanced by what a microbatch costs; with `cut`, positions of inputs, they begin where these are first used (see `cut_at`).
+    Stages are balanced by what a microbatch costs; with `cut`, positions of inputs, they begin where these are first
+    used (see `cut_at`).
 
     The function is changed: sums of values from several stages are lifted (see `lift`), copies stay on their stage.
     Raises InfeasibleError if there are fewer forward ops than stages, or if the forward pass needs the whole batch.
