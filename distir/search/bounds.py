@@ -277,14 +277,11 @@ def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel, enough
     found = max((m * (forward + backward) + once) / p, m * step.unit)
     if found * ROUNDING >= enough:
         return found * ROUNDING
-    found = max(found, step.paths.path, _replica_bound(c, m, step, cost, forward, backward))
-    if p > 1:
-        chain = 0.0
-        if c.schedule in ("1f1b", "gpipe"):
-            excess = step.forward.excess + step.backward.excess
-            whole = _chain(step.forward, borders) + _chain(step.backward, borders) - excess
-            chain = max(whole, step.paths.calm) + _after_first(c.schedule, m, p, forward, backward)
-        found = _with_transfers(c, m, step, cost, found, chain)
+    found = max(found, _replica_bound(c, m, step, cost, forward, backward))
+    if p > 1 and c.schedule in ("1f1b", "gpipe"):
+        excess = step.forward.excess + step.backward.excess
+        chain = _chain(step.forward, borders) + _chain(step.backward, borders) - excess
+        found = max(found, chain + _after_first(c.schedule, m, p, forward, backward))
     return found * ROUNDING
 
 
@@ -375,12 +372,6 @@ def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forwar
         found = max(found, m * (total + gathered) / c.pp)
     if not len(sums.bytes):
         return found
-    paths = step.paths
-    found = max(found, float((paths.depth + byte * sums.bytes).max()))
-    if c.pp == 1:  # what is complete late is reduced after that
-        each = byte * sums.bytes[paths.in_turn]
-        left = total - np.cumsum(each) + each
-        found = max(found, (m - 1) * (forward + backward) + float((paths.ready[paths.in_turn] + left).max()))
     return found
 
 

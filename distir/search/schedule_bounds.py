@@ -81,7 +81,7 @@ class Schedule(NamedTuple):
     kept: Kept
 
 
-@lru_cache(64)
+@lru_cache(256)
 def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule | None:
     """A schedule; None for one that is too long to follow."""
     if 2 * ranks * chunks * microbatches > _MOST_CELLS:

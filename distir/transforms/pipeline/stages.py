@@ -122,13 +122,9 @@ def forward_stages(
     if cut:
         return cut_at(function, phase, cut)
     given = stage_ways(function, rules)
-    found = balanced_stages(given, to_price(function, rules), parts, cost)
+    costs = to_price(function, rules).costs(cost.op)
+    found = balanced(choices(given, costs, cost.sent), parts)
     return dict(zip(given.ops, found, strict=True))
-
-
-def balanced_stages(given: Ways, priced: ToPrice, parts: int, cost: StageCost) -> list[int]:
-    """The stages of forward ops, in the order of `given`. Raises InfeasibleError if there are fewer ops than stages."""
-    return balanced(choices(given, priced.costs(cost.op), cost.sent), parts)
 
 
 def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches: int) -> None:
