@@ -146,7 +146,8 @@ class _Queue:
             for replicas in (False, True):
                 rough = self._rough[replicas].get(self._shared(what, replicas), {})
                 if what in rough:
-                    return Refine(self._near(what, rough, bound, below), below, replicas)
+                    most = min(below, bound * _NEAR, max(bound, self._least[-1]) * _LIKELY)
+                    return Refine(self._near(what, rough, most), most, replicas)
             self.left -= 1
             self.away[what] = bound
             return Simulate(what)
@@ -156,11 +157,8 @@ class _Queue:
         """What candidates share that are refined together."""
         return self.bounds.template(c) if replicas else relatives(c)
 
-    def _near(
-        self, what: Candidate, rough: dict[Candidate, float], bound: float, below: float
-    ) -> tuple[Candidate, ...]:
-        """A candidate, with those of `rough` that are likely to come up, too."""
-        most = min(below, bound * _NEAR, max(bound, self._least[-1]) * _LIKELY)
+    def _near(self, what: Candidate, rough: dict[Candidate, float], most: float) -> tuple[Candidate, ...]:
+        """A candidate, with those of `rough` whose bounds are below `most`."""
         near = sorted([(x, c) for c, x in rough.items() if x < most and c != what])
         group = (what, *[c for _, c in near[: _MOST_TOGETHER - 1]])
         for c in group:
@@ -223,7 +221,7 @@ class _Queue:
             seconds, needed = one
             if seconds < task.enough or needed > self.memory:
                 self.bounds.of_cut[task.replicas][c] = one
-            else:  # it can be as quick as others are; for another search more may be looked for
+            else:  # more is looked for if it comes up again
                 self.bounds.rough[c] = one
             if task.replicas and needed <= self.memory:
                 bisect.insort(self._least, seconds)
