@@ -219,14 +219,15 @@ class _Queue:
         """Take the bounds of candidates by their cuts."""
         for c, one in zip(task.candidates, found, strict=True):
             seconds, needed = one
-            if seconds < task.enough or needed > self.memory:
+            before = self.away.pop(c)
+            if seconds < task.enough or seconds <= before or needed > self.memory:
                 self.bounds.of_cut[task.replicas][c] = one
             else:  # more is looked for if it comes up again
                 self.bounds.rough[c] = one
             if task.replicas and needed <= self.memory:
                 bisect.insort(self._least, seconds)
                 self._least.pop()
-            self._add(c, self.away.pop(c), one)
+            self._add(c, before, one)
 
 
 def search(

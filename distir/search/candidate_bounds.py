@@ -15,7 +15,7 @@ from distir.ir.pause import no_collection
 from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, step_bound, step_cost
 from distir.search.exact import Setting
 from distir.search.memory_bounds import memory_bound
-from distir.search.placed_program import place, placed_program
+from distir.search.placed_program import place, place_template, placed_program
 from distir.search.placed_sizes import Template, template_of
 from distir.search.segments import Profile, profile_of
 from distir.search.space import Candidate
@@ -88,8 +88,10 @@ class Bounds:
         out: then candidates share a placed program that are of one profile, else those of one template."""
         found: list[CandidateBound] = []
         for c in candidates:
+            # if a step is one microbatch, more may be computed in the forward pass: on the whole batch
+            other = not replicas and c.pp > 1 and c.microbatches(self.setting.batch) == 1
             try:
-                found.append(self._cuts_of(c, replicas).bound(c, enough))
+                found.append((0.0, 0.0) if other else self._cuts_of(c, replicas).bound(c, enough))
             except DistirError:
                 found.append((0.0, 0.0))
         for cuts in self._cuts.values():
@@ -101,13 +103,14 @@ class Bounds:
         key, kept = self.template(c) if replicas else relatives(c), self._cuts
         cuts = kept.pop(key, None)
         if cuts is None:
-            placed = place(self.setting, c.plan(self.setting.batch)) if replicas else self._placed(relatives(c))
-            rules = PhaseRules(BACKWARD, replicas and c.zero == 3)
-            cuts = Cuts(self.setting, placed_program(placed, rules), replicas)
+            cuts = Cuts(self.setting, place_template(self.setting, c)) if replicas else self._alone(relatives(c))
         kept[key] = cuts
         while len(kept) > 1 and sum([x.size for x in kept.values()]) > _MOST_OPS:
             del kept[next(iter(kept))]
         return cuts
+
+    def _alone(self, key: Relatives) -> Cuts:
+        return Cuts(self.setting, placed_program(self._placed(key), PhaseRules(BACKWARD, False)), False)
 
     def profile(self, key: Relatives) -> Profile | None:
         """The profile of these candidates, at one sample a microbatch; None where bounds are not known to hold."""

@@ -13,6 +13,7 @@ from distir.ir.type import Type
 from distir.search.bounds import adds_sums
 from distir.search.exact import Setting
 from distir.search.segments import axis_of, is_free, made_once
+from distir.search.space import Candidate
 from distir.transforms.passes import PassContext, run_passes
 from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.phases import (
@@ -63,6 +64,11 @@ def place(setting: Setting, plan: Plan) -> Function:
     function, devices = setting.model.function, setting.cost.topology.devices[: plan.size]
     context = PassContext(plan, devices, splits=named_dims(function, plan.split))
     return run_passes(function, ("fuse", "decompose", "pad", "place", "join", "recompute"), context)
+
+
+def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
+    """The program of a candidate, which is that of all of its template. Raises InfeasibleError."""
+    return placed_program(place(setting, c.plan(setting.batch)), PhaseRules(BACKWARD, c.zero == 3))
 
 
 def placed_program(function: Function, rules: PhaseRules) -> PlacedProgram:

@@ -14,7 +14,7 @@ attributes of communication."""
 
 def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
     """`ops` in a topological order that depends neither on names nor on the order in which they are given, nor on how
-    many devices there are along an axis.
+    many devices there are along an axis, or how values are placed along it.
 
     Ops are sorted by the longest chain of ops that depends on them, longest first; ties by a hash of the term that an
     op computes; ops of equal terms by the position of their results among the function's outputs.
@@ -47,10 +47,13 @@ def _term_names(function: Function, ops: Iterable[Op]) -> dict[Op, str]:
     name: dict[Op, str] = {}
     for op in function.ops:
         if op in needed:
-            computed = op.spec.comm is None
+            comm = op.spec.comm
+            computed = comm is None
             what = {key: x for key, x in op.attributes.items() if computed and key not in _WHERE}
             text = f"{op.spec.name}|{what!r}|" + ",".join([digest[v] for v in op.inputs])
             name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
             for k, v in enumerate(op.outputs):
                 digest[v] = f"{name[op]}.{k}"
+            if comm is not None and comm.takes:  # it is the same value, placed otherwise
+                digest[op.outputs[0]] = digest[op.inputs[0]]
     return name
