@@ -1,8 +1,9 @@
 """Best-first search: plans in the order of their lower bounds, each simulated, until no bound is below what was found.
 
-Bounds are refined lazily, in four levels. A candidate is first bounded by that of its relatives; when it comes up, its
+Bounds are refined lazily, in five levels. A candidate is first bounded by that of its relatives; when it comes up, its
 profile (placed once for all candidates of equal tensor parallelism, sequence parallelism and recomputation) gives its
-own; when that comes up, its cut does (`stage_bounds`); then it is simulated.
+own; when that comes up, its cut does (`stage_bounds`), first without what replicas send, then, of a program that is
+placed for fewer candidates, with that; then it is simulated.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Several(NamedTuple):
 
 
 _Entry = Candidate | Several | Unpriced
+_Rough = dict[Relatives | Template, dict[Candidate, float]]
+"""Candidates with their bounds, by what those share whose bounds are refined together."""
 
 
 class _Queue:
@@ -104,8 +107,8 @@ class _Queue:
         self._heap: list[tuple[float, int, _Entry]] = []
         self._latest: dict[_Entry, int] = {}
         """The number of each entry; those before it, of the same, are void."""
-        self._rough: dict[Template, dict[Candidate, float]] = {}
-        """By template the candidates whose bounds are not refined, with these."""
+        self._rough: tuple[_Rough, _Rough] = {}, {}
+        """The candidates whose bounds are to be refined next, with these: without replicas, and with them."""
         self._sizes: dict[Relatives, dict[int, float]] = {}
         """The bounds of those that have none of their own, by relatives and size of microbatch."""
         self.away: dict[_Entry, float] = {}
@@ -140,19 +143,28 @@ class _Queue:
                 sizes = self._groups[what.profiles[0]]
                 devices = sizes[max(sizes)][0].devices
                 return Price(tuple([(key, tuple(sorted(self._groups[key]))) for key in what.profiles]), devices)
-            rough = self._rough.get(self.bounds.template(what), {})
-            if what in rough:
-                most = min(below, bound * _NEAR, max(bound, self._least[-1]) * _LIKELY)
-                near = sorted([(x, c) for c, x in rough.items() if x < most and c != what])
-                group = (what, *[c for _, c in near[: _MOST_TOGETHER - 1]])
-                for c in group:
-                    self.away[c] = rough.pop(c)
-                    del self._latest[c]
-                return Refine(group, below)
+            for replicas in (False, True):
+                rough = self._rough[replicas].get(self._shared(what, replicas), {})
+                if what in rough:
+                    most = min(below, bound * _NEAR, max(bound, self._least[-1]) * _LIKELY)
+                    return Refine(self._near(what, rough, most), most, replicas)
             self.left -= 1
             self.away[what] = bound
             return Simulate(what)
         return None
+
+    def _shared(self, c: Candidate, replicas: bool) -> Relatives | Template:
+        """What candidates share that are refined together."""
+        return self.bounds.template(c) if replicas else relatives(c)
+
+    def _near(self, what: Candidate, rough: dict[Candidate, float], most: float) -> tuple[Candidate, ...]:
+        """A candidate, with those of `rough` whose bounds are below `most`."""
+        near = sorted([(x, c) for c, x in rough.items() if x < most and c != what])
+        group = (what, *[c for _, c in near[: _MOST_TOGETHER - 1]])
+        for c in group:
+            self.away[c] = rough.pop(c)
+            del self._latest[c]
+        return group
 
     def _several(self, what: Several, below: float) -> tuple[Candidate, ...]:
         """The candidates of an entry, with their relatives of other sizes of microbatch whose bounds are `below`: they
@@ -166,16 +178,16 @@ class _Queue:
         return tuple([c for n in chosen for c in self._groups[what.relatives][n]])
 
     def _add(self, c: Candidate, bound: float, found: CandidateBound) -> None:
-        seconds, needed = found
-        if c in self.bounds.known:
-            seconds, needed = (max(pair) for pair in zip(found, self.bounds.known[c], strict=True))
+        known = [of_cut[c] for of_cut in self.bounds.of_cut if c in of_cut]
+        seconds, needed = (max(each) for each in zip(found, *known, strict=True))
         if needed > self.memory:
             self.excluded += 1
             self.left -= 1
             return
         bound = max(bound, seconds)
-        if self.bounds.refines and c not in self.bounds.known and c not in self.exact:
-            self._rough.setdefault(self.bounds.template(c), {})[c] = bound
+        if self.bounds.refines and c not in self.exact and c not in self.bounds.of_cut[True]:
+            replicas = c in self.bounds.of_cut[False]
+            self._rough[replicas].setdefault(self._shared(c, replicas), {})[c] = bound
         self._push(bound, c)
 
     def remembered(self, task: Price | Bound) -> Any:
@@ -207,14 +219,15 @@ class _Queue:
         """Take the bounds of candidates by their cuts."""
         for c, one in zip(task.candidates, found, strict=True):
             seconds, needed = one
-            if seconds < task.enough or needed > self.memory:
-                self.bounds.known[c] = one
-            else:  # it can be as quick as others are; for another search more may be looked for
+            before = self.away.pop(c)
+            if seconds < task.enough or seconds <= before or needed > self.memory:
+                self.bounds.of_cut[task.replicas][c] = one
+            else:  # more is looked for if it comes up again
                 self.bounds.rough[c] = one
-            if needed <= self.memory:
+            if task.replicas and needed <= self.memory:
                 bisect.insort(self._least, seconds)
                 self._least.pop()
-            self._add(c, self.away.pop(c), one)
+            self._add(c, before, one)
 
 
 def search(

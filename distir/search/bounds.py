@@ -20,11 +20,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
-
-import numpy as np
 
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
@@ -66,38 +64,15 @@ class PassCost(NamedTuple):
 class StepCost:
     """The seconds of a model at one degree of tensor parallelism and of further axes, and size of microbatch.
 
-    `once`: of prologue and update. `trunk`: of compute between the first and last border of segments. `unit`: of the
-    longest forward op with the backward ops that stay on its stage. `profile` has the bytes, at a microbatch `scale`
-    times smaller. `seconds` are those of its kinds of ops, `compute` those of them that are no collectives.
+    `once`: of prologue and update. `unit`: of the longest forward op with the backward ops that stay on its stage.
+    `profile` has the bytes.
     """
 
     forward: PassCost
     backward: PassCost
     once: float
-    trunk: float
     unit: float
     profile: Profile
-    scale: int
-    seconds: Sequence[float] = field(repr=False)
-    compute: Sequence[float] = field(repr=False)
-
-    @cached_property
-    def paths(self) -> Paths:
-        """The longest paths: they take longer to find than all else, and are needed where all else is not enough."""
-        return _paths(self.profile, self.seconds, self.compute)
-
-
-class Paths(NamedTuple):
-    """In seconds. `path`: of the longest path of dependences through both passes; `calm`: of that without the
-    collectives of the backward pass. By sum over microbatches: `ready`, of compute until it can be complete, from the
-    begin of its last microbatch, in program order; `depth`, of the longest path to it. `in_turn` are the numbers of the
-    sums, by `ready`."""
-
-    path: float
-    calm: float
-    ready: np.ndarray
-    depth: np.ndarray
-    in_turn: np.ndarray
 
 
 def bounded(cost: CostModel) -> bool:
@@ -121,34 +96,9 @@ def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: Groups
     rows = [(k, n) for word in (PROLOGUE, UPDATE) for k, n in profile.every[word].items()]
     once = sum([n * max(0.0, seconds[k] - what.kernel_launch_overhead) for k, n in rows if not profile.kinds[k].axis])
     compute = [0.0 if kind.axis else x for kind, x in zip(profile.kinds, seconds, strict=True)]
-    return StepCost(
-        forward,
-        backward,
-        0.0 if what.ops else once,  # measured ops have launches of their own, which ops in groups share
-        sum([n * compute[k] for k, n in profile.trunk.items()]),
-        max([sum([compute[k] for k in unit]) for unit in profile.units], default=0.0),
-        profile,
-        scale,
-        seconds,
-        compute,
-    )
-
-
-def _paths(profile: Profile, seconds: Sequence[float], compute: Sequence[float]) -> Paths:
-    full: list[float] = []
-    calm: list[float] = []
-    for kind, needs, forward, again in profile.steps:
-        if again is not None:
-            full.append(full[again])
-            calm.append(calm[again])
-            continue
-        x, y = seconds[kind], seconds[kind] if forward else compute[kind]
-        full.append(x + max([full[k] for k in needs], default=0.0))
-        calm.append(y + max([calm[k] for k in needs], default=0.0))
-    at = [x.step for x in profile.sums]
-    ready = np.cumsum([compute[x.kind] for x in profile.steps])[at] if at else np.zeros(0)
-    depth = np.array([full[k] for k in at])
-    return Paths(max(full, default=0.0), max(calm, default=0.0), ready, depth, np.argsort(ready, kind="stable"))
+    unit = max([sum([compute[k] for k in kinds]) for kinds in profile.units], default=0.0)
+    # measured ops have launches of their own, which ops in groups share
+    return StepCost(forward, backward, 0.0 if what.ops else once, unit, profile)
 
 
 def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong) -> float:
@@ -277,37 +227,12 @@ def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel, enough
     found = max((m * (forward + backward) + once) / p, m * step.unit)
     if found * ROUNDING >= enough:
         return found * ROUNDING
-    found = max(found, step.paths.path, _replica_bound(c, m, step, cost, forward, backward))
-    if p > 1:
-        chain = 0.0
-        if c.schedule in ("1f1b", "gpipe"):
-            excess = step.forward.excess + step.backward.excess
-            whole = _chain(step.forward, borders) + _chain(step.backward, borders) - excess
-            chain = max(whole, step.paths.calm) + _after_first(c.schedule, m, p, forward, backward)
-        found = _with_transfers(c, m, step, cost, found, chain)
+    found = max(found, _replica_bound(c, m, step, cost, forward, backward))
+    if p > 1 and c.schedule in ("1f1b", "gpipe"):
+        excess = step.forward.excess + step.backward.excess
+        chain = _chain(step.forward, borders) + _chain(step.backward, borders) - excess
+        found = max(found, chain + _after_first(c.schedule, m, p, forward, backward))
     return found * ROUNDING
-
-
-def _with_transfers(c: Candidate, m: int, step: StepCost, cost: CostModel, least: float, chain: float) -> float:
-    """A bound with what pipeline stages send: the least over how many borders are outside of the trunk, where little
-    may be sent, but fewer ranks share the trunk's work."""
-    hops = _hops(c, step, cost)
-    sent = 2 * c.chunks * sum(hops)
-    best = math.inf
-    for outside in range(c.pp * c.chunks):
-        busy = max(least, m * step.trunk / min(c.pp, c.pp * c.chunks - outside))
-        if busy >= best:
-            break
-        inside = max(0.0, sent - 2 * outside * max(hops))
-        one = m * min(hops) if outside < c.pp * c.chunks - 1 else 0.0
-        best = min(best, max(busy, step.paths.path + inside, chain + inside if chain else 0.0, one))
-    return best
-
-
-def _hops(c: Candidate, step: StepCost, cost: CostModel) -> list[float]:
-    """Seconds that each border's transfer takes at least: of the lane of devices whose sum is greatest."""
-    hop, size = lane(c, cost), float(step.profile.border * step.scale)
-    return [hop(size, k, k + 1) for k in range(c.pp - 1)]
 
 
 def lane(c: Candidate, cost: CostModel) -> Callable[[float, int, int], float]:
@@ -373,14 +298,6 @@ def _replica_bound(c: Candidate, m: int, step: StepCost, cost: CostModel, forwar
     if c.zero > 1:
         gathered = sums.gathered * slope("MPIAllgather", groups) / len(along) if c.zero == 3 else 0.0
         found = max(found, m * (total + gathered) / c.pp)
-    if not len(sums.bytes):
-        return found
-    paths = step.paths
-    found = max(found, float((paths.depth + byte * sums.bytes).max()))
-    if c.pp == 1:  # what is complete late is reduced after that
-        each = byte * sums.bytes[paths.in_turn]
-        left = total - np.cumsum(each) + each
-        found = max(found, (m - 1) * (forward + backward) + float((paths.ready[paths.in_turn] + left).max()))
     return found
 
 

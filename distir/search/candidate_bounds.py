@@ -8,29 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from distir.api.interop.plan_settings import EXPERTS
-from distir.api.named_dims import named_dims
-from distir.api.stage_cost import stage_cost
-from distir.ir.errors import DistirError
+from distir.ir.errors import DistirError, InfeasibleError
+from distir.ir.function import Function
 from distir.ir.pause import no_collection
-from distir.search.balanced_memory import (
-    Stageable,
-    balance,
-    balanced_memory,
-    first_stages,
-    op_seconds,
-    stageable,
-)
 from distir.search.bounds import StepCost, bounded, compute_bound, groups_along, step_bound, step_cost
 from distir.search.exact import Setting
 from distir.search.memory_bounds import memory_bound
+from distir.search.placed_program import place, place_template, placed_program
 from distir.search.placed_sizes import Template, template_of
 from distir.search.segments import Profile, profile_of
-from distir.search.space import Candidate, spacing_of
-from distir.search.stage_bounds import Cuts, place_template
-from distir.transforms.passes import PassContext, run_passes
+from distir.search.space import Candidate
+from distir.search.stage_bounds import Cuts
+from distir.transforms.pipeline.phases import BACKWARD, PhaseRules
 from distir.transforms.plan import InputSplit, Plan
 
 Relatives = tuple[int, bool, str, tuple[InputSplit, ...]]
@@ -55,14 +45,11 @@ class Bounds:
         """Of those that were asked for, before their cuts."""
         self.shared: dict[tuple[Relatives, int], float] = {}
         """Seconds, of all candidates of a profile, by the size of their microbatch."""
-        self.known: dict[Candidate, CandidateBound] = {}
-        """By their cuts, of those for which that was asked."""
-        self._stageable: dict[Relatives, Stageable] = {}
-        self._op_seconds: dict[object, np.ndarray] = {}
-        self._balances: dict[object, list[int]] = {}
+        self.of_cut: tuple[dict[Candidate, CandidateBound], dict[Candidate, CandidateBound]] = {}, {}
+        """By their cuts, of those for which that was asked: without what replicas send, and with it."""
         self._profiles: dict[Relatives, Profile | None] = {}
         self._steps: dict[tuple[object, ...], StepCost] = {}
-        self._templates: dict[Template, Cuts] = {}
+        self._cuts: dict[Relatives | Template, Cuts] = {}
 
     def of(self, c: Candidate, enough: float = math.inf) -> CandidateBound:
         """Seconds and bytes; (0, 0) where nothing is known. Of a candidate that does not fit only the bytes are looked
@@ -93,66 +80,57 @@ class Bounds:
         return template_of(c, self.setting.model.function, self.setting.batch)
 
     @no_collection()
-    def of_cuts(self, candidates: Sequence[Candidate], enough: float = math.inf) -> list[CandidateBound]:
-        """Seconds and bytes of candidates of one template by their cuts, 0 where nothing is known. Of those that do not
-        fit only the bytes are looked for, and where `enough` seconds are certain no more."""
+    def of_cuts(
+        self, candidates: Sequence[Candidate], enough: float = math.inf, replicas: bool = True
+    ) -> list[CandidateBound]:
+        """Seconds and bytes of candidates by their cuts, 0 where nothing is known. Of those that do not fit only the
+        bytes are looked for, and where `enough` seconds are certain no more. Without `replicas` what these send is left
+        out: then candidates share a placed program that are of one profile, else those of one template."""
         found: list[CandidateBound] = []
         for c in candidates:
+            # if a step is one microbatch, more may be computed in the forward pass: on the whole batch
+            other = not replicas and c.pp > 1 and c.microbatches(self.setting.batch) == 1
             try:
-                memory = self._balanced(c)
-                found.append((0.0, memory) if memory > self._room else self._cuts(c).bound(c, enough))
+                found.append((0.0, 0.0) if other else self._cuts_of(c, replicas).bound(c, enough))
             except DistirError:
                 found.append((0.0, 0.0))
-        for cuts in self._templates.values():
+        for cuts in self._cuts.values():
             cuts.release()
         return found
 
-    def _balanced(self, c: Candidate) -> float:
-        """Bytes that it has at least, as its stages are balanced: found without placing it."""
-        if c.split or c.pp == 1 or self.profile(relatives(c)) is None:
-            return 0.0
-        given, batch, cost = self._stageable[relatives(c)], self.setting.batch, self.setting.cost
-        key = relatives(c), c.microbatch, spacing_of(c, c.order, "tp")
-        if key not in self._op_seconds:
-            self._op_seconds[key] = op_seconds(c, batch, given, cost)
-        each, sent, parts = self._op_seconds[key], stage_cost(cost, c.plan(batch)).sent, c.pp * c.chunks
-        shared = *key, parts, sent
-        if shared not in self._balances:
-            self._balances[shared] = balance(given, each, sent, parts)
-        return balanced_memory(c, batch, first_stages(c, batch, given, each, sent, self._balances[shared], cost))
-
-    def _cuts(self, c: Candidate) -> Cuts:
-        """The template's cuts; those of the last templates are kept."""
-        template, kept = self.template(c), self._templates
-        cuts = kept.pop(template, None) or Cuts(self.setting, place_template(self.setting, c))
-        kept[template] = cuts
+    def _cuts_of(self, c: Candidate, replicas: bool) -> Cuts:
+        """The cuts of a candidate's placed program; those of the last programs are kept."""
+        key, kept = self.template(c) if replicas else relatives(c), self._cuts
+        cuts = kept.pop(key, None)
+        if cuts is None:
+            cuts = Cuts(self.setting, place_template(self.setting, c)) if replicas else self._alone(relatives(c))
+        kept[key] = cuts
         while len(kept) > 1 and sum([x.size for x in kept.values()]) > _MOST_OPS:
             del kept[next(iter(kept))]
         return cuts
+
+    def _alone(self, key: Relatives) -> Cuts:
+        return Cuts(self.setting, placed_program(self._placed(key), PhaseRules(BACKWARD, False)), False)
 
     def profile(self, key: Relatives) -> Profile | None:
         """The profile of these candidates, at one sample a microbatch; None where bounds are not known to hold."""
         if key not in self._profiles:
             try:
-                self._profiles[key] = self._place(*key)
+                self._profiles[key] = profile_of(self._placed(key), 1)
             except DistirError:
                 self._profiles[key] = None
         return self._profiles[key]
 
     @no_collection()
-    def _place(self, tp: int, sequence: bool, recompute: str, split: tuple[InputSplit, ...]) -> Profile | None:
+    def _placed(self, key: Relatives) -> Function:
+        """The program of these candidates, without replicas. Raises InfeasibleError."""
+        tp, sequence, recompute, split = key
         setting = self.setting
         microbatches = setting.batch // math.prod([x.size for x in split if x.axis == EXPERTS])
         if not bounded(setting.cost) or microbatches < 2:
-            return None
-        function = setting.model.function
+            raise InfeasibleError("no bounds are known")
         plan = Plan(tp=tp, microbatches=microbatches, sequence_parallel=sequence, recompute=recompute, split=split)
-        devices = setting.cost.topology.devices[: plan.size]
-        context = PassContext(plan, devices, splits=named_dims(function, split))
-        names = ("fuse", "decompose", "pad", "place", "join", "recompute")
-        placed = run_passes(function, names, context)
-        self._stageable[tp, sequence, recompute, split] = stageable(placed)
-        return profile_of(placed, 1)
+        return place(setting, plan)
 
 
 def relatives(c: Candidate) -> Relatives:

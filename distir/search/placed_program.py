@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from distir.api.named_dims import named_dims
 from distir.ir.device import AxisNames
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Type
 from distir.search.bounds import adds_sums
+from distir.search.exact import Setting
 from distir.search.segments import axis_of, is_free, made_once
+from distir.search.space import Candidate
+from distir.transforms.passes import PassContext, run_passes
 from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.phases import (
     BACKWARD,
@@ -22,6 +26,7 @@ from distir.transforms.pipeline.phases import (
     ends_time,
     phases,
 )
+from distir.transforms.plan import Plan
 from distir.transforms.rank.recompose import recompose
 
 
@@ -52,6 +57,18 @@ class PlacedProgram(NamedTuple):
     """Along which its ops communicate, but replicas and those that are reduced with these."""
     sent: Mapping[AxisNames, Mapping[Type, int]]
     """What its ops make along axes of replicas: how many values of each type."""
+
+
+def place(setting: Setting, plan: Plan) -> Function:
+    """The setting's step as a plan places it. Raises InfeasibleError."""
+    function, devices = setting.model.function, setting.cost.topology.devices[: plan.size]
+    context = PassContext(plan, devices, splits=named_dims(function, plan.split))
+    return run_passes(function, ("fuse", "decompose", "pad", "place", "join", "recompute"), context)
+
+
+def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
+    """The program of a candidate, which is that of all of its template. Raises InfeasibleError."""
+    return placed_program(place(setting, c.plan(setting.batch)), PhaseRules(BACKWARD, c.zero == 3))
 
 
 def placed_program(function: Function, rules: PhaseRules) -> PlacedProgram:

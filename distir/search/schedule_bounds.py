@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from distir.transforms.pipeline.phases import FORWARD
 from distir.transforms.pipeline.schedule import make_table
@@ -58,24 +60,28 @@ _PASSES, _BACKWARD = 5, 2
 """How many passes a `StageWork` has, and the first that is a backward one."""
 
 
+class Kept(NamedTuple):
+    """What ranks may have at the begin of a backward pass, a row each: the rank; and of each of its stages, how many
+    microbatches are saved, and whether there are sums over microbatches."""
+
+    rank: np.ndarray
+    saved: np.ndarray
+    sums: np.ndarray
+
+
 class Schedule(NamedTuple):
     """The cells of a schedule, in an order in which every cell comes after those that it depends on: of each the rank
     that runs it, the number of its pass (of each stage in turn, as `StageWork` has them), and the number of the cell
-    from which it receives a value; -1 for none."""
+    from which it receives a value; -1 for none. And what ranks have at the begin of backward passes."""
 
     ranks: int
     rank: array[int]
     work: array[int]
     source: array[int]
-
-    def cells(self) -> Iterator[tuple[int, int, bool, bool]]:
-        """Of each the rank, the stage, whether it is a forward pass, and whether it is over the first microbatch."""
-        for r, work in zip(self.rank, self.work, strict=True):
-            s, which = divmod(work, _PASSES)
-            yield r, s, which < _BACKWARD, which in (0, _BACKWARD)
+    kept: Kept
 
 
-@lru_cache(64)
+@lru_cache(256)
 def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule | None:
     """A schedule; None for one that is too long to follow."""
     if 2 * ranks * chunks * microbatches > _MOST_CELLS:
@@ -83,7 +89,9 @@ def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Sched
     table = make_table(schedule, ranks, microbatches, chunks)
     parts = ranks * chunks
     number: dict[tuple[str, int, int], int] = {}
-    found = Schedule(ranks, *[array("i") for _ in range(3)])
+    rank, works, sources = [array("i") for _ in range(3)]
+    now = [[0] * (2 * chunks) for _ in range(ranks)]  # saved by stage, then sums
+    kept: dict[tuple[int, ...], None] = {}
     position = [0] * ranks
     moved = True
     while moved:
@@ -99,29 +107,27 @@ def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Sched
                     break
                 number[word, s, i] = len(number)
                 which = int(i > 0) if forward else _BACKWARD + (2 if i == microbatches - 1 else int(i > 0))
-                found.rank.append(r)
-                found.work.append(_PASSES * s + which)
-                found.source.append(source)
+                rank.append(r)
+                works.append(_PASSES * s + which)
+                sources.append(source)
+                mine, j = now[r], s // ranks
+                if not forward:
+                    kept[r, *mine] = None
+                    mine[chunks + j] = int(microbatches > 1)
+                mine[j] += 1 if forward else -1
                 k += 1
             moved = moved or k > position[r]
             position[r] = k
-    return found
+    rows = np.array(list(kept))
+    return Schedule(ranks, rank, works, sources, Kept(rows[:, 0], rows[:, 1 : chunks + 1], rows[:, chunks + 1 :]))
 
 
-def rank_memory(schedule: Schedule, stages: Sequence[StageMemory], m: int) -> float:
+def rank_memory(schedule: Schedule, stages: Sequence[StageMemory]) -> float:
     """The most bytes that a rank has at the begin of a backward pass."""
-    used = [sum([x.held for x in stages[r :: schedule.ranks]]) for r in range(schedule.ranks)]
-    most = max(used)
-    for r, s, forward, first in schedule.cells():
-        if forward:
-            used[r] += stages[s].saved
-            continue
-        if used[r] > most:
-            most = used[r]
-        used[r] -= stages[s].saved
-        if m > 1 and first:
-            used[r] += stages[s].sums
-    return most
+    held, saved, sums = np.array(stages).T.reshape(3, -1, schedule.ranks)
+    rank, in_flight, summed = schedule.kept
+    used = held.sum(axis=0)[rank] + (in_flight * saved.T[rank]).sum(axis=1) + (summed * sums.T[rank]).sum(axis=1)
+    return float(used.max())
 
 
 def step_seconds(schedule: Schedule, works: Sequence[StageWork], hop: Callable[[float, int, int], float]) -> float:

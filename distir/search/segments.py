@@ -18,12 +18,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
 from distir.ir.device import AxisNames, Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor
-from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
 from distir.transforms.rank.recompose import recompose
 from distir.transforms.roles import weights
@@ -50,21 +47,9 @@ class Segment(NamedTuple):
     """Whether no op of another segment stands between its ops."""
 
 
-class TimedOp(NamedTuple):
-    """An op of a microbatch: the number of its kind, the steps that it depends on, whether it is of the forward pass,
-    and whether it recomputes an earlier one, `again` (it may be left out, and that one's results used)."""
-
-    kind: int
-    needs: tuple[int, ...]
-    forward: bool
-    again: int | None
-
-
 class GradientSum(NamedTuple):
-    """A sum over microbatches: the step that makes a microbatch's part, its shape on a device, and the bytes of sum and
-    part."""
+    """A sum over microbatches: the shape of a microbatch's part on a device, and the bytes of sum and part."""
 
-    step: int
     shape: tuple[int, ...]
     bytes: int
     part: int
@@ -79,10 +64,9 @@ class Kind(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What is reduced, at least, along the axis of replicas: bytes of each sum over microbatches and of all, of a step,
-    under ZeRO 2 and 3 of each microbatch; and bytes that ZeRO 3 gathers in each pass."""
+    """What is reduced, at least, along the axis of replicas: bytes of all sums over microbatches, of a step, under ZeRO
+    2 and 3 of each microbatch; and bytes that ZeRO 3 gathers in each pass."""
 
-    bytes: np.ndarray
     total: int
     gathered: int
 
@@ -103,15 +87,9 @@ class Profile:
     backward: Mapping[Segment, int]
     every: Mapping[str, Mapping[int, int]]
     """By phase how often each kind of op occurs."""
-    trunk: Mapping[int, int]
-    """How often each occurs between the first and the last border of segments, in both passes."""
     units: Collection[tuple[int, ...]]
     """The kinds of a forward op and of the backward ops that follow it to its stage."""
-    steps: Sequence[TimedOp]
-    """All ops of both passes, in program order."""
     sums: Sequence[GradientSum]
-    border: int
-    """The least bytes that a device sends where a cut goes through the trunk."""
     parameters: int
     state: int
     gathered: tuple[tuple[tuple[int, ...], int], ...]
@@ -129,11 +107,10 @@ class Profile:
         """What is reduced and gathered among `dp` replicas. Under ZeRO 2 and 3 only what is certainly split counts."""
         found = self._reduced.get((dp, zero))
         if found is None:
-            each = [
-                x.bytes if zero < 2 else x.part if len(x.shape) > 1 and _divides(x.shape, dp) else 0 for x in self.sums
-            ]
+            split = [x.part for x in self.sums if len(x.shape) > 1 and _divides(x.shape, dp)]
+            total = sum(split) if zero > 1 else sum([x.bytes for x in self.sums])
             gathered = sum([n for shape, n in self.gathered if _divides(shape, dp)])
-            found = self._reduced[dp, zero] = Reduced(np.array(each, float), sum(each), gathered)
+            found = self._reduced[dp, zero] = Reduced(total, gathered)
         return found
 
     def copied(self, dp: int, zero: int) -> int:
@@ -186,18 +163,15 @@ def profile_of(placed: Function, samples: int) -> Profile:
         word: Counter([number[op] for op in placed.ops if phase[op] == word])
         for word in (FORWARD, BACKWARD, PROLOGUE, UPDATE)
     }
-    timed = [op for op in placed.ops if phase[op] in (FORWARD, BACKWARD)]
+    timed = [*forward, *backward]
     return Profile(
         kinds.found,
         samples,
         Counter([_segment(core.ops, number, core.first, core.last, True) for core in cores]),
         Counter(_backward_segments(backward, part, number)),
         every,
-        Counter([number[op] for op in timed if op in part or op.of in part]),
         _units(timed, number),
-        _steps(timed, phase, number, copies(placed)),
         _sums(placed, timed),
-        min([_width(core) for core in cores], default=0),
         *_bytes(placed, backward, phase),
         _saved(forward, backward),
     )
@@ -210,36 +184,14 @@ def _units(timed: Sequence[Op], number: Mapping[Op, int]) -> set[tuple[int, ...]
     return {tuple(kinds) for kinds in follow.values()}
 
 
-def _steps(
-    timed: Sequence[Op], phase: Mapping[Op, str], number: Mapping[Op, int], again: Mapping[Value, Value]
-) -> list[TimedOp]:
-    maker = {v: k for k, op in enumerate(timed) for v in op.outputs}
-    found: list[TimedOp] = []
-    for op in timed:
-        needs = tuple(dict.fromkeys([maker[v] for v in op.inputs if v in maker]))
-        first = maker.get(again[op.outputs[0]]) if op.outputs and op.outputs[0] in again else None
-        found.append(TimedOp(number[op], needs, phase[op] == FORWARD, first))
-    return found
-
-
 def _sums(function: Function, timed: Sequence[Op]) -> list[GradientSum]:
-    maker = {v: k for k, op in enumerate(timed) for v in op.outputs}
+    made = {v for op in timed for v in op.outputs}
     found: list[GradientSum] = []
     for op in function.ops:
         part = op.inputs[0] if op.spec.comm is not None and ends_time(op) else None
-        if part in maker and part is not None and isinstance(part.type, Tensor):
-            found.append(GradientSum(maker[part], part.type.shape, op.outputs[0].type.bytes, part.type.bytes))
+        if part in made and part is not None and isinstance(part.type, Tensor):
+            found.append(GradientSum(part.type.shape, op.outputs[0].type.bytes, part.type.bytes))
     return found
-
-
-def _width(core: _Core) -> int:
-    """The least bytes of what a cut through a core separates: of the path whose values are the largest."""
-    wide = {core.first: core.first.type.bytes}
-    for op in core.ops:
-        reach = max([wide[v] for v in op.inputs if v in wide], default=0)
-        for v in op.outputs:
-            wide[v] = reach if v is core.last else min(reach, v.type.bytes)
-    return wide[core.last]
 
 
 def is_free(op: Op) -> bool:

@@ -36,10 +36,12 @@ class Bound(NamedTuple):
 
 
 class Refine(NamedTuple):
-    """To bound candidates of one template by their cuts, each in seconds and bytes; of seconds `enough` suffice."""
+    """To bound candidates by their cuts, each in seconds and bytes; of seconds `enough` suffice. They are of one
+    template; or of one profile, if what the `replicas` send is left out."""
 
     candidates: Sequence[Candidate]
     enough: float = math.inf
+    replicas: bool = True
 
 
 class Simulate(NamedTuple):
@@ -131,9 +133,9 @@ def placed_for(task: Task, template: Callable[[Candidate], object]) -> object:
     """What tasks have in common for which the model is placed once."""
     if isinstance(task, Price):
         return placing(task.profiles[0][0])
-    if isinstance(task, Refine):
+    if isinstance(task, Refine) and task.replicas:
         return template(task.candidates[0])
-    return placing(relatives(task.candidates[0] if isinstance(task, Bound) else task.candidate))
+    return placing(relatives(task.candidates[0] if isinstance(task, Bound | Refine) else task.candidate))
 
 
 @contextmanager
@@ -164,7 +166,7 @@ def _answer(bounds: Bounds, task: Task) -> Any:
         case Bound():
             return [bounds.of(c, task.enough) for c in task.candidates]
         case Refine():
-            return bounds.of_cuts(task.candidates, task.enough)
+            return bounds.of_cuts(*task)
         case Simulate():
             return evaluate(bounds.setting, task.candidate)
         case Examine():

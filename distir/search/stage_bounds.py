@@ -18,49 +18,43 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distir.api.named_dims import named_dims
 from distir.api.stage_cost import OpSeconds, stage_cost
 from distir.executor.cost_model import CostModel
 from distir.ir.device import TIME, AxisNames
 from distir.ir.function import Op
+from distir.ir.topology import Group
 from distir.ir.type import Type
 from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
 from distir.search.cut_stages import CellOp, CutStages, Handed, Moves, Replicas, StagePrograms
 from distir.search.exact import Setting
-from distir.search.placed_program import PlacedProgram, placed_program
+from distir.search.placed_program import PlacedProgram
 from distir.search.placed_sizes import Sized
 from distir.search.schedule_bounds import CellWork, Reach, StageWork, followed, rank_memory, step_seconds
 from distir.search.segments import COMPUTE, axis_of
-from distir.search.space import Candidate
-from distir.search.stage_sums import NumberedCut, StageSums
-from distir.transforms.passes import PassContext, run_passes, stage_meshes
-from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, PhaseRules, phases
+from distir.search.space import Candidate, spacing_of
+from distir.search.stage_sums import WHOLE, NumberedCut, Shares, StageSums
+from distir.transforms.passes import stage_meshes
+from distir.transforms.pipeline.partition import balanced, choices
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, phases
 from distir.transforms.pipeline.stages import (
     Follows,
     backward_stages,
-    balanced_stages,
     following,
     stage_ways,
     to_price,
 )
-from distir.transforms.plan import BUCKET_MB, MIB
-
-
-def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
-    """The placed program of a candidate's template. Raises InfeasibleError."""
-    plan = c.plan(setting.batch)
-    function, devices = setting.model.function, setting.cost.topology.devices[: plan.size]
-    context = PassContext(plan, devices, splits=named_dims(function, plan.split))
-    names = ("fuse", "decompose", "pad", "place", "join", "recompute")
-    return placed_program(run_passes(function, names, context), PhaseRules(BACKWARD, c.zero == 3))
+from distir.transforms.plan import BUCKET_MB, INPUTS, MIB, WEIGHTS
 
 
 class Cuts:
-    """The cuts of a template's placed program, which is not kept, but what is asked of it in numbers; what plans share
-    is kept."""
+    """The cuts of a placed program, which is not kept, but what is asked of it in numbers; what plans share is kept.
 
-    def __init__(self, setting: Setting, placed: PlacedProgram) -> None:
-        self.setting, self._room = setting, setting.room
+    The program is that of a template; or, not `replicated`, one without replicas, that serves all plans that differ in
+    what replicas do: for the stages of these are the same. What they send is left out then.
+    """
+
+    def __init__(self, setting: Setting, placed: PlacedProgram, replicated: bool = True) -> None:
+        self.setting, self._room, self._replicated = setting, setting.room, replicated
         self._kinds, self._axes, self._sent = placed.kinds, placed.axes, placed.sent
         self.size = len(placed.timed)
         """How many ops it has."""
@@ -73,48 +67,53 @@ class Cuts:
         self._following = [_numbered(x, number) for x in following(function, rules)]
         self._sized: dict[tuple[int, int], Sized] = {}
         self._cuts: dict[bytes, NumberedCut] = {}
-        self._asked: dict[object, NumberedCut] = {}
+        self._costs: dict[object, Sequence[float]] = {}
+        self._balanced: dict[object, Sequence[int]] = {}
         self._as_programs: dict[NumberedCut, CutStages] = {}
         """Of cuts, until `release`."""
         self._seconds: dict[object, Sequence[_Taken]] = {}
         self._works: dict[object, list[StageWork]] = {}
+        self._steps: dict[object, float] = {}
 
     def bound(self, c: Candidate, enough: float = math.inf) -> tuple[float, float]:
         """Seconds and bytes of a candidate; 0 where its schedule is too long to be followed, or seconds of what does
-        not fit. The schedule is not followed where compute alone takes `enough` seconds.
+        not fit. Nothing is followed where compute alone takes `enough` seconds: then nothing is said of bytes.
 
         Raises InfeasibleError if the program cannot be cut into its stages.
         """
-        m = c.microbatches(self.setting.batch)
-        schedule = followed(c.schedule, c.pp, m, c.chunks)
-        if schedule is None:
-            return 0.0, 0.0
-        sized, cut = self._sizes(c), self._cut(c)
-        memories = self._sums.memory(cut, lambda t: sized(t).bytes)
-        memory = rank_memory(schedule, memories, m) * ROUNDING
-        if memory > self._room:
-            return 0.0, memory
-        seconds = np.array([0.0 if stream else x for stream, x in self._prices(c, sized)])
+        m, sized, cut = c.microbatches(self.setting.batch), self._sizes(c), self._cut(c)
+        seconds = np.array([0.0 if stream else x for stream, x in self._prices(c)])
         by_rank = self._sums.compute(cut, seconds).reshape(c.chunks, c.pp).sum(axis=0)
         alone = m * float(by_rank.max()) * ROUNDING
         if alone >= enough:
-            return alone, memory
-        return step_seconds(schedule, self._work(c), lane(c, self.setting.cost)) * ROUNDING, memory
+            return alone, 0.0
+        schedule = followed(c.schedule, c.pp, m, c.chunks)
+        if schedule is None:
+            return alone, 0.0
+        memories = self._sums.memory(cut, lambda t: sized(t).bytes, WHOLE if self._replicated else _least_shares(c))
+        memory = rank_memory(schedule, memories) * ROUNDING
+        if memory > self._room:
+            return 0.0, memory
+        works = self._works_of(c, cut)
+        key = c.schedule, c.pp, m, c.chunks, spacing_of(c, c.order, "pp"), id(works)
+        if key not in self._steps:
+            self._steps[key] = step_seconds(schedule, works, lane(c, self.setting.cost)) * ROUNDING
+        return self._steps[key], memory
 
     def release(self) -> None:
         """Give back what is only needed again for a cut that has another size of microbatch, or replicas."""
         self._as_programs.clear()
         self._programs.known.clear()
 
-    def _work(self, c: Candidate) -> list[StageWork]:
-        key = c.dp, c.microbatch, c.pp, c.chunks, c.order
+    def _works_of(self, c: Candidate, cut: NumberedCut) -> list[StageWork]:
+        replicas = c.dp, c.order, c.microbatches(self.setting.batch) > 1
+        key = cut, self._groups(c), c.microbatch, replicas if self._replicated else None
         if key not in self._works:
-            self._works[key] = self._of(c)
+            self._works[key] = self._of(c, cut)
         return self._works[key]
 
-    def _of(self, c: Candidate) -> list[StageWork]:
-        sized = self._sizes(c)
-        cut, seconds = self._cut(c), self._prices(c, sized)
+    def _of(self, c: Candidate, cut: NumberedCut) -> list[StageWork]:
+        sized, seconds = self._sizes(c), self._prices(c)
         if cut not in self._as_programs:
             self._as_programs[cut] = CutStages(self._programs, cut)
         stages = self._as_programs[cut]
@@ -158,30 +157,32 @@ class Cuts:
         key = c.dp, c.microbatch
         if key not in self._sized:
             plan = c.plan(self.setting.batch)
-            sizes = {TIME: plan.microbatches, **{axis.name: axis.size for axis in plan.axes}}
+            without = 1 if self._replicated else c.dp
+            sizes = {TIME: plan.microbatches * without, **{axis.name: axis.size for axis in plan.axes}}
             self._sized[key] = Sized(sizes, self.setting.cost.topology.devices)
         return self._sized[key]
 
     def _cut(self, c: Candidate) -> NumberedCut:
         """The stages of a candidate; schedules are not asked, and equal cuts are one object."""
-        asked = c.dp, c.microbatch, c.pp, c.chunks, c.order
-        if asked not in self._asked:
-            parts, forward = c.pp * c.chunks, self._forward_stages(c)
-            key = np.array(forward, np.int32).tobytes()
-            if key not in self._cuts:
-                self._cuts[key] = self._sums.cut(self._stages(forward, parts), parts)
-            self._asked[asked] = self._cuts[key]
-        return self._asked[asked]
+        forward, parts = self._forward_stages(c), c.pp * c.chunks
+        key = np.array(forward, np.int32).tobytes()
+        if key not in self._cuts:
+            self._cuts[key] = self._sums.cut(self._stages(forward, parts), parts)
+        return self._cuts[key]
 
     def _forward_stages(self, c: Candidate) -> Sequence[int]:
         """The stages of the forward ops. Raises InfeasibleError if there are fewer of these than stages."""
-        cost, parts = self.setting.cost, c.pp * c.chunks
+        cost, parts, plan = self.setting.cost, c.pp * c.chunks, c.plan(self.setting.batch)
         if parts == 1:
             return [0] * len(self._forward)
-        plan = c.plan(self.setting.batch)
-        mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
-        priced = stage_cost(cost, plan)._replace(op=OpSeconds(cost, mesh, self._sizes(c)))
-        return balanced_stages(self._ways, self._to_price, parts, plan.microbatches, priced)
+        inside = c.microbatch, *[plan.spacing(axis.name) for axis in plan.axes if axis.strategy in (WEIGHTS, INPUTS)]
+        sent = stage_cost(cost, plan).sent
+        if (inside, sent, parts) not in self._balanced:
+            if inside not in self._costs:
+                mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
+                self._costs[inside] = self._to_price.costs(OpSeconds(cost, mesh, self._sizes(c)))
+            self._balanced[inside, sent, parts] = balanced(choices(self._ways, self._costs[inside], sent), parts)
+        return self._balanced[inside, sent, parts]
 
     def _stages(self, forward: Sequence[int], parts: int) -> Sequence[int]:
         """The stages of the ops of both passes."""
@@ -191,18 +192,21 @@ class Cuts:
         backward_stages(self._following, stage, parts)
         return [stage[i] for i in range(self.size)]
 
-    def _prices(self, c: Candidate, sized: Sized) -> Sequence[_Taken]:
+    def _groups(self, c: Candidate) -> tuple[tuple[AxisNames, Sequence[Group]], ...]:
+        """The groups of devices along each axis inside a replica."""
+        return tuple([(axis, groups_along(c, self.setting.cost, axis)) for axis in self._axes])
+
+    def _prices(self, c: Candidate) -> Sequence[_Taken]:
         """What the kinds of ops take at a plan's sizes and groups of devices."""
-        groups = tuple([(axis, groups_along(c, self.setting.cost, axis)) for axis in self._axes])
-        key = c.dp, c.microbatch, groups
+        key = c.microbatch, self._groups(c)
         if key not in self._seconds:
-            along = dict(groups)
+            along, sized = dict(self._groups(c)), self._sizes(c)
             self._seconds[key] = [_taken(op, self.setting.cost, along, sized) for op in self._kinds]
         return self._seconds[key]
 
     def _among_replicas(self, c: Candidate, stages: CutStages, sized: Sized) -> Replicas[_Move]:
         """What the replicas' stream gathers and reduces."""
-        if c.dp == 1:
+        if c.dp == 1 or not self._replicated:
             return Replicas({}, {})
         sent = {axis: sum([n * sized(t).bytes for t, n in rows.items()]) for axis, rows in self._sent.items()}
         axis = max(sent, key=lambda axis: sent[axis])  # each has a stream, of which only this one is followed
@@ -213,6 +217,12 @@ class Cuts:
             return _Move(slope(name, groups) * known.bytes, known, summed)
 
         return stages.replicas(axis, move)
+
+
+def _least_shares(c: Candidate) -> Shares:
+    """What each replica has at least."""
+    each = 1 / c.dp
+    return Shares(each if c.zero else 1.0, 0.0 if c.zero == 3 else 1.0, each if c.zero > 1 else 1.0)
 
 
 def _numbered(x: Follows[Op], number: Mapping[Op, int]) -> Follows[int]:

@@ -57,6 +57,18 @@ class _Saving(NamedTuple):
     value: np.ndarray
 
 
+class Shares(NamedTuple):
+    """What share a device has of weights and their state, of what is made of them once a step, and of sums over
+    microbatches."""
+
+    weights: float = 1.0
+    made: float = 1.0
+    sums: float = 1.0
+
+
+WHOLE = Shares()
+
+
 class Numbers:
     """Numbers things in the order in which they are asked for."""
 
@@ -98,13 +110,14 @@ class StageSums:
         kind[whole[(stage[part] != stage[whole]) | (runs[part] != runs[whole])]] = 0
         return NumberedCut(parts, stage, runs, kind)
 
-    def memory(self, cut: NumberedCut, size: Callable[[Type], float]) -> list[StageMemory]:
-        """What a device of each stage has; `size` gives the bytes of a type."""
+    def memory(self, cut: NumberedCut, size: Callable[[Type], float], shares: Shares = WHOLE) -> list[StageMemory]:
+        """What a device of each stage has; `size` gives the bytes of a type, of which it has these shares."""
         sizes = np.array([size(t) for t in self._types.of], float)  # type: ignore[arg-type]
         op, t = self._sums
         here = cut.runs[op]
         sums = np.bincount(cut.stage[op[here]], sizes[t[here]], cut.parts)
-        rows = self._held(cut, sizes), self._saved(cut, sizes), sums
+        held = shares.made * self._made_once(cut, sizes) + shares.weights * self._owned(cut, sizes)
+        rows = held, self._saved(cut, sizes), shares.sums * sums
         return [StageMemory(*row) for row in zip(*[row.tolist() for row in rows], strict=True)]
 
     def compute(self, cut: NumberedCut, seconds: np.ndarray) -> np.ndarray:
@@ -213,16 +226,19 @@ class StageSums:
         kept &= there
         return np.where(made.type >= 0, sizes[made.type], 0.0) @ kept
 
-    def _held(self, cut: NumberedCut, sizes: np.ndarray) -> np.ndarray:
+    def _made_once(self, cut: NumberedCut, sizes: np.ndarray) -> np.ndarray:
         parts, stage, runs = cut.parts, cut.stage, cut.runs
         op, root = self._once
         kept = np.zeros((len(self._root_types), parts), bool)
         kept[root[runs[op]], stage[op[runs[op]]]] = True
-        held = sizes[self._root_types] @ kept
+        return sizes[self._root_types] @ kept
+
+    def _owned(self, cut: NumberedCut, sizes: np.ndarray) -> np.ndarray:
+        parts, stage = cut.parts, cut.stage
         home = np.full(len(self._source_types), parts)
         np.minimum.at(home, self._sources.what, stage[self._sources.op])
         own = self._source_types >= 0
-        held += np.bincount(home[own], sizes[self._source_types[own]], parts)
+        held = np.bincount(home[own], sizes[self._source_types[own]], parts)
         last = np.zeros(self._updates, int)
         np.maximum.at(last, self._owners.op, home[self._owners.what])
         return held + np.bincount(last[self._state.op], sizes[self._state.what], parts)

@@ -13,10 +13,10 @@ from distir.ir.type import Tensor
 from distir.search import cut_stages
 from distir.search.cut_stages import CellOp, CutStages, Handed, StagePrograms
 from distir.search.exact import Setting
-from distir.search.placed_program import of_replicas
+from distir.search.placed_program import of_replicas, place_template
 from distir.search.segments import axis_of
 from distir.search.space import space
-from distir.search.stage_bounds import Cuts, place_template
+from distir.search.stage_bounds import Cuts
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, ends_time, phases
 
 MODELS = (

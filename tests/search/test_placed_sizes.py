@@ -12,9 +12,10 @@ from distir.ir.type import Tensor
 from distir.search import placed_sizes
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting
+from distir.search.placed_program import place_template
 from distir.search.placed_sizes import template_of
 from distir.search.space import space
-from distir.search.stage_bounds import Cuts, place_template
+from distir.search.stage_bounds import Cuts
 
 DENSE = "llama:layers=2,hidden=128,heads=8,kv_heads=4,vocab=256,seq=64", ("dp", "tp", "pp", "cp")
 EXPERTS = "gpt:layers=2,hidden=64,heads=4,vocab=64,seq=32,experts=8", ("dp", "tp", "pp", "ep")

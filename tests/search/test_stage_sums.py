@@ -12,9 +12,10 @@ from distir.hardware import load_cluster
 from distir.ir.errors import DistirError
 from distir.ir.type import Tensor
 from distir.search.exact import Setting
+from distir.search.placed_program import place_template
 from distir.search.segments import made_once
 from distir.search.space import space
-from distir.search.stage_bounds import Cuts, place_template
+from distir.search.stage_bounds import Cuts
 from distir.search.stage_sums import StageSums
 from distir.transforms.pipeline.copies import on_own_stages
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, phases

@@ -16,7 +16,7 @@ attributes of communication."""
 
 def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
     """`ops` in a topological order that depends neither on names nor on the order in which they are given, nor on how
-    many devices there are along an axis.
+    many devices there are along an axis, or how values are placed along it.
 
     Ops are sorted by the longest chain of ops that depends on them, longest first; ties by a hash of the term that an
     op computes; ops of equal terms by the position of their results among the function's outputs.
@@ -59,6 +59,8 @@ def _term_names(function: Function, ops: Iterable[Op]) -> dict[Op, str]:
             found = name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
             for k, v in enumerate(op.outputs):
                 digest[v] = f"{found}.{k}"
+            if op.spec.comm is not None and op.spec.comm.takes:  # it is the same value, placed otherwise
+                digest[op.outputs[0]] = digest[op.inputs[0]]
     return name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 _CANDIDATES = 400
+_SLACK = 1e-6
+"""For sums in another order, as a share of the whole."""
 
 
 class Ways(NamedTuple):
@@ -140,10 +142,10 @@ class _Band(NamedTuple):
 
 
 class _Stages(NamedTuple):
-    """All stages between sets, from the first (empty) to the last (all): the cost of one of all ops, and more than any
-    costs; and those that cost no more than a limit."""
+    """All stages between sets, from the first (empty) to the last (all): the cost of the ops of each set, and more than
+    any stage costs; and those that cost no more than a limit."""
 
-    whole: float
+    total: np.ndarray
     most: float
     within: Callable[[float], _Band]
 
@@ -166,7 +168,7 @@ def _of_sets(total: np.ndarray, cut_cost: np.ndarray, subset: np.ndarray) -> _St
         here = (begin >= 0) & kept[begin, columns[:, None]]
         return _Band(np.maximum(begin, 0), np.where(here, cost[begin, columns[:, None]], np.inf))
 
-    return _Stages(float(cost[0, -1]), float(cost.max(initial=0.0, where=cost < np.inf)), within)
+    return _Stages(total, float(cost.max(initial=0.0, where=cost < np.inf)), within)
 
 
 def _of_prefixes(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[list[int], _Stages]:
@@ -189,7 +191,7 @@ def _of_prefixes(costs: Sequence[float], crossing: Sequence[float], parts: int) 
         cost = total[:, None] - total[inside] + np.maximum(cut_cost[:, None], cut_cost[inside])
         return _Band(inside, np.where((begin >= 0) & (cost <= limit), cost, np.inf))
 
-    return at, _Stages(float(total[-1]), float(total[-1] + cut_cost.max()), within)
+    return at, _Stages(total, float(total[-1] + cut_cost.max()), within)
 
 
 def _check_pieces(count: int, parts: int) -> None:
@@ -208,8 +210,9 @@ def _best_chain(stages: _Stages, parts: int) -> list[int]:
     square = np.where(cost <= worst * (1 + 1e-9), cost**2, np.inf)
     best = [np.full(len(cost), np.inf)]
     best[0][0] = 0.0
-    for _ in range(parts):
-        best.append((best[-1][begin] + square).min(axis=1))
+    for ends in _ends(stages.total, parts, worst):
+        best.append(np.full(len(cost), np.inf))
+        best[-1][ends] = (best[-2][begin[ends]] + square[ends]).min(axis=1)
     chain: list[int] = []
     k = len(cost) - 1
     for before in best[-2:0:-1]:
@@ -226,16 +229,27 @@ def _worst(stages: _Stages, parts: int) -> tuple[float, _Band]:
     """
     import numpy as np
 
-    limit = 1.1 * stages.whole / parts
+    limit = 1.1 * float(stages.total[-1]) / parts
     while True:
         begin, cost = band = stages.within(min(limit, stages.most))
         worst = np.full(len(cost), np.inf)
         worst[0] = 0.0
-        for _ in range(parts):
-            worst = np.maximum(worst[begin], cost).min(axis=1)
+        for ends in _ends(stages.total, parts, limit):
+            before, worst = worst, np.full(len(cost), np.inf)
+            worst[ends] = np.maximum(before[begin[ends]], cost[ends]).min(axis=1)
         if worst[-1] < np.inf or limit >= stages.most:
             return float(worst[-1]), band
-        limit = 1.5 * limit or stages.most
+        limit = 1.2 * limit or stages.most
+
+
+def _ends(total: np.ndarray, parts: int, limit: float) -> Iterator[np.ndarray]:
+    """For each stage in turn the sets at which it may end, where none costs more than `limit`: those before it can do
+    what is in the set, and those after it the rest."""
+    import numpy as np
+
+    room = float(total[-1]) * _SLACK
+    for k in range(1, parts + 1):
+        yield np.flatnonzero((total <= k * limit + room) & (total >= total[-1] - (parts - k) * limit - room))
 
 
 def _closed_sets(needs: Sequence[int], most: int) -> list[int] | None:

@@ -75,7 +75,8 @@ def cut_stages(
 ) -> tuple[Function, dict[Op, int]]:
     """The function, and the stage of every op that has a phase. Backward ops and updates follow their forward op.
 
-    Stages are balanced; with `cut`, positions of inputs, they begin where these are first used (see `cut_at`).
+    Stages are balanced by what a microbatch costs; with `cut`, positions of inputs, they begin where these are first
+    used (see `cut_at`).
 
     The function is changed: sums of values from several stages are lifted (see `lift`), copies stay on their stage.
     Raises InfeasibleError if there are fewer forward ops than stages, or if the forward pass needs the whole batch.
@@ -121,13 +122,9 @@ def forward_stages(
     if cut:
         return cut_at(function, phase, cut)
     given = stage_ways(function, rules)
-    found = balanced_stages(given, to_price(function, rules), parts, microbatches, cost)
+    costs = to_price(function, rules).costs(cost.op)
+    found = balanced(choices(given, costs, cost.sent), parts)
     return dict(zip(given.ops, found, strict=True))
-
-
-def balanced_stages(given: Ways, priced: ToPrice, parts: int, microbatches: int, cost: StageCost) -> list[int]:
-    """The stages of forward ops, in the order of `given`. Raises InfeasibleError if there are fewer ops than stages."""
-    return balanced(choices(given, priced.seconds(cost.op, microbatches), cost.sent), parts)
 
 
 def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches: int) -> None:
@@ -153,23 +150,20 @@ def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches:
 
 
 class ToPrice(NamedTuple):
-    """What is priced for a cut: `kinds` are ops of different cost. `own`: the kind of each forward op. Of the ops that
-    follow these to their stages: the `kind`, the number of the forward op, and whether it is an update."""
+    """What is priced for a cut: `kinds` are ops of different cost. `own`: the kind of each forward op. Of the backward
+    ops, which follow these to their stages: the `kind`, and the number of the forward op."""
 
     kinds: Sequence[Op]
     own: np.ndarray
     kind: np.ndarray
     owner: np.ndarray
-    update: np.ndarray
 
-    def seconds(self, cost: Callable[[Op], float], microbatches: int) -> Sequence[float]:
-        """Per forward op the cost of itself, of its backward ops and, divided by the number of microbatches, of the
-        updates of the weights that it is the first to use."""
+    def costs(self, cost: Callable[[Op], float]) -> Sequence[float]:
+        """Per forward op the cost of itself and of its backward ops."""
         import numpy as np
 
         each = np.array([cost(op) for op in self.kinds])
-        shares = each[self.kind] * np.where(self.update, 1.0 / microbatches, 1.0)
-        return (each[self.own] + np.bincount(self.owner, shares, len(self.own))).tolist()
+        return (each[self.own] + np.bincount(self.owner, each[self.kind], len(self.own))).tolist()
 
 
 @cached
@@ -202,23 +196,18 @@ def to_price(function: Function, rules: PhaseRules) -> ToPrice:
 
     own = [kind(op) for op in forward]
     place = {op: i for i, op in enumerate(forward)}
-    user = _first_users(function, phase, forward)
     touched: dict[Value, list[Op]] = {}
     for op in forward:
         for v in dict.fromkeys((*op.inputs, *op.outputs)):
             touched.setdefault(v, []).append(op)
-    follow: list[tuple[int, int, bool]] = []
+    follow: list[tuple[int, int]] = []
     for op in function.ops:
-        if phase[op] == UPDATE:
-            owner = next((user[v] for v in op.inputs if v in user), None)
-        elif phase[op] == BACKWARD:
+        if phase[op] == BACKWARD:
             owner = op.of or _likely_forward(op, touched)
-        else:
-            continue
-        if owner in place:
-            follow.append((kind(op), place[owner], phase[op] == UPDATE))
-    rows = np.array(follow, int).reshape(-1, 3).T
-    return ToPrice(kinds, np.array(own, int), rows[0], rows[1], rows[2].astype(bool))
+            if owner in place:
+                follow.append((kind(op), place[owner]))
+    rows = np.array(follow, int).reshape(-1, 2).T
+    return ToPrice(kinds, np.array(own, int), rows[0], rows[1])
 
 
 def _likely_forward(op: Op, touched: Mapping[Value, Sequence[Op]]) -> Op | None:
@@ -229,22 +218,6 @@ def _likely_forward(op: Op, touched: Mapping[Value, Sequence[Op]]) -> Op | None:
             count[f] = count.get(f, 0) + 1
     most = max(count.values(), default=0)
     return next((f for f in reversed(count) if count[f] == most), None)
-
-
-def _first_users(function: Function, phase: Mapping[Op, str], forward: Sequence[Op]) -> dict[Value, Op]:
-    """Per input the first forward op that uses it, directly or through free ops."""
-    root = {v: v for v in function.inputs}
-    for op in function.ops:
-        if phase[op] == FREE:
-            for v in op.inputs:
-                if v in root:
-                    root.update(dict.fromkeys(op.outputs, root[v]))
-    user: dict[Value, Op] = {}
-    for op in forward:
-        for v in op.inputs:
-            if v in root:
-                user.setdefault(root[v], op)
-    return user
 
 
 class Follows(NamedTuple, Generic[AnOp]):

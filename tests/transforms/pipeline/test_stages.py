@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distir.ir import Function, FunctionMaker, Op, Value
+from distir.ir import Function, FunctionMaker, Op
 from distir.ir.errors import InfeasibleError
 from distir.ir.function import Role
 from distir.ir.type import Float64, Tensor
@@ -123,24 +123,16 @@ def branched(seed: int) -> Function:
     return training_step(f.finalize(), "mse")
 
 
-def stage_price(function: Function, stage: dict[Op, int], parts: int, microbatches: int) -> float:
+def stage_price(function: Function, stage: dict[Op, int], parts: int) -> float:
     """The maximum stage cost, as the cut counts it: ops with those that follow them, and cut costs, both ways."""
     phase = phases(function)
     load = [0.0] * parts
-    weight_user: dict[Value, Op] = {}
     forward = [op for op in function.ops if phase[op] == FORWARD]
-    for op in sorted(forward, key=lambda op: stage[op]):
-        for v in op.inputs:
-            weight_user.setdefault(v, op)
     for op in function.ops:
         if phase[op] == FORWARD:
             load[stage[op]] += PLAIN.op(op)
         elif phase[op] == BACKWARD and op.of in stage:
             load[stage[op.of]] += PLAIN.op(op)
-        elif phase[op] == "U":
-            owner = next((weight_user[v] for v in op.inputs if v in weight_user), None)
-            if owner is not None:  # a sum over time is paid for as it runs
-                load[stage[owner]] += PLAIN.op(op) / microbatches
     made = {v: stage[op] for op in forward for v in op.outputs}
     last = dict(made)
     for op in forward:
@@ -175,12 +167,12 @@ def test_as_cheap_as_brute_force(seed: int, parts: int) -> None:
     phase = phases(placed)
     forward = [op for op in placed.ops if phase[op] == FORWARD]
     assignments = monotone(forward, parts)
-    best = min(stage_price(placed, stage, parts, 2) for stage in assignments)
+    best = min(stage_price(placed, stage, parts) for stage in assignments)
     cut, found = cut_stages(placed, parts, 2)
     mine = {v.name: s for op, s in found.items() for v in op.outputs}
     stage = {op: mine[op.outputs[0].name] for op in forward}
     assert cut is not None
-    assert stage_price(placed, stage, parts, 2) <= best * (1 + 1e-9)
+    assert stage_price(placed, stage, parts) <= best * (1 + 1e-9)
 
 
 def test_embedding_and_head_are_part_of_the_balance() -> None:
