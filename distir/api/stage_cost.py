@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from distir.executor.cost_model import CostModel
@@ -10,7 +11,7 @@ from distir.ir.device import Mesh
 from distir.ir.function import Op
 from distir.ir.type import Type
 from distir.transforms.pipeline.stages import PLAIN, StageCost
-from distir.transforms.plan import Plan
+from distir.transforms.plan import BATCH, Plan
 
 
 def _as_it_is(t: Type) -> Type:
@@ -18,12 +19,16 @@ def _as_it_is(t: Type) -> Type:
 
 
 class OpSeconds(NamedTuple):
-    """Seconds of an op of a placed program on one device, for one microbatch; as if it were placed on `mesh`."""
+    """Seconds of an op of a placed program on one device, for one microbatch; as if it were placed on `mesh`.
+
+    Collectives along the axes `beside` cost nothing.
+    """
 
     cost: CostModel
     mesh: Mesh | None = None
     sized: Callable[[Type], Type] = _as_it_is
     """Gives the type for which a type of the program stands."""
+    beside: AbstractSet[str] = frozenset()
 
     def __call__(self, op: Op) -> float:
         cost, spec, attrs = self.cost, op.spec, op.attributes
@@ -32,15 +37,24 @@ class OpSeconds(NamedTuple):
         if not isinstance(mesh, Mesh) or cost.free(spec, attrs, ins):
             return 0.0
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
+            if not self.beside.isdisjoint((axis,) if isinstance(axis, str) else axis):
+                return 0.0
             return cost.collective(spec, attrs, ins, outs, cost.topology.group(mesh.group(axis)))
         return cost.compute(spec, attrs, ins, outs, mesh.devices[0])
 
 
-def stage_cost(cost: CostModel, plan: Plan) -> StageCost:
-    """The stage cost of a plan: seconds on its first device, and of the link from the first stage to the second."""
+def stage_cost(
+    cost: CostModel, plan: Plan, mesh: Mesh | None = None, sized: Callable[[Type], Type] = _as_it_is
+) -> StageCost:
+    """The stage cost of a plan: seconds on its first device, and of the link from the first stage to the second.
+
+    What replicas send each other takes place beside compute and costs nothing: so stages do not depend on how many
+    replicas there are, or what these split. `mesh` and `sized` are those of `OpSeconds`.
+    """
     devices = cost.topology.devices
     if plan.stages.size == 1 or len(devices) < plan.size:  # `distribute` rejects a plan with too many devices
         return PLAIN
     link = cost.topology.link(devices[0], devices[plan.spacing(plan.stages.name)])
+    replicas = frozenset([axis.name for axis in plan.sharding.along(BATCH)])
     # each device sends only its own piece of a microbatch
-    return StageCost(OpSeconds(cost), 1 / (link.bandwidth * plan.sharding.pieces))
+    return StageCost(OpSeconds(cost, mesh, sized, replicas), 1 / (link.bandwidth * plan.sharding.pieces))

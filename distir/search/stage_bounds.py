@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distir.api.stage_cost import OpSeconds, stage_cost
+from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.ir.device import TIME, AxisNames
 from distir.ir.function import Op
@@ -180,7 +180,7 @@ class Cuts:
         if (inside, sent, parts) not in self._balanced:
             if inside not in self._costs:
                 mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
-                self._costs[inside] = self._to_price.costs(OpSeconds(cost, mesh, self._sizes(c)))
+                self._costs[inside] = self._to_price.costs(stage_cost(cost, plan, mesh, self._sizes(c)).op)
             self._balanced[inside, sent, parts] = balanced(choices(self._ways, self._costs[inside], sent), parts)
         return self._balanced[inside, sent, parts]
 
