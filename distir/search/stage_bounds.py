@@ -32,7 +32,7 @@ from distir.search.placed_sizes import Sized
 from distir.search.schedule_bounds import CellWork, Reach, StageWork, followed, rank_memory, step_seconds
 from distir.search.segments import COMPUTE, axis_of
 from distir.search.space import Candidate, spacing_of
-from distir.search.stage_sums import WHOLE, NumberedCut, Shares, StageSums
+from distir.search.stage_sums import WHOLE, NumberedCut, HeldShares, StageSums
 from distir.transforms.passes import stage_meshes
 from distir.transforms.pipeline.partition import balanced, choices
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, phases
@@ -219,10 +219,10 @@ class Cuts:
         return stages.replicas(axis, move)
 
 
-def _least_shares(c: Candidate) -> Shares:
+def _least_shares(c: Candidate) -> HeldShares:
     """What each replica has at least."""
     each = 1 / c.dp
-    return Shares(each if c.zero else 1.0, 0.0 if c.zero == 3 else 1.0, each if c.zero > 1 else 1.0)
+    return HeldShares(each if c.zero else 1.0, 0.0 if c.zero == 3 else 1.0, each if c.zero > 1 else 1.0)
 
 
 def _numbered(x: Follows[Op], number: Mapping[Op, int]) -> Follows[int]:

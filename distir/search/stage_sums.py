@@ -57,7 +57,7 @@ class _Saving(NamedTuple):
     value: np.ndarray
 
 
-class Shares(NamedTuple):
+class HeldShares(NamedTuple):
     """What share a device has of weights and their state, of what is made of them once a step, and of sums over
     microbatches."""
 
@@ -66,7 +66,7 @@ class Shares(NamedTuple):
     sums: float = 1.0
 
 
-WHOLE = Shares()
+WHOLE = HeldShares()
 
 
 class Numbers:
@@ -110,7 +110,7 @@ class StageSums:
         kind[whole[(stage[part] != stage[whole]) | (runs[part] != runs[whole])]] = 0
         return NumberedCut(parts, stage, runs, kind)
 
-    def memory(self, cut: NumberedCut, size: Callable[[Type], float], shares: Shares = WHOLE) -> list[StageMemory]:
+    def memory(self, cut: NumberedCut, size: Callable[[Type], float], shares: HeldShares = WHOLE) -> list[StageMemory]:
         """What a device of each stage has; `size` gives the bytes of a type, of which it has these shares."""
         sizes = np.array([size(t) for t in self._types.of], float)  # type: ignore[arg-type]
         op, t = self._sums
