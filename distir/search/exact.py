@@ -35,7 +35,7 @@ class PlanOutcome(NamedTuple):
 
 
 class Detail(NamedTuple):
-    """Where a step's time and memory go. HeldShares of the seconds of the step, on average over devices."""
+    """Where a step's time and memory go. Shares of the seconds of the step, on average over devices."""
 
     compute: float
     exposed: dict[str, float]

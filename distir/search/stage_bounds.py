@@ -32,7 +32,7 @@ from distir.search.placed_sizes import Sized
 from distir.search.schedule_bounds import CellWork, Reach, StageWork, followed, rank_memory, step_seconds
 from distir.search.segments import COMPUTE, axis_of
 from distir.search.space import Candidate, spacing_of
-from distir.search.stage_sums import WHOLE, NumberedCut, HeldShares, StageSums
+from distir.search.stage_sums import WHOLE, HeldShares, NumberedCut, StageSums
 from distir.transforms.passes import stage_meshes
 from distir.transforms.pipeline.partition import balanced, choices
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE, phases
