@@ -112,7 +112,7 @@ def test_pairs_that_runs_measure_in_one_order() -> None:
     pair is, and is predicted the other way."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        from prediction import Result, settled
+        from prediction import Result, settled  # pyright: ignore[reportMissingImports]
     finally:
         sys.path.remove(str(BENCHMARKS))
 
