@@ -358,8 +358,8 @@ def _model(values: Mapping[str, Any]) -> Decoder | Perceptron:
     if values["attention"] not in ("", "unfused", *_FUSED):
         raise UsageError(f"attention {values['attention']} is none of unfused, {', '.join(_FUSED)}")
     unfused = {"attention": "unfused", "dropout": DROPOUT} if values["attention"] == "unfused" else {}
-    own = {"separate": family == "llama" and _runtime_of(values).separate}
-    return Decoder(**{**FAMILIES[family], **sizes, **unfused, **own, "ffn": values["ffn_hidden"], "batch": batch})
+    own = {"separate": _runtime_of(values).separate, "ffn": values["ffn_hidden"], "batch": batch}
+    return Decoder(**{**FAMILIES[family], **sizes, **unfused, **own})
 
 
 def _recompute(values: Mapping[str, Any]) -> str:

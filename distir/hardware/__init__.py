@@ -256,28 +256,23 @@ def _runtime(name: str, t: _Table) -> Runtime:
     by = t.table("transfer_us_by") if "transfer_us_by" in t.values else None
     ranks = tuple(sorted([(int(n), by.figure(n) * 1e-6) for n in by.values if n.isdecimal()])) if by else ()
     given |= {"transfer": transfer, "transfer_by": ranks, "threads": t.whole("threads", 1)}
-    given["logit_bytes"] = _both_ways(t, "logit_bytes") if "logit_bytes" in t.values else None
-    given["norm_bytes"] = _both_ways(t, "norm_bytes") if "norm_bytes" in t.values else None
-    given["logit_memory"] = _three(t, "logit_memory") if "logit_memory" in t.values else None
+    given["logit_bytes"] = _figures(t, "logit_bytes", "forward", "backward")
+    given["norm_bytes"] = _figures(t, "norm_bytes", "forward", "backward")
+    given["logit_memory"] = _figures(t, "logit_memory", "forward", "backward", "left free")
     given["score_block"] = t.whole("score_block", 1)
     given |= {key: t.text(key) for key in ("selective", "gathered_again", "reports") if key in t.values}
     return Runtime(name, **given, passes=passes, skew=skew)
 
 
-def _both_ways(t: _Table, key: str) -> tuple[float, float]:
-    """A figure of the forward and one of the backward pass."""
-    found = t.numbers(key)
-    if len(found) != 2:
-        raise t.error(key, f"expected two numbers, forward and backward, got {len(found)}")
-    return found[0], found[1]
-
-
-def _three(t: _Table, key: str) -> tuple[float, float, float]:
-    """A figure of the forward and one of the backward pass, and one of what is left."""
-    found = t.numbers(key)
-    if len(found) != 3:
-        raise t.error(key, f"expected three numbers, forward, backward and left free, got {len(found)}")
-    return found[0], found[1], found[2]
+def _figures(t: _Table, key: str, *of: str) -> tuple[float, ...] | None:
+    """As many figures as there are names of what they are of; None if there are none."""
+    if key not in t.values:
+        return None
+    found = tuple(t.numbers(key))
+    if len(found) != len(of):
+        count = {2: "two", 3: "three"}[len(of)]
+        raise t.error(key, f"expected {count} numbers, {', '.join(of[:-1])} and {of[-1]}, got {len(found)}")
+    return found
 
 
 _FLAGS = (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+_JOINING = ("fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first")
+"""What of a runtime says which ops run as one, and in what order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,13 @@ class Runtime:
     beside the work of a compute op, for which a framework runs more than one kernel, each with a start of its own:
     copies into another layout, biases, views that are made whole. `even_stages`: published runs have as many layers in
     each stage, whatever else the first and the last have. `selective`: what its selective recomputation is (`Plan`),
-    where attention is fused. `separate`: its Llama has products of their own for queries, keys, values and both halves
-    of the MLP. `gathered_again`: which weights it gathers again for backward passes, if they are sharded. `reports`:
-    the memory of its log (`Measurement.peak_of`). `pools`: its collectives have streams, and so pools of the allocator,
-    of their own. `logit_memory`: bytes for each logit of 16 bits that its cross-entropy takes beside it, forward, and
-    beside it and its gradient, backward; and of the hole that it leaves among the allocator's blocks. `norm_bytes`:
-    what the kernels of a root-mean-square norm of 16 bits read and write for each number, forward and backward, where
-    they are not one each way.
+    where attention is fused. `separate`: its decoders have products of their own for queries, keys, values and both
+    halves of a gated MLP. `gathered_again`: which weights it gathers again for backward passes, if they are sharded.
+    `reports`: the memory of its log (`Measurement.peak_of`). `pools`: its collectives have streams, and so pools of the
+    allocator, of their own. `logit_memory`: bytes for each logit of 16 bits that its cross-entropy takes beside it,
+    forward, and beside it and its gradient, backward; and of the hole that it leaves among the allocator's blocks.
+    `norm_bytes`: what the kernels of a root-mean-square norm of 16 bits read and write for each number, forward and
+    backward, where they are not one each way.
     """
 
     name: str
@@ -73,23 +76,7 @@ class Runtime:
     @property
     def joins(self) -> Runtime:
         """The same without name and figures: what says which ops run as one."""
-        figures = dict.fromkeys(("op", "communication", "member", "call", "skew", "gap"), 0.0)
-        others = {
-            "passes": 1.0,
-            "transfer": None,
-            "transfer_by": (),
-            "threads": 1,
-            "gathers_again": False,
-            "even_stages": False,
-            "selective": "selective",
-            "separate": False,
-            "gathered_again": "all",
-            "reports": "allocated",
-            "pools": False,
-            "logit_memory": None,
-            "norm_bytes": None,
-        }
-        return replace(self, name="", **figures, **others, logit_bytes=None, score_block=1)
+        return Runtime("", **{name: getattr(self, name) for name in _JOINING})
 
     @property
     def issues(self) -> bool:

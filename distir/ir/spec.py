@@ -82,6 +82,7 @@ class Spec:
         "logits",
         "name",
         "neutral_value",
+        "norm",
         "outputs",
         "precision",
         "route",
@@ -130,6 +131,7 @@ class Spec:
         self.kernel: str | None = fields.pop("kernel", None)
         self.scores: bool = fields.pop("scores", False)
         self.logits: str | None = fields.pop("logits", None)
+        self.norm: str | None = fields.pop("norm", None)
         self.exact: bool = fields.pop("exact", False)
         self.keeps_zero: bool = fields.pop("keeps_zero", False)
         self.training_only: bool = fields.pop("training_only", False)
@@ -316,7 +318,7 @@ def op(name: str, **fields: Any) -> Spec:
       "attention" (fused); without it, one that is limited by memory.
     - `scores`: it masks scores of attention: runtimes differ in what they fuse it with.
     - `logits`: in a cross-entropy, whether it goes over the logits, operand 0, "forward" or "backward": runtimes differ
-      in how many kernels do.
+      in how many kernels do. `norm`: the same of a root-mean-square norm of operand 0.
     - `weight`: the operand that is a weight where it may be one.
     - `training_only`: an op of training alone; in evaluation result 0 is operand 0.
     - `keeps_zero`: a point is 0 in all results where it is 0 in all operands (linear ops do so anyway).

@@ -330,6 +330,7 @@ op(  # the same, and one over the root of the mean square of each row
     saved=1,
     weight=1,
     precision="low",
+    norm="forward",
     eval=_rms_norm,
     grad=_emit_rms_grad,
     definition=_rms_norm_definition,
@@ -341,6 +342,7 @@ op(  # the gradients of x and gain
     dtype=_rms_grad_dtype,
     outputs=2,
     linear=[{3}],
+    norm="backward",
     eval=_rms_norm_grad,
 )
 

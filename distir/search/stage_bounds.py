@@ -6,7 +6,8 @@ known: the way of a pass through two streams, that of compute and that of what r
 it receives to what it sends; and what it saves. A rank runs its cells one after another. Gathers of weights are
 issued in units, one ahead of their use (`prefetch`); a gradient is reduced when it is ready; what is added to a sum
 over microbatches after it is reduced is waited for at the end of a pass. Placing is shared by plans that differ in
-the numbers of replicas, pipeline ranks and microbatches, in schedule, chunks and order.
+the numbers of replicas, pipeline ranks and microbatches, in schedule, chunks and order; without what replicas do, in
+ZeRO, too.
 """
 
 from __future__ import annotations
@@ -172,9 +173,10 @@ class Cuts:
 
     def _forward_stages(self, c: Candidate) -> Sequence[int]:
         """The stages of the forward ops. Raises InfeasibleError if there are fewer of these than stages."""
-        cost, parts, plan = self.setting.cost, c.pp * c.chunks, c.plan(self.setting.batch)
+        cost, parts = self.setting.cost, c.pp * c.chunks
         if parts == 1:
             return [0] * len(self._forward)
+        plan = c.plan(self.setting.batch)
         inside = c.microbatch, *[plan.spacing(axis.name) for axis in plan.axes if axis.strategy in (WEIGHTS, INPUTS)]
         sent = stage_cost(cost, plan).sent
         if (inside, sent, parts) not in self._balanced:
@@ -198,9 +200,10 @@ class Cuts:
 
     def _prices(self, c: Candidate) -> Sequence[_Taken]:
         """What the kinds of ops take at a plan's sizes and groups of devices."""
-        key = c.microbatch, self._groups(c)
+        groups = self._groups(c)
+        key = c.microbatch, groups
         if key not in self._seconds:
-            along, sized = dict(self._groups(c)), self._sizes(c)
+            along, sized = dict(groups), self._sizes(c)
             self._seconds[key] = [_taken(op, self.setting.cost, along, sized) for op in self._kinds]
         return self._seconds[key]
 

@@ -9,18 +9,21 @@ import pytest
 
 import distir.search.best_first as best_first
 import distir.search.stage_bounds as stage_bounds
-from distir.api.model import load
+from distir.api.model import Model, load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster
-from distir.ir import Topology
+from distir.ir import FunctionMaker, Topology
 from distir.ir.errors import DistirError
+from distir.ir.function import Role
 from distir.ir.pause import no_collection
+from distir.ir.type import Float32, Tensor
 from distir.search.best_first import search
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting, evaluate
 from distir.search.placed_sizes import template_of
 from distir.search.simulating import Simulators
 from distir.search.space import Candidate, space
+from distir.transforms.differentiation.training import AdamW, training_step
 
 DEEP = "llama:layers=8,hidden=512,heads=8,vocab=1000,seq=256"
 PLANS = (
@@ -152,6 +155,25 @@ def test_stages_do_not_depend_on_replicas(name, precision):
     assert compared > 5
 
 
+def test_nothing_is_said_without_replicas_where_these_have_another_cut():
+    """In a step of one microbatch the forward pass may work on the whole batch: here it subtracts the batch's mean."""
+    f = FunctionMaker("centred")
+    x = f.add_input_value("x", Tensor(Float32, (32, 512)), Role("data", 0))
+    for i in range(6):
+        w = f.add_input_value(f"w{i}", Tensor(Float32, (512, 512)), Role("parameter"))
+        x = f.emit("Relu", f.emit("MatMul", x, w))
+        if i == 3:
+            x = f.emit("Sub", x, f.emit("ReduceMean", x, axes=(0,), keepdims=1))
+    f.set_outputs([x])
+    setting = setting_of(batch=32)._replace(model=Model(training_step(f.finalize(), "mse", AdamW())))
+    c = Candidate(2, 2, 2, 16, "1f1b", 1, 1)
+    alone, whole = (Bounds(setting)._cuts_of(c, replicas)._forward_stages(c) for replicas in (False, True))
+    assert len(alone) < len(whole)
+    assert Bounds(setting).of_cuts([c], replicas=False) == [(0.0, 0.0)]
+    [(seconds, memory)] = Bounds(setting).of_cuts([c])
+    assert seconds > 0 < memory
+
+
 def test_shares_that_are_too_large_are_seen(monkeypatch):
     """Seeded: the least that a replica has is all of it."""
     monkeypatch.setattr(stage_bounds, "_least_shares", lambda c: stage_bounds.WHOLE)
@@ -230,7 +252,14 @@ def test_plans_of_which_nothing_is_known_are_looked_for(monkeypatch):
     found = space(setting.model.function, 4, 2, setting.cost.topology, ("dp", "tp", "microbatch"))
     monkeypatch.setattr(Bounds, "of", lambda self, c, enough=math.inf: (0.0, 0.0))
     monkeypatch.setattr(Bounds, "of_all", lambda self, *what: 0.0)
-    monkeypatch.setattr(Bounds, "of_cuts", lambda self, some, *how: [(0.0, 0.0)] * len(some))
+    asked = []
+
+    def nothing(self, some, *how):
+        asked.extend(some)
+        assert len(asked) <= 2 * len(found.candidates), "the same is asked again"
+        return [(0.0, 0.0)] * len(some)
+
+    monkeypatch.setattr(Bounds, "of_cuts", nothing)
     state = search(Bounds(setting), found.candidates, Simulators(setting))
     assert len(state.found) == len(found.candidates)
 

@@ -42,7 +42,6 @@ def quantize(seconds: float) -> float:
 
 
 Types = Sequence[Type]
-_NORMS = "RMSNorm", "RMSNormGrad"
 
 
 class CostModel:
@@ -204,6 +203,17 @@ class CostModel:
             seconds = memo[key] = quantize(self.between_seconds(spec, ins, outs, root, mesh))
         return seconds
 
+    def _moved(self, spec: Spec, ins: Types) -> float | None:
+        """The bytes that the runtime's kernels of a loss or a norm read and write, where it has figures of its own."""
+        r, x = self.runtime, ins[0] if ins else None
+        if r is None or not isinstance(x, Tensor):
+            return None
+        if spec.logits is not None and r.logit_bytes is not None:
+            return r.logit_bytes[spec.logits == "backward"] * math.prod(x.shape)
+        if spec.norm is not None and r.norm_bytes is not None and x.dtype.size == 2:
+            return r.norm_bytes[spec.norm == "backward"] * math.prod(x.shape)
+        return None
+
     def compute_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, what: DeviceSpec) -> float:
         """The roofline of one op. A subclass may have its own."""
         if spec.comm is not None and spec.comm.seconds is not None:
@@ -213,14 +223,8 @@ class CostModel:
         dtype = computed_in(ins, outs)
         if (measured := what.speed(spec.name, dtype)) is not None:
             return measured.seconds(flops, size)
-        logit_bytes = self.runtime.logit_bytes if self.runtime is not None else None
-        if spec.logits is not None and logit_bytes is not None and isinstance(logits := ins[0], Tensor):
-            size = logit_bytes[spec.logits == "backward"] * math.prod(logits.shape)
-            bandwidth = what.dram_bandwidth * what.memory_efficiency
-        norm_bytes = self.runtime.norm_bytes if self.runtime is not None else None
-        if spec.name in _NORMS and norm_bytes is not None and isinstance(x := ins[0], Tensor) and x.dtype.size == 2:
-            size = norm_bytes[_NORMS.index(spec.name)] * math.prod(x.shape)
-            bandwidth = what.dram_bandwidth * what.memory_efficiency
+        if (moved := self._moved(spec, ins)) is not None:
+            size, bandwidth = moved, what.dram_bandwidth * what.memory_efficiency
         if self.more_kernels(spec, ins) and isinstance(ins[0], Tensor):
             size += _APART_BYTES * math.prod(ins[0].shape)
         seconds = size / bandwidth

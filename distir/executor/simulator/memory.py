@@ -81,6 +81,12 @@ class Result(NamedTuple):
     splits: frozenset[tuple[int, int]]
 
 
+def low_logits(op: Op) -> int:
+    """The elements of an op's logits of 16 bits on a device."""
+    t = op.inputs[0].type if op.spec.logits is not None else None
+    return t.bytes // 2 if isinstance(t, Tensor) and t.dtype.size == 2 else 0
+
+
 class LiveMemory:
     """Counts a program's memory, class by class, in the order of its lifetimes.
 
@@ -146,10 +152,10 @@ class LiveMemory:
 
     def beside_logits(self, op: Op) -> int:
         """The bytes that the runtime's kernels of a cross-entropy work in, beside what the op takes and makes."""
-        runtime, t = self.program.cost.runtime, op.inputs[0].type
-        if runtime is None or runtime.logit_memory is None or not isinstance(t, Tensor) or t.dtype.size != 2:
+        runtime = self.program.cost.runtime
+        if runtime is None or runtime.logit_memory is None:
             return 0
-        return round(runtime.logit_memory[op.spec.logits == "backward"] * t.bytes / t.dtype.size)
+        return round(runtime.logit_memory[op.spec.logits == "backward"] * low_logits(op))
 
     def result(self, f: Function, c: int, unneeded: frozenset[int], given: Given) -> Result:
         """The memory that a call adds, memoised."""
@@ -225,7 +231,7 @@ class _Frame:
         else:
             self.make(step)
         highest = tuple(self.live)
-        if op.spec.logits is not None and (beside := self.memory.beside_logits(op)):
+        if beside := self.memory.beside_logits(op):
             kind = BUFFER if self.categories else 0
             highest = tuple([x + beside * (k == kind) for k, x in enumerate(highest)])
         self.note(highest, op)

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from distir.executor.simulator.categories import GRADIENT, PARAMETER
 from distir.executor.simulator.compile import CompiledProgram
-from distir.executor.simulator.memory import MemoryUse
+from distir.executor.simulator.memory import MemoryUse, low_logits
 from distir.ir.function import Op
-from distir.ir.type import Tensor
 
 
 def in_pools(program: CompiledProgram, use: MemoryUse) -> int:
@@ -34,7 +33,7 @@ def in_pools(program: CompiledProgram, use: MemoryUse) -> int:
             gathers = [op for op in callee.ops if op.spec.comm is not None and op.spec.comm.gathers]
             if gathers:
                 gathered = max(gathered, (point.after[PARAMETER] - before[PARAMETER]) * (1 + _share(gathers[0])))
-            logits = max([logits, *[_logits(op) for op in callee.ops]])
+            logits = max([logits, *[low_logits(op) for op in callee.ops]])
         shards, before = max(shards, point.after[GRADIENT]), point.after
     hole = runtime.logit_memory[2] * logits if runtime.logit_memory is not None else 0.0
     return round(gathered + hole) + max(0, shards - use.peak[GRADIENT])
@@ -43,9 +42,3 @@ def in_pools(program: CompiledProgram, use: MemoryUse) -> int:
 def _share(gather: Op) -> float:
     """A device's share of what is gathered."""
     return gather.inputs[0].type.bytes / gather.outputs[0].type.bytes
-
-
-def _logits(op: Op) -> int:
-    """The elements of an op's logits of 16 bits on a device."""
-    t = op.inputs[0].type if op.spec.logits is not None else None
-    return t.bytes // 2 if isinstance(t, Tensor) and t.dtype.size == 2 else 0

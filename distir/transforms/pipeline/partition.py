@@ -116,23 +116,6 @@ def balanced_cut(costs: Sequence[float], crossing: Sequence[float], parts: int) 
     return [at[k] for k in _best_chain(stages, parts)]
 
 
-def maximum(given: Choices, stages: Sequence[int]) -> float:
-    """The maximum stage cost where each op is on a stage, as `balanced` returns them."""
-    import numpy as np
-
-    of_ops = np.asarray(stages)
-    parts = int(of_ops.max()) + 1
-    before = [of_ops < k for k in range(1, parts)]
-    if given.ways.member is None or given.cut_cost is None:
-        cuts = np.asarray(given.crossing)[[int(x.sum()) for x in before]]
-    else:
-        number = {s: k for k, s in enumerate(given.ways.sets)}
-        masks = [int.from_bytes(np.packbits(x, bitorder="little").tobytes(), "little") for x in before]
-        cuts = given.cut_cost[[number[s] for s in masks]]
-    borders = np.maximum(np.append(0.0, cuts), np.append(cuts, 0.0))
-    return float((np.bincount(of_ops, given.costs, parts) + borders).max())
-
-
 class _Band(NamedTuple):
     """Stages that end at each of several sets, a row each: the numbers of the sets at which they begin, and what they
     cost; infinite for what is no stage."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from distir.ir.cached import cached
 from distir.ir.function import Function
 from distir.transforms.rewriting.fuse_attention import find_attention
-from distir.transforms.rewriting.fuse_gelu import find_gelu, find_silu
+from distir.transforms.rewriting.fuse_gelu import INSIDE, find_gelu, find_silu
 from distir.transforms.rewriting.fuse_rms import find_rms_norm
 from distir.transforms.rewriting.laws import Law, rewrites
 from distir.transforms.rewriting.matching import rewrite
@@ -24,7 +24,7 @@ def fuse(function: Function) -> Function:
     It computes the same, except for rounding and for rows of attention that are masked out entirely (every score
     -inf): they give 0, where a softmax gives NaN. Inputs, outputs and all values that remain are the same objects.
     """
-    function = rewrite(function, find_gelu, "Erf", "Tanh")
+    function = rewrite(function, find_gelu, *INSIDE)
     function = rewrite(function, find_silu, "Mul")
     function = rewrite(function, find_rms_norm, "Sqrt", "Pow")
     return rewrite(function, find_attention, "MatMul")

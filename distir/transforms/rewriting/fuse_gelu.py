@@ -12,7 +12,7 @@ Polynomial = dict[tuple[int, int], float]
 """Coefficients by (power of x, power of t), t being the tanh or erf."""
 
 _GELU: Polynomial = {(1, 0): 0.5, (1, 1): 0.5}
-_INSIDE: dict[str, tuple[str, Polynomial]] = {
+INSIDE: dict[str, tuple[str, Polynomial]] = {
     "Erf": ("none", {(1, 0): math.sqrt(0.5)}),
     "Tanh": ("tanh", {(1, 0): math.sqrt(2 / math.pi), (3, 0): math.sqrt(2 / math.pi) * 0.044715}),
 }
@@ -24,7 +24,7 @@ _LONGEST = 6
 def find_gelu(program: Program, op: Op) -> Found | None:
     """Matches x (1 + t) / 2 at the op that makes t: Erf of x / sqrt(2), or Tanh of sqrt(2 / pi) (x + 0.044715 x^3)."""
     t = op.outputs[0]
-    approximate, inside = _INSIDE[op.op_type]
+    approximate, inside = INSIDE[op.op_type]
     for x in _above(program, op.inputs[0]):
         trail = Trail(program)
         if alike(x, t) and _close(_polynomial(trail, op.inputs[0], x, t), inside, t):
