@@ -113,7 +113,7 @@ def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Sched
                 mine, j = now[r], s // ranks
                 if not forward:
                     kept[r, *mine] = None
-                    mine[chunks + j] = int(microbatches > 1)
+                    mine[chunks + j] = 1
                 mine[j] += 1 if forward else -1
                 k += 1
             moved = moved or k > position[r]

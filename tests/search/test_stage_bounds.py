@@ -23,6 +23,7 @@ from distir.search.exact import Setting, evaluate
 from distir.search.placed_sizes import template_of
 from distir.search.simulating import Simulators
 from distir.search.space import Candidate, space
+from distir.search.stage_sums import WHOLE
 from distir.transforms.differentiation.training import AdamW, training_step
 
 DEEP = "llama:layers=8,hidden=512,heads=8,vocab=1000,seq=256"
@@ -118,14 +119,16 @@ def test_what_is_saved_twice_is_seen(monkeypatch):
     assert any([excess(setting, c)[1] > 1 for c in PLANS])
 
 
-def test_plans_of_one_placed_program_share_it():
+@pytest.mark.parametrize("replicas", [False, True])
+def test_plans_of_one_placed_program_share_it(replicas):
     """Bounds are those of each plan alone, whatever it shares the placed program with."""
     setting = setting_of(gpus=16, batch=32)
     groups = {}
     for c in space(setting.model.function, 32, 16, setting.cost.topology).candidates:
         groups.setdefault(template_of(c, setting.model.function, 32), []).append(c)
     group = next(g for g in groups.values() if len({c.order for c in g}) > 1 and len({c.chunks for c in g}) > 1)
-    assert Bounds(setting).of_cuts(group) == [Bounds(setting).of_cuts([c])[0] for c in group]
+    alone = [Bounds(setting).of_cuts([c], replicas=replicas)[0] for c in group]
+    assert Bounds(setting).of_cuts(group, replicas=replicas) == alone
 
 
 def several(name, batch, gpus, count, precision="bf16"):
@@ -174,12 +177,18 @@ def test_nothing_is_said_without_replicas_where_these_have_another_cut():
     assert seconds > 0 < memory
 
 
-def test_shares_that_are_too_large_are_seen(monkeypatch):
-    """Seeded: the least that a replica has is all of it."""
-    monkeypatch.setattr(stage_bounds, "_least_shares", lambda c: stage_bounds.WHOLE)
-    setting = setting_of()
-    memory = [Bounds(setting).of_cuts([c], replicas=False)[0][1] / evaluate(setting, c).memory for c in PLANS]
-    assert max(memory) > 1
+@pytest.mark.parametrize("share", WHOLE._fields)
+def test_shares_that_are_too_large_are_seen(monkeypatch, share):
+    """Seeded: the least that a replica has of something is all of it."""
+    setting, shares = setting_of(), stage_bounds._least_shares
+
+    def largest():
+        plans = [Candidate(8, 1, 1, 1, "1f1b", 1, zero, "full") for zero in (1, 2, 3)]
+        return max([Bounds(setting).of_cuts([c], replicas=False)[0][1] / evaluate(setting, c).memory for c in plans])
+
+    assert largest() <= 1
+    monkeypatch.setattr(stage_bounds, "_least_shares", lambda c: shares(c)._replace(**{share: 1.0}))
+    assert largest() > 1
 
 
 def test_most_plans_are_not_simulated():

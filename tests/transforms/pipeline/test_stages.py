@@ -19,7 +19,7 @@ from distir.ir.type import Float64, Tensor
 from distir.models import mlp
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import training_step
-from distir.transforms.pipeline.partition import Choices, Ways, balanced, balanced_cut, choices, maximum, ways
+from distir.transforms.pipeline.partition import balanced, balanced_cut, choices, ways
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, phases
 from distir.transforms.pipeline.stages import PLAIN, StageCost, cut_stages
 from tests.transforms.programs import BATCH, Plan, Program, check, distributed, error, gpt2_tiny, run, small_gpt
@@ -47,8 +47,6 @@ def test_a_sequence_is_cut_best(cost: list[int], parts: int, rng: random.Random)
     assert list(cuts) == sorted(set(cuts))
     best = min(max_cost(c, cost, cut_cost) for c in itertools.combinations(range(1, len(cost)), parts - 1))
     assert max_cost(cuts, cost, cut_cost) == best
-    stages = [sum(i >= k for k in cuts) for i in range(len(cost))]
-    assert maximum(Choices(Ways((), ()), cost, cut_cost), stages) == best
 
 
 @given(st.integers(2, 3), st.randoms(use_true_random=False))
@@ -71,7 +69,9 @@ def test_closed_sets_are_cut_best(parts: int, rng: random.Random) -> None:
     last = len(program.sets) - 1
     chains = [(0, *c, last) for c in itertools.combinations(range(1, last), parts - 1)]
     best = min(cost(c) for c in chains if all(subset[a, b] for a, b in itertools.pairwise(c)))
-    assert maximum(found, balanced(found, parts)) == pytest.approx(best)
+    stages = balanced(found, parts)
+    first = [sum([1 << i for i, s in enumerate(stages) if s < k]) for k in range(parts + 1)]
+    assert cost(tuple([program.sets.index(ops) for ops in first])) == pytest.approx(best)
 
 
 def test_of_equal_cuts_the_most_even() -> None:
