@@ -180,7 +180,7 @@ def test_nothing_is_said_without_replicas_where_these_have_another_cut():
 @pytest.mark.parametrize("share", WHOLE._fields)
 def test_shares_that_are_too_large_are_seen(monkeypatch, share):
     """Seeded: the least that a replica has of something is all of it."""
-    setting, shares = setting_of(), stage_bounds._least_shares
+    setting, shares = setting_of(WIDE), stage_bounds._least_shares
 
     def largest():
         plans = [Candidate(8, 1, 1, 1, "1f1b", 1, zero, "full") for zero in (1, 2, 3)]
