@@ -111,6 +111,24 @@ def test_result_types() -> None:
     assert refused(f) == "net: op 1 %r = Relu: result %r: expected f32[4, 8], got f32[4, 9]"
 
 
+def test_results_of_ops_that_are_alike_but_for_these() -> None:
+    """Of two ops of equal spec and operands the second has the wrong type: one of its own, or with its attributes."""
+
+    def sums(keepdims: int) -> Function:
+        f = FunctionMaker("net")
+        x = f.add_input_value("x", Tensor(Float(), (4, 8)))
+        f.set_outputs([f.add_op("ReduceSum", n, [x], {"axes": (1,), "keepdims": 0}) for n in ("first", "second")])
+        made = f.finalize()
+        attributes(made.ops[1], keepdims=keepdims)
+        return made
+
+    verify(sums(0))
+    assert "second: expected f32[4, 1], got f32[4]" in refused(sums(1))
+    f = sums(0)
+    f.ops[1].outputs[0].type = Tensor(Float(), (4, 1))
+    assert "second: expected f32[4], got f32[4, 1]" in refused(f)
+
+
 def test_arity() -> None:
     f = plain()
     f.ops[0].inputs = f.ops[0].inputs[:1]

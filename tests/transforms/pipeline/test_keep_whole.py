@@ -59,6 +59,8 @@ def test_backward_passes_gather_blocks_but_the_last() -> None:
     (backward,) = bodies(whole, "bwd")
     waits = [op for op in backward.ops if op.op_type == "After" and is_given(backward, op.inputs[1])]
     assert waits  # what no backward op needs, such as the embedding, lives until the gradient of what used it
+    used = {v for op in backward.ops for v in op.inputs}
+    assert used.issuperset([op.outputs[0] for op in waits])
 
 
 def is_given(f: Function, v: Value) -> bool:

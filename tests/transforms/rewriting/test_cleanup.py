@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distir.executor.reference.sequential import SequentialExecutor, evaluate
 from distir.importer import import_from_onnx
-from distir.ir import Function, FunctionMaker, Role, Value, parse, pformat
+from distir.ir import Function, FunctionMaker, Op, Role, Value, parse, pformat
 from distir.ir.errors import MismatchError
 from distir.ir.type import Float64, Tensor
 from distir.ir.validate import validate
@@ -68,6 +68,20 @@ def test_prune_keeps_of() -> None:
     assert "ReduceSum" not in kinds(pruned)
     assert all(op.of is None or op.of in pruned.ops for op in pruned.ops)
     np.testing.assert_array_equal(results(pruned)[0], results(g)[1])
+
+
+def test_prune_drops_an_of_that_is_not_there() -> None:
+    """Also where no op is dead."""
+    f, x = start()
+    y = f.emit("Exp", x)
+    f.set_outputs([y])
+    function = f.finalize()
+    assert prune(function) is function
+    (kept,) = function.ops
+    gone = Op(kept.spec, (x,), kept.attributes, (Value("z", y.type),))
+    back = Op(kept.spec, (x,), kept.attributes, (y,), gone)
+    (left,) = prune(Function("net", (x,), (back,), (y,), {}, {})).ops
+    assert left.of is None
 
 
 def test_constants_are_folded() -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distir.ir import Device, Function
-from distir.ir.type import Float64, Placement, Shard
+from distir.ir import Device, Function, FunctionMaker
+from distir.ir.type import Float64, Placement, Shard, Tensor
 from distir.models.gpt import gpt
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import AdamW, training_step
@@ -163,6 +163,17 @@ def test_a_quotient_does_not_grow_with_the_layers() -> None:
             assert kinds == {sig.number}, f"op {j} is merged with another kind"
         found.append(len(small.view.sigs))
     assert found[0] == found[1] == found[2] < 300
+
+
+def test_a_quotient_merges_what_cannot_be_told_apart() -> None:
+    """Not ops of different kinds, nor those of which the function gives one alone."""
+    for second, outputs, ops in (("Exp", 2, 1), ("Tanh", 2, 2), ("Exp", 1, 2)):
+        f = FunctionMaker("net")
+        x = f.add_input_value("x", Tensor(Float64, (4, 8)))
+        f.set_outputs([f.emit("Exp", x), f.emit(second, x)][:outputs])
+        graph = graph_of(f.finalize())
+        small = quotient(graph, view(graph, [[] for _ in graph.sigs], shares(graph))).view
+        assert len(small.sigs) == ops, (second, outputs)
 
 
 def test_shares_are_those_of_one_sample() -> None:
