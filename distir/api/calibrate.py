@@ -3,8 +3,8 @@
 Small training steps are run with a profile, which gives the seconds of each op at several sizes; the interconnect
 benchmark gives those of collectives and transfers. Figures are fitted to these (`distir.executor.cost_model.fitting`).
 Then whole steps are run under several plans on 1, 2 and 4 ranks, and compared with what the simulator predicts with
-these figures: by numbers of ranks two factors remain, of compute and of communication, which are fitted, and the
-residuals of the steps, from which predictions have their interval. Of repeated steps the median counts.
+these figures: what compute takes longer in steps than alone, and how ranks share the cores of a host, is fitted to
+them; the residuals remain, from which predictions have their interval. Of repeated steps the median counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -36,10 +36,9 @@ from distir.executor.cost_model.fitting import (
     nearest,
 )
 from distir.hardware import host_cores, load_cluster, load_runtime
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, counted
 from distir.ir.files import check_writable, written
-from distir.ir.host_runtime import Runtime
-from distir.ir.topology import Crowd, OpSpeed, Regular, Residuals, Topology
+from distir.ir.topology import OpSpeed, Regular, Sharing, Topology
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 
@@ -114,9 +113,22 @@ class Figures:
     transfer: float
     call: float = 0.0
     op: float = 0.0
-    crowds: tuple[Crowd, ...] = ()
-    ratios: tuple[tuple[float, ...], ...] = ()
-    """Of each crowd's steps, measured / predicted."""
+    slower: float = 1.0
+    """How many times as long as alone compute takes in steps: the figures are of steps."""
+    sharing: Sharing | None = None
+    ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """By numbers of ranks: of the steps on so many measured / predicted."""
+
+    def slowed(self, factor: float) -> Figures:
+        """The figures with compute and calls that take `factor` times as long."""
+
+        def speed(x: OpSpeed) -> OpSpeed:
+            return OpSpeed(x.launch * factor, x.flops / factor, x.bandwidth / factor)
+
+        peaks = {k: x._replace(launch=x.launch * factor, flops=x.flops / factor) for k, x in self.peaks.items()}
+        ops = {k: speed(x) for k, x in self.ops.items()}
+        call, op, slower = (x * factor for x in (self.call, self.op, self.slower))
+        return replace(self, general=speed(self.general), peaks=peaks, ops=ops, call=call, op=op, slower=slower)
 
 
 @dataclass(frozen=True)
@@ -135,11 +147,12 @@ class Calibration:
     def to_json(self) -> dict[str, Any]:
         """JSON of the table, the numbers of ranks, and the file."""
         head, *rows = self.rows
-        pairs = zip(self.figures.crowds, self.figures.ratios, strict=True)
-        crowds = [c._asdict() | {"residuals": c.residuals._asdict(), "ratios": list(x)} for c, x in pairs]
+        f = self.figures
         return {
             "figures": [dict(zip(head, row, strict=True)) for row in rows],
-            "contention": crowds,
+            "slower_in_steps": f.slower,
+            "sharing": f.sharing and f.sharing._asdict(),
+            "ratios": {str(n): list(found) for n, found in f.ratios.items()},
             "file": self.path,
         }
 
@@ -170,7 +183,7 @@ def calibrate(
     issue, transfer = (median(x) if x else usual for x in (profiled.issues, profiled.sends))
     figures = fit_figures(profiled.samples, Figures(kind, count, memory, OpSpeed(), {}, {}, links, issue, transfer))
     steps = _measure_steps(what, options, phases)
-    figures = fit_crowds(figures, steps)
+    figures = fit_steps(figures, steps)
     name = "calibrated" if out is None else Path(out).stem
     text = to_toml(
         figures, name, f"distir calibrate --device {device}, {platform.machine()}, {platform.python_version()}"
@@ -299,41 +312,37 @@ def _measure_steps(what: Suite, options: RunOptions, phases: _Phases) -> dict[in
     return found
 
 
-def fit_crowds(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
-    """The figures with the seconds of a call, and the factors and residuals of each number of ranks.
+def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
+    """The figures with what only whole steps show, by numbers of ranks; with the ratios of measured to predicted time.
 
-    The sum of squared logarithms of measured / predicted is least. On one rank the factors are of compute and of calls,
-    on GPUs of what the host takes to issue an op.
+    The sum of squared logarithms of these ratios is least: first over the steps of one rank, for compute and calls (on
+    GPUs what the host takes to issue an op); then over all, for compute and how ranks share the cores.
     """
-    for n, measured in sorted(steps.items()):
-        regular, crowds = regular_of(figures), figures.crowds
 
-        def fitted(x: Sequence[float], n: int = n, r: Regular = regular, before: tuple[Crowd, ...] = crowds) -> Regular:
-            runtime = r.runtime
-            if n == 1 and runtime is not None:
-                host = x[1] * _HOST
-                runtime = replace(runtime, call=host) if runtime.inline else replace(runtime, op=host)
-            collectives, transfers = (x[1], x[2]) if n > 1 else (1.0, 1.0)
-            crowd = Crowd(n, x[0], collectives, transfers, Residuals(1.0, 1.0, 1))
-            return replace(r, runtime=runtime, crowds=(*before, crowd))
+    def far(found: Figures, measured: Iterable[TimedStep]) -> float:
+        return sum([math.log(ratio) ** 2 for ratio in ratios_of(found, measured)])
 
-        def far(x: Sequence[float], measured: Sequence[TimedStep] = measured, fitted: Any = fitted) -> float:
-            return sum(math.log(ratio) ** 2 for ratio in ratios_of(fitted(x), measured))
+    inline = figures.kind == "cpu"
+    sharing = Sharing(figures.count, communication=1.0 if inline else 0.0)
 
-        # the more ranks share a host, the slower they are, also where steps alone would not tell
-        before = crowds[-1] if crowds and crowds[-1].ranks > 1 else Crowd(1, _LEAST, _LEAST, _LEAST, Residuals(1, 1, 1))
-        floor = [before.compute, before.collectives, before.transfers][: 3 if n > 1 else 2]
-        start = [max(x, low) for x, low in zip((float(n), 1.0, 1.0), floor, strict=False)]
-        regular = fitted(nearest(far, start, [(x, _MOST) for x in floor]))
-        ratios = tuple(ratios_of(regular, measured))
-        last = regular.crowds[-1]._replace(residuals=Residuals(min(ratios), max(ratios), len(ratios)))
-        host = regular.runtime or Runtime("none")
-        figures = replace(figures, call=host.call, op=host.op, crowds=(*crowds, last), ratios=(*figures.ratios, ratios))
-    return figures
+    def alone(x: Sequence[float]) -> Figures:
+        host = {"call" if inline else "op": x[1] * _HOST}
+        return replace(figures, **host, sharing=sharing).slowed(x[0])
+
+    def shared(x: Sequence[float]) -> Figures:
+        return replace(found.slowed(x[0]), sharing=sharing._replace(beyond=x[1], jitter=x[2]))
+
+    found = alone(nearest(lambda x: far(alone(x), steps[1]), [1.0, 1.0], [(_LEAST, _MOST)] * 2))
+    if inline and len(steps) > 1:
+        every = [step for measured in steps.values() for step in measured]
+        limits = [(_LEAST, _MOST), (1e-3, 2.0), (1e-6, 1.0)]
+        found = shared(nearest(lambda x: far(shared(x), every), [1.0, 0.1, 3e-4], limits))
+    return replace(found, ratios={n: tuple(ratios_of(found, measured)) for n, measured in sorted(steps.items())})
 
 
-def ratios_of(r: Regular, measured: Sequence[TimedStep]) -> list[float]:
+def ratios_of(figures: Figures, measured: Iterable[TimedStep]) -> list[float]:
     """Of each step measured / predicted time."""
+    r = regular_of(figures)
     most = max([r.per_node, *[s.plan.size for s in measured]])
     topology = Topology(replace(r, kind="cpu", per_node=most))  # programs that run here are placed on cpu:0, cpu:1, ...
     cost = CostModel(topology, runtime=r.runtime)
@@ -341,7 +350,7 @@ def ratios_of(r: Regular, measured: Sequence[TimedStep]) -> list[float]:
 
 
 def regular_of(figures: Figures) -> Regular:
-    """The cluster of figures, on which nothing is shared."""
+    """The cluster of figures."""
     with tempfile.TemporaryDirectory(prefix="distir-") as folder:
         file = Path(folder, "cluster.toml")
         file.write_text(to_toml(figures, "cluster", ""))
@@ -384,11 +393,19 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
     lines += ["", "[runtime]", f"op_us = {_number(f.op * 1e6)}", f"communication_us = {_number(f.issue * 1e6)}"]
     lines += [f"transfer_us = {_number(f.transfer * 1e6)}", f"call_us = {_number(f.call * 1e6)}"]
     lines += [f"inline = {'true' if f.kind == 'cpu' else 'false'}"]
-    for c in f.crowds:
-        lines += ["", "[[contention]]", f"ranks = {c.ranks}"]
-        lines += [f"{key} = {_number(getattr(c, key))}" for key in ("compute", "collectives", "transfers")]
-        lines += [f"low = {_number(c.residuals.low)}", f"high = {_number(c.residuals.high)}"]
-        lines += [f"steps = {c.residuals.steps}"]
+    if f.sharing is not None:
+        lines += ["", "[sharing]", f"cores = {f.sharing.cores}", f"beyond = {_number(f.sharing.beyond)}"]
+        lines += [f"communication = {_number(f.sharing.communication)}"]
+        lines += [f"jitter_us = {_number(f.sharing.jitter * 1e6)}"]
+    for n, ratios in f.ratios.items():
+        lines += [
+            "",
+            "[[residuals]]",
+            f"ranks = {n}",
+            f"low = {_number(min(ratios))}",
+            f"high = {_number(max(ratios))}",
+        ]
+        lines += [f"steps = {len(ratios)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -418,10 +435,12 @@ def _rows(f: Figures, samples: Sequence[Sample]) -> list[tuple[str, ...]]:
     rows.append(("call of a function", f"{f.call * 1e6:.1f} us", "-", "-", "-"))
     if f.op:
         rows.append(("issue of an op", f"{f.op * 1e6:.1f} us", "-", "-", "-"))
-    for c, ratios in zip(f.crowds, f.ratios, strict=True):
-        text = f"compute x {c.compute:.2f}, collectives x {c.collectives:.2f}, transfers x {c.transfers:.2f}"
-        error = errors([1.0] * len(ratios), ratios)
-        rows.append((f"steps on {c.ranks} rank{'s' if c.ranks > 1 else ''}", text, *_error(error)))
+    if f.sharing is not None:
+        text = f"compute x {f.sharing.slower(2 * f.count):.2f} with two a core, jitter {f.sharing.jitter * 1e6:.0f} us"
+        rows.append((f"sharing of {f.count} cores", text, "-", "-", "-"))
+    for n, ratios in f.ratios.items():
+        text = f"compute x {f.slower:.2f}"
+        rows.append((f"steps on {counted(n, 'rank')}", text, *_error(errors([1.0] * len(ratios), ratios))))
     return rows
 
 

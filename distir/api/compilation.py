@@ -14,9 +14,8 @@ from distir.api.rewrites import check_origins
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
 from distir.executor.reference.sequential import evaluate
-from distir.executor.simulator.busy import busy_times
 from distir.executor.simulator.simulation import Simulation, Simulator
-from distir.hardware import among, contended, load_cluster, load_runtime
+from distir.hardware import among, load_cluster, load_runtime
 from distir.ir import Device, Function, Mesh, Topology, verify
 from distir.ir import validate as compare_terms
 from distir.ir.device import TIME
@@ -170,31 +169,9 @@ def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Pre
 def simulated(
     program: Function, plan: Plan, cost: CostModel, batch: int | None = None, tokens: int | None = None
 ) -> Simulation:
-    """The simulation of a distributed program, in the order in which its ranks run it.
-
-    Where ranks share the cores of a host that was calibrated, compute is slower the more of them compute at a time.
-    That number, on average, is found by a simulation in which all of them do.
-    """
-
-    def once(cost: CostModel) -> Simulation:
-        simulator = Simulator(cost, overlap=cost.overlap and plan.overlap)
-        return simulator.interpret(as_run(program), batch=batch, tokens=tokens, order=receive_order)
-
-    host = cost.topology.uniform
-    if host is None or not host.crowds or type(cost) is not CostModel:  # others have their own prices
-        return once(cost)
-
-    def while_busy(ranks: float) -> Simulation:
-        there = contended(cost.topology, plan.size, ranks)
-        runtime = cost.runtime if cost.runtime is not host.runtime else there.regular and there.regular.runtime
-        return once(CostModel(there, tf32=cost.tf32, runtime=runtime))
-
-    all_busy = while_busy(plan.size)
-    if plan.size == 1 or not all_busy.seconds:
-        return all_busy
-    sizes = all_busy.program.classes.sizes
-    compute = [seconds * n for n, (seconds, _) in zip(sizes, busy_times(all_busy.run, len(sizes)), strict=True)]
-    return while_busy(max(1.0, sum(compute) / all_busy.seconds))
+    """The simulation of a distributed program, in the order in which its ranks run it."""
+    simulator = Simulator(cost, overlap=cost.overlap and plan.overlap)
+    return simulator.interpret(as_run(program), batch=batch, tokens=tokens, order=receive_order)
 
 
 def describe(topology: Topology) -> str:

@@ -63,6 +63,7 @@ def to_toml(rows: Sequence[Timing], ranks: int, name: str) -> str:
     pairs = {c: [(t.size, t.seconds) for t in rows if (t.collective, t.ranks) == (c, least)] for c in COLLECTIVES}
     links = fit_links(pairs["send-recv"], pairs["all-reduce"])
     link = [f"link_gbs = {links.bandwidth / 1e9:.6g}", f"link_us = {links.latency * 1e6:.6g}"]
+    cores = 0 if host.sharing is None else host.sharing.cores
     lines = [
         f"name = {json.dumps(name, ensure_ascii=False)}",
         "",
@@ -80,6 +81,8 @@ def to_toml(rows: Sequence[Timing], ranks: int, name: str) -> str:
         'source = "distir bench collectives --out"',
         *["", "[network]", *link, 'note = "As the node: other machines were not measured"'],
     ]
+    if ranks > cores:
+        lines += ["", "[sharing]", f"cores = {cores}"]
     for n in sorted({t.ranks for t in rows}):
         for collective in COLLECTIVES:
             points = {t.size: t.seconds for t in rows if (t.collective, t.ranks) == (collective, n)}

@@ -75,10 +75,14 @@ class Prediction:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Seconds between which a step is expected, by the residuals of a calibrated cluster; None on others."""
-        regular = self.simulation.program.cost.topology.regular
-        residuals = None if regular is None else regular.residuals
-        return None if residuals is None else residuals.interval(self.step_seconds)
+        """Seconds between which a step is expected, by the residuals of a calibrated cluster for as many
+        ranks, or the next number above, or the last; None on others."""
+        program = self.simulation.program
+        regular, ranks = program.cost.topology.regular, sum(program.classes.sizes)
+        if regular is None or not regular.residuals:
+            return None
+        near = next((x for x in regular.residuals if x.ranks >= ranks), regular.residuals[-1])
+        return near.interval(self.step_seconds)
 
     def step(self) -> str:
         """The time of a step, with its interval if it has one."""

@@ -11,9 +11,10 @@ kernels, `workspace_mib` for the products of each thread of the runtime that iss
 `communicator_mib` for each communicator.
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
-runtime it was measured with, `[runtime]`; and for numbers of ranks that share its one host, `[[contention]]`: how many
-times as long `compute` takes while so many compute, `collectives` and `transfers` where so many run, and the least and
-greatest of measured / predicted time of a step, `low` and `high`, in so many `steps`.
+runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (see `Sharing`):
+`beyond`, how much longer than in proportion compute takes for each rank per core beyond one, `communication`, the share
+of a core that a rank takes while it communicates, and `jitter_us`, how far compute varies; and for numbers of `ranks`,
+`[[residuals]]`: the least and greatest of measured / predicted time of a step, `low` and `high`, in so many `steps`.
 
 Collectives of a node that were measured (`distir bench collectives --out`) may have a table each, `[[node.measured]]`:
 `collective` among `ranks` takes `us` for each of `bytes`. It counts instead of links and algorithms. `in_turn`: one
@@ -41,7 +42,7 @@ from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.host_runtime import Runtime
 from distir.ir.measured import Measured
 from distir.ir.tiles import SIDES, Tiles
-from distir.ir.topology import Algorithm, Crowd, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
+from distir.ir.topology import Algorithm, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Sharing, Topology
 
 MIB = 1 << 20
 _FOLDER = Path(__file__).parent
@@ -67,7 +68,7 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
         if str(name) not in known_clusters():
             raise UsageError(f"unknown cluster {str(name)!r}", f"known: {', '.join(known_clusters())}; or a .toml file")
     regular = _read(path)
-    if regular["crowds"] and nodes is None:  # ranks beyond its devices share them
+    if regular["sharing"] and nodes is None:  # ranks beyond its devices share them
         regular["per_node"] = max(regular["per_node"], devices or 1)
     per_node: int = regular["per_node"]
     count = nodes if nodes is not None else -(-(devices or 1) // per_node)
@@ -87,61 +88,19 @@ def load_cluster(name: str | Path, nodes: int | None = None, devices: int | None
 def this_host(ranks: int, cores: int | None = None) -> Topology:
     """This host, with `ranks` ranks that share its cores: "cpu-2core" as one node with this machine's number of cores.
 
-    The speeds of cores, memory and links are those of "cpu-2core", not measured here. With more ranks than cores,
-    compute, memory and communication are slower in proportion.
+    The speeds of cores, memory and links are those of "cpu-2core", not measured here.
     """
     regular = load_cluster("cpu-2core").regular
     if regular is None:
         raise UsageError("the shipped CPU cluster is not regular")
     cores = cores or host_cores()
-    wait = max(1.0, ranks / cores)
     name = f"this host, {counted(ranks, 'rank')} on {counted(cores, 'core')}"
-    return Topology(replace(crowded(regular, wait, wait, wait), name=name, per_node=ranks))
+    return Topology(replace(regular, name=name, per_node=ranks, sharing=Sharing(cores)))
 
 
 def host_cores() -> int:
     """The number of this host's cores that the process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def crowded(r: Regular, wait: float, slower: float, transfers: float) -> Regular:
-    """The cluster, whose ranks share cores: compute takes `wait` times as long, collectives `slower` times, and
-    transfers `transfers` times."""
-    spec, link, bus, runtime = r.spec, r.intra, r.intra.collective(), r.runtime
-    spec = replace(
-        spec,
-        throughput=tuple((name, flops / wait) for name, flops in spec.throughput),
-        dram_bandwidth=spec.dram_bandwidth / wait,
-        kernel_launch_overhead=spec.kernel_launch_overhead * wait,
-        ops=tuple((key, OpSpeed(s.launch * wait, s.flops / wait, s.bandwidth / wait)) for key, s in spec.ops),
-    )
-    slow = Link(link.bandwidth / transfers, link.latency * transfers, bus / slower)
-    algorithms = tuple(
-        a._replace(base=a.base * slower, intra=a.intra * slower, inter=a.inter * slower) for a in r.algorithms
-    )
-    if runtime is not None:
-        communication, member = runtime.communication * slower, runtime.member * slower
-        op, call, gap = runtime.op * wait, runtime.call * wait, runtime.gap * wait
-        send = (runtime.communication if runtime.transfer is None else runtime.transfer) * transfers
-        runtime = replace(runtime, op=op, gap=gap, communication=communication, member=member, call=call, transfer=send)
-    return replace(r, spec=spec, intra=slow, algorithms=algorithms, runtime=runtime)
-
-
-def contended(topology: Topology, ranks: int, busy: float) -> Topology:
-    """A host that `ranks` ranks share, of which `busy` compute at a time, on average.
-
-    Between measured numbers factors grow linearly, beyond the last in proportion. Without `Regular.crowds` the same.
-    """
-    r = topology.uniform
-    if r is None or not r.crowds:
-        return topology
-    compute, collectives, transfers = (
-        interpolated([(c.ranks, getattr(c, what)) for c in r.crowds], n)
-        for what, n in (("compute", busy), ("collectives", ranks), ("transfers", ranks))
-    )
-    near = next((c for c in r.crowds if c.ranks >= ranks), r.crowds[-1])
-    slower = crowded(r, compute, collectives, transfers)
-    return Topology(replace(slower, per_node=max(ranks, r.per_node), residuals=near.residuals))
 
 
 def interpolated(points: Sequence[tuple[int, float]], n: float) -> float:
@@ -185,17 +144,22 @@ def _read(path: Path) -> dict[str, Any]:
         near = node.table("near")
         out |= {"near": _near(near, per_node), "near_link": _link(near)}
     out["measured"] = tuple([_measured(t) for t in node.tables("measured")])
-    out["crowds"] = tuple(sorted([_crowd(t) for t in root.tables("contention")]))
+    out["sharing"] = _sharing(root.table("sharing")) if "sharing" in table else None
+    out["residuals"] = tuple(sorted([_residuals(t) for t in root.tables("residuals")]))
     root.done()
     return out
 
 
-def _crowd(t: _Table) -> Crowd:
+def _sharing(t: _Table) -> Sharing:
+    beyond, communication, jitter = (t.figure(key, 0.0) for key in ("beyond", "communication", "jitter_us"))
+    return Sharing(t.whole("cores"), beyond, communication, jitter * 1e-6)
+
+
+def _residuals(t: _Table) -> Residuals:
     low, high = t.positive("low"), t.positive("high")
     if low > high:
         raise t.error("low", f"expected at most high, {high:g}, got {low:g}")
-    compute, collectives, transfers = (t.positive(key) for key in ("compute", "collectives", "transfers"))
-    return Crowd(t.whole("ranks"), compute, collectives, transfers, Residuals(low, high, t.whole("steps")))
+    return Residuals(t.whole("ranks"), low, high, t.whole("steps"))
 
 
 def _measured(t: _Table) -> Measured:

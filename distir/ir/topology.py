@@ -162,9 +162,10 @@ class Residuals(NamedTuple):
     """How far predictions were from measurements when a cluster's figures were fitted to it.
 
     `low` and `high` are the least and the greatest of measured / predicted step time among the `steps` programs that
-    were measured.
+    were measured on so many ranks.
     """
 
+    ranks: int
     low: float
     high: float
     steps: int
@@ -174,15 +175,24 @@ class Residuals(NamedTuple):
         return seconds * self.low, seconds * self.high
 
 
-class Crowd(NamedTuple):
-    """Ranks that share one host: how many times as long compute takes while `ranks` of them compute, and collectives
-    and transfers where so many run, as alone; and how far predictions were from measured steps of so many."""
+class Sharing(NamedTuple):
+    """How the ranks of a host share its cores.
 
-    ranks: int
-    compute: float
-    collectives: float
-    transfers: float
-    residuals: Residuals
+    While more ranks are busy than there are `cores`, compute takes longer in proportion, and `beyond` times the ranks
+    per core beyond one longer still. A rank is busy while it computes; while it communicates it takes `communication`
+    of a core. How long ranks compute varies, as a random walk does: those that meet in a collective after t seconds
+    without communication wait for the last of them, sqrt(`jitter` * t) seconds.
+    """
+
+    cores: int
+    beyond: float = 0.0
+    communication: float = 1.0
+    jitter: float = 0.0
+
+    def slower(self, busy: float) -> float:
+        """How many times as long compute takes while so many ranks are busy."""
+        each = busy / self.cores
+        return each * (1.0 + self.beyond * (each - 1.0)) if each > 1.0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +221,10 @@ class Regular:
     """The library's algorithms inside a node, and over several, if these are others."""
     runtime: Runtime | None = None
     """The runtime that the figures were measured with; None if they are of no runtime."""
-    residuals: Residuals | None = None
-    """Of figures that were fitted to this cluster."""
-    crowds: tuple[Crowd, ...] = ()
-    """Of a host whose ranks share its cores, by their number."""
+    residuals: tuple[Residuals, ...] = ()
+    """Of figures that were fitted to this cluster, by numbers of ranks, ascending."""
+    sharing: Sharing | None = None
+    """Of a host whose ranks share its cores."""
     near: tuple[frozenset[int], ...] = ()
     near_link: Link | None = None
     rails: int = 1

@@ -76,10 +76,10 @@ class StepCost:
 
 
 def bounded(cost: CostModel) -> bool:
-    """Whether there are bounds of time for a cluster: of equal nodes, with equal links in a node, whose ranks do not
-    share cores."""
+    """Whether there are bounds of time for a cluster: of equal nodes, with equal links in a node. Ranks that share
+    cores take longer: bounds hold for them, too."""
     r = cost.topology.uniform
-    return r is not None and not r.crowds and not r.near and not r.measured and type(cost) is CostModel
+    return r is not None and not r.near and not r.measured and type(cost) is CostModel
 
 
 GroupsAlong = Mapping[AxisNames, Sequence[Group]]

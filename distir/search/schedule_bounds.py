@@ -62,11 +62,12 @@ _PASSES, _BACKWARD = 5, 2
 
 class Kept(NamedTuple):
     """What ranks may have at the begin of a backward pass, a row each: the rank; and of each of its stages, how many
-    microbatches are saved, and whether there are sums over microbatches."""
+    microbatches are saved, whether there are sums over microbatches, and whether these are complete."""
 
     rank: np.ndarray
     saved: np.ndarray
     sums: np.ndarray
+    complete: np.ndarray
 
 
 class Schedule(NamedTuple):
@@ -90,7 +91,7 @@ def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Sched
     parts = ranks * chunks
     number: dict[tuple[str, int, int], int] = {}
     rank, works, sources = [array("i") for _ in range(3)]
-    now = [[0] * (2 * chunks) for _ in range(ranks)]  # saved by stage, then sums
+    now = [[0] * (3 * chunks) for _ in range(ranks)]  # saved by stage, then sums, then which of these are complete
     kept: dict[tuple[int, ...], None] = {}
     position = [0] * ranks
     moved = True
@@ -114,18 +115,21 @@ def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Sched
                 if not forward:
                     kept[r, *mine] = None
                     mine[chunks + j] = 1
+                    mine[2 * chunks + j] = int(i == microbatches - 1)
                 mine[j] += 1 if forward else -1
                 k += 1
             moved = moved or k > position[r]
             position[r] = k
-    rows = np.array(list(kept))
-    return Schedule(ranks, rank, works, sources, Kept(rows[:, 0], rows[:, 1 : chunks + 1], rows[:, chunks + 1 :]))
+    first, *columns = np.split(np.array(list(kept)), [1, chunks + 1, 2 * chunks + 1], axis=1)
+    return Schedule(ranks, rank, works, sources, Kept(first[:, 0], *columns))
 
 
-def rank_memory(schedule: Schedule, stages: Sequence[StageMemory]) -> float:
-    """The most bytes that a rank has at the begin of a backward pass."""
+def rank_memory(schedule: Schedule, stages: Sequence[StageMemory], split: bool = False) -> float:
+    """The most bytes that a rank has at the begin of a backward pass. `split`: of sums that are complete replicas have
+    their shares alone, which do not count."""
     held, saved, sums = np.array(stages).T.reshape(3, -1, schedule.ranks)
-    rank, in_flight, summed = schedule.kept
+    rank, in_flight, summed, complete = schedule.kept
+    summed = summed - complete if split else summed
     used = held.sum(axis=0)[rank] + (in_flight * saved.T[rank]).sum(axis=1) + (summed * sums.T[rank]).sum(axis=1)
     return float(used.max())
 

@@ -113,11 +113,12 @@ class Profile:
             found = self._reduced[dp, zero] = Reduced(total, gathered)
         return found
 
-    def copied(self, dp: int, zero: int) -> int:
-        """The bytes that are made of weights once a step and used by the backward pass: in 16 bits, or gathered."""
+    def copied(self, dp: int, zero: int) -> float:
+        """The bytes beside a device's share of the weights that the backward pass uses: what is made of weights once a
+        step, as in 16 bits; under ZeRO 1 and 2 the other shares of those that it uses whole."""
         if zero == 3:
-            return 0
-        return self.made + (sum([n for shape, n in self.whole if _divides(shape, dp)]) if zero else 0)
+            return 0.0
+        return self.made + (sum([n - n / dp for shape, n in self.whole if _divides(shape, dp)]) if zero else 0.0)
 
 
 def _divides(shape: Sequence[int], ways: int) -> bool:

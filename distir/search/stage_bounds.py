@@ -92,7 +92,7 @@ class Cuts:
         if schedule is None:
             return alone, 0.0
         memories = self._sums.memory(cut, lambda t: sized(t).bytes, WHOLE if self._replicated else _least_shares(c))
-        memory = rank_memory(schedule, memories) * ROUNDING
+        memory = rank_memory(schedule, memories, split=c.zero > 0) * ROUNDING
         if memory > self._room:
             return 0.0, memory
         works = self._works_of(c, cut)

@@ -15,9 +15,9 @@ from distir.api.calibrate import (
     Links,
     Suite,
     calibrate,
-    fit_crowds,
     fit_figures,
     fit_links,
+    fit_steps,
     regular_of,
     to_toml,
 )
@@ -27,7 +27,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fitting import ProductFit, Sample
 from distir.hardware import load_cluster
 from distir.ir.errors import UsageError
-from distir.ir.topology import Crowd, OpSpeed, Residuals, Topology
+from distir.ir.topology import OpSpeed, Sharing, Topology
 from distir.ir.type import Float32
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -58,11 +58,15 @@ def test_any_name_can_be_read_again(tmp_path: Path, name: str) -> None:
 def steps(figures: Figures, ranks: int) -> list[TimedStep]:
     """Steps that take exactly what is predicted with these figures."""
     found: list[TimedStep] = []
-    plans = {1: [distir.Plan(), distir.Plan(microbatches=2)], 2: [distir.Plan(dp=2), distir.Plan(pp=2, microbatches=4)]}
+    plans = {
+        1: [distir.Plan(), distir.Plan(microbatches=2)],
+        2: [distir.Plan(dp=2), distir.Plan(tp=2), distir.Plan(pp=2, microbatches=4)],
+        4: [distir.Plan(dp=4), distir.Plan(tp=2, pp=2, microbatches=2)],
+    }
     for width in (64, 512):
         model = distir.Model(perceptron([width] * 5, 64, Float32)).training("mse", "sgd")
         for plan in plans[ranks]:
-            r = regular_of(figures)
+            r = replace(regular_of(figures), per_node=4)
             program = distir.distribute(model, plan, Topology(r).devices[: plan.size])
             seconds = simulated(program, plan, CostModel(Topology(r), runtime=r.runtime)).seconds
             found.append(TimedStep(program, plan, seconds))
@@ -70,7 +74,8 @@ def steps(figures: Figures, ranks: int) -> list[TimedStep]:
 
 
 def test_the_file_gives_back_the_figures(tmp_path: Path) -> None:
-    figures = replace(FIGURES, call=1e-5, crowds=(Crowd(1, 1.1, 1, 1, Residuals(0.9, 1.2, 4)),))
+    sharing = Sharing(2, 0.125, 1.0, 5e-4)
+    figures = replace(FIGURES, call=1e-5, sharing=sharing, ratios={1: (0.9, 1.2, 1.0), 4: (1.1, 1.3)})
     file = tmp_path / "mine.toml"
     file.write_text(to_toml(figures, "mine", "a test"))
     r = load_cluster(file).regular
@@ -83,7 +88,8 @@ def test_the_file_gives_back_the_figures(tmp_path: Path) -> None:
     assert (r.intra.latency, r.intra.bandwidth, r.intra.collective()) == pytest.approx((1e-4, 3e9, 2e9))
     assert (r.runtime.communication, r.runtime.transfer, r.runtime.call) == pytest.approx((5e-5, 2e-5, 1e-5))
     assert r.runtime.inline
-    assert r.crowds == figures.crowds
+    assert r.sharing == pytest.approx(sharing)
+    assert r.residuals == ((1, 0.9, 1.2, 3), (4, 1.1, 1.3, 2))
 
 
 def test_figures_of_exact_samples() -> None:
@@ -105,32 +111,39 @@ def test_links_of_exact_timings() -> None:
     assert found.error.worst < 1e-6
 
 
-def test_factors_of_exact_steps() -> None:
-    one = replace(FIGURES, call=4e-5, crowds=(Crowd(1, 1.25, 1, 1, Residuals(1, 1, 1)),))
-    two = replace(one, crowds=(*one.crowds, Crowd(2, 2.0, 1.5, 3.0, Residuals(1, 1, 1))))
-    found = fit_crowds(FIGURES, {1: steps(one, 1), 2: steps(two, 2)})
-    assert found.crowds[0].compute == pytest.approx(1.25, rel=0.05)
-    assert found.call == pytest.approx(4e-5, rel=0.2)
-    for crowd in found.crowds:
-        assert 0.9 < crowd.residuals.low <= crowd.residuals.high < 1.1
-    assert found.crowds[1].compute == pytest.approx(2.0, rel=0.15)
+def test_figures_of_exact_steps() -> None:
+    true = replace(FIGURES, call=4e-5, sharing=Sharing(2, beyond=0.25, jitter=4e-3)).slowed(1.25)
+    found = fit_steps(FIGURES, {n: steps(true, n) for n in (1, 2, 4)})
+    assert found.slower == pytest.approx(1.25, rel=0.05)
+    assert found.call == pytest.approx(4e-5 * 1.25, rel=0.2)
+    assert found.ops["MatMul", "f32"] == pytest.approx(true.ops["MatMul", "f32"], rel=0.05)
+    assert found.sharing is not None
+    assert found.sharing.slower(4) == pytest.approx(2.5, rel=0.1)
+    assert found.sharing.jitter == pytest.approx(4e-3, rel=0.25)
+    assert [len(found.ratios[n]) for n in (1, 2, 4)] == [4, 6, 4]
+    assert all([0.95 < x < 1.05 for ratios in found.ratios.values() for x in ratios])
 
 
 def test_the_host_of_a_gpu_issues_ops() -> None:
     gpu = replace(FIGURES, kind="gpu")
-    slow = replace(gpu, op=8e-5, crowds=(Crowd(1, 1, 1, 1, Residuals(1, 1, 1)),))
+    slow = replace(gpu, op=8e-5)
     measured = [step._replace(seconds=s.seconds) for step, s in zip(steps(FIGURES, 1), steps(slow, 1), strict=True)]
-    assert fit_crowds(gpu, {1: measured}).op == pytest.approx(8e-5, rel=0.1)
+    found = fit_steps(gpu, {1: measured})
+    assert found.op == pytest.approx(8e-5, rel=0.1)
+    assert found.sharing == Sharing(2, communication=0.0)
 
 
-def test_residuals_are_the_extremes_of_steps() -> None:
-    exact = steps(replace(FIGURES, crowds=(Crowd(1, 1, 1, 1, Residuals(1, 1, 1)),)), 1)
+def test_residuals_are_the_extremes_of_steps(tmp_path: Path) -> None:
+    exact = steps(FIGURES, 1)
     off = [step._replace(seconds=step.seconds * factor) for step, factor in zip(exact, (0.8, 1, 1, 1.25), strict=True)]
-    found = fit_crowds(FIGURES, {1: off})
-    crowd, ratios = found.crowds[0], found.ratios[0]
-    assert (crowd.residuals.low, crowd.residuals.high) == (min(ratios), max(ratios))
-    assert crowd.residuals.steps == 4
-    assert crowd.residuals.high / crowd.residuals.low > 1.2
+    found = fit_steps(FIGURES, {1: off})
+    file = tmp_path / "mine.toml"
+    file.write_text(to_toml(found, "mine", "a test"))
+    regular = load_cluster(file).regular
+    assert regular is not None
+    [residuals] = regular.residuals
+    assert residuals == pytest.approx((1, min(found.ratios[1]), max(found.ratios[1]), 4), rel=1e-5)
+    assert residuals.high / residuals.low > 1.2
 
 
 @pytest.mark.parametrize(
@@ -165,7 +178,9 @@ def test_a_calibration(tmp_path: Path) -> None:
     assert str(out) in str(done)
     prediction = distir.simulate(perceptron([16, 32, 8], 16, Float32), cluster=str(out))
     assert prediction.interval is not None
-    assert prediction.interval[0] <= prediction.step_seconds * done.figures.crowds[0].residuals.high
+    low, high = min(done.figures.ratios[1]), max(done.figures.ratios[1])
+    expected = low * prediction.step_seconds, high * prediction.step_seconds
+    assert prediction.interval == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.gpu

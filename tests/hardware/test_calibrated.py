@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 import distir
+from distir.api.calibration_runs import perceptron
 from distir.api.compilation import cost_model
 from distir.executor.cost_model import CostModel
-from distir.hardware import contended, interpolated, load_cluster, load_runtime
+from distir.hardware import interpolated, load_cluster, load_runtime
 from distir.ir import FunctionMaker
 from distir.ir.errors import UsageError
 from distir.ir.spec import lookup
-from distir.ir.topology import OpSpeed
+from distir.ir.topology import OpSpeed, Sharing
 from distir.ir.type import DType, Float32, Float64, Tensor
 
 FILE = """
@@ -47,20 +48,20 @@ transfer_us = 20
 call_us = 0
 inline = true
 
-[[contention]]
+[sharing]
+cores = 2
+beyond = 0.5
+communication = 0.25
+jitter_us = 40
+
+[[residuals]]
 ranks = 1
-compute = 1
-collectives = 1
-transfers = 1
 low = 0.9
 high = 1.2
 steps = 10
 
-[[contention]]
+[[residuals]]
 ranks = 2
-compute = 3
-collectives = 2
-transfers = 4
 low = 0.5
 high = 2
 steps = 8
@@ -100,22 +101,25 @@ def test_a_prediction_has_an_interval(file: Path) -> None:
     assert distir.simulate(relus(1), cluster="cpu-2core").interval is None
 
 
+@pytest.mark.parametrize(("ranks", "low", "high"), [(1, 0.9, 1.2), (2, 0.5, 2.0), (4, 0.5, 2.0)])
+def test_an_interval_is_of_as_many_ranks(file: Path, ranks: int, low: float, high: float) -> None:
+    model = distir.Model(perceptron([8, 8, 8], 8, Float32)).training("mse", "sgd")
+    found = distir.simulate(model, distir.Plan(dp=ranks), file)
+    assert found.interval == pytest.approx((low * found.step_seconds, high * found.step_seconds))
+
+
 def test_ranks_that_share_cores(file: Path) -> None:
-    cluster = load_cluster(file, devices=4)
-    assert len(cluster.devices) == 4
-    slow = contended(cluster, 2, 1.5).regular
-    assert slow is not None
-    assert dict(slow.spec.ops)["Relu", "f32"] == pytest.approx(OpSpeed(2e-4, bandwidth=0.5e9))
-    assert slow.spec.peak("f32") == pytest.approx(0.05e12)
-    assert (slow.intra.latency, slow.intra.bandwidth, slow.intra.collective()) == pytest.approx((4e-5, 0.25e9, 0.5e9))
-    assert slow.runtime is not None
-    assert (slow.runtime.communication, slow.runtime.transfer) == pytest.approx((1e-4, 8e-5))
-    assert slow.residuals == (0.5, 2, 8)
-    four = contended(cluster, 4, 4).regular
-    assert four is not None
-    assert four.spec.peak("f32") == pytest.approx(0.1e12 / 6)
-    shipped = load_cluster("cpu-2core")
-    assert contended(shipped, 2, 2) is shipped
+    cluster = load_cluster(file, devices=4).regular
+    assert cluster is not None
+    assert (cluster.nodes, cluster.per_node, cluster.sharing) == (1, 4, pytest.approx(Sharing(2, 0.5, 0.25, 4e-5)))
+    assert CostModel(load_cluster(file)).sharing == cluster.sharing
+    assert CostModel.distir2021(load_cluster(file)).sharing is None
+    assert load_cluster("cpu-2core").regular.sharing is None  # type: ignore[union-attr]
+
+
+def test_how_much_slower_ranks_are() -> None:
+    sharing = Sharing(2, beyond=0.5)
+    assert [sharing.slower(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1, 1.5 * 1.25, 2 * 1.5])
 
 
 def test_interpolation() -> None:
@@ -138,8 +142,9 @@ def test_the_host_of_a_cpu_computes_nothing_while_it_issues(file: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("low = 0.9", "low = 1.3", r"contention\[0\]\.low: expected at most high, 1.2, got 1.3"),
-        ("compute = 3", "compute = 0", r"contention\[1\]\.compute: expected a number above 0"),
+        ("low = 0.9", "low = 1.3", r"residuals\[0\]\.low: expected at most high, 1.2, got 1.3"),
+        ("cores = 2", "cores = 0", r"sharing\.cores: expected"),
+        ("beyond = 0.5", "beyond = -1", r"sharing\.beyond: expected a number of at least 0"),
         ("gbs = 1\n\n[node]", "gbs = 0\n\n[node]", r"device\.ops\.f32\.Relu\.gbs: expected a number above 0"),
         ("inline = true", "inline = 1", r"runtime\.inline: expected true or false"),
     ],

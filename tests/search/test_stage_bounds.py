@@ -113,7 +113,7 @@ def test_what_is_saved_twice_is_seen(monkeypatch):
     monkeypatch.setattr(
         stage_bounds,
         "rank_memory",
-        lambda schedule, stages: memory(schedule, [x._replace(saved=2 * x.saved) for x in stages]),
+        lambda schedule, stages, split: memory(schedule, [x._replace(saved=2 * x.saved) for x in stages], split),
     )
     setting = setting_of()
     assert any([excess(setting, c)[1] > 1 for c in PLANS])

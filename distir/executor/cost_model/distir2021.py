@@ -36,6 +36,11 @@ class DistIR2021(CostModel):
 
     overlap = False
 
+    @property
+    def sharing(self) -> None:
+        """None: ranks are on devices of their own."""
+        return None
+
     def compute_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, what: DeviceSpec) -> float:
         if spec.name in _FREE or spec.route == "axis":  # along the time axis: microbatches are joined, a concat
             return 0.0

@@ -14,6 +14,7 @@ from distir.executor.simulator.lifetimes import Lifetimes, Order
 from distir.executor.simulator.memory import LiveMemory, MemoryUse
 from distir.executor.simulator.overheads import Overheads, overheads
 from distir.executor.simulator.pools import in_pools
+from distir.executor.simulator.shared_cores import on_shared_cores
 from distir.executor.simulator.trace import Run, Trace, write_chrome
 from distir.ir.device import Device
 from distir.ir.errors import UsageError
@@ -60,6 +61,8 @@ class Simulator:
         if types is not None:
             function = infer_types(function, types)
         program = CompiledProgram(function, self.cost_model, self.overlap)
+        if self.cost_model.sharing is not None:
+            program = on_shared_cores(program, self.cost_model.sharing)
         clock = [0.0] * len(program.streams)
         ready: list[float] = []
         entries = program.main.run(clock, ready)

@@ -1,0 +1,176 @@
+"""Ranks that share the cores of a host: compute takes longer while more ranks are busy than there are cores.
+
+A rank is busy while it computes, and, where its cores do the work, while it communicates; one that waits or sleeps is
+not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing).
+Collectives and transfers are not slowed, but the ranks of a collective do not arrive together (see `Sharing`). The
+program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each part
+has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from heapq import heappop, heappush
+from math import sqrt
+from typing import NamedTuple
+
+from distir.executor.cost_model.seconds import quantize
+from distir.executor.simulator.compile import CompiledProgram
+from distir.executor.simulator.maxplus import Call, Code, OpPart, OpPlan
+from distir.ir.function import Function
+from distir.ir.topology import Sharing
+
+
+class _Task(NamedTuple):
+    """A part of the program, or the issue of one: seconds alone, streams, the tasks it waits for, busy ranks, whether
+    it computes, and the classes that communicate in it; `meets`: in a collective."""
+
+    seconds: float
+    streams: tuple[int, ...]
+    needs: Sequence[int]
+    ranks: int = 0
+    computes: bool = True
+    classes: tuple[int, ...] = ()
+    meets: bool = False
+
+
+class _Timed(NamedTuple):
+    """The tasks of a part: those of its issues by host, and its own."""
+
+    issues: tuple[tuple[int, int], ...]
+    part: int
+
+
+def on_shared_cores(program: CompiledProgram, sharing: Sharing) -> CompiledProgram:
+    """The program with the seconds that its parts take on shared cores, quantized as all durations."""
+    if sum(program.classes.sizes) <= (1 if sharing.communication else sharing.cores):
+        return program
+    tasks: list[_Task] = []
+    timed: list[_Timed] = []
+    _flatten(program, program.main, [() for _ in program.main.columns], tasks, timed)
+    seconds = _run(tasks, len(program.streams), len(program.classes.sizes), sharing)
+    out = copy(program)
+    out.main = _with_seconds(program.main, program.streams, iter(timed), seconds)
+    return out
+
+
+def _flatten(
+    program: CompiledProgram, code: Code, given: Iterable[Sequence[int]], tasks: list[_Task], timed: list[_Timed]
+) -> list[Sequence[int]]:
+    """Add the tasks of a run of code to `tasks`, calls expanded. `given`: the tasks that each input slot waits for;
+    the result is that of all slots."""
+    slots, sizes = list(given), program.classes.sizes
+    parts = iter(
+        [(op, x) for op, p in zip(code.function.ops, code.plans, strict=True) if isinstance(p, OpPlan) for x in p.parts]
+    )
+    issues = code.issues or [None] * len(code.duration)
+    for needs, more, issue in zip(code.needs, code.more, issues, strict=True):
+        if isinstance(more, Call):
+            for host, waited in more.waits.items():
+                tasks.append(_Task(0.0, (host,), [k for j in waited for k in slots[j]]))
+            inputs = [[k for j in found for k in slots[j]] for found in more.given]
+            inside = _flatten(program, more.body, inputs, tasks, timed)
+            if more.slots:
+                slots += [[k for j in found for k in inside[j]] for _, _, found in more.body.outputs]
+            continue
+        op, part = next(parts)
+        waits = [k for j in needs for k in slots[j]]
+        hosts: list[tuple[int, int]] = []
+        for host, seconds in issue or ():
+            hosts.append((host, len(tasks)))
+            waits.append(len(tasks))
+            tasks.append(_Task(seconds, (host,), (), sizes[program.streams[host][0]]))
+        timed.append(_Timed(tuple(hosts), len(tasks)))
+        slots.append((len(tasks),))
+        sleeps = op.spec.comm is not None and op.spec.comm.seconds is not None
+        ranks = 0 if sleeps else sum([sizes[c] for c in part.classes])
+        among = part.classes if part.communicates else ()
+        meets = part.communicates and part.sources == part.targets != () and ranks > 1
+        computes = not (part.communicates or sleeps)
+        tasks.append(_Task(part.duration, part.streams, waits, ranks, computes, among, meets))
+    return slots
+
+
+def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: Sharing) -> list[float]:
+    """The seconds of each task. Each stream runs its tasks in their order."""
+    missing, after = _order(tasks, streams)
+    met = [0.0] * classes
+    """When each class last communicated."""
+    now = work = 0.0  # seconds since the start, and those of compute that each computing task has had since then
+    busy = [0, 0]  # ranks that communicate, that compute
+    running: tuple[list[tuple[float, int]], list[tuple[float, int]]] = [], []
+    """Tasks by their end: of communication in `now`, of compute in `work`."""
+    start, taken = [0.0] * len(tasks), [0.0] * len(tasks)
+    ready = [k for k, n in enumerate(missing) if not n]
+    while True:
+        for k in ready:
+            task = tasks[k]
+            busy[task.computes] += task.ranks
+            start[k] = now
+            waits = sqrt(sharing.jitter * (now - min([met[c] for c in task.classes]))) if task.meets else 0.0
+            heappush(running[task.computes], ((work if task.computes else now) + task.seconds + waits, k))
+        ready.clear()
+        communicating, computing = running
+        slower = sharing.slower(busy[1] + busy[0] * sharing.communication)
+        if computing and (end := now + (computing[0][0] - work) * slower) <= (communicating or [(end, 0)])[0][0]:
+            work, k = heappop(computing)
+            now = end
+        elif communicating:
+            end, k = heappop(communicating)
+            now, work = end, work + (end - now) / slower
+        else:
+            return taken
+        task = tasks[k]
+        busy[task.computes] -= task.ranks
+        taken[k] = now - start[k]
+        for c in task.classes:
+            met[c] = now
+        for j in after[k]:
+            missing[j] -= 1
+            if not missing[j]:
+                ready.append(j)
+
+
+def _order(tasks: Sequence[_Task], streams: int) -> tuple[list[int], list[list[int]]]:
+    """Of each task how many must end before it begins, those that it waits for and the last on its streams, and the
+    tasks after it."""
+    missing: list[int] = []
+    after: list[list[int]] = [[] for _ in tasks]
+    last: list[int | None] = [None] * streams
+    for k, task in enumerate(tasks):
+        before = {*task.needs, *[j for s in task.streams if (j := last[s]) is not None]}
+        for j in before:
+            after[j].append(k)
+        for s in task.streams:
+            last[s] = k
+        missing.append(len(before))
+    return missing, after
+
+
+def _with_seconds(
+    code: Code, streams: Sequence[tuple[int, str]], timed: Iterator[_Timed], seconds: Sequence[float]
+) -> Code:
+    """The code with the seconds of its run's tasks, in their order: each call has code of its own."""
+    bodies: list[Code] = []
+    plans: list[OpPlan | None] = []
+    for plan in code.plans:
+        if isinstance(plan, Call):
+            bodies.append(_with_seconds(plan.body, streams, timed, seconds))
+            plans.append(None)
+            continue
+        parts = tuple([_part(part, next(timed), seconds) for part in plan.parts])
+        plans.append(plan._replace(parts=parts, simple=parts[0] if plan.simple else None))
+    made = iter(bodies)
+
+    def body(callee: Function) -> Code:
+        return next(made)
+
+    return code.timed(streams, zip(code.function.ops, plans, strict=True), body)
+
+
+def _part(part: OpPart, timed: _Timed, seconds: Sequence[float]) -> OpPart:
+    issues = tuple([(host, quantize(seconds[k])) for host, k in timed.issues])
+    return part._replace(
+        duration=quantize(seconds[timed.part]), issues=issues if part.issues or issues else part.issues
+    )

@@ -1,0 +1,159 @@
+"""Ranks that share the cores of a host: what the seconds of every op must be, from what is busy beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import distir
+from distir.api.calibration_runs import perceptron
+from distir.executor.cost_model import CostModel
+from distir.executor.simulator import shared_cores
+from distir.executor.simulator.simulation import Simulation, Simulator
+from distir.hardware import load_cluster, this_host
+from distir.ir import Device, Function, FunctionMaker, Mesh
+from distir.ir.host_runtime import Runtime
+from distir.ir.topology import Sharing, Topology
+from distir.ir.type import SUM, Float32, Tensor
+from tests.executor.random_schedules import random_program
+
+
+def simulated(f: Function, t: Topology, sharing: Sharing | None, runtime: Runtime | None = None) -> Simulation:
+    assert t.regular is not None
+    return Simulator(CostModel(Topology(replace(t.regular, sharing=sharing)), runtime=runtime)).interpret(f)
+
+
+def law_holds(alone: Simulation, shared: Simulation, sharing: Sharing) -> bool:
+    """Whether each op of compute got its seconds alone, at the rate that is left to it by what is busy beside it; and
+    communication its own."""
+    events = list(zip(alone.trace, shared.trace, strict=True))
+    edges = sorted({t for _, e in events for t in (e.ts, e.ts + e.dur)})
+    weights = [(e.ts, e.ts + e.dur, 1.0 if e.tid == "compute" else sharing.communication) for _, e in events]
+    spans = [(a, b, sharing.slower(sum([w for s, t, w in weights if s <= a and b <= t]))) for a, b in pairwise(edges)]
+    for before, after in events:
+        got = after.dur
+        if before.tid == "compute":
+            got = sum([(b - a) / slower for a, b, slower in spans if after.ts <= a and b <= after.ts + after.dur])
+        if got != pytest.approx(before.dur, rel=1e-6, abs=1e-12):
+            return False
+    return True
+
+
+SHARINGS = st.builds(
+    Sharing, st.integers(1, 3), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.6, 1.0]), st.just(0.0)
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(st.integers(0, 1 << 30), SHARINGS)
+def test_random_programs_obey_the_law(seed: int, sharing: Sharing) -> None:
+    f, t = random_program(seed)
+    if t.uniform is None or t.uniform.intra.slows or t.uniform.inter.slows:
+        return
+    alone, shared = simulated(f, t, None), simulated(f, t, sharing)
+    assert law_holds(alone, shared, sharing)
+    assert shared.seconds >= alone.seconds * (1 - 1e-12)
+    work = sum([e.dur for e in alone.trace if e.tid == "compute"])
+    assert shared.seconds >= work / sharing.cores * (1 - 1e-9)
+
+
+def test_the_law_sees_a_wrong_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    f, t = chains([4, 4, 2])
+    sharing = Sharing(2)
+    monkeypatch.setattr(shared_cores, "_run", lambda tasks, *_: [x.seconds for x in tasks])
+    assert not law_holds(simulated(f, t, None), simulated(f, t, sharing), sharing)
+
+
+def chains(lengths: list[int]) -> tuple[Function, Topology]:
+    """On each device so many ops, one after another, of 1 ms each."""
+    t = load_cluster("cpu-2core", devices=len(lengths), nodes=2)
+    assert t.regular is not None
+    t = Topology(replace(t.regular, spec=replace(t.regular.spec, kernel_launch_overhead=1e-3, dram_bandwidth=1e30)))
+    f = FunctionMaker("chains")
+    ends = []
+    for device, n in zip(t.devices, lengths, strict=False):
+        x = f.add_input_value(f"x{device.index}", Tensor(Float32, (1,), device=device))
+        for _ in range(n):
+            x = f.emit("Relu", x)
+        ends.append(x)
+    f.set_outputs(ends)
+    return f.finalize(), t
+
+
+@pytest.mark.parametrize(
+    ("cores", "lengths", "seconds"),
+    [
+        (2, [3, 3], [3, 3]),
+        (1, [3, 3], [6, 6]),
+        (2, [2, 2, 2, 2], [4, 4, 4, 4]),
+        # two share a core until the shorter has its 2 ms at 4 ms; then the other has the core
+        (1, [2, 5], [4, 7]),
+        # three on two cores at two thirds: 1 ms takes 1.5 ms; then each has a core
+        (2, [1, 3, 3], [1.5, 3.5, 3.5]),
+    ],
+)
+def test_chains_by_hand(cores: int, lengths: list[int], seconds: list[float]) -> None:
+    f, t = chains(lengths)
+    shared = simulated(f, t, Sharing(cores))
+    assert [shared.timestamps[d] * 1e3 for d in t.devices[: len(lengths)]] == pytest.approx(seconds)
+
+
+def test_compute_beyond_the_cores_is_slower_than_in_proportion() -> None:
+    f, t = chains([2, 2, 2, 2])
+    assert simulated(f, t, Sharing(2, beyond=0.1)).seconds * 1e3 == pytest.approx(4 * 1.1)
+
+
+def reduced() -> tuple[Function, Topology]:
+    """Two ranks compute for 4 ms, then add up."""
+    _, t = chains([0, 0])
+    mesh = Mesh(t.devices[:2], {"dp": 2}, "all")
+    f = FunctionMaker("reduced")
+    x = f.add_input_value("x", Tensor.whole(Float32, (2,), mesh, [SUM]))
+    for _ in range(4):
+        x = f.emit("Add", x, x)
+    f.set_outputs([f.emit("MPIAllreduce", x, axis="dp")])
+    return f.finalize(), t
+
+
+def test_the_ranks_of_a_collective_do_not_arrive_together() -> None:
+    """By sqrt(jitter * seconds without communication)."""
+    f, t = reduced()
+    alone, shared = (simulated(f, t, Sharing(2, jitter=x)).seconds for x in (0.0, 9e-3))
+    assert shared - alone == pytest.approx((9e-3 * 4e-3) ** 0.5)
+
+
+def test_what_is_issued_takes_a_core() -> None:
+    """Both ranks issue the collective at once, for 1 ms, on one core."""
+    f, t = reduced()
+    runtime = Runtime("inline", communication=1e-3, inline=True)
+    two, one = (simulated(f, t, Sharing(n), runtime).seconds for n in (2, 1))
+    assert one - two == pytest.approx(4e-3 + 1e-3)
+
+
+def test_ranks_that_sleep_take_no_core() -> None:
+    """The seconds of a proxy's compute are given."""
+    _, t = chains([0, 0])
+    f = FunctionMaker("sleeps")
+    xs = [f.add_input_value(f"x{d.index}", Tensor(Float32, (1,), device=d)) for d in t.devices[:2]]
+    f.set_outputs([f.emit("Sleep", x, seconds=5e-3, types=(x.type,)) for x in xs])
+    assert simulated(f.finalize(), t, Sharing(1)).seconds == pytest.approx(5e-3)
+
+
+def test_steps_of_a_model_on_this_host() -> None:
+    """Four replicas on two cores take twice as long as on four, as they communicate little; all shares add up."""
+    model = distir.Model(perceptron([512] * 4, 512, Float32)).training("mse", "sgd")
+    two, four = (distir.simulate(model, distir.Plan(dp=4), this_host(4, cores=n)) for n in (2, 4))
+    assert 1.6 < two.step_seconds / four.step_seconds <= 2
+    for stage in two.simulation.stages:
+        assert stage.compute + stage.communication + stage.bubble == pytest.approx(two.step_seconds)
+    assert sum([s.compute + s.communication for s in two.simulation.stages]) > 0
+
+
+def test_devices_of_their_own_share_nothing() -> None:
+    f, t = chains([3, 3])
+    device = Device("cpu", 0)
+    assert simulated(f, t, Sharing(2, communication=0.0)).timestamps[device] == pytest.approx(3e-3)
