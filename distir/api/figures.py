@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from distir.executor.cost_model.seconds import computed_in
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, type_of
 from distir.ir.type import Tensor
@@ -37,6 +38,17 @@ def parameters_of(rows: Iterable[tuple[str, tuple[int, ...], int]]) -> dict[str,
         tensors, elements, total = found.get(name, (0, 0, 0))
         found[name] = Parameters(tensors + 1, elements + n, total + n * size)
     return dict(sorted(found.items(), key=lambda row: -row[1].bytes))
+
+
+def parameters_line(function: Function) -> str:
+    """The number of parameters, their types, and that of the products, if it is one and another: as text."""
+    by_type = parameters(function)
+    kinds = " and ".join(by_type) or "no weights"
+    ops = [op for f in (function, *function.callees()) for op in f.ops if op.spec.kernel is not None]
+    found = {t and t.name for t in [computed_in([v.type for v in op.inputs], []) for op in ops]}
+    products = found.pop() if len(found) == 1 else None
+    kinds += f", products in {products}" if products and products not in by_type else ""
+    return f"{summed(by_type).elements:,} parameters ({kinds})"
 
 
 def flops(function: Function) -> float:

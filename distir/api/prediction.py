@@ -9,9 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distir.api.figures import count, flops, parameters, summed
+from distir.api.figures import count, flops, parameters, parameters_line
 from distir.api.results import Summary, aligned, html_table, paragraphs, rates, seconds, size
-from distir.executor.cost_model.seconds import computed_in
 from distir.executor.simulator.labels import SEND
 from distir.executor.simulator.step_parts import IDEAL, StageParts, step_parts
 from distir.ir.function import Function
@@ -170,19 +169,9 @@ class Prediction:
 
     def head(self) -> list[str]:
         """The model and its work, the plan, the cluster."""
-        by_type = parameters(self.source)
-        kinds = " and ".join(by_type) or "no weights"
-        products = self._products()
-        kinds += f", products in {products}" if products and products not in by_type else ""
-        work = f"{summed(by_type).elements:,} parameters ({kinds}), {count(self.flops)}FLOPs a step"
+        work = f"{parameters_line(self.source)}, {count(self.flops)}FLOPs a step"
         first, *rest = self.summary.lines()
         return [first, work, *rest, f"cluster {self.cluster}"]
-
-    def _products(self) -> str | None:
-        """The type in which matrix products, convolutions and attention are computed, if all are in one."""
-        ops = [op for f in (self.source, *self.source.callees()) for op in f.ops if op.spec.kernel is not None]
-        found = {t and t.name for t in [computed_in([v.type for v in op.inputs], []) for op in ops]}
-        return found.pop() if len(found) == 1 else None
 
     def lines(self) -> list[str]:
         """Rates and utilization, communication by axis, memory of the worst rank."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from distir.api import Model, Plan, load
 from distir.api.compilation import cost_model
+from distir.api.interop.conversion import emit
+from distir.api.interop.plan_settings import TrainingSettings
 from distir.api.model import NO_LOSS, TEXT, Precision
 from distir.api.plot import format_of, save
 from distir.cli.other_tools import check_targets, training_settings, write_plans, written_lines
@@ -39,7 +41,8 @@ def plan(args: argparse.Namespace) -> None:
             def on_step(state: Progressed, left: int) -> None:
                 best = state.fitting[:1]
                 text = f", best {best[0].outcome.seconds:.4g} s" if best else ""
-                progress.phase(f"{len(state.found)} plans simulated, {left:,} left{text}", len(state.found) + left)
+                done = counted(len(state.found), "plan")
+                progress.phase(f"{done} simulated, {left:,} left{text}", len(state.found) + left)
                 progress.advance(len(state.found) - 1)
 
             try:
@@ -93,7 +96,14 @@ def _write(args: argparse.Namespace, found: list[PlanTable], model: Model, progr
         if args.emit_rank > len(rows):
             raise UsageError(f"--emit-rank {args.emit_rank}, but the table has {counted(len(rows), 'row')}")
         settings = training_settings(args, model, _precision(args))
-        files["emitted"] = write_plans(args.emit, rows[args.emit_rank - 1].plan, settings)
+        try:
+            files["emitted"] = write_plans(args.emit, rows[args.emit_rank - 1].plan, settings)
+        except InfeasibleError as e:
+            able = next((k for k, row in enumerate(rows, 1) if _expressed(args, row.plan, settings)), None)
+            if able is None:
+                raise
+            hint = f"--emit-rank {able}: the first row that can be expressed"
+            raise InfeasibleError(e.message, "; or ".join([*([e.hint] if e.hint else []), hint])) from None
     if args.plot is not None:
         save(front_figure(found), args.plot)
         files["figure"] = args.plot
@@ -102,6 +112,16 @@ def _write(args: argparse.Namespace, found: list[PlanTable], model: Model, progr
         save_report(found, args.report)
         files["report"] = args.report
     return files
+
+
+def _expressed(args: argparse.Namespace, plan: Plan, settings: TrainingSettings) -> bool:
+    """Whether all tools of --emit can express the plan."""
+    try:
+        for tool, _ in args.emit:
+            emit(plan, tool, settings)
+    except InfeasibleError:
+        return False
+    return True
 
 
 def _precision(args: argparse.Namespace) -> Precision:
@@ -116,6 +136,8 @@ def _model(args: argparse.Namespace) -> Model:
     else:
         free = symbolic_dims(args.model)
         names = (args.batch_dim or (free[0] if free else None), "seq")
+        if args.batch is None and names[0] is not None and names[0] not in dims:
+            raise UsageError(f"{args.model}: how many samples a step has is not given", "--batch 64")
     for name, flag, size in zip(names, ("--batch", "--seq"), (args.batch, args.seq), strict=True):
         if size is None:
             continue

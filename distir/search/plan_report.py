@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from html import escape
@@ -12,10 +11,7 @@ from distir.api.explain import Explanation
 from distir.api.results import html_table, paragraphs, seconds, size
 from distir.ir.errors import counted
 from distir.ir.files import written
-from distir.ir.function import Function
-from distir.ops.rules import shape_of
-from distir.search.plan_table import ADVICE, PlanTable
-from distir.transforms.roles import weights
+from distir.search.plan_table import PlanTable
 from distir.viz import Choice, memory, pareto, timeline
 from distir.viz.pareto import numbered_front
 
@@ -57,6 +53,10 @@ footer { margin-top: 3rem; color: var(--muted); font-size: .82rem; }
 @media print { details { display: none; } h2 { break-after: avoid; } svg { break-inside: avoid; } }
 """
 
+_FOOTER = (
+    "Predicted by distir plan. Times are of one training step, simulated. Memory over time is that of live tensors; "
+    "elsewhere it has what the driver and libraries take, too."
+)
 _GRAIN = 1 / 600
 """The share of a timeline that is a pixel or so wide."""
 _STAGES = 4
@@ -101,7 +101,7 @@ def report(tables: Sequence[PlanTable]) -> str:
 </head>
 <body>
 {articles}
-<footer>Predicted by distir plan. Times are of one training step, simulated; memory is that of live tensors.</footer>
+<footer>{_FOOTER}</footer>
 </body>
 </html>
 """
@@ -130,19 +130,13 @@ def _article(table: PlanTable, prefix: str) -> str:
 
 def _question(table: PlanTable) -> str:
     """What was asked."""
-    work = table.rows[0].work
-    parameters = "" if table.setting is None else f" ({_parameters(table.setting.model.function):,} parameters)"
-    batch = counted(work.samples, "sample") + (f", {work.tokens:,} tokens" if work.tokens else "")
     have = " or ".join([size(x + table.reserve) for x in _limits(table)])
     lines = [
-        f"Which plan trains {table.model}{parameters} quickest on {table.cluster}, a step of {batch}?",
+        f"Which plan trains {table.model} quickest on {counted(table.gpus, 'device')} of {table.cluster}?",
+        f"A{table.step()[1:]}.",
         f"Each device has {have} of memory, {size(table.reserve)} of it in reserve.",
     ]
     return paragraphs(lines)
-
-
-def _parameters(function: Function) -> int:
-    return sum([math.prod(shape_of(v)) for v in weights(function) if v.kind != "state"])
 
 
 def _answer(table: PlanTable) -> str:
@@ -152,8 +146,8 @@ def _answer(table: PlanTable) -> str:
     rate = best.tokens_per_second
     found = best.detail
     limit = ""
-    if best.binds is not None:
-        what, change = ADVICE[best.binds]
+    if best.limit is not None:
+        what, change = best.limit
         limit = f"<p>It is limited by <b>{escape(what)}</b>. Next: {escape(change)}.</p>\n"
     cards = (
         (seconds(best.seconds), "a step"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.api.explain import Explanation, explain
+from distir.api.figures import parameters_line
 from distir.api.interop.plan_settings import CONTEXT, EXPERTS
 from distir.api.metrics import finite
 from distir.api.results import aligned, html_table, paragraphs, seconds, size
@@ -25,17 +26,41 @@ _AXES = ("tp", CONTEXT, EXPERTS, "dp", "pp")
 """The axes that have a column: those of context and experts only where a plan has them."""
 _SLIGHT = 0.1
 """The share of a step from which a loss is what binds it."""
-ADVICE = {
-    "tp": ("tensor-parallel communication", "less tensor parallelism, or sequence parallelism"),
-    CONTEXT: ("context-parallel communication", "more replicas, or a longer part of the sequence on each device"),
-    EXPERTS: ("the exchange of tokens between experts", "fewer devices along ep, or those of one node"),
-    "dp": ("data-parallel communication", "fewer replicas, a larger batch, or another ZeRO stage"),
-    "pp": ("communication between stages", "fewer stages, or larger microbatches"),
-    "bubble": ("the pipeline's bubble", "more microbatches, or more stages a rank"),
-    "memory": ("memory", "more GPUs: quicker plans of these do not fit"),
-    "compute": ("compute", "more GPUs, or quicker ones"),
+
+
+class Binding(NamedTuple):
+    """What may bind a plan: its name, what to change that is no setting of a plan, and the settings that may help."""
+
+    name: str
+    change: str
+    settings: tuple[str, ...] = ()
+
+
+BINDINGS = {
+    "tp": Binding(
+        "tensor-parallel communication",
+        "quicker links, or a larger batch, which may need less of it",
+        ("dp", "tp", "pp", "zero", "recompute", "sequence_parallel"),
+    ),
+    CONTEXT: Binding(
+        "context-parallel communication",
+        "quicker links, or a larger batch or shorter sequences",
+        ("dp", "tp", "pp", CONTEXT),
+    ),
+    EXPERTS: Binding(
+        "the exchange of tokens between experts", "quicker links between the devices of ep", ("tp", EXPERTS)
+    ),
+    "dp": Binding("data-parallel communication", "a larger batch, or quicker links", ("dp", "tp", "pp", "zero")),
+    "pp": Binding("communication between stages", "a larger batch, or quicker links", ("pp", "microbatch")),
+    "bubble": Binding(
+        "the pipeline's bubble", "a larger batch, of more microbatches", ("pp", "microbatch", "schedule", "chunks")
+    ),
+    "memory": Binding(
+        "memory", "more GPUs: quicker plans of these do not fit", ("tp", "pp", "microbatch", "zero", "recompute")
+    ),
+    "compute": Binding("compute", "more GPUs, or quicker ones"),
 }
-"""By what binds a plan its name, and the next thing to change."""
+"""By the key of what binds a plan."""
 
 
 def columns(plans: Sequence[Plan]) -> list[str]:
@@ -60,9 +85,10 @@ class StepWork(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A plan and its step. Seconds, bytes; `detail` has shares of the step, `binds` is a key of `ADVICE`.
+    """A plan and its step. Seconds, bytes; `detail` has shares of the step, `binds` is a key of `BINDINGS`.
 
-    Both are None, and the plan's program is not verified, if Ctrl-C came before that.
+    Both are None, and the plan's program is not verified, if Ctrl-C came before that. `held`: the settings that did not
+    vary.
 
     `mfu`: model FLOPs utilisation, the FLOPs of the model's products and attention in a step, without what is
     recomputed, over those that all devices could do in that time at the peak of their dtype. `family`: of what it is
@@ -79,6 +105,16 @@ class PlanRow:
     binds: str | None
     family: str | None = None
     certain: bool = True
+    held: tuple[str, ...] = ()
+
+    @property
+    def limit(self) -> tuple[str, str] | None:
+        """What binds the plan, and the next thing to change: the search has tried the settings that varied."""
+        if self.binds is None:
+            return None
+        what = BINDINGS[self.binds]
+        held = [name for name in what.settings if name in self.held]
+        return what.name, f"let {', '.join(held)} vary; {what.change}" if held else what.change
 
     @property
     def mfu(self) -> float:
@@ -112,7 +148,7 @@ class PlanRow:
             f"{rate:,.0f}",
             f"{rate / self.plan.size:,.0f}",
             f"{self.mfu:.1%}",
-            f"{self.flops_per_device / 1e12:,.0f}",
+            _tera(self.flops_per_device),
             *shares,
             size(self.memory),
             size(self.headroom),
@@ -138,14 +174,21 @@ class PlanRow:
             "memory_at_peak": detail and detail.memory,
             "headroom": self.headroom,
             "binds": self.binds,
-            "next": ADVICE[self.binds][1] if self.binds is not None else None,
+            "next": self.limit and self.limit[1],
         }
 
 
+def _tera(x: float) -> str:
+    x /= 1e12
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
+
+
 class Short(NamedTuple):
-    """A plan that does not fit: on which rank, by how many bytes, and that rank's bytes by category."""
+    """A plan that does not fit: seconds of its step, on which rank, by how many bytes, and that rank's bytes by
+    category."""
 
     plan: Plan
+    seconds: float
     rank: str
     over: float
     memory: dict[str, int]
@@ -228,7 +271,8 @@ class PlanTable:
     def table(self) -> list[tuple[str, ...]]:
         """A header and a row a plan."""
         axes = columns([row.plan for row in self.rows])
-        return [(*_FIRST, *axes, *_LAST), *[row.cells(axes) for row in self.rows]]
+        first = [name if self.rows[0].work.tokens else name.replace("tokens", "samples") for name in _FIRST]
+        return [(*first, *axes, *_LAST), *[row.cells(axes) for row in self.rows]]
 
     def family_table(self) -> list[tuple[str, ...]]:
         """A header and the best of each family, with what it costs."""
@@ -246,19 +290,27 @@ class PlanTable:
             f"{self.model} on {counted(self.gpus, 'device')} of {self.cluster}, {size(self.reserve)} of each reserved"
         )
 
+    def step(self) -> str:
+        """The step that was planned: its samples and tokens, the model's parameters and their types."""
+        work = self.rows[0].work
+        parts = [f"a step of {counted(work.samples, 'sample')}"]
+        if work.tokens:
+            parts.append(f"{work.tokens:,} tokens")
+        if self.setting is not None:
+            parts.append(parameters_line(self.setting.model.function))
+        return ", ".join(parts)
+
     def lines(self) -> list[str]:
         """What binds the best plan, what is certain, and how the search went."""
         found: list[str] = []
-        if self.rows and (binds := self.rows[0].binds) is not None:
-            what, change = ADVICE[binds]
+        if self.rows and (limit := self.rows[0].limit) is not None:
+            what, change = limit
             found.append(f"the best plan is limited by {what}; next: {change}")
         if self.short is not None:
-            found.append(f"quickest that does not fit: {self.short}")
-        certain = (
-            "every plan was simulated"
-            if self.bound == float("inf")
-            else (f"no plan left out is quicker than {seconds(self.bound)}")
-        )
+            found.append(f"quickest that does not fit, {seconds(self.short.seconds)}: {self.short}")
+        certain = f"no plan left out is quicker than {seconds(self.bound)}" if self.bound else "others may be quicker"
+        if self.bound == float("inf"):
+            certain = "every plan was simulated"
         found.append(
             f"{counted(self.plans, 'plan')}: {self.simulated:,} simulated, {self.excluded:,} cannot fit; {certain}"
         )
@@ -269,7 +321,7 @@ class PlanTable:
         return found
 
     def __str__(self) -> str:
-        parts = [self.head(), "", *aligned(self.table()), ""]
+        parts = [self.head(), self.step(), "", *aligned(self.table()), ""]
         if self.families:
             parts += [*_left(self.family_table()), ""]
         return "\n".join([*parts, *self.lines()])
@@ -278,7 +330,7 @@ class PlanTable:
 
     def _repr_html_(self) -> str:
         families = html_table(self.family_table()) if self.families else ""
-        return paragraphs([self.head()]) + html_table(self.table()) + families + paragraphs(self.lines())
+        return paragraphs([self.head(), self.step()]) + html_table(self.table()) + families + paragraphs(self.lines())
 
     def to_json(self) -> dict[str, Any]:
         """Seconds, bytes, FLOP/s; shares of the step."""
@@ -287,6 +339,8 @@ class PlanTable:
                 "model": self.model,
                 "cluster": self.cluster,
                 "devices": self.gpus,
+                "batch": self.rows[0].work.samples,
+                "tokens": self.rows[0].work.tokens,
                 "memory_reserve": self.reserve,
                 "plans": [row.to_json() for row in self.rows],
                 "families": [row.to_json() for row in self.families],
@@ -325,4 +379,5 @@ def what_binds(detail: Detail, memory: bool) -> str:
 
 def short_of(found: Simulated, detail: Detail, batch: int) -> Short:
     """A plan that does not fit, in words."""
-    return Short(found.candidate.plan(batch), found.outcome.rank, found.outcome.over, detail.memory)
+    outcome = found.outcome
+    return Short(found.candidate.plan(batch), outcome.seconds, outcome.rank, outcome.over, detail.memory)

@@ -26,7 +26,7 @@ from distir.transforms.roles import weights
 
 GIB = 1 << 30
 RESERVE_GIB = 1.0
-"""What the driver and the communication library take of a device, roughly."""
+"""For what is not predicted, such as holes between the allocator's blocks."""
 _FAMILY_TRIES = 6
 """The most simulations to find the best of a family."""
 _SHORT_TRIES = 8
@@ -90,6 +90,9 @@ def plan(
             f"plan for at most {len(cost.topology.devices)}",
         )
     setting = Setting(model, model.batch, cost, memory_reserve * GIB)
+    most = max([cost.topology.spec(d).capacity for d in cost.topology.devices])
+    if setting.reserve >= most:
+        raise UsageError(f"a reserve of {size(setting.reserve)} leaves nothing of {size(most)} a device")
     all_plans = space(model.function, model.batch, gpus, cost.topology, vary, fix)
     bounds = Bounds(setting)
     with simulators(setting, host_cores()) as several:
@@ -200,7 +203,7 @@ class _Result(NamedTuple):
             binds = detail and what_binds(detail, short is not None and family is None)
             made = x.candidate.plan(setting.batch)
             figures = outcome.seconds, x.bound, outcome.memory, -outcome.over
-            return PlanRow(made, *figures, detail, done, binds, family, certain)
+            return PlanRow(made, *figures, detail, done, binds, family, certain, self.space.held)
 
         return PlanTable(
             setting.model.name,
@@ -264,14 +267,14 @@ def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simu
     have = least.outcome.memory - least.outcome.over
     said = short_of(least, detail, setting.batch)
     needed = gpus * 2 ** math.ceil(math.log2(max(2.0, least.outcome.memory / have)))
-    ways = [f"more GPUs: {needed} may do"]
     c = least.candidate
-    if c.recompute != "full":
-        ways.append("recomputation: let recompute vary")
-    if c.zero < 3 and c.dp > 1:
-        ways.append("ZeRO: let zero vary")
-    if c.microbatch > 1:
-        ways.append("smaller microbatches: let microbatch vary")
-    ways += [f"{_AXIS_NAMES[name]}: let {name} vary" for name in found.unused]
+    more_of = {
+        "recompute": ("recomputation", c.recompute != "full"),
+        "zero": ("ZeRO", c.zero < 3 and c.dp > 1),
+        "microbatch": ("smaller microbatches", c.microbatch > 1),
+    }
+    names = {name: what for name, (what, helps) in more_of.items() if helps and name in found.held}
+    names |= {name: _AXIS_NAMES[name] for name in found.unused}
+    ways = [f"more GPUs: {needed} may do", *[f"{what}: let {name} vary" for name, what in names.items()]]
     message = f"none of {counted(len(found.candidates), 'plan')} fits in {size(have)} a device; least short is {said}"
     return InfeasibleError(message, "; or ".join(ways))

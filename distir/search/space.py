@@ -144,11 +144,13 @@ _SAME_NODES = "another order of the axes puts equal groups of devices into the n
 
 
 class Space(NamedTuple):
-    """The candidates, how many each rule left out, by its reason, and the axes that might vary, too."""
+    """The candidates; how many each rule left out, by its reason; the axes that might vary, too; the settings of the
+    model that do not vary."""
 
     candidates: list[Candidate]
     left_out: Mapping[str, int]
     unused: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
 
 
 def space(
@@ -191,8 +193,10 @@ def space(
             dropped[_SAME_NODES] += math.factorial(len(c.order)) - len(orders[key])
         found += [c._replace(order=order) for order in orders[key]]
     if not found:
-        raise _nothing(batch, gpus, fix)
-    return Space(found, dict(dropped), tuple([name for name in axes if all([not c.split for c in found])]))
+        raise _nothing(batch, gpus, fix, dropped)
+    held = [name for name in SETTINGS if name not in varied and (name not in FURTHER or name in axes)]
+    unused = [name for name in axes if all([not c.split for c in found])]
+    return Space(found, dict(dropped), tuple(unused), tuple(held))
 
 
 def _demanded(c: Candidate, fix: Mapping[str, Any]) -> bool:
@@ -371,9 +375,14 @@ def _check_axes(axes: Mapping[str, ModelAxis], vary: Sequence[str], fix: Mapping
             )
 
 
-def _nothing(batch: int, gpus: int, fix: Mapping[str, Any]) -> InfeasibleError:
+def _nothing(batch: int, gpus: int, fix: Mapping[str, Any], dropped: Mapping[str, int]) -> InfeasibleError:
     said = ", ".join([f"{name} {x}" for name, x in fix.items()])
     asked = f"{gpus} devices" + (f" with {said}" if said else "")
     degrees = [dp for dp in divisors(gpus) if batch % dp == 0]
     hint = f"a batch of {batch} divides by dp {', '.join(map(str, degrees[-4:]))}" if degrees else None
+    odd = [name for name in ("dp", "tp", "pp", *FURTHER) if gpus % fix.get(name, 1)]
+    if odd:
+        hint = f"{odd[0]} {fix[odd[0]]} does not divide {gpus}"
+    elif dropped:
+        hint = next(iter(dropped))
     return InfeasibleError(f"no plan for a batch of {batch} on {asked}", hint)

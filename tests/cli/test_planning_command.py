@@ -38,7 +38,7 @@ def test_json(capsys):
         (["--gpus", "0"], 2, "at least 1"),
         (["--gpus", "2", "--fix", "tp"], 2, "NAME=X"),
         (["--gpus", "2", "--vary", "dp,dq"], 2, "dq"),
-        (["--gpus", "2", "--memory-reserve", "79.9"], 4, "fits"),
+        (["--gpus", "2", "--memory-reserve", "79.05"], 4, "fits"),
         (["--gpus", "7", "--fix", "dp=7"], 4, "no plan for a batch of 4"),
         (["--gpus", "2", "--loss", "none"], 2, "training"),
         (["--gpus", "1,2", "--emit", "distir", "p.toml"], 2, "--emit writes one plan"),
@@ -92,6 +92,23 @@ def test_a_plan_that_a_tool_cannot_express(capsys, tmp_path):
     assert main([*line, "--emit", "megatron", str(path)]) == 0
     assert "--use-distributed-optimizer" in path.read_text()
     assert f"plan written for megatron to {path}" in capsys.readouterr().out
+
+
+def test_the_first_row_that_a_tool_can_express(capsys, tmp_path):
+    path = str(tmp_path / "plan.toml")
+    line = [*LINE, "--gpus", "2", "--vary", "zero", "--fix", "dp=2", "--emit", "torchtitan", path]
+    assert main([*line, "--emit-rank", "2"]) == 4
+    found = capsys.readouterr()
+    assert ["ZeRO 1" in x for x in found.out.splitlines() if x.startswith("dp ")] == [False, True, False]
+    assert found.err.endswith("; or --emit-rank 1: the first row that can be expressed\n")
+    assert main([*line, "--emit-rank", "1"]) == 0
+
+
+def test_a_batch_that_is_not_given(capsys):
+    line = ["plan", str(ROOT / "examples/gpt2-tiny.onnx"), "--cluster", "cpu-2core", "--gpus", "2"]
+    assert main(line) == 2
+    assert capsys.readouterr().err.endswith("is not given\nhint: --batch 64\n")
+    assert main([*line, "--dim", "batch=4", "--vary", "dp"]) == 0
 
 
 def test_figure_and_report(capsys, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from dataclasses import replace
 from multiprocessing import Value
 
 import pytest
@@ -16,9 +17,10 @@ from distir.ir.errors import InfeasibleError, UsageError
 from distir.search.best_first import search
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting, evaluate, examine
+from distir.search.plan_table import BINDINGS
 from distir.search.planning import plan
 from distir.search.simulating import Simulators
-from distir.search.space import RULES, Candidate, space
+from distir.search.space import RULES, SETTINGS, Candidate, space
 
 TINY = "gpt:layers=2,hidden=64,heads=4,vocab=64,seq=32"
 NARROW = ("dp", "tp", "pp", "microbatch", "zero", "schedule")
@@ -206,7 +208,48 @@ def test_nothing_fits():
     with pytest.raises(InfeasibleError, match=r"fits in .*least short is .*short by .* on .*most of it") as error:
         plan(trained(), topology, 2, vary=("dp", "tp", "pp"), memory_reserve=0)
     assert "more GPUs" in (error.value.hint or "")
-    assert "recompute" in (error.value.hint or "")
+    assert "let recompute vary" in (error.value.hint or "")
+    with pytest.raises(InfeasibleError, match="fits in") as error:
+        plan(trained(), topology, 2, memory_reserve=0.9 / 1024)
+    assert (error.value.hint or "").endswith(" may do; or context parallelism: let cp vary")  # all else does
+
+
+@pytest.mark.parametrize(
+    ("fix", "hint"),
+    [
+        ({"tp": 3}, "tp 3 does not divide 2"),
+        ({"tp": 1, "sequence_parallel": True}, "sequence parallelism is along the axis of tensor parallelism"),
+    ],
+)
+def test_why_there_is_no_plan(fix, hint):
+    with pytest.raises(InfeasibleError, match="no plan for a batch of 4") as error:
+        plan(trained(), "dgx-a100", 2, fix=fix)
+    assert (error.value.hint or "").startswith(hint)
+
+
+def test_what_to_change_is_no_setting_that_was_tried():
+    row = plan(trained(), "dgx-a100", 2, top=1).rows[0]
+    held = replace(row, binds="dp", held=("zero", "chunks"))
+    assert replace(row, binds="dp").limit == (BINDINGS["dp"].name, BINDINGS["dp"].change)
+    assert held.limit == (BINDINGS["dp"].name, f"let zero vary; {BINDINGS['dp'].change}")
+    assert {name for b in BINDINGS.values() for name in b.settings} <= set(SETTINGS)
+
+
+def test_the_step_that_was_planned():
+    table = plan(trained(), "dgx-a100", 2, top=1, vary=("dp",))
+    assert "a step of 4 samples" in str(table)
+    assert "parameters (f32, products in bf16)" in table.step()
+    assert (table.to_json()["batch"], table.to_json()["tokens"]) == (4, table.rows[0].work.tokens)
+    volumes = load("examples/mlp.onnx", {"batch": 4}, loss="mse", optimizer="sgd")
+    rows = plan(volumes, "cpu-2core", 2, top=1, vary=("dp",)).table()
+    assert "samples/s" in rows[0]
+    assert "tokens/s" not in rows[0]
+    assert float(rows[1][rows[0].index("TFLOP/s")]) > 0
+
+
+def test_nothing_is_certain_before_a_bound_is():
+    table = replace(plan(trained(), "dgx-a100", 2, top=1, vary=("dp",)), bound=0.0, interrupted=True)
+    assert table.lines()[-2].endswith("; others may be quicker")
 
 
 @pytest.mark.parametrize(
@@ -217,6 +260,7 @@ def test_nothing_fits():
         (2, {"vary": ("dq",)}, UsageError, "dq"),
         (2, {"fix": {"zero": 7}}, UsageError, "zero"),
         (2, {"memory_reserve": -1.0}, UsageError, "memory_reserve"),
+        (2, {"memory_reserve": 80.0}, UsageError, "a reserve of 80.0 GiB leaves nothing of 79.1 GiB a device"),
     ],
 )
 def test_bad_arguments(gpus, more, kind, words):

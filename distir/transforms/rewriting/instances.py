@@ -70,7 +70,7 @@ def _parted(op: Op) -> Iterator[tuple[int, Shape]]:
     old, new = shape_of(op.inputs[0]), shape_of(op.outputs[0])
     for a, b in groups(old, new):
         for one, several in ((old[slice(*a)], new[slice(*b)]), (new[slice(*b)], old[slice(*a)])):
-            several = tuple([n for n in several if n != 1])
+            one, several = [tuple([n for n in part if n != 1]) for part in (one, several)]
             if len(one) == 1 and len(several) > 1:
                 yield one[0], several
 

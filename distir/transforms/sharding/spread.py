@@ -88,7 +88,8 @@ def _check_batch(size: int, sharding: Sharding) -> None:
     fits = [str(m) for m in range(1, size // n + 1) if size % (n * m) == 0] if size % n == 0 else []
     into = " x ".join([*([replicas] if axes else []), counted(sharding.microbatches, "microbatch", "es")])
     if fits:
-        hint = f"{f'with {replicas} ' if axes else ''}use {', '.join(fits)} microbatches"
+        noun = "microbatch" if fits == ["1"] else "microbatches"
+        hint = f"{f'with {replicas} ' if axes else ''}use {', '.join(fits)} {noun}"
     else:
         hint = f"use a {' x '.join([a.name for a in axes])} that divides {size}"
     raise InfeasibleError(f"a batch of {size} does not divide by {into} = {sharding.pieces}", hint)

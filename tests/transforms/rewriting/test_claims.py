@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,17 @@ def test_an_exporter_s_attention_is_tried_at_small_sizes() -> None:
     assert env[k].type is Tensor(Float64, (3, 2, 5, 4))
     assert made[1].outputs[0].type is Tensor(Float64, (6, 4, 5))
     check_rewrite(function, new, evaluate)
+
+
+def test_dims_that_are_merged_behind_one_of_size_1_are_tried() -> None:
+    """Keys of grouped queries in a batch of one sample."""
+    f = FunctionMaker("grouped")
+    k = f.add_input_value("k", Tensor(Float32, (1, 2, 4, 4096, 128)))
+    f.set_outputs([f.emit("Reshape", k, shape=(1, 8, 4096, 128))])
+    (op,) = f.finalize().ops
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_gradient(op, evaluate)
 
 
 def test_a_weight_whose_gradient_is_a_constant() -> None:
