@@ -43,6 +43,14 @@ def cluster(folder: Path) -> CostModel:
     return CostModel(load_cluster(file))
 
 
+def test_ranks_beyond_the_cores_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they communicate was measured so; what they compute was not."""
+    monkeypatch.setattr("distir.hardware.host_cores", lambda: 2)
+    assert "[sharing]\ncores = 2\n" in to_toml(TIMINGS, 4, "net")
+    monkeypatch.setattr("distir.hardware.host_cores", lambda: 4)
+    assert "[sharing]" not in to_toml(TIMINGS, 4, "net")
+
+
 def seconds(cost: CostModel, *collectives: str, ranks: int = 4, size: int = 65_536) -> float:
     """Of collectives side by side, of whole values of so many bytes."""
     mesh = Mesh(cost.topology.devices[:ranks], {"x": ranks}, "m")
