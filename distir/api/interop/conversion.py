@@ -19,7 +19,8 @@ from distir.api.interop.plan_settings import (
 )
 from distir.api.interop.to_megatron import MEGATRON_STEPS, megatron_arguments, megatron_notes
 from distir.api.interop.to_torchtitan import TORCHTITAN_STEPS, torchtitan_notes, torchtitan_toml
-from distir.ir.errors import InfeasibleError
+from distir.api.model import Precision
+from distir.ir.errors import InfeasibleError, counted
 from distir.transforms.plan import Plan
 
 
@@ -33,8 +34,20 @@ class _Tool(NamedTuple):
     notes: Callable[[Request], Sequence[str]]
 
 
+def _distir_toml(request: Request) -> str:
+    """The plan as TOML; a comment says of what step it is, which `simulate` and `run` are to be told."""
+    of, text = request.settings, request.plan.to_toml()
+    if of.batch is None:
+        return text
+    step = counted(of.batch, "sample") + ("" if of.seq is None else f" of {of.seq} tokens")
+    flags = [f"--precision {of.precision.products}"] if of.precision.products != Precision().products else []
+    flags += [f"--dtype {of.dtype}"] if of.dtype is not None else []
+    first, rest = text.split("\n", 1)
+    return f"{first}, for a step of {', '.join([step, *flags])}\n{rest}"
+
+
 _TOOLS = {
-    "distir": _Tool("distir", (), lambda r: r.plan.to_toml(), lambda r: ()),
+    "distir": _Tool("distir", (), _distir_toml, lambda r: ()),
     "torchtitan": _Tool("torchtitan", TORCHTITAN_STEPS, torchtitan_toml, lambda r: torchtitan_notes(r.plan)),
     "megatron": _Tool("Megatron-LM", MEGATRON_STEPS, megatron_arguments, megatron_notes),
 }

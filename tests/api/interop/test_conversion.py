@@ -61,7 +61,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 SETTINGS = st.builds(
     TrainingSettings,
-    batch=st.just(2**8 * 3**4),
+    batch=st.just(2**12 * 3**4),
     seq=st.sampled_from([None, 2048]),
     precision=st.sampled_from(
         [
@@ -154,6 +154,14 @@ def torchtitan(plan: Plan, training: TrainingSettings = BATCH) -> dict[str, Any]
 def arguments(plan: Plan, tmp_path: Path, training: TrainingSettings = BATCH) -> dict[str, str]:
     path = written(tmp_path / "args", emit(plan, "megatron", training))
     return {name.removeprefix("--"): " ".join(words) for name, words in shell_options(path).options.items()}
+
+
+def test_a_plan_of_distir_says_of_what_step_it_is() -> None:
+    settings = TrainingSettings(64, 512, Precision("bf16"))
+    assert emit(Plan(dp=8), "distir", settings).startswith(
+        "# a plan of distir, for a step of 64 samples of 512 tokens, --precision bf16\n"
+    )
+    assert emit(Plan(), "distir", TrainingSettings()) == Plan().to_toml()
 
 
 def test_torchtitan_counts_samples_of_a_pipeline_and_of_accumulated_gradients() -> None:
