@@ -63,7 +63,7 @@ class Suite(NamedTuple):
 _CPU = (
     Training("40,64,32,8", 64, "adamw", 300),
     Training("gpt:layers=2,hidden=48,heads=4,vocab=600,seq=24", 8, "adamw", 200),
-    Training("gpt:layers=3,hidden=160,heads=4,vocab=3000,seq=96", 8, "adamw", 25),
+    Training("gpt:layers=2,hidden=256,heads=4,vocab=3000,seq=128", 8, "adamw", 12),
     Training("gpt:layers=1,hidden=384,heads=6,vocab=4000,seq=160", 8, "sgd", 7),
     Training("48,96,192,384,768,1024,512,64", 128, "sgd", 30),
 )
@@ -336,7 +336,7 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     if inline and len(steps) > 1:
         every = [step for measured in steps.values() for step in measured]
         limits = [(_LEAST, _MOST), (1e-3, 2.0), (1e-6, 1.0)]
-        found = shared(nearest(lambda x: far(shared(x), every), [1.0, 0.1, 3e-4], limits))
+        found = shared(nearest(lambda x: far(shared(x), every), [1.0, 0.1, 1e-3], limits))
     return replace(found, ratios={n: tuple(ratios_of(found, measured)) for n, measured in sorted(steps.items())})
 
 

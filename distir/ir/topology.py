@@ -175,13 +175,18 @@ class Residuals(NamedTuple):
         return seconds * self.low, seconds * self.high
 
 
+_BURST = 1e-3
+
+
 class Sharing(NamedTuple):
     """How the ranks of a host share its cores.
 
     While more ranks are busy than there are `cores`, compute takes longer in proportion, and `beyond` times the ranks
     per core beyond one longer still. A rank is busy while it computes; while it communicates it takes `communication`
-    of a core. How long ranks compute varies, as a random walk does: those that meet in a collective after t seconds
-    without communication wait for the last of them, sqrt(`jitter` * t) seconds.
+    of a core. What else runs interrupts ranks, for about a slice of the scheduler's: so the last rank of a collective is
+    late, in proportion to the seconds since they last communicated if these are few, and to their root if many, as sums
+    of random delays are: sqrt(b^2 + `jitter` * seconds) - b, with b of 1 ms, a third of a slice of Linux
+    (`base_slice_ns`, 3 ms on some cores).
     """
 
     cores: int
@@ -193,6 +198,10 @@ class Sharing(NamedTuple):
         """How many times as long compute takes while so many ranks are busy."""
         each = busy / self.cores
         return each * (1.0 + self.beyond * (each - 1.0)) if each > 1.0 else 1.0
+
+    def late(self, seconds: float) -> float:
+        """How many seconds the last of the ranks of a collective is late, after so many without communication."""
+        return math.sqrt(_BURST**2 + self.jitter * seconds) - _BURST
 
 
 @dataclass(frozen=True, slots=True)

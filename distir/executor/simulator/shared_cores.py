@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from heapq import heappop, heappush
-from math import sqrt
 from typing import NamedTuple
 
 from distir.executor.cost_model.seconds import quantize
@@ -108,7 +107,7 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: Sharing) -
             task = tasks[k]
             busy[task.computes] += task.ranks
             start[k] = now
-            waits = sqrt(sharing.jitter * (now - min([met[c] for c in task.classes]))) if task.meets else 0.0
+            waits = sharing.late(now - min([met[c] for c in task.classes])) if task.meets else 0.0
             heappush(running[task.computes], ((work if task.computes else now) + task.seconds + waits, k))
         ready.clear()
         communicating, computing = running
