@@ -183,7 +183,7 @@ class Sharing(NamedTuple):
 
     While more ranks are busy than there are `cores`, compute takes longer in proportion, and `beyond` times the ranks
     per core beyond one longer still. A rank is busy while it computes; while it communicates it takes `communication`
-    of a core. What else runs interrupts ranks, for about a slice of the scheduler's: so the last rank of a collective is
+    of a core. What else runs interrupts ranks, for about a slice of the scheduler: so the last rank of a collective is
     late, in proportion to the seconds since they last communicated if these are few, and to their root if many, as sums
     of random delays are: sqrt(b^2 + `jitter` * seconds) - b, with b of 1 ms, a third of a slice of Linux
     (`base_slice_ns`, 3 ms on some cores).
