@@ -34,7 +34,8 @@ class ConfigFile:
         if value is None:
             value = null if key in self.values and null is not REQUIRED else default
             if value is REQUIRED:
-                raise self.error(f"no field {key}, which models of type {self.values.get('model_type')} need")
+                models = self.values.get("model_type")
+                raise self.error(f"no field {key}{f', which models of type {models} need' if models else ''}")
             return value
         if kind is float and type(value) is int:
             value = float(value)
