@@ -90,6 +90,11 @@ def plan(
             f"plan for at most {len(cost.topology.devices)}",
         )
     setting = Setting(model, model.batch, cost, memory_reserve * GIB)
+    if setting.reserve and setting.room <= 0:
+        capacity = max([cost.topology.spec(d).capacity for d in cost.topology.devices])
+        taken = f"{size(setting.reserve)}, beside what a process takes before it begins,"
+        text = f"a reserve of {taken} leaves nothing of the {size(capacity)} of a device"
+        raise InfeasibleError(text, "a smaller memory_reserve")
     all_plans = space(model.function, model.batch, gpus, cost.topology, vary, fix)
     bounds = Bounds(setting)
     with simulators(setting, host_cores()) as several:
@@ -247,14 +252,14 @@ def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simu
     """An error that names the least short plan, and what would make it fit."""
     setting = bounds.setting
     known = [x for x in state.found if x.outcome.reason is None]
-    tried = {x.candidate for x in known}
-    lean = sorted([c for c in found.candidates if c not in tried], key=lambda c: bounds.of(c)[1])[:_SHORT_TRIES]
+    simulated = {x.candidate for x in known}
+    lean = sorted([c for c in found.candidates if c not in simulated], key=lambda c: bounds.of(c)[1])[:_SHORT_TRIES]
     more = search(bounds, (), several, lean)
     known += [x for x in more.found if x.outcome.reason is None]
     if not known:
-        reasons = dict.fromkeys([x.outcome.reason for x in (*state.found, *more.found) if x.outcome.reason])
+        why = next(x.outcome for x in (*state.found, *more.found))
         return InfeasibleError(
-            f"none of {counted(len(found.candidates), 'plan')} can be applied: {next(iter(reasons))}"
+            f"none of {counted(len(found.candidates), 'plan')} can be applied: {why.reason}", why.hint
         )
     least = min(known, key=lambda x: x.outcome.over)
     details, stopped = several.details([least.candidate])
@@ -265,12 +270,12 @@ def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simu
     said = short_of(least, detail, setting.batch)
     needed = gpus * 2 ** math.ceil(math.log2(max(2.0, least.outcome.memory / have)))
     ways = [f"more GPUs: {needed} may do"]
-    c = least.candidate
-    if c.recompute != "full":
+    tried = found.candidates
+    if all([c.recompute != "full" for c in tried]):
         ways.append("recomputation: let recompute vary")
-    if c.zero < 3 and c.dp > 1:
+    if all([c.zero < 3 for c in tried]) and any([c.dp > 1 for c in tried]):
         ways.append("ZeRO: let zero vary")
-    if c.microbatch > 1:
+    if all([c.microbatch > 1 for c in tried]):
         ways.append("smaller microbatches: let microbatch vary")
     ways += [f"{_AXIS_NAMES[name]}: let {name} vary" for name in found.unused]
     message = f"none of {counted(len(found.candidates), 'plan')} fits in {size(have)} a device; least short is {said}"

@@ -170,14 +170,20 @@ def space(
     _check_settings(vary or (), fix)
     axes = model_axes(function)
     _check_axes(axes, vary or (), fix)
-    varied = [name for name in (SETTINGS if vary is None else vary) if name not in fix]
+    given = SETTINGS if vary is None else vary
+    varied = [name for name in given if name not in fix]
     free = [name for name in (*varied, "microbatch") if name not in fix]
-    splits = _splits(axes, gpus, varied, fix, _LEAST_PART if vary is None else 1)
-    repeats = repeated(function)
+    repeats, most = repeated(function), len(function.ops)  # no pipeline rank is without an op
+
+    def combined(fix: Mapping[str, Any]) -> Iterator[Candidate]:
+        varied = [name for name in given if name not in fix]
+        splits = _splits(axes, gpus, varied, fix, _LEAST_PART if vary is None else 1)
+        return _combinations(batch, _factors(gpus, varied, fix, splits, most), varied, fix, repeats)
+
     orders: dict[object, list[tuple[str, ...]]] = {}
     found: list[Candidate] = []
     dropped: Counter[str] = Counter()
-    for c in _combinations(batch, _factors(gpus, varied, fix, splits), varied, fix, repeats):
+    for c in combined(fix):
         rule = next(
             (rule for rule in RULES if rule.drops(c, batch) and all([name in free for name in rule.free])), None
         )
@@ -191,7 +197,8 @@ def space(
             dropped[_SAME_NODES] += math.factorial(len(c.order)) - len(orders[key])
         found += [c._replace(order=order) for order in orders[key]]
     if not found:
-        raise _nothing(batch, gpus, fix)
+        others = [name for name in fix if any(combined({k: x for k, x in fix.items() if k != name}))]
+        raise _nothing(batch, gpus, fix, others, next(iter(dropped), None))
     return Space(found, dict(dropped), tuple([name for name in axes if all([not c.split for c in found])]))
 
 
@@ -226,20 +233,21 @@ def _combinations(
             for schedule, zero, recompute, sequence in rows:
                 c = Candidate(dp, tp, pp, microbatch, schedule, 1, zero, recompute, sequence, usual, split)
                 if schedule != "interleaved":
-                    yield c
+                    yield from [c] if fix.get("chunks", 1) == 1 else []
                 elif c.microbatches(batch) % pp == 0:
                     chunks = [fix["chunks"]] if "chunks" in fix else _chunks(pp, repeats, "chunks" in varied)
                     yield from [c._replace(chunks=n) for n in chunks]
 
 
 def _factors(
-    gpus: int, varied: Sequence[str], fix: Mapping[str, Any], splits: Sequence[tuple[InputSplit, ...]]
+    gpus: int, varied: Sequence[str], fix: Mapping[str, Any], splits: Sequence[tuple[InputSplit, ...]], most: int
 ) -> list[_Degrees]:
-    """The degrees whose product is the number of devices."""
+    """The degrees whose product is the number of devices, with `most` pipeline ranks at most."""
     found: list[_Degrees] = []
     for split in splits:
         rest = gpus // math.prod([x.size for x in split])
         found += [(rest // (tp * pp), tp, pp, split) for tp in divisors(rest) for pp in divisors(rest // tp)]
+    found = [row for row in found if row[2] <= most]
     for k, name in enumerate(("dp", "tp", "pp")):
         if name in fix:
             found = [row for row in found if row[k] == fix[name]]
@@ -348,12 +356,17 @@ def _check_settings(vary: Sequence[str], fix: Mapping[str, Any]) -> None:
         if name not in SETTINGS:
             raise UsageError(f"{name!r} does not vary between plans", f"settings are {', '.join(SETTINGS)}")
     for name in ("dp", "tp", "pp", *FURTHER, "microbatch", "chunks"):
-        if name in fix and not (isinstance(fix[name], int) and fix[name] >= 1):
+        if name in fix and not (type(fix[name]) is int and fix[name] >= 1):
             raise UsageError(f"{name} is a whole number of at least 1, got {fix[name]!r}")
-    known = {"schedule": USUAL["schedule"], "zero": USUAL["zero"], "recompute": WORDS}
-    for name, words in known.items():
-        if name in fix and fix[name] not in words:
-            raise UsageError(f"{name} is one of {', '.join(map(str, words))}, got {fix[name]!r}")
+    for name, words in {**USUAL, "recompute": WORDS}.items():
+        if name in fix and not any([type(fix[name]) is type(word) and fix[name] == word for word in words]):
+            raise UsageError(f"{name} is one of {', '.join(map(str, words)).lower()}, got {fix[name]!r}")
+    if "order" in fix:
+        order = list(fix["order"]) if isinstance(fix["order"], tuple | list) else [fix["order"]]
+        if [order.count(name) for name in default_order()] != [1, 1, 1] or any(
+            [name not in (*default_order(), *FURTHER) or order.count(name) > 1 for name in order]
+        ):
+            raise UsageError(f"order names tp, dp and pp once each, and maybe cp and ep, got {fix['order']!r}")
 
 
 def _check_axes(axes: Mapping[str, ModelAxis], vary: Sequence[str], fix: Mapping[str, Any]) -> None:
@@ -371,9 +384,13 @@ def _check_axes(axes: Mapping[str, ModelAxis], vary: Sequence[str], fix: Mapping
             )
 
 
-def _nothing(batch: int, gpus: int, fix: Mapping[str, Any]) -> InfeasibleError:
+def _nothing(batch: int, gpus: int, fix: Mapping[str, Any], others: Sequence[str], rule: str | None) -> InfeasibleError:
+    """An error: a rule dropped all plans, or there are some without one of the `others` of what is fixed."""
     said = ", ".join([f"{name} {x}" for name, x in fix.items()])
     asked = f"{gpus} devices" + (f" with {said}" if said else "")
     degrees = [dp for dp in divisors(gpus) if batch % dp == 0]
-    hint = f"a batch of {batch} divides by dp {', '.join(map(str, degrees[-4:]))}" if degrees else None
-    return InfeasibleError(f"no plan for a batch of {batch} on {asked}", hint)
+    hint = rule or " or ".join([f"without {name}" for name in others])
+    return InfeasibleError(
+        f"no plan for a batch of {batch} on {asked}",
+        hint or f"a batch of {batch} divides by dp {', '.join(map(str, degrees[-4:]))}",
+    )

@@ -32,14 +32,50 @@ def test_json(capsys):
     assert all(p["bound_seconds"] <= p["step_seconds"] for x in found for p in x["plans"])
 
 
+def test_numbers_of_devices_for_which_there_is_no_plan(capsys):
+    line = [*LINE, "--gpus", "2,3", "--vary", "dp", "--top", "1"]
+    assert main([*line, "--json"]) == 0
+    _, failed = json.loads(capsys.readouterr().out)
+    why = "no plan for a batch of 4 on 3 devices"
+    assert failed == {"devices": 3, "plans": [], "error": why, "hint": "a batch of 4 divides by dp 1"}
+    assert main(line) == 0
+    assert f"3 devices: {why} (a batch of 4 divides by dp 1)" in capsys.readouterr().out
+
+
+def test_chunks_are_kept(capsys):
+    """They are those of an interleaved schedule: other plans have none."""
+    assert (
+        main(
+            [*LINE, "--gpus", "2", "--fix", "chunks=2", "--vary", "pp,microbatch,schedule,sequence-parallel", "--json"]
+        )
+        == 0
+    )
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert {(p["plan"]["schedule"], p["plan"]["chunks"]) for p in plans} == {("interleaved", 2)}
+
+
 @pytest.mark.parametrize(
     ("more", "code", "word"),
     [
         (["--gpus", "0"], 2, "at least 1"),
         (["--gpus", "2", "--fix", "tp"], 2, "NAME=X"),
         (["--gpus", "2", "--vary", "dp,dq"], 2, "dq"),
-        (["--gpus", "2", "--memory-reserve", "79.9"], 4, "fits"),
-        (["--gpus", "7", "--fix", "dp=7"], 4, "no plan for a batch of 4"),
+        (["--gpus", "2", "--memory-reserve", "77.7"], 4, "fits"),
+        (["--gpus", "2", "--memory-reserve", "78.9"], 4, "leaves nothing of the 79.1 GiB of a device"),
+        (["--gpus", "2", "--memory-reserve", "1000"], 4, "a reserve of 1000.0 GiB, beside what a process takes"),
+        (["--gpus", "7", "--fix", "dp=7"], 4, "no plan for a batch of 4 on 7 devices with dp 7\nhint: without dp"),
+        (["--gpus", "2", "--fix", "microbatch=3"], 4, "with microbatch 3\nhint: without microbatch"),
+        (["--gpus", "2", "--fix", "zero=1", "--fix", "dp=1"], 4, "hint: ZeRO splits among replicas"),
+        (["--gpus", "64", "--fix", "pp=64"], 4, "hint: use at most --pp"),
+        (["--gpus", "100003"], 4, "plans can be applied: tp 100003 splits nothing in decoder\nhint: use --tp 2"),
+        (["--gpus", "2", "--fix", "tp=2", "--fix", "tp=1"], 2, "--fix tp is given twice: 2 and 1"),
+        (["--gpus", "2", "--fix", "tp=true"], 2, "tp is a whole number of at least 1, got True"),
+        (["--gpus", "2", "--fix", "zero=true"], 2, "zero is one of 0, 1, 2, 3, got True"),
+        (["--gpus", "2", "--fix", "sequence-parallel=1"], 2, "sequence_parallel is one of false, true, got 1"),
+        (["--gpus", "2", "--fix", "order=tp"], 2, "order names tp, dp and pp once each"),
+        (["--gpus", "2", "--fix", "order=tp,dp,pp,qp"], 2, "order names tp, dp and pp once each"),
+        (["--gpus", "2", "--fix", "order=5"], 2, "order names tp, dp and pp once each"),
+        (["--gpus", "2,3", "--fix", "dp=3"], 4, "no plan for a batch of 4 on 2 devices with dp 3"),
         (["--gpus", "2", "--loss", "none"], 2, "training"),
         (["--gpus", "1,2", "--emit", "distir", "p.toml"], 2, "--emit writes one plan"),
         (["--gpus", "2", "--emit", "deepspeed", "p"], 2, "no plans are written for 'deepspeed'"),
@@ -47,6 +83,9 @@ def test_json(capsys):
         (["--gpus", "2", "--plot", "front.gif"], 2, "cannot draw front.gif"),
         (["--gpus", "2", "--plot", "no/such/front.pdf"], 2, "cannot write no/such/front.pdf: no/such is no folder"),
         (["--gpus", "2", "--report", "."], 2, "cannot write .: it is a folder"),
+        (["--gpus", "2", "--report", ""], 2, "cannot write '': it is a folder"),
+        (["--gpus", "2", "--report", "/dev/null"], 2, "cannot write /dev/null: it is there and is no regular file"),
+        (["--gpus", "2", "--emit", "distir", "p", "--report", "./p"], 2, "./p is to be written twice"),
     ],
 )
 def test_errors(capsys, monkeypatch, tmp_path, more, code, word):

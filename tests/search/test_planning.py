@@ -199,14 +199,17 @@ def test_fixed_settings_are_kept():
     assert {(row.plan.tp, row.plan.recompute) for row in table.rows} == {(2, "full")}
 
 
-def test_nothing_fits():
+@pytest.mark.parametrize(("memory", "vary"), [(2**20, ("dp", "tp", "pp")), (2**14, None)])
+def test_nothing_fits(memory, vary):
     topology = Topology()
-    devices = [topology.add_device("gpu", memory=2**20) for _ in range(2)]
+    devices = [topology.add_device("gpu", memory=memory) for _ in range(2)]
     topology.set_bandwidth(devices[0], devices[1], 100)
     with pytest.raises(InfeasibleError, match=r"fits in .*least short is .*short by .* on .*most of it") as error:
-        plan(trained(), topology, 2, vary=("dp", "tp", "pp"), memory_reserve=0)
-    assert "more GPUs" in (error.value.hint or "")
-    assert "recompute" in (error.value.hint or "")
+        plan(trained(), topology, 2, vary=vary, memory_reserve=0)
+    hint = error.value.hint or ""
+    assert "more GPUs" in hint
+    for name in ("recompute", "zero", "microbatch"):  # what varies already is no advice
+        assert (f"let {name} vary" in hint) == (vary is not None)
 
 
 @pytest.mark.parametrize(
