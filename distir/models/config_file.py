@@ -79,7 +79,8 @@ def opened(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigFile:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise ModelError(f"cannot read {path}: {e.strerror}") from e
+        hint = f"the folder of a model has a Hugging Face {FILE}" if path.name == FILE else None
+        raise ModelError(f"cannot read {path}: {e.strerror}", hint) from e
     except (ValueError, RecursionError):
         raise ModelError(f"{path} is not JSON", f"a model may be a Hugging Face {FILE}") from None
     if not isinstance(values, dict):

@@ -432,6 +432,10 @@ def test_files_that_are_no_configs(text: str, message: str, tmp_path: Path) -> N
         distir.load(tmp_path)
     with pytest.raises(ModelError, match=r"cannot read .*none\.json: No such file"):
         distir.load(tmp_path / "none.json")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json: No such file") as e:
+        distir.load(tmp_path)
+    assert e.value.hint == "the folder of a model has a Hugging Face config.json"
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
