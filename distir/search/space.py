@@ -175,7 +175,7 @@ def space(
     free = [name for name in (*varied, "microbatch") if name not in fix]
     repeats, most = repeated(function), len(function.ops)  # no pipeline rank is without an op
 
-    def combined(fix: Mapping[str, Any]) -> Iterator[Candidate]:
+    def combined(fix: Mapping[str, Any], given: Sequence[str]) -> Iterator[Candidate]:
         varied = [name for name in given if name not in fix]
         splits = _splits(axes, gpus, varied, fix, _LEAST_PART if vary is None else 1)
         return _combinations(batch, _factors(gpus, varied, fix, splits, most), varied, fix, repeats)
@@ -183,7 +183,7 @@ def space(
     orders: dict[object, list[tuple[str, ...]]] = {}
     found: list[Candidate] = []
     dropped: Counter[str] = Counter()
-    for c in combined(fix):
+    for c in combined(fix, given):
         rule = next(
             (rule for rule in RULES if rule.drops(c, batch) and all([name in free for name in rule.free])), None
         )
@@ -197,8 +197,10 @@ def space(
             dropped[_SAME_NODES] += math.factorial(len(c.order)) - len(orders[key])
         found += [c._replace(order=order) for order in orders[key]]
     if not found:
-        others = [name for name in fix if any(combined({k: x for k, x in fix.items() if k != name}))]
-        raise _nothing(batch, gpus, fix, others, next(iter(dropped), None))
+        ways = [f"without {name}" for name in fix if any(combined({k: x for k, x in fix.items() if k != name}, given))]
+        idle = [name for name in ("dp", "tp", "pp") if name not in given and name not in fix]
+        ways += [f"let {name} vary" for name in idle if any(combined(fix, (*given, name)))]
+        raise _nothing(batch, gpus, fix, " or ".join(ways))
     return Space(found, dict(dropped), tuple([name for name in axes if all([not c.split for c in found])]))
 
 
@@ -372,7 +374,7 @@ def _check_settings(vary: Sequence[str], fix: Mapping[str, Any]) -> None:
 def _check_axes(axes: Mapping[str, ModelAxis], vary: Sequence[str], fix: Mapping[str, Any]) -> None:
     """Raises UsageError for a further axis that is asked for, and the model does not have; InfeasibleError for a degree
     that does not divide what the axis splits."""
-    what = {CONTEXT: "sequences", EXPERTS: "experts"}
+    what = {CONTEXT: "sequences that can be split", EXPERTS: "experts"}
     for name in FURTHER:
         n = fix.get(name, 1)
         if name not in axes and (name in vary or n > 1):
@@ -380,16 +382,14 @@ def _check_axes(axes: Mapping[str, ModelAxis], vary: Sequence[str], fix: Mapping
         if name in axes and axes[name].size % n:
             sizes = ", ".join(map(str, divisors(axes[name].size)[1:7]))
             raise InfeasibleError(
-                f"{name} {n} does not divide {what[name]} of {axes[name].size}", f"use {name}={sizes}"
+                f"{name} {n} does not divide {what[name].split()[0]} of {axes[name].size}", f"use {name}={sizes}"
             )
 
 
-def _nothing(batch: int, gpus: int, fix: Mapping[str, Any], others: Sequence[str], rule: str | None) -> InfeasibleError:
-    """An error: a rule dropped all plans, or there are some without one of the `others` of what is fixed."""
+def _nothing(batch: int, gpus: int, fix: Mapping[str, Any], hint: str) -> InfeasibleError:
     said = ", ".join([f"{name} {x}" for name, x in fix.items()])
     asked = f"{gpus} devices" + (f" with {said}" if said else "")
     degrees = [dp for dp in divisors(gpus) if batch % dp == 0]
-    hint = rule or " or ".join([f"without {name}" for name in others])
     return InfeasibleError(
         f"no plan for a batch of {batch} on {asked}",
         hint or f"a batch of {batch} divides by dp {', '.join(map(str, degrees[-4:]))}",

@@ -37,9 +37,9 @@ def test_numbers_of_devices_for_which_there_is_no_plan(capsys):
     assert main([*line, "--json"]) == 0
     _, failed = json.loads(capsys.readouterr().out)
     why = "no plan for a batch of 4 on 3 devices"
-    assert failed == {"devices": 3, "plans": [], "error": why, "hint": "a batch of 4 divides by dp 1"}
+    assert failed == {"devices": 3, "plans": [], "error": why, "hint": "let tp vary or let pp vary"}
     assert main(line) == 0
-    assert f"3 devices: {why} (a batch of 4 divides by dp 1)" in capsys.readouterr().out
+    assert f"3 devices: {why} (let tp vary or let pp vary)" in capsys.readouterr().out
 
 
 def test_chunks_are_kept(capsys):
@@ -64,8 +64,9 @@ def test_chunks_are_kept(capsys):
         (["--gpus", "2", "--memory-reserve", "78.9"], 4, "leaves nothing of the 79.1 GiB of a device"),
         (["--gpus", "2", "--memory-reserve", "1000"], 4, "a reserve of 1000.0 GiB, beside what a process takes"),
         (["--gpus", "7", "--fix", "dp=7"], 4, "no plan for a batch of 4 on 7 devices with dp 7\nhint: without dp"),
+        (["--gpus", "3", "--vary", "dp"], 4, "no plan for a batch of 4 on 3 devices\nhint: let tp vary or let pp vary"),
         (["--gpus", "2", "--fix", "microbatch=3"], 4, "with microbatch 3\nhint: without microbatch"),
-        (["--gpus", "2", "--fix", "zero=1", "--fix", "dp=1"], 4, "hint: ZeRO splits among replicas"),
+        (["--gpus", "2", "--fix", "zero=1", "--fix", "dp=1"], 4, "hint: without zero or without dp"),
         (["--gpus", "64", "--fix", "pp=64"], 4, "hint: use at most --pp"),
         (["--gpus", "100003"], 4, "plans can be applied: tp 100003 splits nothing in decoder\nhint: use --tp 2"),
         (["--gpus", "2", "--fix", "tp=2", "--fix", "tp=1"], 2, "--fix tp is given twice: 2 and 1"),
