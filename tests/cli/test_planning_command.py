@@ -6,11 +6,13 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from distir.cli import main
+from distir.hardware import host_cores
 
 ROOT = Path(__file__).parent.parent.parent
 LINE = ["plan", "gpt:layers=2,hidden=64,heads=4,vocab=64", "--seq", "32", "--cluster", "dgx-a100", "--batch", "4"]
@@ -199,3 +201,39 @@ def test_interrupted():
     assert len([x for x in out.splitlines() if x.startswith("dp ")]) == 1
     assert b"distir: error: interrupted" in shown
     assert b"Traceback" not in shown
+
+
+several_processes = pytest.mark.skipif(
+    sys.platform != "linux" or host_cores() == 1, reason="Linux ends the processes of a search, if there are any"
+)
+
+
+def started(*more):
+    """A search that takes long, and its processes, once these are there."""
+    line = ["plan", "gpt:layers=24,hidden=256,heads=8,vocab=1024", "--seq", "128", "--cluster", "dgx-a100", *more]
+    command = [sys.executable, "-m", "distir", *line, "--gpus", "64", "--batch", "512"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    found: list[int] = []
+    while len(found) < 2:
+        found = [int(pid) for pid in children.read_text().split()]
+    time.sleep(0.5)  # they may still begin
+    return process, found
+
+
+@several_processes
+def test_processes_end_with_a_command_that_is_killed():
+    process, _ = started()
+    process.kill()
+    process.communicate(timeout=20)  # waits for all that have its streams
+
+
+@several_processes
+def test_a_process_of_the_search_that_is_killed():
+    process, children = started("--json")
+    os.kill(children[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 6
+    assert json.loads(out)["exit_code"] == 6
+    assert "a process of the search was ended from outside" in err
+    assert "memory" in err
