@@ -40,15 +40,17 @@ def named_dims(function: Function, splits: Sequence[InputSplit]) -> Mapping[str,
 
 
 def named_cuts(function: Function, names: Sequence[str]) -> tuple[int, ...]:
-    """The positions of the inputs of these names. Raises UsageError for a name that no input has."""
+    """The positions of the inputs of these names. Raises UsageError for a name that no input has, and for data."""
     position = {v.name: i for i, v in enumerate(function.inputs)}
+    data = [v.name for v in _data(function)]
     for name in names:
-        if name not in position:
-            near = difflib.get_close_matches(name, position, 1)
-            found = [v.name for v in weights(function)]
+        if name not in position or name in data:
+            near = difflib.get_close_matches(name, [x for x in position if x not in data], 1)
+            found = [v.name for v in weights(function) if v.kind != "state"]
             listed = f"weights are {', '.join(found[:_SHOWN])}{', ...' if len(found) > _SHOWN else ''}"
             hint = f"did you mean {near[0]}?" if near else listed if found else "the model has no weights"
-            raise UsageError(f"cut: no input is called {name!r}", hint)
+            what = f"{name!r} is data: a stage begins at a weight" if name in data else f"no input is called {name!r}"
+            raise UsageError(f"cut: {what}", hint)
     return tuple([position[name] for name in names])
 
 

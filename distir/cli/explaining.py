@@ -9,6 +9,7 @@ from distir.api.explain import explain as explain_step
 from distir.api.plot import format_of, save
 from distir.cli.commands import model_of, plan_of
 from distir.cli.output import Progress, print_json
+from distir.ir.files import check_writable
 from distir.transforms.plan import Plan, load_plan
 
 
@@ -16,6 +17,7 @@ def explain(args: argparse.Namespace) -> None:
     """`distir explain`."""
     if args.plot is not None:
         format_of(args.plot)
+        check_writable(args.plot)
     with Progress("loading") as progress:
         model, plan = model_of(args), plan_of(args)
         progress.phase("predicting")

@@ -78,7 +78,10 @@ def named_size(text: str) -> tuple[str, int]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+    found = tuple(text.split(","))
+    if "" in found:
+        raise argparse.ArgumentTypeError(f"expected names, such as A,B, got {text!r}")
+    return found
 
 
 def input_split(text: str) -> InputSplit:

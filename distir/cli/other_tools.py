@@ -13,7 +13,7 @@ from distir.api.model import Precision
 from distir.cli.commands import loss_of
 from distir.cli.output import first_rank
 from distir.ir.errors import DistirError, ModelWarning, UsageError, counted
-from distir.ir.files import written
+from distir.ir.files import check_writable, written
 from distir.models.config_file import is_config
 from distir.models.configs import described
 from distir.models.named import is_named, named
@@ -81,10 +81,12 @@ def note_differences(args: argparse.Namespace, read: ReadConfig | None, model: M
 
 
 def check_targets(args: argparse.Namespace) -> None:
-    """Raises UsageError for a tool of --emit for which no plans are written."""
+    """Raises UsageError for a tool of --emit for which no plans are written, and for files that cannot be written."""
     for tool, _ in args.emit:
         if tool not in TARGETS:
             raise UsageError(f"--emit: no plans are written for {tool!r}", f"known are {', '.join(TARGETS)}")
+    others = [getattr(args, name, None) for name in ("save_plan", "trace", "plot", "report")]
+    check_writable(*[path for _, path in args.emit], *[path for path in others if path is not None])
 
 
 def write_plans(targets: Sequence[tuple[str, str]], plan: Plan, settings: TrainingSettings) -> list[dict[str, str]]:

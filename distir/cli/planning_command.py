@@ -15,7 +15,6 @@ from distir.cli.other_tools import check_targets, training_settings, write_plans
 from distir.cli.output import Progress, print_json
 from distir.importer import symbolic_dims
 from distir.ir.errors import InfeasibleError, UsageError, counted
-from distir.ir.files import check_writable
 from distir.models.config_file import is_config
 from distir.models.named import is_named, own_loss
 from distir.search.best_first import Progressed
@@ -29,10 +28,10 @@ from distir.viz.draw import empty_figure
 def plan(args: argparse.Namespace) -> None:
     """`distir plan`."""
     _check_files(args)
-    fix = dict(args.fix)
+    fix = _fixed(args)
     vary = None if args.vary is None else tuple(args.vary)
     found: list[PlanTable] = []
-    errors: list[InfeasibleError] = []
+    errors: dict[int, InfeasibleError] = {}
     with Progress("loading") as progress:
         model = _model(args)
         for gpus in args.gpus:
@@ -50,25 +49,34 @@ def plan(args: argparse.Namespace) -> None:
                 search = {"top": args.top, "vary": vary, "fix": fix, "memory_reserve": args.memory_reserve}
                 found.append(search_plans(model, cost, gpus, **search, on_step=on_step))
             except InfeasibleError as e:
-                if len(args.gpus) == 1:
-                    raise
-                errors.append(InfeasibleError(f"on {gpus} devices {e.message}", e.hint))
+                errors[gpus] = e
             if found and found[-1].interrupted:
                 break
     if not found:
-        raise errors[0]
+        raise next(iter(errors.values()))
     if not args.json:  # before files, of which one may fail
-        print("\n\n".join([str(table) for table in found] + [e.message for e in errors]), flush=True)
+        failed = [f"{n} devices: {e.message}{f' ({e.hint})' if e.hint else ''}" for n, e in errors.items()]
+        print("\n\n".join([str(table) for table in found] + failed), flush=True)
     with Progress("writing") as progress:
         files = _write(args, found, model, progress)
     if args.json:
         rows = [table.to_json() | files for table in found]
+        rows += [{"devices": n, "plans": [], "error": e.message, "hint": e.hint} for n, e in errors.items()]
         print_json(rows[0] if len(args.gpus) == 1 else rows)
     elif files:
         drawn = [f"{name} written to {files[name]}" for name in ("figure", "report") if name in files]
         print("\n".join(["", *written_lines(files.get("emitted", [])), *drawn]))
     if found[-1].interrupted:
         raise KeyboardInterrupt
+
+
+def _fixed(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of --fix. Raises UsageError for one that is given twice."""
+    fix: dict[str, Any] = {}
+    for name, x in args.fix:
+        if fix.setdefault(name, x) != x:
+            raise UsageError(f"--fix {name} is given twice: {fix[name]} and {x}")
+    return fix
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -82,9 +90,6 @@ def _check_files(args: argparse.Namespace) -> None:
         format_of(args.plot)
     if args.plot is not None or args.report is not None:
         empty_figure(1, 1)  # whether there is matplotlib
-    for path in (*[path for _, path in args.emit], args.plot, args.report):
-        if path is not None:
-            check_writable(path)
 
 
 def _write(args: argparse.Namespace, found: list[PlanTable], model: Model, progress: Progress) -> dict[str, Any]:

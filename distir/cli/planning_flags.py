@@ -53,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top", type=at_least(1), default=10, metavar="N", help="how many plans to list; default: 10")
     group.add_argument(
         "--vary",
-        type=lambda text: text.split(","),
+        type=lambda text: [name.replace("-", "_") for name in text.split(",")],
         metavar="A,B,...",
         help="settings to vary: dp, tp, pp, cp (context parallelism), ep (expert parallelism), microbatch, schedule, "
         "chunks, zero, recompute, sequence_parallel, order; default: all, cp only where sequences are long",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -23,6 +22,8 @@ SECONDS = {
 }
 FIGURES = {**RATES, **SECONDS}
 """What may be changed."""
+MOST = 1e9
+"""The largest factor, and one over the least but 0."""
 Factors = Mapping[str, float]
 """By figure, a factor: of a rate 2 is twice as fast, of seconds 2 is twice as long and 0 is none."""
 
@@ -73,9 +74,9 @@ def check(factors: Factors) -> None:
     for name, x in factors.items():
         if name not in FIGURES:
             raise UsageError(f"unknown figure {name!r}", f"known: {', '.join(FIGURES)}")
-        if not 0 <= x < math.inf or (x == 0 and name in RATES):
-            least = "more than 0" if name in RATES else "at least 0"
-            raise UsageError(f"{name}: expected a factor of {least}, got {x:g}")
+        if not (1 / MOST <= x <= MOST or (x == 0 and name in SECONDS)):
+            least = f"from {1 / MOST:g} to {MOST:g}" + (", or 0" if name in SECONDS else "")
+            raise UsageError(f"{name}: expected a factor {least}, got {x:g}", "such as 2")
 
 
 def _spec(old: DeviceSpec, factors: Factors) -> DeviceSpec:

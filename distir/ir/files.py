@@ -32,12 +32,20 @@ def temporary() -> Generator[None]:
         raise no_room(e) or e from None
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises UsageError for a path at which no file can be written: a folder, or one in no folder that takes it."""
-    folder = Path(path).parent
-    if os.path.isdir(path) or not folder.is_dir() or not os.access(folder, os.W_OK):
-        why = "it is a folder" if os.path.isdir(path) else f"{folder} is no folder that can be written to"
-        raise UsageError(f"cannot write {fspath(path)}: {why}")
+def check_writable(*paths: str | os.PathLike[str]) -> None:
+    """Raises UsageError for a path at which no file can be written: a folder, something else that is no file, or one in
+    no folder that takes it; and for two paths of one file."""
+    targets: list[Path] = []
+    for path in paths:
+        target = Path(os.path.realpath(path))
+        folder = Path(path).parent
+        if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+            why = "it is a folder" if target.is_dir() else f"{folder} is no folder that can be written to"
+            raise UsageError(f"cannot write {fspath(path) or repr('')}: {why}")
+        _check_replaceable(target, path)
+        if target in targets:
+            raise UsageError(f"{fspath(path)} is to be written twice", "another name for one of the files")
+        targets.append(target)
 
 
 def _check_replaceable(target: Path, path: str | os.PathLike[str]) -> None:

@@ -34,7 +34,8 @@ class ConfigFile:
         if value is None:
             value = null if key in self.values and null is not REQUIRED else default
             if value is REQUIRED:
-                raise self.error(f"no field {key}, which models of type {self.values.get('model_type')} need")
+                models = self.values.get("model_type")
+                raise self.error(f"no field {key}{f', which models of type {models} need' if models else ''}")
             return value
         if kind is float and type(value) is int:
             value = float(value)
@@ -78,7 +79,8 @@ def opened(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigFile:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise ModelError(f"cannot read {path}: {e.strerror}") from e
+        hint = f"the folder of a model has a Hugging Face {FILE}" if path.name == FILE else None
+        raise ModelError(f"cannot read {path}: {e.strerror}", hint) from e
     except (ValueError, RecursionError):
         raise ModelError(f"{path} is not JSON", f"a model may be a Hugging Face {FILE}") from None
     if not isinstance(values, dict):

@@ -12,7 +12,7 @@ from distir.ir.errors import UsageError
 from distir.ir.type import DType, Float32
 from distir.models.architectures import ARCHITECTURES, Architecture, Key
 from distir.models.config_file import ConfigFile, opened
-from distir.models.decoder import Decoder, angles, decoder, kind_of
+from distir.models.decoder import OPTIONAL, Decoder, angles, decoder, kind_of
 from distir.models.named import Built, check_sizes
 from distir.models.pretrained import Pretrained
 from distir.ops.rules import shape_of
@@ -81,7 +81,7 @@ def title_of(config: Config) -> str:
 
 def _architecture(file: ConfigFile) -> Architecture:
     known = f"known are {', '.join(ARCHITECTURES)}"
-    if "model_type" not in file.values:
+    if file.values.get("model_type") is None:
         raise file.error("no field model_type, which names the architecture", known)
     name = file.get("model_type", str)
     if name not in ARCHITECTURES:
@@ -90,8 +90,8 @@ def _architecture(file: ConfigFile) -> Architecture:
 
 
 def _described(file: ConfigFile, architecture: Architecture, dims: Mapping[str, Any]) -> Decoder:
-    given = _fields(file, architecture)
     try:
+        given = _fields(file, architecture)
         Decoder(**given)  # what is wrong here is not wrong because of `dims`
     except UsageError as e:
         raise file.error(e.message, e.hint) from None
@@ -119,7 +119,8 @@ def _fields(file: ConfigFile, architecture: Architecture) -> dict[str, Any]:
         if f.name in architecture.fields:
             value = architecture.fields[f.name]
             if isinstance(value, Key):
-                value = file.get(value.name, kind_of(f), value.default, value.null)
+                read = file.positive if kind_of(f) is int and f.name not in OPTIONAL else file.get
+                value = read(value.name, kind_of(f), value.default, value.null)
             found[f.name] = value(file) if callable(value) else value
-    found["seq"] = min(LONGEST, file.get(architecture.length, int, found.get("positions", LONGEST)))
+    found["seq"] = min(LONGEST, file.positive(architecture.length, int, found.get("positions", LONGEST)))
     return found

@@ -21,7 +21,7 @@ LAYERS = 1 << 14
 """Limit on layers, each of which is some thirty ops of the program."""
 PARTS = ("qkv", "out", "mlp", "head")
 """The products that may have a bias."""
-_OPTIONAL = ("window", "shared_ffn", "first_position")
+OPTIONAL = ("window", "shared_ffn", "first_position")
 """Sizes that may be 0."""
 _TRIGONOMETRIC = ("cos", "sin")
 _WORDS = {
@@ -115,7 +115,7 @@ class Decoder:
     def __post_init__(self) -> None:
         self._derive()
         for f in fields(self):
-            least = 0 if f.name in _OPTIONAL else 1
+            least = 0 if f.name in OPTIONAL else 1
             if kind_of(f) is int and getattr(self, f.name) < least:
                 raise UsageError(f"{f.name} is a whole number of at least {least}, got {getattr(self, f.name)}")
         if self.layers > LAYERS:
@@ -157,6 +157,8 @@ class Decoder:
             if getattr(self, name) not in words:
                 *first, last = [word or "empty" for word in words]
                 raise UsageError(f"{name} is {', '.join(first)} or {last}, got {getattr(self, name)!r}")
+        if self.epsilon < 0:
+            raise UsageError(f"epsilon is a number of at least 0, got {self.epsilon:g}")
         if not self.local or set(self.local) - {"0", "1"}:
             raise UsageError(f"local is digits 0 and 1, one for each layer, got {self.local!r}")
         for part in self.biases.split("+") if self.biases else ():

@@ -38,7 +38,8 @@ class Scaling:
         if self.kind not in SCALINGS:
             raise UsageError(f"unknown scaling of positions {self.kind!r}", f"choose from {', '.join(SCALINGS)}")
         if not (self.factor > 0 and self.positions > 0 and 0 < self.low < self.high):
-            raise UsageError(f"scaling of positions: expected factor, positions and 0 < low < high, got {self}")
+            got = f"factor {self.factor:g}, positions {self.positions}, low {self.low:g}, high {self.high:g}"
+            raise UsageError(f"scaling of positions: expected numbers above 0, and low below high, got {got}")
 
 
 def turns(size: int, base: float, scaling: Scaling | None, seq: int) -> tuple[np.ndarray, np.ndarray]:

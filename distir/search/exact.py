@@ -28,6 +28,8 @@ class PlanOutcome(NamedTuple):
     over: float
     """By how many bytes that is more than the device has, less the reserve; negative if it fits."""
     reason: str | None = None
+    hint: str | None = None
+    """Of the reason."""
 
     @property
     def fits(self) -> bool:
@@ -68,7 +70,7 @@ def evaluate(setting: Setting, c: Candidate) -> PlanOutcome:
         plan = c.plan(setting.batch)
         simulation = _simulated(setting, plan, check=False)
     except DistirError as e:
-        return PlanOutcome(float("inf"), 0, "", 0.0, e.message)
+        return PlanOutcome(float("inf"), 0, "", 0.0, e.message, e.hint)
     outcome = _outcome(setting, simulation)
     _forget(simulation)
     return outcome

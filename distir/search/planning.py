@@ -90,9 +90,11 @@ def plan(
             f"plan for at most {len(cost.topology.devices)}",
         )
     setting = Setting(model, model.batch, cost, memory_reserve * GIB)
-    most = max([cost.topology.spec(d).capacity for d in cost.topology.devices])
-    if setting.reserve >= most:
-        raise UsageError(f"a reserve of {size(setting.reserve)} leaves nothing of {size(most)} a device")
+    if setting.reserve and setting.room <= 0:
+        capacity = max([cost.topology.spec(d).capacity for d in cost.topology.devices])
+        taken = f"{size(setting.reserve)}, beside what a process takes before it begins,"
+        text = f"a reserve of {taken} leaves nothing of the {size(capacity)} of a device"
+        raise InfeasibleError(text, "a smaller memory_reserve")
     all_plans = space(model.function, model.batch, gpus, cost.topology, vary, fix)
     bounds = Bounds(setting)
     with simulators(setting, host_cores()) as several:
@@ -250,14 +252,14 @@ def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simu
     """An error that names the least short plan, and what would make it fit."""
     setting = bounds.setting
     known = [x for x in state.found if x.outcome.reason is None]
-    tried = {x.candidate for x in known}
-    lean = sorted([c for c in found.candidates if c not in tried], key=lambda c: bounds.of(c)[1])[:_SHORT_TRIES]
+    simulated = {x.candidate for x in known}
+    lean = sorted([c for c in found.candidates if c not in simulated], key=lambda c: bounds.of(c)[1])[:_SHORT_TRIES]
     more = search(bounds, (), several, lean)
     known += [x for x in more.found if x.outcome.reason is None]
     if not known:
-        reasons = dict.fromkeys([x.outcome.reason for x in (*state.found, *more.found) if x.outcome.reason])
+        why = next(x.outcome for x in (*state.found, *more.found))
         return InfeasibleError(
-            f"none of {counted(len(found.candidates), 'plan')} can be applied: {next(iter(reasons))}"
+            f"none of {counted(len(found.candidates), 'plan')} can be applied: {why.reason}", why.hint
         )
     least = min(known, key=lambda x: x.outcome.over)
     details, stopped = several.details([least.candidate])

@@ -7,14 +7,18 @@ most of what follows.
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any, NamedTuple
 
+from distir.ir.errors import WorkerError
+from distir.runtime.parent import die_with
 from distir.search.candidate_bounds import Bounds, Relatives, placing, relatives
 from distir.search.exact import Detail, Setting, evaluate, examine
 from distir.search.space import Candidate
@@ -146,9 +150,12 @@ def simulators(setting: Setting, jobs: int) -> Iterator[Simulators]:
         return
     global _bounds
     _bounds = Bounds(setting)
-    executors = [ProcessPoolExecutor(1, get_context("fork"), _begin) for _ in range(jobs)]
+    executors = [ProcessPoolExecutor(1, get_context("fork"), _begin, (os.getpid(),)) for _ in range(jobs)]
     try:
         yield Simulators(setting, executors)
+    except BrokenProcessPool:
+        hint = "one that is killed without a message may have run out of memory"
+        raise WorkerError("a process of the search was ended from outside", hint) from None
     finally:
         _bounds = None
         for executor in executors:
@@ -179,6 +186,7 @@ def _answered(task: Task) -> Any:
     return _answer(_bounds, task)
 
 
-def _begin() -> None:
-    """Ctrl-C goes to all processes of a terminal: the parent ends these."""
+def _begin(parent: int) -> None:
+    """Ctrl-C goes to all processes of a terminal: the parent ends these; the kernel does if the parent is killed."""
+    die_with(parent, "distir-plan")
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -172,14 +172,20 @@ def space(
     _check_settings(vary or (), fix)
     axes = model_axes(function)
     _check_axes(axes, vary or (), fix)
-    varied = [name for name in (SETTINGS if vary is None else vary) if name not in fix]
+    given = SETTINGS if vary is None else vary
+    varied = [name for name in given if name not in fix]
     free = [name for name in (*varied, "microbatch") if name not in fix]
-    splits = _splits(axes, gpus, varied, fix, _LEAST_PART if vary is None else 1)
-    repeats = repeated(function)
+    repeats, most = repeated(function), len(function.ops)  # no pipeline rank is without an op
+
+    def combined(fix: Mapping[str, Any], given: Sequence[str]) -> Iterator[Candidate]:
+        varied = [name for name in given if name not in fix]
+        splits = _splits(axes, gpus, varied, fix, _LEAST_PART if vary is None else 1)
+        return _combinations(batch, _factors(gpus, varied, fix, splits, most), varied, fix, repeats)
+
     orders: dict[object, list[tuple[str, ...]]] = {}
     found: list[Candidate] = []
     dropped: Counter[str] = Counter()
-    for c in _combinations(batch, _factors(gpus, varied, fix, splits), varied, fix, repeats):
+    for c in combined(fix, given):
         rule = next(
             (rule for rule in RULES if rule.drops(c, batch) and all([name in free for name in rule.free])), None
         )
@@ -193,7 +199,10 @@ def space(
             dropped[_SAME_NODES] += math.factorial(len(c.order)) - len(orders[key])
         found += [c._replace(order=order) for order in orders[key]]
     if not found:
-        raise _nothing(batch, gpus, fix, dropped)
+        ways = [f"without {name}" for name in fix if any(combined({k: x for k, x in fix.items() if k != name}, given))]
+        idle = [name for name in ("dp", "tp", "pp") if name not in given and name not in fix]
+        ways += [f"let {name} vary" for name in idle if any(combined(fix, (*given, name)))]
+        raise _nothing(batch, gpus, fix, dropped, " or ".join(ways))
     held = [name for name in SETTINGS if name not in varied and (name not in FURTHER or name in axes)]
     unused = [name for name in axes if all([not c.split for c in found])]
     return Space(found, dict(dropped), tuple(unused), tuple(held))
@@ -230,20 +239,21 @@ def _combinations(
             for schedule, zero, recompute, sequence in rows:
                 c = Candidate(dp, tp, pp, microbatch, schedule, 1, zero, recompute, sequence, usual, split)
                 if schedule != "interleaved":
-                    yield c
+                    yield from [c] if fix.get("chunks", 1) == 1 else []
                 elif c.microbatches(batch) % pp == 0:
                     chunks = [fix["chunks"]] if "chunks" in fix else _chunks(pp, repeats, "chunks" in varied)
                     yield from [c._replace(chunks=n) for n in chunks]
 
 
 def _factors(
-    gpus: int, varied: Sequence[str], fix: Mapping[str, Any], splits: Sequence[tuple[InputSplit, ...]]
+    gpus: int, varied: Sequence[str], fix: Mapping[str, Any], splits: Sequence[tuple[InputSplit, ...]], most: int
 ) -> list[_Degrees]:
-    """The degrees whose product is the number of devices."""
+    """The degrees whose product is the number of devices, with `most` pipeline ranks at most."""
     found: list[_Degrees] = []
     for split in splits:
         rest = gpus // math.prod([x.size for x in split])
         found += [(rest // (tp * pp), tp, pp, split) for tp in divisors(rest) for pp in divisors(rest // tp)]
+    found = [row for row in found if row[2] <= most]
     for k, name in enumerate(("dp", "tp", "pp")):
         if name in fix:
             found = [row for row in found if row[k] == fix[name]]
@@ -352,18 +362,23 @@ def _check_settings(vary: Sequence[str], fix: Mapping[str, Any]) -> None:
         if name not in SETTINGS:
             raise UsageError(f"{name!r} does not vary between plans", f"settings are {', '.join(SETTINGS)}")
     for name in ("dp", "tp", "pp", *FURTHER, "microbatch", "chunks"):
-        if name in fix and not (isinstance(fix[name], int) and fix[name] >= 1):
+        if name in fix and not (type(fix[name]) is int and fix[name] >= 1):
             raise UsageError(f"{name} is a whole number of at least 1, got {fix[name]!r}")
-    known = {"schedule": USUAL["schedule"], "zero": USUAL["zero"], "recompute": WORDS}
-    for name, words in known.items():
-        if name in fix and fix[name] not in words:
-            raise UsageError(f"{name} is one of {', '.join(map(str, words))}, got {fix[name]!r}")
+    for name, words in {**USUAL, "recompute": WORDS}.items():
+        if name in fix and not any([type(fix[name]) is type(word) and fix[name] == word for word in words]):
+            raise UsageError(f"{name} is one of {', '.join(map(str, words)).lower()}, got {fix[name]!r}")
+    if "order" in fix:
+        order = list(fix["order"]) if isinstance(fix["order"], tuple | list) else [fix["order"]]
+        if [order.count(name) for name in default_order()] != [1, 1, 1] or any(
+            [name not in (*default_order(), *FURTHER) or order.count(name) > 1 for name in order]
+        ):
+            raise UsageError(f"order names tp, dp and pp once each, and maybe cp and ep, got {fix['order']!r}")
 
 
 def _check_axes(axes: Mapping[str, ModelAxis], vary: Sequence[str], fix: Mapping[str, Any]) -> None:
     """Raises UsageError for a further axis that is asked for, and the model does not have; InfeasibleError for a degree
     that does not divide what the axis splits."""
-    what = {CONTEXT: "sequences", EXPERTS: "experts"}
+    what = {CONTEXT: "sequences that can be split", EXPERTS: "experts"}
     for name in FURTHER:
         n = fix.get(name, 1)
         if name not in axes and (name in vary or n > 1):
@@ -371,18 +386,18 @@ def _check_axes(axes: Mapping[str, ModelAxis], vary: Sequence[str], fix: Mapping
         if name in axes and axes[name].size % n:
             sizes = ", ".join(map(str, divisors(axes[name].size)[1:7]))
             raise InfeasibleError(
-                f"{name} {n} does not divide {what[name]} of {axes[name].size}", f"use {name}={sizes}"
+                f"{name} {n} does not divide {what[name].split()[0]} of {axes[name].size}", f"use {name}={sizes}"
             )
 
 
-def _nothing(batch: int, gpus: int, fix: Mapping[str, Any], dropped: Mapping[str, int]) -> InfeasibleError:
+def _nothing(batch: int, gpus: int, fix: Mapping[str, Any], dropped: Mapping[str, int], ways: str) -> InfeasibleError:
     said = ", ".join([f"{name} {x}" for name, x in fix.items()])
     asked = f"{gpus} devices" + (f" with {said}" if said else "")
     degrees = [dp for dp in divisors(gpus) if batch % dp == 0]
-    hint = f"a batch of {batch} divides by dp {', '.join(map(str, degrees[-4:]))}" if degrees else None
+    hint = ways or (f"a batch of {batch} divides by dp {', '.join(map(str, degrees[-4:]))}" if degrees else None)
     odd = [name for name in ("dp", "tp", "pp", *FURTHER) if gpus % fix.get(name, 1)]
     if odd:
         hint = f"{odd[0]} {fix[odd[0]]} does not divide {gpus}"
     elif dropped:
-        hint = next(iter(dropped))
+        hint = ": ".join([x for x in (ways, next(iter(dropped))) if x])
     return InfeasibleError(f"no plan for a batch of {batch} on {asked}", hint)

@@ -77,6 +77,13 @@ def test_plans_are_written_and_read_back(cli) -> None:
     assert found["emitted"] == [{"tool": "megatron", "file": "b"}]
 
 
+def test_nothing_is_written_if_one_file_cannot_be(cli) -> None:
+    got, _, err = cli(f"{GPT},batch=32,seq=16", "--emit", "distir", "x", "--emit", "megatron", "none/y")
+    assert got == 2
+    assert "cannot write none/y: none is no folder that can be written to" in err
+    assert not Path("x").exists()
+
+
 @pytest.mark.parametrize(
     ("code", "flags", "words", "hint"),
     [
@@ -85,6 +92,8 @@ def test_plans_are_written_and_read_back(cli) -> None:
         (2, ["--megatron-args", "args"], "args does not say how many devices there are", "--gpus N"),
         (2, ["--emit", "deepspeed", "x"], "no plans are written for 'deepspeed'", "distir, torchtitan, megatron"),
         (4, ["--dp", "2", "--zero", "1", "--emit", "torchtitan", "x"], "cannot express ZeRO 1", "nearest: --zero 2"),
+        (2, ["--emit", "distir", "x", "--emit", "megatron", "x"], "x is to be written twice", "another name"),
+        (2, ["--emit", "distir", "x", "--emit", "megatron", "x/"], "x/ is to be written twice", "another name"),
         (4, ["--torchtitan", "bad.toml"], "every layer of 2 is recomputed", "--recompute full or selective"),
     ],
 )

@@ -6,11 +6,13 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from distir.cli import main
+from distir.hardware import host_cores
 
 ROOT = Path(__file__).parent.parent.parent
 LINE = ["plan", "gpt:layers=2,hidden=64,heads=4,vocab=64", "--seq", "32", "--cluster", "dgx-a100", "--batch", "4"]
@@ -32,14 +34,51 @@ def test_json(capsys):
     assert all(p["bound_seconds"] <= p["step_seconds"] for x in found for p in x["plans"])
 
 
+def test_numbers_of_devices_for_which_there_is_no_plan(capsys):
+    line = [*LINE, "--gpus", "2,3", "--vary", "dp", "--top", "1"]
+    assert main([*line, "--json"]) == 0
+    _, failed = json.loads(capsys.readouterr().out)
+    why = "no plan for a batch of 4 on 3 devices"
+    assert failed == {"devices": 3, "plans": [], "error": why, "hint": "let tp vary or let pp vary"}
+    assert main(line) == 0
+    assert f"3 devices: {why} (let tp vary or let pp vary)" in capsys.readouterr().out
+
+
+def test_chunks_are_kept(capsys):
+    """They are those of an interleaved schedule: other plans have none."""
+    assert (
+        main(
+            [*LINE, "--gpus", "2", "--fix", "chunks=2", "--vary", "pp,microbatch,schedule,sequence-parallel", "--json"]
+        )
+        == 0
+    )
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert {(p["plan"]["schedule"], p["plan"]["chunks"]) for p in plans} == {("interleaved", 2)}
+
+
 @pytest.mark.parametrize(
     ("more", "code", "word"),
     [
         (["--gpus", "0"], 2, "at least 1"),
         (["--gpus", "2", "--fix", "tp"], 2, "NAME=X"),
         (["--gpus", "2", "--vary", "dp,dq"], 2, "dq"),
-        (["--gpus", "2", "--memory-reserve", "79.05"], 4, "fits"),
-        (["--gpus", "7", "--fix", "dp=7"], 4, "no plan for a batch of 4"),
+        (["--gpus", "2", "--memory-reserve", "77.7"], 4, "fits"),
+        (["--gpus", "2", "--memory-reserve", "78.9"], 4, "leaves nothing of the 79.1 GiB of a device"),
+        (["--gpus", "2", "--memory-reserve", "1000"], 4, "a reserve of 1000.0 GiB, beside what a process takes"),
+        (["--gpus", "7", "--fix", "dp=7"], 4, "no plan for a batch of 4 on 7 devices with dp 7\nhint: without dp"),
+        (["--gpus", "3", "--vary", "dp"], 4, "no plan for a batch of 4 on 3 devices\nhint: let tp vary or let pp vary"),
+        (["--gpus", "2", "--fix", "microbatch=3"], 4, "with microbatch 3\nhint: without microbatch"),
+        (["--gpus", "2", "--fix", "zero=1", "--fix", "dp=1"], 4, "hint: without zero or without dp"),
+        (["--gpus", "64", "--fix", "pp=64"], 4, "hint: use at most --pp"),
+        (["--gpus", "100003"], 4, "plans can be applied: tp 100003 splits nothing in decoder\nhint: use --tp 2"),
+        (["--gpus", "2", "--fix", "tp=2", "--fix", "tp=1"], 2, "--fix tp is given twice: 2 and 1"),
+        (["--gpus", "2", "--fix", "tp=true"], 2, "tp is a whole number of at least 1, got True"),
+        (["--gpus", "2", "--fix", "zero=true"], 2, "zero is one of 0, 1, 2, 3, got True"),
+        (["--gpus", "2", "--fix", "sequence-parallel=1"], 2, "sequence_parallel is one of false, true, got 1"),
+        (["--gpus", "2", "--fix", "order=tp"], 2, "order names tp, dp and pp once each"),
+        (["--gpus", "2", "--fix", "order=tp,dp,pp,qp"], 2, "order names tp, dp and pp once each"),
+        (["--gpus", "2", "--fix", "order=5"], 2, "order names tp, dp and pp once each"),
+        (["--gpus", "2,3", "--fix", "dp=3"], 4, "no plan for a batch of 4 on 2 devices with dp 3"),
         (["--gpus", "2", "--loss", "none"], 2, "training"),
         (["--gpus", "1,2", "--emit", "distir", "p.toml"], 2, "--emit writes one plan"),
         (["--gpus", "2", "--emit", "deepspeed", "p"], 2, "no plans are written for 'deepspeed'"),
@@ -47,6 +86,9 @@ def test_json(capsys):
         (["--gpus", "2", "--plot", "front.gif"], 2, "cannot draw front.gif"),
         (["--gpus", "2", "--plot", "no/such/front.pdf"], 2, "cannot write no/such/front.pdf: no/such is no folder"),
         (["--gpus", "2", "--report", "."], 2, "cannot write .: it is a folder"),
+        (["--gpus", "2", "--report", ""], 2, "cannot write '': it is a folder"),
+        (["--gpus", "2", "--report", "/dev/null"], 2, "cannot write /dev/null: it is there and is no regular file"),
+        (["--gpus", "2", "--emit", "distir", "p", "--report", "./p"], 2, "./p is to be written twice"),
     ],
 )
 def test_errors(capsys, monkeypatch, tmp_path, more, code, word):
@@ -176,3 +218,39 @@ def test_interrupted():
     assert len([x for x in out.splitlines() if x.startswith("dp ")]) == 1
     assert b"distir: error: interrupted" in shown
     assert b"Traceback" not in shown
+
+
+several_processes = pytest.mark.skipif(
+    sys.platform != "linux" or host_cores() == 1, reason="Linux ends the processes of a search, if there are any"
+)
+
+
+def started(*more):
+    """A search that takes long, and its processes, once these are there."""
+    line = ["plan", "gpt:layers=24,hidden=256,heads=8,vocab=1024", "--seq", "128", "--cluster", "dgx-a100", *more]
+    command = [sys.executable, "-m", "distir", *line, "--gpus", "64", "--batch", "512"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    found: list[int] = []
+    while len(found) < 2:
+        found = [int(pid) for pid in children.read_text().split()]
+    time.sleep(0.5)  # they may still begin
+    return process, found
+
+
+@several_processes
+def test_processes_end_with_a_command_that_is_killed():
+    process, _ = started()
+    process.kill()
+    process.communicate(timeout=20)  # waits for all that have its streams
+
+
+@several_processes
+def test_a_process_of_the_search_that_is_killed():
+    process, children = started("--json")
+    os.kill(children[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 6
+    assert json.loads(out)["exit_code"] == 6
+    assert "a process of the search was ended from outside" in err
+    assert "memory" in err

@@ -319,6 +319,7 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     [
         ({}, "no field model_type, which names the architecture", r"known are gpt2, opt, .*phi3"),
         ({"model_type": "bert"}, r"unknown architecture 'bert' \(model_type\)", r"known are gpt2, .*"),
+        ({"model_type": None}, "no field model_type, which names the architecture", r"known are gpt2, .*"),
         ({"model_type": 3}, "model_type: expected a text, got 3", None),
         (without(LLAMA, "hidden_size"), "no field hidden_size, which models of type llama need", None),
         (without(MIXTRAL, "num_local_experts"), "no field num_local_experts, which .* mixtral need", None),
@@ -326,8 +327,13 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
         ({**LLAMA, "hidden_size": "wide"}, 'hidden_size: expected a whole number, got "wide"', None),
         ({**LLAMA, "hidden_size": 32.5}, "hidden_size: expected a whole number, got 32.5", None),
         ({**LLAMA, "num_hidden_layers": True}, "num_hidden_layers: expected a whole number, got true", None),
-        ({**LLAMA, "num_hidden_layers": 0}, "layers is a whole number of at least 1, got 0", None),
-        ({**LLAMA, "num_attention_heads": 0}, "heads is a whole number of at least 1, got 0", None),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers: expected a number above 0, got 0", None),
+        ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads: expected a number above 0, got 0", None),
+        ({**LLAMA, "num_key_value_heads": 0}, "num_key_value_heads: expected a number above 0, got 0", None),
+        ({**LLAMA, "intermediate_size": 0}, "intermediate_size: expected a number above 0, got 0", None),
+        ({**LLAMA, "hidden_size": -1}, "hidden_size: expected a number above 0, got -1", None),
+        ({**LLAMA, "max_position_embeddings": 0}, "max_position_embeddings: expected a number above 0, got 0", None),
+        ({**LLAMA, "rms_norm_eps": -1.0}, "epsilon is a number of at least 0, got -1", None),
         ({**LLAMA, "num_attention_heads": 5}, "hidden 32 does not divide by 5 heads", None),
         ({**LLAMA, "tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1", None),
         ({**LLAMA, "rms_norm_eps": math.nan}, "rms_norm_eps: expected a number, got NaN", None),
@@ -338,7 +344,12 @@ def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
             "rope_scaling: unknown rope_type 'mrope'",
             "known are default, linear, dynamic, llama3, yarn, longrope",
         ),
-        ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, "rope_scaling: no field factor, which .*", None),
+        ({**LLAMA, "rope_scaling": {"rope_type": "linear"}}, "rope_scaling: no field factor", None),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_slow": 32, "beta_fast": 1}},
+            "scaling of positions: expected .*, and low below high, got factor 2, positions 32, low 32, high 1",
+            None,
+        ),
         ({**GEMMA2, "layer_types": ["chunked_attention"]}, "layer_types: 'chunked_attention' is not supported", ".*"),
         ({**OPT, "word_embed_proj_dim": 16}, "word_embed_proj_dim 16 is not supported", "supported is 32"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx True .*", ".*False"),
@@ -421,6 +432,10 @@ def test_files_that_are_no_configs(text: str, message: str, tmp_path: Path) -> N
         distir.load(tmp_path)
     with pytest.raises(ModelError, match=r"cannot read .*none\.json: No such file"):
         distir.load(tmp_path / "none.json")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json: No such file") as e:
+        distir.load(tmp_path)
+    assert e.value.hint == "the folder of a model has a Hugging Face config.json"
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

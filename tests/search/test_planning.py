@@ -224,7 +224,7 @@ def test_nothing_fits():
 def test_why_there_is_no_plan(fix, hint):
     with pytest.raises(InfeasibleError, match="no plan for a batch of 4") as error:
         plan(trained(), "dgx-a100", 2, fix=fix)
-    assert (error.value.hint or "").startswith(hint)
+    assert hint in (error.value.hint or "")
 
 
 def test_what_to_change_is_no_setting_that_was_tried():
@@ -260,7 +260,12 @@ def test_nothing_is_certain_before_a_bound_is():
         (2, {"vary": ("dq",)}, UsageError, "dq"),
         (2, {"fix": {"zero": 7}}, UsageError, "zero"),
         (2, {"memory_reserve": -1.0}, UsageError, "memory_reserve"),
-        (2, {"memory_reserve": 80.0}, UsageError, "a reserve of 80.0 GiB leaves nothing of 79.1 GiB a device"),
+        (
+            2,
+            {"memory_reserve": 80.0},
+            InfeasibleError,
+            "a reserve of 80.0 GiB, beside what .* leaves nothing of the 79.1 GiB",
+        ),
     ],
 )
 def test_bad_arguments(gpus, more, kind, words):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -98,9 +98,10 @@ def _flags(request: Request, near: Request) -> str:
     """What is changed, as flags."""
     found: list[str] = []
     plan = in_effect(request.plan)
+    usual = all(replace(x, order=()).order == x.order for x in (plan, near.plan))
     for f in fields(Plan):
         x = getattr(near.plan, f.name)
-        if x != getattr(plan, f.name) and not (f.name == "order" and set(x) != set(plan.order)):
+        if x != getattr(plan, f.name) and not (f.name == "order" and usual):
             found.append(_flag(f, x))
     (products, gradients), before = near.settings.precision, request.settings.precision
     found += [f"--precision {products}"] if products != before.products else []

@@ -188,7 +188,9 @@ def _microbatches(given: _Given, replicas: int) -> tuple[int, int]:
 
 def _chunks(given: _Given, pp: int, layers: int | None) -> int:
     each, chunks = given["num-layers-per-virtual-pipeline-stage"], given["num-virtual-stages-per-pipeline-rank"]
-    if each is None or pp == 1:
+    if pp == 1:
+        return 1
+    if each is None:
         return chunks or 1
     if chunks is not None:
         raise UsageError(f"{given.name}: layers of a virtual stage and virtual stages are both given", "give one")

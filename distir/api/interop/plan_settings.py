@@ -87,17 +87,15 @@ def nearest_request(request: Request, steps: Sequence[Step]) -> tuple[Request, l
 
 
 def in_effect(plan: Plan) -> Plan:
-    """The plan without settings that change nothing: of schedules on one pipeline rank, of ZeRO on one replica, of
-    sequence parallelism without tensor parallelism; axes of one device."""
+    """The plan without settings that change nothing: chunks of schedules that have none, the schedule of one microbatch
+    in one stage, ZeRO on one replica, sequence parallelism without tensor parallelism; axes of one device."""
     kept = tuple([s for s in plan.split if s.size > 1])
     gone = [s.axis for s in plan.split if s.size == 1]
     changes: dict[str, Any] = {"split": kept, "order": tuple([name for name in plan.order if name not in gone])}
-    if plan.pp == 1:
-        changes |= {"schedule": ONE_F_ONE_B, "chunks": 1}
-    elif plan.schedule == INTERLEAVED and plan.chunks == 1:
+    if plan.schedule == INTERLEAVED and plan.chunks == 1:
         changes["schedule"] = ONE_F_ONE_B
     elif isinstance(plan.schedule, str) and plan.schedule in SCHEDULES and plan.schedule != INTERLEAVED:
-        changes["chunks"] = 1
+        changes |= {"chunks": 1, "schedule": ONE_F_ONE_B if plan.pp == plan.microbatches == 1 else plan.schedule}
     if plan.dp == 1:
         changes["zero"] = 0
     if plan.tp == 1:
@@ -206,10 +204,21 @@ def with_schedule(*names: str) -> Step:
         if r.plan.schedule in names:
             return None
         other = INTERLEAVED if r.plan.chunks > 1 else ONE_F_ONE_B
-        text = r.plan.schedule if isinstance(r.plan.schedule, str | os.PathLike) else "of a table"
-        return f"the schedule {os.fspath(text)}", r.changed(schedule=other)
+        return _schedule_name(r.plan), r.changed(schedule=other)
 
     return step
+
+
+def with_accumulation(r: Request) -> tuple[str, Request] | None:
+    """On one pipeline rank there is no schedule: microbatches run one after the other."""
+    if r.plan.pp > 1 or (r.plan.schedule == ONE_F_ONE_B and r.plan.chunks == 1):
+        return None
+    return f"{_schedule_name(r.plan)} on one pipeline rank", r.changed(schedule=ONE_F_ONE_B, chunks=1)
+
+
+def _schedule_name(plan: Plan) -> str:
+    text = plan.schedule if isinstance(plan.schedule, str | os.PathLike) else "of a table"
+    return f"the schedule {os.fspath(text)}"
 
 
 def all_gathered_again(r: Request) -> tuple[str, Request] | None:

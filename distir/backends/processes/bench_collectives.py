@@ -20,12 +20,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distir.backends.processes.worker import die_with
 from distir.ir.errors import UsageError, WorkerError
 from distir.ir.files import temporary
 from distir.ir.type import DType, Tensor
 from distir.runtime.emulate import sleeper
 from distir.runtime.failure import ending
+from distir.runtime.parent import die_with
 from distir.runtime.run_directory import scratch_folder
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ it kills the ranks and removes FOLDER and incomplete checkpoints; if it exits it
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import pickle
@@ -29,14 +28,13 @@ from distir.runtime.checkpoint import remove_incomplete
 from distir.runtime.failure import GRACE_SECONDS, Failure
 from distir.runtime.job import Job
 from distir.runtime.outcome import Report
+from distir.runtime.parent import die_with
 from distir.runtime.pieces import Coord, Pieces, Shipped, ship
 from distir.runtime.run_directory import job_file, log_file
 
 if TYPE_CHECKING:
     import numpy as np
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 _POLL_SECONDS = 0.02
 
 
@@ -104,16 +102,6 @@ def _kill(pids: list[int]) -> None:
         os.kill(pid, signal.SIGKILL)
     for pid in pids:
         os.waitpid(pid, 0)
-
-
-def die_with(parent: int, name: str) -> None:
-    """Ask the kernel to kill this process when its parent ends, and name the process; Linux only."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(_PR_SET_NAME, name.encode())
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _rank(job: Job, rank: int, folder: Path, link: Connection) -> None:

@@ -242,6 +242,25 @@ def test_megatron_counts_samples(tmp_path: Path) -> None:
             "--schedule 1f1b --chunks 1",
         ),
         ("megatron", Plan(split=("h=2:x.2",)), "the axis h", "--dp 2 no --split"),  # type: ignore[arg-type]
+        (
+            "megatron",
+            Plan(split=("h=2:x.2",), order=("h", "tp", "dp", "pp")),  # type: ignore[arg-type]
+            "the axis h",
+            "--dp 2 --order tp,dp,pp no --split",
+        ),
+        (
+            "torchtitan",
+            Plan(dp=2, zero=3, microbatches=4, schedule="gpipe"),
+            "the schedule gpipe on one pipeline rank",
+            "--schedule 1f1b",
+        ),
+        (
+            "megatron",
+            Plan(dp=2, schedule="interleaved", chunks=2),
+            "the schedule interleaved on one pipeline rank",
+            "--schedule 1f1b --chunks 1",
+        ),
+        ("torchtitan", Plan(dp=2, schedule="gpipe", chunks=2), None, None),
     ],
 )
 def test_what_cannot_be_expressed_is_said(tool: str, plan: Plan, words: str | None, hint: str | None) -> None:
@@ -360,6 +379,11 @@ def test_what_distir_cannot_do_of_megatron_is_said(text: str, field: str, words:
 def test_bad_arguments_of_megatron(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         megatron(text, tmp_path)
+
+
+def test_one_pipeline_rank_has_no_virtual_stages_in_megatron(tmp_path: Path) -> None:
+    fields = megatron("--num-virtual-stages-per-pipeline-rank 2", tmp_path).fields
+    assert (fields["pp"], fields["schedule"], fields["chunks"]) == (1, "1f1b", 1)
 
 
 def test_devices_are_those_of_torchrun_or_of_the_environment(tmp_path: Path) -> None:

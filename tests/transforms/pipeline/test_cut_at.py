@@ -93,6 +93,7 @@ def test_what_needs_only_inputs_is_where_it_is_needed() -> None:
     ("cut", "pp", "kind", "said", "hint"),
     [
         (("h1.ln_1.weigh",), 2, UsageError, "no input is called 'h1.ln_1.weigh'", "did you mean h1.ln_1.weight?"),
+        (("input_ids",), 2, UsageError, "cut: 'input_ids' is data: a stage begins at a weight", "weights are wte, wpe"),
         (("colour",), 2, UsageError, "no input is called 'colour'", "weights are wte, wpe"),
         (("h1.ln_1.weight",), 3, InfeasibleError, "3 stages need 2 weights to begin at, got 1", "name one for each"),
         (("h1.ln_1.weight",), 1, InfeasibleError, "1 stage needs 0 weights to begin at, got 1", "leave --cut out"),
