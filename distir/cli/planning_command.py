@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from typing import Any
 
 from distir.api import Model, Plan, load
@@ -56,7 +57,8 @@ def plan(args: argparse.Namespace) -> None:
         raise next(iter(errors.values()))
     if not args.json:  # before files, of which one may fail
         failed = [f"{n} devices: {e.message}{f' ({e.hint})' if e.hint else ''}" for n, e in errors.items()]
-        print("\n\n".join([str(table) for table in found] + failed), flush=True)
+        with suppress(BrokenPipeError):  # files are written though the reader has gone
+            print("\n\n".join([str(table) for table in found] + failed), flush=True)
     with Progress("writing") as progress:
         files = _write(args, found, model, progress)
     if args.json:

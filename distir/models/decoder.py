@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from fractions import Fraction
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from distir.ir.errors import UsageError
@@ -113,6 +114,9 @@ class Decoder:
     separate: bool = False
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            if kind_of(f) is int and not isinstance(x := getattr(self, f.name), Integral):
+                raise UsageError(f"{f.name} is a whole number, got {x!r}")
         self._derive()
         for f in fields(self):
             least = 0 if f.name in OPTIONAL else 1

@@ -124,8 +124,8 @@ def _check(model: Model, gpus: int, top: int, reserve: float) -> None:
     if not model.function.updates:
         raise UsageError(f"{model.name} is not trained: plans are of training steps", "a loss, such as cross-entropy")
     for name, x in (("gpus", gpus), ("top", top)):
-        if x < 1:
-            raise UsageError(f"{name} is a whole number of at least 1, got {x}")
+        if type(x) is not int or x < 1:
+            raise UsageError(f"{name} is a whole number of at least 1, got {x!r}")
     if not 0 <= reserve < math.inf:
         raise UsageError(f"memory_reserve is a number of GiB of at least 0, got {reserve}")
 

@@ -358,6 +358,8 @@ def _groups(c: Candidate, topology: Topology, order: Sequence[str], axis: str) -
 
 
 def _check_settings(vary: Sequence[str], fix: Mapping[str, Any]) -> None:
+    if isinstance(vary, str):  # a sequence of letters
+        raise UsageError(f"vary is a list of settings, got {vary!r}", f"such as [{vary!r}]")
     for name in (*vary, *fix):
         if name not in SETTINGS:
             raise UsageError(f"{name!r} does not vary between plans", f"settings are {', '.join(SETTINGS)}")

@@ -167,6 +167,18 @@ def test_figure_and_report(capsys, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {figure.name, report.name}
 
 
+def test_files_are_written_for_a_reader_that_has_gone(tmp_path):
+    """Such as head: it may end between the table and the files."""
+    path = tmp_path / "best.toml"
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [*LINE, "--gpus", "2", "--vary", "dp", "--emit", "distir", str(path)]
+    process = subprocess.run([sys.executable, "-m", "distir", *line], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (0, b"")
+    assert path.exists()
+
+
 def test_interrupted_while_the_shown_plans_are_examined(capsys, monkeypatch, tmp_path):
     """The table is printed, files are written, and the exit code is that of an interrupt."""
 

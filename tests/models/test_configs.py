@@ -406,6 +406,8 @@ def test_odd_values_are_refused_in_one_line_or_understood(name: str) -> None:
     [
         ({"sequence": 8}, "the config has no 'sequence'", None),
         ({"batches": 8}, "the config has no 'batches'", "did you mean batch?"),
+        ({"seq": "8"}, "the config: seq is a whole number, got '8'", None),
+        ({"batch": 2.5}, "the config: batch is a whole number, got 2.5", None),
         ({"seq": 0}, "the config: seq is a whole number of at least 1, got 0", None),
         ({"batch": 0}, "the config: batch is a whole number of at least 1, got 0", None),
         ({"seq": 17}, "the config: 16 positions are fewer than a sequence of 17 has", None),

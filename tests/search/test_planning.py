@@ -258,6 +258,9 @@ def test_nothing_is_certain_before_a_bound_is():
         (0, {}, UsageError, "at least 1"),
         (3, {"fix": {"dp": 3}}, InfeasibleError, "no plan for a batch of 4"),
         (2, {"vary": ("dq",)}, UsageError, "dq"),
+        (2, {"vary": "dp"}, UsageError, "vary is a list of settings, got 'dp'"),
+        (2.0, {}, UsageError, "gpus is a whole number of at least 1, got 2.0"),
+        (2, {"top": "1"}, UsageError, "top is a whole number of at least 1, got '1'"),
         (2, {"fix": {"zero": 7}}, UsageError, "zero"),
         (2, {"memory_reserve": -1.0}, UsageError, "memory_reserve"),
         (
