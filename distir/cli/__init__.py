@@ -110,7 +110,9 @@ def _exit_code(e: DistirError, argv: Sequence[str] | None) -> int:
     if "--json" in (sys.argv[1:] if argv is None else argv) and this_rank() == 0:
         import json
 
-        _write(sys.stdout, json.dumps({"error": e.message, "hint": e.hint, "exit_code": e.exit_code}) + "\n")
+        said = {"error": e.message, "hint": e.hint, "exit_code": e.exit_code}
+        found = {} if e.result is None else {"result": e.result}
+        _write(sys.stdout, json.dumps(said | found) + "\n")
     return e.exit_code
 
 

@@ -10,12 +10,13 @@ from distir.api import Model, Plan, load
 from distir.api.compilation import cost_model
 from distir.api.interop.conversion import emit
 from distir.api.interop.plan_settings import TrainingSettings
+from distir.api.metrics import finite
 from distir.api.model import NO_LOSS, TEXT, Precision
 from distir.api.plot import format_of, save
 from distir.cli.other_tools import check_targets, training_settings, write_plans, written_lines
 from distir.cli.output import Progress, print_json
 from distir.importer import symbolic_dims
-from distir.ir.errors import InfeasibleError, UsageError, counted
+from distir.ir.errors import DistirError, InfeasibleError, UsageError, counted
 from distir.models.config_file import is_config
 from distir.models.named import is_named, own_loss
 from distir.search.best_first import Progressed
@@ -59,17 +60,28 @@ def plan(args: argparse.Namespace) -> None:
         failed = [f"{n} devices: {e.message}{f' ({e.hint})' if e.hint else ''}" for n, e in errors.items()]
         with suppress(BrokenPipeError):  # files are written though the reader has gone
             print("\n\n".join([str(table) for table in found] + failed), flush=True)
-    with Progress("writing") as progress:
-        files = _write(args, found, model, progress)
+    try:
+        with Progress("writing") as progress:
+            files = _write(args, found, model, progress)
+    except DistirError as e:
+        e.result = finite(_json(args, found, errors, {}))
+        raise
     if args.json:
-        rows = [table.to_json() | files for table in found]
-        rows += [{"devices": n, "plans": [], "error": e.message, "hint": e.hint} for n, e in errors.items()]
-        print_json(rows[0] if len(args.gpus) == 1 else rows)
+        print_json(_json(args, found, errors, files))
     elif files:
         drawn = [f"{name} written to {files[name]}" for name in ("figure", "report") if name in files]
         print("\n".join(["", *written_lines(files.get("emitted", [])), *drawn]))
     if found[-1].interrupted:
         raise KeyboardInterrupt
+
+
+def _json(
+    args: argparse.Namespace, found: list[PlanTable], errors: dict[int, InfeasibleError], files: dict[str, Any]
+) -> Any:
+    """JSON of the answer: a list for several numbers of devices."""
+    rows = [table.to_json() | files for table in found]
+    rows += [{"devices": n, "plans": [], "error": e.message, "hint": e.hint} for n, e in errors.items()]
+    return rows[0] if len(args.gpus) == 1 else rows
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, Any]:

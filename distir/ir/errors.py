@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class DistirError(Exception):
     """A problem the user can do something about: one clear line, and a hint where there is one."""
@@ -12,6 +14,8 @@ class DistirError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.result: Any = None
+        """What was found before, as JSON: it is printed with the error."""
 
     def __str__(self) -> str:
         return f"{self.message} (hint: {self.hint})" if self.hint else self.message

@@ -130,6 +130,10 @@ def test_a_plan_that_a_tool_cannot_express(capsys, tmp_path):
     found = capsys.readouterr()
     assert "plans: 1 simulated" in found.out or "1 plan: 1 simulated" in found.out
     assert found.err == "distir: error: torchtitan cannot express ZeRO 1\nhint: nearest: --zero 2\n"
+    assert main([*line, "--emit", "torchtitan", str(path), "--json"]) == 4
+    said = json.loads(capsys.readouterr().out)
+    assert (said["error"], said["exit_code"]) == ("torchtitan cannot express ZeRO 1", 4)
+    assert len(said["result"]["plans"]) == 1
     assert list(tmp_path.iterdir()) == []
     assert main([*line, "--emit", "megatron", str(path)]) == 0
     assert "--use-distributed-optimizer" in path.read_text()
