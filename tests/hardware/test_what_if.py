@@ -70,8 +70,8 @@ def test_links_and_devices_set_by_hand():
 
 @pytest.mark.parametrize(("factors", "said"), [
     ({"links": 2}, "unknown figure 'links'"),
-    ({"link": 0}, "link: expected a factor of more than 0, got 0"),
-    ({"latency": -1}, "latency: expected a factor of at least 0, got -1"),
+    ({"link": 0}, "link: expected a factor from 1e-09 to 1e.09, got 0"),
+    ({"latency": -1}, "latency: expected a factor from 1e-09 to 1e.09, or 0, got -1"),
     ({"compute": float("inf")}, "compute: expected"),
     ({"compute": float("nan")}, "compute: expected"),
 ])  # fmt: skip
