@@ -38,7 +38,7 @@ from distir.executor.cost_model.fitting import (
 from distir.hardware import host_cores, load_cluster, load_runtime
 from distir.ir.errors import UsageError, counted
 from distir.ir.files import check_writable, written
-from distir.ir.topology import OpSpeed, Regular, Sharing, Topology
+from distir.ir.topology import CoreSharing, OpSpeed, Regular, Topology
 from distir.runtime.options import RunOptions
 from distir.transforms.plan import Plan
 
@@ -115,7 +115,7 @@ class Figures:
     op: float = 0.0
     slower: float = 1.0
     """How many times as long as alone compute takes in steps: the figures are of steps."""
-    sharing: Sharing | None = None
+    sharing: CoreSharing | None = None
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     """By numbers of ranks: of the steps on so many measured / predicted."""
 
@@ -323,7 +323,7 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
         return sum([math.log(ratio) ** 2 for ratio in ratios_of(found, measured)])
 
     inline = figures.kind == "cpu"
-    sharing = Sharing(figures.count, communication=1.0 if inline else 0.0)
+    sharing = CoreSharing(figures.count, communication=1.0 if inline else 0.0)
 
     def alone(x: Sequence[float]) -> Figures:
         host = {"call" if inline else "op": x[1] * _HOST}
@@ -398,14 +398,8 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
         lines += [f"communication = {_number(f.sharing.communication)}"]
         lines += [f"jitter_us = {_number(f.sharing.jitter * 1e6)}"]
     for n, ratios in f.ratios.items():
-        lines += [
-            "",
-            "[[residuals]]",
-            f"ranks = {n}",
-            f"low = {_number(min(ratios))}",
-            f"high = {_number(max(ratios))}",
-        ]
-        lines += [f"steps = {len(ratios)}"]
+        lines += ["", "[[residuals]]", f"ranks = {n}", f"steps = {len(ratios)}"]
+        lines += [f"low = {_number(min(ratios))}", f"high = {_number(max(ratios))}"]
     return "\n".join(lines) + "\n"
 
 

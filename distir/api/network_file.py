@@ -11,7 +11,7 @@ from pathlib import Path
 from distir.api.calibrate import check_out, fit_links
 from distir.backends.processes.bench_collectives import Loops, Timing, bench_collectives
 from distir.backends.processes.preflight import joins
-from distir.hardware import this_host
+from distir.hardware import host_cores, this_host
 from distir.ir.errors import UsageError
 from distir.ir.files import written
 
@@ -63,7 +63,6 @@ def to_toml(rows: Sequence[Timing], ranks: int, name: str) -> str:
     pairs = {c: [(t.size, t.seconds) for t in rows if (t.collective, t.ranks) == (c, least)] for c in COLLECTIVES}
     links = fit_links(pairs["send-recv"], pairs["all-reduce"])
     link = [f"link_gbs = {links.bandwidth / 1e9:.6g}", f"link_us = {links.latency * 1e6:.6g}"]
-    cores = 0 if host.sharing is None else host.sharing.cores
     lines = [
         f"name = {json.dumps(name, ensure_ascii=False)}",
         "",
@@ -81,8 +80,8 @@ def to_toml(rows: Sequence[Timing], ranks: int, name: str) -> str:
         'source = "distir bench collectives --out"',
         *["", "[network]", *link, 'note = "As the node: other machines were not measured"'],
     ]
-    if ranks > cores:
-        lines += ["", "[sharing]", f"cores = {cores}"]
+    if ranks > (cores := host_cores()):  # collectives were measured so
+        lines += ["", "[sharing]", f"cores = {cores}", "communication = 0"]
     for n in sorted({t.ranks for t in rows}):
         for collective in COLLECTIVES:
             points = {t.size: t.seconds for t in rows if (t.collective, t.ranks) == (collective, n)}

@@ -74,8 +74,8 @@ class Prediction:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Seconds between which a step is expected, by the residuals of a calibrated cluster for as many
-        ranks, or the next number above, or the last; None on others."""
+        """Seconds between which a step is expected, by the residuals of a calibrated cluster for as many ranks, or the
+        next number above, or the last; None on others."""
         program = self.simulation.program
         regular, ranks = program.cost.topology.regular, sum(program.classes.sizes)
         if regular is None or not regular.residuals:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distir.api import Model, Plan, RunOptions, load
 from distir.api import simulate as simulate_model
@@ -21,6 +22,7 @@ from distir.transforms.plan import load_plan
 if TYPE_CHECKING:
     from distir.api import RunResult
 
+T = TypeVar("T")
 
 _OF_TRAINING = ("check", "save", "checkpoint", "every", "resume", "epochs", "data", "tokenizer", "metrics", "compiled")
 """What a proxy has no use for."""
@@ -249,11 +251,16 @@ def model_of(args: argparse.Namespace, stage: str | None = None) -> Model:
 
 def dims_of(args: argparse.Namespace) -> dict[str, int]:
     """The sizes that `--dim` gives. Raises UsageError for one that is given twice."""
-    dims: dict[str, int] = {}
-    for name, size in args.dim:
-        if dims.setdefault(name, size) != size:
-            raise UsageError(f"--dim {name} is given twice: {dims[name]} and {size}")
-    return dims
+    return given_once("--dim", args.dim)
+
+
+def given_once(flag: str, pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """What a flag gives that may be repeated. Raises UsageError for a name with two values."""
+    found: dict[str, T] = {}
+    for name, x in pairs:
+        if found.setdefault(name, x) != x:
+            raise UsageError(f"{flag} {name} is given twice: {found[name]} and {x}")
+    return found
 
 
 def loss_of(args: argparse.Namespace) -> str | None:

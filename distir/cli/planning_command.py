@@ -13,6 +13,7 @@ from distir.api.interop.plan_settings import TrainingSettings
 from distir.api.metrics import finite
 from distir.api.model import NO_LOSS, TEXT, Precision
 from distir.api.plot import format_of, save
+from distir.cli.commands import dims_of, given_once
 from distir.cli.other_tools import check_targets, training_settings, write_plans, written_lines
 from distir.cli.output import Progress, print_json
 from distir.importer import symbolic_dims
@@ -30,7 +31,7 @@ from distir.viz.draw import empty_figure
 def plan(args: argparse.Namespace) -> None:
     """`distir plan`."""
     _check_files(args)
-    fix = _fixed(args)
+    fix: dict[str, Any] = given_once("--fix", args.fix)
     vary = None if args.vary is None else tuple(args.vary)
     found: list[PlanTable] = []
     errors: dict[int, InfeasibleError] = {}
@@ -82,15 +83,6 @@ def _json(
     rows = [table.to_json() | files for table in found]
     rows += [{"devices": n, "plans": [], "error": e.message, "hint": e.hint} for n, e in errors.items()]
     return rows[0] if len(args.gpus) == 1 else rows
-
-
-def _fixed(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of --fix. Raises UsageError for one that is given twice."""
-    fix: dict[str, Any] = {}
-    for name, x in args.fix:
-        if fix.setdefault(name, x) != x:
-            raise UsageError(f"--fix {name} is given twice: {fix[name]} and {x}")
-    return fix
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -149,7 +141,7 @@ def _precision(args: argparse.Namespace) -> Precision:
 
 def _model(args: argparse.Namespace) -> Model:
     """The training step of the batch that is asked for."""
-    dims: dict[str, int] = dict(args.dim)
+    dims = dims_of(args)
     if is_named(args.model) or is_config(args.model) or args.model.endswith(TEXT):
         names = ("batch", "seq")
     else:

@@ -11,7 +11,7 @@ kernels, `workspace_mib` for the products of each thread of the runtime that iss
 `communicator_mib` for each communicator.
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
-runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (see `Sharing`):
+runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (`CoreSharing`):
 `beyond`, how much longer than in proportion compute takes for each rank per core beyond one, `communication`, the share
 of a core that a rank takes while it communicates, and `jitter_us`, how far compute varies; and for numbers of `ranks`,
 `[[residuals]]`: the least and greatest of measured / predicted time of a step, `low` and `high`, in so many `steps`.
@@ -42,7 +42,7 @@ from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.host_runtime import Runtime
 from distir.ir.measured import Measured
 from distir.ir.tiles import SIDES, Tiles
-from distir.ir.topology import Algorithm, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Sharing, Topology
+from distir.ir.topology import Algorithm, CoreSharing, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
 
 MIB = 1 << 20
 _FOLDER = Path(__file__).parent
@@ -95,7 +95,7 @@ def this_host(ranks: int, cores: int | None = None) -> Topology:
         raise UsageError("the shipped CPU cluster is not regular")
     cores = cores or host_cores()
     name = f"this host, {counted(ranks, 'rank')} on {counted(cores, 'core')}"
-    return Topology(replace(regular, name=name, per_node=ranks, sharing=Sharing(cores)))
+    return Topology(replace(regular, name=name, per_node=ranks, sharing=CoreSharing(cores)))
 
 
 def host_cores() -> int:
@@ -150,9 +150,9 @@ def _read(path: Path) -> dict[str, Any]:
     return out
 
 
-def _sharing(t: _Table) -> Sharing:
-    beyond, communication, jitter = (t.figure(key, 0.0) for key in ("beyond", "communication", "jitter_us"))
-    return Sharing(t.whole("cores"), beyond, communication, jitter * 1e-6)
+def _sharing(t: _Table) -> CoreSharing:
+    beyond, communication = t.figure("beyond", 0.0), t.figure("communication", 1.0)
+    return CoreSharing(t.whole("cores"), beyond, communication, t.figure("jitter_us", 0.0) * 1e-6)
 
 
 def _residuals(t: _Table) -> Residuals:

@@ -176,17 +176,18 @@ class Residuals(NamedTuple):
 
 
 _BURST = 1e-3
+"""Seconds: b of `CoreSharing`."""
 
 
-class Sharing(NamedTuple):
+class CoreSharing(NamedTuple):
     """How the ranks of a host share its cores.
 
     While more ranks are busy than there are `cores`, compute takes longer in proportion, and `beyond` times the ranks
     per core beyond one longer still. A rank is busy while it computes; while it communicates it takes `communication`
     of a core. What else runs interrupts ranks, for about a slice of the scheduler: so the last rank of a collective is
     late, in proportion to the seconds since they last communicated if these are few, and to their root if many, as sums
-    of random delays are: sqrt(b^2 + `jitter` * seconds) - b, with b of 1 ms, a third of a slice of Linux
-    (`base_slice_ns`, 3 ms on some cores).
+    of random delays are: sqrt(b^2 + `jitter` * seconds) - b seconds, with b of 1 ms, a third of a slice of Linux
+    (`base_slice_ns`, 3 ms on some cores). `jitter` is in seconds.
     """
 
     cores: int
@@ -232,7 +233,7 @@ class Regular:
     """The runtime that the figures were measured with; None if they are of no runtime."""
     residuals: tuple[Residuals, ...] = ()
     """Of figures that were fitted to this cluster, by numbers of ranks, ascending."""
-    sharing: Sharing | None = None
+    sharing: CoreSharing | None = None
     """Of a host whose ranks share its cores."""
     near: tuple[frozenset[int], ...] = ()
     near_link: Link | None = None

@@ -130,10 +130,10 @@ def _article(table: PlanTable, prefix: str) -> str:
 
 def _question(table: PlanTable) -> str:
     """What was asked."""
-    have = " or ".join([size(x + table.reserve) for x in _limits(table)])
+    have, step = " or ".join([size(x + table.reserve) for x in _limits(table)]), table.step()
     lines = [
         f"Which plan trains {table.model} quickest on {counted(table.gpus, 'device')} of {table.cluster}?",
-        f"A{table.step()[1:]}.",
+        f"{step[0].upper()}{step[1:]}.",
         f"Each device has {have} of memory, {size(table.reserve)} of it in reserve.",
     ]
     return paragraphs(lines)

@@ -20,7 +20,6 @@ from distir.transforms.plan import Plan
 if TYPE_CHECKING:
     from distir.viz.figure import Figure
 
-_FIRST = ("plan", "step", "tokens/s", "a GPU", "MFU", "TFLOP/s", "compute")
 _LAST = ("bubble", "memory", "headroom")
 _AXES = ("tp", CONTEXT, EXPERTS, "dp", "pp")
 """The axes that have a column: those of context and experts only where a plan has them."""
@@ -271,8 +270,9 @@ class PlanTable:
     def table(self) -> list[tuple[str, ...]]:
         """A header and a row a plan."""
         axes = columns([row.plan for row in self.rows])
-        first = [name if self.rows[0].work.tokens else name.replace("tokens", "samples") for name in _FIRST]
-        return [(*first, *axes, *_LAST), *[row.cells(axes) for row in self.rows]]
+        rate = "tokens/s" if self.rows[0].work.tokens else "samples/s"
+        head = ("plan", "step", rate, "a GPU", "MFU", "TFLOP/s", "compute", *axes, *_LAST)
+        return [head, *[row.cells(axes) for row in self.rows]]
 
     def family_table(self) -> list[tuple[str, ...]]:
         """A header and the best of each family, with what it costs."""

@@ -239,7 +239,8 @@ def _combinations(
             for schedule, zero, recompute, sequence in rows:
                 c = Candidate(dp, tp, pp, microbatch, schedule, 1, zero, recompute, sequence, usual, split)
                 if schedule != "interleaved":
-                    yield from [c] if fix.get("chunks", 1) == 1 else []
+                    if fix.get("chunks", 1) == 1:
+                        yield c
                 elif c.microbatches(batch) % pp == 0:
                     chunks = [fix["chunks"]] if "chunks" in fix else _chunks(pp, repeats, "chunks" in varied)
                     yield from [c._replace(chunks=n) for n in chunks]
@@ -370,11 +371,11 @@ def _check_settings(vary: Sequence[str], fix: Mapping[str, Any]) -> None:
         if name in fix and not any([type(fix[name]) is type(word) and fix[name] == word for word in words]):
             raise UsageError(f"{name} is one of {', '.join(map(str, words)).lower()}, got {fix[name]!r}")
     if "order" in fix:
-        order = list(fix["order"]) if isinstance(fix["order"], tuple | list) else [fix["order"]]
-        if [order.count(name) for name in default_order()] != [1, 1, 1] or any(
-            [name not in (*default_order(), *FURTHER) or order.count(name) > 1 for name in order]
-        ):
-            raise UsageError(f"order names tp, dp and pp once each, and maybe cp and ep, got {fix['order']!r}")
+        order = [str(x) for x in (fix["order"] if isinstance(fix["order"], tuple | list) else [fix["order"]])]
+        usual, more = default_order(), (*default_order(), *FURTHER)
+        if len(set(order)) < len(order) or not set(usual) <= set(order) <= set(more):
+            once, maybe = (f"{', '.join(first)} and {last}" for *first, last in (usual, FURTHER))
+            raise UsageError(f"order names {once} once each, and maybe {maybe}, got {fix['order']!r}")
 
 
 def _check_axes(axes: Mapping[str, ModelAxis], vary: Sequence[str], fix: Mapping[str, Any]) -> None:

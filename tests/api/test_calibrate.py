@@ -27,7 +27,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fitting import ProductFit, Sample
 from distir.hardware import load_cluster
 from distir.ir.errors import UsageError
-from distir.ir.topology import OpSpeed, Sharing, Topology
+from distir.ir.topology import CoreSharing, OpSpeed, Topology
 from distir.ir.type import Float32
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -74,7 +74,7 @@ def steps(figures: Figures, ranks: int) -> list[TimedStep]:
 
 
 def test_the_file_gives_back_the_figures(tmp_path: Path) -> None:
-    sharing = Sharing(2, 0.125, 1.0, 5e-4)
+    sharing = CoreSharing(2, 0.125, 1.0, 5e-4)
     figures = replace(FIGURES, call=1e-5, sharing=sharing, ratios={1: (0.9, 1.2, 1.0), 4: (1.1, 1.3)})
     file = tmp_path / "mine.toml"
     file.write_text(to_toml(figures, "mine", "a test"))
@@ -112,7 +112,7 @@ def test_links_of_exact_timings() -> None:
 
 
 def test_figures_of_exact_steps() -> None:
-    true = replace(FIGURES, call=4e-5, sharing=Sharing(2, beyond=0.25, jitter=4e-3)).slowed(1.25)
+    true = replace(FIGURES, call=4e-5, sharing=CoreSharing(2, beyond=0.25, jitter=4e-3)).slowed(1.25)
     found = fit_steps(FIGURES, {n: steps(true, n) for n in (1, 2, 4)})
     assert found.slower == pytest.approx(1.25, rel=0.05)
     assert found.call == pytest.approx(4e-5 * 1.25, rel=0.2)
@@ -130,7 +130,7 @@ def test_the_host_of_a_gpu_issues_ops() -> None:
     measured = [step._replace(seconds=s.seconds) for step, s in zip(steps(FIGURES, 1), steps(slow, 1), strict=True)]
     found = fit_steps(gpu, {1: measured})
     assert found.op == pytest.approx(8e-5, rel=0.1)
-    assert found.sharing == Sharing(2, communication=0.0)
+    assert found.sharing == CoreSharing(2, communication=0.0)
 
 
 def test_residuals_are_the_extremes_of_steps(tmp_path: Path) -> None:

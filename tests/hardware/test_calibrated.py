@@ -14,7 +14,7 @@ from distir.hardware import interpolated, load_cluster, load_runtime
 from distir.ir import FunctionMaker
 from distir.ir.errors import UsageError
 from distir.ir.spec import lookup
-from distir.ir.topology import OpSpeed, Sharing
+from distir.ir.topology import CoreSharing, OpSpeed
 from distir.ir.type import DType, Float32, Float64, Tensor
 
 FILE = """
@@ -111,14 +111,14 @@ def test_an_interval_is_of_as_many_ranks(file: Path, ranks: int, low: float, hig
 def test_ranks_that_share_cores(file: Path) -> None:
     cluster = load_cluster(file, devices=4).regular
     assert cluster is not None
-    assert (cluster.nodes, cluster.per_node, cluster.sharing) == (1, 4, pytest.approx(Sharing(2, 0.5, 0.25, 4e-5)))
+    assert (cluster.nodes, cluster.per_node, cluster.sharing) == (1, 4, pytest.approx(CoreSharing(2, 0.5, 0.25, 4e-5)))
     assert CostModel(load_cluster(file)).sharing == cluster.sharing
     assert CostModel.distir2021(load_cluster(file)).sharing is None
     assert load_cluster("cpu-2core").regular.sharing is None  # type: ignore[union-attr]
 
 
 def test_how_much_slower_ranks_are() -> None:
-    sharing = Sharing(2, beyond=0.5)
+    sharing = CoreSharing(2, beyond=0.5)
     assert [sharing.slower(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1, 1.5 * 1.25, 2 * 1.5])
 
 

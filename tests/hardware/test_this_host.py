@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distir.hardware import load_cluster, this_host
-from distir.ir.topology import Sharing
+from distir.ir.topology import CoreSharing
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -14,4 +14,4 @@ def test_cores_are_those_of_the_shipped_cluster(ranks: int) -> None:
     assert host is not None
     assert shipped is not None
     assert (host.spec, host.intra, host.nodes, host.per_node) == (shipped.spec, shipped.intra, 1, ranks)
-    assert host.sharing == Sharing(2)
+    assert host.sharing == CoreSharing(2)

@@ -45,9 +45,9 @@ def cluster(folder: Path) -> CostModel:
 
 def test_ranks_beyond_the_cores_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they communicate was measured so; what they compute was not."""
-    monkeypatch.setattr("distir.hardware.host_cores", lambda: 2)
-    assert "[sharing]\ncores = 2\n" in to_toml(TIMINGS, 4, "net")
-    monkeypatch.setattr("distir.hardware.host_cores", lambda: 4)
+    monkeypatch.setattr("distir.api.network_file.host_cores", lambda: 2)
+    assert "[sharing]\ncores = 2\ncommunication = 0\n" in to_toml(TIMINGS, 4, "net")
+    monkeypatch.setattr("distir.api.network_file.host_cores", lambda: 4)
     assert "[sharing]" not in to_toml(TIMINGS, 4, "net")
 
 

@@ -25,7 +25,7 @@ from distir.ir.host_runtime import Runtime
 from distir.ir.measured import measured
 from distir.ir.spec import Attrs, Spec
 from distir.ir.tiles import Product
-from distir.ir.topology import DeviceSpec, Group, Link, Sharing, Topology
+from distir.ir.topology import CoreSharing, DeviceSpec, Group, Link, Topology
 from distir.ir.type import REPLICATE, DType, Tensor, Type
 
 _APART_KERNELS, _APART_BYTES = 4, 33
@@ -106,7 +106,7 @@ class CostModel:
         return seconds
 
     @property
-    def sharing(self) -> Sharing | None:
+    def sharing(self) -> CoreSharing | None:
         """How ranks share the cores of a host; None if each has a device of its own."""
         r = self.topology.uniform
         return None if r is None else r.sharing

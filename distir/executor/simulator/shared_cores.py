@@ -2,7 +2,7 @@
 
 A rank is busy while it computes, and, where its cores do the work, while it communicates; one that waits or sleeps is
 not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing).
-Collectives and transfers are not slowed, but the ranks of a collective do not arrive together (see `Sharing`). The
+Collectives and transfers are not slowed, but the ranks of a collective do not arrive together (see `CoreSharing`). The
 program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each part
 has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
 """
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from distir.executor.cost_model.seconds import quantize
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.maxplus import Call, Code, OpPart, OpPlan
-from distir.ir.function import Function
-from distir.ir.topology import Sharing
+from distir.ir.function import Function, Op
+from distir.ir.topology import CoreSharing
 
 
 class _Task(NamedTuple):
@@ -41,57 +41,72 @@ class _Timed(NamedTuple):
     part: int
 
 
-def on_shared_cores(program: CompiledProgram, sharing: Sharing) -> CompiledProgram:
+def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledProgram:
     """The program with the seconds that its parts take on shared cores, quantized as all durations."""
-    if sum(program.classes.sizes) <= (1 if sharing.communication else sharing.cores):
+    ranks = sum(program.classes.sizes)
+    if ranks == 1 or (ranks <= sharing.cores and not sharing.communication and not sharing.jitter):
         return program
     tasks: list[_Task] = []
     timed: list[_Timed] = []
-    _flatten(program, program.main, [() for _ in program.main.columns], tasks, timed)
+    _Flattened(program, tasks, timed).run(program.main, [() for _ in program.main.columns])
     seconds = _run(tasks, len(program.streams), len(program.classes.sizes), sharing)
     out = copy(program)
     out.main = _with_seconds(program.main, program.streams, iter(timed), seconds)
     return out
 
 
-def _flatten(
-    program: CompiledProgram, code: Code, given: Iterable[Sequence[int]], tasks: list[_Task], timed: list[_Timed]
-) -> list[Sequence[int]]:
-    """Add the tasks of a run of code to `tasks`, calls expanded. `given`: the tasks that each input slot waits for;
-    the result is that of all slots."""
-    slots, sizes = list(given), program.classes.sizes
-    parts = iter(
-        [(op, x) for op, p in zip(code.function.ops, code.plans, strict=True) if isinstance(p, OpPlan) for x in p.parts]
-    )
-    issues = code.issues or [None] * len(code.duration)
-    for needs, more, issue in zip(code.needs, code.more, issues, strict=True):
-        if isinstance(more, Call):
-            for host, waited in more.waits.items():
-                tasks.append(_Task(0.0, (host,), [k for j in waited for k in slots[j]]))
-            inputs = [[k for j in found for k in slots[j]] for found in more.given]
-            inside = _flatten(program, more.body, inputs, tasks, timed)
-            if more.slots:
-                slots += [[k for j in found for k in inside[j]] for _, _, found in more.body.outputs]
-            continue
-        op, part = next(parts)
-        waits = [k for j in needs for k in slots[j]]
-        hosts: list[tuple[int, int]] = []
-        for host, seconds in issue or ():
-            hosts.append((host, len(tasks)))
-            waits.append(len(tasks))
-            tasks.append(_Task(seconds, (host,), (), sizes[program.streams[host][0]]))
-        timed.append(_Timed(tuple(hosts), len(tasks)))
-        slots.append((len(tasks),))
+class _Flattened:
+    """Adds the tasks of runs of code to `tasks`, calls expanded, and those of each part to `timed`."""
+
+    def __init__(self, program: CompiledProgram, tasks: list[_Task], timed: list[_Timed]) -> None:
+        self._program, self._tasks, self._timed = program, tasks, timed
+        self._parts: dict[Code, list[_Task]] = {}
+
+    def run(self, code: Code, given: Iterable[Sequence[int]]) -> list[Sequence[int]]:
+        """Add a run. `given`: the tasks that each input slot waits for; the result is that of all slots."""
+        slots, sizes = list(given), self._program.classes.sizes
+        tasks, streams = self._tasks, self._program.streams
+        parts = self._parts.get(code)
+        if parts is None:
+            parts = self._parts[code] = [
+                self._task(op, part)
+                for op, plan in zip(code.function.ops, code.plans, strict=True)
+                if isinstance(plan, OpPlan)
+                for part in plan.parts
+            ]
+        alone = iter(parts)
+        issues = code.issues or [None] * len(code.duration)
+        for needs, more, issue in zip(code.needs, code.more, issues, strict=True):
+            if isinstance(more, Call):
+                for host, waited in more.waits.items():
+                    tasks.append(_Task(0.0, (host,), [k for j in waited for k in slots[j]]))
+                inputs = [[k for j in found for k in slots[j]] for found in more.given]
+                inside = self.run(more.body, inputs)
+                if more.slots:
+                    slots += [[k for j in found for k in inside[j]] for _, _, found in more.body.outputs]
+                continue
+            waits = [k for j in needs for k in slots[j]]
+            hosts: list[tuple[int, int]] = []
+            for host, seconds in issue or ():
+                hosts.append((host, len(tasks)))
+                waits.append(len(tasks))
+                tasks.append(_Task(seconds, (host,), (), sizes[streams[host][0]]))
+            self._timed.append(_Timed(tuple(hosts), len(tasks)))
+            slots.append((len(tasks),))
+            tasks.append(next(alone)._replace(needs=waits))
+        return slots
+
+    def _task(self, op: Op, part: OpPart) -> _Task:
+        """A part's task, in all runs, but for what it waits for."""
         sleeps = op.spec.comm is not None and op.spec.comm.seconds is not None
-        ranks = 0 if sleeps else sum([sizes[c] for c in part.classes])
+        ranks = 0 if sleeps else sum([self._program.classes.sizes[c] for c in part.classes])
         among = part.classes if part.communicates else ()
         meets = part.communicates and part.sources == part.targets != () and ranks > 1
         computes = not (part.communicates or sleeps)
-        tasks.append(_Task(part.duration, part.streams, waits, ranks, computes, among, meets))
-    return slots
+        return _Task(part.duration, part.streams, (), ranks, computes, among, meets)
 
 
-def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: Sharing) -> list[float]:
+def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharing) -> list[float]:
     """The seconds of each task. Each stream runs its tasks in their order."""
     missing, after = _order(tasks, streams)
     met = [0.0] * classes
@@ -170,6 +185,4 @@ def _with_seconds(
 
 def _part(part: OpPart, timed: _Timed, seconds: Sequence[float]) -> OpPart:
     issues = tuple([(host, quantize(seconds[k])) for host, k in timed.issues])
-    return part._replace(
-        duration=quantize(seconds[timed.part]), issues=issues if part.issues or issues else part.issues
-    )
+    return part._replace(duration=quantize(seconds[timed.part]), issues=issues or part.issues)

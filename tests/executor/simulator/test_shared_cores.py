@@ -17,17 +17,17 @@ from distir.executor.simulator.simulation import Simulation, Simulator
 from distir.hardware import load_cluster, this_host
 from distir.ir import Device, Function, FunctionMaker, Mesh
 from distir.ir.host_runtime import Runtime
-from distir.ir.topology import Sharing, Topology
+from distir.ir.topology import CoreSharing, Topology
 from distir.ir.type import SUM, Float32, Tensor
 from tests.executor.random_schedules import random_program
 
 
-def simulated(f: Function, t: Topology, sharing: Sharing | None, runtime: Runtime | None = None) -> Simulation:
+def simulated(f: Function, t: Topology, sharing: CoreSharing | None, runtime: Runtime | None = None) -> Simulation:
     assert t.regular is not None
     return Simulator(CostModel(Topology(replace(t.regular, sharing=sharing)), runtime=runtime)).interpret(f)
 
 
-def law_holds(alone: Simulation, shared: Simulation, sharing: Sharing) -> bool:
+def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bool:
     """Whether each op of compute got its seconds alone, at the rate that is left to it by what is busy beside it; and
     communication its own."""
     events = list(zip(alone.trace, shared.trace, strict=True))
@@ -44,13 +44,13 @@ def law_holds(alone: Simulation, shared: Simulation, sharing: Sharing) -> bool:
 
 
 SHARINGS = st.builds(
-    Sharing, st.integers(1, 3), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.6, 1.0]), st.just(0.0)
+    CoreSharing, st.integers(1, 3), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.6, 1.0]), st.just(0.0)
 )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(st.integers(0, 1 << 30), SHARINGS)
-def test_random_programs_obey_the_law(seed: int, sharing: Sharing) -> None:
+def test_random_programs_obey_the_law(seed: int, sharing: CoreSharing) -> None:
     f, t = random_program(seed)
     if t.uniform is None or t.uniform.intra.slows or t.uniform.inter.slows:
         return
@@ -63,7 +63,7 @@ def test_random_programs_obey_the_law(seed: int, sharing: Sharing) -> None:
 
 def test_the_law_sees_a_wrong_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     f, t = chains([4, 4, 2])
-    sharing = Sharing(2)
+    sharing = CoreSharing(2)
     monkeypatch.setattr(shared_cores, "_run", lambda tasks, *_: [x.seconds for x in tasks])
     assert not law_holds(simulated(f, t, None), simulated(f, t, sharing), sharing)
 
@@ -98,13 +98,13 @@ def chains(lengths: list[int]) -> tuple[Function, Topology]:
 )
 def test_chains_by_hand(cores: int, lengths: list[int], seconds: list[float]) -> None:
     f, t = chains(lengths)
-    shared = simulated(f, t, Sharing(cores))
+    shared = simulated(f, t, CoreSharing(cores))
     assert [shared.timestamps[d] * 1e3 for d in t.devices[: len(lengths)]] == pytest.approx(seconds)
 
 
 def test_compute_beyond_the_cores_is_slower_than_in_proportion() -> None:
     f, t = chains([2, 2, 2, 2])
-    assert simulated(f, t, Sharing(2, beyond=0.1)).seconds * 1e3 == pytest.approx(4 * 1.1)
+    assert simulated(f, t, CoreSharing(2, beyond=0.1)).seconds * 1e3 == pytest.approx(4 * 1.1)
 
 
 def reduced() -> tuple[Function, Topology]:
@@ -122,9 +122,9 @@ def reduced() -> tuple[Function, Topology]:
 def test_the_ranks_of_a_collective_do_not_arrive_together() -> None:
     """By a random walk in the seconds without communication: nearly in proportion at first."""
     f, t = reduced()
-    alone, shared = (simulated(f, t, Sharing(2, jitter=x)).seconds for x in (0.0, 9e-3))
+    alone, shared = (simulated(f, t, CoreSharing(2, jitter=x)).seconds for x in (0.0, 9e-3))
     assert shared - alone == pytest.approx((1e-6 + 9e-3 * 4e-3) ** 0.5 - 1e-3)
-    late = Sharing(2, jitter=1e-3).late
+    late = CoreSharing(2, jitter=1e-3).late
     assert [late(x) for x in (0.0, 1e-6, 1.0)] == pytest.approx([0.0, 0.5e-6, 1e-3**0.5 - 1e-3], rel=1e-3)
 
 
@@ -132,7 +132,7 @@ def test_what_is_issued_takes_a_core() -> None:
     """Both ranks issue the collective at once, for 1 ms, on one core."""
     f, t = reduced()
     runtime = Runtime("inline", communication=1e-3, inline=True)
-    two, one = (simulated(f, t, Sharing(n), runtime).seconds for n in (2, 1))
+    two, one = (simulated(f, t, CoreSharing(n), runtime).seconds for n in (2, 1))
     assert one - two == pytest.approx(4e-3 + 1e-3)
 
 
@@ -142,7 +142,7 @@ def test_ranks_that_sleep_take_no_core() -> None:
     f = FunctionMaker("sleeps")
     xs = [f.add_input_value(f"x{d.index}", Tensor(Float32, (1,), device=d)) for d in t.devices[:2]]
     f.set_outputs([f.emit("Sleep", x, seconds=5e-3, types=(x.type,)) for x in xs])
-    assert simulated(f.finalize(), t, Sharing(1)).seconds == pytest.approx(5e-3)
+    assert simulated(f.finalize(), t, CoreSharing(1)).seconds == pytest.approx(5e-3)
 
 
 def test_steps_of_a_model_on_this_host() -> None:
@@ -158,4 +158,4 @@ def test_steps_of_a_model_on_this_host() -> None:
 def test_devices_of_their_own_share_nothing() -> None:
     f, t = chains([3, 3])
     device = Device("cpu", 0)
-    assert simulated(f, t, Sharing(2, communication=0.0)).timestamps[device] == pytest.approx(3e-3)
+    assert simulated(f, t, CoreSharing(2, communication=0.0)).timestamps[device] == pytest.approx(3e-3)
