@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import distir
@@ -15,16 +16,23 @@ from distir.executor.cost_model import CostModel
 from distir.executor.simulator import shared_cores
 from distir.executor.simulator.simulation import Simulation, Simulator
 from distir.hardware import load_cluster, this_host
-from distir.ir import Device, Function, FunctionMaker, Mesh
+from distir.ir import Device, Function, FunctionMaker, Mesh, Value
 from distir.ir.host_runtime import Runtime
 from distir.ir.topology import CoreSharing, Topology
 from distir.ir.type import SUM, Float32, Tensor
-from tests.executor.random_schedules import random_program
+from tests.executor.random_schedules import random_program, random_runtime
 
 
-def simulated(f: Function, t: Topology, sharing: CoreSharing | None, runtime: Runtime | None = None) -> Simulation:
+def simulated(
+    f: Function,
+    t: Topology,
+    sharing: CoreSharing | None,
+    runtime: Runtime | None = None,
+    overlap: bool | None = None,
+) -> Simulation:
     assert t.regular is not None
-    return Simulator(CostModel(Topology(replace(t.regular, sharing=sharing)), runtime=runtime)).interpret(f)
+    cost = CostModel(Topology(replace(t.regular, sharing=sharing)), runtime=runtime)
+    return Simulator(cost, overlap=overlap).interpret(f)
 
 
 def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bool:
@@ -59,6 +67,27 @@ def test_random_programs_obey_the_law(seed: int, sharing: CoreSharing) -> None:
     assert shared.seconds >= alone.seconds * (1 - 1e-12)
     work = sum([e.dur for e in alone.trace if e.tid == "compute"])
     assert shared.seconds >= work / sharing.cores * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(st.integers(0, 1 << 30))
+@example(283)  # hosts wait for transfers
+@example(775)
+def test_tasks_wait_for_what_the_loop_waits_for(seed: int) -> None:
+    """Run in their order with their own seconds they end when the program does, whatever hosts wait for."""
+    f, t = random_program(seed)
+    if t.uniform is None:
+        return
+    alone = simulated(f, t, None, random_runtime(random.Random(seed)))
+    program = alone.program
+    tasks: list[shared_cores._Task] = []
+    shared_cores._Flattened(program, tasks, []).run(program.main, [() for _ in program.main.columns])
+    clock, end = [0.0] * len(program.streams), list[float]()
+    for task in tasks:
+        end.append(max([0.0, *[clock[s] for s in task.streams], *[end[k] for k in task.needs]]) + task.seconds)
+        for s in task.streams:
+            clock[s] = end[-1]
+    assert max(end, default=0.0) == pytest.approx(alone.seconds, rel=1e-12)
 
 
 def test_the_law_sees_a_wrong_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,42 +136,50 @@ def test_compute_beyond_the_cores_is_slower_than_in_proportion() -> None:
     assert simulated(f, t, CoreSharing(2, beyond=0.1)).seconds * 1e3 == pytest.approx(4 * 1.1)
 
 
-def reduced() -> tuple[Function, Topology]:
-    """Two ranks compute for 4 ms, then add up."""
+def reduced(*compute: int) -> tuple[Function, Topology]:
+    """Two ranks compute for so many ms, then add up, as often as there are numbers."""
     _, t = chains([0, 0])
     mesh = Mesh(t.devices[:2], {"dp": 2}, "all")
     f = FunctionMaker("reduced")
-    x = f.add_input_value("x", Tensor.whole(Float32, (2,), mesh, [SUM]))
-    for _ in range(4):
-        x = f.emit("Add", x, x)
-    f.set_outputs([f.emit("MPIAllreduce", x, axis="dp")])
+    sums: list[Value] = []
+    for k, n in enumerate(compute):
+        x = f.add_input_value(f"x{k}", Tensor.whole(Float32, (2,), mesh, [SUM]))
+        for _ in range(n):
+            x = f.emit("Add", x, x)
+        sums.append(f.emit("MPIAllreduce", x, axis="dp"))
+    f.set_outputs(sums)
     return f.finalize(), t
 
 
-def test_the_ranks_of_a_collective_do_not_arrive_together() -> None:
+@pytest.mark.parametrize("compute", [[4], [4, 1]])
+def test_the_ranks_of_a_collective_do_not_arrive_together(compute: list[int]) -> None:
     """By a random walk in the seconds without communication: nearly in proportion at first."""
-    f, t = reduced()
-    alone, shared = (simulated(f, t, CoreSharing(2, jitter=x)).seconds for x in (0.0, 9e-3))
-    assert shared - alone == pytest.approx((1e-6 + 9e-3 * 4e-3) ** 0.5 - 1e-3)
+    f, t = reduced(*compute)
+    alone, shared = (
+        simulated(f, t, CoreSharing(2, communication=0.0, jitter=x), overlap=False).seconds for x in (0.0, 9e-3)
+    )
+    expected = sum([(1e-6 + 9e-3 * n * 1e-3) ** 0.5 - 1e-3 for n in compute])
+    assert shared - alone == pytest.approx(expected)
     late = CoreSharing(2, jitter=1e-3).late
     assert [late(x) for x in (0.0, 1e-6, 1.0)] == pytest.approx([0.0, 0.5e-6, 1e-3**0.5 - 1e-3], rel=1e-3)
 
 
 def test_what_is_issued_takes_a_core() -> None:
     """Both ranks issue the collective at once, for 1 ms, on one core."""
-    f, t = reduced()
+    f, t = reduced(4)
     runtime = Runtime("inline", communication=1e-3, inline=True)
     two, one = (simulated(f, t, CoreSharing(n), runtime).seconds for n in (2, 1))
     assert one - two == pytest.approx(4e-3 + 1e-3)
 
 
 def test_ranks_that_sleep_take_no_core() -> None:
-    """The seconds of a proxy's compute are given."""
-    _, t = chains([0, 0])
+    """The seconds of a proxy's compute are given: beside two that compute, a sleeper neither slows nor is slowed."""
+    _, t = chains([0, 0, 0])
     f = FunctionMaker("sleeps")
-    xs = [f.add_input_value(f"x{d.index}", Tensor(Float32, (1,), device=d)) for d in t.devices[:2]]
-    f.set_outputs([f.emit("Sleep", x, seconds=5e-3, types=(x.type,)) for x in xs])
-    assert simulated(f.finalize(), t, CoreSharing(1)).seconds == pytest.approx(5e-3)
+    xs = [f.add_input_value(f"x{d.index}", Tensor(Float32, (1,), device=d)) for d in t.devices[:3]]
+    f.set_outputs([f.emit("Sleep", xs[0], seconds=1e-3, types=(xs[0].type,)), *[f.emit("Relu", x) for x in xs[1:]]])
+    shared = simulated(f.finalize(), t, CoreSharing(1))
+    assert [shared.timestamps[d] for d in t.devices[:3]] == pytest.approx([1e-3, 2e-3, 2e-3])
 
 
 def test_steps_of_a_model_on_this_host() -> None:
