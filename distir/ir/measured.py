@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
@@ -26,6 +26,11 @@ class Measured(NamedTuple):
             if size <= b:
                 return x * (y / x) ** (math.log(size / a) / math.log(b / a))
         return most * size / last
+
+    def rising(self) -> Measured:
+        """The greatest seconds that are at most these, and that no more bytes take less than."""
+        least = list(accumulate([x for _, x in reversed(self.points)], min))[::-1]
+        return self._replace(points=tuple([(n, x) for (n, _), x in zip(self.points, least, strict=True)]))
 
 
 def measured(found: Iterable[Measured], collective: str | None, ranks: int) -> Measured | None:

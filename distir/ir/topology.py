@@ -480,8 +480,7 @@ class Topology:
         """The devices of a collective, in ring order. Raises UsageError if neighbours are not linked."""
         r = self.uniform
         if r is not None and all(d.kind == r.kind for d in devices):
-            group = regular_group(r, [d.index for d in devices])
-            return group._replace(intra=r.inside([d.index for d in devices])) if group.nodes == 1 else group
+            return regular_group(r, [d.index for d in devices])
         ring = [*devices, devices[0]] if len(devices) > 1 else []
         return Group(len(devices), 1, len(devices), slowest(self.link(a, b) for a, b in pairwise(ring)))
 
@@ -498,7 +497,9 @@ def regular_group(r: Regular, devices: Sequence[int]) -> Group:
     for i in devices:
         count[i // r.per_node] = count.get(i // r.per_node, 0) + 1
     group = spread(r, len(count), min(count.values()), len(devices))
-    return group if group.inter is None else group._replace(inter=r.between(devices))
+    if group.inter is None:
+        return group._replace(intra=r.inside(devices))
+    return group._replace(inter=r.between(devices))
 
 
 def spread(r: Regular, nodes: int, per_node: int, size: int) -> Group:

@@ -76,10 +76,9 @@ class StepCost:
 
 
 def bounded(cost: CostModel) -> bool:
-    """Whether there are bounds of time for a cluster: of equal nodes, with equal links in a node. Ranks that share
-    cores take longer: bounds hold for them, too."""
-    r = cost.topology.uniform
-    return r is not None and not r.near and not r.measured and type(cost) is CostModel
+    """Whether there are bounds of time for a cluster: of equal nodes. Ranks that share cores take longer: bounds hold
+    for them, too."""
+    return cost.topology.uniform is not None and type(cost) is CostModel
 
 
 GroupsAlong = Mapping[AxisNames, Sequence[Group]]
@@ -201,8 +200,9 @@ def _groups_from(r: Regular, firsts: Sequence[int], along: Sequence[tuple[int, i
     """`along`: the spacing and the size of each axis."""
     ranges = [range(0, spacing * size, spacing) for spacing, size in along]
     offsets = [sum(at) for at in itertools.product(*ranges)]
-    found = [regular_group(r, [d + k for k in offsets]) for d in firsts]
-    return tuple(dict.fromkeys(found))
+    found = dict.fromkeys([regular_group(r, [d + k for k in offsets]) for d in firsts])
+    # a bucket must not take less than its last member
+    return tuple([group._replace(measured=tuple([x.rising() for x in group.measured])) for group in found])
 
 
 def compute_bound(profile: Profile, microbatch: int, batch: int, gpus: int, shards: int, cost: CostModel) -> float:
@@ -237,9 +237,9 @@ def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel, enough
 
 def lane(c: Candidate, cost: CostModel) -> Callable[[float, int, int], float]:
     """The seconds that bytes take at least from one pipeline rank to another, on the lane of devices on which most
-    neighbours are on different nodes."""
+    neighbours are on different nodes; 0 where transfers are measured: one of all bytes may take longer than several."""
     r = cost.topology.uniform
-    if r is None:
+    if r is None or r.measured:
         return lambda size, a, b: 0.0
     spacing, per_node = spacing_of(c, c.order, "pp"), r.per_node
     lanes = [[d + k * spacing for k in range(c.pp)] for d in starts(c, c.order, ("pp",), per_node)]
@@ -248,7 +248,7 @@ def lane(c: Candidate, cost: CostModel) -> Callable[[float, int, int], float]:
 
     def seconds(size: float, a: int, b: int) -> float:
         alike = at[a] // per_node == at[b] // per_node
-        return cost.transfer_seconds(size / pieces, r.intra if alike else r.between((at[a], at[b])))
+        return cost.transfer_seconds(size / pieces, (r.inside if alike else r.between)((at[a], at[b])))
 
     return seconds
 
@@ -310,6 +310,8 @@ def replica_axes(c: Candidate) -> list[AxisNames]:
 
 @cache
 def slope(name: str, groups: tuple[Group, ...]) -> float:
-    """Seconds a byte below which no collective of that name is."""
+    """Seconds a byte below which no collective of that name is; 0 where these are measured."""
+    if any([group.measured for group in groups]):
+        return 0.0
     wire = wire_of(lookup(name))
     return min([collective(wire, _HUGE, group) / _HUGE for group in groups], default=0.0) * ROUNDING

@@ -20,6 +20,7 @@ from distir.search.placed_sizes import Template, template_of
 from distir.search.segments import Profile, profile_of
 from distir.search.space import Candidate
 from distir.search.stage_bounds import Cuts
+from distir.transforms.passes import bucketed_axes
 from distir.transforms.pipeline.phases import BACKWARD, PhaseRules
 from distir.transforms.plan import InputSplit, Plan
 
@@ -40,7 +41,7 @@ class Bounds:
     def __init__(self, setting: Setting) -> None:
         self.setting, self._room = setting, setting.room
         self.refines = bounded(setting.cost)
-        """Whether cuts give bounds, too."""
+        """Whether seconds are bounded, and cuts give bounds, too; else bounds are of bytes alone."""
         self.rough: dict[Candidate, CandidateBound] = {}
         """Of those that were asked for, before their cuts."""
         self.shared: dict[tuple[Relatives, int], float] = {}
@@ -59,7 +60,7 @@ class Bounds:
             return 0.0, 0.0
         batch, cost = self.setting.batch, self.setting.cost
         memory = memory_bound(c, batch, profile)
-        if memory > self._room:
+        if memory > self._room or not self.refines:
             return 0.0, memory
         groups = tuple([(axis, groups_along(c, cost, axis)) for axis in profile.axes])
         key = relatives(c), c.microbatch, groups
@@ -69,7 +70,7 @@ class Bounds:
 
     def of_all(self, key: Relatives, microbatch: int, gpus: int) -> float:
         """Seconds below which no candidate of these is, with microbatches of at most that size."""
-        profile = self.profile(key)
+        profile = self.profile(key) if self.refines else None
         if profile is None:
             return 0.0
         shards = key[0] * math.prod([x.size for x in key[3] if x.axis != EXPERTS])
@@ -110,27 +111,31 @@ class Bounds:
         return cuts
 
     def _alone(self, key: Relatives) -> Cuts:
-        return Cuts(self.setting, placed_program(self._placed(key), PhaseRules(BACKWARD, False)), False)
+        plan = self._plan(key)
+        placed = placed_program(self._placed(plan), PhaseRules(BACKWARD, False), bucketed_axes(plan))
+        return Cuts(self.setting, placed, False)
 
     def profile(self, key: Relatives) -> Profile | None:
         """The profile of these candidates, at one sample a microbatch; None where bounds are not known to hold."""
         if key not in self._profiles:
             try:
-                self._profiles[key] = profile_of(self._placed(key), 1)
+                plan = self._plan(key)
+                self._profiles[key] = profile_of(self._placed(plan), 1, bucketed_axes(plan))
             except DistirError:
                 self._profiles[key] = None
         return self._profiles[key]
 
-    @no_collection()
-    def _placed(self, key: Relatives) -> Function:
-        """The program of these candidates, without replicas. Raises InfeasibleError."""
+    def _plan(self, key: Relatives) -> Plan:
+        """A plan of these candidates, without replicas. Raises InfeasibleError."""
         tp, sequence, recompute, split = key
-        setting = self.setting
-        microbatches = setting.batch // math.prod([x.size for x in split if x.axis == EXPERTS])
-        if not bounded(setting.cost) or microbatches < 2:
+        microbatches = self.setting.batch // math.prod([x.size for x in split if x.axis == EXPERTS])
+        if microbatches < 2:
             raise InfeasibleError("no bounds are known")
-        plan = Plan(tp=tp, microbatches=microbatches, sequence_parallel=sequence, recompute=recompute, split=split)
-        return place(setting, plan)
+        return Plan(tp=tp, microbatches=microbatches, sequence_parallel=sequence, recompute=recompute, split=split)
+
+    @no_collection()
+    def _placed(self, plan: Plan) -> Function:
+        return place(self.setting, plan)
 
 
 def relatives(c: Candidate) -> Relatives:

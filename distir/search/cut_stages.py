@@ -18,6 +18,7 @@ from distir.ir.function import Op, Value
 from distir.ir.type import Tensor, Type
 from distir.search.placed_program import PlacedProgram, of_replicas
 from distir.search.segments import axis_of
+from distir.search.shared_buckets import may_share
 from distir.search.stage_sums import NumberedCut, Numbers, columns
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time
 
@@ -80,7 +81,8 @@ class StagePrograms:
 
     def __init__(self, placed: PlacedProgram, phase: Mapping[Op, str]) -> None:
         number = {op: i for i, op in enumerate(placed.timed)}
-        timed = placed.timed
+        timed = self.timed = placed.timed
+        self.bucketed = placed.bucketed
         self.is_backward = np.array([phase[op] == BACKWARD for op in timed], bool)
         self.free = np.array([op in placed.free for op in timed], bool)
         wholes = set(placed.parts.values())
@@ -232,7 +234,9 @@ class CutStages:
             parts = *[x[ops] for x in each], self._operands[uses]
             key = tuple([x.tobytes() for x in parts])
             if key not in known:
-                known[key] = _rows(*[x.tolist() for x in parts])
+                here = [p.timed[i] for i in self._ops[ops].tolist()]
+                shared = may_share(here, p.bucketed, True)
+                known[key] = _rows([op in shared for op in here], *[x.tolist() for x in parts])
             found[_PASSES[k // self.parts], k % self.parts] = known[key]
         return found
 
@@ -257,6 +261,7 @@ class CutStages:
 
 
 def _rows(
+    shared: Sequence[bool],
     kinds: Sequence[int],
     free: Sequence[bool],
     fused: Sequence[bool],
@@ -267,7 +272,9 @@ def _rows(
 ) -> tuple[CellOp, ...]:
     rows: list[CellOp] = []
     at = 0
-    for kind, is_free, is_fused, is_used, count, n in zip(kinds, free, fused, used, results, inputs, strict=True):
-        rows.append(CellOp(kind, is_free, is_fused, is_used, tuple(operands[at : at + n]), count))
+    columns = shared, kinds, free, fused, used, results, inputs
+    for later, kind, is_free, is_fused, is_used, count, n in zip(*columns, strict=True):
+        takes = 0 if later else kind  # as part of a later op
+        rows.append(CellOp(takes, is_free or later, is_fused, is_used, tuple(operands[at : at + n]), count))
         at += n
     return tuple(rows)

@@ -14,7 +14,7 @@ from distir.search.bounds import adds_sums
 from distir.search.exact import Setting
 from distir.search.segments import axis_of, is_free, made_once
 from distir.search.space import Candidate
-from distir.transforms.passes import PassContext, run_passes
+from distir.transforms.passes import PassContext, bucketed_axes, run_passes
 from distir.transforms.pipeline.copies import copies
 from distir.transforms.pipeline.phases import (
     BACKWARD,
@@ -33,14 +33,16 @@ from distir.transforms.rank.recompose import recompose
 class PlacedProgram(NamedTuple):
     """A placed program. `timed` are the ops of both passes; `kind` numbers these by what they take as the ranks run
     them; `kinds` has one of each, and None for what takes nothing of its own; `parts` maps ops that run as parts of
-    another to that; `free` are views. `copied` maps what is
-    recomputed to the original. Of each value that no pass makes, but uses: `once` is what `made_once` finds, `gathers`
-    are the gathers among replicas that it comes from. `updates` are the parameters and the optimizer state that ops of
-    the update use; `sums` complete sums over microbatches; `reducing` are all that communicate after the forward pass.
+    another to that; `free` are views. `copied` maps what is recomputed to the original. Of each value that no pass
+    makes, but uses: `once` is what `made_once` finds, `gathers` are the gathers among replicas that it comes from.
+    `updates` are the parameters and the optimizer state that ops of the update use; `sums` complete sums over
+    microbatches; `reducing` are all that communicate after the forward pass. Reductions along axes that are `bucketed`
+    share buckets.
     """
 
     function: Function
     rules: PhaseRules
+    bucketed: Collection[str]
     timed: Sequence[Op]
     free: Collection[Op]
     updates: Sequence[tuple[Sequence[Value], Collection[Value]]]
@@ -68,10 +70,11 @@ def place(setting: Setting, plan: Plan) -> Function:
 
 def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
     """The program of a candidate, which is that of all of its template. Raises InfeasibleError."""
-    return placed_program(place(setting, c.plan(setting.batch)), PhaseRules(BACKWARD, c.zero == 3))
+    plan = c.plan(setting.batch)
+    return placed_program(place(setting, plan), PhaseRules(BACKWARD, c.zero == 3), bucketed_axes(plan))
 
 
-def placed_program(function: Function, rules: PhaseRules) -> PlacedProgram:
+def placed_program(function: Function, rules: PhaseRules, bucketed: Collection[str]) -> PlacedProgram:
     """A program that is placed, but not cut."""
     maker = {v: op for op in function.ops for v in op.outputs}
     phase = phases(function, rules)
@@ -97,6 +100,7 @@ def placed_program(function: Function, rules: PhaseRules) -> PlacedProgram:
     return PlacedProgram(
         function,
         rules,
+        bucketed,
         timed,
         {op for op in timed if is_free(op)},
         [(owned, state) for owned, state in updates if owned and state],

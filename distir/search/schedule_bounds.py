@@ -49,9 +49,11 @@ class StageWork(NamedTuple):
 
 
 class StageMemory(NamedTuple):
-    """Bytes of a stage: `held` from begin to end of a step, `saved` of a microbatch, `sums` over microbatches."""
+    """Bytes of a stage: `held` from begin to end of a step, `made` of weights until its last backward pass, `saved` of
+    a microbatch, `sums` over microbatches."""
 
     held: float
+    made: float
     saved: float
     sums: float
 
@@ -127,10 +129,11 @@ def followed(schedule: str, ranks: int, microbatches: int, chunks: int) -> Sched
 def rank_memory(schedule: Schedule, stages: Sequence[StageMemory], split: bool = False) -> float:
     """The most bytes that a rank has at the begin of a backward pass. `split`: of sums that are complete replicas have
     their shares alone, which do not count."""
-    held, saved, sums = np.array(stages).T.reshape(3, -1, schedule.ranks)
+    held, made, saved, sums = np.array(stages).T.reshape(4, -1, schedule.ranks)
     rank, in_flight, summed, complete = schedule.kept
     summed = summed - complete if split else summed
-    used = held.sum(axis=0)[rank] + (in_flight * saved.T[rank]).sum(axis=1) + (summed * sums.T[rank]).sum(axis=1)
+    rows = (in_flight, saved), (summed, sums), (1 - complete, made)
+    used = held.sum(axis=0)[rank] + sum([(count * each.T[rank]).sum(axis=1) for count, each in rows])
     return float(used.max())
 
 

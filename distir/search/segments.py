@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from typing import NamedTuple
 from distir.ir.device import AxisNames, Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor
+from distir.search.shared_buckets import may_share
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
 from distir.transforms.rank.recompose import recompose
 from distir.transforms.roles import weights
@@ -147,8 +148,9 @@ def axis_of(op: Op) -> AxisNames | None:
     return op.attributes["axis"]
 
 
-def profile_of(placed: Function, samples: int) -> Profile:
-    """The profile of a program that is placed along axes of weights and inputs and over time, not over replicas."""
+def profile_of(placed: Function, samples: int, bucketed: Collection[str]) -> Profile:
+    """The profile of a program that is placed along axes of weights and inputs and over time, not over replicas;
+    reductions along axes that are `bucketed` share buckets."""
     phase = phases(placed)
     made = {op.outputs[0]: op for op in recompose(placed).ops if op.outputs}
     kinds = _Kinds()
@@ -158,6 +160,11 @@ def profile_of(placed: Function, samples: int) -> Profile:
         number[op] = kinds.of(as_run or op, as_run is not None and not is_free(op))
     forward = [op for op in placed.ops if phase[op] == FORWARD]
     backward = [op for op in placed.ops if phase[op] == BACKWARD]
+
+    def in_segment(ops: Sequence[Op]) -> Mapping[Op, int]:
+        shared = may_share(ops, bucketed, False)
+        return {op: kinds.of(op, False) if op in shared else number[op] for op in ops}
+
     cores = _cores(placed, forward)
     part: dict[Op | None, int] = {op: j for j, core in enumerate(cores) for op in core.ops}
     every = {
@@ -168,8 +175,8 @@ def profile_of(placed: Function, samples: int) -> Profile:
     return Profile(
         kinds.found,
         samples,
-        Counter([_segment(core.ops, number, core.first, core.last, True) for core in cores]),
-        Counter(_backward_segments(backward, part, number)),
+        Counter([_segment(core.ops, in_segment, core.first, core.last, True) for core in cores]),
+        Counter(_backward_segments(backward, part, in_segment)),
         every,
         _units(timed, number),
         _sums(placed, timed),
@@ -261,9 +268,12 @@ def _core(ops: Sequence[Op], first: Value, last: Value, root: _Roots) -> _Core:
     return _Core(kept[::-1], first, last)
 
 
-def _segment(
-    ops: Sequence[Op], number: Mapping[Op, int], first: Value | None, last: Value | None, waits: bool
-) -> Segment:
+_Numbered = Callable[[Sequence[Op]], Mapping[Op, int]]
+"""The kinds of the ops of a segment."""
+
+
+def _segment(ops: Sequence[Op], numbered: _Numbered, first: Value | None, last: Value | None, waits: bool) -> Segment:
+    number = numbered(ops)
     place = {v: k for k, op in enumerate(ops) for v in op.outputs}
     follows: set[Value] = {first} if first is not None else set()
     rows: list[SegmentOp] = []
@@ -277,9 +287,7 @@ def _segment(
     return Segment(tuple(rows), place[last] if single and last is not None else None, waits)
 
 
-def _backward_segments(
-    backward: Sequence[Op], part: Mapping[Op | None, int], number: Mapping[Op, int]
-) -> list[Segment]:
+def _backward_segments(backward: Sequence[Op], part: Mapping[Op | None, int], numbered: _Numbered) -> list[Segment]:
     """The backward ops of each core, in the order of the cores; of cores whose backward ops alternate together."""
     group = _apart(backward, part)
     mine: dict[int, list[Op]] = {}
@@ -308,7 +316,7 @@ def _backward_segments(
         into, out = list(given.get(j, ())), list(passed.get(j, ()))
         first = into[0] if len(into) == 1 and j not in foreign else None
         last = out[0] if len(out) == 1 else None
-        found.append(_segment(ops, number, first, last, j not in foreign))
+        found.append(_segment(ops, numbered, first, last, j not in foreign))
     return found
 
 

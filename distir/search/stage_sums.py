@@ -116,8 +116,8 @@ class StageSums:
         op, t = self._sums
         here = cut.runs[op]
         sums = np.bincount(cut.stage[op[here]], sizes[t[here]], cut.parts)
-        held = shares.made * self._made_once(cut, sizes) + shares.weights * self._owned(cut, sizes)
-        rows = held, self._saved(cut, sizes), shares.sums * sums
+        held, made = shares.weights * self._owned(cut, sizes), shares.made * self._made_once(cut, sizes)
+        rows = held, made, self._saved(cut, sizes), shares.sums * sums
         return [StageMemory(*row) for row in zip(*[row.tolist() for row in rows], strict=True)]
 
     def compute(self, cut: NumberedCut, seconds: np.ndarray) -> np.ndarray:

@@ -155,10 +155,8 @@ class BodyPasses(NamedTuple):
     @staticmethod
     def of(plan: Plan, *names: str) -> BodyPasses:
         """The passes of a plan: those named, or all."""
-        replicas, shards, further = (tuple([a.name for a in plan.sharding.along(s)]) for s in (BATCH, WEIGHTS, INPUTS))
-        # with sequence parallelism gradients of norms and biases are also summed over the shards
-        summed = replicas + further + (shards if plan.sequence_parallel else ())
-        axes = {"bucket": summed, "prefetch": replicas}
+        replicas = tuple([a.name for a in plan.sharding.along(BATCH)])
+        axes = {"bucket": bucketed_axes(plan), "prefetch": replicas}
         return BodyPasses(tuple([(name, axes[name]) for name in names or BODY_PASSES]), plan.bucket_mb * MIB)
 
     def __call__(self, body: Function, timed: bool) -> Function:
@@ -166,6 +164,13 @@ class BodyPasses(NamedTuple):
         for name, axes in self.steps:
             body = BODY_PASSES[name](body, axes, self.limit, timed)
         return body
+
+
+def bucketed_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes along which reductions share buckets."""
+    replicas, shards, further = (tuple([a.name for a in plan.sharding.along(s)]) for s in (BATCH, WEIGHTS, INPUTS))
+    # with sequence parallelism gradients of norms and biases are also summed over the shards
+    return replicas + further + (shards if plan.sequence_parallel else ())
 
 
 def _bucket(body: Function, axes: Sequence[str], limit: float, timed: bool) -> Function:

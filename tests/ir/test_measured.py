@@ -37,6 +37,17 @@ def test_between_measured_sizes() -> None:
     assert m.seconds(3200) == pytest.approx(8.0)
 
 
+def test_the_rising_seconds_below_measured_ones() -> None:
+    """More bytes that took less: so few do not need more."""
+    m = Measured("all-reduce", 2, ((100.0, 3.0), (400.0, 1.0), (1600.0, 4.0), (6400.0, 2.0)))
+    least = m.rising()
+    assert [x for _, x in least.points] == [1, 1, 2, 2]
+    sizes = [50 * 1.3**k for k in range(30)]
+    seconds = [least.seconds(n) for n in sizes]
+    assert seconds == sorted(seconds)
+    assert all([least.seconds(n) <= m.seconds(n) for n in sizes])
+
+
 def cluster(folder: Path) -> CostModel:
     file = folder / "net.toml"
     file.write_text(to_toml(TIMINGS, 4, "net"))

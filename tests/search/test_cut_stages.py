@@ -15,6 +15,7 @@ from distir.search.cut_stages import CellOp, CutStages, Handed, StagePrograms
 from distir.search.exact import Setting
 from distir.search.placed_program import of_replicas, place_template
 from distir.search.segments import axis_of
+from distir.search.shared_buckets import may_share
 from distir.search.space import space
 from distir.search.stage_bounds import Cuts
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, ends_time, phases
@@ -83,10 +84,11 @@ class Walked:
     def passes(self, at):
         placed, number = self.placed, self.number[at]
         used = {v for op in self.ops[at] for v in self.inputs[op]}
+        shared = may_share(self.ops[at], placed.bucketed, True)
         return tuple(
             CellOp(
-                self.kind[op],
-                op in placed.free,
+                0 if op in shared else self.kind[op],
+                op in placed.free or op in shared,
                 op in placed.parts.values(),
                 not used.isdisjoint(op.outputs),
                 tuple(number[v] for v in self.inputs[op]),

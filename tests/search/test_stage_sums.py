@@ -49,13 +49,13 @@ def cuts(model):
 
 
 def plainly(placed, stage, parts, sized):
-    """Bytes saved, held and summed, by stage, and how many ops run: one value after another."""
+    """Bytes held, made once, saved and summed, by stage, and how many ops run: one value after another."""
     function, at = on_own_stages(placed.function, {op: s for op, s in stage.items() if op in set(placed.timed)})
     phase = phases(function, placed.rules)
     ops = [op for op in function.ops if phase[op] in (FORWARD, BACKWARD)]
     maker = {v: op for op in ops for v in op.outputs}
     everything = {v: op for op in function.ops for v in op.outputs}
-    saved, held, sums, count = (defaultdict(float) for _ in range(4))
+    saved, held, once, sums, count = (defaultdict(float) for _ in range(5))
     kept, home = set(), {}
     for op in ops:
         s = at[op]
@@ -65,7 +65,7 @@ def plainly(placed, stage, parts, sized):
                 root, source = made_once(v, everything, phase)
                 if phase[op] == BACKWARD and root is not None and (root, s) not in kept:
                     kept.add((root, s))
-                    held[s] += sized(root.type).bytes
+                    once[s] += sized(root.type).bytes
                 if phase[op] == FORWARD and source is not None:
                     home[source] = min(home.get(source, s), s)
     for v, s in home.items():
@@ -95,7 +95,7 @@ def plainly(placed, stage, parts, sized):
         made = maker.get(op.inputs[0])
         if made is not None and phase[made] == BACKWARD:
             sums[at[made]] += sized(op.outputs[0].type).bytes
-    return [(held[s], saved[s], sums[s], count[s]) for s in range(parts)]
+    return [(held[s], once[s], saved[s], sums[s], count[s]) for s in range(parts)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -107,6 +107,6 @@ def test_sums_are_those_of_the_program(model):
         memory = sums.memory(cut, lambda t, sized=sized: sized(t).bytes)
         ones = sums.compute(cut, np.ones(len(placed.kinds)))
         want = plainly(placed, stage, parts, sized)
-        assert [(x.held, x.saved, x.sums, n) for x, n in zip(memory, ones, strict=True)] == want
+        assert [(*x, n) for x, n in zip(memory, ones, strict=True)] == want
         compared += 1
     assert compared > 10

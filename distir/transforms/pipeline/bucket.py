@@ -31,7 +31,7 @@ def bucket(function: Function, axes: Collection[str], limit: float, kinds: Colle
     return _with_bundles(function, buckets) if buckets else function
 
 
-def _along(op: Op, axes: Collection[str]) -> bool:
+def along(op: Op, axes: Collection[str]) -> bool:
     """Whether a collective is along one of the axes, or several of them as one."""
     axis = op.attributes["axis"]
     return axis in axes if isinstance(axis, str) else all([a in axes for a in axis])
@@ -45,7 +45,7 @@ def reductions_first(function: Function, axes: Collection[str]) -> Function:
     for op in function.ops:
         if not reduced.isdisjoint(op.inputs):
             reduced.update(op.outputs)
-        elif op.spec in SUMS and _along(op, axes):
+        elif op.spec in SUMS and along(op, axes):
             reduced.update(op.outputs)
             first.add(op)
     if not first:
@@ -79,7 +79,7 @@ def _buckets(function: Function, axes: Collection[str], limit: float, kinds: Col
         for v in op.inputs if waiting else ():
             if v in waiting:
                 end(waiting[v])
-        t = op.inputs[0].type if op.spec in kinds and _along(op, axes) else None
+        t = op.inputs[0].type if op.spec in kinds and along(op, axes) else None
         if isinstance(t, Tensor):
             axis = op.attributes["axis"]
             key = op.spec, t.dtype, t.device, t.piece, axis, t.on(axis).form
