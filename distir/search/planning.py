@@ -277,7 +277,7 @@ def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simu
         "microbatch": ("smaller microbatches", c.microbatch > 1),
     }
     names = {name: what for name, (what, helps) in more_of.items() if helps and name in found.held}
-    names |= {name: _AXIS_NAMES[name] for name in found.unused}
+    names |= {name: _AXIS_NAMES[name] for name in found.unused if gpus > 1}
     ways = [f"more GPUs: {needed} may do", *[f"{what}: let {name} vary" for name, what in names.items()]]
     message = f"none of {counted(len(found.candidates), 'plan')} fits in {size(have)} a device; least short is {said}"
     return InfeasibleError(message, "; or ".join(ways))

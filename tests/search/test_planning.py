@@ -213,6 +213,11 @@ def test_nothing_fits():
     with pytest.raises(InfeasibleError, match="fits in") as error:
         plan(trained(), topology, 2, memory_reserve=0.9 / 1024)
     assert (error.value.hint or "").endswith(" may do; or context parallelism: let cp vary")  # all else does
+    one = Topology()
+    one.add_device("gpu", memory=2**20)
+    with pytest.raises(InfeasibleError, match="fits in") as error:
+        plan(trained(), one, 1, memory_reserve=0)
+    assert (error.value.hint or "").endswith(" may do")  # nothing to split
 
 
 @pytest.mark.parametrize(
