@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from distir.api import Model, Plan, load
+from distir.api.compilation import cost_model
 from distir.api.interop.conversion import emit
 from distir.api.interop.plan_settings import TrainingSettings
 from distir.api.metrics import finite
@@ -47,9 +48,9 @@ def plan(args: argparse.Namespace) -> None:
                 progress.advance(len(state.found) - 1)
 
             try:
+                cost = cost_model(args.cluster, Plan(dp=gpus), runtime=args.runtime)
                 search = {"top": args.top, "vary": vary, "fix": fix, "memory_reserve": args.memory_reserve}
-                search |= {"runtime": args.runtime, "on_step": on_step}
-                found.append(search_plans(model, args.cluster, gpus, **search))
+                found.append(search_plans(model, cost, gpus, **search, on_step=on_step))
             except InfeasibleError as e:
                 errors[gpus] = e
             if found and found[-1].interrupted:

@@ -66,7 +66,6 @@ def plan(
     vary: Sequence[str] | None = None,
     fix: Mapping[str, Any] | None = None,
     memory_reserve: float = RESERVE_GIB,
-    runtime: str | None = None,
     on_step: Callable[[Progressed, int], None] | None = None,
 ) -> PlanTable:
     """The quickest plans for a training step on `gpus` devices of a cluster, of those that fit in their memory.
@@ -74,9 +73,9 @@ def plan(
     Plans are ranked by simulated step time: what `simulate` says. The settings in `vary`, by default all that the model
     has, vary, but for those in `fix`, which have that value (`SETTINGS` lists them; `microbatch` is the samples of one
     on a device; "cp" varies by default only where sequences are long: `space`). `memory_reserve`, in GiB, is left free
-    on each device. `runtime` is as in `simulate`. The `top` best are shown. As many plans are simulated at a time as
-    there are cores. `on_step` is called after each simulation with what was found and how many plans are left. Ctrl-C
-    ends the search early, with the best so far; of rows that are not examined then `detail` and `binds` are None.
+    on each device. The `top` best are shown. As many plans are simulated at a time as there are cores. `on_step` is
+    called after each simulation with what was found and how many plans are left. Ctrl-C ends the search early, with the
+    best so far; of rows that are not examined then `detail` and `binds` are None.
 
     Raises UsageError for a model that is not trained, an unknown setting or value, or an axis that the model does not
     have; InfeasibleError where there is no plan, none fits (the message says which is least short, and what would make
@@ -84,7 +83,7 @@ def plan(
     """
     begin = time.perf_counter()
     _check(model, gpus, top, memory_reserve)
-    cost = cost_model(cluster, Plan(dp=gpus), runtime=runtime)
+    cost = cost_model(cluster, Plan(dp=gpus))
     if len(cost.topology.devices) < gpus:
         raise InfeasibleError(
             f"{describe(cost.topology)} has {counted(len(cost.topology.devices), 'device')}, {gpus} are asked for",
