@@ -13,6 +13,7 @@ from distir.api.model import load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster, load_runtime
 from distir.search import cut_stages, placed_program
+from distir.search.bounds import groups_along, lane, slope
 from distir.search.candidate_bounds import Bounds, relatives
 from distir.search.exact import Setting, evaluate
 from distir.search.model_axes import model_axes
@@ -208,6 +209,35 @@ def test_links_that_differ_in_a_node_have_all_orders() -> None:
     near, plain = load_cluster("distir-v100-x4", devices=4), load_cluster("dgx-a100", devices=4)
     orders = [{c.order for c in space(model.function, 8, 4, t).candidates if c.dp == c.tp == 2} for t in (near, plain)]
     assert len(orders[1]) == 1 < len(orders[0])
+
+
+def test_bounds_know_which_devices_share_a_quicker_link() -> None:
+    """Tensor parallelism within a pair takes less than across, in bounds as in the simulation."""
+    found = case(MODELS[3], 8, 4, "distir-v100-x4", "bf16")
+    across, within = (Candidate(1, 2, 2, 1, order=order) for order in (("tp", "dp", "pp"), ("pp", "dp", "tp")))
+    least, most = (evaluate(found.setting, c).seconds for c in (within, across))
+    (low, _), (high, _) = Bounds(found.setting).of_cuts([within, across])
+    assert 0.8 * least < low <= least < high <= most
+    assert lane(Candidate(2, 1, 2, 1, order=("pp", "dp", "tp")), found.setting.cost)(1e9, 0, 1) > 1
+    assert lane(Candidate(2, 1, 2, 1), found.setting.cost)(1e9, 0, 1) < 0.5
+
+
+def test_bounds_of_what_was_measured() -> None:
+    """More bytes may take less than fewer, and than links say, or more than fewer one by one."""
+    found = case(MODELS[0], 8, 4, MEASURED, "bf16")
+    cost, c = found.setting.cost, Candidate(1, 2, 2, 1)
+    cluster, groups = cost.topology.regular, groups_along(c, cost, "tp")
+    assert cluster is not None
+    sizes = [2**k for k in range(6, 25)]
+    of_pairs = cluster.measured[0]
+    assert (of_pairs.collective, of_pairs.ranks) == ("all-reduce", 2)
+    for group in groups:
+        least = [next(m for m in group.measured if m[:2] == of_pairs[:2]).seconds(n) for n in sizes]
+        assert least == sorted(least)
+        assert all([x <= of_pairs.seconds(n) for x, n in zip(least, sizes, strict=True)])
+    assert all([slope("MPIAllreduce", groups) * n <= of_pairs.seconds(n) for n in sizes])
+    one, half = (cost.transfer_seconds(n, cluster.intra) for n in (65536, 32768))
+    assert lane(c, cost)(65536, 0, 1) <= 2 * half < one
 
 
 def test_links_that_are_given_one_by_one_have_bounds_of_bytes_alone() -> None:

@@ -7,7 +7,9 @@ the backward pass, each beside its first use, they are all reduced first (`reduc
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.spec import Spec, all_ops, lookup
@@ -31,7 +33,7 @@ def bucket(function: Function, axes: Collection[str], limit: float, kinds: Colle
     return _with_bundles(function, buckets) if buckets else function
 
 
-def along(op: Op, axes: Collection[str]) -> bool:
+def _along(op: Op, axes: Collection[str]) -> bool:
     """Whether a collective is along one of the axes, or several of them as one."""
     axis = op.attributes["axis"]
     return axis in axes if isinstance(axis, str) else all([a in axes for a in axis])
@@ -45,7 +47,7 @@ def reductions_first(function: Function, axes: Collection[str]) -> Function:
     for op in function.ops:
         if not reduced.isdisjoint(op.inputs):
             reduced.update(op.outputs)
-        elif op.spec in SUMS and along(op, axes):
+        elif op.spec in SUMS and _along(op, axes):
             reduced.update(op.outputs)
             first.add(op)
     if not first:
@@ -62,24 +64,38 @@ def reductions_first(function: Function, axes: Collection[str]) -> Function:
 
 def _buckets(function: Function, axes: Collection[str], limit: float, kinds: Collection[Spec]) -> dict[Op, list[Op]]:
     """The buckets of more than one member, by their last member."""
-    found: dict[Op, list[Op]] = {}
     if len([op for op in function.ops if op.spec in kinds]) < 2:
-        return found
+        return {}
+    closed, left = buckets(function.ops, axes, limit, kinds)
+    return {members[-1]: members for members in (*closed, *left) if len(members) > 1}
+
+
+class Buckets(NamedTuple):
+    """The buckets of ops in their order: those that are closed, and those that later ops may still fill."""
+
+    closed: list[list[Op]]
+    open: list[list[Op]]
+
+
+def buckets(
+    ops: Iterable[Op], axes: Collection[str], limit: float = math.inf, kinds: Collection[Spec] = SUMS
+) -> Buckets:
+    """How collectives along `axes` fill buckets (see `bucket`), those of one member included."""
+    closed: list[list[Op]] = []
     filling: dict[object, list[Op]] = {}
     size: dict[object, int] = {}
     waiting: dict[Value, object] = {}
     """The open bucket that each result belongs to."""
 
     def end(key: object) -> None:
-        members = filling.pop(key, [])
-        if len(members) > 1:
-            found[members[-1]] = members
+        if key in filling:
+            closed.append(filling.pop(key))
 
-    for op in function.ops:
+    for op in ops:
         for v in op.inputs if waiting else ():
             if v in waiting:
                 end(waiting[v])
-        t = op.inputs[0].type if op.spec in kinds and along(op, axes) else None
+        t = op.inputs[0].type if op.spec in kinds and _along(op, axes) else None
         if isinstance(t, Tensor):
             axis = op.attributes["axis"]
             key = op.spec, t.dtype, t.device, t.piece, axis, t.on(axis).form
@@ -90,9 +106,7 @@ def _buckets(function: Function, axes: Collection[str], limit: float, kinds: Col
             waiting[op.outputs[0]] = key
             if size[key] >= limit:
                 end(key)
-    for key in list(filling):
-        end(key)
-    return found
+    return Buckets(closed, list(filling.values()))
 
 
 def _with_bundles(function: Function, buckets: dict[Op, list[Op]]) -> Function:
