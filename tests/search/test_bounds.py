@@ -110,6 +110,24 @@ def test_reductions_that_share_a_bucket(monkeypatch):
     assert too_high(case.__wrapped__(MODELS[2], 8, 16, MEASURED, "bf16"), c)
 
 
+def test_segments_do_not_price_what_may_share_a_bucket():
+    """One of the two sums of a cross-entropy, and a reduction that is used in another segment."""
+    profile = case(MODELS[2], 8, 8, "dgx-a100", "bf16").bounds.profile((4, True, "none", ()))
+    assert profile is not None
+    found = [
+        sorted(
+            [profile.kinds[row.kind].op.spec.name for segment in segments for row in segment.rows if tp(row, profile)]
+        )
+        for segments in (profile.forward, profile.backward)
+    ]
+    assert found == [["MPIAllreduce"], ["MPIReduceScatter"]]
+
+
+def unpriced(row, profile):
+    """Whether a row of a segment communicates along tp, and is not priced."""
+    return profile.kinds[row.kind].axis == "tp" and not profile.kinds[row.kind].priced
+
+
 def test_views_take_no_turn(monkeypatch):
     """What is gathered of a saved value is there before compute comes to its view. Seeded: views take their turn."""
     found = case(MODELS[1], 16, 2, "dgx-v100", "fp32")
