@@ -116,7 +116,12 @@ def test_segments_do_not_price_what_may_share_a_bucket():
     assert profile is not None
     found = [
         sorted(
-            [profile.kinds[row.kind].op.spec.name for segment in segments for row in segment.rows if tp(row, profile)]
+            [
+                profile.kinds[row.kind].op.spec.name
+                for segment in segments
+                for row in segment.rows
+                if unpriced(row, profile)
+            ]
         )
         for segments in (profile.forward, profile.backward)
     ]
