@@ -21,11 +21,12 @@ from distir.ir.errors import DistirError, InfeasibleError, UsageError, counted
 from distir.models.config_file import is_config
 from distir.models.named import is_named, own_loss
 from distir.search.best_first import Progressed
-from distir.search.plan_report import front_figure, save_report
+from distir.search.plan_figure import plan_figure
+from distir.search.plan_report import save_report
 from distir.search.plan_table import PlanTable
 from distir.search.planning import plan as search_plans
 from distir.transforms.differentiation.training import optimizer_named
-from distir.viz.draw import empty_figure
+from distir.viz.drawing import empty_figure
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -115,11 +116,12 @@ def _write(args: argparse.Namespace, found: list[PlanTable], model: Model, progr
                 raise
             hint = f"--emit-rank {able}: the first row that can be expressed"
             raise InfeasibleError(e.message, "; or ".join([*([e.hint] if e.hint else []), hint])) from None
+    if args.plot is not None or args.report is not None:
+        progress.phase("explaining the best plan")
     if args.plot is not None:
-        save(front_figure(found), args.plot)
+        save(plan_figure(found), args.plot)
         files["figure"] = args.plot
     if args.report is not None:
-        progress.phase("explaining the best plan")
         save_report(found, args.report)
         files["report"] = args.report
     return files

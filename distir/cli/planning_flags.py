@@ -81,7 +81,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--plot",
         metavar="FILE.pdf",
-        help="draw time against memory of the simulated plans, with the Pareto front: .pdf, .png or .svg",
+        help="draw time against memory of the simulated plans, with the Pareto front; the timeline of the best plan; "
+        "memory over time on the devices on which it leaves least: .pdf, .png or .svg",
     )
     group.add_argument("--report", metavar="FILE.html", help="write a report, with figures, as one file")
 

@@ -1,22 +1,20 @@
-"""A report of searches as one HTML file, and their figure of time against memory."""
+"""A report of searches as one HTML file."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from distir.api.explain import Explanation
 from distir.api.results import html_table, paragraphs, seconds, size
 from distir.ir.errors import counted
 from distir.ir.files import written
+from distir.search.plan_figure import best_timeline, choices, least_room, limits, shows_compute_alone
 from distir.search.plan_table import PlanTable
-from distir.viz import Choice, memory, pareto, timeline
+from distir.viz import memory, pareto
+from distir.viz.drawing import one_below_another
 from distir.viz.pareto import numbered_front
-
-if TYPE_CHECKING:
-    from distir.viz.figure import Figure
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f24; --muted: #5b6570; --line: #d9dee4; --card: #f5f7f9;
@@ -57,26 +55,6 @@ _FOOTER = (
     "Predicted by distir plan. Times are of one training step, simulated. Memory over time is that of live tensors; "
     "elsewhere it has what the driver and libraries take, too."
 )
-_GRAIN = 1 / 600
-"""The share of a timeline that is a pixel or so wide."""
-_STAGES = 4
-"""Of more stages the timeline shows compute alone."""
-
-
-def front_figure(tables: Sequence[PlanTable], *, listed: bool = True) -> Figure:
-    """Time against memory of the plans that each search simulated. `listed`: what the numbers of a front stand for is
-    below it. Raises UsageError without matplotlib."""
-    return pareto({table.head(): (_choices(table), _limits(table)) for table in tables}, listed=listed)
-
-
-def _choices(table: PlanTable) -> list[Choice]:
-    front = table.front()
-    return [Choice(str(x.plan), x.seconds, x.memory, x.fits, x in front) for x in table.points]
-
-
-def _limits(table: PlanTable) -> list[float]:
-    """The bytes that devices have, less the reserve: one number, if they are alike."""
-    return sorted({x.memory - x.over for x in table.points})
 
 
 def save_report(tables: Sequence[PlanTable], path: str | os.PathLike[str]) -> None:
@@ -130,7 +108,7 @@ def _article(table: PlanTable, prefix: str) -> str:
 
 def _question(table: PlanTable) -> str:
     """What was asked."""
-    have, step = " or ".join([size(x + table.reserve) for x in _limits(table)]), table.step()
+    have, step = " or ".join([size(x + table.reserve) for x in limits(table)]), table.step()
     lines = [
         f"Which plan trains {table.model} quickest on {counted(table.gpus, 'device')} of {table.cluster}?",
         f"{step[0].upper()}{step[1:]}.",
@@ -180,9 +158,9 @@ def _families(table: PlanTable) -> str:
 
 
 def _front(table: PlanTable, prefix: str) -> str:
-    numbered = numbered_front(_choices(table))
-    figure = front_figure([table], listed=False)
-    figure.axes[0].set_title("")
+    plans = choices(table)
+    numbered = numbered_front(plans)
+    figure = pareto("", plans, limits(table), listed=False)
     rows = [(str(k), seconds(x.seconds), size(x.memory), x.name) for k, x in numbered]
     note = (
         "Each point is a plan that was simulated. A search simulates what may be quick: slower plans that need less "
@@ -198,24 +176,17 @@ def _parts(explained: Explanation, prefix: str) -> str:
 
 
 def _timeline(explained: Explanation, prefix: str) -> str:
-    simulation = explained.prediction.simulation
-    many = len(simulation.stages) > _STAGES
-    figure = timeline(simulation, _GRAIN, many)
-    note = f"A row for each {'stage' if many else 'stream of each stage'}; numbers are microbatches."
+    what = "stage" if shows_compute_alone(explained) else "stream of each stage"
+    note = f"A row for each {what}; numbers are microbatches."
+    figure = one_below_another([best_timeline(explained)])
     return f'<p class="note">{note}</p>\n' + figure.inline_svg("Timeline of a step", f"{prefix}t")
 
 
 def _memory(explained: Explanation, prefix: str) -> str:
     """Of the kind of devices with least room."""
-    simulation = explained.prediction.simulation
-    classes, topology = simulation.program.classes, simulation.program.cost.topology
-    worst = max(
-        range(len(classes.first)),
-        key=lambda k: simulation.peak_memory[classes.first[k]] - topology.spec(classes.first[k]).capacity,
-    )
-    name = classes.label(worst)
-    figure = memory(simulation, [name])
-    note = f"Of {counted(classes.sizes[worst], 'device')} of {name}, where least is left."
+    name, devices = least_room(explained)
+    figure = memory(explained.prediction.simulation, [name])
+    note = f"Of {counted(devices, 'device')} of {name}, where least is left."
     return f'<p class="note">{escape(note)}</p>\n' + figure.inline_svg(f"Memory of {name} over time", f"{prefix}m")
 
 

@@ -238,6 +238,7 @@ class PlanTable:
     interrupted: bool = False
     points: list[PlanPoint] = field(default_factory=list)
     setting: Setting | None = None
+    _explained: dict[int, Explanation] = field(default_factory=dict, init=False, compare=False)
 
     def front(self) -> list[PlanPoint]:
         """The Pareto front of time and memory, quickest first: the simulated plans that fit, but those that another is
@@ -249,16 +250,19 @@ class PlanTable:
         return found
 
     def figure(self) -> Figure:
-        """Time against memory of the plans that were simulated, with the Pareto front (needs the extra `viz`)."""
-        from distir.search.plan_report import front_figure
+        """Time against memory of the plans that were simulated, with the Pareto front; the timeline of the best plan;
+        memory over time on the devices on which it leaves least (needs the extra `viz`)."""
+        from distir.search.plan_figure import plan_figure
 
-        return front_figure([self])
+        return plan_figure([self])
 
     def explain(self, rank: int = 1) -> Explanation:
         """Where the time of a step of the plan in a row goes; rank 1 is the quickest. Raises UsageError without it."""
         if self.setting is None or not 1 <= rank <= len(self.rows):
             raise UsageError(f"the table has no plan of rank {rank}", f"it has {counted(len(self.rows), 'plan')}")
-        return explain(self.setting.model, self.rows[rank - 1].plan, self.setting.cost)
+        if rank not in self._explained:
+            self._explained[rank] = explain(self.setting.model, self.rows[rank - 1].plan, self.setting.cost)
+        return self._explained[rank]
 
     def save_report(self, path: str | os.PathLike[str]) -> None:
         """Write a report as one HTML file, which refers to no other (needs the extra `viz`). Raises UsageError if it

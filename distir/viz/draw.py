@@ -10,9 +10,13 @@ from distir.executor.simulator.categories import CATEGORIES
 from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.work_kinds import BACKWARD, COMPUTE, FORWARD, UPDATE
 from distir.ir.errors import UsageError
+from distir.viz.drawing import Drawing, empty_figure, one_below_another
 from distir.viz.spans import COLLECTIVE, KINDS, TRANSFER, bars, coarse, live
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Plain
+    from matplotlib.figure import SubFigure
+
     from distir.viz.figure import Figure
 
 # The colours of Okabe and Ito, which colour-blind people tell apart.
@@ -42,61 +46,81 @@ def timeline(simulation: Simulation, grain: float = 0.0, compute_only: bool = Fa
     Narrow bars, and bars not of a single microbatch (prologues, updates), have no number. `grain` is the share of the
     time below which bars are not told apart (`distir.viz.spans.coarse`). `compute_only`: without communication.
     """
+    return one_below_another([timeline_drawing(simulation, grain, compute_only)])
+
+
+def timeline_drawing(
+    simulation: Simulation, grain: float = 0.0, compute_only: bool = False, title: str = ""
+) -> Drawing:
+    """A timeline as a part of a figure."""
     rows = bars(simulation, compute_only)
     if grain:
         rows = coarse(rows, grain * simulation.seconds)
     unit, scale = largest_unit(simulation.seconds, TIMES)
-    figure = empty_figure(9, 0.9 + 0.34 * len(rows))
-    axes = figure.add_subplot()
-    for y, (name, row) in enumerate(rows):
-        edge = 0.4 if len(row) < _CROWDED else 0.0
-        for kind in KINDS:
-            ranges = [(b.start * scale, b.duration * scale) for b in row if b.kind == kind]
-            if ranges:
-                label = f"{name}: {kind}"
-                axes.broken_barh(
-                    ranges, (y - 0.4, 0.8), color=_COLOUR[kind], edgecolor="white", linewidth=edge, label=label
-                )
-        for b in row:
-            if b.microbatch is not None and b.duration > _NARROW * simulation.seconds:
-                middle = (b.start + b.duration / 2) * scale
-                axes.text(middle, y, str(b.microbatch), color="white", ha="center", va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, simulation.seconds * scale or 1)
-    axes.set_xlabel(f"time ({unit})")
-    used = {b.kind for _, row in rows for b in row}
-    _legend(figure, {kind: _COLOUR[kind] for kind in KINDS if kind in used})
-    return figure
+
+    def draw(figure: Plain | SubFigure) -> None:
+        axes = figure.add_subplot()
+        for y, (name, row) in enumerate(rows):
+            edge = 0.4 if len(row) < _CROWDED else 0.0
+            for kind in KINDS:
+                ranges = [(b.start * scale, b.duration * scale) for b in row if b.kind == kind]
+                if ranges:
+                    label = f"{name}: {kind}"
+                    axes.broken_barh(
+                        ranges, (y - 0.4, 0.8), color=_COLOUR[kind], edgecolor="white", linewidth=edge, label=label
+                    )
+            for b in row:
+                if b.microbatch is not None and b.duration > _NARROW * simulation.seconds:
+                    middle = (b.start + b.duration / 2) * scale
+                    axes.text(middle, y, str(b.microbatch), color="white", ha="center", va="center", fontsize=8)
+        axes.set_title(title, fontsize="medium")
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlim(0, simulation.seconds * scale or 1)
+        axes.set_xlabel(f"time ({unit})")
+        used = {b.kind for _, row in rows for b in row}
+        _legend(figure, {kind: _COLOUR[kind] for kind in KINDS if kind in used})
+
+    return Drawing(0.9 + 0.34 * len(rows) + (0.25 if title else 0), draw)
 
 
 def memory(simulation: Simulation, classes: Sequence[str] | None = None) -> Figure:
     """The live memory of each device class over time, by category: a panel per class, or per one of those named."""
+    return one_below_another([memory_drawing(simulation, classes)])
+
+
+def memory_drawing(simulation: Simulation, classes: Sequence[str] | None = None, title: str = "") -> Drawing:
+    """Memory over time as a part of a figure. `title` precedes that of each class."""
     curves = [(name, points) for name, points in live(simulation) if classes is None or name in classes]
     most = max((sum(size) for _, points in curves for _, size in points), default=0)
     unit, scale = largest_unit(simulation.seconds, TIMES)
     size_unit, size_scale = largest_unit(most, SIZES)
-    figure = empty_figure(9, 0.9 + 1.9 * len(curves))
-    panels = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0] if curves else []
-    used: dict[str, str] = {}
-    for axes, (name, points) in zip(panels, curves, strict=True):
-        peak = max(sum(size) for _, size in points) * size_scale
-        points = [*[p for p, after in pairwise(points) if after[0] > p[0]], points[-1]]  # drop points of zero duration
-        times = [t * scale for t, _ in points]
-        below = [0.0] * len(points)
-        for k, category in enumerate(CATEGORIES):
-            above = [b + size[k] * size_scale for b, (_, size) in zip(below, points, strict=True)]
-            if above != below:
-                used[category] = _OF_CATEGORY[category]
-                axes.fill_between(times, below, above, step="post", color=used[category], linewidth=0, label=category)
-            below = above
-        axes.set_title(f"{name}: peak {peak:.3g} {size_unit}", fontsize="medium")
-        axes.set_ylabel(f"live memory ({size_unit})")
-        axes.set_xlim(0, times[-1] or 1)
-    if len(panels):
-        panels[-1].set_xlabel(f"time ({unit})")
-    _legend(figure, used)
-    return figure
+
+    def draw(figure: Plain | SubFigure) -> None:
+        panels = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0] if curves else []
+        used: dict[str, str] = {}
+        for axes, (name, points) in zip(panels, curves, strict=True):
+            peak = max(sum(size) for _, size in points) * size_scale
+            # drop points of zero duration
+            points = [*[p for p, after in pairwise(points) if after[0] > p[0]], points[-1]]
+            times = [t * scale for t, _ in points]
+            below = [0.0] * len(points)
+            for k, category in enumerate(CATEGORIES):
+                above = [b + size[k] * size_scale for b, (_, size) in zip(below, points, strict=True)]
+                if above != below:
+                    used[category] = _OF_CATEGORY[category]
+                    axes.fill_between(
+                        times, below, above, step="post", color=used[category], linewidth=0, label=category
+                    )
+                below = above
+            axes.set_title(f"{title}{name}: peak {peak:.3g} {size_unit}", fontsize="medium")
+            axes.set_ylabel(f"live memory ({size_unit})")
+            axes.set_xlim(0, times[-1] or 1)
+        if len(panels):
+            panels[-1].set_xlabel(f"time ({unit})")
+        _legend(figure, used)
+
+    return Drawing(0.9 + 1.9 * len(curves), draw)
 
 
 def curves(
@@ -221,23 +245,12 @@ def three_figures(x: float) -> str:
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
-def empty_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches. Raises UsageError without matplotlib."""
-    try:
-        from distir.viz.figure import Figure
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.split(".")[0] != "matplotlib":
-            raise
-        raise UsageError("figures need matplotlib, which is not installed", "pip install 'distir[viz]'") from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def largest_unit(most: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
     """The largest unit, with its scale, in which `most` is at least 1; else the smallest."""
     return next((u for u in units if most * u[1] >= 1), units[-1])
 
 
-def _legend(figure: Figure, colours: Mapping[str, str]) -> None:
+def _legend(figure: Plain | SubFigure, colours: Mapping[str, str]) -> None:
     """One legend for all panels, above them."""
     from matplotlib.patches import Patch
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distir.viz.draw import SIZES, TIMES, empty_figure, largest_unit, three_figures
+from distir.viz.draw import SIZES, TIMES, largest_unit, three_figures
+from distir.viz.drawing import Drawing, one_below_another
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Plain
+    from matplotlib.figure import SubFigure
+
     from distir.viz.figure import Figure
 
 _FITS, _SHORT, _FRONT, _LIMIT = "#0072B2", "#999999", "#D55E00", "#CC79A7"
@@ -35,29 +39,34 @@ class Choice(NamedTuple):
     front: bool
 
 
-def pareto(panels: Mapping[str, tuple[Sequence[Choice], Sequence[float]]], *, listed: bool = True) -> Figure:
-    """Time against memory of plans, with the Pareto front: {title of a panel: (plans, bytes that devices have)}.
+def pareto(title: str, plans: Sequence[Choice], limits: Sequence[float], *, listed: bool = True) -> Figure:
+    """Time against memory of plans, with the Pareto front; `limits`: the bytes that devices have.
 
-    Plans of the front have numbers, from the quickest; `listed`: below the panel is what they are. Of a front of many
+    Plans of the front have numbers, from the quickest; `listed`: below the plot is what they are. Of a front of many
     some have none. An axis is logarithmic where its values differ by a factor of 4 or more.
     """
-    fronts = [numbered_front(plans) for plans, _ in panels.values()]
-    lists = [_lines(front) if listed else [] for front in fronts]
-    heights = [x for lines in lists for x in (4.3, 0.15 * len(lines) + 0.15 if listed else 0.02)]
-    figure = empty_figure(9, sum(heights) or 1)
-    found = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0] if panels else []
-    scales: list[tuple[float, float]] = []
-    for axes, (title, (plans, limits)) in zip(found[::2], panels.items(), strict=True):
-        scales.append(_scatter(axes, plans, limits))
+    return one_below_another([pareto_drawing(title, plans, limits, listed=listed)])
+
+
+def pareto_drawing(title: str, plans: Sequence[Choice], limits: Sequence[float], *, listed: bool = True) -> Drawing:
+    """Time against memory as a part of a figure."""
+    front = numbered_front(plans)
+    lines = _lines(front) if listed else []
+    heights = [4.3, 0.15 * len(lines) + 0.15] if listed else [4.3]
+
+    def draw(figure: Plain | SubFigure) -> None:
+        axes, *below = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+        x, y = _scatter(axes, plans, limits)
         axes.set_title(title, fontsize="medium")
-    for axes, lines in zip(found[1::2], lists, strict=True):
-        axes.set_axis_off()
-        text = axes.text(0, 1, "\n".join(lines), va="top", family="monospace", fontsize=7.5, transform=axes.transAxes)
-        text.set_in_layout(False)
-    figure.draw_without_rendering()  # places the points: their numbers must not overlap
-    for axes, front, (x, y) in zip(found[::2], fronts, scales, strict=True):
+        for other in below:
+            other.set_axis_off()
+            style = {"va": "top", "family": "monospace", "fontsize": 7.5}
+            text = other.text(0, 1, "\n".join(lines), transform=other.transAxes, **style)
+            text.set_in_layout(False)
+        figure.figure.draw_without_rendering()  # places the points: their numbers must not overlap
         _number(axes, [(k, plan.memory * x, plan.seconds * y) for k, plan in front])
-    return figure
+
+    return Drawing(sum(heights), draw)
 
 
 def numbered_front(plans: Sequence[Choice]) -> list[tuple[int, Choice]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -14,14 +15,17 @@ from hypothesis import strategies as st
 pytest.importorskip("matplotlib")
 
 from distir.api.model import load
-from distir.ir.errors import UsageError
-from distir.search.plan_report import front_figure, report
+from distir.ir.errors import UsageError, counted
+from distir.search.plan_figure import choices, least_room, limits, plan_figure
+from distir.search.plan_report import report
 from distir.search.plan_table import PlanPoint, PlanTable
 from distir.search.planning import plan
 from distir.transforms.plan import Plan
+from distir.viz import memory, pareto, timeline
 
 SECTIONS = ("question", "answer", "search", "plans", "families", "front", "parts", "timeline", "memory")
 NAME = '<i>a & "b"</i>'
+UNITS = {"s": 1, "ms": 1e3, "us": 1e6, "GiB": 2**-30, "MiB": 2**-20, "KiB": 2**-10}
 VOID = {"meta", "br", "link", "img"}
 
 
@@ -119,15 +123,50 @@ def test_its_figures_are_the_tables(table: PlanTable, text: str) -> None:
 
 
 def test_the_figure_has_every_simulated_plan(table: PlanTable) -> None:
-    (panel, *_) = front_figure([table]).numbers()
+    (panel, *_) = table.figure().numbers()
     drawn = [tuple(p) for name, points in panel["lines"].items() if "(" in name for p in points]
     rows = table.to_json()["simulated_plans"]
-    scales = {"s": 1, "ms": 1e3, "us": 1e6, "GiB": 2**-30, "MiB": 2**-20, "KiB": 2**-10}
-    x, y = (scales[re.findall(r"\((\w+)\)", panel[name])[-1]] for name in "xy")
+    x, y = (UNITS[re.findall(r"\((\w+)\)", panel[name])[-1]] for name in "xy")
     assert len(rows) == table.simulated
     assert sorted(drawn) == sorted([(row["peak_memory"] * x, row["step_seconds"] * y) for row in rows])
     assert any(name.startswith("Pareto front") for name in panel["lines"])
     assert table.rows[0].plan == table.front()[0].plan
+
+
+def test_the_figure_of_several_searches(table: PlanTable) -> None:
+    """Of each: the front with its list, the timeline of its best plan, and the memory of the devices with least room,
+    each as it is when drawn alone."""
+    other = replace(table, model="other", rows=table.rows[1:])
+    figure = plan_figure([table, other])
+    panels = figure.numbers()
+    assert len(panels) == 8
+    for found, (front, _, time, size) in ((table, panels[:4]), (other, panels[4:])):
+        explained = found.explain()
+        simulation = explained.prediction.simulation
+        assert front == pareto(found.head(), choices(found), limits(found)).numbers()[0]
+        title = f"timeline of {found.rows[0].plan}"
+        assert time == {**timeline(simulation, 1 / 600).numbers()[0], "title": title}
+        name, devices = least_room(explained)
+        alone = memory(simulation, [name]).numbers()[0]
+        assert size == {**alone, "title": f"memory of {counted(devices, 'device')} of {alone['title']}"}
+    figure.draw_without_rendering()
+    boxes = [box for axes in figure.axes if (box := axes.get_tightbbox()) is not None]
+    assert len(boxes) == 8
+    assert [x.y0 for x in boxes] == sorted([x.y0 for x in boxes], reverse=True)
+    assert all(below.y1 <= above.y0 for above, below in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize(("vocab", "stage"), [(64, "stage0"), (65536, "stage1")])
+def test_least_room(vocab: int, stage: str) -> None:
+    """Of a pipeline the first stage, of which more is in flight, or the last, which has the logits."""
+    model = load(
+        f"gpt:layers=2,hidden=64,heads=4,vocab={vocab},seq=32", {"batch": 64}, loss="cross-entropy", optimizer="adamw"
+    )
+    found = plan(model, "dgx-a100", 2, fix={"pp": 2, "microbatch": 32}, top=1).explain()
+    peaks = found.prediction.simulation.peak_memory
+    first, last = [peaks[device] for device in sorted(peaks, key=lambda x: x.index) if peaks[device]]
+    assert (first < last) == (stage == "stage1")
+    assert least_room(found) == (stage, 1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6), st.booleans()), max_size=12))

@@ -26,7 +26,7 @@ def front(draw, n, wide):
 @pytest.mark.parametrize("seed", range(4))
 def test_numbers_do_not_overlap(seed):
     draw = random.Random(seed)
-    figure = pareto({"a": (front(draw, draw.randint(2, 15), draw.choice([0.02, 0.5])), [2e12])})
+    figure = pareto("a", front(draw, draw.randint(2, 15), draw.choice([0.02, 0.5])), [2e12])
     figure.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]  # an annotation's has its line, too
     assert len(boxes) >= 2
@@ -49,7 +49,7 @@ def test_axes():
     """Logarithmic where values differ much; the limit is inside."""
     near = [Choice("a", 1.0, 2.0**30, True, True), Choice("b", 1.5, 2.0**29, True, True)]
     far = [*near, Choice("c", 30.0, 2.0**35, False, False)]
-    plain, wide = (pareto({"t": (plans, [2.0**31])}).axes[0] for plans in (near, far))
+    plain, wide = (pareto("t", plans, [2.0**31]).axes[0] for plans in (near, far))
     assert (plain.get_xscale(), plain.get_yscale()) == ("log", "linear")
     assert (wide.get_xscale(), wide.get_yscale()) == ("log", "log")
     assert plain.get_xlim()[0] < 0.5
@@ -59,5 +59,4 @@ def test_axes():
 
 
 def test_nothing_to_draw():
-    assert pareto({}).axes == []
-    assert [axes.get_title() for axes in pareto({"a": ([], [])}).axes] == ["a", ""]
+    assert [axes.get_title() for axes in pareto("a", [], []).axes] == ["a", ""]
