@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distir.viz.figure import Figure
 
 _GRAIN = 1 / 600
-"""The share of a timeline that is a pixel or so wide."""
+"""The share of time that is a pixel or so wide."""
 _STAGES = 4
 """Of more stages the timeline shows compute alone."""
 
@@ -34,7 +34,7 @@ def plan_figure(tables: Sequence[PlanTable]) -> Figure:
         drawings += [
             pareto_drawing(table.head(), choices(table), limits(table)),
             best_timeline(explained, f"timeline of {table.rows[0].plan}"),
-            memory_drawing(explained.prediction.simulation, [name], f"memory of {counted(devices, 'device')} of "),
+            worst_memory(explained, name, f"memory of {counted(devices, 'device')} of "),
         ]
     return one_below_another(drawings)
 
@@ -58,6 +58,11 @@ def shows_compute_alone(explained: Explanation) -> bool:
 def best_timeline(explained: Explanation, title: str = "") -> Drawing:
     """The timeline of a step; of many stages compute alone."""
     return timeline_drawing(explained.prediction.simulation, _GRAIN, shows_compute_alone(explained), title)
+
+
+def worst_memory(explained: Explanation, name: str, title: str = "") -> Drawing:
+    """Memory over time on one kind of devices."""
+    return memory_drawing(explained.prediction.simulation, [name], _GRAIN, title)
 
 
 def least_room(explained: Explanation) -> tuple[str, int]:

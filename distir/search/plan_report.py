@@ -10,9 +10,9 @@ from distir.api.explain import Explanation
 from distir.api.results import html_table, paragraphs, seconds, size
 from distir.ir.errors import counted
 from distir.ir.files import written
-from distir.search.plan_figure import best_timeline, choices, least_room, limits, shows_compute_alone
+from distir.search.plan_figure import best_timeline, choices, least_room, limits, shows_compute_alone, worst_memory
 from distir.search.plan_table import PlanTable
-from distir.viz import memory, pareto
+from distir.viz import pareto
 from distir.viz.drawing import one_below_another
 from distir.viz.pareto import numbered_front
 
@@ -177,7 +177,10 @@ def _parts(explained: Explanation, prefix: str) -> str:
 
 def _timeline(explained: Explanation, prefix: str) -> str:
     what = "stage" if shows_compute_alone(explained) else "stream of each stage"
-    note = f"A row for each {what}; numbers are microbatches."
+    note = (
+        f"A row for each {what}; numbers are microbatches. Where ops are too short to be seen, a bar is as high as the "
+        "share of the time that is busy."
+    )
     figure = one_below_another([best_timeline(explained)])
     return f'<p class="note">{note}</p>\n' + figure.inline_svg("Timeline of a step", f"{prefix}t")
 
@@ -185,7 +188,7 @@ def _timeline(explained: Explanation, prefix: str) -> str:
 def _memory(explained: Explanation, prefix: str) -> str:
     """Of the kind of devices with least room."""
     name, devices = least_room(explained)
-    figure = memory(explained.prediction.simulation, [name])
+    figure = one_below_another([worst_memory(explained, name)])
     note = f"Of {counted(devices, 'device')} of {name}, where least is left."
     return f'<p class="note">{escape(note)}</p>\n' + figure.inline_svg(f"Memory of {name} over time", f"{prefix}m")
 

@@ -11,7 +11,7 @@ from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.work_kinds import BACKWARD, COMPUTE, FORWARD, UPDATE
 from distir.ir.errors import UsageError
 from distir.viz.drawing import Drawing, empty_figure, one_below_another
-from distir.viz.spans import COLLECTIVE, KINDS, TRANSFER, bars, coarse, live
+from distir.viz.spans import COLLECTIVE, KINDS, TRANSFER, bars, coarse, highest, live
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Plain
@@ -44,7 +44,8 @@ def timeline(simulation: Simulation, grain: float = 0.0, compute_only: bool = Fa
     """A timeline: a row for each stream of each device class, bars coloured by kind and numbered by microbatch.
 
     Narrow bars, and bars not of a single microbatch (prologues, updates), have no number. `grain` is the share of the
-    time below which bars are not told apart (`distir.viz.spans.coarse`). `compute_only`: without communication.
+    time below which bars are not told apart (`distir.viz.spans.coarse`): they are as high as the stream is busy.
+    `compute_only`: without communication.
     """
     return one_below_another([timeline_drawing(simulation, grain, compute_only)])
 
@@ -62,13 +63,13 @@ def timeline_drawing(
         axes = figure.add_subplot()
         for y, (name, row) in enumerate(rows):
             edge = 0.4 if len(row) < _CROWDED else 0.0
-            for kind in KINDS:
-                ranges = [(b.start * scale, b.duration * scale) for b in row if b.kind == kind]
-                if ranges:
-                    label = f"{name}: {kind}"
-                    axes.broken_barh(
-                        ranges, (y - 0.4, 0.8), color=_COLOUR[kind], edgecolor="white", linewidth=edge, label=label
-                    )
+            alike: dict[tuple[str, float], list[tuple[float, float]]] = {}
+            for b in row:
+                alike.setdefault((b.kind, b.busy), []).append((b.start * scale, b.duration * scale))
+            for (kind, busy), ranges in sorted(alike.items()):
+                label = f"{name}: {kind}" + (f", {busy:.1%} busy" if busy < 1 else "")
+                where, colour = (y + 0.4 - 0.8 * busy, 0.8 * busy), _COLOUR[kind]
+                axes.broken_barh(ranges, where, color=colour, edgecolor="white", linewidth=edge, label=label)
             for b in row:
                 if b.microbatch is not None and b.duration > _NARROW * simulation.seconds:
                     middle = (b.start + b.duration / 2) * scale
@@ -84,14 +85,21 @@ def timeline_drawing(
     return Drawing(0.9 + 0.34 * len(rows) + (0.25 if title else 0), draw)
 
 
-def memory(simulation: Simulation, classes: Sequence[str] | None = None) -> Figure:
-    """The live memory of each device class over time, by category: a panel per class, or per one of those named."""
-    return one_below_another([memory_drawing(simulation, classes)])
+def memory(simulation: Simulation, classes: Sequence[str] | None = None, grain: float = 0.0) -> Figure:
+    """The live memory of each device class over time, by category: a panel per class, or per one of those named.
+
+    `grain` is the share of the time of which only the highest memory is shown.
+    """
+    return one_below_another([memory_drawing(simulation, classes, grain)])
 
 
-def memory_drawing(simulation: Simulation, classes: Sequence[str] | None = None, title: str = "") -> Drawing:
+def memory_drawing(
+    simulation: Simulation, classes: Sequence[str] | None = None, grain: float = 0.0, title: str = ""
+) -> Drawing:
     """Memory over time as a part of a figure. `title` precedes that of each class."""
-    curves = [(name, points) for name, points in live(simulation) if classes is None or name in classes]
+    curves = live(simulation, classes)
+    if grain:
+        curves = [(name, highest(points, grain * simulation.seconds)) for name, points in curves]
     most = max((sum(size) for _, points in curves for _, size in points), default=0)
     unit, scale = largest_unit(simulation.seconds, TIMES)
     size_unit, size_scale = largest_unit(most, SIZES)

@@ -6,14 +6,15 @@ bar; bars of different microbatches are not merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from distir.executor.simulator import trace
 from distir.executor.simulator.maxplus import Call, OpPart
 from distir.executor.simulator.memory import Bytes
 from distir.executor.simulator.simulation import Simulation
-from distir.executor.simulator.trace import Done, Span, expand, walk, widen
+from distir.executor.simulator.trace import Done, expand, walk
 from distir.executor.simulator.work_kinds import BACKWARD, COMPUTE, FORWARD, UPDATE, microbatch_of, pass_of_ops
 
 COLLECTIVE, TRANSFER = "collective", "transfer"
@@ -21,12 +22,14 @@ KINDS = (COMPUTE, FORWARD, BACKWARD, UPDATE, COLLECTIVE, TRANSFER)
 
 
 class Bar(NamedTuple):
-    """A bar on one stream: kind of work, microbatch (None: not of a single one), start and duration (s)."""
+    """A bar on one stream: kind of work, microbatch (None: not of a single one), start and duration (s), and the share
+    of that time for which the stream is busy."""
 
     kind: str
     microbatch: int | None
     start: float
     duration: float
+    busy: float = 1.0
 
 
 def bars(simulation: Simulation, compute_only: bool = False) -> list[tuple[str, list[Bar]]]:
@@ -53,7 +56,8 @@ def bars(simulation: Simulation, compute_only: bool = False) -> list[tuple[str, 
 
 def coarse(rows: list[tuple[str, list[Bar]]], grain: float) -> list[tuple[str, list[Bar]]]:
     """The rows of a timeline for a drawing in which `grain` seconds cannot be seen: without streams that are busy for
-    less. A row of more bars than can be told apart has in each `grain` seconds the kind that takes most of them."""
+    less. A row of more bars than can be told apart has in each `grain` seconds the kind that takes most of them, and
+    how busy it is, in eighths."""
     busy = [(name, row) for name, row in rows if sum([bar.duration for bar in row]) >= grain]
     return [(name, _pixels(row, grain) if len(row) * grain > row[-1].start else row) for name, row in busy]
 
@@ -66,13 +70,13 @@ def _pixels(row: list[Bar], grain: float) -> list[Bar]:
             inside = min(end, (k + 1) * grain) - max(bar.start, k * grain)
             kinds = spent.setdefault(k, {})
             kinds[bar.kind] = kinds.get(bar.kind, 0.0) + inside
-    runs: list[tuple[str, int, int]] = []  # of pixels of one kind: the first, and the first after them
+    runs: list[tuple[str, float, int, int]] = []  # of pixels alike: the first, and the first after them
     for k, kinds in sorted(spent.items()):
-        kind = max(kinds, key=kinds.__getitem__)
-        if 2 * sum(kinds.values()) >= grain:
-            before = runs.pop() if runs and runs[-1][0] == kind and runs[-1][2] == k else (kind, k, k)
-            runs.append((kind, before[1], k + 1))
-    return [Bar(kind, None, first * grain, (end - first) * grain) for kind, first, end in runs]
+        kind, busy = max(kinds, key=kinds.__getitem__), round(8 * sum(kinds.values()) / grain) / 8
+        if busy:
+            before = runs.pop() if runs and runs[-1][:2] == (kind, busy) and runs[-1][3] == k else (kind, busy, k, k)
+            runs.append((kind, busy, before[2], k + 1))
+    return [Bar(kind, None, first * grain, (end - first) * grain, busy) for kind, busy, first, end in runs]
 
 
 def _row_order(c: int, stream: str) -> tuple[int, int, int, str]:
@@ -105,21 +109,26 @@ def _parts(done: Done) -> Iterator[tuple[OpPart, float]]:
         yield from zip(done.plan.parts, done.times, strict=False)
 
 
-def live(simulation: Simulation) -> list[tuple[str, list[tuple[float, Bytes]]]]:
-    """Live memory of each device class, by name, until the end of the run: see `executor.simulator.trace.live`."""
-    classes = simulation.program.classes
-    spans = [_computing(done) for done in walk(simulation.run)]
+def live(simulation: Simulation, classes: Sequence[str] | None = None) -> list[tuple[str, list[tuple[float, Bytes]]]]:
+    """Live memory of each device class, or of those named, by name, until the end of the run: see
+    `executor.simulator.trace.live`."""
+    found = simulation.program.classes
     out: list[tuple[str, list[tuple[float, Bytes]]]] = []
-    for c, first in enumerate(classes.first):
-        points = trace.live(simulation.memory(first), spans, c)
-        out.append((classes.label(c), [*points, (simulation.seconds, points[-1][1])]))
+    for c, first in enumerate(found.first):
+        if classes is None or found.label(c) in classes:
+            points = trace.live(simulation.memory(first), simulation.run, c)
+            out.append((found.label(c), [*points, (simulation.seconds, points[-1][1])]))
     return out
 
 
-def _computing(done: Done) -> Span:
-    """The span of an op's compute on each device class that takes part in it."""
-    span: Span = {}
-    for part, end in _parts(done):
-        if not part.communicates:
-            widen(span, part, end)
-    return span
+def highest(points: list[tuple[float, Bytes]], grain: float) -> list[tuple[float, Bytes]]:
+    """Live memory for a drawing in which `grain` seconds cannot be seen: in each of them where it is highest."""
+    found: list[tuple[float, Bytes]] = []
+    before, end = points[0][1], 0
+    for k, inside in groupby(points, lambda point: int(point[0] / grain)):
+        here = [size for _, size in inside]
+        if end < k:
+            found.append((end * grain, before))
+        found.append((k * grain, max([before, *here], key=sum)))
+        before, end = here[-1], k + 1
+    return [*[p for p in found if p[0] < points[-1][0]], points[-1]]

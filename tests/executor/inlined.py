@@ -6,6 +6,7 @@ no dependence left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -65,6 +66,22 @@ def handed_on(f: Function, cost: CostModel) -> set[Op]:
     return found
 
 
+def turns(sizes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Bytes by category over time, without what differs from neither neighbour, or lies between two from which and to
+    which all fall: of what is freed at the end of a call, a part may be freed by its last op."""
+    found: list[tuple[int, ...]] = []
+    for size in sizes:
+        while len(found) > 1 and _falls(found[-2], found[-1]) and _falls(found[-1], size):
+            found.pop()
+        if not found or found[-1] != size:
+            found.append(size)
+    return found
+
+
+def _falls(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return all(y <= x for x, y in zip(a, b, strict=True))
+
+
 class Inlined:
     """`events` are (op name, start, duration, device, stream); `clock` is by (device, stream)."""
 
@@ -86,6 +103,8 @@ class Inlined:
         self.waits = runtime is not None and runtime.issues and runtime.waits
         self.received: set[Value] = set()
         """What transfers give."""
+        self.unwritten: set[Op] = set()
+        """What hands on its one operand, made into another, within a kernel."""
         self.entered: set[Device] | None = None
         """In a function that is called: the hosts that have issued an op of it."""
         start = {v: dict.fromkeys(self.devices(v), NEVER) for v in function.inputs}
@@ -113,6 +132,9 @@ class Inlined:
         waits = handed_on(f, self.cost)
         overlapped = beside_compute(f) if self.overlap else ()
         chains = fused(f, self.cost.runtime, f in self.repeated)
+        for op, chained in chains.items():
+            if chained.result and len(op.inputs) == 1 and op.inputs[0].type.bytes <= op.outputs[0].type.bytes:
+                self.unwritten.add(op)
         begins: list[tuple[int, list[object]]] = []
         self.bodies.append(begins)
         for n, op in enumerate(f.ops):
@@ -233,6 +255,11 @@ class Inlined:
 
     def peak(self, device: Device) -> tuple[int, list[int]]:
         """Most bytes live on a device, and bytes by category live at the end."""
+        curve = self.memory(device)
+        return max(sum(size) for size in curve), list(curve[-1])
+
+    def memory(self, device: Device) -> list[tuple[int, ...]]:
+        """Bytes live on a device, by category: at the beginning, then with each op's results and after it."""
         categories = Categories(self.function)
         on = {k: device in self.devices(v) for k, v in self.names.items()}
         steps: list[Any] = []
@@ -273,20 +300,21 @@ class Inlined:
                 if v not in updated:
                     outside.update(lies[k])
 
-        def total() -> int:
-            return sum(size[b][1] for b in {b for k in live for b in lies[k]} | outside)
+        def total() -> tuple[int, ...]:
+            found = [0] * len(CATEGORIES)
+            for b in {b for k in live for b in lies[k]} | outside:
+                found[size[b][0]] += size[b][1]
+            return tuple(found)
 
-        most = total()
+        curve = [total()]
         for i, (op, uses, makes) in enumerate(steps):
             self._lie(op, i, uses, makes, lies, live, outside, last, fresh, categories, size)
             live.update(dict.fromkeys(makes))
-            most = max(most, total())
+            curve.append(total())
             for k in [k for k in live if last[k] == i]:
                 del live[k]
-        end = [0] * len(CATEGORIES)
-        for b in {b for k in live for b in lies[k]} | outside:
-            end[size[b][0]] += size[b][1]
-        return most, end
+            curve.append(total())
+        return curve
 
     def _lie(self, op, i, uses, makes, lies, live, outside, last, fresh, categories, size) -> None:
         free = self.cost.free(op.spec, op.attributes, [v.type for v in op.inputs]) and op.inputs
@@ -297,7 +325,7 @@ class Inlined:
             for k in makes:
                 n = len(leaves(self.names[k].type))
                 lies[k], rest = rest[:n], rest[n:]
-        elif free:
+        elif free or op in self.unwritten:
             for k in makes:
                 lies[k] = lies[uses[0]]
         else:

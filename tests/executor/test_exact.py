@@ -7,6 +7,7 @@ device by device, whatever the plan, the schedule, the devices and the links.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import Counter
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.simulation import Simulation
+from distir.executor.simulator.trace import live
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology
 from distir.ir.errors import InfeasibleError
 from distir.ir.type import Float, Tensor
@@ -25,7 +27,7 @@ from distir.models.gpt import gpt
 from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.pipeline.schedule_table import Cell, Table
-from tests.executor.inlined import Inlined
+from tests.executor.inlined import Inlined, turns
 from tests.executor.random_schedules import Slower, random_runtime, random_topology
 
 BATCH = 8
@@ -96,7 +98,7 @@ def random_case(seed: int) -> Case:
 
 
 def check(case: Case, overlap: bool, seed: int) -> Simulation:
-    """Every event of every device; when each was done; the peak of memory and what is live at the end.
+    """Every event of every device; when each was done; what is live at any time, and its peak.
 
     Of half of the cases the code is that of another cost model, with other seconds.
     """
@@ -109,12 +111,13 @@ def check(case: Case, overlap: bool, seed: int) -> Simulation:
     done = inlined.timestamps()
     assert {d: t for d, t in simulation.timestamps.items() if t} == {d: t for d, t in done.items() if t}
     assert simulation.seconds == max(done.values())
-    devices = [d for d, _ in simulation.program.classes.devices()]
-    for device in random.Random(seed).sample(devices, min(3, len(devices))):
-        most, end = inlined.peak(device)
-        use = simulation.memory(device)
-        assert use.total == most == simulation.peak_memory[device]
-        assert list(use.curve[-1].after) == end
+    devices = list(simulation.program.classes.devices())
+    for device, c in random.Random(seed).sample(devices, min(3, len(devices))):
+        use, sizes = simulation.memory(device), inlined.memory(device)
+        assert use.total == max(map(sum, sizes)) == simulation.peak_memory[device]
+        points = live(use, simulation.run, c)
+        assert turns(size for _, size in points) == turns(sizes)
+        assert all(a <= b for (a, _), (b, _) in itertools.pairwise(points))
     return simulation
 
 

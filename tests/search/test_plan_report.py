@@ -147,7 +147,7 @@ def test_the_figure_of_several_searches(table: PlanTable) -> None:
         title = f"timeline of {found.rows[0].plan}"
         assert time == {**timeline(simulation, 1 / 600).numbers()[0], "title": title}
         name, devices = least_room(explained)
-        alone = memory(simulation, [name]).numbers()[0]
+        alone = memory(simulation, [name], 1 / 600).numbers()[0]
         assert size == {**alone, "title": f"memory of {counted(devices, 'device')} of {alone['title']}"}
     figure.draw_without_rendering()
     boxes = [box for axes in figure.axes if (box := axes.get_tightbbox()) is not None]

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from distir.ir import FunctionMaker
 from distir.ir.type import Float32, Tensor
 from distir.models import mlp
 from distir.transforms import parallel_transform_3d
-from distir.viz.spans import BACKWARD, COLLECTIVE, COMPUTE, FORWARD, TRANSFER, UPDATE, Bar, bars, coarse, live
+from distir.viz.spans import BACKWARD, COLLECTIVE, COMPUTE, FORWARD, TRANSFER, UPDATE, Bar, bars, coarse, highest, live
 from tests.executor.random_schedules import random_program
 
 GPT = Path(__file__).parent.parent.parent / "examples" / "gpt2-tiny.onnx"
@@ -182,12 +182,33 @@ def test_a_coarse_row_shows_what_takes_most_of_each_pixel(found: list[tuple[int,
     assert all(a.start + a.duration <= b.start + 1e-9 for a, b in pairwise(shown[0][1]))
     for k in range(0, end, 5):
         inside = Counter(x for x in kinds[k : k + 5] if x is not None)
-        here = {b.kind for b in shown[0][1] if b.start <= k < b.start + b.duration}
-        if inside.total() < 2.5:
-            assert here == set()
+        here = [b for b in shown[0][1] if b.start <= k < b.start + b.duration]
+        if inside.total() == 0:
+            assert here == []
         else:
-            assert len(here) == 1
-            assert inside[here.pop()] == max(inside.values())
+            (bar,) = here
+            assert inside[bar.kind] == max(inside.values())
+            assert bar.busy == round(8 * inside.total() / 5) / 8
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9), st.integers(0, 9)), min_size=1))
+def test_the_highest_memory_of_each_pixel(found: list[tuple[int, int, int]]) -> None:
+    """Against brute force, on times that are whole numbers and pixels of 5."""
+    times = list(accumulate(gap for gap, _, _ in found))
+    points = [(0.0, (1, 1)), *[(float(t), (a, b)) for t, (_, a, b) in zip(times, found, strict=True)]]
+    drawn = highest(points, 5.0)
+    assert drawn[-1] == points[-1]
+    assert all(a < b for (a, _), (b, _) in pairwise(drawn))
+    assert {size for _, size in drawn} <= {size for _, size in points}
+
+    def at(curve: list[tuple[float, tuple[int, ...]]], t: float) -> tuple[int, ...]:
+        return [size for begin, size in curve if begin <= t][-1]
+
+    for k in range(0, times[-1], 5):
+        inside = [size for t, size in points if k <= t < k + 5]
+        most = max(sum(size) for size in [at([points[0], *[p for p in points if p[0] < k]], k), *inside])
+        for t in range(k, min(k + 5, times[-1])):
+            assert sum(at(drawn, t)) == most
 
 
 def test_a_timeline_of_compute_alone(model) -> None:

@@ -31,11 +31,13 @@ Bytes = tuple[int, ...]
 
 
 class Point(NamedTuple):
-    """Live memory at op number `op` of the program: at its highest while the op runs, and after it."""
+    """Live memory at op number `op` of a function: at its highest while the op runs, and after it. `inside`: of a call
+    the points of its body, above what is live before the call."""
 
     op: int
     highest: Bytes
     after: Bytes
+    inside: tuple[Point, ...] = ()
 
 
 class MemoryUse(NamedTuple):
@@ -70,6 +72,7 @@ class Output(NamedTuple):
 class Result(NamedTuple):
     """The effect of a body: net bytes, its peak above the beginning, and where that is; its new blocks; its outputs.
 
+    `curve`: its points above the beginning, by category; empty where categories are not asked for.
     `splits` are blocks (operand, position) of which outputs keep single tensors: the caller must take them apart.
     """
 
@@ -79,6 +82,7 @@ class Result(NamedTuple):
     blocks: tuple[Sizes, ...]
     outputs: dict[int, Output]
     splits: frozenset[tuple[int, int]]
+    curve: tuple[Point, ...] = ()
 
 
 def low_logits(op: Op) -> int:
@@ -130,10 +134,7 @@ class LiveMemory:
             frame.grow(made)
         start = tuple(frame.live)
         frame.peak, frame.highest = sum(start), start
-        curve: list[Point] = []
-        for step in self.lifetimes.steps(main, c, frozenset()):
-            highest = frame.step(step)
-            curve.append(Point(step.number, highest, tuple(frame.live)))
+        curve = [frame.step(step) for step in self.lifetimes.steps(main, c, frozenset())]
         return MemoryUse(start, frame.highest, frame.where, curve)
 
     def categories(self, c: int) -> Categories | None:
@@ -176,11 +177,11 @@ class LiveMemory:
                         inside[b, j] = Block((size,), b not in given.dying)
                         origin[inside[b, j]] = (i, p)
             frame.bind(f.inputs[i], holding([(inside[b, j], 0) for b, j in h.tensors()]))
-        for step in self.lifetimes.steps(f, c, unneeded):
-            frame.step(step)
+        curve = [frame.step(step) for step in self.lifetimes.steps(f, c, unneeded)]
         classes_of = self.program.classes_of
         outputs = {k: v for k, v in enumerate(f.outputs) if k not in unneeded and c in classes_of(v.type)}
-        return _result(frame, outputs, origin, given)
+        found = _result(frame, outputs, origin, given)
+        return found._replace(curve=tuple(curve)) if self.by_category else found
 
 
 class _Frame:
@@ -217,12 +218,16 @@ class _Frame:
         if total > self.peak:
             self.peak, self.highest, self.where = total, highest, where
 
-    def step(self, step: Step) -> Bytes:
-        """Run one op; returns its peak."""
-        highest = self.run(step) if step.op.callee is None else self.call(step, step.op.callee)
+    def step(self, step: Step) -> Point:
+        """Run one op."""
+        inside: tuple[Point, ...] = ()
+        if step.op.callee is None:
+            highest = self.run(step)
+        else:
+            highest, inside = self.call(step, step.op.callee)
         for v in step.released:
             self.release(v)
-        return highest
+        return Point(step.number, highest, tuple(self.live), inside)
 
     def run(self, step: Step) -> Bytes:
         op = step.op
@@ -301,8 +306,8 @@ class _Frame:
                 for b in set(pieces).intersection(split.blocks):
                     b.refs += 1
 
-    def call(self, step: Step, callee: Function) -> Bytes:
-        """Run a call by its (net, peak, where)."""
+    def call(self, step: Step, callee: Function) -> tuple[Bytes, tuple[Point, ...]]:
+        """Run a call by its (net, peak, where); returns its highest and the points of its body."""
         op, before, memory = step.op, self.live, self.memory
         callee, c = (callee, self.c) if memory.by_category else memory.lifetimes.equal(callee, self.c)
         inputs = memory.lifetimes.used(callee, c, step.unneeded)
@@ -323,7 +328,7 @@ class _Frame:
             for b in self.env.pop(v).blocks:
                 b.refs -= 1
         self.live = [a + b for a, b in zip(before, result.net, strict=True)]
-        return highest
+        return highest, result.curve
 
     def given(self, step: Step, holdings: dict[int, Holding]) -> Given:
         """The call's operands; a block dies if all values in it die here."""

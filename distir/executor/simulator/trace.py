@@ -19,7 +19,7 @@ from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.device_classes import members
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, RECV, SEND, labels
 from distir.executor.simulator.maxplus import NEVER, Call, Code, OpPart, OpPlan
-from distir.executor.simulator.memory import Bytes, MemoryUse
+from distir.executor.simulator.memory import Bytes, MemoryUse, Point
 from distir.ir.device import Device
 from distir.ir.files import written
 from distir.ir.function import Function, Op
@@ -46,10 +46,6 @@ class Event:
         if key not in self.__slots__:
             raise KeyError(key)
         return getattr(self, key)
-
-
-Span = dict[int, tuple[float, float]]
-"""By class, when its computation began and ended."""
 
 
 class Run(NamedTuple):
@@ -242,29 +238,24 @@ def _chrome(program: CompiledProgram, run: Run, memory: dict[int, MemoryUse]) ->
         order = _FIRST.index(first) if first in _FIRST else len(_FIRST)
         yield {"name": "thread_sort_index", "ph": "M", **_thread(program, s), "args": {"sort_index": order}}
     arrows = iter(range(1 << 62))
-    spans: list[Span] = []
     for done in walk(run):
-        span: Span = {}
-        yield from _slices(program, run.code.function, None, done, span, arrows)
-        spans.append(span)
-    yield from _counters(memory, spans)
+        yield from _slices(program, run.code.function, None, done, arrows)
+    yield from _counters(memory, run)
 
 
 def _slices(
-    program: CompiledProgram, function: Function, microbatch: int | None, done: Done, span: Span, arrows: Iterator[int]
+    program: CompiledProgram, function: Function, microbatch: int | None, done: Done, arrows: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
-    """The slices of an op, once a class; `span` learns when each class began and ended to compute in it."""
+    """The slices of an op, once a class."""
     op, plan, times, _ = done
     if isinstance(plan, Call):
         for inner in walk(expand(plan, times, done.run)):
-            yield from _slices(program, plan.body.function, op.attributes.get("mb"), inner, span, arrows)
+            yield from _slices(program, plan.body.function, op.attributes.get("mb"), inner, arrows)
         return
     for part, end in zip(plan.parts, times, strict=False):
         if not part.sources:  # compute that is lost beside it
             continue
         start = end - part.duration
-        if not part.communicates:
-            widen(span, part, end)
         transfers = part.sources != part.targets
         for s in part.streams:
             side = (SEND if program.streams[s][0] in part.sources else RECV) if transfers else None
@@ -298,29 +289,56 @@ def _arrows(
             yield {**arrow, "ph": "f", "bp": "e", "ts": _us(middle), **_thread(program, stream[b])}
 
 
-def widen(span: Span, part: OpPart, end: float) -> None:
-    """Make the span of each of a part's classes hold the part, which ended then."""
-    for c in part.classes:
-        a, b = span.get(c, (end, end))
-        span[c] = (min(a, end - part.duration), max(b, end))
+def live(use: MemoryUse, run: Run, c: int) -> list[tuple[float, Bytes]]:
+    """A class's live memory in order of time: (s, bytes by category), until the next point, which differs.
 
-
-def live(use: MemoryUse, spans: Sequence[Span], c: int) -> list[tuple[float, Bytes]]:
-    """A class's live memory in order of time: (s, bytes by category), until the next point. `spans`: of each op.
-
-    Memory is counted in program order, so the clock is that of what the class computes: while an op (or a call) runs
-    its highest point counts; what happens beside it or in no time at all stands at the end of the op before.
+    Memory is counted in program order, so the clock is that of what the class computes: while an op runs its highest
+    point counts; what happens beside it or in no time at all stands at the end of the op before.
     """
-    points, now = [(0.0, use.start)], 0.0
-    for point in use.curve:
-        begin, end = spans[point.op].get(c, (now, now))
-        points += [(begin, point.highest), (end, point.after)]
-        now = end
+    points = [(0.0, use.start)]
+    _follow(use.curve, run, c, (0,) * len(use.start), use.start, 0.0, points)
     return points
 
 
-def _counters(memory: dict[int, MemoryUse], spans: list[Span]) -> Iterator[dict[str, Any]]:
+def _follow(
+    curve: Sequence[Point], run: Run, c: int, base: Bytes, before: Bytes, now: float, points: list[tuple[float, Bytes]]
+) -> float:
+    """Add the points of a run of a function, which are above `base`. `before` is live when it begins; `now`, which is
+    also returned, is when what the class computed last has ended."""
+    ops = list(walk(run))
+    for point in curve:  # a device may come to ops in another order than the program's
+        done, after = ops[point.op], _sum(base, point.after)
+        if isinstance(done.plan, Call):
+            now = _follow(point.inside, expand(done.plan, done.times, run), c, before, before, now, points)
+        else:
+            begin, now = _computing(done.plan, done.times, c) or (now, now)
+            _add(points, begin, _sum(base, point.highest))
+        _add(points, now, after)
+        before = after
+    return now
+
+
+def _add(points: list[tuple[float, Bytes]], t: float, size: Bytes) -> None:
+    if size != points[-1][1]:
+        points.append((t, size))
+
+
+def _sum(base: Bytes, more: Bytes) -> Bytes:
+    return tuple([a + b for a, b in zip(base, more, strict=True)])
+
+
+def _computing(plan: OpPlan, times: Sequence[float], c: int) -> tuple[float, float] | None:
+    """When a class began and ended to compute in an op, None if it does not."""
+    spans = [
+        (end - part.duration, end)
+        for part, end in zip(plan.parts, times, strict=False)
+        if not part.communicates and c in part.classes
+    ]
+    return (min(begin for begin, _ in spans), max(end for _, end in spans)) if spans else None
+
+
+def _counters(memory: dict[int, MemoryUse], run: Run) -> Iterator[dict[str, Any]]:
     for c, use in memory.items():
-        for t, size in live(use, spans, c):
+        for t, size in live(use, run, c):
             args = dict(zip(CATEGORIES, size, strict=True))
             yield {"name": "live memory (bytes)", "ph": "C", "pid": _pid(c), "ts": _us(t), "args": args}

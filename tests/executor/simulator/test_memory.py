@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.memory import MemoryUse
+from distir.executor.simulator.trace import live
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology
 from distir.ir.errors import UsageError
 from distir.ir.host_runtime import Runtime
 from distir.ir.type import NOW, SUM, Float, Float16, Shard, Tensor, Tuple
-from tests.executor.inlined import Inlined
+from tests.executor.inlined import Inlined, turns
 from tests.executor.random_schedules import random_program
 
 ONE = 4 * 1024
@@ -292,17 +293,19 @@ def _same(seed: int) -> None:
     cost = CostModel(where)
     simulation = Simulator(cost).interpret(function)
     inlined = Inlined(function, cost)
-    for device, _ in simulation.program.classes.devices():
+    for device, c in simulation.program.classes.devices():
         most, end = inlined.peak(device)
         got = simulation.memory(device)
         assert got.total == most == simulation.peak_memory[device]
         assert list(got.curve[-1].after if got.curve else got.start) == end
+        points = live(got, simulation.run, c)
+        assert turns(size for _, size in points) == turns(inlined.memory(device))
 
 
 @settings(max_examples=40)
 @given(st.integers(0, 1 << 32))
 def test_calls_count_as_their_bodies_inlined(seed: int) -> None:
-    """The peak of every device, and by category what is live at the end."""
+    """The peak of every device, and by category what is live at any time."""
     _same(seed)
 
 
