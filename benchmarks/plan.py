@@ -79,8 +79,9 @@ def main() -> None:
     flags.add_argument("--only", choices=sorted({*TASKS, *KNOWN}))
     flags.add_argument("--tables", metavar="FILE", help="write what `distir plan` prints")
     args = flags.parse_args()
-    every = SMALL if args.small else KNOWN if args.known else TASKS
-    tasks = {k: x for k, x in every.items() if args.only in (None, k)}
+    tasks = SMALL if args.small else KNOWN if args.known else TASKS
+    if args.only is not None:
+        tasks = {args.only: (TASKS | KNOWN)[args.only]}
     rows: list[dict[str, Any]] = []
     tables: list[str] = []
     for name, task in tasks.items():

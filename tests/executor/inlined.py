@@ -93,6 +93,8 @@ class Inlined:
         self.lost: list[tuple[Device, float, float]] = []
         """Compute lost beside collectives: where, when, and how much."""
         self.flat: list[tuple[Op, tuple[object, ...], tuple[object, ...]]] = []
+        self.several: set[int] = set()
+        """Where in `flat` an op takes what a call is given as two operands: none is known to be the last."""
         self.repeated = {op.callee for op in function.ops if op.attributes.get("mb") is not None}
         self.bodies: list[list[tuple[int, list[object]]]] = []
         """Of each body where in `flat` the reductions are whose results it only hands on, and which operands die with
@@ -160,6 +162,8 @@ class Inlined:
                 self.received.update(op.outputs)
             for v in op.outputs:
                 env[v] = (self.instance(v), times[v])
+            if len({env[v][0] for v in op.inputs}) < len(set(op.inputs)):
+                self.several.add(len(self.flat))
             self.flat.append((op, tuple(env[v][0] for v in op.inputs), tuple(env[v][0] for v in op.outputs)))
         begins.append((len(self.flat), []))
 
@@ -264,15 +268,15 @@ class Inlined:
         on = {k: device in self.devices(v) for k, v in self.names.items()}
         steps: list[Any] = []
         at: list[int] = []  # of each place in `flat`: how many steps come before it
-        for op, ins, outs in self.flat:
+        for n, (op, ins, outs) in enumerate(self.flat):
             makes = [k for k in outs if on[k]]
             uses = [k for k in ins if on[k]]
             at.append(len(steps))
             if makes or (uses and not op.spec.alias):
-                steps.append((op, uses, makes))
+                steps.append((op, uses, makes, n in self.several))
         at.append(len(steps))
         last: dict[object, int] = {}
-        for i, (_, uses, makes) in enumerate(steps):
+        for i, (_, uses, makes, _) in enumerate(steps):
             for k in (*uses, *makes):
                 last[k] = i
         for k in self.outputs:
@@ -307,8 +311,8 @@ class Inlined:
             return tuple(found)
 
         curve = [total()]
-        for i, (op, uses, makes) in enumerate(steps):
-            self._lie(op, i, uses, makes, lies, live, outside, last, fresh, categories, size)
+        for i, (op, uses, makes, several) in enumerate(steps):
+            self._lie(op, i, uses, makes, several, lies, live, outside, last, fresh, categories, size)
             live.update(dict.fromkeys(makes))
             curve.append(total())
             for k in [k for k in live if last[k] == i]:
@@ -316,7 +320,7 @@ class Inlined:
             curve.append(total())
         return curve
 
-    def _lie(self, op, i, uses, makes, lies, live, outside, last, fresh, categories, size) -> None:
+    def _lie(self, op, i, uses, makes, several, lies, live, outside, last, fresh, categories, size) -> None:
         free = self.cost.free(op.spec, op.attributes, [v.type for v in op.inputs]) and op.inputs
         if free and op.spec is lookup("Pack"):
             lies[makes[0]] = [b for k in uses for b in lies[k]]
@@ -331,7 +335,7 @@ class Inlined:
         else:
             spare: dict[int, list[object]] = {}
             for k in dict.fromkeys(uses[n] for n in op.spec.donated(op.attributes, len(uses))):
-                if last[k] == i:
+                if last[k] == i and not several:
                     for b in lies[k]:
                         others = [o for o in live if o is not k and b in lies[o]]
                         if not others and b not in outside:

@@ -82,7 +82,7 @@ class Result(NamedTuple):
     blocks: tuple[Sizes, ...]
     outputs: dict[int, Output]
     splits: frozenset[tuple[int, int]]
-    curve: tuple[Point, ...] = ()
+    curve: tuple[Point, ...]
 
 
 def low_logits(op: Op) -> int:
@@ -134,7 +134,7 @@ class LiveMemory:
             frame.grow(made)
         start = tuple(frame.live)
         frame.peak, frame.highest = sum(start), start
-        curve = [frame.step(step) for step in self.lifetimes.steps(main, c, frozenset())]
+        curve = frame.curve(self.lifetimes.steps(main, c, frozenset()))
         return MemoryUse(start, frame.highest, frame.where, curve)
 
     def categories(self, c: int) -> Categories | None:
@@ -177,11 +177,16 @@ class LiveMemory:
                         inside[b, j] = Block((size,), b not in given.dying)
                         origin[inside[b, j]] = (i, p)
             frame.bind(f.inputs[i], holding([(inside[b, j], 0) for b, j in h.tensors()]))
-        curve = [frame.step(step) for step in self.lifetimes.steps(f, c, unneeded)]
+        steps = self.lifetimes.steps(f, c, unneeded)
+        curve: list[Point] = []
+        if self.by_category:
+            curve = frame.curve(steps)
+        else:
+            for step in steps:
+                frame.step(step)
         classes_of = self.program.classes_of
         outputs = {k: v for k, v in enumerate(f.outputs) if k not in unneeded and c in classes_of(v.type)}
-        found = _result(frame, outputs, origin, given)
-        return found._replace(curve=tuple(curve)) if self.by_category else found
+        return _result(frame, outputs, origin, given, tuple(curve))
 
 
 class _Frame:
@@ -218,16 +223,21 @@ class _Frame:
         if total > self.peak:
             self.peak, self.highest, self.where = total, highest, where
 
-    def step(self, step: Step) -> Point:
-        """Run one op."""
-        inside: tuple[Point, ...] = ()
-        if step.op.callee is None:
-            highest = self.run(step)
-        else:
-            highest, inside = self.call(step, step.op.callee)
+    def curve(self, steps: Iterable[Step]) -> list[Point]:
+        """Run ops."""
+        found: list[Point] = []
+        for step in steps:
+            highest, inside = self.step(step)
+            found.append(Point(step.number, highest, tuple(self.live), inside))
+        return found
+
+    def step(self, step: Step) -> tuple[Bytes, tuple[Point, ...]]:
+        """Run one op; returns its highest, and the points of its body."""
+        callee = step.op.callee
+        found = (self.run(step), ()) if callee is None else self.call(step, callee)
         for v in step.released:
             self.release(v)
-        return Point(step.number, highest, tuple(self.live), inside)
+        return found
 
     def run(self, step: Step) -> Bytes:
         op = step.op
@@ -339,7 +349,13 @@ class _Frame:
         return Given(holdings, frozenset([b for b, n in refs.items() if n == b.refs and not b.outside]))
 
 
-def _result(frame: _Frame, outputs: dict[int, Value], origin: dict[Block, tuple[int, int]], given: Given) -> Result:
+def _result(
+    frame: _Frame,
+    outputs: dict[int, Value],
+    origin: dict[Block, tuple[int, int]],
+    given: Given,
+    curve: tuple[Point, ...],
+) -> Result:
     """The effect of a finished frame. Tensors in the same outputs form one new block."""
     lies: dict[tuple[Block, int], list[int]] = {}
     for k, v in outputs.items():
@@ -365,4 +381,4 @@ def _result(frame: _Frame, outputs: dict[int, Value], origin: dict[Block, tuple[
             layout.append((position.setdefault(ref, len(position)), j))
         key = Holding.key_of(tuple(layout), [sizes[ref] for ref in position])
         found[k] = Output(tuple(position), tuple(layout), key)
-    return Result(tuple(frame.live), frame.highest, frame.where, tuple(blocks), found, frozenset(splits))
+    return Result(tuple(frame.live), frame.highest, frame.where, tuple(blocks), found, frozenset(splits), curve)
