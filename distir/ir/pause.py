@@ -6,7 +6,7 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
-_ENOUGH = 4_000_000
+_ENOUGH = 8_000_000
 """After so many objects made while paused a full collection runs: at most some hundred megabytes of garbage."""
 _made = 0
 

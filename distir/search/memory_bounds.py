@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cache
 
@@ -51,14 +52,13 @@ def in_flight(c: Candidate, m: int) -> tuple[int, ...]:
 def _least_memory(flights: Sequence[int], kept: float, saved: float) -> float:
     """The least maximum over ranks of what they keep and of `saved` as often as it is in flight, however both are
     spread."""
+    rooms = [0.0, *itertools.accumulate([1 / n for n in reversed(flights)])][::-1]
 
     def fits(most: float) -> bool:
-        left, room = kept, 0.0
-        for n in flights:  # what is kept where what is saved counts most
-            part = min(left, most)
-            left -= part
-            room += (most - part) / n
-        return left <= 0 and room >= saved
+        if kept > most * len(flights):
+            return False
+        full = min(int(kept / most), len(flights) - 1)  # what is kept goes where what is saved counts most
+        return most * rooms[full] - (kept - most * full) / flights[full] >= saved
 
     low, high = 0.0, kept + saved * max(flights)
     while high - low > _CLOSE * high:
