@@ -21,8 +21,7 @@ from distir.ir.errors import DistirError, InfeasibleError, UsageError, counted
 from distir.models.config_file import is_config
 from distir.models.named import is_named, own_loss
 from distir.search.best_first import Progressed
-from distir.search.plan_figure import plan_figure
-from distir.search.plan_report import save_report
+from distir.search.plan_report import plan_figure, save_report
 from distir.search.plan_table import PlanTable
 from distir.search.planning import plan as search_plans
 from distir.transforms.differentiation.training import optimizer_named

@@ -252,7 +252,7 @@ class PlanTable:
     def figure(self) -> Figure:
         """Time against memory of the plans that were simulated, with the Pareto front; the timeline of the best plan;
         memory over time on the devices on which it leaves least (needs the extra `viz`)."""
-        from distir.search.plan_figure import plan_figure
+        from distir.search.plan_report import plan_figure
 
         return plan_figure([self])
 

@@ -35,6 +35,8 @@ _NARROW = 0.012
 """Bars narrower than this share of the timeline have no number."""
 _CROWDED = 200
 """From so many bars a row of a timeline has no edges between them: they would cover most of it."""
+PIXEL = 1 / 600
+"""The share of the width of a figure that is a pixel or so."""
 TIMES = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
 SIZES = (("GiB", 2**-30), ("MiB", 2**-20), ("KiB", 2**-10), ("bytes", 1.0))
 """Units of seconds and of bytes, with how many one is."""
@@ -85,16 +87,16 @@ def timeline_drawing(
     return Drawing(0.9 + 0.34 * len(rows) + (0.25 if title else 0), draw)
 
 
-def memory(simulation: Simulation, classes: Sequence[str] | None = None, grain: float = 0.0) -> Figure:
+def memory(simulation: Simulation, classes: Sequence[str] | None = None, grain: float = PIXEL) -> Figure:
     """The live memory of each device class over time, by category: a panel per class, or per one of those named.
 
-    `grain` is the share of the time of which only the highest memory is shown.
+    Of each `grain`, a share of the time, only the highest memory is shown.
     """
     return one_below_another([memory_drawing(simulation, classes, grain)])
 
 
 def memory_drawing(
-    simulation: Simulation, classes: Sequence[str] | None = None, grain: float = 0.0, title: str = ""
+    simulation: Simulation, classes: Sequence[str] | None = None, grain: float = PIXEL, title: str = ""
 ) -> Drawing:
     """Memory over time as a part of a figure. `title` precedes that of each class."""
     curves = live(simulation, classes)

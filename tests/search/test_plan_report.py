@@ -16,12 +16,12 @@ pytest.importorskip("matplotlib")
 
 from distir.api.model import load
 from distir.ir.errors import UsageError, counted
-from distir.search.plan_figure import choices, least_room, limits, plan_figure
-from distir.search.plan_report import report
+from distir.search.plan_report import choices, least_room, limits, plan_figure, report
 from distir.search.plan_table import PlanPoint, PlanTable
 from distir.search.planning import plan
 from distir.transforms.plan import Plan
 from distir.viz import memory, pareto, timeline
+from distir.viz.draw import PIXEL
 
 SECTIONS = ("question", "answer", "search", "plans", "families", "front", "parts", "timeline", "memory")
 NAME = '<i>a & "b"</i>'
@@ -145,9 +145,9 @@ def test_the_figure_of_several_searches(table: PlanTable) -> None:
         simulation = explained.prediction.simulation
         assert front == pareto(found.head(), choices(found), limits(found)).numbers()[0]
         title = f"timeline of {found.rows[0].plan}"
-        assert time == {**timeline(simulation, 1 / 600).numbers()[0], "title": title}
+        assert time == {**timeline(simulation, PIXEL).numbers()[0], "title": title}
         name, devices = least_room(explained)
-        alone = memory(simulation, [name], 1 / 600).numbers()[0]
+        alone = memory(simulation, [name]).numbers()[0]
         assert size == {**alone, "title": f"memory of {counted(devices, 'device')} of {alone['title']}"}
     figure.draw_without_rendering()
     boxes = [box for axes in figure.axes if (box := axes.get_tightbbox()) is not None]

@@ -52,7 +52,7 @@ def test_no_empty_band_above_and_below_a_timeline(simulation):
 
 
 def test_memory_is_stacked_up_to_all_of_it(simulation):
-    found = memory(simulation).numbers()
+    found = memory(simulation, grain=0.0).numbers()
     assert [p["title"].split(":")[0] for p in found] == [s.name for s in simulation.stages]
     for panel, (_, points) in zip(found, live(simulation), strict=True):
         top = max(y for areas in panel["areas"].values() for area in areas for _, y in area)
