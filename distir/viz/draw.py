@@ -119,9 +119,8 @@ def memory_drawing(
                 above = [b + size[k] * size_scale for b, (_, size) in zip(below, points, strict=True)]
                 if above != below:
                     used[category] = _OF_CATEGORY[category]
-                    axes.fill_between(
-                        times, below, above, step="post", color=used[category], linewidth=0, label=category
-                    )
+                    steps = _changes(times, below, above)
+                    axes.fill_between(*steps, step="post", color=used[category], linewidth=0, label=category)
                 below = above
             axes.set_title(f"{title}{name}: peak {peak:.3g} {size_unit}", fontsize="medium")
             axes.set_ylabel(f"live memory ({size_unit})")
@@ -131,6 +130,13 @@ def memory_drawing(
         _legend(figure, used)
 
     return Drawing(0.9 + 1.9 * len(curves), draw)
+
+
+def _changes(*columns: Sequence[float]) -> list[tuple[float, ...]]:
+    """Columns of numbers over time, the first one, where others than it change, and at the end."""
+    rows = list(zip(*columns, strict=True))
+    changed = [row for before, row in pairwise(rows) if row[1:] != before[1:]]
+    return list(zip(*[rows[0], *changed, rows[-1]], strict=True))
 
 
 def curves(
