@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
+from distir.executor.simulator.categories import CATEGORIES
 from distir.hardware import load_cluster
 from distir.ir.errors import UsageError
 from distir.models import mlp
@@ -59,6 +61,24 @@ def test_memory_is_stacked_up_to_all_of_it(simulation):
         lasting = [sum(size) for (t, size), (after, _) in pairwise(points) if after > t]
         assert top == pytest.approx(max(lasting) / 1024)
         assert "KiB" in panel["title"]
+
+
+def test_areas_of_memory_cover_what_is_live(simulation):
+    """At every time each category is from where the ones before it end, and as high as it is."""
+    figure = memory(simulation, grain=0.0)
+    for axes, (_, points) in zip(figure.axes, live(simulation), strict=True):
+        areas = {str(area.get_label()): area.get_paths() for area in axes.collections}
+        unit = {"time (ms)": 1e3, "time (us)": 1e6}[figure.axes[-1].get_xlabel()]
+        for (t, sizes), (after, _) in pairwise(points):
+            below = 0.0
+            for category, size in zip(CATEGORIES, sizes, strict=True):
+                middle, height = (t + after) / 2 * unit, size / 1024
+                if after > t and height:
+                    (path,) = areas[category]
+                    ys = below + height * np.array([-0.01, 0.01, 0.99, 1.01])
+                    inside = path.contains_points(np.stack([np.full(4, middle), ys], axis=1))
+                    assert inside.tolist() == [False, True, True, False]
+                below += height
 
 
 def test_curves_are_what_was_given():
