@@ -14,9 +14,7 @@ from distir.viz.drawing import Drawing, empty_figure, one_below_another
 from distir.viz.spans import COLLECTIVE, KINDS, TRANSFER, bars, coarse, highest, live
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Plain
-    from matplotlib.figure import SubFigure
-
+    from distir.viz.drawing import Canvas
     from distir.viz.figure import Figure
 
 # The colours of Okabe and Ito, which colour-blind people tell apart.
@@ -61,7 +59,7 @@ def timeline_drawing(
         rows = coarse(rows, grain * simulation.seconds)
     unit, scale = largest_unit(simulation.seconds, TIMES)
 
-    def draw(figure: Plain | SubFigure) -> None:
+    def draw(figure: Canvas) -> None:
         axes = figure.add_subplot()
         for y, (name, row) in enumerate(rows):
             edge = 0.4 if len(row) < _CROWDED else 0.0
@@ -106,7 +104,7 @@ def memory_drawing(
     unit, scale = largest_unit(simulation.seconds, TIMES)
     size_unit, size_scale = largest_unit(most, SIZES)
 
-    def draw(figure: Plain | SubFigure) -> None:
+    def draw(figure: Canvas) -> None:
         panels = figure.subplots(len(curves), 1, sharex=True, sharey=True, squeeze=False)[:, 0] if curves else []
         used: dict[str, str] = {}
         for axes, (name, points) in zip(panels, curves, strict=True):
@@ -266,7 +264,7 @@ def largest_unit(most: float, units: Sequence[tuple[str, float]]) -> tuple[str, 
     return next((u for u in units if most * u[1] >= 1), units[-1])
 
 
-def _legend(figure: Plain | SubFigure, colours: Mapping[str, str]) -> None:
+def _legend(figure: Canvas, colours: Mapping[str, str]) -> None:
     """One legend for all panels, above them."""
     from matplotlib.patches import Patch
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from distir.ir.errors import UsageError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Plain
     from matplotlib.figure import SubFigure
 
     from distir.viz.figure import Figure
+
+    Canvas = Figure | SubFigure
 
 _WIDTH = 9
 """Of a figure, in inches."""
@@ -21,15 +22,17 @@ class Drawing(NamedTuple):
     """A part of a figure, as wide as the figure: its height in inches, and what draws it."""
 
     height: float
-    draw: Callable[[Plain | SubFigure], None]
+    draw: Callable[[Canvas], None]
 
 
 def one_below_another(drawings: Sequence[Drawing]) -> Figure:
     """A figure of these parts, from the top. Raises UsageError without matplotlib."""
     figure = empty_figure(_WIDTH, sum([x.height for x in drawings]) or 1)
-    parts = [figure]
+    parts: list[Canvas] = [figure]
     if len(drawings) > 1:
-        parts = figure.subfigures(len(drawings), 1, squeeze=False, height_ratios=[x.height for x in drawings])[:, 0]
+        parts = list(
+            figure.subfigures(len(drawings), 1, squeeze=False, height_ratios=[x.height for x in drawings])[:, 0]
+        )
     for drawing, part in zip(drawings, parts, strict=False):
         drawing.draw(part)
     return figure

@@ -12,9 +12,7 @@ from distir.viz.draw import SIZES, TIMES, largest_unit, three_figures
 from distir.viz.drawing import Drawing, one_below_another
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Plain
-    from matplotlib.figure import SubFigure
-
+    from distir.viz.drawing import Canvas
     from distir.viz.figure import Figure
 
 _FITS, _SHORT, _FRONT, _LIMIT = "#0072B2", "#999999", "#D55E00", "#CC79A7"
@@ -54,7 +52,7 @@ def pareto_drawing(title: str, plans: Sequence[Choice], limits: Sequence[float],
     lines = _lines(front) if listed else []
     heights = [4.3, 0.15 * len(lines) + 0.15] if listed else [4.3]
 
-    def draw(figure: Plain | SubFigure) -> None:
+    def draw(figure: Canvas) -> None:
         axes, *below = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
         x, y = _scatter(axes, plans, limits)
         axes.set_title(title, fontsize="medium")

@@ -112,11 +112,11 @@ def _parts(done: Done) -> Iterator[tuple[OpPart, float]]:
 def live(simulation: Simulation, classes: Sequence[str] | None = None) -> list[tuple[str, list[tuple[float, Bytes]]]]:
     """Live memory of each device class, or of those named, by name, until the end of the run: see
     `executor.simulator.trace.live`."""
-    found = simulation.program.classes
+    found, ops = simulation.program.classes, list(walk(simulation.run))
     out: list[tuple[str, list[tuple[float, Bytes]]]] = []
     for c, first in enumerate(found.first):
         if classes is None or found.label(c) in classes:
-            points = trace.live(simulation.memory(first), simulation.run, c)
+            points = trace.live(simulation.memory(first), ops, c)
             out.append((found.label(c), [*points, (simulation.seconds, points[-1][1])]))
     return out
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -164,7 +165,10 @@ def test_figure_and_report(capsys, tmp_path):
     assert main([*line, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert all((x["figure"], x["report"]) == (str(figure), str(report)) for x in found)
-    assert "<svg" in figure.read_text()
+    drawn = figure.read_text()  # with what its letters say in comments
+    assert "<svg" in drawn
+    assert all(f"on {n} of dgx-a100" in drawn for n in ("1 device", "2 devices"))
+    assert len(re.findall(r"<!-- timeline of dp", drawn)) == len(re.findall(r"<!-- memory of \d", drawn)) == 2
     text = report.read_text()
     assert text.count("<article>") == 2
     assert all(row["plan"] in text for x in found for row in x["simulated_plans"] if row["plan"])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.simulation import Simulation
-from distir.executor.simulator.trace import live
+from distir.executor.simulator.trace import live, walk
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology
 from distir.ir.errors import InfeasibleError
 from distir.ir.type import Float, Tensor
@@ -115,7 +115,7 @@ def check(case: Case, overlap: bool, seed: int) -> Simulation:
     for device, c in random.Random(seed).sample(devices, min(3, len(devices))):
         use, sizes = simulation.memory(device), inlined.memory(device)
         assert use.total == max(map(sum, sizes)) == simulation.peak_memory[device]
-        points = live(use, simulation.run, c)
+        points = live(use, list(walk(simulation.run)), c)
         assert turns(size for _, size in points) == turns(sizes)
         assert all(a <= b for (a, _), (b, _) in itertools.pairwise(points))
     return simulation

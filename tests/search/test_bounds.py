@@ -16,6 +16,7 @@ from distir.search import cut_stages, placed_program
 from distir.search.bounds import groups_along, lane, slope
 from distir.search.candidate_bounds import Bounds, relatives
 from distir.search.exact import Setting, evaluate
+from distir.search.memory_bounds import _least_memory
 from distir.search.model_axes import model_axes
 from distir.search.space import FURTHER, SETTINGS, Candidate, space
 from distir.transforms.differentiation.training import AdamW
@@ -275,3 +276,26 @@ def test_links_that_are_given_one_by_one_have_bounds_of_bytes_alone() -> None:
         seconds, memory = bounds.of(c)
         assert seconds == bounds.of_all(relatives(c), c.microbatch, 4) == 0
         assert 0 < memory <= evaluate(setting, c).memory
+
+
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    st.one_of(st.just(0.0), st.floats(1.0, 1e12)),
+    st.one_of(st.just(0.0), st.floats(1.0, 1e12)),
+)
+def test_the_least_memory_of_ranks(flights: list[int], kept: float, saved: float) -> None:
+    """Against filling rank after rank, those with most in flight first with what is kept: just less does not fit, and
+    hardly more does."""
+    flights.sort(reverse=True)
+
+    def fits(most: float) -> bool:
+        left, room = kept, 0.0
+        for n in flights:
+            part = min(left, most)
+            left -= part
+            room += (most - part) / n
+        return left <= 0 and room >= saved
+
+    found = _least_memory(tuple(flights), kept, saved)
+    assert fits(found * 1.0003)
+    assert not found or not fits(found * (1 - 1e-6))

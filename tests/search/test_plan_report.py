@@ -120,6 +120,7 @@ def test_its_figures_are_the_tables(table: PlanTable, text: str) -> None:
     front = next(rows for rows in page.tables if rows[0][0] == "front")
     assert [row[3] for row in front[1:]] == [str(x.plan) for x in table.front()]
     assert explained.step_seconds == table.rows[0].seconds
+    assert table.explain() is explained  # figure and report share it
 
 
 def test_the_figure_has_every_simulated_plan(table: PlanTable) -> None:

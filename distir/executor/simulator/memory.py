@@ -224,7 +224,7 @@ class _Frame:
             self.peak, self.highest, self.where = total, highest, where
 
     def curve(self, steps: Iterable[Step]) -> list[Point]:
-        """Run ops."""
+        """Run ops; returns their points."""
         found: list[Point] = []
         for step in steps:
             highest, inside = self.step(step)

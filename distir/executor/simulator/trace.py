@@ -238,9 +238,10 @@ def _chrome(program: CompiledProgram, run: Run, memory: dict[int, MemoryUse]) ->
         order = _FIRST.index(first) if first in _FIRST else len(_FIRST)
         yield {"name": "thread_sort_index", "ph": "M", **_thread(program, s), "args": {"sort_index": order}}
     arrows = iter(range(1 << 62))
-    for done in walk(run):
+    ops = list(walk(run))
+    for done in ops:
         yield from _slices(program, run.code.function, None, done, arrows)
-    yield from _counters(memory, run)
+    yield from _counters(memory, ops)
 
 
 def _slices(
@@ -289,27 +290,35 @@ def _arrows(
             yield {**arrow, "ph": "f", "bp": "e", "ts": _us(middle), **_thread(program, stream[b])}
 
 
-def live(use: MemoryUse, run: Run, c: int) -> list[tuple[float, Bytes]]:
-    """A class's live memory in order of time: (s, bytes by category), until the next point, which differs.
+def live(use: MemoryUse, ops: Sequence[Done], c: int) -> list[tuple[float, Bytes]]:
+    """A class's live memory in order of time: (s, bytes by category), until the next point, which differs. `ops`:
+    of the program's run.
 
     Memory is counted in program order, so the clock is that of what the class computes: while an op runs its highest
     point counts; what happens beside it or in no time at all stands at the end of the op before.
     """
     points = [(0.0, use.start)]
-    _follow(use.curve, run, c, (0,) * len(use.start), use.start, 0.0, points)
+    _follow(use.curve, ops, c, (0,) * len(use.start), use.start, 0.0, points)
     return points
 
 
 def _follow(
-    curve: Sequence[Point], run: Run, c: int, base: Bytes, before: Bytes, now: float, points: list[tuple[float, Bytes]]
+    curve: Sequence[Point],
+    ops: Sequence[Done],
+    c: int,
+    base: Bytes,
+    before: Bytes,
+    now: float,
+    points: list[tuple[float, Bytes]],
 ) -> float:
     """Add the points of a run of a function, which are above `base`. `before` is live when it begins; `now`, which is
     also returned, is when what the class computed last has ended."""
-    ops = list(walk(run))
     for point in curve:  # a device may come to ops in another order than the program's
         done, after = ops[point.op], _sum(base, point.after)
         if isinstance(done.plan, Call):
-            now = _follow(point.inside, expand(done.plan, done.times, run), c, before, before, now, points)
+            now = _follow(
+                point.inside, list(walk(expand(done.plan, done.times, done.run))), c, before, before, now, points
+            )
         else:
             begin, now = _computing(done.plan, done.times, c) or (now, now)
             _add(points, begin, _sum(base, point.highest))
@@ -337,8 +346,8 @@ def _computing(plan: OpPlan, times: Sequence[float], c: int) -> tuple[float, flo
     return (min(begin for begin, _ in spans), max(end for _, end in spans)) if spans else None
 
 
-def _counters(memory: dict[int, MemoryUse], run: Run) -> Iterator[dict[str, Any]]:
+def _counters(memory: dict[int, MemoryUse], ops: Sequence[Done]) -> Iterator[dict[str, Any]]:
     for c, use in memory.items():
-        for t, size in live(use, run, c):
+        for t, size in live(use, ops, c):
             args = dict(zip(CATEGORIES, size, strict=True))
             yield {"name": "live memory (bytes)", "ph": "C", "pid": _pid(c), "ts": _us(t), "args": args}

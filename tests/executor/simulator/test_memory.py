@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
 from distir.executor.simulator.memory import MemoryUse
-from distir.executor.simulator.trace import live
+from distir.executor.simulator.trace import live, walk
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology
 from distir.ir.errors import UsageError
 from distir.ir.host_runtime import Runtime
@@ -294,12 +294,11 @@ def _same(seed: int) -> None:
     simulation = Simulator(cost).interpret(function)
     inlined = Inlined(function, cost)
     for device, c in simulation.program.classes.devices():
-        most, end = inlined.peak(device)
-        got = simulation.memory(device)
-        assert got.total == most == simulation.peak_memory[device]
-        assert list(got.curve[-1].after if got.curve else got.start) == end
-        points = live(got, simulation.run, c)
-        assert turns(size for _, size in points) == turns(inlined.memory(device))
+        got, sizes = simulation.memory(device), inlined.memory(device)
+        assert got.total == max(map(sum, sizes)) == simulation.peak_memory[device]
+        assert (got.curve[-1].after if got.curve else got.start) == sizes[-1]
+        points = live(got, list(walk(simulation.run)), c)
+        assert turns(size for _, size in points) == turns(sizes)
 
 
 @settings(max_examples=40)
