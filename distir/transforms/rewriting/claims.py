@@ -165,6 +165,8 @@ class _Pair(NamedTuple):
             return
         claim = self._claim(v)
         found = _holds(claim, evaluate)
+        if found is False:  # where `after` uses one common value for equal ones, it must be told what that is made of
+            found = _holds(self._further(claim), evaluate)
         if found is None:
             untried(f"%{v.name}: a rewrite of {claim}")
             _note(_key(claim, claim.free()))  # it is said once
@@ -179,6 +181,11 @@ class _Pair(NamedTuple):
         parts = _cone(v, self.old, self.common)
         beside = {x for op in parts for x in op.outputs}  # not independent of each other: `after` must compute them too
         return _Claim(v, parts, _cone(v, self.new, self.common - beside))
+
+    def _further(self, claim: _Claim) -> _Claim:
+        """The claim with the ops of `after` back to the values from which those of `before` compute theirs."""
+        known = set(claim._replace(after=[]).free())
+        return claim._replace(after=_cone(claim.value, self.new, known))
 
 
 class _Claim(NamedTuple):

@@ -22,7 +22,7 @@ from distir.ir.definition import definition_of
 from distir.ir.errors import MismatchError, ModelWarning
 from distir.ir.function import Attributes, Op
 from distir.ir.spec import lookup
-from distir.ir.type import BFloat16, DType, Float16, Float32, Float64, Int64, Tensor
+from distir.ir.type import BFloat16, Bool, DType, Float16, Float32, Float64, Int64, Tensor
 from distir.models.gpt import gpt
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.batch_statistics import with_batch_statistics
@@ -381,6 +381,33 @@ def test_an_exporter_s_attention_is_tried_at_small_sizes() -> None:
     assert env[k].type is Tensor(Float64, (3, 2, 5, 4))
     assert made[1].outputs[0].type is Tensor(Float64, (6, 4, 5))
     check_rewrite(function, new, evaluate)
+
+
+def test_one_mask_in_place_of_equal_ones() -> None:
+    """Each attention has a mask of its own, made alike; the rewritten ones share the first, which `before` has, too."""
+    f = FunctionMaker("two layers")
+    seen = f.add_input_value("seen", Tensor(Bool, (64, 64)))
+    x = f.add_input_value("x", Tensor(Float32, (2, 3, 64, 16)))
+    for _ in range(2):
+        half = f.emit("Constant", value=(0.5,), shape=(), dtype=Float32)
+        scores = f.emit("MatMul", f.emit("Mul", x, half), f.emit("Transpose", x, perm=(0, 1, 3, 2)))
+        zero, low = [f.emit("Constant", value=(n,), shape=(), dtype=Float32) for n in (0.0, -1e38)]
+        added = f.emit("Add", scores, f.emit("Where", seen, zero, low))
+        x = f.emit("MatMul", f.emit("Softmax", added, axis=-1), x)
+    f.set_outputs([x])
+    function = f.finalize()
+    once = cleanup.fold(fused(function))
+    masks = {op.inputs[3] for op in once.ops if op.op_type == "Attention"}
+    assert len(masks) == 1
+    check_rewrite(function, once, evaluate)
+    (mask,) = masks
+    ops = [
+        Op(op.spec, (op.inputs[0], op.inputs[2], op.inputs[1]), op.attributes, op.outputs) if mask in op.outputs else op
+        for op in once.ops
+    ]
+    wrong = Function(once.name, once.inputs, tuple(ops), once.outputs)
+    with pytest.raises(MismatchError, match="does not compute the same"):
+        check_rewrite(function, wrong, evaluate)
 
 
 def test_dims_that_are_merged_behind_one_of_size_1_are_tried() -> None:
