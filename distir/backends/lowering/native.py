@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from distir.backends.lowering import window_kernels
+from distir.backends.lowering import loss_kernels, window_kernels
 from distir.backends.lowering.attention_kernels import attention, attention_grad
 from distir.backends.tensors import products
-from distir.backends.tensors.torch_namespace import TorchNamespace, torch_dtype, written_out
-from distir.ir.dtype import DType
+from distir.backends.tensors.torch_namespace import TorchNamespace, written_out
 from distir.ir.errors import ModelError
 from distir.ir.spec import Spec
 from distir.ops import dropout
@@ -206,82 +205,6 @@ def _rows_of_all(index: torch.Tensor, count: int, rows: int) -> torch.Tensor:
     return (_nonnegative(index, count).reshape(index.shape) + first).reshape(-1)
 
 
-# ---------------------------------------------------------------- cross-entropy
-
-
-_CHUNK = 1 << 24
-"""The most logits of 16 bits that are widened at once: 64 MiB in float32."""
-
-
-def _row_chunks(rows: torch.Tensor) -> list[slice]:
-    """The rows of logits in chunks that are widened one after the other."""
-    step = max(1, _CHUNK // max(1, rows.shape[-1])) if rows.device.type != "meta" else rows.shape[0]
-    return [slice(i, i + step) for i in range(0, rows.shape[0], max(1, step))]
-
-
-def _cross_entropy(
-    x: torch.Tensor,
-    label: torch.Tensor,
-    ignore_index: int | None = None,
-    result: DType | None = None,
-    start: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The classes are not sharded: `start` is 0."""
-    if x.dtype.itemsize < 4:
-        return _narrow_cross_entropy(x, label, ignore_index, x.dtype if result is None else torch_dtype(result))
-    logs = torch.log_softmax(x, -1)
-    ignored = -100 if ignore_index is None else ignore_index
-    flat = logs.reshape(-1, x.shape[-1]), label.reshape(-1).long()
-    rows, _ = aten.nll_loss_forward.default(*flat, None, 0, ignored)
-    # the log-sum-exp of each row: the difference of a logit and its log-probability
-    return rows.reshape(tuple(label.shape)), x[..., 0] - logs[..., 0]
-
-
-def _narrow_cross_entropy(
-    x: torch.Tensor, label: torch.Tensor, ignore_index: int | None, result: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of logits of 16 bits, computed in float32 without holding all of them in it."""
-    flat, labels = x.reshape(-1, x.shape[-1]), label.reshape(-1).long()
-    lse = torch.empty(flat.shape[0], dtype=torch.float32, device=x.device)
-    for rows in _row_chunks(flat):
-        lse[rows] = torch.logsumexp(flat[rows].float(), -1)
-    index = labels if ignore_index is None else labels.masked_fill(labels == ignore_index, 0)
-    loss = lse - flat.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    loss = loss if ignore_index is None else loss.masked_fill(labels == ignore_index, 0)
-    return loss.reshape(tuple(label.shape)).to(result), lse.reshape(tuple(label.shape))
-
-
-def _cross_entropy_grad(
-    x: torch.Tensor,
-    label: torch.Tensor,
-    lse: torch.Tensor,
-    d: torch.Tensor,
-    start: int,
-    classes: int,
-    ignore_index: int | None = None,
-) -> torch.Tensor:
-    if x.shape[-1] != classes:
-        settings = {"start": start, "classes": classes, "ignore_index": ignore_index}
-        return written_out("CrossEntropyGrad", x)(x, label, lse, d, **settings)
-    if ignore_index is not None:
-        d, label = d.masked_fill(label == ignore_index, 0), label.clamp(0, classes - 1)
-    if x.dtype.itemsize < 4:
-        return _narrow_slope(x, label, lse, d)
-    y = torch.softmax(x, -1).mul_(d.unsqueeze(-1))
-    return y.scatter_add_(-1, label.long().unsqueeze(-1), d.neg().unsqueeze(-1))
-
-
-def _narrow_slope(x: torch.Tensor, label: torch.Tensor, lse: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """The gradient of logits of 16 bits, computed in float32 without holding all of it in that."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    flat, slopes = x.reshape(-1, x.shape[-1]), y.reshape(-1, x.shape[-1])
-    labels, logs, weights = label.reshape(-1, 1).long(), lse.reshape(-1, 1), d.reshape(-1, 1).float()
-    for rows in _row_chunks(flat):
-        chunk = flat[rows].float().sub_(logs[rows]).exp_().mul_(weights[rows])
-        slopes[rows] = chunk.scatter_add_(-1, labels[rows], weights[rows].neg())
-    return y
-
-
 # ---------------------------------------------------------------- dropout
 
 
@@ -344,8 +267,8 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "GatherGrad": _gather_grad,
     "Lookup": _lookup,
     "LookupGrad": _lookup_grad,
-    "CrossEntropy": _cross_entropy,
-    "CrossEntropyGrad": _cross_entropy_grad,
+    "CrossEntropy": loss_kernels.cross_entropy,
+    "CrossEntropyGrad": loss_kernels.cross_entropy_grad,
     "Attention": attention,
     "AttentionGrad": attention_grad,
     "RandomDropout": _random_dropout,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distir.backends.lowering import native
+from distir.backends.lowering import loss_kernels, native
 from distir.backends.lowering.engine import to_numpy, to_torch
 from distir.backends.tensors.torch_namespace import torch_dtype
 from distir.executor.reference.numpy_namespace import NUMPY
@@ -24,7 +24,7 @@ ULP = {BFloat16: 2.0**-7, Float16: 2.0**-10}
 @pytest.mark.parametrize("chunk", [1, 2 * CLASSES, 1 << 24])
 def test_cross_entropy(dtype: DType, ignored: int | None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows are widened at once."""
-    monkeypatch.setattr(native, "_CHUNK", chunk)
+    monkeypatch.setattr(loss_kernels, "_CHUNK", chunk)
     logits = (4 * RNG.standard_normal((ROWS, CLASSES))).astype(dtype.numpy)
     labels = np.arange(ROWS) % CLASSES
     d = RNG.standard_normal(ROWS).astype(np.float32)
