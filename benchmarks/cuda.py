@@ -1,94 +1,150 @@
-"""Benchmark of a training step of GPT-2 (124M) in bfloat16 on one GPU: distir, distir compiled (`distir run
---compile`), eager PyTorch with autograd, torch.compile.
+"""Benchmark of training steps on one GPU: distir, distir compiled (`distir run --compile`), eager PyTorch with
+autograd, torch.compile.
 
-    python benchmarks/cuda.py [--runs N] [--steps N] [--batch N] [--seq N] [--layers N] [--width N] [--json]
+    python benchmarks/cuda.py [--model NAME ...] [--precision NAME ...] [--batch N ...] [--recompute NAME ...]
 
-All have the same weights, data, dtype and AdamW, and alternate in one process: N runs of some steps each, timed by CUDA
-events; the median over runs is printed. The losses of the first steps are printed, too: they should agree to bfloat16's
-precision. PyTorch uses its fastest kernels: causal scaled_dot_product_attention and the fused AdamW. On a GPU the
-figures are written to benchmarks/results/cuda.json. Without a GPU nothing is measured; `--device cpu` tests the script
-itself and writes nothing. Needs the `dev` extra.
+gpt2 is GPT-2 of 124M parameters with 1,024 tokens a sample, llama one of 1.1B (as TinyLlama) with 4,096, vit a ViT-B
+of 224 x 224 pixels. All steps of a model have the same weights, data and AdamW (torch's fused kernel), and alternate
+in one process: N runs of some steps each, timed by CUDA events; the median over runs is printed, with the losses of
+the first steps, which should agree to the precision, and the most memory that torch's allocator has handed out. In
+bf16 weights, optimizer and statistics are float32 and products bfloat16: PyTorch has that from `torch.autocast`.
+PyTorch uses its fastest kernels: scaled_dot_product_attention and the fused AdamW.
+
+Model FLOPs utilization is of the device's peak by its data sheet. On a GPU the figures are added to
+benchmarks/results/cuda.json. Without a GPU nothing is measured; `--device cpu` tests the script itself and writes
+nothing. Needs the `dev` extra.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import statistics
-import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from laps import machine, parser, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cuda.json"
-GOAL = {"eager": 1.0, "compile": 0.9}
-"""The speed-up that one of distir's steps should reach."""
-OURS = ("distir", "distir compiled")
 LEARNING_RATE = 1e-4
 WARM_UP = 3
 CHECKED = 3
+COMPILED = "compiled"
+EAGER, COMPILE = "eager PyTorch", "torch.compile"
+DATA_SHEET = "nebius-h200"
+"""The cluster whose peak FLOP/s, of the data sheet, utilization is of; those of an H100 (SXM) are the same."""
+KEYS = ("model", "precision", "batch", "layers", "seq", "step", "device")
+"""What is the same in two rows of one measurement."""
 Step = Callable[[], Any]
 """Runs one training step; returns its loss."""
 
 
-class Work:
-    """The PyTorch model and its training data."""
+def gpt2(layers: int | None, seq: int | None) -> tuple[Any, dict[str, Any]]:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    def __init__(self, args: Any) -> None:
+    config = GPT2Config(n_layer=layers or 12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    return GPT2LMHeadModel(config), {"input_ids": torch.randint(config.vocab_size, (2, seq or 1024))}
+
+
+def llama(layers: int | None, seq: int | None) -> tuple[Any, dict[str, Any]]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=layers or 22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config), {"input_ids": torch.randint(config.vocab_size, (2, seq or 4096))}
+
+
+def vit(layers: int | None, seq: int | None) -> tuple[Any, dict[str, Any]]:
+    import torch
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(num_hidden_layers=layers or 12)
+    config.num_labels = 1000
+    return ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 224, 224)}
+
+
+class Case(NamedTuple):
+    """A model, and the batch it is measured with."""
+
+    build: Callable[[int | None, int | None], tuple[Any, dict[str, Any]]]
+    batch: int
+
+
+CASES = {"gpt2": Case(gpt2, 8), "llama": Case(llama, 2), "vit": Case(vit, 128)}
+
+
+class Work:
+    """A model as a PyTorch module and as distir's training step, in a precision, with its data."""
+
+    def __init__(self, name: str, precision: str, batch: int, args: Any, module: Any, example: Any) -> None:
         import torch
 
-        sys.path.insert(0, str(ROOT))
-        from examples.export import build
+        import distir
 
-        self.sizes = {k: getattr(args, k) for k in ("layers", "width", "heads", "vocab", "seq")}
-        self.device = torch.device(args.device)
-        self.batch, self.dtype = args.batch, args.dtype
-        self.module, _ = build("gpt2", batch=args.batch, ids_only=True, **self.sizes)
+        self.name, self.precision, self.batch = name, precision, batch
+        self.device, self.module = torch.device(args.device), module
+        optimizer = distir.AdamW(lr=LEARNING_RATE, weight_decay=0.01)
+        self.model = distir.load(
+            module,
+            example,
+            {"batch": batch},
+            loss="cross-entropy",
+            output="logits",
+            optimizer=optimizer,
+            precision=precision,
+        )
         torch.manual_seed(0)
-        shape = (args.batch, args.seq)
-        self.inputs = {"input_ids": torch.randint(self.sizes["vocab"], shape)}
-        self.labels = torch.randint(self.sizes["vocab"], shape)
+        ((key, x),) = example.items()
+        shape = (batch, *x.shape[1:])
+        many = module.config.vocab_size if key == "input_ids" else module.config.num_labels
+        self.inputs = {key: torch.randint(many, shape) if key == "input_ids" else torch.randn(shape)}
+        self.labels = torch.randint(many, shape if key == "input_ids" else shape[:1])
+
+    def plan(self, recompute: str) -> Any:
+        import distir
+
+        return distir.Plan(recompute=recompute)
 
 
-def distir_step(work: Work, compiled: bool) -> Step:
+def distir_step(work: Work, recompute: str, compiled: bool) -> Step:
     """distir's step: one program, without autograd."""
     import distir
     from distir.backends.lowering.engine import TorchRank
-    from examples.export import export
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = export("gpt2", Path(folder, "gpt2.onnx"), ids_only=True, **work.sizes)
-        optimizer = distir.AdamW(lr=LEARNING_RATE)
-        model = distir.load(path, {"batch": work.batch}, loss="cross-entropy", optimizer=optimizer, dtype=work.dtype)
-        arrays = model.initial()
-    rank = TorchRank(distir.distribute(model, distir.Plan()), 0, work.device, compiled=compiled)
-    given = {v.name: x.numpy() for v, x in _by_name(model.function, work)}
-    rank.load({k: given.get(v.name, arrays.get(v)) for k, v in enumerate(model.function.inputs)})
+    rank = TorchRank(distir.distribute(work.model, work.plan(recompute)), 0, work.device, compiled=compiled)
+    arrays, given = work.model.initial(), work.inputs | {"labels": work.labels}
+    inputs = work.model.function.inputs
+    rank.load({k: given[v.name].numpy() if v.name in given else arrays[v] for k, v in enumerate(inputs)})
     return lambda: rank.step()[0]
-
-
-def _by_name(function: Any, work: Work) -> list[tuple[Any, Any]]:
-    known = work.inputs | {"labels": work.labels}
-    return [(v, known[v.name]) for v in function.inputs if v.name in known]
 
 
 def torch_step(work: Work, compiled: bool) -> Step:
     """PyTorch's step: autograd, with its fastest attention and AdamW."""
-    import copy
-
     import torch
 
-    module = copy.deepcopy(work.module).to(work.device, getattr(torch, work.dtype))
-    module.set_attn_implementation("sdpa")  # pyright: ignore[reportCallIssue]
+    module = copy.deepcopy(work.module).to(work.device)
+    module.set_attn_implementation("sdpa")
     inputs = {k: x.to(work.device) for k, x in work.inputs.items()}
     labels = work.labels.to(work.device).flatten()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+    low = torch.autocast(work.device.type, torch.bfloat16, enabled=work.precision == "bf16")
 
     def loss_of() -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(module(**inputs).flatten(0, -2), labels)
+        with low:
+            return torch.nn.functional.cross_entropy(module(**inputs).logits.flatten(0, -2), labels)
 
     forward = torch.compile(loss_of) if compiled else loss_of
 
@@ -102,66 +158,161 @@ def torch_step(work: Work, compiled: bool) -> Step:
     return step
 
 
-def seconds(work: Work, step: Step, steps: int) -> float:
-    """The time of a step: the mean over consecutive steps."""
-    from distir.backends.tensors.clock import Clock
+class Measured:
+    """A step and what was measured of it."""
 
-    clock = Clock(work.device)
-    begin = clock.now()
-    for _ in range(steps):
-        step()
-    end = clock.now()
-    if work.device.type == "cuda":
+    def __init__(self, work: Work, make: Callable[[], Step]) -> None:
         import torch
 
+        self.device = work.device
+        self.cuda = work.device.type == "cuda"
+        before = self._allocated()
+        self.step = make()
+        self.state = self._allocated() - before
+        """The bytes that the step holds between its calls."""
+        self.losses = [round(float(self.step()), 4) for _ in range(CHECKED)]
+        self.seconds(WARM_UP)
+        begin = self._allocated()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.step()
+        self.peak = self.state + (torch.cuda.max_memory_allocated() - begin if self.cuda else 0)
+        self.times: list[float] = []
+
+    def _allocated(self) -> int:
+        import torch
+
+        if not self.cuda:
+            return 0
+        gc.collect()
         torch.cuda.synchronize()
-    return clock.between(begin, end) / steps / 1e9
+        return torch.cuda.memory_allocated()
+
+    def seconds(self, steps: int) -> float:
+        """The time of a step: the mean over consecutive steps."""
+        import torch
+
+        from distir.backends.tensors.clock import Clock
+
+        clock = Clock(self.device)
+        begin = clock.now()
+        for _ in range(steps):
+            self.step()
+        end = clock.now()
+        if self.cuda:
+            torch.cuda.synchronize()
+        return clock.between(begin, end) / steps / 1e9
+
+    def kernels(self) -> list[list[Any]]:
+        """Of one step the kernels: name, how often, microseconds in all, by falling time."""
+        import torch
+
+        with torch.profiler.profile() as found:
+            self.step()
+            if self.cuda:
+                torch.cuda.synchronize()
+        rows = [
+            [e.key[:150], e.count, round(e.self_device_time_total if self.cuda else e.self_cpu_time_total, 1)]
+            for e in found.key_averages()
+            if not self.cuda or e.device_type.name == "CUDA"
+        ]
+        return sorted(rows, key=lambda row: -row[2])
 
 
-def measure(args: Any) -> dict[str, Any]:
-    """All results of the benchmark."""
+def variants(work: Work, args: Any) -> dict[str, Callable[[], Step]]:
+    """By name, what makes the steps that are compared."""
+    found: dict[str, Callable[[], Step]] = {}
+    for recompute in args.recompute:
+        name = "distir" if recompute == "none" else f"distir, recompute {recompute}"
+        found[name] = lambda r=recompute: distir_step(work, r, False)
+    if not args.no_torch:
+        found[EAGER] = lambda: torch_step(work, False)
+    if not args.no_compile:
+        found[f"distir {COMPILED}"] = lambda: distir_step(work, "none", True)
+        if not args.no_torch:
+            found[COMPILE] = lambda: torch_step(work, True)
+    return found
+
+
+def measure(work: Work, args: Any) -> list[dict[str, Any]]:
+    """A row for each step of a model."""
     import torch
 
-    work = Work(args)
-    steps = {"distir": distir_step(work, False), "eager": torch_step(work, False)}
-    if not args.no_compile:
-        steps |= {"distir compiled": distir_step(work, True), "compile": torch_step(work, True)}
-    losses = {name: [round(float(step()), 4) for _ in range(CHECKED)] for name, step in steps.items()}
-    for step in steps.values():
-        seconds(work, step, WARM_UP)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    steps = {name: Measured(work, make) for name, make in variants(work, args).items()}
     for _ in range(args.runs):
-        for name, step in steps.items():
-            times[name].append(seconds(work, step, args.steps))
+        for x in steps.values():
+            x.times.append(x.seconds(args.steps))
+    tokens = work.labels.numel() if "input_ids" in work.inputs else None
+    ideal = ideal_seconds(work)
     cuda = work.device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name() if cuda else machine(),
-        "torch": torch.__version__,
-        "dtype": args.dtype,
-        "sizes": work.sizes | {"batch": work.batch},
-        "parameters": sum(p.numel() for p in work.module.parameters()),
-        "losses": losses,
-        "seconds": {name: statistics.median(row) for name, row in times.items()},
-        "ratio": {
-            ours: {
-                name: statistics.median(a / b for a, b in zip(row, times[ours], strict=True))
-                for name, row in times.items()
-            }
-            for ours in OURS
-            if ours in times
-        },
-        "goal": GOAL,
-    }
+    rows = [
+        {
+            "model": work.name,
+            "precision": work.precision,
+            "batch": work.batch,
+            "layers": args.layers,
+            "seq": args.seq,
+            "step": name,
+            "seconds": (s := statistics.median(x.times)),
+            "spread": [min(x.times), max(x.times)],
+            "rate": (tokens or work.batch) / s,
+            "utilization": ideal / s if cuda else None,
+            "peak_gib": x.peak / 2**30,
+            "losses": x.losses,
+            "device": torch.cuda.get_device_name() if cuda else machine(),
+            "torch": torch.__version__,
+        }
+        for name, x in steps.items()
+    ]
+    if args.profile is not None:
+        for row, x in zip(rows, steps.values(), strict=True):
+            row["kernels"] = x.kernels()
+    return rows
+
+
+def ideal_seconds(work: Work) -> float:
+    """The least seconds of a step: of the model's products and attention, of causal attention half, at the peak."""
+    import distir
+
+    found = distir.simulate(work.model, work.plan("none"), DATA_SHEET)
+    return found.utilization * found.step_seconds
+
+
+def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of earlier runs, and those of this one in place of the same."""
+    keys = [[row[k] for k in KEYS] for row in new]
+    return [*[row for row in old if [row[k] for k in KEYS] not in keys], *new]
+
+
+def shown(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    lines = [
+        (
+            f"{row['model']} {row['precision']}, batch {row['batch']}: {row['step']}",
+            f"{row['seconds'] * 1e3:.2f} ms",
+            f"{row['rate']:,.0f}/s",
+            "" if row["utilization"] is None else f"{row['utilization']:.1%}",
+            f"{row['peak_gib']:.2f} GiB",
+            " ".join(map(str, row["losses"])),
+        )
+        for row in rows
+    ]
+    return table(("step", "time", "tokens or samples", "MFU", "memory", "first losses"), lines)
 
 
 def main() -> None:
     flags = parser(__doc__, 7)
-    for name, default in {"steps": 10, "batch": 8, "seq": 1024, "layers": 12, "width": 768, "heads": 12}.items():
-        flags.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
-    flags.add_argument("--vocab", type=int, default=50257, metavar="N", help="default: 50257")
+    flags.add_argument("--model", nargs="+", default=["gpt2"], choices=CASES, metavar="NAME", help="default: gpt2")
+    flags.add_argument("--precision", nargs="+", default=["bf16"], choices=("bf16", "fp32"), help="default: bf16")
+    flags.add_argument("--batch", nargs="+", type=int, metavar="N", help="default: 8 of gpt2, 2 of llama, 128 of vit")
+    flags.add_argument("--recompute", nargs="+", default=["none"], metavar="NAME", help="of distir; default: none")
+    flags.add_argument("--steps", type=int, default=10, metavar="N", help="in a run; default: 10")
+    flags.add_argument("--layers", type=int, metavar="N", help="default: those of the model")
+    flags.add_argument("--seq", type=int, metavar="N", help="tokens a sample; default: those of the model")
     flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="default: cuda")
-    flags.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="default: bfloat16")
     flags.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    flags.add_argument("--no-torch", action="store_true", help="leave PyTorch's own steps out")
+    flags.add_argument("--profile", metavar="FILE", help="write the rows there, with the kernels of one step")
     args = flags.parse_args()
     import torch
 
@@ -171,24 +322,29 @@ def main() -> None:
             json.dumps(missing) if args.json else f"torch {torch.__version__} finds 0 GPUs here: nothing was measured"
         )
         return
-    found = measure(args)
+    rows: list[dict[str, Any]] = []
+    for name in args.model:
+        torch.manual_seed(0)
+        module, example = CASES[name].build(args.layers, args.seq)
+        module.eval()
+        for precision in args.precision:
+            for batch in args.batch or [CASES[name].batch]:
+                rows += measure(Work(name, precision, batch, args, module, example), args)
+                if args.device == "cuda":
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                if not args.json:
+                    print(shown(rows[-1:] if len(rows) == 1 else rows), flush=True)
+    if args.profile is not None:
+        Path(args.profile).write_text(json.dumps(rows) + "\n")
+    for row in rows:
+        row.pop("kernels", None)
     if args.device == "cuda":
+        old = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+        RESULTS.write_text(json.dumps(merged(old, rows), indent=2) + "\n")
     if args.json:
-        print(json.dumps(found, indent=2))
-        return
-    rows = [
-        (
-            name,
-            f"{s * 1e3:.2f} ms",
-            *[f"{ratio[name]:.3f}" for ratio in found["ratio"].values()],
-            " ".join(map(str, found["losses"][name])),
-        )
-        for name, s in found["seconds"].items()
-    ]
-    print(f"{found['device']}, torch {found['torch']}, {found['dtype']}, {found['parameters'] / 1e6:.1f}M parameters")
-    print(table(("step", "time", *[f"by {ours}" for ours in found["ratio"]], "first losses"), rows))
+        print(json.dumps(rows, indent=2))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from distir.backends.lowering.body import Lowered, Observers, Tap
+from distir.backends.lowering.captured import Captured, capture
 from distir.backends.lowering.generate import RankLowering
 from distir.backends.lowering.profile import Profiler
 from distir.backends.tensors.torch_namespace import torch_dtype
@@ -28,7 +29,8 @@ from distir.transforms.rank.rank_program import RankOptions, rank_program
 OnGradient = Callable[[int, tuple[int, ...], np.ndarray], None]
 """(position of the weight, this rank's coordinate on the gradient's mesh, its piece: only valid during the call)"""
 
-
+_WARM_UP = 2
+"""Steps that run before one is captured: they load and compile kernels."""
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 """Allocates an uninitialised tensor of a shape and dtype in host memory."""
 
@@ -80,8 +82,8 @@ class TorchRank:
     `tap` is called with every value that is computed, `profiler` times every op, `on_gradient` is called with the
     position of a weight and this rank's piece of its gradient before an optimizer uses it. `compiled`: compute ops go
     through torch.compile at their first run, without `tap` and `profiler` inside. `proxy`: the contents of values do
-    not matter, and are not copied. Raises ModelError for an op that cannot run, UsageError for a program that is not
-    scheduled.
+    not matter, and are not copied. On a GPU the steps of a training program of one rank become a CUDA graph, if nothing
+    observes them. Raises ModelError for an op that cannot run, UsageError for a program that is not scheduled.
     """
 
     def __init__(
@@ -117,6 +119,10 @@ class TorchRank:
         if self.lowered.varies:
             raise UsageError(f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled")
         self.values: dict[int, torch.Tensor] = {}
+        plain = tap is None and profiler is None and not proxy and len(ranks(program)) == 1
+        self._captures = plain and self.device.type == "cuda" and bool(self.updates)
+        self._captured: Captured | None = None
+        self._steps = 0
 
     def load(self, arrays: Mapping[int, Any]) -> None:
         """Load this rank's pieces of whole arrays, by position among the program's inputs; other arrays are ignored.
@@ -157,19 +163,29 @@ class TorchRank:
         missing = [self.program.inputs[k].name for k in self.mine.inputs if k not in self.values]
         if missing:
             raise UsageError(f"no array for input %{', %'.join(missing)}")
-        renewed = {self.updates[k] for k in self.mine.outputs if k in self.updates}
-        # inputs that will be replaced are passed without another reference, so that they can be freed at last use
-        args = [self.values.pop(k) if k in renewed else self.values[k] for k in self.mine.inputs]
         with torch.inference_mode(), double_scalars():
-            results = self.lowered.call(args, None)
-            outputs = {
-                k: x() if waits else x
-                for k, x, waits in zip(self.mine.outputs, results, self.lowered.waits, strict=True)
-            }
-            self.drain()
+            if self._captures and self.on_gradient is None and self._steps >= _WARM_UP:
+                self._captured = self._captured or capture(self._run, self.values, self.updates)
+                self._captures = self._captured is not None
+                if self._captured is not None:
+                    return self._captured(self.values)
+            outputs = self._run(self.values)
         for k, x in outputs.items():
             if k in self.updates:
                 self.values[self.updates[k]] = x
+        self._steps += 1
+        return outputs
+
+    def _run(self, values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The outputs of a step on these values; those that will be replaced are taken out, and so can be freed at
+        their last use."""
+        renewed = {self.updates[k] for k in self.mine.outputs if k in self.updates}
+        args = [values.pop(k) if k in renewed else values[k] for k in self.mine.inputs]
+        results = self.lowered.call(args, None)
+        outputs = {
+            k: x() if waits else x for k, x, waits in zip(self.mine.outputs, results, self.lowered.waits, strict=True)
+        }
+        self.drain()
         return outputs
 
     def _show_gradient(self, function: str, result: str, x: torch.Tensor) -> None:
