@@ -35,7 +35,7 @@ from distir.executor.cost_model.fitting import (
     fit_transfer,
     nearest,
 )
-from distir.hardware import host_cores, load_cluster, load_runtime
+from distir.hardware import among, host_cores, load_cluster, load_runtime
 from distir.ir.errors import UsageError, counted
 from distir.ir.files import check_writable, written
 from distir.ir.topology import CoreSharing, OpSpeed, Regular, Topology
@@ -71,7 +71,12 @@ _CUDA = (
     Training("64,128,64,16", 64, "adamw", 60),
     Training("gpt:layers=2,hidden=128,heads=4,vocab=2000,seq=64", 8, "adamw", 40),
     Training("gpt:layers=2,hidden=1024,heads=16,vocab=16000,seq=512", 8, "adamw", 20),
-    Training("gpt:layers=1,hidden=4096,heads=32,vocab=32000,seq=1024", 4, "sgd", 10),
+    Training("gpt:layers=2,hidden=512,heads=8,vocab=8000,seq=256", 8, "adamw", 20, "bf16"),
+    Training("gpt:layers=2,hidden=1024,heads=16,vocab=32000,seq=1024", 8, "adamw", 20, "bf16"),
+    Training("gpt:layers=1,hidden=4096,heads=32,vocab=32000,seq=1024", 4, "adamw", 10, "bf16"),
+    Training("llama:layers=2,hidden=1024,heads=16,kv_heads=4,ffn=2816,vocab=8000,seq=1024", 4, "adamw", 20),
+    Training("llama:layers=2,hidden=1024,heads=16,kv_heads=4,ffn=2816,vocab=16000,seq=1024", 4, "adamw", 20, "bf16"),
+    Training("llama:layers=2,hidden=2048,heads=32,kv_heads=4,ffn=5632,vocab=32000,seq=4096", 2, "adamw", 10, "bf16"),
     Training("256,1024,4096,8192,2048", 4096, "sgd", 20),
 )
 _WIDTHS = Training("32,64,128,256,512,1024", 128, "sgd", 5)
@@ -176,7 +181,7 @@ def calibrate(
     kind, count, memory = _machine(device)
     what = what or suite(device, count)
     options = RunOptions(device=device, allow_nonfinite=True)
-    phases = _Phases(on_phase, _count(what))
+    phases = _Phases(on_phase, _count(what, device))
     profiled = _profile(what, options, phases)
     links = _links(what, device, phases)
     usual = load_runtime("distir").communication
@@ -244,8 +249,8 @@ def _timed(what: Suite, ranks: int) -> list[tuple[Training, list[Plan]]]:
     return [(what.trainings[k], plans_of(ranks, k < 3)) for k in chosen]
 
 
-def _count(what: Suite) -> int:
-    steps = sum(len(plans) for n in what.ranks for _, plans in _timed(what, n))
+def _count(what: Suite, device: str) -> int:
+    steps = sum(len(plans) for n in what.ranks for _, plans in _timed(what, n)) + len(_launched(what, device))
     others = len(what.dtypes) if what.products is not None else 0
     return len(what.trainings) + 1 + others + (2 if len(what.ranks) > 1 else 0) + steps
 
@@ -309,7 +314,15 @@ def _measure_steps(what: Suite, options: RunOptions, phases: _Phases) -> dict[in
             for plan in plans:
                 phases.next(f"steps on {n}")
                 found.setdefault(n, []).append(measure_step(t.model(), plan, t.steps, options))
+    for t in _launched(what, options.device):
+        phases.next("steps whose kernels the host launches")
+        found.setdefault(1, []).append(measure_step(t.model(), Plan(), t.steps, options, launched=True))
     return found
+
+
+def _launched(what: Suite, device: str | None) -> Sequence[Training]:
+    """The training steps that also are timed with kernels that the host launches one by one: on GPUs small ones."""
+    return what.trainings[:2] if device == "cuda" else ()
 
 
 def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
@@ -337,7 +350,12 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
         every = [step for measured in steps.values() for step in measured]
         limits = [(_LEAST, _MOST), (1e-3, 2.0), (1e-6, 1.0)]
         found = shared(nearest(lambda x: far(shared(x), every), [1.0, 0.1, 1e-3], limits))
-    return replace(found, ratios={n: tuple(ratios_of(found, measured)) for n, measured in sorted(steps.items())})
+    return replace(found, ratios={n: tuple(ratios_of(found, as_run(rows))) for n, rows in sorted(steps.items())})
+
+
+def as_run(steps: Iterable[TimedStep]) -> list[TimedStep]:
+    """Those that a run would take."""
+    return [s for s in steps if not s.launched]
 
 
 def ratios_of(figures: Figures, measured: Iterable[TimedStep]) -> list[float]:
@@ -345,8 +363,11 @@ def ratios_of(figures: Figures, measured: Iterable[TimedStep]) -> list[float]:
     r = regular_of(figures)
     most = max([r.per_node, *[s.plan.size for s in measured]])
     topology = Topology(replace(r, kind="cpu", per_node=most))  # programs that run here are placed on cpu:0, cpu:1, ...
-    cost = CostModel(topology, runtime=r.runtime)
-    return [s.seconds / simulated(s.program, s.plan, cost).seconds for s in measured]
+    found: list[float] = []
+    for s in measured:
+        runtime = r.runtime if s.launched else among(r.runtime, s.plan.size)
+        found.append(s.seconds / simulated(s.program, s.plan, CostModel(topology, runtime=runtime)).seconds)
+    return found
 
 
 def regular_of(figures: Figures) -> Regular:
@@ -392,7 +413,7 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
     lines += ["", "[network]", *link, "note = 'As the node: other machines were not measured'"]
     lines += ["", "[runtime]", f"op_us = {_number(f.op * 1e6)}", f"communication_us = {_number(f.issue * 1e6)}"]
     lines += [f"transfer_us = {_number(f.transfer * 1e6)}", f"call_us = {_number(f.call * 1e6)}"]
-    lines += [f"inline = {'true' if f.kind == 'cpu' else 'false'}"]
+    lines += ["inline = true" if f.kind == "cpu" else "graphs = true"]
     if f.sharing is not None:
         lines += ["", "[sharing]", f"cores = {f.sharing.cores}", f"beyond = {_number(f.sharing.beyond)}"]
         lines += [f"communication = {_number(f.sharing.communication)}"]

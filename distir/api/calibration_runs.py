@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from distir.api.compilation import distribute
 from distir.api.model import Model, load
 from distir.api.running import run
 from distir.api.timings import read_folder
@@ -47,11 +48,13 @@ class Training(NamedTuple):
     batch: int
     optimizer: str
     steps: int
+    precision: str = "fp32"
 
     def model(self, dtype: str = "f32") -> Model:
         """The model of the training step."""
         if ":" in self.sizes:
-            return load(self.sizes, {"batch": self.batch}, loss="cross-entropy", optimizer=self.optimizer)
+            settings = {"optimizer": self.optimizer, "precision": self.precision}
+            return load(self.sizes, {"batch": self.batch}, loss="cross-entropy", **settings)
         widths = [int(n) for n in self.sizes.split(",")]
         return Model(perceptron(widths, self.batch, DType.all[dtype])).training("mse", self.optimizer)
 
@@ -71,11 +74,15 @@ def perceptron(widths: Sequence[int], batch: int, dtype: DType) -> Function:
 
 
 class TimedStep(NamedTuple):
-    """A measured step: its program, its plan and the median seconds of those after the first."""
+    """A measured step: its program, its plan and the median seconds of those after the first.
+
+    `launched`: the host has launched its kernels one by one, though they might be a CUDA graph.
+    """
 
     program: Function
     plan: Plan
     seconds: float
+    launched: bool = False
 
 
 class Profiled(NamedTuple):
@@ -86,8 +93,15 @@ class Profiled(NamedTuple):
     sends: list[float]
 
 
-def measure_step(model: Model, plan: Plan, steps: int, options: RunOptions) -> TimedStep:
-    """Run some steps, without a profile."""
+def measure_step(model: Model, plan: Plan, steps: int, options: RunOptions, launched: bool = False) -> TimedStep:
+    """Run some steps, without a profile. `launched`: see `TimedStep`."""
+    if _alone(plan, options):
+        import torch
+
+        from distir.api.calibration_gpu import measured_step
+
+        seconds = measured_step(model, plan, steps, torch.device("cuda"), not launched)
+        return TimedStep(distribute(model, plan), plan, seconds, launched)
     done = run(model, plan, options, steps=steps + 1)
     if done.prediction is None:
         raise AssertionError("a run has a prediction")
@@ -96,6 +110,13 @@ def measure_step(model: Model, plan: Plan, steps: int, options: RunOptions) -> T
 
 def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:
     """Run a few steps with a profile: the least seconds of each op of the program over steps and microbatches."""
+    if _alone(plan, options):
+        import torch
+
+        from distir.api.calibration_gpu import measured_ops
+
+        found = measured_ops(model, plan, torch.device("cuda"))
+        return Profiled([sample(op, x) for op, x in found.seconds.items() if _is_timed(op)], [], [])
     with tempfile.TemporaryDirectory(prefix="distir-") as folder:
         done = run(model, plan, options, steps=_PROFILED, profile=folder)
         _, measured = read_folder(Path(folder))
@@ -115,6 +136,11 @@ def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:
         elif s.category == COMPUTE and op is not None and _is_timed(op):
             times[op].append(s.seconds)
     return Profiled([sample(op, max(min(xs) - _CLOCK, 1e-9)) for op, xs in times.items()], issues, sends)
+
+
+def _alone(plan: Plan, options: RunOptions) -> bool:
+    """Whether the run is of one rank on a GPU, which this process can be."""
+    return options.device == "cuda" and plan.size == 1
 
 
 def _is_timed(op: Op) -> bool:

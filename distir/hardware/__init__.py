@@ -250,11 +250,14 @@ _FLAGS = (
     "even_stages",
     "separate",
     "pools",
+    "graphs",
 )
 
 
 def among(runtime: Runtime | None, ranks: int) -> Runtime | None:
-    """The runtime where so many ranks share its host."""
+    """The runtime where so many ranks share its host; of one, whose step is a graph, the host issues all at once."""
+    if runtime is not None and runtime.graphs and ranks == 1:
+        return replace(runtime, op=0.0, communication=0.0, member=0.0, call=0.0, transfer=None, transfer_by=())
     if runtime is None or not runtime.transfer_by:
         return runtime
     return replace(runtime, transfer=interpolated(runtime.transfer_by, ranks), transfer_by=())

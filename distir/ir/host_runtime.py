@@ -40,6 +40,7 @@ class Runtime:
     `reports`: the memory of its log (`Measurement.peak_of`). `pools`: its collectives have streams, and so pools of the
     allocator, of their own. `logit_memory`: bytes for each logit of 16 bits that its cross-entropy takes beside it,
     forward, and beside it and its gradient, backward; and of the hole that it leaves among the allocator's blocks.
+    `graphs`: a rank alone replays its step as a CUDA graph, whose ops its host does not issue.
     `norm_bytes`: what the kernels of a root-mean-square norm of 16 bits read and write for each number, forward and
     backward, where they are not one each way.
     """
@@ -70,6 +71,7 @@ class Runtime:
     gathered_again: str = "all"
     reports: str = "allocated"
     pools: bool = False
+    graphs: bool = False
     logit_memory: tuple[float, float, float] | None = None
     norm_bytes: tuple[float, float] | None = None
 

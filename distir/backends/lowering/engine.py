@@ -82,8 +82,9 @@ class TorchRank:
     `tap` is called with every value that is computed, `profiler` times every op, `on_gradient` is called with the
     position of a weight and this rank's piece of its gradient before an optimizer uses it. `compiled`: compute ops go
     through torch.compile at their first run, without `tap` and `profiler` inside. `proxy`: the contents of values do
-    not matter, and are not copied. On a GPU the steps of a training program of one rank become a CUDA graph, if nothing
-    observes them. Raises ModelError for an op that cannot run, UsageError for a program that is not scheduled.
+    not matter, and are not copied. `graph`: on a GPU the steps of a training program of one rank become a CUDA graph,
+    if nothing observes them. Raises ModelError for an op that cannot run, UsageError for a program that is not
+    scheduled.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class TorchRank:
         compiled: bool = False,
         on_gradient: OnGradient | None = None,
         proxy: bool = False,
+        graph: bool = True,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda":
@@ -119,7 +121,7 @@ class TorchRank:
         if self.lowered.varies:
             raise UsageError(f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled")
         self.values: dict[int, torch.Tensor] = {}
-        plain = tap is None and profiler is None and not proxy and len(ranks(program)) == 1
+        plain = graph and tap is None and profiler is None and not proxy and len(ranks(program)) == 1
         self._captures = plain and self.device.type == "cuda" and bool(self.updates)
         self._captured: Captured | None = None
         self._steps = 0
