@@ -122,6 +122,9 @@ class Figures:
     """How many times as long as alone compute takes in steps: the figures are of steps."""
     sharing: CoreSharing | None = None
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    context: float = 0.0
+    """Bytes of a GPU that its driver and kernels take; `workspace` those that matrix products do."""
+    workspace: float = 0.0
     """By numbers of ranks: of the steps on so many measured / predicted."""
 
     def slowed(self, factor: float) -> Figures:
@@ -187,8 +190,11 @@ def calibrate(
     usual = load_runtime("distir").communication
     issue, transfer = (median(x) if x else usual for x in (profiled.issues, profiled.sends))
     figures = fit_figures(profiled.samples, Figures(kind, count, memory, OpSpeed(), {}, {}, links, issue, transfer))
-    steps = _measure_steps(what, options, phases)
-    figures = fit_steps(figures, steps)
+    figures = fit_steps(figures, _measure_steps(what, options, phases))
+    if device == "cuda":
+        from distir.backends.lowering.timing import overheads
+
+        figures = replace(figures, **overheads()._asdict())
     name = "calibrated" if out is None else Path(out).stem
     text = to_toml(
         figures, name, f"distir calibrate --device {device}, {platform.machine()}, {platform.python_version()}"
@@ -350,11 +356,11 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
         every = [step for measured in steps.values() for step in measured]
         limits = [(_LEAST, _MOST), (1e-3, 2.0), (1e-6, 1.0)]
         found = shared(nearest(lambda x: far(shared(x), every), [1.0, 0.1, 1e-3], limits))
-    return replace(found, ratios={n: tuple(ratios_of(found, as_run(rows))) for n, rows in sorted(steps.items())})
+    return replace(found, ratios={n: tuple(ratios_of(found, _in_runs(rows))) for n, rows in sorted(steps.items())})
 
 
-def as_run(steps: Iterable[TimedStep]) -> list[TimedStep]:
-    """Those that a run would take."""
+def _in_runs(steps: Iterable[TimedStep]) -> list[TimedStep]:
+    """Those that are as in runs."""
     return [s for s in steps if not s.launched]
 
 
@@ -395,6 +401,7 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
         f"memory_gbs = {_number(f.general.bandwidth / 1e9)}",
         f"launch_us = {_number(f.general.launch * 1e6)}",
         f"half_gflop = {_number(half / 1e9)}",
+        *[f"{key}_mib = {_number(x / 2**20)}" for key, x in (("context", f.context), ("workspace", f.workspace)) if x],
         f"source = {json.dumps(source, ensure_ascii=False)}",
         "",
         "[device.peak_tflops]",

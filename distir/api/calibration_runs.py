@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distir.api.compilation import distribute
+from distir.api.data import Data
 from distir.api.model import Model, load
 from distir.api.running import run
 from distir.api.timings import read_folder
@@ -96,12 +97,11 @@ class Profiled(NamedTuple):
 def measure_step(model: Model, plan: Plan, steps: int, options: RunOptions, launched: bool = False) -> TimedStep:
     """Run some steps, without a profile. `launched`: see `TimedStep`."""
     if _alone(plan, options):
-        import torch
+        from distir.backends.lowering.timing import time_step
 
-        from distir.api.calibration_gpu import measured_step
-
-        seconds = measured_step(model, plan, steps, torch.device("cuda"), not launched)
-        return TimedStep(distribute(model, plan), plan, seconds, launched)
+        program = distribute(model, plan)
+        seconds = time_step(program, _drawn(model), steps, "cuda", not launched)
+        return TimedStep(program, plan, seconds, launched)
     done = run(model, plan, options, steps=steps + 1)
     if done.prediction is None:
         raise AssertionError("a run has a prediction")
@@ -111,12 +111,10 @@ def measure_step(model: Model, plan: Plan, steps: int, options: RunOptions, laun
 def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:
     """Run a few steps with a profile: the least seconds of each op of the program over steps and microbatches."""
     if _alone(plan, options):
-        import torch
+        from distir.backends.lowering.timing import time_ops
 
-        from distir.api.calibration_gpu import measured_ops
-
-        found = measured_ops(model, plan, torch.device("cuda"))
-        return Profiled([sample(op, x) for op, x in found.seconds.items() if _is_timed(op)], [], [])
+        found = time_ops(distribute(model, plan), _drawn(model), "cuda")
+        return Profiled([sample(op, x) for op, x in found.items() if _is_timed(op)], [], [])
     with tempfile.TemporaryDirectory(prefix="distir-") as folder:
         done = run(model, plan, options, steps=_PROFILED, profile=folder)
         _, measured = read_folder(Path(folder))
@@ -141,6 +139,13 @@ def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:
 def _alone(plan: Plan, options: RunOptions) -> bool:
     """Whether the run is of one rank on a GPU, which this process can be."""
     return options.device == "cuda" and plan.size == 1
+
+
+def _drawn(model: Model) -> dict[int, Any]:
+    """Random data for the inputs that are neither weights nor state, by position."""
+    data = Data(model.function)
+    given = data.fixed() | data.step(0)
+    return {k: given[v] for k, v in enumerate(model.function.inputs) if v in given}
 
 
 def _is_timed(op: Op) -> bool:

@@ -127,8 +127,12 @@ def test_figures_of_exact_steps() -> None:
 def test_the_host_of_a_gpu_issues_ops() -> None:
     gpu = replace(FIGURES, kind="gpu")
     slow = replace(gpu, op=8e-5)
-    measured = [step._replace(seconds=s.seconds) for step, s in zip(steps(FIGURES, 1), steps(slow, 1), strict=True)]
-    found = fit_steps(gpu, {1: measured})
+    alone, launched = steps(FIGURES, 1), steps(slow, 1)
+    measured = [step._replace(seconds=s.seconds, launched=True) for step, s in zip(alone, launched, strict=True)]
+    found = fit_steps(
+        gpu, {1: [*[s._replace(seconds=g.seconds) for s, g in zip(alone, steps(gpu, 1), strict=True)], *measured]}
+    )
+    assert found.ratios[1] == pytest.approx([1.0] * len(alone), rel=0.05)
     assert found.op == pytest.approx(8e-5, rel=0.1)
     assert found.sharing == CoreSharing(2, communication=0.0)
 

@@ -82,8 +82,7 @@ class TorchRank:
     `tap` is called with every value that is computed, `profiler` times every op, `on_gradient` is called with the
     position of a weight and this rank's piece of its gradient before an optimizer uses it. `compiled`: compute ops go
     through torch.compile at their first run, without `tap` and `profiler` inside. `proxy`: the contents of values do
-    not matter, and are not copied. `graph`: on a GPU the steps of a training program of one rank become a CUDA graph,
-    if nothing observes them. Raises ModelError for an op that cannot run, UsageError for a program that is not
+    not matter, and are not copied. Raises ModelError for an op that cannot run, UsageError for a program that is not
     scheduled.
     """
 
@@ -97,7 +96,6 @@ class TorchRank:
         compiled: bool = False,
         on_gradient: OnGradient | None = None,
         proxy: bool = False,
-        graph: bool = True,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda":
@@ -121,8 +119,9 @@ class TorchRank:
         if self.lowered.varies:
             raise UsageError(f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled")
         self.values: dict[int, torch.Tensor] = {}
-        plain = graph and tap is None and profiler is None and not proxy and len(ranks(program)) == 1
-        self._captures = plain and self.device.type == "cuda" and bool(self.updates)
+        plain = tap is None and profiler is None and not proxy and len(ranks(program)) == 1
+        self.captures = plain and self.device.type == "cuda" and bool(self.updates)
+        """Whether steps become a CUDA graph: on a GPU, of a training program of one rank, if nothing observes them."""
         self._captured: Captured | None = None
         self._steps = 0
 
@@ -166,9 +165,9 @@ class TorchRank:
         if missing:
             raise UsageError(f"no array for input %{', %'.join(missing)}")
         with torch.inference_mode(), double_scalars():
-            if self._captures and self.on_gradient is None and self._steps >= _WARM_UP:
+            if self.captures and self.on_gradient is None and self._steps >= _WARM_UP:
                 self._captured = self._captured or capture(self._run, self.values, self.updates)
-                self._captures = self._captured is not None
+                self.captures = self._captured is not None
                 if self._captured is not None:
                     return self._captured(self.values)
             outputs = self._run(self.values)
