@@ -262,7 +262,7 @@ def index_ranges(function: Function) -> dict[Value, IndexRange]:
         indexed = op.spec.indexed(op.attributes)
         slot, dim = indexed or (-1, None)
         if slot >= 0 and dim is not None:
-            limit = op.inputs[slot].type.global_shape[dim]  # type: ignore[union-attr]
+            limit = op.attributes.get(op.spec.unpadded or "", shape_of(op.inputs[slot])[dim])
             ignored = op.attributes.get(op.spec.ignored) if op.spec.ignored else None
             here = IndexRange(limit, frozenset(() if ignored is None else (ignored,)))
             for k, v in enumerate(op.inputs):

@@ -214,6 +214,7 @@ TORCHTITAN_STEPS: tuple[Step, ...] = (
     with_accumulation,
     _with_schedule,
     all_gathered_again,
+    without_padding,
     _with_chunks,
     _with_sequence,
     _with_recompute,
