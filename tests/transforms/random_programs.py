@@ -654,6 +654,7 @@ random_plans = st.builds(
     split=st.just(()),
     cut=st.just(()),
     gathered_again=st.sampled_from(GATHERED_AGAIN),
+    pad_multiple=st.sampled_from((1, 1, 2, 3, 8)),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(
     lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)

@@ -36,6 +36,7 @@ PLANS = st.builds(
     recompute=st.sampled_from([*WORDS, "1e9"]),
     gathered_again=st.sampled_from(GATHERED_AGAIN),
     loss_gradient=st.sampled_from(["forward", "backward"]),
+    pad_multiple=st.sampled_from([1, 8, 64]),
     cut=st.lists(st.sampled_from(["h1.weight", "a b", 'c"d']), max_size=3).map(tuple),
 )
 

@@ -245,6 +245,6 @@ class _Padder:
         for d in range(len(self.graph.shapes[i])):
             if (i, d) in self.sizes and v in self.function.updates:
                 w = self._filled(v, w, d, 0.0)
-        if w.type is not v.type:
+        if w.type is not v.type or v in self.function.sources:
             self.maker.sources[w] = self.function.sources.get(v, self.graph.shapes[i])
         return w
