@@ -89,6 +89,5 @@ def source_of(distributed: Function, function: Function) -> Function:
     pairs = zip(fused.inputs, distributed.inputs, strict=False)
     if all(v.type.erased() is w.type.erased() for v, w in pairs):
         return fused
-    if any([not stays(op, split=True) for f in (distributed, *distributed.callees()) for op in f.ops]):
-        return pad_like(decompose(fused, split=False), distributed)
-    return pad_like(part_constants(decompose(fused)), distributed)
+    split = all([stays(op, split=True) for f in (distributed, *distributed.callees()) for op in f.ops])
+    return pad_like(part_constants(decompose(fused, split)), distributed)

@@ -73,7 +73,7 @@ def _fuse(function: Function, settings: PassContext) -> Function:
 def _decompose(function: Function, settings: PassContext) -> Function:
     split = bool(settings.plan.sharding.along(WEIGHTS))
     parts = decompose(function, split)
-    return part_constants(parts) if split else parts
+    return part_constants(parts) if split or settings.plan.pad_multiple > 1 else parts
 
 
 def _pad(function: Function, settings: PassContext) -> Function:
