@@ -83,8 +83,7 @@ def distribute(
 
 
 def source_of(distributed: Function, function: Function) -> Function:
-    """The reference for a distributed program: its source, fused, and if it was padded, decomposed as that, and padded.
-    """
+    """The reference for a distributed program: its source, fused; if it was padded, decomposed and padded as that."""
     fused = fuse(function)
     pairs = zip(fused.inputs, distributed.inputs, strict=False)
     if all(v.type.erased() is w.type.erased() for v, w in pairs):

@@ -152,8 +152,8 @@ class Plan:
     between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute`
     says what the backward pass recomputes: "none", "gathers", "attention", "selective", "full", "products",
     "all-products", or a number of bytes (`transforms.pipeline.recompute`). Dims of weights are padded so that what a
-    device holds of them is a multiple of `pad_multiple` (`transforms.sharding.pad`). `loss_gradient` says which pass computes the
-    gradient of the loss with respect to itself: DistIR (2021) counted it to the forward pass.
+    device holds of them is a multiple of `pad_multiple` (`transforms.sharding.pad`). `loss_gradient` says which pass
+    computes the gradient of the loss with respect to itself: DistIR (2021) counted it to the forward pass.
 
     Raises UsageError for a value that is none of the field's, InfeasibleError for more devices than can be listed.
     """
@@ -228,7 +228,7 @@ class Plan:
         kind="names",
     )
     pad_multiple: int = _setting(
-        1, "pad dims of weights to a multiple of this on each device, where that makes them longer by less than 1/8"
+        1, "pad dims of weights to a multiple of this on each device, if that makes them longer by less than 1/8"
     )
 
     def __post_init__(self) -> None:

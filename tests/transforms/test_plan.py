@@ -97,6 +97,7 @@ def test_generators_are_written_as_their_table(tmp_path: Path) -> None:
         ("ziro = 2", "a plan has no 'ziro'", "did you mean zero?"),
         ("colour = 'red'", "a plan has no 'colour'", "known are dp, tp, pp"),
         ("dp = 0", "dp is a whole number of at least 1, got 0", None),
+        ("pad_multiple = 0", "pad_multiple is a whole number of at least 1, got 0", None),
         ("dp = 2.5", "dp is a whole number of at least 1, got 2.5", None),
         ("dp = true", "dp is a whole number of at least 1, got True", None),
         ("zero = 4", "zero is 0, 1, 2 or 3, got 4", None),

@@ -1,11 +1,10 @@
 """Padding dims that do not divide: a vocabulary of 509 over 2 devices becomes one of 510.
 
-Which dims: a weight's dim of odd size whose whole factor class is clean, so that it can be split once it divides; or
-that every op but such as take its length (`unpadded`) could split. What
-stands in the padding of an input is 0; where an op reduces over a padded dim, or could otherwise let the padding into
-a result, it is first filled with the neutral value (`neutral` of the op's spec). Inputs remember
-their source shape in their role: executors pad what they feed, and cut what they give back. All other values remain the
-same objects.
+Which dims: a weight's dim of odd size whose whole factor class is clean, so that it can be split once it divides; also
+where ops need it whole that take its length (`unpadded`). What stands in the padding of an input is 0; where an op
+reduces over a padded dim, or could otherwise let the padding into a result, it is first filled with the neutral value
+(`neutral` of the op's spec). Inputs remember their source shape in their role: executors pad what they feed, and cut
+what they give back. All other values remain the same objects.
 """
 
 from __future__ import annotations
@@ -222,8 +221,9 @@ class _Padder:
         Or if it scatters: indices never point into the padding; or if the op takes the length of the dim.
         """
         slot, dim = op.spec.indexed(op.attributes) or (-1, None)
-        if op.spec.unpadded and slot >= 0 and dim is not None and mapping.ins[slot].dim is not None:
-            if op.spec.indexes(op.attributes, slot, mapping.ins[slot].dim, len(shape_of(op.inputs[slot]))):
+        if op.spec.unpadded is not None and slot >= 0 and dim is not None:
+            rank = len(shape_of(op.inputs[slot]))
+            if mapping.ins[slot].dim == dim % rank:
                 self.tail.update([((made.outputs[k], p.dim), 0.0) for k, p in splits(mapping.outs)])
                 return
         along = {k: p.dim for k, p in splits(mapping.ins)}

@@ -185,14 +185,14 @@ def _pad_weights(problem: Problem, axis: Axis) -> Function:
 
 
 def pad_to_multiple(problem: Problem) -> Function:
-    """The function, its dims of weights padded to the plan's multiple, where they still divide along axes of weights.
+    """The function, its dims of weights padded to the plan's multiple, but those of the batch, or that an axis splits.
 
-    Dims of the batch stay as they are.
+    Where an axis splits weights, those are padded that it splits (`_pad_weights`): most ops are decomposed then, so that
+    hardly any dim would stay as it is.
     """
-    function, sharding = problem.function, problem.sharding
-    if sharding.pad_multiple == 1:
+    function, sharding, n = problem.function, problem.sharding, problem.sharding.pad_multiple
+    if n == 1 or sharding.along(WEIGHTS):
         return function
-    n = math.lcm(sharding.pad_multiple, *[a.size for a in sharding.along(WEIGHTS)])
     kept = {*problem.batch, *[pair for pairs in problem.dims.values() for pair in pairs]}
     which = [k for k, sizes in enumerate(_paddable(function, n, 1)) if kept.isdisjoint(sizes)]
     return _padded(function, n, 1, tuple(which))

@@ -97,7 +97,7 @@ def test_kernels(
         loss, lse = kernels.row_losses(x, label, ignored, result)
         assert (loss.dtype, lse.dtype) == (result, torch.float32)
         check((loss, lse), want[:2])
-    slope = kernels.logit_slopes(x, label, lse, d, ignored)
+    slope = kernels.logit_slopes(x, label, lse, d, ignored, v)
     assert slope.dtype == dtype
     check((slope,), want[2:])
     assert not slope[label == ignored].any() if ignored is not None else True
@@ -109,7 +109,7 @@ def test_labels_of_any_integers(label_dtype: torch.dtype, kernels: ModuleType) -
     x, label, d = operands(6, 200, torch.bfloat16, "own")
     every_other = torch.stack((label, label), 1).to(label_dtype)[:, 0]
     loss, lse = kernels.row_losses(x, every_other, None, torch.float32)
-    slope = kernels.logit_slopes(x, every_other, lse, d, None)
+    slope = kernels.logit_slopes(x, every_other, lse, d, None, 200)
     check((loss, lse, slope), formulas(x, label, d, None))
 
 
@@ -127,7 +127,7 @@ def test_large_and_infinite_logits(dtype: torch.dtype, kernels: ModuleType) -> N
     loss, lse = kernels.row_losses(x, label, None, torch.float32)
     want = formulas(x, label, d, None)
     check((loss, lse), want[:2])
-    slope = kernels.logit_slopes(x, label, lse, d, None)
+    slope = kernels.logit_slopes(x, label, lse, d, None, 9000)
     torch.testing.assert_close(slope.double(), want[2], rtol=2.0**-6, atol=1e-6)
 
 
@@ -140,7 +140,7 @@ def test_what_is_not_finite_stays_so(kernels: ModuleType) -> None:
     loss, lse = kernels.row_losses(x, label, -100, torch.float32)
     assert loss.isfinite().tolist() == [False] * 4 + [True]
     assert lse.tolist()[1] == -torch.inf
-    slope = kernels.logit_slopes(x, label, lse, d, -100)
+    slope = kernels.logit_slopes(x, label, lse, d, -100, 5000)
     assert slope.isnan().all(-1).tolist() == [True, True, False, False, False]
     assert not slope[4].any()
 
@@ -149,7 +149,7 @@ def test_what_is_not_finite_stays_so(kernels: ModuleType) -> None:
 def test_no_rows(kernels: ModuleType) -> None:
     x, label, d = operands(0, 7, torch.bfloat16, "own")
     loss, lse = kernels.row_losses(x, label, None, torch.float32)
-    assert kernels.logit_slopes(x, label, lse, d, None).shape == (0, 7)
+    assert kernels.logit_slopes(x, label, lse, d, None, 7).shape == (0, 7)
     assert loss.shape == lse.shape == (0,)
 
 
@@ -201,7 +201,7 @@ def test_what_the_compiler_is_given_is_what_chunks_are(
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
         monkeypatch.setattr(loss_kernels, "_CHUNK", chunk)
         loss, lse = loss_kernels.row_losses(x, label, ignored, torch.float32)
-        slope = loss_kernels.logit_slopes(x, label, lse, d, ignored)
+        slope = loss_kernels.logit_slopes(x, label, lse, d, ignored, v)
         assert (loss.dtype, lse.dtype, slope.dtype) == (torch.float32, torch.float32, dtype)
         check((loss, lse, slope), want)
 
@@ -216,7 +216,7 @@ def test_the_compiler_captures_it_whole() -> None:
 
     def step(x: torch.Tensor, label: torch.Tensor, d: torch.Tensor) -> Row:
         loss, lse = loss_kernels.row_losses(x, label, -100, torch.float32)
-        return loss, lse, loss_kernels.logit_slopes(x, label, lse, d, -100)
+        return loss, lse, loss_kernels.logit_slopes(x, label, lse, d, -100, x.shape[-1])
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
