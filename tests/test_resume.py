@@ -120,7 +120,7 @@ def test_padding_is_not_saved(tmp_path: Path) -> None:
     assert largest_error(result, whole) <= 1e-10
     assert result.weights["table"].shape == (13, 12)
     saved = read_wholes(tmp_path / "c" / "step-00000006", model.function)
-    assert any(np.array_equal(x, result.weights["table"]) for x in saved)
+    assert any(np.array_equal(x, result.weights["table"]) for x in saved.values())
 
 
 def test_numpy_goes_on_bit_for_bit(model: distir.Model, tmp_path: Path) -> None:

@@ -185,10 +185,10 @@ def _pad_weights(problem: Problem, axis: Axis) -> Function:
 
 
 def pad_to_multiple(problem: Problem) -> Function:
-    """The function, its dims of weights padded to the plan's multiple, but those of the batch, or that an axis splits.
+    """The function, its dims of weights padded to the plan's multiple, but those of the batch, or of named splits.
 
-    Where an axis splits weights, those are padded that it splits (`_pad_weights`): most ops are decomposed then, so that
-    hardly any dim would stay as it is.
+    Where an axis splits weights, what it splits is padded (`_pad_weights`): ops are decomposed then, so that hardly any
+    dim would stay as it is.
     """
     function, sharding, n = problem.function, problem.sharding, problem.sharding.pad_multiple
     if n == 1 or sharding.along(WEIGHTS):
