@@ -104,8 +104,8 @@ def row_losses(
 def logit_slopes(
     x: torch.Tensor, label: torch.Tensor, lse: torch.Tensor, d: torch.Tensor, ignore_index: int | None, count: int
 ) -> torch.Tensor:
-    """The gradient of the logits, from the log-sum-exp of each row and the gradient `d` of its loss; 0 from class `count`
-    on.
+    """The gradient of the logits, from the log-sum-exp of each row and the gradient `d` of its loss. The classes from
+    `count` on are padding, of gradient 0.
 
     Under a TorchFunctionMode it is a call like torch's own: what it calls is chosen when run.
     """
@@ -115,7 +115,9 @@ def logit_slopes(
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if (kernels := _kernels(x)) is not None:
         rows = [a.reshape(-1) for a in (label, lse, d)]
-        return kernels.logit_slopes(side_by_side(x.reshape(-1, x.shape[-1])), *rows, ignore_index, count).reshape(x.shape)
+        return kernels.logit_slopes(side_by_side(x.reshape(-1, x.shape[-1])), *rows, ignore_index, count).reshape(
+            x.shape
+        )
     d = d.float() if ignore_index is None else d.float().masked_fill(label == ignore_index, 0)
     if torch.compiler.is_compiling():  # the compiler fuses all of it
         hit = torch.arange(count, device=x.device) == label.unsqueeze(-1)

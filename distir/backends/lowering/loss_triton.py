@@ -31,8 +31,8 @@ def row_losses(
 def logit_slopes(
     x: torch.Tensor, label: torch.Tensor, lse: torch.Tensor, d: torch.Tensor, ignore_index: int | None, count: int
 ) -> torch.Tensor:
-    """The gradient of the logits, from the log-sum-exp of each row and the gradient `d` of its loss; 0 from class `count`
-    on."""
+    """The gradient of the logits, from the log-sum-exp of each row and the gradient `d` of its loss. The classes from
+    `count` on are padding, of gradient 0."""
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     columns = [a.contiguous() for a in (label, lse, d)]

@@ -104,6 +104,20 @@ def test_kernels(
 
 
 @of_kernels
+@pytest.mark.parametrize("dtype", ULP, ids=str)
+@pytest.mark.parametrize(("v", "count"), [(16, 9), (8192, 8191), (8200, 8190), (9000, 4096)])
+def test_the_gradient_of_padded_classes_is_0(v: int, count: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+    x, label, d = operands(3, v, dtype, "own")
+    x[:, count:] = torch.nan
+    label %= count
+    loss, lse = kernels.row_losses(x[:, :count], label, None, torch.float32)
+    slope = kernels.logit_slopes(x, label, lse, d, None, count)
+    check((loss, lse, slope[:, :count]), formulas(x[:, :count], label, d, None))
+    assert slope.shape == (3, v)
+    assert not slope[:, count:].any()
+
+
+@of_kernels
 @pytest.mark.parametrize("label_dtype", [torch.int32, torch.uint8, torch.int64], ids=str)
 def test_labels_of_any_integers(label_dtype: torch.dtype, kernels: ModuleType) -> None:
     x, label, d = operands(6, 200, torch.bfloat16, "own")
@@ -171,6 +185,11 @@ def test_the_ops_take_the_kernels(
     rows = loss_kernels.cross_entropy(x, label, 3)
     slope = loss_kernels.cross_entropy_grad(x, label, rows[1], d, 0, v, 3)
     check((*rows, slope), formulas(x, label, d, 3))
+    count, label = 290, label % 290
+    rows = loss_kernels.cross_entropy(x, label, 3, count=count)
+    slope = loss_kernels.cross_entropy_grad(x, label, rows[1], d, 0, v, 3, count)
+    check((*rows, slope[..., :count]), formulas(x[..., :count], label, d, 3))
+    assert not slope[..., count:].any()
 
 
 @pytest.mark.gpu
@@ -204,6 +223,8 @@ def test_what_the_compiler_is_given_is_what_chunks_are(
         slope = loss_kernels.logit_slopes(x, label, lse, d, ignored, v)
         assert (loss.dtype, lse.dtype, slope.dtype) == (torch.float32, torch.float32, dtype)
         check((loss, lse, slope), want)
+        further = loss_kernels.logit_slopes(torch.nn.functional.pad(x, (0, 8)), label, lse, d, ignored, v)
+        assert torch.equal(further, torch.nn.functional.pad(slope, (0, 8)))
 
 
 def test_the_compiler_captures_it_whole() -> None:
