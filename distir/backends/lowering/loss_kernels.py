@@ -115,9 +115,8 @@ def logit_slopes(
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if (kernels := _kernels(x)) is not None:
         rows = [a.reshape(-1) for a in (label, lse, d)]
-        return kernels.logit_slopes(side_by_side(x.reshape(-1, x.shape[-1])), *rows, ignore_index, count).reshape(
-            x.shape
-        )
+        flat = side_by_side(x.reshape(-1, x.shape[-1]))
+        return kernels.logit_slopes(flat, *rows, ignore_index, count).reshape(x.shape)
     d = d.float() if ignore_index is None else d.float().masked_fill(label == ignore_index, 0)
     if torch.compiler.is_compiling():  # the compiler fuses all of it
         hit = torch.arange(count, device=x.device) == label.unsqueeze(-1)
