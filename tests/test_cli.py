@@ -386,7 +386,7 @@ def test_simulate_json(cli):
     assert found["plan"] == {
         "dp": 2, "tp": 2, "pp": 2, "microbatches": 2, "schedule": "1f1b", "order": ["tp", "dp", "pp"], "chunks": 1,
         "overlap": True, "bucket_mb": 25.0, "zero": 0, "gathered_again": "all", "sequence_parallel": False,
-        "recompute": "none", "loss_gradient": "backward", "split": [], "cut": [], "devices": 8
+        "recompute": "none", "loss_gradient": "backward", "split": [], "cut": [], "pad_multiple": 1, "devices": 8
     }  # fmt: skip
     assert found["batch"] == 8
     assert found["tokens"] == 128

@@ -108,6 +108,21 @@ def test_in_float64_another_plan_goes_on_to_1e_10(tmp_path: Path) -> None:
             np.testing.assert_array_equal(saved[k], result.weights[v.name])
 
 
+def test_padding_is_not_saved(tmp_path: Path) -> None:
+    """With 14 classes for 13, then 13, then 14 in parts: checkpoints have 13."""
+    model, padded = small("float64"), distir.Plan(pad_multiple=2)
+    whole = distir.run(model, distir.Plan(), steps=6, backend="numpy")
+    distir.run(model, padded, steps=2, backend="numpy", checkpoint=tmp_path / "c")
+    distir.run(model, distir.Plan(), steps=4, backend="numpy", checkpoint=tmp_path / "c", resume=True)
+    plan = distir.Plan(dp=2, zero=3, pad_multiple=7)
+    result = distir.run(model, plan, steps=6, checkpoint=tmp_path / "c", resume=True, check=True)
+    assert (result.first, result.check and result.check.ok) == (4, True)
+    assert largest_error(result, whole) <= 1e-10
+    assert result.weights["table"].shape == (13, 12)
+    saved = read_wholes(tmp_path / "c" / "step-00000006", model.function)
+    assert any(np.array_equal(x, result.weights["table"]) for x in saved.values())
+
+
 def test_numpy_goes_on_bit_for_bit(model: distir.Model, tmp_path: Path) -> None:
     whole = distir.run(model, distir.Plan(dp=2), steps=4, backend="numpy")
     distir.run(model, distir.Plan(dp=2), steps=3, backend="numpy", checkpoint=tmp_path, every=2)

@@ -21,6 +21,7 @@ from distir.api.tokens import read_tokens
 from distir.ir.errors import UsageError, counted
 from distir.ir.function import Function, Value
 from distir.ir.type import Tensor
+from distir.ops.rules import shape_of
 from distir.runtime.samples import Samples, batches
 from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.roles import batch_dims, weights
@@ -262,7 +263,8 @@ def index_ranges(function: Function) -> dict[Value, IndexRange]:
         indexed = op.spec.indexed(op.attributes)
         slot, dim = indexed or (-1, None)
         if slot >= 0 and dim is not None:
-            limit = op.inputs[slot].type.global_shape[dim]  # type: ignore[union-attr]
+            whole = shape_of(op.inputs[slot])[dim]
+            limit = op.attributes.get(op.spec.unpadded, whole) if op.spec.unpadded else whole
             ignored = op.attributes.get(op.spec.ignored) if op.spec.ignored else None
             here = IndexRange(limit, frozenset(() if ignored is None else (ignored,)))
             for k, v in enumerate(op.inputs):

@@ -230,6 +230,16 @@ class Spec:
                 return None
         return found
 
+    def counted(self, attrs: Attrs, ins: Sequence[Shape], slot: int, split: Shard) -> FactorMapping | None:
+        """The factor mapping of a dim of an operand that the op needs whole, but without its padding; None if the op
+        does not take its length (`unpadded`)."""
+        if self.unpadded is None or slot < 0 or split != Shard(split.dim):
+            return None
+        f = self.factors(attrs, ins)
+        if f is None or not self.indexes(attrs, slot, split.dim, len(ins[slot])):
+            return None
+        return axes_mapping(f, slot, split, whole=True)
+
     def neutral(self, mapping: FactorMapping) -> float:
         """The neutral value of an operand where the op reduces along this factor mapping.
 
@@ -259,10 +269,11 @@ def _linear(sets: Any) -> Any:
     return sets if isinstance(sets, str) or callable(sets) else tuple(frozenset(s) for s in sets)
 
 
-def axes_mapping(f: Factors, slot: int, split: Shard) -> FactorMapping | None:
-    """The factor mapping of a factor of `axes`; None if it may not be split."""
+def axes_mapping(f: Factors, slot: int, split: Shard, whole: bool = False) -> FactorMapping | None:
+    """The factor mapping of a factor of `axes`; None if it may not be split. With `whole` it is none that is reduced,
+    and every result without it is the same on all devices."""
     name = f.ins[slot][split.dim] if slot >= 0 else f.outs[~slot][split.dim]
-    if name is None or f.kinds.get(name) == "whole":
+    if name is None or (f.kinds.get(name) == "whole") != whole:
         return None
     if any(row.count(name) > 1 for row in (*f.ins, *f.outs)):
         return None
@@ -272,6 +283,8 @@ def axes_mapping(f: Factors, slot: int, split: Shard) -> FactorMapping | None:
     for row in f.outs:
         if name in row:
             outs.append(_at(row, name, split.outer))
+        elif whole:
+            outs.append(REPLICATE)
         elif kind is None:
             return None  # not reduced and not there: every device would hold a different result
         else:
@@ -304,8 +317,9 @@ def op(name: str, **fields: Any) -> Spec:
       -> attributes` gives the attributes for one device's piece. With `index=(slot, dim)`, or a function of the
       attributes that gives it, eval gets the keyword `start`, the global index at which this device's piece of that
       dim begins (a negative dim counts from the last); with a dim of None a tuple, for all dims. `unpadded` names the
-      attribute that says, if that dim is padded, how long it was (of all dims: the shape); `ignored` the one that says
-      which index, in that dim or not, counts for nothing.
+      attribute that says, if that dim is padded, how long it was (of all dims: the shape): no result depends on what is
+      beyond, and results that have one such dim are 0 there; `ignored` the one that says which index, in that dim or
+      not, counts for nothing.
     - `grad(maker, op, *gradients of the results) -> gradients of the operands`, None where there is none.
     - `decompose(maker, op) -> results`: in ops that can be split. With a `grad` beside it, only if something is split:
       the op itself is faster.

@@ -167,8 +167,15 @@ def _rows_dtype(attrs: Attrs, logits: DType, labels: DType) -> list[DType]:
 
 
 def _rows(
-    xp: Any, x: Any, label: Any, ignore_index: int | None = None, result: DType | None = None, start: int = 0
+    xp: Any,
+    x: Any,
+    label: Any,
+    ignore_index: int | None = None,
+    result: DType | None = None,
+    count: int | None = None,
+    start: int = 0,
 ) -> tuple[Any, Any]:
+    x = x[..., :count]
     top = xp.max(x, axis=-1)
     total, picked = _logit_sums(xp, x, label, top, start)
     lse = xp.log(total) + wide(xp, top)
@@ -180,6 +187,9 @@ def _rows_decompose(f: FunctionMaker, o: Op) -> list[Value]:
     """By ops that allow the classes to be split."""
     logits, labels = o.inputs
     ignored = o.attributes.get("ignore_index")
+    if (count := o.attributes.get("count")) is not None:
+        last = len(shape_of(logits)) - 1
+        logits = f.emit("FillTail", logits, dim=last, size=count, value=float("-inf"))
     top = f.emit("ReduceMax", logits, axes=(len(shape_of(logits)) - 1,), keepdims=0)
     total, picked = f.emit("LogitSums", logits, labels, top)
     lse = f.emit("Add", f.emit("Log", total), cast(f, top, tensor(total).dtype))
@@ -203,8 +213,22 @@ def _slope_dtype(attrs: Attrs, logits: DType, labels: DType, lse: DType, d: DTyp
 
 
 def _slope(
-    xp: Any, x: Any, label: Any, lse: Any, d: Any, start: int, classes: int, ignore_index: int | None = None
+    xp: Any,
+    x: Any,
+    label: Any,
+    lse: Any,
+    d: Any,
+    start: int,
+    classes: int,
+    ignore_index: int | None = None,
+    count: int | None = None,
 ) -> Any:
+    if count is not None and count < start + x.shape[-1]:  # the rest is padding
+        tail = xp.zeros_like(x[..., max(0, count - start) :])
+        if count <= start:
+            return tail
+        slope = _slope(xp, x[..., : count - start], label, lse, d, start, classes, ignore_index)
+        return xp.concat((slope, tail), axis=-1)
     row = label - start
     here = (row >= 0) & (row < x.shape[-1])
     d = wide(xp, d) if ignore_index is None else xp.where(label != ignore_index, wide(xp, d), 0)
@@ -238,12 +262,13 @@ def _logit_sums(xp: Any, x: Any, label: Any, top: Any, start: int) -> tuple[Any,
 
 op(  # logits, labels -> the rows' losses, 0 for ignored labels, and the log-sum-exp of their logits, saved
     "CrossEntropy",
-    attributes="ignore_index:int/none? result:dtype?",
+    attributes="ignore_index:int/none? result:dtype? count:size?",
     axes=_of_labels("... v, ... -> ..., ... | v:whole"),
     dtype=_rows_dtype,
     outputs=2,
     saved=1,
     index=(0, -1),
+    unpadded="count",
     ignored="ignore_index",
     logits="forward",
     eval=_rows,
@@ -252,11 +277,12 @@ op(  # logits, labels -> the rows' losses, 0 for ignored labels, and the log-sum
 )
 op(  # the gradient of the logits, from these, the labels, what is saved, and the rows' gradients
     "CrossEntropyGrad",
-    attributes="ignore_index:int/none?",
+    attributes="ignore_index:int/none? count:size?",
     axes=_of_labels("... v, ..., ..., ... -> ... v"),
     dtype=_slope_dtype,
     linear=[{3}],
     index=(0, -1),
+    unpadded="count",
     ignored="ignore_index",
     local=lambda attrs, ins, outs: {"classes": ins[0].global_shape[-1]},
     logits="backward",

@@ -13,7 +13,7 @@ from distir.transforms.passes import BodyPasses, PassContext, run_passes, schedu
 from distir.transforms.pipeline.schedule import Schedule
 from distir.transforms.pipeline.stages import PLAIN, StageCost
 from distir.transforms.plan import Plan
-from distir.transforms.rewriting.decompose import decompose
+from distir.transforms.rewriting.decompose import decompose, stays
 from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.rewriting.part_constants import part_constants
 from distir.transforms.roles import batch_dims
@@ -83,9 +83,10 @@ def distribute(
 
 
 def source_of(distributed: Function, function: Function) -> Function:
-    """The reference for a distributed program: its source, fused, and if it was padded, decomposed and padded."""
+    """The reference for a distributed program: its source, fused; if it was padded, decomposed and padded as that."""
     fused = fuse(function)
     pairs = zip(fused.inputs, distributed.inputs, strict=False)
     if all(v.type.erased() is w.type.erased() for v, w in pairs):
         return fused
-    return pad_like(part_constants(decompose(fused)), distributed)
+    split = all([stays(op, split=True) for f in (distributed, *distributed.callees()) for op in f.ops])
+    return pad_like(part_constants(decompose(fused, split)), distributed)

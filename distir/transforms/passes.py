@@ -73,7 +73,7 @@ def _fuse(function: Function, settings: PassContext) -> Function:
 def _decompose(function: Function, settings: PassContext) -> Function:
     split = bool(settings.plan.sharding.along(WEIGHTS))
     parts = decompose(function, split)
-    return part_constants(parts) if split else parts
+    return part_constants(parts) if split or settings.plan.pad_multiple > 1 else parts
 
 
 def _pad(function: Function, settings: PassContext) -> Function:
@@ -229,7 +229,9 @@ PASSES: tuple[Pass, ...] = (
         _decompose,
         "ops replaced by their parts where they could not be split as a whole",
     ),
-    Pass("pad", SEQUENTIAL, SEQUENTIAL, _pad, "dims padded to a multiple of the axis that splits them"),
+    Pass(
+        "pad", SEQUENTIAL, SEQUENTIAL, _pad, "dims padded to a multiple of the axis that splits them, or of the plan's"
+    ),
     Pass("place", SEQUENTIAL, PLACED, _place, "values placed on a mesh, collectives inserted"),
     Pass("join", PLACED, PLACED, _join, "collectives along one axis after another made one, along several"),
     Pass("recompute", PLACED, PLACED, _recompute, "values recomputed in the backward pass instead of saved"),

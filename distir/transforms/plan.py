@@ -84,6 +84,7 @@ class Sharding(NamedTuple):
     microbatches: int = 1
     zero: int = 0
     sequence: bool = False
+    pad_multiple: int = 1
 
     def along(self, strategy: str) -> tuple[Axis, ...]:
         """The axes of a strategy."""
@@ -150,8 +151,9 @@ class Plan:
     again: "all", or only those of "blocks" (`transforms.pipeline.keep_whole`). With `sequence_parallel` activations
     between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute`
     says what the backward pass recomputes: "none", "gathers", "attention", "selective", "full", "products",
-    "all-products", or a number of bytes (`transforms.pipeline.recompute`). `loss_gradient` says which pass computes the
-    gradient of the loss with respect to itself: DistIR (2021) counted it to the forward pass.
+    "all-products", or a number of bytes (`transforms.pipeline.recompute`). Dims of weights are padded so that what a
+    device holds of them is a multiple of `pad_multiple` (`transforms.sharding.pad`). `loss_gradient` says which pass
+    computes the gradient of the loss with respect to itself: DistIR (2021) counted it to the forward pass.
 
     Raises UsageError for a value that is none of the field's, InfeasibleError for more devices than can be listed.
     """
@@ -225,6 +227,9 @@ class Plan:
         check=lambda x: _names(x, "cut"),
         kind="names",
     )
+    pad_multiple: int = _setting(
+        1, "pad dims of weights to a multiple of this on each device, if that makes them longer by less than 1/8"
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.order, list):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -261,7 +266,7 @@ class Plan:
     def sharding(self) -> Sharding:
         """What decides placements."""
         axes = tuple([a for a in self.axes if a.strategy != STAGES and a.size > 1])
-        return Sharding(axes, self.microbatches, self.zero, self.sequence_parallel)
+        return Sharding(axes, self.microbatches, self.zero, self.sequence_parallel, self.pad_multiple)
 
     def spacing(self, axis: str) -> int:
         """The stride along an axis: the difference between the numbers of neighbouring devices."""
@@ -281,6 +286,7 @@ class Plan:
         if self.bucket_mb != BUCKET_MB:
             text += f", buckets of {self.bucket_mb:g} MiB"
         text += ", sequence parallel" if self.sequence_parallel else ""
+        text += "" if self.pad_multiple == 1 else f", padded to multiples of {self.pad_multiple}"
         text += "" if self.recompute == "none" else f", recompute {self.recompute}"
         if self.loss_gradient != PHASES[BACKWARD].word:
             text += f", gradient of the loss in the {self.loss_gradient} pass"

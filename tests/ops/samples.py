@@ -384,10 +384,16 @@ SAMPLES = [
     sample("LogitSums", real(4, 2, 12), below(12, 4, 2), real(4, 2)),
     sample("CrossEntropy", real(4, 2, 12), below(12, 4, 2)),
     sample("CrossEntropy", real(4, 6), below(6, 4, dtype=Int32), ignore_index=3),
+    sample("CrossEntropy", real(4, 8), below(6, 4), count=6),
     *[
         sample("CrossEntropyGrad", real(4, 12), below(12, 4, dtype=Int32), lse, real(4), **how)
         for lse in [saved(lambda x, *_: np.log(np.exp(x).sum(-1)), 4)]
         for how in [{}, {"ignore_index": 2}]
+    ],
+    *[
+        sample("CrossEntropyGrad", real(4, 12), below(count, 4), lse, real(4), count=count)
+        for count in [3, 6, 11]  # of 12: also where whole parts are padding
+        for lse in [saved(lambda x, *_, count=count: np.log(np.exp(x[:, :count]).sum(-1)), 4)]
     ],
     # optim
     sample("SGD", real(4, 6), real(4, 6), lr=0.1),

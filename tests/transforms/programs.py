@@ -49,6 +49,7 @@ class Plan(NamedTuple):
     split: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
     gathered_again: str = "all"
+    pad_multiple: int = 1
 
     def __str__(self) -> str:
         host = "-host" if self.host else ""
@@ -60,9 +61,10 @@ class Plan(NamedTuple):
         again = "" if self.recompute == "none" else f"-recompute_{self.recompute}"
         again += "" if self.gathered_again == "all" else f"-{self.gathered_again}_gathered_again"
         sequence = "-sequence" if self.sequence_parallel else ""
+        padded = f"-padded{self.pad_multiple}" if self.pad_multiple > 1 else ""
         split = "".join([f"-{text}" for text in self.split])
         cut = "".join([f"-{name}" for name in self.cut])
-        return f"{degrees}{split}{cut}-{self.schedule}{host}{chunks}{overlap}{bucket}{zero}{again}{sequence}"
+        return f"{degrees}{split}{cut}-{self.schedule}{host}{chunks}{overlap}{bucket}{zero}{again}{sequence}{padded}"
 
     @property
     def devices(self) -> list[Device]:

@@ -183,7 +183,7 @@ def attention(m: Maker) -> None:
     scores = m.emit("MatMul", q, m.emit("Transpose", k, perm=(0, 1, 3, 2)))
     if m.flip():
         scores = m.emit("Mul", scores, m.number(0.5))
-    mask = m.pick(("none", "filled", "filled", "data", "samples", "learned", "whole", "causal", "causal"))
+    mask = m.pick(("none", "filled", "filled", "data", "samples", "learned", "learned", "whole", "causal", "causal"))
     if mask == "filled":
         mask = m.input(m.sequence, m.sequence, role=Role("constant"))
         seen = m.emit("Less", mask, m.number(0.0))
@@ -654,6 +654,7 @@ random_plans = st.builds(
     split=st.just(()),
     cut=st.just(()),
     gathered_again=st.sampled_from(GATHERED_AGAIN),
+    pad_multiple=st.sampled_from((1, 1, 1, 2, 8)),
 ).map(lambda p: _interleaved(p) if p.schedule == "interleaved" else p)
 random_plans = random_plans.filter(
     lambda p: p.fits_batch and p.dp * p.tp * p.pp <= 8 and (p.schedule != "interleaved" or p.chunks > 1)

@@ -69,6 +69,11 @@ SPREAD = [
     Plan(2, 1, 1, 2, bucket_mb=0),
     Plan(2, 2, 2, 2, bucket_mb=0.001),
     Plan(4, 1, 2, 2, "gpipe", host=True, bucket_mb=float("inf")),
+    Plan(pad_multiple=8),
+    Plan(2, 1, 1, 2, zero=3, pad_multiple=64),
+    Plan(1, 1, 2, 2, pad_multiple=4),
+    Plan(2, 2, 2, 2, pad_multiple=8),
+    Plan(2, 2, 1, 1, zero=2, pad_multiple=2),
     Plan(2, 1, 2, 4, "distir2021"),
     Plan(1, 2, 4, 2, "distir2021", host=True),
 ]

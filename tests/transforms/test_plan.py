@@ -36,6 +36,7 @@ PLANS = st.builds(
     recompute=st.sampled_from([*WORDS, "1e9"]),
     gathered_again=st.sampled_from(GATHERED_AGAIN),
     loss_gradient=st.sampled_from(["forward", "backward"]),
+    pad_multiple=st.sampled_from([1, 8, 64]),
     cut=st.lists(st.sampled_from(["h1.weight", "a b", 'c"d']), max_size=3).map(tuple),
 )
 
@@ -96,6 +97,7 @@ def test_generators_are_written_as_their_table(tmp_path: Path) -> None:
         ("ziro = 2", "a plan has no 'ziro'", "did you mean zero?"),
         ("colour = 'red'", "a plan has no 'colour'", "known are dp, tp, pp"),
         ("dp = 0", "dp is a whole number of at least 1, got 0", None),
+        ("pad_multiple = 0", "pad_multiple is a whole number of at least 1, got 0", None),
         ("dp = 2.5", "dp is a whole number of at least 1, got 2.5", None),
         ("dp = true", "dp is a whole number of at least 1, got True", None),
         ("zero = 4", "zero is 0, 1, 2 or 3, got 4", None),

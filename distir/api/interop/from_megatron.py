@@ -84,7 +84,9 @@ def read_megatron(path: str | PathLike[str], devices: int | None = None, layers:
     precision = _precision(given)
     plan, whole = _plan(given, devices, layers, precision)
     settings = TrainingSettings(whole, given["seq-length"], precision, None, layers)
-    leave = ("loss_gradient", "cut", *(("bucket_mb",) if plan.zero > 1 and plan.overlap else ()))
+    leave = ["loss_gradient", "cut"]
+    leave += ["bucket_mb"] if plan.zero > 1 and plan.overlap else []
+    leave += ["pad_multiple"] if given["make-vocab-size-divisible-by"] is None else []
     notes += megatron_notes(Request(plan, settings))
     return ReadConfig(fields_of(plan, leave), settings, faults, notes, ignored, plan.size)
 
@@ -171,6 +173,7 @@ def _plan(given: _Given, devices: int, layers: int | None, precision: Precision)
         sequence_parallel=sequence,
         recompute=_recompute(given, sequence, layers, pp),
         split=splits_of({CONTEXT: cp, EXPERTS: ep, REPLICATE: replicate}),
+        pad_multiple=given["make-vocab-size-divisible-by"] or 1,
     )
     return in_effect(replace(plan, order=nested(plan, given["use-tp-pp-dp-mapping"]))), whole
 

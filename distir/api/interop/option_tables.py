@@ -124,6 +124,7 @@ MEGATRON: dict[str, ToolOption] = {
     "--use-tp-pp-dp-mapping": ToolOption(bool, False),
     "--num-layers": ToolOption(int),
     "--seq-length": ToolOption(int),
+    "--make-vocab-size-divisible-by": ToolOption(int),
     # what distir does not do
     "--rampup-batch-size": ToolOption(list, None, "microbatches", "a batch that grows"),
     "--decoder-first-pipeline-num-layers": ToolOption(int, None, "cut", "stages of given numbers of layers"),

@@ -228,6 +228,13 @@ def all_gathered_again(r: Request) -> tuple[str, Request] | None:
     return f"that only {r.plan.gathered_again} are gathered again", r.changed(gathered_again="all")
 
 
+def without_padding(r: Request) -> tuple[str, Request] | None:
+    """The tool pads no dims."""
+    if r.plan.pad_multiple == 1:
+        return None
+    return f"dims padded to multiples of {r.plan.pad_multiple}", r.changed(pad_multiple=1)
+
+
 def in_order(r: Request) -> tuple[str, Request] | None:
     """The axes run in the tools' order."""
     order = nested(r.plan)

@@ -7,6 +7,8 @@
 - Virtual stages of a pipeline rank are chunks of the interleaved schedule.
 - With sequence parallelism inputs of products are saved in shards and gathered once more: that is `gathers`. Selective
   recomputation, of core attention, is `attention`.
+- A vocabulary is padded to a multiple of a number and the degree of tensor parallelism. Megatron-LM pads no other dims,
+  and without the option vocabularies to 128; a file without it says nothing of the plan's `pad_multiple`.
 - Gradients are reduced in buckets beside the backward pass, or without overlap in one bucket after it.
 """
 
@@ -90,6 +92,7 @@ def _arguments(request: Request) -> Iterator[str]:
     yield f"--global-batch-size {settings.batch}"
     if settings.seq is not None:
         yield f"--seq-length {settings.seq}"
+    yield f"--make-vocab-size-divisible-by {plan.pad_multiple}"
     yield from _zero(request)
     yield from _overlap(request)
     if plan.recompute == "full":

@@ -38,6 +38,7 @@ from distir.api.interop.plan_settings import (
     with_sharded_groups,
     without_cut,
     without_loss_gradient,
+    without_padding,
 )
 from distir.api.model import Precision
 from distir.transforms.plan import BUCKET_MB, Plan
@@ -214,6 +215,7 @@ TORCHTITAN_STEPS: tuple[Step, ...] = (
     with_accumulation,
     _with_schedule,
     all_gathered_again,
+    without_padding,
     _with_chunks,
     _with_sequence,
     _with_recompute,

@@ -28,9 +28,11 @@ def cross_entropy(
     label: torch.Tensor,
     ignore_index: int | None = None,
     result: DType | None = None,
+    count: int | None = None,
     start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The classes are not sharded: `start` is 0."""
+    x = x[..., :count]
     if _in_one_call(x):
         return row_losses(x, label, ignore_index, x.dtype if result is None else torch_dtype(result))
     logs = torch.log_softmax(x, -1)
@@ -49,16 +51,24 @@ def cross_entropy_grad(
     start: int,
     classes: int,
     ignore_index: int | None = None,
+    count: int | None = None,
 ) -> torch.Tensor:
     if x.shape[-1] != classes:
-        settings = {"start": start, "classes": classes, "ignore_index": ignore_index}
+        settings = {"start": start, "classes": classes, "ignore_index": ignore_index, "count": count}
         return written_out("CrossEntropyGrad", x)(x, label, lse, d, **settings)
+    count = classes if count is None else count
     if _in_one_call(x):
-        return logit_slopes(x, label, lse, d, ignore_index)
+        return logit_slopes(x, label, lse, d, ignore_index, count)
     if ignore_index is not None:
-        d, label = d.masked_fill(label == ignore_index, 0), label.clamp(0, classes - 1)
-    y = torch.softmax(x, -1).mul_(d.unsqueeze(-1))
-    return y.scatter_add_(-1, label.long().unsqueeze(-1), d.neg().unsqueeze(-1))
+        d, label = d.masked_fill(label == ignore_index, 0), label.clamp(0, count - 1)
+    y = torch.softmax(x[..., :count], -1).mul_(d.unsqueeze(-1))
+    y.scatter_add_(-1, label.long().unsqueeze(-1), d.neg().unsqueeze(-1))
+    return _widened(y, classes)
+
+
+def _widened(y: torch.Tensor, classes: int) -> torch.Tensor:
+    """With zeros in further classes."""
+    return y if y.shape[-1] == classes else torch.nn.functional.pad(y, (0, classes - y.shape[-1]))
 
 
 def _in_one_call(x: torch.Tensor) -> bool:
@@ -92,30 +102,33 @@ def row_losses(
 
 
 def logit_slopes(
-    x: torch.Tensor, label: torch.Tensor, lse: torch.Tensor, d: torch.Tensor, ignore_index: int | None
+    x: torch.Tensor, label: torch.Tensor, lse: torch.Tensor, d: torch.Tensor, ignore_index: int | None, count: int
 ) -> torch.Tensor:
-    """The gradient of the logits, from the log-sum-exp of each row and the gradient `d` of its loss.
+    """The gradient of the logits, from the log-sum-exp of each row and the gradient `d` of its loss. The classes from
+    `count` on are padding, of gradient 0.
 
     Under a TorchFunctionMode it is a call like torch's own: what it calls is chosen when run.
     """
     if has_torch_function_unary(x):
-        return handle_torch_function(logit_slopes, (x,), x, label, lse, d, ignore_index)
+        return handle_torch_function(logit_slopes, (x,), x, label, lse, d, ignore_index, count)
     if x.device.type == "meta":
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if (kernels := _kernels(x)) is not None:
         rows = [a.reshape(-1) for a in (label, lse, d)]
-        return kernels.logit_slopes(side_by_side(x.reshape(-1, x.shape[-1])), *rows, ignore_index).reshape(x.shape)
+        flat = side_by_side(x.reshape(-1, x.shape[-1]))
+        return kernels.logit_slopes(flat, *rows, ignore_index, count).reshape(x.shape)
     d = d.float() if ignore_index is None else d.float().masked_fill(label == ignore_index, 0)
     if torch.compiler.is_compiling():  # the compiler fuses all of it
-        hit = torch.arange(x.shape[-1], device=x.device) == label.unsqueeze(-1)
-        y = torch.exp(x.float() - lse.unsqueeze(-1))
-        return (torch.where(hit, y - 1, y) * d.unsqueeze(-1)).to(x.dtype)
-    label = label.long() if ignore_index is None else label.long().clamp(0, x.shape[-1] - 1)
+        hit = torch.arange(count, device=x.device) == label.unsqueeze(-1)
+        y = torch.exp(x[..., :count].float() - lse.unsqueeze(-1))
+        return _widened((torch.where(hit, y - 1, y) * d.unsqueeze(-1)).to(x.dtype), x.shape[-1])
+    label = label.long() if ignore_index is None else label.long().clamp(0, count - 1)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    flat, slopes = x.reshape(-1, x.shape[-1]), y.reshape(-1, x.shape[-1])
-    count = _rows_at_once(flat)
-    columns = [a.reshape(-1, 1).split(count) for a in (label, lse, d)]
-    for rows, out, labels, logs, weights in zip(flat.split(count), slopes.split(count), *columns, strict=True):
+    y[..., count:] = 0
+    flat, slopes = [a.reshape(-1, x.shape[-1])[:, :count] for a in (x, y)]
+    n = _rows_at_once(flat)
+    columns = [a.reshape(-1, 1).split(n) for a in (label, lse, d)]
+    for rows, out, labels, logs, weights in zip(flat.split(n), slopes.split(n), *columns, strict=True):
         chunk = rows.float().sub_(logs).exp_().mul_(weights)
         out.copy_(chunk.scatter_add_(-1, labels, weights.neg()))
     return y

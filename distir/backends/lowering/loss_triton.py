@@ -29,15 +29,16 @@ def row_losses(
 
 
 def logit_slopes(
-    x: torch.Tensor, label: torch.Tensor, lse: torch.Tensor, d: torch.Tensor, ignore_index: int | None
+    x: torch.Tensor, label: torch.Tensor, lse: torch.Tensor, d: torch.Tensor, ignore_index: int | None, count: int
 ) -> torch.Tensor:
-    """The gradient of the logits, from the log-sum-exp of each row and the gradient `d` of its loss."""
-    rows, classes = x.shape
-    y = torch.empty((rows, classes), dtype=x.dtype, device=x.device)
+    """The gradient of the logits, from the log-sum-exp of each row and the gradient `d` of its loss. The classes from
+    `count` on are padding, of gradient 0."""
+    rows, width = x.shape
+    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     columns = [a.contiguous() for a in (label, lse, d)]
     launch: Any = _logit_slopes[(rows,)]  # pyright: ignore[reportIndexIssue]
     with torch.cuda.device_of(x):
-        launch(x, *columns, y, x.stride(0), classes, ignore_index, num_warps=_WARPS)
+        launch(x, *columns, y, x.stride(0), width, count, ignore_index, num_warps=_WARPS)
     return y
 
 
@@ -65,19 +66,19 @@ def _row_losses(x, label, loss, lse, stride, CLASSES: tl.constexpr, IGNORED: tl.
 
 
 @triton.jit
-def _logit_slopes(x, label, lse, d, y, stride, CLASSES: tl.constexpr, IGNORED: tl.constexpr):
+def _logit_slopes(x, label, lse, d, y, stride, WIDTH: tl.constexpr, CLASSES: tl.constexpr, IGNORED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
-    y += row * CLASSES
+    y += row * WIDTH
     log = tl.load(lse + row)
     k = tl.load(label + row).to(tl.int64)
     weight = tl.load(d + row).to(tl.float32)
     if IGNORED is not None:
         weight = tl.where(k == IGNORED, 0.0, weight)
-    for begin in range(0, CLASSES, _BLOCK):
+    for begin in range(0, WIDTH, _BLOCK):
         column = begin + tl.arange(0, _BLOCK)
-        inside = column < CLASSES
-        part = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+        part = tl.load(x + column, mask=column < CLASSES, other=0.0).to(tl.float32)
         slope = tl.exp(part - log)
         slope = tl.where(column == k, slope - 1.0, slope) * weight
-        tl.store(y + column, slope.to(y.dtype.element_ty), mask=inside)
+        slope = tl.where(column < CLASSES, slope, 0.0)
+        tl.store(y + column, slope.to(y.dtype.element_ty), mask=column < WIDTH)

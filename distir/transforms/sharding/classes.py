@@ -117,7 +117,7 @@ class Classes:
     def _ask(self, j: int, k: int, split: Shard) -> _Answer | None:
         sig = self.graph.sigs[j]
         asked = self._asked[sig.number]
-        mapping = sig.mapping(k, split, self.n, self.outside)
+        mapping = self.mapping(sig, k, split)
         known = {a.bit: a for row in asked for a in row.values() if a is not None}
         answer = next((a for a in known.values() if a.mapping is mapping), None)
         if answer is None and mapping is not None:
@@ -125,6 +125,10 @@ class Classes:
             answer = _Answer(1 << len(known), mapping, slots, [(slot, p.dim, p.outer) for slot, p in slots])
         asked[k][split] = answer
         return answer
+
+    def mapping(self, sig: Signature, k: int, split: Shard) -> FactorMapping | None:
+        """The factor mapping of ops of a signature with a split at one of its slots."""
+        return sig.mapping(k, split, self.n, self.outside)
 
     def _answers(self) -> Iterator[tuple[Signature, int, Shard, _Answer | None]]:
         """All answers, with their signatures, slots and splits."""

@@ -1,10 +1,10 @@
 """Padding dims that do not divide: a vocabulary of 509 over 2 devices becomes one of 510.
 
-Which dims: a weight's dim of odd size whose whole factor class is clean, so that it can be split once it divides. What
-stands in the padding of an input is 0; where an op reduces over a padded dim, or could otherwise let the padding into
-a result, it is first filled with the neutral value (`neutral` of the op's spec). Inputs remember
-their source shape in their role: executors pad what they feed, and cut what they give back. All other values remain the
-same objects.
+Which dims: a weight's dim of odd size whose whole factor class is clean, so that it can be split once it divides; also
+where ops need it whole that take its length (`unpadded`). What stands in the padding of an input is 0; where an op
+reduces over a padded dim, or could otherwise let the padding into a result, it is first filled with the neutral value
+(`neutral` of the op's spec). Inputs remember their source shape in their role: executors pad what they feed, and cut
+what they give back. All other values remain the same objects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distir.ops.rules import shape_of, tensor
 from distir.transforms.rewriting.laws import Law, rewrites
 from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes
-from distir.transforms.sharding.graph import graph_of
+from distir.transforms.sharding.graph import Signature, graph_of
 
 _WORTH = 8
 """A dim is padded only if that makes it longer by less than 1 / _WORTH."""
@@ -29,29 +29,42 @@ Sizes = dict[tuple[int, int], int]
 """(value number, dim) -> padded size"""
 
 
-def paddable(function: Function, n: int) -> list[Sizes]:
-    """The classes that padding would let split n ways, each with the padded size of all its dims."""
+def paddable(function: Function, n: int, multiple: int = 1) -> list[Sizes]:
+    """The classes that padding would let split n ways, each with the padded size of all its dims.
+
+    Each part is of a `multiple`, if that makes dims longer by little.
+    """
     graph = graph_of(function)
     starts = [
         (graph.index[v], Shard(dim))
         for v in weights(function)
         for dim, size in enumerate(graph.shapes[graph.index[v]])
-        if size % n and _rounded(size, n) - size < size / _WORTH
+        if _padded_size(size, n, multiple) > size
     ]
     if not starts:  # as most dims divide
         return []
-    classes = Classes(graph, 1, starts)
+    classes = _Classes(graph, 1, starts)
     found: list[Sizes] = []
     beside = classes.with_halos  # an op reads what is beside an element: at the end of the dim it would be padding
     for c, nodes in sorted(classes.members().items()):
         sizes = {graph.shapes[v][split.dim] for v, split in nodes}
         if c not in classes.bad and c not in beside and len(sizes) == 1 and all(split.outer == 1 for _, split in nodes):
-            found.append({(v, split.dim): _rounded(sizes.copy().pop(), n) for v, split in nodes})
+            size = _padded_size(sizes.pop(), n, multiple)
+            found.append({(v, split.dim): size for v, split in nodes})
     return found
 
 
-def _rounded(size: int, n: int) -> int:
-    return -(-size // n) * n
+def _padded_size(size: int, n: int, multiple: int) -> int:
+    """The size of a dim that is padded to divide n ways, each part of a `multiple` or else of any size; 0 if neither
+    is worth it."""
+    return next((m for k in (n * multiple, n) if (m := -(-size // k) * k) - size < size / _WORTH), 0)
+
+
+class _Classes(Classes):
+    """The classes of dims for one device, also through ops that need a dim whole, but not its padding."""
+
+    def mapping(self, sig: Signature, k: int, split: Shard) -> FactorMapping | None:
+        return super().mapping(sig, k, split) or sig.spec.counted(sig.attrs, sig.ins, k, split)
 
 
 @rewrites(Law.PADDED)
@@ -73,7 +86,7 @@ def pad_like(function: Function, padded: Function) -> Function:
         for dim, (size, larger) in enumerate(zip(shape_of(v), shape_of(w), strict=False))
         if size < larger
     ]
-    classes = Classes(graph, 1, starts)
+    classes = _Classes(graph, 1, starts)
     members = classes.members()
     chosen: dict[int, Sizes] = {}
     for i, split in starts:
@@ -90,7 +103,7 @@ class _Padder:
         self.graph = graph_of(function)
         # padded dims are followed through the mappings for one device
         starts = [(v, Shard(dim)) for v, dim in sizes]
-        self.mappings = [[s for s, _ in row] for row in Classes(self.graph, 1, starts).mappings]
+        self.mappings = [[s for s, _ in row] for row in _Classes(self.graph, 1, starts).mappings]
         self.maker = FunctionMaker(function.name)
         self.env: dict[Value, Value] = {}
         self.tail: dict[tuple[Value, int], float] = {}  # known contents of the padding of a new value's dim
@@ -181,8 +194,8 @@ class _Padder:
             attributes.setdefault(op.spec.unpadded, shape if dim is None else shape[dim])
 
     def _fill(self, op: Op, ins: list[Value], mapping: FactorMapping) -> list[Value]:
-        """The operands, filled with the neutral value unless every result has the padded dim."""
-        if all(p.dim is not None for p in mapping.outs):
+        """The operands, filled with the neutral value if a result is reduced over the padded dim."""
+        if all(p.kind is None for p in mapping.outs):
             return ins
         value = op.spec.neutral(mapping)
         return [
@@ -205,8 +218,14 @@ class _Padder:
     def _result(self, op: Op, mapping: FactorMapping, ins: Sequence[Value], made: Op) -> None:
         """A result's padding is 0 if the op is linear in operands whose padding is 0, or keeps zero.
 
-        Or if it scatters: indices never point into the padding.
+        Or if it scatters: indices never point into the padding; or if the op takes the length of the dim.
         """
+        slot, dim = op.spec.indexed(op.attributes) or (-1, None)
+        if op.spec.unpadded is not None and slot >= 0 and dim is not None:
+            rank = len(shape_of(op.inputs[slot]))
+            if mapping.ins[slot].dim == dim % rank:
+                self.tail.update([((made.outputs[k], p.dim), 0.0) for k, p in splits(mapping.outs)])
+                return
         along = {k: p.dim for k, p in splits(mapping.ins)}
         known = {k: self.tail.get((ins[k], dim)) for k, dim in along.items()}
         if any(x is None or math.isinf(x) for x in known.values()):
@@ -226,6 +245,6 @@ class _Padder:
         for d in range(len(self.graph.shapes[i])):
             if (i, d) in self.sizes and v in self.function.updates:
                 w = self._filled(v, w, d, 0.0)
-        if w.type is not v.type:
+        if w.type is not v.type or v in self.function.sources:
             self.maker.sources[w] = self.function.sources.get(v, self.graph.shapes[i])
         return w

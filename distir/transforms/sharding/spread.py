@@ -13,7 +13,7 @@ from distir.transforms.roles import batch_size
 from distir.transforms.sharding.graph import graph_of
 from distir.transforms.sharding.place import Placed
 from distir.transforms.sharding.shard import shard
-from distir.transforms.sharding.strategies import IN_TIME, STRATEGIES, Batch, Problem
+from distir.transforms.sharding.strategies import IN_TIME, STRATEGIES, Batch, Problem, pad_to_multiple
 
 _RECENT = 1 << 16
 """The most ops of placed functions cached with their source: plans that differ only in their schedule share them."""
@@ -32,10 +32,10 @@ class SplitDims(NamedTuple):
 
 
 def padded(function: Function, dims: SplitDims, sharding: Sharding) -> Function:
-    """The function, padded where that lets an axis split more. It must be decomposed."""
+    """The function, padded where that lets an axis split more, and to the plan's multiple. It must be decomposed."""
     for axis in _decided_in_turn(sharding):
         function = STRATEGIES[axis.strategy].pad(dims.problem(function, sharding, {}), axis)
-    return function
+    return pad_to_multiple(dims.problem(function, sharding, {}))
 
 
 def place(function: Function, dims: SplitDims, sharding: Sharding, mesh: Mesh) -> Function:

@@ -171,26 +171,40 @@ def _pad_weights(problem: Problem, axis: Axis) -> Function:
     The batch, split over time and replicas, is not split once more. Raises InfeasibleError if nothing can be split.
     """
     function, batch, starts = problem.function, problem.batch, problem.starts
-    n, pieces = axis.size, problem.sharding.pieces
-    options = _paddable(function, n)
+    n, pieces, multiple = axis.size, problem.sharding.pieces, problem.sharding.pad_multiple
+    options = _paddable(function, n, multiple)
     which = tuple(range(len(options)))
-    split = _search(_padded(function, n, which), n, batch, pieces, starts)
+    split = _search(_padded(function, n, multiple, which), n, batch, pieces, starts)
     inputs = len(function.inputs)  # only inputs keep their numbers when padded
     useful = tuple([k for k in which if any(v < inputs and split.splits(v, Shard(d)) for v, d in options[k])])
     if useful != which:
-        split = _search(_padded(function, n, useful), n, batch, pieces, starts)
+        split = _search(_padded(function, n, multiple, useful), n, batch, pieces, starts)
     if not split.chosen:
         raise InfeasibleError(f"{axis.name} {n} splits nothing in {function.name}", _what_splits(problem, axis.name))
-    return _padded(function, n, useful)
+    return _padded(function, n, multiple, useful)
+
+
+def pad_to_multiple(problem: Problem) -> Function:
+    """The function, its dims of weights padded to the plan's multiple, but those of the batch, or of named splits.
+
+    Where an axis splits weights, what it splits is padded (`_pad_weights`): ops are decomposed then, so that hardly any
+    dim would stay as it is.
+    """
+    function, sharding, n = problem.function, problem.sharding, problem.sharding.pad_multiple
+    if n == 1 or sharding.along(WEIGHTS):
+        return function
+    kept = {*problem.batch, *[pair for pairs in problem.dims.values() for pair in pairs]}
+    which = [k for k, sizes in enumerate(_paddable(function, n, 1)) if kept.isdisjoint(sizes)]
+    return _padded(function, n, 1, tuple(which))
 
 
 _paddable = cached(paddable)
 
 
 @cached
-def _padded(function: Function, n: int, which: tuple[int, ...]) -> Function:
+def _padded(function: Function, n: int, multiple: int, which: tuple[int, ...]) -> Function:
     """The function with these of the `paddable` classes padded."""
-    options = _paddable(function, n)
+    options = _paddable(function, n, multiple)
     return pad(function, [options[k] for k in which])
 
 

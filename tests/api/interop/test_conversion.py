@@ -52,6 +52,7 @@ def plans(draw: st.DrawFn) -> Plan:
         loss_gradient=draw(st.sampled_from(["backward", "backward", "forward"])),
         split=tuple([f"{name}={sizes[name]}:{SPLITS[name]}" for name in names]),  # type: ignore[misc]
         cut=draw(st.sampled_from([(), (), ("h1.weight",)])),
+        pad_multiple=draw(st.sampled_from([1, 1, 8, 128])),
     )
     last = {"nested": ["dp", "replicate", "pp"], "pipeline inside": ["pp", "dp", "replicate"]}.get(order)
     if last:

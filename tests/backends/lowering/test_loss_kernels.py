@@ -97,10 +97,24 @@ def test_kernels(
         loss, lse = kernels.row_losses(x, label, ignored, result)
         assert (loss.dtype, lse.dtype) == (result, torch.float32)
         check((loss, lse), want[:2])
-    slope = kernels.logit_slopes(x, label, lse, d, ignored)
+    slope = kernels.logit_slopes(x, label, lse, d, ignored, v)
     assert slope.dtype == dtype
     check((slope,), want[2:])
     assert not slope[label == ignored].any() if ignored is not None else True
+
+
+@of_kernels
+@pytest.mark.parametrize("dtype", ULP, ids=str)
+@pytest.mark.parametrize(("v", "count"), [(16, 9), (8192, 8191), (8200, 8190), (9000, 4096)])
+def test_the_gradient_of_padded_classes_is_0(v: int, count: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+    x, label, d = operands(3, v, dtype, "own")
+    x[:, count:] = torch.nan
+    label %= count
+    loss, lse = kernels.row_losses(x[:, :count], label, None, torch.float32)
+    slope = kernels.logit_slopes(x, label, lse, d, None, count)
+    check((loss, lse, slope[:, :count]), formulas(x[:, :count], label, d, None))
+    assert slope.shape == (3, v)
+    assert not slope[:, count:].any()
 
 
 @of_kernels
@@ -109,7 +123,7 @@ def test_labels_of_any_integers(label_dtype: torch.dtype, kernels: ModuleType) -
     x, label, d = operands(6, 200, torch.bfloat16, "own")
     every_other = torch.stack((label, label), 1).to(label_dtype)[:, 0]
     loss, lse = kernels.row_losses(x, every_other, None, torch.float32)
-    slope = kernels.logit_slopes(x, every_other, lse, d, None)
+    slope = kernels.logit_slopes(x, every_other, lse, d, None, 200)
     check((loss, lse, slope), formulas(x, label, d, None))
 
 
@@ -127,7 +141,7 @@ def test_large_and_infinite_logits(dtype: torch.dtype, kernels: ModuleType) -> N
     loss, lse = kernels.row_losses(x, label, None, torch.float32)
     want = formulas(x, label, d, None)
     check((loss, lse), want[:2])
-    slope = kernels.logit_slopes(x, label, lse, d, None)
+    slope = kernels.logit_slopes(x, label, lse, d, None, 9000)
     torch.testing.assert_close(slope.double(), want[2], rtol=2.0**-6, atol=1e-6)
 
 
@@ -140,7 +154,7 @@ def test_what_is_not_finite_stays_so(kernels: ModuleType) -> None:
     loss, lse = kernels.row_losses(x, label, -100, torch.float32)
     assert loss.isfinite().tolist() == [False] * 4 + [True]
     assert lse.tolist()[1] == -torch.inf
-    slope = kernels.logit_slopes(x, label, lse, d, -100)
+    slope = kernels.logit_slopes(x, label, lse, d, -100, 5000)
     assert slope.isnan().all(-1).tolist() == [True, True, False, False, False]
     assert not slope[4].any()
 
@@ -149,7 +163,7 @@ def test_what_is_not_finite_stays_so(kernels: ModuleType) -> None:
 def test_no_rows(kernels: ModuleType) -> None:
     x, label, d = operands(0, 7, torch.bfloat16, "own")
     loss, lse = kernels.row_losses(x, label, None, torch.float32)
-    assert kernels.logit_slopes(x, label, lse, d, None).shape == (0, 7)
+    assert kernels.logit_slopes(x, label, lse, d, None, 7).shape == (0, 7)
     assert loss.shape == lse.shape == (0,)
 
 
@@ -171,6 +185,11 @@ def test_the_ops_take_the_kernels(
     rows = loss_kernels.cross_entropy(x, label, 3)
     slope = loss_kernels.cross_entropy_grad(x, label, rows[1], d, 0, v, 3)
     check((*rows, slope), formulas(x, label, d, 3))
+    count, label = 290, label % 290
+    rows = loss_kernels.cross_entropy(x, label, 3, count=count)
+    slope = loss_kernels.cross_entropy_grad(x, label, rows[1], d, 0, v, 3, count)
+    check((*rows, slope[..., :count]), formulas(x[..., :count], label, d, 3))
+    assert not slope[..., count:].any()
 
 
 @pytest.mark.gpu
@@ -201,9 +220,11 @@ def test_what_the_compiler_is_given_is_what_chunks_are(
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
         monkeypatch.setattr(loss_kernels, "_CHUNK", chunk)
         loss, lse = loss_kernels.row_losses(x, label, ignored, torch.float32)
-        slope = loss_kernels.logit_slopes(x, label, lse, d, ignored)
+        slope = loss_kernels.logit_slopes(x, label, lse, d, ignored, v)
         assert (loss.dtype, lse.dtype, slope.dtype) == (torch.float32, torch.float32, dtype)
         check((loss, lse, slope), want)
+        further = loss_kernels.logit_slopes(torch.nn.functional.pad(x, (0, 8)), label, lse, d, ignored, v)
+        assert torch.equal(further, torch.nn.functional.pad(slope, (0, 8)))
 
 
 def test_the_compiler_captures_it_whole() -> None:
@@ -216,7 +237,7 @@ def test_the_compiler_captures_it_whole() -> None:
 
     def step(x: torch.Tensor, label: torch.Tensor, d: torch.Tensor) -> Row:
         loss, lse = loss_kernels.row_losses(x, label, -100, torch.float32)
-        return loss, lse, loss_kernels.logit_slopes(x, label, lse, d, -100)
+        return loss, lse, loss_kernels.logit_slopes(x, label, lse, d, -100, x.shape[-1])
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)

@@ -22,13 +22,18 @@ ULP = {BFloat16: 2.0**-7, Float16: 2.0**-10}
 @NARROW
 @pytest.mark.parametrize("ignored", [None, 3])
 @pytest.mark.parametrize("chunk", [1, 2 * CLASSES, 1 << 24])
-def test_cross_entropy(dtype: DType, ignored: int | None, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many rows are widened at once."""
+@pytest.mark.parametrize("count", [None, CLASSES - 3])
+def test_cross_entropy(
+    dtype: DType, ignored: int | None, chunk: int, count: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows are widened at once, and also where the last classes are padding."""
     monkeypatch.setattr(loss_kernels, "_CHUNK", chunk)
     logits = (4 * RNG.standard_normal((ROWS, CLASSES))).astype(dtype.numpy)
     labels = np.arange(ROWS) % CLASSES
     d = RNG.standard_normal(ROWS).astype(np.float32)
     ignoring = {} if ignored is None else {"ignore_index": ignored}
+    if count is not None:
+        ignoring["count"] = count
     rows, lse = both("CrossEntropy", logits, labels, start=0, result=Float32, **ignoring)
     for got, want in (rows, lse):
         assert got.dtype == np.float32
@@ -36,6 +41,7 @@ def test_cross_entropy(dtype: DType, ignored: int | None, chunk: int, monkeypatc
     ((got, want),) = both("CrossEntropyGrad", logits, labels, lse[1], d, start=0, classes=CLASSES, **ignoring)
     assert got.dtype == dtype.numpy
     np.testing.assert_allclose(got.astype(float), want.astype(float), rtol=ULP[dtype], atol=1e-6)
+    assert not got[:, count or CLASSES :].astype(float).any()
     if ignored is not None:
         assert not got[ignored].astype(float).any()
 

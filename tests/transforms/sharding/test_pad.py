@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distir.executor.reference.sequential import SequentialExecutor
+from distir.api.data import index_ranges
+from distir.executor.reference.sequential import SequentialExecutor, evaluate
 from distir.ir import Function, FunctionMaker, Value, verify
 from distir.ir.function import Role
 from distir.ir.same import same
 from distir.ir.type import Float64, Tensor
 from distir.ops.rules import shape_of
 from distir.transforms.rewriting.decompose import decompose
+from distir.transforms.sharding.check_padding import check_padding
 from distir.transforms.sharding.pad import pad, pad_like, paddable
 from tests.transforms.programs import (
     TOLERANCE,
@@ -108,6 +110,78 @@ def test_padding_stays_zero_from_step_to_step() -> None:
         assert seen[new].shape == (512, 64)
         assert np.all(seen[new][509:] == 0)
         assert np.any(seen[new][:509] != 0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "size"),
+    [
+        (Plan(), 509),
+        (Plan(pad_multiple=8), 512),
+        (Plan(pad_multiple=64), 512),
+        (Plan(pad_multiple=200), 509),  # 600 would be more by over 1/8
+        (Plan(tp=2), 510),
+        (Plan(tp=2, pad_multiple=8), 512),
+        (Plan(tp=4, pad_multiple=64), 512),
+        (Plan(tp=2, pad_multiple=400), 510),
+        (Plan(2, 1, 2, 2, zero=3, pad_multiple=128), 512),
+    ],
+    ids=str,
+)
+def test_a_vocabulary_becomes_a_multiple_on_each_device(plan: Plan, size: int) -> None:
+    made = distributed(gpt2_tiny(), plan)
+    table = next(v for v in made.source.inputs if shape_of(v)[1:] == (64,) and shape_of(v)[0] > 256)
+    assert shape_of(table) == (size, 64)
+    grown = {shape_of(v) for v in enlarged(made.source)}
+    assert grown == ({(size, 64)} if size > 509 else set())
+    assert set(made.program.sources.values()) == ({(509, 64)} if size > 509 else set())
+
+
+def test_without_a_multiple_a_program_of_one_device_remains() -> None:
+    for program in (gpt2_tiny(), small_gpt(vocabulary=15)):
+        assert distributed(program, Plan(2, pad_multiple=1)).source is decompose(program.function, False)
+
+
+def test_a_cross_entropy_that_is_not_split_takes_the_length_of_its_classes() -> None:
+    """No op fills the padding of logits or of their gradient: they are the largest values."""
+    made = distributed(gpt2_tiny(), Plan(pad_multiple=64))
+    entropies = [op for op in made.source.ops if op.op_type.startswith("CrossEntropy")]
+    assert [op.attributes["count"] for op in entropies] == [509, 509]
+    assert not any(op.op_type == "FillTail" for op in made.source.ops)
+    labels = next(v for v in made.source.inputs if v.name == "labels")
+    assert index_ranges(made.source)[labels].limit == 509
+    check_padding(decompose(gpt2_tiny().function, False), made.source, evaluate)
+    parts = decompose(made.source)
+    assert error(run(parts, gpt2_tiny()), gpt2_tiny().results()) <= TOLERANCE
+
+
+def test_where_a_device_has_padding_alone() -> None:
+    """97 classes on 12 devices are 108: the last 9 are none."""
+    made = check(small_gpt(vocabulary=97), Plan(tp=12))
+    assert any(shape_of(v)[0] == 108 for v in enlarged(made))
+
+
+def test_the_batch_is_not_padded() -> None:
+    """Nor what belongs to it: a weight for each of its samples."""
+    f = FunctionMaker("bias")
+    x = f.add_input_value("x", Tensor(Float64, (14, 30)), Role("data", 0))
+    w = f.add_input_value("w", Tensor(Float64, (14, 30)), Role("parameter"))
+    f.set_outputs([f.emit("Mul", x, w)])
+    program = Program(f.finalize(), [np.arange(420.0).reshape(14, 30)] * 2)
+    made = distributed(program, Plan(2, pad_multiple=4))
+    assert [shape_of(v) for v in made.source.inputs] == [(14, 32), (14, 32)]
+    assert error(run(made.program, program), program.results()) <= TOLERANCE
+
+
+def test_a_function_padded_twice_keeps_its_source_shapes() -> None:
+    program = small_gpt(vocabulary=15, width=20)
+    source = decompose(program.function)
+    once = pad(source, paddable(source, 16))
+    assert once.sources
+    twice = pad(once, paddable(once, 3))
+    assert len(enlarged(twice)) > len(enlarged(once))
+    assert {v.name: s for v, s in once.sources.items()}.items() <= {v.name: s for v, s in twice.sources.items()}.items()
+    verify(twice)
+    assert error(run(twice, program), program.results()) <= TOLERANCE
 
 
 def test_several_steps_with_padded_weights() -> None:
