@@ -119,7 +119,7 @@ class TorchRank:
         if self.lowered.varies:
             raise UsageError(f"{program.name}: %{self.lowered.varies} varies in time, but the program is not scheduled")
         self.values: dict[int, torch.Tensor] = {}
-        plain = tap is None and profiler is None and not proxy and len(ranks(program)) == 1
+        plain = tap is None and profiler is None and not proxy and len(ranks(program)) <= 1
         self.captures = plain and self.device.type == "cuda" and bool(self.updates)
         """Whether steps become a CUDA graph: on a GPU, of a training program of one rank, if nothing observes them."""
         self._captured: Captured | None = None
