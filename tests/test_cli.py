@@ -344,7 +344,12 @@ def test_bench_collectives(cli):
     (timing,) = json.loads(out)["timings"]
     assert timing["bus_bandwidth"] == pytest.approx(timing["size"] / timing["seconds"])
     assert timing["over"] in ("memory", "gloo")
-    assert_error(cli("bench", "collectives", "--collective", "sned"), 2, "'sned'", "all-reduce")
+    assert_error(cli("bench", "collectives", "--collective", "sned"), 2, "'sned'", "all-reduce", "device-to-host")
+    assert_error(cli("bench", "collectives", "--nproc", "1"), 2, "at least 2 ranks, got 1", "--nproc 2")
+    assert_error(cli("bench", "collectives", "--collective", "host-to-device"), 2, "needs a GPU", "--backend nccl")
+    alone = ("bench", "collectives", "--backend", "nccl", "--nproc", "1")
+    assert_error(cli(*alone, "--collective", "send-recv"), 2, "send-recv needs at least 2 ranks, got 1", "--nproc 2")
+    assert_error(cli(*alone, "--out", "net.toml"), 2, "for backend mpi, not for nccl", "distir calibrate")
     assert_error(
         cli("bench", "collectives", "--out", "net.toml"), 2, "for backend mpi, not for gloo", "distir calibrate"
     )

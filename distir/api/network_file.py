@@ -36,7 +36,7 @@ def measure_network(
     neighbours, each call after `pause` seconds of sleep; rank 0 writes a cluster file of one node of so many devices,
     whose cores are those of `this_host`.
 
-    Raises UsageError for another backend, and for a file that cannot be written.
+    Raises UsageError for another backend, for one rank, and for a file that cannot be written.
     """
     if backend != "mpi":
         raise UsageError(
@@ -45,6 +45,8 @@ def measure_network(
     check_out(out)
     started = joins(backend)
     world = started.world if started else 1
+    if world == 1:
+        raise UsageError("a cluster file is of times among ranks, and there is 1", "mpirun -n 2 distir ...")
     groups = [n for n in range(2, world + 1) if world % n == 0]
     loops = Loops(groups, pause, _SECONDS)
     rows = bench_collectives(world, backend, COLLECTIVES, sizes, timeout, on_timing, loops=loops)

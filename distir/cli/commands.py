@@ -187,12 +187,19 @@ def clusters(args: argparse.Namespace) -> None:
 def bench_collectives(args: argparse.Namespace) -> None:
     """`distir bench collectives`."""
     from distir.api.network_file import measure_network
-    from distir.backends.processes.bench_collectives import COLLECTIVES, SIZES, Timing, bench_collectives
+    from distir.backends.processes.bench_collectives import (
+        COLLECTIVES,
+        COPIES,
+        SIZES,
+        Timing,
+        bench_collectives,
+        default_names,
+    )
 
     head = ("collective", "ranks", "size", "latency", "algorithm bandwidth", "bus bandwidth", "over")
-    widths = [max(map(len, COLLECTIVES)), 5, 12, 14, *map(len, head[4:6]), len("memory")]
+    widths = [max(map(len, COLLECTIVES + COPIES)), 5, 12, 14, *map(len, head[4:6]), len("memory")]
     prints = not args.json and first_rank()
-    names, sizes = args.collective or COLLECTIVES, args.size or SIZES
+    sizes = args.size or SIZES
     if args.out is not None and (args.collective or args.size or args.dtype != "float32"):
         raise UsageError("--out measures what programs use", "leave --collective, --size and --dtype out")
     rows: list[Timing] = []
@@ -201,20 +208,21 @@ def bench_collectives(args: argparse.Namespace) -> None:
 
         def on_timing(t: Timing) -> None:
             if not rows:
+                names = args.collective or default_names(args.backend, t.ranks)
                 progress.phase("measuring", None if args.out else len(names) * len(sizes))
                 if prints:
                     print(columns(head, widths))
             rows.append(t)
             progress.advance(len(rows) - 1)
             if prints:
-                rates = [f"{x / 1e9:.3g} GB/s" for x in (t.algorithm_bandwidth, t.bus_bandwidth)]
+                rates = [f"{x / 1e9:.3g} GB/s" if x else "-" for x in (t.algorithm_bandwidth, t.bus_bandwidth)]
                 cells = [t.collective, str(t.ranks), f"{t.size:,} B", f"{t.seconds * 1e6:,.1f} us", *rates, t.over]
                 print(columns(cells, widths), flush=True)
 
         if args.out is not None:
             measure_network(args.out, args.backend, args.pause * 1e-6, timeout=args.timeout, on_timing=on_timing)
         else:
-            bench_collectives(args.nproc, args.backend, names, sizes, args.timeout, on_timing, args.dtype)
+            bench_collectives(args.nproc, args.backend, args.collective, sizes, args.timeout, on_timing, args.dtype)
     if prints and args.out is not None:
         print(f"\nwritten to {args.out}; distir run --cluster {args.out} predicts with it")
     if args.json and first_rank():

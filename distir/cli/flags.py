@@ -318,12 +318,21 @@ def _bench(commands: Any) -> None:
     text = "run a benchmark on this machine"
     parser = commands.add_parser("bench", help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EXIT_CODES)
     kinds = parser.add_subparsers(metavar="WHAT", required=True, parser_class=_Parser)
-    text = "measure latency and bandwidth of collectives, on processes of this host, or of torchrun or mpirun"
+    text = "measure collectives, on GPUs also copies: latency and bandwidth among processes here, of torchrun or mpirun"
     parser = _command(kinds, "collectives", text, "bench_collectives")
     parser.add_argument("--backend", choices=BACKENDS[:-1], default="gloo", help="default: gloo")
-    parser.add_argument("--nproc", type=at_least(2), default=2, metavar="N", help="processes; default: 2")
     parser.add_argument(
-        "--collective", action="append", metavar="NAME", help="collective to measure, repeatable; default: all"
+        "--nproc",
+        type=at_least(1),
+        metavar="N",
+        help="processes; default: 2, with --backend nccl one per GPU, of which one is enough",
+    )
+    parser.add_argument(
+        "--collective",
+        action="append",
+        metavar="NAME",
+        help="collective to measure, repeatable, or with --backend nccl a copy: host-to-device, device-to-host or "
+        "device-to-device; default: all",
     )
     parser.add_argument(
         "--size", type=at_least(1), action="append", metavar="BYTES", help="size to measure, repeatable"

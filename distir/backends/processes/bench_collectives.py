@@ -1,9 +1,15 @@
-"""The interconnect benchmark: latency and bandwidth of each collective at each size, over the transports of a run.
+"""The interconnect benchmark: latency and bandwidth of each collective at each size, over the transports of a run, and
+of copies between a GPU and its host.
 
 Sizes and bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md there): the size is one rank's buffer before a
 broadcast, reduction, all-reduce, all-to-all, reduce-scatter, scatter or send, and after a gather or all-gather.
 Algorithm bandwidth is size / seconds; bus bandwidth multiplies it by 2 (n-1)/n for an all-reduce, 1 for broadcast,
-reduction and send, (n-1)/n for the others, so that it can be compared with the links' whatever n is.
+reduction and send, (n-1)/n for the others, so that it can be compared with the links' whatever n is. One GPU has no
+links: its bus bandwidth is 0, and its times are those of NCCL's calls, which copy within the GPU or, in place
+(all-reduce, broadcast, reduce), move nothing.
+
+All ranks copy at once, each on its own GPU; the host's memory is pinned. Both bandwidths of a copy are size / seconds.
+A copy from device to device stays in a GPU, which reads as many bytes as it writes: its memory moves twice the size.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distir.ir.errors import UsageError, WorkerError
+from distir.ir.errors import UsageError, WorkerError, counted
 from distir.ir.files import temporary
 from distir.ir.type import DType, Tensor
 from distir.runtime.emulate import sleeper
@@ -33,7 +39,10 @@ if TYPE_CHECKING:
 
 _PARTS = ("all-gather", "reduce-scatter", "all-to-all", "gather", "scatter")
 """Collectives in which a rank's own part, 1/n of the size, is not transferred."""
-COLLECTIVES = ("all-reduce", *_PARTS, "broadcast", "reduce", "send-recv", "send")
+_PAIRS = ("send-recv", "send")
+"""What a rank does with another one."""
+COLLECTIVES = ("all-reduce", *_PARTS, "broadcast", "reduce", *_PAIRS)
+COPIES = ("host-to-device", "device-to-host", "device-to-device")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 SIZES = tuple(4**k for k in range(5, 14))
 """1 KiB to 64 MiB."""
@@ -45,8 +54,8 @@ _MEASUREMENTS = 3
 
 
 class Timing(NamedTuple):
-    """One collective at one size (bytes): seconds, and bandwidths in bytes/s. `over`: the transport, "gloo", "mpi",
-    "nccl" or "memory" (shared memory between ranks of one host).
+    """One collective or copy at one size (bytes): seconds, and bandwidths in bytes/s. `over`: the transport, "gloo",
+    "mpi", "nccl" or "memory" (shared memory between ranks of one host); of a copy "copy".
     """
 
     collective: str
@@ -59,42 +68,58 @@ class Timing(NamedTuple):
     """In each of the groups that run it at once."""
 
 
+def default_names(backend: str, ranks: int) -> tuple[str, ...]:
+    """The collectives and copies that are measured if none are named."""
+    collectives = [c for c in COLLECTIVES if ranks > 1 or c not in _PAIRS]
+    return (*collectives, *(COPIES if backend == "nccl" else ()))
+
+
 def bus_factor(collective: str, n: int) -> float:
     """Bus bandwidth over algorithm bandwidth among n ranks."""
+    if n == 1 and collective not in COPIES:
+        return 0.0
     if collective == "all-reduce":
         return 2 * (n - 1) / n
     return (n - 1) / n if collective in _PARTS else 1.0
 
 
 def bench_collectives(
-    nproc: int,
+    nproc: int | None = None,
     backend: str = "gloo",
-    collectives: Sequence[str] = COLLECTIVES,
+    collectives: Sequence[str] | None = None,
     sizes: Sequence[int] = SIZES,
     timeout: float = 600.0,
     on_timing: Callable[[Timing], None] | None = None,
     dtype: str = "float32",
     loops: Loops | None = None,
 ) -> list[Timing]:
-    """Measure on `nproc` ranks, which are started here and ended with the call; under torchrun, or mpirun with backend
-    mpi, as one of its ranks.
+    """Measure on `nproc` ranks (2; with backend nccl by default one per GPU of this host), which are started here and
+    ended with the call; under torchrun, or mpirun with backend mpi, as one of its ranks.
 
+    `collectives`: some of `COLLECTIVES` and, with backend nccl, of `COPIES`; by default `default_names`.
     `timeout`: seconds without a new timing. Raises UsageError for arguments that do not fit, WorkerError, naming the
     rank, if one fails or does not respond.
     """
     from distir.backends.processes.preflight import check_backend, joins
 
-    unknown = [c for c in collectives if c not in COLLECTIVES]
-    if unknown:
-        raise UsageError(f"unknown collective {unknown[0]!r}", f"known are {', '.join(COLLECTIVES)}")
+    for name in collectives or ():
+        if name not in COLLECTIVES + COPIES:
+            raise UsageError(f"unknown collective {name!r}", f"known are {', '.join(COLLECTIVES + COPIES)}")
+        if name in COPIES and backend != "nccl":
+            raise UsageError(f"{name} needs a GPU, which ranks of backend {backend} do not use", "use --backend nccl")
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}", f"known are {', '.join(DTYPES)}")
     if min(sizes, default=0) < 1:
         raise UsageError(f"sizes are at least 1 byte, got {list(sizes)}")
     launched = joins(backend)
-    world = launched.world if launched else nproc
-    if world < 2:
-        raise UsageError(f"collectives need at least 2 ranks, got {world}", "use --nproc 2")
+    world = launched.world if launched else _ranks_here(backend) if nproc is None else nproc
+    least = 1 if backend == "nccl" else 2  # among CPUs one rank has nothing to measure
+    more = "start more ranks" if launched else "use --nproc 2"
+    if world < least:
+        raise UsageError(f"collectives need at least {counted(least, 'rank')}, got {world}", more)
+    names = default_names(backend, world) if collectives is None else collectives
+    if world == 1 and (pairs := [name for name in names if name in _PAIRS]):
+        raise UsageError(f"{pairs[0]} needs at least 2 ranks, got 1", more)
     check_backend(backend, launched.here if launched else world)
     loops = loops or Loops((world,))
     if any([world % n or (n != world and backend != "mpi") for n in loops.groups]):
@@ -107,15 +132,24 @@ def bench_collectives(
             on_timing(t)
 
     if launched:
-        settings = Settings(world, backend, collectives, sizes, timeout, dtype, loops)
+        settings = Settings(world, backend, names, sizes, timeout, dtype, loops)
         _measure_all(launched.rank, launched.local_rank, settings, None, add)
     else:
         with scratch_folder() as folder:
-            settings = Settings(world, backend, collectives, sizes, timeout, dtype, loops)
+            settings = Settings(world, backend, names, sizes, timeout, dtype, loops)
             with closing(_run(folder, settings)) as rows:  # end the ranks also if `on_timing` raises
                 for row in rows:
                     add(Timing(*row))
     return timings
+
+
+def _ranks_here(backend: str) -> int:
+    """How many ranks are started if no number is given."""
+    if backend != "nccl":
+        return 2
+    import torch
+
+    return max(1, torch.cuda.device_count())  # without a GPU `check_backend` says what one rank needs
 
 
 class Loops(NamedTuple):
@@ -235,7 +269,7 @@ def _enough(failures: Sequence[Exception], device: torch.device) -> bool:
 def _prepare(
     collective: str, size: int, rank: int, world: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[int, str, Callable[[], None]]:
-    """(size in bytes, rounded to fit dtype and ranks; transport; function that runs the collective once).
+    """(size in bytes, rounded to fit dtype and ranks; transport; function that runs the collective or copy once).
 
     Over MPI it is one of `world` neighbours, which may be some of all ranks.
     """
@@ -250,6 +284,8 @@ def _prepare(
     from distir.backends.transport.shared_memory.shared import SharedMemory
     from distir.backends.transport.torch_distributed import over_mpi, peer_memory
 
+    if collective in COPIES:
+        return _prepare_copy(collective, size, device, dtype)
     elements = max(1, size // (dtype.itemsize * world)) * world
     whole, other = (torch.zeros(elements, device=device, dtype=dtype) for _ in range(2))
     part = torch.zeros(elements // world, device=device, dtype=dtype)
@@ -293,6 +329,26 @@ def _prepare(
         if collective in near_calls:
             return dtype.itemsize * elements, "memory", near_calls[collective]
     return dtype.itemsize * elements, dist.get_backend(), calls[collective]
+
+
+def _prepare_copy(
+    name: str, size: int, device: torch.device, dtype: torch.dtype
+) -> tuple[int, str, Callable[[], None]]:
+    """As `_prepare`, for a copy."""
+    import torch
+
+    def buffer(on_host: bool) -> torch.Tensor:
+        elements = max(1, size // dtype.itemsize)
+        if on_host:
+            return torch.zeros(elements, dtype=dtype, pin_memory=device.type == "cuda")
+        return torch.zeros(elements, dtype=dtype, device=device)
+
+    source, target = buffer(name == "host-to-device"), buffer(name == "device-to-host")
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return source.nbytes, "copy", copy
 
 
 def _pass_on(x: torch.Tensor, received: torch.Tensor, rank: int, world: int) -> None:

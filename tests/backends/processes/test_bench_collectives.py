@@ -13,7 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distir.backends.processes.bench_collectives import COLLECTIVES, Timing, _pass_on, bench_collectives, bus_factor
+from distir.backends.processes.bench_collectives import (
+    COLLECTIVES,
+    COPIES,
+    Loops,
+    Settings,
+    Timing,
+    _pass_on,
+    _prepare,
+    _run,
+    bench_collectives,
+    bus_factor,
+    default_names,
+)
 from distir.ir.errors import UsageError, WorkerError
 
 
@@ -49,12 +61,58 @@ def test_sizes_are_made_to_fit_the_ranks_and_the_dtype() -> None:
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:
     assert [bus_factor(c, 4) for c in COLLECTIVES] == [1.5, *[0.75] * 5, 1, 1, 1, 1]
+    assert {bus_factor(c, 1) for c in COLLECTIVES} == {0}  # one rank has no links
+    assert {bus_factor(c, n) for c in COPIES for n in (1, 4)} == {1}
+
+
+def test_what_is_measured_by_default() -> None:
+    assert default_names("gloo", 2) == default_names("mpi", 4) == COLLECTIVES
+    assert default_names("nccl", 2) == COLLECTIVES + COPIES
+    assert default_names("nccl", 1) == COLLECTIVES[:-2] + COPIES
+    assert COLLECTIVES[-2:] == ("send-recv", "send")
+
+
+def test_collectives_of_one_rank(tmp_path: Path) -> None:
+    """Over gloo, which is refused to users: what one rank measures over NCCL."""
+    settings = Settings(1, "gloo", default_names("gloo", 1), (1, 4096), 60.0, "float32", Loops((1,), seconds=0.001))
+    timings = [Timing(*row) for row in _run(tmp_path, settings)]
+    assert [(t.collective, t.size) for t in timings] == [(c, n) for c in COLLECTIVES[:-2] for n in (4, 4096)]
+    assert all(t.algorithm_bandwidth > 0 and t.bus_bandwidth == 0 and t.ranks == 1 for t in timings)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: made.append(zeros(*args, **kwargs)) or made[-1])
+    size, over, copy = _prepare(name, 1007, 0, 2, torch.device("cpu"), torch.bfloat16)
+    assert (size, over, [x.nbytes for x in made]) == (1006, "copy", [1006, 1006])  # whole elements
+    made[0].fill_(3)
+    copy()
+    assert made[1].eq(3).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_gpu_alone() -> None:
+    timings = bench_collectives(1, "nccl", sizes=(4096, 1 << 20), timeout=60)
+    assert [(t.collective, t.size) for t in timings] == [
+        (c, n) for c in default_names("nccl", 1) for n in (4096, 1 << 20)
+    ]
+    for t in timings:
+        assert 0 < t.seconds < 10
+        assert t.algorithm_bandwidth > 0
+        assert t.bus_bandwidth == (t.algorithm_bandwidth if t.collective in COPIES else 0)
+        assert t.over == ("copy" if t.collective in COPIES else "nccl")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"nproc": 1}, "collectives need at least 2 ranks, got 1"),
+        ({"nproc": 0, "backend": "nccl"}, "collectives need at least 1 rank, got 0"),
+        ({"nproc": 1, "backend": "nccl", "collectives": ["all-reduce", "send"]}, "send needs at least 2 ranks, got 1"),
+        ({"collectives": ["all-reduce", "device-to-host"]}, "device-to-host needs a GPU"),
         ({"collectives": ["all-redcue"]}, "unknown collective 'all-redcue'"),
         ({"dtype": "float3"}, "unknown dtype 'float3'"),
         ({"sizes": [0]}, "sizes are at least 1 byte"),
@@ -64,6 +122,14 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
 def test_arguments_that_do_not_fit(change: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         bench_collectives(**{"nproc": 2, **change})
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, "1 rank"), (4, "4 ranks")])
+def test_by_default_a_rank_per_gpu(gpus: int, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([gpus, 0])  # for the check of the backend there are none
+    monkeypatch.setattr("torch.cuda.device_count", lambda: next(counts))
+    with pytest.raises(UsageError, match=f"backend nccl needs a GPU per rank: {ranks}, 0 GPUs here"):
+        bench_collectives(backend="nccl")
 
 
 def test_what_is_left_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
