@@ -67,17 +67,26 @@ _CPU = (
     Training("gpt:layers=1,hidden=384,heads=6,vocab=4000,seq=160", 8, "sgd", 7),
     Training("48,96,192,384,768,1024,512,64", 128, "sgd", 30),
 )
-_CUDA = (
+_CUDA = (  # short and long sequences, weights and activations that fit in the cache and such that do not
     Training("64,128,64,16", 64, "adamw", 60),
     Training("gpt:layers=2,hidden=128,heads=4,vocab=2000,seq=64", 8, "adamw", 40),
-    Training("gpt:layers=2,hidden=1024,heads=16,vocab=16000,seq=512", 8, "adamw", 20),
+    Training("gpt:layers=2,hidden=512,heads=8,vocab=8000,seq=256", 8, "adamw", 20),
     Training("gpt:layers=2,hidden=512,heads=8,vocab=8000,seq=256", 8, "adamw", 20, "bf16"),
-    Training("gpt:layers=2,hidden=1024,heads=16,vocab=32000,seq=1024", 8, "adamw", 20, "bf16"),
+    Training("gpt:layers=1,hidden=768,heads=12,vocab=4000,seq=200", 32, "adamw", 10),
+    Training("gpt:layers=1,hidden=768,heads=12,vocab=4000,seq=200", 96, "adamw", 10, "bf16"),
+    Training("gpt:layers=1,hidden=1024,heads=16,vocab=48000,seq=1024", 4, "adamw", 10),
+    Training("gpt:layers=1,hidden=1024,heads=16,vocab=48000,seq=1024", 12, "adamw", 10, "bf16"),
     Training("gpt:layers=1,hidden=4096,heads=32,vocab=32000,seq=1024", 4, "adamw", 10, "bf16"),
-    Training("llama:layers=2,hidden=1024,heads=16,kv_heads=4,ffn=2816,vocab=8000,seq=1024", 4, "adamw", 20),
-    Training("llama:layers=2,hidden=1024,heads=16,kv_heads=4,ffn=2816,vocab=16000,seq=1024", 4, "adamw", 20, "bf16"),
-    Training("llama:layers=2,hidden=2048,heads=32,kv_heads=4,ffn=5632,vocab=32000,seq=4096", 2, "adamw", 10, "bf16"),
-    Training("256,1024,4096,8192,2048", 4096, "sgd", 20),
+    Training("llama:layers=1,hidden=1024,heads=16,kv_heads=4,ffn=2816,vocab=32000,seq=2048", 2, "adamw", 10),
+    Training("llama:layers=1,hidden=1024,heads=16,kv_heads=4,ffn=2816,vocab=32000,seq=1024", 8, "adamw", 10, "bf16"),
+    Training(
+        "llama:layers=1,hidden=2048,heads=32,kv_heads=4,ffn=5632,vocab=32000,seq=4096,separate=1",
+        3,
+        "adamw",
+        10,
+        "bf16",
+    ),
+    Training("256,1024,4096,8192,2048", 4096, "sgd", 10),
 )
 _WIDTHS = Training("32,64,128,256,512,1024", 128, "sgd", 5)
 _WIDE = Training("512,1024,2048,4096,8192", 4096, "sgd", 5)
@@ -127,13 +136,14 @@ class Figures:
     workspace: float = 0.0
     """By numbers of ranks: of the steps on so many measured / predicted."""
 
-    def slowed(self, factor: float) -> Figures:
-        """The figures with compute and calls that take `factor` times as long."""
+    def slowed(self, factor: float, launch: float = 1.0) -> Figures:
+        """The figures with compute and calls that take `factor` times as long, launches `launch` times that."""
+        first = factor * launch
 
         def speed(x: OpSpeed) -> OpSpeed:
-            return OpSpeed(x.launch * factor, x.flops / factor, x.bandwidth / factor)
+            return OpSpeed(x.launch * first, x.flops / factor, x.bandwidth / factor)
 
-        peaks = {k: x._replace(launch=x.launch * factor, flops=x.flops / factor) for k, x in self.peaks.items()}
+        peaks = {k: x._replace(launch=x.launch * first, flops=x.flops / factor) for k, x in self.peaks.items()}
         ops = {k: speed(x) for k, x in self.ops.items()}
         call, op, slower = (x * factor for x in (self.call, self.op, self.slower))
         return replace(self, general=speed(self.general), peaks=peaks, ops=ops, call=call, op=op, slower=slower)
@@ -335,7 +345,8 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     """The figures with what only whole steps show, by numbers of ranks; with the ratios of measured to predicted time.
 
     The sum of squared logarithms of these ratios is least: first over the steps of one rank, for compute and calls (on
-    GPUs what the host takes to issue an op); then over all, for compute and how ranks share the cores.
+    GPUs what the host takes to issue an op, and launches in a graph); then over all, for compute and how ranks share
+    the cores.
     """
 
     def far(found: Figures, measured: Iterable[TimedStep]) -> float:
@@ -346,12 +357,16 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
 
     def alone(x: Sequence[float]) -> Figures:
         host = {"call" if inline else "op": x[1] * _HOST}
-        return replace(figures, **host, sharing=sharing).slowed(x[0])
+        return replace(figures, **host, sharing=sharing).slowed(x[0], *x[2:])
 
     def shared(x: Sequence[float]) -> Figures:
         return replace(found.slowed(x[0]), sharing=sharing._replace(beyond=x[1], jitter=x[2]))
 
-    found = alone(nearest(lambda x: far(alone(x), steps[1]), [1.0, 1.0], [(_LEAST, _MOST)] * 2))
+    # in a graph kernels follow each other more closely than between the timestamps of ops
+    start, limits = (
+        ([1.0, 1.0], [(_LEAST, _MOST)] * 2) if inline else ([1.0, 1.0, 1.0], [(_LEAST, _MOST)] * 2 + [(0, 1)])
+    )
+    found = alone(nearest(lambda x: far(alone(x), steps[1]), start, limits))
     if inline and len(steps) > 1:
         every = [step for measured in steps.values() for step in measured]
         limits = [(_LEAST, _MOST), (1e-3, 2.0), (1e-6, 1.0)]

@@ -100,7 +100,7 @@ def measure_step(model: Model, plan: Plan, steps: int, options: RunOptions, laun
         from distir.backends.lowering.timing import time_step
 
         program = distribute(model, plan)
-        seconds = time_step(program, _drawn(model), steps, "cuda", not launched)
+        seconds = time_step(program, drawn(model), steps, "cuda", not launched).seconds
         return TimedStep(program, plan, seconds, launched)
     done = run(model, plan, options, steps=steps + 1)
     if done.prediction is None:
@@ -113,7 +113,7 @@ def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:
     if _alone(plan, options):
         from distir.backends.lowering.timing import time_ops
 
-        found = time_ops(distribute(model, plan), _drawn(model), "cuda")
+        found = time_ops(distribute(model, plan), drawn(model), "cuda")
         return Profiled([sample(op, x) for op, x in found.items() if _is_timed(op)], [], [])
     with tempfile.TemporaryDirectory(prefix="distir-") as folder:
         done = run(model, plan, options, steps=_PROFILED, profile=folder)
@@ -141,7 +141,7 @@ def _alone(plan: Plan, options: RunOptions) -> bool:
     return options.device == "cuda" and plan.size == 1
 
 
-def _drawn(model: Model) -> dict[int, Any]:
+def drawn(model: Model) -> dict[int, Any]:
     """Random data for the inputs that are neither weights nor state, by position."""
     data = Data(model.function)
     given = data.fixed() | data.step(0)

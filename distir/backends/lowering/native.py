@@ -118,6 +118,8 @@ def _rms_norm(
     x: torch.Tensor, gain: torch.Tensor, axis: int = -1, epsilon: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Without the squares in memory. torch's own kernel is no quicker on CPUs, and has no backward pass there."""
+    if _fused_norm(x, gain):
+        return aten._fused_rms_norm.default(x, list(x.shape[axis:]), gain, epsilon)
     dims, wide = tuple(range(axis % x.dim(), x.dim())), torch.float32 if x.dtype.itemsize < 4 else x.dtype
     count = math.prod(x.shape[axis:])
     lengths = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=wide)
@@ -129,12 +131,19 @@ def _rms_norm_grad(
     x: torch.Tensor, gain: torch.Tensor, scale: torch.Tensor, d: torch.Tensor, axis: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """With three arrays as large as `x` at a time."""
+    if _fused_norm(x, gain):
+        return aten._fused_rms_norm_backward.default(d, x, list(x.shape[axis:]), scale, gain, [True, True])
     dims, lead = tuple(range(axis % x.dim(), x.dim())), tuple(range(axis % x.dim()))
     y, rows = x * scale, d.to(scale.dtype) * gain
     along = torch.sum(rows * y, dims, keepdim=True)
     rows.addcmul_(y, along, value=-1 / math.prod(x.shape[axis:])).mul_(scale)
     slope = y.mul_(d)
     return rows.to(x.dtype), (torch.sum(slope, lead) if lead else slope).to(x.dtype)
+
+
+def _fused_norm(x: torch.Tensor, gain: torch.Tensor) -> bool:
+    """Whether torch has kernels for a root-mean-square norm and its gradient: on GPUs, from 2.9 on."""
+    return x.device.type == "cuda" and x.dtype == gain.dtype and hasattr(aten, "_fused_rms_norm_backward")
 
 
 # ---------------------------------------------------------------- gathering from a table that is not sharded

@@ -65,20 +65,36 @@ def time_ops(program: Function, arrays: Mapping[int, Any], device: str) -> dict[
     return {op: max(min(xs) - between, 1e-9) for op, xs in found.items()}
 
 
-def time_step(program: Function, arrays: Mapping[int, Any], steps: int, device: str, captures: bool = True) -> float:
-    """The median seconds of a step. Without `captures` the host launches kernels one by one on a GPU, too."""
+class StepTime(NamedTuple):
+    """The median seconds of a step, and on a GPU the most bytes that it has of its memory, with its inputs."""
+
+    seconds: float
+    peak: int
+
+
+def time_step(program: Function, arrays: Mapping[int, Any], steps: int, device: str, captures: bool = True) -> StepTime:
+    """The time of a step. Without `captures` the host launches kernels one by one on a GPU, too."""
+    cuda, before = device == "cuda", 0
+    if cuda:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
     rank = TorchRank(program, 0, device)
     rank.captures = rank.captures and captures
     _load(rank, arrays)
     clock = Clock(rank.device)
     found: list[float] = []
-    for _ in range(_WARM + 1 + steps):
+    peak = 0
+    for k in range(_WARM + 1 + steps):
+        if cuda and k == 1:  # the first may try several kernels
+            torch.cuda.reset_peak_memory_stats()
         begin = clock.now()
         rank.step()
         end = clock.now()
         rank.synchronize()
         found.append(clock.between(begin, end) / 1e9)
-    return median(found[_WARM + 1 :])
+        if cuda and k == _WARM:  # a captured step allocates no more
+            peak = torch.cuda.max_memory_allocated() - before
+    return StepTime(median(found[_WARM + 1 :]), peak)
 
 
 class DeviceOverheads(NamedTuple):
