@@ -69,24 +69,23 @@ def plan() -> Any:
     return distir.Plan(pad_multiple=PADDED)
 
 
-def measure(folder: Path, small: bool, device: str) -> list[Row]:
-    """The measured seconds and bytes of all training steps."""
+def measure(folder: Path, small: bool, device: str) -> Iterator[Row]:
+    """The measured seconds and bytes of each training step."""
     import torch
 
     import distir
     from distir.api.calibration_runs import drawn
     from distir.backends.lowering.timing import time_step
 
-    rows: list[Row] = []
+    where = torch.cuda.get_device_name() if device == "cuda" else machine()
     for name, batch, precision in cases(small):
         model = distir.load(file_of(folder, name, batch, precision))
         found = time_step(distir.distribute(model, plan()), drawn(model), STEPS[precision], device)
-        rows.append({"model": name, "batch": batch, "precision": precision, **found._asdict()})
+        row = {"model": name, "batch": batch, "precision": precision, **found._asdict()}
+        yield row | {"device": where, "torch": torch.__version__}
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-    about = {"device": torch.cuda.get_device_name() if device == "cuda" else machine(), "torch": torch.__version__}
-    return [row | about for row in rows]
 
 
 def compare(folder: Path, rows: list[Row], cluster: str) -> Row:
@@ -134,13 +133,16 @@ def main() -> None:
         export(args.export, args.small)
         return
     if args.measure is not None:
-        MEASURED.write_text(json.dumps(measure(args.measure, args.small, "cuda"), indent=2) + "\n")
+        rows: list[Row] = []
+        for row in measure(args.measure, args.small, "cuda"):
+            rows.append(row)
+            MEASURED.write_text(json.dumps(rows, indent=2) + "\n")
         return
     with tempfile.TemporaryDirectory() as folder:
         programs = args.programs or Path(folder)
         if args.programs is None:
             export(programs, args.small)
-        rows = measure(programs, True, "cpu") if args.small else json.loads(MEASURED.read_text())
+        rows = list(measure(programs, True, "cpu")) if args.small else json.loads(MEASURED.read_text())
         found = compare(programs, rows, "nebius-h200" if args.small else args.cluster)
     if not args.small:
         COMPARED.write_text(json.dumps(found, indent=2) + "\n")

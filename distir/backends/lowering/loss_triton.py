@@ -35,10 +35,11 @@ def logit_slopes(
     `count` on are padding, of gradient 0."""
     rows, width = x.shape
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    d = d if ignore_index is None else d.masked_fill(label == ignore_index, 0)
     columns = [a.contiguous() for a in (label, lse, d)]
     launch: Any = _logit_slopes[(rows,)]  # pyright: ignore[reportIndexIssue]
     with torch.cuda.device_of(x):
-        launch(x, *columns, y, x.stride(0), width, count, ignore_index, num_warps=_WARPS)
+        launch(x, *columns, y, x.stride(0), width, count, num_warps=_WARPS)
     return y
 
 
@@ -66,15 +67,13 @@ def _row_losses(x, label, loss, lse, stride, CLASSES: tl.constexpr, IGNORED: tl.
 
 
 @triton.jit
-def _logit_slopes(x, label, lse, d, y, stride, WIDTH: tl.constexpr, CLASSES: tl.constexpr, IGNORED: tl.constexpr):
+def _logit_slopes(x, label, lse, d, y, stride, WIDTH: tl.constexpr, CLASSES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x += row * stride
     y += row * WIDTH
     log = tl.load(lse + row)
     k = tl.load(label + row).to(tl.int64)
     weight = tl.load(d + row).to(tl.float32)
-    if IGNORED is not None:
-        weight = tl.where(k == IGNORED, 0.0, weight)
     for begin in range(0, WIDTH, _BLOCK):
         column = begin + tl.arange(0, _BLOCK)
         part = tl.load(x + column, mask=column < CLASSES, other=0.0).to(tl.float32)
