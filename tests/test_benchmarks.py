@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FLAGS: dict[str, list[str]] = {
     "accuracy_folds": ["--small"],
     "first_step": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
+    "gpu_prediction": ["--small"],
     "gpt2_plan": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx")],
     "large_file": ["--model", str(BENCHMARKS.parent / "examples" / "gpt2-tiny.onnx"), "--batch", "128"],
     "plan": ["--small"],

@@ -34,6 +34,7 @@ from distir.executor.cost_model.fitting import (
     fit_speeds,
     fit_transfer,
     nearest,
+    nonnegative,
 )
 from distir.hardware import among, host_cores, load_cluster, load_runtime
 from distir.ir.errors import UsageError, counted
@@ -46,6 +47,8 @@ OnPhase = Callable[[str, int, int], None]
 """Called before each measurement with what is measured, its number, and their count."""
 _HOST = 1e-5
 """The seconds of a call, or of an op that a host issues, from which their fit starts."""
+_GAP = 1e-6
+"""The seconds between kernels that are launched one by one, from which the fit of those in a graph starts."""
 _LEAST, _MOST = 0.25, 100.0
 """Limits of the factors that are fitted to steps."""
 
@@ -131,19 +134,21 @@ class Figures:
     """How many times as long as alone compute takes in steps: the figures are of steps."""
     sharing: CoreSharing | None = None
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """By numbers of ranks: of the steps on so many measured / predicted."""
     context: float = 0.0
     """Bytes of a GPU that its driver and kernels take; `workspace` those that matrix products do."""
     workspace: float = 0.0
-    """By numbers of ranks: of the steps on so many measured / predicted."""
 
-    def slowed(self, factor: float, launch: float = 1.0) -> Figures:
-        """The figures with compute and calls that take `factor` times as long, launches `launch` times that."""
-        first = factor * launch
+    def slowed(self, factor: float, less: float = 0.0) -> Figures:
+        """The figures with launches `less` seconds shorter, then compute and calls `factor` times as long."""
+
+        def launch(seconds: float) -> float:
+            return max(0.0, seconds - less) * factor
 
         def speed(x: OpSpeed) -> OpSpeed:
-            return OpSpeed(x.launch * first, x.flops / factor, x.bandwidth / factor)
+            return OpSpeed(launch(x.launch), x.flops / factor, x.bandwidth / factor)
 
-        peaks = {k: x._replace(launch=x.launch * first, flops=x.flops / factor) for k, x in self.peaks.items()}
+        peaks = {k: x._replace(launch=launch(x.launch), flops=x.flops / factor) for k, x in self.peaks.items()}
         ops = {k: speed(x) for k, x in self.ops.items()}
         call, op, slower = (x * factor for x in (self.call, self.op, self.slower))
         return replace(self, general=speed(self.general), peaks=peaks, ops=ops, call=call, op=op, slower=slower)
@@ -310,17 +315,18 @@ def fit_links(transfers: Sequence[tuple[float, float]], reductions: Sequence[tup
 
 def fit_figures(samples: Sequence[Sample], known: Figures) -> Figures:
     """The figures with the speeds fitted to samples: of single ops, of products by dtype, of all other ops together."""
+    fit = nonnegative if known.kind == "gpu" else fit_robust
     pointwise = [s for s in samples if not s.kernel and s.dtype == "f32"]
     products: dict[str, list[Sample]] = {}
     for s in samples:
         if s.kernel == "product":
             products.setdefault(s.dtype, []).append(s)
-    launch, _, byte = fit_robust(
+    launch, _, byte = fit(
         [[1.0] * len(pointwise), [0.0] * len(pointwise), [s.bytes for s in pointwise]], [s.seconds for s in pointwise]
     )
     general = OpSpeed(launch, math.inf, 1 / byte if byte else 1e10)
-    peaks = {dtype: fit_products(found) for dtype, found in products.items()}
-    return replace(known, general=general, peaks=peaks, ops=fit_speeds(samples))
+    peaks = {dtype: fit_products(found, fit) for dtype, found in products.items()}
+    return replace(known, general=general, peaks=peaks, ops=fit_speeds(samples, fit))
 
 
 def _measure_steps(what: Suite, options: RunOptions, phases: _Phases) -> dict[int, list[TimedStep]]:
@@ -357,16 +363,14 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
 
     def alone(x: Sequence[float]) -> Figures:
         host = {"call" if inline else "op": x[1] * _HOST}
-        return replace(figures, **host, sharing=sharing).slowed(x[0], *x[2:])
+        return replace(figures, **host, sharing=sharing).slowed(x[0], *[less * _GAP for less in x[2:]])
 
     def shared(x: Sequence[float]) -> Figures:
         return replace(found.slowed(x[0]), sharing=sharing._replace(beyond=x[1], jitter=x[2]))
 
-    # in a graph kernels follow each other more closely than between the timestamps of ops
-    start, limits = (
-        ([1.0, 1.0], [(_LEAST, _MOST)] * 2) if inline else ([1.0, 1.0, 1.0], [(_LEAST, _MOST)] * 2 + [(0, 1)])
-    )
-    found = alone(nearest(lambda x: far(alone(x), steps[1]), start, limits))
+    # in a graph kernels follow each other more closely than with timestamps between them
+    bounds = [(_LEAST, _MOST), (_LEAST, _MOST), *([] if inline else [(0.1, 10.0)])]
+    found = alone(nearest(lambda x: far(alone(x), steps[1]), [1.0] * len(bounds), bounds))
     if inline and len(steps) > 1:
         every = [step for measured in steps.values() for step in measured]
         limits = [(_LEAST, _MOST), (1e-3, 2.0), (1e-6, 1.0)]

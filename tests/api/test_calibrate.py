@@ -137,6 +137,28 @@ def test_the_host_of_a_gpu_issues_ops() -> None:
     assert found.sharing == CoreSharing(2, communication=0.0)
 
 
+def test_kernels_of_a_graph_follow_each_other_closely() -> None:
+    """Launches are shorter by one time for all ops, whatever they take themselves."""
+    long = OpSpeed(2e-5, math.inf, 4e9)
+    gpu = replace(FIGURES, kind="gpu", ops=FIGURES.ops | {("Relu", "f32"): long})
+    exact = gpu.slowed(1.25, 1.5e-6)
+    assert exact.ops["Relu", "f32"].launch == pytest.approx(1.25 * 1.85e-5)
+    assert exact.general.launch == pytest.approx(1.25 * 0.5e-6)
+    pairs = zip(steps(FIGURES, 1), steps(exact, 1), strict=True)
+    found = fit_steps(gpu, {1: [step._replace(seconds=s.seconds) for step, s in pairs]})
+    assert found.ops["Relu", "f32"].launch == pytest.approx(1.25 * 1.85e-5, rel=0.05)
+    assert found.ratios[1] == pytest.approx([1.0] * len(found.ratios[1]), rel=0.03)
+
+
+def test_no_op_of_a_gpu_is_left_out_of_its_fit() -> None:
+    """A sample that is unlike the others: on a CPU it was disturbed, on a GPU kernels differ."""
+    samples = [Sample("Gelu", "f32", "", 0.0, n * 1e6, n * 1e-6) for n in (1, 2, 3, 4, 8)]
+    samples.append(Sample("Gelu", "f32", "", 0.0, 6e6, 3e-5))
+    cpu, gpu = (fit_figures(samples, replace(FIGURES, kind=kind)).ops["Gelu", "f32"] for kind in ("cpu", "gpu"))
+    assert cpu.seconds(0, 4e6) == pytest.approx(4e-6, rel=0.01)
+    assert gpu.seconds(0, 4e6) > 4.1e-6
+
+
 def test_residuals_are_the_extremes_of_steps(tmp_path: Path) -> None:
     exact = steps(FIGURES, 1)
     off = [step._replace(seconds=step.seconds * factor) for step, factor in zip(exact, (0.8, 1, 1, 1.25), strict=True)]

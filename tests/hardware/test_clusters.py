@@ -333,3 +333,14 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert len(load_cluster(str(file), devices=5).devices) == 8
     with pytest.raises(UsageError, match="cannot read cluster file"):
         load_cluster(tmp_path / "none.toml")
+
+
+def test_the_host_of_a_rank_alone_issues_nothing_where_steps_are_graphs() -> None:
+    runtime = load_runtime("distir")
+    assert runtime.graphs
+    alone = among(runtime, 1)
+    assert alone is not None
+    assert not alone.issues
+    assert among(runtime, 2) == runtime
+    eager = load_runtime("torch-eager")
+    assert among(eager, 1) == eager

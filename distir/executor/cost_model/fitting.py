@@ -80,20 +80,24 @@ def _sum(coefficients: Sequence[float], columns: Sequence[Sequence[float]], k: i
     return sum(a * c[k] for a, c in zip(coefficients, columns, strict=True))
 
 
-def fit_speed(samples: Sequence[Sample]) -> OpSpeed:
+Fit = Callable[[Sequence[Sequence[float]], Sequence[float]], list[float]]
+"""`fit_robust`, or for devices that nothing disturbs `nonnegative`."""
+
+
+def fit_speed(samples: Sequence[Sample], fit: Fit = fit_robust) -> OpSpeed:
     """The speed of one op, from its samples: launch, and the rates of FLOPs (of kernels of products) and of bytes."""
     seconds = [s.seconds for s in samples]
     flops = [s.flops if s.kernel else 0.0 for s in samples]
-    launch, flop, byte = fit_robust([[1.0] * len(samples), flops, [s.bytes for s in samples]], seconds)
+    launch, flop, byte = fit([[1.0] * len(samples), flops, [s.bytes for s in samples]], seconds)
     return OpSpeed(launch, 1 / flop if flop else math.inf, 1 / byte if byte else math.inf)
 
 
-def fit_speeds(samples: Sequence[Sample], least: int = 2) -> dict[tuple[str, str], OpSpeed]:
+def fit_speeds(samples: Sequence[Sample], fit: Fit = fit_robust, least: int = 2) -> dict[tuple[str, str], OpSpeed]:
     """The speed of each op and dtype that has samples of at least `least` sizes."""
     by: dict[tuple[str, str], list[Sample]] = {}
     for s in samples:
         by.setdefault((s.op, s.dtype), []).append(s)
-    return {k: fit_speed(v) for k, v in sorted(by.items()) if len({(s.flops, s.bytes) for s in v}) >= least}
+    return {k: fit_speed(v, fit) for k, v in sorted(by.items()) if len({(s.flops, s.bytes) for s in v}) >= least}
 
 
 class ProductFit(NamedTuple):
@@ -107,10 +111,10 @@ class ProductFit(NamedTuple):
         return self.launch + (flops + math.sqrt(self.half * flops)) / self.flops
 
 
-def fit_products(samples: Sequence[Sample]) -> ProductFit:
+def fit_products(samples: Sequence[Sample], fit: Fit = fit_robust) -> ProductFit:
     """The launch, rate and half size of products, as a DeviceSpec has them; the rate is infinite if none is seen."""
     flops, ones = [s.flops for s in samples], [1.0] * len(samples)
-    launch, a, b = fit_robust([ones, flops, [math.sqrt(x) for x in flops]], [s.seconds for s in samples])
+    launch, a, b = fit([ones, flops, [math.sqrt(x) for x in flops]], [s.seconds for s in samples])
     return ProductFit(launch, 1 / a, (b / a) ** 2) if a else ProductFit(launch, math.inf, 0.0)
 
 
@@ -134,7 +138,7 @@ def nearest(
 ) -> list[float]:
     """Positive numbers within limits at which f is least, searched from `start` in factors that become finer."""
     here, value, factor = list(start), f(start), 2.0
-    while factor > 1.05:
+    while factor > 1.02:
         moved = False
         for k, (low, high) in enumerate(limits):
             for step in (factor, 1 / factor):
