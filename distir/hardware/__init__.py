@@ -10,6 +10,8 @@ Of a device's memory, `usable_gib` if `memory_gb` is but its name, software take
 kernels, `workspace_mib` for the products of each thread of the runtime that issues them (`threads`), and, in a node,
 `communicator_mib` for each communicator.
 
+`unaligned` of a device is the share of their speed that products of 16 bits reach where rows are no multiple of 16 bytes.
+
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
 runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (`CoreSharing`):
 `beyond`, how much longer than in proportion compute takes for each rank per core beyond one, `communication`, the share
@@ -396,6 +398,7 @@ def _spec(t: _Table) -> DeviceSpec:
         t.figure("context_mib", 0.0) * MIB,
         t.figure("workspace_mib", 0.0) * MIB,
         t.figure("usable_gib", 0.0) * 1024 * MIB,
+        _share(t, "unaligned"),
     )
 
 

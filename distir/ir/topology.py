@@ -56,6 +56,8 @@ class DeviceSpec:
     `attention` for fused attention. `ops` are measured speeds by op and dtype, such as ("Gelu", "f32"): they replace
     the other figures for these. Of the memory the driver and the kernels take `context` bytes, and matrix products
     `workspace` bytes for each thread that issues them; `usable` is what there is in all, if `memory` is but its name.
+    `unaligned` is the share of their speed that products of 16 bits reach where rows are no multiple of 16 bytes, as
+    tensor cores need them (NVIDIA, Matrix Multiplication Background User's Guide).
     """
 
     throughput: tuple[tuple[str, float], ...]
@@ -71,6 +73,7 @@ class DeviceSpec:
     context: float = 0.0
     workspace: float = 0.0
     usable: float = 0.0
+    unaligned: float = 1.0
 
     @property
     def capacity(self) -> float:

@@ -227,6 +227,8 @@ class CostModel:
         flops, size = work(spec, attrs, ins, outs)
         bandwidth = what.dram_bandwidth * what.memory_efficiency if spec.kernel else self._bandwidth(ins, outs, what)
         dtype = computed_in(ins, outs)
+        if spec.kernel == "product" and what.unaligned < 1 and not _aligned(dtype, (*ins, *outs)):
+            flops /= what.unaligned
         if (measured := what.speed(spec.name, dtype)) is not None:
             return measured.seconds(flops, size)
         if (moved := self._moved(spec, ins)) is not None:
@@ -278,6 +280,18 @@ def _copies(t: Type) -> int:
         return 1
     axes = zip(mesh.sizes, t.placements, strict=True)
     return math.prod([n for i, (n, p) in enumerate(axes) if p is REPLICATE and i != mesh.time])
+
+
+_ROW = 16
+"""The bytes of which tensor cores need the rows of operands and results to be a multiple."""
+
+
+def _aligned(dtype: DType | None, types: Types) -> bool:
+    """Whether tensor cores take all matrices of a product as they are; wider than 16 bits it is for other units."""
+    if dtype is None or dtype.size != 2:
+        return True
+    matrices = [t for t in types if isinstance(t, Tensor) and len(t.shape) > 1]
+    return all([t.shape[-1] * t.dtype.size % _ROW == 0 for t in matrices])
 
 
 def _wide(dtype: DType | None) -> bool:

@@ -14,7 +14,7 @@ from distir.hardware import load_cluster
 from distir.ir import FunctionMaker, Mesh, Topology
 from distir.ir.spec import lookup
 from distir.ir.tiles import Tiles
-from distir.ir.topology import Algorithm, DeviceSpec, Group, Link, Regular
+from distir.ir.topology import Algorithm, DeviceSpec, Group, Link, OpSpeed, Regular
 from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float, Float16, Float64, Int64, Shard, Tensor, Tuple
 from distir.ops.rules import statistic
 from tests.ops.samples import SAMPLES
@@ -120,6 +120,23 @@ def test_small_products_lose_efficiency_by_the_root_of_their_size(size: int, lon
     topology = Topology(Regular("one", "gpu", spec, 1, 1, Link(1e9), Link(1e9)))
     square = Tensor(Float(), (size, size))
     assert seconds("MatMul", square, square, topology=topology) == pytest.approx(longer * 2 * size**3 / FLOPS, rel=1e-6)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_rows_that_tensor_cores_do_not_take_are_slow(measured: bool) -> None:
+    """Of 16 bits alone, and whatever the number of rows."""
+    ops = tuple([(("MatMul", name), OpSpeed(0.0, 1e12)) for name in ("bf16", "f32")]) if measured else ()
+    spec, op = DeviceSpec((("bf16", 1e12), ("f32", 1e12)), 1e15, 0.0, ops=ops, unaligned=0.25), lookup("MatMul")
+
+    def seconds(dtype: DType, m: int, k: int, n: int) -> float:
+        ins = (Tensor(dtype, (m, k)), Tensor(dtype, (k, n)))
+        return CostModel(Topology()).compute_seconds(op, {}, ins, (Tensor(dtype, (m, n)),), spec) / (
+            2 * m * k * n / 1e12
+        )
+
+    for sizes, slower in (((512, 512, 512), 1), ((511, 512, 512), 1), ((512, 512, 511), 4), ((512, 510, 512), 4)):
+        assert seconds(BFloat16, *sizes) == pytest.approx(slower)
+        assert seconds(Float(), *sizes) == pytest.approx(1)
 
 
 def test_the_sizes_of_products() -> None:
