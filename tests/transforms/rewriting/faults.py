@@ -55,6 +55,18 @@ def written_step() -> Function:
 
 
 @functools.cache
+def total() -> Function:
+    """A training step whose loss is a sum of products, and of their weight (9, 9): its gradient is a constant more."""
+    f = FunctionMaker("total")
+    x = f.add_input_value("x", Tensor(Float64, (4, 9)), Role("data", 0))
+    w, b = [f.add_input_value(n, Tensor(Float64, s), Role("parameter")) for n, s in (("w", (9, 9)), ("b", (9,)))]
+    y = f.emit("ReduceSum", f.emit("Add", f.emit("MatMul", x, w), b), axes=(0, 1), keepdims=0)
+    loss = f.emit("Add", y, f.emit("ReduceSum", w, axes=(0, 1), keepdims=0))
+    f.set_outputs([loss])
+    return training_step(f.finalize(), loss.name, "sgd")
+
+
+@functools.cache
 def forward() -> Function:
     """All ops that are fused, decomposed, or need a fill value in their padding."""
     f = FunctionMaker("forward")
@@ -260,6 +272,7 @@ def labels() -> dict[str, Any]:
 
 
 STEP, FORWARD = spread(written_step, given=indices), spread(forward, given=labels)
+TOTAL = spread(total)
 NEAR = spread(near_misses, tp=1, given=lambda: {"seen": np.tri(4, dtype=bool)})
 UNTIDY = Case(lambda: cleanup.fold(fresh(untidy()), evaluate), check_origins)
 MASKED = Case(
@@ -542,7 +555,7 @@ FAULTS: dict[str, tuple[Case, Swap]] = {
     # pad
     "pad: 0 fills what a maximum is over": (STEP, neutral(0.0)),
     "pad: -inf fills what a sum is over": (FORWARD, neutral(float("-inf"))),
-    "pad: next weights are not cleared": (STEP, padder("_output", uncleared)),
+    "pad: next weights are not cleared": (TOTAL, padder("_output", uncleared)),
     "pad: sources one row short": (STEP, padder("_output", shorter)),
     "pad: inputs whose source is what they became": (STEP, padder("_input", sources_of_inputs)),
     "pad: filled from one index before": (STEP, padder("_filled", early)),

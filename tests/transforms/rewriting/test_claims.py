@@ -62,6 +62,7 @@ from tests.transforms.rewriting.faults import (
     parts,
     picked,
     small_floats,
+    total,
     trained,
     untidy,
     written_step,
@@ -423,13 +424,7 @@ def test_dims_that_are_merged_behind_one_of_size_1_are_tried() -> None:
 
 def test_a_weight_whose_gradient_is_a_constant() -> None:
     """Its padding stays 0 from step to step: what is expanded into it is not 0 there."""
-    f = FunctionMaker("total")
-    x = f.add_input_value("x", Tensor(Float64, (4, 9)), Role("data", 0))
-    w, b = [f.add_input_value(n, Tensor(Float64, s), Role("parameter")) for n, s in (("w", (9, 8)), ("b", (8,)))]
-    y = f.emit("ReduceSum", f.emit("Add", f.emit("MatMul", x, w), b), axes=(0, 1), keepdims=0)
-    loss = f.emit("Add", y, f.emit("ReduceSum", w, axes=(0, 1), keepdims=0))
-    f.set_outputs([loss])
-    step = training_step(f.finalize(), loss.name, "sgd")
+    step = total()
     padded = pad.pad(step, paddable(step, 2))
     assert any(v.role and v.role.source for v in padded.inputs)
     check_padding(step, padded, evaluate)
