@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distir.ir.function import Function, FunctionMaker, Op, Role, Value
-from distir.ir.placement import Shard, splits
+from distir.ir.placement import Shard, reductions, splits
 from distir.ir.spec import FactorMapping
 from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
@@ -45,10 +45,11 @@ def paddable(function: Function, n: int, multiple: int = 1) -> list[Sizes]:
         return []
     classes = _Classes(graph, 1, starts)
     found: list[Sizes] = []
-    beside = classes.with_halos  # an op reads what is beside an element: at the end of the dim it would be padding
+    kept = classes.bad | classes.with_halos  # at the end of the dim, what is beside an element would be padding
+    kept |= {c for op, row in zip(function.ops, classes.mappings, strict=True) for m, c in row if _of_integers(op, m)}
     for c, nodes in sorted(classes.members().items()):
         sizes = {graph.shapes[v][split.dim] for v, split in nodes}
-        if c not in classes.bad and c not in beside and len(sizes) == 1 and all(split.outer == 1 for _, split in nodes):
+        if c not in kept and len(sizes) == 1 and all(split.outer == 1 for _, split in nodes):
             size = _padded_size(sizes.pop(), n, multiple)
             found.append({(v, split.dim): size for v, split in nodes})
     return found
@@ -58,6 +59,12 @@ def _padded_size(size: int, n: int, multiple: int) -> int:
     """The size of a dim that is padded to divide n ways, each part of a `multiple` or else of any size; 0 if neither
     is worth it."""
     return next((m for k in (n * multiple, n) if (m := -(-size // k) * k) - size < size / _WORTH), 0)
+
+
+def _of_integers(op: Op, mapping: FactorMapping) -> bool:
+    """Whether a result is reduced from integers alone, which are not filled."""
+    along = [tensor(op.inputs[k]).dtype.floating for k, _ in splits(mapping.ins)]
+    return bool(reductions(mapping.outs)) and not any(along)
 
 
 class _Classes(Classes):

@@ -17,6 +17,7 @@ from distir.ir.function import Role
 from distir.ir.same import same
 from distir.ir.type import Float64, Tensor
 from distir.ops.rules import shape_of
+from distir.transforms.differentiation.training import training_step
 from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.sharding.check_padding import check_padding
 from distir.transforms.sharding.pad import pad, pad_like, paddable
@@ -27,6 +28,7 @@ from tests.transforms.programs import (
     check,
     distributed,
     error,
+    filled,
     gpt2_tiny,
     imported_mlp,
     run,
@@ -211,6 +213,20 @@ def test_what_reduces_a_padded_dim_sees_neutral_values() -> None:
     fills = [op.attributes["value"] for op in function.ops if op.op_type == "FillTail"]
     assert sorted(fills) == [float("-inf"), 0.0]
     assert error(run(function, program), program.results()) <= TOLERANCE
+
+
+def test_a_dim_along_which_integers_are_counted_is_not_padded() -> None:
+    """Labels share the dim of positions with weights: those in its padding would count as labels."""
+    f = FunctionMaker("positions")
+    x = f.add_input_value("x", Tensor(Float64, (8, 15, 31)), Role("data", 0))
+    w = f.add_input_value("w", Tensor(Float64, (15, 31)), Role("parameter"))
+    f.set_outputs([f.emit("Add", x, w)])
+    step = training_step(f.finalize(), gradients=True)
+    program = filled(step, {"labels": np.arange(120).reshape(8, 15) % 31}, np.random.default_rng(0))
+    for plan in (Plan(pad_multiple=8), Plan(2, microbatches=2, zero=3, pad_multiple=8)):
+        made = distributed(program, plan)
+        assert [shape_of(v) for v in enlarged(made.source)] == [(8, 15, 32), (15, 32)]
+        assert error(run(made.program, program), program.results()) <= TOLERANCE
 
 
 def test_pad_like_pads_the_source_as_a_distributed_program_was() -> None:
