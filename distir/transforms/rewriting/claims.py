@@ -166,7 +166,8 @@ class _Pair(NamedTuple):
         claim = self._claim(v)
         found = _holds(claim, evaluate)
         if found is False:  # where `after` uses one common value for equal ones, it must be told what that is made of
-            found = _holds(self._further(claim), evaluate)
+            claim = self._further(claim)
+            found = _holds(claim, evaluate)
         if found is None:
             untried(f"%{v.name}: a rewrite of {claim}")
             _note(_key(claim, claim.free()))  # it is said once

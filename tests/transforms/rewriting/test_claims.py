@@ -384,6 +384,29 @@ def test_an_exporter_s_attention_is_tried_at_small_sizes() -> None:
     check_rewrite(function, new, evaluate)
 
 
+def test_what_is_not_tried_in_one_program_is_in_another() -> None:
+    """That a value is used in place of another holds where both are equal: it depends on what they are made of. Slices
+    are so large that this is not tried."""
+
+    def swapped(sliced: bool) -> tuple[Function, Function]:
+        f = FunctionMaker("swapped")
+        x, a = [f.add_input_value(n, Tensor(Float32, (s, s))) for n, s in (("x", 600), ("a", 700 if sliced else 600))]
+        one, other = [f.emit(name, a) for name in ("Tanh", "Relu")]
+        if sliced:
+            ends = {"starts": (0, 0), "ends": (600, 600), "axes": (0, 1), "steps": (1, 1)}
+            one, other = [f.emit("Slice", v, **ends) for v in (one, other)]
+        f.set_outputs([f.emit("Add", x, one), other])
+        function = f.finalize()
+        *ops, add = function.ops
+        wrong = Op(add.spec, (x, other), add.attributes, add.outputs)
+        return function, Function(function.name, function.inputs, (*ops, wrong), function.outputs)
+
+    with pytest.warns(ModelWarning, match="has not been tried"):
+        check_rewrite(*swapped(sliced=True), evaluate)
+    with pytest.raises(MismatchError, match="does not compute the same"):
+        check_rewrite(*swapped(sliced=False), evaluate)
+
+
 def test_one_mask_in_place_of_equal_ones() -> None:
     """Each attention has a mask of its own, made alike; the rewritten ones share the first, which `before` has, too."""
     f = FunctionMaker("two layers")
