@@ -46,7 +46,8 @@ def paddable(function: Function, n: int, multiple: int = 1) -> list[Sizes]:
     classes = _Classes(graph, 1, starts)
     found: list[Sizes] = []
     kept = classes.bad | classes.with_halos  # at the end of the dim, what is beside an element would be padding
-    kept |= {c for op, row in zip(function.ops, classes.mappings, strict=True) for m, c in row if _of_integers(op, m)}
+    for op, row in zip(function.ops, classes.mappings, strict=True):
+        kept |= {c for mapping, c in row if _of_integers(op, mapping) or _regroups(op, mapping)}
     for c, nodes in sorted(classes.members().items()):
         sizes = {graph.shapes[v][split.dim] for v, split in nodes}
         if c not in kept and len(sizes) == 1 and all(split.outer == 1 for _, split in nodes):
@@ -65,6 +66,21 @@ def _of_integers(op: Op, mapping: FactorMapping) -> bool:
     """Whether a result is reduced from integers alone, which are not filled."""
     along = [tensor(op.inputs[k]).dtype.floating for k, _ in splits(mapping.ins)]
     return bool(reductions(mapping.outs)) and not any(along)
+
+
+def _regroups(op: Op, mapping: FactorMapping) -> bool:
+    """Whether a count depends on the dim's length: that of the groups of a convolution."""
+    if op.spec.local is None:
+        return False
+    longer = {slot: p.dim for slot, p in mapping.splits()}
+
+    def twice(slot: int, v: Value) -> Tensor:
+        dim = longer.get(slot)
+        return Tensor(tensor(v).dtype, [2 * n if d == dim else n for d, n in enumerate(shape_of(v))])
+
+    ins, outs = [twice(k, v) for k, v in enumerate(op.inputs)], [twice(~k, v) for k, v in enumerate(op.outputs)]
+    made, takes = op.spec.local(op.attributes, ins, outs), op.spec.attributes
+    return any(x != op.attributes.get(k, x) and takes[k].kind == "count" for k, x in made.items())
 
 
 class _Classes(Classes):

@@ -229,6 +229,22 @@ def test_a_dim_along_which_integers_are_counted_is_not_padded() -> None:
         assert error(run(made.program, program), program.results()) <= TOLERANCE
 
 
+@pytest.mark.parametrize("groups", [1, 5, 15])
+def test_groups_of_a_convolution_are_not_padded(groups: int) -> None:
+    f = FunctionMaker("grouped")
+    x = f.add_input_value("x", Tensor(Float64, (8, 3, 6)), Role("data", 0))
+    first, second = [f.add_input_value("w", Tensor(Float64, (15, n, 3)), Role("parameter")) for n in (3, 15 // groups)]
+    conv = {"strides": (1,), "dilations": (1,), "pads": (0, 0)}
+    y = f.emit("Tanh", f.emit("Conv", x, first, groups=1, **conv))
+    f.set_outputs([f.emit("Conv", y, second, groups=groups, **conv)])
+    step = training_step(f.finalize(), "mse", gradients=True)
+    program = filled(step, {}, np.random.default_rng(0))
+    for plan in (Plan(pad_multiple=8), Plan(2, pad_multiple=8), Plan(tp=2 if groups == 1 else 3)):
+        made = distributed(program, plan)
+        assert bool(enlarged(made.source)) == (groups == 1)
+        assert error(run(made.program, program), program.results()) <= TOLERANCE
+
+
 def test_pad_like_pads_the_source_as_a_distributed_program_was() -> None:
     program = small_gpt(vocabulary=15)
     made = distributed(program, Plan(1, 2, 2, 2))
