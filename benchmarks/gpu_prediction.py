@@ -133,11 +133,19 @@ def main() -> None:
         export(args.export, args.small)
         return
     if args.measure is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            flags.error("--measure needs a GPU, and there is none here")
         rows: list[Row] = []
         for row in measure(args.measure, args.small, "cuda"):
             rows.append(row)
             MEASURED.write_text(json.dumps(rows, indent=2) + "\n")
         return
+    from distir.hardware import known_clusters
+
+    if args.cluster not in known_clusters() and not Path(args.cluster).is_file():
+        flags.error(f"no cluster {args.cluster}: expected one of distir clusters, or a file")
     with tempfile.TemporaryDirectory() as folder:
         programs = args.programs or Path(folder)
         if args.programs is None:

@@ -192,7 +192,9 @@ def _program(setup: Setup, runtime: str) -> Function:
 
 @cache
 def _cost(cluster: str, devices: int, runtime: str) -> CostModel:
-    return CostModel(load_cluster(cluster, devices=devices), runtime=among(runtime_named(runtime, cluster), devices))
+    topology = load_cluster(cluster, devices=devices)
+    kind = topology.devices[0].kind
+    return CostModel(topology, runtime=among(runtime_named(runtime, cluster), devices, kind))
 
 
 @lru_cache(maxsize=16)

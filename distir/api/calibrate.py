@@ -390,7 +390,7 @@ def ratios_of(figures: Figures, measured: Iterable[TimedStep]) -> list[float]:
     topology = Topology(replace(r, kind="cpu", per_node=most))  # programs that run here are placed on cpu:0, cpu:1, ...
     found: list[float] = []
     for s in measured:
-        runtime = r.runtime if s.launched else among(r.runtime, s.plan.size)
+        runtime = r.runtime if s.launched else among(r.runtime, s.plan.size, figures.kind)
         found.append(s.seconds / simulated(s.program, s.plan, CostModel(topology, runtime=runtime)).seconds)
     return found
 

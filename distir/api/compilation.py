@@ -156,7 +156,8 @@ def cost_model(cluster: Cluster, plan: Plan, nodes: int | None = None, runtime: 
     topology = cluster if isinstance(cluster, Topology) else load_cluster(os.fspath(cluster), nodes, plan.size)
     if host is None and topology.regular is not None:
         host = topology.regular.runtime
-    return CostModel(topology, runtime=among(host, plan.size))
+    kind = topology.devices[0].kind if topology.devices else ""
+    return CostModel(topology, runtime=among(host, plan.size, kind))
 
 
 def predict(model: Model, plan: Plan, program: Function, cost: CostModel) -> Prediction:

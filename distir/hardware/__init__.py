@@ -10,7 +10,8 @@ Of a device's memory, `usable_gib` if `memory_gb` is but its name, software take
 kernels, `workspace_mib` for the products of each thread of the runtime that issues them (`threads`), and, in a node,
 `communicator_mib` for each communicator.
 
-`unaligned` of a device is the share of their speed that products of 16 bits reach where rows are no multiple of 16 bytes.
+`unaligned` of a device is the share of their speed that products of 16 bits reach where rows are no multiple of 16
+bytes.
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
 runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (`CoreSharing`):
@@ -256,9 +257,10 @@ _FLAGS = (
 )
 
 
-def among(runtime: Runtime | None, ranks: int) -> Runtime | None:
-    """The runtime where so many ranks share its host; of one, whose step is a graph, the host issues all at once."""
-    if runtime is not None and runtime.graphs and ranks == 1:
+def among(runtime: Runtime | None, ranks: int, kind: str) -> Runtime | None:
+    """The runtime where so many ranks, on devices of a kind, share its host; of one on a GPU, whose step is a graph,
+    the host issues all at once."""
+    if runtime is not None and runtime.graphs and ranks == 1 and kind == "gpu":
         return replace(runtime, op=0.0, communication=0.0, member=0.0, call=0.0, transfer=None, transfer_by=())
     if runtime is None or not runtime.transfer_by:
         return runtime

@@ -108,11 +108,11 @@ def test_runtimes() -> None:
 
 def test_a_transfer_may_take_the_host_longer_where_more_ranks_share_it() -> None:
     runtime = load_runtime("distir-2021")
-    assert [among(runtime, n).transfer for n in (1, 2, 3, 4, 8)] == pytest.approx(  # type: ignore[union-attr]
+    assert [among(runtime, n, "gpu").transfer for n in (1, 2, 3, 4, 8)] == pytest.approx(  # type: ignore[union-attr]
         [30e-6, 30e-6, 7.015e-3, 14e-3, 28e-3]
     )
-    assert among(load_runtime("megatron"), 4) is load_runtime("megatron")
-    assert among(None, 4) is None
+    assert among(load_runtime("megatron"), 4, "gpu") is load_runtime("megatron")
+    assert among(None, 4, "gpu") is None
 
 
 def test_bytes_of_a_logit_are_of_both_passes(tmp_path: Path) -> None:
@@ -338,9 +338,9 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 def test_the_host_of_a_rank_alone_issues_nothing_where_steps_are_graphs() -> None:
     runtime = load_runtime("distir")
     assert runtime.graphs
-    alone = among(runtime, 1)
+    alone = among(runtime, 1, "gpu")
     assert alone is not None
     assert not alone.issues
-    assert among(runtime, 2) == runtime
+    assert among(runtime, 2, "gpu") == among(runtime, 1, "cpu") == runtime
     eager = load_runtime("torch-eager")
-    assert among(eager, 1) == eager
+    assert among(eager, 1, "gpu") == eager

@@ -166,8 +166,7 @@ class _Pair(NamedTuple):
         claim = self._claim(v)
         found = _holds(claim, evaluate)
         if found is False:  # where `after` uses one common value for equal ones, it must be told what that is made of
-            claim = self._further(claim)
-            found = _holds(claim, evaluate)
+            found = bool(_holds(self._further(claim), evaluate))
         if found is None:
             untried(f"%{v.name}: a rewrite of {claim}")
             _note(_key(claim, claim.free()))  # it is said once
