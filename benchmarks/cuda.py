@@ -331,12 +331,12 @@ def main() -> None:
         module.eval()
         for precision in args.precision:
             for batch in args.batch or [CASES[name].batch]:
-                rows += measure(Work(name, precision, batch, args, module, example), args)
+                rows += (made := measure(Work(name, precision, batch, args, module, example), args))
                 if args.device == "cuda":
                     gc.collect()
                     torch.cuda.empty_cache()
                 if not args.json:
-                    print(shown(rows[-1:] if len(rows) == 1 else rows), flush=True)
+                    print(shown(made), flush=True)
     if args.profile is not None:
         Path(args.profile).write_text(json.dumps(rows) + "\n")
     for row in rows:

@@ -23,7 +23,7 @@ from distir.api.timings import read_folder
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fitting import Sample
 from distir.executor.cost_model.seconds import computed_in, work
-from distir.executor.simulator.labels import COMPUTE, ISSUE
+from distir.executor.simulator.labels import COMPUTE, ISSUE, by_label
 from distir.ir.function import Function, FunctionMaker, Op, Role
 from distir.ir.topology import Topology
 from distir.ir.type import DType, Tensor
@@ -120,10 +120,7 @@ def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:
         _, measured = read_folder(Path(folder))
     if done.prediction is None:
         raise AssertionError("a run has a prediction")
-    function = done.prediction.simulation.program.function
-    ops = {
-        (f.name, f"%{op.outputs[0].name}"): op for f in (*function.callees(), function) for op in f.ops if op.outputs
-    }
+    ops = by_label(done.prediction.simulation.program.function)
     times: dict[Op, list[float]] = defaultdict(list)
     issues: list[float] = []
     sends: list[float] = []

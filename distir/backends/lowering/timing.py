@@ -19,10 +19,8 @@ import torch
 from distir.backends.lowering.engine import TorchRank
 from distir.backends.lowering.profile import Profiler
 from distir.backends.tensors.clock import Clock
-from distir.backends.tensors.torch_namespace import torch_dtype
-from distir.executor.simulator.labels import COMPUTE
+from distir.executor.simulator.labels import COMPUTE, by_label
 from distir.ir.function import Function, Op
-from distir.ir.type import Tensor
 from distir.transforms.rank.as_run import as_run
 
 _WARM = 2
@@ -54,9 +52,7 @@ def time_ops(program: Function, arrays: Mapping[int, Any], device: str) -> dict[
         host = time.perf_counter() - begin if k < _WARM else host
         rank.synchronize()
         profiler.end_step(k)
-    function, between = as_run(program), _between(rank.device)
-    functions = (*function.callees(), function)
-    ops = {(f.name, f"%{op.outputs[0].name}"): op for f in functions for op in f.ops if op.outputs}
+    ops, between = by_label(as_run(program)), _between(rank.device)
     found: dict[Op, list[float]] = defaultdict(list)
     for entry, start, stop, about in profiler.slices:
         op = ops.get((entry.args.get("function", ""), entry.args.get("result", "")))
@@ -122,12 +118,12 @@ def overheads() -> DeviceOverheads:
 def _load(rank: TorchRank, arrays: Mapping[int, Any]) -> None:
     """Load arrays, and random weights, which are made on the device; state is zero."""
     rank.load(arrays)
+    rank.reserve()
     with torch.inference_mode():
-        for k, v in enumerate(rank.program.inputs):
-            if k not in arrays and isinstance(t := v.type, Tensor):
-                x = torch.zeros(t.shape, dtype=torch_dtype(t.dtype), device=rank.device)
-                weight = v.kind == "parameter" and x.is_floating_point()
-                rank.values[k] = x.normal_(0.0, _SMALL) if weight else x
+        for k, x in rank.values.items():
+            if k not in arrays:
+                weight = rank.program.inputs[k].kind == "parameter" and x.is_floating_point()
+                x.normal_(0.0, _SMALL) if weight else x.zero_()
 
 
 def _keep_busy(seconds: float, device: torch.device) -> None:

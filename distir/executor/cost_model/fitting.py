@@ -134,11 +134,15 @@ def errors(predicted: Iterable[float], measured: Iterable[float]) -> Error:
 
 
 def nearest(
-    f: Callable[[Sequence[float]], float], start: Sequence[float], limits: Sequence[tuple[float, float]]
+    f: Callable[[Sequence[float]], float],
+    start: Sequence[float],
+    limits: Sequence[tuple[float, float]],
+    finest: float = 1.05,
 ) -> list[float]:
-    """Positive numbers within limits at which f is least, searched from `start` in factors that become finer."""
+    """Positive numbers within limits at which f is least, searched from `start` in factors that become finer, down to
+    the `finest`."""
     here, value, factor = list(start), f(start), 2.0
-    while factor > 1.02:
+    while factor > finest:
         moved = False
         for k, (low, high) in enumerate(limits):
             for step in (factor, 1 / factor):

@@ -37,6 +37,12 @@ def labels(op: Op, function: Function, microbatch: int | None = None, side: str 
     return {k: x for k, x in found.items() if x is not None}
 
 
+def by_label(function: Function) -> dict[tuple[str, str], Op]:
+    """The ops of a function and its callees by the function and the first result in their labels."""
+    functions = (*function.callees(), function)
+    return {(f.name, f"%{op.outputs[0].name}"): op for f in functions for op in f.ops if op.outputs}
+
+
 def axis_text(axis: AxisNames) -> str:
     """An axis, or several as "a+b": also the name of their stream."""
     return axis if isinstance(axis, str) else "+".join(axis)
