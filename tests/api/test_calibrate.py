@@ -92,6 +92,16 @@ def test_the_file_gives_back_the_figures(tmp_path: Path) -> None:
     assert r.residuals == ((1, 0.9, 1.2, 3), (4, 1.1, 1.3, 2))
 
 
+def test_the_file_of_a_gpu_has_its_graphs_and_the_memory_that_software_takes(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(to_toml(replace(FIGURES, kind="gpu", context=7e8, workspace=2.0**25), "mine", "a test"))
+    r = load_cluster(file).regular
+    assert r is not None
+    assert r.runtime is not None
+    assert (r.spec.context, r.spec.workspace) == pytest.approx((7e8, 2**25), rel=1e-5)
+    assert (r.runtime.graphs, r.runtime.inline) == (True, False)
+
+
 def test_figures_of_exact_samples() -> None:
     sizes = [(64, 64), (256, 256), (64, 1024), (1024, 1024)]
     work = [(2.0 * m * n * n, 4.0 * (m * n + n * n + m * n)) for m, n in sizes]

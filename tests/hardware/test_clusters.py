@@ -344,3 +344,17 @@ def test_the_host_of_a_rank_alone_issues_nothing_where_steps_are_graphs() -> Non
     assert among(runtime, 2, "gpu") == among(runtime, 1, "cpu") == runtime
     eager = load_runtime("torch-eager")
     assert among(eager, 1, "gpu") == eager
+
+
+@pytest.mark.parametrize(
+    ("plan", "cluster", "issued"), [(1, "dgx-h100", False), (2, "dgx-h100", True), (1, "cpu-2core", True)]
+)
+def test_a_prediction_of_a_rank_alone_on_a_gpu_is_of_a_graph(plan: int, cluster: str, issued: bool) -> None:
+    """Ops that are so short that else the device waits for its host."""
+    import distir
+
+    model = distir.load("gpt:layers=2,hidden=16,heads=2,vocab=64,seq=8", {"batch": 4}, loss="cross-entropy")
+    quick, hosted = (
+        distir.simulate(model, distir.Plan(dp=plan), cluster, runtime=r).step_seconds for r in (None, "distir")
+    )
+    assert (hosted > 1.05 * quick) is issued

@@ -121,6 +121,15 @@ def test_a_plan_that_can_be_written_reads_back(
     assert applied.seq is None or read.settings.seq == applied.seq
 
 
+def test_a_file_of_megatron_without_its_multiple_says_nothing_of_padding(tmp_path: Path) -> None:
+    text = emit(Plan(tp=2, pad_multiple=8), "megatron", TrainingSettings(32, 16, layers=4))
+    assert READERS["megatron"](written(tmp_path / "with", text), None, 4).fields["pad_multiple"] == 8
+    lines = text.splitlines(keepends=True)
+    left = "".join([line for line in lines if "--make-vocab-size-divisible-by" not in line])
+    assert left != text
+    assert "pad_multiple" not in READERS["megatron"](written(tmp_path / "without", left), None, 4).fields
+
+
 HYBRID = Plan(dp=2, zero=3, split=("replicate=2:*.0",), order=("tp", "dp", "replicate", "pp"))  # type: ignore[arg-type]
 
 

@@ -28,6 +28,12 @@ def test_updates_are_moved_after_all_are_read() -> None:
     assert [float(x[0]) for x in (a, b, c, d)] == [1.0, 0.0, 1.0, 3.0]
 
 
+def test_an_update_that_is_its_own_input_turned_is_moved() -> None:
+    x = torch.arange(4.0).reshape(2, 2)
+    captured._move({5: x.t()}, {0: x}, {5: 0})
+    assert x.tolist() == [[0.0, 2.0], [1.0, 3.0]]
+
+
 @pytest.mark.parametrize("anew", [True, False])
 def test_values_that_are_given_anew_are_copied(anew: bool) -> None:
     """What `load` has put in the place of an input; the graph here is none, so that it shows what its inputs are."""

@@ -266,3 +266,12 @@ def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delitem(sys.modules, f"{lowering.__name__}.loss_triton", raising=False)
     monkeypatch.delattr(lowering, "loss_triton", raising=False)
     assert loss_kernels._triton.__wrapped__(DEVICE) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_ignored_rows_have_no_gradient(dtype: torch.dtype) -> None:
+    x, label = torch.randn(3, 12).to(dtype), torch.tensor([4, -100, 11])
+    lse = torch.logsumexp(x.double(), -1).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    slope = loss_kernels.cross_entropy_grad(x, label, lse, torch.ones_like(lse), 0, 12, -100)
+    assert slope[1].eq(0).all()
+    assert slope[[0, 2]].ne(0).all()

@@ -92,6 +92,15 @@ def test_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made[1].eq(3).all()
 
 
+def test_copies_go_where_their_names_say() -> None:
+    """From a device without data nothing comes to the host."""
+    meta = torch.device("meta")
+    for name in ("host-to-device", "device-to-device"):
+        _prepare(name, 1024, 0, 1, meta, torch.float32)[2]()
+    with pytest.raises(NotImplementedError):
+        _prepare("device-to-host", 1024, 0, 1, meta, torch.float32)[2]()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_a_gpu_alone() -> None:

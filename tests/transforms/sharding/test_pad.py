@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import distir
 from distir.api.data import index_ranges
 from distir.executor.reference.sequential import SequentialExecutor, evaluate
 from distir.ir import Function, FunctionMaker, Value, verify
@@ -227,6 +228,18 @@ def test_a_dim_along_which_integers_are_counted_is_not_padded() -> None:
         made = distributed(program, plan)
         assert [shape_of(v) for v in enlarged(made.source)] == [(8, 15, 32), (15, 32)]
         assert error(run(made.program, program), program.results()) <= TOLERANCE
+
+
+def test_a_dim_of_a_named_split_is_not_padded() -> None:
+    """15 rows of positions with weights, on 3 devices: 16 would not divide."""
+    f = FunctionMaker("positions")
+    x = f.add_input_value("x", Tensor(Float64, (8, 15, 31)), Role("data", 0))
+    w = f.add_input_value("w", Tensor(Float64, (15, 31)), Role("parameter"))
+    f.set_outputs([f.emit("Tanh", f.emit("Add", x, w))])
+    model = distir.Model(f.finalize()).training("mse", "sgd")
+    program = distir.distribute(model, distir.Plan(split=("cp=3:*.1",), pad_multiple=8))  # type: ignore[arg-type]
+    (w,) = [v for v in program.inputs if v.name == "w"]
+    assert w.type.global_shape == (15, 32)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("groups", [1, 5, 15])
