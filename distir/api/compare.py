@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from distir.api.prediction import Prediction
 from distir.api.results import aligned as aligned_rows
 from distir.api.results import html_table, paragraphs, seconds
 from distir.api.timings import PREDICTED, Key, Slice, TraceFile, aligned, quicker_half, read_folder, steps
-from distir.executor.simulator.busy import merged
+from distir.executor.simulator.intervals import length, merged
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, ISSUE, STEP, WAIT
 from distir.ir.errors import UsageError, counted
 from distir.runtime.launcher import this_rank
@@ -263,7 +265,7 @@ def _predicted_share(side: _Side, processes: Iterable[int]) -> StepShare:
     for p in processes:
         mine = [s for s in side.all if s.process == p]
         compute += sum(side.spent(s) for s in mine if s.category == COMPUTE)
-        busy += sum(b - a for a, b in merged([(s.begin, s.end) for s in mine])) * side.count([p])
+        busy += length(merged([np.reshape([(s.begin, s.end) for s in mine], (-1, 2))])) * side.count([p])
     n = side.count(processes)
     return StepShare(side.name(processes), compute / n, 0.0, (busy - compute) / n, step - busy / n, step)
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from distir.executor.simulator.maxplus import NEVER, Call, Code, OpPart
+import numpy as np
+import numpy.typing as npt
+
+from distir.executor.simulator.intervals import NO_INTERVALS, Intervals, length, merged
+from distir.executor.simulator.maxplus import NEVER, Call, Code, OpPart, OpPlan
 from distir.executor.simulator.trace import Run, expand_model
 from distir.ir.function import Op
 
-Interval = tuple[float, float]
 Key = tuple[int, str]
 """A class, and a label."""
 
@@ -24,25 +27,33 @@ class Left(NamedTuple):
     """The result of a run: seconds of compute, and the intervals in which streams were busy, merged."""
 
     compute: dict[Key, float]
-    busy: dict[Key, list[Interval]]
+    busy: dict[Key, Intervals]
 
 
 class Labels(NamedTuple):
     """What labels the parts of an op: `stream` the streams' intervals; `compute` divides a part's seconds of compute
-    into (label, seconds)."""
+    into (label, seconds). Both are the same for ops of equal `kind` that are planned alike."""
 
+    kind: Callable[[Op], object]
     stream: Callable[[Op, OpPart], str]
     compute: Callable[[Op, OpPart], Iterable[tuple[str, float]]]
 
 
-ONE = Labels(lambda op, part: "", lambda op, part: (("", part.duration),))
+ONE = Labels(lambda op: None, lambda op, part: "", lambda op, part: (("", part.duration),))
 """All compute together, all streams together."""
 
 
-class _Rows(NamedTuple):
-    """What all runs of a function have in common: the (slot, duration) of its parts, its calls, its compute in all."""
+class _Labelled(NamedTuple):
+    """The parts of an op that take time, each with its number, and its seconds of compute."""
 
-    parts: dict[Key, list[tuple[int, float]]]
+    parts: list[tuple[Key, int, float]]
+    compute: list[tuple[Key, float]]
+
+
+class _Rows(NamedTuple):
+    """What all runs of a function have in common: slots and durations of its parts, its calls, its compute in all."""
+
+    parts: dict[Key, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]
     calls: list[Call]
     compute: dict[Key, float]
 
@@ -50,7 +61,7 @@ class _Rows(NamedTuple):
 def busy_times(run: Run, classes: int) -> list[tuple[float, float]]:
     """For each of so many classes: seconds of compute, seconds busy."""
     left = count(run)
-    return [(left.compute.get((c, ""), 0.0), length(left.busy.get((c, ""), []))) for c in range(classes)]
+    return [(left.compute.get((c, ""), 0.0), length(left.busy.get((c, ""), NO_INTERVALS))) for c in range(classes)]
 
 
 def count(run: Run, labels: Labels = ONE) -> Left:
@@ -58,16 +69,13 @@ def count(run: Run, labels: Labels = ONE) -> Left:
     return _Counter(labels).left(run)
 
 
-def length(intervals: Iterable[Interval]) -> float:
-    """The seconds of disjoint intervals."""
-    return sum([b - a for a, b in intervals])
-
-
 class _Counter:
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
         self._rows: dict[Code, _Rows] = {}
-        self._busy: dict[tuple[Code, tuple[int, ...], tuple[float, ...]], dict[Key, list[Interval]]] = {}
+        self._labelled: dict[tuple[int, object], _Labelled] = {}
+        """By the identity of a plan, which all ops of a kind share."""
+        self._busy: dict[tuple[Code, tuple[int, ...], tuple[float, ...]], dict[Key, Intervals]] = {}
         self._floors: dict[tuple[Code, tuple[int, ...]], list[float]] = {}
 
     def left(self, run: Run) -> Left:
@@ -84,7 +92,7 @@ class _Counter:
         parts: dict[Key, list[tuple[int, float]]] = {}
         calls: list[Call] = []
         compute: dict[Key, float] = {}
-        labels, slot = self._labels, len(code.columns)
+        slot = len(code.columns)
         for op, plan in zip(code.function.ops, code.plans, strict=True):
             if isinstance(plan, Call):
                 calls.append(plan)
@@ -92,35 +100,49 @@ class _Counter:
                     here = plan.classes.get(c, c), label
                     compute[here] = compute.get(here, 0.0) + seconds
                 slot += plan.slots
-                continue
-            for part in plan.parts:
+            elif plan.parts:
+                found = self._label(op, plan)
+                for key, k, seconds in found.parts:
+                    parts.setdefault(key, []).append((slot + k, seconds))
+                for key, seconds in found.compute:
+                    compute[key] = compute.get(key, 0.0) + seconds
+                slot += len(plan.parts)
+        return _Rows({key: _arrays(found) for key, found in parts.items()}, calls, compute)
+
+    def _label(self, op: Op, plan: OpPlan) -> _Labelled:
+        labels = self._labels
+        key = id(plan), labels.kind(op)
+        found = self._labelled.get(key)
+        if found is None:
+            found = self._labelled[key] = _Labelled([], [])
+            for k, part in enumerate(plan.parts):
                 if part.duration:
                     stream = labels.stream(op, part)
                     shares = () if part.communicates else labels.compute(op, part)
-                    for c in part.classes:
-                        parts.setdefault((c, stream), []).append((slot, part.duration))
-                        for label, seconds in shares:
-                            compute[c, label] = compute.get((c, label), 0.0) + seconds
-                slot += 1
-        return _Rows(parts, calls, compute)
+                    found.parts.extend([((c, stream), k, part.duration) for c in part.classes])
+                    found.compute.extend([((c, label), x) for c in part.classes for label, x in shares])
+        return found
 
-    def _busy_in(self, run: Run) -> dict[Key, list[Interval]]:
+    def _busy_in(self, run: Run) -> dict[Key, Intervals]:
         """The intervals in which streams are busy in a run."""
-        rows, ready = self._rows_of(run.code), run.ready
-        busy = {key: [(ready[j] - d, ready[j]) for j, d in parts] for key, parts in rows.parts.items()}
+        rows, ready = self._rows_of(run.code), np.array(run.ready)
+        busy: dict[Key, list[Intervals]] = {}
+        for key, (slots, seconds) in rows.parts.items():
+            ends = ready[slots]
+            busy[key] = [np.column_stack((ends - seconds, ends))]
         for call, enter in zip(rows.calls, run.entries, strict=True):
             if call.streams:
                 self._add_call(call, enter, busy)
         return {key: merged(found) for key, found in busy.items()}
 
-    def _add_call(self, call: Call, enter: list[float], busy: dict[Key, list[Interval]]) -> None:
+    def _add_call(self, call: Call, enter: list[float], busy: dict[Key, list[Intervals]]) -> None:
         zero, classes = enter[0], call.classes
         key = (call.model, call.live, self._relative(call, enter))
         inside = self._busy.get(key)
         if inside is None:
             inside = self._busy[key] = self._busy_in(expand_model(call, [t - zero for t in enter]))
         for (c, label), found in inside.items():
-            busy.setdefault((classes.get(c, c), label), []).extend([(a + zero, b + zero) for a, b in found])
+            busy.setdefault((classes.get(c, c), label), []).append(found + zero)
 
     def _relative(self, call: Call, enter: Sequence[float]) -> tuple[float, ...]:
         """Entry times relative to the first stream's clock; those too early to matter are raised to the floor."""
@@ -130,6 +152,10 @@ class _Counter:
             floors = self._floors[key] = _floors(call)
         zero = enter[0]
         return tuple([max(t - zero, floor) for t, floor in zip(enter, floors, strict=True)])
+
+
+def _arrays(parts: list[tuple[int, float]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    return np.array([slot for slot, _ in parts]), np.array([seconds for _, seconds in parts])
 
 
 def _floors(call: Call) -> list[float]:
@@ -144,19 +170,3 @@ def _floors(call: Call) -> list[float]:
         here = column.ready[len(body.columns) :]
         floors.append(-max((w - v for v, w in zip(first, here, strict=True) if w != NEVER), default=NEVER))
     return floors
-
-
-def merged(intervals: list[Interval]) -> list[Interval]:
-    """Disjoint intervals that cover the same, in order."""
-    out: list[Interval] = []
-    start = end = NEVER
-    for a, b in sorted(intervals):
-        if a > end:
-            if end > start:
-                out.append((start, end))
-            start, end = a, b
-        elif b > end:
-            end = b
-    if end > start:
-        out.append((start, end))
-    return out

@@ -14,16 +14,18 @@ from distir.ir.type import Shard
 
 
 class Step(NamedTuple):
-    """An op on one class: its operands and results there, the values that die with it, the numbers of a call's results
-    that are not needed, and the values freed after it because a reduction in flight used them."""
+    """An op on one class: its operands and results there, the values that die with it, whether it is a view, the
+    numbers of a call's results that are not needed, and the values freed after it because a reduction in flight used
+    them."""
 
     number: int
     op: Op
     uses: tuple[Value, ...]
     makes: tuple[Value, ...]
     dies: tuple[Value, ...]
-    unneeded: frozenset[int]
-    released: tuple[Value, ...]
+    view: bool
+    unneeded: frozenset[int] = frozenset()
+    released: tuple[Value, ...] = ()
 
 
 Order = Callable[[Sequence[Op], Sequence[bool]], Sequence[int]]
@@ -57,8 +59,8 @@ class Lifetimes:
                 return found
             classes_of = self.program.classes_of
             for n, op in enumerate(f.ops):
-                makes = {classes_of(v.type) for v in op.outputs}
-                homes = makes.union([classes_of(v.type) for v in op.inputs])
+                makes = {classes_of(t) for t in {v.type for v in op.outputs}}
+                homes = makes.union([classes_of(t) for t in {v.type for v in op.inputs}])
                 if len(homes) > 1 and op.inputs and op.spec.alias:
                     homes = makes  # a part of a larger mesh
                 for c in {c for classes in homes for c in classes}:
@@ -110,18 +112,19 @@ class Lifetimes:
         for n, whole in reversed(self.touching(f).get(c, [])):
             op = f.ops[n]
             makes = op.outputs if whole else tuple([v for v in op.outputs if c in classes_of(v.type)])
-            spare: frozenset[int] = frozenset()
             if (callee := op.callee) is not None:
                 spare = frozenset([k for k, v in enumerate(op.outputs) if v not in later])
                 needed = self.used(*self.equal(callee, c), spare)
                 uses = tuple([op.inputs[i] for i in needed])
-                ends = uses
+                dies = tuple([v for v in dict.fromkeys(uses) if v not in later])
+                steps.append(Step(n, op, uses, makes, dies, False, spare))
             else:
                 uses = op.inputs if whole else tuple([v for v in op.inputs if c in classes_of(v.type)])
-                ends = uses + makes
-            dies = () if later.issuperset(ends) else tuple([v for v in dict.fromkeys(ends) if v not in later])
+                dies = tuple([v for v in uses + makes if v not in later])
+                if len(dies) > 1:
+                    dies = tuple(dict.fromkeys(dies))
+                steps.append(Step(n, op, uses, makes, dies, self.is_view(op)))
             later.update(uses)
-            steps.append(Step(n, op, uses, makes, dies, spare, ()))
         steps.reverse()
         self._hold(f, steps)
         used = [i for i, v in enumerate(f.inputs) if v in later and c in classes_of(v.type)]
@@ -166,9 +169,12 @@ class Lifetimes:
 
     def is_view(self, op: Op) -> bool:
         """Whether its results share its operands' buffers."""
-        return op in self._unwritten or (
-            bool(op.inputs) and self.program.cost.free(op.spec, op.attributes, [v.type for v in op.inputs])
-        )
+        if op in self._unwritten:
+            return True
+        spec, inputs = op.spec, op.inputs
+        if not inputs or (not spec.alias and spec.route is None):  # as most
+            return False
+        return self.program.cost.free(spec, op.attributes, [v.type for v in inputs])
 
 
 def _scatters(op: Op) -> bool:

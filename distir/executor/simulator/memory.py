@@ -85,6 +85,17 @@ class Result(NamedTuple):
     curve: tuple[Point, ...]
 
 
+class _Sizes(dict[Tensor, int]):
+    """The bytes that a tensor takes: those of its block, on devices that have a caching allocator."""
+
+    def __init__(self, caches: bool) -> None:
+        self._caches = caches
+
+    def __missing__(self, t: Tensor) -> int:
+        size = self[t] = allocated(t.bytes) if self._caches else t.bytes
+        return size
+
+
 def low_logits(op: Op) -> int:
     """The elements of an op's logits of 16 bits on a device."""
     t = op.inputs[0].type if op.spec.logits is not None else None
@@ -103,8 +114,7 @@ class LiveMemory:
         self.program = program = lifetimes.program
         self.by_category = by_category
         self._categories: dict[int, Categories] = {}
-        self._caches = caches(program)
-        self._sizes: dict[Tensor, int] = {}
+        self.sizes = _Sizes(caches(program))
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
         self._results: dict[object, Result] = {}
         self._alike: dict[frozenset[object], MemoryUse] = {}
@@ -129,7 +139,7 @@ class LiveMemory:
         updated = set(main.updates.values())
         for v in self._inputs.get(c, ()):
             kind = categories.of_input(v) if categories else 0
-            made = [Block(((kind, self.bytes_of(t)),), v not in updated) for t in leaves(v.type)]
+            made = [Block(((kind, self.sizes[t]),), v not in updated) for t in leaves(v.type)]
             frame.bind(v, holding([(b, 0) for b in made]))
             frame.grow(made)
         start = tuple(frame.live)
@@ -143,13 +153,6 @@ class LiveMemory:
             classes_of = self.program.classes_of
             self._categories[c] = Categories(self.program.function, lambda t: c in classes_of(t))
         return self._categories.get(c)
-
-    def bytes_of(self, t: Tensor) -> int:
-        """The bytes that a tensor takes: those of its block, on devices that have a caching allocator."""
-        size = self._sizes.get(t)
-        if size is None:
-            size = self._sizes[t] = allocated(t.bytes) if self._caches else t.bytes
-        return size
 
     def beside_logits(self, op: Op) -> int:
         """The bytes that the runtime's kernels of a cross-entropy work in, beside what the op takes and makes."""
@@ -211,12 +214,15 @@ class _Frame:
             for kind, size in b.sizes:
                 self.live[kind] += size
 
-    def release(self, v: Value) -> None:
-        for b in self.env.pop(v).blocks:
-            b.refs -= 1
-            if not b.refs and not b.outside:
-                for kind, size in b.sizes:
-                    self.live[kind] -= size
+    def release(self, values: Iterable[Value]) -> None:
+        """Free the buffers of which these are the last values."""
+        pop, live = self.env.pop, self.live
+        for v in values:
+            for b in pop(v).blocks:
+                b.refs -= 1
+                if not b.refs and not b.outside:
+                    for kind, size in b.sizes:
+                        live[kind] -= size
 
     def note(self, highest: Bytes, where: Op | None) -> None:
         total = sum(highest)
@@ -235,23 +241,24 @@ class _Frame:
         """Run one op; returns its highest, and the points of its body."""
         callee = step.op.callee
         found = (self.run(step), ()) if callee is None else self.call(step, callee)
-        for v in step.released:
-            self.release(v)
+        if step.released:
+            self.release(step.released)
         return found
 
     def run(self, step: Step) -> Bytes:
-        op = step.op
-        if self.memory.lifetimes.is_view(op):
+        op, spec = step.op, step.op.spec
+        if step.view:
             self.view(step)
+        elif spec.donates or spec.each:
+            self.make(step, self.donated(step))
         else:
-            self.make(step)
+            self.make(step, {})
         highest = tuple(self.live)
-        if beside := self.memory.beside_logits(op):
+        if spec.logits is not None and (beside := self.memory.beside_logits(op)):
             kind = BUFFER if self.categories else 0
             highest = tuple([x + beside * (k == kind) for k, x in enumerate(highest)])
         self.note(highest, op)
-        for v in step.dies:
-            self.release(v)
+        self.release(step.dies)
         return highest
 
     def view(self, step: Step) -> None:
@@ -270,19 +277,19 @@ class _Frame:
             for v in step.makes:
                 self.bind(v, self.env[op.inputs[0]])
 
-    def make(self, step: Step) -> None:
+    def make(self, step: Step, donated: dict[int, list[Block]]) -> None:
         """New buffers for the results, or donated ones."""
-        spec, categories = step.op.spec, self.categories
-        donated = self.donated(step) if spec.donates or spec.each else {}
+        categories, sizes = self.categories, self.memory.sizes
         for v in step.makes:
-            if not donated and isinstance(v.type, Tensor):  # as most
-                kind, size = categories.of(v, 0, v.type) if categories else 0, self.memory.bytes_of(v.type)
+            t = v.type
+            if not donated and isinstance(t, Tensor):  # as most
+                kind, size = categories.of(v, 0, t) if categories else 0, sizes[t]
                 self.live[kind] += size
                 self.env[v] = alone(kind, size)
                 continue
             tensors: list[tuple[Block, int]] = []
             for i, t in enumerate(leaves(v.type)):
-                size = self.memory.bytes_of(t)
+                size = sizes[t]
                 if donated.get(size):
                     block = donated[size].pop(0)
                 else:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from distir.executor.cost_model.seconds import computed_in, work
-from distir.executor.simulator.busy import Interval, Labels, count, length, merged
+from distir.executor.simulator.busy import Labels, count
+from distir.executor.simulator.intervals import NO_INTERVALS, Intervals, clipped, covering, length, merged
 from distir.executor.simulator.labels import SEND, axis_text
 from distir.executor.simulator.maxplus import OpPart
 from distir.executor.simulator.simulation import Simulation
@@ -65,14 +68,14 @@ def step_parts(simulation: Simulation) -> list[StageParts]:
     classes, step = simulation.program.classes, simulation.seconds
     every = range(len(classes.sizes))
     busy = [{label: x for (k, label), x in left.busy.items() if k == c} for c in every]
-    union = [merged([i for found in streams.values() for i in found]) for streams in busy]
+    union = [merged(list(streams.values())) for streams in busy]
     most = max((length(u) for u in union), default=0.0)
     pipelined = len(stages_of(simulation.program.function)) > 1
     rows: list[StageParts] = []
     for c in every:
         compute = {part: left.compute.get((c, part), 0.0) for part in COMPUTE_PARTS}
         begin, end = _steady(busy[c], union[c], pipelined)
-        inside = end - begin - length(_clipped(union[c], begin, end))
+        inside = end - begin - length(clipped(union[c], begin, end))
         idle = step - length(union[c])
         imbalance = min(inside, most - length(union[c]))
         bubble = {WARM_UP: idle - inside, IMBALANCE: imbalance, DEPENDENCY: inside - imbalance}
@@ -80,44 +83,25 @@ def step_parts(simulation: Simulation) -> list[StageParts]:
     return rows
 
 
-def _steady(streams: Mapping[str, Sequence[Interval]], union: Sequence[Interval], pipelined: bool) -> Interval:
+def _steady(streams: Mapping[str, Intervals], union: Intervals, pipelined: bool) -> tuple[float, float]:
     """From when to when the pipeline is full, for a class: an empty interval if it never is."""
-    if not union:
+    if not len(union):
         return 0.0, 0.0
-    forward, backward = streams.get(FORWARD), streams.get(BACKWARD)
-    if not pipelined or not forward or not backward:
-        return union[0][0], union[-1][1]
-    again = streams.get(RECOMPUTED) or backward
-    begin = min(again[0][0], backward[0][0])
-    return begin, max(begin, forward[-1][1])
+    forward, backward, again = [streams.get(kind, NO_INTERVALS) for kind in (FORWARD, BACKWARD, RECOMPUTED)]
+    if not pipelined or not len(forward) or not len(backward):
+        return float(union[0, 0]), float(union[-1, 1])
+    begin = min(float(x[0, 0]) for x in (again, backward) if len(x))
+    return begin, max(begin, float(forward[-1, 1]))
 
 
-def _clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
-    """What lies between two times of disjoint intervals."""
-    return [(max(a, begin), min(b, end)) for a, b in intervals if b > begin and a < end]
-
-
-def _exposed(busy: Mapping[str, Iterable[Interval]]) -> dict[str, float]:
+def _exposed(busy: Mapping[str, Intervals]) -> dict[str, float]:
     """The seconds in which streams communicate while none computes, by label; divided where several do."""
-    edges = sorted([(t, step, label) for label, found in busy.items() for i in found for t, step in zip(i, (1, -1))])
-    computing = PASSES & busy.keys()
-    out = dict.fromkeys([label for label in sorted(busy) if label not in computing], 0.0)
-    active: set[str] = set()  # a label's intervals are disjoint, and do not touch
-    computes = 0
-    before = 0.0
-    for t, step, label in edges:
-        if active and not computes and t > before:
-            share = (t - before) / len(active)
-            for x in active:
-                out[x] += share
-        before = t
-        if label in computing:
-            computes += step
-        elif step > 0:
-            active.add(label)
-        else:
-            active.remove(label)
-    return out
+    compute = [x for label, x in busy.items() if label in PASSES]
+    labels = sorted(busy.keys() - PASSES)
+    seconds, active = covering([*[busy[label] for label in labels], *compute])
+    communicates, computes = active[: len(labels)], active[len(labels) :].any(axis=0)
+    share = np.where(computes, 0.0, seconds) / np.maximum(communicates.sum(axis=0), 1)
+    return dict(zip(labels, (communicates * share).sum(axis=1).tolist(), strict=True))
 
 
 class _Labels:
@@ -126,31 +110,31 @@ class _Labels:
     def __init__(self, simulation: Simulation) -> None:
         self._program = simulation.program
         self._kinds = kinds_of_work(simulation.program.function)
-        self._ideal: dict[int, float] = {}
-        """By the identity of a part, which all ops of a kind share."""
 
     def labels(self) -> Labels:
         """As `count` takes them."""
-        return Labels(self.stream, self.compute)
+        return Labels(self.kind, self.stream, self.compute)
+
+    def kind(self, op: Op) -> str:
+        """The kind of work of an op."""
+        return self._kinds.get(op, COMPUTE)
 
     def stream(self, op: Op, part: OpPart) -> str:
         """The kind of work of compute; of communication the axes of a collective, SEND or FAN."""
         if not part.communicates:
-            return self._kinds.get(op, COMPUTE)
+            return self.kind(op)
         if op.spec.route == "axis":
             return axis_text(op.attributes["axis"])
         return SEND if op.spec.route == "send" else FAN
 
     def compute(self, op: Op, part: OpPart) -> list[tuple[str, float]]:
         """The part's seconds, by what they are for."""
-        kind = self._kinds.get(op)
+        kind = self.kind(op)
         if kind == RECOMPUTED:
             return [(RECOMPUTATION, part.duration)]
         if kind == UPDATE:
             return [(OPTIMIZER, part.duration)]
-        ideal = self._ideal.get(id(part))
-        if ideal is None:
-            ideal = self._ideal[id(part)] = min(part.duration, self._at_peak(op, part))
+        ideal = min(part.duration, self._at_peak(op, part))
         return [(IDEAL, ideal), (BELOW_PEAK, part.duration - ideal)]
 
     def _at_peak(self, op: Op, part: OpPart) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distir.executor import Simulator, infer_types
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.busy import merged
+from distir.executor.simulator.intervals import length, merged
 from distir.executor.simulator.maxplus import Call
 from distir.executor.simulator.simulation import Simulation
 from distir.hardware import load_cluster
@@ -234,7 +235,7 @@ def _same(seed: int, overlap: bool) -> None:
     for device, c in simulation.program.classes.devices():
         mine = [(a, a + d, s) for _, a, d, who, s in inlined.events if who == repr(device) and s != "view"]
         lost = [(a, a + d) for who, a, d in inlined.lost if who is device]
-        busy = sum(b - a for a, b in merged([*[(a, b) for a, b, _ in mine], *lost]))
+        busy = length(merged([np.reshape([*[(a, b) for a, b, _ in mine], *lost], (-1, 2))]))
         stage = simulation.stages[c]
         assert stage.communication + stage.compute == busy
         assert stage.bubble == simulation.seconds - busy
@@ -246,7 +247,7 @@ def _compare(function: Function, topology: Topology) -> Simulation:
     simulation, inlined = Simulator(Units(topology)).interpret(function), Inlined(function, Units(topology))
     assert [(e.name, e.ts, e.dur, e.pid, e.tid) for e in simulation.trace] == inlined.events
     mine = [(a, a + d) for _, a, d, who, s in inlined.events if who == "gpu:0" and s != "view"]
-    busy = sum(b - a for a, b in merged(mine))
+    busy = length(merged([np.array(mine)]))
     assert simulation.stages[0].compute + simulation.stages[0].communication == busy
     return simulation
 
