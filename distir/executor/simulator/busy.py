@@ -75,8 +75,8 @@ class _Counter:
         self._rows: dict[Code, _Rows] = {}
         self._labelled: dict[tuple[int, object], _Labelled] = {}
         """By the identity of a plan, which all ops of a kind share."""
-        self._busy: dict[tuple[Code, tuple[int, ...], tuple[float, ...]], dict[Key, Intervals]] = {}
-        self._floors: dict[tuple[Code, tuple[int, ...]], list[float]] = {}
+        self._busy: dict[tuple[Code, tuple[int, ...], bytes], dict[Key, Intervals]] = {}
+        self._floors: dict[tuple[Code, tuple[int, ...]], npt.NDArray[np.float64]] = {}
 
     def left(self, run: Run) -> Left:
         """Add up a run."""
@@ -144,14 +144,13 @@ class _Counter:
         for (c, label), found in inside.items():
             busy.setdefault((classes.get(c, c), label), []).append(found + zero)
 
-    def _relative(self, call: Call, enter: Sequence[float]) -> tuple[float, ...]:
+    def _relative(self, call: Call, enter: Sequence[float]) -> bytes:
         """Entry times relative to the first stream's clock; those too early to matter are raised to the floor."""
         key = (call.model, call.live)
         floors = self._floors.get(key)
         if floors is None:
-            floors = self._floors[key] = _floors(call)
-        zero = enter[0]
-        return tuple([max(t - zero, floor) for t, floor in zip(enter, floors, strict=True)])
+            floors = self._floors[key] = np.array(_floors(call))
+        return np.maximum(np.array(enter) - enter[0], floors).tobytes()
 
 
 def _arrays(parts: list[tuple[int, float]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

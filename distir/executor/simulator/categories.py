@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from distir.executor.simulator.equal_callees import shapes_of
 from distir.ir.axes import Shape
@@ -29,10 +29,10 @@ PARAMETER, GRADIENT, STATE, ACTIVATION, BUFFER = range(5)
 _OF_ROLE = {"parameter": PARAMETER, "state": STATE}
 Leaf = tuple[Value, int]
 """A value, and the number of a tensor in it if it is a bundle."""
-Row = dict[Value, tuple[int, ...]]
-"""For each value a number of each of its tensors."""
-Key = tuple[Function, tuple[tuple[int, ...], ...]]
-"""A function, and such numbers of its arguments."""
+Given = tuple[int, ...] | None
+"""What each tensor of a value depends on; None if all depend on other things than parameters."""
+Key = tuple[Function, tuple[Given, ...]]
+"""A function, and its arguments."""
 
 
 def leaves(t: Type) -> list[Tensor]:
@@ -261,18 +261,22 @@ class _Owned:
         """The first function of each shape."""
         self._places: dict[Function, dict[Value, Value]] = {}
         """By function the value of the first that is at the place of each of its own."""
-        self._rows: dict[Function, dict[Key, Row]] = {}
-        """What the tensors of a function's values depend on, for each of the arguments that it is called with."""
-        self._walked: dict[Key, Row] = {}
-        roles = [self.OWNED if v.kind == "parameter" else self.OTHER for v in main.inputs]
-        self._walk(main, tuple([(k,) * tensors_in(v.type) for k, v in zip(roles, main.inputs, strict=True)]))
+        self._rows: dict[Function, dict[Key, dict[Value, Given]]] = {}
+        """What a function's values depend on, for each of the arguments that it is called with; without those of which
+        all tensors depend on other things."""
+        self._walked: dict[Key, dict[Value, Given]] = {}
+        self._walk(main, tuple([self._of_input(v) for v in main.inputs]))
+
+    def _of_input(self, v: Value) -> Given:
+        return (self.OWNED,) * tensors_in(v.type) if v.kind == "parameter" else None
 
     def has(self, f: Function, leaf: Leaf) -> bool:
         """Whether a tensor of `f` is computed of parameters alone, in all calls."""
         v, i = leaf
         rows = self._rows.get(f, {})
         v = self._place(f, v) if rows else v
-        return max([row[v][i] for row in rows.values()], default=self.NONE) == self.OWNED
+        found = [row.get(v) for row in rows.values()]
+        return max([self.OTHER if x is None else x[i] for x in found], default=self.NONE) == self.OWNED
 
     def _alike(self, f: Function) -> Function:
         """The first function that is equal to `f` up to its mesh."""
@@ -290,32 +294,44 @@ class _Owned:
             }
         return self._places[f][v]
 
-    def _walk(self, f: Function, args: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
+    def _walk(self, f: Function, args: tuple[Given, ...]) -> list[Given]:
         first = self._alike(f)
         key = first, args
         env = self._walked.get(key)
         if env is None:
             env = self._walked[key] = self._depend(first, args)
         self._rows.setdefault(f, {})[key] = env
-        return [env[v] for v in first.outputs]
+        return [env.get(v) for v in first.outputs]
 
-    def _depend(self, f: Function, args: tuple[tuple[int, ...], ...]) -> Row:
-        env = dict(zip(f.inputs, args, strict=True))
+    def _depend(self, f: Function, args: tuple[Given, ...]) -> dict[Value, Given]:
+        env: dict[Value, Given] = {v: x for v, x in zip(f.inputs, args, strict=True) if x is not None}
         for op in f.ops:
-            ins = list(map(env.__getitem__, op.inputs))
             if op.callee is not None:
-                env.update(zip(op.outputs, self._walk(op.callee, tuple(ins)), strict=True))
+                found = self._walk(op.callee, tuple([env.get(v) for v in op.inputs]))
+                env.update([(v, given) for v, given in zip(op.outputs, found, strict=True) if given is not None])
             elif op.spec.bundle == "pack":
-                env[op.outputs[0]] = tuple([k for row in ins for k in row])
+                if not env.keys().isdisjoint(op.inputs):
+                    rows = [env.get(v) or (self.OTHER,) * tensors_in(v.type) for v in op.inputs]
+                    env[op.outputs[0]] = tuple(itertools.chain.from_iterable(rows))
             elif op.spec.bundle == "unpack":
-                row = iter(ins[0])
-                env.update([(v, tuple([next(row) for _ in leaves(v.type)])) for v in op.outputs])
+                if (row := env.get(op.inputs[0])) is not None:
+                    members = iter(row)
+                    env.update([(v, tuple(itertools.islice(members, tensors_in(v.type)))) for v in op.outputs])
             else:
-                ins = ins[:1] if op.spec.alias else ins  # what a view, or `After`, is of
-                kind = max(itertools.chain.from_iterable(ins), default=self.NONE)
-                for v in op.outputs:
-                    env[v] = (kind,) if isinstance(v.type, Tensor) else (kind,) * tensors_in(v.type)
+                kind = self._kind(env, op.inputs[:1] if op.spec.alias else op.inputs)  # what a view, or `After`, is of
+                if kind != self.OTHER:
+                    env.update([(v, (kind,) * tensors_in(v.type)) for v in op.outputs])
         return env
+
+    def _kind(self, env: Mapping[Value, Given], operands: Iterable[Value]) -> int:
+        """What the results of an op depend on, all of them alike."""
+        found = self.NONE
+        for v in operands:
+            given = env.get(v)
+            if given is None:  # as most
+                return self.OTHER
+            found = max((found, *given))
+        return found
 
 
 class Parts:

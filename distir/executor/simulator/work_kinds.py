@@ -5,7 +5,7 @@ Derived from dataflow, never from names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from distir.executor.simulator.categories import leaves
 from distir.executor.simulator.equal_callees import shapes_of
@@ -25,18 +25,20 @@ def pass_of_ops(main: Function) -> dict[Op, str]:
     ops that only join microbatches are not updates.
     """
     makers: dict[Value, Op] = {}
+    """The calls that made values."""
     late: set[Value] = set()
     kinds: dict[Op, str] = {}
     for op in main.ops:
-        if op.of is not None or any(True for _ in _saving_calls(op, makers)):
-            kinds[op] = BACKWARD
-        elif any(v in late for v in op.inputs):
-            kinds[op] = UPDATE if microbatch_of(op) is None and not _joins(op) else BACKWARD
-        else:
-            kinds[op] = FORWARD
-        if kinds[op] != FORWARD:
+        kind = FORWARD
+        if op.of is not None or _uses_saved(op, makers):
+            kind = BACKWARD
+        elif not late.isdisjoint(op.inputs):
+            kind = UPDATE if microbatch_of(op) is None and not _joins(op) else BACKWARD
+        kinds[op] = kind
+        if kind != FORWARD:
             late.update(op.outputs)
-        makers |= dict.fromkeys(op.outputs, op)
+        if op.callee is not None:
+            makers.update(dict.fromkeys(op.outputs, op))
     return kinds if late else dict.fromkeys(kinds, COMPUTE)
 
 
@@ -54,16 +56,13 @@ def _joins(op: Op) -> bool:
     return op.attributes.get("axis") == TIME
 
 
-def _saving_calls(op: Op, makers: Mapping[Value, Op]) -> Iterator[Op]:
-    """The calls of the same stage and microbatch whose results a call uses."""
-    if op.callee is None or op.attributes.get("mb") is None:
-        return
-    for v in op.inputs:
-        made = makers.get(v)
-        if made is None or made.callee is None or _stage(made) is not _stage(op):
-            continue
-        if made.attributes.get("mb") == op.attributes["mb"]:
-            yield made
+def _uses_saved(op: Op, makers: Mapping[Value, Op]) -> bool:
+    """Whether a call uses a result of another call of the same stage and microbatch."""
+    mb = op.attributes.get("mb") if op.callee is not None else None
+    if mb is None:
+        return False
+    calls = {makers[v] for v in op.inputs if v in makers}
+    return any([made.attributes.get("mb") == mb and _stage(made) is _stage(op) for made in calls])
 
 
 def stages_of(main: Function) -> set[Device | Mesh | None]:
@@ -186,7 +185,19 @@ class _Terms:
             known.update(zip(other.outputs, [env.get(v, v) for v in other.callee.outputs], strict=True))
         assert call.callee is not None
         env = self._arguments(call, known)
-        return [k for k, op in enumerate(call.callee.ops) if self.add(op, env) in computed and not op.spec.alias]
+        found: list[int] = []
+        new: set[Value] = set()  # what uses these is not in `computed`
+        for k, op in enumerate(call.callee.ops):
+            if not op.spec.bundle and not new.isdisjoint(op.inputs):
+                new.update(op.outputs)
+                continue
+            term = self.add(op, env)
+            if term not in computed:
+                if op.spec.comm is None and not op.spec.bundle:
+                    new.update(op.outputs)
+            elif not op.spec.alias:
+                found.append(k)
+        return found
 
     def _arguments(self, call: Op, known: Mapping[Value, Term]) -> dict[Value, Term]:
         assert call.callee is not None
