@@ -57,8 +57,12 @@ class Lifetimes:
                 rows = [(n, True) for n in range(len(f.ops))]
                 found = self._touching[f] = dict.fromkeys(self.program.classes.homes[self.shapes[f][1]], rows)
                 return found
-            classes_of = self.program.classes_of
+            classes_of, homes_of = self.program.classes_of, self.program.classes.homes
             for n, op in enumerate(f.ops):
+                if op.callee in self.shapes:  # all its operands and results are on one mesh
+                    for c in homes_of[self.shapes[op.callee][1]]:
+                        found.setdefault(c, []).append((n, True))
+                    continue
                 makes = {classes_of(t) for t in {v.type for v in op.outputs}}
                 homes = makes.union([classes_of(t) for t in {v.type for v in op.inputs}])
                 if len(homes) > 1 and op.inputs and op.spec.alias:

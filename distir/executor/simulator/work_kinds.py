@@ -188,12 +188,13 @@ class _Terms:
         found: list[int] = []
         new: set[Value] = set()  # what uses these is not in `computed`
         for k, op in enumerate(call.callee.ops):
-            if not op.spec.bundle and not new.isdisjoint(op.inputs):
+            moves = op.spec.comm is not None or op.spec.bundle is not None
+            if not moves and not new.isdisjoint(op.inputs):
                 new.update(op.outputs)
                 continue
             term = self.add(op, env)
             if term not in computed:
-                if op.spec.comm is None and not op.spec.bundle:
+                if not moves:
                     new.update(op.outputs)
             elif not op.spec.alias:
                 found.append(k)
