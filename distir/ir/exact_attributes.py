@@ -27,7 +27,9 @@ class Attributes(dict[str, Any]):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         try:
-            self.form = self._forms.setdefault(frozenset([(k, _exactly(v)) for k, v in self.items()]), Form())
+            key = frozenset([(k, _exactly(v)) for k, v in self.items()])
+            form = self._forms.get(key)
+            self.form = form if form is not None else self._forms.setdefault(key, Form())
         except TypeError:  # what is not hashable is refused where types are inferred
             self.form = Form()
 
@@ -50,20 +52,22 @@ class Attributes(dict[str, Any]):
 
 
 NO_ATTRIBUTES = Attributes()
+_EXACT = frozenset((int, str))
+"""The types of values that `==` compares exactly."""
 
 
 def _exactly(value: Any) -> Any:
     """The value, with its type where `==` needs it; a number with a fraction as text, tuples of them as bytes."""
     kind = type(value)
-    if kind is int or kind is str:
+    if kind in _EXACT:
         return value
     if kind is float:
         return kind, repr(value)
     if kind is not tuple:
         return kind, getattr(value, "identity", value)  # a function is not kept alive by what stands for it
     kinds = {*map(type, value)}
+    if kinds <= _EXACT:
+        return value
     if kinds == {float} and not any(map(isnan, value)):
         return float, array("d", value).tobytes()
-    if kinds == {bool}:
-        return bool, value
-    return value if kinds <= {int, str} else tuple([_exactly(v) for v in value])
+    return (bool, value) if kinds == {bool} else tuple([_exactly(v) for v in value])

@@ -13,9 +13,15 @@ from distir.ir.result_types import infer
 from distir.ir.spec import Spec, lookup
 from distir.ir.type import Type
 
+_SEQUENCES = (list, tuple)
+_NUMBERS = frozenset((int, float))
+
 
 def _freeze(value: Any) -> Any:
-    return tuple([_freeze(v) for v in value]) if isinstance(value, list | tuple) else value
+    """The value, lists in it as tuples."""
+    if not isinstance(value, _SEQUENCES) or (type(value) is tuple and _NUMBERS.issuperset(map(type, value))):
+        return value
+    return tuple([_freeze(v) for v in value])
 
 
 class Role:
@@ -168,10 +174,11 @@ class FunctionMaker:
     def fresh(self, name: str) -> str:
         """`name`, or `name.1`, `name.2` ... if it is taken."""
         names = self._names
-        if name not in names:
+        k = names.get(name)
+        if k is None:
             names[name] = 0
             return name
-        k = names[name] + 1
+        k += 1
         while (new := f"{name}.{k}") in names:
             k += 1
         names[name] = k

@@ -8,10 +8,10 @@ shares Values and ops with the function, so mappings from its input Values to ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from distir.ir.errors import ModelError, UsageError
-from distir.ir.function import Function, Op, Value
+from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import Tensor
 from distir.ops.rules import no_grad, tensor
 from distir.transforms.rewriting.cleanup import extend, live
@@ -36,11 +36,13 @@ def grad(function: Function, loss: Value | int | str = 0, wrt: Sequence[Value] |
     for v in variables:
         if not isinstance(v.type, Tensor) or not v.type.dtype.floating:
             raise UsageError(f"no gradient with respect to %{v.name}: {v.type} is not floating-point")
-    ops = path(function, target, variables)
+    reached = dependent(function, variables)
+    ops = path(function, target, reached)
     if any(op.spec.grad is None for op in ops):
         function = _differentiable(function, ops)
-        ops = path(function, target, variables)
-    backward = _Backward(function, target, variables, ops)
+        reached = dependent(function, variables)
+        ops = path(function, target, reached)
+    backward = _Backward(function, target, reached, ops)
     backward.run()
     gradients = [backward.total(v) for v in variables]
     maker = backward.maker
@@ -101,9 +103,9 @@ def sources(function: Function, target: Value) -> set[Value]:
     return needed
 
 
-def path(function: Function, target: Value, wrt: Iterable[Value]) -> list[Op]:
-    """The ops by which `target` depends on any of `wrt`, in order."""
-    between = sources(function, target) & dependent(function, wrt)
+def path(function: Function, target: Value, reached: Set[Value]) -> list[Op]:
+    """The ops by which `target` depends on values that are `reached` (see `dependent`), in order."""
+    between = sources(function, target) & reached
     return [op for op in function.ops if not (between.isdisjoint(op.outputs) or between.isdisjoint(op.inputs))]
 
 
@@ -125,14 +127,23 @@ def _differentiable(function: Function, ops: Iterable[Op]) -> Function:
     return maker.finalize()
 
 
+class _Unnamed(FunctionMaker):
+    """A maker of values that get their names when all of them are there."""
+
+    def fresh(self, name: str) -> str:
+        return name
+
+    def reserve(self, values: Iterable[Value]) -> None:
+        pass
+
+
 class _Backward:
     """The backward pass under construction."""
 
-    def __init__(self, function: Function, target: Value, wrt: Sequence[Value], ops: Sequence[Op]) -> None:
-        self.function, self.target = function, target
-        self.maker = extend(function)
+    def __init__(self, function: Function, target: Value, reached: Set[Value], ops: Sequence[Op]) -> None:
+        self.function, self.target, self.reached = function, target, reached
+        self.maker = extend(function, _Unnamed(function.name))
         self.ops = ops
-        self.reached = dependent(function, wrt)
         self.terms: dict[Value, list[Value]] = {}
         """For each value the terms of its gradient and their running sums; the last is the sum so far."""
 
@@ -142,9 +153,8 @@ class _Backward:
             made_by = self.function.producers().get(self.target)
             self.terms[self.target] = [self.filled(self.target, 1.0, made_by)]
         for op in reversed(self.ops):
-            given = [self.terms[v][-1] if v in self.terms else None for v in op.outputs]
-            if any(d is not None for d in given):
-                self.differentiate(op, given)
+            if not self.terms.keys().isdisjoint(op.outputs):
+                self.differentiate(op, [self.terms[v][-1] if v in self.terms else None for v in op.outputs])
 
     def differentiate(self, op: Op, given: Sequence[Value | None]) -> None:
         """Append the gradients of one op's operands, given those of its results (None where there is none)."""
@@ -153,10 +163,10 @@ class _Backward:
         if rule is None:
             name = op.outputs[0].name
             raise ModelError(f"%{name}: {op.op_type} has no gradient", "keep it off the way from weights to the loss")
-        for v, d in list(zip(op.outputs, given, strict=True))[len(given) - op.spec.saved :]:
-            if d is not None:
-                hint = "compute it by other ops where the loss depends on it"
-                raise ModelError(f"%{v.name}: no gradient flows from what {op.op_type} saves for its own", hint)
+        for k in range(len(given) - op.spec.saved, len(given)):
+            if given[k] is not None:
+                hint, name = "compute it by other ops where the loss depends on it", op.outputs[k].name
+                raise ModelError(f"%{name}: no gradient flows from what {op.op_type} saves for its own", hint)
         gradients = rule(self.maker, op, *given)
         if len(gradients) != len(op.inputs):
             raise ModelError(f"the gradient rule of {op.op_type} gives {len(gradients)} for {len(op.inputs)} operands")
@@ -165,8 +175,11 @@ class _Backward:
                 continue
             if d.type is not v.type:
                 raise ModelError(f"{op.op_type}: the gradient of %{v.name} is {d.type}, expected {v.type}")
-            terms = self.terms.setdefault(v, [])
-            terms += [d, self.maker.emit("Add", terms[-1], d)] if terms else [d]
+            terms = self.terms.get(v)
+            if terms is None:
+                self.terms[v] = [d]
+            else:
+                terms += [d, self.maker.emit("Add", terms[-1], d)]
         for made in self.maker.ops[first:]:
             made.of = op
 
@@ -192,14 +205,18 @@ class _Backward:
         names = extend(self.function)
         made = self.maker.ops[len(self.function.ops) :]
         new = {v for op in made for v in op.outputs}
-        for pick in (lambda terms: terms[-1:], lambda terms: terms[:-1]):
-            for v, terms in self.terms.items():
-                for d in pick(terms):
-                    if d in new:
-                        new.discard(d)
-                        d.name = names.fresh(f"{v.name}.grad")
+
+        def name(d: Value, name: str) -> None:
+            if d in new:
+                new.discard(d)
+                d.name = names.fresh(name)
+
+        for v, terms in self.terms.items():
+            name(terms[-1], f"{v.name}.grad")
+        for v, terms in self.terms.items():
+            for d in terms[:-1]:
+                name(d, f"{v.name}.grad")
         for op in made:
             base = op.of.outputs[0].name if op.of else self.target.name
             for v in op.outputs:
-                if v in new:
-                    v.name = names.fresh(f"{base}.{op.op_type.lower()}")
+                name(v, f"{base}.{op.op_type.lower()}")

@@ -15,9 +15,10 @@ from distir.ir.type import Tensor
 from distir.transforms.rewriting.laws import Law, rewrites
 
 
-def extend(function: Function) -> FunctionMaker:
-    """A maker with the inputs, ops, outputs, updates and names of `function`, to append to."""
-    maker = FunctionMaker(function.name)
+def extend(function: Function, maker: FunctionMaker | None = None) -> FunctionMaker:
+    """A maker, if none is given a new one, with the inputs, ops, outputs, updates and names of `function`, to append
+    to."""
+    maker = maker or FunctionMaker(function.name)
     maker.inputs.extend(function.inputs)
     maker.ops.extend(function.ops)
     maker.updates = dict(function.updates)
