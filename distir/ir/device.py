@@ -49,8 +49,9 @@ class Mesh:
     Raises IRTypeError if the number of devices does not fit, or a device is there twice.
     """
 
-    __slots__ = ("_coords", "_index", "axes", "devices", "name", "sizes", "time")
+    __slots__ = ("_coords", "_index", "axes", "devices", "like", "name", "sizes", "time")
     _interned: ClassVar[dict[tuple[object, ...], Mesh]] = {}
+    _likes: ClassVar[dict[tuple[tuple[str, int], ...], Mesh]] = {}
     name: str
     devices: tuple[Device, ...]
     axes: tuple[str, ...]
@@ -58,6 +59,8 @@ class Mesh:
     _coords: tuple[tuple[int, ...], ...] | None
     time: int | None
     """The position of the time axis in `axes`."""
+    like: Mesh
+    """The first mesh that was made with these axes, of these sizes."""
 
     def __new__(cls, devices: Iterable[Device], axes: Mapping[str, int], name: str = "mesh") -> Mesh:
         devices = tuple(devices)
@@ -78,6 +81,7 @@ class Mesh:
         self.time = self.axes.index(TIME) if TIME in axes else None
         self._index = {a: i for i, a in enumerate(self.axes)}
         self._coords = None
+        self.like = cls._likes.setdefault(key[2], self)
         cls._interned[key] = self
         return self
 

@@ -32,8 +32,24 @@ def infer(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Type, ...]
     if result is None:
         if len(_memo) > _MEMO_LIMIT:
             _memo.clear()
-        result = _memo[key] = _infer(spec, attrs, types)
+        result = _memo[key] = _alike(spec, attrs, types) or _infer(spec, attrs, types)
     return result
+
+
+def _alike(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Type, ...] | None:
+    """The result types of an op that moves no data, from those on another mesh of the same axes: stages are alike.
+
+    None if operands are not all on one mesh of which there is another, or if the types do not fit.
+    """
+    mesh = types[0].device if types else None
+    if not isinstance(mesh, Mesh) or mesh.like is mesh or spec.comm is not None or "device" in attrs:
+        return None
+    if any([not isinstance(t, Tensor) or t.device is not mesh for t in types]):
+        return None
+    try:
+        return tuple([t.moved(mesh) for t in infer(spec, attrs, tuple([t.moved(mesh.like) for t in types]))])
+    except IRTypeError:  # the error that names this mesh follows
+        return None
 
 
 def forget() -> None:

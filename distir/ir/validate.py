@@ -23,8 +23,12 @@ from distir.ir.pause import no_collection
 from distir.ir.spec import Spec
 from distir.ir.type import Tensor
 
-Term = Any
-"""The number of a term; a tuple of terms for a bundle."""
+Term = int
+"""The number of a term: of a bundle below 0."""
+Kind = tuple[Spec | None, int]
+"""What is done to the operands of a term: an op and the number of its attributes; (None, k) for result k of a term."""
+Key = tuple[Kind, tuple[Any, ...]]
+"""A kind, and the operands."""
 
 
 @no_collection()
@@ -95,11 +99,17 @@ class Terms:
         self.definitions: list[Definition] = []
         """Those that have been used."""
         self.defined: dict[tuple[Any, ...], Definition | None] = {}
-        self.table: dict[tuple[Any, ...], int] = {}
-        self.known: list[tuple[Any, ...] | None] = []
+        self.table: dict[Key, Sequence[Term]] = {}
+        """The terms of the results."""
+        self.known: list[Key | None] = []
+        self.bundles: dict[Term, tuple[Term, ...]] = {}
+        self.packed: dict[tuple[Term, ...], Term] = {}
+        """The other way round."""
         self.calls: dict[tuple[Any, ...], list[Term]] = {}
         self.forms: dict[Attributes, int] = {}
         self._numbers: dict[Form, int] = {}
+        self._kinds: dict[tuple[Spec, Form], Kind] = {}
+        """Of the ops whose terms are those of their operands alone: all but communication, sums and what is defined."""
 
     def attributes(self, attrs: Attributes) -> int:
         """The number of the attributes without those that only say where an op is."""
@@ -113,9 +123,15 @@ class Terms:
         if not self.known:
             self.known = [None] * len(args)
         env: dict[Value, Term] = dict(zip(function.inputs, args, strict=True))
-        term = env.__getitem__
+        term, kinds, table = env.__getitem__, self._kinds, self.table
         for op in function.ops:
-            results, outs = self.results(op, tuple(map(term, op.inputs))), op.outputs
+            ins, outs = tuple(map(term, op.inputs)), op.outputs
+            kind = kinds.get((op.spec, op.attributes.form))
+            if kind is None:
+                results = self.results(op, ins)
+            else:
+                key = kind, ins
+                results = table.get(key) or self._new(key, len(outs))
             if len(outs) == 1:  # as most
                 (env[outs[0]],) = results
             else:
@@ -127,28 +143,32 @@ class Terms:
         spec = op.spec
         if spec.comm is not None:
             return self.move(op, ins)
-        if spec not in self.shared and spec.meaning is not None and (found := self.definition(op)) is not None:
+        alone = spec in self.shared or spec.meaning is None
+        if not alone and (found := self.definition(op)) is not None:
             return self.walk(found.parts, ins)
+        kind = spec, self.attributes(op.attributes)
         if spec.addends:
             ins = self.summed(spec, ins)
-        key = (spec, self.attributes(op.attributes), ins)
-        term = self.table.get(key)
-        return self.number(key, len(op.outputs)) if term is None else range(term, term + len(op.outputs))
+        elif alone:
+            self._kinds[spec, op.attributes.form] = kind
+        return self.number((kind, ins), len(op.outputs))
 
     def summed(self, spec: Spec, ins: tuple[Term, ...]) -> tuple[Term, ...]:
         """The operands of a sum, those of sums among them, in any order: addition is associative and commutative."""
         nested = [(k, self.known[t]) for k, t in enumerate(ins)]
-        flat = [x for k, key in nested for x in (key[2] if key is not None and key[0] is spec else ins[k : k + 1])]
+        flat = [x for k, key in nested for x in (key[1] if key is not None and key[0][0] is spec else ins[k : k + 1])]
         return tuple(sorted(flat))
 
-    def number(self, key: tuple[Any, ...], results: int = 1) -> range:
+    def number(self, key: Key, results: int = 1) -> Sequence[Term]:
         """Terms for results that `key` alone identifies."""
-        term = self.table.get(key)
-        if term is None:
-            term = self.table[key] = len(self.known)
-            self.known.append(key)
-            self.known += [(None, k, term) for k in range(1, results)]
-        return range(term, term + results)
+        return self.table.get(key) or self._new(key, results)
+
+    def _new(self, key: Key, results: int) -> Sequence[Term]:
+        term = len(self.known)
+        self.known.append(key)
+        self.known += [((None, k), (term,)) for k in range(1, results)]
+        found = self.table[key] = (term,) if results == 1 else range(term, term + results)
+        return found
 
     def definition(self, op: Op) -> Definition | None:
         """Of an op, worked out once for operands alike."""
@@ -168,7 +188,7 @@ class Terms:
             return self.calls[key]
         bundle = op.spec.bundle
         if bundle is not None:
-            return [ins] if bundle == "pack" else list(ins[0])
+            return [self.pack(ins)] if bundle == "pack" else self.bundles[ins[0]]
         if op.spec.comm is not None and op.spec.comm.awaits:
             ins = tuple([t for k, t in enumerate(ins) if k not in op.spec.comm.awaits])
         if ins.count(ins[0]) < len(ins):
@@ -176,23 +196,29 @@ class Terms:
             raise MismatchError(f"{op}: joins different values over time: {self.difference(ins[0], other)}")
         return [ins[0]] * len(op.outputs)
 
+    def pack(self, members: tuple[Term, ...]) -> Term:
+        """The term of a bundle."""
+        term = self.packed.get(members)
+        if term is None:
+            term = self.packed[members] = ~len(self.packed)
+            self.bundles[term] = members
+        return term
+
     def difference(self, want: Term, got: Term) -> str:
         """The first difference between two terms, from the results towards the inputs."""
-        if isinstance(want, tuple) or isinstance(got, tuple):
-            for a, b in zip(want, got, strict=False) if isinstance(want, tuple) and isinstance(got, tuple) else ():
+        if want < 0 or got < 0:
+            for a, b in zip(self.bundles.get(want, ()), self.bundles.get(got, ()), strict=False):
                 if a != b:
                     return self.difference(a, b)
             return "bundles of different form"
         while True:
             a, b = self.known[want], self.known[got]
-            if a is not None and b is not None and a[0] is b[0]:
-                if a[0] is None:
-                    if a[1] != b[1]:
-                        return f"expected result {a[1]} of an op, got result {b[1]}"
-                    want, got = a[2], b[2]
-                    continue
-                if a[1] == b[1] and len(a[2]) == len(b[2]):
-                    want, got = next((x, y) for x, y in zip(a[2], b[2], strict=True) if x != y)
+            if a is not None and b is not None and a[0][0] is b[0][0]:
+                (spec, k), (_, other) = a[0], b[0]
+                if spec is None and k != other:
+                    return f"expected result {k} of an op, got result {other}"
+                if k == other and len(a[1]) == len(b[1]):
+                    want, got = next((x, y) for x, y in zip(a[1], b[1], strict=True) if x != y)
                     continue
             return f"expected {self.show(want)}, got {self.show(got)}"
 
@@ -200,8 +226,8 @@ class Terms:
         key = self.known[term]
         if key is None:
             return f"input {term}"
-        if key[0] is None:
-            return f"result {key[1]} of {self.show(key[2])}"
-        spec: Spec = key[0]
-        attrs = ", ".join(f"{k}={v}" for k, v in list(self.forms)[key[1]].items())
+        (spec, k), operands = key
+        if spec is None:
+            return f"result {k} of {self.show(*operands)}"
+        attrs = ", ".join(f"{k}={v}" for k, v in list(self.forms)[k].items())
         return f"{spec.name}({attrs})"

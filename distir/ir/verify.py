@@ -80,9 +80,8 @@ class _Verifier:
         if f in view.functions:
             return
         view.functions.add(f)
-        types = view.types
         for v in f.inputs:
-            if v.type not in types:
+            if v.type not in view.types:
                 self._new_type(f, None, v, view)
         defined = set(f.inputs)
         if len(defined) != len(f.inputs):
@@ -94,9 +93,10 @@ class _Verifier:
             inputs, outputs, spec = op.inputs, op.outputs, op.spec
             if not defined.issuperset(inputs):
                 _undefined(f, k, op, defined)
-            kind = (spec, op.attributes.form, tuple(map(type_of, inputs)), tuple(map(type_of, outputs)))
+            types = tuple(map(type_of, inputs))
+            kind = (spec, op.attributes.form, types, tuple(map(type_of, outputs)))
             if kind not in known:
-                self._op(f, k, op, view)
+                self._op(f, k, op, types, view)
                 known.add(kind)
             defined.update(outputs)
             count += len(outputs)
@@ -109,12 +109,12 @@ class _Verifier:
         _check_names(f, defined)
         _check_interface(f, defined)
 
-    def _op(self, f: Function, k: int, op: Op, view: _View) -> None:
+    def _op(self, f: Function, k: int, op: Op, types: tuple[Type, ...], view: _View) -> None:
         """Raise unless op `k` fits its view of time, and its results have the types that follow from its operands'."""
         if op.spec.comm is not None:
             self._communication(f, k, op, view)
         try:
-            want = infer(op.spec, op.attributes, tuple([v.type for v in op.inputs]))
+            want = infer(op.spec, op.attributes, types)
         except IRTypeError as e:
             _fail(f, k, e.message, e.hint)
         if len(want) != len(op.outputs):

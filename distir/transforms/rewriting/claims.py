@@ -141,10 +141,10 @@ class _Terms(Terms):
     """Terms of programs that share Values: results of communication are identified by their Values."""
 
     def move(self, op: Op, ins: tuple[Term, ...]) -> Sequence[Term]:
-        known = op.spec.bundle == "pack" or (op.spec.bundle == "unpack" and isinstance(ins[0], tuple))
+        known = op.spec.bundle == "pack" or (op.spec.bundle == "unpack" and ins[0] < 0)
         if op.callee is not None or known:
             return super().move(op, ins)
-        return self.number((op.spec, self.attributes(op.attributes), (*ins, *op.outputs)), len(op.outputs))
+        return self.number(((op.spec, self.attributes(op.attributes)), (*ins, *op.outputs)), len(op.outputs))
 
 
 class _Pair(NamedTuple):
