@@ -251,3 +251,13 @@ class FunctionMaker:
             used = {v for op in self.ops for v in op.inputs}
             outputs = tuple(v for op in self.ops for v in op.outputs if v not in used)
         return Function(self.name, tuple(self.inputs), tuple(self.ops), outputs, self.updates, self.sources)
+
+
+class AsNamed(FunctionMaker):
+    """A maker that takes names as they are: they differ already, or values get others later."""
+
+    def fresh(self, name: str) -> str:
+        return name
+
+    def reserve(self, values: Iterable[Value]) -> None:
+        pass

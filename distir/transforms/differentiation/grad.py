@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence, Set
 
 from distir.ir.errors import ModelError, UsageError
-from distir.ir.function import Function, FunctionMaker, Op, Value
+from distir.ir.function import AsNamed, Function, Op, Value
 from distir.ir.type import Tensor
 from distir.ops.rules import no_grad, tensor
 from distir.transforms.rewriting.cleanup import extend, live
@@ -127,22 +127,12 @@ def _differentiable(function: Function, ops: Iterable[Op]) -> Function:
     return maker.finalize()
 
 
-class _Unnamed(FunctionMaker):
-    """A maker of values that get their names when all of them are there."""
-
-    def fresh(self, name: str) -> str:
-        return name
-
-    def reserve(self, values: Iterable[Value]) -> None:
-        pass
-
-
 class _Backward:
     """The backward pass under construction."""
 
     def __init__(self, function: Function, target: Value, reached: Set[Value], ops: Sequence[Op]) -> None:
         self.function, self.target, self.reached = function, target, reached
-        self.maker = extend(function, _Unnamed(function.name))
+        self.maker = extend(function, AsNamed(function.name))
         self.ops = ops
         self.terms: dict[Value, list[Value]] = {}
         """For each value the terms of its gradient and their running sums; the last is the sum so far."""

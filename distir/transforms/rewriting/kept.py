@@ -17,7 +17,7 @@ def differing_above_kept(before: Function, after: Function, terms: Terms) -> lis
     alone. If there are some, equality may depend on ops of both. None if that cannot be said so, or `after` is not
     well-formed.
     """
-    made, kept = {*before.inputs, *after.inputs}, set(before.ops) & set(after.ops)
+    made, there = {*before.inputs, *after.inputs}, set(after.ops)
     equal: dict[Value, Term] = {}
     terms.known = [None]
 
@@ -33,20 +33,17 @@ def differing_above_kept(before: Function, after: Function, terms: Terms) -> lis
 
     want: dict[Value, Term] = {}
     got: dict[Value, Term] = {}
-    for op in before.ops:
-        if op not in kept:
-            if op.callee is not None:
-                return None
-            want.update(zip(op.outputs, run(op, want), strict=True))
-    changed: list[Op] = []
+    gone = [op for op in before.ops if op not in there]
+    there.difference_update(before.ops)
+    changed = [op for op in after.ops if op in there]
+    if any([op.callee is not None for op in (*gone, *changed)]):
+        return None
+    for op in gone:
+        want.update(zip(op.outputs, run(op, want), strict=True))
     for op in after.ops:
         if not made.issuperset(op.inputs) or not made.isdisjoint(op.outputs):
             return None
         made.update(op.outputs)
-        if op not in kept:
-            if op.callee is not None:
-                return None
-            changed.append(op)
     for op in live(changed, want):  # others make new values alone
         got.update(zip(op.outputs, run(op, got), strict=True))
     return [v for v, t in got.items() if v in want and t != want[v]]

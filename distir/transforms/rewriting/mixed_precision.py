@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from distir.ir.errors import MismatchError, UsageError
-from distir.ir.function import Attributes, Function, FunctionMaker, Op, Value
+from distir.ir.exact_attributes import Form
+from distir.ir.function import AsNamed, Attributes, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import DType, Float32, Tensor
 from distir.ir.validate import validate
@@ -112,10 +113,11 @@ def _dtype(v: Value) -> DType:
 def check_mixed_precision(before: Function, after: Function, low: DType) -> None:
     """Raises MismatchError, naming the value, unless `after` in float32 throughout is `before`, and operands are as
     precise as their ops say."""
+    wants = {"low": low, "wide": Float32}
     for op in after.ops:
-        want = {"low": low, "wide": Float32}.get(op.spec.precision or "")
-        for v in op.inputs:
-            if want is not None and _dtype(v).floating and _dtype(v) is not want:
+        want = wants.get(op.spec.precision or "")
+        for v in op.inputs if want is not None else ():
+            if _dtype(v).floating and _dtype(v) is not want:
                 raise MismatchError(f"{after.name}: {op}: expected %{v.name} in {want}, got {_dtype(v)}")
     validate(_in_one_precision(after), before)
 
@@ -123,16 +125,17 @@ def check_mixed_precision(before: Function, after: Function, low: DType) -> None
 def _in_one_precision(function: Function) -> Function:
     """The function with all floating-point values in float32, without casts that then change nothing, and without the
     dtypes of results that are their operands'."""
-    maker = FunctionMaker(function.name)
+    maker = AsNamed(function.name)
     env = {v: maker.add_input_value(v.name, retyped(v.type, Float32), v.role) for v in function.inputs}
+    changed: dict[Form, Attributes] = {}
     for op in function.ops:
-        operands = [env[v] for v in op.inputs]
+        operands = tuple([env[v] for v in op.inputs])
         if op.spec is _CAST and retyped(op.outputs[0].type, Float32) is operands[0].type:
             env[op.outputs[0]] = operands[0]
             continue
-        attributes = in_dtype(op.attributes, Float32)
-        if "result" in attributes:
-            attributes = attributes.without("result")
+        attributes = changed.get(op.attributes.form)
+        if attributes is None:
+            attributes = changed[op.attributes.form] = in_dtype(op.attributes, Float32).without("result")
         if (callee := op.callee) is not None:
             attributes = Attributes({**attributes, "callee": with_dtype(callee, Float32)})
         maker.add_op(op.spec, None, operands, attributes, output_names=[v.name for v in op.outputs])
