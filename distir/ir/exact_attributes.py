@@ -65,9 +65,9 @@ def _exactly(value: Any) -> Any:
         return kind, repr(value)
     if kind is not tuple:
         return kind, getattr(value, "identity", value)  # a function is not kept alive by what stands for it
-    kinds = {*map(type, value)}
-    if kinds <= _EXACT:
+    if _EXACT.issuperset(map(type, value)):
         return value
+    kinds = {*map(type, value)}
     if kinds == {float} and not any(map(isnan, value)):
         return float, array("d", value).tobytes()
     return (bool, value) if kinds == {bool} else tuple([_exactly(v) for v in value])

@@ -78,7 +78,7 @@ def _correspond(distributed: Function, source: Function) -> list[Term]:
     for v, w in zip(source.inputs, distributed.inputs, strict=True):
         if v.type.erased() is not w.type.erased():
             raise MismatchError(f"input %{w.name}: expected {v.type.erased()}, got {w.type.erased()}")
-        want, got = (x.role.source if x.role else None for x in (v, w))
+        want, got = v.role.source if v.role else None, w.role.source if w.role else None
         if want != got:
             raise MismatchError(_other_source(f"input %{w.name}", want, got))
     return list(range(len(source.inputs)))
@@ -99,8 +99,8 @@ class Terms:
         self.definitions: list[Definition] = []
         """Those that have been used."""
         self.defined: dict[tuple[Any, ...], Definition | None] = {}
-        self.table: dict[Key, Sequence[Term]] = {}
-        """The terms of the results."""
+        self.table: dict[Kind, dict[tuple[Any, ...], Sequence[Term]]] = {}
+        """By kind and operands the terms of the results."""
         self.known: list[Key | None] = []
         self.bundles: dict[Term, tuple[Term, ...]] = {}
         self.packed: dict[tuple[Term, ...], Term] = {}
@@ -108,7 +108,7 @@ class Terms:
         self.calls: dict[tuple[Any, ...], list[Term]] = {}
         self.forms: dict[Attributes, int] = {}
         self._numbers: dict[Form, int] = {}
-        self._kinds: dict[tuple[Spec, Form], Kind] = {}
+        self._kinds: dict[tuple[Spec, Form], tuple[Kind, dict[tuple[Any, ...], Sequence[Term]]]] = {}
         """Of the ops whose terms are those of their operands alone: all but communication, sums and what is defined."""
 
     def attributes(self, attrs: Attributes) -> int:
@@ -123,15 +123,14 @@ class Terms:
         if not self.known:
             self.known = [None] * len(args)
         env: dict[Value, Term] = dict(zip(function.inputs, args, strict=True))
-        term, kinds, table = env.__getitem__, self._kinds, self.table
+        term, kinds = env.__getitem__, self._kinds
         for op in function.ops:
             ins, outs = tuple(map(term, op.inputs)), op.outputs
-            kind = kinds.get((op.spec, op.attributes.form))
-            if kind is None:
+            found = kinds.get((op.spec, op.attributes.form))
+            if found is None:
                 results = self.results(op, ins)
             else:
-                key = kind, ins
-                results = table.get(key) or self._new(key, len(outs))
+                results = found[1].get(ins) or self.number(found[0], ins, len(outs))
             if len(outs) == 1:  # as most
                 (env[outs[0]],) = results
             else:
@@ -150,8 +149,8 @@ class Terms:
         if spec.addends:
             ins = self.summed(spec, ins)
         elif alone:
-            self._kinds[spec, op.attributes.form] = kind
-        return self.number((kind, ins), len(op.outputs))
+            self._kinds[spec, op.attributes.form] = kind, self.table.setdefault(kind, {})
+        return self.number(kind, ins, len(op.outputs))
 
     def summed(self, spec: Spec, ins: tuple[Term, ...]) -> tuple[Term, ...]:
         """The operands of a sum, those of sums among them, in any order: addition is associative and commutative."""
@@ -159,15 +158,18 @@ class Terms:
         flat = [x for k, key in nested for x in (key[1] if key is not None and key[0][0] is spec else ins[k : k + 1])]
         return tuple(sorted(flat))
 
-    def number(self, key: Key, results: int = 1) -> Sequence[Term]:
-        """Terms for results that `key` alone identifies."""
-        return self.table.get(key) or self._new(key, results)
-
-    def _new(self, key: Key, results: int) -> Sequence[Term]:
-        term = len(self.known)
-        self.known.append(key)
-        self.known += [((None, k), (term,)) for k in range(1, results)]
-        found = self.table[key] = (term,) if results == 1 else range(term, term + results)
+    def number(self, kind: Kind, operands: tuple[Any, ...], results: int = 1) -> Sequence[Term]:
+        """Terms for results that a kind and operands alone identify."""
+        known = self.table.setdefault(kind, {})
+        found = known.get(operands)
+        if found is None:
+            term = len(self.known)
+            self.known.append((kind, operands))
+            found = (term,)
+            if results != 1:
+                self.known += [((None, k), (term,)) for k in range(1, results)]
+                found = range(term, term + results)
+            known[operands] = found
         return found
 
     def definition(self, op: Op) -> Definition | None:

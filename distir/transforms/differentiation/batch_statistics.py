@@ -28,9 +28,10 @@ def next_statistics(maker: FunctionMaker) -> dict[Value, Value]:
 
     One after the other where several batch norms share it.
     """
-    made = {v: op for op in maker.ops for v in op.outputs}
+    replaced = [op for op in maker.ops if op.spec is OF_BATCH]
+    made = {v: op for op in maker.ops for v in op.outputs} if replaced else {}
     latest: dict[Value, Value] = {}
-    for op in [op for op in maker.ops if op.spec is OF_BATCH]:
+    for op in replaced:
         running, batch = op.inputs
         while running in made:  # reshaped, repeated, cast
             running = made[running].inputs[0]

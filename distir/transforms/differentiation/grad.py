@@ -196,17 +196,14 @@ class _Backward:
         made = self.maker.ops[len(self.function.ops) :]
         new = {v for op in made for v in op.outputs}
 
-        def name(d: Value, name: str) -> None:
-            if d in new:
-                new.discard(d)
-                d.name = names.fresh(name)
-
-        for v, terms in self.terms.items():
-            name(terms[-1], f"{v.name}.grad")
-        for v, terms in self.terms.items():
-            for d in terms[:-1]:
-                name(d, f"{v.name}.grad")
+        for last in (True, False):
+            for v, terms in self.terms.items():
+                for d in terms[-1:] if last else terms[:-1]:
+                    if d in new:
+                        new.discard(d)
+                        d.name = names.fresh(f"{v.name}.grad")
         for op in made:
-            base = op.of.outputs[0].name if op.of else self.target.name
             for v in op.outputs:
-                name(v, f"{base}.{op.op_type.lower()}")
+                if v in new:
+                    base = op.of.outputs[0].name if op.of else self.target.name
+                    v.name = names.fresh(f"{base}.{op.op_type.lower()}")

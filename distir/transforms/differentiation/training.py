@@ -16,7 +16,7 @@ from distir.ir.errors import UsageError
 from distir.ir.function import Attributes, Function, FunctionMaker, Role, Value
 from distir.ir.pause import no_collection
 from distir.ir.placement import Shard, splits
-from distir.ir.spec import FactorMapping, lookup
+from distir.ir.spec import lookup
 from distir.ir.type import Float16, Float32, Int64, Tensor
 from distir.ops.rules import cast, shape_of, tensor
 from distir.transforms.differentiation.batch_statistics import next_statistics, with_batch_statistics
@@ -275,7 +275,7 @@ def batch_dim(function: Function, value: Value) -> int | None:
     sizes = {shape_of(v)[s.dim] for v, s in split.items()}
     if len(sizes) == 1:
         (size,) = sizes
-        known: dict[tuple[object, ...], FactorMapping | None] = {}  # layers are alike
+        known: dict[tuple[object, ...], list[tuple[int, Shard]]] = {}  # layers are alike
         for op in function.ops:
             if split.keys().isdisjoint(op.inputs) or op.spec.comm is not None:
                 continue
@@ -283,9 +283,10 @@ def batch_dim(function: Function, value: Value) -> int | None:
             key = op.spec, op.attributes.form, slot, taken, *[v.type for v in op.inputs]
             if key not in known:
                 ins, outs = ([shape_of(v) for v in row] for row in (op.inputs, op.outputs))
-                known[key] = op.spec.mapping(op.attributes, ins, outs, slot, taken, size)
-            mapping = known[key]
-            split.update((op.outputs[k], p) for k, p in splits(mapping.outs if mapping else ()))
+                mapping = op.spec.mapping(op.attributes, ins, outs, slot, taken, size)
+                known[key] = list(splits(mapping.outs if mapping else ()))
+            for k, p in known[key]:
+                split[op.outputs[k]] = p
     if value in split:
         return split[value].dim
     return 0 if shape_of(value) else None
@@ -314,9 +315,9 @@ def update(
             clipping = clip_factor(maker, squares, optimizer.clip_norm)
             factor = clipping if factor is None else maker.emit("Mul", factor, clipping)
     shared = list(maker.updates)[before:]
+    role = Role("state")
     state = {
-        w: [maker.add_input_value(f"{w.name}.{slot}", w.type, Role("state")) for slot in optimizer.slots]
-        for w in gradients
+        w: [maker.add_input_value(f"{w.name}.{slot}", w.type, role) for slot in optimizer.slots] for w in gradients
     }
     counter: list[Value] = []
     numbers: list[Value] = []

@@ -144,7 +144,7 @@ class _Terms(Terms):
         known = op.spec.bundle == "pack" or (op.spec.bundle == "unpack" and ins[0] < 0)
         if op.callee is not None or known:
             return super().move(op, ins)
-        return self.number(((op.spec, self.attributes(op.attributes)), (*ins, *op.outputs)), len(op.outputs))
+        return self.number((op.spec, self.attributes(op.attributes)), (*ins, *op.outputs), len(op.outputs))
 
 
 class _Pair(NamedTuple):

@@ -86,6 +86,10 @@ def fold(function: Function, evaluate: Evaluate | None = None) -> Function:
         op = _folded(op, numbers, evaluate) if evaluate else op
         key = _key(op)
         first = seen.get(key)
+        if first is None and op.spec not in views:  # as most
+            ops.append(op)
+            made[source] = seen[key] = op
+            continue
         stays = op.spec.comm is not None or not outputs.isdisjoint(op.outputs)
         undone = _undone(op, makers) if op.spec in views and not (stays or first or source in forward) else None
         if undone is not None:
@@ -122,8 +126,8 @@ def _undone(op: Op, makers: Mapping[Value, Op]) -> Value | None:
 
 def _rebuilt(op: Op, env: Mapping[Value, Value], made: Mapping[Op, Op]) -> Op:
     """The op with operands replaced as in `env`, and `of` as in `made` (None if that op was removed)."""
-    of = made.get(op.of) if op.of else None
-    if env.keys().isdisjoint(op.inputs):
+    of = made.get(op.of) if op.of is not None else None
+    if not env or env.keys().isdisjoint(op.inputs):
         return op if of is op.of else Op(op.spec, op.inputs, op.attributes, op.outputs, of)
     return Op(op.spec, tuple([env.get(v, v) for v in op.inputs]), op.attributes, op.outputs, of)
 

@@ -44,6 +44,8 @@ class _Mixed:
 
     def __init__(self, function: Function, low: DType) -> None:
         self.low = low
+        self.to = {dtype: Attributes({"to": dtype}) for dtype in (low, Float32)}
+        """The attributes of casts."""
         self.maker = maker = FunctionMaker(function.name)
         self.versions: dict[Value, dict[DType, Value]] = {}
         """Per value what it is in each dtype."""
@@ -77,7 +79,7 @@ class _Mixed:
             if (constant := self.constants.get(v)) is not None:
                 found[dtype] = maker.add_op(_CONSTANT, name, [], {**constant.attributes, "dtype": dtype})
             else:
-                found[dtype] = maker.add_op(_CAST, name, [source], {"to": dtype})
+                found[dtype] = maker.add_op(_CAST, name, [source], self.to[dtype])
         return found[dtype]
 
     def _follow(self, op: Op) -> DType | None:
