@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 class DType:
     """An element type. Calling one gives itself, so that `Float()` reads like a type."""
 
-    __slots__ = ("kind", "name", "size")
+    __slots__ = ("floating", "kind", "name", "size")
     all: ClassVar[dict[str, DType]] = {}
 
     def __init__(self, name: str, size: int, kind: str) -> None:
-        self.name, self.size, self.kind = name, size, kind
+        self.name, self.size, self.kind, self.floating = name, size, kind, kind == "float"
         self.all[name] = self
 
     def __call__(self) -> DType:
@@ -26,10 +26,6 @@ class DType:
 
     def __repr__(self) -> str:
         return self.name
-
-    @property
-    def floating(self) -> bool:
-        return self.kind == "float"
 
     @property
     def numpy(self) -> np.dtype[np.generic]:

@@ -26,9 +26,10 @@ def points(operands: int) -> str:
 
 def tensor(v: Value) -> Tensor:
     """The type of a value. Raises IRTypeError if it is a bundle, or types are not inferred yet."""
-    if not isinstance(v.type, Tensor):
+    t = v.type
+    if not isinstance(t, Tensor):
         raise IRTypeError(f"expected a tensor, got {v}")
-    return v.type
+    return t
 
 
 def shape_of(v: Value) -> Shape:

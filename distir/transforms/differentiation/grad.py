@@ -8,11 +8,13 @@ shares Values and ops with the function, so mappings from its input Values to ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import NamedTuple
 
 from distir.ir.errors import ModelError, UsageError
-from distir.ir.function import AsNamed, Function, Op, Value
-from distir.ir.type import Tensor
+from distir.ir.function import AsNamed, Attributes, Function, FunctionMaker, Op, Value, type_of
+from distir.ir.spec import Spec
+from distir.ir.type import Tensor, Type
 from distir.ops.rules import no_grad, tensor
 from distir.transforms.rewriting.cleanup import extend, live
 from distir.transforms.rewriting.decompose import expand
@@ -82,7 +84,8 @@ def find_loss(function: Function, loss: Value | int | str) -> Value:
 
 
 def _is_floating(v: Value) -> bool:
-    return tensor(v).dtype.floating
+    t = v.type
+    return t.dtype.floating if isinstance(t, Tensor) else tensor(v).dtype.floating
 
 
 def dependent(function: Function, wrt: Iterable[Value]) -> set[Value]:
@@ -127,6 +130,56 @@ def _differentiable(function: Function, ops: Iterable[Op]) -> Function:
     return maker.finalize()
 
 
+class _Made(NamedTuple):
+    """What a gradient rule made of one op: of another op of its kind it makes the same.
+
+    Values are numbered: the op's operands, its results, their gradients, then what is made, in order.
+    """
+
+    ops: Sequence[tuple[Spec, Attributes, Sequence[int], Sequence[Type]]]
+    """Each with the numbers of its operands and the types of its results."""
+    gradients: Sequence[int | None]
+
+    @staticmethod
+    def of(values: Iterable[Value], ops: Sequence[Op], gradients: Sequence[Value | None]) -> _Made:
+        number = {v: k for k, v in enumerate([*values, *[v for op in ops for v in op.outputs]])}
+        rows = [(op.spec, op.attributes, [number[v] for v in op.inputs], [v.type for v in op.outputs]) for op in ops]
+        return _Made(rows, [None if d is None else number[d] for d in gradients])
+
+    def again(self, maker: FunctionMaker, values: Sequence[Value]) -> Sequence[Value | None]:
+        """Append the same ops on other values; returns the gradients."""
+        known = [*values]
+        for spec, attributes, operands, types in self.ops:
+            outputs = tuple([Value(spec.name, t) for t in types])
+            maker.ops.append(Op(spec, tuple([known[k] for k in operands]), attributes, outputs))
+            known += outputs
+        return [None if k is None else known[k] for k in self.gradients]
+
+
+class _Rules:
+    """Applies gradient rules, once to the ops of a kind: layers are alike."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[object, ...], _Made] = {}
+
+    def apply(
+        self, rule: Callable[..., Sequence[Value | None]], maker: FunctionMaker, op: Op, given: Sequence[Value | None]
+    ) -> Sequence[Value | None]:
+        """Append the gradients of one op's operands, given those of its results (None where there is none)."""
+        values = [*op.inputs, *op.outputs, *[d for d in given if d is not None]]
+        if len({*values}) < len(values):  # one value in two roles
+            return rule(maker, op, *given)
+        there = [d is not None for d in given]
+        kind = (op.spec, op.attributes.form, len(op.inputs), *there, *map(type_of, values))
+        made = self.made.get(kind)
+        if made is not None:
+            return made.again(maker, values)
+        first = len(maker.ops)
+        gradients = rule(maker, op, *given)
+        self.made[kind] = _Made.of(values, maker.ops[first:], gradients)
+        return gradients
+
+
 class _Backward:
     """The backward pass under construction."""
 
@@ -134,6 +187,7 @@ class _Backward:
         self.function, self.target, self.reached = function, target, reached
         self.maker = extend(function, AsNamed(function.name))
         self.ops = ops
+        self.rules = _Rules()
         self.terms: dict[Value, list[Value]] = {}
         """For each value the terms of its gradient and their running sums; the last is the sum so far."""
 
@@ -157,7 +211,7 @@ class _Backward:
             if given[k] is not None:
                 hint, name = "compute it by other ops where the loss depends on it", op.outputs[k].name
                 raise ModelError(f"%{name}: no gradient flows from what {op.op_type} saves for its own", hint)
-        gradients = rule(self.maker, op, *given)
+        gradients = self.rules.apply(rule, self.maker, op, given)
         if len(gradients) != len(op.inputs):
             raise ModelError(f"the gradient rule of {op.op_type} gives {len(gradients)} for {len(op.inputs)} operands")
         for v, d in zip(op.inputs, gradients, strict=True):

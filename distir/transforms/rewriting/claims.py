@@ -67,10 +67,11 @@ def check_rewrite(
     if law is not Law.MORE:
         _check_interface(before, after, law)
     old, left = producers(before), set(before.ops)
-    if all([op in left or old.keys().isdisjoint(op.outputs) for op in after.ops]):
+    changed = [op for op in after.ops if op not in left and not old.keys().isdisjoint(op.outputs)]
+    if not changed:
         _check_outputs(after)  # all ops of `after` are ops of `before`, or compute new values
         return
-    replaced = {old[v].spec for op in after.ops for v in op.outputs if v in old and old[v].spec is not op.spec}
+    replaced = {old[v].spec for op in changed for v in op.outputs if v in old and old[v].spec is not op.spec}
     terms = _Terms((specs(before) & specs(after)) - replaced)
     few = differing_above_kept(before, after, terms)
     if few is not None and len(few) <= _FEW:

@@ -10,6 +10,7 @@ import pytest
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import Function, FunctionMaker, Role, Value
 from distir.ir.errors import ModelError, UsageError
+from distir.ir.spec import lookup
 from distir.ir.type import Float64, Int64, Tensor
 from distir.ops.rules import shape_of
 from distir.transforms.differentiation.grad import grad
@@ -190,3 +191,18 @@ def test_errors() -> None:
     with pytest.raises(ModelError, match="%slope: TanhGrad has no gradient"):
         grad(function, "hole")
     assert grad(function, "loss", [x]).outputs[-1].name == "x.grad"
+
+
+def test_a_rule_is_applied_once_to_ops_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are alike; but x + x is not of the kind of x + y."""
+    f = Maker()
+    x, y = f.x("x", 3), f.x("y", 3)
+    for _ in range(4):
+        x = f.emit("Tanh", f.emit("Add", x, y))
+    f.set_outputs([f.total(f.emit("Add", x, x))])
+    spec = lookup("Tanh")
+    rule, calls = spec.grad, []
+    assert rule is not None
+    monkeypatch.setattr(spec, "grad", lambda *args: calls.append(args) or rule(*args))
+    check(f.finalize())
+    assert len(calls) == 1
