@@ -13,7 +13,7 @@ gives for the operands; outputs, updates and roles fit. Time is kept apart from 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NoReturn
 
 from distir.ir.device import TIME, Device, Mesh
@@ -33,8 +33,8 @@ class _View:
         self.text = text
         self.functions: set[Function] = set()
         self.types: set[Type] = set()
-        self.kinds: set[tuple[object, ...]] = set()
-        """Of ops: spec, attributes, types of operands and results."""
+        self.kinds: dict[tuple[object, ...], tuple[Type, ...]] = {}
+        """Of ops: by spec, attributes and types of operands those of results."""
 
 
 @no_collection()
@@ -83,31 +83,37 @@ class _Verifier:
         for v in f.inputs:
             if v.type not in view.types:
                 self._new_type(f, None, v, view)
-        defined = set(f.inputs)
-        if len(defined) != len(f.inputs):
+        types: dict[Value, Type] = {v: v.type for v in f.inputs}
+        if len(types) != len(f.inputs):
             raise IRTypeError(f"{plain(f.name)}: an input is there twice")
-        count = len(defined)
+        count = len(types)
         number: dict[Op, int] = {}
-        known = view.kinds
+        known, type_at = view.kinds, types.__getitem__
         for k, op in enumerate(f.ops):
-            inputs, outputs, spec = op.inputs, op.outputs, op.spec
-            if not defined.issuperset(inputs):
-                _undefined(f, k, op, defined)
-            types = tuple(map(type_of, inputs))
-            kind = (spec, op.attributes.form, types, tuple(map(type_of, outputs)))
-            if kind not in known:
-                self._op(f, k, op, types, view)
-                known.add(kind)
-            defined.update(outputs)
+            outputs, spec = op.outputs, op.spec
+            try:
+                operands = tuple(map(type_at, op.inputs))
+            except KeyError:
+                _undefined(f, k, op, types)
+            kind = (spec, op.attributes.form, operands)
+            if len(outputs) == 1:  # as most
+                t = types[outputs[0]] = outputs[0].type
+                results = (t,)
+            else:
+                results = tuple(map(type_of, outputs))
+                types.update(zip(outputs, results, strict=True))
+            if results != known.get(kind):
+                self._op(f, k, op, operands, view)
+                known[kind] = results
             count += len(outputs)
-            if len(defined) != count:
+            if len(types) != count:
                 _fail(f, k, f"{spec.name}: expected new results, got one that is defined already")
             if op.of is not None:
                 number = number or {x: i for i, x in enumerate(f.ops)}
                 if number.get(op.of, k) >= k:
                     _fail(f, k, f"{spec.name}: expected `of` an earlier op of {plain(f.name)}, got {op.of}")
-        _check_names(f, defined)
-        _check_interface(f, defined)
+        _check_names(f, types)
+        _check_interface(f, types)
 
     def _op(self, f: Function, k: int, op: Op, types: tuple[Type, ...], view: _View) -> None:
         """Raise unless op `k` fits its view of time, and its results have the types that follow from its operands'."""
@@ -202,7 +208,7 @@ def _fail(f: Function, k: int, message: str, hint: str | None = None) -> NoRetur
     raise IRTypeError(f"{plain(f.name)}: op {k} {results} = {message}", hint)
 
 
-def _undefined(f: Function, k: int, op: Op, defined: set[Value]) -> NoReturn:
+def _undefined(f: Function, k: int, op: Op, defined: Collection[Value]) -> NoReturn:
     i = next(i for i, v in enumerate(op.inputs) if v not in defined)
     later = next((j for j, o in enumerate(f.ops) if op.inputs[i] in o.outputs), None)
     got = "one of another function" if later is None else f"a result of op {later}"
@@ -236,7 +242,7 @@ def _time_sizes(t: Type) -> list[int]:
 # names and the interface
 
 
-def _check_names(f: Function, defined: set[Value]) -> None:
+def _check_names(f: Function, defined: Collection[Value]) -> None:
     """Raise if two values share a name."""
     if len({v.name for v in defined}) == len(defined):
         return
@@ -247,7 +253,7 @@ def _check_names(f: Function, defined: set[Value]) -> None:
         seen.add(v.name)
 
 
-def _check_interface(f: Function, defined: set[Value]) -> None:
+def _check_interface(f: Function, defined: Collection[Value]) -> None:
     """Raise unless outputs are values of the function, and roles and updates fit the inputs."""
     for v in f.outputs:
         if v not in defined:
