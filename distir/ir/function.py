@@ -211,8 +211,11 @@ class FunctionMaker:
         where `output_names` does not. Raises ModelError for an unknown op, IRTypeError if the types do not fit.
         """
         spec = lookup(op_type) if isinstance(op_type, str) else op_type
-        attrs = attributes if isinstance(attributes, Attributes) else NO_ATTRIBUTES
-        if attributes and attrs is not attributes:
+        if not attributes:
+            attrs = NO_ATTRIBUTES
+        elif isinstance(attributes, Attributes):
+            attrs = attributes
+        else:
             attrs = Attributes({k: _freeze(v) for k, v in attributes.items()})
         if subfunctions:
             attrs = Attributes({**attrs, "callee": subfunctions[0]})
@@ -226,7 +229,7 @@ class FunctionMaker:
         count, fresh = len(types), self.fresh
         if output_names is None:
             base = name or spec.name.lower()
-            output_names = [base] if count == 1 else [f"{base}.{i}" for i in range(count)]
+            output_names = (base,) if count == 1 else [f"{base}.{i}" for i in range(count)]
         if len(output_names) != count:
             raise ModelError(f"{spec.name} has {count} outputs, got names {list(output_names)}")
         if count == 1:  # as most

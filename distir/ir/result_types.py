@@ -24,7 +24,7 @@ def infer(spec: Spec, attrs: Attrs, types: tuple[Type, ...]) -> tuple[Type, ...]
 
     Raises IRTypeError that names the op, the operand, expected and got.
     """
-    if "callee" in attrs:  # each call is different, and the memo would keep the callee alive
+    if attrs and "callee" in attrs:  # each call is different, and the memo would keep the callee alive
         return _infer(spec, attrs, types)
     form = attrs.form if isinstance(attrs, Attributes) else Attributes(attrs).form
     key = (spec, form, types)

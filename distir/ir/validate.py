@@ -182,17 +182,16 @@ class Terms:
         return self.defined[key]
 
     def move(self, op: Op, ins: tuple[Term, ...]) -> Sequence[Term]:
-        callee = op.callee
+        spec, callee = op.spec, op.callee
         if callee is not None:
-            key = (callee, ins)
-            if key not in self.calls:
-                self.calls[key] = self.walk(callee, ins)
-            return self.calls[key]
-        bundle = op.spec.bundle
-        if bundle is not None:
-            return [self.pack(ins)] if bundle == "pack" else self.bundles[ins[0]]
-        if op.spec.comm is not None and op.spec.comm.awaits:
-            ins = tuple([t for k, t in enumerate(ins) if k not in op.spec.comm.awaits])
+            found = self.calls.get((callee, ins))
+            if found is None:
+                found = self.calls[callee, ins] = self.walk(callee, ins)
+            return found
+        if spec.bundle is not None:
+            return [self.pack(ins)] if spec.bundle == "pack" else self.bundles[ins[0]]
+        if spec.comm is not None and spec.comm.awaits:
+            ins = tuple([t for k, t in enumerate(ins) if k not in spec.comm.awaits])
         if ins.count(ins[0]) < len(ins):
             other = next(t for t in ins if t != ins[0])
             raise MismatchError(f"{op}: joins different values over time: {self.difference(ins[0], other)}")

@@ -70,17 +70,18 @@ class _Mixed:
     def get(self, v: Value, dtype: DType) -> Value:
         """A value in that dtype, cast the first time that it is needed; one that is not floating as it is."""
         found = self.versions[v]
+        made = found.get(dtype)
+        if made is not None:
+            return made
         if not _dtype(v).floating:
             return found[_dtype(v)]
-        if dtype not in found:
-            source = next(iter(found.values()))
-            maker = self.maker
-            name = f"{v.name}.{dtype}"
-            if (constant := self.constants.get(v)) is not None:
-                found[dtype] = maker.add_op(_CONSTANT, name, [], {**constant.attributes, "dtype": dtype})
-            else:
-                found[dtype] = maker.add_op(_CAST, name, [source], self.to[dtype])
-        return found[dtype]
+        name = f"{v.name}.{dtype}"
+        if (constant := self.constants.get(v)) is not None:
+            made = self.maker.add_op(_CONSTANT, name, [], {**constant.attributes, "dtype": dtype})
+        else:
+            made = self.maker.add_op(_CAST, name, [next(iter(found.values()))], self.to[dtype])
+        found[dtype] = made
+        return made
 
     def _follow(self, op: Op) -> DType | None:
         """The dtype in which an op computes; None if its operands do not say."""
