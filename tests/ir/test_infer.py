@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from distir.ir import Device, FunctionMaker, Mesh
 from distir.ir.errors import IRTypeError
 from distir.ir.infer import infer_types
-from distir.ir.type import NOW, REPLICATE, SUM, Float, Float64, Shard, Tensor, Tuple
+from distir.ir.type import NOW, REPLICATE, SUM, Float, Float64, Int64, Shard, Tensor, Tuple
 
 SQUARE = Tensor(Float(), (4, 4))
 
@@ -42,6 +42,19 @@ def test_types_all_there_but_of_an_input():
     assert infer_types(f, [SQUARE, SQUARE]).outputs[0].type is SQUARE
     with pytest.raises(IRTypeError, match=r"f: %y = MatMul"):
         infer_types(f, [SQUARE, Tensor(Float(), (3, 4))])
+
+
+def test_results_are_on_the_mesh_of_the_operands():
+    """Types on a mesh are those on another mesh of the same axes; an error names the operands' own."""
+    first, second = [Mesh([Device("gpu", 2 * k), Device("gpu", 2 * k + 1)], {"tp": 2}, f"part{k}") for k in range(2)]
+    assert second.like is first.like
+    for mesh in (first, second):
+        f = FunctionMaker("f")
+        x, w, table = [Tensor.whole(Float(), (4, 4), mesh, (p,)) for p in (REPLICATE, Shard(1), Shard(0, 2))]
+        assert f.emit("MatMul", *[f.add_input_value("x", t) for t in (x, w)]).type is w
+        operands = [f.add_input_value("x", t) for t in (table, Tensor(Int64(), (2,), mesh))]
+        with pytest.raises(IRTypeError, match=f"contiguous ranges, got .* @ {mesh.name}$"):
+            f.emit("Gather", *operands, axis=0)
 
 
 def test_types_of_microbatches_are_interned():

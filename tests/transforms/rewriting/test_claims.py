@@ -256,6 +256,25 @@ def test_a_gradient_rule_gives_the_slope(s: Sample) -> None:
     check_gradient(build(s).ops[-1], evaluate)
 
 
+def test_a_gradient_rule_is_tried_once_on_one_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops of other sizes may have the same small instance; another instance is tried."""
+    evaluated: list[Op] = []
+
+    def counting(op: Op, ins: Sequence[Any], coord: None) -> Any:
+        evaluated.append(op)
+        return evaluate(op, ins, coord)
+
+    monkeypatch.setattr(claims, "_tried", set())
+    f = FunctionMaker("f")
+    counts: list[int] = []
+    for m, k, n in (64, 128, 32), (6, 9, 5), (7, 7, 7):
+        a, b = [f.add_input_value("x", Tensor(Float32, shape)) for shape in ((m, k), (k, n))]
+        f.emit("MatMul", a, b)
+        check_gradient(f.ops[-1], counting)
+        counts.append(len(evaluated))
+    assert counts[0] == counts[1] < counts[2]
+
+
 def test_what_cannot_be_tried_is_said() -> None:
     """A rewrite of ops whose sizes are too large to test, and that give only NaN at small sizes."""
     f = FunctionMaker("large")
