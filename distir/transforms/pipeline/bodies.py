@@ -50,7 +50,7 @@ class Total(NamedTuple):
 
 
 class Subgraph:
-    """The ops of one body, its inputs and its outputs.
+    """The ops of one body, with the free ones that they need, its inputs and its outputs.
 
     Inputs: `static`, values that do not vary in time; `saved`, values that another phase of the same stage made for
     the same microbatch, by phase; `received`, values of other stages; `summed`, finished totals. Outputs: `residuals`,
@@ -71,14 +71,12 @@ class Subgraph:
 
 
 class Cut(NamedTuple):
-    """A program cut into bodies. `joins` are the ops that concatenate microbatches; `free` maps each result of a free
-    op (see `phases`) to that op."""
+    """A program cut into bodies. `joins` are the ops that concatenate microbatches."""
 
     function: Function
     groups: dict[BodyKey, Subgraph]
     owner: dict[Value, BodyKey]
     joins: list[Op]
-    free: dict[Value, Op]
     varying: Varying
     """Whether values of a type differ between microbatches."""
     sums: dict[tuple[Type, Type, Piece], Type]
@@ -109,19 +107,18 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
     skipped = {op for t in totals for op in t.reduce}.union(ends)
     groups: dict[BodyKey, Subgraph] = {}
     owner: dict[Value, BodyKey] = {}
-    home = {t.whole: t for t in totals}
+    keys = {(p, s): BodyKey(p, s) for s in {*stage.values()} for p in PHASES}
     for t in totals:  # completed in the first update body of the stage that accumulates it
-        owner[t.whole] = BodyKey(UPDATE, stage[producer[t.part]])
+        owner[t.whole] = keys[UPDATE, stage[producer[t.part]]]
     for op in joins:
         owner[op.outputs[0]] = BodyKey(UPDATE, stage[op], -1)
-    keys = {(p, s): BodyKey(p, s) for s in {*stage.values()} for p in PHASES}
     for op in function.ops:
         p = phase[op]
         if p == FREE or op in skipped:
             continue
         key = keys[p, stage[op]]
-        if not PHASES[p].timed:
-            key = key._replace(round=_round(op, key, owner, free))
+        if not PHASES[p].timed and (round := _round(op, key, owner, free)):
+            key = key._replace(round=round)
         group = groups.get(key)
         if group is None:
             group = groups[key] = Subgraph(key)
@@ -130,12 +127,15 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
             owner[v] = key
     for t in totals:
         groups[owner[t.part]].totals.append(t)
-        groups.setdefault(owner[t.whole], Subgraph(owner[t.whole]))
+        at = owner[t.whole]
+        if at not in groups:
+            groups[at] = Subgraph(at)
+        groups[at].summed.append(t)
     # another object: with the function itself, in whose cache a cut may be, it would form a cycle
     like = Function(function.name, function.inputs, function.ops, function.outputs, function.updates, function.sources)
     kept = frozenset([v for op in rules.kept for v in op.outputs])
-    cut = Cut(like, groups, owner, joins, free, Varying(), {}, {}, kept)
-    _connect(cut, home)
+    cut = Cut(like, groups, owner, joins, Varying(), {}, {}, kept)
+    _connect(cut, free)
     return cut
 
 
@@ -173,21 +173,24 @@ def roots(v: Value, free: Mapping[Value, Op]) -> list[Value]:
 
 
 def _round(op: Op, at: BodyKey, owner: Mapping[Value, BodyKey], free: Mapping[Value, Op]) -> int:
-    above = [owner[r] for v in op.inputs for r in roots(v, free) if r in owner]
-    return max([0, *[k.round + (k.stage != at.stage) for k in above if k.phase == at.phase]])
+    found = 0
+    for v in op.inputs:
+        for r in roots(v, free) if v in free else (v,):
+            above = owner.get(r)
+            if above is not None and above.phase == at.phase:
+                found = max(found, above.round + (above.stage != at.stage))
+    return found
 
 
-def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
+def _connect(cut: Cut, free: Mapping[Value, Op]) -> None:
     results = set(cut.function.outputs)
-    readers: dict[Value, set[BodyKey]] = {}
+    readers: dict[Value, list[BodyKey]] = {}
     for key, group in cut.groups.items():
-        made = {v for op in group.ops for v in op.outputs}
-        outside = dict.fromkeys([v for op in group.ops for v in op.inputs if v not in made])
-        for v in dict.fromkeys([r for w in outside for r in roots(w, cut.free)]):
+        for v in _take_free(group, free):
             from_key = cut.owner.get(v)
             if from_key == key:
                 continue
-            readers.setdefault(v, set()).add(key)
+            readers.setdefault(v, []).append(key)
             if not cut.passes(v):
                 group.static.append(v)
             elif from_key is not None and _saves_for(from_key, key):
@@ -195,22 +198,41 @@ def _connect(cut: Cut, totals: Mapping[Value, Total]) -> None:
             else:
                 group.received.append(v)
     for op in cut.joins:
-        readers.setdefault(op.inputs[0], set()).add(BodyKey(UPDATE, -1))
-    for v, t in totals.items():
-        key = cut.owner[v]
-        cut.groups[key].summed.append(t)
+        readers.setdefault(op.inputs[0], []).append(BodyKey(UPDATE, -1))
     for v, key in cut.owner.items():
-        consumers = readers.get(v)
         if v not in results:
-            if not consumers:
+            if v not in readers:
                 continue
-            if cut.passes(v) and all([_saves_for(key, user) for user in consumers]):
+            if cut.passes(v) and all([_saves_for(key, user) for user in readers[v]]):
                 continue
         if key in cut.groups:
             cut.groups[key].sends.append(v)
     for key, group in cut.groups.items():
         for phase, values in group.saved.items():
             cut.groups[BodyKey(phase, key.stage)].residuals[key.phase] = values
+
+
+def _take_free(group: Subgraph, free: Mapping[Value, Op]) -> Iterable[Value]:
+    """Put the free ops that a group needs before their first use in it; returns the values that it takes."""
+    known: set[Value] = set()
+    taken: list[Value] = []
+    placed: list[Op] = []
+
+    def take(ops: Iterable[Op]) -> None:
+        for op in ops:
+            for v in op.inputs:
+                if v not in known:
+                    known.add(v)
+                    if v in free:
+                        take((free[v],))
+                    else:
+                        taken.append(v)
+            known.update(op.outputs)
+            placed.append(op)
+
+    take(group.ops)
+    group.ops = placed
+    return taken
 
 
 def _saves_for(key: BodyKey, user: BodyKey) -> bool:
@@ -279,10 +301,7 @@ class _BodyMaker:
         for k, t in enumerate(group.totals):
             maker_of = producer[t.part]
             (late if maker_of.spec.comm else summed.setdefault(maker_of, [])).append(k)
-        for op in group.ops:
-            self._op(op)
-            for k in summed.get(op, ()):
-                self._sum(k)
+        self._ops(group.ops, summed)
         for k in late:
             self._sum(k)
         outputs: list[Value] = []
@@ -333,22 +352,25 @@ class _BodyMaker:
             v = self.maker.add_op(op.spec, t.part.name, [v], op.attributes)
         self.sums[k] = v
 
-    def _op(self, op: Op) -> None:
-        env, moved, fresh = self.env, self.moved, self.maker.fresh
-        for v in op.inputs:
-            if v not in env:
-                self._op(self.cut.free[v])
-        attributes, made = op.attributes, op.outputs
-        if attributes and "device" in attributes:
-            attributes = Attributes({**attributes, "device": moved.mesh})
-        if len(made) == 1:  # as most
-            (v,) = made
-            outputs = (Value(fresh(v.name), moved[v.type]),)
-            env[v] = outputs[0]
-        else:
-            outputs = tuple([Value(fresh(v.name), moved[v.type]) for v in made])
-            env.update(zip(made, outputs, strict=True))
-        self.maker.ops.append(Op(op.spec, tuple(map(env.__getitem__, op.inputs)), attributes, outputs))
+    def _ops(self, ops: Iterable[Op], summed: Mapping[Op, Sequence[int]]) -> None:
+        """Append the ops, and after each the sums over time of its results."""
+        env, moved, fresh, append_op = self.env, self.moved, self.maker.fresh, self.maker.ops.append
+        value_of = env.__getitem__
+        for op in ops:
+            inputs, attributes, made = tuple(map(value_of, op.inputs)), op.attributes, op.outputs
+            if attributes and "device" in attributes:
+                attributes = Attributes({**attributes, "device": moved.mesh})
+            if len(made) == 1:  # as most
+                (v,) = made
+                outputs = (Value(fresh(v.name), moved[v.type]),)
+                env[v] = outputs[0]
+            else:
+                outputs = tuple([Value(fresh(v.name), moved[v.type]) for v in made])
+                env.update(zip(made, outputs, strict=True))
+            append_op(Op(op.spec, inputs, attributes, outputs))
+            if op in summed:
+                for k in summed[op]:
+                    self._sum(k)
 
 
 def order_of(groups: Mapping[BodyKey, Subgraph], phase: str) -> list[BodyKey]:
