@@ -64,7 +64,7 @@ def reductions_first(function: Function, axes: Collection[str]) -> Function:
 
 def _buckets(function: Function, axes: Collection[str], limit: float, kinds: Collection[Spec]) -> dict[Op, list[Op]]:
     """The buckets of more than one member, by their last member."""
-    if len([op for op in function.ops if op.spec in kinds]) < 2:
+    if len([op for op in function.ops if op.spec in kinds and _along(op, axes)]) < 2:
         return {}
     closed, left = buckets(function.ops, axes, limit, kinds)
     return {members[-1]: members for members in (*closed, *left) if len(members) > 1}

@@ -63,6 +63,8 @@ class _Emitter:
             at: list(dict.fromkeys([cut.owner[v] for v in _scheduled(cut, group)])) for at, group in self.groups.items()
         }
         self.moved = {mesh: Moved(mesh) for mesh in meshes}
+        self.bodies: dict[tuple[BodyKey, bool, bool], StageFunction] = {}
+        """Those in use, by whether for the first and for the last microbatch."""
         self.to = [Attributes(to=mesh) for mesh in meshes]
         self.beside = [
             [o for o, other in enumerate(meshes) if other is mesh and o != s] for s, mesh in enumerate(meshes)
@@ -197,6 +199,12 @@ class _Emitter:
     def _body(self, group: Subgraph, first: bool, last: bool) -> StageFunction:
         if not group.totals:
             first = last = True
+        body = self.bodies.get((group.key, first, last))
+        if body is None:
+            body = self.bodies[group.key, first, last] = self._built(group, first, last)
+        return body
+
+    def _built(self, group: Subgraph, first: bool, last: bool) -> StageFunction:
         mesh = self.meshes[group.key.stage]
         key = group.key, mesh, first, last, self.passes
         body = self.cut.bodies.get(key)
@@ -239,14 +247,14 @@ class _Emitter:
         else:
             attributes = Attributes(mb=i, callee=body.function)
             names, types = [f"{v.name}.{i}" for v in results], [v.type.at(i) for v in results]
-        outs = list(append(self.maker, CALL, tuple(args), attributes, names, types))
+        outs = iter(append(self.maker, CALL, tuple(args), attributes, names, types))
         for consumer in group.residuals:
-            self.saved[key.stage, i or 0, key.phase, consumer] = outs.pop(0)
+            self.saved[key.stage, i or 0, key.phase, consumer] = next(outs)
         for v in group.sends:
-            self.at[v, key.stage, i if self.cut.varying[v.type] else None] = outs.pop(0)
+            self.at[v, key.stage, i if self.cut.varying[v.type] else None] = next(outs)
+            self.unsent += [(v, s, i) for s in self.reading_stages.get(v, ())]
         if group.totals:
-            self.running[key] = outs.pop(0)
-        self.unsent += [(v, s, i) for v in group.sends for s in self.reading_stages.get(v, ())]
+            self.running[key] = next(outs)
 
     def _send_all(self) -> None:
         """Send the results of a time step after all its cells, so that no receive precedes the receiver's own cell."""
