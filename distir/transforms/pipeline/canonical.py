@@ -41,26 +41,26 @@ def canonical_order(function: Function, ops: Sequence[Op]) -> list[Op]:
 
 def _term_names(function: Function, ops: Iterable[Op]) -> dict[Op, str]:
     """For each op a hash of the term that it computes, in terms of the positions of the function's inputs."""
-    todo, needed = set(ops), set[Op]()
+    todo, needed = set(ops), list[Op]()
+    last = max([k for k, op in enumerate(function.ops) if op in todo], default=-1)
     operands: set[Value] = set()
-    for op in reversed(function.ops):
+    for op in reversed(function.ops[: last + 1]):
         if op in todo or not operands.isdisjoint(op.outputs):
-            needed.add(op)
+            needed.append(op)
             operands.update(op.inputs)
     digest = {v: f"in{i}" for i, v in enumerate(function.inputs)}
     name: dict[Op, str] = {}
     kinds: dict[tuple[Spec, Form], str] = {}
-    for op in function.ops:
-        if op in needed:
-            kind = kinds.get((op.spec, op.attributes.form))
-            if kind is None:
-                kind = kinds[op.spec, op.attributes.form] = _kind(op)
-            text = kind + ",".join([digest[v] for v in op.inputs])
-            found = name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-            for k, v in enumerate(op.outputs):
-                digest[v] = f"{found}.{k}"
-            if op.spec.comm is not None and op.spec.comm.takes:  # it is the same value, placed otherwise
-                digest[op.outputs[0]] = digest[op.inputs[0]]
+    for op in reversed(needed):
+        kind = kinds.get((op.spec, op.attributes.form))
+        if kind is None:
+            kind = kinds[op.spec, op.attributes.form] = _kind(op)
+        text = kind + ",".join([digest[v] for v in op.inputs])
+        found = name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        for k, v in enumerate(op.outputs):
+            digest[v] = f"{found}.{k}"
+        if op.spec.comm is not None and op.spec.comm.takes:  # it is the same value, placed otherwise
+            digest[op.outputs[0]] = digest[op.inputs[0]]
     return name
 
 

@@ -308,15 +308,15 @@ def _sent(v: Value) -> int:
 
 def _crossing(forward: Sequence[Op]) -> list[int]:
     """The bytes that cross before each op: of the values made before it and used from it on, and their gradients."""
-    place = {op: i for i, op in enumerate(forward)}
-    made = {v: i for op, i in place.items() for v in op.outputs}
+    made = {v: i for i, op in enumerate(forward) for v in op.outputs}
     last = dict(made)
-    for op, i in place.items():
+    for i, op in enumerate(forward):  # in topological order: the last use is the one found last
         for v in op.inputs:
             if v in last:
-                last[v] = max(last[v], i)
+                last[v] = i
     change = [0] * (len(forward) + 1)
     for v, i in made.items():
-        change[i + 1] += _sent(v)
-        change[last[v] + 1] -= _sent(v)
+        sent = _sent(v)
+        change[i + 1] += sent
+        change[last[v] + 1] -= sent
     return list(itertools.accumulate(change))

@@ -131,7 +131,9 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
                 needed.update(op.inputs)
         backward -= start
     varying = Varying()
-    if not any(varying[v.type] for op in function.ops for v in (*op.inputs, *op.outputs)):
+    moving = {v for op in function.ops for v in op.outputs if varying[v.type]}
+    moving.update([v for v in function.inputs if varying[v.type]])
+    if not moving:
         return _unvaried(function, backward, rules)
     phase: dict[Op, str] = {}
     after: set[Value] = set()
@@ -155,7 +157,7 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
         elif may_be_free and _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
-        elif not any([varying[v.type] for v in outs]) and not any([varying[v.type] for v in ins]):
+        elif moving.isdisjoint(outs) and moving.isdisjoint(ins):
             phase[op] = PROLOGUE
             free.update(outs)
             if parts.issuperset(ins):

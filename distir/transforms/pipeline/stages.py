@@ -173,6 +173,16 @@ def _forward_ops(function: Function, rules: PhaseRules) -> list[Op]:
 
 
 @cached
+def _touching(function: Function, rules: PhaseRules) -> dict[Value, list[Op]]:
+    """The forward ops that make or use each value."""
+    found: dict[Value, list[Op]] = {}
+    for op in _forward_ops(function, rules):
+        for v in dict.fromkeys((*op.inputs, *op.outputs)):
+            found.setdefault(v, []).append(op)
+    return found
+
+
+@cached
 def stage_ways(function: Function, rules: PhaseRules) -> Ways:
     """The ways to cut a placed program's forward ops into stages."""
     return ways(canonical_order(function, _forward_ops(function, rules)))
@@ -196,14 +206,10 @@ def to_price(function: Function, rules: PhaseRules) -> ToPrice:
 
     own = [kind(op) for op in forward]
     place = {op: i for i, op in enumerate(forward)}
-    touched: dict[Value, list[Op]] = {}
-    for op in forward:
-        for v in dict.fromkeys((*op.inputs, *op.outputs)):
-            touched.setdefault(v, []).append(op)
     follow: list[tuple[int, int]] = []
     for op in function.ops:
         if phase[op] == BACKWARD:
-            owner = op.of or _likely_forward(op, touched)
+            owner = op.of or _likely_forward(op, _touching(function, rules))
             if owner in place:
                 follow.append((kind(op), place[owner]))
     rows = np.array(follow, int).reshape(-1, 2).T
@@ -235,24 +241,21 @@ class Follows(NamedTuple, Generic[AnOp]):
 def following(function: Function, rules: PhaseRules) -> list[Follows[Op]]:
     """The backward ops, in program order."""
     phase, producer, again = phases(function, rules), producers(function), copies(function)
-    touching: dict[Value, list[Op]] = {}
-    forward = _forward_ops(function, rules)
-    for op in forward:
-        for v in dict.fromkeys((*op.inputs, *op.outputs)):
-            touching.setdefault(v, []).append(op)
     found: list[Follows[Op]] = []
-    has_stage = set(forward)
+    forward, backward = set(_forward_ops(function, rules)), set[Op]()
     for op in function.ops:
         if phase[op] != BACKWARD:
             continue
-        has_stage.add(op)
+        backward.add(op)
         if op.of is not None and op.outputs[0] in again:
             found.append(Follows(op, op.of, True, (), ()))
             continue
-        made = dict.fromkeys([producer[v] for v in op.inputs if v in producer and v not in again])
-        above = [p for p in made if phase[p] == BACKWARD]
-        of = op.of if op.of in has_stage else None
-        saved = [touching[v] for v in op.inputs if v in touching] if of is None else ()
+        above = [p for v in op.inputs if (p := producer.get(v)) in backward and v not in again]
+        of = op.of if op.of in forward or op.of in backward else None
+        saved: Sequence[Sequence[Op]] = ()
+        if of is None:
+            touching = _touching(function, rules)
+            saved = [touching[v] for v in op.inputs if v in touching]
         found.append(Follows(op, of, False, above, saved))
     return found
 
@@ -298,10 +301,10 @@ def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, in
             stage[op] = max(owned)
     for op in updates:
         if op not in stage:
-            above = [v for v in op.inputs if v in producer and producer[v] in stage]
-            below = [stage[u] for v in op.outputs for u in used.get(v, ()) if u in stage]
-            from_one = len({stage[producer[v]] for v in above}) == 1
-            stage[op] = stage[producer[min(above, key=first)]] if from_one or not below else min(below)
+            above = [v for v in op.inputs if producer.get(v) in stage]
+            several = len(above) > 1 and len({stage[producer[v]] for v in above}) > 1
+            below = [stage[u] for v in op.outputs for u in used.get(v, ()) if u in stage] if several or not above else []
+            stage[op] = min(below) if below else stage[producer[min(above, key=first)]]
     for op in reversed(function.ops):
         if phase[op] == PROLOGUE:
             below = [s for v in op.outputs for s in _user_stages(v, used, phase, stage)]
@@ -337,9 +340,9 @@ def homes(function: Function, phase: Mapping[Op, str], stage: Mapping[Op, int]) 
             above = tuple(dict.fromkeys(r for v in op.inputs for r in roots.get(v, ())))
             for w in op.outputs:
                 roots[w] = above
-        elif op in stage:
+        elif op in stage and not roots.keys().isdisjoint(op.inputs):
+            here = rank[phase[op]], stage[op]
             for v in op.inputs:
                 for r in roots.get(v, ()):
-                    here = rank[phase[op]], stage[op]
                     found[r] = min(found.get(r, here), here)
     return {v: at for v, (_, at) in found.items()}
