@@ -23,8 +23,8 @@ from distir.transforms.pipeline.phases import (
     UPDATE,
     PhaseRules,
     Varying,
-    ends_time,
     phases,
+    time_ends,
     users,
 )
 
@@ -41,10 +41,11 @@ class BodyKey(NamedTuple):
 
 
 class Total(NamedTuple):
-    """A sum over microbatches. The body that makes `part` accumulates it; after the last microbatch it runs the
-    collectives `reduce`; the result is `whole`."""
+    """A sum over microbatches. The body that makes `part`, by the op `maker`, accumulates it; after the last microbatch
+    it runs the collectives `reduce`; the result is `whole`."""
 
     part: Value
+    maker: Op
     reduce: tuple[Op, ...]
     whole: Value
 
@@ -99,17 +100,16 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
     else in the update. For `rules` see `phases`.
     """
     phase = phases(function, rules)
-    producer = producers(function)
     free = {v: op for op in function.ops if phase[op] == FREE for v in op.outputs}
-    ends = [op for op in function.ops if op.spec.comm is not None and ends_time(op)]
+    ends = time_ends(function)
     joins = [op for op in ends if not _sums(op)]
-    totals = _totals(function, ends, stage if overlap else {})
+    totals = _totals(function, stage if overlap else {})
     skipped = {op for t in totals for op in t.reduce}.union(ends)
     groups: dict[BodyKey, Subgraph] = {}
     owner: dict[Value, BodyKey] = {}
     keys = {(p, s): BodyKey(p, s) for s in {*stage.values()} for p in PHASES}
     for t in totals:  # completed in the first update body of the stage that accumulates it
-        owner[t.whole] = keys[UPDATE, stage[producer[t.part]]]
+        owner[t.whole] = keys[UPDATE, stage[t.maker]]
     for op in joins:
         owner[op.outputs[0]] = BodyKey(UPDATE, stage[op], -1)
     for op in function.ops:
@@ -143,13 +143,13 @@ def _sums(op: Op) -> bool:
     return tensor(op.inputs[0]).over_time.kind is not None
 
 
-def _totals(function: Function, ends: Iterable[Op], stage: Mapping[Op, int]) -> list[Total]:
+def _totals(function: Function, stage: Mapping[Op, int]) -> list[Total]:
     """The sums over time, each with the collectives over devices that follow it on its stage: they can run as soon as
     the sum is complete."""
-    used = users(function)
+    used, producer = users(function), producers(function)
     results = set(function.outputs)
     totals: list[Total] = []
-    for op in ends:
+    for op in time_ends(function):
         if not _sums(op):
             continue
         whole = op.outputs[0]
@@ -162,7 +162,7 @@ def _totals(function: Function, ends: Iterable[Op], stage: Mapping[Op, int]) -> 
                 break
             reduce.append(after)
             whole = after.outputs[0]
-        totals.append(Total(op.inputs[0], tuple(reduce), whole))
+        totals.append(Total(op.inputs[0], producer[op.inputs[0]], tuple(reduce), whole))
     return totals
 
 
@@ -296,11 +296,9 @@ class _BodyMaker:
         self.running = self._running()
         self._wholes()
         summed: dict[Op, list[int]] = {}
-        producer = producers(self.cut.function)
         late: list[int] = []  # reduced over devices before it is accumulated: last, so that reductions form buckets
         for k, t in enumerate(group.totals):
-            maker_of = producer[t.part]
-            (late if maker_of.spec.comm else summed.setdefault(maker_of, [])).append(k)
+            (late if t.maker.spec.comm else summed.setdefault(t.maker, [])).append(k)
         self._ops(group.ops, summed)
         for k in late:
             self._sum(k)

@@ -31,6 +31,8 @@ def on_own_stages(function: Function, stage: Mapping[Op, int]) -> tuple[Function
     An op of another stage uses the original, which is sent between stages anyway.
     """
     origin = copies(function)
+    if not origin:
+        return function, dict(stage)
     home = {v: stage.get(op) for op in function.ops for v in op.outputs if v in origin}
     uses = [(v, op) for op in function.ops for v in op.inputs if v in origin]
     used = {v for v, _ in uses}.union(function.outputs)

@@ -14,12 +14,12 @@ from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.type import SUM
 from distir.ops.rules import tensor
 from distir.transforms.append import rebuilt
-from distir.transforms.pipeline.phases import ends_time, users
+from distir.transforms.pipeline.phases import time_ends, users
 
 
 def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, dict[Op, int]]:
     """The function with such sums moved after the sums over time, and the stages of its ops (none for moved sums)."""
-    producer = producers(function)
+    producer, ends = producers(function), time_ends(function)
     lifted = _lifted(function, stage, producer)
     if not lifted:
         return function, dict(stage)
@@ -35,7 +35,7 @@ def lift_sums(function: Function, stage: Mapping[Op, int]) -> tuple[Function, di
         return maker.add_op(op.spec, v.name, [env.get(v, v)], op.attributes)
 
     def replaced(maker: FunctionMaker, op: Op, env: dict[Value, Value], stages: dict[Op, int]) -> bool:
-        if op.spec.comm is not None and ends_time(op) and producer.get(op.inputs[0]) in lifted:
+        if op in ends and producer.get(op.inputs[0]) in lifted:
             env[op.outputs[0]] = total(maker, op.inputs[0], op, env)
             return True
         return op in lifted
@@ -59,8 +59,8 @@ def _lifted(function: Function, stage: Mapping[Op, int], producer: Mapping[Value
         return op if len(sums) > 1 and len(stages) > 1 else None
 
     lifted: set[Op] = set()
-    for op in function.ops:
-        if op.spec.comm is not None and ends_time(op) and tensor(op.inputs[0]).over_time.kind is not None:
+    for op in time_ends(function):
+        if tensor(op.inputs[0]).over_time.kind is not None:
             todo = [op.inputs[0]]
             while todo:
                 inner = liftable(todo.pop())

@@ -89,6 +89,12 @@ def ends_time(op: Op) -> bool:
     return before.over_time is not REPLICATE and after.over_time is REPLICATE
 
 
+@cached
+def time_ends(function: Function) -> dict[Op, None]:
+    """The ops for which `ends_time` holds, in program order."""
+    return dict.fromkeys([op for op in function.ops if op.spec.comm is not None and ends_time(op)])
+
+
 def varies(v: Value) -> bool:
     """True if the value differs between microbatches."""
     return isinstance(v.type, Tensor) and v.type.on(TIME) is not REPLICATE
@@ -140,15 +146,13 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
     free = set(function.inputs)  # values that any body can take as inputs or recompute at no cost
     late: set[Value] = set()
     results = set(function.outputs)
-    ends: list[Op] = []
+    ends = time_ends(function)
     parts = set(weights(function))  # weights, and prologue results of weights alone: they may be sharded over replicas
     replicas = replica_axes(function) if rules.gathers_again else ()
     for op in function.ops:
         ins, outs, spec = op.inputs, op.outputs, op.spec
         may_be_free = spec.alias or spec.comm is not None or not ins
-        if ended := spec.comm is not None and ends_time(op):
-            ends.append(op)
-        if ended or not after.isdisjoint(ins):
+        if op in ends or not after.isdisjoint(ins):
             phase[op] = UPDATE
             after.update(outs)
         elif op in rules.kept:

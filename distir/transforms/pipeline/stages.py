@@ -26,8 +26,8 @@ from distir.transforms.pipeline.phases import (
     RULES,
     UPDATE,
     PhaseRules,
-    ends_time,
     phases,
+    time_ends,
     users,
 )
 from distir.transforms.roles import WEIGHTS, weights
@@ -286,7 +286,7 @@ def backward_stages(rows: Sequence[Follows[AnOp]], stage: dict[AnOp, int], parts
 
 def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int]) -> None:
     """Prologue ops go to their first user's stage, updates to their weight's, sums to the stage that accumulates."""
-    producer = producers(function)
+    producer, ends = producers(function), time_ends(function)
     used = users(function)
     updates = [op for op in function.ops if phase[op] == UPDATE]
 
@@ -295,7 +295,7 @@ def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, in
 
     home = homes(function, phase, stage)
     for op in updates:
-        if op.spec.comm is not None and ends_time(op):
+        if op in ends:
             stage[op] = stage[producer[op.inputs[0]]]
         elif owned := [home[v] for v in op.inputs if v in home and v.kind in WEIGHTS]:
             stage[op] = max(owned)
