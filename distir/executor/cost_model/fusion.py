@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
-from distir.ir.function import Function, Op, Value
+from distir.ir.function import Function, Op, Value, type_of
 from distir.ir.host_runtime import Runtime
 from distir.ir.type import Tensor
 
@@ -29,13 +30,14 @@ def fused(f: Function, runtime: Runtime | None, repeated: bool = False) -> dict[
     """
     if runtime is None:
         return {}
-    found = _chains(f) if runtime.fuses else {}
-    for op in _with_others(f) if runtime.multi_tensor and not repeated else ():
+    limited = dict.fromkeys([op for op in f.ops if _is_limited_by_memory(op)])
+    found = _chains(f, limited) if runtime.fuses else {}
+    for op in _with_others(f, limited) if runtime.multi_tensor and not repeated else ():
         found[op] = found.get(op, UNFUSED)._replace(launched=True)
     return found
 
 
-def _with_others(f: Function) -> list[Op]:
+def _with_others(f: Function, limited: Collection[Op]) -> list[Op]:
     """The ops that a multi-tensor kernel runs with an earlier one: it has the same attributes, and neither needs the
     other, as they are at the same depth. Such are the updates of all weights.
     """
@@ -49,7 +51,7 @@ def _with_others(f: Function) -> list[Op]:
                 d = depth[v] + 1
         for v in op.outputs:
             depth[v] = d
-        if _is_limited_by_memory(op):
+        if op in limited:
             key = op.spec, op.attributes, op.outputs[0].type.device, d
             if key in seen:
                 found.append(op)
@@ -57,34 +59,34 @@ def _with_others(f: Function) -> list[Op]:
     return found
 
 
-def _chains(f: Function) -> dict[Op, Fused]:
+def _chains(f: Function, limited: Collection[Op]) -> dict[Op, Fused]:
     """The ops of a function that are part of a chain, between which nothing is written or read.
 
     An op is joined to the one after it if that alone uses its result, and gives one of the same shape on the same
     devices, and one of the two is pointwise: another pointwise op, the softmax or norm of its rows, the mask of the
     gradient of a softmax, or the sum over time that it is added to: a microbatch's gradient is cast as it is added.
     """
+    results = {op.outputs[0] for op in limited}
     user: dict[Value, Op] = {}
     given = set(f.outputs)
     """What the caller uses, too, or several ops."""
     for op in f.ops:
         for v in op.inputs:
-            if user.setdefault(v, op) is not op:
+            if v in results and user.setdefault(v, op) is not op:
                 given.add(v)
     chains: dict[Op, Fused] = {}
-    for op in f.ops:
-        if not _is_limited_by_memory(op):
-            continue
+    pointwise = _Pointwise()
+    for op in limited:
         y = op.outputs[0]
         later = user.get(y)
-        if y in given or later is None or not (_is_limited_by_memory(later) or _accumulates(later)):
+        if y in given or later is None or not (later in limited or _accumulates(later)):
             continue
-        if not (_alike(y, later.outputs[0]) and (_is_pointwise(op) or _continues(op, later))):
+        if not (_alike(y, later.outputs[0]) and (pointwise.has(op) or (_continues(op) and pointwise.has(later)))):
             continue
-        chains[op] = chains.get(op, UNFUSED)._replace(result=True)
-        after = chains.get(later, UNFUSED)
-        here = frozenset(k for k, v in enumerate(later.inputs) if v is y)
-        chains[later] = after._replace(operands=after.operands | here, launched=True)
+        before, after = chains.get(op, UNFUSED), chains.get(later, UNFUSED)
+        chains[op] = Fused(before.operands, True, before.launched)
+        here = [k for k, v in enumerate(later.inputs) if v is y]
+        chains[later] = Fused(after.operands.union(here), after.result, True)
     return chains
 
 
@@ -93,10 +95,10 @@ def _is_limited_by_memory(op: Op) -> bool:
     return op.spec.comm is None and not op.spec.alias and not op.spec.kernel and bool(op.inputs and op.outputs)
 
 
-def _continues(op: Op, later: Op) -> bool:
-    """Whether an op that is not pointwise has one result, of the shape of an operand, and a pointwise op follows: each
-    row is in a kernel's hands when its result is made."""
-    return len(op.outputs) == 1 and _alike(op.inputs[0], op.outputs[0]) and _is_pointwise(later)
+def _continues(op: Op) -> bool:
+    """Whether an op that is not pointwise has one result, of the shape of an operand: if a pointwise op follows, each row
+    is in a kernel's hands when its result is made."""
+    return len(op.outputs) == 1 and _alike(op.inputs[0], op.outputs[0])
 
 
 def _accumulates(op: Op) -> bool:
@@ -109,8 +111,21 @@ def unwritten(op: Op, chained: Fused) -> bool:
     return chained.result and len(op.inputs) == 1 and op.inputs[0].type.bytes <= op.outputs[0].type.bytes
 
 
+class _Pointwise:
+    """Whether each element of an op's results depends on one element of each operand: found once for ops of a kind."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, bool] = {}
+
+    def has(self, op: Op) -> bool:
+        kind = op.spec, op.attributes.form, tuple(map(type_of, op.inputs))
+        found = self._known.get(kind)
+        if found is None:
+            found = self._known[kind] = _is_pointwise(op)
+        return found
+
+
 def _is_pointwise(op: Op) -> bool:
-    """Whether each element of the results depends on one element of each operand."""
     shapes = [v.type.global_shape for v in op.inputs if isinstance(v.type, Tensor)]
     found = op.spec.factors(op.attributes, shapes) if len(shapes) == len(op.inputs) else None
     return found is not None and not found.kinds and len(found.outs[0]) == len(set(found.outs[0]))

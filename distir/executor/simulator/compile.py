@@ -78,8 +78,8 @@ class _Kinds:
             if spec is _CALL:
                 out.append(-1)
                 continue
-            key = (spec, op.attributes.form, *map(type_of, op.inputs))
-            chained, beside = chains.get(op, UNFUSED) if chains else UNFUSED, op in overlapped
+            key: tuple[object, ...] = (spec, op.attributes.form, tuple(map(type_of, op.inputs)))
+            chained, beside = chains.get(op, UNFUSED), op in overlapped
             if beside or chained is not UNFUSED:  # rare, and slow to hash
                 key = (*key, beside, chained)
             if spec.route == "send":  # whatever it sends, of whichever microbatch

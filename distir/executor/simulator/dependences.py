@@ -154,19 +154,18 @@ class CodeBuilder:
         code, inputs = self.code, len(self.code.columns)
         code.passed = frozenset(j for _, _, slots in code.outputs for j in slots if j < inputs)
         code.consumers = [set() for _ in range(inputs)]
-        streams: dict[int, None] = {}
-        for issue in code.issues or ():
-            streams.update(dict.fromkeys(host for host, _ in issue or ()))
+        streams: dict[int, None] = {host: None for issue in code.issues or () if issue for host, _ in issue}
         slot = inputs
         for s, needs, more in zip(code.stream, code.needs, code.more, strict=True):
-            if isinstance(more, Call):
+            if more is None:  # as most
+                streams[s] = None
+            elif isinstance(more, Call):
                 streams.update(dict.fromkeys((*more.streams, *more.waits)))
                 self._consume_by_call(more, needs)
                 slot += more.slots
                 continue
-            streams[s] = None
-            if more is not None:
-                streams.update(dict.fromkeys(more))
+            else:
+                streams.update(dict.fromkeys((s, *more)))
             for j in needs:
                 if j < inputs:
                     code.consumers[j].add(self.dominated[slot])

@@ -10,6 +10,7 @@ import operator
 
 from distir.ir.cached import cached
 from distir.ir.function import Attributes, Function, Op
+from distir.ir.mesh_form import MeshForm, mesh_form
 from distir.transforms.rank.group_optimizers import group_optimizers
 from distir.transforms.rank.project import inputs_first
 from distir.transforms.rank.recompose import recompose
@@ -18,9 +19,22 @@ from distir.transforms.rank.recompose import recompose
 @cached
 def as_run(program: Function) -> Function:
     """The program as ranks run it. Values keep their names, except intermediate values of recomposed ops."""
-    recomposed = calling(program, {f: recompose(f) for f in (*program.callees(), program)})
+    recomposed = calling(program, _recomposed(program))
     grouped = calling(recomposed, group_optimizers(recomposed))
     return inputs_first(grouped)
+
+
+def _recomposed(program: Function) -> dict[Function, Function]:
+    """The program and its callees recomposed. If there is nothing to do in one, nor is there in others of its form."""
+    left: set[MeshForm] = set()
+    found: dict[Function, Function] = {}
+    for f in (*program.callees(), program):
+        formed = mesh_form(f)
+        form = formed and formed[0]
+        found[f] = f if form in left else recompose(f)
+        if form is not None and found[f] is f:
+            left.add(form)
+    return found
 
 
 def calling(program: Function, new: dict[Function, Function]) -> Function:

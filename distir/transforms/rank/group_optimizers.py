@@ -174,7 +174,5 @@ class _Arrivals:
 def _makers(f: Function) -> dict[Value, tuple[int, int]]:
     """For each value the number of the op that makes it (-1: an input), and its position among that op's results."""
     found = {v: (-1, place) for place, v in enumerate(f.inputs)}
-    for k, op in enumerate(f.ops):
-        for place, v in enumerate(op.outputs):
-            found[v] = k, place
+    found.update({v: (k, place) for k, op in enumerate(f.ops) for place, v in enumerate(op.outputs)})
     return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from distir.ir.device import Mesh
-from distir.ir.function import Function, Value, type_of
+from distir.ir.function import Function, Op, Value, type_of
+from distir.ir.mesh_form import mesh_form
 from distir.ir.type import Tensor
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.roles import weights
@@ -27,7 +29,7 @@ def coverage(placed: Function, axis: str) -> Coverage:
     elements = {v: math.prod(shape_of(v)) for v in parameters}
     unsplit = sorted([v for v in parameters if not _split(v, axis)], key=lambda v: -elements[v])
     share = 1 - sum(elements[v] for v in unsplit) / max(1, sum(elements.values()))
-    total, split = _flops(placed, axis, {}, {})
+    total, split = _flops(placed.ops, axis, {}, {})
     return Coverage(split / total if total else 0.0, share, tuple(unsplit))
 
 
@@ -40,18 +42,22 @@ def _split(v: Value, axis: str) -> int:
 
 
 def _flops(
-    function: Function, axis: str, done: dict[Function, tuple[float, float]], known: dict[object, tuple[float, int]]
+    ops: Iterable[Op], axis: str, done: dict[object, tuple[float, float]], known: dict[object, tuple[float, int]]
 ) -> tuple[float, float]:
-    """FLOPs of a function without the split along the axis, and how many of them are split.
+    """FLOPs of ops without the split along the axis, and how many of them are split.
 
-    `known`: of each kind of op the FLOPs on a device, and over how many devices it is split.
+    `done`: those of functions that are alike; `known`: of each kind of op the FLOPs on a device, and over how many
+    devices it is split.
     """
-    if function in done:
-        return done[function]
     total = split = 0.0
-    for op in function.ops:
+    for op in ops:
         if op.callee is not None:
-            called = _flops(op.callee, axis, done, known)
+            called = done.get(op.callee)
+            if called is None:
+                formed = mesh_form(op.callee)
+                alike = op.callee if formed is None else (formed[0], formed[1].axes, formed[1].sizes)
+                called = done.get(alike) or _flops(op.callee.ops, axis, done, known)
+                done[op.callee] = done[alike] = called
             total, split = total + called[0], split + called[1]
         elif op.spec.comm is None:
             key = op.spec, op.attributes.form, *map(type_of, op.inputs)
@@ -63,5 +69,4 @@ def _flops(
             work, n = found
             total += work * max(1, n)
             split += work * n
-    done[function] = total, split
     return total, split
