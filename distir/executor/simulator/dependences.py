@@ -118,7 +118,9 @@ class CodeBuilder:
         needs: list[Slots] = []
         given = [env[c][inputs[i]] for i, c in body.columns]
         for j, slots in enumerate(given):
-            if slots and j not in passed:
+            if len(slots) == 1 and j not in passed:
+                slots = slots if waits(j, dominated[slots[0]]) else ()
+            elif slots and j not in passed:
                 # a stage's calls have the weights' slots in common
                 key = body, j, slots
                 slots = self._waiting.get(key)

@@ -200,26 +200,28 @@ class Code:
     def _run_issued(self, issues: list[Issues | None], clock: list[float], ready: list[float]) -> list[list[float]]:
         """The same loop, with hosts that issue the parts."""
         entries: list[list[float]] = []
+        append = ready.append
         for d, s, needs, more, issue in zip(self.duration, self.stream, self.needs, self.more, issues, strict=True):
-            if isinstance(more, Call):
+            if more.__class__ is Call:
                 entries.append(more.run(needs, clock, ready))
                 continue
             t = clock[s]
-            for host, seconds in issue or ():
-                clock[host] = issued = clock[host] + seconds
-                if issued > t:
-                    t = issued
-            for x in more or ():
-                if clock[x] > t:
-                    t = clock[x]
+            if issue is not None:
+                for host, seconds in issue:
+                    clock[host] = issued = clock[host] + seconds
+                    if issued > t:
+                        t = issued
             for j in needs:
                 r = ready[j]
                 if r > t:
                     t = r
-            clock[s] = t = t + d
-            for x in more or ():
-                clock[x] = t
-            ready.append(t)
+            if more is None:  # as most
+                clock[s] = t = t + d
+            else:
+                t = max([t, *[clock[x] for x in more]]) + d
+                for x in (s, *more):
+                    clock[x] = t
+            append(t)
         return entries
 
     def timed(

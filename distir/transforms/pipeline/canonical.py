@@ -52,9 +52,10 @@ def _term_names(function: Function, ops: Iterable[Op]) -> dict[Op, str]:
     name: dict[Op, str] = {}
     kinds: dict[tuple[Spec, Form], str] = {}
     for op in reversed(needed):
-        kind = kinds.get((op.spec, op.attributes.form))
+        key = op.spec, op.attributes.form
+        kind = kinds.get(key)
         if kind is None:
-            kind = kinds[op.spec, op.attributes.form] = _kind(op)
+            kind = kinds[key] = _kind(op)
         text = kind + ",".join([digest[v] for v in op.inputs])
         found = name[op] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         for k, v in enumerate(op.outputs):

@@ -151,7 +151,7 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
     replicas = replica_axes(function) if rules.gathers_again else ()
     for op in function.ops:
         ins, outs, spec = op.inputs, op.outputs, op.spec
-        may_be_free = spec.alias or spec.comm is not None or not ins
+        may_be_free = spec.alias or not ins or (spec.comm is not None and spec.comm.gathers)
         if op in ends or not after.isdisjoint(ins):
             phase[op] = UPDATE
             after.update(outs)

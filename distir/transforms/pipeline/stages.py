@@ -243,6 +243,7 @@ def following(function: Function, rules: PhaseRules) -> list[Follows[Op]]:
     phase, producer, again = phases(function, rules), producers(function), copies(function)
     found: list[Follows[Op]] = []
     forward, backward = set(_forward_ops(function, rules)), set[Op]()
+    touching: Mapping[Value, Sequence[Op]] | None = None
     for op in function.ops:
         if phase[op] != BACKWARD:
             continue
@@ -254,7 +255,7 @@ def following(function: Function, rules: PhaseRules) -> list[Follows[Op]]:
         of = op.of if op.of in forward or op.of in backward else None
         saved: Sequence[Sequence[Op]] = ()
         if of is None:
-            touching = _touching(function, rules)
+            touching = _touching(function, rules) if touching is None else touching
             saved = [touching[v] for v in op.inputs if v in touching]
         found.append(Follows(op, of, False, above, saved))
     return found
@@ -302,9 +303,12 @@ def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, in
     for op in updates:
         if op not in stage:
             above = [v for v in op.inputs if producer.get(v) in stage]
-            several = len(above) > 1 and len({stage[producer[v]] for v in above}) > 1
-            below = [stage[u] for v in op.outputs for u in used.get(v, ()) if u in stage] if several or not above else []
-            stage[op] = min(below) if below else stage[producer[min(above, key=first)]]
+            if len(above) == 1:  # as most
+                stage[op] = stage[producer[above[0]]]
+                continue
+            below = [stage[u] for v in op.outputs for u in used.get(v, ()) if u in stage]
+            from_one = len({stage[producer[v]] for v in above}) == 1
+            stage[op] = stage[producer[min(above, key=first)]] if from_one or not below else min(below)
     for op in reversed(function.ops):
         if phase[op] == PROLOGUE:
             below = [s for v in op.outputs for s in _user_stages(v, used, phase, stage)]

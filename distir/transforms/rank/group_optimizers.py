@@ -10,10 +10,10 @@ collective only. Groups are ordered as their collectives start; gradients that n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from distir.ir.cached import cached
+from distir.ir.cached import cached, producers
 from distir.ir.function import Attributes, Function, Op, Value
 from distir.ops.optim import GROUPED
 from distir.transforms.rank.idle import is_idle
@@ -123,6 +123,9 @@ class _Arrivals:
 
     def __init__(self, program: Function) -> None:
         self.program = program
+        self._makers: dict[Function, Mapping[Value, Op]] = {}
+        self._places: dict[Op, dict[Value, int]] = {}
+        self._numbers: dict[Function, dict[Op, int]] = {}
         self.calls: dict[Function, list[int]] = {}
         for k, op in enumerate(program.ops):
             if op.callee is not None:
@@ -138,41 +141,50 @@ class _Arrivals:
             return NO_COLLECTIVE
         path: list[int] = []
         """The indices of the member that is traced in nested bundles, the innermost last."""
-        makers = _makers(f)
+        makers = self._producers(f)
         while True:
-            k, place = makers[v]
-            if k < 0:
+            op = makers.get(v)
+            if op is None:
                 if call is None:
                     return NO_COLLECTIVE
-                v, f, call = self.program.ops[call].inputs[place], self.program, None
-                makers = _makers(f)
-                continue
-            op = f.ops[k]
-            if op.callee is not None:
+                v, f, call = self.program.ops[call].inputs[f.inputs.index(v)], self.program, None
+                makers = self._producers(f)
+            elif op.callee is not None:
                 if f is not self.program:
                     return NO_COLLECTIVE
-                f, call, v = op.callee, k, op.callee.outputs[place]
-                makers = _makers(f)
+                f, call, v = op.callee, self._number(f, op), op.callee.outputs[self._place(op, v)]
+                makers = self._producers(f)
             elif op.spec.bundle == "pack" and path:
                 v = op.inputs[path.pop()]
             elif op.spec.bundle == "unpack":
-                path.append(place)
+                path.append(self._place(op, v))
                 v = op.inputs[0]
             elif op.spec.comm is not None and op.inputs and (is_idle(op) or op.spec.alias):
                 v = op.inputs[0]
             elif op.spec.comm is None or op.spec.donates:
                 return NO_COLLECTIVE
             else:
+                k = self._number(f, op)
                 return (k, -1) if call is None else (call, k)
+
+    def _producers(self, f: Function) -> Mapping[Value, Op]:
+        found = self._makers.get(f)
+        if found is None:
+            found = self._makers[f] = producers(f)
+        return found
+
+    def _number(self, f: Function, op: Op) -> int:
+        """The number of an op of the function."""
+        if f not in self._numbers:
+            self._numbers[f] = {x: k for k, x in enumerate(f.ops)}
+        return self._numbers[f][op]
+
+    def _place(self, op: Op, v: Value) -> int:
+        """The position of a value among an op's results."""
+        if op not in self._places:
+            self._places[op] = {x: place for place, x in enumerate(op.outputs)}
+        return self._places[op][v]
 
     def _site(self, f: Function) -> int | None:
         found = self.calls.get(f, ())
         return found[0] if len(found) == 1 else None
-
-
-@cached
-def _makers(f: Function) -> dict[Value, tuple[int, int]]:
-    """For each value the number of the op that makes it (-1: an input), and its position among that op's results."""
-    found = {v: (-1, place) for place, v in enumerate(f.inputs)}
-    found.update({v: (k, place) for k, op in enumerate(f.ops) for place, v in enumerate(op.outputs)})
-    return found
