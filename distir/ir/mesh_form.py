@@ -25,8 +25,8 @@ _forms: WeakValueDictionary[object, MeshForm] = WeakValueDictionary()
 def mesh_form(f: Function) -> tuple[MeshForm, Mesh] | None:
     """The form of a function that is all on one mesh, and that mesh; None for another function.
 
-    It says the ops, how they hang together, and the inputs' types but for their mesh. Types of results follow from those
-    of inputs, so they need not be compared.
+    It says the ops, how they hang together, and the inputs' types but for their mesh. Types of results follow from
+    those of inputs, so they need not be compared.
     """
     mesh = f.inputs[0].type.device if f.inputs else None
     types = _Types(mesh)

@@ -96,8 +96,8 @@ def _is_limited_by_memory(op: Op) -> bool:
 
 
 def _continues(op: Op) -> bool:
-    """Whether an op that is not pointwise has one result, of the shape of an operand: if a pointwise op follows, each row
-    is in a kernel's hands when its result is made."""
+    """Whether an op that is not pointwise has one result, of the shape of an operand: a pointwise op that follows is
+    given each row while it is in a kernel's hands."""
     return len(op.outputs) == 1 and _alike(op.inputs[0], op.outputs[0])
 
 

@@ -59,9 +59,7 @@ class _Emitter:
         """Bundles of saved values, by stage, microbatch, producing phase and consuming phase."""
         self.running: dict[BodyKey, Value] = {}
         self.groups = {(key.stage, key.phase): group for key, group in cut.groups.items() if not key.round}
-        self.needs = {
-            at: list(dict.fromkeys([cut.owner[v] for v in _scheduled(cut, group)])) for at, group in self.groups.items()
-        }
+        self.needs = {at: _needed(cut, group) for at, group in self.groups.items()}
         self.moved = {mesh: Moved(mesh) for mesh in meshes}
         self.bodies: dict[tuple[BodyKey, bool, bool], StageFunction] = {}
         """Those in use, by whether for the first and for the last microbatch."""
@@ -252,9 +250,9 @@ class _Emitter:
             self.saved[key.stage, i or 0, key.phase, consumer] = next(outs)
         for v in group.sends:
             self.at[v, key.stage, i if self.cut.varying[v.type] else None] = next(outs)
-            self.unsent += [(v, s, i) for s in self.reading_stages.get(v, ())]
         if group.totals:
             self.running[key] = next(outs)
+        self.unsent += [(v, s, i) for v in group.sends for s in self.reading_stages.get(v, ())]
 
     def _send_all(self) -> None:
         """Send the results of a time step after all its cells, so that no receive precedes the receiver's own cell."""
@@ -269,10 +267,12 @@ class _Emitter:
         self.at[op.outputs[0], s, None] = self.maker.add_op(op.spec, name, pieces, op.attributes)
 
 
-def _scheduled(cut: Cut, group: Subgraph) -> list[Value]:
-    """The operands of a body that cells of the schedule make, those that do not vary in time included."""
-    static = [v for v in group.static if v in cut.owner and cut.owner[v].phase in CELLS]
-    return [*group.received, *[v for values in group.saved.values() for v in values], *static]
+def _needed(cut: Cut, group: Subgraph) -> list[BodyKey]:
+    """The bodies of the schedule's cells that make operands of a body, those that do not vary in time included."""
+    received = [cut.owner[v] for v in group.received]
+    saved = [BodyKey(phase, group.key.stage) for phase in group.saved]
+    static = [cut.owner[v] for v in group.static if v in cut.owner and cut.owner[v].phase in CELLS]
+    return list(dict.fromkeys([*received, *saved, *static]))
 
 
 def _union(meshes: Sequence[Mesh], axis: str) -> Mesh:
