@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distir.ir.axes import Shape
 from distir.ir.cached import cached
@@ -14,6 +15,9 @@ from distir.ir.function import Function, Op, Value, type_of
 from distir.ir.spec import FactorMapping, Spec
 from distir.ir.type import Shard, Type
 from distir.ops.rules import shape_of
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Signature:
@@ -29,6 +33,14 @@ class Signature:
         self.linear = op.spec.linear_sets(len(self.ins), op.attributes)
         self._mappings: dict[tuple[int, int, Shard, int], FactorMapping | None] = {}
         self._alike: dict[FactorMapping, FactorMapping] = {}
+
+    @property
+    def slots(self) -> list[tuple[int, Shape]]:
+        """Operands, by their numbers, and results k, as ~k, with their shapes."""
+        return [*enumerate(self.ins), *[(~k, shape) for k, shape in enumerate(self.outs)]]
+
+    def shape(self, slot: int) -> Shape:
+        return self.ins[slot] if slot >= 0 else self.outs[~slot]
 
     def mapping(self, slot: int, split: Shard, n: int, outside: int = 1) -> FactorMapping | None:
         """The factor mapping with `split` over n devices at `slot`; equal mappings are the same object, whatever n.
@@ -55,7 +67,7 @@ class Signature:
         outer: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for mapping, n in mappings:
             for slot, p in mapping.splits():
-                rank = len(self.ins[slot] if slot >= 0 else self.outs[~slot])
+                rank = len(self.shape(slot))
                 if self.spec.indexes(self.attrs, slot, p.dim, rank):
                     outer.setdefault((slot, p.dim), []).append((p.outer, n))
         return not all(_is_chain(splits) or _is_chain([(1, outside), *splits]) for splits in outer.values())
@@ -69,6 +81,14 @@ def _is_chain(splits: Sequence[tuple[int, int]]) -> bool:
             return False
         inside *= n
     return True
+
+
+class Rows(NamedTuple):
+    """The ops of one signature, and the values at their slots: `values[:, k]` are operands k, `values[:, ~k]` results
+    k."""
+
+    ops: np.ndarray
+    values: np.ndarray
 
 
 class Graph:
@@ -130,6 +150,32 @@ class Graph:
         """Per value how many elements it has."""
         size = {shape: math.prod(shape) for shape in set(self.shapes)}
         return [size[shape] for shape in self.shapes]
+
+    @cached_property
+    def rows(self) -> list[Rows]:
+        """The ops by signature."""
+        import numpy as np
+
+        kinds = np.fromiter([sig.number for sig in self.sigs], np.int64, len(self.sigs))
+        taken = np.array([len(sig.ins) for sig in self.kinds], np.int64)[kinds]
+        given = np.array([len(sig.outs) for sig in self.kinds], np.int64)[kinds]
+        operands = np.fromiter(itertools.chain.from_iterable(self.ins), np.int64, int(taken.sum()))
+        first_in, first_out = np.cumsum(taken) - taken, np.cumsum(given) - given + len(self.inputs)
+        found: list[Rows] = []
+        by_kind = np.argsort(kinds, kind="stable")
+        for sig, ops in zip(self.kinds, np.split(by_kind, np.cumsum(np.bincount(kinds))[:-1]), strict=True):
+            ins = operands[first_in[ops, None] + np.arange(len(sig.ins))]
+            outs = first_out[ops, None] + np.arange(len(sig.outs))[::-1]
+            found.append(Rows(ops, np.concatenate([ins, outs], axis=1)))
+        return found
+
+    @cached_property
+    def numbered_shapes(self) -> tuple[dict[Shape, int], np.ndarray]:
+        """The shapes that values have, numbered, and the number of each value's."""
+        import numpy as np
+
+        numbers = {shape: k for k, shape in enumerate(dict.fromkeys(self.shapes))}
+        return numbers, np.fromiter(map(numbers.__getitem__, self.shapes), np.int64, len(self.shapes))
 
     @cached_property
     def heights(self) -> list[int]:

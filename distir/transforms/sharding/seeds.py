@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from distir.ir.type import Shard
-from distir.transforms.sharding.classes import Classes, Groups, Node, all_classes, classes_from
+from distir.transforms.sharding.classes import Classes, Node, all_classes, classes_from
 from distir.transforms.sharding.graph import Graph
+from distir.transforms.sharding.groups import Groups
 from distir.transforms.sharding.place import Placed, View, place_all, view
 from distir.transforms.sharding.quotient import Quotient, quotient
 from distir.transforms.sharding.shares import samples, shares
@@ -34,7 +35,7 @@ class Split(NamedTuple):
 
     def splits(self, value: int, split: Shard) -> bool:
         """Whether that sub-dimension of that value is split."""
-        return self.classes.at[value].get(split) in self.chosen
+        return self.classes.of(value, split) in self.chosen
 
 
 def tensor_parallel(
@@ -80,10 +81,7 @@ def _problem(
     graph: Graph, classes: Classes, bad: Collection[int], weights: Sequence[int], batch: tuple[Node, ...]
 ) -> _Problem:
     groups = Groups(classes, weights, bad)
-    group = groups.group
-    full = view(
-        graph, [[(s, group[c]) for s, c in row if c in group] for row in classes.mappings], shares(graph, batch)
-    )
+    full = view(graph, classes.grouped(groups.group), shares(graph, batch))
     return _Problem(classes, groups, full, quotient(graph, full))
 
 

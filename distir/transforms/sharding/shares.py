@@ -73,7 +73,7 @@ def samples(graph: Graph, batch: tuple[Node, ...]) -> int:
 
 def _varying(graph: Graph, batch: tuple[Node, ...], size: int) -> list[bool]:
     """Which values have the batch as a factor of their elements."""
-    varies = [bool(row) for row in classes_from(graph, size, batch).at]
+    varies = classes_from(graph, size, batch).varying
     if size > 1:
         return varies
     # reshapes lose a batch of 1: then a value varies if it has another dim of the data that is no dim of a weight
