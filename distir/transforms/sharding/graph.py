@@ -91,8 +91,27 @@ class Rows(NamedTuple):
     values: np.ndarray
 
 
+class Edges(NamedTuple):
+    """For each operand, or each result, of all ops: the op, its number there, and the value; where each op's begin."""
+
+    ops: np.ndarray
+    slots: np.ndarray
+    values: np.ndarray
+    first: np.ndarray
+
+
+def _edges(counts: np.ndarray, values: np.ndarray) -> Edges:
+    """Those of ops that have so many."""
+    import numpy as np
+
+    first = np.cumsum(counts) - counts
+    return Edges(
+        np.repeat(np.arange(len(counts)), counts), np.arange(len(values)) - np.repeat(first, counts), values, first
+    )
+
+
 class Graph:
-    """Values and ops of a function by number. `uses[v]` lists (op, slot), results as slot ~k.
+    """Values and ops of a function by number. `users[v]` lists the (op, operand) that use value v.
 
     Costly properties are computed on first access. It must not be changed: see `graph_of`.
     """
@@ -102,12 +121,12 @@ class Graph:
         self.values: list[Value] = list(function.inputs)
         self.index: dict[Value, int] = {v: i for i, v in enumerate(self.values)}
         self.shapes: list[Shape] = [shape_of(v) for v in self.values]
-        self.uses: list[list[tuple[int, int]]] = [[] for _ in self.values]
+        self.users: list[list[tuple[int, int]]] = [[] for _ in self.values]
         self.sigs: list[Signature] = []
         self.ins: list[list[int]] = []
         self.outs: list[list[int]] = []
         table: dict[tuple[Spec, Form, tuple[Type, ...]], Signature] = {}
-        index, values, uses, shapes = self.index, self.values, self.uses, self.shapes
+        index, values, users, shapes = self.index, self.values, self.users, self.shapes
         sigs, ins, outs = self.sigs, self.ins, self.outs
         for j, op in enumerate(function.ops):
             inputs = op.inputs
@@ -119,17 +138,17 @@ class Graph:
             row = list(map(index.__getitem__, inputs))
             ins.append(row)
             for k, i in enumerate(row):
-                uses[i].append((j, k))
+                users[i].append((j, k))
             n, made = len(values), op.outputs
             if len(made) == 1:  # as most
                 index[made[0]] = n
                 outs.append([n])
-                uses.append([(j, -1)])
+                users.append([])
             else:
-                outs.append(list(range(n, n + len(made))))
-                for k, v in enumerate(made):
-                    index[v] = n + k
-                    uses.append([(j, ~k)])
+                row = list(range(n, n + len(made)))
+                outs.append(row)
+                index.update(zip(made, row, strict=True))
+                users += [[] for _ in row]
             values += made
             shapes += sig.outs
         self.kinds: list[Signature] = list(table.values())
@@ -140,10 +159,11 @@ class Graph:
         self.roles: list[str | None] = [v.kind for v in function.inputs] + [None] * (len(values) - len(self.inputs))
 
     @cached_property
-    def users(self) -> list[list[tuple[int, int]]]:
-        """Per value the (op, operand) that use it."""
-        made = len(self.inputs)  # the first use of what an op makes is that op
-        return [*self.uses[:made], *[row[1:] for row in self.uses[made:]]]
+    def uses(self) -> list[list[tuple[int, int]]]:
+        """Per value the (op, slot) that make it, result k as slot ~k, and that use it."""
+        made = [[(j, ~k)] for j, outs in enumerate(self.outs) for k in range(len(outs))]
+        first = len(self.inputs)
+        return [*self.users[:first], *[[*a, *b] for a, b in zip(made, self.users[first:], strict=True)]]
 
     @cached_property
     def elements(self) -> list[int]:
@@ -152,20 +172,29 @@ class Graph:
         return [size[shape] for shape in self.shapes]
 
     @cached_property
-    def rows(self) -> list[Rows]:
-        """The ops by signature."""
+    def edges(self) -> tuple[Edges, Edges]:
+        """All operands and all results."""
         import numpy as np
 
         kinds = np.fromiter([sig.number for sig in self.sigs], np.int64, len(self.sigs))
         taken = np.array([len(sig.ins) for sig in self.kinds], np.int64)[kinds]
         given = np.array([len(sig.outs) for sig in self.kinds], np.int64)[kinds]
+        results = np.arange(len(self.inputs), len(self.values))
         operands = np.fromiter(itertools.chain.from_iterable(self.ins), np.int64, int(taken.sum()))
-        first_in, first_out = np.cumsum(taken) - taken, np.cumsum(given) - given + len(self.inputs)
-        found: list[Rows] = []
+        return _edges(taken, operands), _edges(given, results)
+
+    @cached_property
+    def rows(self) -> list[Rows]:
+        """The ops by signature."""
+        import numpy as np
+
+        kinds = np.fromiter([sig.number for sig in self.sigs], np.int64, len(self.sigs))
+        operands, results = self.edges
         by_kind = np.argsort(kinds, kind="stable")
+        found: list[Rows] = []
         for sig, ops in zip(self.kinds, np.split(by_kind, np.cumsum(np.bincount(kinds))[:-1]), strict=True):
-            ins = operands[first_in[ops, None] + np.arange(len(sig.ins))]
-            outs = first_out[ops, None] + np.arange(len(sig.outs))[::-1]
+            ins = operands.values[operands.first[ops, None] + np.arange(len(sig.ins))]
+            outs = results.values[results.first[ops, None] + np.arange(len(sig.outs))[::-1]]
             found.append(Rows(ops, np.concatenate([ins, outs], axis=1)))
         return found
 
@@ -196,24 +225,28 @@ class Graph:
 
         By descending height; among equal heights, by operands, kind and attributes.
         """
-        levels: dict[int, list[int]] = {}
-        for j, h in enumerate(self.heights):
-            levels.setdefault(-h, []).append(j)
-        kind = [(sig.spec.name, repr(dict(sig.attrs))) for sig in self.kinds]
+        import numpy as np
+
+        heights = np.array(self.heights, np.int64)
+        ops = np.argsort(-heights, kind="stable").tolist()
+        names = [(sig.spec.name, repr(dict(sig.attrs))) for sig in self.kinds]
+        ranks = {name: k for k, name in enumerate(sorted(set(names)))}
+        kind = [ranks[name] for name in names]
         # rank of values: inputs by number, then results by the position of their op and their number in it
         rank = list(self.inputs) + [0] * (len(self.values) - len(self.inputs))
-        most = max([len(outs) for outs in self.outs], default=0)
         first = len(self.inputs)
         ins, outs, sigs = self.ins, self.outs, self.sigs
         order: list[int] = []
-        for level in sorted(levels):
-            row = levels[level]
-            if len(row) > 1:
+        start = 0
+        for count in np.bincount(heights)[:0:-1].tolist():
+            row = ops[start : start + count]
+            start += count
+            if count > 1:
                 row = [j for *_, j in sorted([([rank[v] for v in ins[j]], kind[sigs[j].number], j) for j in row])]
             for j in row:
-                for k, v in enumerate(outs[j]):
-                    rank[v] = first + k
-                first += most
+                for v in outs[j]:
+                    rank[v] = first
+                    first += 1
             order += row
         return order
 

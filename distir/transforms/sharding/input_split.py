@@ -59,11 +59,11 @@ def split_inputs(
     a dim of a class. No op splits a sub-dimension that another axis in `taken` splits there, or the batch.
     """
     pinned = dict(named.split)
-    follows = {c for v, split in named.split if graph.roles[v] == "parameter" for c in [classes.at[v].get(split)]}
+    follows = {classes.of(v, split) for v, split in named.split if graph.roles[v] == "parameter"}
     fixed: dict[int, Placement] = {
         i: REPLICATE
         for i in [graph.index[v] for v in weights(graph.function)]
-        if graph.roles[i] != "state" or follows.isdisjoint(classes.at[i].values())
+        if graph.roles[i] != "state" or not follows or follows.isdisjoint(classes.at[i].values())
     }
     fixed |= dict.fromkeys(named.kept, REPLICATE) | pinned
     parameters = {v: p for v, p in pinned.items() if graph.roles[v] in ("parameter", "constant")}

@@ -23,6 +23,21 @@ _EVEN = 1 - 1e-9
 """Prices whose ratio is at least this are equal."""
 
 
+class _Choice(NamedTuple):
+    """The cheapest mapping for an op, given its operands' placements."""
+
+    price: float
+    collectives: int
+    """The number of collectives that convert its operands."""
+    mapping: FactorMapping | None
+    wants: Sequence[Placement]
+    outs: Sequence[Placement]
+    moves: bool
+    """Whether an operand must be converted to another placement."""
+    sums: bool
+    """Whether a result is Partial."""
+
+
 class View(NamedTuple):
     """A graph, or its quotient, with each op's candidate mappings: `mappings[j]` as (mapping, group).
 
@@ -49,6 +64,9 @@ class View(NamedTuple):
     outputs: Collection[int]
     order: Sequence[int]
     """The ops in the order in which they are decided."""
+    choices: dict[tuple[int, ...], dict[tuple[Placement | None, ...], _Choice]]
+    """Those made before: by degree, kind and the ids of the options, then by the placements of operands. Ops that are
+    alike in all these have the same choice, also those of a quotient."""
 
 
 class Placed(NamedTuple):
@@ -84,22 +102,8 @@ def view(graph: Graph, mappings: Sequence[Sequence[tuple[FactorMapping | None, i
         graph.inputs,
         graph.outputs,
         graph.order,
+        {},
     )
-
-
-class _Choice(NamedTuple):
-    """The cheapest mapping for an op, given its operands' placements."""
-
-    price: float
-    collectives: int
-    """The number of collectives that convert its operands."""
-    mapping: FactorMapping | None
-    wants: Sequence[Placement]
-    outs: Sequence[Placement]
-    moves: bool
-    """Whether an operand must be converted to another placement."""
-    sums: bool
-    """Whether a result is Partial."""
 
 
 _NOTHING = _Choice(0.0, 0, None, (), (), False, False)
@@ -116,25 +120,25 @@ class _Sweep:
         self.state: list[Placement | None] = []
         self.made: list[_Choice] = []
         """The choice for each op."""
-        # memoised: ops of equal kind, options and operand placements have the same choice
-        self.options: list[tuple[FactorMapping | None, ...]] = []
-        self.kinds: list[int] = []
+        self.sums: list[int] = []
+        """The ops with a result that is Partial, in order."""
+        self.options: dict[tuple[int, int], Sequence[FactorMapping | None]] = {}
+        """By kind and row of mappings."""
         self.choices: list[dict[tuple[Placement | None, ...], _Choice]] = []
-        numbers: dict[tuple[int, ...], int] = {}
-        for number, row in zip(v.kinds, v.mappings, strict=True):
-            options = tuple([mapping for mapping, group in row if group in chosen]) if row else ()
-            kind = numbers.setdefault((number, *map(id, options)), len(numbers))
-            if kind == len(self.options):
-                self.options.append(options)
-                self.choices.append({})
-            self.kinds.append(kind)
+        """Per op those known by the placements of its operands."""
+        known: dict[tuple[int, int], dict[tuple[Placement | None, ...], _Choice]] = {}
+        for key, row in zip(zip(v.kinds, map(id, v.mappings), strict=True), v.mappings, strict=True):
+            if key not in known:
+                options = self.options[key] = [mapping for mapping, group in row if group in chosen]
+                known[key] = v.choices.setdefault((n, key[0], *map(id, options)), {})
+            self.choices.append(known[key])
 
     def forward(self, first: bool) -> tuple[float, int]:
         """Choose for every op; returns the total price and the number of collectives.
 
         In the `first` pass inputs have no placement yet.
         """
-        v, kinds, choices = self.v, self.kinds, self.choices
+        v, choices = self.v, self.choices
         state: list[Placement | None] = [None] * len(v.made)
         self.state = state  # None: an input without a placement yet
         total, collectives = 0.0, 0
@@ -144,7 +148,7 @@ class _Sweep:
             for i in v.inputs:
                 state[i] = self.inputs.get(i, REPLICATE)
                 total += v.stored[i] / (self.n if i in self.inputs else 1) * v.copies[i]
-        made = self.made = [_NOTHING] * len(v.sigs)
+        made, summing = self.made, self.sums = [_NOTHING] * len(v.sigs), []
         outs, times, reduce = v.outs, v.times, self.reduce
         paid: set[tuple[int, Placement]] = set()
         moved: set[int] = set()  # the values in `paid`
@@ -155,7 +159,7 @@ class _Sweep:
             if moved and not moved.isdisjoint(ins):
                 choice = self._cheapest(j, have, paid)
             else:
-                known = choices[kinds[j]]
+                known = choices[j]
                 choice = known.get(have)
                 if choice is None:
                     choice = known[have] = self._cheapest(j, have, paid)
@@ -173,6 +177,7 @@ class _Sweep:
                         paid.add((i, want))
                         moved.add(i)
             if sums:
+                summing.append(j)
                 for i, p in zip(outs[j], placements, strict=True):
                     if i in reduce and p.kind is not None:
                         collectives += times[j]
@@ -196,7 +201,7 @@ class _Sweep:
         v, n, sig, flops = self.v, self.n, self.v.sigs[j], self.v.flops[j]
         made = sum([v.made[i] for i in v.outs[j]])
         best = None
-        options = self.options[self.kinds[j]] or (None,)
+        options = self.options[v.kinds[j], id(v.mappings[j])] or (None,)
         # a sum that is passed on where ops may be split is scattered later, at half the price of reducing it
         later = 1 if len(options) > 1 and None in options else 2
         if later == 1 and sig.spec.alias:
@@ -247,8 +252,8 @@ class _Sweep:
         v = self.v
         later: dict[int, float] = {}
         passing: dict[int, tuple[float, float]] = {}
-        for j in reversed(v.order):
-            for i in v.outs[j] if self.made[j].sums else ():
+        for j in reversed(self.sums):
+            for i in v.outs[j]:
                 p = self.state[i]
                 if p is None or p.kind is None:
                     continue

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,19 +35,8 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> Quotient:
     import numpy as np
 
     # a colour is a hash, of 64 bits, of all that two ops, or values, must have in common
-    first: dict[object, int] = {}
-    number_of = first.setdefault
-    inputs, outputs = len(full.inputs), full.outputs
-    of_values = [
-        number_of((role, shape, made, v < inputs, v in outputs), len(first))
-        for v, (role, shape, made) in enumerate(zip(graph.roles, graph.shapes, full.made, strict=True))
-    ]
-    of_ops = [
-        number_of((kind, *[(id(s), g) for s, g in row]), len(first))
-        for kind, row in zip(full.kinds, full.mappings, strict=True)
-    ]
-    op_colours, value_colours = _mixed(np.array(of_ops)), _mixed(np.array(of_values))
-    taken, given = _edges(full.ins), _edges(full.outs)
+    op_colours, value_colours = _of_ops(full), _of_values(graph, full)
+    taken, given = graph.edges
     for _ in range(rounds):
         beside = value_colours * _ODD
         for edges, where in ((given, 1), (taken, 2)):
@@ -59,22 +46,11 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> Quotient:
         for edges, where in ((given, 1), (taken, 2)):
             np.add.at(beside, edges.ops, _mixed(value_colours[edges.values] + edges.slots * _ODD + where))
         op_colours = _mixed(beside)
-    ops, values = op_colours.tolist(), value_colours.tolist()
-    number: dict[int, int] = {}
-    first_ops: list[int] = []
-    for j in full.order:
-        if ops[j] not in number:
-            number[ops[j]] = len(first_ops)
-            first_ops.append(j)
-    times = Counter(ops)
-    renumber: dict[int, int] = {}
-    first_values: list[int] = []
-    for v, c in enumerate(values):
-        if c not in renumber:
-            renumber[c] = len(first_values)
-            first_values.append(v)
-    copies = Counter(values)
-    at = [renumber[c] for c in values]
+    order = np.array(full.order, np.int64)
+    first_ops, of_op, times = _numbered(op_colours[order])
+    first_ops, number = order[first_ops].tolist(), dict(zip(full.order, of_op.tolist(), strict=True))
+    first_values, of_value, copies = _numbered(value_colours)
+    at = of_value.tolist()
     small = View(
         sigs=[full.sigs[j] for j in first_ops],
         kinds=[full.kinds[j] for j in first_ops],
@@ -84,31 +60,56 @@ def quotient(graph: Graph, full: View, rounds: int = 2) -> Quotient:
         flops=[full.flops[j] for j in first_ops],
         made=[full.made[v] for v in first_values],
         stored=[full.stored[v] for v in first_values],
-        users=[sorted({(number[ops[j]], k) for j, k in full.users[v]}) for v in first_values],
-        times=[times[ops[j]] for j in first_ops],
-        copies=[copies[values[v]] for v in first_values],
+        users=[sorted({(number[j], k) for j, k in full.users[v]}) for v in first_values],
+        times=times.tolist(),
+        copies=copies.tolist(),
         inputs={at[v] for v in full.inputs},
         outputs={at[v] for v in full.outputs},
         order=range(len(first_ops)),
+        choices=full.choices,
     )
     return Quotient(small, at)
 
 
-class _Edges(NamedTuple):
-    """For each operand, or each result, of all ops: the op, its number there, and the value."""
-
-    ops: np.ndarray
-    slots: np.ndarray
-    values: np.ndarray
-
-
-def _edges(rows: Sequence[Sequence[int]]) -> _Edges:
+def _of_values(graph: Graph, full: View) -> np.ndarray:
+    """Their colours to begin with: values of one role, shape and price are alike, of inputs, of results, of outputs."""
     import numpy as np
 
-    counts = np.fromiter(map(len, rows), np.int64, len(rows))
-    values = np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(counts.sum()))
-    slots = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return _Edges(np.repeat(np.arange(len(rows)), counts), slots, values)
+    known: dict[str | None, int] = {}
+    role = np.full(len(full.made), -1)
+    role[: len(full.inputs)] = [known.setdefault(graph.roles[v], len(known)) for v in full.inputs]
+    given = np.zeros(len(full.made), np.int64)
+    given[list(full.outputs)] = 1
+    columns = graph.numbered_shapes[1], np.array(full.made, np.float64).view(np.int64), role, given
+    colours = np.zeros(len(full.made), np.int64)
+    for column in columns:
+        colours = _mixed(colours * _ODD + column)
+    return colours
+
+
+def _of_ops(full: View) -> np.ndarray:
+    """Their colours to begin with: ops of one kind and with the same mappings are alike."""
+    import numpy as np
+
+    known: dict[object, int] = {}
+    rows = {
+        row: known.setdefault(tuple([(id(s), g) for s, g in mappings]), len(known))
+        for row, mappings in dict(zip(map(id, full.mappings), full.mappings, strict=True)).items()
+    }
+    mappings = np.array([rows[id(row)] for row in full.mappings], np.int64)
+    return _mixed(mappings * _ODD + np.array(full.kinds, np.int64))
+
+
+def _numbered(colours: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Colours numbered in the order in which they occur: where each does so first, the number of each place's, and how
+    often each occurs."""
+    import numpy as np
+
+    _, first, number, times = np.unique(colours, return_index=True, return_inverse=True, return_counts=True)
+    order = np.argsort(first)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return first[order], rank[number], times[order]
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:

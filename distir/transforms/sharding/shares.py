@@ -7,6 +7,7 @@ one. So the shares of a program are the same for every batch, and those of a lar
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from distir.ir.type import Shard
@@ -39,31 +40,35 @@ def shares(graph: Graph, batch: tuple[Node, ...] = ()) -> Shares:
 
 
 def _shares(graph: Graph, batch: tuple[Node, ...]) -> Shares:
+    import numpy as np
+
     size = samples(graph, batch)
-    varies = _varying(graph, batch, size) if batch else [True] * len(graph.values)
-    elements, first = graph.elements, len(graph.inputs)
-    weighs = [0] * len(elements)
-    for v in weights(graph.function):
-        weighs[graph.index[v]] = elements[graph.index[v]]
-    stored = sum(weighs) or 1
-    made = [n // size if varying else n for n, varying in zip(elements, varies, strict=True)]
-    total = sum([n for n, varying in zip(made[first:], varies[first:], strict=True) if varying]) or 1
-    kinds = [sig.number for sig in graph.sigs]
+    shapes, of_value = graph.numbered_shapes
+    varies = np.array(_varying(graph, batch, size) if batch else [True] * len(graph.values), bool)
+    held = [graph.index[v] for v in weights(graph.function)]
+    stored = sum([graph.elements[v] for v in held]) or 1
+    # values of one shape are alike, those that vary and those that do not
+    alike = of_value * 2 + varies
+    made = [n // size if varying else n for n in map(math.prod, shapes) for varying in (False, True)]
+    times = np.bincount(alike[len(graph.inputs) :], minlength=len(made)).tolist()
+    total = sum([n * k for n, k in zip(made[1::2], times[1::2], strict=True)]) or 1
+    share = [n / (total if k % 2 else stored) for k, n in enumerate(made)]
+    kinds = np.array([sig.number for sig in graph.sigs], np.int64)
     flops = [sig.flops for sig in graph.sigs]
-    varied = varies.__getitem__
-    numbers: dict[object, int] = {}
-    for j, (sig, ins, outs) in enumerate(zip(graph.sigs, graph.ins, graph.outs, strict=True) if batch else ()):
-        pattern = (sig.number, tuple(map(varied, ins)), tuple(map(varied, outs)))
-        kinds[j] = numbers.setdefault(pattern, len(numbers))
-        if True in pattern[1] or True in pattern[2]:
+    first = 0
+    for sig, rows in zip(graph.kinds, graph.rows, strict=True) if batch else ():
+        varied = varies[rows.values]
+        patterns = [row.tobytes() for row in varied]
+        number = {pattern: first + k for k, pattern in enumerate(dict.fromkeys(patterns))}
+        kinds[rows.ops] = [number[pattern] for pattern in patterns]
+        first += len(number)
+        for j in rows.ops[varied.any(axis=1)].tolist() if sig.flops else ():
             flops[j] /= size
     work = sum(flops) or 1
-    return Shares(
-        [n / work for n in flops],
-        [n / (total if varying else stored) for n, varying in zip(made, varies, strict=True)],
-        [n / stored for n in weighs],
-        kinds,
-    )
+    holds = [0.0] * len(graph.values)
+    for v in held:
+        holds[v] = graph.elements[v] / stored
+    return Shares([n / work for n in flops], [share[k] for k in alike.tolist()], holds, kinds.tolist())
 
 
 def samples(graph: Graph, batch: tuple[Node, ...]) -> int:
