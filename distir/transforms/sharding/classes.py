@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from distir.ir.axes import Shape
 from distir.ir.spec import FactorMapping
 from distir.ir.type import Shard
-from distir.transforms.sharding.graph import Graph, Rows, Signature
+from distir.transforms.sharding.graph import Graph, Rows, Signature, distinct_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,18 +185,16 @@ class Classes:
 
         of = np.full(len(self.label) + 1, -1)
         of[list(group)] = list(group.values())
-        result: list[Sequence[tuple[FactorMapping, int]]] = [()] * len(self.graph.sigs)
+        found: list[Sequence[tuple[FactorMapping, int]]] = [()]
+        number = np.zeros(len(self.graph.sigs), np.int64)
         for rows, (mappings, classes) in zip(self.graph.rows, self.through, strict=True):
             groups = of[classes]
-            known: dict[tuple[int, ...], Sequence[tuple[FactorMapping, int]]] = {}
-            for j, row in (
-                zip(rows.ops.tolist(), map(tuple, groups.tolist()), strict=True) if np.any(groups >= 0) else ()
-            ):
-                found = known.get(row)
-                if found is None:
-                    found = known[row] = [(m, g) for m, g in zip(mappings, row, strict=True) if g >= 0]
-                result[j] = found
-        return result
+            if np.any(groups >= 0):
+                first, kind = distinct_rows(groups)
+                number[rows.ops] = len(found) + kind
+                for row in groups[first].tolist():
+                    found.append([(m, g) for m, g in zip(mappings, row, strict=True) if g >= 0])
+        return [found[k] for k in number.tolist()]
 
     def hold_for(self, n: int) -> bool:
         """Whether the classes are the same for an axis of n devices: every signature has the same mappings then."""

@@ -118,45 +118,42 @@ class Graph:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.values: list[Value] = list(function.inputs)
+        self.values: list[Value] = [*function.inputs, *[v for op in function.ops for v in op.outputs]]
         self.index: dict[Value, int] = {v: i for i, v in enumerate(self.values)}
-        self.shapes: list[Shape] = [shape_of(v) for v in self.values]
-        self.users: list[list[tuple[int, int]]] = [[] for _ in self.values]
         self.sigs: list[Signature] = []
         self.ins: list[list[int]] = []
         self.outs: list[list[int]] = []
         table: dict[tuple[Spec, Form, tuple[Type, ...]], Signature] = {}
-        index, values, users, shapes = self.index, self.values, self.users, self.shapes
-        sigs, ins, outs = self.sigs, self.ins, self.outs
-        for j, op in enumerate(function.ops):
+        number, sigs, ins, outs = self.index.__getitem__, self.sigs, self.ins, self.outs
+        n = len(function.inputs)
+        for op in function.ops:
             inputs = op.inputs
             key = (op.spec, op.attributes.form, tuple(map(type_of, inputs)))
             sig = table.get(key)
             if sig is None:
                 sig = table[key] = Signature(len(table), op)
             sigs.append(sig)
-            row = list(map(index.__getitem__, inputs))
-            ins.append(row)
-            for k, i in enumerate(row):
-                users[i].append((j, k))
-            n, made = len(values), op.outputs
-            if len(made) == 1:  # as most
-                index[made[0]] = n
-                outs.append([n])
-                users.append([])
-            else:
-                row = list(range(n, n + len(made)))
-                outs.append(row)
-                index.update(zip(made, row, strict=True))
-                users += [[] for _ in row]
-            values += made
-            shapes += sig.outs
+            ins.append(list(map(number, inputs)))
+            made = len(op.outputs)
+            outs.append([n] if made == 1 else list(range(n, n + made)))
+            n += made
         self.kinds: list[Signature] = list(table.values())
         self.cache: dict[object, Any] = {}
         """Results of passes, cached with the graph."""
         self.inputs = range(len(function.inputs))
-        self.outputs = frozenset(index[v] for v in function.outputs)
-        self.roles: list[str | None] = [v.kind for v in function.inputs] + [None] * (len(values) - len(self.inputs))
+        self.outputs = frozenset(map(number, function.outputs))
+        self.roles: list[str | None] = [v.kind for v in function.inputs] + [None] * (n - len(self.inputs))
+
+    @cached_property
+    def users(self) -> list[list[tuple[int, int]]]:
+        """Per value the (op, operand) that use it."""
+        import numpy as np
+
+        operands = self.edges[0]
+        order = np.argsort(operands.values, kind="stable")
+        users = list(zip(operands.ops[order].tolist(), operands.slots[order].tolist(), strict=True))
+        ends = np.cumsum(np.bincount(operands.values, minlength=len(self.values))).tolist()
+        return [users[i:j] for i, j in zip([0, *ends], ends, strict=False)]
 
     @cached_property
     def uses(self) -> list[list[tuple[int, int]]]:
@@ -164,12 +161,6 @@ class Graph:
         made = [[(j, ~k)] for j, outs in enumerate(self.outs) for k in range(len(outs))]
         first = len(self.inputs)
         return [*self.users[:first], *[[*a, *b] for a, b in zip(made, self.users[first:], strict=True)]]
-
-    @cached_property
-    def elements(self) -> list[int]:
-        """Per value how many elements it has."""
-        size = {shape: math.prod(shape) for shape in set(self.shapes)}
-        return [size[shape] for shape in self.shapes]
 
     @cached_property
     def edges(self) -> tuple[Edges, Edges]:
@@ -203,21 +194,40 @@ class Graph:
         """The shapes that values have, numbered, and the number of each value's."""
         import numpy as np
 
-        numbers = {shape: k for k, shape in enumerate(dict.fromkeys(self.shapes))}
-        return numbers, np.fromiter(map(numbers.__getitem__, self.shapes), np.int64, len(self.shapes))
+        numbers: dict[Shape, int] = {}
+        of_value = np.empty(len(self.values), np.int64)
+        of_value[: len(self.inputs)] = [numbers.setdefault(shape_of(v), len(numbers)) for v in self.function.inputs]
+        for sig, rows in zip(self.kinds, self.rows, strict=True):
+            for k, shape in enumerate(sig.outs):
+                of_value[rows.values[:, ~k]] = numbers.setdefault(shape, len(numbers))
+        return numbers, of_value
+
+    @cached_property
+    def shapes(self) -> list[Shape]:
+        """The shape of each value."""
+        numbers, of_value = self.numbered_shapes
+        shapes = list(numbers)
+        return [shapes[k] for k in of_value.tolist()]
+
+    @cached_property
+    def elements(self) -> list[int]:
+        """How many elements each value has."""
+        numbers, of_value = self.numbered_shapes
+        sizes = list(map(math.prod, numbers))
+        return [sizes[k] for k in of_value.tolist()]
 
     @cached_property
     def heights(self) -> list[int]:
         """Per op the length of the longest path from it to a result."""
         below = [0] * len(self.values)
-        height = [0] * len(self.sigs)
-        for j in range(len(height) - 1, -1, -1):
-            outs = self.outs[j]
-            h = height[j] = 1 + (below[outs[0]] if len(outs) == 1 else max([below[v] for v in outs], default=0))
-            for v in self.ins[j]:
-                if below[v] < h:
-                    below[v] = h
-        return height
+        heights: list[int] = []
+        for ins, outs in zip(reversed(self.ins), reversed(self.outs), strict=True):
+            height = 1 + (below[outs[0]] if len(outs) == 1 else max([below[v] for v in outs], default=0))
+            heights.append(height)
+            for v in ins:
+                if below[v] < height:
+                    below[v] = height
+        return heights[::-1]
 
     @cached_property
     def order(self) -> list[int]:
@@ -242,7 +252,7 @@ class Graph:
             row = ops[start : start + count]
             start += count
             if count > 1:
-                row = [j for *_, j in sorted([([rank[v] for v in ins[j]], kind[sigs[j].number], j) for j in row])]
+                row.sort(key=lambda j: ([rank[v] for v in ins[j]], kind[sigs[j].number]))
             for j in row:
                 for v in outs[j]:
                     rank[v] = first
@@ -261,10 +271,26 @@ def closure(graph: Graph, roots: Sequence[int], forward: bool) -> set[int]:
     """The ops that depend on the given values (forward), or that these depend on."""
     seen: set[int] = set()
     todo = list(roots)
+    made, first = graph.edges[1].ops.tolist(), len(graph.inputs)
     while todo:
         v = todo.pop()
-        for j, k in graph.uses[v]:
-            if (k >= 0) == forward and j not in seen:
+        for j in [j for j, _ in graph.users[v]] if forward else made[v - first : v - first + 1] if v >= first else ():
+            if j not in seen:
                 seen.add(j)
                 todo += graph.outs[j] if forward else graph.ins[j]
     return seen
+
+
+def distinct_rows(rows: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """The first of the rows of each kind, kinds being numbered as they occur, and the kind of each row."""
+    import numpy as np
+
+    if (rows == rows[0]).all():  # as most
+        return [0], np.zeros(len(rows), np.int64)
+    first: dict[bytes, int] = {}
+    kinds: dict[bytes, int] = {}
+    keys = [row.tobytes() for row in rows]
+    for i, key in enumerate(keys):
+        if key not in first:
+            first[key], kinds[key] = i, len(first)
+    return list(first.values()), np.array([kinds[key] for key in keys], np.int64)

@@ -9,6 +9,7 @@ prologue).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from distir.ir.placement import REPLICATE, SUM, Placement, Shard, reductions, splits
 from distir.ir.spec import FactorMapping
@@ -39,15 +40,29 @@ def _parameters(graph: Graph) -> list[int]:
     return [graph.index[v] for v in weights(graph.function) if v.kind != "state"]
 
 
+class _Known(NamedTuple):
+    """How ops of one signature and of the same options are treated, by the placements of their operands."""
+
+    options: Sequence[FactorMapping]
+    found: dict[tuple[Placement, ...], tuple[FactorMapping | None, Sequence[Placement], bool]]
+
+
 def _place(graph: Graph, classes: Classes) -> tuple[Placed, set[int]]:
     """The placements, and the ops of the prologue."""
-    options = [[mapping for mapping, _ in row] for row in classes.mappings]
+    kinds: dict[tuple[int, int], _Known] = {}
+    known: list[_Known] = []
+    for sig, row in zip(graph.sigs, classes.mappings, strict=True):
+        kind = sig.number, id(row)
+        if kind not in kinds:
+            kinds[kind] = _Known([mapping for mapping, _ in row], {})
+        known.append(kinds[kind])
+    unsplit = [_Known((), {}) for _ in graph.kinds]
     before: set[int] = set()
     totals: set[int] = set()
     while True:
-        known = len(totals)
-        mappings, conflict = _sweep(graph, options, before, totals)
-        if len(totals) > known:
+        count = len(totals)
+        mappings, conflict = _sweep(graph, known, unsplit, before, totals)
+        if len(totals) > count:
             continue
         if conflict is None:
             return Placed(0.0, mappings, set(), {}), before
@@ -55,10 +70,10 @@ def _place(graph: Graph, classes: Classes) -> tuple[Placed, set[int]]:
 
 
 def _sweep(
-    graph: Graph, options: Sequence[Sequence[FactorMapping]], before: Collection[int], totals: set[int]
+    graph: Graph, known: Sequence[_Known], unsplit: Sequence[_Known], before: Collection[int], totals: set[int]
 ) -> tuple[list[FactorMapping | None], list[int] | None]:
     """Each op's mapping, with the ops `before` unsplit; or the values that are complete too late for an op that needs
-    them.
+    them. `known` is by op, `unsplit` by signature.
 
     `totals` are sums over microbatches that some op takes whole. What takes one, or what is made of it, beside what
     comes late waits for it; so does what passes it on, if that, too, is taken whole (then no other sum need be kept):
@@ -70,41 +85,43 @@ def _sweep(
     mappings: list[FactorMapping | None] = [None] * len(graph.sigs)
     waiting: dict[tuple[int, int], FactorMapping] = {}  # of ops that wait, by their numbers of operands and results
     taken_whole: set[int] = set()
-    # memoised: ops of equal signature, options and operand placements are treated alike
-    known: dict[tuple[int | Placement, ...], tuple[FactorMapping | None, Sequence[Placement], bool]] = {}
-    placement = state.__getitem__
+    placement, sigs, all_ins, all_outs = state.__getitem__, graph.sigs, graph.ins, graph.outs
     for j in graph.order:
-        sig, ins, outs = graph.sigs[j], graph.ins[j], graph.outs[j]
+        ins, outs = all_ins[j], all_outs[j]
         have = tuple(map(placement, ins))
         late = not after.isdisjoint(ins)
-        if late and SUM in have:
-            totals.update(_taken_whole([v for v, p in zip(ins, have, strict=True) if p is SUM], sources, taken_whole))
-        if SUM in have and all(p is REPLICATE or v in totals for p, v in zip(have, ins, strict=True)):
-            form = len(ins), len(outs)
-            if form not in waiting:
-                waiting[form] = FactorMapping(*[(REPLICATE,) * count for count in form])
-            mappings[j] = waiting[form]
-            after.update(outs)
-            continue
-        if late and any(p is not REPLICATE for p in have):
-            return mappings, [v for v in ins if v in after]
-        free = () if late or j in before else options[j]
-        key = (sig.number, *map(id, free), *have)
-        found = known.get(key)
-        if found is None:
-            found = known[key] = _work(sig, have, free)
-        mapping, placements, whole = found
-        if late or not whole:
-            sums = [v for v in ins if v in after or state[v] is SUM]
-            if j not in before and _splits_but_for(sums, ins, have, options[j]):
+        if SUM in have:
+            if late:
+                sums = [v for v, p in zip(ins, have, strict=True) if p is SUM]
+                totals.update(_taken_whole(sums, sources, taken_whole))
+            if all([p is REPLICATE or v in totals for p, v in zip(have, ins, strict=True)]):
+                form = len(ins), len(outs)
+                if form not in waiting:
+                    waiting[form] = FactorMapping(*[(REPLICATE,) * count for count in form])
+                mappings[j] = waiting[form]
+                after.update(outs)
+                continue
+        options, found = unsplit[sigs[j].number] if j in before else known[j]
+        if late:
+            sums = [v for v in ins if v in after]
+            if any([p is not REPLICATE for p in have]) or (options and _splits_but_for(sums, ins, have, options)):
                 return mappings, sums
             after.update(outs)
-            todo = [v for v in ins if state[v] is SUM]
-            while todo:
-                v = todo.pop()
+            continue
+        work = found.get(have)
+        if work is None:
+            work = found[have] = _work(sigs[j], have, options)
+        mapping, placements, whole = work
+        if not whole:
+            sums = [v for v in ins if state[v] is SUM]
+            if options and _splits_but_for(sums, ins, have, options):
+                return mappings, sums
+            after.update(outs)
+            while sums:
+                v = sums.pop()
                 if v not in taken_whole:
                     taken_whole.add(v)
-                    todo += sources.get(v, ())
+                    sums += sources.get(v, ())
         elif mapping is None and SUM in have:
             passed_on = [v for v in ins if state[v] is SUM]
             sources.update(dict.fromkeys(outs, passed_on))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from distir.ir.type import Shard
 from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Node, classes_from
-from distir.transforms.sharding.graph import Graph, closure
+from distir.transforms.sharding.graph import Graph, closure, distinct_rows
 
 
 class Shares(NamedTuple):
@@ -58,10 +58,9 @@ def _shares(graph: Graph, batch: tuple[Node, ...]) -> Shares:
     first = 0
     for sig, rows in zip(graph.kinds, graph.rows, strict=True) if batch else ():
         varied = varies[rows.values]
-        patterns = [row.tobytes() for row in varied]
-        number = {pattern: first + k for k, pattern in enumerate(dict.fromkeys(patterns))}
-        kinds[rows.ops] = [number[pattern] for pattern in patterns]
-        first += len(number)
+        patterns, kind = distinct_rows(varied)
+        kinds[rows.ops] = first + kind
+        first += len(patterns)
         for j in rows.ops[varied.any(axis=1)].tolist() if sig.flops else ():
             flops[j] /= size
     work = sum(flops) or 1
