@@ -15,6 +15,7 @@ from distir.ir.function import Function, Op, Value, type_of
 from distir.ir.spec import FactorMapping, Spec
 from distir.ir.type import Shard, Type
 from distir.ops.rules import shape_of
+from distir.transforms.roles import weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -143,6 +144,11 @@ class Graph:
         self.inputs = range(len(function.inputs))
         self.outputs = frozenset(map(number, function.outputs))
         self.roles: list[str | None] = [v.kind for v in function.inputs] + [None] * (n - len(self.inputs))
+
+    @cached_property
+    def weights(self) -> list[int]:
+        """The inputs that are parameters or optimizer state."""
+        return [self.index[v] for v in weights(self.function)]
 
     @cached_property
     def users(self) -> list[list[tuple[int, int]]]:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from distir.ir.spec import FactorMapping
 from distir.ir.type import REPLICATE, Placement, Shard
-from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes, Node
 from distir.transforms.sharding.graph import Graph
 from distir.transforms.sharding.place import Placed, place_all, view
@@ -62,7 +61,7 @@ def split_inputs(
     follows = {classes.of(v, split) for v, split in named.split if graph.roles[v] == "parameter"}
     fixed: dict[int, Placement] = {
         i: REPLICATE
-        for i in [graph.index[v] for v in weights(graph.function)]
+        for i in graph.weights
         if graph.roles[i] != "state" or not follows or follows.isdisjoint(classes.at[i].values())
     }
     fixed |= dict.fromkeys(named.kept, REPLICATE) | pinned

@@ -35,12 +35,11 @@ def paddable(function: Function, n: int, multiple: int = 1) -> list[Sizes]:
     Each part is of a `multiple`, if that makes dims longer by little.
     """
     graph = graph_of(function)
-    held = [graph.index[v] for v in weights(function)]
     longer = {
         shape: [Shard(dim) for dim, size in enumerate(shape) if _padded_size(size, n, multiple) > size]
-        for shape in {graph.shapes[v] for v in held}
+        for shape in {graph.shapes[v] for v in graph.weights}
     }
-    starts = [(v, split) for v in held for split in longer[graph.shapes[v]]]
+    starts = [(v, split) for v in graph.weights for split in longer[graph.shapes[v]]]
     if not starts:  # as most dims divide
         return []
     classes = _Classes(graph, 1, starts)

@@ -166,8 +166,8 @@ class _Sweep:
             made[j] = choice
             price, moving, _, wants, placements, moves, sums = choice
             total += price * times[j]
-            collectives += moving * times[j]
             if moves:
+                collectives += moving * times[j]
                 for i, want in zip(ins, wants, strict=True):
                     h = state[i]
                     if h is None:
@@ -270,19 +270,19 @@ class _Sweep:
         kept, as an op such as the sum over all gradients may have thousands. In a quotient, where equal layers form a
         circle, a result may not have been looked at yet: it is reduced where it is made.
         """
-        v = self.v
-        wants = {self.made[j].wants[k] for j, k in v.users[i]}
+        v, made = self.v, self.made
         if i in v.outputs:
             return here
-        if len(wants) == 1 and next(iter(wants)).dim is not None:
+        uses = [(j, made[j].wants[k]) for j, k in v.users[i]]
+        if uses and uses[0][1].dim is not None and all([want is uses[0][1] for _, want in uses]):
             return here / 2
         below = 0.0
-        for j, k in v.users[i]:
-            if self.made[j].wants[k] is not SUM:
+        for j, want in uses:
+            if want is not SUM:
                 return math.inf
             if j not in passing:
-                passed = sum(v.made[x] for x, w in zip(v.ins[j], self.made[j].wants, strict=True) if w is SUM)
-                passing[j] = sum(later[x] if x in later else self._unreduced(x) for x in v.outs[j]), passed
+                passed = sum([v.made[x] for x, w in zip(v.ins[j], made[j].wants, strict=True) if w is SUM])
+                passing[j] = sum([later[x] if x in later else self._unreduced(x) for x in v.outs[j]]), passed
             cost, passed = passing[j]
             below += cost * v.made[i] / passed if passed else 0.0  # operands without elements
         return below

@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence, Set
 
 from distir.ir.spec import FactorMapping
 from distir.ir.type import REPLICATE, SUM, Placement, Shard
-from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes, Node, classes_from
 from distir.transforms.sharding.graph import Graph
 from distir.transforms.sharding.place import Placed, View, place_all, place_values, view
@@ -135,7 +134,7 @@ def _sequences(graph: Graph, classes: Classes, n: int, others: Sequence[tuple[in
 
 def features(graph: Graph, classes: Classes) -> set[int]:
     """The classes of the dims of weights in products and lookups; what is added to activations may have others."""
-    weight_values = {graph.index[v] for v in weights(graph.function)}
+    weight_values = set(graph.weights)
     found: set[int] = set()
     for sig, ins, outs in zip(graph.sigs, graph.ins, graph.outs, strict=True):
         if ins and weight_values.issuperset(ins):

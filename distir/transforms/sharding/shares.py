@@ -45,8 +45,7 @@ def _shares(graph: Graph, batch: tuple[Node, ...]) -> Shares:
     size = samples(graph, batch)
     shapes, of_value = graph.numbered_shapes
     varies = np.array(_varying(graph, batch, size) if batch else [True] * len(graph.values), bool)
-    held = [graph.index[v] for v in weights(graph.function)]
-    stored = sum([graph.elements[v] for v in held]) or 1
+    stored = sum([graph.elements[v] for v in graph.weights]) or 1
     # values of one shape are alike, those that vary and those that do not
     alike = of_value * 2 + varies
     made = [n // size if varying else n for n in map(math.prod, shapes) for varying in (False, True)]
@@ -65,7 +64,7 @@ def _shares(graph: Graph, batch: tuple[Node, ...]) -> Shares:
             flops[j] /= size
     work = sum(flops) or 1
     holds = [0.0] * len(graph.values)
-    for v in held:
+    for v in graph.weights:
         holds[v] = graph.elements[v] / stored
     return Shares([n / work for n in flops], [share[k] for k in alike.tolist()], holds, kinds.tolist())
 

@@ -223,7 +223,7 @@ def _search(
 ) -> Split:
     graph = graph_of(function)
     starts = tuple([(v, Shard(dim)) for v, dim in batch])
-    return tensor_parallel(graph, n, [graph.index[v] for v in weights(function)], starts, pieces, taken=taken)
+    return tensor_parallel(graph, n, graph.weights, starts, pieces, taken=taken)
 
 
 STRATEGIES: dict[str, Strategy] = {
