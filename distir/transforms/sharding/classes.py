@@ -57,11 +57,11 @@ class Classes:
         self._places = {shape: {p: k for k, p in enumerate(sorted(row, key=_sizes))} for shape, row in splits.items()}
         counts = np.array([len(row) for row in splits.values()], np.int64)[of_value]
         self._first = np.cumsum(counts) - counts
-        begun = [self._first[v] + self._places[graph.shapes[v]][split] for v, split in nodes]
+        begun = [np.array([self._first[v] + self._places[graph.shapes[v]][split] for v, split in nodes], np.int64)]
         for shape, row in everywhere.items():
             values = self._first[of_value == shapes[shape]]
             begun += [values + self._places[shape][split] for split in row]
-        self.through, self.label = self._joined(int(counts.sum()), np.hstack([*begun, []]).astype(np.int64))
+        self.through, self.label = self._joined(int(counts.sum()), np.concatenate(begun))
         self.bad = self._unclean()
 
     def _ask(self, splits: Mapping[Shape, set[Shard]]) -> list[_Asked]:
@@ -110,7 +110,8 @@ class Classes:
             other = [(k, node) for k, (at, _) in enumerate(ordered) for node in at[1:]]
             ends.append((one[:, [k for k, _ in other]].ravel(), self._nodes(sig, rows, [p for _, p in other]).ravel()))
             found.append(([m for _, m in ordered], one))
-        label = components(count, *[np.concatenate([begun[:0], *side]) for side in zip(*ends, strict=True)])
+        a, b = [np.concatenate([begun[:0], *[end[side] for end in ends]]) for side in (0, 1)]
+        label = components(count, a, b)
         reached = np.zeros(count, bool)
         reached[label[begun]] = True
         label = np.where(reached[label], label, -1)

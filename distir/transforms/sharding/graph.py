@@ -188,8 +188,10 @@ class Graph:
         kinds = np.fromiter([sig.number for sig in self.sigs], np.int64, len(self.sigs))
         operands, results = self.edges
         by_kind = np.argsort(kinds, kind="stable")
+        ends = np.cumsum(np.bincount(kinds)).tolist()
         found: list[Rows] = []
-        for sig, ops in zip(self.kinds, np.split(by_kind, np.cumsum(np.bincount(kinds))[:-1]), strict=True):
+        for sig, start, end in zip(self.kinds, [0, *ends], ends, strict=False):
+            ops = by_kind[start:end]
             ins = operands.values[operands.first[ops, None] + np.arange(len(sig.ins))]
             outs = results.values[results.first[ops, None] + np.arange(len(sig.outs))[::-1]]
             found.append(Rows(ops, np.concatenate([ins, outs], axis=1)))

@@ -94,7 +94,7 @@ def _search(problem: _Problem, n: int) -> Split:
     """
     classes, groups, full, small = problem
     found: dict[Chosen, tuple[float, float]] = {}
-    ops = len(full.sigs)
+    ops = max(1, len(full.sigs))
 
     def known(chosen: Chosen) -> tuple[float, float]:
         if chosen not in found:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from distir.ir import Device, Function, Mesh, pformat
+from distir.ir import Device, Function, FunctionMaker, Mesh, pformat
 from distir.ir.errors import DistirError
+from distir.ir.type import Float64, Tensor
 from distir.transforms.plan import Plan
 from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.roles import batch_dims
@@ -91,3 +92,11 @@ def test_a_graph_is_made_once() -> None:
     assert sorted(where) == list(range(len(function.ops)))
     made = {v: j for j, outs in enumerate(graph.outs) for v in outs}
     assert all(where[made[v]] < where[j] for j, ins in enumerate(graph.ins) for v in ins if v in made)
+
+
+def test_a_program_without_ops() -> None:
+    f = FunctionMaker("nothing")
+    f.set_outputs([f.add_input_value("x", Tensor(Float64, (4, 4)))])
+    function = f.finalize()
+    assert "fn nothing(%x: f64[4, 4] @ stage0)" in placed(function, 2, 1, 2)
+    assert "tp 2 splits nothing in nothing" in placed(function, 1, 2, 1)
