@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from distir.transforms.sharding.classes import Classes
-
-if TYPE_CHECKING:
-    pass
 
 
 class Groups:
