@@ -139,6 +139,8 @@ class Prediction:
     def worst(self) -> WorstRank:
         """The rank that has the least memory left."""
         found, classes = self.simulation.program, self.simulation.program.classes
+        if classes.first:  # most often the worst; its peak needs no other count then
+            self.simulation.memory(classes.first[0])
         spec, peak = found.cost.topology.spec, self.simulation.peak_memory
         left = [spec(first).capacity - peak[first] for first in classes.first]
         c = left.index(min(left))
@@ -186,12 +188,14 @@ class Prediction:
         return [*out, f"{self.fits.message}{left}"]
 
     def __str__(self) -> str:
-        return "\n".join([*self.head(), "", *aligned(self.table()), "", *self.lines()])
+        lines = self.lines()  # first: it counts a rank's memory by category
+        return "\n".join([*self.head(), "", *aligned(self.table()), "", *lines])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return paragraphs(self.head()) + html_table(self.table()) + paragraphs(self.lines())
+        lines = self.lines()  # first: see `__str__`
+        return paragraphs(self.head()) + html_table(self.table()) + paragraphs(lines)
 
     def to_json(self) -> dict[str, Any]:
         """JSON; times in seconds, memory in bytes."""
