@@ -29,6 +29,7 @@ import numpy as np
 from distir.api.masks import with_causal_attention
 from distir.api.rewrites import check_origins
 from distir.ir import parse, verify
+from distir.ir.dtype import dtype_named
 from distir.ir.errors import DistirError, ModelError, UsageError
 from distir.ir.function import Function, Value
 from distir.ir.pause import no_collection
@@ -51,8 +52,6 @@ ModelSource = Union[str, os.PathLike[str], Mapping[str, Any], "torch.nn.Module"]
 """What `load` takes."""
 TEXT = ".distir"
 """Suffix of files that hold a program as text."""
-DTYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
-"""Names of floating-point types, as users write them."""
 NO_LOSS = "none"
 """The loss of a model that is not trained, though its name comes with one."""
 PRECISIONS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
@@ -393,13 +392,3 @@ def precision_named(name: str) -> DType:
     if name not in PRECISIONS:
         raise UsageError(f"unknown precision {name!r}", f"choose from {', '.join(PRECISIONS)}")
     return DType.all[PRECISIONS[name]]
-
-
-def dtype_named(dtype: DType | str) -> DType:
-    """The floating-point type of that name. Raises UsageError if there is none."""
-    if isinstance(dtype, DType):
-        return dtype
-    found = DType.all.get(DTYPES.get(dtype, dtype))
-    if found is None or not found.floating:
-        raise UsageError(f"unknown dtype {dtype!r}", f"choose from {', '.join(DTYPES)}")
-    return found

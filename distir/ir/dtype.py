@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from distir.ir.errors import UsageError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -50,3 +52,16 @@ Int8 = _i8 = DType("i8", 1, "int")
 Int16 = _i16 = DType("i16", 2, "int")
 Int32 = _i32 = DType("i32", 4, "int")
 Int64 = _i64 = DType("i64", 8, "int")
+
+_SPELLED = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
+"""Names of floating-point types, as users write them."""
+
+
+def dtype_named(dtype: DType | str) -> DType:
+    """The floating-point type of that name. Raises UsageError if there is none."""
+    if isinstance(dtype, DType):
+        return dtype
+    found = DType.all.get(_SPELLED.get(dtype, dtype))
+    if found is None or not found.floating:
+        raise UsageError(f"unknown dtype {dtype!r}", f"choose from {', '.join(_SPELLED)}")
+    return found

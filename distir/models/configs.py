@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from distir.ir.dtype import dtype_named
 from distir.ir.errors import UsageError
 from distir.ir.type import DType, Float32
 from distir.models.architectures import ARCHITECTURES, Architecture, Key
@@ -31,7 +32,7 @@ def from_config(
     sequence: int | None = None,
     batch: int = 1,
     capacity: float = 1.0,
-    dtype: DType = Float32,
+    dtype: DType | str = Float32,
     weights: Mapping[str, Any] | None = None,
 ) -> Built:
     """The forward pass of the model that a Hugging Face config describes: a config.json, its folder, or its fields.
@@ -42,20 +43,20 @@ def from_config(
     transformers saves, read when they are needed; without them weights are random. Dropout is left out.
 
     Raises ModelError for a file that cannot be read, an architecture that is not known, or a field that is missing, of
-    another type, or not supported; UsageError for sizes that do not fit the model.
+    another type, or not supported; UsageError for sizes that do not fit the model, or a type of weights that is none.
     """
     sizes = {"seq": sequence, "batch": batch, "capacity": capacity}
     return built_from(config, {name: n for name, n in sizes.items() if n is not None}, dtype, weights)
 
 
 def built_from(
-    config: Config, dims: Mapping[str, Any], dtype: DType = Float32, weights: Mapping[str, Any] | None = None
+    config: Config, dims: Mapping[str, Any], dtype: DType | str = Float32, weights: Mapping[str, Any] | None = None
 ) -> Built:
     """As `from_config`; `dims` are fields of `Decoder`, and override those that the config gives."""
     file = opened(config)
     architecture = _architecture(file)
     model = _described(file, architecture, dims)
-    function = decoder(model, dtype)
+    function = decoder(model, dtype_named(dtype))
     if weights is None:
         return Built(function, angles(model))
     shapes = {v.name: shape_of(v) for v in function.inputs if v.kind == "parameter"}

@@ -19,7 +19,7 @@ from distir.cli import main
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir import verify
 from distir.ir.errors import DistirError, ModelError, UsageError
-from distir.ir.type import Float64
+from distir.ir.type import BFloat16, Float64
 from distir.models import from_config
 from distir.models.architectures import ARCHITECTURES
 from distir.models.configs import described
@@ -453,3 +453,14 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["show", str(tmp_path)]) == 3
     said = capsys.readouterr().err
     assert said.endswith("config.json: no field num_hidden_layers, which models of type llama need\n")
+
+
+def test_the_type_of_weights_may_be_named() -> None:
+    config = {
+        **json.loads((Path(__file__).parents[2] / "examples" / "llama-3-8b.json").read_text()),
+        "num_hidden_layers": 1,
+    }
+    function = from_config(config, sequence=8, dtype="bfloat16").function
+    assert {v.type.dtype for v in function.inputs if v.kind == "parameter"} == {BFloat16}  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="unknown dtype 'int8'"):
+        from_config(config, sequence=8, dtype="int8")
