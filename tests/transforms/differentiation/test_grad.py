@@ -206,3 +206,12 @@ def test_a_rule_is_applied_once_to_ops_of_a_kind(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(spec, "grad", lambda *args: calls.append(args) or rule(*args))
     check(f.finalize())
     assert len(calls) == 1
+
+
+def test_ops_of_which_other_results_are_used_are_of_other_kinds() -> None:
+    f = Maker()
+    x, y = f.x("x", 2, 4), f.x("y", 2, 4)
+    first, _ = f.emit("Split", x, axis=1, parts=2)
+    _, second = f.emit("Split", y, axis=1, parts=2)
+    f.set_outputs([f.total(f.emit("Mul", f.emit("Tanh", first), f.emit("Tanh", second)))])
+    check(f.finalize())
