@@ -121,3 +121,18 @@ def test_more_elements_than_can_be_counted_exactly():
     y = f.add_input_value("y", Tensor(Float(), (1, 1 << 30)))
     with pytest.raises(IRTypeError, match=r"MatMul: f32\[1073741824, 1073741824\] has"):
         f.emit("MatMul", x, y)
+
+
+def test_operands_on_two_meshes_of_the_same_axes_do_not_fit():
+    """Whichever mesh was made first: types are taken over from it to the others."""
+    meshes = [Mesh([Device("d", 2 * i), Device("d", 2 * i + 1)], {"two": 2}) for i in range(3)]
+    f = FunctionMaker("f")
+    values = [f.add_input_value("x", Tensor(Float(), (4,), mesh, [REPLICATE])) for mesh in meshes]
+    f.emit("Add", values[0], values[0])
+    for a in values:
+        for b in values:
+            if a is b:
+                assert f.emit("Add", a, b).type.device is a.type.device
+            else:
+                with pytest.raises(IRTypeError):
+                    f.emit("Add", a, b)

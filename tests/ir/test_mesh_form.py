@@ -37,6 +37,21 @@ def test_all_else_counts() -> None:
     assert len({found[0] for found in forms if found is not None}) == 4
 
 
+def test_results_and_how_operands_are_dealt_out_count() -> None:
+    t = Tensor(Float32, (2, 4), MESH, (Shard(0),))
+    found: set[object] = set()
+    for rows in ((0, 1), (2,)), ((0,), (1, 2)):
+        for results in (0, 1), (1, 0), (0,):
+            f = FunctionMaker("f")
+            given = [f.add_input_value("x", t) for _ in range(3)]
+            joined = [f.emit("Concat", *[given[k] for k in row], axis=1) for row in rows]
+            f.set_outputs([joined[k] for k in results])
+            form = mesh_form(f.finalize())
+            assert form is not None
+            found.add(form[0])
+    assert len(found) == 6
+
+
 def test_a_function_on_several_meshes_or_on_none_has_no_form() -> None:
     f = FunctionMaker("f")
     for mesh in (MESH, OTHER):
