@@ -21,6 +21,7 @@ from distir.executor.simulator.equal_callees import shapes_of
 from distir.ir.axes import Shape
 from distir.ir.cached import cached
 from distir.ir.function import Function, Op, Value
+from distir.ir.mesh_form import MeshForm
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor, Tuple, Type
 
@@ -29,9 +30,9 @@ PARAMETER, GRADIENT, STATE, ACTIVATION, BUFFER = range(5)
 _OF_ROLE = {"parameter": PARAMETER, "state": STATE}
 Leaf = tuple[Value, int]
 """A value, and the number of a tensor in it if it is a bundle."""
-Given = tuple[int, ...] | None
+Dependence = tuple[int, ...] | None
 """What each tensor of a value depends on; None if all depend on other things than parameters."""
-Key = tuple[Function, tuple[Given, ...]]
+Key = tuple[Function, tuple[Dependence, ...]]
 """A function, and its arguments."""
 
 
@@ -257,17 +258,17 @@ class _Owned:
 
     def __init__(self, main: Function) -> None:
         self._shapes = shapes_of(main)
-        self._first: dict[int, Function] = {}
+        self._first: dict[MeshForm, Function] = {}
         """The first function of each shape."""
         self._places: dict[Function, dict[Value, Value]] = {}
         """By function the value of the first that is at the place of each of its own."""
-        self._rows: dict[Function, dict[Key, dict[Value, Given]]] = {}
+        self._rows: dict[Function, dict[Key, dict[Value, Dependence]]] = {}
         """What a function's values depend on, for each of the arguments that it is called with; without those of which
         all tensors depend on other things."""
-        self._walked: dict[Key, dict[Value, Given]] = {}
+        self._walked: dict[Key, dict[Value, Dependence]] = {}
         self._walk(main, tuple([self._of_input(v) for v in main.inputs]))
 
-    def _of_input(self, v: Value) -> Given:
+    def _of_input(self, v: Value) -> Dependence:
         return (self.OWNED,) * tensors_in(v.type) if v.kind == "parameter" else None
 
     def has(self, f: Function, leaf: Leaf) -> bool:
@@ -294,7 +295,7 @@ class _Owned:
             }
         return self._places[f][v]
 
-    def _walk(self, f: Function, args: tuple[Given, ...]) -> list[Given]:
+    def _walk(self, f: Function, args: tuple[Dependence, ...]) -> list[Dependence]:
         first = self._alike(f)
         key = first, args
         env = self._walked.get(key)
@@ -303,8 +304,8 @@ class _Owned:
         self._rows.setdefault(f, {})[key] = env
         return [env.get(v) for v in first.outputs]
 
-    def _depend(self, f: Function, args: tuple[Given, ...]) -> dict[Value, Given]:
-        env: dict[Value, Given] = {v: x for v, x in zip(f.inputs, args, strict=True) if x is not None}
+    def _depend(self, f: Function, args: tuple[Dependence, ...]) -> dict[Value, Dependence]:
+        env: dict[Value, Dependence] = {v: x for v, x in zip(f.inputs, args, strict=True) if x is not None}
         for op in f.ops:
             if op.callee is not None:
                 found = self._walk(op.callee, tuple([env.get(v) for v in op.inputs]))
@@ -323,7 +324,7 @@ class _Owned:
                     env.update([(v, (kind,) * tensors_in(v.type)) for v in op.outputs])
         return env
 
-    def _kind(self, env: Mapping[Value, Given], operands: Iterable[Value]) -> int:
+    def _kind(self, env: Mapping[Value, Dependence], operands: Iterable[Value]) -> int:
         """What the results of an op depend on, all of them alike."""
         found = self.NONE
         for v in operands:

@@ -31,6 +31,7 @@ from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError, UsageError
 from distir.ir.function import Function, Op, Value, type_of
 from distir.ir.host_runtime import Runtime
+from distir.ir.mesh_form import MeshForm
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor, Tuple, Type
 
@@ -207,7 +208,7 @@ class CompiledProgram:
     def _uses(self, functions: Iterable[Function]) -> Uses:
         """The homes, axes and transfers of all functions; of functions of one shape only the first is examined."""
         uses, kinds = Uses(), dict[Function, Iterable[int]]()
-        first: dict[int, Function] = {}
+        first: dict[MeshForm, Function] = {}
         for f in functions:
             shape = self._shapes.get(f)
             inputs = f.inputs if shape is None else f.inputs[:1]  # else all are on one mesh

@@ -9,13 +9,6 @@ from distir.ir.mesh_form import MeshForm, mesh_form
 
 
 @cached
-def shapes_of(program: Function) -> dict[Function, tuple[int, Mesh]]:
-    """Of each callee that is all on one mesh the number of its shape, and the mesh."""
-    numbers: dict[MeshForm, int] = {}
-    found: dict[Function, tuple[int, Mesh]] = {}
-    for f in program.callees():
-        formed = mesh_form(f)
-        if formed is not None:
-            form, mesh = formed
-            found[f] = numbers.setdefault(form, len(numbers)), mesh
-    return found
+def shapes_of(program: Function) -> dict[Function, tuple[MeshForm, Mesh]]:
+    """Of each callee that is all on one mesh its form, and the mesh."""
+    return {f: shape for f in program.callees() if (shape := mesh_form(f)) is not None}

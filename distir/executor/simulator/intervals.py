@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +34,7 @@ def clipped(x: Intervals, begin: float, end: float) -> Intervals:
     return np.clip(inside, begin, end)
 
 
-def covering(rows: Sequence[Intervals]) -> tuple[npt.NDArray[np.float64], npt.NDArray[Any]]:
+def covering(rows: Sequence[Intervals]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """The gaps between the edges of rows of disjoint intervals, in seconds, and whether each row covers each gap.
 
     Arrays of shapes (gaps,) and (rows, gaps).

@@ -89,8 +89,8 @@ class Lifetimes:
             shape = self.shapes.get(callee)
             if shape is None:
                 return callee, c
-            number, mesh = shape
-            first = self._first.setdefault((number, mesh.axes, mesh.sizes), callee)
+            form, mesh = shape
+            first = self._first.setdefault((form, mesh.like), callee)
             found = self._models[callee] = first, self.program.classes.homes[self.shapes[first][1]][0]
         return found
 
@@ -173,12 +173,9 @@ class Lifetimes:
 
     def is_view(self, op: Op) -> bool:
         """Whether its results share its operands' buffers."""
-        if op in self._unwritten:
-            return True
-        spec, inputs = op.spec, op.inputs
-        if not inputs or (not spec.alias and spec.route is None):  # as most
-            return False
-        return self.program.cost.free(spec, op.attributes, [v.type for v in inputs])
+        return op in self._unwritten or (
+            bool(op.inputs) and self.program.cost.free(op.spec, op.attributes, [v.type for v in op.inputs])
+        )
 
 
 def _scatters(op: Op) -> bool:

@@ -202,7 +202,7 @@ class Code:
         entries: list[list[float]] = []
         append = ready.append
         for d, s, needs, more, issue in zip(self.duration, self.stream, self.needs, self.more, issues, strict=True):
-            if more.__class__ is Call:
+            if isinstance(more, Call):
                 entries.append(more.run(needs, clock, ready))
                 continue
             t = clock[s]

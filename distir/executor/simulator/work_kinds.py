@@ -11,6 +11,7 @@ from distir.executor.simulator.categories import leaves
 from distir.executor.simulator.equal_callees import shapes_of
 from distir.ir.device import TIME, Device, Mesh
 from distir.ir.function import Function, Op, Value
+from distir.ir.mesh_form import MeshForm
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor, Tuple, Type
 
@@ -154,7 +155,7 @@ class _Terms:
             env[v] = term, k
         return term
 
-    def form(self, calls: list[Op], shapes: Mapping[Function, tuple[int, Mesh]]) -> object:
+    def form(self, calls: list[Op], shapes: Mapping[Function, tuple[MeshForm, Mesh]]) -> object:
         """What `computed_again` depends on: equal for callees that are equal up to their mesh and are called alike, if
         no argument is computed outside of calls."""
         made: dict[Value, tuple[int, int]] = {}

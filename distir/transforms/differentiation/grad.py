@@ -249,7 +249,6 @@ class _Backward:
         names = extend(self.function)
         made = self.maker.ops[len(self.function.ops) :]
         new = {v for op in made for v in op.outputs}
-
         for last in (True, False):
             for v, terms in self.terms.items():
                 for d in terms[-1:] if last else terms[:-1]:

@@ -117,8 +117,8 @@ def cut_bodies(function: Function, stage: Mapping[Op, int], overlap: bool = True
         if p == FREE or op in skipped:
             continue
         key = keys[p, stage[op]]
-        if not PHASES[p].timed and (round := _round(op, key, owner, free)):
-            key = key._replace(round=round)
+        if not PHASES[p].timed and (nth := _round(op, key, owner, free)):
+            key = key._replace(round=nth)
         group = groups.get(key)
         if group is None:
             group = groups[key] = Subgraph(key)

@@ -243,7 +243,6 @@ def following(function: Function, rules: PhaseRules) -> list[Follows[Op]]:
     phase, producer, again = phases(function, rules), producers(function), copies(function)
     found: list[Follows[Op]] = []
     forward, backward = set(_forward_ops(function, rules)), set[Op]()
-    touching: Mapping[Value, Sequence[Op]] | None = None
     for op in function.ops:
         if phase[op] != BACKWARD:
             continue
@@ -255,7 +254,7 @@ def following(function: Function, rules: PhaseRules) -> list[Follows[Op]]:
         of = op.of if op.of in forward or op.of in backward else None
         saved: Sequence[Sequence[Op]] = ()
         if of is None:
-            touching = _touching(function, rules) if touching is None else touching
+            touching = _touching(function, rules)
             saved = [touching[v] for v in op.inputs if v in touching]
         found.append(Follows(op, of, False, above, saved))
     return found

@@ -124,7 +124,7 @@ class _Arrivals:
     def __init__(self, program: Function) -> None:
         self.program = program
         self._makers: dict[Function, Mapping[Value, Op]] = {}
-        self._places: dict[Op, dict[Value, int]] = {}
+        self._places: dict[Op | Function, dict[Value, int]] = {}
         self._numbers: dict[Function, dict[Op, int]] = {}
         self.calls: dict[Function, list[int]] = {}
         for k, op in enumerate(program.ops):
@@ -147,17 +147,17 @@ class _Arrivals:
             if op is None:
                 if call is None:
                     return NO_COLLECTIVE
-                v, f, call = self.program.ops[call].inputs[f.inputs.index(v)], self.program, None
+                v, f, call = self.program.ops[call].inputs[self._place(f, f.inputs, v)], self.program, None
                 makers = self._producers(f)
             elif op.callee is not None:
                 if f is not self.program:
                     return NO_COLLECTIVE
-                f, call, v = op.callee, self._number(f, op), op.callee.outputs[self._place(op, v)]
+                f, call, v = op.callee, self._number(f, op), op.callee.outputs[self._place(op, op.outputs, v)]
                 makers = self._producers(f)
             elif op.spec.bundle == "pack" and path:
                 v = op.inputs[path.pop()]
             elif op.spec.bundle == "unpack":
-                path.append(self._place(op, v))
+                path.append(self._place(op, op.outputs, v))
                 v = op.inputs[0]
             elif op.spec.comm is not None and op.inputs and (is_idle(op) or op.spec.alias):
                 v = op.inputs[0]
@@ -179,11 +179,11 @@ class _Arrivals:
             self._numbers[f] = {x: k for k, x in enumerate(f.ops)}
         return self._numbers[f][op]
 
-    def _place(self, op: Op, v: Value) -> int:
-        """The position of a value among an op's results."""
-        if op not in self._places:
-            self._places[op] = {x: place for place, x in enumerate(op.outputs)}
-        return self._places[op][v]
+    def _place(self, of: Op | Function, values: Sequence[Value], v: Value) -> int:
+        """The position of a value among the results of an op, or the inputs of a function."""
+        if of not in self._places:
+            self._places[of] = {x: place for place, x in enumerate(values)}
+        return self._places[of][v]
 
     def _site(self, f: Function) -> int | None:
         found = self.calls.get(f, ())

@@ -407,27 +407,28 @@ def check_gradients(before: Function, after: Function, evaluate: Evaluate) -> No
 
 def check_gradient(op: Op, evaluate: Evaluate) -> None:
     """Check the gradient rule of one op: see `check_gradients`."""
-    key = _slope(op)
+    key = "gradient", *_rule(op)
     if key in _tried or op.spec.grad in (None, no_grad):
         return
     for sizes in all_sizes([op]):
         small = _small(op, sizes)
         if small is None:
             continue
-        found = _slope(small) in _tried or _slopes_agree(small, evaluate)
+        agrees = "slope", *_rule(small)  # the same instance is made of ops of other sizes
+        found = agrees in _tried or _slopes_agree(small, evaluate)
         if found is not None:
             if not found:
                 fail(f"the gradient rule of {op.op_type} does not give its slope")
-            _note(_slope(small))  # the same instance is made of ops of other sizes
+            _note(agrees)
             break
     else:
         untried(f"the gradient rule of {op.op_type}")
     _note(key)
 
 
-def _slope(op: Op) -> object:
-    """The cache key of what the gradient rule of an op claims."""
-    return "gradient", op.spec, op.spec.grad, op.attributes.form, *map(type_of, op.inputs)
+def _rule(op: Op) -> tuple[object, ...]:
+    """What the claim of an op's gradient rule depends on."""
+    return op.spec, op.spec.grad, op.attributes.form, *map(type_of, op.inputs)
 
 
 def _slopes_agree(op: Op, evaluate: Evaluate) -> bool | None:

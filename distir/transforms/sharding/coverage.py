@@ -55,7 +55,7 @@ def _flops(
             called = done.get(op.callee)
             if called is None:
                 formed = mesh_form(op.callee)
-                alike = op.callee if formed is None else (formed[0], formed[1].axes, formed[1].sizes)
+                alike = op.callee if formed is None else (formed[0], formed[1].like)
                 called = done.get(alike) or _flops(op.callee.ops, axis, done, known)
                 done[op.callee] = done[alike] = called
             total, split = total + called[0], split + called[1]

@@ -275,6 +275,24 @@ def test_a_gradient_rule_is_tried_once_on_one_instance(monkeypatch: pytest.Monke
     assert counts[0] == counts[1] < counts[2]
 
 
+def test_an_instance_that_could_not_be_tried_says_nothing_of_other_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    f = FunctionMaker("f")
+    a, b = [f.add_input_value("x", Tensor(Float32, shape)) for shape in ((64, 128), (128, 32))]
+    f.emit("MatMul", a, b)
+    (op,) = f.ops
+    monkeypatch.setattr(claims, "_tried", set())
+    small = claims._small(op, next(iter(claims.all_sizes([op]))))
+    assert small is not None
+    with monkeypatch.context() as unable:
+        unable.setattr(claims, "_slopes_agree", lambda op, evaluate: None)
+        with pytest.warns(ModelWarning):
+            check_gradient(small, evaluate)
+    tried: list[Op] = []
+    monkeypatch.setattr(claims, "_slopes_agree", lambda op, evaluate: not tried.append(op))
+    check_gradient(op, evaluate)
+    assert tried
+
+
 def test_what_cannot_be_tried_is_said() -> None:
     """A rewrite of ops whose sizes are too large to test, and that give only NaN at small sizes."""
     f = FunctionMaker("large")
