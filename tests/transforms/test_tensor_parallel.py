@@ -168,6 +168,8 @@ def test_heads_that_do_not_divide_are_replicated_and_reported() -> None:
     split = {v.name for v in made.placed.inputs if v.kind == "parameter"} - replicated
     assert {v.name for v in made.placed.inputs if shape_of(v) in ((24, 96), (96, 24))} <= split
     assert 0.3 < found.parameters < 0.9
+    staged = distributed(program, Plan(1, 8, 2, 2))  # stages that differ in what is split
+    assert coverage(staged.program, "tp").flops == pytest.approx(coverage(staged.placed, "tp").flops, rel=1e-3)
 
 
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2, tp=2), Plan(2, 1, 2, 2)], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import distir
 from distir.api import distribute, load
 from distir.executor.cost_model import CostModel, fusion
 from distir.executor.simulator import categories, lifetimes
@@ -205,3 +206,9 @@ def test_categories_of_a_place_are_those_of_the_program(zero: int) -> None:
                 assert kinds == [here.of(v, i, t) for i, t in enumerate(leaves(v.type))]
                 found.update(kinds)
     assert found == set(range(len(CATEGORIES)))
+
+
+def test_a_printed_prediction_counts_the_memory_of_one_class_once() -> None:
+    prediction = distir.simulate("gpt:layers=1,hidden=16,heads=2,seq=4,batch=2,vocab=8", distir.Plan(), "dgx-a100")
+    assert str(prediction)
+    assert "_totals" not in prediction.simulation.__dict__

@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import distir
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.ir.function import Function, FunctionMaker, Value
 from distir.ir.type import Float64, Int64, Tensor
 from distir.ir.verify import verify
+from distir.transforms.rank.as_run import _recomposed
 from distir.transforms.rank.recompose import recompose
 from tests.transforms.programs import error, imported_mlp, small_gpt
+
+SMALL = "gpt:layers=4,hidden=16,heads=2,seq=4,batch=2,vocab=8"
 
 
 def kinds(f: Function) -> Counter[str]:
@@ -89,3 +93,12 @@ def test_nothing_to_do_gives_the_very_function():
     f.emit("Exp", f.add_input_value("x", Tensor(Float64, (2,))))
     found = f.finalize()
     assert recompose(found) is found
+
+
+def test_functions_of_one_form_alone_are_taken_to_be_alike():
+    """Stages in which there is nothing to do, beside others."""
+    program = distir.distribute(distir.load(SMALL, loss="cross-entropy", optimizer="sgd"), distir.Plan(pp=4))
+    found = _recomposed(program)
+    assert found.keys() == {*program.callees(), program}
+    assert {f: f is g for f, g in found.items()} == {f: recompose(f) is f for f in found}
+    assert len({f is g for f, g in found.items()}) == 2
