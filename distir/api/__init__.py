@@ -10,9 +10,7 @@ does not need is loaded when it is used.
 
 from typing import TYPE_CHECKING
 
-from distir.api.compare import Comparison, compare
 from distir.api.compilation import distribute, simulate, validate
-from distir.api.explain import Explanation, PlanDifference, diff, explain
 from distir.api.model import Model, load
 from distir.api.prediction import Prediction
 from distir.api.results import Summary
@@ -23,7 +21,9 @@ from distir.transforms.plan import Plan
 if TYPE_CHECKING:
     from distir.api.callbacks import RunCallbacks
     from distir.api.check import Check
+    from distir.api.comparison import Comparison, compare
     from distir.api.data import Data
+    from distir.api.explanation import Explanation, PlanDifference, diff, explain
     from distir.api.inspection import Inspection, inspect
     from distir.api.run_result import RunResult
     from distir.api.running import run
@@ -55,10 +55,16 @@ __all__ = [
 
 _LATER = {
     "Check": "distir.api.check",
+    "Comparison": "distir.api.comparison",
     "Data": "distir.api.data",
+    "Explanation": "distir.api.explanation",
     "Inspection": "distir.api.inspection",
+    "PlanDifference": "distir.api.explanation",
     "RunCallbacks": "distir.api.callbacks",
     "RunResult": "distir.api.run_result",
+    "compare": "distir.api.comparison",
+    "diff": "distir.api.explanation",
+    "explain": "distir.api.explanation",
     "inspect": "distir.api.inspection",
     "run": "distir.api.running",
 }

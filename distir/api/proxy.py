@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distir.api.compare import start_profile
+from distir.api.comparison import start_profile
 from distir.api.compilation import ONE, Cluster, cost_model, distribute, plan_in_effect, predict
 from distir.api.given_times import given_times
 from distir.api.messages import Message, messages, most_sent

@@ -13,7 +13,7 @@ import numpy as np
 from distir.api.batches import Workload, plan_work
 from distir.api.callbacks import RunCallbacks, takes_changes, with_changes
 from distir.api.check import Check, compare
-from distir.api.compare import start_profile
+from distir.api.comparison import start_profile
 from distir.api.compilation import ONE, Cluster, cost_model, distribute, plan_in_effect, predict
 from distir.api.data import Data
 from distir.api.locate import locate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from distir.api.explain import diff as difference_of
-from distir.api.explain import explain as explain_step
+from distir.api.explanation import diff as difference_of
+from distir.api.explanation import explain as explain_step
 from distir.api.plot import format_of, save
 from distir.cli.commands import model_of, plan_of
 from distir.cli.output import Progress, print_json

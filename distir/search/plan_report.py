@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from distir.api.explain import Explanation
+from distir.api.explanation import Explanation
 from distir.api.results import html_table, paragraphs, seconds, size
 from distir.ir.errors import counted
 from distir.ir.files import written

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distir.api.explain import Explanation, explain
+from distir.api.explanation import Explanation, explain
 from distir.api.figures import parameters_line
 from distir.api.interop.plan_settings import CONTEXT, EXPERTS
 from distir.api.metrics import finite

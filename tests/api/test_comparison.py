@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import distir
-from distir.api.compare import Comparison, Row, compare, line_up
+from distir.api.comparison import Comparison, Row, compare, line_up
 from distir.api.timings import PREDICTED, Process, Slice, TraceFile, aligned, read_trace
 from distir.ir.errors import UsageError
 
