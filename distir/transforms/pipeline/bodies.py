@@ -145,24 +145,29 @@ def _sums(op: Op) -> bool:
 
 def _totals(function: Function, stage: Mapping[Op, int]) -> list[Total]:
     """The sums over time, each with the collectives over devices that follow it on its stage: they can run as soon as
-    the sum is complete."""
+    the sum is complete.
+
+    All are along the axes of the first collective, that of the part if it is reduced before: a reduction along others
+    is left to the update. What the passes send along those would wait behind it until the first has ended.
+    """
     used, producer = users(function), producers(function)
     results = set(function.outputs)
     totals: list[Total] = []
     for op in time_ends(function):
         if not _sums(op):
             continue
-        whole = op.outputs[0]
+        whole, maker = op.outputs[0], producer[op.inputs[0]]
         reduce: list[Op] = []
+        axis = maker.attributes.get("axis") if maker.spec.comm is not None else None
         while whole not in results and len(used.get(whole, ())) == 1:
             after = used[whole][0]
             if after.spec.comm is None or "axis" not in after.attributes or stage.get(after, -1) != stage.get(op):
                 break
-            if tensor(whole).on(after.attributes["axis"]).kind is None:
+            if tensor(whole).on(after.attributes["axis"]).kind is None or axis not in (None, after.attributes["axis"]):
                 break
             reduce.append(after)
-            whole = after.outputs[0]
-        totals.append(Total(op.inputs[0], producer[op.inputs[0]], tuple(reduce), whole))
+            whole, axis = after.outputs[0], after.attributes["axis"]
+        totals.append(Total(op.inputs[0], maker, tuple(reduce), whole))
     return totals
 
 

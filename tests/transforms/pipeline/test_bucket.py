@@ -7,7 +7,7 @@ import math
 import pytest
 
 import distir
-from distir.ir import Device, Function, FunctionMaker, Mesh, Op, verify
+from distir.ir import Device, Function, FunctionMaker, Mesh, Op, Value, verify
 from distir.ir.errors import IRTypeError, UsageError
 from distir.ir.type import REPLICATE, SUM, Float32, Float64, Partial, Shard, Tensor, Tuple
 from distir.transforms.differentiation.training import AdamW
@@ -152,3 +152,21 @@ def test_few_large_buckets_cost_fewer_latencies() -> None:
     assert distir.Plan(bucket_mb=math.inf).to_json()["bucket_mb"] == "inf"
     with pytest.raises(UsageError, match="bucket_mb"):
         distir.Plan(bucket_mb=math.nan)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_passes_send_along_an_axis_waits_for_no_reduction_along_another(zero: int) -> None:
+    """Gradients of norms are summed over replicas and, with sequence parallelism, over the shards."""
+    plan = Plan(dp=2, tp=2, pp=2, microbatches=4, schedule="interleaved", chunks=2, sequence_parallel=True, zero=zero)
+    program = distributed(small_gpt(layers=4, optimizer=ADAMW), plan).program
+    last = [op.callee for op in program.ops if op.callee is not None and op.attributes.get("mb") == 3]
+    reduced = 0
+    for body in last:
+        behind: set[Value] = set()  # what needs a sum over the replicas
+        for op in body.ops:
+            axis = op.attributes.get("axis") if op.spec.comm is not None else None
+            assert axis in (None, "dp") or behind.isdisjoint(op.inputs), f"{op} along {axis} waits for one along dp"
+            if (axis == "dp" and op in sums(body)) or not behind.isdisjoint(op.inputs):
+                behind.update(op.outputs)
+                reduced += axis == "dp"
+    assert reduced
