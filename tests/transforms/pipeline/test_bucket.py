@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -157,8 +158,11 @@ def test_few_large_buckets_cost_fewer_latencies() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_what_passes_send_along_an_axis_waits_for_no_reduction_along_another(zero: int) -> None:
     """Gradients of norms are summed over replicas and, with sequence parallelism, over the shards."""
-    plan = Plan(dp=2, tp=2, pp=2, microbatches=4, schedule="interleaved", chunks=2, sequence_parallel=True, zero=zero)
-    program = distributed(small_gpt(layers=4, optimizer=ADAMW), plan).program
+    model = distir.load(
+        "gpt:layers=4,hidden=16,heads=4,vocab=16,seq=4,batch=8", loss="cross-entropy", optimizer="adamw"
+    )
+    plan = distir.Plan(dp=2, tp=2, pp=2, microbatches=4, schedule="interleaved", chunks=2, zero=zero)
+    program = distir.distribute(model, replace(plan, sequence_parallel=True))
     last = [op.callee for op in program.ops if op.callee is not None and op.attributes.get("mb") == 3]
     reduced = 0
     for body in last:
