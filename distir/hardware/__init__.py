@@ -11,7 +11,8 @@ kernels, `workspace_mib` for the products of each thread of the runtime that iss
 `communicator_mib` for each communicator.
 
 `unaligned` of a device is the share of their speed that products of 16 bits reach where rows are no multiple of 16
-bytes.
+bytes. `attention_efficiency` is that of FlashAttention-2; `engine_products` and `engine_attention`: how many times as
+quick products and attention are in Transformer Engine.
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
 runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (`CoreSharing`):
@@ -228,7 +229,7 @@ def _runtime(name: str, t: _Table) -> Runtime:
     given["logit_memory"] = _figures(t, "logit_memory", "forward", "backward", "left free")
     given["score_block"] = t.whole("score_block", 1)
     given |= {key: t.text(key) for key in ("selective", "gathered_again", "reports") if key in t.values}
-    return Runtime(name, **given, passes=passes, skew=skew)
+    return Runtime(name, **given, passes=passes, skew=skew, attention=_share(t, "attention"))
 
 
 def _figures(t: _Table, key: str, *of: str) -> tuple[float, ...] | None:
@@ -254,6 +255,10 @@ _FLAGS = (
     "separate",
     "pools",
     "graphs",
+    "engine",
+    "accumulates",
+    "overlaps_products",
+    "zigzag",
 )
 
 
@@ -401,6 +406,7 @@ def _spec(t: _Table) -> DeviceSpec:
         t.figure("workspace_mib", 0.0) * MIB,
         t.figure("usable_gib", 0.0) * 1024 * MIB,
         _share(t, "unaligned"),
+        (t.figure("engine_products", 1.0), t.figure("engine_attention", 1.0)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_JOINING = ("fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first")
+_JOINING = ("fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first", "accumulates", "overlaps_products")
 """What of a runtime says which ops run as one, and in what order."""
 
 
@@ -42,7 +42,11 @@ class Runtime:
     forward, and beside it and its gradient, backward; and of the hole that it leaves among the allocator's blocks.
     `graphs`: a rank alone replays its step as a CUDA graph, whose ops its host does not issue.
     `norm_bytes`: what the kernels of a root-mean-square norm of 16 bits read and write for each number, forward and
-    backward, where they are not one each way.
+    backward, where they are not one each way. `attention`: the speed of its fused attention, as a share of that of
+    FlashAttention-2; `engine`: its products and attention are those of Transformer Engine. `accumulates`: products of
+    gradients of weights add to the sum of microbatches themselves. `overlaps_products`: what a product needs of other
+    devices of its axis, or gives to them, is sent in pieces while it computes on others. `zigzag`: devices that split
+    the queries of causal attention have as many of the first as of the last, and so the same work.
     """
 
     name: str
@@ -74,6 +78,11 @@ class Runtime:
     graphs: bool = False
     logit_memory: tuple[float, float, float] | None = None
     norm_bytes: tuple[float, float] | None = None
+    attention: float = 1.0
+    engine: bool = False
+    accumulates: bool = False
+    overlaps_products: bool = False
+    zigzag: bool = False
 
     @property
     def joins(self) -> Runtime:

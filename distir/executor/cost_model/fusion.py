@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from distir.ir.function import Function, Op, Value, type_of
 from distir.ir.host_runtime import Runtime
+from distir.ir.spec import lookup
 from distir.ir.type import Tensor
 
 
@@ -20,6 +21,7 @@ class Fused(NamedTuple):
 
 
 UNFUSED = Fused()
+_CAST, _CONCAT = map(lookup, ("Cast", "Concat"))
 
 
 def fused(f: Function, runtime: Runtime | None, repeated: bool = False) -> dict[Op, Fused]:
@@ -34,6 +36,22 @@ def fused(f: Function, runtime: Runtime | None, repeated: bool = False) -> dict[
     found = _chains(f, limited) if runtime.fuses else {}
     for op in _with_others(f, limited) if runtime.multi_tensor and not repeated else ():
         found[op] = found.get(op, UNFUSED)._replace(launched=True)
+    return found | (_in_products(f) if runtime.accumulates else {})
+
+
+def _in_products(f: Function) -> dict[Op, Fused]:
+    """The casts and sums over time of gradients that products make, each of which is part of the product.
+
+    Source: Megatron-LM, gradient_accumulation_fusion (core/tensor_parallel/layers.py).
+    """
+    found: dict[Op, Fused] = {}
+    made: set[Value] = set()
+    for op in f.ops:
+        if op.spec.kernel == "product":
+            made.update([v for v in op.outputs if isinstance(v.type, Tensor) and v.type.over_time.kind is not None])
+        elif not made.isdisjoint(op.inputs) and (_accumulates(op) or op.spec is _CAST):
+            found[op] = Fused(frozenset(range(len(op.inputs))), True, True)
+            made.update(op.outputs)
     return found
 
 
@@ -64,7 +82,8 @@ def _chains(f: Function, limited: Collection[Op]) -> dict[Op, Fused]:
 
     An op is joined to the one after it if that alone uses its result, and gives one of the same shape on the same
     devices, and one of the two is pointwise: another pointwise op, the softmax or norm of its rows, the mask of the
-    gradient of a softmax, or the sum over time that it is added to: a microbatch's gradient is cast as it is added.
+    gradient of a softmax, or the sum over time that it is added to: a microbatch's gradient is cast as it is added. So
+    are the parts of what is concatenated, as in rotary embeddings, of another shape: each element is one of theirs.
     """
     results = {op.outputs[0] for op in limited}
     user: dict[Value, Op] = {}
@@ -81,7 +100,12 @@ def _chains(f: Function, limited: Collection[Op]) -> dict[Op, Fused]:
         later = user.get(y)
         if y in given or later is None or not (later in limited or _accumulates(later)):
             continue
-        if not (_alike(y, later.outputs[0]) and (pointwise.has(op) or (_continues(op) and pointwise.has(later)))):
+        if later.spec is _CONCAT:
+            joined = pointwise.has(op)
+        else:
+            continues = op.spec is _CONCAT or _continues(op)
+            joined = _alike(y, later.outputs[0]) and (pointwise.has(op) or (continues and pointwise.has(later)))
+        if not joined:
             continue
         before, after = chains.get(op, UNFUSED), chains.get(later, UNFUSED)
         chains[op] = Fused(before.operands, True, before.launched)

@@ -175,6 +175,11 @@ class CostModel:
             seconds = memo[key] = quantize(alone * (1 + skew))
         return seconds
 
+    def exposed(self, seconds: float, pieces: int, product: float) -> float:
+        """Seconds of a collective that are left if it is sent in pieces beside a product that takes so many, quantized:
+        one piece has nothing to run beside."""
+        return quantize(max(seconds / pieces, seconds - product * (1 - 1 / pieces)))
+
     @property
     def slows(self) -> bool:
         """Whether compute may lose seconds beside a collective."""
@@ -224,7 +229,7 @@ class CostModel:
         """The roofline of one op. A subclass may have its own."""
         if spec.comm is not None and spec.comm.seconds is not None:
             return spec.comm.seconds(attrs)
-        flops, size = work(spec, attrs, ins, outs)
+        flops, size = work(spec, attrs, ins, outs, self.runtime is not None and self.runtime.zigzag)
         bandwidth = what.dram_bandwidth * what.memory_efficiency if spec.kernel else self._bandwidth(ins, outs, what)
         dtype = computed_in(ins, outs)
         if spec.kernel == "product" and what.unaligned < 1 and not _aligned(dtype, (*ins, *outs)):
@@ -244,9 +249,16 @@ class CostModel:
             else:
                 speed = what.products(spec.kernel == "attention")
                 half = speed.half_size if spec.kernel else 0.0
-                limit = (flops + math.sqrt(half * flops)) / (peak * speed.efficiency)
+                limit = (flops + math.sqrt(half * flops)) / (peak * speed.efficiency * self._kernels(spec, what))
             seconds = max(seconds, limit)
         return seconds + what.kernel_launch_overhead
+
+    def _kernels(self, spec: Spec, what: DeviceSpec) -> float:
+        """How many times as quick as the device's figures the runtime's kernels of a product or of attention are."""
+        r, attention = self.runtime, spec.kernel == "attention"
+        if r is None or not spec.kernel:
+            return 1.0
+        return (r.attention if attention else 1.0) * (what.engine[attention] if r.engine else 1.0)
 
     def collective_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
         """As measured, else see `collective_cost`. A subclass may have its own."""
@@ -332,8 +344,11 @@ def _form(t: Type) -> object:
     return tuple([_form(x) for x in t.types])
 
 
-def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types) -> tuple[float, float]:
-    """FLOPs and bytes of an op on one device. Raises ModelError, naming the op, if its rule fails."""
+def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types, zigzag: bool = False) -> tuple[float, float]:
+    """FLOPs and bytes of an op on one device. Raises ModelError, naming the op, if its rule fails.
+
+    `zigzag`: queries of causal attention are split so that it is the same work for all devices.
+    """
     size = float(sum(t.bytes for t in ins) + sum(t.bytes for t in outs))
     if spec.comm is not None:
         return 0.0, size
@@ -341,6 +356,8 @@ def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types) -> tuple[float, floa
     local = {k: v for k, v in attrs.items() if k not in ("device", "place")}
     if spec.local is not None:
         local.update(spec.local(attrs, *tensors))
+    if zigzag and spec.kernel == "attention":
+        local["zigzag"] = True
     shapes = [t.shape for t in tensors[0]], [t.shape for t in tensors[1]]
     try:
         if spec.work is not None:

@@ -26,6 +26,7 @@ from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, 
 from distir.executor.simulator.equal_callees import shapes_of
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, HOST, RECV, SEND, axis_text, stream_name
 from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
+from distir.executor.simulator.pieces import beside_products
 from distir.ir.cached import cached
 from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError, UsageError
@@ -41,12 +42,14 @@ Where = tuple[int, str, Home | None]
 
 
 class _Kind(NamedTuple):
-    """The first op of a kind, where it is, what ops of the kind do not move, and whether they run beside compute."""
+    """The first op of a kind, where it is, what ops of the kind do not move, whether they run beside compute, and the
+    product beside which they run in pieces."""
 
     op: Op
     function: Function
     fused: Fused
     beside: bool
+    product: Op | None
 
 
 class _Kinds:
@@ -74,6 +77,7 @@ class _Kinds:
         numbers, out = self._numbers, list[int]()
         chains = fused(f, self._runtime, f in self.repeated)
         overlapped = beside_compute(f) if self._slows else frozenset[Op]()
+        products = beside_products(f) if self._runtime is not None and self._runtime.overlaps_products else {}
         for op in f.ops:
             spec = op.spec
             if spec is _CALL:
@@ -81,15 +85,18 @@ class _Kinds:
                 continue
             key: tuple[object, ...] = (spec, op.attributes.form, tuple(map(type_of, op.inputs)))
             chained, beside = chains.get(op, UNFUSED), op in overlapped
+            product = products.get(op)
             if beside or chained is not UNFUSED:  # rare, and slow to hash
                 key = (*key, beside, chained)
+            if product is not None:
+                key = (*key, product.spec, product.attributes.form, *map(type_of, product.inputs))
             if spec.route == "send":  # whatever it sends, of whichever microbatch
                 t = op.inputs[0].type
                 key = (spec, *_ends(op), t.bytes, t.placements if isinstance(t, Tensor) else None)
             n = numbers.get(key)
             if n is None:
                 n = numbers[key] = len(numbers)
-                self.first.append(_Kind(op, f, chained, beside))
+                self.first.append(_Kind(op, f, chained, beside, product))
             out.append(n)
         self._of[f] = out
         self._unwritten[f] = frozenset([op for op, chained in chains.items() if unwritten(op, chained)])
@@ -293,7 +300,7 @@ class CompiledProgram:
         return found
 
     def _plan(self, kind: _Kind) -> OpPlan:
-        op, _, chained, beside = kind
+        op, _, chained, beside, product = kind
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         result_classes = tuple([self.classes_of(t) for t in outs])
         spec, attrs, cost = op.spec, op.attributes, self.cost
@@ -302,11 +309,14 @@ class CompiledProgram:
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
             parts = list[OpPart]()
             for p in self.classes.peers[ins[0].device, axis]:  # type: ignore[index]
-                seconds = cost.collective(spec, attrs, ins, outs, p.group)
+                seconds = alone = cost.collective(spec, attrs, ins, outs, p.group)
+                if product is not None:
+                    seconds = cost.exposed(alone, p.group.size, self._seconds(product, p.classes[0]))
                 parts.append(
                     self._part(op, seconds, [(c, axis_text(axis), None) for c in p.classes], devices=p.group.size)
                 )
-                if beside and self.overlap and (lost := cost.beside(seconds, p.group)):
+                hidden = product is not None or beside
+                if hidden and self.overlap and (lost := cost.beside(alone, p.group)):
                     parts += [self._lost(lost, c) for c in p.classes]
         elif spec.route == "send":
             return self._send(op, result_classes)
@@ -324,6 +334,11 @@ class CompiledProgram:
                 for c in here
             ]
         return _plan(parts, result_classes)
+
+    def _seconds(self, op: Op, c: int) -> float:
+        """The seconds of an op of compute on a class."""
+        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        return self.cost.compute(op.spec, op.attributes, ins, outs, self.classes.first[c])
 
     def _part(
         self,
