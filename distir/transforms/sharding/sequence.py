@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 
 from distir.ir.spec import FactorMapping
-from distir.ir.type import REPLICATE, SUM, Placement, Shard
+from distir.ir.type import REPLICATE, SUM, Placement
 from distir.transforms.sharding.classes import Classes, Node, classes_from
 from distir.transforms.sharding.graph import Graph
 from distir.transforms.sharding.place import Placed, View, place_all, place_values, view
@@ -34,21 +34,27 @@ def shard_sequence(
     batch: tuple[Node, ...],
     pieces: int,
     taken: Sequence[tuple[int, tuple[Node, ...]]],
+    data: tuple[Node, ...],
 ) -> Placed:
     """The placements of a tensor-parallel split over n devices, with the sequence split over them where that costs
     less.
 
-    `batch`, `pieces` and `taken` are those of `tensor_parallel`. Returns `split.placed` itself if nothing costs less.
+    `batch`, `pieces` and `taken` are those of `tensor_parallel`. `data` are the dims of the data, each inside what
+    further axes split of it. Returns `split.placed` itself if nothing costs less.
     """
-    sequences = _sequences(graph, split.classes, n, [(pieces, batch), (samples(graph, batch), batch), *taken])
-    question = shard_sequence, split.classes, split.chosen, n, batch, tuple(sequences)
+    outside = max([at.outer for _, at in data], default=1)
+    classes = split.classes if outside == 1 else classes_from(graph, n, data, outside)
+    sequences = _sequences(graph, classes, n, data, [(pieces, batch), (samples(graph, batch), batch), *taken])
+    question = shard_sequence, split.classes, split.chosen, n, batch, classes, tuple(sequences)
     if question not in graph.cache:  # it is asked again for other numbers of replicas and of microbatches
-        graph.cache[question] = _shard(graph, split, n, batch, sequences)
+        graph.cache[question] = _shard(graph, split, n, batch, classes, sequences)
     return graph.cache[question]
 
 
-def _shard(graph: Graph, split: Split, n: int, batch: tuple[Node, ...], sequences: Sequence[int]) -> Placed:
-    placed, classes = split.placed, split.classes
+def _shard(
+    graph: Graph, split: Split, n: int, batch: tuple[Node, ...], classes: Classes, sequences: Sequence[int]
+) -> Placed:
+    placed = split.placed
     groups = {c: k for k, c in enumerate(sequences, _SPLIT + 1)}
     rows: list[_Row] = []
     for mapping, row in zip(placed.mappings, classes.mappings, strict=True):
@@ -122,13 +128,14 @@ def _regions(v: View, ops: Collection[int]) -> list[list[int]]:
     return regions
 
 
-def _sequences(graph: Graph, classes: Classes, n: int, others: Sequence[tuple[int, tuple[Node, ...]]]) -> list[int]:
+def _sequences(
+    graph: Graph, classes: Classes, n: int, data: Sequence[Node], others: Sequence[tuple[int, tuple[Node, ...]]]
+) -> list[int]:
     """The classes of dims of the data that are neither split by others nor features, in the order of the data."""
     taken = features(graph, classes)
     for m, starts in others:
         taken |= classes.clashing(n, classes_from(graph, m, starts), m)
-    data = [v for v in graph.inputs if graph.roles[v] == "data"]
-    dims = [classes.at[v].get(Shard(dim)) for v in data for dim in range(len(graph.shapes[v]))]
+    dims = [classes.of(v, split) for v, split in data]
     return list(dict.fromkeys([c for c in dims if c is not None and c not in taken]))
 
 

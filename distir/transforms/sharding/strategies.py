@@ -59,6 +59,14 @@ class Problem(NamedTuple):
             inside |= {pair: inside.get(pair, 1) * axis.size for pair in pairs}
         return tuple(found)
 
+    @property
+    def ways(self) -> dict[tuple[int, int], int]:
+        """Into how many parts axes split each of these dims of inputs."""
+        found: dict[tuple[int, int], int] = {}
+        for axis in self.sharding.along(INPUTS):
+            found |= {pair: found.get(pair, 1) * axis.size for pair in self.dims[axis.name]}
+        return found
+
     def taken(self, *strategies: str) -> list[tuple[Placed, int]]:
         """The placements along axes of these strategies, or of all, that are decided, with their sizes."""
         axes = [a for a in self.sharding.axes if a.name in self.decided]
@@ -116,8 +124,7 @@ def _place_inputs(problem: Problem, axis: Axis) -> Placed:
             f"{axis.name} cannot split dim {split.dim} of %{graph.values[v].name}: it is split with the batch",
             f"leave it out, or split the batch of the data along {axis.name}, too",
         )
-    outside = max([split.outer for _, split in starts], default=1)
-    classes = Classes(graph, n, starts, outside) if outside > 1 else classes_from(graph, n, starts)
+    classes = classes_from(graph, n, starts, max([split.outer for _, split in starts], default=1))
     others = [pair for a in sharding.along(INPUTS) if a is not axis for pair in problem.dims[a.name]]
     kept = [v for v, dim in others if any([split.dim == dim for split in classes.at[v]])]
     return split_inputs(graph, classes, n, Named(starts, kept), problem.taken(INPUTS), batch)
@@ -129,14 +136,16 @@ def _place_weights(problem: Problem, axis: Axis) -> Placed:
     split = _search(function, axis.size, batch, sharding.pieces, problem.starts)
     if not sharding.sequence:
         return split.placed
-    starts = tuple([(v, Shard(dim)) for v, dim in batch])
-    placed = shard_sequence(graph_of(function), split, axis.size, starts, sharding.pieces, problem.starts)
+    graph, starts = graph_of(function), tuple([(v, Shard(dim)) for v, dim in batch])
+    inside = {pair: ways for pair, ways in problem.ways.items() if pair not in batch}
+    dims = [(v, dim) for v in graph.inputs if graph.roles[v] == "data" for dim in range(len(graph.shapes[v]))]
+    nodes = [(v, Shard(dim, inside.get((v, dim), 1))) for v, dim in dims]
+    data = tuple([(v, p) for v, p in nodes if graph.shapes[v][p.dim] % (p.outer * axis.size) == 0])
+    placed = shard_sequence(graph, split, axis.size, starts, sharding.pieces, problem.starts, data)
     if placed is split.placed:
-        hint = f"it needs a dim of the data, other than the batch, that {axis.size} divides; else do without it"
-        if named := [a.name for a in sharding.along(INPUTS)]:
-            hint = f"dims of the data that {' and '.join(named)} splits are not split further: leave one of the two out"
         raise InfeasibleError(
-            f"sequence parallelism over {axis.name} {axis.size} splits nothing in {function.name}", hint
+            f"sequence parallelism over {axis.name} {axis.size} splits nothing in {function.name}",
+            f"it needs a dim of the data, other than the batch, that {axis.size} divides; else do without it",
         )
     return placed
 
