@@ -4,7 +4,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 is a dim of the data other than the batch. An op that tensor parallelism leaves whole on each device of its axis takes
 the factor mapping of the sequence where that costs less. A partial sum is then reduce-scattered where it was
 all-reduced, and all-gathered for the next product: the same bytes sent, and each device stores its part of the values
-between.
+between. Where another axis splits the sequence (context parallelism), each of its parts is split further.
 """
 
 from __future__ import annotations

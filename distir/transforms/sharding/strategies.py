@@ -60,12 +60,14 @@ class Problem(NamedTuple):
         return tuple(found)
 
     @property
-    def ways(self) -> dict[tuple[int, int], int]:
-        """Into how many parts axes split each of these dims of inputs."""
-        found: dict[tuple[int, int], int] = {}
+    def data(self) -> tuple[Node, ...]:
+        """The dims of the data other than the batch, each inside what axes split of it."""
+        graph = graph_of(self.function)
+        ways: dict[tuple[int, int], int] = {}
         for axis in self.sharding.along(INPUTS):
-            found |= {pair: found.get(pair, 1) * axis.size for pair in self.dims[axis.name]}
-        return found
+            ways |= {pair: ways.get(pair, 1) * axis.size for pair in self.dims[axis.name]}
+        dims = [(v, dim) for v in graph.inputs if graph.roles[v] == "data" for dim in range(len(graph.shapes[v]))]
+        return tuple([(v, Shard(dim, ways.get((v, dim), 1))) for v, dim in dims if (v, dim) not in self.batch])
 
     def taken(self, *strategies: str) -> list[tuple[Placed, int]]:
         """The placements along axes of these strategies, or of all, that are decided, with their sizes."""
@@ -131,21 +133,24 @@ def _place_inputs(problem: Problem, axis: Axis) -> Placed:
 
 
 def _place_weights(problem: Problem, axis: Axis) -> Placed:
-    """Weights split where that costs least; with sequence parallelism what lies between their products, too."""
+    """Weights split where that costs least; with sequence parallelism what lies between their products, too.
+
+    Raises InfeasibleError where that has no sequence that divides.
+    """
     function, batch, sharding = problem.function, problem.batch, problem.sharding
     split = _search(function, axis.size, batch, sharding.pieces, problem.starts)
     if not sharding.sequence:
         return split.placed
-    graph, starts = graph_of(function), tuple([(v, Shard(dim)) for v, dim in batch])
-    inside = {pair: ways for pair, ways in problem.ways.items() if pair not in batch}
-    dims = [(v, dim) for v in graph.inputs if graph.roles[v] == "data" for dim in range(len(graph.shapes[v]))]
-    nodes = [(v, Shard(dim, inside.get((v, dim), 1))) for v, dim in dims]
-    data = tuple([(v, p) for v, p in nodes if graph.shapes[v][p.dim] % (p.outer * axis.size) == 0])
-    placed = shard_sequence(graph, split, axis.size, starts, sharding.pieces, problem.starts, data)
+    graph, n = graph_of(function), axis.size
+    starts, data = tuple([(v, Shard(dim)) for v, dim in batch]), problem.data
+    fits = tuple([(v, p) for v, p in data if graph.shapes[v][p.dim] % (p.outer * n) == 0])
+    placed = shard_sequence(graph, split, n, starts, sharding.pieces, problem.starts, fits)
     if placed is split.placed:
+        parts = sorted({p.outer for _, p in data} - {1})
+        further = [f", or {n * k} where it is in {k} parts already" for k in parts]
         raise InfeasibleError(
-            f"sequence parallelism over {axis.name} {axis.size} splits nothing in {function.name}",
-            f"it needs a dim of the data, other than the batch, that {axis.size} divides; else do without it",
+            f"sequence parallelism over {axis.name} {n} splits nothing in {function.name}",
+            f"it needs a dim of the data, other than the batch, that {n} divides{''.join(further)}; else do without it",
         )
     return placed
 
