@@ -262,7 +262,10 @@ def test_inside_context_parallelism_equals_sequential(flat: bool, plan: Plan) ->
 @pytest.mark.parametrize("heads", [1, 3])
 def test_inside_context_parallelism_whole_heads_equal_sequential(heads: int) -> None:
     """Where shards cannot split the heads, they can split the queries of each device further."""
-    check(small_gpt(width=4 * heads, heads=heads, sequence=8), Plan(1, 2, sequence_parallel=True, split=CP2))
+    program, plan = small_gpt(width=4 * heads, heads=heads, sequence=8), Plan(1, 2, sequence_parallel=True, split=CP2)
+    check(program, plan)
+    found = [tensor(op.outputs[0]) for op in executed(body(program, plan, "fwd0")) if op.op_type == "Attention"]
+    assert [(t.on("cp"), t.on("tp")) for t in found] == [(Shard(2), Shard(2, 2))] * 2
 
 
 @pytest.mark.parametrize("phase", ["fwd0", "bwd0"])
