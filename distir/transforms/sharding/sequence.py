@@ -35,12 +35,12 @@ def shard_sequence(
     pieces: int,
     taken: Sequence[tuple[int, tuple[Node, ...]]],
     data: tuple[Node, ...],
-) -> Placed:
+) -> Placed | None:
     """The placements of a tensor-parallel split over n devices, with the sequence split over them where that costs
     less.
 
     `batch`, `pieces` and `taken` are those of `tensor_parallel`. `data` are the dims of the data, each inside what
-    further axes split of it. Returns `split.placed` itself if nothing costs less.
+    further axes split of it. Returns None if nothing costs less.
     """
     outside = max([at.outer for _, at in data], default=1)
     classes = split.classes if outside == 1 else classes_from(graph, n, data, outside)
@@ -53,7 +53,7 @@ def shard_sequence(
 
 def _shard(
     graph: Graph, split: Split, n: int, batch: tuple[Node, ...], classes: Classes, sequences: Sequence[int]
-) -> Placed:
+) -> Placed | None:
     placed = split.placed
     groups = {c: k for k, c in enumerate(sequences, _SPLIT + 1)}
     rows: list[_Row] = []
@@ -69,7 +69,7 @@ def _shard(
         if price < best:
             chosen, best = chosen | {group}, price
     if len(chosen) == 1:
-        return placed
+        return None
     whole = {v: REPLICATE for v in graph.inputs if v not in placed.inputs}
     of_one = {small.values[v]: p for v, p in whole.items()}
     near = small.lifted(place_all(small.view, n, chosen, of_one))
@@ -78,7 +78,7 @@ def _shard(
     scattering = {j for j in taken if _scatters(full, found.mappings[j], made_as, j)}
     worth = _worthwhile(full, taken, scattering)
     if not worth or len(worth) == len(taken):
-        return found if worth else placed
+        return found if worth else None
     left = set(taken).difference(worth)
     for j in left:
         rows[j] = []

@@ -145,7 +145,7 @@ def _place_weights(problem: Problem, axis: Axis) -> Placed:
     starts, data = tuple([(v, Shard(dim)) for v, dim in batch]), problem.data
     fits = tuple([(v, p) for v, p in data if graph.shapes[v][p.dim] % (p.outer * n) == 0])
     placed = shard_sequence(graph, split, n, starts, sharding.pieces, problem.starts, fits)
-    if placed is split.placed:
+    if placed is None:
         parts = sorted({p.outer for _, p in data} - {1})
         further = [f", or {n * k} where it is in {k} parts already" for k in parts]
         raise InfeasibleError(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distir.api import load, simulate
@@ -28,6 +29,7 @@ from tests.transforms.programs import (
     check,
     collectives,
     distributed,
+    filled,
     gpt2_tiny,
     imported_mlp,
     small_gpt,
@@ -155,6 +157,14 @@ def test_sums_of_several_products_are_scattered_once(flat: bool) -> None:
         counts.append(collectives(distribute(step, plan.plan, plan.devices).placed, "tp"))
     layer = counts[1] - counts[0]
     assert (layer["MPIReduceScatter"], layer["MPIAllgather"]) == (4, 4)
+
+
+def test_it_does_not_matter_what_was_asked_before() -> None:
+    """What splits nothing is refused, also after another plan of the program for which that holds."""
+    program = filled(imported_mlp().function, {}, np.random.default_rng(0))  # none was placed yet
+    for split in (("xp=2:layers.1.weight.0",), ()):
+        with pytest.raises(InfeasibleError, match="sequence parallelism over tp 2 splits nothing in"):
+            distributed(program, Plan(1, 2, sequence_parallel=True, split=split))
 
 
 def encoder(sequence: int, dtype: DType = Float64) -> Function:
