@@ -400,8 +400,6 @@ def _plan(values: Mapping[str, Any]) -> Plan:
     )
     if values["gpus"] not in (None, plan.size):
         raise UsageError(f"gpus is {values['gpus']}, the product of dp, tp, pp and cp {plan.size}")
-    if plan.sequence_parallel and plan.split and plan.tp > 1:
-        raise UsageError(f"cp {values['cp']} beside sequence_parallel: distir has no plan with both")
     return replace(plan, order=_order(plan, values), cut=_cut(values))
 
 

@@ -129,10 +129,6 @@ RULES: tuple[Rule, ...] = (
         "interleaved with one chunk is 1f1b, and other schedules have one",
     ),
     Rule(
-        lambda c, batch: c.sequence_parallel and c.cp > 1,
-        "sequence parallelism splits what context parallelism has split",
-    ),
-    Rule(
         lambda c, batch: math.gcd(c.cp, c.microbatch) > 1,
         "more replicas with fewer samples a microbatch do what context parallelism does, and gather no keys and values",
         ("dp", CONTEXT, "microbatch"),

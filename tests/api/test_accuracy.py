@@ -263,6 +263,10 @@ def test_a_llama_with_everything(table, capsys: pytest.CaptureFixture[str]) -> N
         ({"recompute": "selective", "attention": "unfused"}, "--recompute-granularity selective"),
         ({"sequence_parallel": 1}, "--sequence-parallel --recompute-granularity full --recompute-method uniform"),
         ({"recompute": "none", "cp": 2, "gpus": 16}, "--context-parallel-size 2"),
+        (
+            {"recompute": "none", "cp": 2, "gpus": 16, "sequence_parallel": 1},
+            "--context-parallel-size 2 --sequence-parallel",
+        ),
     ],
 )
 def test_rows_and_arguments_of_megatron_are_the_same_plan(table, tmp_path, row: dict[str, Any], arguments: str) -> None:
@@ -277,12 +281,14 @@ def test_rows_and_arguments_of_megatron_are_the_same_plan(table, tmp_path, row: 
     assert in_effect(plan) == in_effect(replace(read, loss_gradient=plan.loss_gradient, cut=plan.cut))
 
 
-def test_a_row_with_context_parallelism(table, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = read_rows(table({**GPT, "cp": 2, "gpus": 16, "overlap_grad_reduce": 1}))
+@pytest.mark.parametrize("sequence", [0, 1])
+def test_a_row_with_context_parallelism(table, sequence: int, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = read_rows(table({**GPT, "cp": 2, "gpus": 16, "overlap_grad_reduce": 1, "sequence_parallel": sequence}))
     sizes = "gpt:layers=2,hidden=64,heads=4,vocab=128,seq=32,batch=16"
     step = "--loss cross-entropy --optimizer adamw --clip-norm 1 --precision fp16 --grad-dtype fp32"
     plan = "--dp 2 --tp 2 --pp 2 --split cp=2:*.1 --order tp,cp,dp,pp --microbatches 4 --cut 1.norm1.weight"
     words = [*step.split(), *plan.split(), "--recompute", "full", "--runtime", "megatron"]
+    words += ["--sequence-parallel"] * sequence
     want = simulated(capsys, sizes, *words, "--cluster", "dgx-a100")
     predicted = score(row).predicted
     assert predicted is not None
@@ -386,7 +392,6 @@ def test_a_program_is_priced_again_by_another_cost_model(table) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"cp": 2, "gpus": 16, "sequence_parallel": 1}, "cp 2 beside sequence_parallel: distir has no plan with both"),
         ({"cp": 2, "gpus": 8}, "gpus is 8, the product of dp, tp, pp and cp 16"),
         ({"ep": 2}, "ep 2: the file's models have no experts"),
         ({"dtype": "fp8"}, "dtype fp8 is none of fp32, bf16, fp16"),

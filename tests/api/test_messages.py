@@ -127,6 +127,7 @@ def listed(rows: list[Message], size: int) -> list[Counter[tuple[str, int]]]:
         Plan(dp=2, pp=2, microbatches=4, chunks=2, schedule="interleaved", zero=2, cut=()),
         Plan(tp=2, pp=2, microbatches=2, sequence_parallel=True),
         Plan(dp=2, pp=2, microbatches=2, split=("cp=2:input_ids.1,labels.1",)),
+        Plan(tp=2, sequence_parallel=True, split=("cp=2:input_ids.1,labels.1",)),
     ],
     ids=str,
 )

@@ -124,6 +124,7 @@ def test_images_on_ranks(cli, images: list[str], flags: list[object]) -> None:
     [
         ["--dp", 2, *SMALL, "--split", "cp=2:*.1"],
         pytest.param(["--split", "cp=4:*.1"], marks=pytest.mark.slow),
+        ["--tp", 2, "--split", "cp=2:*.1", "--sequence-parallel"],
         pytest.param(["--tp", 2, "--split", "cp=2:*.1", "--recompute", "full"], marks=pytest.mark.slow),
         pytest.param(["--pp", 2, *SMALL, "--split", "cp=2:*.1"], marks=pytest.mark.slow),
         pytest.param(["--dp", 2, "--zero", 3, "--split", "cp=2:*.1", "--clip-norm", 0.1], marks=pytest.mark.slow),

@@ -128,7 +128,9 @@ def test_the_space() -> None:
     """By default sequences are split where they are long; a rule drops nothing whose better plan is not there."""
     setting = setting_of(GPT, 4)
     assert {c.cp for c in candidates(setting, 4)} == {1}
-    assert {c.cp for c in candidates(setting, 4, *[x for x in SETTINGS if x != "ep"])} == {1, 2, 4}
+    varied = candidates(setting, 4, *[x for x in SETTINGS if x != "ep"])
+    assert {c.cp for c in varied} == {1, 2, 4}
+    assert {c.tp for c in varied if c.cp > 1 and c.sequence_parallel} == {2}
     long = load("gpt:layers=1,hidden=16,heads=2,vocab=16,seq=32768,batch=4", loss="cross-entropy").function
     assert {c.cp for c in space(long, 4, 8, setting.cost.topology).candidates} == {1, 2, 4}
     fixed = space(setting.model.function, 4, 4, setting.cost.topology, ("tp",), {"cp": 2, "dp": 2}).candidates

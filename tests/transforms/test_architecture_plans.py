@@ -68,6 +68,7 @@ CONTEXT = ("cp=2:input_ids.1,labels.1,cos.2,sin.2",)
 MORE = [
     Plan(2, 1, 2, 2, split=CONTEXT),
     Plan(1, 2, 2, 2, sequence_parallel=True),
+    Plan(2, 2, 1, 2, sequence_parallel=True, split=CONTEXT, recompute="gathers"),
     Plan(2, 2, 1, 2, zero=3),
     Plan(1, 2, 2, 2, recompute="full"),
     Plan(1, 4, 1, 2),

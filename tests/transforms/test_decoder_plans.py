@@ -31,6 +31,7 @@ def llama() -> Program:
     return filled(step, {"input_ids": ids, "labels": labels, **angles(SIZES)}, rng)
 
 
+CONTEXT = ("cp=2:input_ids.1,labels.1,cos.2,sin.2",)
 PLANS = [
     Plan(),
     Plan(dp=2),
@@ -43,6 +44,10 @@ PLANS = [
     Plan(4, 1, 2, 2, zero=3),
     Plan(1, 2, 2, 2, recompute="full"),
     Plan(1, 2, 2, 2, recompute="selective", sequence_parallel=True),
+    Plan(tp=2, sequence_parallel=True, split=CONTEXT),
+    Plan(2, 2, 2, 2, zero=3, sequence_parallel=True, split=CONTEXT),
+    Plan(2, 2, 1, 2, zero=1, recompute="gathers", sequence_parallel=True, split=("cp=4:input_ids.1,labels.1",)),
+    Plan(1, 4, sequence_parallel=True, split=CONTEXT),
 ]
 
 

@@ -75,6 +75,7 @@ PLANS = [
     Plan(2, 2, 1, 2, split=split(2), zero=2),
     Plan(1, 1, 2, 2, split=split(2), recompute="full"),
     Plan(split=split(2, "cp=2:input_ids.1,labels.1")),
+    Plan(tp=2, split=split(2, "cp=2:input_ids.1,labels.1"), sequence_parallel=True),
     Plan(split=(f"ep=4:{EXPERTS}",)),
 ]
 

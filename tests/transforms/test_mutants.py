@@ -63,6 +63,7 @@ def cases() -> list[Case]:
         case(small_gpt(vocabulary=15, optimizer=momentum), Plan(2, 2, 2, 2)),
         case(small_gpt(layers=1), Plan(2, 2, 2, 2, host=True)),
         case(imported_mlp(momentum), Plan(2, 2, 2, 4)),
+        case(small_gpt(layers=1), Plan(1, 2, 1, 2, sequence_parallel=True, split=("cp=2:*.1",))),
         case(network(size=8), Plan(2, split=("h=2:x.2", "w=2:x.3"))),
         case(network(size=8, pool="AveragePool", kernel=2), Plan(1, 1, 2, 2, split=("h=2:x.2", "w=2:x.3"))),
         case(written_mlp(), Plan(2, 2, 2, 2, "gpipe", host=True)),

@@ -157,9 +157,6 @@ def _plan(given: _Given, devices: int, layers: int | None, precision: Precision)
     if zero and given["overlap-grad-reduce"] and not given["overlap-param-gather"]:
         given.notes.append("without --overlap-param-gather: parameters are gathered beside compute all the same")
     sequence = given["sequence-parallel"] and tp > 1
-    if sequence and cp > 1:
-        given.notes.append("the sequence is split along cp alone, not along tp too between its products")
-        sequence = False
     plan = Plan(
         dp=replicas // ep // replicate,
         tp=tp,

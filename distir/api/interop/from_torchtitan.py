@@ -154,7 +154,7 @@ def _plan(given: _Given) -> Plan:
         schedule=schedule,
         chunks=chunks,
         zero=zero,
-        sequence_parallel=tp > 1 and cp == 1,
+        sequence_parallel=tp > 1,
         recompute=_recompute(given),
         split=splits_of({CONTEXT: cp, EXPERTS: ep, REPLICATE: replicate}),
     )

@@ -181,13 +181,6 @@ def with_sharded_groups(r: Request) -> tuple[str, Request] | None:
     return None
 
 
-def with_one_split_of_the_sequence(r: Request) -> tuple[str, Request] | None:
-    """The sequence is split along `cp` or, between products, along tp: distir has no plan with both."""
-    if not r.plan.sequence_parallel or split_sizes(r.plan)[CONTEXT] == 1:
-        return None
-    return "sequence parallelism beside context parallelism", r.changed(sequence_parallel=False)
-
-
 def _folded(r: Request, splits: Collection[InputSplit]) -> Request:
     """With these axes as more data parallelism."""
     names = [s.axis for s in splits]

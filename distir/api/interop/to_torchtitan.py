@@ -33,7 +33,6 @@ from distir.api.interop.plan_settings import (
     split_sizes,
     with_accumulation,
     with_known_axes,
-    with_one_split_of_the_sequence,
     with_schedule,
     with_sharded_groups,
     without_cut,
@@ -104,14 +103,8 @@ def torchtitan_notes(plan: Plan) -> list[str]:
 def _sharded_notes(plan: Plan) -> list[str]:
     sizes = split_sizes(plan)
     found = [name for name in (CONTEXT, EXPERTS) if sizes[name] > 1]
-    texts = [
-        f"{TORCHTITAN_NAME} splits weights and optimizer state along dp and {' and '.join(found)}, the plan along dp"
-    ]
-    if sizes[CONTEXT] > 1 and plan.tp > 1:
-        texts.append(
-            f"{TORCHTITAN_NAME} splits the sequence along tp, too, between its products (sequence parallelism)"
-        )
-    return texts if found else []
+    text = f"{TORCHTITAN_NAME} splits weights and optimizer state along dp and {' and '.join(found)}, the plan along dp"
+    return [text] if found else []
 
 
 def _schedule(plan: Plan, settings: TrainingSettings) -> dict[str, Any]:
@@ -161,7 +154,7 @@ def _with_chunks(r: Request) -> tuple[str, Request] | None:
 
 def _with_sequence(r: Request) -> tuple[str, Request] | None:
     plan = r.plan
-    if plan.tp == 1 or plan.sequence_parallel or split_sizes(plan)[CONTEXT] > 1:
+    if plan.tp == 1 or plan.sequence_parallel:
         return None
     return "tensor parallelism without sequence parallelism", r.changed(sequence_parallel=True)
 
@@ -210,7 +203,6 @@ TORCHTITAN_STEPS: tuple[Step, ...] = (
     without_cut,
     with_known_axes,
     with_sharded_groups,
-    with_one_split_of_the_sequence,
     _with_zero,
     with_accumulation,
     _with_schedule,

@@ -262,9 +262,10 @@ class Classes:
         return result
 
 
-def classes_from(graph: Graph, n: int, starts: tuple[Node, ...]) -> Classes:
-    """As `Classes(graph, n, starts)`, cached with the graph: the same classes often hold for several n."""
-    return _known(graph, n, starts) or _keep(graph, starts, Classes(graph, n, starts))
+def classes_from(graph: Graph, n: int, starts: tuple[Node, ...], outside: int = 1) -> Classes:
+    """As `Classes(graph, n, starts, outside)`, cached with the graph: the same classes often hold for several n."""
+    key = outside, *starts
+    return _known(graph, n, key) or _keep(graph, key, Classes(graph, n, starts, outside))
 
 
 def all_classes(graph: Graph, n: int, outer: int = 1) -> Classes:

@@ -4,7 +4,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 is a dim of the data other than the batch. An op that tensor parallelism leaves whole on each device of its axis takes
 the factor mapping of the sequence where that costs less. A partial sum is then reduce-scattered where it was
 all-reduced, and all-gathered for the next product: the same bytes sent, and each device stores its part of the values
-between.
+between. Where another axis splits the sequence (context parallelism), each of its parts is split further.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 
 from distir.ir.spec import FactorMapping
-from distir.ir.type import REPLICATE, SUM, Placement, Shard
+from distir.ir.type import REPLICATE, SUM, Placement
 from distir.transforms.sharding.classes import Classes, Node, classes_from
 from distir.transforms.sharding.graph import Graph
 from distir.transforms.sharding.place import Placed, View, place_all, place_values, view
@@ -34,21 +34,27 @@ def shard_sequence(
     batch: tuple[Node, ...],
     pieces: int,
     taken: Sequence[tuple[int, tuple[Node, ...]]],
-) -> Placed:
+    data: tuple[Node, ...],
+) -> Placed | None:
     """The placements of a tensor-parallel split over n devices, with the sequence split over them where that costs
     less.
 
-    `batch`, `pieces` and `taken` are those of `tensor_parallel`. Returns `split.placed` itself if nothing costs less.
+    `batch`, `pieces` and `taken` are those of `tensor_parallel`. `data` are the dims of the data, each inside what
+    further axes split of it. Returns None if nothing costs less.
     """
-    sequences = _sequences(graph, split.classes, n, [(pieces, batch), (samples(graph, batch), batch), *taken])
-    question = shard_sequence, split.classes, split.chosen, n, batch, tuple(sequences)
+    outside = max([at.outer for _, at in data], default=1)
+    classes = split.classes if outside == 1 else classes_from(graph, n, data, outside)
+    sequences = _sequences(graph, classes, n, data, [(pieces, batch), (samples(graph, batch), batch), *taken])
+    question = shard_sequence, split.classes, split.chosen, n, batch, classes, tuple(sequences)
     if question not in graph.cache:  # it is asked again for other numbers of replicas and of microbatches
-        graph.cache[question] = _shard(graph, split, n, batch, sequences)
+        graph.cache[question] = _shard(graph, split, n, batch, classes, sequences)
     return graph.cache[question]
 
 
-def _shard(graph: Graph, split: Split, n: int, batch: tuple[Node, ...], sequences: Sequence[int]) -> Placed:
-    placed, classes = split.placed, split.classes
+def _shard(
+    graph: Graph, split: Split, n: int, batch: tuple[Node, ...], classes: Classes, sequences: Sequence[int]
+) -> Placed | None:
+    placed = split.placed
     groups = {c: k for k, c in enumerate(sequences, _SPLIT + 1)}
     rows: list[_Row] = []
     for mapping, row in zip(placed.mappings, classes.mappings, strict=True):
@@ -63,7 +69,7 @@ def _shard(graph: Graph, split: Split, n: int, batch: tuple[Node, ...], sequence
         if price < best:
             chosen, best = chosen | {group}, price
     if len(chosen) == 1:
-        return placed
+        return None
     whole = {v: REPLICATE for v in graph.inputs if v not in placed.inputs}
     of_one = {small.values[v]: p for v, p in whole.items()}
     near = small.lifted(place_all(small.view, n, chosen, of_one))
@@ -72,7 +78,7 @@ def _shard(graph: Graph, split: Split, n: int, batch: tuple[Node, ...], sequence
     scattering = {j for j in taken if _scatters(full, found.mappings[j], made_as, j)}
     worth = _worthwhile(full, taken, scattering)
     if not worth or len(worth) == len(taken):
-        return found if worth else placed
+        return found if worth else None
     left = set(taken).difference(worth)
     for j in left:
         rows[j] = []
@@ -122,13 +128,14 @@ def _regions(v: View, ops: Collection[int]) -> list[list[int]]:
     return regions
 
 
-def _sequences(graph: Graph, classes: Classes, n: int, others: Sequence[tuple[int, tuple[Node, ...]]]) -> list[int]:
+def _sequences(
+    graph: Graph, classes: Classes, n: int, data: Sequence[Node], others: Sequence[tuple[int, tuple[Node, ...]]]
+) -> list[int]:
     """The classes of dims of the data that are neither split by others nor features, in the order of the data."""
     taken = features(graph, classes)
     for m, starts in others:
         taken |= classes.clashing(n, classes_from(graph, m, starts), m)
-    data = [v for v in graph.inputs if graph.roles[v] == "data"]
-    dims = [classes.at[v].get(Shard(dim)) for v in data for dim in range(len(graph.shapes[v]))]
+    dims = [classes.of(v, split) for v, split in data]
     return list(dict.fromkeys([c for c in dims if c is not None and c not in taken]))
 
 

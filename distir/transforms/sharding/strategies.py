@@ -59,6 +59,16 @@ class Problem(NamedTuple):
             inside |= {pair: inside.get(pair, 1) * axis.size for pair in pairs}
         return tuple(found)
 
+    @property
+    def data(self) -> tuple[Node, ...]:
+        """The dims of the data other than the batch, each inside what axes split of it."""
+        graph = graph_of(self.function)
+        ways: dict[tuple[int, int], int] = {}
+        for axis in self.sharding.along(INPUTS):
+            ways |= {pair: ways.get(pair, 1) * axis.size for pair in self.dims[axis.name]}
+        dims = [(v, dim) for v in graph.inputs if graph.roles[v] == "data" for dim in range(len(graph.shapes[v]))]
+        return tuple([(v, Shard(dim, ways.get((v, dim), 1))) for v, dim in dims if (v, dim) not in self.batch])
+
     def taken(self, *strategies: str) -> list[tuple[Placed, int]]:
         """The placements along axes of these strategies, or of all, that are decided, with their sizes."""
         axes = [a for a in self.sharding.axes if a.name in self.decided]
@@ -116,27 +126,31 @@ def _place_inputs(problem: Problem, axis: Axis) -> Placed:
             f"{axis.name} cannot split dim {split.dim} of %{graph.values[v].name}: it is split with the batch",
             f"leave it out, or split the batch of the data along {axis.name}, too",
         )
-    outside = max([split.outer for _, split in starts], default=1)
-    classes = Classes(graph, n, starts, outside) if outside > 1 else classes_from(graph, n, starts)
+    classes = classes_from(graph, n, starts, max([split.outer for _, split in starts], default=1))
     others = [pair for a in sharding.along(INPUTS) if a is not axis for pair in problem.dims[a.name]]
     kept = [v for v, dim in others if any([split.dim == dim for split in classes.at[v]])]
     return split_inputs(graph, classes, n, Named(starts, kept), problem.taken(INPUTS), batch)
 
 
 def _place_weights(problem: Problem, axis: Axis) -> Placed:
-    """Weights split where that costs least; with sequence parallelism what lies between their products, too."""
+    """Weights split where that costs least; with sequence parallelism what lies between their products, too.
+
+    Raises InfeasibleError where that has no sequence that divides.
+    """
     function, batch, sharding = problem.function, problem.batch, problem.sharding
     split = _search(function, axis.size, batch, sharding.pieces, problem.starts)
     if not sharding.sequence:
         return split.placed
-    starts = tuple([(v, Shard(dim)) for v, dim in batch])
-    placed = shard_sequence(graph_of(function), split, axis.size, starts, sharding.pieces, problem.starts)
-    if placed is split.placed:
-        hint = f"it needs a dim of the data, other than the batch, that {axis.size} divides; else do without it"
-        if named := [a.name for a in sharding.along(INPUTS)]:
-            hint = f"dims of the data that {' and '.join(named)} splits are not split further: leave one of the two out"
+    graph, n = graph_of(function), axis.size
+    starts, data = tuple([(v, Shard(dim)) for v, dim in batch]), problem.data
+    fits = tuple([(v, p) for v, p in data if graph.shapes[v][p.dim] % (p.outer * n) == 0])
+    placed = shard_sequence(graph, split, n, starts, sharding.pieces, problem.starts, fits)
+    if placed is None:
+        parts = sorted({p.outer for _, p in data} - {1})
+        further = [f", or {n * k} where it is in {k} parts already" for k in parts]
         raise InfeasibleError(
-            f"sequence parallelism over {axis.name} {axis.size} splits nothing in {function.name}", hint
+            f"sequence parallelism over {axis.name} {n} splits nothing in {function.name}",
+            f"it needs a dim of the data, other than the batch, that {n} divides{''.join(further)}; else do without it",
         )
     return placed
 

@@ -130,6 +130,15 @@ def test_a_file_of_megatron_without_its_multiple_says_nothing_of_padding(tmp_pat
     assert "pad_multiple" not in READERS["megatron"](written(tmp_path / "without", left), None, 4).fields
 
 
+BOTH = Plan(
+    dp=2,
+    tp=2,
+    zero=1,
+    sequence_parallel=True,
+    recompute="gathers",
+    split=("cp=2:*.1",),  # type: ignore[arg-type]
+    order=("tp", "cp", "dp", "pp"),
+)
 HYBRID = Plan(dp=2, zero=3, split=("replicate=2:*.0",), order=("tp", "dp", "replicate", "pp"))  # type: ignore[arg-type]
 
 
@@ -139,9 +148,10 @@ HYBRID = Plan(dp=2, zero=3, split=("replicate=2:*.0",), order=("tp", "dp", "repl
         ("torchtitan", Plan(dp=4, tp=2, microbatches=2, zero=3, sequence_parallel=True)),
         ("torchtitan", Plan(dp=2, pp=2, microbatches=4, zero=2, recompute="full")),
         ("torchtitan", HYBRID),
-        ("torchtitan", Plan(dp=2, tp=2, split=("cp=2:*.1",), zero=2)),  # type: ignore[arg-type]
+        ("torchtitan", Plan(dp=2, tp=2, split=("cp=2:*.1",), zero=2, sequence_parallel=True)),  # type: ignore[arg-type]
         ("megatron", Plan(dp=2, tp=2, pp=2, microbatches=4, zero=1, sequence_parallel=True, recompute="gathers")),
         ("megatron", Plan(dp=2, pp=2, microbatches=4, overlap=False, bucket_mb=math.inf, order=("tp", "pp", "dp"))),
+        ("megatron", BOTH),
     ],
 )
 def test_what_is_read_back_takes_the_same_time(tool: str, plan: Plan, tmp_path: Path) -> None:
@@ -225,6 +235,21 @@ def test_megatron_counts_samples(tmp_path: Path) -> None:
     experts = Plan(dp=2, split=("ep=4:*.0,*.experts.*.0",))  # type: ignore[arg-type]
     found = arguments(experts, tmp_path)
     assert (found["expert-model-parallel-size"], found["micro-batch-size"]) == ("4", "64")
+
+
+def test_the_sequence_is_split_along_both_axes_in_the_files_too(tmp_path: Path) -> None:
+    """Without notes, as both tools have it; torchtitan has no tensor parallelism without."""
+    found = arguments(BOTH, tmp_path)
+    assert found["context-parallel-size"] == found["tensor-model-parallel-size"] == "2"
+    assert "sequence-parallel" in found
+    text = "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel"
+    read = megatron(text, tmp_path)
+    assert read.fields["sequence_parallel"]
+    assert not [note for note in read.notes if "sequence" in note]
+    file = "[training]\nlocal_batch_size = 2\n[parallelism]\ntensor_parallel_degree = 2\ncontext_parallel_degree = 2\n"
+    assert READERS["torchtitan"](written(tmp_path / "train.toml", file), 8, None).fields["sequence_parallel"]
+    with pytest.raises(InfeasibleError, match=r"without sequence parallelism.*nearest: --sequence-parallel"):
+        torchtitan(replace(BOTH, zero=3, recompute="none", sequence_parallel=False))
 
 
 @pytest.mark.parametrize(
@@ -427,6 +452,7 @@ def test_what_replicas_split_in_megatron(text: str, zero: int, tmp_path: Path) -
         ("--recompute-granularity selective --recompute-modules core_attn", "attention"),
         ("--tensor-model-parallel-size 2 --sequence-parallel", "gathers"),
         ("--sequence-parallel", "none"),  # without tensor parallelism there is none
+        ("--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel", "gathers"),
     ],
 )
 def test_what_megatron_recomputes(text: str, recompute: str, tmp_path: Path) -> None:

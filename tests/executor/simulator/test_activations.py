@@ -34,6 +34,10 @@ FORMS: dict[str, tuple[Plan, Callable[[float, int], float]]] = {
         Plan(tp=8, sequence_parallel=True, recompute="gathers"),
         lambda x, t: (34 + 5 * x) / t,
     ),
+    "tensor, sequence and context": (
+        Plan(tp=4, sequence_parallel=True, split=("cp=2:*.1",), recompute="gathers"),  # type: ignore[arg-type]
+        lambda x, t: (34 + 5 * x) / t / 2,
+    ),
     "attention recomputed": (Plan(recompute="attention"), lambda x, t: 34),
     "tensor, attention recomputed": (Plan(tp=8, recompute="attention"), lambda x, t: 10 + 24 / t),
     "tensor and sequence, attention recomputed": (

@@ -172,6 +172,7 @@ PLANS = [
     Plan(dp=2, pp=2, microbatches=4, recompute="full", zero=3),
     Plan(pp=2, microbatches=4, schedule="interleaved", chunks=2),
     Plan(dp=2, tp=2, host=True),
+    Plan(tp=2, microbatches=2, sequence_parallel=True, split=("cp=3:*.1",)),
 ]
 
 

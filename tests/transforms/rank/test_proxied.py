@@ -35,6 +35,7 @@ PLANS = [
     Plan(4, 1, 1, 2, zero=3, bucket_mb=0.001),
     Plan(1, 2, 1, 1, sequence_parallel=True),
     Plan(2, 1, 1, 1, split=("cp=2:input_ids.1,labels.1",)),
+    Plan(1, 2, 1, 1, split=("cp=2:input_ids.1,labels.1",), sequence_parallel=True),
 ]
 
 

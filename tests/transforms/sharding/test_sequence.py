@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
 from distir.api import load, simulate
@@ -27,6 +29,7 @@ from tests.transforms.programs import (
     check,
     collectives,
     distributed,
+    filled,
     gpt2_tiny,
     imported_mlp,
     small_gpt,
@@ -156,6 +159,14 @@ def test_sums_of_several_products_are_scattered_once(flat: bool) -> None:
     assert (layer["MPIReduceScatter"], layer["MPIAllgather"]) == (4, 4)
 
 
+def test_it_does_not_matter_what_was_asked_before() -> None:
+    """What splits nothing is refused, also after another plan of the program for which that holds."""
+    program = filled(imported_mlp().function, {}, np.random.default_rng(0))  # none was placed yet
+    for split in (("xp=2:layers.1.weight.0",), ()):
+        with pytest.raises(InfeasibleError, match="sequence parallelism over tp 2 splits nothing in"):
+            distributed(program, Plan(1, 2, sequence_parallel=True, split=split))
+
+
 def encoder(sequence: int, dtype: DType = Float64) -> Function:
     """A block on float data: its width is a dim of the data too, and one of the norm, which cannot be split.
 
@@ -240,7 +251,81 @@ def test_a_small_part_of_a_model_is_split_too() -> None:
     assert [tensor(op.outputs[0]).on("tp") for op in norms] == [Shard(1)] * 7
 
 
-def test_a_sequence_that_another_axis_splits_is_not_split_further() -> None:
-    with pytest.raises(InfeasibleError, match="splits nothing in") as e:
-        distributed(small_gpt(), Plan(1, 2, sequence_parallel=True, split=("cp=2:input_ids.1,labels.1",)))
-    assert "that cp splits are not split further" in str(e.value.hint)
+CP2, CP4 = ("cp=2:*.1",), ("cp=4:*.1",)
+INSIDE = [
+    *[Plan(1, tp, sequence_parallel=True, split=split) for tp, split in ((2, CP2), (4, CP2), (2, CP4))],
+    Plan(2, 2, 2, 2, zero=3, sequence_parallel=True, split=CP2),
+    Plan(2, 2, 1, 2, zero=1, sequence_parallel=True, split=CP2, bucket_mb=0.0),
+    Plan(2, 2, 1, 4, zero=2, recompute="selective", sequence_parallel=True, split=CP4),
+    Plan(1, 2, 2, 2, recompute="gathers", sequence_parallel=True, split=CP2),
+    Plan(1, 2, 2, 4, "interleaved", chunks=2, recompute="full", sequence_parallel=True, split=CP2),
+    Plan(1, 2, 4, 4, "gpipe", host=True, overlap=False, sequence_parallel=True, split=CP2),
+]
+
+
+@pytest.mark.parametrize("plan", INSIDE, ids=str)
+@pytest.mark.parametrize("flat", [True, False], ids=["flat products", "products of 3 dims"])
+def test_inside_context_parallelism_equals_sequential(flat: bool, plan: Plan) -> None:
+    check(gpt2_tiny() if flat else small_gpt(layers=4, sequence=16, optimizer=ADAMW), plan)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_inside_context_parallelism_whole_heads_equal_sequential(heads: int) -> None:
+    """Where shards cannot split the heads, they can split the queries of each device further."""
+    program, plan = small_gpt(width=4 * heads, heads=heads, sequence=8), Plan(1, 2, sequence_parallel=True, split=CP2)
+    check(program, plan)
+    found = [tensor(op.outputs[0]) for op in executed(body(program, plan, "fwd0")) if op.op_type == "Attention"]
+    assert [(t.on("cp"), t.on("tp")) for t in found] == [(Shard(2), Shard(2, 2))] * 2
+
+
+@pytest.mark.parametrize("phase", ["fwd0", "bwd0"])
+@pytest.mark.parametrize(("cp", "tp"), [(2, 2), (2, 4), (4, 2)])
+def test_inside_context_parallelism_both_send_what_each_sends_alone(cp: int, tp: int, phase: str) -> None:
+    """A layer more takes the collectives along tp of the one, those along cp of the other, and none beside them."""
+
+    def sent(axis: str, **settings: Any) -> Counter[tuple[str, int]]:
+        counts: list[Counter[tuple[str, int]]] = []
+        for n in (2, 3):
+            found = Counter[tuple[str, int]]()
+            for op in over(body(small_gpt(n, sequence=16), Plan(1, tp, **settings), phase), axis):
+                t = op.outputs[0].type
+                if isinstance(t, Tensor):  # gradients of weights are in buckets
+                    found[op.op_type, math.prod(t.global_shape)] += 1
+            counts.append(found)
+        return counts[1] - counts[0]
+
+    split = (f"cp={cp}:*.1",)
+    assert sent("tp", sequence_parallel=True, split=split) == sent("tp", sequence_parallel=True)
+    assert sent("cp", sequence_parallel=True, split=split) == sent("cp", split=split)
+    assert {kind for kind, _ in sent("tp", sequence_parallel=True, split=split)} == {"MPIAllgather", "MPIReduceScatter"}
+
+
+@pytest.mark.parametrize("phase", ["fwd0", "bwd0"])
+def test_inside_context_parallelism_a_device_holds_its_part_of_each_part(phase: str) -> None:
+    """Norms, and their gradients: the sequence is split along cp, and each of its 2 parts along tp."""
+    function = body(gpt2_tiny(), Plan(1, 4, sequence_parallel=True, split=CP2), phase)
+    found = [tensor(op.outputs[0]) for op in executed(function) if op.op_type in ("LayerNorm", "LayerNormGrad")]
+    assert len(found) == 5
+    for t in found:
+        at, inside = t.on("cp"), t.on("tp")
+        assert isinstance(at, Shard)
+        assert inside is Shard(at.dim, 2 * at.outer)
+
+
+@pytest.mark.parametrize("recompute", ["none", "gathers", "selective"])
+def test_inside_context_parallelism_predicted_memory_falls(recompute: str) -> None:
+    model = load(EXAMPLES / "gpt2-tiny.onnx", {"batch": 64}, loss="cross-entropy", optimizer="adamw")
+    split = (plans_of.InputSplit.parse("cp=2:*.1"),)
+    plans = [
+        plans_of.Plan(tp=4, split=cp, sequence_parallel=on, recompute=recompute)
+        for cp, on in (((), True), (split, False), (split, True))
+    ]
+    one, other, both = (max(s.tensors for s in simulate(model, p, "dgx-a100").simulation.stages) for p in plans)
+    assert both < min(one, other)
+
+
+def test_a_part_of_a_sequence_that_does_not_divide() -> None:
+    with pytest.raises(InfeasibleError, match="sequence parallelism over tp 4 splits nothing in") as e:
+        distributed(small_gpt(), Plan(1, 4, sequence_parallel=True, split=("cp=2:input_ids.1,labels.1",)))
+    want = "it needs a dim of the data, other than the batch, that 4 divides, or 8 where it is in 2 parts already; else"
+    assert e.value.hint == f"{want} do without it"
