@@ -57,9 +57,9 @@ class Figure(NamedTuple):
 
 FIGURES = (
     *[Figure("runtime", "megatron", name) for name in ("op", "member", "call", "skew", "gap")],
-    Figure("runtime", "torch-eager", "passes"),
+    Figure("runtime", "composer", "passes"),
     Figure("device", "a100", "memory_efficiency"),
-    Figure("device", "h100", "compute_efficiency"),
+    Figure("device", "h100-sxm", "compute_efficiency"),
     Figure("device", "b200", "compute_efficiency"),
     Figure("network", "infiniband-edr", "partial_share"),
 )

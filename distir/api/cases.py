@@ -281,7 +281,7 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
 def _runtime(values: Mapping[str, Any]) -> str:
     """The software that a run was executed by, where the file does not say it: that of which its cluster has figures;
     else decoders of Megatron's families with whole parameters on each replica by Megatron-LM; Llama with sharded ones
-    by torchtitan, all else by PyTorch, in eager mode unless the notes say that it compiled."""
+    by torchtitan, MPT by Composer, all else by PyTorch, in eager mode unless the notes say that it compiled."""
     if own := _own_runtime(values["cluster"]):
         return own.name
     if values["model_family"] in ("gpt", "llama") and values["zero_stage"] < 3:
@@ -289,6 +289,8 @@ def _runtime(values: Mapping[str, Any]) -> str:
     compiled = _COMPILED in values["notes"]
     if values["model_family"] == "llama":
         return "torchtitan-compiled" if compiled else "torchtitan"
+    if values["model_family"] == "mpt" and not compiled:
+        return "composer"
     return "torch-compiled" if compiled else "torch-eager"
 
 

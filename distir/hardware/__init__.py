@@ -11,8 +11,8 @@ kernels, `workspace_mib` for the products of each thread of the runtime that iss
 `communicator_mib` for each communicator.
 
 `unaligned` of a device is the share of their speed that products of 16 bits reach where rows are no multiple of 16
-bytes. `attention_efficiency` is that of FlashAttention-2; `engine_products` and `engine_attention`: how many times as
-quick products and attention are in Transformer Engine.
+bytes. `attention_efficiency` is that of FlashAttention-2, to which cuDNN's is `cudnn_attention` times as quick;
+`early_products` the share of their speed that products reached with the libraries of the device's first year.
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
 runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (`CoreSharing`):
@@ -255,7 +255,8 @@ _FLAGS = (
     "separate",
     "pools",
     "graphs",
-    "engine",
+    "cudnn",
+    "early",
     "accumulates",
     "overlaps_products",
     "zigzag",
@@ -406,7 +407,8 @@ def _spec(t: _Table) -> DeviceSpec:
         t.figure("workspace_mib", 0.0) * MIB,
         t.figure("usable_gib", 0.0) * 1024 * MIB,
         _share(t, "unaligned"),
-        (t.figure("engine_products", 1.0), t.figure("engine_attention", 1.0)),
+        t.figure("cudnn_attention", 1.0, least=1.0),
+        _share(t, "early_products"),
     )
 
 

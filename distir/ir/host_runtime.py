@@ -43,10 +43,10 @@ class Runtime:
     `graphs`: a rank alone replays its step as a CUDA graph, whose ops its host does not issue.
     `norm_bytes`: what the kernels of a root-mean-square norm of 16 bits read and write for each number, forward and
     backward, where they are not one each way. `attention`: the speed of its fused attention, as a share of that of
-    FlashAttention-2; `engine`: its products and attention are those of Transformer Engine. `accumulates`: products of
-    gradients of weights add to the sum of microbatches themselves. `overlaps_products`: what a product needs of other
-    devices of its axis, or gives to them, is sent in pieces while it computes on others. `zigzag`: devices that split
-    the queries of causal attention have as many of the first as of the last, and so the same work.
+    FlashAttention-2; `cudnn`: it is cuDNN's. `early`: its libraries are of the device's first year. `accumulates`:
+    products of gradients of weights add to the sum of microbatches themselves. `overlaps_products`: what a product
+    needs of other devices of its axis, or gives to them, is sent in pieces while it computes on others. `zigzag`:
+    devices that split the queries of causal attention have as many of the first as of the last, so the same work.
     """
 
     name: str
@@ -79,7 +79,8 @@ class Runtime:
     logit_memory: tuple[float, float, float] | None = None
     norm_bytes: tuple[float, float] | None = None
     attention: float = 1.0
-    engine: bool = False
+    cudnn: bool = False
+    early: bool = False
     accumulates: bool = False
     overlaps_products: bool = False
     zigzag: bool = False

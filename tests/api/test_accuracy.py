@@ -343,7 +343,7 @@ def test_empty_cells(table) -> None:
         ({}, "megatron"),
         ({"model_family": "llama", "zero_stage": 1}, "megatron"),
         ({"zero_stage": 3}, "torch-eager"),
-        ({"model_family": "mpt"}, "torch-eager"),
+        ({"model_family": "mpt"}, "composer"),
         ({"model_family": "llama", "zero_stage": 3}, "torchtitan"),
         ({"model_family": "llama", "zero_stage": 3, "notes": "torch.compile=1"}, "torchtitan-compiled"),
         ({"zero_stage": 3, "notes": "sampled; torch.compile=1; bf16"}, "torch-compiled"),

@@ -15,6 +15,7 @@ from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.beside import beside_compute
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.executor.simulator.labels import axis_text
+from distir.executor.simulator.pieces import beside_products
 from distir.ir import Device, Function, Mesh, Op, Value
 from distir.ir.communication import TRANSFERS
 from distir.ir.device import AxisNames
@@ -133,6 +134,8 @@ class Inlined:
     def run(self, f: Function, env: dict[Value, Any]) -> None:
         waits = handed_on(f, self.cost)
         overlapped = beside_compute(f) if self.overlap else ()
+        runtime = self.cost.runtime
+        products = beside_products(f) if runtime is not None and runtime.overlaps_products else {}
         chains = fused(f, self.cost.runtime, f in self.repeated)
         for op, chained in chains.items():
             if chained.result and len(op.inputs) == 1 and op.inputs[0].type.bytes <= op.outputs[0].type.bytes:
@@ -155,8 +158,8 @@ class Inlined:
                     env[a] = inner[b]
                 continue
             times: dict[Value, dict[Device, float]] = {v: {} for v in op.outputs}
-            self.step(op, [env[v][1] for v in op.inputs], times, chains.get(op, UNFUSED))
-            if op in overlapped:
+            self.step(op, [env[v][1] for v in op.inputs], times, chains.get(op, UNFUSED), products.get(op))
+            if op in overlapped or (op in products and self.overlap):
                 self.lose(op)
             if op.spec.route in TRANSFERS:
                 self.received.update(op.outputs)
@@ -168,7 +171,12 @@ class Inlined:
         begins.append((len(self.flat), []))
 
     def step(
-        self, op: Op, ins: list[dict[Device, float]], times: dict[Value, dict[Device, float]], chained: Fused
+        self,
+        op: Op,
+        ins: list[dict[Device, float]],
+        times: dict[Value, dict[Device, float]],
+        chained: Fused,
+        product: Op | None,
     ) -> None:
         spec, attrs, cost = op.spec, op.attributes, self.cost
         tin: list[Any] = [v.type for v in op.inputs]
@@ -186,6 +194,13 @@ class Inlined:
         if axis is not None:
             for g in axis_groups(tin[0].device, axis):
                 seconds = cost.collective(spec, attrs, tin, tout, cost.topology.group(g))
+                if product is not None:
+                    given = (
+                        product.spec,
+                        product.attributes,
+                        *[[v.type for v in x] for x in (product.inputs, product.outputs)],
+                    )
+                    seconds = cost.exposed(seconds, len(g), min(cost.compute(*given, d) for d in g))
                 meets.append((seconds, [(d, axis_text(axis)) for d in g], list(g), list(g)))
         elif spec.name == "Send":
             for a, b in zip(members(tin[0].device), members(tout[0].device), strict=True):

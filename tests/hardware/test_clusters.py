@@ -95,13 +95,17 @@ def test_a_rack_of_nvlink_is_one_node() -> None:
 
 
 def test_runtimes() -> None:
-    names = ["distir", "distir-2021", "distir-compiled", "megatron", "torch-compiled", "torch-eager"]
-    assert known_runtimes() == [*names, "torchtitan", "torchtitan-compiled"]
+    names = ["composer", "distir", "distir-2021", "distir-compiled", "megatron", "megatron-core"]
+    assert known_runtimes() == [*names, "torch-compiled", "torch-eager", "torchtitan", "torchtitan-compiled"]
     assert load_runtime("distir-compiled").fuses
     assert not load_runtime("torch-eager").fuses
     megatron = load_runtime("megatron")
     assert (megatron.logit_bytes, megatron.score_block) == ((38, 14), 4)
     assert 0 < megatron.gap < megatron.op
+    later = load_runtime("megatron-core")
+    for flag in ("cudnn", "accumulates", "overlaps_products", "zigzag"):
+        assert (getattr(later, flag), getattr(megatron, flag)) == (True, False)
+    assert load_cluster("dgx-h100-mcore").regular.runtime is later  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="unknown runtime 'jax'"):
         load_runtime("jax")
 
@@ -133,7 +137,7 @@ def test_a_cluster_may_name_the_runtime_it_was_measured_with(tmp_path: Path) -> 
     assert load_cluster("distir-v100-x4").regular.runtime == load_runtime("distir-2021")  # type: ignore[union-attr]
     file = tmp_path / "mine.toml"
     file.write_text(GOOD.replace('name = "test"', 'name = "test"\nruntime = "jax"'))
-    with pytest.raises(UsageError, match=r"runtime: unknown runtime 'jax' \(known: distir, .*; or a table\)"):
+    with pytest.raises(UsageError, match=r"runtime: unknown runtime 'jax' \(known: composer, .*; or a table\)"):
         load_cluster(file)
 
 

@@ -255,10 +255,12 @@ class CostModel:
 
     def _kernels(self, spec: Spec, what: DeviceSpec) -> float:
         """How many times as quick as the device's figures the runtime's kernels of a product or of attention are."""
-        r, attention = self.runtime, spec.kernel == "attention"
+        r = self.runtime
         if r is None or not spec.kernel:
             return 1.0
-        return (r.attention if attention else 1.0) * (what.engine[attention] if r.engine else 1.0)
+        if spec.kernel == "attention":
+            return r.attention * (what.cudnn if r.cudnn else 1.0)
+        return what.early if r.early else 1.0
 
     def collective_seconds(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
         """As measured, else see `collective_cost`. A subclass may have its own."""

@@ -8,6 +8,7 @@ from distir.api.compilation import distribute
 from distir.api.model import Model
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import Fused, fused
+from distir.executor.cost_model.seconds import work
 from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster
 from distir.ir import Device, FunctionMaker, Mesh
@@ -215,3 +216,87 @@ def test_equal_functions_of_which_one_is_called_for_a_microbatch() -> None:
     main.set_outputs([*once, *repeated])
     cost = CostModel(topology, runtime=Runtime("host", op=1.0, multi_tensor=True))
     assert Simulator(cost).interpret(main.finalize()).seconds == pytest.approx(3.0, abs=1e-3)
+
+
+def test_speeds_of_kernels_are_those_of_the_runtime() -> None:
+    """Of products and of attention, forward and backward; other ops have the device's figures."""
+    topology = load_cluster("dgx-h100")
+    device, what = topology.devices[0], topology.spec(topology.devices[0])
+    assert what.early < 1 < what.cudnn
+    x, w = Tensor(BFloat16, (1 << 13, 1 << 12)), Tensor(BFloat16, (1 << 12, 1 << 12))
+    q, row = Tensor(BFloat16, (8, 1 << 12, 128)), Tensor(Float32, (8, 1 << 12))
+    of_product, of_attention = (what.early, 1.0, 1.0), (1.0, what.cudnn, 0.5)
+    rows = (
+        ("MatMul", [x, w], [x], of_product),
+        ("Attention", [q, q, q], [q, row], of_attention),
+        ("AttentionGrad", [q, q, q, q, row, q], [q, q, q], of_attention),
+        ("Neg", [x], [x], (1.0, 1.0, 1.0)),
+    )
+    runtimes = Runtime("b", early=True), Runtime("c", cudnn=True), Runtime("d", attention=0.5)
+    for name, ins, outs, want in rows:
+        given = lookup(name), {}, ins, outs, device
+        plain, *others = [CostModel(topology, runtime=r).compute(*given) for r in (Runtime("a"), *runtimes)]
+        launch = what.kernel_launch_overhead
+        assert [(plain - launch) / (x - launch) for x in others] == pytest.approx(want, rel=1e-6), name
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_causal_attention_in_zigzag_is_the_same_work_for_all(parts: int) -> None:
+    """Of all scores below the diagonal each device has as many; else those with the last queries have most."""
+    topology = load_cluster("dgx-h100")
+    t = 1 << 13
+    q, k, row = (Tensor(Float32, (t // parts, 64)), Tensor(Float32, (t, 64)), Tensor(Float32, (t // parts,)))
+    attrs = Attributes(causal=1)
+    most, mean = (work(lookup("Attention"), attrs, [q, k, k], [q, row], zigzag)[0] for zigzag in (False, True))
+    scores = t * t / 2
+    assert mean == pytest.approx(2 * 2 * 64 * scores / parts)
+    before = (t - t // parts) ** 2 / 2  # what the devices before have
+    assert most == pytest.approx(2 * 2 * 64 * (scores - before))
+    device = topology.devices[0]
+    seconds = [
+        CostModel(topology, runtime=Runtime("r", zigzag=zigzag)).compute(
+            lookup("Attention"), attrs, [q, k, k], [q, row], device
+        )
+        for zigzag in (False, True)
+    ]
+    assert seconds[0] == seconds[1] if parts == 1 else seconds[0] > seconds[1]
+
+
+def test_gradients_that_products_accumulate_are_neither_cast_nor_added() -> None:
+    """Those of weights in products; biases and norms have kernels of their own."""
+    step = Model(decoder(Decoder(layers=1, hidden=64, heads=2, vocab=96, seq=16, batch=4, tied=False))).training(
+        "cross-entropy", SGD(), precision="bf16"
+    )
+    topology = load_cluster("dgx-a100")
+    program = distribute(step, Plan(microbatches=2), topology.devices[:1])
+    runtime = Runtime("sums", op=1e-6, accumulates=True)
+    sums = {op: f for f in program.callees() for op in f.ops if op.spec.name == "Accumulate"}
+    assert sums
+    apart = 0
+    for op, f in sums.items():
+        kernels, producer = fused(f, runtime), f.producers()
+        part = producer[op.inputs[1]]
+        of_product = producer[part.inputs[0]].spec.kernel == "product"
+        assert (op in kernels, part in kernels) == (of_product, of_product)
+        apart += not of_product
+        if of_product:
+            cost = CostModel(topology, runtime=runtime)
+            ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+            assert cost.compute(op.spec, op.attributes, ins, outs, topology.devices[0], kernels[op]) == 0
+            assert cost.issue(op.spec, 1, kernels[op], True) == 0
+    assert 0 < apart < len(sums)
+
+
+def test_rotary_embeddings_are_one_chain() -> None:
+    """The halves that are turned are read where they are: what is concatenated is not written first."""
+    f = FunctionMaker("f")
+    x, cos, sin = (f.add_input_value(name, Tensor(BFloat16, (64, 128))) for name in ("x", "cos", "sin"))
+    w = f.add_input_value("w", Tensor(BFloat16, (128, 128)))
+    low, high = f.emit("Split", x, axis=1, parts=2)
+    turned = f.emit("Concat", f.emit("Neg", high), low, axis=1)
+    f.set_outputs([f.emit("MatMul", f.emit("Add", f.emit("Mul", x, cos), f.emit("Mul", turned, sin)), w)])
+    g = f.finalize()
+    kernels = fused(g, Runtime("fuses", op=1e-5, fuses=True))
+    unwritten = [op.spec.name for op in g.ops if op in kernels and kernels[op].result]
+    assert sorted(unwritten) == ["Concat", "Mul", "Mul", "Neg"]
+    assert kernels[next(op for op in g.ops if op.spec.name == "Concat")].operands == {0}

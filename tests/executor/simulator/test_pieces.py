@@ -1,0 +1,79 @@
+"""Collectives that are sent in pieces beside a product; `test_simulator` and `test_exact` compare what the simulator
+makes of it with the plain loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import distir
+from distir.executor import Simulator
+from distir.executor.cost_model import CostModel
+from distir.executor.simulator.pieces import beside_products
+from distir.hardware import load_cluster
+from distir.ir import Function, FunctionMaker, Mesh
+from distir.ir.host_runtime import Runtime
+from distir.ir.type import BFloat16, Shard, Tensor
+
+IN_PIECES = Runtime("pieces", overlaps_products=True)
+
+
+def layer(tokens: int, width: int = 4096) -> tuple[Function, Mesh]:
+    """Activations that are gathered, a product of split columns and one of split rows, and its scattered sum."""
+    mesh = Mesh(load_cluster("dgx-h100").devices, {"tp": 8}, "m")
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor.whole(BFloat16, (tokens, width), mesh, [Shard(0)]))
+    a = f.add_input_value("a", Tensor.whole(BFloat16, (width, 4 * width), mesh, [Shard(1)]))
+    b = f.add_input_value("b", Tensor.whole(BFloat16, (4 * width, width), mesh, [Shard(0)]))
+    y = f.emit("Neg", f.emit("MatMul", f.emit("MPIAllgather", x, axis="tp"), a))
+    f.set_outputs([f.emit("MPIReduceScatter", f.emit("MatMul", y, b), axis="tp", dim=0)])
+    return f.finalize(), mesh
+
+
+def test_a_collective_is_beside_the_product_that_needs_or_makes_it() -> None:
+    f, _ = layer(1024)
+    gather, first, _, second, scatter = f.ops
+    assert beside_products(f) == {gather: first, scatter: second}
+
+
+def test_a_piece_is_left_and_what_products_do_not_hide() -> None:
+    cost = CostModel(load_cluster("dgx-h100"), runtime=IN_PIECES)
+    assert cost.exposed(8.0, 8, 100.0) == 1.0
+    assert cost.exposed(8.0, 8, 8.0) == 1.0
+    assert cost.exposed(8.0, 8, 4.0) == 4.5
+    assert cost.exposed(8.0, 8, 0.0) == 8.0
+
+
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_the_step_is_shorter_by_what_is_hidden(tokens: int) -> None:
+    regular = load_cluster("dgx-h100").regular
+    assert regular is not None
+    topology = distir.Topology(replace(regular, intra=regular.intra._replace(slows=0.0)))
+    f, _ = layer(tokens)
+    plain, pieces = (Simulator(CostModel(topology, runtime=r)).interpret(f) for r in (Runtime("plain"), IN_PIECES))
+    seconds = {e.name: e.dur for e in plain.trace if e.pid == plain.trace[0].pid}
+    want = plain.seconds
+    for op, product in beside_products(f).items():
+        alone = seconds[op.spec.name]
+        ins, outs = [v.type for v in product.inputs], [v.type for v in product.outputs]
+        of_product = CostModel(topology).compute(product.spec, product.attributes, ins, outs, topology.devices[0])
+        want -= alone - max(alone / 8, alone - of_product * 7 / 8)
+    assert pieces.seconds == pytest.approx(want, rel=1e-9)
+    assert pieces.seconds < plain.seconds
+
+
+def test_weights_and_their_gradients_are_not_sent_so() -> None:
+    """ZeRO gathers weights for the same products, and sums gradients of products."""
+    model = distir.load(
+        "gpt:layers=2,hidden=64,heads=4,vocab=96,seq=16,batch=8", loss="cross-entropy", optimizer="adamw"
+    )
+    program = distir.distribute(model, distir.Plan(dp=2, tp=2, microbatches=2, zero=3, sequence_parallel=True))
+    along: dict[object, int] = {}
+    for f in program.callees():
+        for op, product in beside_products(f).items():
+            axis = op.attributes["axis"]
+            along[axis] = along.get(axis, 0) + 1
+            assert product.spec.weight is not None
+    assert along.keys() == {"tp"}
+    assert along["tp"] > 8
