@@ -54,10 +54,10 @@ class DeviceSpec:
     figures that large kernels reach; a matrix product of `half_size` FLOP reaches half of that (its launch, and tiles
     that do not fill the device). Where they differ: `wide` for products in float32 and float64, by their tiles,
     `attention` for fused attention, that of FlashAttention-2, to which cuDNN's is `cudnn` times as quick. `early` is
-    the share of their speed that products reached with the libraries of the device's first year (of H100 CUDA 11). `ops`
-    are measured speeds by op and dtype, such as ("Gelu", "f32"): they replace the other figures for these. Of the memory
-    the driver and the kernels take `context` bytes, and matrix products `workspace` bytes for each thread that issues
-    them; `usable` is what there is in all, if `memory` is but its name.
+    the share of their speed that products reached with the libraries of the device's first year (of H100 CUDA 11).
+    `ops` are measured speeds by op and dtype, such as ("Gelu", "f32"): they replace the other figures for these. Of
+    the memory the driver and the kernels take `context` bytes, and matrix products `workspace` bytes for each thread
+    that issues them; `usable` is what there is in all, if `memory` is but its name.
     `unaligned` is the share of their speed that products of 16 bits reach where rows are no multiple of 16 bytes, as
     tensor cores need them (NVIDIA, Matrix Multiplication Background User's Guide).
     """

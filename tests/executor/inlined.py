@@ -13,9 +13,9 @@ from typing import Any
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused
 from distir.executor.simulator.beside import beside_compute
+from distir.executor.simulator.beside_products import beside_products
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.executor.simulator.labels import axis_text
-from distir.executor.simulator.pieces import beside_products
 from distir.ir import Device, Function, Mesh, Op, Value
 from distir.ir.communication import TRANSFERS
 from distir.ir.device import AxisNames

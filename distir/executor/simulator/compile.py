@@ -21,12 +21,12 @@ from typing import NamedTuple
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused, unwritten
 from distir.executor.simulator.beside import beside_compute
+from distir.executor.simulator.beside_products import beside_products
 from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
 from distir.executor.simulator.equal_callees import shapes_of
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, HOST, RECV, SEND, axis_text, stream_name
 from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
-from distir.executor.simulator.pieces import beside_products
 from distir.ir.cached import cached
 from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError, UsageError

@@ -10,7 +10,7 @@ import pytest
 import distir
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
-from distir.executor.simulator.pieces import beside_products
+from distir.executor.simulator.beside_products import beside_products
 from distir.hardware import load_cluster
 from distir.ir import Function, FunctionMaker, Mesh
 from distir.ir.host_runtime import Runtime
