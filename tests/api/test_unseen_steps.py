@@ -1,0 +1,37 @@
+"""Published steps that no figure is fitted to: predictions of each source stay as near as `docs/accuracy.md` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distir.api.accuracy import accuracy
+from distir.api.cases import read_rows
+
+UNSEEN = Path(__file__).parents[2] / "benchmarks" / "unseen.csv"
+MEAN_ERROR = {
+    "nemo-h100": 0.07,
+    "nemo-gb200": 0.07,
+    "composer-h100": 0.06,
+    "composer-a100-80gb": 0.06,
+    "composer-a100-40gb": 0.08,
+    "torchtitan-128": 0.06,
+}
+"""The most that may be."""
+
+
+def test_the_file_names_its_sources() -> None:
+    rows = read_rows(UNSEEN)
+    assert {row.source for row in rows} == MEAN_ERROR.keys()
+    assert all(row.reason is None for row in rows)
+    assert len({row.id for row in rows}) == len(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", MEAN_ERROR)
+def test_predictions_of_steps_that_nothing_is_fitted_to(source: str) -> None:
+    found = accuracy(UNSEEN, [source])
+    assert all(scored.predicted is not None for scored in found.rows)
+    assert found.sources[source].mean_absolute_error is not None
+    assert found.sources[source].mean_absolute_error <= MEAN_ERROR[source]
