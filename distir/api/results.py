@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,14 +103,18 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
     """The rows as an HTML table; the first is the header."""
+    from html import escape
+
     head, *body = rows
-    cells = "".join(f"<th>{html.escape(x)}</th>" for x in head)
-    lines = "".join("<tr>" + "".join(f"<td>{html.escape(x)}</td>" for x in row) + "</tr>" for row in body)
+    cells = "".join(f"<th>{escape(x)}</th>" for x in head)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(x)}</td>" for x in row) + "</tr>" for row in body)
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def paragraphs(lines: Sequence[str]) -> str:
-    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    from html import escape
+
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
 def seconds(x: float, like: float = 0.0) -> str:

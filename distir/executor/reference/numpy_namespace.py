@@ -15,10 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from distir.ir.type import BFloat16, DType, Float16
+from distir.ir.type import DType
 
-_HALVES = (Float16.numpy, BFloat16.numpy)
 _erf = np.frompyfunc(math.erf, 1, 1)
+
+
+def _is_half(dtype: np.dtype[Any]) -> bool:
+    """Whether it is float16 or bfloat16, whose package is not loaded before an array has that type."""
+    return dtype.itemsize == 2 and dtype.kind not in "iu"
 
 
 def lowest(dtype: np.dtype[Any]) -> Any:
@@ -41,12 +45,12 @@ class NumpyNamespace:
 
     def sum(self, x: Any, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
         default = None if x.dtype == bool else x.dtype
-        if x.dtype in _HALVES and dtype in (None, x.dtype):
+        if _is_half(x.dtype) and dtype in (None, x.dtype):
             return np.asarray(np.sum(x, axis=axis, keepdims=keepdims, dtype=np.float32)).astype(x.dtype)
         return np.sum(x, axis=axis, keepdims=keepdims, dtype=dtype or default)
 
     def cumsum(self, x: Any, axis: int) -> Any:
-        if x.dtype in _HALVES:
+        if _is_half(x.dtype):
             return np.cumsum(x, axis=axis, dtype=np.float32).astype(x.dtype)
         return np.cumsum(x, axis=axis, dtype=x.dtype)
 

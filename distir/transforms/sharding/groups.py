@@ -82,7 +82,7 @@ def _ways(classes: Classes, of: Sequence[int]) -> _Ways:
     ends = np.searchsorted(keys, np.arange(count + 1) * kinds).tolist()
     spans = [(x, slice(i, j)) for x, i, j in zip(of, ends, ends[1:], strict=False) if i < j]
     meets: dict[int, set[int]] = {x: set() for x, _ in spans}
-    for a, b in [divmod(pair, count) for pair in np.unique(np.concatenate(met)).tolist()]:
+    for a, b in [divmod(pair, count) for pair in sorted({*np.concatenate(met).tolist()})]:
         meets[of[a]].add(of[b])
         meets[of[b]].add(of[a])
     marks = {x: (keys[span] % kinds).tobytes() + times[span].tobytes() for x, span in spans}
