@@ -110,7 +110,7 @@ def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong) -> fl
         return 0.0
     if kind.axis is not None:
         along = groups.get(kind.axis, ())
-        return min([cost.collective(op.spec, op.attributes, ins, outs, group) for group in along], default=0.0)
+        return min([cost.least(op.spec, op.attributes, ins, outs, group) for group in along], default=0.0)
     if op.spec.comm is not None or (cost.runtime is not None and not op.spec.kernel):
         return 0.0
     return cost.compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])

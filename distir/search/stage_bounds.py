@@ -264,7 +264,7 @@ def _taken(op: Op | None, cost: CostModel, along: GroupsAlong, sized: Sized) -> 
     axis = axis_of(op)
     ins, outs = ([sized(v.type) for v in values] for values in (op.inputs, op.outputs))
     if axis is not None and axis in along:
-        return axis, min([cost.collective(op.spec, op.attributes, ins, outs, g) for g in along[axis]], default=0.0)
+        return axis, min([cost.least(op.spec, op.attributes, ins, outs, g) for g in along[axis]], default=0.0)
     if axis is not None or op.spec.comm is not None or cost.free(op.spec, op.attributes, ins):
         return COMPUTE, 0.0
     if cost.runtime is not None and not op.spec.kernel:  # it may be fused into a chain

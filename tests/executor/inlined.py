@@ -135,7 +135,8 @@ class Inlined:
         waits = handed_on(f, self.cost)
         overlapped = beside_compute(f) if self.overlap else ()
         runtime = self.cost.runtime
-        products = beside_products(f) if runtime is not None and runtime.overlaps_products else {}
+        pieces = self.overlap and runtime is not None and runtime.overlaps_products
+        products = beside_products(f) if pieces else {}
         chains = fused(f, self.cost.runtime, f in self.repeated)
         for op, chained in chains.items():
             if chained.result and len(op.inputs) == 1 and op.inputs[0].type.bytes <= op.outputs[0].type.bytes:
@@ -159,7 +160,7 @@ class Inlined:
                 continue
             times: dict[Value, dict[Device, float]] = {v: {} for v in op.outputs}
             self.step(op, [env[v][1] for v in op.inputs], times, chains.get(op, UNFUSED), products.get(op))
-            if op in overlapped or (op in products and self.overlap):
+            if op in overlapped or op in products:
                 self.lose(op)
             if op.spec.route in TRANSFERS:
                 self.received.update(op.outputs)
@@ -195,12 +196,9 @@ class Inlined:
             for g in axis_groups(tin[0].device, axis):
                 seconds = cost.collective(spec, attrs, tin, tout, cost.topology.group(g))
                 if product is not None:
-                    given = (
-                        product.spec,
-                        product.attributes,
-                        *[[v.type for v in x] for x in (product.inputs, product.outputs)],
-                    )
-                    seconds = cost.exposed(seconds, len(g), min(cost.compute(*given, d) for d in g))
+                    pin, pout = ([v.type for v in x] for x in (product.inputs, product.outputs))
+                    least = min(cost.compute(product.spec, product.attributes, pin, pout, d) for d in g)
+                    seconds = cost.exposed(seconds, len(g), least)
                 meets.append((seconds, [(d, axis_text(axis)) for d in g], list(g), list(g)))
         elif spec.name == "Send":
             for a, b in zip(members(tin[0].device), members(tout[0].device), strict=True):

@@ -75,7 +75,7 @@ def too_high(found, c, factor=1.0):
     st.sampled_from([2, 4, 16]),
     st.sampled_from(["dgx-a100", "dgx-v100", "distir-v100-x4", "b200-8", CALIBRATED, MEASURED]),
     st.sampled_from(["fp32", "bf16"]),
-    st.sampled_from([None, None, "megatron", "torch-eager"]),
+    st.sampled_from([None, None, "megatron", "torch-eager", "megatron-core", "composer"]),
     st.sampled_from([None, 1.0]),
     st.integers(0, 1 << 30),
 )
@@ -101,6 +101,19 @@ def test_bounds_of_bytes_where_a_device_has_tensors_alone(model, gpus, precision
     beside them; of sums over microbatches that are reduced before the last backward pass of the rank; of weights in 16
     bits of a stage that has had its last backward pass, when another of the rank has its own."""
     assert not too_high(case(model, 4, gpus, cluster, precision), c)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "precision", "c"),
+    [
+        (MODELS[6], 16, "fp32", Candidate(1, 4, 1, 4, "1f1b", 1, 0, "full", sequence_parallel=True)),
+        (MODELS[3], 8, "bf16", Candidate(2, 4, 1, 2, "1f1b", 1, 1, "selective")),
+    ],
+)
+def test_bounds_where_kernels_are_those_of_products(model, batch, precision, c):
+    """Products take most of the seconds of what is sent beside them; and hand on gradients in 32 bits of the first
+    microbatch, that take their bytes."""
+    assert not too_high(case(model, batch, c.devices, MEASURED, precision, "megatron-core"), c)
 
 
 def test_reductions_that_share_a_bucket(monkeypatch):

@@ -12,12 +12,13 @@ from distir.ir.type import Tensor
 
 
 class Fused(NamedTuple):
-    """What an op does not move as it is part of a kernel: operands by number, and its result; and whether an earlier op
-    launches the kernel."""
+    """What an op does not move as it is part of a kernel: operands by number, and its result; whether an earlier op
+    launches the kernel; and whether the result is there afterwards though an earlier op has moved it."""
 
     operands: frozenset[int] = frozenset()
     result: bool = False
     launched: bool = False
+    stored: bool = False
 
 
 UNFUSED = Fused()
@@ -40,17 +41,19 @@ def fused(f: Function, runtime: Runtime | None, repeated: bool = False) -> dict[
 
 
 def _in_products(f: Function) -> dict[Op, Fused]:
-    """The casts and sums over time of gradients that products make, each of which is part of the product.
+    """The casts and sums over time of gradients that products make, each of which is part of the product. A cast that
+    is not added to a sum, as in the first microbatch, is what the product stores.
 
     Source: Megatron-LM, gradient_accumulation_fusion (core/tensor_parallel/layers.py).
     """
     found: dict[Op, Fused] = {}
     made: set[Value] = set()
+    stored = {*f.outputs, *[v for op in f.ops if not _accumulates(op) for v in op.inputs]}
     for op in f.ops:
         if op.spec.kernel == "product":
             made.update([v for v in op.outputs if isinstance(v.type, Tensor) and v.type.over_time.kind is not None])
-        elif not made.isdisjoint(op.inputs) and (_accumulates(op) or op.spec is _CAST):
-            found[op] = Fused(frozenset(range(len(op.inputs))), True, True)
+        elif (_accumulates(op) or op.spec is _CAST) and op.inputs[-1] in made:  # the part of a sum is the last operand
+            found[op] = Fused(frozenset(range(len(op.inputs))), True, True, not stored.isdisjoint(op.outputs))
             made.update(op.outputs)
     return found
 
@@ -132,7 +135,12 @@ def _accumulates(op: Op) -> bool:
 
 def unwritten(op: Op, chained: Fused) -> bool:
     """Whether an op of a chain reads one value, and hands on none that is smaller: it then needs no memory but that."""
-    return chained.result and len(op.inputs) == 1 and op.inputs[0].type.bytes <= op.outputs[0].type.bytes
+    return (
+        chained.result
+        and not chained.stored
+        and len(op.inputs) == 1
+        and op.inputs[0].type.bytes <= op.outputs[0].type.bytes
+    )
 
 
 class _Pointwise:

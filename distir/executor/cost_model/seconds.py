@@ -180,6 +180,12 @@ class CostModel:
         one piece has nothing to run beside."""
         return quantize(max(seconds / pieces, seconds - product * (1 - 1 / pieces)))
 
+    def least(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
+        """Seconds of a collective that are left at least, whatever product it is sent beside."""
+        alone = self.collective(spec, attrs, ins, outs, group)
+        in_pieces = self.runtime is not None and self.runtime.overlaps_products
+        return alone / group.size if in_pieces else alone
+
     @property
     def slows(self) -> bool:
         """Whether compute may lose seconds beside a collective."""

@@ -7,6 +7,7 @@ Dependent Computation via Decomposition in Large Deep Learning Models".
 
 from __future__ import annotations
 
+from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor
 
@@ -24,13 +25,13 @@ def beside_products(f: Function) -> dict[Op, Op]:
             for k, v in enumerate(op.inputs):
                 if spec.weight not in (None, k) and v in gathered:
                     found.setdefault(gathered[v], op)
-            if spec.weight is not None:
+            if spec.weight is not None and _is_of_a_microbatch(op.outputs[0]):
                 made[op.outputs[0]] = op
         elif spec.route == "axis" and spec.comm is not None:
             v = op.inputs[0]
             if spec.comm.sums and v in made:
                 found[op] = made[v]
-            elif not spec.comm.sums and v not in made:
+            elif not spec.comm.sums and v not in made and _is_of_a_microbatch(v):
                 gathered[op.outputs[0]] = op
         elif spec.alias and op.inputs:
             for at in (gathered, made):
@@ -41,6 +42,15 @@ def beside_products(f: Function) -> dict[Op, Op]:
             if of:
                 made[op.outputs[0]] = made[of[-1]]
     return found
+
+
+def _is_of_a_microbatch(v: Value) -> bool:
+    """Whether a value is neither a weight or a bias, which all microbatches share, nor a sum over them, nor a bundle of
+    these."""
+    t = v.type
+    return isinstance(t, Tensor) and (
+        not isinstance(t.device, Mesh) or t.device.time is None or t.over_time.dim is not None
+    )
 
 
 def _shape(v: Value) -> object:

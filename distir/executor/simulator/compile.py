@@ -310,7 +310,7 @@ class CompiledProgram:
             parts = list[OpPart]()
             for p in self.classes.peers[ins[0].device, axis]:  # type: ignore[index]
                 seconds = alone = cost.collective(spec, attrs, ins, outs, p.group)
-                if product is not None:
+                if product is not None and self.overlap:
                     seconds = cost.exposed(alone, p.group.size, min([self._seconds(product, c) for c in p.classes]))
                 parts.append(
                     self._part(op, seconds, [(c, axis_text(axis), None) for c in p.classes], devices=p.group.size)

@@ -7,7 +7,7 @@ import pytest
 from distir.api.compilation import distribute
 from distir.api.model import Model
 from distir.executor.cost_model import CostModel
-from distir.executor.cost_model.fusion import Fused, fused
+from distir.executor.cost_model.fusion import Fused, fused, unwritten
 from distir.executor.cost_model.seconds import work
 from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster
@@ -18,6 +18,7 @@ from distir.ir.spec import lookup
 from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float32, Int64, Placement, Shard, Tensor
 from distir.models.decoder import Decoder, decoder
 from distir.transforms.differentiation.training import SGD
+from distir.transforms.pipeline.phases import users
 from distir.transforms.plan import Plan
 
 MULTI = Runtime("multi", op=1e-5, multi_tensor=True)
@@ -285,6 +286,25 @@ def test_gradients_that_products_accumulate_are_neither_cast_nor_added() -> None
             assert cost.compute(op.spec, op.attributes, ins, outs, topology.devices[0], kernels[op]) == 0
             assert cost.issue(op.spec, 1, kernels[op], True) == 0
     assert 0 < apart < len(sums)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_that_products_store_take_their_bytes(microbatches: int) -> None:
+    """In 32 bits, before there is a sum to add to: what the update, or the next microbatch, is given."""
+    step = Model(decoder(Decoder(layers=1, hidden=64, heads=2, vocab=96, seq=16, batch=4, tied=False))).training(
+        "cross-entropy", SGD(), precision="bf16"
+    )
+    topology = load_cluster("dgx-a100")
+    program = distribute(step, Plan(microbatches=microbatches), topology.devices[:1])
+    runtime, found = Runtime("sums", op=1e-6, accumulates=True), 0
+    for f in program.callees():
+        for op, kernel in fused(f, runtime).items():
+            if op.spec.name == "Cast":
+                added = [x.spec.name for x in users(f)[op.outputs[0]]] == ["Accumulate"]
+                assert kernel.result
+                assert unwritten(op, kernel) is added
+                found += not added
+    assert found
 
 
 def test_rotary_embeddings_are_one_chain() -> None:

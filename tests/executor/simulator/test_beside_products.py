@@ -15,6 +15,7 @@ from distir.hardware import load_cluster
 from distir.ir import Function, FunctionMaker, Mesh
 from distir.ir.host_runtime import Runtime
 from distir.ir.type import BFloat16, Shard, Tensor
+from distir.transforms.plan import InputSplit
 
 IN_PIECES = Runtime("pieces", overlaps_products=True)
 
@@ -61,6 +62,37 @@ def test_the_step_is_shorter_by_what_is_hidden(tokens: int) -> None:
         want -= alone - max(alone / 8, alone - of_product * 7 / 8)
     assert pieces.seconds == pytest.approx(want, rel=1e-9)
     assert pieces.seconds < plain.seconds
+
+
+def test_nothing_is_beside_a_product_where_a_device_does_one_thing_at_a_time() -> None:
+    f, _ = layer(1024)
+    topology = load_cluster("dgx-h100")
+    plain, pieces = (
+        Simulator(CostModel(topology, runtime=r), overlap=False).interpret(f) for r in (Runtime("plain"), IN_PIECES)
+    )
+    assert pieces.seconds == plain.seconds
+
+
+def test_biases_are_not_sent_so() -> None:
+    """ZeRO gathers biases, which a product adds, with weights."""
+    model = distir.load("gpt:layers=2,hidden=64,heads=4,vocab=96,seq=16,batch=8", loss="cross-entropy")
+    plan = distir.Plan(dp=2, microbatches=2, zero=3)
+    program = distir.simulate(model, plan, "dgx-h100", runtime="megatron-core").simulation.program.function
+    kernels = {op.spec.name for f in program.callees() for op in f.ops if op.spec.kernel == "product"}
+    assert "Gemm" in kernels
+    assert not any(beside_products(f) for f in program.callees())
+
+
+def test_gradients_of_experts_are_not_sent_so() -> None:
+    """Along the axis that splits experts they are summed as products of batches make them."""
+    name = "gpt:layers=2,hidden=64,heads=4,vocab=64,seq=32,batch=16,experts=4,ffn=128,choices=2,capacity=2"
+    model = distir.load(name, loss="cross-entropy", precision="bf16")
+    parts = [(f"*.mlp.experts.{of}", 0) for of in ("in.weight", "out.weight", "in.bias", "out.bias")]
+    split = InputSplit("ep", 2, (("*", 0), *parts))
+    program = distir.distribute(model, distir.Plan(dp=2, microbatches=2, split=(split,)))
+    reduced = [op for f in program.callees() for op in f.ops if op.spec.name == "MPIReduceScatter"]
+    assert reduced
+    assert not any(beside_products(f) for f in program.callees())
 
 
 def test_weights_and_their_gradients_are_not_sent_so() -> None:

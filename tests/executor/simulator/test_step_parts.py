@@ -78,7 +78,7 @@ NOTHING_SAVED = {"degrees": (1, 1, 4), "microbatches": 1, "zero": 0, "recompute"
     zero=st.sampled_from([0, 1, 3]),
     recompute=st.sampled_from(["none", "selective", "full"]),
     sequence=st.booleans(),
-    runtime=st.sampled_from([None, "torch-eager", "megatron"]),
+    runtime=st.sampled_from([None, "torch-eager", "megatron", "megatron-core", "composer"]),
 )
 def test_parts_add_up_and_agree_with_the_trace(degrees, microbatches, schedule, zero, recompute, sequence, runtime):
     dp, tp, pp = degrees
