@@ -185,13 +185,13 @@ def _work(keys: int, values: int) -> Callable[..., tuple[float, float]]:
     only of the scores that are seen.
 
     2 and 5 of them forward and backward: Dao 2023 (FlashAttention-2), sections 3.1 and 4.1. Where queries are split
-    over devices, causal attention is most work for those that have the last ones, and the others wait for them; but
-    with `zigzag` all have the mean of all queries.
+    over devices, causal attention is most work for those that have the last ones, and the others wait for them; given
+    the number of all `queries`, a device has the mean of them.
     """
 
     def work(attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape]) -> tuple[float, float]:
         s, t = ins[0][-2], ins[1][-2]
-        rows = t if attrs.get("zigzag") else min(s, t)
+        rows = min(attrs.get("queries") or s, t)
         points = math.prod(ins[0][:-1]) * (_keys_seen(rows, t, attrs.get("window") or t) if attrs.get("causal") else t)
         return 2.0 * points * (keys * ins[0][-1] + values * ins[2][-1]), 0.0
 

@@ -107,7 +107,7 @@ def _chains(f: Function, limited: Collection[Op]) -> dict[Op, Fused]:
             joined = pointwise.has(op)
         else:
             continues = op.spec is _CONCAT or _continues(op)
-            joined = _alike(y, later.outputs[0]) and (pointwise.has(op) or (continues and pointwise.has(later)))
+            joined = alike(y, later.outputs[0]) and (pointwise.has(op) or (continues and pointwise.has(later)))
         if not joined:
             continue
         before, after = chains.get(op, UNFUSED), chains.get(later, UNFUSED)
@@ -125,7 +125,7 @@ def _is_limited_by_memory(op: Op) -> bool:
 def _continues(op: Op) -> bool:
     """Whether an op that is not pointwise has one result, of the shape of an operand: a pointwise op that follows is
     given each row while it is in a kernel's hands."""
-    return len(op.outputs) == 1 and _alike(op.inputs[0], op.outputs[0])
+    return len(op.outputs) == 1 and alike(op.inputs[0], op.outputs[0])
 
 
 def _accumulates(op: Op) -> bool:
@@ -163,7 +163,7 @@ def _is_pointwise(op: Op) -> bool:
     return found is not None and not found.kinds and len(found.outs[0]) == len(set(found.outs[0]))
 
 
-def _alike(a: Value, b: Value) -> bool:
+def alike(a: Value, b: Value) -> bool:
     """Whether two tensors have the same shape and devices."""
     s, t = a.type, b.type
     return isinstance(s, Tensor) and isinstance(t, Tensor) and s.shape == t.shape and s.device is t.device

@@ -365,7 +365,7 @@ def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types, zigzag: bool = False
     if spec.local is not None:
         local.update(spec.local(attrs, *tensors))
     if zigzag and spec.kernel == "attention":
-        local["zigzag"] = True
+        local["queries"] = tensors[0][0].global_shape[-2]
     shapes = [t.shape for t in tensors[0]], [t.shape for t in tensors[1]]
     try:
         if spec.work is not None:

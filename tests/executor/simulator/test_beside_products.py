@@ -38,6 +38,50 @@ def test_a_collective_is_beside_the_product_that_needs_or_makes_it() -> None:
     assert beside_products(f) == {gather: first, scatter: second}
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_several_products_the_first_needs_and_the_last_makes(turned: bool) -> None:
+    mesh = Mesh(load_cluster("dgx-h100").devices, {"tp": 8}, "m")
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor.whole(BFloat16, (64, 32), mesh, [Shard(0)]))
+    a = f.add_input_value("a", Tensor.whole(BFloat16, (32, 64), mesh, [Shard(1)]))
+    b = f.add_input_value("b", Tensor.whole(BFloat16, (64, 32), mesh, [Shard(0)]))
+    y = f.emit("MPIAllgather", x, axis="tp")
+    hidden = [f.emit("MatMul", y, a) for _ in range(2)]
+    parts = [f.emit("MatMul", h, b) for h in hidden]
+    total = f.emit("Add", *(reversed(parts) if turned else parts))
+    f.set_outputs([f.emit("MPIReduceScatter", total, axis="tp", dim=0)])
+    gather, first, _, _, last, _, scatter = f.finalize().ops
+    assert beside_products(f.finalize()) == {gather: first, scatter: last}
+
+
+def test_what_stands_where_a_product_has_its_weight_is_not_sent_so() -> None:
+    mesh = Mesh(load_cluster("dgx-h100").devices, {"cp": 8}, "m")
+    f = FunctionMaker("f")
+    q, k = (f.add_input_value(name, Tensor.whole(BFloat16, (64, 64), mesh, [Shard(0)])) for name in "qk")
+    f.set_outputs([f.emit("MatMul", q, f.emit("MPIAllgather", k, axis="cp"))])
+    assert beside_products(f.finalize()) == {}
+
+
+def test_what_is_sent_in_pieces_takes_its_share_of_compute() -> None:
+    """All that is left of it beside a product; what is waited for at once takes none."""
+    regular, (f, _) = load_cluster("dgx-h100").regular, layer(1024)
+    assert regular is not None
+    seconds = {
+        (runtime.name, share): Simulator(
+            CostModel(
+                distir.Topology(replace(regular, intra=regular.intra._replace(slows=share))),
+                runtime=runtime,
+            )
+        )
+        .interpret(f)
+        .seconds
+        for runtime in (Runtime("plain"), IN_PIECES)
+        for share in (0.0, 0.5)
+    }
+    assert seconds["plain", 0.5] == seconds["plain", 0.0]
+    assert seconds["pieces", 0.5] > seconds["pieces", 0.0]
+
+
 def test_a_piece_is_left_and_what_products_do_not_hide() -> None:
     cost = CostModel(load_cluster("dgx-h100"), runtime=IN_PIECES)
     assert cost.exposed(8.0, 8, 100.0) == 1.0
