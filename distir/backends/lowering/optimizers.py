@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -54,9 +54,30 @@ def _any_strides(narrow: bool) -> Callable[[Callable[..., None]], Callable[..., 
     return wrapped
 
 
+def _loses_rate(rate: Any, weights: Row) -> TypeGuard[torch.Tensor]:
+    """Whether the kernel reads the learning rate in float32, as on GPUs any tensor, though the weights are float64."""
+    return isinstance(rate, torch.Tensor) and not (rate.is_cpu or rate.is_meta) and weights[0].dtype is torch.float64
+
+
+def _exact_rate(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Decorator for a fused kernel: makes it as exact in its learning rate as in its weights. An update is the rate
+    times something that does not depend on it, which the kernel with rate 1 computes."""
+
+    def update(gradients: Row, weights: Row, *states: Row, **settings: Any) -> None:
+        rate = settings.get("lr")
+        if not _loses_rate(rate, weights):
+            kernel(gradients, weights, *states, **settings)
+            return
+        ends = [x.clone() for x in weights]
+        kernel(gradients, ends, *states, **settings | {"lr": 1.0})
+        for x, end in zip(weights, ends, strict=True):
+            x.lerp_(end, rate.to(x.dtype))
+
+    return update
+
+
 def _numbers(settings: dict[str, Any], lr: float) -> dict[str, Any]:
-    """The learning rate, and whether to skip the step, as kernels take them: on GPUs they read a rate in float32; a
-    meta tensor has none."""
+    """The learning rate, and whether to skip the step, as kernels take them; a meta tensor has no rate."""
     rate, skip = settings.get("lr", lr), settings.get("skip")
     if isinstance(rate, torch.Tensor) and not rate.is_cpu:
         rate = 1.0 if rate.is_meta else rate.float()
@@ -65,6 +86,7 @@ def _numbers(settings: dict[str, Any], lr: float) -> dict[str, Any]:
 
 # on CPUs torch updates only the last few elements of 16-bit weights: pytorch/pytorch issue 191763
 @_any_strides(narrow=False)
+@_exact_rate
 def sgd(gradients: Row, weights: Row, momenta: Row | tuple[()] = (), **settings: Any) -> None:
     """A step of SGD, without dampening; `settings` are the op's attributes, and the numbers that weights share."""
     torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
@@ -82,6 +104,7 @@ def sgd(gradients: Row, weights: Row, momenta: Row | tuple[()] = (), **settings:
 
 
 @_any_strides(narrow=True)
+@_exact_rate
 def adamw(gradients: Row, weights: Row, means: Row, squares: Row, *, step: torch.Tensor, **settings: Any) -> None:
     """Step number `step` of AdamW, with the running means of gradients and of their squares; `settings` as of `sgd`."""
     first, second = settings.get("betas", (0.9, 0.999))
