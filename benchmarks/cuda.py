@@ -21,6 +21,7 @@ import copy
 import gc
 import json
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,7 +241,14 @@ def measure(work: Work, args: Any) -> list[dict[str, Any]]:
     """A row for each step of a model."""
     import torch
 
-    steps = {name: Measured(work, make) for name, make in variants(work, args).items()}
+    steps: dict[str, Measured] = {}
+    for name, make in variants(work, args).items():
+        try:
+            steps[name] = Measured(work, make)
+        except torch.OutOfMemoryError:
+            print(f"{work.name}, {name}: left out, no memory beside the other steps", file=sys.stderr, flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
     for _ in range(args.runs):
         for x in steps.values():
             x.times.append(x.seconds(args.steps))

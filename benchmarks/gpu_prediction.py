@@ -6,10 +6,10 @@
     python benchmarks/gpu_prediction.py                     on any machine: compares with the predictions
 
 Measured figures are in benchmarks/results/gpu_steps.json, the comparison is written to gpu_prediction.json there.
-Predictions are for the cluster h200, a file of `distir calibrate --device cuda`; `--cluster` names another. Seconds are
-the median of steps that a CUDA graph launches, memory is the peak of what torch's allocator has handed out, without
-what the process had before. Goals: a mean error of 8 % in seconds, of 5 % in memory. `--small` does all three with tiny
-models on the CPU, and writes nothing. Needs the `dev` extra to export.
+Predictions are for h200 and h100, files of `distir calibrate --device cuda` on such GPUs; `--cluster` names another for
+all. Seconds are the median of steps that a CUDA graph launches, memory is the peak of what torch's allocator has handed
+out, without what the process had before. Goals: a mean error of 8 % in seconds, of 5 % in memory. `--small` does all
+three with tiny models on the CPU, and writes nothing. Needs the `dev` extra to export.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ MEASURED, COMPARED = RESULTS / "gpu_steps.json", RESULTS / "gpu_prediction.json"
 BATCHES = {"gpt2": (4, 8, 16), "llama": (1, 2, 4), "vit": (32, 64, 128)}
 PRECISIONS = ("bf16", "fp32")
 GOALS = {"seconds": 0.08, "memory": 0.05}
+CLUSTERS = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100"}
+"""The cluster that was calibrated on a device."""
 STEPS = {"bf16": 9, "fp32": 2}
 """How many steps are timed."""
 Row = dict[str, Any]
@@ -89,7 +91,7 @@ def measure(folder: Path, small: bool, device: str) -> Iterator[Row]:
 
 
 def compare(folder: Path, rows: list[Row], cluster: str) -> Row:
-    """The rows with their predictions, and mean errors."""
+    """The rows of one device with their predictions, and mean errors."""
     import distir
 
     for row in rows:
@@ -100,7 +102,8 @@ def compare(folder: Path, rows: list[Row], cluster: str) -> Row:
         row["memory_error"] = found.allocated_memory / row["peak"] - 1 if row["peak"] else 0.0
     errors = {key: statistics.fmean([abs(row[f"{key}_error"]) for row in rows]) for key in GOALS}
     worst = {key: max([abs(row[f"{key}_error"]) for row in rows]) for key in GOALS}
-    return {"cluster": cluster, "mean_error": errors, "worst": worst, "goals": GOALS, "rows": rows}
+    device = rows[0]["device"]
+    return {"device": device, "cluster": cluster, "mean_error": errors, "worst": worst, "goals": GOALS, "rows": rows}
 
 
 def shown(found: Row) -> str:
@@ -118,7 +121,7 @@ def shown(found: Row) -> str:
     ]
     head = "step", "measured", "predicted", "error", "memory", "predicted", "error"
     means = ", ".join(f"{key} {found['mean_error'][key]:.1%} (goal {GOALS[key]:.0%})" for key in GOALS)
-    return f"{table(head, lines)}\nmean error: {means}"
+    return f"{found['device']}, predicted for {found['cluster']}\n{table(head, lines)}\nmean error: {means}"
 
 
 def main() -> None:
@@ -126,7 +129,7 @@ def main() -> None:
     flags.add_argument("--export", metavar="FOLDER", type=Path)
     flags.add_argument("--measure", metavar="FOLDER", type=Path)
     flags.add_argument("--programs", metavar="FOLDER", type=Path, help="of --export; default: they are exported anew")
-    flags.add_argument("--cluster", default="h200", help="default: h200")
+    flags.add_argument("--cluster", help="default: the one that was calibrated on the device")
     flags.add_argument("--small", action="store_true", help="tiny models, on the CPU")
     args = flags.parse_args()
     if args.export is not None:
@@ -137,24 +140,29 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             flags.error("--measure needs a GPU, and there is none here")
-        rows: list[Row] = []
+        device = torch.cuda.get_device_name()
+        rows = [row for row in json.loads(MEASURED.read_text()) if row["device"] != device]
         for row in measure(args.measure, args.small, "cuda"):
             rows.append(row)
             MEASURED.write_text(json.dumps(rows, indent=2) + "\n")
         return
     from distir.hardware import known_clusters
 
-    if args.cluster not in known_clusters() and not Path(args.cluster).is_file():
+    if args.cluster is not None and args.cluster not in known_clusters() and not Path(args.cluster).is_file():
         flags.error(f"no cluster {args.cluster}: expected one of distir clusters, or a file")
     with tempfile.TemporaryDirectory() as folder:
         programs = args.programs or Path(folder)
         if args.programs is None:
             export(programs, args.small)
         rows = list(measure(programs, True, "cpu")) if args.small else json.loads(MEASURED.read_text())
-        found = compare(programs, rows, "nebius-h200" if args.small else args.cluster)
+        devices: dict[str, list[Row]] = {}
+        for row in rows:
+            devices.setdefault(row["device"], []).append(row)
+        used = {name: args.cluster or CLUSTERS.get(name, "nebius-h200") for name in devices}
+        found = [compare(programs, devices[name], cluster) for name, cluster in used.items()]
     if not args.small:
         COMPARED.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2) if args.json else shown(found))
+    print(json.dumps(found, indent=2) if args.json else "\n\n".join(map(shown, found)))
 
 
 if __name__ == "__main__":
