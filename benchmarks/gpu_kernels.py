@@ -1,0 +1,169 @@
+"""Single kernels of PyTorch on one GPU in bfloat16: matrix products with their gradients, and causal attention, against
+the predictions for the GPU by its shipped figures.
+
+    python benchmarks/gpu_kernels.py --measure FILE    on a GPU: writes the seconds of each kernel
+    python benchmarks/gpu_kernels.py [FILE]            on any machine: compares with the predictions; default: what was
+                                                       measured on an H100, benchmarks/results/h100_kernels.json
+
+Seconds are the median of three runs of some calls one after the other, with random operands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from laps import parser, table
+
+RESULTS = Path(__file__).parent / "results" / "h100_kernels.json"
+CLUSTER = "dgx-h100"
+ROWS = (512, 1024, 2048, 4096, 8192, 16384)
+WEIGHTS = (
+    *((1024, 1024), (1024, 4096), (1536, 12288), (2048, 2048), (2048, 8192), (3584, 8192), (4096, 1536), (4096, 4096)),
+    *((4096, 14336), (8192, 1280), (8192, 3584), (8192, 8192), (8192, 28672), (12288, 4608), (12288, 6144)),
+    (12288, 12288),
+)
+"""Inputs and outputs of layers, whole and split over devices."""
+HEADS = ((32, 128), (16, 64), (12, 64))
+SEQUENCES = (512, 1024, 2048, 4096, 8192, 16384)
+TOKENS = 8192
+"""Of a batch of shorter sequences."""
+LARGEST = 2.5e12
+"""Multiply-adds of a product that is still measured."""
+RUNTIMES = {"flash": "torch-eager", "cudnn": "megatron-core"}
+"""Runtimes with these kernels."""
+Row = dict[str, Any]
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    import torch
+
+    for _ in range(3):
+        call()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def timed(count: int) -> float:
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / count
+
+    count = max(3, min(50, int(0.02 / max(timed(1), 1e-6))))
+    return statistics.median(timed(count) for _ in range(3))
+
+
+def measure() -> Iterator[Row]:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.02
+
+    for m in ROWS:
+        for depth, n in WEIGHTS:
+            if m * depth * n <= LARGEST:
+                x, w, g = random(m, depth), random(n, depth), random(m, n)
+                calls = {"fwd": lambda: x @ w.t(), "dx": lambda: g @ w, "dw": lambda: g.t() @ x}  # noqa: B023
+                times = {key: seconds_of(call) for key, call in calls.items()}
+                yield {"kind": "gemm", "m": m, "k": depth, "n": n, **times}
+    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    for heads, size in HEADS:
+        for s in SEQUENCES:
+            shape = (max(1, TOKENS // s), heads, s, size)
+            q, k, v = [random(*shape).requires_grad_() for _ in range(3)]
+            slopes = random(*shape)
+            for name, kernel in kernels.items():
+                with sdpa_kernel(kernel):
+
+                    def attend() -> torch.Tensor:
+                        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: B023
+
+                    forward, y = seconds_of(attend), attend()
+                    backward = seconds_of(
+                        lambda: torch.autograd.grad(y, (q, k, v), slopes, retain_graph=True)  # noqa: B023
+                    )
+                row: Row = {"kind": "attention", "kernel": name, "b": shape[0], "h": heads, "s": s, "d": size}
+                yield row | {"fwd": forward, "bwd": backward}
+
+
+def compare(rows: list[Row]) -> list[Row]:
+    """Each kernel with its predicted seconds; of attention both ways together."""
+    from distir import CostModel
+    from distir.hardware import load_cluster, load_runtime
+    from distir.ir.spec import lookup
+    from distir.ir.type import BFloat16, Float32, Tensor
+
+    topology = load_cluster(CLUSTER)
+    device = topology.spec(topology.devices[0])
+    costs = {key: CostModel(topology, runtime=load_runtime(name)) for key, name in RUNTIMES.items()}
+    found: list[Row] = []
+
+    def add(name: str, flops: float, measured: float, predicted: float) -> None:
+        error = predicted / measured - 1
+        found.append({"name": name, "flops": flops, "measured": measured, "predicted": predicted, "error": error})
+
+    for row in rows:
+        if row["kind"] == "gemm":
+            x, w, y = [Tensor(BFloat16(), (row[a], row[b])) for a, b in ("mk", "kn", "mn")]
+            flops = 2.0 * row["m"] * row["k"] * row["n"]
+            predicted = costs["flash"].compute_seconds(lookup("MatMul"), {}, [x, w], [y], device)
+            for key in ("fwd", "dx", "dw"):
+                add("product", flops, row[key], predicted)
+        elif row["kind"] == "attention" and "fwd" in row:
+            q = Tensor(BFloat16(), (row["b"], row["h"], row["s"], row["d"]))
+            sums = Tensor(Float32(), q.shape[:-1])
+            attrs = {"causal": True, "scale": row["d"] ** -0.5}
+            cost, flops = costs[row["kernel"]], 14.0 * math.prod(q.shape) * row["s"] / 2
+            predicted = cost.compute_seconds(lookup("Attention"), attrs, [q, q, q], [q, sums], device)
+            predicted += cost.compute_seconds(lookup("AttentionGrad"), attrs, [q, q, q, q, sums, q], [q, q, q], device)
+            add(f"{row['kernel']} attention, {row['s']} tokens", flops, row["fwd"] + row["bwd"], predicted)
+    return found
+
+
+def shown(found: list[Row]) -> str:
+    """Mean errors of products by their size, and of attention by kernel and tokens."""
+    groups: dict[str, list[Row]] = {}
+    for row in found:
+        name = row["name"]
+        if name == "product":
+            name = f"product, {10 ** math.floor(math.log10(row['flops'] / 1e9)):,} GFLOP and more"
+        groups.setdefault(name, []).append(row)
+    lines = [
+        (
+            name,
+            str(len(rows)),
+            f"{statistics.fmean(abs(row['error']) for row in rows):.1%}",
+            f"{statistics.fmean(row['error'] for row in rows):+.1%}",
+        )
+        for name, rows in sorted(groups.items())
+    ]
+    products = [abs(row["error"]) for row in found if row["name"] == "product"]
+    head = "kernel", "measured", "mean error", "bias"
+    return f"{table(head, lines)}\nproducts: mean error {statistics.fmean(products):.1%}"
+
+
+def main() -> None:
+    flags = parser(__doc__, 1)
+    flags.add_argument("file", nargs="?", type=Path, default=RESULTS, metavar="FILE")
+    flags.add_argument("--measure", type=Path, metavar="FILE", help="measure, and write there")
+    args = flags.parse_args()
+    if args.measure is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            flags.error("--measure needs a GPU, and there is none here")
+        device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        args.measure.write_text(json.dumps(device | {"rows": list(measure())}) + "\n")
+        return
+    found = compare(json.loads(args.file.read_text())["rows"])
+    print(json.dumps(found) if args.json else shown(found))
+
+
+if __name__ == "__main__":
+    main()
