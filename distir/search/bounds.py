@@ -223,7 +223,7 @@ def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel, enough
     """Seconds below which the step of a candidate cannot be; no more than `enough` are looked for."""
     m, p, borders = c.microbatches(batch), c.pp, c.pp * c.chunks - 1
     forward, backward = (_busy(x, borders) for x in (step.forward, step.backward))
-    once = step.once / (c.dp if c.zero else 1)
+    once = step.once / (c.owners if c.zero else 1)
     found = max((m * (forward + backward) + once) / p, m * step.unit)
     if found * ROUNDING >= enough:
         return found * ROUNDING

@@ -152,7 +152,8 @@ def _gathers(v: Value, maker: Mapping[Value, Op], phase: Mapping[Op, str]) -> li
         op = maker.get(todo.pop())
         if op is None or phase[op] not in (FREE, PROLOGUE):
             continue
-        if op.spec.comm is not None and op.spec.comm.gathers and axis_of(op) == "dp":
+        axis = axis_of(op)
+        if op.spec.comm is not None and op.spec.comm.gathers and axis is not None and of_replicas(axis):
             found.append(op)
         elif len(op.inputs) == 1:
             todo += op.inputs

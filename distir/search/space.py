@@ -75,7 +75,12 @@ class Candidate(NamedTuple):
 
     @property
     def devices(self) -> int:
-        return self.dp * self.tp * self.pp * math.prod([x.size for x in self.split])
+        return self.owners * self.tp * self.pp
+
+    @property
+    def owners(self) -> int:
+        """The devices over which ZeRO splits state, at most: the replicas, and those along further axes."""
+        return self.dp * math.prod([x.size for x in self.split])
 
     @property
     def shards(self) -> int:
@@ -105,8 +110,8 @@ class Rule(NamedTuple):
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        lambda c, batch: c.zero > 0 and c.dp == 1,
-        "ZeRO splits among replicas: without any it is the same program",
+        lambda c, batch: c.zero > 0 and c.owners == 1,
+        "ZeRO splits among replicas and context parallelism's devices: without any it is the same program",
     ),
     Rule(
         lambda c, batch: c.sequence_parallel and c.tp == 1,

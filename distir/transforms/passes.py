@@ -24,7 +24,7 @@ from distir.transforms.pipeline.emission import Stages, pipeline
 from distir.transforms.pipeline.join_axes import join_axes
 from distir.transforms.pipeline.keep_whole import keep_whole
 from distir.transforms.pipeline.phases import PHASES, PhaseRules
-from distir.transforms.pipeline.prefetch import prefetch
+from distir.transforms.pipeline.prefetch import gathered_along, prefetch
 from distir.transforms.pipeline.recompute import recompute
 from distir.transforms.pipeline.schedule import make_table
 from distir.transforms.pipeline.schedule_table import rank_of_stage
@@ -183,7 +183,7 @@ def _bucket(body: Function, axes: Sequence[str], limit: float, timed: bool) -> F
 
 
 def _prefetch(body: Function, axes: Sequence[str], limit: float, timed: bool) -> Function:
-    for axis in axes if timed else ():
+    for axis in gathered_along(body, axes) if timed else ():
         body = prefetch(body, axis, limit)
     return body
 

@@ -161,6 +161,8 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
         elif may_be_free and _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
+            if spec.comm is not None and parts.issuperset(ins):  # it may be gathered along a further axis
+                parts.update(outs)
         elif moving.isdisjoint(outs) and moving.isdisjoint(ins):
             phase[op] = PROLOGUE
             free.update(outs)
@@ -181,8 +183,10 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
 def _is_free(op: Op, free: set[Value], parts: set[Value], replicas: Collection[str]) -> bool:
     """Whether the op is a view or constant of free values, or gathers a weight that is sharded over replicas."""
     comm = op.spec.comm
-    if comm is not None and comm.gathers and op.attributes["axis"] in replicas and parts.issuperset(op.inputs):
-        return True
+    if comm is not None and comm.gathers and parts.issuperset(op.inputs):
+        axis = op.attributes["axis"]
+        if all([name in replicas for name in ((axis,) if isinstance(axis, str) else axis)]):
+            return True
     return (op.spec.alias or not op.inputs) and free.issuperset(op.inputs)
 
 
@@ -202,6 +206,8 @@ def _unvaried(function: Function, backward: set[Op], rules: PhaseRules) -> dict[
         elif _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
+            if op.spec.comm is not None and parts.issuperset(ins):
+                parts.update(outs)
         elif depends.isdisjoint(ins):
             phase[op] = PROLOGUE
             free.update(outs)

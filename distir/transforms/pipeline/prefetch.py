@@ -6,8 +6,9 @@ gathered while a layer is computed. At most two units are whole at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from distir.ir.device import AxisNames
 from distir.ir.function import NO_ATTRIBUTES, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor
@@ -17,7 +18,15 @@ from distir.transforms.pipeline.bucket import GATHERS, bundle_collective, maker_
 _AFTER = lookup("After")
 
 
-def prefetch(function: Function, axis: str, limit: float) -> Function:
+def gathered_along(function: Function, axes: Collection[str]) -> list[AxisNames]:
+    """What values of a body are gathered along: one of these axes, alone or with others."""
+    found = [op.attributes["axis"] for op in function.ops if op.spec in GATHERS]
+    return [
+        axis for axis in dict.fromkeys(found) if not set(axes).isdisjoint((axis,) if isinstance(axis, str) else axis)
+    ]
+
+
+def prefetch(function: Function, axis: AxisNames, limit: float) -> Function:
     """A body with the gathers along `axis` of its inputs in units of at least `limit` bytes, each issued one ahead.
 
     The bytes are those of the gathered values, on a device. Members of a unit have the same dtype and mesh.
@@ -48,7 +57,7 @@ def prefetch(function: Function, axis: str, limit: float) -> Function:
     return maker.finalize()
 
 
-def _units(function: Function, axis: str, limit: float) -> list[list[Op]]:
+def _units(function: Function, axis: AxisNames, limit: float) -> list[list[Op]]:
     """The gathers of a body's inputs and of views of them, in program order, in units."""
     if not [op for op in function.ops if op.spec in GATHERS and op.attributes["axis"] == axis]:
         return []

@@ -13,7 +13,14 @@ from distir.transforms.roles import batch_size
 from distir.transforms.sharding.graph import graph_of
 from distir.transforms.sharding.place import Placed
 from distir.transforms.sharding.shard import shard
-from distir.transforms.sharding.strategies import IN_TIME, STRATEGIES, Batch, Problem, pad_to_multiple
+from distir.transforms.sharding.strategies import (
+    IN_TIME,
+    STRATEGIES,
+    Batch,
+    Problem,
+    pad_to_multiple,
+    state_along_inputs,
+)
 
 _RECENT = 1 << 16
 """The most ops of placed functions cached with their source: plans that differ only in their schedule share them."""
@@ -59,8 +66,10 @@ def _place(function: Function, dims: SplitDims, sharding: Sharding, mesh: Mesh) 
     decided: dict[str, Placed] = {}
     for axis in axes:
         decided[axis.name] = STRATEGIES[axis.strategy].place(dims.problem(function, sharding, decided), axis)
+    if sharding.zero:
+        decided |= state_along_inputs(dims.problem(function, sharding, decided))
     # ZeRO 2 and 3: scatter each microbatch's gradients before adding them; else scatter the sum of all microbatches
-    first = (BATCH, IN_TIME) if sharding.zero > 1 else (IN_TIME, BATCH)
+    first = (BATCH, INPUTS, IN_TIME) if sharding.zero > 1 else (IN_TIME, BATCH, INPUTS)
     converted = sorted(axes, key=lambda a: first.index(a.strategy) if a.strategy in first else len(first))
     try:
         return shard(graph_of(function), mesh, {a.name: decided[a.name] for a in converted})

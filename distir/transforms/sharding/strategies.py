@@ -132,6 +132,19 @@ def _place_inputs(problem: Problem, axis: Axis) -> Placed:
     return split_inputs(graph, classes, n, Named(starts, kept), problem.taken(INPUTS), batch)
 
 
+def state_along_inputs(problem: Problem) -> dict[str, Placed]:
+    """The placements along axes of inputs, with what ZeRO splits along them, too: inside what replicas have of it."""
+    graph, sharding, decided = graph_of(problem.function), problem.sharding, dict(problem.decided)
+    found: dict[str, Placed] = {}
+    inside = [decided[a.name] for a in sharding.along(BATCH)]
+    for axis in sharding.along(INPUTS):
+        others = [(decided[a.name], a.size) for a in sharding.axes if a is not axis]
+        placed = shard_state(graph, decided[axis.name], axis.size, sharding.zero, others, inside)
+        decided[axis.name] = found[axis.name] = placed
+        inside.append(placed)
+    return found
+
+
 def _place_weights(problem: Problem, axis: Axis) -> Placed:
     """Weights split where that costs least; with sequence parallelism what lies between their products, too.
 

@@ -28,18 +28,26 @@ from distir.transforms.sharding.place import Placed
 STAGES = (0, 1, 2, 3)
 
 
-def shard_state(graph: Graph, replicas: Placed, n: int, stage: int, others: Sequence[tuple[Placed, int]]) -> Placed:
-    """The placements along dp, of n replicas, with what the ZeRO stage splits.
+def shard_state(
+    graph: Graph,
+    replicas: Placed,
+    n: int,
+    stage: int,
+    others: Sequence[tuple[Placed, int]],
+    inside: Sequence[Placed] = (),
+) -> Placed:
+    """The placements along dp, of n replicas, with what the ZeRO stage splits; or along another axis that leaves
+    weights whole.
 
     `others` are the placements along other axes of devices, with their sizes: a dim that one of them splits is used
-    last, and split inside that.
+    last, and split inside that. First, though, those that axes in `inside` split: collectives along both are joined.
     """
     mappings, inputs, reduce = list(replicas.mappings), dict(replicas.inputs), set(replicas.reduce)
     scatter: dict[int, Shard] = {}
     for j, slot in _updates(graph):
         if mappings[j] is not None:
             continue
-        mapping = _split(graph, j, slot, n, others)
+        mapping = _split(graph, j, slot, n, others, inside)
         if mapping is None:
             continue
         mappings[j] = mapping
@@ -54,7 +62,7 @@ def shard_state(graph: Graph, replicas: Placed, n: int, stage: int, others: Sequ
                     scatter[made] = part
     for weight in [i for i in graph.inputs if graph.roles[i] == "parameter"]:
         if stage == 3 and weight not in inputs and not _is_renewed(graph, weight):
-            inputs.update(_split_weight(graph, weight, n, others))
+            inputs.update(_split_weight(graph, weight, n, others, inside))
         if weight in inputs:
             _split_casts(graph, mappings, weight, inputs[weight], n, others)
     return replicas._replace(mappings=mappings, inputs=inputs, reduce=reduce, scatter=scatter)
@@ -119,7 +127,9 @@ def _is_renewed(graph: Graph, weight: int) -> bool:
     return graph.function.inputs[weight] in graph.function.updates.values()
 
 
-def _split(graph: Graph, j: int, slot: int, n: int, others: Sequence[tuple[Placed, int]]) -> FactorMapping | None:
+def _split(
+    graph: Graph, j: int, slot: int, n: int, others: Sequence[tuple[Placed, int]], inside: Sequence[Placed]
+) -> FactorMapping | None:
     """The mapping of an optimizer op split along its weight, inside what other axes split of its operands."""
     shape = graph.shapes[graph.ins[j][slot]]
     alike = [i for i in graph.ins[j] if graph.shapes[i] == shape]
@@ -130,23 +140,27 @@ def _split(graph: Graph, j: int, slot: int, n: int, others: Sequence[tuple[Place
         if (mapping := placed.mappings[j]) is not None:
             taken.append((mapping.ins[slot], size))
         taken += [(p, size) for i in alike for p in _placements(graph, placed, i)]
-    for split in _splits(len(shape), taken):
+    first = [m.ins[slot] for placed in inside if (m := placed.mappings[j]) is not None]
+    for split in _splits(len(shape), taken, first):
         mapping = graph.sigs[j].mapping(slot, split, n)
         if mapping is not None:
             return mapping
     return None
 
 
-def _split_weight(graph: Graph, weight: int, n: int, others: Sequence[tuple[Placed, int]]) -> dict[int, Shard]:
+def _split_weight(
+    graph: Graph, weight: int, n: int, others: Sequence[tuple[Placed, int]], inside: Sequence[Placed]
+) -> dict[int, Shard]:
     """How a weight that is not updated is split."""
     shape = graph.shapes[weight]
     taken = [(placed.inputs.get(weight, REPLICATE), size) for placed, size in others]
-    return next(({weight: p} for p in _splits(len(shape), taken) if shape[p.dim] % (p.outer * n) == 0), {})
+    first = [placed.inputs.get(weight, REPLICATE) for placed in inside]
+    return next(({weight: p} for p in _splits(len(shape), taken, first) if shape[p.dim] % (p.outer * n) == 0), {})
 
 
-def _splits(rank: int, taken: Sequence[tuple[Placement, int]]) -> list[Shard]:
-    """The candidate splits of values of `rank` dims: dims that no other axis splits first, then inside those that one
-    does. `taken`: placements along other axes, with their sizes.
+def _splits(rank: int, taken: Sequence[tuple[Placement, int]], first: Sequence[Placement]) -> list[Shard]:
+    """The candidate splits of values of `rank` dims: of the dims of `first`, then of dims that no other axis splits,
+    then inside those that one does. `taken`: placements along other axes, with their sizes.
 
     Slices of the first dim are contiguous, so gathering them needs no copy.
     """
@@ -154,7 +168,8 @@ def _splits(rank: int, taken: Sequence[tuple[Placement, int]]) -> list[Shard]:
     for p, size in taken:
         if p.dim is not None:
             inside[p.dim] = max(inside[p.dim], p.outer * size)
-    return [Shard(dim, inside[dim]) for dim in sorted(range(rank), key=lambda d: inside[d] > 1)]
+    dims = {p.dim for p in first}
+    return [Shard(dim, inside[dim]) for dim in sorted(range(rank), key=lambda d: (d not in dims, inside[d] > 1))]
 
 
 def _placements(graph: Graph, placed: Placed, value: int) -> list[Placement]:
