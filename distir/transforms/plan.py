@@ -147,7 +147,8 @@ class Plan:
     from the one whose devices have consecutive numbers to the outermost. Without `overlap` a device does one thing at a
     time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of `bucket_mb` MiB:
     0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's state, also gradients,
-    also parameters among them (Rajbhandari et al. 2020); `gathered_again` says which of these the backward pass gathers
+    also parameters among them (Rajbhandari et al. 2020), and with devices along axes of `split`, but those that split
+    the batch alone; `gathered_again` says which of these the backward pass gathers
     again: "all", or only those of "blocks" (`transforms.pipeline.keep_whole`). With `sequence_parallel` activations
     between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute`
     says what the backward pass recomputes: "none", "gathers", "attention", "selective", "full", "products",
@@ -185,8 +186,8 @@ class Plan:
     )
     zero: int = _setting(
         0,
-        "ZeRO stage, what is sharded across the replicas: nothing (0), the optimizer's state (1), gradients too (2), "
-        "parameters too (3)",
+        "ZeRO stage, what is sharded across the replicas, and what further axes leave whole across these: nothing (0), "
+        "the optimizer's state (1), gradients too (2), parameters too (3)",
         choices=(0, 1, 2, 3),
     )
     gathered_again: str = _setting(

@@ -48,6 +48,8 @@ PLANS = [
     Plan(2, 2, 2, 2, zero=3, sequence_parallel=True, split=CONTEXT),
     Plan(2, 2, 1, 2, zero=1, recompute="gathers", sequence_parallel=True, split=("cp=4:input_ids.1,labels.1",)),
     Plan(1, 4, sequence_parallel=True, split=CONTEXT),
+    *[Plan(2, 1, 2, 2, zero=zero, split=CONTEXT) for zero in (1, 2, 3)],
+    Plan(1, 2, 2, 2, zero=3, split=CONTEXT, gathered_again="blocks"),
 ]
 
 

@@ -18,7 +18,6 @@ from distir.api.interop.plan_settings import (
     REPLICATE,
     Fault,
     ReadConfig,
-    Request,
     TrainingSettings,
     fields_of,
     in_effect,
@@ -26,7 +25,7 @@ from distir.api.interop.plan_settings import (
     splits_of,
 )
 from distir.api.interop.shell_words import ShellOptions, shell_options
-from distir.api.interop.to_megatron import FSDP_STRATEGIES, gradient_bytes, megatron_notes
+from distir.api.interop.to_megatron import FSDP_STRATEGIES, gradient_bytes
 from distir.api.model import Precision
 from distir.ir.errors import UsageError
 from distir.transforms.plan import MIB, Plan
@@ -87,7 +86,6 @@ def read_megatron(path: str | PathLike[str], devices: int | None = None, layers:
     leave = ["loss_gradient", "cut"]
     leave += ["bucket_mb"] if plan.zero > 1 and plan.overlap else []
     leave += ["pad_multiple"] if given["make-vocab-size-divisible-by"] is None else []
-    notes += megatron_notes(Request(plan, settings))
     return ReadConfig(fields_of(plan, leave), settings, faults, notes, ignored, plan.size)
 
 
@@ -151,7 +149,7 @@ def _plan(given: _Given, devices: int, layers: int | None, precision: Precision)
     if (replicas // ep) % instances:
         raise UsageError(f"{given.name}: {replicas // ep} replicas are no multiple of {instances} optimizer instances")
     zero = _zero(given)
-    replicate = instances if zero and replicas // ep > instances else 1
+    replicate = instances if zero and replicas * cp > instances else 1  # else each device has all
     microbatches, whole = _microbatches(given, replicas)
     chunks = _chunks(given, pp, layers)
     if zero and given["overlap-grad-reduce"] and not given["overlap-param-gather"]:

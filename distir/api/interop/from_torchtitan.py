@@ -139,7 +139,7 @@ def _plan(given: _Given) -> Plan:
         text = f"{given.name}: experts of another tensor parallelism than {tp}"
         given.faults.append(Fault("split", text, f"nearest: expert_tensor_parallel_degree = {tp}"))
     dp, zero = shard // ep, 3
-    if dp == 1:  # DDP
+    if shard * cp == 1:  # DDP
         dp, replicate, zero = replicate, 1, 0
     elif (policy := given["fsdp_reshard_after_forward"]) == "default":
         zero = 2 if pp > 1 else 3

@@ -96,7 +96,7 @@ def in_effect(plan: Plan) -> Plan:
         changes["schedule"] = ONE_F_ONE_B
     elif isinstance(plan.schedule, str) and plan.schedule in SCHEDULES and plan.schedule != INTERLEAVED:
         changes |= {"chunks": 1, "schedule": ONE_F_ONE_B if plan.pp == plan.microbatches == 1 else plan.schedule}
-    if plan.dp == 1:
+    if plan.dp == 1 and all([s.axis == REPLICATE for s in kept]):
         changes["zero"] = 0
     if plan.tp == 1:
         changes["sequence_parallel"] = False

@@ -52,8 +52,8 @@ def megatron_arguments(request: Request) -> str:
     The request is one that passes `MEGATRON_STEPS`.
     """
     plan = request.plan
-    lines = [f"# Megatron-LM: {plan}", *[f"# note: {x}" for x in megatron_notes(request)]]
-    lines += [
+    lines = [
+        f"# Megatron-LM: {plan}",
         '# torchrun --nnodes ... --nproc-per-node ... pretrain_gpt.py "${MEGATRON_ARGS[@]}" ...',
         f"WORLD_SIZE={plan.size}",
         "MEGATRON_ARGS=(",
@@ -61,15 +61,6 @@ def megatron_arguments(request: Request) -> str:
         ")",
     ]
     return "\n".join([*lines, ""])
-
-
-def megatron_notes(request: Request) -> list[str]:
-    """What Megatron-LM does otherwise than the plan."""
-    plan, sizes = request.plan, split_sizes(request.plan)
-    found = [name for name in (CONTEXT, EXPERTS) if sizes[name] > 1]
-    if not found or not plan.zero:
-        return []
-    return [f"Megatron-LM splits what ZeRO splits along dp and {' and '.join(found)}, the plan along dp"]
 
 
 def _arguments(request: Request) -> Iterator[str]:

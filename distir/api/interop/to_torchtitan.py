@@ -94,17 +94,7 @@ def torchtitan_toml(request: Request) -> str:
 
 def torchtitan_notes(plan: Plan) -> list[str]:
     """What torchtitan does otherwise than the plan."""
-    return [
-        *_sharded_notes(plan),
-        *(["recomputation by op also recomputes every second matrix product"] if plan.recompute == "selective" else []),
-    ]
-
-
-def _sharded_notes(plan: Plan) -> list[str]:
-    sizes = split_sizes(plan)
-    found = [name for name in (CONTEXT, EXPERTS) if sizes[name] > 1]
-    text = f"{TORCHTITAN_NAME} splits weights and optimizer state along dp and {' and '.join(found)}, the plan along dp"
-    return [text] if found else []
+    return ["recomputation by op also recomputes every second matrix product"] if plan.recompute == "selective" else []
 
 
 def _schedule(plan: Plan, settings: TrainingSettings) -> dict[str, Any]:
@@ -132,7 +122,8 @@ def _layers_per_stage(plan: Plan, settings: TrainingSettings) -> int | None:
 def _with_zero(r: Request) -> tuple[str, Request] | None:
     plan = r.plan
     alone = plan.size == plan.dp
-    if plan.zero >= 2 or plan.dp == 1 or (plan.zero == 0 and alone):
+    sizes = split_sizes(plan)
+    if plan.zero >= 2 or plan.dp * sizes[CONTEXT] * sizes[EXPERTS] == 1 or (plan.zero == 0 and alone):
         return None
     what = "ZeRO 1" if plan.zero else "replicas without ZeRO beside other axes"
     return what, r.changed(zero=2)

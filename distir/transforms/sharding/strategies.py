@@ -133,11 +133,15 @@ def _place_inputs(problem: Problem, axis: Axis) -> Placed:
 
 
 def state_along_inputs(problem: Problem) -> dict[str, Placed]:
-    """The placements along axes of inputs, with what ZeRO splits along them, too: inside what replicas have of it."""
+    """The placements along axes of inputs, with what ZeRO splits along them, too: inside what replicas have of it.
+
+    An axis that splits the batch alone is left as it is: along it are replicas of the groups that ZeRO splits (hybrid
+    sharding).
+    """
     graph, sharding, decided = graph_of(problem.function), problem.sharding, dict(problem.decided)
     found: dict[str, Placed] = {}
     inside = [decided[a.name] for a in sharding.along(BATCH)]
-    for axis in sharding.along(INPUTS):
+    for axis in [a for a in sharding.along(INPUTS) if not set(problem.dims[a.name]) <= set(problem.batch)]:
         others = [(decided[a.name], a.size) for a in sharding.axes if a is not axis]
         placed = shard_state(graph, decided[axis.name], axis.size, sharding.zero, others, inside)
         decided[axis.name] = found[axis.name] = placed

@@ -10,8 +10,10 @@ placements along dp; the collectives follow from them (`shard`):
 3. a weight is sharded and is all-gathered for each forward and each backward pass that uses it (`prefetch` says
    when).
 
-A weight of which no dim divides by dp stays replicated. In mixed precision, where a weight is used only in a narrower
-type, it is sharded at every stage, cast, and gathered as that: at 1 and 2 once a step.
+Along further axes of devices that leave weights whole, as those of context parallelism do, each share is split once
+more (`strategies.state_along_inputs`). A weight of which no dim divides by dp stays replicated. In mixed precision,
+where a weight is used only in a narrower type, it is sharded at every stage, cast, and gathered as that: at 1 and 2
+once a step.
 """
 
 from __future__ import annotations

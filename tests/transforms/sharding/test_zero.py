@@ -265,3 +265,54 @@ def test_a_weight_that_is_not_trained_is_split_where_another_axis_does_not() -> 
     whole = Placed(0.0, [None] * len(graph.sigs), set(), {})
     for given, want in (({}, Shard(0)), ({1: Shard(0)}, Shard(1))):
         assert shard_state(graph, whole, 2, 3, [(whole._replace(inputs=given), 2)]).inputs == {1: want}
+
+
+CONTEXT = ("cp=2:input_ids.1,labels.1,position_ids.1,attention_mask.2",)
+GROUPS = ("replicate=2:input_ids.0,labels.0",)
+
+
+def ways(f: Function, kind: str) -> Counter[tuple[str, ...]]:
+    """The axes along which matrices of a kind are split."""
+    types = [v.type for v in f.inputs if v.kind == kind]
+    return Counter(
+        [
+            tuple(axis for axis, p in zip(t.mesh.axes, t.placements, strict=True) if isinstance(p, Shard))
+            for t in types
+            if isinstance(t, Tensor) and len(t.shape) == 2
+        ]
+    )
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_devices_of_context_parallelism_own_shares_of_a_replica_s(zero: int) -> None:
+    program = small_gpt(optimizer=ADAMW)
+    check(program, Plan(2, 1, 1, 2, zero=zero, split=CONTEXT))
+    found = distributed(program, Plan(2, 1, 1, 2, zero=zero, split=CONTEXT)).program
+    assert set(ways(found, "state")) == {("dp", "cp")}
+    assert set(ways(found, "parameter")) == {("dp", "cp") if zero == 3 else ()}
+
+
+def test_gradients_are_scattered_and_weights_gathered_along_both_at_once() -> None:
+    program = distributed(small_gpt(optimizer=ADAMW), Plan(2, zero=1, bucket_mb=0, split=CONTEXT)).program
+    sent = Counter([(op.spec.name, op.attributes.get("axis")) for f in program.callees() for op in f.ops])
+    weights = sum(v.kind == "parameter" for v in program.inputs)
+    for name in ("MPIReduceScatter", "MPIAllgather"):
+        # positions are in parts along cp already
+        assert sent[name, ("dp", "cp")] >= weights - 1
+        assert sent[name, "dp"] <= 1
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_without_replicas_those_of_context_parallelism_own_all(zero: int) -> None:
+    program = small_gpt(optimizer=ADAMW)
+    check(program, Plan(microbatches=2, zero=zero, split=CONTEXT))
+    assert set(ways(distributed(program, Plan(zero=zero, split=CONTEXT)).program, "state")) == {("cp",)}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_of_groups_have_all_of_their_group_s(zero: int) -> None:
+    """Hybrid sharding: an axis that splits the batch alone."""
+    program = small_gpt(optimizer=ADAMW)
+    plan = Plan(2, 1, 1, 2, zero=zero, split=(*GROUPS, *CONTEXT))
+    check(program, plan)
+    assert set(ways(distributed(program, plan).program, "state")) == {("dp", "cp")}
