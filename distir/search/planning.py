@@ -272,7 +272,7 @@ def _nothing_fits(bounds: Bounds, found: Space, state: Progressed, several: Simu
     c = least.candidate
     more_of = {
         "recompute": ("recomputation", c.recompute != "full"),
-        "zero": ("ZeRO", c.zero < 3 and c.dp > 1),
+        "zero": ("ZeRO", c.zero < 3 and c.owners > 1),
         "microbatch": ("smaller microbatches", c.microbatch > 1),
     }
     names = {name: what for name, (what, helps) in more_of.items() if helps and name in found.held}

@@ -64,7 +64,7 @@ def test_what_stands_where_a_product_has_its_weight_is_not_sent_so() -> None:
 
 def test_what_is_sent_in_pieces_takes_its_share_of_compute() -> None:
     """All that is left of it beside a product; what is waited for at once takes none."""
-    regular, (f, _) = load_cluster("dgx-h100").regular, layer(1024)
+    regular, (f, _) = load_cluster("dgx-h100").regular, layer(4096)
     assert regular is not None
     seconds = {
         (runtime.name, share): Simulator(
