@@ -59,7 +59,7 @@ FIGURES = (
     *[Figure("runtime", "megatron", name) for name in ("op", "member", "call", "skew", "gap")],
     Figure("runtime", "composer", "passes"),
     Figure("device", "a100", "memory_efficiency"),
-    Figure("device", "h100-sxm", "early_products"),
+    Figure("device", "h100-sxm", "early"),
     Figure("device", "b200", "compute_efficiency"),
     Figure("network", "infiniband-edr", "partial_share"),
 )
