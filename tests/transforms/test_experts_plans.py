@@ -77,6 +77,7 @@ PLANS = [
     Plan(split=split(2, "cp=2:input_ids.1,labels.1")),
     Plan(tp=2, split=split(2, "cp=2:input_ids.1,labels.1"), sequence_parallel=True),
     Plan(split=(f"ep=4:{EXPERTS}",)),
+    *[Plan(2, 1, 1, m, zero=3, split=("cp=4:input_ids.1,labels.1",), gathered_again="blocks") for m in (1, 2)],
 ]
 
 

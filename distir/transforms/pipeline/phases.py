@@ -158,6 +158,7 @@ def phases(function: Function, rules: PhaseRules = RULES) -> dict[Op, str]:
         elif op in rules.kept:
             phase[op] = FORWARD
             free.update(outs)
+            parts.update(outs)
         elif may_be_free and _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
@@ -203,6 +204,7 @@ def _unvaried(function: Function, backward: set[Op], rules: PhaseRules) -> dict[
         if op in rules.kept:
             phase[op] = FORWARD
             free.update(outs)
+            parts.update(outs)
         elif _is_free(op, free, parts, replicas) and results.isdisjoint(outs):
             phase[op] = FREE
             free.update(outs)
