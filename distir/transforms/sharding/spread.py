@@ -66,13 +66,15 @@ def _place(function: Function, dims: SplitDims, sharding: Sharding, mesh: Mesh) 
     decided: dict[str, Placed] = {}
     for axis in axes:
         decided[axis.name] = STRATEGIES[axis.strategy].place(dims.problem(function, sharding, decided), axis)
-    if sharding.zero:
-        decided |= state_along_inputs(dims.problem(function, sharding, decided))
+    owners = state_along_inputs(dims.problem(function, sharding, decided)) if sharding.zero else {}
+    decided |= owners
     # ZeRO 2 and 3: scatter each microbatch's gradients before adding them; else scatter the sum of all microbatches
-    first = (BATCH, INPUTS, IN_TIME) if sharding.zero > 1 else (IN_TIME, BATCH, INPUTS)
-    converted = sorted(axes, key=lambda a: first.index(a.strategy) if a.strategy in first else len(first))
+    time = [a.name for a in axes if a.strategy == IN_TIME]
+    replicas = [a.name for a in axes if a.strategy == BATCH]
+    first = [*replicas, *owners, *time] if sharding.zero > 1 else [*time, *replicas, *owners]
+    converted = [*first, *[a.name for a in axes if a.name not in first]]
     try:
-        return shard(graph_of(function), mesh, {a.name: decided[a.name] for a in converted})
+        return shard(graph_of(function), mesh, {name: decided[name] for name in converted})
     except IRTypeError as e:
         if not (named := sharding.along(INPUTS)):
             raise

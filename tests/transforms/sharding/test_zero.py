@@ -20,7 +20,7 @@ from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.sharding.graph import graph_of
 from distir.transforms.sharding.place import Placed
 from distir.transforms.sharding.zero import shard_state
-from tests.transforms.programs import Plan, Program, check, distributed, imported_mlp, small_gpt
+from tests.transforms.programs import Plan, Program, check, collectives, distributed, imported_mlp, small_gpt
 
 ADAMW = AdamW(0.01)
 
@@ -316,3 +316,12 @@ def test_replicas_of_groups_have_all_of_their_group_s(zero: int) -> None:
     plan = Plan(2, 1, 1, 2, zero=zero, split=(*GROUPS, *CONTEXT))
     check(program, plan)
     assert set(ways(distributed(program, plan).program, "state")) == {("dp", "cp")}
+
+
+@pytest.mark.parametrize("split", [GROUPS, (*GROUPS, *CONTEXT)], ids=len)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_groups_reduce_their_sums_once_a_step(zero: int, split: tuple[str, ...]) -> None:
+    plan = Plan(2, 1, 1, 2, zero=zero, bucket_mb=0, split=split)
+    program = distributed(small_gpt(optimizer=ADAMW), plan).program
+    sent = {f.name: collectives(f, "replicate").total() for f in program.callees()}
+    assert sent["bwd0.first"] == 0 < sum(sent.values())
