@@ -15,7 +15,7 @@ import distir
 from distir.api.named_dims import named_dims
 from distir.ir import Device
 from distir.ir.function import Function, Op
-from distir.ir.type import Float64, Shard
+from distir.ir.type import Float64, Shard, Type
 from distir.models.decoder import Decoder, decoder
 from distir.ops.rules import shape_of, tensor
 from distir.transforms import plan as plans_of
@@ -141,3 +141,15 @@ def test_what_is_published_of_gpt3_with_experts() -> None:
     assert [math.prod(tensor(op.inputs[0]).shape) for op in exchanges(placed)] == [25_165_824] * 8
     weights = [v for v in placed.inputs if v.name.endswith("experts.in.weight")]
     assert [tensor(v).shape for v in weights] == [(1, 12_288, 3072)] * 2
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("dp", [2, 8])
+def test_zero_splits_no_products(dp: int, zero: int) -> None:
+    """Context parallelism's devices all compute experts; that they own shares of the weights does not change it."""
+
+    def products(zero: int) -> list[Type]:
+        placed = distributed(program(), Plan(dp, zero=zero, split=("cp=2:input_ids.1,labels.1",))).placed
+        return [op.outputs[0].type for op in placed.ops if op.op_type == "MatMul"]
+
+    assert products(zero) == products(0)

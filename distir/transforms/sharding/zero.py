@@ -18,6 +18,7 @@ once a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from distir.ir.placement import REPLICATE, Placement, Shard, splits
@@ -94,7 +95,9 @@ def _split_before(
     i, p = value, split
     while i not in graph.inputs:
         j, slot = graph.uses[i][0]
-        mapping = graph.sigs[j].mapping(slot, p, n) if mappings[j] is None else None
+        others = [s for s in graph.sigs[j].ins if s != graph.shapes[i]]
+        free = mappings[j] is None and all([math.prod(s) == 1 for s in others])  # no product, whose operands are data
+        mapping = graph.sigs[j].mapping(slot, p, n) if free else None
         if mapping is None:
             break
         parts = [(graph.ins[j][k], q) for k, q in splits(mapping.ins)]
@@ -113,7 +116,7 @@ def _split_before(
 
 
 def _passing(graph: Graph, mappings: Sequence[FactorMapping | None], value: int) -> set[int]:
-    """The values whose Partial may pass to `value`: itself, and what unsplit ops compute it from."""
+    """The values whose Partial may pass to `value`: itself, and what unsplit ops compute it from and no others use."""
     found: set[int] = set()
     todo = [value]
     while todo:
@@ -121,7 +124,7 @@ def _passing(graph: Graph, mappings: Sequence[FactorMapping | None], value: int)
         if i not in found and i not in graph.inputs:
             found.add(i)
             j = graph.uses[i][0][0]
-            todo += graph.ins[j] if mappings[j] is None else []
+            todo += [x for x in graph.ins[j] if len(graph.users[x]) == 1] if mappings[j] is None else []
     return found
 
 
