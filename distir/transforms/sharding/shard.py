@@ -201,11 +201,15 @@ class _Builder:
         return v
 
     def _scatter(self, numbers: Sequence[int], made: Sequence[Value]) -> None:
-        """Scatter those of the values that are to be scattered at once: `to` will find it done."""
-        for axis, placed in self.decisions.items():
-            for i, v in zip(numbers, made, strict=True):
-                if i in placed.scatter and tensor(v).on(axis).kind is not None:
-                    self.to(v, axis, placed.scatter[i])
+        """Scatter those of the values that are to be scattered at once: `to` will find it done. Axis after axis, as
+        operands are converted: a sum over an axis before that does not scatter it is reduced."""
+        for i, v in zip(numbers, made, strict=True):
+            rows = list(self.decisions.items())
+            while rows and i not in rows[-1][1].scatter:
+                rows.pop()
+            for axis, placed in rows:
+                if axis != TIME and tensor(v).on(axis).kind is not None:
+                    v = self.to(v, axis, placed.scatter.get(i, REPLICATE))
 
     def _sums_in_time(self, v: Value) -> bool:
         """A sum over microbatches is reduced over devices once, where it is used: when it is complete."""

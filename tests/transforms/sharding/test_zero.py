@@ -325,3 +325,12 @@ def test_groups_reduce_their_sums_once_a_step(zero: int, split: tuple[str, ...])
     program = distributed(small_gpt(optimizer=ADAMW), plan).program
     sent = {f.name: collectives(f, "replicate").total() for f in program.callees()}
     assert sent["bwd0.first"] == 0 < sum(sent.values())
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("dp", "width"), [(2, 8), (8, 12)])
+def test_nothing_is_sent_that_is_not_used(dp: int, width: int, zero: int) -> None:
+    """Each gradient is scattered once; where no dim divides by dp, along the other axis alone."""
+    placed = distributed(small_gpt(width=width, optimizer=ADAMW), Plan(dp, zero=zero, split=CONTEXT)).placed
+    used = {*placed.outputs, *[v for op in placed.ops for v in op.inputs]}
+    assert [op for op in placed.ops if op.spec.comm is not None and used.isdisjoint(op.outputs)] == []
