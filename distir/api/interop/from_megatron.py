@@ -148,8 +148,8 @@ def _plan(given: _Given, devices: int, layers: int | None, precision: Precision)
         ep = 1
     if (replicas // ep) % instances:
         raise UsageError(f"{given.name}: {replicas // ep} replicas are no multiple of {instances} optimizer instances")
-    zero = _zero(given)
-    replicate = instances if zero and replicas * cp > instances else 1  # else each device has all
+    zero = _zero(given) if replicas * cp > instances else 0  # an instance of one device has all
+    replicate = instances if zero else 1
     microbatches, whole = _microbatches(given, replicas)
     chunks = _chunks(given, pp, layers)
     if zero and given["overlap-grad-reduce"] and not given["overlap-param-gather"]:

@@ -434,6 +434,8 @@ def test_devices_are_those_of_torchrun_or_of_the_environment(tmp_path: Path) -> 
         ("", 0),
         ("--data-parallel-sharding-strategy optim_grads", 0),  # of Megatron-FSDP alone
         ("--use-distributed-optimizer", 1),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 4", 1),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 8", 0),  # each of one device
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", 1),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", 2),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 3),
