@@ -43,13 +43,14 @@ def shard_state(
     weights whole.
 
     `others` are the placements along other axes of devices, with their sizes: a dim that one of them splits is used
-    last, and split inside that. First, though, those that axes in `inside` split: collectives along both are joined.
+    last, and split inside that. Only what all axes in `inside` split is split, and their dims first: collectives along
+    both are joined.
     """
     mappings, inputs, reduce = list(replicas.mappings), dict(replicas.inputs), set(replicas.reduce)
     scatter: dict[int, Shard] = {}
     for j, slot in _updates(graph):
-        if mappings[j] is not None:
-            continue
+        if mappings[j] is not None or any([placed.mappings[j] is None for placed in inside]):
+            continue  # what replicas do not scatter is reduced along all axes at once
         mapping = _split(graph, j, slot, n, others, inside)
         if mapping is None:
             continue

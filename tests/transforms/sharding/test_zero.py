@@ -15,6 +15,7 @@ from distir.hardware import load_cluster
 from distir.ir import Function, FunctionMaker, Op, Role
 from distir.ir.errors import UsageError
 from distir.ir.type import BFloat16, DType, Float32, Float64, Shard, Tensor
+from distir.ops.rules import tensor
 from distir.transforms.differentiation.training import SGD, AdamW, training_step
 from distir.transforms.parallel3d import parallel_transform_3d
 from distir.transforms.sharding.graph import graph_of
@@ -334,3 +335,18 @@ def test_nothing_is_sent_that_is_not_used(dp: int, width: int, zero: int) -> Non
     placed = distributed(small_gpt(width=width, optimizer=ADAMW), Plan(dp, zero=zero, split=CONTEXT)).placed
     used = {*placed.outputs, *[v for op in placed.ops for v in op.inputs]}
     assert [op for op in placed.ops if op.spec.comm is not None and used.isdisjoint(op.outputs)] == []
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_replicas_do_not_split_is_reduced_along_all_axes_at_once(zero: int) -> None:
+    """Widths that 2 divides and 3 does not."""
+    program = small_gpt(optimizer=ADAMW, batch=12)
+    plan = Plan(3, zero=zero, bucket_mb=0, split=CONTEXT)
+    check(program, plan)
+    found = distributed(program, plan).program
+    whole = [v for v in found.inputs if v.kind == "state" and not isinstance(tensor(v).on("dp"), Shard)]
+    assert whole
+    assert not any(isinstance(tensor(v).on("cp"), Shard) for v in whole)
+    sent = Counter([(op.spec.name, op.attributes.get("axis")) for f in found.callees() for op in f.ops])
+    assert sent["MPIAllreduce", ("dp", "cp")] >= len(whole) // 2
+    assert sent["MPIAllreduce", "dp"] <= 1
