@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from distir.ir.function import Function, Op, Value
 from distir.transforms.pipeline.held import held
-from distir.transforms.pipeline.phases import CELLS, FORWARD, FREE, phases, users
+from distir.transforms.pipeline.phases import CELLS, FORWARD, FREE, phases, users, uses_of
 from distir.transforms.pipeline.recompute import repeated_blocks
 
 GATHERED_AGAIN = ("all", "blocks")
@@ -28,18 +28,10 @@ def keep_whole(function: Function) -> tuple[Function, frozenset[Op]]:
     for op in function.ops if blocks else ():
         if phase[op] != FREE or op.spec.comm is None or not op.spec.comm.gathers:
             continue
-        uses = _uses(op, used, phase)
+        uses = uses_of(op, used, phase)
         forward = [use for use in uses if phase[use] == FORWARD]
         if forward and inside.isdisjoint(forward) and all([phase[use] in CELLS for use in uses]):
             kept.append(op)
             if len(forward) == len(uses):
                 unneeded[op.outputs[0]] = forward[0]
     return held(function, unneeded), frozenset(kept)
-
-
-def _uses(op: Op, used: dict[Value, list[Op]], phase: dict[Op, str]) -> list[Op]:
-    """The ops that use a result, directly or through free ops."""
-    found: list[Op] = []
-    for use in [use for v in op.outputs for use in used.get(v, ())]:
-        found += _uses(use, used, phase) if phase[use] == FREE else [use]
-    return found

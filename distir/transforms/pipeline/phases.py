@@ -12,7 +12,7 @@ the backward pass and that no gradient needs are update.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from distir.ir.cached import cached, producers
@@ -76,6 +76,14 @@ def users(function: Function) -> dict[Value, list[Op]]:
                 found[v].append(op)
             else:
                 found[v] = [op]
+    return found
+
+
+def uses_of(op: Op, used: Mapping[Value, Sequence[Op]], phase: Mapping[Op, str]) -> list[Op]:
+    """The ops that use a result, directly or through free ops. `used`: see `users`."""
+    found: list[Op] = []
+    for use in [use for v in op.outputs for use in used.get(v, ())]:
+        found += uses_of(use, used, phase) if phase[use] == FREE else [use]
     return found
 
 

@@ -29,6 +29,7 @@ from distir.transforms.pipeline.phases import (
     phases,
     time_ends,
     users,
+    uses_of,
 )
 from distir.transforms.roles import WEIGHTS, weights
 
@@ -120,11 +121,15 @@ def forward_stages(
     if len(_forward_ops(function, rules)) < parts:
         _check_cuts_batch(function, phase, microbatches)
     if cut:
-        return cut_at(function, phase, cut)
-    given = stage_ways(function, rules)
-    costs = to_price(function, rules).costs(cost.op)
-    found = balanced(choices(given, costs, cost.sent), parts)
-    return dict(zip(given.ops, found, strict=True))
+        stage = cut_at(function, phase, cut)
+    else:
+        given = stage_ways(function, rules)
+        costs = to_price(function, rules).costs(cost.op)
+        stage = dict(zip(given.ops, balanced(choices(given, costs, cost.sent), parts), strict=True))
+    used = users(function)
+    for op in [op for op in reversed(function.ops) if op in rules.kept]:  # where the weight is first used
+        stage[op] = min([stage[use] for use in uses_of(op, used, phase) if phase[use] == FORWARD])
+    return stage
 
 
 def _check_cuts_batch(function: Function, phase: Mapping[Op, str], microbatches: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distir.api.compilation import validate
+from distir.api.model import load
 from distir.ir import Device, Function, Op, Value, verify
 from distir.transforms.parallel3d import distribute
 from distir.transforms.plan import Plan
@@ -67,3 +68,19 @@ def is_given(f: Function, v: Value) -> bool:
     """Whether a value is an input, or a part of one."""
     makers: dict[Value, Op] = f.producers()
     return v in f.inputs or (makers[v].op_type == "Unpack" and makers[v].inputs[0] in f.inputs)
+
+
+def test_a_weight_that_stays_whole_is_gathered_where_it_is_used() -> None:
+    """The first block's positions, of which a slice is used, and the last block's norms were on other stages."""
+    size = "gpt:layers=2,hidden=16,heads=4,vocab=24,seq=8,tied=0,positions=12"
+    step = load(size, {"batch": 8}, loss="cross-entropy", optimizer="adamw").with_dtype("float64")
+    plan = kept(Plan(2, 1, 2, 2, zero=3, bucket_mb=0))
+    program = made(step.function, plan)
+    validate(program, step.function)
+    forward = bodies(program, "fwd")
+    assert len(forward) >= 2
+    for f in forward:
+        used = {v for op in f.ops for v in op.inputs}
+        found = [op for op in f.ops if op.op_type == "MPIAllgather"]
+        assert found
+        assert all(not used.isdisjoint(op.outputs) for op in found)
