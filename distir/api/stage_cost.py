@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from distir.executor.cost_model import CostModel
-from distir.ir.device import Mesh
+from distir.ir.device import Mesh, names_of
 from distir.ir.function import Op
 from distir.ir.type import Type
 from distir.transforms.pipeline.stages import PLAIN, StageCost
@@ -37,7 +37,7 @@ class OpSeconds(NamedTuple):
         if not isinstance(mesh, Mesh) or cost.free(spec, attrs, ins):
             return 0.0
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
-            if not self.beside.isdisjoint((axis,) if isinstance(axis, str) else axis):
+            if not self.beside.isdisjoint(names_of(axis)):
                 return 0.0
             return cost.collective(spec, attrs, ins, outs, cost.topology.group(mesh.group(axis)))
         return cost.compute(spec, attrs, ins, outs, mesh.devices[0])

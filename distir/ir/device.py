@@ -35,6 +35,12 @@ class Device:
 
 AxisNames = str | tuple[str, ...]
 """An axis of a mesh, or several that count as one, the first varying slowest."""
+
+
+def names_of(axis: AxisNames) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
+
+
 TIME = "mb"
 """The name of the time axis: microbatches, one after the other on the same devices."""
 

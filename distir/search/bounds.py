@@ -27,7 +27,7 @@ from typing import NamedTuple
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
 from distir.executor.cost_model.seconds import wire_of
-from distir.ir.device import AxisNames
+from distir.ir.device import AxisNames, names_of
 from distir.ir.function import Op
 from distir.ir.spec import lookup
 from distir.ir.topology import Group, Regular, regular_group
@@ -186,7 +186,7 @@ def _through(segment: Segment, kinds: Sequence[Kind], seconds: Sequence[float]) 
 def groups_along(c: Candidate, cost: CostModel, axis: AxisNames) -> tuple[Group, ...]:
     """The kinds of groups of devices along an axis, or along several, on a regular cluster."""
     r = cost.topology.uniform
-    axes = (axis,) if isinstance(axis, str) else axis
+    axes = names_of(axis)
     sizes = [getattr(c, name) for name in axes]
     if r is None or math.prod(sizes) == 1:
         return ()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from distir.api.named_dims import named_dims
-from distir.ir.device import AxisNames
+from distir.ir.device import AxisNames, names_of
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Type
 from distir.search.bounds import adds_sums
@@ -118,7 +118,7 @@ def placed_program(function: Function, rules: PhaseRules, bucketed: Collection[s
 
 def of_replicas(axis: AxisNames) -> bool:
     """Whether replicas communicate along an axis, or along several."""
-    return "dp" in ((axis,) if isinstance(axis, str) else axis)
+    return "dp" in names_of(axis)
 
 
 def _kinds(function: Function, timed: Sequence[Op]) -> tuple[dict[Op, int], list[Op | None], dict[Op, Op]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distir.backends.lowering.context import RankContext
-from distir.ir.device import AxisNames, Mesh
+from distir.ir.device import AxisNames, Mesh, names_of
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor, Tuple
 from distir.transforms.rank.alias_analysis import FunctionMemory
@@ -118,7 +118,7 @@ class FunctionWriter:
 
     def bind_along(self, name: str, axis: AxisNames, x: Any) -> str:
         """As `bind`, for what communicates along an axis, or several."""
-        return self.bind("_".join([name, *((axis,) if isinstance(axis, str) else axis)]), x)
+        return self.bind("_".join([name, *names_of(axis)]), x)
 
     def bind(self, name: str, x: Any) -> str:
         """Make an object a global of the Python function; returns its name."""

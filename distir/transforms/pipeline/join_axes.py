@@ -6,6 +6,7 @@ A gradient that is partial over replicas and over the length of sequences is red
 from __future__ import annotations
 
 from distir.ir.cached import cached
+from distir.ir.device import names_of
 from distir.ir.errors import IRTypeError
 from distir.ir.function import Attributes, Function, Op, Value
 from distir.ir.infer import infer
@@ -65,7 +66,7 @@ def _both(first: Op, second: Op) -> Op | None:
     if first.spec is not second.spec:
         return None
     before, after = tensor(first.inputs[0]), tensor(second.outputs[0])
-    axes = [a for op in (first, second) for a in _names(op)]
+    axes = [a for op in (first, second) for a in names_of(op.attributes["axis"])]
     split = {a: p for t in (before, after) for a in axes if (p := t.on(a)).dim is not None}
     # the axis whose parts are larger varies slowest
     axes.sort(key=lambda a: (split[a].outer if a in split else 1, before.mesh.position(a)))
@@ -77,8 +78,3 @@ def _both(first: Op, second: Op) -> Op | None:
     except IRTypeError:
         return None
     return Op(first.spec, first.inputs, Attributes(given), second.outputs, second.of) if made is after else None
-
-
-def _names(op: Op) -> tuple[str, ...]:
-    axis = op.attributes["axis"]
-    return (axis,) if isinstance(axis, str) else axis

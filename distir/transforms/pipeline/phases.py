@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from distir.ir.cached import cached, producers
-from distir.ir.device import TIME, Mesh
+from distir.ir.device import TIME, Mesh, names_of
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import REPLICATE, Tensor, Type
 from distir.transforms.pipeline.copies import copies
@@ -193,9 +193,7 @@ def _is_free(op: Op, free: set[Value], parts: set[Value], replicas: Collection[s
     """Whether the op is a view or constant of free values, or gathers a weight that is sharded over replicas."""
     comm = op.spec.comm
     if comm is not None and comm.gathers and parts.issuperset(op.inputs):
-        axis = op.attributes["axis"]
-        if all([name in replicas for name in ((axis,) if isinstance(axis, str) else axis)]):
-            return True
+        return all([name in replicas for name in names_of(op.attributes["axis"])])
     return (op.spec.alias or not op.inputs) and free.issuperset(op.inputs)
 
 

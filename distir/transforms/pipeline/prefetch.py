@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from distir.ir.device import AxisNames
+from distir.ir.device import AxisNames, names_of
 from distir.ir.function import NO_ATTRIBUTES, Function, FunctionMaker, Op, Value
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor
@@ -21,9 +21,7 @@ _AFTER = lookup("After")
 def gathered_along(function: Function, axes: Collection[str]) -> list[AxisNames]:
     """What values of a body are gathered along: one of these axes, alone or with others."""
     found = [op.attributes["axis"] for op in function.ops if op.spec in GATHERS]
-    return [
-        axis for axis in dict.fromkeys(found) if not set(axes).isdisjoint((axis,) if isinstance(axis, str) else axis)
-    ]
+    return [axis for axis in dict.fromkeys(found) if not set(axes).isdisjoint(names_of(axis))]
 
 
 def prefetch(function: Function, axis: AxisNames, limit: float) -> Function:
