@@ -20,7 +20,6 @@ from typing import Any
 from laps import parser, table
 
 RESULTS = Path(__file__).parent / "results" / "h100_kernels.json"
-CLUSTER = "dgx-h100"
 ROWS = (512, 1024, 2048, 4096, 8192, 16384)
 WEIGHTS = (
     *((1024, 1024), (1024, 4096), (1536, 12288), (2048, 2048), (2048, 8192), (3584, 8192), (4096, 1536), (4096, 4096)),
@@ -42,17 +41,19 @@ Row = dict[str, Any]
 def seconds_of(call: Callable[[], Any]) -> float:
     import torch
 
+    from distir.backends.tensors.clock import Clock
+
+    clock = Clock(torch.device("cuda"))
     for _ in range(3):
         call()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def timed(count: int) -> float:
-        begin.record()
+        begin = clock.now()
         for _ in range(count):
             call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / count
+        end = clock.now()
+        torch.cuda.synchronize()
+        return clock.between(begin, end) / 1e9 / count
 
     count = max(3, min(50, int(0.02 / max(timed(1), 1e-6))))
     return statistics.median(timed(count) for _ in range(3))
@@ -92,14 +93,14 @@ def measure() -> Iterator[Row]:
                 yield row | {"fwd": forward, "bwd": backward}
 
 
-def compare(rows: list[Row]) -> list[Row]:
-    """Each kernel with its predicted seconds; of attention both ways together."""
+def compare(rows: list[Row], cluster: str) -> list[Row]:
+    """Each kernel with its predicted seconds on a device of a cluster; of attention both ways together."""
     from distir import CostModel
     from distir.hardware import load_cluster, load_runtime
     from distir.ir.spec import lookup
     from distir.ir.type import BFloat16, Float32, Tensor
 
-    topology = load_cluster(CLUSTER)
+    topology = load_cluster(cluster)
     device = topology.spec(topology.devices[0])
     costs = {key: CostModel(topology, runtime=load_runtime(name)) for key, name in RUNTIMES.items()}
     found: list[Row] = []
@@ -115,7 +116,7 @@ def compare(rows: list[Row]) -> list[Row]:
             predicted = costs["flash"].compute_seconds(lookup("MatMul"), {}, [x, w], [y], device)
             for key in ("fwd", "dx", "dw"):
                 add("product", flops, row[key], predicted)
-        elif row["kind"] == "attention" and "fwd" in row:
+        else:
             q = Tensor(BFloat16(), (row["b"], row["h"], row["s"], row["d"]))
             sums = Tensor(Float32(), q.shape[:-1])
             attrs = {"causal": True, "scale": row["d"] ** -0.5}
@@ -151,6 +152,7 @@ def shown(found: list[Row]) -> str:
 def main() -> None:
     flags = parser(__doc__, 1)
     flags.add_argument("file", nargs="?", type=Path, default=RESULTS, metavar="FILE")
+    flags.add_argument("--cluster", default="dgx-h100", metavar="NAME", help="of such GPUs; default: dgx-h100")
     flags.add_argument("--measure", type=Path, metavar="FILE", help="measure, and write there")
     args = flags.parse_args()
     if args.measure is not None:
@@ -161,7 +163,7 @@ def main() -> None:
         device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
         args.measure.write_text(json.dumps(device | {"rows": list(measure())}) + "\n")
         return
-    found = compare(json.loads(args.file.read_text())["rows"])
+    found = compare(json.loads(args.file.read_text())["rows"], args.cluster)
     print(json.dumps(found) if args.json else shown(found))
 
 

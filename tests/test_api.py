@@ -296,13 +296,13 @@ def test_without_overlap_a_device_does_one_thing_at_a_time(trained):
 @pytest.mark.parametrize("plan", [distir.Plan(1, 1, 4, 16), distir.Plan(2, 2, 4, 8), distir.Plan(1, 1, 6, 16)], ids=str)
 def test_stages_are_balanced_for_the_cluster(plan):
     """By its own seconds, not by the plain cost that no cluster has: here the head of a large vocabulary is quick."""
-    model = distir.Model(training_step(gpt(12, 768, 12, 50304, 128, 512, BFloat16), "cross-entropy", AdamW()))
+    model = distir.Model(training_step(gpt(12, 768, 12, 32000, 128, 512, BFloat16), "cross-entropy", AdamW()))
     prediction = distir.simulate(model, plan, "dgx-h100")
     cost = CostModel(load_cluster("dgx-h100", devices=plan.size))
     plain = Simulator(cost).interpret(distir.distribute(model, plan, cost.topology.devices[: plan.size]))
     assert prediction.simulation.seconds < plain.seconds
     slowest, mine = (max(s.compute for s in x.stages) for x in (plain, prediction.simulation))
-    assert mine < 0.995 * slowest
+    assert mine < 0.98 * slowest
 
 
 def test_a_cluster_too_small_for_the_stages(trained):

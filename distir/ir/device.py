@@ -38,6 +38,7 @@ AxisNames = str | tuple[str, ...]
 
 
 def names_of(axis: AxisNames) -> tuple[str, ...]:
+    """An axis, or several, as a tuple."""
     return (axis,) if isinstance(axis, str) else axis
 
 

@@ -23,7 +23,7 @@ def memory_bound(c: Candidate, batch: int, profile: Profile) -> float:
     m = c.microbatches(batch)
     gradients = profile.reduced(1, 0).total
     kept = (profile.parameters + profile.state) / (c.owners if c.zero else 1)
-    sums = gradients * least_share_of_sums(c) if m > 1 else 0.0
+    sums = gradients / (c.owners if c.zero > 1 else 1) if m > 1 else 0.0
     saved = profile.saved * (c.microbatch // profile.samples)
     copied = profile.copied(c.dp, c.zero)
     kept += copied
@@ -35,12 +35,6 @@ def memory_bound(c: Candidate, batch: int, profile: Profile) -> float:
         again = tuple([max(1, min(n, m - 1)) for n in flights])
         found = max(found, _least_memory(again, kept + sums, saved))
     return found
-
-
-def least_share_of_sums(c: Candidate) -> float:
-    """The share of the sums of gradients that a device has at least. Under ZeRO 1, too, those of a weight that is
-    computed with in parts along a further axis stay parts."""
-    return 1 / c.owners if c.zero > 1 else c.dp / c.owners if c.zero else 1.0
 
 
 def in_flight(c: Candidate, m: int) -> tuple[int, ...]:

@@ -28,7 +28,6 @@ from distir.ir.type import Type
 from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
 from distir.search.cut_stages import CellOp, CutStages, Handed, Moves, Replicas, StagePrograms
 from distir.search.exact import Setting
-from distir.search.memory_bounds import least_share_of_sums
 from distir.search.placed_program import PlacedProgram
 from distir.search.placed_sizes import Sized
 from distir.search.schedule_bounds import CellWork, Reach, StageWork, followed, rank_memory, step_seconds
@@ -226,7 +225,7 @@ class Cuts:
 def _least_shares(c: Candidate) -> HeldShares:
     """What each device has at least."""
     each = 1 / c.owners
-    return HeldShares(each if c.zero else 1.0, 0.0 if c.zero == 3 else 1.0, least_share_of_sums(c))
+    return HeldShares(each if c.zero else 1.0, 0.0 if c.zero == 3 else 1.0, each if c.zero > 1 else 1.0)
 
 
 def _numbered(x: Follows[Op], number: Mapping[Op, int]) -> Follows[int]:

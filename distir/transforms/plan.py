@@ -148,8 +148,8 @@ class Plan:
     time, and gradients are reduced when all microbatches are done. Gradients are reduced in buckets of `bucket_mb` MiB:
     0 for one each, infinity for one in all. With `zero` 1, 2 or 3 replicas split the optimizer's state, also gradients,
     also parameters among them (Rajbhandari et al. 2020), and with devices along axes of `split`, but those that split
-    the batch alone; `gathered_again` says which of these the backward pass gathers
-    again: "all", or only those of "blocks" (`transforms.pipeline.keep_whole`). With `sequence_parallel` activations
+    the batch alone; `gathered_again` says which of these the backward pass gathers again: "all", or only those of
+    "blocks" (`transforms.pipeline.keep_whole`). With `sequence_parallel` activations
     between the products of tensor parallelism are sharded by sequence (`transforms.sharding.sequence`). `recompute`
     says what the backward pass recomputes: "none", "gathers", "attention", "selective", "full", "products",
     "all-products", or a number of bytes (`transforms.pipeline.recompute`). Dims of weights are padded so that what a

@@ -57,8 +57,6 @@ def prefetch(function: Function, axis: AxisNames, limit: float) -> Function:
 
 def _units(function: Function, axis: AxisNames, limit: float) -> list[list[Op]]:
     """The gathers of a body's inputs and of views of them, in program order, in units."""
-    if not [op for op in function.ops if op.spec in GATHERS and op.attributes["axis"] == axis]:
-        return []
     given = set(function.inputs)
     units: list[list[Op]] = []
     room = False

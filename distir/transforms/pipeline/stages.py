@@ -126,9 +126,10 @@ def forward_stages(
         given = stage_ways(function, rules)
         costs = to_price(function, rules).costs(cost.op)
         stage = dict(zip(given.ops, balanced(choices(given, costs, cost.sent), parts), strict=True))
-    used = users(function)
-    for op in [op for op in reversed(function.ops) if op in rules.kept]:  # where the weight is first used
-        stage[op] = min([stage[use] for use in uses_of(op, used, phase) if phase[use] == FORWARD])
+    if rules.kept:
+        used = users(function)
+        for op in [op for op in reversed(function.ops) if op in rules.kept]:  # where the weight is first used
+            stage[op] = min([stage[use] for use in uses_of(op, used, phase) if phase[use] == FORWARD])
     return stage
 
 

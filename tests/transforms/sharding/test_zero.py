@@ -13,6 +13,7 @@ from distir.executor.simulator.memory import MemoryUse
 from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster
 from distir.ir import Function, FunctionMaker, Op, Role
+from distir.ir.device import names_of
 from distir.ir.errors import UsageError
 from distir.ir.type import BFloat16, DType, Float32, Float64, Shard, Tensor
 from distir.ops.rules import tensor
@@ -331,7 +332,7 @@ def test_groups_reduce_their_sums_once_a_step(zero: int, split: tuple[str, ...])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(("dp", "width"), [(2, 8), (8, 12)])
 def test_nothing_is_sent_that_is_not_used(dp: int, width: int, zero: int) -> None:
-    """Each gradient is scattered once; where no dim divides by dp, along the other axis alone."""
+    """Each gradient is scattered once."""
     placed = distributed(small_gpt(width=width, optimizer=ADAMW), Plan(dp, zero=zero, split=CONTEXT)).placed
     used = {*placed.outputs, *[v for op in placed.ops for v in op.inputs]}
     assert [op for op in placed.ops if op.spec.comm is not None and used.isdisjoint(op.outputs)] == []
@@ -339,7 +340,7 @@ def test_nothing_is_sent_that_is_not_used(dp: int, width: int, zero: int) -> Non
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_replicas_do_not_split_is_reduced_along_all_axes_at_once(zero: int) -> None:
-    """Widths that 2 divides and 3 does not."""
+    """Widths that 2 divides, and 3 does not."""
     program = small_gpt(optimizer=ADAMW, batch=12)
     plan = Plan(3, zero=zero, bucket_mb=0, split=CONTEXT)
     check(program, plan)
@@ -350,3 +351,18 @@ def test_what_replicas_do_not_split_is_reduced_along_all_axes_at_once(zero: int)
     sent = Counter([(op.spec.name, op.attributes.get("axis")) for f in found.callees() for op in f.ops])
     assert sent["MPIAllreduce", ("dp", "cp")] >= len(whole) // 2
     assert sent["MPIAllreduce", "dp"] <= 1
+
+
+@pytest.mark.parametrize(("dp", "width"), [(2, 8), (4, 12)])
+def test_shares_of_shares_are_gathered_in_both_passes_and_not_before(dp: int, width: int) -> None:
+    """Along both axes at once, or of a width of 12 one after the other: 4 divides one dim, 4 x 2 none."""
+    plan = Plan(dp, 1, 1, 2, zero=3, bucket_mb=0, split=CONTEXT)
+    program = distributed(small_gpt(width=width, optimizer=ADAMW), plan).program
+    ahead: Counter[str] = Counter()
+    for f in program.callees():
+        inside = {v for op in f.ops if op.op_type == "After" for v in op.outputs}
+        gathers = [op for op in f.ops if op.op_type == "MPIAllgather" and "dp" in names_of(op.attributes["axis"])]
+        # positions are looked up once a step
+        assert f.name.startswith(("fwd", "bwd")) or len(gathers) <= f.name.startswith("prologue")
+        ahead[f.name] += sum(not inside.isdisjoint(op.inputs) for op in gathers)
+    assert ahead["fwd0.first"] > 0 < ahead["bwd0.first"]
