@@ -104,6 +104,13 @@ def _positive(text: str) -> float:
     return x
 
 
+def _ratio(text: str) -> float:
+    x = float(text)
+    if not 0 <= x < 1:
+        raise ValueError(text)
+    return x
+
+
 def _flag(text: str) -> bool:
     return bool(("0", "1").index(text))
 
@@ -119,6 +126,7 @@ def _counted(text: str) -> str:
 _EXPECTED: dict[Callable[[str], Any], str] = {
     _whole: "a whole number of at least 1",
     _positive: "a number above 0",
+    _ratio: "a number of at least 0 and below 1",
     _flag: "0 or 1",
     _stage: "0, 1, 2 or 3",
     _counted: "allocated, reserved or used",
@@ -159,6 +167,8 @@ COLUMNS: dict[str, CsvColumn] = {
     "sequence_parallel": CsvColumn(_flag, False),
     "recompute": CsvColumn(str, _NONE),
     "attention": CsvColumn(str, ""),
+    "dropout": CsvColumn(_ratio),
+    "tied": CsvColumn(_flag),
     "dtype": CsvColumn(str, None, True),
     "grad_dtype": CsvColumn(str, ""),
     "optimizer": CsvColumn(str, _NONE),
@@ -359,9 +369,11 @@ def _model(values: Mapping[str, Any]) -> Decoder | Perceptron:
     sizes = {name: values[name] for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq")}
     if values["attention"] not in ("", "unfused", *_FUSED):
         raise UsageError(f"attention {values['attention']} is none of unfused, {', '.join(_FUSED)}")
-    unfused = {"attention": "unfused", "dropout": DROPOUT} if values["attention"] == "unfused" else {}
+    unfused = values["attention"] == "unfused"
     own = {"separate": _runtime_of(values).separate, "ffn": values["ffn_hidden"], "batch": batch}
-    return Decoder(**{**FAMILIES[family], **sizes, **unfused, **own})
+    own |= {"attention": "unfused" if unfused else "fused", "dropout": DROPOUT if unfused else 0.0}
+    given = {name: values[name] for name in ("dropout", "tied") if values[name] is not None}
+    return Decoder(**{**FAMILIES[family], **sizes, **own, **given})
 
 
 def _recompute(values: Mapping[str, Any]) -> str:

@@ -236,7 +236,7 @@ def _figures(t: _Table, key: str, *of: str) -> tuple[float, ...] | None:
     """As many figures as there are names of what they are of; None if there are none."""
     if key not in t.values:
         return None
-    found = tuple(t.numbers(key))
+    found = tuple(t.numbers(key, zero=True))
     if len(found) != len(of):
         count = {2: "two", 3: "three"}[len(of)]
         raise t.error(key, f"expected {count} numbers, {', '.join(of[:-1])} and {of[-1]}, got {len(found)}")
@@ -260,6 +260,7 @@ _FLAGS = (
     "accumulates",
     "overlaps_products",
     "zigzag",
+    "gradient_buffer",
 )
 
 
@@ -328,10 +329,12 @@ class _Table:
             raise self.error(key, "expected a number above 0")
         return value
 
-    def numbers(self, key: str) -> Sequence[float]:
+    def numbers(self, key: str, zero: bool = False) -> Sequence[float]:
+        """A list of numbers above 0, or, with `zero`, of at least 0."""
         value = self.get(key)
-        if not isinstance(value, list) or not value or not all(type(x) in (int, float) and 0 < x < inf for x in value):
-            raise self.error(key, f"expected a list of numbers above 0, got {value!r}")
+        fit = isinstance(value, list) and value and all(type(x) in (int, float) and 0 <= x < inf for x in value)
+        if not fit or (0 in value and not zero):
+            raise self.error(key, f"expected a list of numbers {'of at least' if zero else 'above'} 0, got {value!r}")
         return [float(x) for x in value]
 
     def whole(self, key: str, default: int | None = None) -> int:

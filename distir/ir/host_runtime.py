@@ -47,6 +47,7 @@ class Runtime:
     products of gradients of weights add to the sum of microbatches themselves. `overlaps_products`: what a product
     needs of other devices of its axis, or gives to them, is sent in pieces while it computes on others. `zigzag`:
     devices that split the queries of causal attention have as many of the first as of the last, so the same work.
+    `gradient_buffer`: gradients are summed over microbatches in a buffer that exists from the start of a step.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Runtime:
     accumulates: bool = False
     overlaps_products: bool = False
     zigzag: bool = False
+    gradient_buffer: bool = False
 
     @property
     def joins(self) -> Runtime:

@@ -43,8 +43,8 @@ class Decoder:
     `gated`: the MLP is silu(x W) * (x V), else gelu(x W). `rotary`: positions turn queries and keys, else a table of
     them is added. `rms`: root-mean-square norms, else layer norms. `tied`: the head is the embedding. `bias`: products
     have one. `dropout`: the ratio of what is dropped in training, of the embeddings, of what attention and MLP add, and
-    of attention's probabilities. `attention`: "fused" in one op, or "unfused", by default only with dropout: the
-    probabilities are then values of their own. `positions`: rows of the table of positions, by default `seq` and
+    of attention's probabilities, unless it is fused. `attention`: "fused" in one op, or "unfused", by default only with
+    dropout: the probabilities are then values of their own. `positions`: rows of the table of positions, by default `seq` and
     `first_position`, the row of the first token.
 
     With several `experts`, each an MLP of width `ffn`, a token goes to the `choices` that a router finds most probable
@@ -67,7 +67,7 @@ class Decoder:
     scores and logits x become cap tanh(x / cap). `embedding_scale`: what embeddings are multiplied by.
 
     Raises UsageError for sizes below 1, more than 16,384 layers, heads that do not divide what they split, a ratio
-    outside of [0, 1), dropout of fused attention or of windows, or groups that do not divide the tokens.
+    outside of [0, 1), windows of unfused attention, or groups that do not divide the tokens.
     """
 
     layers: int
@@ -175,10 +175,8 @@ class Decoder:
     def _check_attention(self) -> None:
         if self.heads % self.kv_heads:
             raise UsageError(f"heads {self.heads} does not divide by {self.kv_heads} kv_heads")
-        if self.attention == "fused" and self.dropout:
-            raise UsageError("fused attention has no dropout", "leave out one of attention=fused and dropout")
         if self.attention == "unfused" and self.window:
-            raise UsageError("unfused attention has no window", "leave out window, and attention=unfused or dropout")
+            raise UsageError("unfused attention has no window", "leave out window, or attention=fused")
         if self.rotary and self.head_size % 2:
             raise UsageError(f"rotary positions need heads of even size, got {self.head_size}")
         if self.rotary and not (self.rotary_base > 1 and (self.local_base > 1 or self.local_base == 0)):

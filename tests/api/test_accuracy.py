@@ -25,6 +25,7 @@ from distir.cli import main
 from distir.executor.cost_model import CostModel
 from distir.ir import Topology
 from distir.ir.errors import UsageError
+from distir.models.decoder import Decoder
 from distir.transforms.plan import Plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -221,6 +222,29 @@ def test_sequence_parallelism_of_megatron_gathers_again(table) -> None:
     others = {"runtime": "torch-eager"}, {"sequence_parallel": 0}, {"recompute": "full"}
     found = [r.setup and r.setup.plan.recompute for r in read_rows(table(row, *[{**row, **other} for other in others]))]
     assert found == ["gathers", "none", "none", "full"]
+
+
+def test_dropout_and_a_head_of_its_own(table) -> None:
+    """Without the cells dropout is that of Megatron's unfused attention, and the head is the family's."""
+    cells: list[dict[str, Any]] = [
+        {"attention": "flash"},
+        {"attention": "unfused"},
+        {"attention": "flash", "dropout": 0.2, "tied": 0},
+        {"attention": "unfused", "dropout": 0},
+        {"model_family": "llama", "tied": 1},
+    ]
+    rows = read_rows(table(*[{**GPT, **row} for row in cells]))
+    models = [row.setup.model for row in rows if row.setup]
+    assert [(m.attention, m.dropout, m.tied) for m in models if isinstance(m, Decoder)] == [
+        ("fused", 0.0, True),
+        ("unfused", 0.1, True),
+        ("fused", 0.2, False),
+        ("unfused", 0.0, True),
+        ("fused", 0.0, True),
+    ]
+    (bad,) = read_rows(table({**GPT, "dropout": 1}))
+    assert bad.reason is not None
+    assert bad.reason.endswith("column dropout: expected a number of at least 0 and below 1, got '1'")
 
 
 def test_llama_with_sharded_weights_is_torchtitans(table) -> None:

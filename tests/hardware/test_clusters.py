@@ -95,7 +95,15 @@ def test_a_rack_of_nvlink_is_one_node() -> None:
 
 
 def test_runtimes() -> None:
-    names = ["composer", "distir", "distir-2021", "distir-compiled", "megatron", "megatron-core"]
+    names = [
+        "composer",
+        "distir",
+        "distir-2021",
+        "distir-compiled",
+        "megatron",
+        "megatron-core",
+        "megatron-core-default",
+    ]
     assert known_runtimes() == [*names, "torch-compiled", "torch-eager", "torchtitan", "torchtitan-compiled"]
     assert load_runtime("distir-compiled").fuses
     assert not load_runtime("torch-eager").fuses
@@ -105,6 +113,10 @@ def test_runtimes() -> None:
     later = load_runtime("megatron-core")
     for flag in ("cudnn", "accumulates", "overlaps_products", "zigzag"):
         assert (getattr(later, flag), getattr(megatron, flag)) == (True, False)
+    plain = load_runtime("megatron-core-default")
+    assert (plain.logit_bytes, plain.logit_memory) == (megatron.logit_bytes, (4, 4, 0))
+    assert not (plain.cudnn or plain.accumulates or plain.overlaps_products)
+    assert all(runtime.gradient_buffer for runtime in (megatron, later, plain))
     assert load_cluster("dgx-h100-mcore").regular.runtime is later  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="unknown runtime 'jax'"):
         load_runtime("jax")

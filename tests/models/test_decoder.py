@@ -146,9 +146,9 @@ def test_defaults() -> None:
         ("gpt:layers=1,hidden=8,heads=4,dropout=nan", r".*: dropout is a number from 0 to 1, .* got nan", None),
         ("gpt:layers=1,hidden=8,heads=4,attention=flash", r".*: attention is fused or unfused, got 'flash'", None),
         (
-            "gpt:layers=1,hidden=8,heads=4,dropout=0.1,attention=fused",
-            r".*: fused attention has no dropout",
-            "leave out one of attention=fused and dropout",
+            "gpt:layers=1,hidden=8,heads=4,dropout=0.1,window=2",
+            r".*: unfused attention has no window",
+            "leave out window, or attention=fused",
         ),
         ("llama:layers=1,hidden=12,heads=4", r".*: rotary positions need heads of even size, got 3", None),
     ],
@@ -181,12 +181,15 @@ def test_unfused_attention_computes_the_same_and_stays_unfused(name: str) -> Non
     assert len(fused) == 2
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "gpt, dropout"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt,dropout=0.2", "llama,dropout=0.2,attention=fused"])
 def test_trained_under_a_plan(name: str) -> None:
     """A step of a named model on ranks in this process equals the sequential one."""
-    name, _, more = name.partition(", ")
-    text = f"{name}:layers=2,hidden=32,heads=4,kv_heads=2,vocab=64,seq=8,batch=4{',dropout=0.2' if more else ''}"
-    model = distir.load(text, loss="cross-entropy", dtype="float64")
+    name, _, more = name.partition(",")
+    text = f"{name}:layers=2,hidden=32,heads=4,kv_heads=2,vocab=64,seq=8,batch=4,{more}"
+    model = distir.load(text.rstrip(","), loss="cross-entropy", dtype="float64")
+    kinds = {op.op_type for op in model.function.ops}
+    assert ("RandomDropout" in kinds) == ("dropout" in more)
+    assert ("Attention" in kinds) == (not more or "fused" in more)
     plan = distir.Plan(dp=2, tp=2, pp=2, microbatches=2)
     result = distir.run(model, plan, steps=2, backend="numpy", check=True)
     assert result.check is not None

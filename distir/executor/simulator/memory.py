@@ -5,7 +5,8 @@ operand that the op donates, if nothing else needs it; a result that exists only
 that the kernel reads instead; a buffer is freed after the last use of the last value in it. The
 caller keeps the program's inputs alive, except those that it updates (`Function.updates`), which die with their last
 use. The operands of a reduce-scatter whose result a body only returns live until the next one starts, or the body ends:
-it is in flight until then.
+it is in flight until then. Under a runtime that has a buffer for the sums of gradients over microbatches
+(`Runtime.gradient_buffer`) they take no memory of their own: the buffer exists from the start.
 
 A call counts as its body inlined. Its effect depends on which tensors die in it and which of its results are needed:
 for each such case a (net, peak, where), computed once. Where categories are not asked for, callees that are equal up to
@@ -18,13 +19,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Sizes, alone, holding
-from distir.executor.simulator.categories import BUFFER, CATEGORIES, Categories, leaves
+from distir.executor.simulator.categories import BUFFER, CATEGORIES, GRADIENT, Categories, leaves
 from distir.executor.simulator.lifetimes import Lifetimes, Step
 from distir.executor.simulator.overheads import allocated, caches
 from distir.ir.function import Function, Op, Value
 from distir.ir.pause import no_collection
 from distir.ir.spec import lookup
-from distir.ir.type import Tensor
+from distir.ir.type import Tensor, Tuple, Type
 
 Bytes = tuple[int, ...]
 """Bytes by category, in the order of CATEGORIES; or of all together."""
@@ -86,14 +87,28 @@ class Result(NamedTuple):
 
 
 class _Sizes(dict[Tensor, int]):
-    """The bytes that a tensor takes: those of its block, on devices that have a caching allocator."""
+    """The bytes that a tensor takes: those of its block, on devices that have a caching allocator; none in a buffer of
+    sums over microbatches."""
 
-    def __init__(self, caches: bool) -> None:
-        self._caches = caches
+    def __init__(self, caches: bool, buffered: bool) -> None:
+        self._caches, self._buffered = caches, buffered
 
     def __missing__(self, t: Tensor) -> int:
-        size = self[t] = allocated(t.bytes) if self._caches else t.bytes
+        size = self[t] = 0 if self._buffered and _is_sum(t) else self.block(t)
         return size
+
+    def block(self, t: Tensor) -> int:
+        """The bytes of a block for a tensor."""
+        return allocated(t.bytes) if self._caches else t.bytes
+
+
+def _is_sum(t: Tensor) -> bool:
+    """Whether it is a sum over microbatches, or a part of one."""
+    return t.over_time.kind is not None
+
+
+def _bundles_sums(t: Type) -> bool:
+    return isinstance(t, Tuple) and any(map(_is_sum, leaves(t)))
 
 
 def low_logits(op: Op) -> int:
@@ -114,7 +129,8 @@ class LiveMemory:
         self.program = program = lifetimes.program
         self.by_category = by_category
         self._categories: dict[int, Categories] = {}
-        self.sizes = _Sizes(caches(program))
+        runtime = program.cost.runtime
+        self.sizes = _Sizes(caches(program), runtime is not None and runtime.gradient_buffer)
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
         self._results: dict[object, Result] = {}
         self._alike: dict[frozenset[object], MemoryUse] = {}
@@ -142,10 +158,25 @@ class LiveMemory:
             made = [Block(((kind, self.sizes[t]),), v not in updated) for t in leaves(v.type)]
             frame.bind(v, holding([(b, 0) for b in made]))
             frame.grow(made)
+        frame.live[GRADIENT if categories else 0] += self.gradient_buffer(c)
         start = tuple(frame.live)
         frame.peak, frame.highest = sum(start), start
         curve = frame.curve(self.lifetimes.steps(main, c, frozenset()))
         return MemoryUse(start, frame.highest, frame.where, curve)
+
+    def gradient_buffer(self, c: int) -> int:
+        """The bytes of the buffer for sums of gradients on class c, under a runtime that has one: of the sums that
+        bodies begin, and hand on to the bodies of later microbatches."""
+        runtime = self.program.cost.runtime
+        if runtime is None or not runtime.gradient_buffer:
+            return 0
+        begun: dict[Value, None] = {}
+        for op in self.program.function.ops:
+            if op.attributes.get("mb") is not None and not any([_bundles_sums(v.type) for v in op.inputs]):
+                begun.update([(v, None) for v in op.outputs if _bundles_sums(v.type)])
+        classes_of = self.program.classes_of
+        here = [t for v in begun if c in classes_of(v.type) for t in leaves(v.type)]
+        return sum([self.sizes.block(t) for t in here])
 
     def categories(self, c: int) -> Categories | None:
         """The categories of the values on class c; None where they are not asked for."""

@@ -54,6 +54,16 @@ def test_of_several_products_the_first_needs_and_the_last_makes(turned: bool) ->
     assert beside_products(f.finalize()) == {gather: first, scatter: last}
 
 
+def test_a_sum_that_all_devices_get_is_waited_for() -> None:
+    """Without sequence parallelism (Megatron-LM, training/arguments.py: tp_comm_overlap needs it)."""
+    mesh = Mesh(load_cluster("dgx-h100").devices, {"tp": 8}, "m")
+    f = FunctionMaker("f")
+    x = f.add_input_value("x", Tensor.whole(BFloat16, (64, 32), mesh, [Shard(1)]))
+    b = f.add_input_value("b", Tensor.whole(BFloat16, (32, 64), mesh, [Shard(0)]))
+    f.set_outputs([f.emit("MPIAllreduce", f.emit("MatMul", x, b), axis="tp")])
+    assert beside_products(f.finalize()) == {}
+
+
 def test_what_stands_where_a_product_has_its_weight_is_not_sent_so() -> None:
     mesh = Mesh(load_cluster("dgx-h100").devices, {"cp": 8}, "m")
     f = FunctionMaker("f")

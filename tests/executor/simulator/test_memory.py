@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import distir
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
+from distir.executor.simulator.categories import GRADIENT
 from distir.executor.simulator.memory import MemoryUse
 from distir.executor.simulator.trace import live, walk
 from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology
@@ -321,3 +325,30 @@ def test_devices_that_are_not_used() -> None:
     assert simulation.peak_memory[Device("gpu", 1)] == 0
     with pytest.raises(UsageError, match="does not use gpu:1"):
         simulation.memory(Device("gpu", 1))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_sums_of_gradients_have_a_buffer(zero: int, chunks: int) -> None:
+    """As large as all weights in float32 from the start; what is summed up in it takes no more."""
+    sizes = "gpt:layers=4,hidden=32,heads=4,vocab=64,seq=16,batch=16,tied=0"
+    model = distir.load(sizes, loss="cross-entropy", optimizer="adamw", precision="bf16")
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    plan = distir.Plan(dp=2, pp=2, microbatches=4, zero=zero, chunks=chunks, schedule=schedule)
+    plain, buffered = (
+        distir.simulate(model, plan, CostModel(topology(4), runtime=Runtime("host", gradient_buffer=has))).simulation
+        for has in (False, True)
+    )
+    for device in topology(4).devices:
+        weights = [
+            math.prod(v.type.global_shape)
+            for v in plain.program.function.inputs
+            if v.kind == "parameter" and isinstance(v.type, Tensor) and device in v.type.mesh.devices
+        ]
+        without, found = plain.memory(device), buffered.memory(device)
+        buffer = found.start[GRADIENT] - without.start[GRADIENT]
+        assert buffer == 4 * sum(weights)
+        for a, b in zip(without.curve, found.curve, strict=True):
+            assert sum(b.after) - buffer == sum(a.after) - a.after[GRADIENT]
+        assert found.total == max([sum(p.highest) for p in found.curve])
+        assert buffered.peak_memory[device] == found.total  # counted without categories
