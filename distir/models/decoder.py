@@ -44,8 +44,8 @@ class Decoder:
     them is added. `rms`: root-mean-square norms, else layer norms. `tied`: the head is the embedding. `bias`: products
     have one. `dropout`: the ratio of what is dropped in training, of the embeddings, of what attention and MLP add, and
     of attention's probabilities, unless it is fused. `attention`: "fused" in one op, or "unfused", by default only with
-    dropout: the probabilities are then values of their own. `positions`: rows of the table of positions, by default `seq` and
-    `first_position`, the row of the first token.
+    dropout: the probabilities are then values of their own. `positions`: rows of the table of positions, by default
+    `seq` and `first_position`, the row of the first token.
 
     With several `experts`, each an MLP of width `ffn`, a token goes to the `choices` that a router finds most probable
     (`distir.models.experts`). Their `shares` are its "probabilities", by default with one choice, or "normalized":

@@ -115,7 +115,7 @@ def test_runtimes() -> None:
         assert (getattr(later, flag), getattr(megatron, flag)) == (True, False)
     plain = load_runtime("megatron-core-default")
     assert (plain.logit_bytes, plain.logit_memory) == (megatron.logit_bytes, (4, 4, 0))
-    assert not (plain.cudnn or plain.accumulates or plain.overlaps_products)
+    assert not any(getattr(plain, flag) for flag in ("cudnn", "accumulates", "overlaps_products"))
     assert all(runtime.gradient_buffer for runtime in (megatron, later, plain))
     assert load_cluster("dgx-h100-mcore").regular.runtime is later  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="unknown runtime 'jax'"):
