@@ -28,6 +28,7 @@ from distir.transforms.pipeline.prefetch import gathered_along, prefetch
 from distir.transforms.pipeline.recompute import recompute
 from distir.transforms.pipeline.schedule import make_table
 from distir.transforms.pipeline.schedule_table import rank_of_stage
+from distir.transforms.pipeline.send_narrow import send_narrow
 from distir.transforms.pipeline.stages import PLAIN, StageCost, cut_stages
 from distir.transforms.plan import BATCH, INPUTS, MIB, WEIGHTS, Plan
 from distir.transforms.rewriting.decompose import decompose
@@ -96,6 +97,10 @@ def _dims(function: Function, settings: PassContext) -> SplitDims:
         if axis.name not in settings.splits:
             raise UsageError(f"{axis.name}: no dims of inputs are given", "distir.api resolves their names")
     return SplitDims(tuple(batch.items()), tuple([(axis, tuple(dims)) for axis, dims in settings.splits.items()]))
+
+
+def _narrow(function: Function, settings: PassContext) -> Function:
+    return send_narrow(function) if settings.plan.sharding.along(INPUTS) else function
 
 
 def _join(function: Function, settings: PassContext) -> Function:
@@ -233,6 +238,7 @@ PASSES: tuple[Pass, ...] = (
         "pad", SEQUENTIAL, SEQUENTIAL, _pad, "dims padded to a multiple of the axis that splits them, or of the plan's"
     ),
     Pass("place", SEQUENTIAL, PLACED, _place, "values placed on a mesh, collectives inserted"),
+    Pass("narrow", PLACED, PLACED, _narrow, "what is expanded gathered before, what is summed up scattered after"),
     Pass("join", PLACED, PLACED, _join, "collectives along one axis after another made one, along several"),
     Pass("recompute", PLACED, PLACED, _recompute, "values recomputed in the backward pass instead of saved"),
     Pass("schedule", PLACED, DISTRIBUTED, _schedule, "cut into stages and phases, called microbatch by microbatch"),
