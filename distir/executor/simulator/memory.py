@@ -103,8 +103,8 @@ class _Sizes(dict[Tensor, int]):
 
 
 def _is_sum(t: Tensor) -> bool:
-    """Whether it is a sum over microbatches, or a part of one."""
-    return t.over_time.kind is not None
+    """Whether it is a sum over microbatches, or a part of one: of gradients, as that of losses is a single number."""
+    return t.over_time.kind is not None and bool(t.shape)
 
 
 def _bundles_sums(t: Type) -> bool:

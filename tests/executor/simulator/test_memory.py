@@ -349,6 +349,7 @@ def test_sums_of_gradients_have_a_buffer(zero: int, chunks: int) -> None:
         buffer = found.start[GRADIENT] - without.start[GRADIENT]
         assert buffer == 4 * sum(weights)
         for a, b in zip(without.curve, found.curve, strict=True):
-            assert sum(b.after) - buffer == sum(a.after) - a.after[GRADIENT]
+            assert b.after[GRADIENT] - buffer in (0, 4)  # the sum of losses
+            assert sum(b.after) - b.after[GRADIENT] == sum(a.after) - a.after[GRADIENT]
         assert found.total == max([sum(p.highest) for p in found.curve])
         assert buffered.peak_memory[device] == found.total  # counted without categories
