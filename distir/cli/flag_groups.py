@@ -150,8 +150,8 @@ def runtime_flag(group: Any) -> None:
     group.add_argument(
         "--runtime",
         metavar="NAME",
-        help=f"the software that launches the ops, which takes host time: {', '.join(known_runtimes())}; default: "
-        "none, launching takes no time",
+        help=f"the software that launches the ops, which takes host time: {', '.join(known_runtimes())}; with +fp8 "
+        "behind it products of weights are in 8 bits; default: none, launching takes no time",
     )
 
 

@@ -199,12 +199,23 @@ def known_runtimes() -> list[str]:
     return sorted(_runtimes())
 
 
+FP8 = "+fp8"
+"""What stands behind the name of a runtime whose products of weights are in 8 bits."""
+
+
 def load_runtime(name: str) -> Runtime:
-    """A shipped runtime. Raises UsageError, with the known names, if there is none."""
-    found = _runtimes()
-    if name not in found:
+    """A shipped runtime; with "+fp8" behind its name, with products of weights in 8 bits. Raises UsageError, with the
+    known names, if there is none."""
+    found, base = _runtimes(), name.removesuffix(FP8)
+    if base not in found:
         raise UsageError(f"unknown runtime {name!r}", f"known: {', '.join(sorted(found))}")
-    return found[name]
+    return found[base] if base == name else in_fp8(found[base])
+
+
+@cache
+def in_fp8(runtime: Runtime) -> Runtime:
+    """The runtime with products of weights in 8 bits."""
+    return replace(runtime, name=f"{runtime.name}{FP8}", fp8=True)
 
 
 @cache
@@ -261,6 +272,7 @@ _FLAGS = (
     "overlaps_products",
     "zigzag",
     "gradient_buffer",
+    "fp8",
 )
 
 

@@ -47,7 +47,8 @@ class Runtime:
     products of gradients of weights add to the sum of microbatches themselves. `overlaps_products`: what a product
     needs of other devices of its axis, or gives to them, is sent in pieces while it computes on others. `zigzag`:
     devices that split the queries of causal attention have as many of the first as of the last, so the same work.
-    `gradient_buffer`: gradients are summed over microbatches in a buffer that exists from the start of a step.
+    `gradient_buffer`: gradients are summed over microbatches in a buffer that exists from the start of a step. `fp8`:
+    products of weights, and their gradients, take operands of 8 bits, to which those of 16 are quantized beside them.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Runtime:
     overlaps_products: bool = False
     zigzag: bool = False
     gradient_buffer: bool = False
+    fp8: bool = False
 
     @property
     def joins(self) -> Runtime:

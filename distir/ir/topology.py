@@ -94,6 +94,10 @@ class DeviceSpec:
         name = dtype.name if isinstance(dtype, DType) else dtype or "f32"
         return peaks.get(name) or peaks.get("f32") or self.throughput[0][1]
 
+    def has(self, dtype: str) -> bool:
+        """Whether a dtype has a figure of its own."""
+        return dtype in dict(self.throughput)
+
     def products(self, attention: bool = False) -> Products:
         """The speed of matrix products, or of fused attention."""
         if attention and self.attention is not None:

@@ -224,6 +224,24 @@ def test_sequence_parallelism_of_megatron_gathers_again(table) -> None:
     assert found == ["gathers", "none", "none", "full"]
 
 
+def test_fp8_is_of_products_of_weights(table) -> None:
+    """The program is that of bf16; products are quicker where the device has such ones, whatever the runtime is."""
+    row = {**GPT, "dtype": "bf16", "grad_dtype": "", "cluster": "dgx-h100", "hidden": 4096, "seq": 2048}
+    cells = [{}, {"dtype": "fp8"}, {"runtime": "megatron+fp8"}, {"cluster": "eos-h100"}]
+    rows = read_rows(table(*[{**row, **more} for more in cells], {**row, "cluster": "eos-h100", "dtype": "fp8"}))
+    assert [row.runtime for row in rows] == [
+        "megatron",
+        "megatron+fp8",
+        "megatron+fp8",
+        "megatron-core",
+        "megatron-core+fp8",
+    ]
+    assert len({row.setup and row.setup.precision for row in rows}) == 1
+    seconds = [found.predicted.seconds for found in map(score, rows) if found.predicted]
+    assert seconds[1] == seconds[2] < seconds[0]
+    assert seconds[4] < seconds[3]
+
+
 def test_dropout_and_a_head_of_its_own(table) -> None:
     """Without the cells dropout is that of Megatron's unfused attention, and the head is the family's."""
     cells: list[dict[str, Any]] = [
@@ -418,7 +436,7 @@ def test_a_program_is_priced_again_by_another_cost_model(table) -> None:
     [
         ({"cp": 2, "gpus": 8}, "gpus is 8, the product of dp, tp, pp and cp 16"),
         ({"ep": 2}, "ep 2: the file's models have no experts"),
-        ({"dtype": "fp8"}, "dtype fp8 is none of fp32, bf16, fp16"),
+        ({"dtype": "int8"}, "dtype int8 is none of fp32, bf16, fp16, fp8"),
         ({"grad_dtype": "bf16"}, "grad_dtype bf16 is neither fp32 nor the dtype, fp16"),
         ({"optimizer": "lamb"}, "optimizer lamb is none of adam, adamw, sgd"),
         ({"optimizer": ""}, "optimizer none is none of adam, adamw, sgd"),
@@ -548,7 +566,7 @@ def test_a_header_alone_has_no_rows(table) -> None:
 
 
 def test_json(table, capsys: pytest.CaptureFixture[str]) -> None:
-    path = table(GPT, MLP, {**GPT, "id": "gpt-1", "dtype": "fp8"})
+    path = table(GPT, MLP, {**GPT, "id": "gpt-1", "dtype": "int8"})
     assert main(["accuracy", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["sources", "rows"]
@@ -564,18 +582,18 @@ def test_json(table, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["sources"]["old"]["memory_error"] == pytest.approx(abs(mlp["predicted_peak_gib"] / 0.5 - 1))
     assert found["sources"]["lab"]["memory_error"] is None
     assert {k: bad[k] for k in keys[1:5]} == dict(zip(keys[1:5], [0.01, None, None, None], strict=True))
-    assert bad["reason"].startswith("dtype fp8")
+    assert bad["reason"].startswith("dtype int8")
 
 
 def test_table(table, capsys: pytest.CaptureFixture[str]) -> None:
-    path = table(GPT, MLP, *[{**GPT, "id": f"bad-{k}", "dtype": "fp8"} for k in range(5)])
+    path = table(GPT, MLP, *[{**GPT, "id": f"bad-{k}", "dtype": "int8"} for k in range(5)])
     assert main(["accuracy", str(path), "--rows"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^source +rows +MAE +p50 +p90 +worst +bias +Spearman +regret +memory error$", text, re.MULTILINE)
     assert re.search(r"^lab +1 of 6 +[\d.]+%", text, re.MULTILINE)
     assert re.search(r"^old +1 +[\d.]+% .* [\d.]+%$", text, re.MULTILINE)
     assert re.search(r"^gpt-0 +10.000 ms +[\d.]+ [mu]s +[+-][\d.]+% +- +[\d.]+ GiB$", text, re.MULTILINE)
-    reason = "dtype fp8 is none of fp32, bf16, fp16: 5 rows, bad-0, bad-1, bad-2 and 2 more"
+    reason = "dtype int8 is none of fp32, bf16, fp16, fp8: 5 rows, bad-0, bad-1, bad-2 and 2 more"
     assert f"\nnot predicted:\n  {reason}\n" in text
     assert "median time of a prediction: " in text
 

@@ -75,7 +75,7 @@ def too_high(found, c, factor=1.0):
     st.sampled_from([2, 4, 16]),
     st.sampled_from(["dgx-a100", "dgx-v100", "distir-v100-x4", "b200-8", CALIBRATED, MEASURED]),
     st.sampled_from(["fp32", "bf16"]),
-    st.sampled_from([None, None, "megatron", "torch-eager", "megatron-core", "composer"]),
+    st.sampled_from([None, None, "megatron", "torch-eager", "megatron-core", "composer", "megatron-core-default+fp8"]),
     st.sampled_from([None, 1.0]),
     st.integers(0, 1 << 30),
 )

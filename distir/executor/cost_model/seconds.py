@@ -240,7 +240,8 @@ class CostModel:
         dtype = computed_in(ins, outs)
         if spec.kernel == "product" and what.unaligned < 1 and not _aligned(dtype, (*ins, *outs)):
             flops /= what.unaligned
-        if (measured := what.speed(spec.name, dtype)) is not None:
+        in_fp8 = self._in_fp8(spec, dtype, ins, outs, what)
+        if not in_fp8 and (measured := what.speed(spec.name, dtype)) is not None:
             return measured.seconds(flops, size)
         if (moved := self._moved(spec, ins)) is not None:
             size, bandwidth = moved, what.dram_bandwidth * what.memory_efficiency
@@ -249,7 +250,7 @@ class CostModel:
         seconds = size / bandwidth
         if flops:
             tf32 = self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None
-            peak = what.peak("tf32" if tf32 else dtype)
+            peak = what.peak("tf32" if tf32 else _FP8 if in_fp8 else dtype)
             if spec.kernel == "product" and what.wide is not None and _wide(dtype) and not tf32:
                 limit = what.wide.seconds(product_of(spec, attrs, ins, outs, flops), peak)
             else:
@@ -257,7 +258,17 @@ class CostModel:
                 half = speed.half_size if spec.kernel else 0.0
                 limit = (flops + math.sqrt(half * flops)) / (peak * speed.efficiency * self._kernels(spec, what))
             seconds = max(seconds, limit)
+        if in_fp8:
+            seconds += _quantized(spec, ins) / bandwidth
         return seconds + what.kernel_launch_overhead
+
+    def _in_fp8(self, spec: Spec, dtype: DType | None, ins: Types, outs: Types, what: DeviceSpec) -> bool:
+        """Whether the runtime runs it in 8 bits: a product of a weight in 16 bits, or a gradient of that, where the
+        device has such products."""
+        if self.runtime is None or not self.runtime.fp8 or spec.kernel != "product":
+            return False
+        matrix = any([isinstance(t, Tensor) and len(t.shape) == 2 for t in (*ins, *outs)])
+        return matrix and dtype is not None and dtype.size == 2 and what.has(_FP8)
 
     def _kernels(self, spec: Spec, what: DeviceSpec) -> float:
         """How many times as quick as the device's figures the runtime's kernels of a product or of attention are."""
@@ -300,6 +311,22 @@ def _copies(t: Type) -> int:
         return 1
     axes = zip(mesh.sizes, t.placements, strict=True)
     return math.prod([n for i, (n, p) in enumerate(axes) if p is REPLICATE and i != mesh.time])
+
+
+_FP8 = "f8"
+"""The peak of products in 8 bits."""
+_QUANTIZED_BYTES = 4
+"""What quantizing a number of 16 bits moves: 2 read, 1 written, and 1 more, transposed, for the weight's gradient
+(github NVIDIA/TransformerEngine, cast_transpose)."""
+
+
+def _quantized(spec: Spec, ins: Types) -> float:
+    """The bytes that are moved to quantize what a product takes beside its weight, which is quantized once a step. The
+    gradient of a weight takes what the two other products have quantized."""
+    if spec.weight is None:
+        return 0.0
+    others = [t for k, t in enumerate(ins) if k != spec.weight and isinstance(t, Tensor) and len(t.shape) > 1]
+    return float(_QUANTIZED_BYTES * sum([math.prod(t.shape) for t in others]))
 
 
 _ROW = 16

@@ -10,9 +10,9 @@ from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import Fused, fused, unwritten
 from distir.executor.cost_model.seconds import work
 from distir.executor.simulator.simulation import Simulator
-from distir.hardware import load_cluster
+from distir.hardware import load_cluster, load_runtime
 from distir.ir import Device, FunctionMaker, Mesh
-from distir.ir.function import Attributes, Function
+from distir.ir.function import NO_ATTRIBUTES, Attributes, Function
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import lookup
 from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float32, Int64, Placement, Shard, Tensor
@@ -324,3 +324,36 @@ def test_rotary_embeddings_are_one_chain() -> None:
     unwritten = [op.spec.name for op in g.ops if op in kernels and kernels[op].result]
     assert sorted(unwritten) == ["Concat", "Mul", "Mul", "Neg"]
     assert kernels[next(op for op in g.ops if op.spec.name == "Concat")].operands == {0}
+
+
+def test_products_of_weights_in_8_bits() -> None:
+    """Forward and backward at the peak of 8 bits, and what quantizing moves; scores, and other devices, stay."""
+    runtime = load_runtime("megatron-core+fp8")
+    assert (runtime.name, runtime.fp8, load_runtime("megatron-core").fp8) == ("megatron-core+fp8", True, False)
+    tokens, width = 8192, 4096
+    x, w, y = (Tensor(BFloat16, shape) for shape in ((4, tokens, width), (width, 3 * width), (4, tokens, 3 * width)))
+    scores = (
+        Tensor(BFloat16, (4, 32, 128, 128)),
+        Tensor(BFloat16, (4, 32, 128, 128)),
+        Tensor(BFloat16, (4, 32, 128, 128)),
+    )
+    for cluster, has in (("dgx-h100", True), ("dgx-a100", False)):
+        topology = load_cluster(cluster)
+        what = topology.spec(topology.devices[0])
+        plain, narrow = (CostModel(topology, runtime=r) for r in (load_runtime("megatron-core"), runtime))
+
+        def seconds(cost: CostModel, name: str, *types: Tensor) -> float:
+            return cost.compute(lookup(name), NO_ATTRIBUTES, types[:-1], types[-1:], cost.topology.devices[0])
+
+        for name, types, moved in (
+            ("MatMul", (x, w, y), 4 * tokens * width),
+            ("MatMulGradWeight", (x, y, w), 0),
+            ("MatMul", scores, None),
+        ):
+            before, after = (seconds(cost, name, *types) for cost in (plain, narrow))
+            if not has or moved is None:
+                assert after == before
+                continue
+            beside = what.kernel_launch_overhead + runtime.gap
+            bandwidth = what.dram_bandwidth * what.memory_efficiency
+            assert after - beside == pytest.approx((before - beside) / 2 + 4 * moved / bandwidth, rel=1e-3)

@@ -18,6 +18,7 @@ from distir.ir import Device, Function, FunctionMaker, Mesh, Role, Topology
 from distir.ir.errors import UsageError
 from distir.ir.host_runtime import Runtime
 from distir.ir.type import NOW, SUM, Float, Float16, Shard, Tensor, Tuple
+from distir.ops.rules import tensor
 from tests.executor.inlined import Inlined, turns
 from tests.executor.random_schedules import random_program
 
@@ -341,9 +342,9 @@ def test_sums_of_gradients_have_a_buffer(zero: int, chunks: int) -> None:
     )
     for device in topology(4).devices:
         weights = [
-            math.prod(v.type.global_shape)
+            math.prod(tensor(v).global_shape)
             for v in plain.program.function.inputs
-            if v.kind == "parameter" and isinstance(v.type, Tensor) and device in v.type.mesh.devices
+            if v.kind == "parameter" and device in tensor(v).mesh.devices
         ]
         without, found = plain.memory(device), buffered.memory(device)
         buffer = found.start[GRADIENT] - without.start[GRADIENT]

@@ -12,6 +12,7 @@ from distir.executor import SequentialExecutor
 from distir.ir import Function, FunctionMaker, Value, verify
 from distir.ir.device import Device, Mesh
 from distir.ir.type import SUM, Float32, Float64, Placement, Shard, Tensor
+from distir.ops.rules import tensor
 from distir.transforms.passes import PassContext, run_passes
 from distir.transforms.pipeline.send_narrow import send_narrow
 from distir.transforms.plan import InputSplit
@@ -33,7 +34,7 @@ def after(before: Function) -> list[str]:
     found = send_narrow(before)
     verify(found)
     assert [v.type for v in found.outputs] == [v.type for v in before.outputs]
-    x = np.random.default_rng(0).integers(-9, 9, before.inputs[0].type.global_shape).astype(np.float32)
+    x = np.random.default_rng(0).integers(-9, 9, tensor(before.inputs[0]).global_shape).astype(np.float32)
     for got, want in zip(
         SequentialExecutor().compute(found, [x]), SequentialExecutor().compute(before, [x]), strict=True
     ):
@@ -106,7 +107,7 @@ def test_keys_and_values_are_sent_with_the_heads_that_they_have() -> None:
         """The bytes of each value of several heads that is gathered or scattered, whole."""
         sends = [op for op in f.ops if op.op_type in ("MPIAllgather", "MPIReduceScatter")]
         return [
-            max(v.type.bytes for v in (*op.inputs, *op.outputs)) for op in sends if len(op.outputs[0].type.shape) > 3
+            max(v.type.bytes for v in (*op.inputs, *op.outputs)) for op in sends if len(tensor(op.outputs[0]).shape) > 3
         ]
 
     wide, narrow = sent(placed), sent(run_passes(placed, ("narrow",), context))
