@@ -54,17 +54,22 @@ def _sends(op: Op) -> bool:
     return kind and not t.mesh.is_time(op.attributes["axis"])
 
 
-def _changes_places(op: Op) -> bool:
-    """Whether an op may change places with a collective."""
-    return op.spec.comm is None and len(op.inputs) == len(op.outputs) == 1
+def _changes_places(op: Op, computed: int) -> bool:
+    """Whether an op may change places with a collective, beside so many others that are not views.
+
+    It then computes, on every device, what the collective would have written or read there. A second op would be more
+    work than before.
+    """
+    return op.spec.comm is None and len(op.inputs) == len(op.outputs) == 1 and (op.spec.alias or not computed)
 
 
 def _above(gather: Op, made: Mapping[Value, Op], used: Mapping[Value, Sequence[Op]], outputs: set[Value]) -> list[Op]:
     """The ops that make what is gathered of the narrowest value before it, in their order."""
-    v, chain, best = gather.inputs[0], list[Op](), 0
+    v, chain, best, computed = gather.inputs[0], list[Op](), 0, 0
     least = tensor(v).bytes
-    while len(used[v]) == 1 and v not in outputs and (op := made.get(v)) is not None and _changes_places(op):
+    while len(used[v]) == 1 and v not in outputs and (op := made.get(v)) is not None and _changes_places(op, computed):
         chain.append(op)
+        computed += not op.spec.alias
         (v,) = op.inputs
         if not isinstance(v.type, Tensor):
             break
@@ -75,10 +80,11 @@ def _above(gather: Op, made: Mapping[Value, Op], used: Mapping[Value, Sequence[O
 
 def _below(scatter: Op, used: Mapping[Value, Sequence[Op]], outputs: set[Value]) -> list[Op]:
     """The ops that make the narrowest value of what is scattered, in their order."""
-    v, chain, best = scatter.outputs[0], list[Op](), 0
+    v, chain, best, computed = scatter.outputs[0], list[Op](), 0, 0
     least = tensor(v).bytes
-    while len(users_of := used.get(v, ())) == 1 and v not in outputs and _changes_places(op := users_of[0]):
+    while len(uses := used.get(v, ())) == 1 and v not in outputs and _changes_places(op := uses[0], computed):
         chain.append(op)
+        computed += not op.spec.alias
         (v,) = op.outputs
         if not isinstance(v.type, Tensor):
             break

@@ -54,6 +54,11 @@ def test_what_is_expanded_is_gathered_before() -> None:
     assert after(f) == ["Reshape", "MPIAllgather", "Expand", "Cast", "Reshape"]
 
 
+def test_one_op_is_done_on_every_device_beside_views() -> None:
+    f = function((8, 4), Shard(1), lambda f, x: [f.emit("MPIAllgather", expanded(f, f.emit("Exp", x)), axis="cp")])
+    assert after(f) == ["Exp", "Reshape", "MPIAllgather", "Expand", "Cast", "Reshape"]
+
+
 def test_what_is_summed_up_is_scattered_after() -> None:
     def build(f: FunctionMaker, x: Value) -> list[Value]:
         y = f.emit("MPIReduceScatter", x, axis="cp", dim=1)
