@@ -208,7 +208,7 @@ def load_runtime(name: str) -> Runtime:
     known names, if there is none."""
     found, base = _runtimes(), name.removesuffix(FP8)
     if base not in found:
-        raise UsageError(f"unknown runtime {name!r}", f"known: {', '.join(sorted(found))}")
+        raise UsageError(f"unknown runtime {name!r}", f"known: {', '.join(sorted(found))}; or one of them and {FP8}")
     return found[base] if base == name else in_fp8(found[base])
 
 

@@ -45,7 +45,7 @@ class Runtime:
     backward, where they are not one each way. `attention`: the speed of its fused attention, as a share of that of
     FlashAttention-2; `cudnn`: it is cuDNN's. `early`: its libraries are of the device's first year. `accumulates`:
     products of gradients of weights add to the sum of microbatches themselves. `overlaps_products`: what a product
-    needs of other devices of its axis, or gives to them, is sent in pieces while it computes on others. `zigzag`:
+    gathers of other devices of its axis, or scatters to them, is sent in pieces while it computes on others. `zigzag`:
     devices that split the queries of causal attention have as many of the first as of the last, so the same work.
     `gradient_buffer`: gradients are summed over microbatches in a buffer that exists from the start of a step. `fp8`:
     products of weights, and their gradients, take operands of 8 bits, to which those of 16 are quantized beside them.

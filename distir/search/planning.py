@@ -11,7 +11,7 @@ from distir.api.compilation import Cluster, cost_model, describe
 from distir.api.interop.plan_settings import CONTEXT, EXPERTS
 from distir.api.model import Model, loads
 from distir.api.results import size
-from distir.executor.cost_model.seconds import computed_in, work
+from distir.executor.cost_model.seconds import work
 from distir.hardware import host_cores
 from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.search.best_first import Progressed, Simulated, by_seconds, search
@@ -244,7 +244,7 @@ def step_work(setting: Setting) -> StepWork:
             ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
             n, _ = work(op.spec, op.attributes, ins, outs)
             flops += n
-            ideal += n / what.peak(computed_in(ins, outs))
+            ideal += n / setting.cost.peak(op.spec, ins, outs, what)
     return StepWork(setting.batch, model.tokens, flops, ideal)
 
 

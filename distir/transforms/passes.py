@@ -238,8 +238,8 @@ PASSES: tuple[Pass, ...] = (
         "pad", SEQUENTIAL, SEQUENTIAL, _pad, "dims padded to a multiple of the axis that splits them, or of the plan's"
     ),
     Pass("place", SEQUENTIAL, PLACED, _place, "values placed on a mesh, collectives inserted"),
-    Pass("narrow", PLACED, PLACED, _narrow, "what is expanded gathered before, what is summed up scattered after"),
     Pass("join", PLACED, PLACED, _join, "collectives along one axis after another made one, along several"),
+    Pass("narrow", PLACED, PLACED, _narrow, "what is expanded gathered before, what is summed up scattered after"),
     Pass("recompute", PLACED, PLACED, _recompute, "values recomputed in the backward pass instead of saved"),
     Pass("schedule", PLACED, DISTRIBUTED, _schedule, "cut into stages and phases, called microbatch by microbatch"),
     Pass(

@@ -240,6 +240,8 @@ def test_fp8_is_of_products_of_weights(table) -> None:
     seconds = [found.predicted.seconds for found in map(score, rows) if found.predicted]
     assert seconds[1] == seconds[2] < seconds[0]
     assert seconds[4] < seconds[3]
+    (old,) = read_rows(table({**row, "cluster": "dgx-a100", "dtype": "fp8"}))
+    assert score(old).reason == "megatron+fp8: gpu has no peak of 8 bits"
 
 
 def test_dropout_and_a_head_of_its_own(table) -> None:

@@ -20,7 +20,7 @@ from distir.executor.cost_model import collective_cost as cost
 from distir.executor.cost_model.fusion import UNFUSED, Fused
 from distir.ir.communication import Wire
 from distir.ir.device import AxisNames, Device, Mesh
-from distir.ir.errors import ModelError
+from distir.ir.errors import ModelError, UsageError
 from distir.ir.host_runtime import Runtime
 from distir.ir.measured import measured
 from distir.ir.spec import Attrs, Spec
@@ -59,6 +59,14 @@ class CostModel:
         self.runtime = runtime
         self._memo: dict[object, float] = {}
         self._version = topology.version
+        if (
+            runtime is not None
+            and runtime.fp8
+            and topology.devices
+            and not topology.spec(topology.devices[0]).has(_FP8)
+        ):
+            kind = topology.devices[0].kind
+            raise UsageError(f"{runtime.name}: {kind} has no peak of 8 bits", "peak_tflops.f8 of a cluster's TOML file")
 
     @staticmethod
     def distir2021(topology: Topology) -> CostModel:
@@ -249,9 +257,8 @@ class CostModel:
             size += _APART_BYTES * math.prod(ins[0].shape)
         seconds = size / bandwidth
         if flops:
-            tf32 = self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None
-            peak = what.peak("tf32" if tf32 else _FP8 if in_fp8 else dtype)
-            if spec.kernel == "product" and what.wide is not None and _wide(dtype) and not tf32:
+            peak = self.peak(spec, ins, outs, what)
+            if spec.kernel == "product" and what.wide is not None and _wide(dtype) and not self._in_tf32(spec, dtype):
                 limit = what.wide.seconds(product_of(spec, attrs, ins, outs, flops), peak)
             else:
                 speed = what.products(spec.kernel == "attention")
@@ -261,6 +268,16 @@ class CostModel:
         if in_fp8:
             seconds += _quantized(spec, ins) / bandwidth
         return seconds + what.kernel_launch_overhead
+
+    def peak(self, spec: Spec, ins: Types, outs: Types, what: DeviceSpec) -> float:
+        """The FLOP/s that a device has at most for an op: of the dtype that it computes in, of tf32, or of 8 bits."""
+        dtype = computed_in(ins, outs)
+        if self._in_fp8(spec, dtype, ins, outs, what):
+            return what.peak(_FP8)
+        return what.peak("tf32" if self._in_tf32(spec, dtype) else dtype)
+
+    def _in_tf32(self, spec: Spec, dtype: DType | None) -> bool:
+        return self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None
 
     def _in_fp8(self, spec: Spec, dtype: DType | None, ins: Types, outs: Types, what: DeviceSpec) -> bool:
         """Whether the runtime runs it in 8 bits: a product of a weight in 16 bits, or a gradient of that, where the

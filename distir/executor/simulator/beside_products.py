@@ -1,8 +1,9 @@
 """Which collectives are sent in pieces beside a product, where the runtime does so (`Runtime.overlaps_products`).
 
-What a product needs is gathered while it computes on the pieces that are there; what it sums over devices is sent while
-it computes the next piece. So tensor parallelism hides what it sends: Wang et al. 2023, "Overlap Communication with
-Dependent Computation via Decomposition in Large Deep Learning Models".
+What a product needs is gathered while it computes on the pieces that are there; what it sums over devices is scattered
+while it computes the next piece. So tensor parallelism hides what it sends under sequence parallelism, all-reduces are
+waited for: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Models".
 """
 
 from __future__ import annotations

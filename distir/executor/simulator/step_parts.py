@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distir.executor.cost_model.seconds import computed_in, work
+from distir.executor.cost_model.seconds import work
 from distir.executor.simulator.busy import Labels, count
 from distir.executor.simulator.intervals import NO_INTERVALS, Intervals, clipped, covering, length, merged
 from distir.executor.simulator.labels import SEND, axis_text
@@ -143,7 +143,5 @@ class _Labels:
             return 0.0
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         cost = self._program.cost
-        dtype = computed_in(ins, outs)
-        name = "tf32" if cost.tf32 and dtype is not None and dtype.name == "f32" else dtype
         spec = cost.topology.spec(self._program.classes.first[part.classes[0]])
-        return work(op.spec, op.attributes, ins, outs)[0] / spec.peak(name)
+        return work(op.spec, op.attributes, ins, outs)[0] / cost.peak(op.spec, ins, outs, spec)

@@ -1,4 +1,5 @@
-"""Sends activations where they are narrowest: gathers what is expanded before that, scatters what is summed after it.
+"""Sends values where they are narrowest: gathers what is expanded, or made wider, before that, scatters what is summed
+after it.
 
 Keys and values of grouped queries are expanded to one head for each head of queries. Where the length of sequences is
 split they are gathered for attention: as they were before, with fewer heads. Their gradients are summed over the heads
@@ -30,7 +31,7 @@ def send_narrow(function: Function) -> Function:
     made, used, outputs = producers(function), users(function), set(function.outputs)
     maker = maker_like(function)
     moved: dict[Op, Moved] = {}
-    """What is done in place of a collective."""
+    """What is done in place of a gather, or of the last op that a scatter changes places with."""
     gone: dict[Op, Op] = {}
     """The ops that are done elsewhere, each with what does the same."""
     for op in function.ops:
@@ -40,7 +41,7 @@ def send_narrow(function: Function) -> Function:
         chain = _above(op, made, used, outputs) if gathers else _below(op, used, outputs)
         found = _exchanged(maker, op, chain, gathers)
         if found:
-            moved[op] = found
+            moved[op if gathers else chain[-1]] = found
             gone.update(zip([op, *chain] if gathers else [*chain, op], found, strict=True))
     return _rebuilt(maker, function, moved, gone) if moved else function
 
@@ -86,8 +87,8 @@ def _below(scatter: Op, used: Mapping[Value, Sequence[Op]], outputs: set[Value])
         chain.append(op)
         computed += not op.spec.alias
         (v,) = op.outputs
-        if not isinstance(v.type, Tensor):
-            break
+        if not isinstance(v.type, Tensor) or v.type.dtype is not tensor(scatter.outputs[0]).dtype:
+            break  # a sum in another dtype is another sum
         if v.type.bytes < least:
             least, best = v.type.bytes, len(chain)
     return chain[:best]
@@ -127,9 +128,13 @@ def _scatter(op: Op, dim: int | None) -> Op | None:
 
 def _rebuilt(maker: FunctionMaker, function: Function, moved: Mapping[Op, Moved], gone: Mapping[Op, Op]) -> Function:
     """The function with the collectives moved; gradients know what their forward ops have become."""
+    now = dict(gone)
     for op in function.ops:
         for new in moved.get(op, () if op in gone else (op,)):
-            of = gone.get(new.of, new.of) if new.of is not None else None
-            again = new if of is new.of else Op(new.spec, new.inputs, new.attributes, new.outputs, of)
-            maker.ops.append(again)
+            of = now.get(new.of, new.of) if new.of is not None else None
+            if of is not new.of:
+                now[new] = again = Op(new.spec, new.inputs, new.attributes, new.outputs, of)
+                now.update([(old, again) for old, made in gone.items() if made is new])
+                new = again
+            maker.ops.append(new)
     return maker.finalize()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from distir.api.compilation import distribute
@@ -12,6 +14,7 @@ from distir.executor.cost_model.seconds import work
 from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster, load_runtime
 from distir.ir import Device, FunctionMaker, Mesh
+from distir.ir.errors import UsageError
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import lookup
@@ -327,33 +330,29 @@ def test_rotary_embeddings_are_one_chain() -> None:
 
 
 def test_products_of_weights_in_8_bits() -> None:
-    """Forward and backward at the peak of 8 bits, and what quantizing moves; scores, and other devices, stay."""
+    """Forward and backward at the peak of 8 bits, and what quantizing moves; products of activations stay."""
     runtime = load_runtime("megatron-core+fp8")
     assert (runtime.name, runtime.fp8, load_runtime("megatron-core").fp8) == ("megatron-core+fp8", True, False)
     tokens, width = 8192, 4096
     x, w, y = (Tensor(BFloat16, shape) for shape in ((4, tokens, width), (width, 3 * width), (4, tokens, 3 * width)))
-    scores = (
-        Tensor(BFloat16, (4, 32, 128, 128)),
-        Tensor(BFloat16, (4, 32, 128, 128)),
-        Tensor(BFloat16, (4, 32, 128, 128)),
-    )
-    for cluster, has in (("dgx-h100", True), ("dgx-a100", False)):
-        topology = load_cluster(cluster)
-        what = topology.spec(topology.devices[0])
-        plain, narrow = (CostModel(topology, runtime=r) for r in (load_runtime("megatron-core"), runtime))
+    scores = [Tensor(BFloat16, (4, 32, 128, 128))] * 3
+    topology = load_cluster("dgx-h100")
+    what = topology.spec(topology.devices[0])
+    plain, narrow = (CostModel(topology, runtime=r) for r in (load_runtime("megatron-core"), runtime))
 
-        def seconds(cost: CostModel, name: str, *types: Tensor) -> float:
-            return cost.compute(lookup(name), NO_ATTRIBUTES, types[:-1], types[-1:], cost.topology.devices[0])
+    def seconds(cost: CostModel, name: str, types: Sequence[Tensor]) -> float:
+        return cost.compute(lookup(name), NO_ATTRIBUTES, types[:-1], types[-1:], topology.devices[0])
 
-        for name, types, moved in (
-            ("MatMul", (x, w, y), 4 * tokens * width),
-            ("MatMulGradWeight", (x, y, w), 0),
-            ("MatMul", scores, None),
-        ):
-            before, after = (seconds(cost, name, *types) for cost in (plain, narrow))
-            if not has or moved is None:
-                assert after == before
-                continue
-            beside = what.kernel_launch_overhead + runtime.gap
-            bandwidth = what.dram_bandwidth * what.memory_efficiency
-            assert after - beside == pytest.approx((before - beside) / 2 + 4 * moved / bandwidth, rel=1e-3)
+    beside = what.kernel_launch_overhead + runtime.gap
+    bandwidth = what.dram_bandwidth * what.memory_efficiency
+    for name, types, moved in (
+        ("MatMul", (x, w, y), 4 * 4 * tokens * width),
+        ("MatMulGradWeight", (x, y, w), 0),
+    ):
+        before, after = (seconds(cost, name, types) for cost in (plain, narrow))
+        assert after - beside == pytest.approx((before - beside) / 2 + moved / bandwidth, rel=1e-3)
+        peaks = [cost.peak(lookup(name), types[:-1], types[-1:], what) for cost in (plain, narrow)]
+        assert peaks == [what.peak("bf16"), what.peak("f8")]
+    assert seconds(narrow, "MatMul", scores) == seconds(plain, "MatMul", scores)
+    with pytest.raises(UsageError, match=r"megatron-core\+fp8: gpu has no peak of 8 bits"):
+        CostModel(load_cluster("dgx-a100"), runtime=runtime)

@@ -11,7 +11,7 @@ import distir
 from distir.executor import SequentialExecutor
 from distir.ir import Function, FunctionMaker, Value, verify
 from distir.ir.device import Device, Mesh
-from distir.ir.type import SUM, Float32, Float64, Placement, Shard, Tensor
+from distir.ir.type import SUM, BFloat16, Float32, Float64, Placement, Shard, Tensor
 from distir.ops.rules import tensor
 from distir.transforms.passes import PassContext, run_passes
 from distir.transforms.pipeline.send_narrow import send_narrow
@@ -82,6 +82,8 @@ def test_what_is_summed_up_is_scattered_after() -> None:
         ((8, 4), Shard(0), lambda f, x: [f.emit("MPIAllgather", f.emit("Neg", x), axis="cp")]),
         # what is summed up is split
         ((8, 4), SUM, lambda f, x: [f.emit("ReduceSum", f.emit("MPIReduceScatter", x, axis="cp", dim=0), axes=(0,))]),
+        # a sum in 16 bits is another one
+        ((8, 4), SUM, lambda f, x: [f.emit("Cast", f.emit("MPIReduceScatter", x, axis="cp", dim=0), to=BFloat16)]),
         # no sum passes it
         (
             (8, 4),
@@ -95,17 +97,40 @@ def test_others_stay(shape: tuple[int, ...], placed: Placement, build: Build) ->
     assert send_narrow(f) is f
 
 
+def test_gradients_know_what_their_forward_ops_have_become() -> None:
+    """A scatter is done where the last op was that it changes places with, after what that is the gradient of."""
+
+    def build(f: FunctionMaker, x: Value) -> list[Value]:
+        y = f.emit("MPIReduceScatter", x, axis="cp", dim=1)
+        forward = f.emit("Neg", x)
+        total = f.add_op("ReduceSum", None, [y], {"axes": (0,), "keepdims": 1}, of=f.ops[-1])
+        again = f.add_op("Neg", None, [total], of=f.ops[-1])
+        return [f.add_op("Neg", None, [again], of=f.ops[-1]), forward]
+
+    f = function((24, 4), SUM, build)
+    assert after(f) == ["Neg", "ReduceSum", "MPIReduceScatter", "Neg", "Neg"]
+    ops = send_narrow(f).ops
+    assert [op.of and ops.index(op.of) for op in ops] == [None, 0, None, 1, 3]
+
+
 LLAMA = "llama:layers=2,hidden=32,heads=8,kv_heads=2,vocab=64,seq=16,batch=8"
 CONTEXT = InputSplit("cp", 2, (("input_ids", 1), ("labels", 1)))
+
+
+def split_dims(model: distir.Model, *axes: InputSplit) -> dict[str, list[tuple[int, int]]]:
+    numbers = {v.name: k for k, v in enumerate(model.function.inputs)}
+    return {axis.axis: [(numbers[name], dim) for name, dim in axis.dims] for axis in axes}
+
+
+def collectives(f: Function) -> int:
+    return len([op for op in f.ops if op.spec.route == "axis"])
 
 
 def test_keys_and_values_are_sent_with_the_heads_that_they_have() -> None:
     """Both ways: of 4 heads of queries that share one, a quarter of what expanded keys and values would be."""
     model = distir.load(LLAMA, loss="cross-entropy", dtype="float64")
     plan = distir.Plan(microbatches=2, split=(CONTEXT,))
-    numbers = {v.name: k for k, v in enumerate(model.function.inputs)}
-    splits = {"cp": [(numbers["input_ids"], 1), (numbers["labels"], 1)]}
-    context = PassContext(plan, [Device("cpu", k) for k in range(2)], splits=splits)
+    context = PassContext(plan, [Device("cpu", k) for k in range(2)], splits=split_dims(model, CONTEXT))
     placed = run_passes(model.function, ("fuse", "decompose", "pad", "place"), context)
 
     def sent(f: Function) -> list[int]:
@@ -118,6 +143,18 @@ def test_keys_and_values_are_sent_with_the_heads_that_they_have() -> None:
     wide, narrow = sent(placed), sent(run_passes(placed, ("narrow",), context))
     assert len(wide) == 2 * 2 * 2  # keys and values, forward and backward, of each layer
     assert narrow == [n // 4 for n in wide]
+
+
+def test_along_two_axes_all_is_sent_narrow() -> None:
+    model = distir.load(LLAMA, loss="cross-entropy", dtype="float64")
+    pairs = tuple([InputSplit(axis, 2, CONTEXT.dims) for axis in ("cp", "cq")])
+    context = PassContext(
+        distir.Plan(split=pairs), [Device("cpu", k) for k in range(4)], splits=split_dims(model, *pairs)
+    )
+    joined = run_passes(model.function, ("fuse", "decompose", "pad", "place", "join"), context)
+    narrow = run_passes(joined, ("narrow",), context)
+    assert collectives(narrow) == collectives(joined)
+    assert send_narrow(narrow) is narrow
 
 
 @pytest.mark.parametrize("more", [{}, {"tp": 2, "sequence_parallel": True, "recompute": "full"}, {"dp": 2, "zero": 3}])
