@@ -114,6 +114,11 @@ class Communication(NamedTuple):
         """Whether it makes a value that is split along an axis whole."""
         return Shard in self.takes and self.gives is Replicate
 
+    @property
+    def scatters(self) -> bool:
+        """Whether it gives each device a part of a sum."""
+        return self.sums and self.gives is Shard
+
     def idle(self, attrs: Attrs, t: Type) -> bool:
         """Whether the op does nothing: on every device the result is the operand, of type `t`.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from distir.executor.cost_model.fusion import alike
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import Shard, Tensor
+from distir.ir.type import Tensor
 
 
 def beside_products(f: Function) -> dict[Op, Op]:
@@ -31,7 +31,7 @@ def beside_products(f: Function) -> dict[Op, Op]:
                 made[op.outputs[0]] = n
         elif spec.route == "axis" and spec.comm is not None:
             v = op.inputs[0]
-            if spec.comm.sums and spec.comm.gives is Shard and v in made:
+            if spec.comm.scatters and v in made:
                 found[op] = f.ops[made[v]]
             elif not spec.comm.sums and v not in made and _is_of_a_microbatch(v):
                 gathered[op.outputs[0]] = op

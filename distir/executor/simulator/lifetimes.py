@@ -10,7 +10,6 @@ from typing import NamedTuple
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.equal_callees import shapes_of
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import Shard
 
 
 class Step(NamedTuple):
@@ -180,5 +179,4 @@ class Lifetimes:
 
 def _scatters(op: Op) -> bool:
     """Whether it is a reduce-scatter."""
-    comm = op.spec.comm
-    return comm is not None and comm.sums and comm.gives is Shard
+    return op.spec.comm is not None and op.spec.comm.scatters

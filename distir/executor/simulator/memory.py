@@ -22,6 +22,7 @@ from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Siz
 from distir.executor.simulator.categories import BUFFER, CATEGORIES, GRADIENT, Categories, leaves
 from distir.executor.simulator.lifetimes import Lifetimes, Step
 from distir.executor.simulator.overheads import allocated, caches
+from distir.ir.cached import cached
 from distir.ir.function import Function, Op, Value
 from distir.ir.pause import no_collection
 from distir.ir.spec import lookup
@@ -107,8 +108,20 @@ def _is_sum(t: Tensor) -> bool:
     return t.over_time.kind is not None and bool(t.shape)
 
 
-def _bundles_sums(t: Type) -> bool:
-    return isinstance(t, Tuple) and any(map(_is_sum, leaves(t)))
+@cached
+def _sums_begun(main: Function) -> tuple[Type, ...]:
+    """The types of the bundles of sums that bodies begin, and hand on to the bodies of later microbatches."""
+    sums: dict[Type, bool] = {}
+
+    def has_sums(v: Value) -> bool:
+        t = v.type
+        if t not in sums:
+            sums[t] = isinstance(t, Tuple) and any([_is_sum(x) for part in t.distinct for x in leaves(part)])
+        return sums[t]
+
+    calls = [op for op in main.ops if op.callee is not None and op.attributes.get("mb") is not None]
+    begins = [op for op in calls if any(map(has_sums, op.outputs)) and not any(map(has_sums, op.inputs))]
+    return tuple([v.type for op in begins for v in op.outputs if has_sums(v)])
 
 
 def low_logits(op: Op) -> int:
@@ -165,17 +178,12 @@ class LiveMemory:
         return MemoryUse(start, frame.highest, frame.where, curve)
 
     def gradient_buffer(self, c: int) -> int:
-        """The bytes of the buffer for sums of gradients on class c, under a runtime that has one: of the sums that
-        bodies begin, and hand on to the bodies of later microbatches."""
+        """The bytes of the buffer for sums of gradients on class c, under a runtime that has one."""
         runtime = self.program.cost.runtime
         if runtime is None or not runtime.gradient_buffer:
             return 0
-        begun: dict[Value, None] = {}
-        for op in self.program.function.ops:
-            if op.attributes.get("mb") is not None and not any([_bundles_sums(v.type) for v in op.inputs]):
-                begun.update([(v, None) for v in op.outputs if _bundles_sums(v.type)])
         classes_of = self.program.classes_of
-        here = [t for v in begun if c in classes_of(v.type) for t in leaves(v.type)]
+        here = [t for bundle in _sums_begun(self.program.function) if c in classes_of(bundle) for t in leaves(bundle)]
         return sum([self.sizes.block(t) for t in here])
 
     def categories(self, c: int) -> Categories | None:

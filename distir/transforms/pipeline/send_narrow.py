@@ -15,7 +15,7 @@ from distir.ir.errors import IRTypeError
 from distir.ir.exact_attributes import Attributes
 from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.infer import infer
-from distir.ir.type import Replicate, Shard, Tensor
+from distir.ir.type import Tensor
 from distir.ops.rules import tensor
 from distir.transforms.pipeline.bucket import maker_like
 from distir.transforms.pipeline.phases import users
@@ -37,7 +37,7 @@ def send_narrow(function: Function) -> Function:
     for op in function.ops:
         if not _sends(op):
             continue
-        gathers = op.spec.comm is not None and op.spec.comm.gives is Replicate
+        gathers = op.spec.comm is not None and op.spec.comm.gathers
         chain = _above(op, made, used, outputs) if gathers else _below(op, used, outputs)
         found = _exchanged(maker, op, chain, gathers)
         if found:
@@ -51,8 +51,7 @@ def _sends(op: Op) -> bool:
     comm = op.spec.comm
     if op.spec.route != "axis" or comm is None or len(op.inputs) != 1 or not isinstance(t := op.inputs[0].type, Tensor):
         return False
-    kind = comm.gives is Shard if comm.sums else comm.gives is Replicate and t.on(op.attributes["axis"]).dim is not None
-    return kind and not t.mesh.is_time(op.attributes["axis"])
+    return (comm.gathers or comm.scatters) and not t.mesh.is_time(op.attributes["axis"])
 
 
 def _changes_places(op: Op, computed: int) -> bool:
