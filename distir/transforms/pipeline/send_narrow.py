@@ -127,13 +127,13 @@ def _scatter(op: Op, dim: int | None) -> Op | None:
 
 def _rebuilt(maker: FunctionMaker, function: Function, moved: Mapping[Op, Moved], gone: Mapping[Op, Op]) -> Function:
     """The function with the collectives moved; gradients know what their forward ops have become."""
-    now = dict(gone)
+    renewed: dict[Op, Op] = {}
     for op in function.ops:
         for new in moved.get(op, () if op in gone else (op,)):
-            of = now.get(new.of, new.of) if new.of is not None else None
+            of = gone.get(new.of, new.of) if new.of is not None else None
+            of = renewed.get(of, of) if of is not None else None
             if of is not new.of:
-                now[new] = again = Op(new.spec, new.inputs, new.attributes, new.outputs, of)
-                now.update([(old, again) for old, made in gone.items() if made is new])
-                new = again
+                old, new = new, Op(new.spec, new.inputs, new.attributes, new.outputs, of)
+                renewed[old] = new
             maker.ops.append(new)
     return maker.finalize()

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import distir
+from distir.executor.cost_model.seconds import work
 from distir.executor.simulator.labels import COMPUTE, SEND
 from distir.executor.simulator.simulation import Simulation
 from distir.executor.simulator.step_parts import (
@@ -145,3 +146,17 @@ def test_a_stage_with_less_work_waits_for_the_busiest():
     assert less > 0
     assert 0 < idle.bubble[IMBALANCE] <= less
     assert idle.bubble[DEPENDENCY] == 0 or idle.bubble[IMBALANCE] == pytest.approx(less)
+
+
+def test_products_in_8_bits_count_at_their_peak() -> None:
+    """The FLOPs of products of weights at the device's peak of 8 bits, those of attention at that of 16."""
+    sizes = "gpt:layers=2,hidden=1024,heads=8,vocab=1024,seq=512,batch=8"
+    model = distir.load(sizes, loss="cross-entropy", precision="bf16")
+    prediction = distir.simulate(model, distir.Plan(), "dgx-h100", runtime="torch-compiled+fp8")
+    peaks = {"product": 1979e12, "attention": 989e12}
+    ideal = 0.0
+    for op in model.function.ops:
+        if op.spec.kernel:
+            flops, _ = work(op.spec, op.attributes, [v.type for v in op.inputs], [v.type for v in op.outputs])
+            ideal += flops / peaks[op.spec.kernel]
+    assert prediction.utilization * prediction.step_seconds == pytest.approx(ideal, rel=0.01)

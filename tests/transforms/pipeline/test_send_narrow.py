@@ -54,11 +54,6 @@ def test_what_is_expanded_is_gathered_before() -> None:
     assert after(f) == ["Reshape", "MPIAllgather", "Expand", "Cast", "Reshape"]
 
 
-def test_one_op_is_done_on_every_device_beside_views() -> None:
-    f = function((8, 4), Shard(1), lambda f, x: [f.emit("MPIAllgather", expanded(f, f.emit("Exp", x)), axis="cp")])
-    assert after(f) == ["Exp", "Reshape", "MPIAllgather", "Expand", "Cast", "Reshape"]
-
-
 def test_what_is_summed_up_is_scattered_after() -> None:
     def build(f: FunctionMaker, x: Value) -> list[Value]:
         y = f.emit("MPIReduceScatter", x, axis="cp", dim=1)
@@ -80,6 +75,12 @@ def test_what_is_summed_up_is_scattered_after() -> None:
         ((8, 4), Shard(1), lambda f, x: [f.emit("MPIAllgather", y := expanded(f, x), axis="cp"), y]),
         # no wider
         ((8, 4), Shard(0), lambda f, x: [f.emit("MPIAllgather", f.emit("Neg", x), axis="cp")]),
+        # two ops would be done on every device
+        (
+            (8, 4),
+            Shard(0),
+            lambda f, x: [f.emit("MPIAllgather", f.emit("Neg", f.emit("Cast", x, to=Float64)), axis="cp")],
+        ),
         # what is summed up is split
         ((8, 4), SUM, lambda f, x: [f.emit("ReduceSum", f.emit("MPIReduceScatter", x, axis="cp", dim=0), axes=(0,))]),
         # a sum in 16 bits is another one
@@ -141,6 +142,8 @@ def test_keys_and_values_are_sent_with_the_heads_that_they_have() -> None:
         ]
 
     wide, narrow = sent(placed), sent(run_passes(placed, ("narrow",), context))
+    program = distir.distribute(model, distir.Plan(split=(CONTEXT,)))
+    assert sorted([n for f in (program, *program.callees()) for n in sent(f)]) == sorted([2 * n for n in narrow])
     assert len(wide) == 2 * 2 * 2  # keys and values, forward and backward, of each layer
     assert narrow == [n // 4 for n in wide]
 
