@@ -69,6 +69,7 @@ _CPU = (
     Training("gpt:layers=2,hidden=256,heads=4,vocab=3000,seq=128", 8, "adamw", 12),
     Training("gpt:layers=1,hidden=384,heads=6,vocab=4000,seq=160", 8, "sgd", 7),
     Training("48,96,192,384,768,1024,512,64", 128, "sgd", 30),
+    Training("1024,1024,1024,1024,1024", 32, "sgd", 20),  # few rows: weights are read for little work
 )
 _CUDA = (  # short and long sequences, weights and activations that fit in the cache and such that do not
     Training("64,128,64,16", 64, "adamw", 60),

@@ -15,20 +15,17 @@ from distir.ir.errors import UsageError
 from distir.ir.function import Function
 from distir.models.config_file import is_config
 from distir.models.decoder import ARCHITECTURES, PRESETS, Decoder, angles, decoder, kind_of
-from distir.models.proxies import proxy
 from distir.models.recommender import Recommender, recommender
-from distir.models.sequences import (
-    CosmoflowSequence,
-    DlrmSequence,
-    Gpt2Sequence,
-    Gpt3Sequence,
-    MoeSequence,
-    ProxySizes,
-)
 from distir.models.volumes import Volumes, volumes
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from distir.models.sequences import ProxySizes
+
+    Sizes = Decoder | Recommender | Volumes | ProxySizes
+    Builder = tuple[type[Sizes], Callable[[Any], Function]]
+    """The class of a model's sizes, and the function that builds a model of these."""
 
 _KINDS: dict[type, tuple[Callable[[str], Any], str]] = {
     bool: (int, "N, a whole number"),
@@ -39,28 +36,31 @@ _KINDS: dict[type, tuple[Callable[[str], Any], str]] = {
 """By the type of a field how its value is read, and what is expected."""
 
 
-Sizes = Decoder | Recommender | Volumes | ProxySizes
-
-
 class _Family(NamedTuple):
-    """Models of one name: the class of their sizes, the sizes that the name gives, and the loss by which they are
-    trained if none is asked for."""
+    """Models of one name: the class of their sizes and what builds them, imported when they are asked for, the sizes
+    that the name gives, and the loss by which they are trained if none is asked for."""
 
-    sizes: type[Sizes]
-    given: Mapping[str, Any]
+    builder: Callable[[], Builder]
+    given: Mapping[str, Any] = {}
     loss: str | None = None
 
 
+def _sequence(name: str) -> Builder:
+    from distir.models import proxies, sequences
+
+    return getattr(sequences, name), proxies.proxy
+
+
 _FAMILIES: dict[str, _Family] = {
-    **{name: _Family(Decoder, given) for name, given in ARCHITECTURES.items()},
-    **{name: _Family(Decoder, given, "cross-entropy") for name, given in PRESETS.items()},
-    "dlrm": _Family(Recommender, {}, "loss"),
-    "cosmoflow": _Family(Volumes, {}, "mse"),
-    "proxy-dlrm": _Family(DlrmSequence, {}),
-    "proxy-cosmoflow": _Family(CosmoflowSequence, {}),
-    "proxy-gpt2-large": _Family(Gpt2Sequence, {}),
-    "proxy-gpt3-175b": _Family(Gpt3Sequence, {}),
-    "proxy-gpt3-moe": _Family(MoeSequence, {}),
+    **{name: _Family(lambda: (Decoder, decoder), given) for name, given in ARCHITECTURES.items()},
+    **{name: _Family(lambda: (Decoder, decoder), given, "cross-entropy") for name, given in PRESETS.items()},
+    "dlrm": _Family(lambda: (Recommender, recommender), loss="loss"),
+    "cosmoflow": _Family(lambda: (Volumes, volumes), loss="mse"),
+    "proxy-dlrm": _Family(lambda: _sequence("DlrmSequence")),
+    "proxy-cosmoflow": _Family(lambda: _sequence("CosmoflowSequence")),
+    "proxy-gpt2-large": _Family(lambda: _sequence("Gpt2Sequence")),
+    "proxy-gpt3-175b": _Family(lambda: _sequence("Gpt3Sequence")),
+    "proxy-gpt3-moe": _Family(lambda: _sequence("MoeSequence")),
 }
 
 
@@ -92,11 +92,8 @@ def own_loss(model: str | os.PathLike[str] | Mapping[str, Any]) -> str | None:
 def built(text: str, dims: Mapping[str, int]) -> Built:
     """The model that a text describes; see `named`."""
     sizes = _sizes(text, dims)
-    if isinstance(sizes, Decoder):
-        return Built(decoder(sizes), angles(sizes))
-    if isinstance(sizes, Volumes):
-        return Built(volumes(sizes), {})
-    return Built(recommender(sizes) if isinstance(sizes, Recommender) else proxy(sizes), {})
+    _, build = _FAMILIES[text.partition(":")[0]].builder()
+    return Built(build(sizes), angles(sizes) if isinstance(sizes, Decoder) else {})
 
 
 def named(text: str, dims: Mapping[str, int]) -> Decoder:
@@ -124,7 +121,8 @@ def whole_sizes(sizes: Sizes) -> dict[str, int]:
 def _sizes(text: str, dims: Mapping[str, int]) -> Sizes:
     name, _, rest = text.partition(":")
     family = _FAMILIES[name]
-    known = {f.name: f for f in fields(family.sizes) if kind_of(f) in _KINDS}
+    sizes, _ = family.builder()
+    known = {f.name: f for f in fields(sizes) if kind_of(f) in _KINDS}
     given: dict[str, Any] = {}
     for entry in [x for x in rest.split(",") if x]:
         key, _, value = entry.partition("=")
@@ -145,7 +143,7 @@ def _sizes(text: str, dims: Mapping[str, int]) -> Sizes:
     if missing:
         raise UsageError(f"{text}: {' and '.join(missing)} missing", f"such as {name}:layers=12,hidden=768,heads=12")
     try:
-        return family.sizes(**whole)
+        return sizes(**whole)
     except UsageError as e:
         raise UsageError(f"{text}: {e.message}", e.hint) from None
 
