@@ -133,7 +133,7 @@ def simulate(args: argparse.Namespace) -> None:
         if args.trace is not None:
             progress.phase("writing the trace")
             prediction.save_trace(args.trace)
-        emitted = write_plans(args.emit, prediction.summary.plan, settings_of(args, model))
+        emitted = write_plans(args.emit, prediction.summary.plan, settings_of(args, model)) if args.emit else []
         progress.phase("adding up")
         found = prediction.to_json() if args.json else str(prediction)
     if isinstance(found, dict):

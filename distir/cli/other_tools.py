@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from distir.api import Model, Plan
-from distir.api.interop.conversion import READERS, TARGETS, check_faults, emit, emit_notes
-from distir.api.interop.plan_settings import ReadConfig, TrainingSettings
 from distir.api.model import Precision
 from distir.cli.commands import loss_of
 from distir.cli.output import first_rank
@@ -17,6 +16,9 @@ from distir.ir.files import check_writable, written
 from distir.models.config_file import is_config
 from distir.models.configs import described
 from distir.models.named import is_named, named
+
+if TYPE_CHECKING:  # `distir.api.interop` is imported where one of the flags is given
+    from distir.api.interop.plan_settings import ReadConfig, TrainingSettings
 
 _FLAGS = {"torchtitan": "torchtitan", "megatron": "megatron_args"}
 _PRECISION = ("precision", "grad_dtype", "dtype")
@@ -36,6 +38,8 @@ def read_other_plan(args: argparse.Namespace) -> ReadConfig | None:
         if args.gpus is not None:
             raise UsageError("--gpus is of a file of another tool", "--torchtitan or --megatron-args; or --dp N")
         return None
+    from distir.api.interop.conversion import READERS, check_faults
+
     path = given[_FLAGS[tool]]
     read = READERS[tool](path, args.gpus, _layers(args))
     overridden = {name for name in [*read.fields, "cut", *_PRECISION] if getattr(args, name) is not None}
@@ -82,9 +86,12 @@ def note_differences(args: argparse.Namespace, read: ReadConfig | None, model: M
 
 def check_targets(args: argparse.Namespace) -> None:
     """Raises UsageError for a tool of --emit for which no plans are written, and for files that cannot be written."""
-    for tool, _ in args.emit:
-        if tool not in TARGETS:
-            raise UsageError(f"--emit: no plans are written for {tool!r}", f"known are {', '.join(TARGETS)}")
+    if args.emit:
+        from distir.api.interop.conversion import TARGETS
+
+        for tool, _ in args.emit:
+            if tool not in TARGETS:
+                raise UsageError(f"--emit: no plans are written for {tool!r}", f"known are {', '.join(TARGETS)}")
     others = [getattr(args, name, None) for name in ("save_plan", "trace", "plot", "report")]
     check_writable(*[path for _, path in args.emit], *[path for path in others if path is not None])
 
@@ -92,6 +99,8 @@ def check_targets(args: argparse.Namespace) -> None:
 def write_plans(targets: Sequence[tuple[str, str]], plan: Plan, settings: TrainingSettings) -> list[dict[str, str]]:
     """Write the files of --emit; returns JSON of them. Raises InfeasibleError, before any is written, for a plan that a
     tool cannot express."""
+    from distir.api.interop.conversion import emit, emit_notes
+
     texts = [(path, emit(plan, tool, settings)) for tool, path in targets]
     found = [{"tool": tool, "file": path} for tool, path in targets]
     if not first_rank():
@@ -120,6 +129,8 @@ def training_settings(
     args: argparse.Namespace, model: Model, precision: Precision, dtype: str | None = None
 ) -> TrainingSettings:
     """What --emit says beside the plan."""
+    from distir.api.interop.plan_settings import TrainingSettings
+
     seq = model.tokens // model.batch if model.tokens is not None else None
     return TrainingSettings(model.batch, seq, precision, dtype, _layers(args))
 

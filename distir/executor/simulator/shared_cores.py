@@ -2,9 +2,10 @@
 
 A rank is busy while it computes, and, where its cores do the work, while it communicates; one that waits or sleeps is
 not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing).
-Collectives and transfers are not slowed, but the ranks of a collective do not arrive together (see `CoreSharing`): those
-that are there wait, and are not busy, until the last one is. The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each part
-has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
+Collectives and transfers are not slowed, but the ranks of a collective do not arrive together (see `CoreSharing`):
+those that are there wait until the last one is, and are not busy. The program is run once through such a simulation, in
+which a part's seconds depend on what runs beside it; then each part has the seconds that it took, each call code of its
+own, and the simulator's loop runs as on any cluster.
 """
 
 from __future__ import annotations
