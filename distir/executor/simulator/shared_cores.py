@@ -2,10 +2,9 @@
 
 A rank is busy while it computes, and, where its cores do the work, while it communicates; one that waits or sleeps is
 not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing).
-Collectives and transfers are not slowed, but the ranks of a collective do not arrive together (see `CoreSharing`):
-those that are there wait until the last one is, and are not busy. The program is run once through such a simulation, in
-which a part's seconds depend on what runs beside it; then each part has the seconds that it took, each call code of its
-own, and the simulator's loop runs as on any cluster.
+Collectives and transfers are not slowed, but the ranks of a collective do not arrive together (see `CoreSharing`). The
+program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each part
+has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
 """
 
 from __future__ import annotations
@@ -112,8 +111,6 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
     missing, after = _order(tasks, streams)
     met = [0.0] * classes
     """When each class last communicated."""
-    waiting: set[int] = set()
-    """The collectives whose last rank is late."""
     now = work = 0.0  # seconds since the start, and those of compute that each computing task has had since then
     busy = [0, 0]  # ranks that communicate, that compute
     running: tuple[list[tuple[float, int]], list[tuple[float, int]]] = [], []
@@ -123,13 +120,10 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
     while True:
         for k in ready:
             task = tasks[k]
-            start[k] = now
-            if task.meets and (late := sharing.late(now - min([met[c] for c in task.classes]))):
-                waiting.add(k)
-                heappush(running[False], (now + late, k))
-                continue
             busy[task.computes] += task.ranks
-            heappush(running[task.computes], ((work if task.computes else now) + task.seconds, k))
+            start[k] = now
+            waits = sharing.late(now - min([met[c] for c in task.classes])) if task.meets else 0.0
+            heappush(running[task.computes], ((work if task.computes else now) + task.seconds + waits, k))
         ready.clear()
         communicating, computing = running
         slower = sharing.slower(busy[1] + busy[0] * sharing.communication)
@@ -142,11 +136,6 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
         else:
             return taken
         task = tasks[k]
-        if k in waiting:
-            waiting.remove(k)
-            busy[False] += task.ranks
-            heappush(communicating, (now + task.seconds, k))
-            continue
         busy[task.computes] -= task.ranks
         taken[k] = now - start[k]
         for c in task.classes:

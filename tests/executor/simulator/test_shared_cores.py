@@ -160,28 +160,6 @@ def test_the_ranks_of_a_collective_do_not_arrive_together(compute: list[int]) ->
     )
     expected = sum([(1e-6 + 9e-3 * n * 1e-3) ** 0.5 - 1e-3 for n in compute])
     assert shared - alone == pytest.approx(expected)
-
-
-def test_ranks_that_wait_for_the_last_of_a_collective_leave_the_cores_to_others() -> None:
-    """Two ranks of two cores compute beside a sum, which takes much less than its last rank is late."""
-    f, t = reduced(4)
-    beside = FunctionMaker("beside")
-    x = beside.add_input_value("x", f.inputs[0].type)
-    y = x
-    for _ in range(4):
-        y = beside.emit("Add", y, y)
-    total, z = beside.emit("MPIAllreduce", y, axis="dp"), y
-    for _ in range(4):
-        z = beside.emit("Add", z, z)
-    beside.set_outputs([total, z])
-    program = beside.finalize()
-    quiet, late = (simulated(program, t, CoreSharing(2, communication=1.0, jitter=x)) for x in (1e-9, 9e-3))
-    ends = [max([e.ts + e.dur for e in s.trace if e.tid == "compute"]) for s in (quiet, late)]
-    assert ends[1] <= ends[0]
-    assert late.seconds > quiet.seconds
-
-
-def test_lateness_is_proportional_at_first_and_then_as_the_root() -> None:
     late = CoreSharing(2, jitter=1e-3).late
     assert [late(x) for x in (0.0, 1e-6, 1.0)] == pytest.approx([0.0, 0.5e-6, 1e-3**0.5 - 1e-3], rel=1e-3)
 
