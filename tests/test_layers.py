@@ -300,6 +300,16 @@ def test_import_is_light():
     assert not HEAVY & set(ast.literal_eval(done.stdout))
 
 
+def test_a_prediction_imports_neither_other_models_nor_plans_of_other_tools():
+    command = "simulate gpt:layers=1,hidden=8,heads=2,vocab=16,seq=4,batch=2 --cluster dgx-a100 --json"
+    code = f"import sys, distir.cli; distir.cli.main({command.split()}); print(sorted(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    loaded = ast.literal_eval(done.stderr.splitlines()[-1])
+    assert "distir.models.named" in loaded
+    assert not [m for m in loaded if m.startswith(("distir.api.interop", "distir.models.sequences"))]
+
+
 def cycle(graph):
     """The nodes of a circle in a graph, if there is one."""
     done, path = set(), []
