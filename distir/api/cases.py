@@ -405,14 +405,16 @@ def _plan(values: Mapping[str, Any]) -> Plan:
         raise UsageError(f"vpp {chunks} needs the schedule interleaved, got {schedule}")
     if values["recompute"] not in (_NONE, "selective", "full"):
         raise UsageError(f"recompute {values['recompute']} is none of none, selective, full")
+    once = values["zero_stage"] == 3 and values["pp"] > 1 and _runtime_of(values).gathers_once
+    overlap = values["overlap_grad_reduce"] and not once
     plan = Plan(
         **{f.name: values[f.name] for f in AXES},
         microbatches=batch // (replicas * micro),
         schedule="1f1b" if schedule == _NONE else schedule,
         chunks=chunks,
-        overlap=values["overlap_grad_reduce"],
-        bucket_mb=BUCKET_MB if values["overlap_grad_reduce"] else math.inf,  # Megatron-LM reduces one buffer of all
-        zero=values["zero_stage"],
+        overlap=overlap,
+        bucket_mb=BUCKET_MB if overlap else math.inf,  # Megatron-LM reduces one buffer of all
+        zero=1 if once else values["zero_stage"],
         gathered_again=_gathered_again(values),
         sequence_parallel=values["sequence_parallel"],
         recompute=_recompute(values),

@@ -12,7 +12,8 @@ kernels, `workspace_mib` for the products of each thread of the runtime that iss
 
 `unaligned` of a device is the share of their speed that products of 16 bits reach where rows are no multiple of 16
 bytes. `attention_efficiency` is that of FlashAttention-2, to which cuDNN's is `cudnn_attention` times as quick;
-`early_products` the share of their speed that products reached with the libraries of the device's first year.
+`early_products` the share of their speed that products reached with the libraries of the device's first year;
+`fp8_products` the share of their efficiency that products of 8 bits reach, of the peak of 8.
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
 runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (`CoreSharing`):
@@ -235,10 +236,12 @@ def _runtime(name: str, t: _Table) -> Runtime:
     by = t.table("transfer_us_by") if "transfer_us_by" in t.values else None
     ranks = tuple(sorted([(int(n), by.figure(n) * 1e-6) for n in by.values if n.isdecimal()])) if by else ()
     given |= {"transfer": transfer, "transfer_by": ranks, "threads": t.whole("threads", 1)}
-    given["logit_bytes"] = _figures(t, "logit_bytes", "forward", "backward")
+    for prefix in ("", "sharded_"):
+        given[f"{prefix}logit_bytes"] = _figures(t, f"{prefix}logit_bytes", "forward", "backward")
+        given[f"{prefix}logit_memory"] = _figures(t, f"{prefix}logit_memory", "forward", "backward", "left free")
     given["norm_bytes"] = _figures(t, "norm_bytes", "forward", "backward")
-    given["logit_memory"] = _figures(t, "logit_memory", "forward", "backward", "left free")
     given["score_block"] = t.whole("score_block", 1)
+    given["quantized_bytes"] = t.figure("quantized_bytes", 4.0)
     given |= {key: t.text(key) for key in ("selective", "gathered_again", "reports") if key in t.values}
     return Runtime(name, **given, passes=passes, skew=skew, attention=_share(t, "attention"))
 
@@ -272,7 +275,9 @@ _FLAGS = (
     "overlaps_products",
     "zigzag",
     "gradient_buffer",
+    "gathers_once",
     "fp8",
+    "fp8_gathers",
 )
 
 
@@ -424,6 +429,7 @@ def _spec(t: _Table) -> DeviceSpec:
         _share(t, "unaligned"),
         t.figure("cudnn_attention", 1.0, least=1.0),
         _share(t, "early_products"),
+        _share(t, "fp8_products"),
     )
 
 

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_JOINING = ("fuses", "multi_tensor", "waits", "scatters", "inline", "stages_first", "accumulates", "overlaps_products")
-"""What of a runtime says which ops run as one, and in what order."""
+_JOINING = (
+    "fuses",
+    "multi_tensor",
+    "waits",
+    "scatters",
+    "inline",
+    "stages_first",
+    "accumulates",
+    "overlaps_products",
+    "fp8",
+    "fp8_gathers",
+)
+"""What of a runtime says which ops run as one, in what order, and which are in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +58,14 @@ class Runtime:
     products of gradients of weights add to the sum of microbatches themselves. `overlaps_products`: what a product
     gathers of other devices of its axis, or scatters to them, is sent in pieces while it computes on others. `zigzag`:
     devices that split the queries of causal attention have as many of the first as of the last, so the same work.
-    `gradient_buffer`: gradients are summed over microbatches in a buffer that exists from the start of a step. `fp8`:
-    products of weights, and their gradients, take operands of 8 bits, to which those of 16 are quantized beside them.
+    `gradient_buffer`: gradients are summed over microbatches in a buffer that exists from the start of a step.
+    `sharded_logit_bytes`, `sharded_logit_memory`: as `logit_bytes` and `logit_memory`, of logits that are split over
+    devices along the classes. `gathers_once`: in a pipeline, weights that are sharded over replicas are gathered once a
+    step, and their gradients reduced once, after the last backward pass.
+
+    `fp8`: products of weights but the head's, and their gradients, take operands of 8 bits, to which those of 16 are
+    quantized beside them, which moves `quantized_bytes` a number. `fp8_gathers`: what such a product gathers along a
+    mesh axis is quantized before, and sent in 8 bits.
     """
 
     name: str
@@ -87,7 +104,21 @@ class Runtime:
     overlaps_products: bool = False
     zigzag: bool = False
     gradient_buffer: bool = False
+    sharded_logit_bytes: tuple[float, float] | None = None
+    sharded_logit_memory: tuple[float, float, float] | None = None
+    gathers_once: bool = False
     fp8: bool = False
+    fp8_gathers: bool = False
+    quantized_bytes: float = 4.0
+
+    def bytes_of_logits(self, sharded: bool) -> tuple[float, float] | None:
+        """What the kernels of its cross-entropy move for each logit, forward and backward; None if they are one each
+        way. `sharded`: the logits are split along the classes."""
+        return self.sharded_logit_bytes if sharded and self.sharded_logit_bytes else self.logit_bytes
+
+    def memory_of_logits(self, sharded: bool) -> tuple[float, float, float] | None:
+        """What its cross-entropy works in for each logit (`logit_memory`), likewise."""
+        return self.sharded_logit_memory if sharded and self.sharded_logit_memory else self.logit_memory
 
     @property
     def joins(self) -> Runtime:

@@ -59,7 +59,8 @@ class DeviceSpec:
     the memory the driver and the kernels take `context` bytes, and matrix products `workspace` bytes for each thread
     that issues them; `usable` is what there is in all, if `memory` is but its name.
     `unaligned` is the share of their speed that products of 16 bits reach where rows are no multiple of 16 bytes, as
-    tensor cores need them (NVIDIA, Matrix Multiplication Background User's Guide).
+    tensor cores need them (NVIDIA, Matrix Multiplication Background User's Guide). `fp8` is the share of their
+    efficiency that products of 8 bits reach, of the peak of 8.
     """
 
     throughput: tuple[tuple[str, float], ...]
@@ -78,6 +79,7 @@ class DeviceSpec:
     unaligned: float = 1.0
     cudnn: float = 1.0
     early: float = 1.0
+    fp8: float = 1.0
 
     @property
     def capacity(self) -> float:

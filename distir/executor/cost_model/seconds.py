@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
 
 from distir.executor.cost_model import collective_cost as cost
 from distir.executor.cost_model.fusion import UNFUSED, Fused
@@ -99,15 +102,24 @@ class CostModel:
         return spec.route == "scatter" if spec.route in ("scatter", "gather") else None
 
     def compute(
-        self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device, fused: Fused = UNFUSED
+        self,
+        spec: Spec,
+        attrs: Attrs,
+        ins: Types,
+        outs: Types,
+        device: Device,
+        fused: Fused = UNFUSED,
+        moved: float = 0.0,
     ) -> float:
-        """Seconds an op takes on one device, quantized; `fused` is what it does not move, in a chain."""
+        """Seconds an op takes on one device, quantized; `fused` is what it does not move, in a chain, `moved` the bytes
+        that other kernels move for it."""
         what = self.topology.spec(device)
-        key = (spec, attrs or None, *[_form(t) for t in ins], None, *[_form(t) for t in outs], what, fused)
+        key = (spec, attrs or None, *[_form(t) for t in ins], None, *[_form(t) for t in outs], what, fused, moved)
         memo = self._cache()
         seconds = memo.get(key)
         if seconds is None:
             seconds = self.compute_seconds(spec, attrs, ins, outs, what) + self._gap
+            seconds += moved / (what.dram_bandwidth * what.memory_efficiency)
             if fused is not UNFUSED:
                 seconds = self._in_chain(seconds, ins, outs, what, fused)
             seconds = memo[key] = quantize(seconds)
@@ -168,6 +180,15 @@ class CostModel:
             return 0
         return _APART_KERNELS if math.prod(t.shape[:-2]) % self.runtime.score_block else 0
 
+    @cached_property
+    def in_16_bits(self) -> CostModel:
+        """The cost model under whose runtime no product is in 8 bits."""
+        if self.runtime is None or not self.runtime.fp8:
+            return self
+        other = copy(self)
+        other.runtime, other._memo = replace(self.runtime, fp8=False), {}
+        return other
+
     def enter(self) -> float:
         """Seconds that a host takes to call a function, quantized."""
         return quantize(self.runtime.call) if self.runtime is not None else 0.0
@@ -190,9 +211,11 @@ class CostModel:
 
     def least(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
         """Seconds of a collective that are left at least, whatever product it is sent beside."""
+        r = self.runtime
+        if r is not None and r.fp8 and r.fp8_gathers and spec.comm is not None and spec.comm.gathers:
+            ins, outs = in_8_bits(ins), in_8_bits(outs)
         alone = self.collective(spec, attrs, ins, outs, group)
-        in_pieces = self.runtime is not None and self.runtime.overlaps_products
-        return alone / group.size if in_pieces else alone
+        return alone / group.size if r is not None and r.overlaps_products else alone
 
     @property
     def slows(self) -> bool:
@@ -233,8 +256,8 @@ class CostModel:
         r, x = self.runtime, ins[0] if ins else None
         if r is None or not isinstance(x, Tensor):
             return None
-        if spec.logits is not None and r.logit_bytes is not None:
-            return r.logit_bytes[spec.logits == "backward"] * math.prod(x.shape)
+        if spec.logits is not None and (moved := r.bytes_of_logits(split_classes(x))) is not None:
+            return moved[spec.logits == "backward"] * math.prod(x.shape)
         if spec.norm is not None and r.norm_bytes is not None and x.dtype.size == 2:
             return r.norm_bytes[spec.norm == "backward"] * math.prod(x.shape)
         return None
@@ -263,10 +286,9 @@ class CostModel:
             else:
                 speed = what.products(spec.kernel == "attention")
                 half = speed.half_size if spec.kernel else 0.0
-                limit = (flops + math.sqrt(half * flops)) / (peak * speed.efficiency * self._kernels(spec, what))
+                share = self._kernels(spec, what) * (what.fp8 if in_fp8 else 1.0)
+                limit = (flops + math.sqrt(half * flops)) / (peak * speed.efficiency * share)
             seconds = max(seconds, limit)
-        if in_fp8:
-            seconds += _quantized(spec, ins) / bandwidth
         return seconds + what.kernel_launch_overhead
 
     def peak(self, spec: Spec, ins: Types, outs: Types, what: DeviceSpec) -> float:
@@ -322,6 +344,19 @@ class CostModel:
         return cost.serial(t.bytes, _links(self.topology, root, mesh, first))
 
 
+def in_8_bits(types: Types) -> list[Type]:
+    """The types with 8 bits a number in place of 16."""
+    return [
+        Tensor(_FLOAT8, t.shape, t.device, t.placements) if isinstance(t, Tensor) and t.dtype.size == 2 else t
+        for t in types
+    ]
+
+
+def split_classes(logits: Tensor) -> bool:
+    """Whether logits are split over devices along the classes."""
+    return logits.shape[-1] < logits.global_shape[-1]
+
+
 def _copies(t: Type) -> int:
     """How many devices have the same value."""
     if not isinstance(t, Tensor) or not isinstance(mesh := t.device, Mesh):
@@ -332,18 +367,8 @@ def _copies(t: Type) -> int:
 
 _FP8 = "f8"
 """The peak of products in 8 bits."""
-_QUANTIZED_BYTES = 4
-"""What quantizing a number of 16 bits moves: 2 read, 1 written, and 1 more, transposed, for the weight's gradient
-(github NVIDIA/TransformerEngine, cast_transpose)."""
-
-
-def _quantized(spec: Spec, ins: Types) -> float:
-    """The bytes that are moved to quantize what a product takes beside its weight, which is quantized once a step. The
-    gradient of a weight takes what the two other products have quantized."""
-    if spec.weight is None:
-        return 0.0
-    others = [t for k, t in enumerate(ins) if k != spec.weight and isinstance(t, Tensor) and len(t.shape) > 1]
-    return float(_QUANTIZED_BYTES * sum([math.prod(t.shape) for t in others]))
+_FLOAT8 = DType(_FP8, 1, "float")
+"""What values are quantized to."""
 
 
 _ROW = 16

@@ -20,10 +20,12 @@ from typing import NamedTuple
 
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused, unwritten
+from distir.executor.cost_model.seconds import in_8_bits
 from distir.executor.simulator.beside import beside_compute
 from distir.executor.simulator.beside_products import beside_products
 from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
+from distir.executor.simulator.eight_bits import SAME, EightBits, eight_bits
 from distir.executor.simulator.equal_callees import shapes_of
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, HOST, RECV, SEND, axis_text, stream_name
 from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
@@ -42,14 +44,15 @@ Where = tuple[int, str, Home | None]
 
 
 class _Kind(NamedTuple):
-    """The first op of a kind, where it is, what ops of the kind do not move, whether they run beside compute, and the
-    product beside which they run in pieces."""
+    """The first op of a kind, where it is, what ops of the kind do not move, whether they run beside compute, the
+    product beside which they run in pieces, and what of them is in 8 bits."""
 
     op: Op
     function: Function
     fused: Fused
     beside: bool
     product: Op | None
+    eight: EightBits
 
 
 class _Kinds:
@@ -77,7 +80,11 @@ class _Kinds:
         numbers, out = self._numbers, list[int]()
         chains = fused(f, self._runtime, f in self.repeated)
         overlapped = beside_compute(f) if self._slows else frozenset[Op]()
-        products = beside_products(f) if self._runtime is not None and self._runtime.overlaps_products else {}
+        r = self._runtime
+        products = beside_products(f) if r is not None and (r.overlaps_products or r.fp8_gathers) else {}
+        eights = eight_bits(f, r, products) if r is not None and r.fp8 else {}
+        if r is not None and not r.overlaps_products:
+            products = {}
         for op in f.ops:
             spec = op.spec
             if spec is _CALL:
@@ -86,17 +93,20 @@ class _Kinds:
             key: tuple[object, ...] = (spec, op.attributes.form, tuple(map(type_of, op.inputs)))
             chained, beside = chains.get(op, UNFUSED), op in overlapped
             product = products.get(op)
+            eight = eights.get(op, SAME)
             if beside or chained is not UNFUSED:  # rare, and slow to hash
                 key = (*key, beside, chained)
             if product is not None:
                 key = (*key, product.spec, product.attributes.form, *map(type_of, product.inputs))
+            if eight is not SAME:
+                key = (*key, eight)
             if spec.route == "send":  # whatever it sends, of whichever microbatch
                 t = op.inputs[0].type
                 key = (spec, *_ends(op), t.bytes, t.placements if isinstance(t, Tensor) else None)
             n = numbers.get(key)
             if n is None:
                 n = numbers[key] = len(numbers)
-                self.first.append(_Kind(op, f, chained, beside, product))
+                self.first.append(_Kind(op, f, chained, beside, product, eight))
             out.append(n)
         self._of[f] = out
         self._unwritten[f] = frozenset([op for op, chained in chains.items() if unwritten(op, chained)])
@@ -300,18 +310,20 @@ class CompiledProgram:
         return found
 
     def _plan(self, kind: _Kind) -> OpPlan:
-        op, _, chained, beside, product = kind
+        op, _, chained, beside, product, eight = kind
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         result_classes = tuple([self.classes_of(t) for t in outs])
-        spec, attrs, cost = op.spec, op.attributes, self.cost
+        spec, attrs, cost = op.spec, op.attributes, self.cost.in_16_bits if eight.wide else self.cost
         if cost.free(spec, attrs, ins):
             return OpPlan((), None, result_classes)
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
             parts = list[OpPart]()
             for p in self.classes.peers[ins[0].device, axis]:  # type: ignore[index]
-                seconds = alone = cost.collective(spec, attrs, ins, outs, p.group)
+                sent = (in_8_bits(ins), in_8_bits(outs)) if eight.sent else (ins, outs)
+                seconds = alone = cost.collective(spec, attrs, *sent, p.group)
                 if product is not None and self.overlap:
-                    seconds = cost.exposed(alone, p.group.size, min([self._seconds(product, c) for c in p.classes]))
+                    least = min([self._seconds(product, cost, c) for c in p.classes])
+                    seconds = cost.exposed(alone, p.group.size, least)
                 parts.append(
                     self._part(op, seconds, [(c, axis_text(axis), None) for c in p.classes], devices=p.group.size)
                 )
@@ -324,10 +336,11 @@ class CompiledProgram:
             parts = [self._fan(op, outward)]
         else:
             here = result_classes[0] if outs else self.classes_of(ins[0])
+            moved = eight.moved(cost.runtime) if cost.runtime is not None else 0.0
             parts = [
                 self._part(
                     op,
-                    cost.compute(spec, attrs, ins, outs, self.classes.first[c], chained),
+                    cost.compute(spec, attrs, ins, outs, self.classes.first[c], chained, moved),
                     [(c, COMPUTE, None)],
                     chained=chained,
                 )
@@ -335,10 +348,10 @@ class CompiledProgram:
             ]
         return _plan(parts, result_classes)
 
-    def _seconds(self, op: Op, c: int) -> float:
+    def _seconds(self, op: Op, cost: CostModel, c: int) -> float:
         """The seconds of an op of compute on a class."""
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-        return self.cost.compute(op.spec, op.attributes, ins, outs, self.classes.first[c])
+        return cost.compute(op.spec, op.attributes, ins, outs, self.classes.first[c])
 
     def _part(
         self,

@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from distir.executor.cost_model.seconds import split_classes
 from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Sizes, alone, holding
 from distir.executor.simulator.categories import BUFFER, CATEGORIES, GRADIENT, Categories, leaves
 from distir.executor.simulator.lifetimes import Lifetimes, Step
 from distir.executor.simulator.overheads import allocated, caches
 from distir.ir.cached import cached
 from distir.ir.function import Function, Op, Value
+from distir.ir.host_runtime import Runtime
 from distir.ir.pause import no_collection
 from distir.ir.spec import lookup
 from distir.ir.type import Tensor, Tuple, Type
@@ -124,10 +126,15 @@ def _sums_begun(main: Function) -> tuple[Type, ...]:
     return tuple([v.type for op in begins for v in op.outputs if has_sums(v)])
 
 
-def low_logits(op: Op) -> int:
-    """The elements of an op's logits of 16 bits on a device."""
+def beside_logits(op: Op, runtime: Runtime | None) -> tuple[float, float, float]:
+    """The bytes that the runtime's kernels of a cross-entropy of 16 bits work in, beside what the op takes and makes,
+    forward and backward, and those of the hole that its logits leave; 0 of another op."""
     t = op.inputs[0].type if op.spec.logits is not None else None
-    return t.bytes // 2 if isinstance(t, Tensor) and t.dtype.size == 2 else 0
+    if runtime is None or not isinstance(t, Tensor) or t.dtype.size != 2:
+        return 0.0, 0.0, 0.0
+    forward, backward, hole = runtime.memory_of_logits(split_classes(t)) or (0.0, 0.0, 0.0)
+    count = t.bytes // 2
+    return forward * count, backward * count, hole * count
 
 
 class LiveMemory:
@@ -195,10 +202,7 @@ class LiveMemory:
 
     def beside_logits(self, op: Op) -> int:
         """The bytes that the runtime's kernels of a cross-entropy work in, beside what the op takes and makes."""
-        runtime = self.program.cost.runtime
-        if runtime is None or runtime.logit_memory is None:
-            return 0
-        return round(runtime.logit_memory[op.spec.logits == "backward"] * low_logits(op))
+        return round(beside_logits(op, self.program.cost.runtime)[op.spec.logits == "backward"])
 
     def result(self, f: Function, c: int, unneeded: frozenset[int], given: Given) -> Result:
         """The memory that a call adds, memoised."""

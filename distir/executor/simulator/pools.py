@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from distir.executor.simulator.categories import GRADIENT, PARAMETER
 from distir.executor.simulator.compile import CompiledProgram
-from distir.executor.simulator.memory import MemoryUse, low_logits
+from distir.executor.simulator.memory import MemoryUse, beside_logits
 from distir.ir.function import Op
 
 
@@ -25,17 +25,15 @@ def in_pools(program: CompiledProgram, use: MemoryUse) -> int:
     runtime, ops = program.cost.runtime, program.function.ops
     if runtime is None or not runtime.pools:
         return 0
-    gathered, shards, before = 0.0, 0, use.start
-    logits = 0
+    gathered, hole, shards, before = 0.0, 0.0, 0, use.start
     for point in use.curve:
         callee = ops[point.op].callee
         if callee is not None:
             gathers = [op for op in callee.ops if op.spec.comm is not None and op.spec.comm.gathers]
             if gathers:
                 gathered = max(gathered, (point.after[PARAMETER] - before[PARAMETER]) * (1 + _share(gathers[0])))
-            logits = max([logits, *[low_logits(op) for op in callee.ops]])
+            hole = max([hole, *[beside_logits(op, runtime)[2] for op in callee.ops]])
         shards, before = max(shards, point.after[GRADIENT]), point.after
-    hole = runtime.logit_memory[2] * logits if runtime.logit_memory is not None else 0.0
     return round(gathered + hole) + max(0, shards - use.peak[GRADIENT])
 
 
