@@ -23,7 +23,7 @@ from distir.models.blocks import first_weight
 from distir.models.decoder import ARCHITECTURES, Decoder
 from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
 from distir.transforms.pipeline.schedule import SCHEDULES
-from distir.transforms.plan import AXES, BUCKET_MB, Plan
+from distir.transforms.plan import AXES, BUCKET_MB, MIB, Plan
 
 MLP = "mlp"
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -413,7 +413,7 @@ def _plan(values: Mapping[str, Any]) -> Plan:
         schedule="1f1b" if schedule == _NONE else schedule,
         chunks=chunks,
         overlap=overlap,
-        bucket_mb=BUCKET_MB if overlap else math.inf,  # Megatron-LM reduces one buffer of all
+        bucket_mb=_bucket_mb(values) if overlap else math.inf,  # Megatron-LM reduces one buffer of all
         zero=1 if once else values["zero_stage"],
         gathered_again=_gathered_again(values),
         sequence_parallel=values["sequence_parallel"],
@@ -423,6 +423,16 @@ def _plan(values: Mapping[str, Any]) -> Plan:
     if values["gpus"] not in (None, plan.size):
         raise UsageError(f"gpus is {values['gpus']}, the product of dp, tp, pp and cp {plan.size}")
     return replace(plan, order=_order(plan, values), cut=_cut(values))
+
+
+def _bucket_mb(values: Mapping[str, Any]) -> float:
+    """MiB of gradients in a bucket."""
+    bucket = _runtime_of(values).bucket
+    if bucket is None:
+        return BUCKET_MB
+    least, each = bucket
+    wide = (values["grad_dtype"] or ("fp16" if values["dtype"] == "fp16" else "fp32")) == "fp32"
+    return max(least, each * values["dp"] * values["cp"]) * (4 if wide else 2) / MIB
 
 
 def _gathered_again(values: Mapping[str, Any]) -> str:

@@ -239,6 +239,7 @@ def _runtime(name: str, t: _Table) -> Runtime:
     for prefix in ("", "sharded_"):
         given[f"{prefix}logit_bytes"] = _figures(t, f"{prefix}logit_bytes", "forward", "backward")
         given[f"{prefix}logit_memory"] = _figures(t, f"{prefix}logit_memory", "forward", "backward", "left free")
+    given["bucket"] = _figures(t, "bucket", "at least", "for each replica")
     given["norm_bytes"] = _figures(t, "norm_bytes", "forward", "backward")
     given["score_block"] = t.whole("score_block", 1)
     given["quantized_bytes"] = t.figure("quantized_bytes", 4.0)

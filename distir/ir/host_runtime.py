@@ -61,7 +61,8 @@ class Runtime:
     `gradient_buffer`: gradients are summed over microbatches in a buffer that exists from the start of a step.
     `sharded_logit_bytes`, `sharded_logit_memory`: as `logit_bytes` and `logit_memory`, of logits that are split over
     devices along the classes. `gathers_once`: in a pipeline, weights that are sharded over replicas are gathered once a
-    step, and their gradients reduced once, after the last backward pass.
+    step, and their gradients reduced once, after the last backward pass. `bucket`: how many numbers a bucket of
+    gradients has that are reduced together, at least, and for each replica.
 
     `fp8`: products of weights but the head's, and their gradients, take operands of 8 bits, to which those of 16 are
     quantized beside them, which moves `quantized_bytes` a number. `fp8_gathers`: what such a product gathers along a
@@ -107,6 +108,7 @@ class Runtime:
     sharded_logit_bytes: tuple[float, float] | None = None
     sharded_logit_memory: tuple[float, float, float] | None = None
     gathers_once: bool = False
+    bucket: tuple[float, float] | None = None
     fp8: bool = False
     fp8_gathers: bool = False
     quantized_bytes: float = 4.0

@@ -231,7 +231,7 @@ def _least_shares(c: Candidate) -> HeldShares:
 def _numbered(x: Follows[Op], number: Mapping[Op, int]) -> Follows[int]:
     of = None if x.of is None else number[x.of]
     above, saved = [number[p] for p in x.above], [[number[f] for f in ops] for ops in x.saved]
-    return Follows(number[x.op], of, x.with_of, above, saved)
+    return Follows(number[x.op], of, x.with_of, above, saved, x.gathers)
 
 
 def _followed(stages: CutStages, seconds: Sequence[_Taken], sized: Sized) -> dict[tuple[str, int], Handed | None]:

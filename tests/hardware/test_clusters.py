@@ -104,14 +104,16 @@ def test_runtimes() -> None:
         "megatron-core",
         "megatron-core-default",
     ]
-    assert known_runtimes() == [*names, "torch-compiled", "torch-eager", "torchtitan", "torchtitan-compiled"]
+    torch = ["torch-compiled", "torch-eager"]
+    titan = ["torchtitan", "torchtitan-2025", "torchtitan-async", "torchtitan-compiled"]
+    assert known_runtimes() == [*names, *torch, *titan]
     assert load_runtime("distir-compiled").fuses
     assert not load_runtime("torch-eager").fuses
     megatron = load_runtime("megatron")
     assert (megatron.logit_bytes, megatron.score_block) == ((38, 14), 4)
     assert 0 < megatron.gap < megatron.op
     later = load_runtime("megatron-core")
-    for flag in ("cudnn", "accumulates", "overlaps_products", "zigzag"):
+    for flag in ("cudnn", "accumulates", "overlaps_products", "fp8_gathers"):
         assert (getattr(later, flag), getattr(megatron, flag)) == (True, False)
     plain = load_runtime("megatron-core-default")
     assert (plain.logit_bytes, plain.logit_memory) == (megatron.logit_bytes, (4, 4, 0))

@@ -234,13 +234,16 @@ def _likely_forward(op: Op, touched: Mapping[Value, Sequence[Op]]) -> Op | None:
 
 class Follows(NamedTuple, Generic[AnOp]):
     """What decides the stage of a backward op: its forward op `of`, the backward ops `above` that its gradients come
-    from, and, without `of`, for each saved value the forward ops that make or use it. A copy goes `with_of` alone."""
+    from, and, without `of`, for each saved value the forward ops that make or use it. A copy goes `with_of` alone.
+    `gathers`: it gathers the gradient that one op above made, of which it goes to the first stage that needs all: a
+    device's part is less to send."""
 
     op: AnOp
     of: AnOp | None
     with_of: bool
     above: Sequence[AnOp]
     saved: Sequence[Sequence[AnOp]]
+    gathers: bool = False
 
 
 @cached
@@ -262,7 +265,8 @@ def following(function: Function, rules: PhaseRules) -> list[Follows[Op]]:
         if of is None:
             touching = _touching(function, rules)
             saved = [touching[v] for v in op.inputs if v in touching]
-        found.append(Follows(op, of, False, above, saved))
+        gathers = op.spec.comm is not None and op.spec.comm.gathers and len(above) == 1
+        found.append(Follows(op, of, False, above, saved, gathers))
     return found
 
 
@@ -272,7 +276,7 @@ def backward_stages(rows: Sequence[Follows[AnOp]], stage: dict[AnOp, int], parts
     A backward op goes to its forward op's stage; without `of`, to the last stage that has all its saved values. Never
     to a later stage than its gradients come from: gradients flow backward only.
     """
-    for op, of, with_of, above, saved in rows:
+    for op, of, with_of, above, saved, _ in rows:
         if of is not None and with_of:
             stage[op] = stage[of]
             continue
@@ -288,6 +292,17 @@ def backward_stages(rows: Sequence[Follows[AnOp]], stage: dict[AnOp, int], parts
             at_hand &= stages
             last = min(last, stages.bit_length() - 1)
         stage[op] = at_hand.bit_length() - 1 if at_hand else last
+    _send_parts(rows, stage)
+
+
+def _send_parts(rows: Sequence[Follows[AnOp]], stage: dict[AnOp, int]) -> None:
+    """Move gathers of gradients to the stage that is the first to need the whole in the backward pass."""
+    needed: dict[AnOp, int] = {}
+    for row in reversed(rows):
+        if row.gathers and row.op in needed:
+            stage[row.op] = needed[row.op]
+        for p in row.above:
+            needed[p] = max(needed.get(p, 0), stage[row.op])
 
 
 def _once_stages(function: Function, phase: Mapping[Op, str], stage: dict[Op, int]) -> None:

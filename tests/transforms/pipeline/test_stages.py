@@ -251,3 +251,17 @@ def test_gradients_flow_backward_only(seed: int, parts: int) -> None:
                     assert stage[made] <= stage[op]
                 elif phase[op] == BACKWARD:
                     assert stage[made] >= stage[op]
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_gradients_are_gathered_where_the_whole_is_needed(pp: int) -> None:
+    """Under sequence parallelism a stage sends its part of a gradient to the one before, which gathers it."""
+    program = small_gpt(layers=3)
+    plan = Plan(tp=2, pp=pp, microbatches=2, sequence_parallel=True)
+    sent = [
+        op.inputs[0]
+        for op in check(program, plan).ops
+        if op.spec.route == "send" and len(shape_of(op.inputs[0])) == 3 and tensor(op.inputs[0]).dtype.floating
+    ]
+    assert len(sent) == 2 * 2 * (pp - 1)  # both ways in each microbatch
+    assert all([tensor(v).on("tp").dim is not None for v in sent])
