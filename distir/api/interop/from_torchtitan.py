@@ -32,6 +32,7 @@ from distir.api.interop.to_torchtitan import (
     RESHARDED,
     SCHEDULE_NAMES,
     USUAL_CHUNKS,
+    WHOLE_IN_PIPELINES,
     torchtitan_notes,
     without_mixed_precision,
 )
@@ -142,9 +143,10 @@ def _plan(given: _Given) -> Plan:
     if shard * cp == 1:  # DDP
         dp, replicate, zero = replicate, 1, 0
     elif (policy := given["fsdp_reshard_after_forward"]) == "default":
-        zero = 2 if pp > 1 else 3
+        zero = WHOLE_IN_PIPELINES if pp > 1 else 3
     else:
         zero = next(stage for stage, word in RESHARDED.items() if word == policy)
+        zero = WHOLE_IN_PIPELINES if pp > 1 and zero == 2 else zero
     schedule, chunks = _schedule(given, pp)
     plan = Plan(
         dp=dp,

@@ -48,7 +48,11 @@ USUAL_CHUNKS = 2
 """The stages of a pipeline rank under a schedule of several, where the number of layers of one is not given."""
 _ENDS = 2
 """The embedding and the output count as a layer each where layers are shared out among stages."""
-RESHARDED = {2: "never", 3: "always"}
+RESHARDED = {3: "always", 2: "never", 1: "never"}
+"""What FSDP does with gathered weights after the forward pass, by ZeRO stage."""
+WHOLE_IN_PIPELINES = 1
+"""The ZeRO stage of weights that stay whole in a pipeline, which reduces gradients after the last backward pass (github
+pytorch/pytorch, torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`)."""
 _RECOMPUTED = ("none", "selective", "full")
 BY_OP = "op"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -123,10 +127,13 @@ def _with_zero(r: Request) -> tuple[str, Request] | None:
     plan = r.plan
     alone = plan.size == plan.dp
     sizes = split_sizes(plan)
-    if plan.zero >= 2 or plan.dp * sizes[CONTEXT] * sizes[EXPERTS] == 1 or (plan.zero == 0 and alone):
+    whole = WHOLE_IN_PIPELINES if plan.pp > 1 else 2
+    fits = plan.zero in (whole, 3)
+    if fits or plan.dp * sizes[CONTEXT] * sizes[EXPERTS] == 1 or (plan.zero == 0 and alone):
         return None
-    what = "ZeRO 1" if plan.zero else "replicas without ZeRO beside other axes"
-    return what, r.changed(zero=2)
+    what = f"ZeRO {plan.zero}" if plan.zero else "replicas without ZeRO"
+    beside = " in a pipeline" if plan.pp > 1 and plan.zero else "" if plan.zero else " beside other axes"
+    return f"{what}{beside}", r.changed(zero=whole)
 
 
 def _with_schedule(r: Request) -> tuple[str, Request] | None:

@@ -146,7 +146,7 @@ HYBRID = Plan(dp=2, zero=3, split=("replicate=2:*.0",), order=("tp", "dp", "repl
     ("tool", "plan"),
     [
         ("torchtitan", Plan(dp=4, tp=2, microbatches=2, zero=3, sequence_parallel=True)),
-        ("torchtitan", Plan(dp=2, pp=2, microbatches=4, zero=2, recompute="full")),
+        ("torchtitan", Plan(dp=2, pp=2, microbatches=4, zero=1, recompute="full")),
         ("torchtitan", HYBRID),
         ("torchtitan", Plan(dp=2, tp=2, split=("cp=2:*.1",), zero=2, sequence_parallel=True)),  # type: ignore[arg-type]
         ("megatron", Plan(dp=2, tp=2, pp=2, microbatches=4, zero=1, sequence_parallel=True, recompute="gathers")),
@@ -185,7 +185,7 @@ def test_a_plan_of_distir_says_of_what_step_it_is() -> None:
 
 
 def test_torchtitan_counts_samples_of_a_pipeline_and_of_accumulated_gradients() -> None:
-    found = torchtitan(Plan(dp=4, pp=2, zero=2, microbatches=16))
+    found = torchtitan(Plan(dp=4, pp=2, zero=1, microbatches=16))
     assert found["training"] | {"local_batch_size": 128, "global_batch_size": 512} == found["training"]
     assert found["parallelism"]["pipeline_parallel_microbatch_size"] == 8  # 512 = 4 ranks x 16 microbatches x 8
     found = torchtitan(Plan(dp=4, zero=3, microbatches=16))
@@ -209,7 +209,7 @@ def test_torchtitan_degrees() -> None:
 
 def test_layers_of_a_stage_give_the_stages() -> None:
     """torchtitan: ceil((layers + 2) / layers a stage) stages, over all pipeline ranks."""
-    plan = Plan(dp=2, zero=2, pp=4, chunks=4, schedule="interleaved", microbatches=8)
+    plan = Plan(dp=2, zero=1, pp=4, chunks=4, schedule="interleaved", microbatches=8)
     written_for = 0
     for layers in range(14, 64):
         try:
@@ -256,13 +256,14 @@ def test_the_sequence_is_split_along_both_axes_in_the_files_too(tmp_path: Path) 
     ("tool", "plan", "words", "hint"),
     [
         ("torchtitan", Plan(dp=2, zero=1), "ZeRO 1", "--zero 2"),
-        ("torchtitan", Plan(dp=2, pp=2), "replicas without ZeRO beside other axes", "--zero 2"),
+        ("torchtitan", Plan(dp=2, pp=2), "replicas without ZeRO beside other axes", "--zero 1"),
+        ("torchtitan", Plan(dp=2, pp=2, zero=2), "ZeRO 2 in a pipeline", "--zero 1"),
         ("torchtitan", Plan(dp=2, tp=2, zero=2), "without sequence parallelism", "--sequence-parallel"),
         ("torchtitan", Plan(dp=2, recompute="attention"), "recomputation attention", "--recompute selective"),
         ("torchtitan", Plan(dp=2, overlap=False), "does not overlap", "--overlap"),
         ("torchtitan", Plan(dp=2, order=("pp", "tp", "dp")), None, None),
         ("torchtitan", Plan(pp=2), "mixed precision without replicas", "--precision fp32"),
-        ("torchtitan", Plan(dp=2, pp=2, zero=2, order=("pp", "dp", "tp")), "order pp,dp,tp", "--order tp,dp,pp"),
+        ("torchtitan", Plan(dp=2, pp=2, zero=1, order=("pp", "dp", "tp")), "order pp,dp,tp", "--order tp,dp,pp"),
         ("megatron", Plan(pp=2, schedule="gpipe", microbatches=2), "schedule gpipe", "--schedule 1f1b"),
         ("megatron", Plan(dp=2, recompute="selective"), "recomputation selective", "--recompute attention"),
         ("megatron", Plan(tp=2, sequence_parallel=True), "none with sequence", "--recompute gathers"),
@@ -491,7 +492,7 @@ def test_defaults_of_torchtitan(tmp_path: Path) -> None:
 def test_gathered_parameters_stay_where_a_pipeline_uses_them_again(tmp_path: Path) -> None:
     text = "[activation_checkpoint]\nmode = 'none'\n[parallelism]\npipeline_parallel_degree = 2\n[training]\n"
     plan = Plan(**toml(text + "local_batch_size = 6\nglobal_batch_size = 24", tmp_path).fields)
-    assert (plan.dp, plan.pp, plan.zero, plan.microbatches) == (4, 2, 2, 6)
+    assert (plan.dp, plan.pp, plan.zero, plan.microbatches) == (4, 2, 1, 6)
     read = toml(text + "local_batch_size = 6\nglobal_batch_size = 48", tmp_path)
     with pytest.raises(InfeasibleError, match=r"2 runs of the pipeline.*local_batch_size = 12"):
         check_faults(read, ())
