@@ -9,6 +9,7 @@ import csv
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -44,6 +45,8 @@ _NONE = "none"
 _IN_FP8 = "fp8"
 _COMPILED = "torch.compile=1"
 """How notes say that PyTorch compiled the model."""
+_ASYNC = re.compile(r"async[_ ]tp(?!\s*=\s*0)", re.IGNORECASE)
+"""How notes say that torchtitan sent tensor parallelism's activations in pieces beside products."""
 PEAKS = "allocated", "reserved", "used"
 """Which memory was measured: what the allocator handed out, what it held, or all of the device that was in use."""
 _MOST = 1 << 53
@@ -302,6 +305,8 @@ def _runtime(values: Mapping[str, Any]) -> str:
         return "megatron"
     compiled = _COMPILED in values["notes"]
     if values["model_family"] == "llama":
+        if compiled and values["tp"] > 1 and _ASYNC.search(values["notes"]):
+            return "torchtitan-async"
         return "torchtitan-compiled" if compiled else "torchtitan"
     if values["model_family"] == "mpt" and not compiled:
         return "composer"

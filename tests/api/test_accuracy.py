@@ -390,6 +390,15 @@ def test_empty_cells(table) -> None:
         ({"model_family": "mpt"}, "composer"),
         ({"model_family": "llama", "zero_stage": 3}, "torchtitan"),
         ({"model_family": "llama", "zero_stage": 3, "notes": "torch.compile=1"}, "torchtitan-compiled"),
+        (
+            {"model_family": "llama", "zero_stage": 3, "tp": 8, "notes": "torch.compile=1; async_tp=1"},
+            "torchtitan-async",
+        ),
+        (
+            {"model_family": "llama", "zero_stage": 3, "tp": 8, "notes": "torch.compile=1; async TP=0"},
+            "torchtitan-compiled",
+        ),
+        ({"model_family": "llama", "zero_stage": 3, "cluster": "whitefiber-h200"}, "torchtitan-2025"),
         ({"zero_stage": 3, "notes": "sampled; torch.compile=1; bf16"}, "torch-compiled"),
         ({"zero_stage": 3, "notes": "sampled; torch.compile=0; bf16"}, "torch-eager"),
         ({"runtime": "mine"}, "mine"),
