@@ -277,6 +277,7 @@ _FLAGS = (
     "zigzag",
     "gradient_buffer",
     "gathers_once",
+    "expands_keys",
     "fp8",
     "fp8_gathers",
 )

@@ -15,8 +15,9 @@ _JOINING = (
     "overlaps_products",
     "fp8",
     "fp8_gathers",
+    "expands_keys",
 )
-"""What of a runtime says which ops run as one, in what order, and which are in 8 bits."""
+"""What of a runtime says which ops run as one, in what order, and what they send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class Runtime:
     `sharded_logit_bytes`, `sharded_logit_memory`: as `logit_bytes` and `logit_memory`, of logits that are split over
     devices along the classes. `gathers_once`: in a pipeline, weights that are sharded over replicas are gathered once a
     step, and their gradients reduced once, after the last backward pass. `bucket`: how many numbers a bucket of
-    gradients has that are reduced together, at least, and for each replica.
+    gradients has that are reduced together, at least, and for each replica. `expands_keys`: context parallelism sends
+    keys and values of all heads of queries, and their gradients in float32.
 
     `fp8`: products of weights but the head's, and their gradients, take operands of 8 bits, to which those of 16 are
     quantized beside them, which moves `quantized_bytes` a number. `fp8_gathers`: what such a product gathers along a
@@ -109,6 +111,7 @@ class Runtime:
     sharded_logit_memory: tuple[float, float, float] | None = None
     gathers_once: bool = False
     bucket: tuple[float, float] | None = None
+    expands_keys: bool = False
     fp8: bool = False
     fp8_gathers: bool = False
     quantized_bytes: float = 4.0

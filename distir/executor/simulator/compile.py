@@ -27,6 +27,7 @@ from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
 from distir.executor.simulator.eight_bits import SAME, EightBits, eight_bits
 from distir.executor.simulator.equal_callees import shapes_of
+from distir.executor.simulator.expanded_keys import expanded_keys, larger
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, HOST, RECV, SEND, axis_text, stream_name
 from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
 from distir.ir.cached import cached
@@ -45,7 +46,8 @@ Where = tuple[int, str, Home | None]
 
 class _Kind(NamedTuple):
     """The first op of a kind, where it is, what ops of the kind do not move, whether they run beside compute, the
-    product beside which they run in pieces, and what of them is in 8 bits."""
+    product beside which they run in pieces, what of them is in 8 bits, and how many times what the program sends the
+    runtime does."""
 
     op: Op
     function: Function
@@ -53,6 +55,7 @@ class _Kind(NamedTuple):
     beside: bool
     product: Op | None
     eight: EightBits
+    times: int
 
 
 class _Kinds:
@@ -85,6 +88,7 @@ class _Kinds:
         eights = eight_bits(f, r, products) if r is not None and r.fp8 else {}
         if r is not None and not r.overlaps_products:
             products = {}
+        expanded = expanded_keys(f) if r is not None and r.expands_keys else {}
         for op in f.ops:
             spec = op.spec
             if spec is _CALL:
@@ -93,20 +97,20 @@ class _Kinds:
             key: tuple[object, ...] = (spec, op.attributes.form, tuple(map(type_of, op.inputs)))
             chained, beside = chains.get(op, UNFUSED), op in overlapped
             product = products.get(op)
-            eight = eights.get(op, SAME)
+            eight, times = eights.get(op, SAME), expanded.get(op, 1)
             if beside or chained is not UNFUSED:  # rare, and slow to hash
                 key = (*key, beside, chained)
             if product is not None:
                 key = (*key, product.spec, product.attributes.form, *map(type_of, product.inputs))
-            if eight is not SAME:
-                key = (*key, eight)
+            if eight is not SAME or times > 1:
+                key = (*key, eight, times)
             if spec.route == "send":  # whatever it sends, of whichever microbatch
                 t = op.inputs[0].type
                 key = (spec, *_ends(op), t.bytes, t.placements if isinstance(t, Tensor) else None)
             n = numbers.get(key)
             if n is None:
                 n = numbers[key] = len(numbers)
-                self.first.append(_Kind(op, f, chained, beside, product, eight))
+                self.first.append(_Kind(op, f, chained, beside, product, eight, times))
             out.append(n)
         self._of[f] = out
         self._unwritten[f] = frozenset([op for op, chained in chains.items() if unwritten(op, chained)])
@@ -310,7 +314,7 @@ class CompiledProgram:
         return found
 
     def _plan(self, kind: _Kind) -> OpPlan:
-        op, _, chained, beside, product, eight = kind
+        op, _, chained, beside, product, eight, times = kind
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         result_classes = tuple([self.classes_of(t) for t in outs])
         spec, attrs, cost = op.spec, op.attributes, self.cost.in_16_bits if eight.wide else self.cost
@@ -320,6 +324,8 @@ class CompiledProgram:
             parts = list[OpPart]()
             for p in self.classes.peers[ins[0].device, axis]:  # type: ignore[index]
                 sent = (in_8_bits(ins), in_8_bits(outs)) if eight.sent else (ins, outs)
+                if times > 1:
+                    sent = [larger(t, times) for t in ins], [larger(t, times) for t in outs]
                 seconds = alone = cost.collective(spec, attrs, *sent, p.group)
                 if product is not None and self.overlap:
                     least = min([self._seconds(product, cost, c) for c in p.classes])
