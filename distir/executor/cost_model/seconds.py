@@ -29,7 +29,7 @@ from distir.ir.measured import measured
 from distir.ir.spec import Attrs, Spec
 from distir.ir.tiles import Product
 from distir.ir.topology import CoreSharing, DeviceSpec, Group, Link, Topology
-from distir.ir.type import REPLICATE, DType, Tensor, Type
+from distir.ir.type import REPLICATE, DType, Int8, Tensor, Type
 
 _APART_KERNELS, _APART_BYTES = 4, 33
 """Of masked scores that a runtime does not fuse with their softmax, more than of those that it does: a cast to float32,
@@ -345,9 +345,11 @@ class CostModel:
 
 
 def in_8_bits(types: Types) -> list[Type]:
-    """The types with 8 bits a number in place of 16."""
+    """The types with 8 bits a number in place of 16: of integers, of which there is no mean."""
     return [
-        Tensor(_FLOAT8, t.shape, t.device, t.placements) if isinstance(t, Tensor) and t.dtype.size == 2 else t
+        Tensor(Int8, t.shape, t.device, [REPLICATE if p.dim is None else p for p in t.placements])
+        if isinstance(t, Tensor) and t.dtype.size == 2
+        else t
         for t in types
     ]
 
@@ -367,8 +369,6 @@ def _copies(t: Type) -> int:
 
 _FP8 = "f8"
 """The peak of products in 8 bits."""
-_FLOAT8 = DType(_FP8, 1, "float")
-"""What values are quantized to."""
 
 
 _ROW = 16
