@@ -26,7 +26,7 @@ from distir.executor.cost_model import CostModel
 from distir.ir import Topology
 from distir.ir.errors import UsageError
 from distir.models.decoder import Decoder
-from distir.transforms.plan import Plan
+from distir.transforms.plan import BUCKET_MB, Plan
 
 ROOT = Path(__file__).parent.parent.parent
 GPT: dict[str, Any] = {
@@ -364,6 +364,35 @@ def test_stages_of_megatron_have_equal_numbers_of_layers(table, changes: dict[st
     assert row.setup is not None
     assert row.setup.plan.cut == tuple([f"{k}.norm1.weight" for k in begins])
     assert score(row).predicted is not None
+
+
+def test_fsdp_in_a_pipeline_gathers_and_reduces_once_a_step(table) -> None:
+    fsdp = {
+        **GPT,
+        "model_family": "llama",
+        "zero_stage": 3,
+        "overlap_grad_reduce": 1,
+        "grad_dtype": "fp32",
+        "dtype": "bf16",
+    }
+    alone, piped = read_rows(table({**fsdp, "pp": 1, "schedule": "none", "gpus": 4}, fsdp))
+    assert alone.setup is not None
+    assert piped.setup is not None
+    plans = alone.setup.plan, piped.setup.plan
+    assert [(p.zero, p.overlap, p.bucket_mb) for p in plans] == [(3, True, BUCKET_MB), (1, False, math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers", "size"),
+    [({"grad_dtype": "fp16"}, 40e6, 2), ({}, 40e6, 4), ({"dp": 64, "global_batch": 512}, 64e6, 4)],
+)
+def test_buckets_of_megatron_core_grow_with_the_replicas(
+    table, changes: dict[str, Any], numbers: float, size: int
+) -> None:
+    core = {**GPT, "runtime": "megatron-core", "overlap_grad_reduce": 1, "gpus": "", **changes}
+    (row,) = read_rows(table(core))
+    assert row.setup is not None
+    assert row.setup.plan.bucket_mb == numbers * size / 2**20
 
 
 def test_empty_cells(table) -> None:

@@ -11,6 +11,7 @@ from distir.api.model import Model
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import Fused, fused, unwritten
 from distir.executor.cost_model.seconds import work
+from distir.executor.simulator.memory import beside_logits
 from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster, load_runtime
 from distir.ir import Device, FunctionMaker, Mesh
@@ -84,6 +85,33 @@ def test_bytes_of_a_logit(name: str, way: int) -> None:
     seconds = cost.compute(lookup(name), {}, ins, outs, device) - what.kernel_launch_overhead
     bandwidth = what.dram_bandwidth * what.memory_efficiency
     assert seconds == pytest.approx(64 * 4096 * (38, 14)[way] / bandwidth, rel=1e-6)
+
+
+def test_logits_that_are_split_along_the_classes() -> None:
+    """Their kernels have figures of their own, for bytes moved and for what lives beside them."""
+    topology = load_cluster("dgx-a100")
+    device, what = topology.devices[0], topology.spec(topology.devices[0])
+    mesh = Mesh(topology.devices[:2], {"tp": 2}, "m")
+    labels, row = (Tensor.whole(t, (64,), mesh) for t in (Int64, BFloat16))
+    runtime = Runtime(
+        "slow",
+        logit_bytes=(22.0, 26.0),
+        sharded_logit_bytes=(38.0, 40.0),
+        logit_memory=(8.0, 9.0, 2.0),
+        sharded_logit_memory=(12.0, 13.0, 3.0),
+    )
+    for placement, moved, beside in ((REPLICATE, 22, (8, 9, 2)), (Shard(1), 38, (12, 13, 3))):
+        f = FunctionMaker("f")
+        logits = f.add_input_value("x", Tensor.whole(BFloat16, (64, 4096), mesh, [placement]))
+        f.emit("LogitSums", logits, f.add_input_value("y", labels), f.add_input_value("top", row))
+        (op,) = f.finalize().ops
+        ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+        count = logits.type.bytes // 2
+        seconds = CostModel(topology, runtime=runtime).compute(op.spec, op.attributes, ins, outs, device)
+        bandwidth = what.dram_bandwidth * what.memory_efficiency
+        assert seconds - what.kernel_launch_overhead == pytest.approx(count * moved / bandwidth, rel=1e-6)
+        assert beside_logits(op, runtime) == tuple([n * count for n in beside])
+        assert beside_logits(op, None) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("name", "way"), [("RMSNorm", 0), ("RMSNormGrad", 1)])
