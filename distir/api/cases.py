@@ -45,7 +45,9 @@ _NONE = "none"
 _IN_FP8 = "fp8"
 _COMPILED = "torch.compile=1"
 """How notes say that PyTorch compiled the model."""
-_ASYNC = re.compile(r"async[_ ]tp(?!\s*=\s*0)", re.IGNORECASE)
+_ASYNC = re.compile(
+    r"(?<!no )(?<!without )async[-_ ](tp|tensor[-_ ]parallel(ism)?)\b(?!\s*=\s*(0|false))", re.IGNORECASE
+)
 """How notes say that torchtitan sent tensor parallelism's activations in pieces beside products."""
 PEAKS = "allocated", "reserved", "used"
 """Which memory was measured: what the allocator handed out, what it held, or all of the device that was in use."""

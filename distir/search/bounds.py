@@ -113,7 +113,7 @@ def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong) -> fl
         return min([cost.least(op.spec, op.attributes, ins, outs, group) for group in along], default=0.0)
     if op.spec.comm is not None or (cost.runtime is not None and not op.spec.kernel):
         return 0.0
-    return cost.compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
+    return cost.least_compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
 
 
 def scaled(t: Type, scale: int) -> Type:

@@ -269,7 +269,7 @@ def _taken(op: Op | None, cost: CostModel, along: GroupsAlong, sized: Sized) -> 
         return COMPUTE, 0.0
     if cost.runtime is not None and not op.spec.kernel:  # it may be fused into a chain
         return COMPUTE, 0.0
-    return COMPUTE, cost.compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
+    return COMPUTE, cost.least_compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
 
 
 class _Move(NamedTuple):

@@ -427,6 +427,10 @@ def test_empty_cells(table) -> None:
             {"model_family": "llama", "zero_stage": 3, "tp": 8, "notes": "torch.compile=1; async TP=0"},
             "torchtitan-compiled",
         ),
+        (
+            {"model_family": "llama", "zero_stage": 3, "tp": 8, "notes": "no async TP; torch.compile=1"},
+            "torchtitan-compiled",
+        ),
         ({"model_family": "llama", "zero_stage": 3, "cluster": "whitefiber-h200"}, "torchtitan-2025"),
         ({"zero_stage": 3, "notes": "sampled; torch.compile=1; bf16"}, "torch-compiled"),
         ({"zero_stage": 3, "notes": "sampled; torch.compile=0; bf16"}, "torch-eager"),

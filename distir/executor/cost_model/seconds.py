@@ -189,6 +189,11 @@ class CostModel:
         other.runtime, other._memo = replace(self.runtime, fp8=False), {}
         return other
 
+    def least_compute(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device) -> float:
+        """Seconds that an op takes at least, in 8 bits or in 16."""
+        given = spec, attrs, ins, outs, device
+        return min(self.compute(*given), self.in_16_bits.compute(*given))
+
     def enter(self) -> float:
         """Seconds that a host takes to call a function, quantized."""
         return quantize(self.runtime.call) if self.runtime is not None else 0.0

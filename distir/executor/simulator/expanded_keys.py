@@ -5,9 +5,12 @@ torch/distributed/tensor/experimental/_attention.py: the accumulators of `_templ
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor, Type
+from distir.ops.rules import tensor
 
 _KEYS_AND_VALUES = (1, 2)
 """The operands of attention, and the results of its gradient, that are of keys and values."""
@@ -16,28 +19,51 @@ _WIDER = 2
 
 
 def expanded_keys(f: Function) -> dict[Op, int]:
-    """By how much larger than in the program is what collectives of keys and values, and of their gradients, send."""
+    """By how much larger than in the program is what collectives of keys and values, and of their gradients, send along
+    the axes that split the sequence of queries."""
     found: dict[Op, int] = {}
-    whole: dict[Value, int] = {}
-    """The numbers of keys or values that attention takes, by what they are made of."""
+    whole: dict[Value, _Whole] = {}
+    """What attention takes of keys or values, by what they are made of."""
     for op in reversed(f.ops):
         if op.spec.kernel == "attention":
-            whole.update({op.inputs[k]: _numbers(op.inputs[k]) for k in _KEYS_AND_VALUES})
-        elif op.outputs and op.outputs[0] in whole:
-            if op.spec.comm is not None and op.spec.comm.gathers:
-                found[op] = whole[op.outputs[0]] // _numbers(op.outputs[0])
-            elif op.spec.comm is None and not op.spec.kernel:
-                whole.setdefault(op.inputs[0], whole[op.outputs[0]])
-    summed: dict[Value, int] = {}
+            whole.update({op.inputs[k]: _whole(op, op.inputs[k]) for k in _KEYS_AND_VALUES})
+        elif op.outputs and (of := whole.get(op.outputs[0])) is not None:
+            if op.spec.comm is not None:
+                if op.spec.comm.gathers and of.along(op):
+                    found[op] = of.numbers // _numbers(op.outputs[0])
+            elif not op.spec.kernel:
+                whole.setdefault(op.inputs[0], of)
+    summed: dict[Value, _Whole] = {}
     for op in f.ops:
         if op.spec.kernel == "attention" and len(op.outputs) > max(_KEYS_AND_VALUES):
-            summed.update({op.outputs[k]: _numbers(op.outputs[k]) for k in _KEYS_AND_VALUES})
-        elif op.inputs and op.inputs[0] in summed:
-            if op.spec.comm is not None and op.spec.comm.sums:
-                found[op] = _WIDER * summed[op.inputs[0]] // _numbers(op.inputs[0])
-            elif op.spec.comm is None and not op.spec.kernel and len(op.outputs) == 1:
-                summed.setdefault(op.outputs[0], summed[op.inputs[0]])
+            summed.update({op.outputs[k]: _whole(op, op.outputs[k]) for k in _KEYS_AND_VALUES})
+        elif op.inputs and (of := summed.get(op.inputs[0])) is not None:
+            if op.spec.comm is not None:
+                if op.spec.comm.sums and of.along(op):
+                    wider = _WIDER if tensor(op.inputs[0]).dtype.size == 2 else 1
+                    found[op] = wider * of.numbers // _numbers(op.inputs[0])
+            elif not op.spec.kernel and len(op.outputs) == 1:
+                summed.setdefault(op.outputs[0], of)
     return {op: factor for op, factor in found.items() if factor > 1}
+
+
+class _Whole(NamedTuple):
+    """The numbers of keys or values that attention has, and the mesh axes that split its queries' sequence."""
+
+    numbers: int
+    axes: frozenset[str]
+
+    def along(self, op: Op) -> bool:
+        """Whether a collective is along one of the axes."""
+        axis = op.attributes.get("axis", ())
+        return not self.axes.isdisjoint((axis,) if isinstance(axis, str) else axis)
+
+
+def _whole(attention: Op, v: Value) -> _Whole:
+    queries = tensor(attention.inputs[0])
+    sequence, mesh = len(queries.shape) - 2, queries.device
+    axes = zip(mesh.axes, queries.placements, strict=True) if isinstance(mesh, Mesh) else ()
+    return _Whole(_numbers(v), frozenset([axis for axis, p in axes if p.dim == sequence]))
 
 
 def larger(t: Type, factor: int) -> Type:
