@@ -364,7 +364,7 @@ def _setup(values: Mapping[str, Any]) -> Setup:
         return Setup(model, Precision(), None, _plan(values), values["cluster"])
     if values["optimizer"] not in _OPTIMIZERS:
         raise UsageError(f"optimizer {values['optimizer']} is none of {', '.join(_OPTIMIZERS)}")
-    precision = Precision(dtype, values["grad_dtype"] or ("fp16" if dtype == "fp16" else "fp32"))
+    precision = Precision(dtype, _grad_dtype(values))
     if precision.gradients not in ("fp32", dtype):
         raise UsageError(f"grad_dtype {precision.gradients} is neither fp32 nor the dtype, {dtype}")
     return Setup(model, precision, _OPTIMIZERS[values["optimizer"]], _plan(values), values["cluster"])
@@ -438,8 +438,12 @@ def _bucket_mb(values: Mapping[str, Any]) -> float:
     if bucket is None:
         return BUCKET_MB
     least, each = bucket
-    wide = (values["grad_dtype"] or ("fp16" if values["dtype"] == "fp16" else "fp32")) == "fp32"
-    return max(least, each * values["dp"] * values["cp"]) * (4 if wide else 2) / MIB
+    size = 4 if _grad_dtype(values) == "fp32" else 2
+    return max(least, each * values["dp"] * values["cp"]) * size / MIB
+
+
+def _grad_dtype(values: Mapping[str, Any]) -> str:
+    return values["grad_dtype"] or ("fp16" if values["dtype"] == "fp16" else "fp32")
 
 
 def _gathered_again(values: Mapping[str, Any]) -> str:

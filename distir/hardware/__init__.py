@@ -36,7 +36,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
 from math import inf
@@ -258,29 +258,7 @@ def _figures(t: _Table, key: str, *of: str) -> tuple[float, ...] | None:
     return found
 
 
-_FLAGS = (
-    "fuses",
-    "multi_tensor",
-    "waits",
-    "scatters",
-    "inline",
-    "stages_first",
-    "gathers_again",
-    "even_stages",
-    "separate",
-    "pools",
-    "graphs",
-    "cudnn",
-    "early",
-    "accumulates",
-    "overlaps_products",
-    "zigzag",
-    "gradient_buffer",
-    "gathers_once",
-    "expands_keys",
-    "fp8",
-    "fp8_gathers",
-)
+_FLAGS = tuple([f.name for f in fields(Runtime) if f.type == "bool"])
 
 
 def among(runtime: Runtime | None, ranks: int, kind: str) -> Runtime | None:

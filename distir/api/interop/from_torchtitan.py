@@ -142,11 +142,12 @@ def _plan(given: _Given) -> Plan:
     dp, zero = shard // ep, 3
     if shard * cp == 1:  # DDP
         dp, replicate, zero = replicate, 1, 0
-    elif (policy := given["fsdp_reshard_after_forward"]) == "default":
-        zero = WHOLE_IN_PIPELINES if pp > 1 else 3
     else:
-        zero = next(stage for stage, word in RESHARDED.items() if word == policy)
-        zero = WHOLE_IN_PIPELINES if pp > 1 and zero == 2 else zero
+        policy = given["fsdp_reshard_after_forward"]
+        if policy == "default":
+            policy = RESHARDED[WHOLE_IN_PIPELINES if pp > 1 else 3]
+        stages = (WHOLE_IN_PIPELINES, 3) if pp > 1 else (2, 3)
+        zero = next(stage for stage in stages if RESHARDED[stage] == policy)
     schedule, chunks = _schedule(given, pp)
     plan = Plan(
         dp=dp,

@@ -131,9 +131,8 @@ def _with_zero(r: Request) -> tuple[str, Request] | None:
     fits = plan.zero in (whole, 3)
     if fits or plan.dp * sizes[CONTEXT] * sizes[EXPERTS] == 1 or (plan.zero == 0 and alone):
         return None
-    what = f"ZeRO {plan.zero}" if plan.zero else "replicas without ZeRO"
-    beside = " in a pipeline" if plan.pp > 1 and plan.zero else "" if plan.zero else " beside other axes"
-    return f"{what}{beside}", r.changed(zero=whole)
+    what = f"ZeRO {plan.zero}" if plan.zero else "replicas without ZeRO beside other axes"
+    return f"{what} in a pipeline" if plan.zero and plan.pp > 1 else what, r.changed(zero=whole)
 
 
 def _with_schedule(r: Request) -> tuple[str, Request] | None:

@@ -84,7 +84,7 @@ class _Kinds:
         chains = fused(f, self._runtime, f in self.repeated)
         overlapped = beside_compute(f) if self._slows else frozenset[Op]()
         r = self._runtime
-        products = beside_products(f) if r is not None and (r.overlaps_products or r.fp8_gathers) else {}
+        products = beside_products(f) if r is not None and (r.overlaps_products or (r.fp8 and r.fp8_gathers)) else {}
         eights = eight_bits(f, r, products) if r is not None and r.fp8 else {}
         if r is not None and not r.overlaps_products:
             products = {}

@@ -25,14 +25,15 @@ def in_pools(program: CompiledProgram, use: MemoryUse) -> int:
     runtime, ops = program.cost.runtime, program.function.ops
     if runtime is None or not runtime.pools:
         return 0
-    gathered, hole, shards, before = 0.0, 0.0, 0, use.start
+    gathered, shards, before = 0.0, 0, use.start
+    callees = dict.fromkeys([callee for point in use.curve if (callee := ops[point.op].callee) is not None])
+    hole = max([beside_logits(op, runtime)[2] for callee in callees for op in callee.ops], default=0.0)
     for point in use.curve:
         callee = ops[point.op].callee
         if callee is not None:
             gathers = [op for op in callee.ops if op.spec.comm is not None and op.spec.comm.gathers]
             if gathers:
                 gathered = max(gathered, (point.after[PARAMETER] - before[PARAMETER]) * (1 + _share(gathers[0])))
-            hole = max([hole, *[beside_logits(op, runtime)[2] for op in callee.ops]])
         shards, before = max(shards, point.after[GRADIENT]), point.after
     return round(gathered + hole) + max(0, shards - use.peak[GRADIENT])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from distir.executor.cost_model.seconds import work
 from distir.executor.simulator.memory import beside_logits
 from distir.executor.simulator.simulation import Simulator
 from distir.hardware import load_cluster, load_runtime
-from distir.ir import Device, FunctionMaker, Mesh
+from distir.ir import Device, FunctionMaker, Mesh, Topology
 from distir.ir.errors import UsageError
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function
 from distir.ir.host_runtime import Runtime
@@ -368,6 +369,9 @@ def test_products_of_weights_in_8_bits() -> None:
     what = topology.spec(topology.devices[0])
     assert what.fp8 < 1
     plain, narrow = (CostModel(topology, runtime=r) for r in (load_runtime("megatron-core"), runtime))
+    regular = topology.regular
+    assert regular is not None
+    slow = CostModel(Topology(replace(regular, spec=replace(what, fp8=0.1))), runtime=runtime)
 
     def seconds(cost: CostModel, name: str, types: Sequence[Tensor], moved: float = 0.0) -> float:
         return cost.compute(lookup(name), NO_ATTRIBUTES, types[:-1], types[-1:], topology.devices[0], moved=moved)
@@ -379,6 +383,8 @@ def test_products_of_weights_in_8_bits() -> None:
         peaks = [cost.peak(lookup(name), types[:-1], types[-1:], what) for cost in (plain, narrow)]
         assert peaks == [what.peak("bf16"), what.peak("f8")]
         assert seconds(narrow.in_16_bits, name, types) == before
+        given = lookup(name), NO_ATTRIBUTES, types[:-1], types[-1:], topology.devices[0]
+        assert narrow.least_compute(*given) == after < before == slow.least_compute(*given) < slow.compute(*given)
         more = seconds(narrow, name, types, moved=1e9) - after
         assert more == pytest.approx(1e9 / (what.dram_bandwidth * what.memory_efficiency))
     assert seconds(narrow, "MatMul", scores) == seconds(plain, "MatMul", scores)
