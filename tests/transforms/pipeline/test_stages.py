@@ -21,7 +21,7 @@ from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import training_step
 from distir.transforms.pipeline.partition import balanced, balanced_cut, choices, ways
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, phases
-from distir.transforms.pipeline.stages import PLAIN, StageCost, cut_stages
+from distir.transforms.pipeline.stages import PLAIN, Follows, StageCost, backward_stages, cut_stages
 from tests.transforms.programs import BATCH, Plan, Program, check, distributed, error, gpt2_tiny, run, small_gpt
 
 costs = st.lists(st.integers(0, 20), min_size=1, max_size=9)
@@ -265,3 +265,13 @@ def test_gradients_are_gathered_where_the_whole_is_needed(pp: int) -> None:
     ]
     assert len(sent) == 2 * 2 * (pp - 1)  # both ways in each microbatch
     assert all([tensor(v).on("tp").dim is not None for v in sent])
+
+
+def test_a_gradient_that_several_stages_need_whole_is_gathered_on_the_last_of_them() -> None:
+    """The gradient comes from stage 3; those who need it are on stages 0 and 2, in either order."""
+    forward = {10: 3, 11: 2, 12: 0}
+    made, gather = Follows(0, 10, False, (), ()), Follows(1, 10, False, (0,), (), gathers=True)
+    for users in itertools.permutations([(2, 11), (3, 12)]):
+        stage = dict(forward)
+        backward_stages([made, gather, *[Follows(op, of, False, (1,), ()) for op, of in users]], stage, 4)
+        assert [stage[op] for op in range(4)] == [3, 2, 2, 0]
