@@ -79,17 +79,18 @@ def test_the_step_has_8_bits_where_they_are() -> None:
     want = dict[str, list[float]]()
     for op in f.ops:
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-        eight, given = eights.get(op, SAME), (op.spec, op.attributes, ins, outs)
+        eight = eights.get(op, SAME)
         if op.spec.comm is not None:
-            sent = [in_8_bits(ins), in_8_bits(outs)] if eight.sent else [ins, outs]
-            seconds = plain.collective(op.spec, op.attributes, *sent, group)
-            assert (seconds < plain.collective(*given, group)) == eight.sent
-            assert narrow.least(*given, group) <= seconds
+            in_16 = plain.collective(op.spec, op.attributes, ins, outs, group)
+            in_8 = plain.collective(op.spec, op.attributes, in_8_bits(ins), in_8_bits(outs), group)
+            seconds = in_8 if eight.sent else in_16
+            assert (seconds < in_16) == eight.sent
+            assert narrow.least(op.spec, op.attributes, ins, outs, group) <= seconds
         elif narrow.free(op.spec, op.attributes, ins):
             continue
         else:
             cost = plain if eight.wide else narrow
-            seconds = cost.compute(*given, device, moved=eight.moved(GATHERS))
+            seconds = cost.compute(op.spec, op.attributes, ins, outs, device, moved=eight.moved(GATHERS))
         want.setdefault(op.spec.name, []).append(seconds)
     events = Simulator(narrow).interpret(f).trace
     for name, seconds in want.items():

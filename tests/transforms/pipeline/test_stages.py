@@ -269,9 +269,9 @@ def test_gradients_are_gathered_where_the_whole_is_needed(pp: int) -> None:
 
 def test_a_gradient_that_several_stages_need_whole_is_gathered_on_the_last_of_them() -> None:
     """The gradient comes from stage 3; those who need it are on stages 0 and 2, in either order."""
-    forward = {10: 3, 11: 2, 12: 0}
-    made, gather = Follows(0, 10, False, (), ()), Follows(1, 10, False, (0,), (), gathers=True)
+    forward: dict[int, int] = {10: 3, 11: 2, 12: 0}
+    made, gather = Follows[int](0, 10, False, (), ()), Follows[int](1, 10, False, (0,), (), gathers=True)
     for users in itertools.permutations([(2, 11), (3, 12)]):
         stage = dict(forward)
-        backward_stages([made, gather, *[Follows(op, of, False, (1,), ()) for op, of in users]], stage, 4)
+        backward_stages([made, gather, *[Follows[int](op, of, False, (1,), ()) for op, of in users]], stage, 4)
         assert [stage[op] for op in range(4)] == [3, 2, 2, 0]
