@@ -36,9 +36,10 @@ class Summary:
     def of(model: Model, plan: Plan, program: Function) -> Summary:
         """The summary of a distributed program."""
         padded = {
-            v.name: (v.role.source, v.type.global_shape)
+            v.name: (v.role.source, used)
             for v in program.inputs
             if v.role and v.role.source and v.kind != "state" and isinstance(v.type, Tensor)
+            if v.role.source != (used := v.role.used or v.type.global_shape)
         }
         weights = plan.sharding.along(WEIGHTS)
         trained = any([v.kind == "parameter" for v in program.inputs])  # a proxy may have none

@@ -27,18 +27,25 @@ def _freeze(value: Any) -> Any:
 class Role:
     """The role of an input: "data" (with the dim of the batch), "parameter", "state" (of the optimizer) or "constant".
 
-    `source` is the shape in the model, where padding has enlarged it.
+    `source` is the shape in the model, where padding has enlarged it; `used` that in which the program uses it, where
+    more of the padding is only stored: what shares of all devices of ZeRO are filled up with.
     """
 
-    __slots__ = ("batch", "kind", "source")
+    __slots__ = ("batch", "kind", "source", "used")
 
-    def __init__(self, kind: str, batch: int | None = None, source: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        batch: int | None = None,
+        source: tuple[int, ...] | None = None,
+        used: tuple[int, ...] | None = None,
+    ) -> None:
         if kind not in ("data", "parameter", "state", "constant"):
             raise ModelError(f"a role is data, parameter, state or constant, got {kind!r}")
-        self.kind, self.batch, self.source = kind, batch, source
+        self.kind, self.batch, self.source, self.used = kind, batch, source, used
 
     def _key(self) -> tuple[object, ...]:
-        return self.kind, self.batch, self.source
+        return self.kind, self.batch, self.source, self.used
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Role) and self._key() == other._key()
@@ -49,7 +56,8 @@ class Role:
     def __repr__(self) -> str:
         batch = "" if self.batch is None else f", batch={self.batch}"
         source = "" if self.source is None else f", source={self.source}"
-        return f"Role({self.kind!r}{batch}{source})"
+        used = "" if self.used is None else f", used={self.used}"
+        return f"Role({self.kind!r}{batch}{source}{used})"
 
 
 class Value:

@@ -195,20 +195,22 @@ class _Parser:
         return Value(name, type, role), i
 
     def role(self, tokens: list[str], i: int) -> tuple[Role, int]:
-        kind, batch, source = Role(tokens[i]).kind, None, None
+        kind, batch = Role(tokens[i]).kind, None
         i += 1
         if tokens[i] == "(":
             batch, i = self.value(tokens, i + 1)
             i += 1
-        if tokens[i] == "source":
-            source, i = self.source(tokens, i)
-        return Role(kind, batch, source), i
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in ("source", "used"):
+            if tokens[i] == name:
+                shapes[name], i = self.shape(tokens, i)
+        return Role(kind, batch, **shapes), i
 
-    def source(self, tokens: list[str], i: int) -> tuple[tuple[int, ...], int]:
-        """`source=(shape)` at token `i`, and the token after it."""
+    def shape(self, tokens: list[str], i: int) -> tuple[tuple[int, ...], int]:
+        """`NAME=(shape)` at token `i`, and the token after it."""
         shape, end = self.value(tokens, i + 2) if tokens[i + 1] == "=" else (None, i)
         if not isinstance(shape, tuple):
-            fail("source=(shape)", f"{tokens[i]}{tokens[i + 1]}{tokens[i + 2]}")
+            fail(f"{tokens[i]}=(shape)", f"{tokens[i]}{tokens[i + 1]}{tokens[i + 2]}")
         return shape, end
 
     def op(self, tokens: list[str], values: dict[str, Value], ops: list[Op], first: dict[str, Op]) -> None:
@@ -290,7 +292,7 @@ class _Parser:
                 updates[v] = self.use(tokens[i + 1], values)
                 i += 2
             if tokens[i] == "source":
-                sources[v], i = self.source(tokens, i)
+                sources[v], i = self.shape(tokens, i)
             i = _comma(tokens, i)
         return outputs, updates, sources
 

@@ -228,8 +228,9 @@ class _Printer:
             docs += ": ", doc
         if v.role is not None:
             batch = "" if v.role.batch is None else f"({v.role.batch})"
-            source = "" if v.role.source is None else f" source={self._attribute(v.role.source)}"
-            docs += " ", self._annotate(self._token.KEYWORD_CONSTANT, v.role.kind), batch + source
+            shapes = [("source", v.role.source), ("used", v.role.used)]
+            rest = "".join([f" {name}={self._attribute(shape)}" for name, shape in shapes if shape is not None])
+            docs += " ", self._annotate(self._token.KEYWORD_CONSTANT, v.role.kind), batch + rest
         return docs
 
     def _type(self, t: Type) -> str:

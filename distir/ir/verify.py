@@ -295,8 +295,10 @@ def _wrong_role(role: Role, t: Type) -> str | None:
     batch = role.batch
     if batch is not None and (role.kind != "data" or type(batch) is not int or not 0 <= batch < len(shape)):
         return f"expected the batch among the dims of data, got {t}"
-    if source is not None and not _within(source, shape):
-        return f"expected a source shape within {shape}, got {source}"
+    if source is not None and not _within(source, role.used or shape):
+        return f"expected a source shape within {role.used or shape}, got {source}"
+    if role.used is not None and (source is None or not _within(role.used, shape)):
+        return f"expected a source shape, and that in which it is used within {shape}, got {role.used}"
     return None
 
 

@@ -18,11 +18,12 @@ from distir.ir.type import Tensor, Tuple, Type
 from distir.search.space import Candidate
 from distir.transforms.plan import InputSplit
 from distir.transforms.roles import weights
+from distir.transforms.sharding.pad_state import divides_evenly
 
 
 class Template(NamedTuple):
     """What candidates of one template share. `divides`: of the sizes of weights, which the replicas divide, where ZeRO
-    splits these."""
+    splits these; `padded`: how many replicas some weight may be padded for, 0 if none is."""
 
     tp: int
     sequence_parallel: bool
@@ -32,13 +33,16 @@ class Template(NamedTuple):
     replicas: bool
     microbatches: bool
     divides: tuple[bool, ...]
+    padded: int
 
 
 def template_of(c: Candidate, function: Function, batch: int) -> Template:
     """The template of a candidate for a step of `function` on `batch` samples."""
-    divides = _divides(function, c.dp, c.tp * math.prod([x.size for x in c.split])) if c.zero else ()
+    inside = c.tp * math.prod([x.size for x in c.split])
+    divides = _divides(function, c.dp, inside) if c.zero else ()
+    padded = 0 if not c.zero or divides_evenly(function, c.dp * inside) else c.dp
     several = c.dp > 1, c.microbatches(batch) > 1
-    return Template(c.tp, c.sequence_parallel, c.recompute, c.split, c.zero, *several, divides)
+    return Template(c.tp, c.sequence_parallel, c.recompute, c.split, c.zero, *several, divides, padded)
 
 
 @cached

@@ -18,6 +18,7 @@ from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.rewriting.part_constants import part_constants
 from distir.transforms.roles import batch_dims
 from distir.transforms.sharding.pad import pad_like
+from distir.transforms.sharding.pad_state import pad_state, stored
 
 
 class Distributed(NamedTuple):
@@ -85,8 +86,9 @@ def distribute(
 def source_of(distributed: Function, function: Function) -> Function:
     """The reference for a distributed program: its source, fused; if it was padded, decomposed and padded as that."""
     fused = fuse(function)
-    pairs = zip(fused.inputs, distributed.inputs, strict=False)
-    if all(v.type.erased() is w.type.erased() for v, w in pairs):
+    pairs = list(zip(fused.inputs, distributed.inputs, strict=False))
+    if all([v.type.erased() is w.type.erased() for v, w in pairs]):
         return fused
     split = all([stays(op, split=True) for f in (distributed, *distributed.callees()) for op in f.ops])
-    return pad_like(part_constants(decompose(fused, split)), distributed)
+    parts = pad_like(part_constants(decompose(fused, split)), distributed)
+    return pad_state(parts, stored(parts, distributed))

@@ -22,7 +22,7 @@ class Fused(NamedTuple):
 
 
 UNFUSED = Fused()
-_CAST, _CONCAT = map(lookup, ("Cast", "Concat"))
+_CAST, _CONCAT, _EXTEND = map(lookup, ("Cast", "Concat", "PadTo"))
 
 
 def fused(f: Function, runtime: Runtime | None, repeated: bool = False) -> dict[Op, Fused]:
@@ -37,7 +37,23 @@ def fused(f: Function, runtime: Runtime | None, repeated: bool = False) -> dict[
     found = _chains(f, limited) if runtime.fuses else {}
     for op in _with_others(f, limited) if runtime.multi_tensor and not repeated else ():
         found[op] = found.get(op, UNFUSED)._replace(launched=True)
+    if runtime.multi_tensor:
+        found |= _in_buffers(f)
     return found | (_in_products(f) if runtime.accumulates else {})
+
+
+def _in_buffers(f: Function) -> dict[Op, Fused]:
+    """The extensions with zeros of what only collectives take. Frameworks that pack tensors into the buffers of
+    collectives, which is not counted either, fill these up.
+
+    Source: PyTorch, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`chunk_cat`); Megatron-LM,
+    core/distributed/param_and_grad_buffer.py.
+    """
+    extended = {op.outputs[0]: op for op in f.ops if op.spec is _EXTEND}
+    if not extended:  # as most
+        return {}
+    elsewhere = {*f.outputs, *[v for op in f.ops if op.spec.comm is None for v in op.inputs]}
+    return {op: Fused(frozenset((0,)), True, True, True) for v, op in extended.items() if v not in elsewhere}
 
 
 def _in_products(f: Function) -> dict[Op, Fused]:

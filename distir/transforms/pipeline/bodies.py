@@ -29,6 +29,7 @@ from distir.transforms.pipeline.phases import (
 )
 
 PACK, UNPACK, ACCUMULATE, ALLREDUCE = map(lookup, ("Pack", "Unpack", "Accumulate", "MPIAllreduce"))
+_EXTEND = lookup("PadTo")
 OVER_TIME = Attributes(axis=TIME)
 
 
@@ -42,7 +43,7 @@ class BodyKey(NamedTuple):
 
 class Total(NamedTuple):
     """A sum over microbatches. The body that makes `part`, by the op `maker`, accumulates it; after the last microbatch
-    it runs the collectives `reduce`; the result is `whole`."""
+    it runs the collectives `reduce`, with what extends the sum for them; the result is `whole`."""
 
     part: Value
     maker: Op
@@ -157,17 +158,27 @@ def _totals(function: Function, stage: Mapping[Op, int]) -> list[Total]:
         if not _sums(op):
             continue
         whole, maker = op.outputs[0], producer[op.inputs[0]]
-        reduce: list[Op] = []
+        end, steps = whole, list[Op]()
+        reduced = 0  # so many of these steps end with a collective
         axis = maker.attributes.get("axis") if maker.spec.comm is not None else None
-        while whole not in results and len(used.get(whole, ())) == 1:
-            after = used[whole][0]
-            if after.spec.comm is None or "axis" not in after.attributes or stage.get(after, -1) != stage.get(op):
+        while end not in results and len(used.get(end, ())) == 1:
+            after = used[end][0]
+            if stage.get(after, -1) != stage.get(op):
                 break
-            if tensor(whole).on(after.attributes["axis"]).kind is None or axis not in (None, after.attributes["axis"]):
-                break
-            reduce.append(after)
-            whole, axis = after.outputs[0], after.attributes["axis"]
-        totals.append(Total(op.inputs[0], maker, tuple(reduce), whole))
+            if after.spec is not _EXTEND:
+                if after.spec.comm is None or "axis" not in after.attributes:
+                    break
+                if tensor(end).on(after.attributes["axis"]).kind is None or axis not in (
+                    None,
+                    after.attributes["axis"],
+                ):
+                    break
+                axis = after.attributes["axis"]
+            steps.append(after)
+            end = after.outputs[0]
+            if after.spec is not _EXTEND:
+                reduced, whole = len(steps), end
+        totals.append(Total(op.inputs[0], maker, tuple(steps[:reduced]), whole))
     return totals
 
 

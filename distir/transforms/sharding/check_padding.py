@@ -36,6 +36,7 @@ from distir.transforms.rewriting.instances import (
 Tails = tuple[float | None, ...]
 """Per dim of a value the contents of its padding: a number, or None for anything."""
 _FILL, _RESHAPE = lookup("FillTail"), lookup("Reshape")
+_CUT, _EXTEND = lookup("CutTo"), lookup("PadTo")
 _MORE = 2
 """How many indices the padding of a dim has in an instance."""
 _tried: dict[object, list[Tails] | None] = {}
@@ -78,8 +79,11 @@ class _Comparison:
         left = iter(source.ops)
         op = next(left, None)
         for new in self.padded.ops:
-            if op is not None and self.corresponds(op, new):
-                self.step(op, new)
+            here = op if op is not None and self.corresponds(op, new) else None
+            if (here is None or here.attributes != new.attributes) and self.resized(new):
+                continue
+            if here is not None:
+                self.step(here, new)
                 op = next(left, None)
             elif new.spec is _FILL and new.inputs[0] in self.env:
                 self.filled(new)
@@ -106,6 +110,18 @@ class _Comparison:
         want = before or (small if small != large else None)
         if got != want:
             raise MismatchError(f"{what}: expected {want} as the source shape of {large}, got {got}")
+
+    def resized(self, new: Op) -> bool:
+        """Whether the op cuts off the padding of a dim, or pads a dim, which is not padded yet, with zeros."""
+        seen = self.env.get(new.inputs[0]) if new.spec in (_CUT, _EXTEND) else None
+        if seen is None or new.attributes.get("value"):
+            return False
+        dim, after = new.attributes["dim"], new.attributes["size"]
+        before, given = shape_of(new.inputs[0])[dim], shape_of(seen.source)[dim]
+        if shape_of(new.outputs[0])[dim] != after or not min(before, after) == given < max(before, after):
+            return False
+        self.env[new.outputs[0]] = seen._replace(tails=(*seen.tails[:dim], 0.0, *seen.tails[dim + 1 :]))
+        return True
 
     def filled(self, new: Op) -> None:
         seen = self.env[new.inputs[0]]

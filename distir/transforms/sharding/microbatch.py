@@ -19,16 +19,17 @@ from distir.transforms.sharding.graph import Graph, Signature, closure
 from distir.transforms.sharding.place import Placed
 
 
-def place_in_time(graph: Graph, microbatches: int, batch: Mapping[int, int]) -> Placed:
-    """Place every op along the time axis; `batch` maps each data input to its batch dim.
+def place_in_time(graph: Graph, microbatches: int, batch: Mapping[int, int], complete: Sequence[int] = ()) -> Placed:
+    """Place every op along the time axis; `batch` maps each data input to its batch dim. What takes one of the values
+    that are to be `complete` waits for it, if it is a sum over microbatches.
 
     With a single microbatch, if the forward pass would be in the prologue, nothing is split: every op works on the
     whole batch.
     """
     classes = classes_from(graph, microbatches, tuple([(v, Shard(dim)) for v, dim in batch.items()]))
-    key = "in time", classes
+    key = "in time", classes, tuple(complete)
     if key not in graph.cache:
-        graph.cache[key] = _place(graph, classes)
+        graph.cache[key] = _place(graph, classes, complete)
     placed, before = graph.cache[key]
     if microbatches == 1 and not before.isdisjoint(closure(graph, _parameters(graph), forward=True)):
         return placed._replace(mappings=[None] * len(placed.mappings))
@@ -47,7 +48,7 @@ class _Known(NamedTuple):
     found: dict[tuple[Placement, ...], tuple[FactorMapping | None, Sequence[Placement], bool]]
 
 
-def _place(graph: Graph, classes: Classes) -> tuple[Placed, set[int]]:
+def _place(graph: Graph, classes: Classes, complete: Sequence[int]) -> tuple[Placed, set[int]]:
     """The placements, and the ops of the prologue."""
     kinds: dict[tuple[int, int], _Known] = {}
     known: list[_Known] = []
@@ -58,7 +59,7 @@ def _place(graph: Graph, classes: Classes) -> tuple[Placed, set[int]]:
         known.append(kinds[kind])
     unsplit = [_Known((), {}) for _ in graph.kinds]
     before: set[int] = set()
-    totals: set[int] = set()
+    totals = set(complete)
     while True:
         count = len(totals)
         mappings, conflict = _sweep(graph, known, unsplit, before, totals)

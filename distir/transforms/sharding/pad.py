@@ -10,9 +10,10 @@ what they give back. All other values remain the same objects.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from distir.ir.axes import Shape
 from distir.ir.function import Function, FunctionMaker, Op, Role, Value
 from distir.ir.placement import Shard, reductions, splits
 from distir.ir.spec import FactorMapping
@@ -23,8 +24,8 @@ from distir.transforms.roles import weights
 from distir.transforms.sharding.classes import Classes
 from distir.transforms.sharding.graph import Signature, graph_of
 
-_WORTH = 8
-"""A dim is padded only if that makes it longer by less than 1 / _WORTH."""
+WORTH = 8
+"""A dim is padded only if that makes it longer by less than 1 / WORTH."""
 Sizes = dict[tuple[int, int], int]
 """(value number, dim) -> padded size"""
 
@@ -58,7 +59,7 @@ def paddable(function: Function, n: int, multiple: int = 1) -> list[Sizes]:
 def _padded_size(size: int, n: int, multiple: int) -> int:
     """The size of a dim that is padded to divide n ways, each part of a `multiple` or else of any size; 0 if neither
     is worth it."""
-    return next((m for k in (n * multiple, n) if (m := -(-size // k) * k) - size < size / _WORTH), 0)
+    return next((m for k in (n * multiple, n) if (m := -(-size // k) * k) - size < size / WORTH), 0)
 
 
 def _of_integers(op: Op, mapping: FactorMapping) -> bool:
@@ -95,7 +96,10 @@ def pad(function: Function, chosen: Sequence[Sizes]) -> Function:
     if not chosen:
         return function
     sizes = {node: size for one in chosen for node, size in one.items()}
-    return _Padder(function, sizes).build()
+    starts = [(v, Shard(dim)) for v, dim in sizes]
+    # padded dims are followed through the mappings for one device
+    rows = [[mapping for mapping, _ in row] for row in _Classes(graph_of(function), 1, starts).mappings]
+    return Padder(function, sizes, rows).build()
 
 
 def pad_like(function: Function, padded: Function) -> Function:
@@ -105,27 +109,31 @@ def pad_like(function: Function, padded: Function) -> Function:
         (i, Shard(dim))
         for i, (v, w) in enumerate(zip(function.inputs, padded.inputs, strict=False))
         if w.role and w.role.source
-        for dim, (size, larger) in enumerate(zip(shape_of(v), shape_of(w), strict=False))
+        for dim, (size, larger) in enumerate(zip(shape_of(v), used_shape(w), strict=False))
         if size < larger
     ]
     classes = _Classes(graph, 1, starts)
     members = classes.members()
     chosen: dict[int, Sizes] = {}
     for i, split in starts:
-        size = shape_of(padded.inputs[i])[split.dim]
+        size = used_shape(padded.inputs[i])[split.dim]
         c = classes.at[i][split]
         chosen[c] = {(v, s.dim): size for v, s in members[c]}
     return pad(function, list(chosen.values()))
 
 
-class _Padder:
-    def __init__(self, function: Function, sizes: Mapping[tuple[int, int], int]) -> None:
-        self.function, self.sizes = function, sizes
+def used_shape(v: Value) -> Shape:
+    """The shape in which a program uses an input, which may be stored with more padding (`pad_state`)."""
+    return v.role.used if v.role and v.role.used else shape_of(v)
+
+
+class Padder:
+    """Rebuilds a function with padded dims. `mappings` has for each op those for one device of dims that are padded."""
+
+    def __init__(self, function: Function, sizes: Sizes, mappings: Sequence[Sequence[FactorMapping]]) -> None:
+        self.function, self.sizes, self.mappings = function, sizes, mappings
         self.weights = frozenset(weights(function))
         self.graph = graph_of(function)
-        # padded dims are followed through the mappings for one device
-        starts = [(v, Shard(dim)) for v, dim in sizes]
-        self.mappings = [[s for s, _ in row] for row in _Classes(self.graph, 1, starts).mappings]
         self.maker = FunctionMaker(function.name)
         self.env: dict[Value, Value] = {}
         self.tail: dict[tuple[Value, int], float] = {}  # known contents of the padding of a new value's dim
@@ -155,7 +163,7 @@ class _Padder:
         if role is None and v in self.weights:
             role = Role("parameter")  # once one input has a role, roles say which are weights
         if t.shape != before:
-            role = Role(role.kind if role else "data", role.batch if role else None, (role and role.source) or before)
+            role = self._role(v, role)
         if t is v.type and role is v.role:
             self.env[v] = self._same(v)
             self.maker.inputs.append(self.env[v])
@@ -164,6 +172,11 @@ class _Padder:
         for d, (n, m) in enumerate(zip(before, t.shape, strict=True)):
             if n != m:
                 self.tail[self.env[v], d] = 0.0
+
+    def _role(self, v: Value, role: Role | None) -> Role:
+        """The role of an input that is padded, before which it had `role`."""
+        kind, batch = (role.kind, role.batch) if role else ("data", None)
+        return Role(kind, batch, (role and role.source) or shape_of(v), role and role.used)
 
     def _op(self, j: int, op: Op, ops: dict[Op, Op]) -> None:
         ins = [self.env[v] for v in op.inputs]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from distir.ir.cached import cached
 from distir.ir.device import TIME, Mesh
 from distir.ir.errors import InfeasibleError, IRTypeError, counted
 from distir.ir.function import Function
 from distir.transforms.plan import BATCH, INPUTS, Axis, Sharding
+from distir.transforms.rewriting.part_constants import part_constants
 from distir.transforms.roles import batch_size
 from distir.transforms.sharding.graph import graph_of
+from distir.transforms.sharding.pad_state import Share, StateAxis, divides_evenly, pad_state, unsplit_shares
 from distir.transforms.sharding.place import Placed
 from distir.transforms.sharding.shard import shard
 from distir.transforms.sharding.strategies import (
@@ -42,7 +46,25 @@ def padded(function: Function, dims: SplitDims, sharding: Sharding) -> Function:
     """The function, padded where that lets an axis split more, and to the plan's multiple. It must be decomposed."""
     for axis in _decided_in_turn(sharding):
         function = STRATEGIES[axis.strategy].pad(dims.problem(function, sharding, {}), axis)
-    return pad_to_multiple(dims.problem(function, sharding, {}))
+    function = pad_to_multiple(dims.problem(function, sharding, {}))
+    shares = _unsplit(function, dims, sharding) if sharding.zero else ()
+    return _stored(function, shares) if shares else function
+
+
+@cached
+def _stored(function: Function, shares: tuple[Share, ...]) -> Function:
+    return pad_state(part_constants(function), shares)
+
+
+def _unsplit(function: Function, dims: SplitDims, sharding: Sharding) -> tuple[Share, ...]:
+    """What ZeRO could split only if it were padded."""
+    if divides_evenly(function, math.prod([a.size for a in sharding.axes])):
+        return ()  # without a look at which axis splits what, as most
+    decided, owners = _decide(function, dims, sharding)
+    state = [StateAxis(a.size, decided[a.name]) for a in sharding.along(BATCH)]
+    state += [StateAxis(a.size, owners[a.name], decided[a.name]) for a in sharding.axes if a.name in owners]
+    others = [(decided[a.name], a.size) for a in sharding.axes if a.strategy != BATCH and a.name not in owners]
+    return tuple(unsplit_shares(graph_of(function), state, others, sharding.zero))
 
 
 def place(function: Function, dims: SplitDims, sharding: Sharding, mesh: Mesh) -> Function:
@@ -63,10 +85,7 @@ def place(function: Function, dims: SplitDims, sharding: Sharding, mesh: Mesh) -
 
 def _place(function: Function, dims: SplitDims, sharding: Sharding, mesh: Mesh) -> Function:
     axes = _decided_in_turn(sharding)
-    decided: dict[str, Placed] = {}
-    for axis in axes:
-        decided[axis.name] = STRATEGIES[axis.strategy].place(dims.problem(function, sharding, decided), axis)
-    owners = state_along_inputs(dims.problem(function, sharding, decided)) if sharding.zero else {}
+    decided, owners = _decide(function, dims, sharding)
     decided |= owners
     # ZeRO 2 and 3: scatter each microbatch's gradients before adding them; else scatter the sum of all microbatches
     time = [a.name for a in axes if a.strategy == IN_TIME]
@@ -82,6 +101,14 @@ def _place(function: Function, dims: SplitDims, sharding: Sharding, mesh: Mesh) 
         raise InfeasibleError(
             f"{axes_named} split what other axes of the plan split otherwise: {e.message}", "leave one of the axes out"
         ) from None
+
+
+def _decide(function: Function, dims: SplitDims, sharding: Sharding) -> tuple[dict[str, Placed], dict[str, Placed]]:
+    """The placements along each axis; and those along axes of inputs with what ZeRO splits along them, too."""
+    decided: dict[str, Placed] = {}
+    for axis in _decided_in_turn(sharding):
+        decided[axis.name] = STRATEGIES[axis.strategy].place(dims.problem(function, sharding, decided), axis)
+    return decided, state_along_inputs(dims.problem(function, sharding, decided)) if sharding.zero else {}
 
 
 def _decided_in_turn(sharding: Sharding) -> list[Axis]:

@@ -21,6 +21,7 @@ from distir.transforms.sharding.graph import graph_of
 from distir.transforms.sharding.input_split import NOTHING, BatchSplit, Named, Taken, split_inputs
 from distir.transforms.sharding.microbatch import place_in_time
 from distir.transforms.sharding.pad import pad, paddable
+from distir.transforms.sharding.pad_state import extended
 from distir.transforms.sharding.place import Placed
 from distir.transforms.sharding.seeds import Split, tensor_parallel
 from distir.transforms.sharding.sequence import shard_sequence
@@ -87,7 +88,10 @@ class Strategy(NamedTuple):
 
 
 def _place_microbatches(problem: Problem, axis: Axis) -> Placed:
-    return place_in_time(graph_of(problem.function), axis.size, dict(problem.batch))
+    graph = graph_of(problem.function)
+    # ZeRO 2 and 3 scatter, and so extend, the gradient of each microbatch; else that of all is extended
+    complete = extended(graph) if problem.sharding.zero == 1 else ()
+    return place_in_time(graph, axis.size, dict(problem.batch), complete)
 
 
 def _place_replicas(problem: Problem, axis: Axis) -> Placed:

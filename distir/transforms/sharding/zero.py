@@ -48,7 +48,7 @@ def shard_state(
     """
     mappings, inputs, reduce = list(replicas.mappings), dict(replicas.inputs), set(replicas.reduce)
     scatter: dict[int, Shard] = {}
-    for j, slot in _updates(graph):
+    for j, slot in updates_of(graph):
         if mappings[j] is not None or any([placed.mappings[j] is None for placed in inside]):
             continue  # what replicas do not scatter is reduced along all axes at once
         mapping = _split(graph, j, slot, n, others, inside)
@@ -60,19 +60,20 @@ def shard_state(
             if graph.roles[i] == "state" or (k == slot and (stage == 3 or _is_narrowed(graph, i, j))):
                 inputs[i] = p
             elif i not in graph.inputs:
-                made, part = _split_before(graph, mappings, i, p, n)
+                made, part = scattered_gradient(graph, mappings, i, p, n)
                 reduce -= _passing(graph, mappings, made)
                 if stage >= 2:
                     scatter[made] = part
-    for weight in [i for i in graph.inputs if graph.roles[i] == "parameter"]:
-        if stage == 3 and weight not in inputs and not _is_renewed(graph, weight):
+    for weight in frozen_weights(graph) if stage == 3 else ():
+        if weight not in inputs:
             inputs.update(_split_weight(graph, weight, n, others, inside))
+    for weight in [i for i in graph.inputs if graph.roles[i] == "parameter"]:
         if weight in inputs:
             _split_casts(graph, mappings, weight, inputs[weight], n, others)
     return replicas._replace(mappings=mappings, inputs=inputs, reduce=reduce, scatter=scatter)
 
 
-def _updates(graph: Graph) -> list[tuple[int, int]]:
+def updates_of(graph: Graph) -> list[tuple[int, int]]:
     """The ops that compute the next value of one of their operands, a parameter, with the number of that operand."""
     found: list[tuple[int, int]] = []
     updates, index = graph.function.updates, graph.index
@@ -84,7 +85,7 @@ def _updates(graph: Graph) -> list[tuple[int, int]]:
     return found
 
 
-def _split_before(
+def scattered_gradient(
     graph: Graph, mappings: list[FactorMapping | None], value: int, split: Shard, n: int
 ) -> tuple[int, Shard]:
     """The value to reduce-scatter for an optimizer that takes its gradient split so, and how it is split.
@@ -129,14 +130,26 @@ def _passing(graph: Graph, mappings: Sequence[FactorMapping | None], value: int)
     return found
 
 
-def _is_renewed(graph: Graph, weight: int) -> bool:
-    return graph.function.inputs[weight] in graph.function.updates.values()
+def frozen_weights(graph: Graph) -> list[int]:
+    """The weights that are not updated."""
+    renewed = {graph.index[v] for v in graph.function.updates.values()}
+    return [i for i in graph.inputs if graph.roles[i] == "parameter" and i not in renewed]
 
 
 def _split(
     graph: Graph, j: int, slot: int, n: int, others: Sequence[tuple[Placed, int]], inside: Sequence[Placed]
 ) -> FactorMapping | None:
     """The mapping of an optimizer op split along its weight, inside what other axes split of its operands."""
+    first = [m.ins[slot] for placed in inside if (m := placed.mappings[j]) is not None]
+    for split in _splits(split_outside(graph, j, slot, others), first):
+        mapping = graph.sigs[j].mapping(slot, split, n)
+        if mapping is not None:
+            return mapping
+    return None
+
+
+def split_outside(graph: Graph, j: int, slot: int, others: Sequence[tuple[Placed, int]]) -> list[int]:
+    """How often other axes split each dim of the weight of an optimizer op, or of what goes with it."""
     shape = graph.shapes[graph.ins[j][slot]]
     alike = [i for i in graph.ins[j] if graph.shapes[i] == shape]
     for i in alike:  # what a gradient is made of pointwise, as where it is clipped, is split with it
@@ -146,36 +159,43 @@ def _split(
         if (mapping := placed.mappings[j]) is not None:
             taken.append((mapping.ins[slot], size))
         taken += [(p, size) for i in alike for p in _placements(graph, placed, i)]
-    first = [m.ins[slot] for placed in inside if (m := placed.mappings[j]) is not None]
-    for split in _splits(len(shape), taken, first):
-        mapping = graph.sigs[j].mapping(slot, split, n)
-        if mapping is not None:
-            return mapping
-    return None
+    return _split_already(len(shape), taken)
+
+
+def _split_already(rank: int, taken: Sequence[tuple[Placement, int]]) -> list[int]:
+    """How often each dim of values of `rank` dims is split. `taken`: placements, with the sizes of their axes."""
+    inside = [1] * rank
+    for p, size in taken:
+        if p.dim is not None:
+            inside[p.dim] = max(inside[p.dim], p.outer * size)
+    return inside
 
 
 def _split_weight(
     graph: Graph, weight: int, n: int, others: Sequence[tuple[Placed, int]], inside: Sequence[Placed]
 ) -> dict[int, Shard]:
     """How a weight that is not updated is split."""
-    shape = graph.shapes[weight]
-    taken = [(placed.inputs.get(weight, REPLICATE), size) for placed, size in others]
     first = [placed.inputs.get(weight, REPLICATE) for placed in inside]
-    return next(({weight: p} for p in _splits(len(shape), taken, first) if shape[p.dim] % (p.outer * n) == 0), {})
+    candidates = _splits(weight_split_outside(graph, weight, others), first)
+    return next(({weight: p} for p in candidates if graph.shapes[weight][p.dim] % (p.outer * n) == 0), {})
 
 
-def _splits(rank: int, taken: Sequence[tuple[Placement, int]], first: Sequence[Placement]) -> list[Shard]:
-    """The candidate splits of values of `rank` dims: of the dims of `first`, then of dims that no other axis splits,
-    then inside those that one does. `taken`: placements along other axes, with their sizes.
+def weight_split_outside(graph: Graph, weight: int, others: Sequence[tuple[Placed, int]]) -> list[int]:
+    """How often other axes split each dim of a weight that is not updated."""
+    return _split_already(
+        len(graph.shapes[weight]), [(placed.inputs.get(weight, REPLICATE), size) for placed, size in others]
+    )
+
+
+def _splits(inside: Sequence[int], first: Sequence[Placement]) -> list[Shard]:
+    """The candidate splits of values whose dims are split so often already: of the dims of `first`, then of dims that
+    no other axis splits, then inside those that one does.
 
     Slices of the first dim are contiguous, so gathering them needs no copy.
     """
-    inside = [1] * rank  # how often each dim is split already
-    for p, size in taken:
-        if p.dim is not None:
-            inside[p.dim] = max(inside[p.dim], p.outer * size)
     dims = {p.dim for p in first}
-    return [Shard(dim, inside[dim]) for dim in sorted(range(rank), key=lambda d: (d not in dims, inside[d] > 1))]
+    ordered = sorted(range(len(inside)), key=lambda d: (d not in dims, inside[d] > 1))
+    return [Shard(dim, inside[dim]) for dim in ordered]
 
 
 def _placements(graph: Graph, placed: Placed, value: int) -> list[Placement]:
@@ -197,10 +217,10 @@ def _is_narrowed(graph: Graph, weight: int, update: int) -> bool:
     """Whether all uses of a weight but its update take it in a narrower dtype."""
     size, ops = tensor(graph.values[weight]).dtype.size, graph.function.ops
     uses = [j for j, _ in graph.users[weight] if j != update]
-    return all([_is_pointwise(graph, j, weight) and tensor(ops[j].outputs[0]).dtype.size < size for j in uses])
+    return all([is_pointwise(graph, j, weight) and tensor(ops[j].outputs[0]).dtype.size < size for j in uses])
 
 
-def _is_pointwise(graph: Graph, op: int, value: int) -> bool:
+def is_pointwise(graph: Graph, op: int, value: int) -> bool:
     """Whether an op computes its one result point by point from that value alone."""
     sig = graph.sigs[op]
     return not sig.spec.alias and sig.ins == sig.outs == [graph.shapes[value]]
@@ -217,7 +237,7 @@ def _split_casts(
     """Casts of a weight work on the shard, so that the narrower dtype is gathered; not where another axis splits them
     otherwise."""
     for j, slot in graph.users[weight]:
-        if _is_pointwise(graph, j, weight) and mappings[j] is None:
+        if is_pointwise(graph, j, weight) and mappings[j] is None:
             mapping = graph.sigs[j].mapping(slot, split, n)
             if mapping is None or any([p is REPLICATE for p in mapping.outs]):
                 continue

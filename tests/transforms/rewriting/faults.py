@@ -351,7 +351,7 @@ def found(name: str, change: Callable[[Any], Any]) -> Swap:
 
 
 def padder(name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Swap:
-    return replaced(pad._Padder, name, change)
+    return replaced(pad.Padder, name, change)
 
 
 def neutral(value: float) -> Swap:

@@ -51,6 +51,7 @@ from distir.transforms.sharding import check_padding as padding
 from distir.transforms.sharding import pad
 from distir.transforms.sharding.check_padding import check_padding
 from distir.transforms.sharding.pad import paddable
+from distir.transforms.sharding.pad_state import Share, pad_state
 from tests.ops.samples import SAMPLES, Sample
 from tests.ops.test_matrix import build
 from tests.transforms.programs import Plan, distributed, gpt2_tiny, small_gpt
@@ -94,6 +95,13 @@ def updated() -> Function:
     return with_updates(f, SGD(0.5), [v for v in f.inputs if v.kind == "parameter"], False)
 
 
+def stored() -> Function:
+    """Each weight padded by an index of its first dim."""
+    f = fresh(updated())
+    rows = [(k, shape_of(v)[0]) for k, v in enumerate(f.inputs) if v.kind == "parameter"]
+    return pad_state(f, [Share(k, 0, n + 1) for k, n in rows])
+
+
 def dropping() -> Function:
     f = FunctionMaker("dropping")
     x = f.add_input_value("x", Tensor(Float64, (4, 6)), Role("data", 0))
@@ -119,6 +127,7 @@ REWRITTEN: dict[str, Callable[[], Function]] = {
     "part_constants": lambda: part_constants(fresh(sharing())),
     "fold": lambda: cleanup.fold(fresh(untidy()), evaluate),
     "pad": padded,
+    "pad_state": stored,
     "recompose": lambda: recompose(fresh(parts())),
     "touch_rows": lambda: touch_rows(fresh(picked())),
     "grad": slopes,

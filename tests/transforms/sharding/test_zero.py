@@ -98,7 +98,7 @@ def test_both_axes_split_the_only_dim() -> None:
 
 
 def odd(width: int) -> Program:
-    """A product with a weight, and a gain, of an odd width."""
+    """A product with a weight, and a gain, of odd widths."""
     f = FunctionMaker("odd")
     x = f.add_input_value("x", Tensor(Float64, (8, width)), Role("data", batch=0))
     w = f.add_input_value("w", Tensor(Float64, (width, 2 * width)), Role("parameter"))
@@ -111,12 +111,16 @@ def odd(width: int) -> Program:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_what_does_not_divide_stays_whole(zero: int) -> None:
-    program = odd(5)
+def test_what_does_not_divide_is_stored_with_padding_unless_that_is_much(zero: int) -> None:
+    program = odd(2)
     check(program, Plan(2, 1, 1, 2, zero=zero))
     found = {v.name: v.type for v in distributed(program, Plan(2, zero=zero)).program.inputs}
-    assert isinstance(found["w.momentum"].on("dp"), Shard)  # type: ignore[union-attr]
-    assert not isinstance(found["g.momentum"].on("dp"), Shard)  # type: ignore[union-attr]
+    assert found["g.momentum"].global_shape == (4,)
+    assert isinstance(found["w.momentum"].on("dp"), Shard)
+    assert isinstance(found["g.momentum"].on("dp"), Shard)
+    found = {v.name: v.type for v in distributed(program, Plan(8, zero=zero)).program.inputs}
+    assert found["g.momentum"].global_shape == (3,)
+    assert not isinstance(found["g.momentum"].on("dp"), Shard)
 
 
 def matmuls(layers: int = 3, width: int = 16, cast: bool = False, dtype: DType = Float32) -> Function:
