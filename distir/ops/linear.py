@@ -44,8 +44,9 @@ def _weight_axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
 
 
 def _weight_eval(xp: Any, a: Any, d: Any) -> Any:
-    rows = xp.reshape(a, (-1, a.shape[-1]))
-    return xp.matmul(xp.permute_dims(rows, (1, 0)), xp.reshape(d, (-1, d.shape[-1])))
+    count = math.prod(a.shape[:-1])  # not -1, which an empty array leaves open
+    rows = xp.reshape(a, (count, a.shape[-1]))
+    return xp.matmul(xp.permute_dims(rows, (1, 0)), xp.reshape(d, (count, d.shape[-1])))
 
 
 op(  # of MatMul (..., k) x (k, n) the gradient of the matrix, summed over all rows

@@ -433,3 +433,10 @@ def test_gradient_of_the_decomposition(s: Sample):
         nothing = [np.zeros(v.type.global_shape) for v in function.outputs[1:]]  # type: ignore[union-attr]
         want = slopes(function, arrays, [cotangent, *nothing], function.inputs.index(v))
         np.testing.assert_allclose(g, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("xp", [np, TORCH], ids=["numpy", "torch"])
+def test_the_gradient_of_a_weight_without_rows(xp: Any) -> None:
+    a, d = np.zeros((8, 2, 0)), np.ones((8, 2, 4))
+    arrays = (a, d) if xp is np else (torch.from_numpy(a), torch.from_numpy(d))
+    assert tuple(lookup("MatMulGradWeight").eval(xp, *arrays).shape) == (0, 4)  # type: ignore[misc]
