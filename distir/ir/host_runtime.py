@@ -68,7 +68,8 @@ class Runtime:
 
     `fp8`: products of weights but the head's, and their gradients, take operands of 8 bits, to which those of 16 are
     quantized beside them, which moves `quantized_bytes` a number. `fp8_gathers`: what such a product gathers along a
-    mesh axis is quantized before, and sent in 8 bits.
+    mesh axis is quantized before, and sent in 8 bits. `fp8_saved`: what it takes is saved in
+    8 bits.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Runtime:
     expands_keys: bool = False
     fp8: bool = False
     fp8_gathers: bool = False
+    fp8_saved: bool = False
     quantized_bytes: float = 4.0
 
     def bytes_of_logits(self, sharded: bool) -> tuple[float, float] | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from distir.api.interop.plan_settings import EXPERTS
+from distir.executor.simulator.saved_in_8_bits import least_share
 from distir.ir.errors import DistirError, InfeasibleError
 from distir.ir.function import Function
 from distir.ir.pause import no_collection
@@ -59,7 +60,7 @@ class Bounds:
         if profile is None:
             return 0.0, 0.0
         batch, cost = self.setting.batch, self.setting.cost
-        memory = memory_bound(c, batch, profile)
+        memory = memory_bound(c, batch, profile, least_share(cost.runtime))
         if memory > self._room or not self.refines:
             return 0.0, memory
         groups = tuple([(axis, groups_along(c, cost, axis)) for axis in profile.axes])

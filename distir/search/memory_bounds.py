@@ -14,17 +14,17 @@ _CLOSE = 1e-4
 """How near, relatively, the least memory is looked for: what is found is below it."""
 
 
-def memory_bound(c: Candidate, batch: int, profile: Profile) -> float:
+def memory_bound(c: Candidate, batch: int, profile: Profile, saving: float = 1.0) -> float:
     """Bytes that the rank of a candidate that needs most has at least: the least maximum that any cut reaches.
 
     A rank holds its parameters and state, from the second microbatch on the sums of gradients, and what it saved of the
-    microbatches in flight.
+    microbatches in flight, at least a share `saving` of what its types say.
     """
     m = c.microbatches(batch)
     gradients = profile.reduced(1, 0).total
     kept = (profile.parameters + profile.state) / (c.owners if c.zero else 1)
     sums = gradients / (c.owners if c.zero > 1 else 1) if m > 1 else 0.0
-    saved = profile.saved * (c.microbatch // profile.samples)
+    saved = saving * profile.saved * (c.microbatch // profile.samples)
     copied = profile.copied(c.dp, c.zero)
     kept += copied
     flights = in_flight(c, m)

@@ -21,6 +21,7 @@ import numpy as np
 
 from distir.api.stage_cost import stage_cost
 from distir.executor.cost_model import CostModel
+from distir.executor.simulator.saved_in_8_bits import least_share
 from distir.ir.device import TIME, AxisNames
 from distir.ir.function import Op
 from distir.ir.topology import Group
@@ -91,7 +92,9 @@ class Cuts:
         schedule = followed(c.schedule, c.pp, m, c.chunks)
         if schedule is None:
             return alone, 0.0
-        memories = self._sums.memory(cut, lambda t: sized(t).bytes, WHOLE if self._replicated else _least_shares(c))
+        shares = WHOLE if self._replicated else _least_shares(c)
+        shares = shares._replace(saved=least_share(self.setting.cost.runtime))
+        memories = self._sums.memory(cut, lambda t: sized(t).bytes, shares)
         memory = rank_memory(schedule, memories, split=c.zero > 0) * ROUNDING
         if memory > self._room:
             return 0.0, memory

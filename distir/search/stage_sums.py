@@ -58,12 +58,13 @@ class _Saving(NamedTuple):
 
 
 class HeldShares(NamedTuple):
-    """What share a device has of weights and their state, of what is made of them once a step, and of sums over
-    microbatches."""
+    """What share a device has of weights and their state, of what is made of them once a step, of sums over
+    microbatches, and of what is saved of a microbatch."""
 
     weights: float = 1.0
     made: float = 1.0
     sums: float = 1.0
+    saved: float = 1.0
 
 
 WHOLE = HeldShares()
@@ -117,7 +118,7 @@ class StageSums:
         here = cut.runs[op]
         sums = np.bincount(cut.stage[op[here]], sizes[t[here]], cut.parts)
         held, made = shares.weights * self._owned(cut, sizes), shares.made * self._made_once(cut, sizes)
-        rows = held, made, self._saved(cut, sizes), shares.sums * sums
+        rows = held, made, shares.saved * self._saved(cut, sizes), shares.sums * sums
         return [StageMemory(*row) for row in zip(*[row.tolist() for row in rows], strict=True)]
 
     def compute(self, cut: NumberedCut, seconds: np.ndarray) -> np.ndarray:

@@ -123,6 +123,17 @@ def test_bounds_where_products_are_in_8_bits(seed, runtime):
     assert not too_high(found, random.Random(seed).choice(found.candidates))
 
 
+@pytest.mark.parametrize("module", ["candidate_bounds", "stage_bounds"])
+def test_bounds_where_products_save_8_bits(monkeypatch, module):
+    """Most memory is of what is saved for them. Seeded: all of it is in 16 bits."""
+    name = "gpt:layers=4,hidden=4096,heads=32,vocab=64,seq=4096,ffn=65536"
+    about, c = (name, 32, 8, "b200-8", "bf16", "megatron-core+fp8"), Candidate(1, 8, 1, 32, "1f1b")
+    found = case(*about)
+    assert not too_high(found, c)
+    monkeypatch.setattr(f"distir.search.{module}.least_share", lambda runtime: 1.0)
+    assert too_high(case.__wrapped__(*about), c)
+
+
 def test_reductions_that_share_a_bucket(monkeypatch):
     """With sequence parallelism the sums of a cross-entropy over shards are reduced as one. Seeded: one by one."""
     c = Candidate(1, 4, 4, 1, "gpipe", sequence_parallel=True, order=("dp", "pp", "tp"))

@@ -23,6 +23,7 @@ from distir.executor.simulator.buffers import Block, Given, Holding, Layout, Siz
 from distir.executor.simulator.categories import BUFFER, CATEGORIES, GRADIENT, Categories, leaves
 from distir.executor.simulator.lifetimes import Lifetimes, Step
 from distir.executor.simulator.overheads import allocated, caches
+from distir.executor.simulator.saved_in_8_bits import bytes_saved
 from distir.ir.cached import cached
 from distir.ir.function import Function, Op, Value
 from distir.ir.host_runtime import Runtime
@@ -102,7 +103,11 @@ class _Sizes(dict[Tensor, int]):
 
     def block(self, t: Tensor) -> int:
         """The bytes of a block for a tensor."""
-        return allocated(t.bytes) if self._caches else t.bytes
+        return self.block_of(t.bytes)
+
+    def block_of(self, size: int) -> int:
+        """The bytes of a block of which so many are used."""
+        return allocated(size) if self._caches else size
 
 
 def _is_sum(t: Tensor) -> bool:
@@ -151,6 +156,8 @@ class LiveMemory:
         self._categories: dict[int, Categories] = {}
         runtime = program.cost.runtime
         self.sizes = _Sizes(caches(program), runtime is not None and runtime.gradient_buffer)
+        self.saved = {v: self.sizes.block_of(n) for v, n in bytes_saved(program).items()}
+        """The bytes of values that take others than their types say."""
         self.pack, self.unpack = map(lookup, ("Pack", "Unpack"))
         self._results: dict[object, Result] = {}
         self._alike: dict[frozenset[object], MemoryUse] = {}
@@ -322,11 +329,11 @@ class _Frame:
 
     def make(self, step: Step, donated: dict[int, list[Block]]) -> None:
         """New buffers for the results, or donated ones."""
-        categories, sizes = self.categories, self.memory.sizes
+        categories, sizes, saved = self.categories, self.memory.sizes, self.memory.saved
         for v in step.makes:
             t = v.type
-            if not donated and isinstance(t, Tensor):  # as most
-                kind, size = categories.of(v, 0, t) if categories else 0, sizes[t]
+            if (not donated or v in saved) and isinstance(t, Tensor):  # as most
+                kind, size = categories.of(v, 0, t) if categories else 0, saved[v] if v in saved else sizes[t]
                 self.live[kind] += size
                 self.env[v] = alone(kind, size)
                 continue

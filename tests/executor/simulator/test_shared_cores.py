@@ -58,6 +58,7 @@ SHARINGS = st.builds(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(st.integers(0, 1 << 30), SHARINGS)
+@example(1287, CoreSharing(3, 0.0, 0.0, 0.0))  # all cores are in use all the time
 def test_random_programs_obey_the_law(seed: int, sharing: CoreSharing) -> None:
     f, t = random_program(seed)
     if t.uniform is None or t.uniform.intra.slows or t.uniform.inter.slows:
@@ -66,7 +67,7 @@ def test_random_programs_obey_the_law(seed: int, sharing: CoreSharing) -> None:
     assert law_holds(alone, shared, sharing)
     assert shared.seconds >= alone.seconds * (1 - 1e-12)
     work = sum([e.dur for e in alone.trace if e.tid == "compute"])
-    assert shared.seconds >= work / sharing.cores * (1 - 1e-9)
+    assert shared.seconds >= work / sharing.cores * (1 - 1e-7)  # a trace has durations in single precision
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
