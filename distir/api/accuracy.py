@@ -36,6 +36,8 @@ from distir.transforms.differentiation.training import optimizer_named
 
 GIB = 1 << 30
 _PEAK = "peak of memory"
+_RECENT = 16
+"""Models and programs that are kept for further rows: files have rows of a model one after the other."""
 
 
 class Predicted(NamedTuple):
@@ -182,7 +184,7 @@ def _setup_of(row: Measurement) -> Setup:
     return row.setup
 
 
-@cache
+@lru_cache(maxsize=_RECENT)
 def _program(setup: Setup, runtime: str) -> Function:
     model = _model(setup.model, setup.precision, setup.optimizer)
     cost = _cost(setup.cluster, setup.plan.size, runtime)
@@ -197,7 +199,7 @@ def _cost(cluster: str, devices: int, runtime: str) -> CostModel:
     return CostModel(topology, runtime=among(runtime_named(runtime, cluster), devices, kind))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=_RECENT)
 def _model(sizes: Decoder | Perceptron, precision: Precision, optimizer: str | None) -> Model:
     """The training step; of a perceptron its forward and backward pass."""
     if isinstance(sizes, Perceptron):
