@@ -192,6 +192,15 @@ def test_outputs_are_values_of_the_function() -> None:
         (Role("parameter", batch=0), "expected the batch among the dims of data, got f32[4, 8]"),
         (Role("parameter", source=(4,)), "expected a source shape within (4, 8), got (4,)"),
         (Role("parameter", source=(4, 9)), "expected a source shape within (4, 8), got (4, 9)"),
+        (Role("parameter", source=(4, 7), used=(3, 7)), "expected a source shape within (3, 7), got (4, 7)"),
+        (
+            Role("parameter", source=(4, 7), used=(4, 9)),
+            "expected a source shape, and that in which it is used within (4, 8), got (4, 9)",
+        ),
+        (
+            Role("parameter", used=(4, 7)),
+            "expected a source shape, and that in which it is used within (4, 8), got (4, 7)",
+        ),
     ],
 )
 def test_roles_fit(role: Role, message: str) -> None:

@@ -53,6 +53,11 @@ def differing(setting, group):
     return count
 
 
+def test_types_where_zero_pads_what_replicas_do_not_divide():
+    setting, groups = templates(*DENSE, 24, 24, 12, lambda c: c.zero > 0 and c.dp % 3 == 0)
+    assert not any([differing(setting, group) for group in groups])
+
+
 @pytest.mark.parametrize(("model", "axes"), [DENSE, EXPERTS])
 def test_types_are_those_of_the_plans_own_programs(model, axes):
     setting, groups = templates(model, axes, 16, 16, 12)

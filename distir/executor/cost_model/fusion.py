@@ -43,8 +43,8 @@ def fused(f: Function, runtime: Runtime | None, repeated: bool = False) -> dict[
 
 
 def _in_buffers(f: Function) -> dict[Op, Fused]:
-    """The extensions with zeros of what only collectives take. Frameworks that pack tensors into the buffers of
-    collectives, which is not counted either, fill these up.
+    """The extensions with zeros of what only collectives take: they need no time, and no memory of their own.
+    Frameworks that pack tensors into the buffers of collectives, which is not counted either, fill these up.
 
     Source: PyTorch, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`chunk_cat`); Megatron-LM,
     core/distributed/param_and_grad_buffer.py.
@@ -53,7 +53,7 @@ def _in_buffers(f: Function) -> dict[Op, Fused]:
     if not extended:  # as most
         return {}
     elsewhere = {*f.outputs, *[v for op in f.ops if op.spec.comm is None for v in op.inputs]}
-    return {op: Fused(frozenset((0,)), True, True, True) for v, op in extended.items() if v not in elsewhere}
+    return {op: Fused(frozenset((0,)), True, True) for v, op in extended.items() if v not in elsewhere}
 
 
 def _in_products(f: Function) -> dict[Op, Fused]:

@@ -175,8 +175,11 @@ class Padder:
 
     def _role(self, v: Value, role: Role | None) -> Role:
         """The role of an input that is padded, before which it had `role`."""
-        kind, batch = (role.kind, role.batch) if role else ("data", None)
-        return Role(kind, batch, (role and role.source) or shape_of(v), role and role.used)
+        if role is None:
+            return Role("data", None, shape_of(v))
+        sizes = zip(shape_of(v), self.type(v).shape, role.used or (), strict=False)
+        used = tuple([m if n != m else u for n, m, u in sizes]) or None
+        return Role(role.kind, role.batch, role.source or shape_of(v), used)
 
     def _op(self, j: int, op: Op, ops: dict[Op, Op]) -> None:
         ins = [self.env[v] for v in op.inputs]

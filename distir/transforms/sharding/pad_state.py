@@ -94,7 +94,7 @@ def _share(graph: Graph, weight: int, ways: int, inside: Sequence[int]) -> Share
     """The weight padded along the first dim that no other axis splits and that grows by little, else along the one that
     grows least. `inside`: how often other axes split each dim."""
     shape = graph.shapes[weight]
-    sizes = {d: -(-n // ways) * ways for d, n in enumerate(shape) if inside[d] == 1 and n}
+    sizes = {d: -(-n // ways) * ways for d, n in enumerate(shape) if inside[d] == 1}
     growth = {d: size / shape[d] - 1 for d, size in sizes.items()}
     dim = min(growth, key=lambda d: 0.0 if growth[d] < 1 / WORTH else growth[d], default=None)
     return Share(weight, dim, sizes[dim]) if dim is not None and 0 < growth[dim] < _MOST else None

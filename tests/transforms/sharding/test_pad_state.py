@@ -8,20 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distir.executor.cost_model.fusion import fused
+from distir.api import compilation
+from distir.api.model import load
+from distir.api.results import Summary
+from distir.executor.cost_model.fusion import UNFUSED, fused, unwritten
 from distir.executor.reference.sequential import evaluate
 from distir.hardware import load_runtime
 from distir.ir import Function, FunctionMaker, Op, Role
+from distir.ir.device import Device
 from distir.ir.errors import IRTypeError, MismatchError
 from distir.ir.function import Attributes
 from distir.ir.parse import parse
 from distir.ir.same import same
 from distir.ir.type import BFloat16, DType, Float32, Float64, Shard, Tensor
 from distir.ops.rules import tensor
+from distir.transforms import plan as plans_of
 from distir.transforms.differentiation.grad import grad
 from distir.transforms.differentiation.training import SGD, AdamW, training_step, with_loss, with_updates
 from distir.transforms.parallel3d import source_of
 from distir.transforms.sharding.check_padding import check_padding
+from distir.transforms.sharding.pad import pad, paddable
 from distir.transforms.sharding.pad_state import Share, pad_state
 from tests.transforms.programs import Plan, Program, check, distributed, filled, small_gpt
 
@@ -101,6 +107,43 @@ def test_sums_of_all_microbatches_are_extended_once_under_zero_1() -> None:
         scattered = bodies_of(made, "MPIReduceScatter")
         assert scattered["bwd"] == count
         assert scattered["update"] == 0
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gradients_that_are_clipped_are_extended_before_their_norm(zero: int) -> None:
+    """Each device squares its share: they are scattered as without clipping."""
+    plan = Plan(3, microbatches=4, zero=zero, bucket_mb=0)
+    clipped, plain = (Program(training_step(chain(), "mse", AdamW(0.01, clip_norm=c)), []) for c in (1.0, None))
+    found, expected = (distributed(p, plan).program for p in (clipped, plain))
+    for op_type in ("PadTo", "MPIReduceScatter"):
+        assert bodies_of(found, op_type) == bodies_of(expected, op_type)
+
+
+def test_a_cut_of_the_model_itself_is_none_of_padding() -> None:
+    f = FunctionMaker("cut")
+    x = f.add_input_value("x", Tensor(Float64, (6, 17)), Role("data", batch=0))
+    w = f.add_input_value("w", Tensor(Float64, (17, 17)), Role("parameter"))
+    f.set_outputs([f.emit("MatMul", x, f.emit("CutTo", w, dim=0, size=17))])
+    step = training_step(f.finalize(), "mse", SGD(0.1))
+    check(filled(step, {}, np.random.default_rng(0)), Plan(3, zero=3))
+
+
+def test_what_is_only_stored_with_padding_is_not_said_to_be_padded() -> None:
+    made = load("gpt:layers=1,hidden=64,heads=4,vocab=100,seq=16,batch=6", loss="cross-entropy")
+    plan = plans_of.Plan(dp=3, zero=3)
+    program = compilation.distribute(made, plan, [Device("gpu", i) for i in range(3)])
+    assert any([v.role is not None and v.role.used is not None for v in program.inputs])
+    assert Summary.of(made, plan, program).padded == {}
+
+
+def test_padding_again_enlarges_the_shape_that_is_used() -> None:
+    source = step()
+    weight = [v.kind for v in source.inputs].index("parameter")
+    once = pad_state(source, [Share(weight, 0, 18)])
+    again = pad(once, paddable(once, 17))
+    role = again.inputs[weight].role
+    assert role is not None
+    assert (role.source, role.used) == ((16, 16), (16, 17))
 
 
 def test_weights_are_gathered_in_both_passes_and_cut_there() -> None:
@@ -192,7 +235,17 @@ def test_time_of_extending_a_gradient(runtime: str) -> None:
     joined = {op: x for f in bodies for op, x in fused(f, load_runtime(runtime)).items()}
     extensions = [op for f in bodies for op in f.ops if op.op_type == "PadTo"]
     assert len(extensions) == 3
-    assert all([(op in joined) == (runtime == "megatron") for op in extensions])
+    for op in extensions:
+        assert unwritten(op, joined.get(op, UNFUSED)) == (runtime == "megatron")
+
+
+@pytest.mark.parametrize("used", ["by an op", "as an output"])
+def test_an_extension_that_is_used_elsewhere_takes_time(used: str) -> None:
+    f = FunctionMaker("extended")
+    x = f.add_input_value("x", Tensor(Float64, (16, 16)))
+    y = f.emit("PadTo", x, dim=0, size=18)
+    f.set_outputs([f.emit("Relu", y) if used == "by an op" else y])
+    assert list(fused(f.finalize(), load_runtime("torch-eager")).values()) == []
 
 
 # ---------------------------------------------------------------- faults
@@ -226,6 +279,7 @@ FAULTS = {
     "one row less": with_attributes("CutTo", size=15),
     "a gradient extended by ones": with_attributes("PadTo", value=1.0),
     "a gradient one row longer": with_attributes("PadTo", size=19),
+    "a gradient of one row less": with_attributes("PadTo", dim=1),
 }
 
 
