@@ -9,6 +9,7 @@ inputs remember the shape that is used.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -203,7 +204,7 @@ class _StatePadder(Padder):
 def _update(graph: Graph, weight: int, split: Shard, update: tuple[int, int] | None) -> dict[int, FactorMapping]:
     """The ops that work on the padded weight, with their mappings for one device: its update, casts, and what the
     update's gradient goes through last, such as clipping."""
-    found: list[FactorMapping | None] = [None] * len(graph.sigs)
+    found = defaultdict[int, FactorMapping | None](lambda: None)
     if update is not None:
         j, slot = update
         found[j] = mapping = graph.sigs[j].mapping(slot, split, 1)
@@ -213,4 +214,4 @@ def _update(graph: Graph, weight: int, split: Shard, update: tuple[int, int] | N
     for j, slot in graph.users[weight]:
         if found[j] is None and is_pointwise(graph, j, weight):
             found[j] = graph.sigs[j].mapping(slot, split, 1)
-    return {j: mapping for j, mapping in enumerate(found) if mapping is not None}
+    return {j: mapping for j, mapping in found.items() if mapping is not None}

@@ -19,6 +19,7 @@ once a step.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from distir.ir.placement import REPLICATE, Placement, Shard, splits
@@ -86,7 +87,11 @@ def updates_of(graph: Graph) -> list[tuple[int, int]]:
 
 
 def scattered_gradient(
-    graph: Graph, mappings: list[FactorMapping | None], value: int, split: Shard, n: int
+    graph: Graph,
+    mappings: list[FactorMapping | None] | defaultdict[int, FactorMapping | None],
+    value: int,
+    split: Shard,
+    n: int,
 ) -> tuple[int, Shard]:
     """The value to reduce-scatter for an optimizer that takes its gradient split so, and how it is split.
 
