@@ -6,7 +6,7 @@ Source: github NVIDIA/TransformerEngine, pytorch/module/linear.py and layernorm_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from distir.executor.simulator.compile import CompiledProgram
@@ -14,7 +14,6 @@ from distir.executor.simulator.eight_bits import eight_bits
 from distir.ir.function import Function, Op, Value
 from distir.ir.host_runtime import Runtime
 from distir.ir.type import Tensor, Type
-from distir.transforms.pipeline.phases import users
 
 
 class _Use(NamedTuple):
@@ -72,7 +71,10 @@ class _Uses:
         cost, runtime = program.cost, program.cost.runtime
         device = program.classes.first[0]
         wide = {op for op, x in eight_bits(body, runtime, {}).items() if x.wide} if runtime is not None else set[Op]()
-        self._users: Mapping[Value, Sequence[Op]] = users(body)
+        self._users: dict[Value, list[Op]] = {}
+        for op in body.ops:
+            for v in op.inputs:
+                self._users.setdefault(v, []).append(op)
         self._outputs = frozenset(body.outputs)
         self._products = {
             op
