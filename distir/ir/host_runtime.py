@@ -68,8 +68,8 @@ class Runtime:
 
     `fp8`: products of weights but the head's, and their gradients, take operands of 8 bits, to which those of 16 are
     quantized beside them, which moves `quantized_bytes` a number. `fp8_gathers`: what such a product gathers along a
-    mesh axis is quantized before, and sent in 8 bits. `fp8_saved`: what it takes is saved in
-    8 bits.
+    mesh axis is quantized before, and sent in 8 bits. `fp8_saved`: what it takes is saved in 8
+    bits.
     """
 
     name: str

@@ -14,7 +14,7 @@ _CLOSE = 1e-4
 """How near, relatively, the least memory is looked for: what is found is below it."""
 
 
-def memory_bound(c: Candidate, batch: int, profile: Profile, saving: float = 1.0) -> float:
+def memory_bound(c: Candidate, batch: int, profile: Profile, saving: float) -> float:
     """Bytes that the rank of a candidate that needs most has at least: the least maximum that any cut reaches.
 
     A rank holds its parameters and state, from the second microbatch on the sums of gradients, and what it saved of the

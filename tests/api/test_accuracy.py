@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distir.api.accuracy import GIB, accuracy, cost_of, predict, program_of, score
+from distir.api.accuracy import _RECENT, GIB, _program, accuracy, cost_of, predict, program_of, score
 from distir.api.cases import COLUMNS, Measurement, Perceptron, read_rows
 from distir.api.interop.from_megatron import read_megatron
 from distir.api.interop.plan_settings import in_effect
@@ -457,6 +457,15 @@ def test_rows_of_one_setup_share_a_program(table) -> None:
     a, b, c = read_rows(table(GPT, {**GPT, "measured_step_s": 9}, {**GPT, "micro_batch": 1}))
     assert program_of(a) is program_of(b)
     assert program_of(a) is not program_of(c)
+
+
+def test_few_programs_are_kept(table) -> None:
+    """A program takes megabytes, and a file may have thousands of rows."""
+    rows = read_rows(table(*[{**GPT, "layers": 1, "global_batch": 8 * k} for k in range(1, _RECENT + 3)]))
+    before = _program.cache_info().misses
+    for row in rows:
+        program_of(row)
+    assert _program.cache_info().misses - before > _RECENT >= _program.cache_info().currsize
 
 
 def test_a_program_is_priced_again_by_another_cost_model(table) -> None:

@@ -44,7 +44,8 @@ def fused(f: Function, runtime: Runtime | None, repeated: bool = False) -> dict[
 
 def _in_buffers(f: Function) -> dict[Op, Fused]:
     """The extensions with zeros of what only collectives take: they need no time, and no memory of their own.
-    Frameworks that pack tensors into the buffers of collectives, which is not counted either, fill these up.
+    Frameworks with kernels for many tensors pack them into the buffers of collectives, which is not counted either, and
+    fill these up.
 
     Source: PyTorch, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (`chunk_cat`); Megatron-LM,
     core/distributed/param_and_grad_buffer.py.

@@ -276,7 +276,7 @@ class CostModel:
         dtype = computed_in(ins, outs)
         if spec.kernel == "product" and what.unaligned < 1 and not _aligned(dtype, (*ins, *outs)):
             flops /= what.unaligned
-        in_fp8 = self._in_fp8(spec, ins, outs, what)
+        in_fp8 = self.in_fp8(spec, ins, outs, what)
         if not in_fp8 and (measured := what.speed(spec.name, dtype)) is not None:
             return measured.seconds(flops, size)
         if (moved := self._moved(spec, ins)) is not None:
@@ -298,7 +298,7 @@ class CostModel:
 
     def peak(self, spec: Spec, ins: Types, outs: Types, what: DeviceSpec) -> float:
         """The FLOP/s that a device has at most for an op: of the dtype that it computes in, of tf32, or of 8 bits."""
-        if self._in_fp8(spec, ins, outs, what):
+        if self.in_fp8(spec, ins, outs, what):
             return what.peak(_FP8)
         dtype = computed_in(ins, outs)
         return what.peak("tf32" if self._in_tf32(spec, dtype) else dtype)
@@ -306,11 +306,7 @@ class CostModel:
     def _in_tf32(self, spec: Spec, dtype: DType | None) -> bool:
         return self.tf32 and dtype is not None and dtype.name == "f32" and spec.weight is not None
 
-    def in_fp8(self, spec: Spec, ins: Types, outs: Types, device: Device) -> bool:
-        """Whether the runtime runs an op in 8 bits on the device."""
-        return self._in_fp8(spec, ins, outs, self.topology.spec(device))
-
-    def _in_fp8(self, spec: Spec, ins: Types, outs: Types, what: DeviceSpec) -> bool:
+    def in_fp8(self, spec: Spec, ins: Types, outs: Types, what: DeviceSpec) -> bool:
         """Whether the runtime runs it in 8 bits: a product of a weight in 16 bits, or a gradient of that, where the
         device has such products."""
         if self.runtime is None or not self.runtime.fp8 or spec.kernel != "product":

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from distir.executor.simulator.compile import CompiledProgram
 from distir.executor.simulator.eight_bits import eight_bits
+from distir.ir.cached import producers
 from distir.ir.function import Function, Op, Value
 from distir.ir.host_runtime import Runtime
 from distir.ir.type import Tensor, Type
@@ -30,19 +31,21 @@ def bytes_saved(program: CompiledProgram) -> dict[Value, int]:
     if runtime is None or not (runtime.fp8 and runtime.fp8_saved):
         return {}
     found: dict[Value, _Use] = {}
+    known: dict[Function, _Uses] = {}
     for made, output, used, number in _saved_bundles(program.function):
-        makers = {v: op for op in made.ops for v in op.outputs}
+        makers = producers(made)
         pack = makers.get(made.outputs[output])
         unpack = next(
             (op for op in used.ops if op.spec.bundle == "unpack" and op.inputs[0] is used.inputs[number]), None
         )
         if pack is None or unpack is None or pack.spec.bundle != "pack" or len(pack.inputs) != len(unpack.outputs):
             continue
-        uses = _Uses(program, used)
+        if used not in known:
+            known[used] = _Uses(program, used)
         for v, u in zip(pack.inputs, unpack.outputs, strict=True):
             root = _root(v, makers)
             if root in makers and isinstance(t := root.type, Tensor) and t.dtype.floating and t.dtype.size == 2:
-                use, before = uses.of(u), found.get(root, _Use(False, False))
+                use, before = known[used].of(u), found.get(root, _Use(False, False))
                 found[root] = _Use(use.products or before.products, use.others or before.others)
     return {v: v.type.bytes * (3 if use.others else 1) // 2 for v, use in found.items() if use.products}
 
@@ -69,7 +72,7 @@ class _Uses:
 
     def __init__(self, program: CompiledProgram, body: Function) -> None:
         cost, runtime = program.cost, program.cost.runtime
-        device = program.classes.first[0]
+        device = cost.topology.spec(program.classes.first[0])
         wide = {op for op, x in eight_bits(body, runtime, {}).items() if x.wide} if runtime is not None else set[Op]()
         self._users: dict[Value, list[Op]] = {}
         for op in body.ops:

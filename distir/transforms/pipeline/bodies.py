@@ -166,14 +166,10 @@ def _totals(function: Function, stage: Mapping[Op, int]) -> list[Total]:
             if stage.get(after, -1) != stage.get(op):
                 break
             if after.spec is not _EXTEND:
-                if after.spec.comm is None or "axis" not in after.attributes:
+                along = after.attributes.get("axis") if after.spec.comm is not None else None
+                if along is None or tensor(end).on(along).kind is None or axis not in (None, along):
                     break
-                if tensor(end).on(after.attributes["axis"]).kind is None or axis not in (
-                    None,
-                    after.attributes["axis"],
-                ):
-                    break
-                axis = after.attributes["axis"]
+                axis = along
             steps.append(after)
             end = after.outputs[0]
             if after.spec is not _EXTEND:

@@ -80,7 +80,9 @@ class _Comparison:
         op = next(left, None)
         for new in self.padded.ops:
             here = op if op is not None and self.corresponds(op, new) else None
-            if (here is None or here.attributes != new.attributes or self.is_padded(new)) and self.resized(new):
+            # the source's own cuts take what was cut before; its own extensions are equal to theirs
+            may_be_new = here is None or new.spec is _CUT or here.attributes != new.attributes
+            if may_be_new and self.resized(new):
                 continue
             if here is not None:
                 self.step(here, new)
@@ -110,12 +112,6 @@ class _Comparison:
         want = before or (small if small != large else None)
         if got != want:
             raise MismatchError(f"{what}: expected {want} as the source shape of {large}, got {got}")
-
-    def is_padded(self, new: Op) -> bool:
-        """Whether the op cuts a dim that is padded: a cut of the source itself takes what was cut before."""
-        seen = self.env.get(new.inputs[0]) if new.spec is _CUT else None
-        dim = new.attributes["dim"] if seen is not None else 0
-        return seen is not None and shape_of(new.inputs[0])[dim] != shape_of(seen.source)[dim]
 
     def resized(self, new: Op) -> bool:
         """Whether the op cuts off the padding of a dim, or pads a dim, which is not padded yet, with zeros."""

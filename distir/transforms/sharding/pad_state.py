@@ -65,7 +65,7 @@ class StateAxis(NamedTuple):
 def divides_evenly(function: Function, devices: int) -> bool:
     """Whether each weight has a dim that so many devices divide: then no axes of these need padding to split it."""
     shapes = {shape_of(v) for v in function.inputs if v.kind == "parameter"}
-    return all([any([n % devices == 0 for n in shape]) for shape in shapes if shape])
+    return all([any([n % devices == 0 for n in shape]) for shape in shapes if math.prod(shape) > 1])
 
 
 def unsplit_shares(
@@ -121,6 +121,8 @@ def stored(function: Function, padded: Function) -> list[Share]:
 def extended(graph: Graph) -> list[int]:
     """The gradients that are extended because the weight's stored shape is padded, before that."""
     found: list[int] = []
+    if not any([v.role and v.role.used for v in graph.function.inputs]):  # as most
+        return found
     for j, slot in updates_of(graph):
         weight = graph.values[graph.ins[j][slot]]
         todo = [i for i in graph.ins[j] if weight.role and weight.role.used]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -90,10 +91,15 @@ def bodies_of(program: Function, op_type: str) -> Counter[str]:
 
 def chain(layers: int = 3, width: int = 16, dtype: DType = Float64) -> Function:
     """Products with square weights."""
-    f = FunctionMaker("chain")
-    y = f.add_input_value("x", Tensor(dtype, (12, width)), Role("data", batch=0))
-    for k in range(layers):
-        y = f.emit("MatMul", y, f.add_input_value(f"w{k}", Tensor(dtype, (width, width)), Role("parameter")))
+    return products(12, *[width] * (layers + 1), dtype=dtype)
+
+
+def products(rows: int, *widths: int, dtype: DType = Float64) -> Function:
+    """Products of data with weights w0, w1, ... of these widths."""
+    f = FunctionMaker("products")
+    y = f.add_input_value("x", Tensor(dtype, (rows, widths[0])), Role("data", batch=0))
+    for k, shape in enumerate(itertools.pairwise(widths)):
+        y = f.emit("MatMul", y, f.add_input_value(f"w{k}", Tensor(dtype, shape), Role("parameter")))
     f.set_outputs([y])
     return f.finalize()
 
@@ -171,18 +177,14 @@ def test_what_is_cast_is_cut_once_it_is_gathered_as_the_narrower() -> None:
 
 
 def test_a_weight_that_is_not_trained_is_stored_so_too() -> None:
-    f = FunctionMaker("adapter")
-    x = f.add_input_value("x", Tensor(Float64, (6, 16)), Role("data", batch=0))
-    frozen = f.add_input_value("frozen", Tensor(Float64, (16, 16)), Role("parameter"))
-    trained = f.add_input_value("trained", Tensor(Float64, (16, 16)), Role("parameter"))
-    f.set_outputs([f.emit("MatMul", f.emit("MatMul", x, frozen), trained)])
-    forward = with_loss(f.finalize(), "mse", 0)
+    forward = with_loss(chain(layers=2), "mse", 0)
+    trained = next(v for v in forward.inputs if v.name == "w1")
     step = with_updates(grad(forward, 0, [trained]), SGD(0.1), [trained], False)
     program = filled(step, {}, np.random.default_rng(0))
     for zero, shape in ((2, (16, 16)), (3, (18, 16))):
         found = {v.name: tensor(v).global_shape for v in check(program, Plan(3, zero=zero)).inputs}
-        assert found["frozen"] == shape
-        assert found["trained"] == (18, 16)
+        assert found["w0"] == shape
+        assert found["w1"] == (18, 16)
 
 
 def test_nothing_is_padded_that_divides_or_that_would_grow_by_half() -> None:
@@ -197,15 +199,10 @@ def test_nothing_is_padded_that_divides_or_that_would_grow_by_half() -> None:
 
 
 def test_the_dim_that_grows_least_is_padded_if_none_grows_by_little() -> None:
-    f = FunctionMaker("wide")
-    x = f.add_input_value("x", Tensor(Float64, (7, 9)), Role("data", batch=0))
-    w = f.add_input_value("w", Tensor(Float64, (9, 13)), Role("parameter"))
-    v = f.add_input_value("v", Tensor(Float64, (13, 33)), Role("parameter"))
-    f.set_outputs([f.emit("MatMul", f.emit("MatMul", x, w), v)])
-    program = filled(training_step(f.finalize(), "mse", SGD(0.1)), {}, np.random.default_rng(0))
+    program = filled(training_step(products(7, 9, 13, 33), "mse", SGD(0.1)), {}, np.random.default_rng(0))
     found = {v.name: tensor(v).global_shape for v in check(program, Plan(7, zero=3)).inputs}
-    assert found["w"] == (9, 14)  # not 14 rows of 9, and 1 of 13 more
-    assert found["v"] == (14, 33)  # 13 to 14 is little; the first dim needs no copy
+    assert found["w0"] == (9, 14)  # not 14 rows of 9, and 1 of 13 more
+    assert found["w1"] == (14, 33)  # 13 to 14 is little; the first dim needs no copy
 
 
 def test_text_keeps_the_shape_that_is_used() -> None:
