@@ -1,5 +1,5 @@
-"""Single kernels of PyTorch on one GPU in bfloat16: matrix products with their gradients, and causal attention, against
-the predictions for the GPU by its shipped figures.
+"""Single kernels of PyTorch on one GPU in bfloat16: matrix products with their gradients, these in 8 bits, and causal
+attention, against the predictions for the GPU by its shipped figures.
 
     python benchmarks/gpu_kernels.py --measure FILE    on a GPU: writes the seconds of each kernel
     python benchmarks/gpu_kernels.py [FILE]            on any machine: compares with the predictions; default: what was
@@ -33,8 +33,9 @@ TOKENS = 8192
 """Of a batch of shorter sequences."""
 LARGEST = 2.5e12
 """Multiply-adds of a product that is still measured."""
-RUNTIMES = {"flash": "torch-eager", "cudnn": "megatron-core"}
+RUNTIMES = {"flash": "torch-eager", "cudnn": "megatron-core", "gemm": "torch-eager", "gemm8": "torch-eager+fp8"}
 """Runtimes with these kernels."""
+PRODUCTS = {"gemm": "product", "gemm8": "product in 8 bits"}
 Row = dict[str, Any]
 
 
@@ -59,6 +60,25 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return statistics.median(timed(count) for _ in range(3))
 
 
+def products_of_8_bits(m: int, depth: int, n: int) -> dict[str, float]:
+    """Seconds of a product and its gradients: quantized operands, each with its depth innermost, results in bfloat16.
+    As frameworks have it, only the product itself accumulates with the lower precision of tensor cores."""
+    import torch
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").to(torch.float8_e4m3fn)
+
+    scale = torch.ones((), device="cuda")
+
+    def seconds(rows: int, columns: int, depth: int, fast: bool) -> float:
+        a, b = random(rows, depth), random(columns, depth).t()
+        return seconds_of(
+            lambda: torch._scaled_mm(a, b, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=fast)  # pyright: ignore[reportPrivateUsage]
+        )
+
+    return {"fwd": seconds(m, n, depth, True), "dx": seconds(m, depth, n, False), "dw": seconds(n, depth, m, False)}
+
+
 def measure() -> Iterator[Row]:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -73,6 +93,8 @@ def measure() -> Iterator[Row]:
                 calls = {"fwd": lambda: x @ w.t(), "dx": lambda: g @ w, "dw": lambda: g.t() @ x}  # noqa: B023
                 times = {key: seconds_of(call) for key, call in calls.items()}
                 yield {"kind": "gemm", "m": m, "k": depth, "n": n, **times}
+                if min(torch.cuda.get_device_capability(), (8, 9)) == (8, 9):
+                    yield {"kind": "gemm8", "m": m, "k": depth, "n": n, **products_of_8_bits(m, depth, n)}
     kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     for heads, size in HEADS:
         for s in SEQUENCES:
@@ -110,17 +132,18 @@ def compare(rows: list[Row], cluster: str) -> list[Row]:
         found.append({"name": name, "flops": flops, "measured": measured, "predicted": predicted, "error": error})
 
     for row in rows:
-        if row["kind"] == "gemm":
+        if row["kind"] in PRODUCTS:
             x, w, y = [Tensor(BFloat16(), (row[a], row[b])) for a, b in ("mk", "kn", "mn")]
             flops = 2.0 * row["m"] * row["k"] * row["n"]
-            predicted = costs["flash"].compute_seconds(lookup("MatMul"), {}, [x, w], [y], device)
+            predicted = costs[row["kind"]].compute_seconds(lookup("MatMul"), {}, [x, w], [y], device)
             for key in ("fwd", "dx", "dw"):
-                add("product", flops, row[key], predicted)
+                add(PRODUCTS[row["kind"]], flops, row[key], predicted)
         else:
             q = Tensor(BFloat16(), (row["b"], row["h"], row["s"], row["d"]))
             sums = Tensor(Float32(), q.shape[:-1])
-            attrs = {"causal": True, "scale": row["d"] ** -0.5}
-            cost, flops = costs[row["kernel"]], 14.0 * math.prod(q.shape) * row["s"] / 2
+            causal = row.get("causal", True)
+            attrs = {"causal": causal, "scale": row["d"] ** -0.5}
+            cost, flops = costs[row["kernel"]], 14.0 * math.prod(q.shape) * row["s"] / (1 + causal)
             predicted = cost.compute_seconds(lookup("Attention"), attrs, [q, q, q], [q, sums], device)
             predicted += cost.compute_seconds(lookup("AttentionGrad"), attrs, [q, q, q, q, sums, q], [q, q, q], device)
             add(f"{row['kernel']} attention, {row['s']} tokens", flops, row["fwd"] + row["bwd"], predicted)
@@ -132,8 +155,8 @@ def shown(found: list[Row]) -> str:
     groups: dict[str, list[Row]] = {}
     for row in found:
         name = row["name"]
-        if name == "product":
-            name = f"product, {10 ** math.floor(math.log10(row['flops'] / 1e9)):,} GFLOP and more"
+        if name in PRODUCTS.values():
+            name = f"{name}, {10 ** math.floor(math.log10(row['flops'] / 1e9)):,} GFLOP and more"
         groups.setdefault(name, []).append(row)
     lines = [
         (
@@ -144,9 +167,13 @@ def shown(found: list[Row]) -> str:
         )
         for name, rows in sorted(groups.items())
     ]
-    products = [abs(row["error"]) for row in found if row["name"] == "product"]
     head = "kernel", "measured", "mean error", "bias"
-    return f"{table(head, lines)}\nproducts: mean error {statistics.fmean(products):.1%}"
+    means = [
+        f"{name}: mean error {statistics.fmean(abs(row['error']) for row in found if row['name'] == name):.1%}"
+        for name in PRODUCTS.values()
+        if any(row["name"] == name for row in found)
+    ]
+    return "\n".join([table(head, lines), *means])
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ kernels, `workspace_mib` for the products of each thread of the runtime that iss
 
 `unaligned` of a device is the share of their speed that products of 16 bits reach where rows are no multiple of 16
 bytes. `attention_efficiency` is that of FlashAttention-2, to which cuDNN's is `cudnn_attention` times as quick;
+`attention_half_gflop`, `_keys`, `_queries`, `_width` halve it (`FusedAttention`);
 `early_products` the share of their speed that products reached with the libraries of the device's first year;
 `fp8_products` the share of their efficiency that products of 8 bits reach, of the peak of 8.
 
@@ -47,7 +48,17 @@ from distir.ir.errors import InfeasibleError, UsageError, counted
 from distir.ir.host_runtime import Runtime
 from distir.ir.measured import Measured
 from distir.ir.tiles import SIDES, Tiles
-from distir.ir.topology import Algorithm, CoreSharing, DeviceSpec, Link, OpSpeed, Products, Regular, Residuals, Topology
+from distir.ir.topology import (
+    Algorithm,
+    CoreSharing,
+    DeviceSpec,
+    FusedAttention,
+    Link,
+    OpSpeed,
+    Regular,
+    Residuals,
+    Topology,
+)
 
 MIB = 1 << 20
 _FOLDER = Path(__file__).parent
@@ -401,7 +412,7 @@ def _spec(t: _Table) -> DeviceSpec:
         _share(t, "memory_efficiency"),
         t.figure("half_gflop", 0.0) * 1e9,
         _tiles(t),
-        _products(t, "attention"),
+        _attention(t),
         _ops(t),
         t.figure("context_mib", 0.0) * MIB,
         t.figure("workspace_mib", 0.0) * MIB,
@@ -435,11 +446,12 @@ _RATES = ("tflops", 1e12), ("gbs", 1e9)
 """Keys of an op's rates, and their units."""
 
 
-def _products(t: _Table, kind: str) -> Products | None:
-    """The speed of a kind of products, if the file gives it."""
-    if f"{kind}_efficiency" not in t.values:
+def _attention(t: _Table) -> FusedAttention | None:
+    """The speed of fused attention, if the file gives it."""
+    if "attention_efficiency" not in t.values:
         return None
-    return Products(_share(t, f"{kind}_efficiency"), t.figure(f"{kind}_half_gflop", 0.0) * 1e9)
+    halves = [t.figure(f"attention_half_{name}", 0.0) for name in ("gflop", "keys", "queries", "width")]
+    return FusedAttention(_share(t, "attention_efficiency"), halves[0] * 1e9, *halves[1:])
 
 
 def _tiles(t: _Table) -> Tiles | None:

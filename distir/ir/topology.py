@@ -22,12 +22,23 @@ GIGABIT = 1.25e8
 """Bytes in a gigabit."""
 
 
-class Products(NamedTuple):
-    """The speed of a kind of products: the share of the peak that large ones reach, and the FLOP of one that reaches
-    half of it."""
+class FusedAttention(NamedTuple):
+    """The speed of fused attention: the share of the peak that large ones with long sequences and wide heads reach, and
+    what halves it: FLOP of an op, keys that a query sees on average, queries of all heads, the width of a head.
+
+    A kernel's blocks of queries begin and end beside their keys, the last wave of blocks leaves multiprocessors idle,
+    and exponentials are as many for narrow heads as for wide ones (Shah et al. 2024, FlashAttention-3, section 3.2).
+    """
 
     efficiency: float = 1.0
     half_size: float = 0.0
+    keys: float = 0.0
+    queries: float = 0.0
+    width: float = 0.0
+
+    def slower(self, keys: float, queries: float, width: float) -> float:
+        """How many times as long as at full efficiency an op takes in which so many queries see so many keys each."""
+        return (1 + self.keys / keys) * (1 + self.queries / queries) * (1 + self.width / width)
 
 
 class OpSpeed(NamedTuple):
@@ -71,7 +82,7 @@ class DeviceSpec:
     memory_efficiency: float = 1.0
     half_size: float = 0.0
     wide: Tiles | None = None
-    attention: Products | None = None
+    attention: FusedAttention | None = None
     ops: tuple[tuple[tuple[str, str], OpSpeed], ...] = ()
     context: float = 0.0
     workspace: float = 0.0
@@ -100,11 +111,10 @@ class DeviceSpec:
         """Whether a dtype has a figure of its own."""
         return dtype in dict(self.throughput)
 
-    def products(self, attention: bool = False) -> Products:
-        """The speed of matrix products, or of fused attention."""
-        if attention and self.attention is not None:
-            return self.attention
-        return Products(self.compute_efficiency, self.half_size)
+    @property
+    def fused_attention(self) -> FusedAttention:
+        """The speed of fused attention: that of matrix products, if it has no figures of its own."""
+        return self.attention or FusedAttention(self.compute_efficiency, self.half_size)
 
 
 class Link(NamedTuple):

@@ -28,7 +28,7 @@ from distir.ir.host_runtime import Runtime
 from distir.ir.measured import measured
 from distir.ir.spec import Attrs, Spec
 from distir.ir.tiles import Product
-from distir.ir.topology import CoreSharing, DeviceSpec, Group, Link, Topology
+from distir.ir.topology import CoreSharing, DeviceSpec, FusedAttention, Group, Link, Topology
 from distir.ir.type import REPLICATE, DType, Int8, Tensor, Type
 
 _APART_KERNELS, _APART_BYTES = 4, 33
@@ -289,10 +289,12 @@ class CostModel:
             if spec.kernel == "product" and what.wide is not None and _wide(dtype) and not self._in_tf32(spec, dtype):
                 limit = what.wide.seconds(product_of(spec, attrs, ins, outs, flops), peak)
             else:
-                speed = what.products(spec.kernel == "attention")
-                half = speed.half_size if spec.kernel else 0.0
+                efficiency, half = what.compute_efficiency, what.half_size if spec.kernel else 0.0
                 share = self._kernels(spec, what) * (what.fp8 if in_fp8 else 1.0)
-                limit = (flops + math.sqrt(half * flops)) / (peak * speed.efficiency * share)
+                if spec.kernel == "attention":
+                    efficiency, half = what.fused_attention[:2]
+                    share /= _slower_attention(spec, ins, outs, flops, what.fused_attention)
+                limit = (flops + math.sqrt(half * flops)) / (peak * efficiency * share)
             seconds = max(seconds, limit)
         return seconds + what.kernel_launch_overhead
 
@@ -449,6 +451,15 @@ def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types, zigzag: bool = False
         return spec.flops(local, *shapes), size
     except (KeyError, TypeError, ValueError, IndexError) as e:
         raise ModelError(f"{spec.name}: its work at local shapes {shapes[0]} cannot be computed: {e}") from e
+
+
+def _slower_attention(spec: Spec, ins: Types, outs: Types, flops: float, speed: FusedAttention) -> float:
+    """How many times as long as at full efficiency an op of attention takes for its shapes."""
+    q, k = ins[0], ins[1]
+    if not flops or not isinstance(q, Tensor) or not isinstance(k, Tensor):
+        return 1.0
+    seen = flops / work(spec, {}, ins, outs)[0]  # the share of scores that the mask leaves
+    return speed.slower(k.shape[-2] * seen, math.prod(q.shape[:-1]), q.shape[-1])
 
 
 def computed_in(ins: Types, outs: Types) -> DType | None:
