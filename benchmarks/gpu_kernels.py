@@ -1,4 +1,4 @@
-"""Single kernels of PyTorch on one GPU in bfloat16: matrix products with their gradients, these in 8 bits, and causal
+"""Single kernels of PyTorch on one GPU in bfloat16: matrix products with their gradients, these in 8 bits, and
 attention, against the predictions for the GPU by its shipped figures.
 
     python benchmarks/gpu_kernels.py --measure FILE    on a GPU: writes the seconds of each kernel
@@ -27,8 +27,10 @@ WEIGHTS = (
     (12288, 12288),
 )
 """Inputs and outputs of layers, whole and split over devices."""
-HEADS = ((32, 128), (16, 64), (12, 64))
-SEQUENCES = (512, 1024, 2048, 4096, 8192, 16384)
+HEADS = ((32, 128), (32, 64), (16, 64), (12, 64))
+FEW = 8, 12, 24
+"""Heads of a device that has part of them."""
+SEQUENCES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = 8192
 """Of a batch of shorter sequences."""
 LARGEST = 2.5e12
@@ -96,23 +98,41 @@ def measure() -> Iterator[Row]:
                 if min(torch.cuda.get_device_capability(), (8, 9)) == (8, 9):
                     yield {"kind": "gemm8", "m": m, "k": depth, "n": n, **products_of_8_bits(m, depth, n)}
     kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-    for heads, size in HEADS:
-        for s in SEQUENCES:
-            shape = (max(1, TOKENS // s), heads, s, size)
-            q, k, v = [random(*shape).requires_grad_() for _ in range(3)]
-            slopes = random(*shape)
-            for name, kernel in kernels.items():
-                with sdpa_kernel(kernel):
+    for batch, heads, s, size, causal in attentions():
+        q, k, v = [random(batch, heads, s, size).requires_grad_() for _ in range(3)]
+        slopes = random(batch, heads, s, size)
+        for name, kernel in kernels.items():
+            with sdpa_kernel(kernel):
 
-                    def attend() -> torch.Tensor:
-                        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: B023
+                def attend() -> torch.Tensor:
+                    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: B023
 
-                    forward, y = seconds_of(attend), attend()
-                    backward = seconds_of(
-                        lambda: torch.autograd.grad(y, (q, k, v), slopes, retain_graph=True)  # noqa: B023
-                    )
-                row: Row = {"kind": "attention", "kernel": name, "b": shape[0], "h": heads, "s": s, "d": size}
-                yield row | {"fwd": forward, "bwd": backward}
+                forward, y = seconds_of(attend), attend()
+                backward = seconds_of(
+                    lambda: torch.autograd.grad(y, (q, k, v), slopes, retain_graph=True)  # noqa: B023
+                )
+            row: Row = {
+                "kind": "attention",
+                "kernel": name,
+                "causal": causal,
+                "b": batch,
+                "h": heads,
+                "s": s,
+                "d": size,
+            }
+            yield row | {"fwd": forward, "bwd": backward}
+
+
+def attentions() -> Iterator[tuple[int, int, int, int, bool]]:
+    """Sequences, heads, tokens, width of a head and whether causal: batches of as many tokens, and single sequences of
+    few heads."""
+    for s in SEQUENCES:
+        for heads, size in HEADS:
+            yield max(1, TOKENS // s), heads, s, size, True
+        for size in (128, 64):
+            yield max(1, TOKENS // s), 32, s, size, False
+            for heads in FEW if s >= 1024 else ():
+                yield 1, heads, s, size, True
 
 
 def compare(rows: list[Row], cluster: str) -> list[Row]:

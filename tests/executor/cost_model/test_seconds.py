@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from distir.hardware import load_cluster
 from distir.ir import FunctionMaker, Mesh, Topology
 from distir.ir.spec import lookup
 from distir.ir.tiles import Tiles
-from distir.ir.topology import Algorithm, DeviceSpec, Group, Link, OpSpeed, Regular
+from distir.ir.topology import Algorithm, DeviceSpec, FusedAttention, Group, Link, OpSpeed, Regular
 from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float, Float16, Float64, Int64, Shard, Tensor, Tuple
 from distir.ops.rules import statistic
 from tests.ops.samples import SAMPLES
@@ -120,6 +121,36 @@ def test_small_products_lose_efficiency_by_the_root_of_their_size(size: int, lon
     topology = Topology(Regular("one", "gpu", spec, 1, 1, Link(1e9), Link(1e9)))
     square = Tensor(Float(), (size, size))
     assert seconds("MatMul", square, square, topology=topology) == pytest.approx(longer * 2 * size**3 / FLOPS, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "seen"),
+    [({}, 256), ({"causal": True}, 128), ({"causal": True, "window": 64}, 64 * (256 - 32) / 256)],
+    ids=["full", "causal", "window"],
+)
+@pytest.mark.parametrize("op_type", ["Attention", "AttentionGrad"])
+def test_attention_is_slower_with_few_keys_few_queries_and_narrow_heads(
+    op_type: str, attributes: dict[str, Any], seen: float
+) -> None:
+    """Half of its speed where the keys that a query sees, or all queries, or the width of a head are those of the
+    device; the product of these where they are several."""
+    x, lse = Tensor(Float(), (2, 4, 256, 64)), Tensor(Float(), (2, 4, 256))
+    ins = (x, x, x) if op_type == "Attention" else (x, x, x, x, lse, x)
+
+    def time(**halves: float) -> float:
+        spec = DeviceSpec((("f32", FLOPS),), BYTES * 1e6, 0.0, attention=FusedAttention(0.5, **halves))
+        topology = Topology(Regular("one", "gpu", spec, 1, 1, Link(1e9), Link(1e9)))
+        return seconds(op_type, *ins, topology=topology, **attributes)
+
+    products = 2 if op_type == "Attention" else 5
+    full = products * 2 * 2 * 4 * 256 * seen * 64 / (0.5 * FLOPS)
+    assert time() == pytest.approx(full, rel=1e-6)
+    assert time(keys=seen) == pytest.approx(2 * full, rel=1e-6)
+    assert time(queries=2 * 4 * 256) == pytest.approx(2 * full, rel=1e-6)
+    assert time(width=64) == pytest.approx(2 * full, rel=1e-6)
+    assert time(keys=seen / 2, queries=2 * 4 * 256 / 4, width=64 / 5) == pytest.approx(
+        1.5 * 1.25 * 1.2 * full, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("measured", [False, True])
