@@ -75,7 +75,7 @@ def products_of_8_bits(m: int, depth: int, n: int) -> dict[str, float]:
     def seconds(rows: int, columns: int, depth: int, fast: bool) -> float:
         a, b = random(rows, depth), random(columns, depth).t()
         return seconds_of(
-            lambda: torch._scaled_mm(a, b, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=fast)  # pyright: ignore[reportPrivateUsage]
+            lambda: torch._scaled_mm(a, b, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=fast)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         )
 
     return {"fwd": seconds(m, n, depth, True), "dx": seconds(m, depth, n, False), "dw": seconds(n, depth, m, False)}
