@@ -459,7 +459,7 @@ def _slower_attention(spec: Spec, ins: Types, outs: Types, flops: float, speed: 
     if not flops or not isinstance(q, Tensor) or not isinstance(k, Tensor):
         return 1.0
     seen = flops / work(spec, {}, ins, outs)[0]  # the share of scores that the mask leaves
-    return speed.slower(k.shape[-2] * seen, math.prod(q.shape[:-1]), q.shape[-1])
+    return speed.slower(k.shape[-2] * seen, math.prod(q.shape[:-1]), max(q.shape[-1], 1))
 
 
 def computed_in(ins: Types, outs: Types) -> DType | None:
