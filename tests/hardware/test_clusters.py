@@ -14,7 +14,7 @@ from distir.executor.cost_model.collective_cost import bus
 from distir.executor.simulator import device_classes
 from distir.hardware import among, known_clusters, known_runtimes, load_cluster, load_runtime
 from distir.ir.errors import InfeasibleError, UsageError
-from distir.ir.topology import spread
+from distir.ir.topology import FusedAttention, spread
 
 FOLDER = Path(distir.hardware.__file__).parent
 
@@ -351,6 +351,19 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert len(load_cluster(str(file), devices=5).devices) == 8
     with pytest.raises(UsageError, match="cannot read cluster file"):
         load_cluster(tmp_path / "none.toml")
+
+
+def test_figures_of_fused_attention(tmp_path: Path) -> None:
+    figures = "efficiency = 0.4", "half_gflop = 5", "half_keys = 320", "half_queries = 20000", "half_width = 30"
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        GOOD.replace("launch_us = 10.0", "\n".join(["launch_us = 10.0", *[f"attention_{x}" for x in figures]]))
+    )
+    cluster = load_cluster(file)
+    assert cluster.spec(cluster.devices[0]).fused_attention == FusedAttention(0.4, 5e9, 320, 20000, 30)
+    file.write_text(GOOD)
+    cluster = load_cluster(file)
+    assert cluster.spec(cluster.devices[0]).fused_attention == FusedAttention(0.869)  # as products
 
 
 def test_the_host_of_a_rank_alone_issues_nothing_where_steps_are_graphs() -> None:

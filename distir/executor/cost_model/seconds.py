@@ -454,9 +454,9 @@ def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types, zigzag: bool = False
 
 
 def _slower_attention(spec: Spec, ins: Types, outs: Types, flops: float, speed: FusedAttention) -> float:
-    """How many times as long as at full efficiency an op of attention takes for its shapes."""
+    """How many times as long as at full efficiency an op of attention takes for its shapes, where it has FLOPs."""
     q, k = ins[0], ins[1]
-    if not flops or not isinstance(q, Tensor) or not isinstance(k, Tensor):
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor):
         return 1.0
     seen = flops / work(spec, {}, ins, outs)[0]  # the share of scores that the mask leaves
     return speed.slower(k.shape[-2] * seen, math.prod(q.shape[:-1]), max(q.shape[-1], 1))

@@ -153,6 +153,14 @@ def test_attention_is_slower_with_few_keys_few_queries_and_narrow_heads(
     )
 
 
+def test_attention_of_heads_without_width_has_seconds() -> None:
+    """Its scores are 0; the values still have products."""
+    spec = DeviceSpec((("f32", FLOPS),), BYTES * 1e6, 0.0, attention=FusedAttention(0.5, width=30.0))
+    topology = Topology(Regular("one", "gpu", spec, 1, 1, Link(1e9), Link(1e9)))
+    keys, values = Tensor(Float(), (2, 4, 16, 0)), Tensor(Float(), (2, 4, 16, 8))
+    assert 0 < seconds("Attention", keys, keys, values, topology=topology) < math.inf
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_rows_that_tensor_cores_do_not_take_are_slow(measured: bool) -> None:
     """Of 16 bits alone, and whatever the number of rows."""
