@@ -65,15 +65,16 @@ class Suite(NamedTuple):
 
 _CPU = (
     Training("40,64,32,8", 64, "adamw", 300),
-    Training("gpt:layers=2,hidden=48,heads=4,vocab=600,seq=24", 8, "adamw", 200),
+    Training("gpt:layers=2,hidden=48,heads=4,vocab=600,seq=24", 8, "adamw", 200, microbatches=(1, 2)),
     Training("gpt:layers=2,hidden=256,heads=4,vocab=3000,seq=128", 8, "adamw", 12),
     Training("gpt:layers=1,hidden=384,heads=6,vocab=4000,seq=160", 8, "sgd", 7),
     Training("48,96,192,384,768,1024,512,64", 128, "sgd", 30),
-    Training("1024,1024,1024,1024,1024", 32, "sgd", 20),  # few rows: weights are read for little work
+    # few rows: weights are read for little work; gradients as large are accumulated
+    Training("1024,1024,1024,1024,1024", 32, "sgd", 20, microbatches=(1, 2)),
 )
 _CUDA = (  # short and long sequences, weights and activations that fit in the cache and such that do not
     Training("64,128,64,16", 64, "adamw", 60),
-    Training("gpt:layers=2,hidden=128,heads=4,vocab=2000,seq=64", 8, "adamw", 40),
+    Training("gpt:layers=2,hidden=128,heads=4,vocab=2000,seq=64", 8, "adamw", 40, microbatches=(1, 2)),
     Training("gpt:layers=2,hidden=512,heads=8,vocab=8000,seq=256", 8, "adamw", 20),
     Training("gpt:layers=2,hidden=512,heads=8,vocab=8000,seq=256", 8, "adamw", 20, "bf16"),
     Training("gpt:layers=1,hidden=768,heads=12,vocab=4000,seq=200", 32, "adamw", 10),
@@ -90,7 +91,7 @@ _CUDA = (  # short and long sequences, weights and activations that fit in the c
         10,
         "bf16",
     ),
-    Training("256,1024,4096,8192,2048", 4096, "sgd", 10),
+    Training("256,1024,4096,8192,2048", 4096, "sgd", 10, microbatches=(1, 2)),
 )
 _WIDTHS = Training("32,64,128,256,512,1024", 128, "sgd", 5)
 _WIDE = Training("512,1024,2048,4096,8192", 4096, "sgd", 5)
@@ -274,16 +275,16 @@ def _timed(what: Suite, ranks: int) -> list[tuple[Training, list[Plan]]]:
 def _count(what: Suite, device: str) -> int:
     steps = sum(len(plans) for n in what.ranks for _, plans in _timed(what, n)) + len(_launched(what, device))
     others = len(what.dtypes) if what.products is not None else 0
-    return len(what.trainings) + 1 + others + (2 if len(what.ranks) > 1 else 0) + steps
+    return sum([len(t.microbatches) for t in what.trainings]) + others + (2 if len(what.ranks) > 1 else 0) + steps
 
 
 def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
     """Seconds of ops on one rank, at several sizes and in several dtypes, and of issuing communication on two."""
     found = Profiled([], [], [])
-    for k, t in enumerate(what.trainings):
-        for plan in (Plan(), Plan(microbatches=2)) if k == min(1, len(what.trainings) - 1) else (Plan(),):
+    for t in what.trainings:
+        for n in t.microbatches:
             phases.next("ops")
-            found.samples.extend(measure_ops(t.model(), plan, options).samples)
+            found.samples.extend(measure_ops(t.model(), Plan(microbatches=n), options).samples)
     for dtype in what.dtypes if what.products is not None else ():
         phases.next(f"products in {dtype}")
         found.samples.extend(measure_ops(what.products.model(dtype), Plan(), options).samples)  # type: ignore[union-attr]

@@ -42,7 +42,8 @@ _COST = CostModel(Topology())
 class Training(NamedTuple):
     """A training step to measure: of a decoder by its sizes ("gpt:..."), or of a perceptron by its widths, with commas.
 
-    `steps`: how many to run for the time of one.
+    `steps`: how many to run for the time of one. `microbatches`: in how many its ops are timed, each in turn; with more
+    than one, its gradients are accumulated.
     """
 
     sizes: str
@@ -50,6 +51,7 @@ class Training(NamedTuple):
     optimizer: str
     steps: int
     precision: str = "fp32"
+    microbatches: Sequence[int] = (1,)
 
     def model(self, dtype: str = "f32") -> Model:
         """The model of the training step."""
@@ -114,7 +116,7 @@ def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:
         from distir.backends.lowering.timing import time_ops
 
         found = time_ops(distribute(model, plan), drawn(model), "cuda")
-        return Profiled([sample(op, x) for op, x in found.items() if _is_timed(op)], [], [])
+        return Profiled([sample(op, x) for op, x in found.items() if is_timed(op)], [], [])
     with tempfile.TemporaryDirectory(prefix="distir-") as folder:
         done = run(model, plan, options, steps=_PROFILED, profile=folder)
         _, measured = read_folder(Path(folder))
@@ -128,7 +130,7 @@ def measure_ops(model: Model, plan: Plan, options: RunOptions) -> Profiled:
         op = ops.get((s.args.get("function", ""), s.args.get("result", "")))
         if s.category == ISSUE:
             (sends if "side" in s.args else issues).append(s.seconds)
-        elif s.category == COMPUTE and op is not None and _is_timed(op):
+        elif s.category == COMPUTE and op is not None and is_timed(op):
             times[op].append(s.seconds)
     return Profiled([sample(op, max(min(xs) - _CLOCK, 1e-9)) for op, xs in times.items()], issues, sends)
 
@@ -145,7 +147,7 @@ def drawn(model: Model) -> dict[int, Any]:
     return {k: given[v] for k, v in enumerate(model.function.inputs) if v in given}
 
 
-def _is_timed(op: Op) -> bool:
+def is_timed(op: Op) -> bool:
     """Whether the cost model gives an op a time that is its own."""
     return op.callee is None and bool(op.inputs) and not _COST.free(op.spec, op.attributes, [v.type for v in op.inputs])
 

@@ -19,16 +19,20 @@ from distir.api.calibrate import (
     fit_links,
     fit_steps,
     regular_of,
+    suite,
     to_toml,
 )
-from distir.api.calibration_runs import TimedStep, Training, perceptron
-from distir.api.compilation import simulated
+from distir.api.calibration_runs import TimedStep, Training, is_timed, perceptron, sample
+from distir.api.compilation import distribute, simulated
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fitting import ProductFit, Sample
+from distir.executor.simulator.labels import by_label
 from distir.hardware import load_cluster
 from distir.ir.errors import UsageError
 from distir.ir.topology import CoreSharing, OpSpeed, Topology
 from distir.ir.type import Float32
+from distir.transforms.plan import Plan
+from distir.transforms.rank.as_run import as_run
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -203,6 +207,22 @@ def test_cuda_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TINY = Suite([Training("16,32,8", 16, "sgd", 2)], None, (), (1,), (64, 4096))
+
+
+@pytest.mark.parametrize(("device", "least"), [("cpu", 3.9e5), ("cuda", 1.5e7)])
+def test_ops_of_floats_are_timed_where_bytes_count(device: str, least: float) -> None:
+    """Not only in sizes at which most of their time is the launch: their bandwidth would be anything."""
+    largest: dict[str, float] = {}
+    for training in suite(device, 2).trainings:
+        for n in training.microbatches:
+            program = as_run(distribute(training.model(), Plan(microbatches=n)))
+            for op in filter(is_timed, by_label(program).values()):
+                found = sample(op, 1.0)
+                if found.dtype in ("f32", "bf16"):
+                    largest[found.op] = max(found.bytes, largest.get(found.op, 0.0))
+    assert "Accumulate" in largest  # of gradients
+    scalars = {"Div", "Cast"} if device == "cpu" else {"Div"}  # on the CPU only the number of labels is cast
+    assert not {op for op, size in largest.items() if size < least} - scalars
 
 
 def test_a_calibration(tmp_path: Path) -> None:
