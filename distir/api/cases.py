@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from distir.api.interop.plan_settings import CONTEXT, nested, splits_of
 from distir.api.model import PRECISIONS, Precision
-from distir.hardware import FP8, in_fp8, load_cluster, load_runtime
+from distir.hardware import FP8, VARIANTS, load_cluster, load_runtime, variant_of
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.host_runtime import Runtime
 from distir.models.blocks import first_weight
@@ -42,7 +42,6 @@ DROPOUT = 0.1
 _FUSED = ("flash", "fused")
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
 _NONE = "none"
-_IN_FP8 = "fp8"
 _COMPILED = "torch.compile=1"
 """How notes say that PyTorch compiled the model."""
 _ASYNC = re.compile(
@@ -276,8 +275,8 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
             reason = reason or f"{where}, column {name}: empty"
     setup = None
     values["runtime"] = values["runtime"] or _runtime(values)
-    if values["dtype"] == _IN_FP8:  # what is not a product of a weight is in 16 bits
-        values["runtime"] = f"{values['runtime'].removesuffix(FP8)}{FP8}"
+    if values["dtype"] == FP8:  # what is not a product of a weight is in 16 bits
+        values["runtime"] = f"{values['runtime'].removesuffix(f'+{FP8}')}+{FP8}"
         values["dtype"] = "bf16"
     if reason is None:
         try:
@@ -339,10 +338,10 @@ def _own_runtime(cluster: str | None) -> Runtime | None:
 
 def runtime_named(name: str, cluster: str) -> Runtime:
     """A cluster's own runtime, if that is its name, or the shipped one. Raises UsageError if there is none."""
-    own, base = _own_runtime(cluster), name.removesuffix(FP8)
-    if own is None or own.name != base:
+    own, (base, *variants) = _own_runtime(cluster), name.split("+")
+    if own is None or own.name != base or not VARIANTS.keys() >= set(variants):
         return load_runtime(name)
-    return own if base == name else in_fp8(own)
+    return variant_of(own, *variants)
 
 
 def _setup(values: Mapping[str, Any]) -> Setup:
@@ -354,7 +353,7 @@ def _setup(values: Mapping[str, Any]) -> Setup:
         raise UsageError(f"ep {values['ep']}: the file's models have no experts")
     dtype = values["dtype"]
     if dtype not in PRECISIONS:
-        raise UsageError(f"dtype {dtype} is none of {', '.join([*PRECISIONS, _IN_FP8])}")
+        raise UsageError(f"dtype {dtype} is none of {', '.join([*PRECISIONS, FP8])}")
     model = _model(values)
     if isinstance(model, Perceptron):
         if dtype != "fp32" or values["optimizer"] != _NONE:

@@ -211,23 +211,28 @@ def known_runtimes() -> list[str]:
     return sorted(_runtimes())
 
 
-FP8 = "+fp8"
-"""What stands behind the name of a runtime whose products of weights are in 8 bits."""
+FP8 = "fp8"
+VARIANTS: Mapping[str, Mapping[str, Any]] = {FP8: {"fp8": True}, "flash2": {"attention": 1.0, "cudnn": False}}
+"""What may stand behind the name of a runtime, each after a "+": products of weights are in 8 bits; fused attention is
+FlashAttention-2, whatever the runtime's own is."""
 
 
 def load_runtime(name: str) -> Runtime:
-    """A shipped runtime; with "+fp8" behind its name, with products of weights in 8 bits. Raises UsageError, with the
-    known names, if there is none."""
-    found, base = _runtimes(), name.removesuffix(FP8)
-    if base not in found:
-        raise UsageError(f"unknown runtime {name!r}", f"known: {', '.join(sorted(found))}; or one of them and {FP8}")
-    return found[base] if base == name else in_fp8(found[base])
+    """A shipped runtime, or a variant of one, as "megatron-core+fp8". Raises UsageError, with the known names, if there
+    is none."""
+    found, (base, *variants) = _runtimes(), name.split("+")
+    if base not in found or not VARIANTS.keys() >= set(variants):
+        behind = " or ".join([f"+{variant}" for variant in VARIANTS])
+        raise UsageError(f"unknown runtime {name!r}", f"known: {', '.join(sorted(found))}; or one of them and {behind}")
+    return variant_of(found[base], *variants)
 
 
 @cache
-def in_fp8(runtime: Runtime) -> Runtime:
-    """The runtime with products of weights in 8 bits."""
-    return replace(runtime, name=f"{runtime.name}{FP8}", fp8=True)
+def variant_of(runtime: Runtime, *variants: str) -> Runtime:
+    """The runtime with these of VARIANTS, which its name has then."""
+    for variant in variants:
+        runtime = replace(runtime, name=f"{runtime.name}+{variant}", **VARIANTS[variant])
+    return runtime
 
 
 @cache

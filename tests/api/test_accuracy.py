@@ -244,6 +244,16 @@ def test_fp8_is_of_products_of_weights(table) -> None:
     assert score(old).reason == "megatron+fp8: gpu has no peak of 8 bits"
 
 
+def test_attention_may_be_another_kernel_than_the_runtimes(table) -> None:
+    """A variant of the cluster's own runtime, with products in 16 bits and in 8."""
+    row = {**GPT, "dtype": "bf16", "grad_dtype": "", "cluster": "eos-h100", "hidden": 4096, "seq": 2048}
+    cells = [{}, {"runtime": "megatron-core+flash2"}, {"runtime": "megatron-core+flash2", "dtype": "fp8"}]
+    own, flash, narrow = read_rows(table(*[{**row, **more} for more in cells]))
+    assert (own.runtime, narrow.runtime) == ("megatron-core", "megatron-core+flash2+fp8")
+    quick, slow = (found.predicted.seconds for found in map(score, (own, flash)) if found.predicted)
+    assert quick < slow
+
+
 def test_dropout_and_a_head_of_its_own(table) -> None:
     """Without the cells dropout is that of Megatron's unfused attention, and the head is the family's."""
     cells: list[dict[str, Any]] = [

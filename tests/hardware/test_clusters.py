@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,8 +122,19 @@ def test_runtimes() -> None:
     assert not any(getattr(plain, flag) for flag in ("cudnn", "accumulates", "overlaps_products"))
     assert all(runtime.gradient_buffer for runtime in (megatron, later, plain))
     assert load_cluster("dgx-h100-mcore").regular.runtime is later  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match="unknown runtime 'jax'"):
-        load_runtime("jax")
+    for name in ("jax", "jax+fp8", "megatron+", "megatron+flash", "megatron+fp8+4bits"):
+        with pytest.raises(UsageError, match=f"unknown runtime {re.escape(repr(name))}"):
+            load_runtime(name)
+
+
+def test_attention_of_any_runtime_can_be_flash_attention_2() -> None:
+    cudnn, triton = load_runtime("megatron-core"), load_runtime("composer")
+    assert (cudnn.cudnn, triton.attention < 1) == (True, True)
+    for runtime in (cudnn, triton):
+        name = f"{runtime.name}+flash2"
+        assert load_runtime(name) == replace(runtime, name=name, cudnn=False, attention=1.0)
+    both = load_runtime("megatron-core+fp8+flash2")
+    assert (both.name, both.fp8, both.cudnn) == ("megatron-core+fp8+flash2", True, False)
 
 
 def test_a_transfer_may_take_the_host_longer_where_more_ranks_share_it() -> None:

@@ -13,11 +13,11 @@ from distir.executor.cost_model import CostModel
 from distir.executor.simulator.categories import ACTIVATION
 from distir.executor.simulator.saved_in_8_bits import least_share
 from distir.executor.simulator.simulation import Simulator
-from distir.hardware import in_fp8, load_cluster, load_runtime
+from distir.hardware import load_cluster, load_runtime
 from distir.ir.host_runtime import Runtime
 from distir.transforms.plan import Plan
 
-TE = in_fp8(load_runtime("megatron-core"))
+TE = load_runtime("megatron-core+fp8")
 SEQUENCE, BATCH, HIDDEN, HEADS = 2048, 4, 4096, 32
 
 
@@ -66,7 +66,7 @@ def test_runtimes_that_save_16_bits() -> None:
     plain = of_a_layer(Plan(), load_runtime("megatron-core"))
     assert of_a_layer(Plan(), replace(TE, fp8_saved=False)) == plain
     assert of_a_layer(Plan(), TE) < plain
-    assert of_a_layer(Plan(), in_fp8(load_runtime("torchtitan"))) >= plain  # PyTorch quantizes again
+    assert of_a_layer(Plan(), load_runtime("torchtitan+fp8")) >= plain  # PyTorch quantizes again
 
 
 def test_the_input_of_the_head_stays_in_16_bits() -> None:
