@@ -276,8 +276,9 @@ def _row(header: list[str], cells: list[str], where: str, line: int) -> Measurem
     setup = None
     values["runtime"] = values["runtime"] or _runtime(values)
     if values["dtype"] == FP8:  # what is not a product of a weight is in 16 bits
-        values["runtime"] = f"{values['runtime'].removesuffix(f'+{FP8}')}+{FP8}"
         values["dtype"] = "bf16"
+        if FP8 not in values["runtime"].split("+"):
+            values["runtime"] += f"+{FP8}"
     if reason is None:
         try:
             setup = _setup(values)

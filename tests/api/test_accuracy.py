@@ -247,9 +247,11 @@ def test_fp8_is_of_products_of_weights(table) -> None:
 def test_attention_may_be_another_kernel_than_the_runtimes(table) -> None:
     """A variant of the cluster's own runtime, with products in 16 bits and in 8."""
     row = {**GPT, "dtype": "bf16", "grad_dtype": "", "cluster": "eos-h100", "hidden": 4096, "seq": 2048}
-    cells = [{}, {"runtime": "megatron-core+flash2"}, {"runtime": "megatron-core+flash2", "dtype": "fp8"}]
-    own, flash, narrow = read_rows(table(*[{**row, **more} for more in cells]))
-    assert (own.runtime, narrow.runtime) == ("megatron-core", "megatron-core+flash2+fp8")
+    cells = [{}, *[{"runtime": f"megatron-core{variants}"} for variants in ("+flash2", "+flash2", "+fp8+flash2")]]
+    dtypes = [{}, {}, {"dtype": "fp8"}, {"dtype": "fp8"}]
+    own, flash, *narrow = read_rows(table(*[{**row, **a, **b} for a, b in zip(cells, dtypes, strict=True)]))
+    assert own.runtime == "megatron-core"
+    assert [x.runtime for x in narrow] == ["megatron-core+flash2+fp8", "megatron-core+fp8+flash2"]
     quick, slow = (found.predicted.seconds for found in map(score, (own, flash)) if found.predicted)
     assert quick < slow
 
