@@ -45,7 +45,13 @@ PLANS = {
         distir.Plan(pp=4, microbatches=4),
     ],
 }
-SMALL = Suite([Training("16,32,32,8", 16, "sgd", 3), Training("8,16,16,8", 16, "sgd", 3)], None, (), (1, 2), (64, 4096))
+SMALL = Suite(
+    [Training("16,32,32,8", 16, "sgd", 3), Training("8,16,16,8", 16, "sgd", 3, microbatches=(1, 2))],
+    None,
+    (),
+    (1, 2),
+    (64, 4096),
+)
 """For tests of this script."""
 GOALS = {"mean": 0.15, "worst": 0.30, "tau": 0.8}
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from distir.api.interop.plan_settings import CONTEXT, nested, splits_of
 from distir.api.model import PRECISIONS, Precision
-from distir.hardware import FP8, VARIANTS, load_cluster, load_runtime, variant_of
+from distir.hardware import FP8, load_cluster, load_runtime
 from distir.ir.errors import DistirError, UsageError
 from distir.ir.host_runtime import Runtime
 from distir.models.blocks import first_weight
@@ -339,10 +339,7 @@ def _own_runtime(cluster: str | None) -> Runtime | None:
 
 def runtime_named(name: str, cluster: str) -> Runtime:
     """A cluster's own runtime, if that is its name, or the shipped one. Raises UsageError if there is none."""
-    own, (base, *variants) = _own_runtime(cluster), name.split("+")
-    if own is None or own.name != base or not VARIANTS.keys() >= set(variants):
-        return load_runtime(name)
-    return variant_of(own, *variants)
+    return load_runtime(name, _own_runtime(cluster))
 
 
 def _setup(values: Mapping[str, Any]) -> Setup:

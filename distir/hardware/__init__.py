@@ -217,18 +217,20 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {FP8: {"fp8": True}, "flash2": {"att
 FlashAttention-2, whatever the runtime's own is."""
 
 
-def load_runtime(name: str) -> Runtime:
-    """A shipped runtime, or a variant of one, as "megatron-core+fp8". Raises UsageError, with the known names, if there
-    is none."""
-    found, (base, *variants) = _runtimes(), name.split("+")
-    if base not in found or not VARIANTS.keys() >= set(variants):
+def load_runtime(name: str, own: Runtime | None = None) -> Runtime:
+    """A shipped runtime, or `own`, which counts for the shipped one of its name; or a variant of one, as
+    "megatron-core+fp8". Raises UsageError, with the known names, if there is none."""
+    shipped, (base, *variants) = _runtimes(), name.split("+")
+    found = own if own is not None and own.name == base else shipped.get(base)
+    if found is None or not VARIANTS.keys() >= set(variants):
         behind = " or ".join([f"+{variant}" for variant in VARIANTS])
-        raise UsageError(f"unknown runtime {name!r}", f"known: {', '.join(sorted(found))}; or one of them and {behind}")
-    return variant_of(found[base], *variants)
+        known = f"known: {', '.join(sorted(shipped))}; or one of them and {behind}"
+        raise UsageError(f"unknown runtime {name!r}", known)
+    return _variant(found, *variants)
 
 
 @cache
-def variant_of(runtime: Runtime, *variants: str) -> Runtime:
+def _variant(runtime: Runtime, *variants: str) -> Runtime:
     """The runtime with these of VARIANTS, which its name has then."""
     for variant in variants:
         runtime = replace(runtime, name=f"{runtime.name}+{variant}", **VARIANTS[variant])

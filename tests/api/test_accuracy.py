@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distir.api.accuracy import _RECENT, GIB, _program, accuracy, cost_of, predict, program_of, score
-from distir.api.cases import COLUMNS, Measurement, Perceptron, read_rows
+from distir.api.cases import COLUMNS, Measurement, Perceptron, read_rows, runtime_named
 from distir.api.interop.from_megatron import read_megatron
 from distir.api.interop.plan_settings import in_effect
 from distir.api.scores import Case, Scores, ranks, scores, spearman
 from distir.cli import main
 from distir.executor.cost_model import CostModel
+from distir.hardware import load_runtime
 from distir.ir import Topology
 from distir.ir.errors import UsageError
 from distir.models.decoder import Decoder
@@ -254,6 +255,15 @@ def test_attention_may_be_another_kernel_than_the_runtimes(table) -> None:
     assert [x.runtime for x in narrow] == ["megatron-core+flash2+fp8", "megatron-core+fp8+flash2"]
     quick, slow = (found.predicted.seconds for found in map(score, (own, flash)) if found.predicted)
     assert quick < slow
+
+
+def test_the_runtime_of_a_measured_cluster_is_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        (Path(__file__).parents[1] / "calibrated.toml").read_text().replace("call_us = 17.8896", "call_us = 3e6")
+    )
+    assert runtime_named("distir+flash2", str(file)).call == 3.0
+    assert runtime_named("distir+flash2", "dgx-h100") is load_runtime("distir+flash2")
 
 
 def test_dropout_and_a_head_of_its_own(table) -> None:

@@ -137,6 +137,13 @@ def test_attention_of_any_runtime_can_be_flash_attention_2() -> None:
     assert (both.name, both.fp8, both.cudnn) == ("megatron-core+fp8+flash2", True, False)
 
 
+def test_a_runtime_of_ones_own_counts_for_the_shipped_one_of_its_name() -> None:
+    own = replace(load_runtime("distir"), op=1.0)
+    assert load_runtime("distir", own) is own
+    assert load_runtime("distir+flash2", own) == replace(own, name="distir+flash2", cudnn=False, attention=1.0)
+    assert load_runtime("megatron+flash2", own) is load_runtime("megatron+flash2")
+
+
 def test_a_transfer_may_take_the_host_longer_where_more_ranks_share_it() -> None:
     runtime = load_runtime("distir-2021")
     assert [among(runtime, n, "gpu").transfer for n in (1, 2, 3, 4, 8)] == pytest.approx(  # type: ignore[union-attr]
