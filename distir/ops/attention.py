@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from distir.ir.axes import Shape
 from distir.ir.errors import IRTypeError
 from distir.ir.function import FunctionMaker, Op, Value
-from distir.ir.spec import Attrs, op
-from distir.ir.type import DType, Int64
-from distir.ops.rules import cast, letters, same, scalar, shape_of, statistic, swap_last, tensor, wide
+from distir.ir.spec import Attrs, FactorMapping, ShardRule, op
+from distir.ir.type import REPLICATE, SUM, DType, Int64, Shard
+from distir.ops.rules import cast, expect_shape, letters, same, scalar, shape_of, statistic, swap_last, tensor, wide
+from distir.ops.shape import reshaped
 
 # ---------------------------------------------------------------- types
 
@@ -254,4 +255,139 @@ op(  # from the same, the gradient of the mask, for a trained one (position bias
     eval=_mask_grad,
     kernel="attention",
     work=_work(1, 1),
+)
+
+# ---------------------------------------------------------------- grouped queries
+
+
+def _grouped_shapes(attrs: Attrs, q: Shape, k: Shape, v: Shape, *saved: Shape) -> Shape:
+    """The shape of the result of grouped attention. Raises IRTypeError for operands that do not fit."""
+    if attrs.get("window") and not attrs.get("causal"):
+        raise IRTypeError("attribute window: expected causal attention")
+    if len(q) < 3:
+        raise IRTypeError(f"operand 0: expected rank 3 or more, got shape {q}")
+    heads = len(q) - 3
+    if len(k) != len(q) or k[:heads] != q[:heads] or k[-1] != q[-1] or not k[heads] or q[heads] % k[heads]:
+        raise IRTypeError(f"operand 1: expected heads that divide those of operand 0, of shape {q}, got shape {k}")
+    expect_shape(2, v, (*k[:-1], v[-1] if v else 0))
+    y = (*q[:-1], v[-1])
+    for n, (got, want) in enumerate(zip(saved, (y, q[:-1], y), strict=bool(saved)), 3):
+        expect_shape(n, got, want)
+    return y
+
+
+def _grouped_grad_shapes(attrs: Attrs, q: Shape, k: Shape, v: Shape, *saved: Shape) -> list[Shape]:
+    _grouped_shapes(attrs, q, k, v, *saved)
+    return [q, k, v]
+
+
+def _grouped_shard(operands: Sequence[bool], results: Sequence[bool]) -> ShardRule:
+    """Of ops whose operands and results have each the heads of keys, or not: the sharding of a dim.
+
+    Heads of queries are those of keys times those that share one: either factor may be split. Where it is the second,
+    or the length of the queries, every device has all heads of keys, and a part of the sum over what shares them.
+    """
+
+    def shard(
+        attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
+    ) -> FactorMapping | None:
+        of_keys = operands[slot] if slot >= 0 else results[~slot]
+        at, heads, shared = len(ins[0]) - 3, ins[0][-3], ins[1][-3]
+        factors = (shared, heads // shared)
+        queries, keys = split, split if split.dim <= at else REPLICATE
+        if split.dim == at and of_keys:
+            there = reshaped(factors, (heads,), Shard(0, split.outer), n)
+            if there is None:
+                return None
+            queries = Shard(at, there.outer)
+        elif split.dim == at:
+            there = reshaped((heads,), factors, Shard(0, split.outer), n)
+            if there is None or reshaped(factors, (heads,), there, n) is not Shard(0, split.outer):
+                return None
+            keys = REPLICATE if there.dim else Shard(at, there.outer)
+        elif split.dim > at + 1 or (split.dim == at + 1 and of_keys):
+            return None
+        made = SUM if keys is REPLICATE else keys
+        return FactorMapping(
+            tuple([keys if k else queries for k in operands]), tuple([made if k else queries for k in results])
+        )
+
+    return shard
+
+
+def _each_head(f: FunctionMaker, x: Value, heads: int) -> Value:
+    """Keys or values once for each of that many heads of queries."""
+    *lead, shared, t, e = shape_of(x)
+    x = f.emit("Reshape", x, shape=(*lead, shared, 1, t, e))
+    x = f.emit("Expand", x, shape=(*lead, shared, heads // shared, t, e))
+    return f.emit("Reshape", x, shape=(*lead, heads, t, e))
+
+
+def _grouped_definition(f: FunctionMaker, o: Op) -> list[Value]:
+    q, *keys = o.inputs
+    heads = shape_of(q)[-3]
+    return list(f.add_op("Attention", None, [q, *[_each_head(f, x, heads) for x in keys]], o.attributes))
+
+
+def _grouped_grad_definition(f: FunctionMaker, o: Op) -> list[Value]:
+    q, k, v, *saved = o.inputs
+    heads, shared = shape_of(q)[-3], shape_of(k)[-3]
+    operands = [q, *[_each_head(f, x, heads) for x in (k, v)], *saved]
+    dq, *wide = f.add_op("AttentionGrad", None, operands, o.attributes)
+    found = [dq]
+    for x in wide:
+        *lead, _, t, e = shape_of(x)
+        x = f.emit("Reshape", x, shape=(*lead, shared, heads // shared, t, e))
+        x = f.emit("ReduceSum", x, axes=(len(lead) + 1,), keepdims=1)
+        found.append(f.emit("Reshape", x, shape=(*lead, shared, t, e)))
+    return found
+
+
+def _repeated(xp: Any, x: Any, heads: int) -> Any:
+    """Keys or values once for each of that many heads of queries."""
+    *lead, shared, t, e = x.shape
+    x = xp.broadcast_to(xp.expand_dims(x, -3), (*lead, shared, heads // shared, t, e))
+    return xp.reshape(x, (*lead, heads, t, e))
+
+
+def _grouped(xp: Any, q: Any, k: Any, v: Any, **form: Any) -> tuple[Any, Any]:
+    return _attention(xp, q, *[_repeated(xp, x, q.shape[-3]) for x in (k, v)], **form)
+
+
+def _grouped_gradient(xp: Any, q: Any, k: Any, v: Any, *saved: Any, **form: Any) -> tuple[Any, ...]:
+    heads, shared = q.shape[-3], k.shape[-3]
+    dq, *each = _attention_grad(xp, q, *[_repeated(xp, x, heads) for x in (k, v)], *saved, **form)
+    split = [xp.reshape(x, (*x.shape[:-3], shared, heads // shared, *x.shape[-2:])) for x in each]
+    return dq, *[xp.sum(x, axis=-3) for x in split]
+
+
+op(  # as Attention, without a mask: each head of keys and values is that of several heads of queries, in a row
+    "GroupedAttention",
+    attributes=_ATTRIBUTES,
+    infer=lambda attrs, q, k, v: [_grouped_shapes(attrs, q, k, v), q[:-1]],
+    shard=_grouped_shard([False, True, True], [False, False]),
+    dtype=_dtypes,
+    outputs=2,
+    saved=1,
+    precision="low",
+    index=_counted,
+    eval=_grouped,
+    grad=lambda f, o, d, *saved: list(f.add_op("GroupedAttentionGrad", None, [*o.inputs, *o.outputs, d], o.attributes)),
+    definition=_grouped_definition,
+    kernel="attention",
+    work=_work(1, 1),
+)
+op(  # the gradients of q, k and v, from these, the two results, and the gradient of the first
+    "GroupedAttentionGrad",
+    attributes=_ATTRIBUTES,
+    infer=_grouped_grad_shapes,
+    shard=_grouped_shard([False, True, True, False, False, False], [False, True, True]),
+    dtype=_grad_dtypes(3),
+    outputs=3,
+    linear=[{5}],
+    index=_counted,
+    eval=_grouped_gradient,
+    definition=_grouped_grad_definition,
+    kernel="attention",
+    work=_work(3, 2),
 )

@@ -65,7 +65,7 @@ def place(setting: Setting, plan: Plan) -> Function:
     """The setting's step as a plan places it. Raises InfeasibleError."""
     function, devices = setting.model.function, setting.cost.topology.devices[: plan.size]
     context = PassContext(plan, devices, splits=named_dims(function, plan.split))
-    return run_passes(function, ("fuse", "decompose", "pad", "place", "join", "narrow", "recompute"), context)
+    return run_passes(function, ("fuse", "decompose", "pad", "place", "join", "narrow", "group", "recompute"), context)
 
 
 def place_template(setting: Setting, c: Candidate) -> PlacedProgram:

@@ -79,7 +79,7 @@ def distribute(
     numbers = {i: dims[v] for i, v in enumerate(function.inputs) if v in dims}
     settings = PassContext(plan, devices, cost, numbers, splits, tuple(cuts))
     source = run_passes(function, ("fuse", "decompose", "pad"), settings)
-    placed = run_passes(source, ("place", "join", "narrow", "recompute"), settings)
+    placed = run_passes(source, ("place", "join", "narrow", "group", "recompute"), settings)
     return Distributed(scheduled(placed, settings, BodyPasses.of(plan)), placed, source)
 
 

@@ -21,6 +21,7 @@ from distir.ir.type import Tensor
 from distir.transforms.pipeline.bodies import Cut, cut_bodies
 from distir.transforms.pipeline.bucket import GATHERS, SUMS, bucket, maker_like, reductions_first
 from distir.transforms.pipeline.emission import Stages, pipeline
+from distir.transforms.pipeline.group_queries import group_queries
 from distir.transforms.pipeline.join_axes import join_axes
 from distir.transforms.pipeline.keep_whole import keep_whole
 from distir.transforms.pipeline.phases import PHASES, PhaseRules
@@ -101,6 +102,10 @@ def _dims(function: Function, settings: PassContext) -> SplitDims:
 
 def _narrow(function: Function, settings: PassContext) -> Function:
     return send_narrow(function) if settings.plan.sharding.along(INPUTS) else function
+
+
+def _group(function: Function, settings: PassContext) -> Function:
+    return group_queries(function)
 
 
 def _join(function: Function, settings: PassContext) -> Function:
@@ -240,6 +245,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("place", SEQUENTIAL, PLACED, _place, "values placed on a mesh, collectives inserted"),
     Pass("join", PLACED, PLACED, _join, "collectives along one axis after another made one, along several"),
     Pass("narrow", PLACED, PLACED, _narrow, "what is expanded gathered before, what is summed up scattered after"),
+    Pass("group", PLACED, PLACED, _group, "attention of keys and values that queries share given them as they are"),
     Pass("recompute", PLACED, PLACED, _recompute, "values recomputed in the backward pass instead of saved"),
     Pass("schedule", PLACED, DISTRIBUTED, _schedule, "cut into stages and phases, called microbatch by microbatch"),
     Pass(

@@ -367,6 +367,17 @@ SAMPLES = [
             ((2, 4, 3), (2, 4, 3), (2, 4, 3), {"causal": True, "window": 2, "softcap": 0.8}),
         ]
     ],
+    sample("GroupedAttention", real(2, 4, 4, 3), real(2, 2, 6, 3), real(2, 2, 6, 2), scale=0.5),
+    sample("GroupedAttention", real(8, 4, 3), real(2, 4, 3), real(2, 4, 3), scale=0.5, causal=True),
+    sample("GroupedAttention", real(6, 4, 3), real(1, 4, 3), real(1, 4, 3), causal=True, window=2, softcap=0.8),
+    *[
+        sample("GroupedAttentionGrad", *attended(q, k, v), scale=0.5, **how)
+        for q, k, v, how in [
+            ((2, 4, 2, 3), (2, 2, 3, 3), (2, 2, 3, 5), {}),
+            ((8, 2, 3), (2, 2, 3), (2, 2, 3), {"causal": True}),
+            ((4, 4, 3), (4, 4, 3), (4, 4, 3), {"causal": True, "window": 2, "softcap": 0.8}),
+        ]
+    ],
     *[
         sample(name, *attended((2, 2, 3), (2, 3, 3), (2, 3, 3), mask), scale=0.5)
         for mask in [(2, 1, 3), (2, 1), (2, 2, 3)]

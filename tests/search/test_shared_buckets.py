@@ -14,7 +14,7 @@ from distir.search.space import space
 from distir.transforms.passes import PassContext, bucketed_axes, run_passes
 from distir.transforms.pipeline.bucket import bucket
 
-UNTIL_SCHEDULE = ("fuse", "decompose", "pad", "place", "join", "narrow", "recompute", "schedule")
+UNTIL_SCHEDULE = ("fuse", "decompose", "pad", "place", "join", "narrow", "group", "recompute", "schedule")
 
 
 def bundled(body, done):

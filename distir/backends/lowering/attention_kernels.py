@@ -27,6 +27,9 @@ _LANES = 8
 """The efficient kernel needs the row length of a mask to be a multiple of this."""
 _ROWS = 32
 """The efficient kernel needs the row length of the log-sum-exp to be a multiple of this."""
+_SHARED_SINCE = (2, 9)
+"""The first release whose kernel for CPUs takes fewer heads of keys than of queries (pytorch/pytorch, pull request
+157893). It sums their gradients in the dtype of keys, so that it is used for 32 bits and more."""
 
 
 def attention(
@@ -37,14 +40,15 @@ def attention(
     window: int | None = None,
     softcap: float = 0.0,
 ) -> Results:
-    """The results of the eval of `Attention`; operands: q, k, v, maybe a mask."""
+    """The results of the eval of `Attention`, or `GroupedAttention`; operands: q, k, v, maybe a mask."""
     q, k, v = operands[:3]
     mask = operands[3] if len(operands) > 3 else None
     if causal and (start or window is not None):
         causal, mask = False, _causal_from(start, window, q, k, mask)
     kernel = None if softcap else _kernel(q, k, v, mask, causal)
+    k, v = [_for_kernel(x, q, kernel) for x in (k, v)]
     if kernel is None:
-        operands = operands[:3] if mask is None else (*operands[:3], mask)
+        operands = (q, k, v) if mask is None else (q, k, v, mask)
         return written_out("Attention", q)(*operands, scale=scale, causal=causal, softcap=softcap)
     y, lse = _FORWARD[kernel](_four(q), _four(k), _four(v), _mask(kernel, q, k, mask), causal, scale)
     return y.reshape(tuple(q.shape)), lse.reshape(tuple(q.shape[:-1]))
@@ -58,18 +62,44 @@ def attention_grad(
     window: int | None = None,
     softcap: float = 0.0,
 ) -> Results:
-    """The results of the eval of `AttentionGrad`; operands: q, k, v, y, log-sum-exp, gradient of y, maybe a mask."""
+    """The results of the eval of `AttentionGrad`, or `GroupedAttentionGrad`; operands: q, k, v, y, log-sum-exp,
+    gradient of y, maybe a mask."""
     q, k, v, y, lse, d = operands[:6]
     mask = operands[6] if len(operands) > 6 else None
     if causal and (start or window is not None):
         causal, mask = False, _causal_from(start, window, q, k, mask)
     kernel = None if softcap else _kernel(q, k, v, mask, causal)
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    k, v = [_for_kernel(x, q, kernel) for x in (k, v)]
     if kernel is None:
-        operands = operands[:6] if mask is None else (*operands[:6], mask)
-        return written_out("AttentionGrad", q)(*operands, scale=scale, causal=causal, softcap=softcap)
-    saved = [*[_four(x) for x in (q, k, v, y)], lse.reshape((1,) * (3 - lse.ndim) + tuple(lse.shape))]
-    grads = _BACKWARD[kernel](_four(d), saved, _mask(kernel, q, k, mask), causal, scale)
-    return tuple([g.reshape(tuple(x.shape)) for g, x in zip(grads[:3], (q, k, v), strict=True)])
+        operands = (q, k, v, y, lse, d) if mask is None else (q, k, v, y, lse, d, mask)
+        grads = written_out("AttentionGrad", q)(*operands, scale=scale, causal=causal, softcap=softcap)
+    else:
+        saved = [*[_four(x) for x in (q, k, v, y)], lse.reshape((1,) * (3 - lse.ndim) + tuple(lse.shape))]
+        grads = _BACKWARD[kernel](_four(d), saved, _mask(kernel, q, k, mask), causal, scale)
+    return tuple([_summed(g, shape) for g, shape in zip(grads[:3], shapes, strict=True)])
+
+
+def _for_kernel(x: torch.Tensor, q: torch.Tensor, kernel: str | None) -> torch.Tensor:
+    """Keys or values as a kernel, or the eval of `Attention`, takes them: each head once for each head of queries that
+    shares it, unless the kernel does so itself."""
+    if x.ndim < 3 or x.shape[-3] == q.shape[-3] or kernel == "flash" or (kernel == "cpu" and _shares_on_cpu(q.dtype)):
+        return x
+    *lead, shared, length, width = x.shape
+    times = q.shape[-3] // shared
+    return x.unsqueeze(-3).expand(*lead, shared, times, length, width).reshape(*lead, shared * times, length, width)
+
+
+def _shares_on_cpu(dtype: torch.dtype) -> bool:
+    return dtype.itemsize >= 4 and tuple(map(int, torch.__version__.split(".")[:2])) >= _SHARED_SINCE
+
+
+def _summed(gradient: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A gradient in the shape of its operand, summed over the heads of queries that share a head of it."""
+    if gradient.numel() == math.prod(shape):
+        return gradient.reshape(shape)
+    *lead, shared, length, width = shape
+    return gradient.reshape(*lead, shared, -1, length, width).sum(-3)
 
 
 def _causal_from(

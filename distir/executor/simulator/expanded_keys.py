@@ -7,9 +7,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from distir.executor.simulator.categories import leaves
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, Value
-from distir.ir.type import Tensor, Type
+from distir.ir.type import Tensor, Tuple, Type
 from distir.ops.rules import tensor
 
 _KEYS_AND_VALUES = (1, 2)
@@ -37,10 +38,14 @@ def expanded_keys(f: Function) -> dict[Op, int]:
     for op in f.ops:
         if op.spec.kernel == "attention" and len(op.outputs) > max(_KEYS_AND_VALUES):
             summed.update({op.outputs[k]: _whole(op, op.outputs[k]) for k in _KEYS_AND_VALUES})
+        elif op.spec.bundle == "pack":
+            parts = [summed[v] for v in op.inputs if v in summed]
+            if len(parts) == len(op.inputs) > 0:
+                summed[op.outputs[0]] = parts[0]._replace(numbers=sum([of.numbers for of in parts]))
         elif op.inputs and (of := summed.get(op.inputs[0])) is not None:
             if op.spec.comm is not None:
                 if op.spec.comm.sums and of.along(op):
-                    wider = _WIDER if tensor(op.inputs[0]).dtype.size == 2 else 1
+                    wider = _WIDER if leaves(op.inputs[0].type)[0].dtype.size == 2 else 1
                     found[op] = wider * of.numbers // _numbers(op.inputs[0])
             elif not op.spec.kernel and len(op.outputs) == 1:
                 summed.setdefault(op.outputs[0], of)
@@ -60,18 +65,21 @@ class _Whole(NamedTuple):
 
 
 def _whole(attention: Op, v: Value) -> _Whole:
-    queries = tensor(attention.inputs[0])
+    queries, keys = tensor(attention.inputs[0]), tensor(v)
     sequence, mesh = len(queries.shape) - 2, queries.device
     axes = zip(mesh.axes, queries.placements, strict=True) if isinstance(mesh, Mesh) else ()
-    return _Whole(_numbers(v), frozenset([axis for axis, p in axes if p.dim == sequence]))
+    numbers = math.prod(queries.shape[:-2]) * math.prod(keys.shape[-2:])  # for each head of queries
+    return _Whole(numbers, frozenset([axis for axis, p in axes if p.dim == sequence]))
 
 
 def larger(t: Type, factor: int) -> Type:
     """The type of as many times the numbers."""
+    if isinstance(t, Tuple):
+        return Tuple([larger(x, factor) for x in t.types])
     if not isinstance(t, Tensor) or not t.shape:
         return t
     return Tensor(t.dtype, (t.shape[0] * factor, *t.shape[1:]), t.device, t.placements)
 
 
 def _numbers(v: Value) -> int:
-    return math.prod(v.type.shape) if isinstance(v.type, Tensor) else 0
+    return sum([math.prod(t.shape) for t in leaves(v.type)])

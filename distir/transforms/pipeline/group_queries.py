@@ -1,0 +1,205 @@
+"""Attention of keys and values that queries share takes them as they are, not once for each head of queries.
+
+    %k.2 = Reshape(%k, shape=(b, g, 1, t, e))
+    %k.3 = Expand(%k.2, shape=(b, g, r, t, e))
+    %k.4 = Reshape(%k.3, shape=(b, g r, t, e))
+    %y, %lse = Attention(%q, %k.4, %v.4)          %y, %lse = GroupedAttention(%q, %k, %v)
+
+A reshape of what is expanded is a copy, which would be kept for the backward pass. This is after placing: until then
+keys and values have the heads that tensor parallelism may split. A gather of what is expanded is one of %k then, a
+reduction of a gradient that is summed over the heads one of the result of GroupedAttentionGrad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from distir.ir.cached import cached, producers
+from distir.ir.errors import IRTypeError
+from distir.ir.exact_attributes import Attributes
+from distir.ir.function import Function, Op, Value
+from distir.ir.infer import infer
+from distir.ir.spec import Spec, lookup
+from distir.ir.type import Type
+from distir.ops.rules import shape_of, tensor
+from distir.transforms.pipeline.bucket import maker_like
+from distir.transforms.pipeline.phases import users
+from distir.transforms.rewriting.cleanup import prune
+
+ATTENTION, GRADIENT, GROUPED, GROUPED_GRADIENT, RESHAPE, EXPAND, SUM = map(
+    lookup,
+    ("Attention", "AttentionGrad", "GroupedAttention", "GroupedAttentionGrad", "Reshape", "Expand", "ReduceSum"),
+)
+_KEYS_AND_VALUES = (1, 2)
+"""The operands of attention, and the results of its gradient, that are of keys and values."""
+
+
+@cached
+def group_queries(function: Function) -> Function:
+    """The function with grouped attention, forward and backward, where keys and values are expanded for it; the
+    function itself if there is none."""
+    if not {ATTENTION, EXPAND} <= {op.spec for op in function.ops}:
+        return function
+    return _Grouping(function).run()
+
+
+class _Summed(NamedTuple):
+    """What a gradient of keys or values becomes: summed over the heads that share one, then maybe over devices."""
+
+    result: Value
+    reduction: Op | None
+
+
+class _Grouping:
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.made, self.used, self.outputs = producers(function), users(function), set(function.outputs)
+        self.maker = maker_like(function)
+        self.gathers: dict[Op, Op] = {}
+        """For each gather of what is expanded that of what it was before."""
+
+    def run(self) -> Function:
+        gradients: dict[Op, list[Op]] = {}
+        for op in self.function.ops:
+            if op.spec is GRADIENT and op.of is not None:
+                gradients.setdefault(op.of, []).append(op)
+        new: dict[Op, Op] = {}
+        for op in self.function.ops:
+            if op.spec is ATTENTION and len(op.inputs) == 3:
+                new |= self.grouped([op, *gradients.get(op, ())])
+        return self.rebuilt(new) if new else self.function
+
+    def grouped(self, ops: list[Op]) -> dict[Op, Op]:
+        """What takes the place of attention, of its gradients and of the reductions of their results; nothing if one of
+        them takes keys or values that are not expanded, or gives them gradients that are not summed."""
+        found: dict[Op, Op] = {}
+        for op in ops:
+            heads, backward = len(shape_of(op.inputs[0])) - 3, op.spec is not ATTENTION
+            operands, results, reductions = list(op.inputs), list(op.outputs), dict[int, Op]()
+            for k in _KEYS_AND_VALUES:
+                before = self.before(operands[k], heads)
+                if before is None:
+                    return {}
+                operands[k] = before
+                if backward:
+                    summed = self.summed(results[k], shape_of(before), heads)
+                    if summed is None:
+                        return {}
+                    results[k] = summed.result
+                    if summed.reduction is not None:
+                        reductions[k] = summed.reduction
+            spec = GROUPED_GRADIENT if backward else GROUPED
+            types = _types(spec, op.attributes, operands)
+            for k, reduction in reductions.items():
+                if types:
+                    part = Value(self.maker.fresh(op.outputs[k].name), types[k])
+                    alike = _reduction(reduction, part, results[k])
+                    results[k] = part
+                    found |= {reduction: alike} if alike else {}
+                    types = types if alike else []
+            if [v.type for v in results] != types:
+                return {}
+            found[op] = Op(spec, tuple(operands), op.attributes, tuple(results), op.of)
+        return found
+
+    def only(self, v: Value) -> Op | None:
+        """The only op that uses a value."""
+        uses = self.used.get(v, ())
+        return uses[0] if len(uses) == 1 and v not in self.outputs else None
+
+    def maker_of(self, v: Value, spec: Spec) -> Op | None:
+        """The op that makes a value, if it is one of these."""
+        op = self.made.get(v)
+        return op if op is not None and op.spec is spec else None
+
+    def before(self, v: Value, heads: int) -> Value | None:
+        """What is repeated, each head several times in a row, to make a value; None if it is made otherwise."""
+        if (joined := self.maker_of(v, RESHAPE)) is None or (expand := self.maker_of(joined.inputs[0], EXPAND)) is None:
+            return None
+        gather = self.made.get(expand.inputs[0])
+        gather = gather if gather is not None and _along_axis(gather) else None
+        apart = self.maker_of(gather.inputs[0] if gather else expand.inputs[0], RESHAPE)
+        if apart is None or heads < 0:
+            return None
+        (x,) = apart.inputs
+        before, wide, found = shape_of(x), shape_of(expand.outputs[0]), shape_of(v)
+        if len(before) != heads + 3 or len(wide) != heads + 4:
+            return None
+        lead, rest = before[: heads + 1], before[heads + 1 :]
+        shapes = (*lead, 1, *rest), (*lead, wide[heads + 1], *rest), (*lead[:-1], lead[-1] * wide[heads + 1], *rest)
+        if (shape_of(apart.outputs[0]), wide, found) != shapes:
+            return None
+        return x if gather is None else self.gathered(gather, x)
+
+    def gathered(self, gather: Op, x: Value) -> Value | None:
+        """What a gather of a value that is reshaped would be without that."""
+        if gather not in self.gathers:
+            types = _types(gather.spec, gather.attributes, [x])
+            if not types:
+                return None
+            y = Value(self.maker.fresh(gather.outputs[0].name), types[0])
+            self.gathers[gather] = Op(gather.spec, (x,), gather.attributes, (y,), gather.of)
+        return self.gathers[gather].outputs[0]
+
+    def summed(self, v: Value, shape: tuple[int, ...], heads: int) -> _Summed | None:
+        """The sum of a value over heads that share one, if that is all the value is for."""
+        apart = self.only(v)
+        if apart is None or apart.spec is not RESHAPE:
+            return None
+        total = self.only(apart.outputs[0])
+        if total is None or total.spec is not SUM or total.attributes != {"axes": (heads + 1,), "keepdims": 1}:
+            return None
+        joined = self.only(total.outputs[0])
+        reduction = joined if joined is not None and _along_axis(joined) else None
+        joined = self.only(reduction.outputs[0]) if reduction else joined
+        if joined is None or joined.spec is not RESHAPE:
+            return None
+        wide = shape_of(apart.outputs[0])
+        if (*wide[: heads + 1], *wide[heads + 2 :]) != shape or shape_of(joined.outputs[0]) != shape:
+            return None
+        return _Summed(joined.outputs[0], reduction)
+
+    def rebuilt(self, new: Mapping[Op, Op]) -> Function:
+        """The function with these ops replaced, and without those that only they needed."""
+        function, renewed = self.function, dict[Op, Op]()
+        elsewhere = {v for old, op in new.items() for v in op.outputs if v not in old.outputs}
+        for op in function.ops:
+            if (gather := self.gathers.get(op)) is not None:
+                renewed[gather] = _of(gather, renewed)
+            if op in new or elsewhere.isdisjoint(op.outputs):
+                renewed[op] = _of(new.get(op, op), renewed)
+        ops = tuple(renewed.values())
+        return prune(
+            Function(function.name, function.inputs, ops, function.outputs, function.updates, function.sources)
+        )
+
+
+def _of(op: Op, renewed: Mapping[Op, Op]) -> Op:
+    """An op, of what its forward op has become."""
+    of = renewed.get(op.of, op.of) if op.of is not None else None
+    return op if of is op.of else Op(op.spec, op.inputs, op.attributes, op.outputs, of)
+
+
+def _types(spec: Spec, attributes: Attributes, operands: list[Value]) -> list[Type]:
+    """The types of an op's results; none if it does not take these operands."""
+    try:
+        return list(infer(spec, attributes, tuple([v.type for v in operands])))
+    except IRTypeError:
+        return []
+
+
+def _along_axis(op: Op) -> bool:
+    """Whether it is a collective of one value."""
+    return op.spec.route == "axis" and op.spec.comm is not None and len(op.inputs) == len(op.outputs) == 1
+
+
+def _reduction(reduction: Op, part: Value, result: Value) -> Op | None:
+    """A reduction of a value that gives this result; None if it does not."""
+    attributes = reduction.attributes
+    if "dim" in attributes:
+        dim = tensor(result).on(attributes["axis"]).dim
+        attributes = Attributes({**attributes, "dim": dim}) if dim is not None else attributes
+    if _types(reduction.spec, attributes, [part]) != [result.type]:
+        return None
+    return Op(reduction.spec, (part,), attributes, (result,), reduction.of)
