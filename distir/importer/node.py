@@ -271,14 +271,13 @@ class Node:
         return self.reshape(x, tuple(d for i, d in enumerate(shape_of(x)) if i not in dims))
 
     def reshape(self, x: Value, shape: tuple[int, ...]) -> Value:
-        """`x` in another shape, in which one dim may be -1; `x` itself if the shape does not change."""
+        """`x` in another shape, in which one dim may be -1: what is left for it; `x` itself if the shape does not
+        change."""
         have = shape_of(x)
         rest = -math.prod(shape)
-        if shape.count(-1) == 1 and rest > 0:
-            full = tuple(math.prod(have) // rest if d == -1 else d for d in shape)
-        else:
-            full = shape
-        return x if full == have else self.emit("Reshape", x, shape=shape)
+        if shape.count(-1) == 1 and rest > 0 and math.prod(have) % rest == 0:
+            shape = tuple(math.prod(have) // rest if d == -1 else d for d in shape)
+        return x if shape == have else self.emit("Reshape", x, shape=shape)
 
     def finish(self, results: list[Result], first_op: int, folded: bool = False) -> None:
         """Name the node's results as its outputs. Raises ModelError for an attribute that no rule has read."""

@@ -108,7 +108,7 @@ def _transpose(n: Node) -> Result:
 
 @rule("Reshape")
 def _reshape(n: Node) -> Result:
-    """A 0 in the target shape stands for the operand's dim, unless `allowzero`; -1 is passed on."""
+    """A 0 in the target shape stands for the operand's dim, unless `allowzero`."""
     target, shape = n.ints(1, "the shape"), n.shape()
     if target is None:
         raise n.error("operand 1 is missing")

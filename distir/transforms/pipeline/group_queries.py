@@ -123,13 +123,13 @@ class _Grouping:
         if apart is None or heads < 0:
             return None
         (x,) = apart.inputs
-        before, wide, found = shape_of(x), shape_of(expand.outputs[0]), shape_of(v)
+        before, wide = shape_of(x), shape_of(expand.outputs[0])
         if len(before) != heads + 3 or len(wide) != heads + 4:
             return None
         lead, rest = before[: heads + 1], before[heads + 1 :]
         shapes = (*lead, 1, *rest), (*lead, wide[heads + 1], *rest), (*lead[:-1], lead[-1] * wide[heads + 1], *rest)
-        if (shape_of(apart.outputs[0]), wide, found) != shapes:
-            return None
+        if any(op.attributes["shape"] != shape for op, shape in zip((apart, expand, joined), shapes, strict=True)):
+            return None  # also if a size is left to be worked out: the definition of grouped attention has all
         return x if gather is None else self.gathered(gather, x)
 
     def gathered(self, gather: Op, x: Value) -> Value | None:
@@ -156,7 +156,9 @@ class _Grouping:
         if joined is None or joined.spec is not RESHAPE:
             return None
         wide = shape_of(apart.outputs[0])
-        if (*wide[: heads + 1], *wide[heads + 2 :]) != shape or shape_of(joined.outputs[0]) != shape:
+        if (*wide[: heads + 1], *wide[heads + 2 :]) != shape or apart.attributes["shape"] != wide:
+            return None
+        if joined.attributes["shape"] != shape:
             return None
         return _Summed(joined.outputs[0], reduction)
 

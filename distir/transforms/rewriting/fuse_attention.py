@@ -130,6 +130,7 @@ def _keys(program: Program, turned: Value) -> Operand:
     if swap is not None and merged is not None and swap.attributes["perm"] == (0, 2, 1):
         (before,) = merged.inputs
         keys = (*shape[:-2], shape[-1], shape[-2])
-        if shape_of(before) == keys and shape_of(swap.inputs[0]) == (math.prod(keys[:-2]), *keys[-2:]):
-            return before
+        if shape_of(swap.inputs[0]) == (math.prod(keys[:-2]), *keys[-2:]):
+            same = shape_of(before) == keys
+            return before if same else lambda maker: maker.emit("Reshape", before, shape=keys)
     return lambda maker: swap_last(maker, turned)

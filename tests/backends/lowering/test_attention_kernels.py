@@ -56,8 +56,10 @@ CASES: list[tuple[str | None, torch.dtype, Shape, Shape, Shape | None, bool]] = 
     (None, torch.bfloat16, (2, 3, 16, 4), (2, 3, 16, 4), None, True),
     (None, torch.float32, (2, 3, 16, 6), (2, 3, 16, 6), None, True),
     ("efficient", torch.float32, (2, 3, 16, 4), (2, 3, 16, 4), None, True),
+    ("flash", torch.bfloat16, (2, 6, 16, 8), HEADS, None, True),
+    ("efficient", torch.float32, (6, 16, 8), (3, 16, 8), None, True),
 ]
-"""The last ones: heads that the kernels find misaligned, and keys that all have the same mask."""
+"""The last ones: heads that the kernels find misaligned; keys that all have one mask; keys that heads share."""
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "q", "k", "mask", "causal"), [c for c in CASES if c[0]], ids=str)
@@ -107,6 +109,74 @@ def test_on_cpus(q: Shape, v: Shape, native: bool) -> None:
     """Where sizes of keys and values differ, the formula is written out."""
     x, w = torch.randn(q), torch.randn(v)
     assert bool(calls(lambda: attention(x, x, w, scale=0.5))) is native
+
+
+def heads_of_keys(run: Callable[[], Any]) -> list[int]:
+    """How many heads of keys the kernels of attention are given."""
+    seen: list[int] = []
+
+    class Listen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "attention" in getattr(func, "__name__", ""):
+                seen.append(args[2 if "backward" in func.__name__ else 1].shape[-3])
+            return func(*args, **(kwargs or {}))
+
+    with Listen():
+        run()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "release", "want"),
+    [
+        ("cuda", torch.bfloat16, (2, 6), 2),
+        ("cuda", torch.float32, (2, 9), 4),
+        ("cpu", torch.float32, (2, 9), 2),
+        ("cpu", torch.float64, (2, 9), 2),
+        ("cpu", torch.float64, (99, 0), 4),  # before the release from which on the kernel takes them
+        ("cpu", torch.bfloat16, (2, 9), 4),  # it would add up gradients in 16 bits
+    ],
+    ids=str,
+)
+def test_keys_are_repeated_for_kernels_that_cannot_share_them(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, release: tuple[int, int], want: int
+) -> None:
+    monkeypatch.setattr(attention_kernels, "_SHARED_SINCE", release)
+    with FakeTensorMode():
+        q, k = (
+            torch.empty(2, 4, 16, 8, dtype=dtype, device=device),
+            torch.empty(2, 2, 16, 8, dtype=dtype, device=device),
+        )
+        lse = torch.empty(2, 4, 16, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+        assert heads_of_keys(lambda: attention(q, k, k, scale=0.5, causal=True)) == [want]
+        assert heads_of_keys(lambda: attention_grad(q, k, k, q, lse, q, scale=0.5, causal=True)) == [want]
+
+
+@pytest.mark.parametrize("form", [{}, {"causal": True}, {"causal": True, "window": 3}, {"softcap": 0.7}], ids=str)
+@pytest.mark.parametrize("release", [(2, 9), (99, 0)], ids=str)
+@pytest.mark.parametrize("heads", [(3, 6), (1, 4)], ids=str)
+def test_heads_that_share_keys_are_what_autograd_says(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], release: tuple[int, int], form: dict[str, Any]
+) -> None:
+    """On this CPU, whether its kernel takes them or they are repeated: the result and all gradients."""
+    monkeypatch.setattr(attention_kernels, "_SHARED_SINCE", release)
+    torch.manual_seed(0)
+    shared, all_heads = heads
+    rows = [torch.randn(2, n, 12, 8, dtype=torch.float64, requires_grad=True) for n in (all_heads, shared, shared)]
+    q, k, v = rows
+    wide = [x.repeat_interleave(all_heads // shared, 1) for x in (k, v)]
+    scores = 0.5 * q @ wide[0].mT
+    scores = form["softcap"] * (scores / form["softcap"]).tanh() if "softcap" in form else scores
+    distance = torch.arange(12)[:, None] - torch.arange(12)
+    hidden = (distance < 0) & form.get("causal", False) | (distance >= form.get("window", 12))
+    want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide[1]
+    d = torch.randn_like(want)
+    plain = [x.detach() for x in rows]
+    y, lse = attention(*plain, scale=0.5, **form)
+    torch.testing.assert_close(y, want.detach(), rtol=1e-12, atol=1e-12)
+    grads = attention_grad(*plain, y, lse, d, scale=0.5, **form)
+    for got, right in zip(grads, torch.autograd.grad(want, rows, d), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -163,6 +163,20 @@ def test_keys_turned_with_their_leading_dims_merged() -> None:
     assert [op.op_type for op in fused.ops].count("Reshape") == 0
 
 
+def test_repeated_keys_turned_with_their_leading_dims_merged() -> None:
+    """As exporters write out heads that share keys: what is repeated is reshaped to heads once."""
+    w = Writer()
+    k = w.add_input_value("few", Tensor(Float64, (B, 1, T, E)))
+    each = w.emit("Expand", w.emit("Reshape", k, shape=(B, 1, 1, T, E)), shape=(B, 1, H, T, E))
+    flat = w.emit("Transpose", w.emit("Reshape", each, shape=(B * H, T, E)), perm=(0, 2, 1))
+    turned = w.emit("Reshape", flat, shape=(B, H, E, T))
+    function = w.done(w.emit("MatMul", w.heads(), turned))
+    fused, given = fuse(function), arrays(function)
+    (want,), (got,) = [SequentialExecutor().compute(f, given) for f in (function, fused)]
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+    assert sorted(op.op_type for op in fused.ops) == sorted("Reshape Expand Reshape Transpose Attention Neg".split())
+
+
 def test_keys_that_come_turned() -> None:
     w = Writer()
     turned = w.add_input_value("kt", Tensor(Float64, (B, H, E, T)))
