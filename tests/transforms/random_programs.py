@@ -205,6 +205,23 @@ def attention(m: Maker) -> None:
     m.push(m.emit("Add", x, m.linear(mixed, m.width(x))))
 
 
+def shared_keys(m: Maker) -> None:
+    """Attention in one op, of fewer heads of keys and values than of queries."""
+    x = m.stream()
+    shared, times, size = m.pick(((1, 2, 2), (2, 2, 2), (1, 4, 2), (2, 4, 1), (1, 3, 2), (3, 2, 1)))
+    wide, narrow = shared * times * size, shared * size
+    parts = m.emit("Split", m.linear(x, wide + 2 * narrow), axis=2, sizes=(wide, narrow, narrow))
+    by_head = [m.emit("Reshape", p, shape=(BATCH, m.sequence, -1, size)) for p in parts]
+    q, k, v = [m.emit("Transpose", p, perm=(0, 2, 1, 3)) for p in by_head]
+    apart = [m.emit("Reshape", p, shape=(BATCH, shared, 1, m.sequence, size)) for p in (k, v)]
+    each = [m.emit("Expand", p, shape=(BATCH, shared, times, m.sequence, size)) for p in apart]
+    k, v = [m.emit("Reshape", p, shape=(BATCH, shared * times, m.sequence, size)) for p in each]
+    form = m.pick(({}, {"causal": True}, {"causal": True, "window": 2}, {"softcap": 0.8}))
+    y = m.f.emit("Attention", q, k, v, scale=0.5, **form)[0]
+    mixed = m.emit("Reshape", m.emit("Transpose", y, perm=(0, 2, 1, 3)), shape=(BATCH, m.sequence, wide))
+    m.push(m.emit("Add", x, m.linear(mixed, m.width(x))))
+
+
 def embedding(m: Maker) -> None:
     """Nonnegative and negative indices."""
     rows = m.pick(VOCABULARIES)
@@ -499,7 +516,7 @@ def integers(m: Maker) -> None:
 
 
 BLOCKS: list[Block] = [
-    *[linear, residual, attention, embedding, tied_head, dropped],
+    *[linear, residual, attention, shared_keys, embedding, tied_head, dropped],
     *[unary, of_positive, binary, quotient, power, exponential, layer_norm, rms_norm, columns, gemm, split_and_join],
     *[cut, reduced, turned, by_heads, steps, conditional, classes, padded, stopped, tensor_constant, batch_norm],
     *[per_sample, crossed, picked, tables, running_sum, convolved, convolved, pooled],

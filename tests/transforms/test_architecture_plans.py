@@ -106,7 +106,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["Attention", "AttentionGrad"])
+@pytest.mark.parametrize("kind", ["GroupedAttention", "GroupedAttentionGrad"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_attention_computes_counts(fault: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were it computed wrongly on devices, results would differ."""

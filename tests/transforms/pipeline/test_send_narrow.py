@@ -9,6 +9,7 @@ import pytest
 
 import distir
 from distir.executor import SequentialExecutor
+from distir.executor.simulator.categories import leaves
 from distir.ir import Function, FunctionMaker, Value, verify
 from distir.ir.device import Device, Mesh
 from distir.ir.type import SUM, BFloat16, Float32, Float64, Placement, Shard, Tensor
@@ -135,11 +136,12 @@ def test_keys_and_values_are_sent_with_the_heads_that_they_have() -> None:
     placed = run_passes(model.function, ("fuse", "decompose", "pad", "place"), context)
 
     def sent(f: Function) -> list[int]:
-        """The bytes of each value of several heads that is gathered or scattered, whole."""
+        """The bytes of each value of several heads that is gathered or scattered, whole; some are sent together."""
         sends = [op for op in f.ops if op.op_type in ("MPIAllgather", "MPIReduceScatter")]
-        return [
-            max(v.type.bytes for v in (*op.inputs, *op.outputs)) for op in sends if len(tensor(op.outputs[0]).shape) > 3
+        pairs = [
+            pair for op in sends for pair in zip(leaves(op.inputs[0].type), leaves(op.outputs[0].type), strict=True)
         ]
+        return [max(a.bytes, b.bytes) for a, b in pairs if len(b.shape) > 3]
 
     wide, narrow = sent(placed), sent(run_passes(placed, ("narrow",), context))
     program = distir.distribute(model, distir.Plan(split=(CONTEXT,)))

@@ -53,7 +53,7 @@ from distir.transforms.sharding.check_padding import check_padding
 from distir.transforms.sharding.pad import paddable
 from distir.transforms.sharding.pad_state import Share, pad_state
 from tests.ops.samples import SAMPLES, Sample
-from tests.ops.test_matrix import build
+from tests.ops.test_matrix import build, narrow
 from tests.transforms.programs import Plan, distributed, gpt2_tiny, small_gpt
 from tests.transforms.rewriting.faults import (
     attention,
@@ -234,7 +234,7 @@ SLOPED = [s for s in SAMPLES if lookup(s.op).grad is not None]
 @pytest.mark.parametrize("s", DEFINED, ids=lambda s: s.op)
 def test_an_op_computes_what_its_definition_does(s: Sample, dtype: DType) -> None:
     """On small instances; in double precision also on the sample's own operands."""
-    (op,) = with_dtype(build(s), dtype).ops
+    (op,) = build(narrow(s, dtype)).ops
     found = definition_of(op)
     if found is None:
         assert op.attributes.get("causal")

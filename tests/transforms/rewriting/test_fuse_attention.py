@@ -174,7 +174,9 @@ def test_repeated_keys_turned_with_their_leading_dims_merged() -> None:
     fused, given = fuse(function), arrays(function)
     (want,), (got,) = [SequentialExecutor().compute(f, given) for f in (function, fused)]
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
-    assert sorted(op.op_type for op in fused.ops) == sorted("Reshape Expand Reshape Transpose Attention Neg".split())
+    assert sorted(op.op_type for op in fused.ops) == sorted(
+        ["Reshape", "Expand", "Reshape", "Transpose", "Attention", "Neg"]
+    )
 
 
 def test_keys_that_come_turned() -> None:
