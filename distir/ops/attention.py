@@ -260,8 +260,7 @@ op(  # from the same, the gradient of the mask, for a trained one (position bias
 # ---------------------------------------------------------------- grouped queries
 
 
-def _grouped_shapes(attrs: Attrs, q: Shape, k: Shape, v: Shape, *saved: Shape) -> Shape:
-    """The shape of the result of grouped attention. Raises IRTypeError for operands that do not fit."""
+def _grouped_shapes(attrs: Attrs, q: Shape, k: Shape, v: Shape, mask: Shape | None = None) -> list[Shape]:
     if attrs.get("window") and not attrs.get("causal"):
         raise IRTypeError("attribute window: expected causal attention")
     if len(q) < 3:
@@ -270,19 +269,26 @@ def _grouped_shapes(attrs: Attrs, q: Shape, k: Shape, v: Shape, *saved: Shape) -
     if len(k) != len(q) or k[:heads] != q[:heads] or k[-1] != q[-1] or not k[heads] or q[heads] % k[heads]:
         raise IRTypeError(f"operand 1: expected heads that divide those of operand 0, of shape {q}, got shape {k}")
     expect_shape(2, v, (*k[:-1], v[-1] if v else 0))
-    y = (*q[:-1], v[-1])
-    for n, (got, want) in enumerate(zip(saved, (y, q[:-1], y), strict=bool(saved)), 3):
+    scores = (*q[:-1], k[-2])
+    if mask is not None and (
+        len(mask) > len(q) or any(n not in (1, m) for n, m in zip(mask, scores[len(q) - len(mask) :], strict=True))
+    ):
+        raise IRTypeError(f"a mask: expected a shape that broadcasts to the scores' {scores}, got {mask}")
+    return [(*q[:-1], v[-1]), q[:-1]]
+
+
+def _grouped_grad_shapes(
+    attrs: Attrs, q: Shape, k: Shape, v: Shape, y: Shape, lse: Shape, d: Shape, mask: Shape | None = None
+) -> list[Shape]:
+    made = _grouped_shapes(attrs, q, k, v, mask)
+    for n, (got, want) in enumerate(zip((y, lse, d), (*made, made[0]), strict=True), 3):
         expect_shape(n, got, want)
-    return y
-
-
-def _grouped_grad_shapes(attrs: Attrs, q: Shape, k: Shape, v: Shape, *saved: Shape) -> list[Shape]:
-    _grouped_shapes(attrs, q, k, v, *saved)
     return [q, k, v]
 
 
-def _grouped_shard(operands: Sequence[bool], results: Sequence[bool]) -> ShardRule:
-    """Of ops whose operands and results have each the heads of keys, or not: the sharding of a dim.
+def _grouped_shard(operands: str, results: str) -> ShardRule:
+    """Of ops whose operands and results have each the heads of queries (q) or of keys (k), or are a mask (m), which may
+    be missing: the sharding of a dim.
 
     Heads of queries are those of keys times those that share one: either factor may be split. Where it is the second,
     or the length of the queries, every device has all heads of keys, and a part of the sum over what shares them.
@@ -291,11 +297,13 @@ def _grouped_shard(operands: Sequence[bool], results: Sequence[bool]) -> ShardRu
     def shard(
         attrs: Attrs, ins: Sequence[Shape], outs: Sequence[Shape], slot: int, split: Shard, n: int
     ) -> FactorMapping | None:
-        of_keys = operands[slot] if slot >= 0 else results[~slot]
-        at, heads, shared = len(ins[0]) - 3, ins[0][-3], ins[1][-3]
-        factors = (shared, heads // shared)
+        kind = operands[slot] if slot >= 0 else results[~slot]
+        rank, heads, shared = len(ins[0]), ins[0][-3], ins[1][-3]
+        at, factors, apart = rank - 3, (shared, heads // shared), rank - len(ins[-1])
+        if kind == "m":
+            split = Shard(split.dim + apart, split.outer)
         queries, keys = split, split if split.dim <= at else REPLICATE
-        if split.dim == at and of_keys:
+        if split.dim == at and kind == "k":
             there = reshaped(factors, (heads,), Shard(0, split.outer), n)
             if there is None:
                 return None
@@ -305,11 +313,14 @@ def _grouped_shard(operands: Sequence[bool], results: Sequence[bool]) -> ShardRu
             if there is None or reshaped(factors, (heads,), there, n) is not Shard(0, split.outer):
                 return None
             keys = REPLICATE if there.dim else Shard(at, there.outer)
-        elif split.dim > at + 1 or (split.dim == at + 1 and of_keys):
+        elif split.dim > at + 1 or (split.dim == at + 1 and kind == "k"):
             return None
-        made = SUM if keys is REPLICATE else keys
+        has = operands[len(ins) - 1] == "m" and queries.dim >= apart and ins[-1][queries.dim - apart] > 1
+        mask = Shard(queries.dim - apart, queries.outer) if has else REPLICATE
+        placed = {"q": queries, "k": keys, "m": mask}
+        made = {"q": queries, "k": SUM if keys is REPLICATE else keys}
         return FactorMapping(
-            tuple([keys if k else queries for k in operands]), tuple([made if k else queries for k in results])
+            tuple([placed[kind] for kind in operands[: len(ins)]]), tuple([made[kind] for kind in results])
         )
 
     return shard
@@ -324,9 +335,9 @@ def _each_head(f: FunctionMaker, x: Value, heads: int) -> Value:
 
 
 def _grouped_definition(f: FunctionMaker, o: Op) -> list[Value]:
-    q, *keys = o.inputs
+    q, k, v, *mask = o.inputs
     heads = shape_of(q)[-3]
-    return list(f.add_op("Attention", None, [q, *[_each_head(f, x, heads) for x in keys]], o.attributes))
+    return list(f.add_op("Attention", None, [q, *[_each_head(f, x, heads) for x in (k, v)], *mask], o.attributes))
 
 
 def _grouped_grad_definition(f: FunctionMaker, o: Op) -> list[Value]:
@@ -343,6 +354,15 @@ def _grouped_grad_definition(f: FunctionMaker, o: Op) -> list[Value]:
     return found
 
 
+def _emit_grouped_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[Value]:
+    q, k, v, *mask = o.inputs
+    grads = list(f.add_op("GroupedAttentionGrad", None, [q, k, v, *o.outputs, d, *mask], o.attributes))
+    if mask:  # dropped again where the mask is not trained
+        each = [_each_head(f, x, shape_of(q)[-3]) for x in (k, v)]
+        grads.append(f.add_op("AttentionGradMask", None, [q, *each, *o.outputs, d, *mask], o.attributes))
+    return grads
+
+
 def _repeated(xp: Any, x: Any, heads: int) -> Any:
     """Keys or values once for each of that many heads of queries."""
     *lead, shared, t, e = x.shape
@@ -350,8 +370,8 @@ def _repeated(xp: Any, x: Any, heads: int) -> Any:
     return xp.reshape(x, (*lead, heads, t, e))
 
 
-def _grouped(xp: Any, q: Any, k: Any, v: Any, **form: Any) -> tuple[Any, Any]:
-    return _attention(xp, q, *[_repeated(xp, x, q.shape[-3]) for x in (k, v)], **form)
+def _grouped(xp: Any, q: Any, k: Any, v: Any, *mask: Any, **form: Any) -> tuple[Any, Any]:
+    return _attention(xp, q, *[_repeated(xp, x, q.shape[-3]) for x in (k, v)], *mask, **form)
 
 
 def _grouped_gradient(xp: Any, q: Any, k: Any, v: Any, *saved: Any, **form: Any) -> tuple[Any, ...]:
@@ -361,27 +381,27 @@ def _grouped_gradient(xp: Any, q: Any, k: Any, v: Any, *saved: Any, **form: Any)
     return dq, *[xp.sum(x, axis=-3) for x in split]
 
 
-op(  # as Attention, without a mask: each head of keys and values is that of several heads of queries, in a row
+op(  # as Attention, where each head of keys and values is that of several heads of queries, in a row
     "GroupedAttention",
     attributes=_ATTRIBUTES,
-    infer=lambda attrs, q, k, v: [_grouped_shapes(attrs, q, k, v), q[:-1]],
-    shard=_grouped_shard([False, True, True], [False, False]),
+    infer=_grouped_shapes,
+    shard=_grouped_shard("qkkm", "qq"),
     dtype=_dtypes,
     outputs=2,
     saved=1,
     precision="low",
     index=_counted,
     eval=_grouped,
-    grad=lambda f, o, d, *saved: list(f.add_op("GroupedAttentionGrad", None, [*o.inputs, *o.outputs, d], o.attributes)),
+    grad=_emit_grouped_grad,
     definition=_grouped_definition,
     kernel="attention",
     work=_work(1, 1),
 )
-op(  # the gradients of q, k and v, from these, the two results, and the gradient of the first
+op(  # the gradients of q, k and v, from these, the two results, the gradient of the first, and the mask
     "GroupedAttentionGrad",
     attributes=_ATTRIBUTES,
     infer=_grouped_grad_shapes,
-    shard=_grouped_shard([False, True, True, False, False, False], [False, True, True]),
+    shard=_grouped_shard("qkkqqqm", "qkk"),
     dtype=_grad_dtypes(3),
     outputs=3,
     linear=[{5}],

@@ -102,7 +102,7 @@ def test_of_transformers(kind: str, sizes: dict[str, Any], masked: bool, attenti
     assert len(op.inputs) == 3 + attention.get("mask", False)
     program = distir.distribute(step, distir.Plan())
     kinds = {op.op_type for f in program.callees() for op in f.ops}
-    assert ("GroupedAttention" in kinds) is (kind == "Llama" and not masked)
+    assert ("GroupedAttention" in kinds) is ("num_key_value_heads" in sizes)
     norms = [op.inputs[1].kind for op in step.function.ops if op.op_type == "RMSNorm"]
     assert norms == ["parameter"] * (3 if kind in ("Llama", "Mistral", "Qwen2") else 0)
 

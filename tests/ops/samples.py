@@ -371,12 +371,20 @@ SAMPLES = [
     sample("GroupedAttention", real(8, 4, 3), real(2, 4, 3), real(2, 4, 3), scale=0.5, causal=True),
     sample("GroupedAttention", real(6, 4, 3), real(1, 4, 3), real(1, 4, 3), causal=True, window=2, softcap=0.8),
     *[
+        sample("GroupedAttention", real(2, 4, 4, 3), real(2, 2, 6, 3), real(2, 2, 6, 2), real(*mask), scale=0.5)
+        for mask in [(2, 1, 1, 6), (4, 4, 6), (4, 1), (2, 4, 4, 6), (1, 1, 4, 6)]
+    ],
+    *[
         sample("GroupedAttentionGrad", *attended(q, k, v), scale=0.5, **how)
         for q, k, v, how in [
             ((2, 4, 2, 3), (2, 2, 3, 3), (2, 2, 3, 5), {}),
             ((8, 2, 3), (2, 2, 3), (2, 2, 3), {"causal": True}),
             ((4, 4, 3), (4, 4, 3), (4, 4, 3), {"causal": True, "window": 2, "softcap": 0.8}),
         ]
+    ],
+    *[
+        sample("GroupedAttentionGrad", *attended((2, 4, 2, 3), (2, 2, 3, 3), (2, 2, 3, 3), mask), scale=0.5)
+        for mask in [(2, 1, 1, 3), (4, 2, 3), (2, 1)]
     ],
     *[
         sample(name, *attended((2, 2, 3), (2, 3, 3), (2, 3, 3), mask), scale=0.5)

@@ -27,10 +27,9 @@ from distir.transforms.pipeline.bucket import maker_like
 from distir.transforms.pipeline.phases import users
 from distir.transforms.rewriting.cleanup import prune
 
-ATTENTION, GRADIENT, GROUPED, GROUPED_GRADIENT, RESHAPE, EXPAND, SUM = map(
-    lookup,
-    ("Attention", "AttentionGrad", "GroupedAttention", "GroupedAttentionGrad", "Reshape", "Expand", "ReduceSum"),
-)
+ATTENTION, GRADIENT, OF_MASK = map(lookup, ("Attention", "AttentionGrad", "AttentionGradMask"))
+GROUPED, GROUPED_GRADIENT = map(lookup, ("GroupedAttention", "GroupedAttentionGrad"))
+RESHAPE, EXPAND, SUM = map(lookup, ("Reshape", "Expand", "ReduceSum"))
 _KEYS_AND_VALUES = (1, 2)
 """The operands of attention, and the results of its gradient, that are of keys and values."""
 
@@ -62,11 +61,11 @@ class _Grouping:
     def run(self) -> Function:
         gradients: dict[Op, list[Op]] = {}
         for op in self.function.ops:
-            if op.spec is GRADIENT and op.of is not None:
+            if op.spec in (GRADIENT, OF_MASK) and op.of is not None:
                 gradients.setdefault(op.of, []).append(op)
         new: dict[Op, Op] = {}
         for op in self.function.ops:
-            if op.spec is ATTENTION and len(op.inputs) == 3:
+            if op.spec is ATTENTION:
                 new |= self.grouped([op, *gradients.get(op, ())])
         return self.rebuilt(new) if new else self.function
 
@@ -74,6 +73,8 @@ class _Grouping:
         """What takes the place of attention, of its gradients and of the reductions of their results; nothing if one of
         them takes keys or values that are not expanded, or gives them gradients that are not summed."""
         found: dict[Op, Op] = {}
+        if OF_MASK in [op.spec for op in ops]:
+            return {}  # a trained mask: its gradient takes expanded keys
         for op in ops:
             heads, backward = len(shape_of(op.inputs[0])) - 3, op.spec is not ATTENTION
             operands, results, reductions = list(op.inputs), list(op.outputs), dict[int, Op]()

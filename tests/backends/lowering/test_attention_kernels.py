@@ -58,6 +58,7 @@ CASES: list[tuple[str | None, torch.dtype, Shape, Shape, Shape | None, bool]] = 
     ("efficient", torch.float32, (2, 3, 16, 4), (2, 3, 16, 4), None, True),
     ("flash", torch.bfloat16, (2, 6, 16, 8), HEADS, None, True),
     ("efficient", torch.float32, (6, 16, 8), (3, 16, 8), None, True),
+    ("efficient", torch.bfloat16, (2, 6, 16, 8), HEADS, (2, 1, 1, 16), False),
 ]
 """The last ones: heads that the kernels find misaligned; keys that all have one mask; keys that heads share."""
 
@@ -152,11 +153,16 @@ def test_keys_are_repeated_for_kernels_that_cannot_share_them(
         assert heads_of_keys(lambda: attention_grad(q, k, k, q, lse, q, scale=0.5, causal=True)) == [want]
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("form", [{}, {"causal": True}, {"causal": True, "window": 3}, {"softcap": 0.7}], ids=str)
 @pytest.mark.parametrize("release", [(2, 9), (99, 0)], ids=str)
 @pytest.mark.parametrize("heads", [(3, 6), (1, 4)], ids=str)
 def test_heads_that_share_keys_are_what_autograd_says(
-    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], release: tuple[int, int], form: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    heads: tuple[int, int],
+    release: tuple[int, int],
+    form: dict[str, Any],
+    masked: bool,
 ) -> None:
     """On this CPU, whether its kernel takes them or they are repeated: the result and all gradients."""
     monkeypatch.setattr(attention_kernels, "_SHARED_SINCE", release)
@@ -169,12 +175,13 @@ def test_heads_that_share_keys_are_what_autograd_says(
     scores = form["softcap"] * (scores / form["softcap"]).tanh() if "softcap" in form else scores
     distance = torch.arange(12)[:, None] - torch.arange(12)
     hidden = (distance < 0) & form.get("causal", False) | (distance >= form.get("window", 12))
-    want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide[1]
+    mask = [torch.randn(2, 1, 1, 12, dtype=torch.float64)] if masked else []
+    want = sum(mask, scores).masked_fill(hidden, -torch.inf).softmax(-1) @ wide[1]
     d = torch.randn_like(want)
     plain = [x.detach() for x in rows]
-    y, lse = attention(*plain, scale=0.5, **form)
+    y, lse = attention(*plain, *mask, scale=0.5, **form)
     torch.testing.assert_close(y, want.detach(), rtol=1e-12, atol=1e-12)
-    grads = attention_grad(*plain, y, lse, d, scale=0.5, **form)
+    grads = attention_grad(*plain, y, lse, d, *mask, scale=0.5, **form)
     for got, right in zip(grads, torch.autograd.grad(want, rows, d), strict=True):
         torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-12)
 

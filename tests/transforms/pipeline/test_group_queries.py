@@ -114,7 +114,7 @@ def changed(kind: str) -> Function:
     return f.finalize()
 
 
-LEFT = ["other order", "a size to be worked out", "computed", "values alone", "a mask"]
+LEFT = ["other order", "a size to be worked out", "computed", "values alone"]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -123,6 +123,14 @@ def test_what_is_expanded_otherwise_is_left(kind: str, backward: bool) -> None:
     f = changed(kind)
     f = grad(f, 0, f.inputs[:3]) if backward else f
     assert group_queries(f) is f
+
+
+def test_masks_are_passed_on_unless_they_are_trained() -> None:
+    f = changed("a mask")
+    assert kinds(agrees(f)) == {"GroupedAttention": 1}
+    assert kinds(agrees(grad(f, 0, f.inputs[:3]))) == {"GroupedAttention": 1, "GroupedAttentionGrad": 1}
+    trained = grad(f, 0, f.inputs)
+    assert group_queries(trained) is trained
 
 
 def test_expanded_keys_that_are_used_elsewhere_too_stay_there() -> None:
