@@ -327,8 +327,8 @@ op(
 
 
 def _pad_eval(xp: Any, x: Any, dim: int, size: int, value: float = 0.0) -> Any:
-    tail = xp.broadcast_to(x[(slice(None),) * dim + (slice(0, 1),)], _with(x.shape, dim, size - x.shape[dim]))
-    return xp.concat((x, xp.zeros_like(tail) + value), axis=dim)
+    tail = xp.zeros(_with(x.shape, dim, size - x.shape[dim]), dtype=x.dtype)
+    return xp.concat((x, tail + value), axis=dim)
 
 
 def _resized(attrs: Attrs, shape: Shape, larger: bool) -> list[Shape]:

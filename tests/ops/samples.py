@@ -214,6 +214,7 @@ SAMPLES = [
     sample("Expand", real(), shape=(4, 6)),
     sample("PadTo", real(4, 6), dim=1, size=8),
     sample("PadTo", real(4, 6), dim=0, size=6, value=-1.0),
+    sample("PadTo", real(4, 0), dim=1, size=2, value=1.0),
     sample("CutTo", real(4, 6), dim=1, size=4),
     sample("FillTail", real(4, 12), dim=1, size=5, value=-30.0),
     sample("FillTail", real(4, 12), dim=0, size=3),

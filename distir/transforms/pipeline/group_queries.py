@@ -92,13 +92,9 @@ class _Grouping:
                         reductions[k] = summed.reduction
             spec = GROUPED_GRADIENT if backward else GROUPED
             types = _types(spec, op.attributes, operands)
-            for k, reduction in reductions.items():
-                if types:
-                    part = Value(self.maker.fresh(op.outputs[k].name), types[k])
-                    alike = _reduction(reduction, part, results[k])
-                    results[k] = part
-                    found |= {reduction: alike} if alike else {}
-                    types = types if alike else []
+            for k, reduction in reductions.items() if types else ():
+                part = Value(self.maker.fresh(op.outputs[k].name), types[k])
+                found[reduction], results[k] = _reduction(reduction, part, results[k]), part
             if [v.type for v in results] != types:
                 return {}
             found[op] = Op(spec, tuple(operands), op.attributes, tuple(results), op.of)
@@ -197,12 +193,9 @@ def _along_axis(op: Op) -> bool:
     return op.spec.route == "axis" and op.spec.comm is not None and len(op.inputs) == len(op.outputs) == 1
 
 
-def _reduction(reduction: Op, part: Value, result: Value) -> Op | None:
-    """A reduction of a value that gives this result; None if it does not."""
+def _reduction(reduction: Op, part: Value, result: Value) -> Op:
+    """A reduction of a value that gives this result: a scatter is of the dim that is split there."""
     attributes = reduction.attributes
     if "dim" in attributes:
-        dim = tensor(result).on(attributes["axis"]).dim
-        attributes = Attributes({**attributes, "dim": dim}) if dim is not None else attributes
-    if _types(reduction.spec, attributes, [part]) != [result.type]:
-        return None
+        attributes = Attributes({**attributes, "dim": tensor(result).on(attributes["axis"]).dim})
     return Op(reduction.spec, (part,), attributes, (result,), reduction.of)

@@ -14,7 +14,7 @@ from distir.executor.simulator.expanded_keys import expanded_keys, larger
 from distir.hardware import load_cluster
 from distir.ir import Function, FunctionMaker, Mesh
 from distir.ir.host_runtime import Runtime
-from distir.ir.type import BFloat16, Shard, Tensor
+from distir.ir.type import BFloat16, Shard, Tensor, Tuple
 from distir.transforms.plan import InputSplit
 
 GROUPS = 4
@@ -75,3 +75,8 @@ def test_the_step_takes_what_is_sent() -> None:
         op = g.ops[0]
         ins, outs = ([larger(x.type, factor) for x in xs] for xs in (op.inputs, op.outputs))
         assert took == cost.collective(op.spec, op.attributes, ins, outs, group)
+
+
+def test_a_bundle_is_larger_in_all_its_parts() -> None:
+    a, b = Tensor(BFloat16, (2, 4, 8)), Tensor(BFloat16, (2, 2, 4))
+    assert larger(Tuple((a, b)), 3).bytes == 3 * (a.bytes + b.bytes)

@@ -69,6 +69,8 @@ def agrees(before: Function) -> Function:
     run = SequentialExecutor().compute
     assert error(run(after, arrays), run(before, arrays)) <= 1e-12
     assert group_queries(after) is after
+    forward = [op for op in after.ops if op.op_type == "GroupedAttention"]
+    assert all(op.of in forward for op in after.ops if op.op_type == "GroupedAttentionGrad")
     return after
 
 
@@ -125,6 +127,39 @@ def test_what_is_expanded_otherwise_is_left(kind: str, backward: bool) -> None:
     assert group_queries(f) is f
 
 
+JOINED = {"to another shape": (2, 20, 2), "sizes left open": (2, 2, 5, -1)}
+
+
+def backward(kind: str) -> Function:
+    """A gradient of keys that is summed otherwise than over the heads that share them, or is used as it is, too."""
+    f = FunctionMaker("f")
+    q = f.add_input_value("q", Tensor(Float64, (2, 4, 5, 4)))
+    k, v = (f.add_input_value(n, Tensor(Float64, (2, 2, 5, 4))) for n in "kv")
+    operands = [q, repeated(f, k, 2), repeated(f, v, 2)]
+    y, lse = f.emit("Attention", *operands, scale=0.5)
+    of = f.ops[-1]
+    slots = [*operands, y, lse, f.add_input_value("d", Tensor(Float64, (2, 4, 5, 4)))]
+    _, dk, dv = f.add_op("AttentionGrad", None, slots, {"scale": 0.5}, of=of)
+    found: list[Value] = []
+    for x, how in ((dv, "as it is"), (dk, kind)):
+        apart = (2, 2, 2, -1, 4) if how == "sizes left open before" else (2, 2, 2, 5, 4)
+        axis, keepdims = 1 if how == "over other heads" else 2, how != "without a dim"
+        x = f.emit("ReduceSum", f.emit("Reshape", x, shape=apart), axes=(axis,), keepdims=int(keepdims))
+        found.append(f.emit("Reshape", x, shape=JOINED.get(how, (2, 2, 5, 4))))
+    f.set_outputs([y, *found, *([dk] if kind == "used as it is" else [])])
+    return f.finalize()
+
+
+OTHERWISE = ["over other heads", "without a dim", "to another shape", "sizes left open", "sizes left open before"]
+
+
+@pytest.mark.parametrize("kind", [*OTHERWISE, "used as it is"])
+def test_gradients_that_are_not_those_of_shared_heads_are_left(kind: str) -> None:
+    assert kinds(agrees(backward("as it is"))).keys() == {"GroupedAttention", "GroupedAttentionGrad"}
+    f = backward(kind)
+    assert group_queries(f) is f
+
+
 def test_masks_are_passed_on_unless_they_are_trained() -> None:
     f = changed("a mask")
     assert kinds(agrees(f)) == {"GroupedAttention": 1}
@@ -143,15 +178,31 @@ def test_expanded_keys_that_are_used_elsewhere_too_stay_there() -> None:
     assert group_queries(g) is g
 
 
-def placed(heads: Placement, keys: Placement, times: int = 2) -> Function:
+def placed(heads: Placement, keys: Placement, times: int = 2, mask: Any = ()) -> Function:
     """Attention of 2 heads of keys on two devices."""
     f = FunctionMaker("f")
     types = [(2, 2 * times, 4, 4), heads], [(2, 2, 4, 4), keys], [(2, 2, 4, 4), keys]
     q, k, v = (
         f.add_input_value(n, Tensor.whole(Float64, s, MESH, [p])) for n, (s, p) in zip("qkv", types, strict=True)
     )
-    f.set_outputs(f.emit("GroupedAttention", q, k, v))
+    masks = [f.add_input_value("mask", Tensor.whole(Float64, s, MESH, [p])) for s, p in ([mask] if mask else [])]
+    f.set_outputs(f.emit("GroupedAttention", q, k, v, *masks))
     return f.finalize()
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "mask"),
+    [((2, 3, 4, 4), (2, 3, 4, 4), None), ((2, 2, 4, 4), (2, 4, 4, 4), None), ((2, 2, 4, 4), (2, 2, 4, 4), (3, 4, 4))],
+    ids=str,
+)
+def test_operands_that_do_not_fit_are_refused(
+    keys: tuple[int, ...], values: tuple[int, ...], mask: tuple[int, ...] | None
+) -> None:
+    f = FunctionMaker("f")
+    shapes = [(2, 4, 4, 4), keys, values, *([mask] if mask else [])]
+    given = [f.add_input_value("x", Tensor(Float64, s)) for s in shapes]
+    with pytest.raises(IRTypeError, match="expected"):
+        f.emit("GroupedAttention", *given)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +218,28 @@ def placed(heads: Placement, keys: Placement, times: int = 2) -> Function:
 def test_heads_of_keys_are_split_with_those_of_queries(heads: Placement, keys: Placement, times: int) -> None:
     y, lse = placed(heads, keys, times).outputs
     assert [v.type.placements for v in (y, lse)] == [(heads,), (heads,)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "keys", "held"),
+    [
+        ((1, 1, 4, 4), Shard(0), Shard(0), REPLICATE),
+        ((2, 1, 1, 4), Shard(0), Shard(0), Shard(0)),
+        ((4, 4, 4), Shard(1), Shard(1), Shard(0)),
+        ((4, 4, 4), Shard(1, 2), REPLICATE, Shard(0, 2)),
+        ((4, 4), Shard(2), REPLICATE, Shard(0)),
+        ((1, 4), Shard(2), REPLICATE, REPLICATE),
+    ],
+    ids=str,
+)
+def test_masks_are_split_with_the_scores(
+    mask: tuple[int, ...], heads: Placement, keys: Placement, held: Placement
+) -> None:
+    y, _ = placed(heads, keys, mask=(mask, held)).outputs
+    assert y.type.placements == (heads,)  # type: ignore[union-attr]
+    other = REPLICATE if isinstance(held, Shard) else Shard(len(mask) - 1)
+    with pytest.raises(IRTypeError, match="operand 3"):
+        placed(heads, keys, mask=(mask, other))
 
 
 @pytest.mark.parametrize(
