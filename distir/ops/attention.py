@@ -315,8 +315,8 @@ def _grouped_shard(operands: str, results: str) -> ShardRule:
             keys = REPLICATE if there.dim else Shard(at, there.outer)
         elif split.dim > at + 1 or (split.dim == at + 1 and kind == "k"):
             return None
-        has = operands[len(ins) - 1] == "m" and queries.dim >= apart and ins[-1][queries.dim - apart] > 1
-        mask = Shard(queries.dim - apart, queries.outer) if has else REPLICATE
+        split_too = queries.dim >= apart and ins[-1][queries.dim - apart] > 1
+        mask = Shard(queries.dim - apart, queries.outer) if split_too else REPLICATE
         placed = {"q": queries, "k": keys, "m": mask}
         made = {"q": queries, "k": SUM if keys is REPLICATE else keys}
         return FactorMapping(
