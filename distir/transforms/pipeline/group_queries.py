@@ -12,20 +12,21 @@ reduction of a gradient that is summed over the heads one of the result of Group
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 from distir.ir.cached import cached, producers
 from distir.ir.errors import IRTypeError
 from distir.ir.exact_attributes import Attributes
-from distir.ir.function import Function, Op, Value
+from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.infer import infer
 from distir.ir.spec import Spec, lookup
 from distir.ir.type import Type
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.pipeline.bucket import maker_like
-from distir.transforms.pipeline.phases import users
-from distir.transforms.rewriting.cleanup import prune
+from distir.transforms.rewriting.cleanup import live
 
 ATTENTION, GRADIENT, OF_MASK = map(lookup, ("Attention", "AttentionGrad", "AttentionGradMask"))
 GROUPED, GROUPED_GRADIENT = map(lookup, ("GroupedAttention", "GroupedAttentionGrad"))
@@ -52,11 +53,16 @@ class _Summed(NamedTuple):
 
 class _Grouping:
     def __init__(self, function: Function) -> None:
-        self.function = function
-        self.made, self.used, self.outputs = producers(function), users(function), set(function.outputs)
-        self.maker = maker_like(function)
+        self.function, self.made = function, producers(function)
+        self.uses = Counter([*[v for op in function.ops for v in op.inputs], *function.outputs])
+        self.user = {op.inputs[0]: op for op in function.ops if op.spec in (RESHAPE, SUM) or _along_axis(op)}
+        """The ops of one operand that sums of gradients are made of."""
         self.gathers: dict[Op, Op] = {}
         """For each gather of what is expanded that of what it was before."""
+
+    @cached_property
+    def maker(self) -> FunctionMaker:
+        return maker_like(self.function)
 
     def run(self) -> Function:
         gradients: dict[Op, list[Op]] = {}
@@ -101,9 +107,8 @@ class _Grouping:
         return found
 
     def only(self, v: Value) -> Op | None:
-        """The only op that uses a value."""
-        uses = self.used.get(v, ())
-        return uses[0] if len(uses) == 1 and v not in self.outputs else None
+        """The only op that uses a value, if it is one that sums of gradients are made of."""
+        return self.user.get(v) if self.uses[v] == 1 else None
 
     def maker_of(self, v: Value, spec: Spec) -> Op | None:
         """The op that makes a value, if it is one of these."""
@@ -161,23 +166,27 @@ class _Grouping:
 
     def rebuilt(self, new: Mapping[Op, Op]) -> Function:
         """The function with these ops replaced, and without those that only they needed."""
-        function, renewed = self.function, dict[Op, Op]()
+        function = self.function
         elsewhere = {v for old, op in new.items() for v in op.outputs if v not in old.outputs}
+        ops: list[Op] = []
         for op in function.ops:
-            if (gather := self.gathers.get(op)) is not None:
-                renewed[gather] = _of(gather, renewed)
-            if op in new or elsewhere.isdisjoint(op.outputs):
-                renewed[op] = _of(new.get(op, op), renewed)
-        ops = tuple(renewed.values())
-        return prune(
-            Function(function.name, function.inputs, ops, function.outputs, function.updates, function.sources)
+            if op in self.gathers:
+                ops.append(self.gathers[op])
+            if op in new:
+                ops.append(new[op])
+            elif elsewhere.isdisjoint(op.outputs):
+                ops.append(op)
+        left = live(ops, function.outputs)
+        there, renewed = set(left), dict(new)
+        for k, op in enumerate(left):
+            of = renewed.get(op.of, op.of) if op.of is not None else None
+            if of is not op.of or (of is not None and of not in there):
+                of = of if of in there else None
+                left[k] = renewed[op] = Op(op.spec, op.inputs, op.attributes, op.outputs, of)
+                there.add(left[k])
+        return Function(
+            function.name, function.inputs, tuple(left), function.outputs, function.updates, function.sources
         )
-
-
-def _of(op: Op, renewed: Mapping[Op, Op]) -> Op:
-    """An op, of what its forward op has become."""
-    of = renewed.get(op.of, op.of) if op.of is not None else None
-    return op if of is op.of else Op(op.spec, op.inputs, op.attributes, op.outputs, of)
 
 
 def _types(spec: Spec, attributes: Attributes, operands: list[Value]) -> list[Type]:
