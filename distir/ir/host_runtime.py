@@ -63,8 +63,9 @@ class Runtime:
     `sharded_logit_bytes`, `sharded_logit_memory`: as `logit_bytes` and `logit_memory`, of logits that are split over
     devices along the classes. `gathers_once`: in a pipeline, weights that are sharded over replicas are gathered once a
     step, and their gradients reduced once, after the last backward pass. `bucket`: how many numbers a bucket of
-    gradients has that are reduced together, at least, and for each replica. `expands_keys`: context parallelism sends
-    keys and values of all heads of queries, and their gradients in float32.
+    gradients has that are reduced together, at least, and for each replica. `expands_keys`: keys and values are
+    written once for each head of queries that shares them, and their gradients summed up after; context parallelism
+    sends them so, the gradients in float32.
 
     `fp8`: products of weights but the head's, and their gradients, take operands of 8 bits, to which those of 16 are
     quantized beside them, which moves `quantized_bytes` a number. `fp8_gathers`: what such a product gathers along a

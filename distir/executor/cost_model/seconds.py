@@ -296,6 +296,8 @@ class CostModel:
                     share /= _slower_attention(spec, ins, outs, flops, what.fused_attention)
                 limit = (flops + math.sqrt(half * flops)) / (peak * efficiency * share)
             seconds = max(seconds, limit)
+        if spec.kernel == "attention" and self.runtime is not None and self.runtime.expands_keys:
+            seconds += _expanded(ins) / (what.dram_bandwidth * what.memory_efficiency)
         return seconds + what.kernel_launch_overhead
 
     def peak(self, spec: Spec, ins: Types, outs: Types, what: DeviceSpec) -> float:
@@ -460,6 +462,14 @@ def _slower_attention(spec: Spec, ins: Types, outs: Types, flops: float, speed: 
         return 1.0
     seen = flops / work(spec, {}, ins, outs)[0]  # the share of scores that the mask leaves
     return speed.slower(k.shape[-2] * seen, math.prod(q.shape[:-1]), max(q.shape[-1], 1))
+
+
+def _expanded(ins: Types) -> float:
+    """The bytes that are moved to write keys and values once for each head of queries that shares them; backward, to
+    sum up their gradients."""
+    q, *keys = [t for t in ins[:3] if isinstance(t, Tensor)]
+    times = math.prod(q.shape[:-2]) / max(1, math.prod(keys[0].shape[:-2]))
+    return sum([t.bytes for t in keys]) * (1 + times) if times > 1 else 0.0
 
 
 def computed_in(ins: Types, outs: Types) -> DType | None:

@@ -390,3 +390,23 @@ def test_products_of_weights_in_8_bits() -> None:
     assert seconds(narrow, "MatMul", scores) == seconds(plain, "MatMul", scores)
     with pytest.raises(UsageError, match=r"megatron-core\+fp8: gpu has no peak of 8 bits"):
         CostModel(load_cluster("dgx-a100"), runtime=runtime)
+
+
+def test_a_runtime_may_write_shared_keys_for_each_head() -> None:
+    """Keys and values for 8 heads where there are 2, backward their gradients: both are read, or written, once."""
+    topology = load_cluster("dgx-h100")
+    what, plain = topology.spec(topology.devices[0]), Runtime("plain")
+    q, k = Tensor(BFloat16, (2, 8, 512, 64)), Tensor(BFloat16, (2, 2, 512, 64))
+    lse = Tensor(Float32, q.shape[:-1])
+    rows = {"GroupedAttention": ((q, k, k), (q, lse)), "GroupedAttentionGrad": ((q, k, k, q, lse, q), (q, k, k))}
+    for name, (ins, outs) in rows.items():
+        seconds = [
+            CostModel(topology, runtime=r).compute_seconds(lookup(name), NO_ATTRIBUTES, ins, outs, what)
+            for r in (plain, replace(plain, expands_keys=True))
+        ]
+        moved = 2 * (k.bytes + 4 * k.bytes)
+        assert seconds[1] - seconds[0] == pytest.approx(moved / (what.dram_bandwidth * what.memory_efficiency))
+    alike = (q, q, q), (q, lse)
+    costs = [CostModel(topology, runtime=r) for r in (plain, replace(plain, expands_keys=True))]
+    each = [cost.compute_seconds(lookup("Attention"), NO_ATTRIBUTES, *alike, what) for cost in costs]
+    assert each[0] == each[1]
