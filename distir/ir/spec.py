@@ -90,6 +90,7 @@ class Spec:
         "scores",
         "shard",
         "sizes",
+        "timed_as",
         "torch",
         "training_only",
         "unpadded",
@@ -129,6 +130,7 @@ class Spec:
         self.gradient: int | None = fields.pop("gradient", None)
         self.precision: str | None = fields.pop("precision", None)
         self.kernel: str | None = fields.pop("kernel", None)
+        self.timed_as: str = fields.pop("timed_as", name)
         self.scores: bool = fields.pop("scores", False)
         self.logits: str | None = fields.pop("logits", None)
         self.norm: str | None = fields.pop("norm", None)
@@ -330,6 +332,7 @@ def op(name: str, **fields: Any) -> Spec:
       elements of the first result's size, 0 for all operands and results.
     - `kernel`: the kind of kernel whose speed the cost model takes: "product" (matrix products, convolutions) or
       "attention" (fused); without it, one that is limited by memory.
+    - `timed_as`: the op whose measured speeds are its own, too, if one kernel does both.
     - `scores`: it masks scores of attention: runtimes differ in what they fuse it with.
     - `logits`: in a cross-entropy, whether it goes over the logits, operand 0, "forward" or "backward": runtimes differ
       in how many kernels do. `norm`: the same of a root-mean-square norm of operand 0.

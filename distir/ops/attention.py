@@ -395,6 +395,7 @@ op(  # as Attention, where each head of keys and values is that of several heads
     grad=_emit_grouped_grad,
     definition=_grouped_definition,
     kernel="attention",
+    timed_as="Attention",
     work=_work(1, 1),
 )
 op(  # the gradients of q, k and v, from these, the two results, the gradient of the first, and the mask
@@ -409,5 +410,6 @@ op(  # the gradients of q, k and v, from these, the two results, the gradient of
     eval=_grouped_gradient,
     definition=_grouped_grad_definition,
     kernel="attention",
+    timed_as="AttentionGrad",
     work=_work(3, 2),
 )

@@ -277,7 +277,7 @@ class CostModel:
         if spec.kernel == "product" and what.unaligned < 1 and not _aligned(dtype, (*ins, *outs)):
             flops /= what.unaligned
         in_fp8 = self.in_fp8(spec, ins, outs, what)
-        if not in_fp8 and (measured := what.speed(spec.name, dtype)) is not None:
+        if not in_fp8 and (measured := what.speed(spec.timed_as, dtype)) is not None:
             return measured.seconds(flops, size)
         if (moved := self._moved(spec, ins)) is not None:
             size, bandwidth = moved, what.dram_bandwidth * what.memory_efficiency

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from distir.api import calibration_runs
 from distir.executor.cost_model import collective_cost as cost
 from distir.executor.cost_model.seconds import QUANTUM, CostModel, computed_in, product_of, quantize, wire_of, work
 from distir.hardware import load_cluster
@@ -352,3 +353,20 @@ def test_a_missing_link_is_an_error() -> None:
     mesh = Mesh([topology.add_device("gpu") for _ in range(2)], {"tp": 2}, "m")
     with pytest.raises(UsageError, match="no bandwidth is set between gpu:0 and gpu:1"):
         topology.group(mesh.devices)
+
+
+@pytest.mark.parametrize("name", ["Attention", "AttentionGrad"])
+def test_measured_attention_is_that_of_shared_keys_too(name: str) -> None:
+    """One kernel does both: its samples are of one op, and so is its speed."""
+    speed = OpSpeed(1e-6, 2e12, 3e11)
+    what = DeviceSpec((("bf16", FLOPS), ("f32", FLOPS)), BYTES, LAUNCH, ops=(((name, "bf16"), speed),))
+    q, k = Tensor(BFloat16, (2, 8, 512, 64)), Tensor(BFloat16, (2, 2, 512, 64))
+    lse = Tensor(statistic(BFloat16), q.shape[:-1])
+    f = FunctionMaker("f")
+    types = (q, k, k, q, lse, q) if name.endswith("Grad") else (q, k, k)
+    f.add_op(f"Grouped{name}", None, [f.add_input_value("x", t) for t in types])
+    found = calibration_runs.sample(f.ops[-1], 1.0)
+    assert (found.op, found.dtype) == (name, "bf16")
+    op, outs = f.ops[-1], [v.type for v in f.ops[-1].outputs]
+    took = CostModel(Topology()).compute_seconds(op.spec, op.attributes, types, outs, what)
+    assert took == speed.seconds(found.flops, found.bytes)
