@@ -24,7 +24,7 @@ from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.infer import infer
 from distir.ir.spec import Spec, lookup
 from distir.ir.type import Type
-from distir.ops.rules import shape_of, tensor
+from distir.ops.rules import shape_of
 from distir.transforms.pipeline.bucket import maker_like
 from distir.transforms.rewriting.cleanup import live
 
@@ -45,10 +45,11 @@ def group_queries(function: Function) -> Function:
 
 
 class _Summed(NamedTuple):
-    """What a gradient of keys or values becomes: summed over the heads that share one, then maybe over devices."""
+    """What a gradient of keys or values becomes: summed over the heads that share one, then by `reductions` over
+    devices, if there are any."""
 
     result: Value
-    reduction: Op | None
+    reductions: list[Op]
 
 
 class _Grouping:
@@ -83,7 +84,7 @@ class _Grouping:
             return {}  # a trained mask: its gradient takes expanded keys
         for op in ops:
             heads, backward = len(shape_of(op.inputs[0])) - 3, op.spec is not ATTENTION
-            operands, results, reductions = list(op.inputs), list(op.outputs), dict[int, Op]()
+            operands, results, sums = list(op.inputs), list(op.outputs), dict[int, _Summed]()
             for k in _KEYS_AND_VALUES:
                 before = self.before(operands[k], heads)
                 if before is None:
@@ -94,13 +95,16 @@ class _Grouping:
                     if summed is None:
                         return {}
                     results[k] = summed.result
-                    if summed.reduction is not None:
-                        reductions[k] = summed.reduction
+                    if summed.reductions:
+                        sums[k] = summed
             spec = GROUPED_GRADIENT if backward else GROUPED
             types = _types(spec, op.attributes, operands)
-            for k, reduction in reductions.items() if types else ():
-                part = Value(self.maker.fresh(op.outputs[k].name), types[k])
-                found[reduction], results[k] = _reduction(reduction, part, results[k]), part
+            for k, summed in sums.items() if types else ():
+                results[k] = Value(self.maker.fresh(op.outputs[k].name), types[k])
+                reductions = self.reduced(summed, results[k], heads)
+                if reductions is None:
+                    return {}
+                found |= reductions
             if [v.type for v in results] != types:
                 return {}
             found[op] = Op(spec, tuple(operands), op.attributes, tuple(results), op.of)
@@ -119,9 +123,11 @@ class _Grouping:
         """What is repeated, each head several times in a row, to make a value; None if it is made otherwise."""
         if (joined := self.maker_of(v, RESHAPE)) is None or (expand := self.maker_of(joined.inputs[0], EXPAND)) is None:
             return None
-        gather = self.made.get(expand.inputs[0])
-        gather = gather if gather is not None and _along_axis(gather) else None
-        apart = self.maker_of(gather.inputs[0] if gather else expand.inputs[0], RESHAPE)
+        gathers, v = list[Op](), expand.inputs[0]
+        while (op := self.made.get(v)) is not None and _along_axis(op):
+            gathers.append(op)
+            (v,) = op.inputs
+        apart = self.maker_of(v, RESHAPE)
         if apart is None or heads < 0:
             return None
         (x,) = apart.inputs
@@ -132,17 +138,15 @@ class _Grouping:
         shapes = (*lead, 1, *rest), (*lead, wide[heads + 1], *rest), (*lead[:-1], lead[-1] * wide[heads + 1], *rest)
         if any(op.attributes["shape"] != shape for op, shape in zip((apart, expand, joined), shapes, strict=True)):
             return None  # also if a size is left to be worked out: the definition of grouped attention has all
-        return x if gather is None else self.gathered(gather, x)
-
-    def gathered(self, gather: Op, x: Value) -> Value | None:
-        """What a gather of a value that is reshaped would be without that."""
-        if gather not in self.gathers:
-            types = _types(gather.spec, gather.attributes, [x])
-            if not types:
-                return None
-            y = Value(self.maker.fresh(gather.outputs[0].name), types[0])
-            self.gathers[gather] = Op(gather.spec, (x,), gather.attributes, (y,), gather.of)
-        return self.gathers[gather].outputs[0]
+        for gather in reversed(gathers):
+            if gather not in self.gathers:
+                types = _types(gather.spec, gather.attributes, [x])
+                if not types:
+                    return None
+                y = Value(self.maker.fresh(gather.outputs[0].name), types[0])
+                self.gathers[gather] = Op(gather.spec, (x,), gather.attributes, (y,), gather.of)
+            (x,) = self.gathers[gather].outputs
+        return x
 
     def summed(self, v: Value, shape: tuple[int, ...], heads: int) -> _Summed | None:
         """The sum of a value over heads that share one, if that is all the value is for."""
@@ -152,9 +156,10 @@ class _Grouping:
         total = self.only(apart.outputs[0])
         if total is None or total.spec is not SUM or total.attributes != {"axes": (heads + 1,), "keepdims": 1}:
             return None
-        joined = self.only(total.outputs[0])
-        reduction = joined if joined is not None and _along_axis(joined) else None
-        joined = self.only(reduction.outputs[0]) if reduction else joined
+        reductions, joined = list[Op](), self.only(total.outputs[0])
+        while joined is not None and _along_axis(joined):
+            reductions.append(joined)
+            joined = self.only(joined.outputs[0])
         if joined is None or joined.spec is not RESHAPE:
             return None
         wide = shape_of(apart.outputs[0])
@@ -162,7 +167,25 @@ class _Grouping:
             return None
         if joined.attributes["shape"] != shape:
             return None
-        return _Summed(joined.outputs[0], reduction)
+        return _Summed(joined.outputs[0], reductions)
+
+    def reduced(self, summed: _Summed, v: Value, heads: int) -> dict[Op, Op] | None:
+        """Reductions of a value without the dim of the heads that share one, which give the same; None if they do
+        not."""
+        found: dict[Op, Op] = {}
+        for op in summed.reductions:
+            attributes = op.attributes
+            if "dim" in attributes:
+                dim = attributes["dim"]
+                attributes = Attributes({**attributes, "dim": dim - 1 if dim > heads else dim})
+            types = _types(op.spec, attributes, [v])
+            last = op is summed.reductions[-1]
+            if not types or (last and types[0] is not summed.result.type):
+                return None
+            y = summed.result if last else Value(self.maker.fresh(op.outputs[0].name), types[0])
+            found[op] = Op(op.spec, (v,), attributes, (y,), op.of)
+            v = y
+        return found
 
     def rebuilt(self, new: Mapping[Op, Op]) -> Function:
         """The function with these ops replaced, and without those that only they needed."""
@@ -177,6 +200,8 @@ class _Grouping:
             elif elsewhere.isdisjoint(op.outputs):
                 ops.append(op)
         left = live(ops, function.outputs)
+        if not self.gathers.keys().isdisjoint(left):  # what they gather is used for something else, too
+            left = live([self.reshaped(op) for op in ops], function.outputs)
         there, renewed = set(left), dict(new)
         for k, op in enumerate(left):
             of = renewed.get(op.of, op.of) if op.of is not None else None
@@ -187,6 +212,13 @@ class _Grouping:
         return Function(
             function.name, function.inputs, tuple(left), function.outputs, function.updates, function.sources
         )
+
+    def reshaped(self, op: Op) -> Op:
+        """A gather of a value that is reshaped, as a reshape of what is gathered before; other ops as they are."""
+        if (gather := self.gathers.get(op)) is None:
+            return op
+        (y,) = op.outputs
+        return Op(RESHAPE, gather.outputs, Attributes(shape=shape_of(y)), (y,), op.of)
 
 
 def _types(spec: Spec, attributes: Attributes, operands: list[Value]) -> list[Type]:
@@ -200,11 +232,3 @@ def _types(spec: Spec, attributes: Attributes, operands: list[Value]) -> list[Ty
 def _along_axis(op: Op) -> bool:
     """Whether it is a collective of one value."""
     return op.spec.route == "axis" and op.spec.comm is not None and len(op.inputs) == len(op.outputs) == 1
-
-
-def _reduction(reduction: Op, part: Value, result: Value) -> Op:
-    """A reduction of a value that gives this result: a scatter is of the dim that is split there."""
-    attributes = reduction.attributes
-    if "dim" in attributes:
-        attributes = Attributes({**attributes, "dim": tensor(result).on(attributes["axis"]).dim})
-    return Op(reduction.spec, (part,), attributes, (result,), reduction.of)

@@ -265,6 +265,8 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
     (2, {"split": CONTEXT}),
     (2, {"pp": 2, "microbatches": 2, "recompute": "full", "split": CONTEXT}),
     (4, {"dp": 2, "zero": 3, "pp": 2, "microbatches": 4}),
+    (1, {"tp": 2, "split": CONTEXT}),  # gradients of keys are summed along both
+    (1, {"tp": 4, "microbatches": 2, "split": CONTEXT, "sequence_parallel": True}),
 ]
 """Heads of keys, and a plan."""
 
@@ -280,6 +282,22 @@ def test_steps_keep_keys_and_values_as_they_are(heads: int, plan: dict[str, Any]
     assert not [op for op in everything if op.op_type == "Expand" and len(shape_of(op.outputs[0])) > 3]
     result = distir.run(model, distir.Plan(**plan), steps=2, backend="numpy", check=True)
     assert result.check is not None
+
+
+def test_what_is_gathered_for_something_else_too_is_gathered_once() -> None:
+    """Of two attentions that share keys and values one takes values that are computed: it needs them expanded."""
+    f = FunctionMaker("f")
+    q = f.add_input_value("q", Tensor.whole(Float64, (2, 4, 4, 4), MESH, [Shard(2)]))
+    wide: list[Value] = []
+    for name in "kv":
+        x = f.add_input_value(name, Tensor.whole(Float64, (2, 2, 4, 4), MESH, [Shard(2)]))
+        x = f.emit("MPIAllgather", f.emit("Reshape", x, shape=(2, 2, 1, 4, 4)), axis="tp")
+        wide.append(f.emit("Reshape", f.emit("Expand", x, shape=(2, 2, 2, 4, 4)), shape=(2, 4, 4, 4)))
+    results = [f.emit("Attention", q, *row)[0] for row in (wide, [wide[0], f.emit("Neg", wide[1])])]
+    f.set_outputs(results)
+    after = agrees(f.finalize())
+    assert kinds(after) == {"Attention": 1, "GroupedAttention": 1}
+    assert [op.op_type for op in after.ops].count("MPIAllgather") == 2
 
 
 def other(op: Op, fault: str) -> Op:
