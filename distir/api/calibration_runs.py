@@ -157,6 +157,5 @@ def sample(op: Op, seconds: float) -> Sample:
     ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
     flops, size = work(op.spec, op.attributes, ins, outs)
     dtype = computed_in(ins, outs)
-    return Sample(
-        op.spec.timed_as, dtype.name if dtype is not None else "f32", op.spec.kernel or "", flops, size, seconds
-    )
+    name = "f32" if dtype is None else dtype.name
+    return Sample(op.spec.timed_as, name, op.spec.kernel or "", flops, size, seconds)

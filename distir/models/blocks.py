@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from distir.ir.function import Function, FunctionMaker, Role, Value
 from distir.ir.type import DType, Int64, Tensor
 from distir.models.experts import routes
+from distir.ops.attention import each_head
 from distir.ops.rules import scalar, shape_of
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class _Builder:
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
         if c.rotary:
             q, k = self.turned(q, layer), self.turned(k, layer)
-        k, v = self.repeated(k), self.repeated(v)
+        k, v = (each_head(self.maker, x, c.heads) for x in (k, v))
         if c.attention == "fused":
             form = {"window": c.window} if c.windowed(layer) else {}
             form |= {"softcap": c.score_cap} if c.score_cap else {}
@@ -186,16 +187,6 @@ class _Builder:
         across = self.emit("Concat", self.emit("Neg", b), a, axis=3)
         x = self.emit("Add", self.emit("Mul", x, cos), self.emit("Mul", across, sin))
         return self.emit("Concat", x, *rest, axis=3) if rest else x
-
-    def repeated(self, x: Value) -> Value:
-        """Each head of keys or values once for each head of queries that shares it."""
-        c, (batch, seq) = self.config, self.rows
-        times = c.heads // c.kv_heads
-        if times == 1:
-            return x
-        x = self.emit("Reshape", x, shape=(batch, c.kv_heads, 1, seq, c.head_size))
-        x = self.emit("Expand", x, shape=(batch, c.kv_heads, times, seq, c.head_size))
-        return self.emit("Reshape", x, shape=(batch, c.heads, seq, c.head_size))
 
     def mlp(self, x: Value, name: str, ffn: int = 0, bias: bool = True) -> Value:
         c = self.config

@@ -17,6 +17,9 @@ from distir.ir.type import REPLICATE, SUM, DType, Int64, Shard
 from distir.ops.rules import cast, expect_shape, letters, same, scalar, shape_of, statistic, swap_last, tensor, wide
 from distir.ops.shape import reshaped
 
+KEYS_AND_VALUES = (1, 2)
+"""The operands of attention, and the results of its gradient, that are of keys and values."""
+
 # ---------------------------------------------------------------- types
 
 
@@ -28,8 +31,7 @@ def _axes(operands: Sequence[str], result: Callable[[int], str]) -> Callable[[At
 
     def axes(attrs: Attrs, shapes: Sequence[Shape]) -> str:
         rank = len(shapes[0])
-        if attrs.get("window") and not attrs.get("causal"):
-            raise IRTypeError("attribute window: expected causal attention")
+        _check_window(attrs)
         if rank < 2:
             raise IRTypeError(f"operand 0: expected rank 2 or more, got shape {shapes[0]}")
         lead = " ".join([f"{x}0" for x in letters(rank - 2)])
@@ -41,8 +43,8 @@ def _axes(operands: Sequence[str], result: Callable[[int], str]) -> Callable[[At
         made = result(rank)
         if len(shapes) == len(operands) + 1:
             mask = shapes[-1]
+            _check_mask(len(operands), mask, (*shapes[0][:-1], *shapes[1][-2:-1]))
             names = f"{lead} s t".split()[rank - len(mask) :]
-            _check_mask(len(operands), names, mask, rows, shapes)
             rows.append(" ".join(names))
             if made == "mask":
                 made = " ".join("1" if n == 1 else name for name, n in zip(names, mask, strict=True))
@@ -52,12 +54,16 @@ def _axes(operands: Sequence[str], result: Callable[[int], str]) -> Callable[[At
     return axes
 
 
-def _check_mask(k: int, names: Sequence[str], mask: Shape, rows: Sequence[str], shapes: Sequence[Shape]) -> None:
-    """Raises IRTypeError if the mask is larger than the scores are."""
-    size = {x: n for row, s in zip(rows, shapes, strict=False) for x, n in zip(row.split(), s, strict=False)}
-    scores = tuple(size[x] for x in names)
-    if len(names) != len(mask) or any(n not in (1, m) for n, m in zip(mask, scores, strict=True)):
-        raise IRTypeError(f"operand {k}: expected a shape that broadcasts to the scores' {scores}, got {mask}")
+def _check_window(attrs: Attrs) -> None:
+    if attrs.get("window") and not attrs.get("causal"):
+        raise IRTypeError("attribute window: expected causal attention")
+
+
+def _check_mask(k: int, mask: Shape, scores: Shape) -> None:
+    """Raises IRTypeError if the mask, operand k, is larger than the scores are."""
+    last = scores[max(0, len(scores) - len(mask)) :]
+    if len(mask) != len(last) or any(n not in (1, m) for n, m in zip(mask, last, strict=True)):
+        raise IRTypeError(f"operand {k}: expected a shape that broadcasts to the scores' {last}, got {mask}")
 
 
 def _dtypes(attrs: Attrs, *dtypes: DType) -> list[DType]:
@@ -218,32 +224,39 @@ _ATTRIBUTES = "scale:number? causal:flag? window:count? softcap:number?"
 """Scores are capped as softcap tanh(scores / softcap) before masks. `window`, of causal attention: a query sees that
 many keys, the last of them its own."""
 
+_FORWARD: dict[str, Any] = {
+    "attributes": _ATTRIBUTES,
+    "dtype": _dtypes,
+    "outputs": 2,
+    "saved": 1,
+    "precision": "low",
+    "index": _counted,
+    "kernel": "attention",
+    "work": _work(1, 1),
+}
+_BACKWARD: dict[str, Any] = {
+    "attributes": _ATTRIBUTES,
+    "dtype": _grad_dtypes(3),
+    "outputs": 3,
+    "linear": [{5}],
+    "index": _counted,
+    "kernel": "attention",
+    "work": _work(3, 2),
+}
+
 op(  # q (.., s, e), k (.., t, e), v (.., t, f), a mask that is added -> (.., s, f), and the rows' log-sum-exp, saved
     "Attention",  # a row that is masked entirely (all of it -inf) gives 0, and saves 0
-    attributes=_ATTRIBUTES,
     axes=_axes(["s e", "t e", "t f"], lambda rank: "... s f, ... s"),
-    dtype=_dtypes,
-    outputs=2,
-    saved=1,
-    precision="low",
-    index=_counted,
     eval=_attention,
     grad=_emit_grad,
     definition=_definition,
-    kernel="attention",
-    work=_work(1, 1),
+    **_FORWARD,
 )
 op(  # the gradients of q, k and v, from these, the two results, the gradient of the first, and the mask
     "AttentionGrad",
-    attributes=_ATTRIBUTES,
     axes=_axes(["s e", "t e", "t f", "s f", "s", "s f"], lambda rank: "... s e, ... t e, ... t f"),
-    dtype=_grad_dtypes(3),
-    outputs=3,
-    linear=[{5}],
-    index=_counted,
     eval=_attention_grad,
-    kernel="attention",
-    work=_work(3, 2),
+    **_BACKWARD,
 )
 op(  # from the same, the gradient of the mask, for a trained one (position biases)
     "AttentionGradMask",
@@ -261,28 +274,26 @@ op(  # from the same, the gradient of the mask, for a trained one (position bias
 
 
 def _grouped_shapes(attrs: Attrs, q: Shape, k: Shape, v: Shape, mask: Shape | None = None) -> list[Shape]:
-    if attrs.get("window") and not attrs.get("causal"):
-        raise IRTypeError("attribute window: expected causal attention")
+    _check_window(attrs)
     if len(q) < 3:
         raise IRTypeError(f"operand 0: expected rank 3 or more, got shape {q}")
     heads = len(q) - 3
     if len(k) != len(q) or k[:heads] != q[:heads] or k[-1] != q[-1] or not k[heads] or q[heads] % k[heads]:
         raise IRTypeError(f"operand 1: expected heads that divide those of operand 0, of shape {q}, got shape {k}")
     expect_shape(2, v, (*k[:-1], v[-1] if v else 0))
-    scores = (*q[:-1], k[-2])
-    if mask is not None and (
-        len(mask) > len(q) or any(n not in (1, m) for n, m in zip(mask, scores[len(q) - len(mask) :], strict=True))
-    ):
-        raise IRTypeError(f"a mask: expected a shape that broadcasts to the scores' {scores}, got {mask}")
+    if mask is not None:
+        _check_mask(3, mask, (*q[:-1], k[-2]))
     return [(*q[:-1], v[-1]), q[:-1]]
 
 
 def _grouped_grad_shapes(
     attrs: Attrs, q: Shape, k: Shape, v: Shape, y: Shape, lse: Shape, d: Shape, mask: Shape | None = None
 ) -> list[Shape]:
-    made = _grouped_shapes(attrs, q, k, v, mask)
+    made = _grouped_shapes(attrs, q, k, v)
     for n, (got, want) in enumerate(zip((y, lse, d), (*made, made[0]), strict=True), 3):
         expect_shape(n, got, want)
+    if mask is not None:
+        _check_mask(6, mask, (*q[:-1], k[-2]))
     return [q, k, v]
 
 
@@ -326,9 +337,11 @@ def _grouped_shard(operands: str, results: str) -> ShardRule:
     return shard
 
 
-def _each_head(f: FunctionMaker, x: Value, heads: int) -> Value:
-    """Keys or values once for each of that many heads of queries."""
+def each_head(f: FunctionMaker, x: Value, heads: int) -> Value:
+    """Keys or values once for each of that many heads of queries, several times in a row if they share it."""
     *lead, shared, t, e = shape_of(x)
+    if shared == heads:
+        return x
     x = f.emit("Reshape", x, shape=(*lead, shared, 1, t, e))
     x = f.emit("Expand", x, shape=(*lead, shared, heads // shared, t, e))
     return f.emit("Reshape", x, shape=(*lead, heads, t, e))
@@ -337,13 +350,13 @@ def _each_head(f: FunctionMaker, x: Value, heads: int) -> Value:
 def _grouped_definition(f: FunctionMaker, o: Op) -> list[Value]:
     q, k, v, *mask = o.inputs
     heads = shape_of(q)[-3]
-    return list(f.add_op("Attention", None, [q, *[_each_head(f, x, heads) for x in (k, v)], *mask], o.attributes))
+    return list(f.add_op("Attention", None, [q, *[each_head(f, x, heads) for x in (k, v)], *mask], o.attributes))
 
 
 def _grouped_grad_definition(f: FunctionMaker, o: Op) -> list[Value]:
     q, k, v, *saved = o.inputs
     heads, shared = shape_of(q)[-3], shape_of(k)[-3]
-    operands = [q, *[_each_head(f, x, heads) for x in (k, v)], *saved]
+    operands = [q, *[each_head(f, x, heads) for x in (k, v)], *saved]
     dq, *wide = f.add_op("AttentionGrad", None, operands, o.attributes)
     found = [dq]
     for x in wide:
@@ -358,7 +371,7 @@ def _emit_grouped_grad(f: FunctionMaker, o: Op, d: Value, *saved: None) -> list[
     q, k, v, *mask = o.inputs
     grads = list(f.add_op("GroupedAttentionGrad", None, [q, k, v, *o.outputs, d, *mask], o.attributes))
     if mask:  # dropped again where the mask is not trained
-        each = [_each_head(f, x, shape_of(q)[-3]) for x in (k, v)]
+        each = [each_head(f, x, shape_of(q)[-3]) for x in (k, v)]
         grads.append(f.add_op("AttentionGradMask", None, [q, *each, *o.outputs, d, *mask], o.attributes))
     return grads
 
@@ -383,33 +396,20 @@ def _grouped_gradient(xp: Any, q: Any, k: Any, v: Any, *saved: Any, **form: Any)
 
 op(  # as Attention, where each head of keys and values is that of several heads of queries, in a row
     "GroupedAttention",
-    attributes=_ATTRIBUTES,
     infer=_grouped_shapes,
     shard=_grouped_shard("qkkm", "qq"),
-    dtype=_dtypes,
-    outputs=2,
-    saved=1,
-    precision="low",
-    index=_counted,
     eval=_grouped,
     grad=_emit_grouped_grad,
     definition=_grouped_definition,
-    kernel="attention",
     timed_as="Attention",
-    work=_work(1, 1),
+    **_FORWARD,
 )
 op(  # the gradients of q, k and v, from these, the two results, the gradient of the first, and the mask
     "GroupedAttentionGrad",
-    attributes=_ATTRIBUTES,
     infer=_grouped_grad_shapes,
     shard=_grouped_shard("qkkqqqm", "qkk"),
-    dtype=_grad_dtypes(3),
-    outputs=3,
-    linear=[{5}],
-    index=_counted,
     eval=_grouped_gradient,
     definition=_grouped_grad_definition,
-    kernel="attention",
     timed_as="AttentionGrad",
-    work=_work(3, 2),
+    **_BACKWARD,
 )

@@ -137,7 +137,7 @@ def test_shapes_and_types_that_do_not_fit(m: Path) -> None:
     save(m, [node("Add", "x i", "y", "n7")], inputs=[info("x", [4, 3]), info("i", [4, 3], I)])
     refused(m, "n7", "f32")
     save(m, [node("Reshape", "x s", "y", "n7")], initializers=[numpy_helper.from_array(np.array([5, -1]), "s")])
-    refused(m, "n7")
+    refused(m, "n7", "(5, -1)")
 
 
 def test_declared_output_that_differs(m: Path) -> None:

@@ -27,6 +27,7 @@ _LANES = 8
 """The efficient kernel needs the row length of a mask to be a multiple of this."""
 _ROWS = 32
 """The efficient kernel needs the row length of the log-sum-exp to be a multiple of this."""
+_RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 _SHARED_SINCE = (2, 9)
 """The first release whose kernel for CPUs takes fewer heads of keys than of queries (pytorch/pytorch, pull request
 157893). It sums their gradients in the dtype of keys, so that it is used for 32 bits and more."""
@@ -91,7 +92,7 @@ def _for_kernel(x: torch.Tensor, q: torch.Tensor, kernel: str | None) -> torch.T
 
 
 def _shares_on_cpu(dtype: torch.dtype) -> bool:
-    return dtype.itemsize >= 4 and tuple(map(int, torch.__version__.split(".")[:2])) >= _SHARED_SINCE
+    return dtype.itemsize >= 4 and _RELEASE >= _SHARED_SINCE
 
 
 def _summed(gradient: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,10 +11,9 @@ from distir.executor.simulator.categories import leaves
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.type import Tensor, Tuple, Type
+from distir.ops.attention import KEYS_AND_VALUES
 from distir.ops.rules import tensor
 
-_KEYS_AND_VALUES = (1, 2)
-"""The operands of attention, and the results of its gradient, that are of keys and values."""
 _WIDER = 2
 """The bytes of a gradient in float32, of those in 16 bits."""
 
@@ -27,7 +26,7 @@ def expanded_keys(f: Function) -> dict[Op, int]:
     """What attention takes of keys or values, by what they are made of."""
     for op in reversed(f.ops):
         if op.spec.kernel == "attention":
-            whole.update({op.inputs[k]: _whole(op, op.inputs[k]) for k in _KEYS_AND_VALUES})
+            whole.update({op.inputs[k]: _whole(op, op.inputs[k]) for k in KEYS_AND_VALUES})
         elif op.outputs and (of := whole.get(op.outputs[0])) is not None:
             if op.spec.comm is not None:
                 if op.spec.comm.gathers and of.along(op):
@@ -36,8 +35,8 @@ def expanded_keys(f: Function) -> dict[Op, int]:
                 whole.setdefault(op.inputs[0], of)
     summed: dict[Value, _Whole] = {}
     for op in f.ops:
-        if op.spec.kernel == "attention" and len(op.outputs) > max(_KEYS_AND_VALUES):
-            summed.update({op.outputs[k]: _whole(op, op.outputs[k]) for k in _KEYS_AND_VALUES})
+        if op.spec.kernel == "attention" and len(op.outputs) > max(KEYS_AND_VALUES):
+            summed.update({op.outputs[k]: _whole(op, op.outputs[k]) for k in KEYS_AND_VALUES})
         elif op.spec.bundle == "pack":
             parts = [summed[v] for v in op.inputs if v in summed]
             if len(parts) == len(op.inputs) > 0:

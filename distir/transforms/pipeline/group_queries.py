@@ -24,6 +24,7 @@ from distir.ir.function import Function, FunctionMaker, Op, Value
 from distir.ir.infer import infer
 from distir.ir.spec import Spec, lookup
 from distir.ir.type import Type
+from distir.ops.attention import KEYS_AND_VALUES
 from distir.ops.rules import shape_of
 from distir.transforms.pipeline.bucket import maker_like
 from distir.transforms.rewriting.cleanup import live
@@ -31,8 +32,6 @@ from distir.transforms.rewriting.cleanup import live
 ATTENTION, GRADIENT, OF_MASK = map(lookup, ("Attention", "AttentionGrad", "AttentionGradMask"))
 GROUPED, GROUPED_GRADIENT = map(lookup, ("GroupedAttention", "GroupedAttentionGrad"))
 RESHAPE, EXPAND, SUM = map(lookup, ("Reshape", "Expand", "ReduceSum"))
-_KEYS_AND_VALUES = (1, 2)
-"""The operands of attention, and the results of its gradient, that are of keys and values."""
 
 
 @cached
@@ -85,7 +84,7 @@ class _Grouping:
         for op in ops:
             heads, backward = len(shape_of(op.inputs[0])) - 3, op.spec is not ATTENTION
             operands, results, sums = list(op.inputs), list(op.outputs), dict[int, _Summed]()
-            for k in _KEYS_AND_VALUES:
+            for k in KEYS_AND_VALUES:
                 before = self.before(operands[k], heads)
                 if before is None:
                     return {}

@@ -207,6 +207,21 @@ def test_operands_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("operand", "shape"),
+    [(3, (2, 4, 4, 5)), (4, (2, 4, 5)), (5, (2, 4, 5, 4)), (6, (3, 4, 4)), (6, (1, 1, 1, 4, 4))],
+    ids=str,
+)
+def test_what_does_not_fit_a_gradient_is_refused(operand: int, shape: tuple[int, ...]) -> None:
+    f = FunctionMaker("f")
+    y, keys = (2, 4, 4, 4), (2, 2, 4, 4)
+    shapes = [y, keys, keys, y, y[:-1], y, (4, 4)]
+    shapes[operand] = shape
+    given = [f.add_input_value("x", Tensor(Float64, s)) for s in shapes]
+    with pytest.raises(IRTypeError, match=f"operand {operand}: expected"):
+        f.emit("GroupedAttentionGrad", *given)
+
+
+@pytest.mark.parametrize(
     ("heads", "keys", "times"),
     [
         (Shard(0), Shard(0), 2),
@@ -282,6 +297,7 @@ def test_steps_keep_keys_and_values_as_they_are(heads: int, plan: dict[str, Any]
     assert not [op for op in everything if op.op_type == "Expand" and len(shape_of(op.outputs[0])) > 3]
     result = distir.run(model, distir.Plan(**plan), steps=2, backend="numpy", check=True)
     assert result.check is not None
+    assert result.check.ok
 
 
 def test_what_is_gathered_for_something_else_too_is_gathered_once() -> None:
