@@ -149,8 +149,8 @@ class _Sweep:
                 state[i] = self.inputs.get(i, REPLICATE)
                 total += v.stored[i] / (self.n if i in self.inputs else 1) * v.copies[i]
         made, summing = self.made, self.sums = [_NOTHING] * len(v.sigs), []
-        outs, times, reduce = v.outs, v.times, self.reduce
-        paid: set[tuple[int, Placement]] = set()
+        outs, times, copies, reduce = v.outs, v.times, v.copies, self.reduce
+        paid: dict[tuple[int, Placement], int] = {}  # conversions of values, of how many copies
         moved: set[int] = set()  # the values in `paid`
         operands, placement = v.ins, state.__getitem__
         for j in v.order:
@@ -174,8 +174,13 @@ class _Sweep:
                         if want.dim is not None:
                             state[i] = self.inputs[i] = want
                     elif h is not want:
-                        paid.add((i, want))
-                        moved.add(i)
+                        already, wanted = paid.get((i, want), 0), min(times[j], copies[i])
+                        if already < wanted:
+                            paid[i, want] = wanted
+                            moved.add(i)
+                            if free := times[j] - (wanted - already):  # of these ops take what is converted once
+                                total -= free * self._move(h, want, v.made[i])
+                                collectives -= free * (h is not REPLICATE)
             if sums:
                 summing.append(j)
                 for i, p in zip(outs[j], placements, strict=True):
@@ -196,8 +201,10 @@ class _Sweep:
                 total += 2 * v.made[i] * self.wire * v.copies[i]
         return total, collectives
 
-    def _cheapest(self, j: int, have: tuple[Placement | None, ...], paid: Collection[tuple[int, Placement]]) -> _Choice:
-        """The choice for op j; a conversion of an operand that is in `paid` costs nothing more."""
+    def _cheapest(
+        self, j: int, have: tuple[Placement | None, ...], paid: Mapping[tuple[int, Placement], int]
+    ) -> _Choice:
+        """The choice for op j; a conversion in `paid`, of as many copies as it takes, costs nothing more."""
         v, n, sig, flops = self.v, self.n, self.v.sigs[j], self.v.flops[j]
         made = sum([v.made[i] for i in v.outs[j]])
         best = None
@@ -216,7 +223,7 @@ class _Sweep:
                 price = flops / n + made / (n if outs[0].kind is None else 1)
             moving = 0
             for i, h, want in zip(v.ins[j], have, wants, strict=True):
-                if (i, want) not in paid:
+                if paid.get((i, want), 0) < min(v.times[j], v.copies[i]):
                     price += self._move(h, want, v.made[i])
                     moving += h is not want and h is not None and h is not REPLICATE
             partial = [v.made[i] for i, p in zip(v.outs[j], outs, strict=True) if p.kind is not None]

@@ -57,11 +57,15 @@ def _shard(
     placed = split.placed
     groups = {c: k for k, c in enumerate(sequences, _SPLIT + 1)}
     rows: list[_Row] = []
-    for mapping, row in zip(placed.mappings, classes.mappings, strict=True):
+    costs = shares(graph, batch)
+    for j, (mapping, row) in enumerate(zip(placed.mappings, classes.mappings, strict=True)):
         through = [c for _, c in row]
-        free = [(s, groups[c]) for s, c in row if c in groups and through.count(c) == 1] if mapping is None else []
+        free: list[tuple[FactorMapping | None, int]] = []
+        # what all samples share, such as a table of positions, would be gathered for each use
+        if mapping is None and any([costs.varies[v] for v in (*graph.ins[j], *graph.outs[j])]):
+            free = [(s, groups[c]) for s, c in row if c in groups and through.count(c) == 1]
         rows.append([(None, _SPLIT), *free] if free else [] if mapping is None else [(mapping, _SPLIT)])
-    full = view(graph, rows, shares(graph, batch))
+    full = view(graph, rows, costs)
     small = quotient(graph, full)
     chosen, best = frozenset({_SPLIT}), placed.price
     for group in groups.values():

@@ -19,13 +19,15 @@ from distir.transforms.sharding.graph import Graph, closure, distinct_rows
 class Shares(NamedTuple):
     """Of each op's FLOPs, of making each value, and of storing each input (0 if it is no weight).
 
-    `kinds` numbers the ops: those of one kind are alike in signature and in all shares.
+    `kinds` numbers the ops: those of one kind are alike in signature and in all shares. `varies`: by value, whether it
+    has the batch as a factor of its elements.
     """
 
     flops: list[float]
     made: list[float]
     stored: list[float]
     kinds: list[int]
+    varies: list[bool]
 
 
 def shares(graph: Graph, batch: tuple[Node, ...] = ()) -> Shares:
@@ -66,7 +68,8 @@ def _shares(graph: Graph, batch: tuple[Node, ...]) -> Shares:
     holds = [0.0] * len(graph.values)
     for v in graph.weights:
         holds[v] = graph.elements[v] / stored
-    return Shares([n / work for n in flops], [share[k] for k in alike.tolist()], holds, kinds.tolist())
+    made_of = [share[k] for k in alike.tolist()]
+    return Shares([n / work for n in flops], made_of, holds, kinds.tolist(), varies.tolist())
 
 
 def samples(graph: Graph, batch: tuple[Node, ...]) -> int:

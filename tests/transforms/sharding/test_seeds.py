@@ -20,6 +20,7 @@ from distir.transforms.plan import Plan
 from distir.transforms.rewriting.decompose import decompose
 from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.roles import batch_dims, weights
+from distir.transforms.sharding.classes import all_classes
 from distir.transforms.sharding.graph import graph_of
 from distir.transforms.sharding.place import place_all, view
 from distir.transforms.sharding.quotient import quotient
@@ -174,6 +175,31 @@ def test_a_quotient_merges_what_cannot_be_told_apart() -> None:
         graph = graph_of(f.finalize())
         small = quotient(graph, view(graph, [[] for _ in graph.sigs], shares(graph))).view
         assert len(small.sigs) == ops, (second, outputs)
+
+
+@pytest.mark.parametrize("layers", [3, 4, 9])
+def test_what_several_ops_take_is_converted_once_in_a_quotient(layers: int) -> None:
+    """As in the whole graph, though ops of a quotient stand for several."""
+    f = FunctionMaker("net")
+    x, t = (f.add_input_value(name, Tensor(Float64, shape)) for name, shape in (("x", (4, 8)), ("t", (8,))))
+    table = f.emit("Exp", t)
+    for _ in range(layers):
+        for _ in range(3):  # so that the first of these products has the same neighbours as the others
+            x = f.emit("Neg", x)
+        x = f.emit("Tanh", f.emit("Mul", x, table))
+        for _ in range(3):
+            x = f.emit("Neg", x)
+    f.set_outputs([x])
+    graph = graph_of(f.finalize())
+    classes = all_classes(graph, 2, 1)
+    split = [[(mapping, 0) for mapping, _ in row] if sig.spec.name == "Exp" else []
+             for sig, row in zip(graph.sigs, classes.mappings, strict=True)]  # fmt: skip
+    full = view(graph, split, shares(graph))
+    small = quotient(graph, full).view
+    assert layers in small.times
+    whole, merged = (place_all(v, 2, {0}) for v in (full, small))
+    assert whole.collectives == merged.collectives == 1
+    assert merged.price == pytest.approx(whole.price, rel=1e-12)
 
 
 def test_shares_are_those_of_one_sample() -> None:

@@ -146,6 +146,25 @@ def test_a_sequence_that_does_not_divide() -> None:
     check(imported_mlp(), Plan(2, 1, sequence_parallel=True))  # without shards there is nothing to do
 
 
+@pytest.mark.parametrize("layers", [2, 9])
+@pytest.mark.parametrize("sequence", [64, 4096, 262144])
+def test_long_sequences_are_split(layers: int, sequence: int) -> None:
+    """Tables of positions, which all samples share, are as long as weights then, and neither split nor gathered."""
+    plan = Plan(1, 2, sequence_parallel=True)
+    model = load(
+        f"llama:layers={layers},hidden=64,heads=4,kv_heads=2,vocab=96,seq={sequence},batch=4",
+        loss="cross-entropy",
+        precision="bf16",
+    )
+    placed = distribute(model.function, plan.plan, plan.devices).placed
+    counts = collectives(placed, "tp")
+    assert counts["MPIReduceScatter"] == counts["MPIAllgather"] == 4 * layers + 2
+    tables = [v for v in placed.inputs if v.kind == "constant"]
+    assert tables
+    for op in placed.ops:
+        assert not (op.spec.comm is not None and {*op.inputs} & {*tables})
+
+
 @pytest.mark.parametrize("flat", [False, True], ids=["products of 3 dims", "flat products"])
 def test_sums_of_several_products_are_scattered_once(flat: bool) -> None:
     """The gradients through queries, keys and values, and through both halves of a gated MLP, are added up before."""
