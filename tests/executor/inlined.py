@@ -16,6 +16,7 @@ from distir.executor.simulator.beside import beside_compute
 from distir.executor.simulator.beside_products import beside_products
 from distir.executor.simulator.categories import CATEGORIES, Categories, leaves
 from distir.executor.simulator.labels import axis_text
+from distir.executor.simulator.ring_attention import ring_attention
 from distir.ir import Device, Function, Mesh, Op, Value
 from distir.ir.communication import TRANSFERS
 from distir.ir.device import AxisNames
@@ -137,6 +138,9 @@ class Inlined:
         runtime = self.cost.runtime
         pieces = self.overlap and runtime is not None and runtime.overlaps_products
         products = beside_products(f) if pieces else {}
+        if self.overlap and runtime is not None and runtime.ring_attention:
+            products |= ring_attention(f)
+        self.beside = list(products.values())
         chains = fused(f, self.cost.runtime, f in self.repeated)
         for op, chained in chains.items():
             if chained.result and len(op.inputs) == 1 and op.inputs[0].type.bytes <= op.outputs[0].type.bytes:
@@ -198,7 +202,7 @@ class Inlined:
                 if product is not None:
                     pin, pout = ([v.type for v in x] for x in (product.inputs, product.outputs))
                     least = min(cost.compute(product.spec, product.attributes, pin, pout, d) for d in g)
-                    seconds = cost.exposed(seconds, len(g), least)
+                    seconds = cost.exposed(seconds, len(g), least / self.beside.count(product))
                 meets.append((seconds, [(d, axis_text(axis)) for d in g], list(g), list(g)))
         elif spec.name == "Send":
             for a, b in zip(members(tin[0].device), members(tout[0].device), strict=True):

@@ -209,18 +209,20 @@ class CostModel:
             seconds = memo[key] = quantize(alone * (1 + skew))
         return seconds
 
-    def exposed(self, seconds: float, pieces: int, product: float) -> float:
-        """Seconds of a collective that are left if it is sent in pieces beside a product that takes so many, quantized:
-        one piece has nothing to run beside."""
-        return quantize(max(seconds / pieces, seconds - product * (1 - 1 / pieces)))
+    def exposed(self, seconds: float, pieces: int, compute: float) -> float:
+        """Seconds of a collective that are left if it is sent in pieces beside so many seconds of compute, quantized.
+
+        One piece has nothing to run beside.
+        """
+        return quantize(max(seconds / pieces, seconds - compute * (1 - 1 / pieces)))
 
     def least(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, group: Group) -> float:
-        """Seconds of a collective that are left at least, whatever product it is sent beside."""
+        """Seconds of a collective that are left at least, whatever it is sent beside."""
         r = self.runtime
         if r is not None and r.fp8 and r.fp8_gathers and spec.comm is not None and spec.comm.gathers:
             ins, outs = in_8_bits(ins), in_8_bits(outs)
         alone = self.collective(spec, attrs, ins, outs, group)
-        return alone / group.size if r is not None and r.overlaps_products else alone
+        return alone / group.size if r is not None and (r.overlaps_products or r.ring_attention) else alone
 
     @property
     def slows(self) -> bool:

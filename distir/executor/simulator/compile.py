@@ -14,6 +14,7 @@ is kept with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from distir.executor.simulator.equal_callees import shapes_of
 from distir.executor.simulator.expanded_keys import expanded_keys, larger
 from distir.executor.simulator.labels import COMMUNICATION, COMPUTE, HOST, RECV, SEND, axis_text, stream_name
 from distir.executor.simulator.maxplus import Code, Issues, OpPart, OpPlan, Slots, Twin
+from distir.executor.simulator.ring_attention import ring_attention
 from distir.ir.cached import cached
 from distir.ir.device import AxisNames, Device, Mesh
 from distir.ir.errors import ModelError, UsageError
@@ -46,14 +48,15 @@ Where = tuple[int, str, Home | None]
 
 class _Kind(NamedTuple):
     """The first op of a kind, where it is, what ops of the kind do not move, whether they run beside compute, the
-    product beside which they run in pieces, what of them is in 8 bits, and how many times what the program sends the
-    runtime does."""
+    product or attention beside which they run in pieces, with how many collectives, what of them is in 8 bits, and how
+    many times what the program sends the runtime does."""
 
     op: Op
     function: Function
     fused: Fused
     beside: bool
     product: Op | None
+    sharing: int
     eight: EightBits
     times: int
 
@@ -88,6 +91,9 @@ class _Kinds:
         eights = eight_bits(f, r, products) if r is not None and r.fp8 else {}
         if r is not None and not r.overlaps_products:
             products = {}
+        if r is not None and r.ring_attention:
+            products = products | ring_attention(f)
+        sharing = Counter(products.values())
         expanded = expanded_keys(f) if r is not None and r.expands_keys else {}
         for op in f.ops:
             spec = op.spec
@@ -101,7 +107,7 @@ class _Kinds:
             if beside or chained is not UNFUSED:  # rare, and slow to hash
                 key = (*key, beside, chained)
             if product is not None:
-                key = (*key, product.spec, product.attributes.form, *map(type_of, product.inputs))
+                key = (*key, product.spec, product.attributes.form, *map(type_of, product.inputs), sharing[product])
             if eight is not SAME or times > 1:
                 key = (*key, eight, times)
             if spec.route == "send":  # whatever it sends, of whichever microbatch
@@ -110,7 +116,7 @@ class _Kinds:
             n = numbers.get(key)
             if n is None:
                 n = numbers[key] = len(numbers)
-                self.first.append(_Kind(op, f, chained, beside, product, eight, times))
+                self.first.append(_Kind(op, f, chained, beside, product, sharing[product], eight, times))
             out.append(n)
         self._of[f] = out
         self._unwritten[f] = frozenset([op for op, chained in chains.items() if unwritten(op, chained)])
@@ -314,7 +320,7 @@ class CompiledProgram:
         return found
 
     def _plan(self, kind: _Kind) -> OpPlan:
-        op, _, chained, beside, product, eight, times = kind
+        op, _, chained, beside, product, sharing, eight, times = kind
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         result_classes = tuple([self.classes_of(t) for t in outs])
         spec, attrs, cost = op.spec, op.attributes, self.cost.in_16_bits if eight.wide else self.cost
@@ -329,7 +335,7 @@ class CompiledProgram:
                 seconds = alone = cost.collective(spec, attrs, *sent, p.group)
                 if product is not None and self.overlap:
                     least = min([self._seconds(product, cost, c) for c in p.classes])
-                    seconds = cost.exposed(alone, p.group.size, least)
+                    seconds = cost.exposed(alone, p.group.size, least / sharing)
                 parts.append(
                     self._part(op, seconds, [(c, axis_text(axis), None) for c in p.classes], devices=p.group.size)
                 )

@@ -1,0 +1,114 @@
+"""Keys and values that are sent around a ring beside attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import distir
+from distir.executor import Simulator
+from distir.executor.cost_model import CostModel
+from distir.executor.simulator.ring_attention import ring_attention
+from distir.hardware import load_cluster, load_runtime
+from distir.ir import Function, FunctionMaker, Mesh
+from distir.ir.host_runtime import Runtime
+from distir.ir.type import REPLICATE, BFloat16, Shard, Tensor
+from distir.transforms.plan import InputSplit
+from tests.executor.inlined import Inlined
+
+RING = Runtime("ring", ring_attention=True)
+CP = InputSplit("cp", 4, (("input_ids", 1), ("labels", 1)))
+
+
+def model(kv_heads: int, layers: int = 2, seq: int = 64) -> distir.Model:
+    sizes = f"llama:layers={layers},hidden=64,heads=8,kv_heads={kv_heads},vocab=64,seq={seq},batch=8"
+    return distir.load(sizes, loss="cross-entropy", precision="bf16")
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("again", [False, True], ids=["saved whole", "gathered again"])
+def test_keys_values_and_their_gradients_are_beside_attention(kv_heads: int, again: bool) -> None:
+    plan = distir.Plan(split=(CP,), tp=2, sequence_parallel=True, recompute="gathers" if again else "none")
+    f = distir.distribute(model(kv_heads, layers=3), plan)
+    counts = Counter[tuple[str, str, object]]()
+    for body in (f, *f.callees()):
+        for collective, attention in ring_attention(body).items():
+            counts[collective.spec.name, attention.spec.name, collective.attributes["axis"]] += 1
+    grouped = "Grouped" if kv_heads < 8 else ""
+    want = {("MPIAllgather", f"{grouped}Attention", "cp"): 6}
+    if again:
+        want["MPIAllgather", f"{grouped}AttentionGrad", "cp"] = 6
+    scatters = counts.pop(("MPIReduceScatter", f"{grouped}AttentionGrad", "cp"))
+    assert scatters in (3, 6)  # together, or each alone
+    assert counts == want
+
+
+def attention(tokens: int, axes: dict[str, int], of_keys: str) -> tuple[Function, Mesh]:
+    """Queries split by tokens along cp and by heads along tp, with keys and values that are gathered along an axis."""
+    mesh = Mesh(load_cluster("dgx-h100").devices, axes, "m")
+    dims = {"cp": Shard(2), "tp": Shard(1)}
+    f = FunctionMaker("f")
+    q = f.add_input_value("q", Tensor.whole(BFloat16, (1, 16, tokens, 128), mesh, [dims[axis] for axis in axes]))
+    there = [dims[of_keys] if axis == of_keys else dims["tp"] for axis in axes]
+    k, v = (f.add_input_value(n, Tensor.whole(BFloat16, (1, 16, tokens, 128), mesh, there)) for n in "kv")
+    whole = [f.emit("MPIAllgather", x, axis=of_keys) for x in (k, v)]
+    f.set_outputs([f.emit("Attention", q, *whole, scale=0.1, causal=True)[0]])
+    return f.finalize(), mesh
+
+
+def test_only_along_axes_that_split_queries() -> None:
+    f, _ = attention(64, {"cp": 4, "tp": 2}, "cp")
+    assert ring_attention(f) == {f.ops[0]: f.ops[2], f.ops[1]: f.ops[2]}
+    mesh = Mesh(load_cluster("dgx-h100").devices, {"tp": 8}, "m")
+    g = FunctionMaker("g")
+    q = g.add_input_value("q", Tensor.whole(BFloat16, (1, 8, 64, 128), mesh, [REPLICATE]))
+    k = g.add_input_value("k", Tensor.whole(BFloat16, (1, 8, 64, 128), mesh, [Shard(1)]))
+    whole = g.emit("MPIAllgather", k, axis="tp")
+    g.set_outputs([g.emit("Attention", q, whole, whole, scale=0.1, causal=True)[0]])
+    assert ring_attention(g.finalize()) == {}
+
+
+@pytest.mark.parametrize("tokens", [2048, 65536])
+def test_both_share_the_time_of_attention(tokens: int) -> None:
+    """Of few tokens some is left; of many a piece of each."""
+    regular = load_cluster("dgx-h100").regular
+    assert regular is not None
+    topology = distir.Topology(replace(regular, intra=regular.intra._replace(slows=0.0)))
+    f, mesh = attention(tokens, {"cp": 8}, "cp")
+    gather, _, op = f.ops
+    cost = CostModel(topology, runtime=RING)
+    ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+    compute = cost.compute(op.spec, op.attributes, ins, outs, mesh.devices[0])
+    alone = cost.collective(
+        gather.spec, gather.attributes, [gather.inputs[0].type], [gather.outputs[0].type], topology.group(mesh.devices)
+    )
+    left = max(alone / 8, alone - compute / 2 * 7 / 8)
+    assert (left > alone / 8) == (tokens == 2048)
+    assert Simulator(cost).interpret(f).seconds == pytest.approx(2 * left + compute, rel=1e-9)
+    plain = Simulator(CostModel(topology, runtime=Runtime("plain"))).interpret(f).seconds
+    assert plain == pytest.approx(2 * alone + compute, rel=1e-9)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("products", [False, True], ids=["", "products, too"])
+def test_as_the_plain_loop(overlap: bool, products: bool) -> None:
+    plan = distir.Plan(split=(CP,), tp=2, microbatches=2, sequence_parallel=True, recompute="gathers")
+    seconds: list[float] = []
+    for ring in (False, True):
+        runtime = replace(RING, ring_attention=ring, overlaps_products=products)
+        cost = CostModel(load_cluster("dgx-h100"), runtime=runtime)
+        program = distir.simulate(model(4, seq=8192), plan, cost).simulation.program.function
+        simulation, inlined = Simulator(cost, overlap=overlap).interpret(program), Inlined(program, cost, overlap)
+        assert {d: t for d, t in simulation.timestamps.items() if t} == {
+            d: t for d, t in inlined.timestamps().items() if t
+        }
+        seconds.append(simulation.seconds)
+    assert (seconds[1] < seconds[0]) == overlap
+
+
+def test_megatron_sends_so() -> None:
+    """Its documentation of cp_comm_type; PyTorch gathers all at once before the second step of its ring."""
+    assert all([load_runtime(name).ring_attention for name in ("megatron", "megatron-core", "megatron-core-default")])
+    assert not load_runtime("torchtitan").ring_attention
