@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -13,7 +12,7 @@ import numpy as np
 from distir.api.metrics import Metrics, loss_of
 from distir.api.model import OPTIONS
 from distir.api.prediction import Prediction
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, did_you_mean
 from distir.ir.function import Function
 from distir.runtime.epochs import Epoch
 from distir.runtime.job import JobCallbacks, OnStep, ignore
@@ -76,8 +75,7 @@ def with_changes(
     for name in changes:
         if name not in _OPTIONS and name not in _CALLBACKS:
             known = ["data", "cluster", *_OPTIONS, *_CALLBACKS, *OPTIONS]
-            near = difflib.get_close_matches(name, known, 3, 0.7)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+            hint = did_you_mean(name, known, f"there are {', '.join(known)}", most=3, cutoff=0.7)
             raise UsageError(f"a run has no option {name!r}", hint)
     return (
         replace(options or RunOptions(), **{k: x for k, x in changes.items() if k in _OPTIONS}),

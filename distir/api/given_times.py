@@ -14,7 +14,6 @@ They are shared among the ops by the cost model.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import os
@@ -25,7 +24,7 @@ from typing import Any
 from distir.api.model import Model
 from distir.api.timings import Key, quicker_half, read_folder
 from distir.executor.simulator.labels import COMPUTE, labels
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, did_you_mean
 from distir.ir.files import read_toml
 from distir.ir.function import Function, Op, Value
 from distir.transforms.parallel3d import source_of
@@ -95,9 +94,8 @@ def _slept(function: Function) -> list[Where]:
 
 def _unknown(path: str, what: str, name: str, known: Iterable[str]) -> UsageError:
     names = list(known)
-    near = difflib.get_close_matches(name, names, 1)
     listed = f"it has {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-    return UsageError(f"{path}: the {what} {name!r}", f"did you mean {near[0]}?" if near else listed)
+    return UsageError(f"{path}: the {what} {name!r}", did_you_mean(name, names, listed))
 
 
 # --- functions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -30,7 +29,7 @@ from distir.api.masks import with_causal_attention
 from distir.api.rewrites import check_origins
 from distir.ir import parse, verify
 from distir.ir.dtype import dtype_named
-from distir.ir.errors import DistirError, ModelError, UsageError
+from distir.ir.errors import DistirError, ModelError, UsageError, did_you_mean
 from distir.ir.function import Function, Value
 from distir.ir.pause import no_collection
 from distir.ir.type import DType, Tensor
@@ -261,8 +260,7 @@ def load_options(settings: Mapping[str, Any]) -> LoadOptions:
     """The options with these fields. Raises UsageError for an unknown one."""
     for name in settings:
         if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(OPTIONS)}"
+            hint = did_you_mean(name, OPTIONS, f"there are {', '.join(OPTIONS)}")
             raise UsageError(f"load has no option {name!r}", hint)
     return LoadOptions(**settings)
 

@@ -3,11 +3,10 @@ pipeline stages begin (`Plan.cut`)."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, did_you_mean
 from distir.ir.function import Function, Value
 from distir.ops.rules import shape_of
 from distir.transforms.plan import InputSplit
@@ -45,10 +44,10 @@ def named_cuts(function: Function, names: Sequence[str]) -> tuple[int, ...]:
     data = [v.name for v in _data(function)]
     for name in names:
         if name not in position or name in data:
-            near = difflib.get_close_matches(name, [x for x in position if x not in data], 1)
             found = [v.name for v in weights(function) if v.kind != "state"]
             listed = f"weights are {', '.join(found[:_SHOWN])}{', ...' if len(found) > _SHOWN else ''}"
-            hint = f"did you mean {near[0]}?" if near else listed if found else "the model has no weights"
+            listed = listed if found else "the model has no weights"
+            hint = did_you_mean(name, [x for x in position if x not in data], listed)
             what = f"{name!r} is data: a stage begins at a weight" if name in data else f"no input is called {name!r}"
             raise UsageError(f"cut: {what}", hint)
     return tuple([position[name] for name in names])
@@ -83,9 +82,8 @@ def _dims(shape: Sequence[int]) -> str:
 
 def _known(function: Function, name: str = "") -> str:
     """A hint: names like this one, or the data inputs'."""
-    near = difflib.get_close_matches(name, [v.name for v in function.inputs], 1)
-    if near:
-        return f"did you mean {near[0]}?"
+    if near := did_you_mean(name, [v.name for v in function.inputs]):
+        return near
     data = _data(function)
     shown = ", ".join([f"{v.name} {shape_of(v)}" for v in data[:_SHOWN]])
     return f"data inputs are {shown}{', ...' if len(data) > _SHOWN else ''}"

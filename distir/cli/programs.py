@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import os
 import sys
 from typing import Any
@@ -18,7 +17,7 @@ from distir.api.rewrites import rewritten
 from distir.cli.commands import loss_of, model_of, plan_of
 from distir.cli.output import Progress, print_json, print_program
 from distir.ir import Device, verify
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, did_you_mean
 from distir.ir.files import written
 from distir.ir.function import Function
 from distir.transforms.parallel3d import source_of
@@ -39,8 +38,7 @@ def show(args: argparse.Namespace) -> None:
     after = args.after or default
     states = [IMPORTED, TRAINING, *[p.name for p in PASSES], RANK]
     if after not in states:
-        near = difflib.get_close_matches(after, states, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(states)}"
+        hint = did_you_mean(after, states, f"known are {', '.join(states)}")
         raise UsageError(f"--after: unknown pass {after!r}", hint)
     if after == TRAINING and not loss_of(args):
         raise UsageError("the training step needs a loss", "--loss cross-entropy, or mse")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -70,3 +71,13 @@ class WorkerError(DistirError):
 def counted(n: int, noun: str, plural: str = "s") -> str:
     """A number with its noun, for messages: "1 rank", "2 ranks", "2 microbatches"."""
     return f"{n:,} {noun}{plural if n != 1 else ''}"
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str | None = None, most: int = 1, cutoff: float = 0.6
+) -> str | None:
+    """A hint: the known names that are most like a name, at most so many; `otherwise` if none is."""
+    import difflib  # slow to load, and only needed for an error
+
+    near = difflib.get_close_matches(name, list(known), most, cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise

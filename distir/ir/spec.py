@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from distir.ir.attributes import declared
 from distir.ir.axes import Factors, Shape, factors
 from distir.ir.communication import Communication, Route
-from distir.ir.errors import IRTypeError, ModelError
+from distir.ir.errors import IRTypeError, ModelError, did_you_mean
 from distir.ir.placement import MEAN, REPLICATE, SUM, Partial, Placement, Shard, reductions, splits
 from distir.ir.type import DType
 
@@ -369,10 +369,7 @@ def lookup(name: str) -> Spec:
     """The op of that name. Raises ModelError, with the nearest names, if there is none."""
     spec = _registry.get(name)
     if spec is None:
-        import difflib
-
-        near = difflib.get_close_matches(name, _registry, 3)
-        raise ModelError(f"unknown op {name!r}", f"did you mean {' or '.join(near)}?" if near else None)
+        raise ModelError(f"unknown op {name!r}", did_you_mean(name, _registry, most=3))
     return spec
 
 

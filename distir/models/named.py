@@ -5,13 +5,12 @@ Those whose names begin with `proxy-` are distributed programs, of published seq
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, did_you_mean
 from distir.ir.function import Function
 from distir.models.config_file import is_config
 from distir.models.decoder import ARCHITECTURES, PRESETS, Decoder, angles, decoder, kind_of
@@ -152,7 +151,4 @@ def check_sizes(model: str, known: Collection[str], given: Collection[str]) -> N
     """Raises UsageError, with a hint, if a name of `given` is not known."""
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            raise UsageError(
-                f"{model} has no {key!r}", f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-            )
+            raise UsageError(f"{model} has no {key!r}", did_you_mean(key, known, f"it has {', '.join(known)}"))

@@ -6,7 +6,6 @@ The result of every pass prints, parses and verifies, so each can be inspected, 
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 from distir.ir.cached import cached
 from distir.ir.device import TIME, Device, Mesh
-from distir.ir.errors import InfeasibleError, UsageError
+from distir.ir.errors import InfeasibleError, UsageError, did_you_mean
 from distir.ir.function import Attributes, Function, Op
 from distir.ir.type import Tensor
 from distir.transforms.pipeline.bodies import Cut, cut_bodies
@@ -265,9 +264,7 @@ def run_passes(function: Function, names: Sequence[str], settings: PassContext) 
     form: str | None = None
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise UsageError(f"unknown pass {name!r}", hint)
+            raise UsageError(f"unknown pass {name!r}", did_you_mean(name, known, f"known are {', '.join(known)}"))
         form = form or form_of(function)
         if form != known[name].takes:
             before = [p.name for p in PASSES if p.gives == known[name].takes]

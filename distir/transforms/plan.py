@@ -7,7 +7,6 @@ number of devices along it; what a strategy does is a row of `sharding.strategie
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from os import PathLike, fspath
 from typing import Any, NamedTuple
 
 from distir.ir.device import TIME
-from distir.ir.errors import InfeasibleError, UsageError, counted
+from distir.ir.errors import InfeasibleError, UsageError, counted, did_you_mean
 from distir.ir.files import read_toml, written
 from distir.transforms.pipeline.keep_whole import GATHERED_AGAIN
 from distir.transforms.pipeline.phases import BACKWARD, PHASES
@@ -357,10 +356,8 @@ def load_plan(path: str | PathLike[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, x in given.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            raise UsageError(
-                f"{name}: a plan has no {key!r}", f"did you mean {near[0]}?" if near else f"known are {_listed(known)}"
-            )
+            hint = did_you_mean(key, known, f"known are {_listed(known)}")
+            raise UsageError(f"{name}: a plan has no {key!r}", hint)
         if "read" in known[key].metadata:
             x = known[key].metadata["read"](x, f"{name}, {key}")
         try:

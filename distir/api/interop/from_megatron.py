@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from distir.api.interop.plan_settings import (
 from distir.api.interop.shell_words import ShellOptions, shell_options
 from distir.api.interop.to_megatron import FSDP_STRATEGIES, gradient_bytes
 from distir.api.model import Precision
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, did_you_mean
 from distir.transforms.plan import MIB, Plan
 
 _LEAST_BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
@@ -93,13 +92,12 @@ def _known(name: str, option: str) -> ToolOption | None:
     """What is known of an option; None if it does not concern the plan. Raises UsageError if that is not known."""
     if option in MEGATRON:
         return MEGATRON[option]
-    near = difflib.get_close_matches(option, MEGATRON, 1, _NEAR)
+    near = did_you_mean(option, MEGATRON, cutoff=_NEAR)
     if option.replace("_", "-") in ("--nproc-per-node", "--nnodes") or not (
         near or any(word in option for word in CONCERNS)
     ):
         return None
-    hint = f"did you mean {near[0]}?" if near else "without it"
-    raise UsageError(f"{name}: {option} may concern the plan, and distir does not know it", hint)
+    raise UsageError(f"{name}: {option} may concern the plan, and distir does not know it", near or "without it")
 
 
 def _value(where: str, option: ToolOption, words: list[str]) -> Any:

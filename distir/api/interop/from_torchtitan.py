@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ from distir.api.interop.to_torchtitan import (
     without_mixed_precision,
 )
 from distir.api.model import Precision
-from distir.ir.errors import UsageError
+from distir.ir.errors import UsageError, did_you_mean
 from distir.ir.files import read_toml
 from distir.transforms.plan import Plan
 
@@ -105,16 +104,15 @@ def _section(name: str, section: str, options: Any) -> Mapping[str, ToolOption] 
         if not isinstance(options, dict):
             raise UsageError(f"{name}: {section} is a section, got {options!r}")
         return TORCHTITAN[section]
-    if near := difflib.get_close_matches(section, TORCHTITAN, 1, _SECTIONS_NEAR):
-        raise UsageError(f"{name}: torchtitan has no section {section!r}", f"did you mean {near[0]}?")
+    if near := did_you_mean(section, TORCHTITAN, cutoff=_SECTIONS_NEAR):
+        raise UsageError(f"{name}: torchtitan has no section {section!r}", near)
     return None
 
 
 def _checked(where: str, table: Mapping[str, ToolOption], key: str, x: Any) -> ToolOption:
     """The option of a key. Raises UsageError for none, or a value that is none of it."""
     if key not in table:
-        near = difflib.get_close_matches(key, table, 1)
-        raise UsageError(f"{where}: torchtitan has no such key", f"did you mean {near[0]}?" if near else None)
+        raise UsageError(f"{where}: torchtitan has no such key", did_you_mean(key, table))
     option = table[key]
     kinds = (int, float) if option.type is float else option.type
     if not isinstance(x, kinds) or (isinstance(x, bool) and option.type is not bool):
