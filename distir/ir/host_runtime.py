@@ -60,8 +60,8 @@ class Runtime:
     products of gradients of weights add to the sum of microbatches themselves. `overlaps_products`: what a product
     gathers of other devices of its axis, or scatters to them, is sent in pieces while it computes on others. `zigzag`:
     devices that split the queries of causal attention have as many of the first as of the last, so the same work.
-    `ring_attention`: such devices send keys and values, and their gradients, around a ring, in pieces, while attention
-    computes on others.
+    `ring_attention`: devices that split the sequence of queries send keys and values, and their gradients, around a
+    ring while attention computes on what is there, in two streams. Several collectives beside one op share its time.
     `gradient_buffer`: gradients are summed over microbatches in a buffer that exists from the start of a step.
     `sharded_logit_bytes`, `sharded_logit_memory`: as `logit_bytes` and `logit_memory`, of logits that are split over
     devices along the classes. `gathers_once`: in a pipeline, weights that are sharded over replicas are gathered once a

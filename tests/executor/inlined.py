@@ -140,7 +140,11 @@ class Inlined:
         products = beside_products(f) if pieces else {}
         if self.overlap and runtime is not None and runtime.ring_attention:
             products |= ring_attention(f)
-        self.beside = list(products.values())
+        sent = {op: max(sum(v.type.bytes for v in x) for x in (op.inputs, op.outputs)) for op in products}
+        beside = {
+            op: (product, sent[op] / (sum(sent[x] for x in products if products[x] is product) or sent[op]))
+            for op, product in products.items()
+        }
         chains = fused(f, self.cost.runtime, f in self.repeated)
         for op, chained in chains.items():
             if chained.result and len(op.inputs) == 1 and op.inputs[0].type.bytes <= op.outputs[0].type.bytes:
@@ -163,7 +167,7 @@ class Inlined:
                     env[a] = inner[b]
                 continue
             times: dict[Value, dict[Device, float]] = {v: {} for v in op.outputs}
-            self.step(op, [env[v][1] for v in op.inputs], times, chains.get(op, UNFUSED), products.get(op))
+            self.step(op, [env[v][1] for v in op.inputs], times, chains.get(op, UNFUSED), beside.get(op))
             if op in overlapped or op in products:
                 self.lose(op)
             if op.spec.route in TRANSFERS:
@@ -181,7 +185,7 @@ class Inlined:
         ins: list[dict[Device, float]],
         times: dict[Value, dict[Device, float]],
         chained: Fused,
-        product: Op | None,
+        beside: tuple[Op, float] | None,
     ) -> None:
         spec, attrs, cost = op.spec, op.attributes, self.cost
         tin: list[Any] = [v.type for v in op.inputs]
@@ -199,10 +203,11 @@ class Inlined:
         if axis is not None:
             for g in axis_groups(tin[0].device, axis):
                 seconds = cost.collective(spec, attrs, tin, tout, cost.topology.group(g))
-                if product is not None:
+                if beside is not None:
+                    product, share = beside
                     pin, pout = ([v.type for v in x] for x in (product.inputs, product.outputs))
                     least = min(cost.compute(product.spec, product.attributes, pin, pout, d) for d in g)
-                    seconds = cost.exposed(seconds, len(g), least / self.beside.count(product))
+                    seconds = cost.exposed(seconds, len(g), least * share)
                 meets.append((seconds, [(d, axis_text(axis)) for d in g], list(g), list(g)))
         elif spec.name == "Send":
             for a, b in zip(members(tin[0].device), members(tout[0].device), strict=True):

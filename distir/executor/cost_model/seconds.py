@@ -222,7 +222,9 @@ class CostModel:
         if r is not None and r.fp8 and r.fp8_gathers and spec.comm is not None and spec.comm.gathers:
             ins, outs = in_8_bits(ins), in_8_bits(outs)
         alone = self.collective(spec, attrs, ins, outs, group)
-        return alone / group.size if r is not None and (r.overlaps_products or r.ring_attention) else alone
+        pieces = r is not None and (r.overlaps_products or r.ring_attention)
+        sent_so = pieces and spec.comm is not None and (spec.comm.gathers or spec.comm.scatters)
+        return alone / group.size if sent_so else alone
 
     @property
     def slows(self) -> bool:
@@ -295,7 +297,7 @@ class CostModel:
                 share = self._kernels(spec, what) * (what.fp8 if in_fp8 else 1.0)
                 if spec.kernel == "attention":
                     efficiency, half = what.fused_attention[:2]
-                    share /= _slower_attention(spec, ins, outs, flops, what.fused_attention)
+                    share /= self._slower_attention(spec, ins, outs, flops, what.fused_attention)
                 limit = (flops + math.sqrt(half * flops)) / (peak * efficiency * share)
             seconds = max(seconds, limit)
         if spec.kernel == "attention" and self.runtime is not None and self.runtime.expands_keys:
@@ -320,6 +322,18 @@ class CostModel:
         matrix = any([isinstance(t, Tensor) and len(t.shape) == 2 for t in (*ins, *outs)])
         dtype = computed_in(ins, outs)
         return matrix and dtype is not None and dtype.size == 2 and what.has(_FP8)
+
+    def _slower_attention(self, spec: Spec, ins: Types, outs: Types, flops: float, speed: FusedAttention) -> float:
+        """How many times as long as at full efficiency an op of attention takes for its shapes, where it has FLOPs."""
+        q, k, r = ins[0], ins[1], self.runtime
+        if not isinstance(q, Tensor) or not isinstance(k, Tensor):
+            return 1.0
+        seen = flops / work(spec, {}, ins, outs)[0]  # the share of scores that the mask leaves
+        keys, queries, steps = k.shape[-2] * seen, math.prod(q.shape[:-1]), q.global_shape[-2] // max(1, q.shape[-2])
+        if r is not None and r.zigzag and steps > 1:  # a kernel for the keys of each device
+            keys /= steps
+            queries *= 2 if r.ring_attention else 1
+        return speed.slower(keys, queries, max(q.shape[-1], 1))
 
     def _kernels(self, spec: Spec, what: DeviceSpec) -> float:
         """How many times as quick as the device's figures the runtime's kernels of a product or of attention are."""
@@ -455,15 +469,6 @@ def work(spec: Spec, attrs: Attrs, ins: Types, outs: Types, zigzag: bool = False
         return spec.flops(local, *shapes), size
     except (KeyError, TypeError, ValueError, IndexError) as e:
         raise ModelError(f"{spec.name}: its work at local shapes {shapes[0]} cannot be computed: {e}") from e
-
-
-def _slower_attention(spec: Spec, ins: Types, outs: Types, flops: float, speed: FusedAttention) -> float:
-    """How many times as long as at full efficiency an op of attention takes for its shapes, where it has FLOPs."""
-    q, k = ins[0], ins[1]
-    if not isinstance(q, Tensor) or not isinstance(k, Tensor):
-        return 1.0
-    seen = flops / work(spec, {}, ins, outs)[0]  # the share of scores that the mask leaves
-    return speed.slower(k.shape[-2] * seen, math.prod(q.shape[:-1]), max(q.shape[-1], 1))
 
 
 def _expanded(ins: Types) -> float:

@@ -8,6 +8,8 @@ Models".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from distir.executor.cost_model.fusion import alike
 from distir.ir.device import Mesh
 from distir.ir.function import Function, Op, Value
@@ -45,6 +47,15 @@ def beside_products(f: Function) -> dict[Op, Op]:
             if of:
                 made[op.outputs[0]] = max(of)
     return found
+
+
+def shares(beside: Mapping[Op, Op]) -> dict[Op, float]:
+    """Of collectives that are sent beside ops, each with its op: the share of the op's time that each has, by bytes."""
+    sizes = {op: max([sum([v.type.bytes for v in values]) for values in (op.inputs, op.outputs)]) for op in beside}
+    total: dict[Op, int] = {}
+    for op, partner in beside.items():
+        total[partner] = total.get(partner, 0) + sizes[op]
+    return {op: sizes[op] / total[partner] if total[partner] else 1.0 for op, partner in beside.items()}
 
 
 def _is_of_a_microbatch(v: Value) -> bool:

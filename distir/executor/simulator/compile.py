@@ -14,7 +14,6 @@ is kept with it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fusion import UNFUSED, Fused, fused, unwritten
 from distir.executor.cost_model.seconds import in_8_bits
 from distir.executor.simulator.beside import beside_compute
-from distir.executor.simulator.beside_products import beside_products
+from distir.executor.simulator.beside_products import beside_products, shares
 from distir.executor.simulator.dependences import CodeBuilder
 from distir.executor.simulator.device_classes import DeviceClasses, Home, Uses, classify, members
 from distir.executor.simulator.eight_bits import SAME, EightBits, eight_bits
@@ -48,15 +47,15 @@ Where = tuple[int, str, Home | None]
 
 class _Kind(NamedTuple):
     """The first op of a kind, where it is, what ops of the kind do not move, whether they run beside compute, the
-    product or attention beside which they run in pieces, with how many collectives, what of them is in 8 bits, and how
-    many times what the program sends the runtime does."""
+    product or attention beside which they are sent in pieces, the share of its time that they have, what of them is in
+    8 bits, and how many times what the program sends the runtime does."""
 
     op: Op
     function: Function
     fused: Fused
     beside: bool
-    product: Op | None
-    sharing: int
+    partner: Op | None
+    share: float
     eight: EightBits
     times: int
 
@@ -89,11 +88,10 @@ class _Kinds:
         r = self._runtime
         products = beside_products(f) if r is not None and (r.overlaps_products or (r.fp8 and r.fp8_gathers)) else {}
         eights = eight_bits(f, r, products) if r is not None and r.fp8 else {}
-        if r is not None and not r.overlaps_products:
-            products = {}
-        if r is not None and r.ring_attention:
-            products = products | ring_attention(f)
-        sharing = Counter(products.values())
+        partners: dict[Op, Op] = {}
+        if r is not None:
+            partners = (products if r.overlaps_products else {}) | (ring_attention(f) if r.ring_attention else {})
+        share = shares(partners)
         expanded = expanded_keys(f) if r is not None and r.expands_keys else {}
         for op in f.ops:
             spec = op.spec
@@ -102,12 +100,12 @@ class _Kinds:
                 continue
             key: tuple[object, ...] = (spec, op.attributes.form, tuple(map(type_of, op.inputs)))
             chained, beside = chains.get(op, UNFUSED), op in overlapped
-            product = products.get(op)
+            partner = partners.get(op)
             eight, times = eights.get(op, SAME), expanded.get(op, 1)
             if beside or chained is not UNFUSED:  # rare, and slow to hash
                 key = (*key, beside, chained)
-            if product is not None:
-                key = (*key, product.spec, product.attributes.form, *map(type_of, product.inputs), sharing[product])
+            if partner is not None:
+                key = (*key, partner.spec, partner.attributes.form, *map(type_of, partner.inputs), share[op])
             if eight is not SAME or times > 1:
                 key = (*key, eight, times)
             if spec.route == "send":  # whatever it sends, of whichever microbatch
@@ -116,7 +114,7 @@ class _Kinds:
             n = numbers.get(key)
             if n is None:
                 n = numbers[key] = len(numbers)
-                self.first.append(_Kind(op, f, chained, beside, product, sharing[product], eight, times))
+                self.first.append(_Kind(op, f, chained, beside, partner, share.get(op, 1.0), eight, times))
             out.append(n)
         self._of[f] = out
         self._unwritten[f] = frozenset([op for op, chained in chains.items() if unwritten(op, chained)])
@@ -320,7 +318,7 @@ class CompiledProgram:
         return found
 
     def _plan(self, kind: _Kind) -> OpPlan:
-        op, _, chained, beside, product, sharing, eight, times = kind
+        op, _, chained, beside, partner, share, eight, times = kind
         ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
         result_classes = tuple([self.classes_of(t) for t in outs])
         spec, attrs, cost = op.spec, op.attributes, self.cost.in_16_bits if eight.wide else self.cost
@@ -333,13 +331,13 @@ class CompiledProgram:
                 if times > 1:
                     sent = [larger(t, times) for t in ins], [larger(t, times) for t in outs]
                 seconds = alone = cost.collective(spec, attrs, *sent, p.group)
-                if product is not None and self.overlap:
-                    least = min([self._seconds(product, cost, c) for c in p.classes])
-                    seconds = cost.exposed(alone, p.group.size, least / sharing)
+                if partner is not None and self.overlap:
+                    least = min([self._seconds(partner, cost, c) for c in p.classes])
+                    seconds = cost.exposed(alone, p.group.size, least * share)
                 parts.append(
                     self._part(op, seconds, [(c, axis_text(axis), None) for c in p.classes], devices=p.group.size)
                 )
-                hidden = product is not None or beside
+                hidden = partner is not None or beside
                 if hidden and self.overlap and (lost := cost.beside(alone, p.group)):
                     parts += [self._lost(lost, c) for c in p.classes]
         elif spec.route == "send":

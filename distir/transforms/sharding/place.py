@@ -150,7 +150,8 @@ class _Sweep:
                 total += v.stored[i] / (self.n if i in self.inputs else 1) * v.copies[i]
         made, summing = self.made, self.sums = [_NOTHING] * len(v.sigs), []
         outs, times, copies, reduce = v.outs, v.times, v.copies, self.reduce
-        paid: dict[tuple[int, Placement], int] = {}  # conversions of values, of how many copies
+        # of how many copies a value is converted; of several ops each takes the same copies as those before
+        paid: dict[tuple[int, Placement], int] = {}
         moved: set[int] = set()  # the values in `paid`
         operands, placement = v.ins, state.__getitem__
         for j in v.order:
@@ -174,11 +175,11 @@ class _Sweep:
                         if want.dim is not None:
                             state[i] = self.inputs[i] = want
                     elif h is not want:
-                        already, wanted = paid.get((i, want), 0), min(times[j], copies[i])
-                        if already < wanted:
-                            paid[i, want] = wanted
+                        already, taken = paid.get((i, want), 0), min(times[j], copies[i])
+                        if already < taken:
+                            paid[i, want] = taken
                             moved.add(i)
-                            if free := times[j] - (wanted - already):  # of these ops take what is converted once
+                            if free := times[j] - (taken - already):  # ops whose operand another converts
                                 total -= free * self._move(h, want, v.made[i])
                                 collectives -= free * (h is not REPLICATE)
             if sums:
@@ -204,7 +205,7 @@ class _Sweep:
     def _cheapest(
         self, j: int, have: tuple[Placement | None, ...], paid: Mapping[tuple[int, Placement], int]
     ) -> _Choice:
-        """The choice for op j; a conversion in `paid`, of as many copies as it takes, costs nothing more."""
+        """The choice for op j; a conversion that is paid for at least as many copies as it takes costs nothing more."""
         v, n, sig, flops = self.v, self.n, self.v.sigs[j], self.v.flops[j]
         made = sum([v.made[i] for i in v.outs[j]])
         best = None

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence, Set
 from distir.ir.spec import FactorMapping
 from distir.ir.type import REPLICATE, SUM, Placement
 from distir.transforms.sharding.classes import Classes, Node, classes_from
-from distir.transforms.sharding.graph import Graph
+from distir.transforms.sharding.graph import Graph, closure
 from distir.transforms.sharding.place import Placed, View, place_all, place_values, view
 from distir.transforms.sharding.quotient import quotient
 from distir.transforms.sharding.seeds import Split
@@ -57,25 +57,24 @@ def _shard(
     placed = split.placed
     groups = {c: k for k, c in enumerate(sequences, _SPLIT + 1)}
     rows: list[_Row] = []
-    costs = shares(graph, batch)
+    learned = closure(graph, graph.weights, forward=True)
     for j, (mapping, row) in enumerate(zip(placed.mappings, classes.mappings, strict=True)):
         through = [c for _, c in row]
         free: list[tuple[FactorMapping | None, int]] = []
-        # what all samples share, such as a table of positions, would be gathered for each use
-        if mapping is None and any([costs.varies[v] for v in (*graph.ins[j], *graph.outs[j])]):
+        if mapping is None and j in learned:  # tables and masks would be gathered for each use
             free = [(s, groups[c]) for s, c in row if c in groups and through.count(c) == 1]
         rows.append([(None, _SPLIT), *free] if free else [] if mapping is None else [(mapping, _SPLIT)])
-    full = view(graph, rows, costs)
+    full = view(graph, rows, shares(graph, batch))
     small = quotient(graph, full)
+    whole = {v: REPLICATE for v in graph.inputs if v not in placed.inputs}
+    of_one = {small.values[v]: p for v, p in whole.items()}
     chosen, best = frozenset({_SPLIT}), placed.price
     for group in groups.values():
-        price = place_all(small.view, n, chosen | {group}).price
+        price = place_all(small.view, n, chosen | {group}, of_one).price
         if price < best:
             chosen, best = chosen | {group}, price
     if len(chosen) == 1:
         return None
-    whole = {v: REPLICATE for v in graph.inputs if v not in placed.inputs}
-    of_one = {small.values[v]: p for v, p in whole.items()}
     near = small.lifted(place_all(small.view, n, chosen, of_one))
     found, made_as = place_values(full, n, chosen, whole, near)
     taken = [j for j, mapping in enumerate(found.mappings) if mapping is not placed.mappings[j]]

@@ -19,15 +19,13 @@ from distir.transforms.sharding.graph import Graph, closure, distinct_rows
 class Shares(NamedTuple):
     """Of each op's FLOPs, of making each value, and of storing each input (0 if it is no weight).
 
-    `kinds` numbers the ops: those of one kind are alike in signature and in all shares. `varies`: by value, whether it
-    has the batch as a factor of its elements.
+    `kinds` numbers the ops: those of one kind are alike in signature and in all shares.
     """
 
     flops: list[float]
     made: list[float]
     stored: list[float]
     kinds: list[int]
-    varies: list[bool]
 
 
 def shares(graph: Graph, batch: tuple[Node, ...] = ()) -> Shares:
@@ -68,8 +66,7 @@ def _shares(graph: Graph, batch: tuple[Node, ...]) -> Shares:
     holds = [0.0] * len(graph.values)
     for v in graph.weights:
         holds[v] = graph.elements[v] / stored
-    made_of = [share[k] for k in alike.tolist()]
-    return Shares([n / work for n in flops], made_of, holds, kinds.tolist(), varies.tolist())
+    return Shares([n / work for n in flops], [share[k] for k in alike.tolist()], holds, kinds.tolist())
 
 
 def samples(graph: Graph, batch: tuple[Node, ...]) -> int:

