@@ -59,7 +59,8 @@ class Runtime:
     FlashAttention-2; `cudnn`: it is cuDNN's. `early`: its libraries are of the device's first year. `accumulates`:
     products of gradients of weights add to the sum of microbatches themselves. `overlaps_products`: what a product
     gathers of other devices of its axis, or scatters to them, is sent in pieces while it computes on others. `zigzag`:
-    devices that split the queries of causal attention have as many of the first as of the last, so the same work.
+    devices that split the queries of causal attention have as many of the first as of the last, so the same work, in a
+    kernel for the keys of each device.
     `ring_attention`: devices that split the sequence of queries send keys and values, and their gradients, around a
     ring while attention computes on what is there, in two streams. Several collectives beside one op share its time.
     `gradient_buffer`: gradients are summed over microbatches in a buffer that exists from the start of a step.

@@ -20,6 +20,7 @@ from distir.ir.errors import UsageError
 from distir.ir.function import NO_ATTRIBUTES, Attributes, Function
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import lookup
+from distir.ir.topology import DeviceSpec, FusedAttention, Link, Regular
 from distir.ir.type import REPLICATE, SUM, BFloat16, DType, Float32, Int64, Placement, Shard, Tensor
 from distir.models.decoder import Decoder, decoder
 from distir.transforms.differentiation.training import SGD
@@ -271,6 +272,23 @@ def test_speeds_of_kernels_are_those_of_the_runtime() -> None:
         plain, *others = [CostModel(topology, runtime=r).compute(*given) for r in (Runtime("a"), *runtimes)]
         launch = what.kernel_launch_overhead
         assert [(plain - launch) / (x - launch) for x in others] == pytest.approx(want, rel=1e-6), name
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+@pytest.mark.parametrize(("ring", "streams"), [(False, 1), (True, 2)])
+def test_a_ring_has_a_kernel_for_the_keys_of_each_device(parts: int, ring: bool, streams: int) -> None:
+    """Of Transformer Engine two at a time, so that twice as many queries fill the device."""
+    t = 1 << 13
+    what = DeviceSpec((("f32", 1e9),), 1e15, 0.0, attention=FusedAttention(0.5, keys=512.0, queries=1024.0))
+    topology = Topology(Regular("one", "gpu", what, 1, parts, Link(1e9), Link(1e9)))
+    mesh = Mesh(topology.devices, {"cp": parts}, "m")
+    shapes = ((t, 64), Shard(0)), ((t, 64), REPLICATE), ((t,), Shard(0))
+    q, k, row = (Tensor.whole(Float32, shape, mesh, [p]) for shape, p in shapes)
+    cost = CostModel(topology, runtime=Runtime("r", zigzag=True, ring_attention=ring))
+    got = cost.compute(lookup("Attention"), Attributes(causal=1), [q, k, k], [q, row], mesh.devices[0])
+    at_once = t // parts * (streams if parts > 1 else 1)
+    want = 2 * 2 * 64 * t * t / 2 / parts / 0.5e9 * (1 + 512 / (t / 2 / parts)) * (1 + 1024 / at_once)
+    assert got == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 8])
