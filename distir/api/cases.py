@@ -388,11 +388,12 @@ def _model(values: Mapping[str, Any]) -> Decoder | Perceptron:
 
 def _recompute(values: Mapping[str, Any]) -> str:
     """What is recomputed: selective recomputation of unfused attention is that of Megatron-LM, else the runtime's;
-    where the runtime saves shards only, what sequence parallelism gathers (as `interop.from_megatron` has it)."""
+    where the runtime saves shards only, what sequence and context parallelism gather (as `interop.from_megatron` has
+    it)."""
     if values["recompute"] == "selective":
         return "attention" if values["attention"] == "unfused" else _runtime_of(values).selective
-    gathered = values["recompute"] == _NONE and values["sequence_parallel"] and values["tp"] > 1
-    again = gathered and _runtime_of(values).gathers_again
+    gathered = (values["sequence_parallel"] and values["tp"] > 1) or values["cp"] > 1
+    again = values["recompute"] == _NONE and gathered and _runtime_of(values).gathers_again
     return "gathers" if again else values["recompute"]
 
 

@@ -40,9 +40,10 @@ class Runtime:
     transfer between two devices, where that differs from `communication`; `transfer_by`: by the number of ranks, where
     they wait for each other on the cores of their host. `stages_first`: it numbers devices by stages first, so that
     those of one pipeline are neighbours, not those that share a weight. `threads`: how many threads issue products,
-    such as one more for backward passes: each has a workspace on the device. `gathers_again`: what sequence parallelism
-    all-gathers for products it gathers again in the backward pass, and saves only the shard. `logit_bytes`: what the
-    kernels of its cross-entropy read and write for each logit, forward and backward, where they are not one each way.
+    such as one more for backward passes: each has a workspace on the device. `gathers_again`: what sequence
+    parallelism all-gathers for products, and context parallelism for attention, it gathers again in the backward pass,
+    and saves only the shard. `logit_bytes`: what the kernels of its cross-entropy read and write for each logit,
+    forward and backward, where they are not one each way.
     `score_block`: how many matrices of masked scores its kernel of their softmax takes at once: if a device has not a
     multiple of it, casts to float32, scale, mask and softmax are kernels of their own. `gap`: seconds of the device
     beside the work of a compute op, for which a framework runs more than one kernel, each with a start of its own:

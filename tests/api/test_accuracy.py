@@ -217,12 +217,14 @@ def test_a_row_is_predicted_as_simulate_does(table, capsys: pytest.CaptureFixtur
         assert predicted.peak_bytes == max(sum(row.values()) - sum(row[k] for k in left_out) for row in parts)
 
 
-def test_sequence_parallelism_of_megatron_gathers_again(table) -> None:
-    """It saves shards (arXiv 2205.05198, section 4.2.2); other recomputation has these gathers in it."""
+def test_sequence_and_context_parallelism_of_megatron_gather_again(table) -> None:
+    """It saves shards (arXiv 2205.05198, section 4.2.2), and Transformer Engine what a device has of keys and values;
+    other recomputation has these gathers in it."""
     row = {**GPT, "sequence_parallel": 1, "recompute": "none"}
-    others = {"runtime": "torch-eager"}, {"sequence_parallel": 0}, {"recompute": "full"}
+    whole = {"sequence_parallel": 0}
+    others = {"runtime": "torch-eager"}, whole, {"recompute": "full"}, {**whole, "cp": 2, "gpus": ""}
     found = [r.setup and r.setup.plan.recompute for r in read_rows(table(row, *[{**row, **other} for other in others]))]
-    assert found == ["gathers", "none", "none", "full"]
+    assert found == ["gathers", "none", "none", "full", "gathers"]
 
 
 def test_fp8_is_of_products_of_weights(table) -> None:

@@ -164,7 +164,7 @@ def _plan(given: _Given, devices: int, layers: int | None, precision: Precision)
         bucket_mb=_bucket_mb(given, replicas * cp, precision),
         zero=zero,
         sequence_parallel=sequence,
-        recompute=_recompute(given, sequence, layers, pp),
+        recompute=_recompute(given, sequence or cp > 1, layers, pp),
         split=splits_of({CONTEXT: cp, EXPERTS: ep, REPLICATE: replicate}),
         pad_multiple=given["make-vocab-size-divisible-by"] or 1,
     )
@@ -218,11 +218,11 @@ def _bucket_mb(given: _Given, ranks: int, precision: Precision) -> float:
     return 0.0 if elements == 1 else elements * gradient_bytes(precision) / MIB
 
 
-def _recompute(given: _Given, sequence: bool, layers: int | None, pp: int) -> str:
+def _recompute(given: _Given, gathers: bool, layers: int | None, pp: int) -> str:
     how = "selective" if given["recompute-activations"] else given["recompute-granularity"]
     method, number, modules = (given[f"recompute-{kind}"] for kind in ("method", "num-layers", "modules"))
     if how is None:
-        return "gathers" if sequence else "none"
+        return "gathers" if gathers else "none"  # what sequence or context parallelism gathers is not saved
     if how == "selective":
         if modules not in (None, _CORE_ATTENTION):
             text = f"{given.name}: recomputation of {' '.join(modules) or 'nothing'}"

@@ -162,10 +162,11 @@ def _with_groups(r: Request) -> tuple[str, Request] | None:
 
 def _with_recompute(r: Request) -> tuple[str, Request] | None:
     plan = r.plan
-    least, other = ("gathers", "none") if plan.sequence_parallel else ("none", "gathers")
+    gathers = plan.sequence_parallel or split_sizes(plan)[CONTEXT] > 1
+    least, other = ("gathers", "none") if gathers else ("none", "gathers")
     if plan.recompute in (least, _CORE_ATTENTION, "full"):
         return None
-    what = f"the recomputation {plan.recompute}" + (" with sequence parallelism" if plan.sequence_parallel else "")
+    what = f"the recomputation {plan.recompute}" + (" with sequence or context parallelism" if gathers else "")
     return what, r.changed(recompute=least if plan.recompute == other else _CORE_ATTENTION)
 
 

@@ -267,6 +267,7 @@ def test_the_sequence_is_split_along_both_axes_in_the_files_too(tmp_path: Path) 
         ("megatron", Plan(pp=2, schedule="gpipe", microbatches=2), "schedule gpipe", "--schedule 1f1b"),
         ("megatron", Plan(dp=2, recompute="selective"), "recomputation selective", "--recompute attention"),
         ("megatron", Plan(tp=2, sequence_parallel=True), "none with sequence", "--recompute gathers"),
+        ("megatron", Plan(split=("cp=2:*.1",)), "none with sequence or context", "--recompute gathers"),  # type: ignore[arg-type]
         ("megatron", Plan(dp=2, overlap=False), "buckets of 25 MiB without overlap", "--bucket-mb inf"),
         ("megatron", Plan(dp=2, pp=2, order=("tp", "pp", "dp")), None, None),
         ("megatron", Plan(dp=2, cut=("a",)), "stages that begin at given weights", "no --cut"),
@@ -456,6 +457,7 @@ def test_what_replicas_split_in_megatron(text: str, zero: int, tmp_path: Path) -
         ("--tensor-model-parallel-size 2 --sequence-parallel", "gathers"),
         ("--sequence-parallel", "none"),  # without tensor parallelism there is none
         ("--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel", "gathers"),
+        ("--context-parallel-size 2", "gathers"),
     ],
 )
 def test_what_megatron_recomputes(text: str, recompute: str, tmp_path: Path) -> None:
