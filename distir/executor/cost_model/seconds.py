@@ -35,6 +35,8 @@ _APART_KERNELS, _APART_BYTES = 4, 33
 """Of masked scores that a runtime does not fuse with their softmax, more than of those that it does: a cast to float32,
 the scale, the mask, the softmax and a cast back are 5 kernels, which move 36 bytes a score (2 + 4, 8, 8, 8, 4 + 2), not
 4; their gradients are 5 that move 40 (2 + 4, 12, 8, 8, 4 + 2), not 6. Both ways 33 more, on average."""
+_STREAMS = 2
+"""In so many streams Transformer Engine runs the kernels of ring attention (its `cp_stream`)."""
 QUANTUM = 2.0**-44
 """Durations are multiples of this (0.06 ps), so that sums and maxima of them are exact below 512 s."""
 
@@ -332,7 +334,7 @@ class CostModel:
         keys, queries, steps = k.shape[-2] * seen, math.prod(q.shape[:-1]), q.global_shape[-2] // max(1, q.shape[-2])
         if r is not None and r.zigzag and steps > 1:  # a kernel for the keys of each device
             keys /= steps
-            queries *= 2 if r.ring_attention else 1
+            queries *= _STREAMS if r.ring_attention else 1
         return speed.slower(keys, queries, max(q.shape[-1], 1))
 
     def _kernels(self, spec: Spec, what: DeviceSpec) -> float:

@@ -43,7 +43,7 @@ def test_keys_and_values_count_for_all_heads_and_their_gradients_in_float32(grou
 def test_other_axes_and_wider_gradients_count_as_they_are() -> None:
     """Heads that tensor parallelism splits are summed along it as in the program; float32 is not doubled."""
     sizes = "llama:layers=1,hidden=32,heads=4,kv_heads={},vocab=64,seq=16,batch=8"
-    for kv_heads, tp, sequence in ((1, 2, False), (2, 4, False)):
+    for kv_heads, tp, sequence in ((1, 2, False), (2, 4, False), (1, 2, True)):
         model = distir.load(sizes.format(kv_heads), loss="cross-entropy", precision="bf16")
         f = distir.distribute(model, distir.Plan(tp=tp, sequence_parallel=sequence))
         assert not [op for body in (f, *f.callees()) for op in expanded_keys(body)]

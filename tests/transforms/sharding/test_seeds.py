@@ -191,15 +191,34 @@ def test_what_several_ops_take_is_converted_once_in_a_quotient(layers: int) -> N
             x = f.emit("Neg", x)
     f.set_outputs([x])
     graph = graph_of(f.finalize())
-    classes = all_classes(graph, 2, 1)
-    split = [[(mapping, 0) for mapping, _ in row] if sig.spec.name == "Exp" else []
-             for sig, row in zip(graph.sigs, classes.mappings, strict=True)]  # fmt: skip
+    mappings = all_classes(graph, 2, 1).mappings
+    split = [[(row[0][0], 0)] if sig.spec.name == "Exp" else [] for sig, row in zip(graph.sigs, mappings, strict=True)]
     full = view(graph, split, shares(graph))
     small = quotient(graph, full).view
     assert layers in small.times
     whole, merged = (place_all(v, 2, {0}) for v in (full, small))
     assert whole.collectives == merged.collectives == 1
     assert merged.price == pytest.approx(whole.price, rel=1e-12)
+
+
+@pytest.mark.parametrize("layers", [4, 9])
+def test_what_ops_that_differ_take_is_converted_for_most_in_a_quotient(layers: int) -> None:
+    """The first sum is told from the others, and what they take is not: as many are converted as one of both takes."""
+    f = FunctionMaker("net")
+    x = f.add_input_value("x", Tensor(Float64, (4, 8)))
+    for _ in range(layers):
+        y = f.emit("Exp", f.emit("Tanh", f.emit("Tanh", x)))
+        x = f.emit("Abs", f.emit("Abs", f.emit("Add", f.emit("Neg", x), y)))
+    f.set_outputs([x])
+    graph = graph_of(f.finalize())
+    mappings = all_classes(graph, 2, 1).mappings
+    split = [[(row[0][0], 0)] if sig.spec.name == "Exp" else [] for sig, row in zip(graph.sigs, mappings, strict=True)]
+    full = view(graph, split, shares(graph))
+    small = quotient(graph, full).view
+    sums = [n for sig, n in zip(small.sigs, small.times, strict=True) if sig.spec.name == "Add"]
+    assert sums == [1, layers - 1]
+    assert place_all(full, 2, {0}).collectives == layers
+    assert place_all(small, 2, {0}).collectives == layers - 1
 
 
 def test_shares_are_those_of_one_sample() -> None:
