@@ -54,13 +54,15 @@ _LEAST, _MOST = 0.25, 100.0
 
 
 class Suite(NamedTuple):
-    """What is measured: training steps with a profile, those whose steps are timed, products by dtype, ranks, sizes."""
+    """What is measured: training steps with a profile, products by dtype, ranks, sizes; `spread`: which of the training
+    steps are timed on several ranks, too."""
 
     trainings: Sequence[Training]
     products: Training | None
     dtypes: Sequence[str]
     ranks: Sequence[int]
     sizes: Sequence[int]
+    spread: Sequence[int] = (0, 1, 2)
 
 
 _CPU = (
@@ -72,6 +74,8 @@ _CPU = (
     # few rows: weights are read for little work; gradients as large are accumulated
     Training("1024,1024,1024,1024,1024", 32, "sgd", 20, microbatches=(1, 2)),
 )
+_SPREAD = 0, 1, 2, 5
+"""On a CPU decoders that mostly compute, and a perceptron whose weights the ranks read from the memory they share."""
 _CUDA = (  # short and long sequences, weights and activations that fit in the cache and such that do not
     Training("64,128,64,16", 64, "adamw", 60),
     Training("gpt:layers=2,hidden=128,heads=4,vocab=2000,seq=64", 8, "adamw", 40, microbatches=(1, 2)),
@@ -103,7 +107,8 @@ def suite(device: str, count: int) -> Suite:
     """What to measure on a device of this kind, of which the machine has `count` (cores or GPUs)."""
     if device == "cuda":
         return Suite(_CUDA, _WIDE, ("f64", "bf16", "f16"), [n for n in (1, 2, 4, 8) if n <= count], _SIZES)
-    return Suite(_CPU, _WIDTHS, ("f64", "bf16"), [n for n in (1, 2, 4) if n <= max(2, 2 * count)], _SIZES)
+    ranks = [n for n in (1, 2, 4) if n <= max(2, 2 * count)]
+    return Suite(_CPU, _WIDTHS, ("f64", "bf16"), ranks, _SIZES, _SPREAD)
 
 
 class Links(NamedTuple):
@@ -114,6 +119,10 @@ class Links(NamedTuple):
     base: float
     ring: float
     error: Error = Error(0.0, 0.0, 0)
+
+    def delayed(self, factor: float) -> Links:
+        """The links with `factor` times the seconds of small messages."""
+        return self._replace(latency=self.latency * factor, base=self.base * factor)
 
 
 @dataclass(frozen=True)
@@ -207,7 +216,9 @@ def calibrate(
     usual = load_runtime("distir").communication
     issue, transfer = (median(x) if x else usual for x in (profiled.issues, profiled.sends))
     figures = fit_figures(profiled.samples, Figures(kind, count, memory, OpSpeed(), {}, {}, links, issue, transfer))
-    figures = fit_steps(figures, _measure_steps(what, options, phases))
+    measured = _measure_steps(what, options, phases)
+    phases.next("fitting")
+    figures = fit_steps(figures, measured)
     if device == "cuda":
         from distir.backends.lowering.timing import overheads
 
@@ -268,14 +279,15 @@ def plans_of(ranks: int, small: bool) -> list[Plan]:
 
 def _timed(what: Suite, ranks: int) -> list[tuple[Training, list[Plan]]]:
     """The training steps that are timed on so many ranks, with their plans: not all of them on several."""
-    chosen = [k for k in range(len(what.trainings)) if ranks == 1 or k < 3][0 if ranks <= 2 else 1 :]
+    every = range(len(what.trainings))
+    chosen = every if ranks == 1 else [k for k in what.spread if k in every][0 if ranks == 2 else 1 :]
     return [(what.trainings[k], plans_of(ranks, k < 3)) for k in chosen]
 
 
 def _count(what: Suite, device: str) -> int:
     steps = sum(len(plans) for n in what.ranks for _, plans in _timed(what, n)) + len(_launched(what, device))
     others = len(what.dtypes) if what.products is not None else 0
-    return sum([len(t.microbatches) for t in what.trainings]) + others + (2 if len(what.ranks) > 1 else 0) + steps
+    return sum([len(t.microbatches) for t in what.trainings]) + others + (2 if len(what.ranks) > 1 else 0) + steps + 1
 
 
 def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
@@ -353,12 +365,13 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     """The figures with what only whole steps show, by numbers of ranks; with the ratios of measured to predicted time.
 
     The sum of squared logarithms of these ratios is least: first over the steps of one rank, for compute and calls (on
-    GPUs what the host takes to issue an op, and launches in a graph); then over all, for compute and how ranks share
-    the cores.
+    GPUs what the host takes to issue an op, and launches in a graph); then on a CPU over all, for compute, what a
+    transfer takes of a rank beside what its profile says (a thread wakes up for it, and again when it is done), the
+    latency of links (that of a benchmark differs by half from run to run), and how ranks share the cores.
     """
 
-    def far(found: Figures, measured: Iterable[TimedStep]) -> float:
-        return sum([math.log(ratio) ** 2 for ratio in ratios_of(found, measured)])
+    def far(found: Figures, measured: Iterable[TimedStep]) -> list[float]:
+        return [math.log(ratio) for ratio in ratios_of(found, measured)]
 
     inline = figures.kind == "cpu"
     sharing = CoreSharing(figures.count, communication=1.0 if inline else 0.0)
@@ -368,16 +381,18 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
         return replace(figures, **host, sharing=sharing).slowed(x[0], *[less * _GAP for less in x[2:]])
 
     def shared(x: Sequence[float]) -> Figures:
-        return replace(found.slowed(x[0]), sharing=sharing._replace(beyond=x[1], jitter=x[2]))
+        slower, transfer, latency, contention, jitter, feeding = x
+        cores = sharing._replace(contention=contention, jitter=jitter, feeding=feeding)
+        links = figures.links.delayed(latency)
+        return replace(found.slowed(slower), transfer=figures.transfer * transfer, links=links, sharing=cores)
 
     # in a graph kernels follow each other more closely than with timestamps between them
     bounds = [(_LEAST, _MOST), (_LEAST, _MOST), *([] if inline else [(0.1, 10.0)])]
-    finest = 1.05 if inline else 1.02  # steps of a GPU hardly vary
-    found = alone(nearest(lambda x: far(alone(x), steps[1]), [1.0] * len(bounds), bounds, finest))
+    found = alone(nearest(lambda x: far(alone(x), steps[1]), [1.0] * len(bounds), bounds))
     if inline and len(steps) > 1:
         every = [step for measured in steps.values() for step in measured]
-        limits = [(_LEAST, _MOST), (1e-3, 2.0), (1e-6, 1.0)]
-        found = shared(nearest(lambda x: far(shared(x), every), [1.0, 0.1, 1e-3], limits))
+        limits = [(_LEAST, _MOST), (_LEAST, _MOST), (_LEAST, _MOST), (1e-3, 10.0), (1e-6, 1.0), (1e-6, 1e-2)]
+        found = shared(nearest(lambda x: far(shared(x), every), [1.0, 2.0, 1.0, 0.5, 5e-4, 5e-4], limits))
     return replace(found, ratios={n: tuple(ratios_of(found, _in_runs(rows))) for n, rows in sorted(steps.items())})
 
 
@@ -444,9 +459,11 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
     lines += [f"transfer_us = {_number(f.transfer * 1e6)}", f"call_us = {_number(f.call * 1e6)}"]
     lines += ["inline = true" if f.kind == "cpu" else "graphs = true"]
     if f.sharing is not None:
-        lines += ["", "[sharing]", f"cores = {f.sharing.cores}", f"beyond = {_number(f.sharing.beyond)}"]
+        lines += ["", "[sharing]", f"cores = {f.sharing.cores}", f"contention = {_number(f.sharing.contention)}"]
         lines += [f"communication = {_number(f.sharing.communication)}"]
-        lines += [f"jitter_us = {_number(f.sharing.jitter * 1e6)}"]
+        lines += [
+            f"{k}_us = {_number(x * 1e6)}" for k, x in (("jitter", f.sharing.jitter), ("feeding", f.sharing.feeding))
+        ]
     for n, ratios in f.ratios.items():
         lines += ["", "[[residuals]]", f"ranks = {n}", f"steps = {len(ratios)}"]
         lines += [f"low = {_number(min(ratios))}", f"high = {_number(max(ratios))}"]
@@ -480,7 +497,8 @@ def _rows(f: Figures, samples: Sequence[Sample]) -> list[tuple[str, ...]]:
     if f.op:
         rows.append(("issue of an op", f"{f.op * 1e6:.1f} us", "-", "-", "-"))
     if f.sharing is not None:
-        text = f"compute x {f.sharing.slower(2 * f.count):.2f} with two a core, jitter {f.sharing.jitter * 1e6:.0f} us"
+        late, fed = (f"{x * 1e6:.0f} us" for x in (f.sharing.jitter, f.sharing.feeding))
+        text = f"bytes x {f.sharing.contended(2):.2f} beside another rank, jitter {late}, feeding {fed}"
         rows.append((f"sharing of {f.count} cores", text, "-", "-", "-"))
     for n, ratios in f.ratios.items():
         text = f"compute x {f.slower:.2f}"

@@ -18,9 +18,10 @@ bytes. `attention_efficiency` is that of FlashAttention-2, to which cuDNN's is `
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
 runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (`CoreSharing`):
-`beyond`, how much longer than in proportion compute takes for each rank per core beyond one, `communication`, the share
-of a core that a rank takes while it communicates, and `jitter_us`, how far compute varies; and for numbers of `ranks`,
-`[[residuals]]`: the least and greatest of measured / predicted time of a step, `low` and `high`, in so many `steps`.
+`contention`, how many times longer bytes take for each other rank that is busy, `communication`, the share of a core
+that a rank takes while it communicates, `jitter_us`, how far compute varies, and `feeding_us`, how long in each step
+the process that started the ranks computes; and for numbers of `ranks`, `[[residuals]]`: the least and greatest of
+measured / predicted time of a step, `low` and `high`, in so many `steps`.
 
 Collectives of a node that were measured (`distir bench collectives --out`) may have a table each, `[[node.measured]]`:
 `collective` among `ranks` takes `us` for each of `bytes`. It counts instead of links and algorithms. `in_turn`: one
@@ -167,8 +168,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _sharing(t: _Table) -> CoreSharing:
-    beyond, communication = t.figure("beyond", 0.0), t.figure("communication", 1.0)
-    return CoreSharing(t.whole("cores"), beyond, communication, t.figure("jitter_us", 0.0) * 1e-6)
+    contention, communication = t.figure("contention", 0.0), t.figure("communication", 1.0)
+    jitter, feeding = (t.figure(key, 0.0) * 1e-6 for key in ("jitter_us", "feeding_us"))
+    return CoreSharing(t.whole("cores"), contention, communication, jitter, feeding)
 
 
 def _residuals(t: _Table) -> Residuals:

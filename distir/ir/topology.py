@@ -205,23 +205,34 @@ _BURST = 1e-3
 class CoreSharing(NamedTuple):
     """How the ranks of a host share its cores.
 
-    While more ranks are busy than there are `cores`, compute takes longer in proportion, and `beyond` times the ranks
-    per core beyond one longer still. A rank is busy while it computes; while it communicates it takes `communication`
-    of a core. What else runs interrupts ranks, for about a slice of the scheduler: so the last rank of a collective is
-    late, in proportion to the seconds since they last communicated if these are few, and to their root if many, as sums
-    of random delays are: sqrt(b^2 + `jitter` * seconds) - b seconds, with b of 1 ms, a third of a slice of Linux
+    While more ranks are busy than there are `cores`, compute takes longer in proportion. A rank is busy while it
+    computes; while it communicates it takes `communication` of a core.
+
+    The bytes that an op moves go through caches and memory that all cores share: for each other rank that is busy, the
+    seconds in which they would go at the memory's bandwidth are `contention` times longer.
+
+    What else runs interrupts ranks, for about a slice of the scheduler: so the last rank of a collective is late, in
+    proportion to the seconds since they last communicated if these are few, and to their root if many, as sums of
+    random delays are: sqrt(b^2 + `jitter` * seconds) - b seconds, with b of 1 ms, a third of a slice of Linux
     (`base_slice_ns`, 3 ms on some cores). `jitter` is in seconds.
+
+    Beside the ranks of a step computes the process that started them, for `feeding` seconds from its begin: it draws or
+    reads the next data, sends them, and receives what the ranks report.
     """
 
     cores: int
-    beyond: float = 0.0
+    contention: float = 0.0
     communication: float = 1.0
     jitter: float = 0.0
+    feeding: float = 0.0
 
     def slower(self, busy: float) -> float:
         """How many times as long compute takes while so many ranks are busy."""
-        each = busy / self.cores
-        return each * (1.0 + self.beyond * (each - 1.0)) if each > 1.0 else 1.0
+        return max(1.0, busy / self.cores)
+
+    def contended(self, busy: float) -> float:
+        """How many times as long as other compute bytes take then."""
+        return 1.0 + self.contention * max(0.0, busy - 1.0)
 
     def late(self, seconds: float) -> float:
         """How many seconds the last of the ranks of a collective is late, after so many without communication."""

@@ -127,14 +127,18 @@ def test_links_of_exact_timings() -> None:
 
 
 def test_figures_of_exact_steps() -> None:
-    true = replace(FIGURES, call=4e-5, sharing=CoreSharing(2, beyond=0.25, jitter=4e-3)).slowed(1.25)
+    slower, transfer = 1.25, 3 * FIGURES.transfer
+    sharing = CoreSharing(2, contention=0.25, jitter=4e-3, feeding=6e-4)
+    links = FIGURES.links.delayed(1.5)
+    true = replace(FIGURES, call=4e-5, transfer=transfer, links=links, sharing=sharing).slowed(slower)
     found = fit_steps(FIGURES, {n: steps(true, n) for n in (1, 2, 4)})
-    assert found.slower == pytest.approx(1.25, rel=0.05)
-    assert found.call == pytest.approx(4e-5 * 1.25, rel=0.2)
+    assert found.slower == pytest.approx(slower, rel=0.05)
+    assert found.call == pytest.approx(4e-5 * slower, rel=0.2)
     assert found.ops["MatMul", "f32"] == pytest.approx(true.ops["MatMul", "f32"], rel=0.05)
     assert found.sharing is not None
-    assert found.sharing.slower(4) == pytest.approx(2.5, rel=0.1)
-    assert found.sharing.jitter == pytest.approx(4e-3, rel=0.25)
+    assert found.sharing == pytest.approx(sharing, rel=0.15)
+    assert found.transfer == pytest.approx(transfer, rel=0.1)
+    assert found.links[:4] == pytest.approx(true.links[:4], rel=0.05)
     assert [len(found.ratios[n]) for n in (1, 2, 4)] == [4, 6, 4]
     assert all([0.95 < x < 1.05 for ratios in found.ratios.values() for x in ratios])
 

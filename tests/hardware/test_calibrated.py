@@ -50,7 +50,7 @@ inline = true
 
 [sharing]
 cores = 2
-beyond = 0.5
+contention = 0.5
 communication = 0.25
 jitter_us = 40
 
@@ -118,8 +118,9 @@ def test_ranks_that_share_cores(file: Path) -> None:
 
 
 def test_how_much_slower_ranks_are() -> None:
-    sharing = CoreSharing(2, beyond=0.5)
-    assert [sharing.slower(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1, 1.5 * 1.25, 2 * 1.5])
+    sharing = CoreSharing(2, contention=0.5)
+    assert [sharing.slower(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1, 1.5, 2])
+    assert [sharing.contended(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1.5, 2, 2.5])
 
 
 def test_interpolation() -> None:
@@ -144,7 +145,7 @@ def test_the_host_of_a_cpu_computes_nothing_while_it_issues(file: Path) -> None:
     [
         ("low = 0.9", "low = 1.3", r"residuals\[0\]\.low: expected at most high, 1.2, got 1.3"),
         ("cores = 2", "cores = 0", r"sharing\.cores: expected"),
-        ("beyond = 0.5", "beyond = -1", r"sharing\.beyond: expected a number of at least 0"),
+        ("contention = 0.5", "contention = -1", r"sharing\.contention: expected a number of at least 0"),
         ("gbs = 1\n\n[node]", "gbs = 0\n\n[node]", r"device\.ops\.f32\.Relu\.gbs: expected a number above 0"),
         ("inline = true", "inline = 1", r"runtime\.inline: expected true or false"),
     ],

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ class _Ranks:
         self.world = len(processes.links)
         self.outcome = Outcome()
         self.fed = job.first
+        self.files: dict[int, list[Path]] = {}
+        """Those with data of steps that have not been completed, by step."""
         self.ready, self.timeout = 0, max(job.options.timeout, _START_SECONDS)
         self.last_message = dict.fromkeys(range(self.world), time.monotonic())
         self.reports: dict[int, dict[int, Report]] = {}
@@ -127,8 +130,8 @@ class _Ranks:
     def _completed(self, step: int) -> None:
         reports = [report for _, report in sorted(self.reports.pop(step).items())]
         self.outcome.add(self.job, reports)
-        for file in self.folder.glob(f"data*.{step}"):
-            file.unlink()
+        for path in self.files.pop(step, ()):
+            path.unlink()
         self._feed()
         self.outcome.announce(self.job, self.callbacks, reports)
 
@@ -141,9 +144,11 @@ class _Ranks:
         fresh = self.job.feed(step)
         with temporary():
             shipped = {k: ship(x, self.folder / f"data{k}.{step}") for k, x in fresh.items()}
+        self.files[step] = [Path(x.path) for x in shipped.values() if x.path and Path(x.path).parent == self.folder]
+        message = ForkingPickler.dumps(shipped)
         for link in self.processes.links:
             try:
-                link.send(shipped)
+                link.send_bytes(message)
             except OSError:
                 continue  # the rank has exited, which `listen` reports
 

@@ -20,6 +20,13 @@ _FAR = 3.0
 """Deviations, as multiples of their median, from which a measurement is taken for one that was disturbed."""
 
 
+_STEPS = 20
+"""Of `nearest`, at most. The others are of logarithms: the difference for derivatives, the longest step, and one too
+short to go on."""
+_DIFFERENCE, _LONGEST, _SHORTEST = 0.1, 2.0, 0.01
+_DAMPING = 0.1
+
+
 class Sample(NamedTuple):
     """The measured seconds of an op: its name, dtype and kind of kernel ("product", "attention" or ""), its work."""
 
@@ -134,22 +141,35 @@ def errors(predicted: Iterable[float], measured: Iterable[float]) -> Error:
 
 
 def nearest(
-    f: Callable[[Sequence[float]], float],
+    f: Callable[[Sequence[float]], Sequence[float]],
     start: Sequence[float],
     limits: Sequence[tuple[float, float]],
-    finest: float = 1.05,
 ) -> list[float]:
-    """Positive numbers within limits at which f is least, searched from `start` in factors that become finer, down to
-    the `finest`."""
-    here, value, factor = list(start), f(start), 2.0
-    while factor > finest:
-        moved = False
-        for k, (low, high) in enumerate(limits):
-            for step in (factor, 1 / factor):
-                there = [*here]
-                there[k] = min(high, max(low, here[k] * step))
-                if there[k] != here[k] and (new := f(there)) < value:
-                    here, value, moved = there, new, True
-        if not moved:
-            factor = math.sqrt(factor)
-    return here
+    """Positive numbers within limits at which the sum of the squares of what f returns is least, searched from `start`.
+
+    By the method of Levenberg and Marquardt in the numbers' logarithms, with differences for derivatives.
+    """
+    low, high = np.log(np.asarray(limits, float)).T
+
+    def value(x: np.ndarray) -> np.ndarray:
+        return np.asarray(f(np.exp(x).tolist()), float)
+
+    here = np.clip(np.log(np.asarray(start, float)), low, high)
+    off, damping = value(here), _DAMPING
+    for _ in range(_STEPS):
+        ahead = np.where(here + _DIFFERENCE <= high, _DIFFERENCE, -_DIFFERENCE)
+        slopes = np.stack([(value(here + step) - off) / step.sum() for step in np.diag(ahead)], axis=1)
+        normal = slopes.T @ slopes
+        while True:
+            damped = normal + np.diag(damping * np.diag(normal) + 1e-12)
+            step = np.clip(-np.linalg.solve(damped, slopes.T @ off), -_LONGEST, _LONGEST)
+            there = np.clip(here + step, low, high)
+            moved = float(np.abs(there - here).max())
+            if moved < _SHORTEST:
+                return np.exp(here).tolist()
+            new = value(there)
+            if (new**2).sum() < (off**2).sum():
+                here, off, damping = there, new, damping / 10
+                break
+            damping *= 10
+    return np.exp(here).tolist()

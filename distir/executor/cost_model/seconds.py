@@ -127,6 +127,11 @@ class CostModel:
             seconds = memo[key] = quantize(seconds)
         return seconds
 
+    def moving(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device) -> float:
+        """Seconds in which the bytes that an op reads and writes pass at the bandwidth of a device's memory."""
+        what = self.topology.spec(device)
+        return work(spec, attrs, ins, outs)[1] / (what.dram_bandwidth * what.memory_efficiency)
+
     @property
     def sharing(self) -> CoreSharing | None:
         """How ranks share the cores of a host; None if each has a device of its own."""

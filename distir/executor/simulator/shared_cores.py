@@ -1,10 +1,13 @@
 """Ranks that share the cores of a host: compute takes longer while more ranks are busy than there are cores.
 
 A rank is busy while it computes, and, where its cores do the work, while it communicates; one that waits or sleeps is
-not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing).
-Collectives and transfers are not slowed, but the ranks of a collective do not arrive together (see `CoreSharing`). The
-program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each part
-has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
+not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing);
+the bytes that it moves take longer the more ranks are busy, whether these share a core or not. Collectives and
+transfers are not slowed, but the ranks of a collective do not arrive together, and when a step begins, the process that
+started the ranks computes, too (see `CoreSharing`).
+
+The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each
+part has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from distir.ir.topology import CoreSharing
 
 class _Task(NamedTuple):
     """A part of the program, or the issue of one: seconds alone, streams, the tasks it waits for, busy ranks, whether
-    it computes, and the classes that communicate in it; `meets`: in a collective."""
+    it computes, and the classes that communicate in it; `meets`: in a collective; `moving`: of its seconds those of the
+    bytes that it moves."""
 
     seconds: float
     streams: tuple[int, ...]
@@ -32,6 +36,7 @@ class _Task(NamedTuple):
     computes: bool = True
     classes: tuple[int, ...] = ()
     meets: bool = False
+    moving: float = 0.0
 
 
 class _Timed(NamedTuple):
@@ -44,12 +49,15 @@ class _Timed(NamedTuple):
 def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledProgram:
     """The program with the seconds that its parts take on shared cores, quantized as all durations."""
     ranks = sum(program.classes.sizes)
-    if ranks == 1 or (ranks <= sharing.cores and not sharing.communication and not sharing.jitter):
+    others = ranks > 1 and (sharing.communication or sharing.jitter)
+    if ranks + (sharing.feeding > 0) <= sharing.cores and not others:
         return program
     tasks: list[_Task] = []
     timed: list[_Timed] = []
     _Flattened(program, tasks, timed).run(program.main, [() for _ in program.main.columns])
-    seconds = _run(tasks, len(program.streams), len(program.classes.sizes), sharing)
+    streams = len(program.streams)
+    tasks.append(_Task(sharing.feeding, (streams,), (), 1))
+    seconds = _run(tasks, streams + 1, len(program.classes.sizes), sharing)
     out = copy(program)
     out.main = _with_seconds(program.main, program.streams, iter(timed), seconds)
     return out
@@ -102,8 +110,12 @@ class _Flattened:
         ranks = 0 if sleeps else sum([self._program.classes.sizes[c] for c in part.classes])
         among = part.classes if part.communicates else ()
         meets = part.communicates and part.sources == part.targets != () and ranks > 1
-        computes = not (part.communicates or sleeps)
-        return _Task(part.duration, part.streams, (), ranks, computes, among, meets)
+        computes, moving = not (part.communicates or sleeps), 0.0
+        if computes and part.sources:
+            ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+            first = self._program.classes.first[part.classes[0]]
+            moving = min(part.duration, self._program.cost.moving(op.spec, op.attributes, ins, outs, first))
+        return _Task(part.duration, part.streams, (), ranks, computes, among, meets, moving)
 
 
 def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharing) -> list[float]:
@@ -111,10 +123,13 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
     missing, after = _order(tasks, streams)
     met = [0.0] * classes
     """When each class last communicated."""
-    now = work = 0.0  # seconds since the start, and those of compute that each computing task has had since then
+    now = 0.0
     busy = [0, 0]  # ranks that communicate, that compute
-    running: tuple[list[tuple[float, int]], list[tuple[float, int]]] = [], []
-    """Tasks by their end: of communication in `now`, of compute in `work`."""
+    running: list[list[tuple[float, int]]] = [[], [], []]
+    """The tasks that communicate, that compute, and of those that compute the ones whose bytes are left: each by its
+    end in seconds of its kind, as in `clock`."""
+    clock = [0.0, 0.0, 0.0]
+    """By kind: the seconds that each such task has had since the start."""
     start, taken = [0.0] * len(tasks), [0.0] * len(tasks)
     ready = [k for k, n in enumerate(missing) if not n]
     while True:
@@ -123,19 +138,23 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
             busy[task.computes] += task.ranks
             start[k] = now
             waits = sharing.late(now - min([met[c] for c in task.classes])) if task.meets else 0.0
-            heappush(running[task.computes], ((work if task.computes else now) + task.seconds + waits, k))
+            kind = int(task.computes)
+            heappush(running[kind], (clock[kind] + task.seconds - task.moving + waits, k))
         ready.clear()
-        communicating, computing = running
-        slower = sharing.slower(busy[1] + busy[0] * sharing.communication)
-        if computing and (end := now + (computing[0][0] - work) * slower) <= (communicating or [(end, 0)])[0][0]:
-            work, k = heappop(computing)
-            now = end
-        elif communicating:
-            end, k = heappop(communicating)
-            now, work = end, work + (end - now) / slower
-        else:
+        ranks = busy[1] + busy[0] * sharing.communication
+        slower = sharing.slower(ranks)
+        rates = 1.0, slower, slower * sharing.contended(ranks)
+        ends = [(now + (first[0][0] - clock[i]) * rates[i], i) for i, first in enumerate(running) if first]
+        if not ends:
             return taken
-        task = tasks[k]
+        end, kind = min(ends)
+        _, k = heappop(running[kind])
+        for i, rate in enumerate(rates):
+            clock[i] += (end - now) / rate
+        now, task = end, tasks[k]
+        if kind == 1 and task.moving:
+            heappush(running[2], (clock[2] + task.moving, k))
+            continue
         busy[task.computes] -= task.ranks
         taken[k] = now - start[k]
         for c in task.classes:

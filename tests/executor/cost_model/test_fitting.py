@@ -97,6 +97,22 @@ def test_errors() -> None:
 
 def test_the_nearest_stays_within_limits() -> None:
     def f(x):
-        return math.log(x[0] / 3) ** 2 + math.log(x[1] / 50) ** 2
+        return [math.log(x[0] / 3), math.log(x[1] / 50)]
 
-    assert nearest(f, [1.0, 1.0], [(0.1, 100.0), (0.1, 10.0)]) == pytest.approx([3.0, 10.0], rel=0.05)
+    assert nearest(f, [1.0, 1.0], [(0.1, 100.0), (0.1, 10.0)]) == pytest.approx([3.0, 10.0], rel=0.01)
+    assert nearest(f, [1.0, 1.0], [(0.1, 2.0), (0.1, 100.0)]) == pytest.approx([2.0, 50.0], rel=0.01)
+
+
+def test_the_nearest_in_a_narrow_valley() -> None:
+    """Two numbers that nearly replace each other: one after the other they would hardly move."""
+
+    def f(x):
+        return [math.log(x[0] * x[1] / 20), 0.05 * math.log(x[0] / x[1] / 5), 0.3 * (x[2] - 2) ** 2]
+
+    found = nearest(f, [1.0, 1.0, 1.0], [(1e-3, 1e3)] * 3)
+    assert found[:2] == pytest.approx([10.0, 2.0], rel=0.02)
+    assert found[2] == pytest.approx(2.0, rel=0.05)
+
+
+def test_the_nearest_where_a_number_makes_no_difference() -> None:
+    assert nearest(lambda x: [math.log(x[0] / 3)], [1.0, 5.0], [(0.1, 10.0)] * 2) == pytest.approx([3.0, 5.0], rel=0.01)

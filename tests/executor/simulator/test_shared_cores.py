@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -36,23 +37,51 @@ def simulated(
 
 
 def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bool:
-    """Whether each op of compute got its seconds alone, at the rate that is left to it by what is busy beside it; and
-    communication its own."""
+    """Whether each op of compute got its seconds alone, at the rate that is left to it by what is busy beside it, last
+    those of its bytes at theirs; and communication its own. The process that feeds the ranks is busy from the begin
+    until it has its seconds."""
+    what = alone.program.cost.topology.devices[0]
     events = list(zip(alone.trace, shared.trace, strict=True))
-    edges = sorted({t for _, e in events for t in (e.ts, e.ts + e.dur)})
     weights = [(e.ts, e.ts + e.dur, 1.0 if e.tid == "compute" else sharing.communication) for _, e in events]
-    spans = [(a, b, sharing.slower(sum([w for s, t, w in weights if s <= a and b <= t]))) for a, b in pairwise(edges)]
+    edges = sorted({0.0, *[t for s, e, _ in weights for t in (s, e)]})
+
+    def busy(a: float, b: float) -> float:
+        return sum([w for s, t, w in weights if s <= a and b <= t])
+
+    left, end = sharing.feeding, 0.0
+    for a, b in pairwise([*edges, math.inf]):
+        rate = sharing.slower(busy(a, b) + 1.0)
+        end = min(b, a + left * rate)
+        left -= (end - a) / rate
+        if end < b:
+            break
+    weights.append((0.0, end, 1.0))
+    spans = [(a, b, busy(a, b)) for a, b in pairwise(sorted({*edges, end}))]
     for before, after in events:
         got = after.dur
         if before.tid == "compute":
-            got = sum([(b - a) / slower for a, b, slower in spans if after.ts <= a and b <= after.ts + after.dur])
+            op = before.op
+            ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
+            moving = min(before.dur, alone.program.cost.moving(op.spec, op.attributes, ins, outs, what))
+            got, left = 0.0, before.dur - moving
+            for a, b, n in spans:
+                if after.ts <= a and b <= after.ts + after.dur:
+                    slower = sharing.slower(n)
+                    done = min(left, (b - a) / slower)
+                    left -= done
+                    got += done + (b - a - done * slower) / slower / sharing.contended(n)
         if got != pytest.approx(before.dur, rel=1e-6, abs=1e-12):
             return False
     return True
 
 
 SHARINGS = st.builds(
-    CoreSharing, st.integers(1, 3), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.6, 1.0]), st.just(0.0)
+    CoreSharing,
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.2]),
+    st.sampled_from([0.0, 0.6, 1.0]),
+    st.just(0.0),
+    st.sampled_from([0.0, 2e-5, 1.0]),
 )
 
 
@@ -132,9 +161,16 @@ def test_chains_by_hand(cores: int, lengths: list[int], seconds: list[float]) ->
     assert [shared.timestamps[d] * 1e3 for d in t.devices[: len(lengths)]] == pytest.approx(seconds)
 
 
-def test_compute_beyond_the_cores_is_slower_than_in_proportion() -> None:
-    f, t = chains([2, 2, 2, 2])
-    assert simulated(f, t, CoreSharing(2, beyond=0.1)).seconds * 1e3 == pytest.approx(4 * 1.1)
+def test_bytes_take_longer_beside_other_ranks() -> None:
+    """Each op launches for 1 ms and moves bytes for 1 ms. Of three ranks on two cores each gets two thirds of a core,
+    and the bytes of each wait for those of two others."""
+    f, t = chains([1, 1, 1])
+    assert t.regular is not None
+    spec = replace(t.regular.spec, dram_bandwidth=8e3, memory_efficiency=1.0)
+    t = Topology(replace(t.regular, spec=spec))
+    for cores, ms in ((2, 1.5 * (1 + 1.2)), (3, 1 + 1.2)):
+        shared = simulated(f, t, CoreSharing(cores, contention=0.1))
+        assert [shared.timestamps[d] * 1e3 for d in t.devices[:3]] == pytest.approx([ms] * 3)
 
 
 def reduced(*compute: int) -> tuple[Function, Topology]:
@@ -163,6 +199,17 @@ def test_the_ranks_of_a_collective_do_not_arrive_together(compute: list[int]) ->
     assert shared - alone == pytest.approx(expected)
     late = CoreSharing(2, jitter=1e-3).late
     assert [late(x) for x in (0.0, 1e-6, 1.0)] == pytest.approx([0.0, 0.5e-6, 1e-3**0.5 - 1e-3], rel=1e-3)
+
+
+def test_the_process_that_feeds_the_ranks_takes_a_core() -> None:
+    """Beside two ranks on two cores, for 2 ms of its own: all three get two thirds of a core until 3 ms; then the ranks
+    have a core each. With a core of its own it slows none, and the step does not wait for it."""
+    f, t = chains([4, 4])
+    fed = simulated(f, t, CoreSharing(2, communication=0.0, feeding=2e-3))
+    assert [fed.timestamps[d] * 1e3 for d in t.devices[:2]] == pytest.approx([5, 5])
+    f, t = chains([4, 2])
+    fed = simulated(f, t, CoreSharing(3, communication=0.0, feeding=1.0))
+    assert [fed.timestamps[d] * 1e3 for d in t.devices[:2]] == pytest.approx([4, 2])
 
 
 def test_what_is_issued_takes_a_core() -> None:
