@@ -27,6 +27,7 @@ from distir.ir.errors import InfeasibleError, IRTypeError, UsageError, WorkerErr
 from distir.ir.function import Function, FunctionMaker, Op, Role, Value
 from distir.ir.type import REPLICATE, Float32, Float64, Shard, Tensor
 from distir.ops.rules import tensor
+from distir.runtime import pieces
 from distir.runtime.options import STAGED, backend_on
 from distir.runtime.outcome import Outcome
 from distir.transforms.differentiation.training import SGD, initial_state, training_step
@@ -116,6 +117,28 @@ def test_memory_mapped_and_broadcast_arrays_are_not_copied(tmp_path: Path):
     result = run(main, [mapped, np.broadcast_to(np.float32(2), (BATCH, 3))], timeout=300)
     np.testing.assert_array_equal(result.inputs[0], np.asarray(mapped) + 2)
     file.unlink()
+
+
+def test_files_with_data_are_removed_once_their_step_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those of the run, of which two are ahead; not those of the user."""
+    monkeypatch.setattr(pieces, "_INLINE_BYTES", 0)
+    main = counter()
+    w, x = main.inputs
+    own = tmp_path / "own.bin"
+    np.arange(BATCH * 3, dtype=np.float32).tofile(own)
+    mapped = np.memmap(own, np.float32, "r", 0, (BATCH, 3))
+    left: list[int] = []
+    result = run(
+        main,
+        {w: np.zeros((BATCH, 3), np.float32)},
+        6,
+        data=lambda k: {x: mapped if k % 3 == 2 else np.arange(BATCH * 3, dtype=np.float32).reshape(BATCH, 3)},
+        timeout=300,
+        on_step=lambda *_: left.append(len(list(tmp_path.glob("distir-*/data*")))),
+    )
+    np.testing.assert_array_equal(result.inputs[0], 6 * np.asarray(mapped))
+    assert left == [1, 1, 2, 1, 0, 0]
+    assert own.exists()
 
 
 def train(schedule: str) -> tuple[Function, Function, list[np.ndarray]]:
