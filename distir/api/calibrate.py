@@ -391,8 +391,9 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     found = alone(nearest(lambda x: far(alone(x), steps[1]), [1.0] * len(bounds), bounds))
     if inline and len(steps) > 1:
         every = [step for measured in steps.values() for step in measured]
-        limits = [(_LEAST, _MOST), (_LEAST, _MOST), (_LEAST, _MOST), (1e-3, 10.0), (1e-6, 1.0), (1e-6, 1e-2)]
-        found = shared(nearest(lambda x: far(shared(x), every), [1.0, 2.0, 1.0, 0.5, 5e-4, 5e-4], limits))
+        factor = _LEAST, _MOST
+        start, limits = [1.0, 2.0, 1.0, 0.5, 5e-4, 5e-4], [factor] * 3 + [(1e-3, 10.0), (1e-6, 1.0), (1e-6, 1e-2)]
+        found = shared(nearest(lambda x: far(shared(x), every), start, limits))
     return replace(found, ratios={n: tuple(ratios_of(found, _in_runs(rows))) for n, rows in sorted(steps.items())})
 
 
@@ -461,9 +462,7 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
     if f.sharing is not None:
         lines += ["", "[sharing]", f"cores = {f.sharing.cores}", f"contention = {_number(f.sharing.contention)}"]
         lines += [f"communication = {_number(f.sharing.communication)}"]
-        lines += [
-            f"{k}_us = {_number(x * 1e6)}" for k, x in (("jitter", f.sharing.jitter), ("feeding", f.sharing.feeding))
-        ]
+        lines += [f"jitter_us = {_number(f.sharing.jitter * 1e6)}", f"feeding_us = {_number(f.sharing.feeding * 1e6)}"]
     for n, ratios in f.ratios.items():
         lines += ["", "[[residuals]]", f"ranks = {n}", f"steps = {len(ratios)}"]
         lines += [f"low = {_number(min(ratios))}", f"high = {_number(max(ratios))}"]

@@ -93,6 +93,11 @@ class DeviceSpec:
     fp8: float = 1.0
 
     @property
+    def bandwidth(self) -> float:
+        """The bytes/s of its memory that large kernels reach."""
+        return self.dram_bandwidth * self.memory_efficiency
+
+    @property
     def capacity(self) -> float:
         """The bytes that a program, with all that it needs, may use."""
         return self.usable or self.memory

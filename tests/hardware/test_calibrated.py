@@ -53,6 +53,7 @@ cores = 2
 contention = 0.5
 communication = 0.25
 jitter_us = 40
+feeding_us = 300
 
 [[residuals]]
 ranks = 1
@@ -111,7 +112,11 @@ def test_an_interval_is_of_as_many_ranks(file: Path, ranks: int, low: float, hig
 def test_ranks_that_share_cores(file: Path) -> None:
     cluster = load_cluster(file, devices=4).regular
     assert cluster is not None
-    assert (cluster.nodes, cluster.per_node, cluster.sharing) == (1, 4, pytest.approx(CoreSharing(2, 0.5, 0.25, 4e-5)))
+    assert (cluster.nodes, cluster.per_node, cluster.sharing) == (
+        1,
+        4,
+        pytest.approx(CoreSharing(2, 0.5, 0.25, 4e-5, 3e-4)),
+    )
     assert CostModel(load_cluster(file)).sharing == cluster.sharing
     assert CostModel.distir2021(load_cluster(file)).sharing is None
     assert load_cluster("cpu-2core").regular.sharing is None  # type: ignore[union-attr]

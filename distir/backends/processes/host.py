@@ -130,8 +130,8 @@ class _Ranks:
     def _completed(self, step: int) -> None:
         reports = [report for _, report in sorted(self.reports.pop(step).items())]
         self.outcome.add(self.job, reports)
-        for path in self.files.pop(step, ()):
-            path.unlink()
+        for file in self.files.pop(step, ()):
+            file.unlink()
         self._feed()
         self.outcome.announce(self.job, self.callbacks, reports)
 
@@ -142,9 +142,10 @@ class _Ranks:
             return
         self.fed += 1
         fresh = self.job.feed(step)
+        files = {k: self.folder / f"data{k}.{step}" for k in fresh}
         with temporary():
-            shipped = {k: ship(x, self.folder / f"data{k}.{step}") for k, x in fresh.items()}
-        self.files[step] = [Path(x.path) for x in shipped.values() if x.path and Path(x.path).parent == self.folder]
+            shipped = {k: ship(x, files[k]) for k, x in fresh.items()}
+        self.files[step] = [file for k, file in files.items() if shipped[k].path == str(file)]
         message = ForkingPickler.dumps(shipped)
         for link in self.processes.links:
             try:

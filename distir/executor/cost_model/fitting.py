@@ -18,8 +18,6 @@ _ROUNDS = 5
 """Of `fit_robust`: each leaves out more of what is far from the fit."""
 _FAR = 3.0
 """Deviations, as multiples of their median, from which a measurement is taken for one that was disturbed."""
-
-
 _STEPS = 20
 """Of `nearest`, at most. The others are of logarithms: the difference for derivatives, the longest step, and one too
 short to go on."""

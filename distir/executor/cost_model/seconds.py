@@ -121,7 +121,7 @@ class CostModel:
         seconds = memo.get(key)
         if seconds is None:
             seconds = self.compute_seconds(spec, attrs, ins, outs, what) + self._gap
-            seconds += moved / (what.dram_bandwidth * what.memory_efficiency)
+            seconds += moved / what.bandwidth
             if fused is not UNFUSED:
                 seconds = self._in_chain(seconds, ins, outs, what, fused)
             seconds = memo[key] = quantize(seconds)
@@ -130,7 +130,7 @@ class CostModel:
     def moving(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device) -> float:
         """Seconds in which the bytes that an op reads and writes pass at the bandwidth of a device's memory."""
         what = self.topology.spec(device)
-        return work(spec, attrs, ins, outs)[1] / (what.dram_bandwidth * what.memory_efficiency)
+        return work(spec, attrs, ins, outs)[1] / what.bandwidth
 
     @property
     def sharing(self) -> CoreSharing | None:
@@ -153,7 +153,7 @@ class CostModel:
         """The bytes/s of operands and results that an op limited by memory reaches."""
         narrow = any(isinstance(t, Tensor) and t.dtype.floating and t.dtype.size < 4 for t in (*ins, *outs))
         passes = self.runtime.passes if self.runtime is not None and narrow else 1.0
-        return what.dram_bandwidth * what.memory_efficiency / passes
+        return what.bandwidth / passes
 
     def issue(
         self,
@@ -283,7 +283,7 @@ class CostModel:
         if spec.comm is not None and spec.comm.seconds is not None:
             return spec.comm.seconds(attrs)
         flops, size = work(spec, attrs, ins, outs, self.runtime is not None and self.runtime.zigzag)
-        bandwidth = what.dram_bandwidth * what.memory_efficiency if spec.kernel else self._bandwidth(ins, outs, what)
+        bandwidth = what.bandwidth if spec.kernel else self._bandwidth(ins, outs, what)
         dtype = computed_in(ins, outs)
         if spec.kernel == "product" and what.unaligned < 1 and not _aligned(dtype, (*ins, *outs)):
             flops /= what.unaligned
@@ -291,7 +291,7 @@ class CostModel:
         if not in_fp8 and (measured := what.speed(spec.timed_as, dtype)) is not None:
             return measured.seconds(flops, size)
         if (moved := self._moved(spec, ins)) is not None:
-            size, bandwidth = moved, what.dram_bandwidth * what.memory_efficiency
+            size, bandwidth = moved, what.bandwidth
         if self.more_kernels(spec, ins) and isinstance(ins[0], Tensor):
             size += _APART_BYTES * math.prod(ins[0].shape)
         seconds = size / bandwidth
@@ -308,7 +308,7 @@ class CostModel:
                 limit = (flops + math.sqrt(half * flops)) / (peak * efficiency * share)
             seconds = max(seconds, limit)
         if spec.kernel == "attention" and self.runtime is not None and self.runtime.expands_keys:
-            seconds += _expanded(ins) / (what.dram_bandwidth * what.memory_efficiency)
+            seconds += _expanded(ins) / what.bandwidth
         return seconds + what.kernel_launch_overhead
 
     def peak(self, spec: Spec, ins: Types, outs: Types, what: DeviceSpec) -> float:

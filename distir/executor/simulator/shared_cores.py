@@ -54,7 +54,7 @@ def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledP
         return program
     tasks: list[_Task] = []
     timed: list[_Timed] = []
-    _Flattened(program, tasks, timed).run(program.main, [() for _ in program.main.columns])
+    _Flattened(program, tasks, timed, sharing.contention > 0).run(program.main, [() for _ in program.main.columns])
     streams = len(program.streams)
     tasks.append(_Task(sharing.feeding, (streams,), (), 1))
     seconds = _run(tasks, streams + 1, len(program.classes.sizes), sharing)
@@ -64,10 +64,13 @@ def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledP
 
 
 class _Flattened:
-    """Adds the tasks of runs of code to `tasks`, calls expanded, and those of each part to `timed`."""
+    """Adds the tasks of runs of code to `tasks`, calls expanded, and those of each part to `timed`. `contended`: the
+    bytes that they move count."""
 
-    def __init__(self, program: CompiledProgram, tasks: list[_Task], timed: list[_Timed]) -> None:
-        self._program, self._tasks, self._timed = program, tasks, timed
+    def __init__(
+        self, program: CompiledProgram, tasks: list[_Task], timed: list[_Timed], contended: bool = False
+    ) -> None:
+        self._program, self._tasks, self._timed, self._contended = program, tasks, timed, contended
         self._parts: dict[Code, list[_Task]] = {}
 
     def run(self, code: Code, given: Iterable[Sequence[int]]) -> list[Sequence[int]]:
@@ -111,7 +114,7 @@ class _Flattened:
         among = part.classes if part.communicates else ()
         meets = part.communicates and part.sources == part.targets != () and ranks > 1
         computes, moving = not (part.communicates or sleeps), 0.0
-        if computes and part.sources:
+        if self._contended and computes and part.sources:
             ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
             first = self._program.classes.first[part.classes[0]]
             moving = min(part.duration, self._program.cost.moving(op.spec, op.attributes, ins, outs, first))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distir.ir import Device, Function, FunctionMaker
+from distir.ir.spec import Spec, lookup
 from distir.ir.type import Float64, Placement, Shard, Tensor
 from distir.models.gpt import gpt
 from distir.ops.rules import shape_of, tensor
@@ -22,7 +23,7 @@ from distir.transforms.rewriting.fuse import fuse
 from distir.transforms.roles import batch_dims, weights
 from distir.transforms.sharding.classes import all_classes
 from distir.transforms.sharding.graph import graph_of
-from distir.transforms.sharding.place import place_all, view
+from distir.transforms.sharding.place import View, place_all, view
 from distir.transforms.sharding.quotient import quotient
 from distir.transforms.sharding.seeds import tensor_parallel
 from distir.transforms.sharding.shares import shares
@@ -177,6 +178,15 @@ def test_a_quotient_merges_what_cannot_be_told_apart() -> None:
         assert len(small.sigs) == ops, (second, outputs)
 
 
+def with_split(function: Function, spec: Spec) -> tuple[View, View]:
+    """The graph in which the ops of one kind may be split along their first dim, and its quotient."""
+    graph = graph_of(function)
+    mappings = all_classes(graph, 2, 1).mappings
+    split = [[(row[0][0], 0)] if sig.spec is spec else [] for sig, row in zip(graph.sigs, mappings, strict=True)]
+    full = view(graph, split, shares(graph))
+    return full, quotient(graph, full).view
+
+
 @pytest.mark.parametrize("layers", [3, 4, 9])
 def test_what_several_ops_take_is_converted_once_in_a_quotient(layers: int) -> None:
     """As in the whole graph, though ops of a quotient stand for several."""
@@ -190,11 +200,7 @@ def test_what_several_ops_take_is_converted_once_in_a_quotient(layers: int) -> N
         for _ in range(3):
             x = f.emit("Neg", x)
     f.set_outputs([x])
-    graph = graph_of(f.finalize())
-    mappings = all_classes(graph, 2, 1).mappings
-    split = [[(row[0][0], 0)] if sig.spec.name == "Exp" else [] for sig, row in zip(graph.sigs, mappings, strict=True)]
-    full = view(graph, split, shares(graph))
-    small = quotient(graph, full).view
+    full, small = with_split(f.finalize(), lookup("Exp"))
     assert layers in small.times
     whole, merged = (place_all(v, 2, {0}) for v in (full, small))
     assert whole.collectives == merged.collectives == 1
@@ -210,11 +216,7 @@ def test_what_ops_that_differ_take_is_converted_for_most_in_a_quotient(layers: i
         y = f.emit("Exp", f.emit("Tanh", f.emit("Tanh", x)))
         x = f.emit("Abs", f.emit("Abs", f.emit("Add", f.emit("Neg", x), y)))
     f.set_outputs([x])
-    graph = graph_of(f.finalize())
-    mappings = all_classes(graph, 2, 1).mappings
-    split = [[(row[0][0], 0)] if sig.spec.name == "Exp" else [] for sig, row in zip(graph.sigs, mappings, strict=True)]
-    full = view(graph, split, shares(graph))
-    small = quotient(graph, full).view
+    full, small = with_split(f.finalize(), lookup("Exp"))
     sums = [n for sig, n in zip(small.sigs, small.times, strict=True) if sig.spec.name == "Add"]
     assert sums == [1, layers - 1]
     assert place_all(full, 2, {0}).collectives == layers
