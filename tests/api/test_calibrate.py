@@ -143,6 +143,14 @@ def test_figures_of_exact_steps() -> None:
     assert all([0.95 < x < 1.05 for ratios in found.ratios.values() for x in ratios])
 
 
+def test_some_training_steps_are_timed_on_several_ranks() -> None:
+    """The first of them is too small for four."""
+    three = [Training(f"8,{n},8", 16, "sgd", 2) for n in (8, 16, 32)]
+    what = Suite(three, None, (), (1, 2, 4), (64,), spread=(0, 2))
+    timed = {n: [three.index(t) for t, _ in module._timed(what, n)] for n in what.ranks}
+    assert timed == {1: [0, 1, 2], 2: [0, 2], 4: [2]}
+
+
 def test_the_host_of_a_gpu_issues_ops() -> None:
     gpu = replace(FIGURES, kind="gpu")
     slow = replace(gpu, op=8e-5)

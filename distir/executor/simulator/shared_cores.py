@@ -27,7 +27,7 @@ from distir.ir.topology import CoreSharing
 class _Task(NamedTuple):
     """A part of the program, or the issue of one: seconds alone, streams, the tasks it waits for, busy ranks, whether
     it computes, and the classes that communicate in it; `meets`: in a collective; `moving`: of its seconds those of the
-    bytes that it moves."""
+    bytes that it moves; `feeds`: the processes, other than ranks, that are busy."""
 
     seconds: float
     streams: tuple[int, ...]
@@ -37,6 +37,7 @@ class _Task(NamedTuple):
     classes: tuple[int, ...] = ()
     meets: bool = False
     moving: float = 0.0
+    feeds: int = 0
 
 
 class _Timed(NamedTuple):
@@ -49,14 +50,14 @@ class _Timed(NamedTuple):
 def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledProgram:
     """The program with the seconds that its parts take on shared cores, quantized as all durations."""
     ranks = sum(program.classes.sizes)
-    others = ranks > 1 and (sharing.communication or sharing.jitter)
-    if ranks + (sharing.feeding > 0) <= sharing.cores and not others:
+    beside = ranks > 1 and (sharing.communication or sharing.contention or sharing.jitter)
+    if ranks + (sharing.feeding > 0) <= sharing.cores and not beside:
         return program
     tasks: list[_Task] = []
     timed: list[_Timed] = []
     _Flattened(program, tasks, timed, sharing.contention > 0).run(program.main, [() for _ in program.main.columns])
     streams = len(program.streams)
-    tasks.append(_Task(sharing.feeding, (streams,), (), 1))
+    tasks.append(_Task(sharing.feeding, (streams,), (), feeds=1))
     seconds = _run(tasks, streams + 1, len(program.classes.sizes), sharing)
     out = copy(program)
     out.main = _with_seconds(program.main, program.streams, iter(timed), seconds)
@@ -128,6 +129,7 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
     """When each class last communicated."""
     now = 0.0
     busy = [0, 0]  # ranks that communicate, that compute
+    feeding = 0
     running: list[list[tuple[float, int]]] = [[], [], []]
     """The tasks that communicate, that compute, and of those that compute the ones whose bytes are left: each by its
     end in seconds of its kind, as in `clock`."""
@@ -139,13 +141,14 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
         for k in ready:
             task = tasks[k]
             busy[task.computes] += task.ranks
+            feeding += task.feeds
             start[k] = now
             waits = sharing.late(now - min([met[c] for c in task.classes])) if task.meets else 0.0
             kind = int(task.computes)
             heappush(running[kind], (clock[kind] + task.seconds - task.moving + waits, k))
         ready.clear()
         ranks = busy[1] + busy[0] * sharing.communication
-        slower = sharing.slower(ranks)
+        slower = sharing.slower(ranks + feeding)
         rates = 1.0, slower, slower * sharing.contended(ranks)
         ends = [(now + (first[0][0] - clock[i]) * rates[i], i) for i, first in enumerate(running) if first]
         if not ends:
@@ -159,6 +162,7 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
             heappush(running[2], (clock[2] + task.moving, k))
             continue
         busy[task.computes] -= task.ranks
+        feeding -= task.feeds
         taken[k] = now - start[k]
         for c in task.classes:
             met[c] = now

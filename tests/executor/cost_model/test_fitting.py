@@ -97,8 +97,12 @@ def test_errors() -> None:
 
 def test_the_nearest_stays_within_limits() -> None:
     def f(x):
+        seen.append(x)
         return [math.log(x[0] / 3), math.log(x[1] / 50)]
 
+    seen: list[list[float]] = []
+    assert nearest(f, [1.0, 10.0], [(0.1, 100.0), (0.1, 10.0)]) == pytest.approx([3.0, 10.0], rel=0.01)
+    assert max([b for _, b in seen]) < 10.0 * (1 + 1e-9)
     assert nearest(f, [1.0, 1.0], [(0.1, 100.0), (0.1, 10.0)]) == pytest.approx([3.0, 10.0], rel=0.01)
     assert nearest(f, [1.0, 1.0], [(0.1, 2.0), (0.1, 100.0)]) == pytest.approx([2.0, 50.0], rel=0.01)
 
