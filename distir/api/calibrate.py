@@ -36,7 +36,7 @@ from distir.executor.cost_model.fitting import (
     nearest,
     nonnegative,
 )
-from distir.hardware import among, host_cores, load_cluster, load_runtime
+from distir.hardware import MIB, among, host_cache, host_cores, load_cluster, load_runtime
 from distir.ir.errors import UsageError, counted
 from distir.ir.files import check_writable, written
 from distir.ir.topology import CoreSharing, OpSpeed, Regular, Topology
@@ -112,17 +112,19 @@ def suite(device: str, count: int) -> Suite:
 
 
 class Links(NamedTuple):
-    """Latencies in seconds, bandwidths in bytes/s: of transfers between two ranks, and of the ring of an all-reduce."""
+    """Latencies in seconds, bandwidths in bytes/s: of transfers between two ranks, and of the ring of an all-reduce, of
+    which `base` is the start and `step` the latency of each step."""
 
     latency: float
     bandwidth: float
     base: float
+    step: float
     ring: float
     error: Error = Error(0.0, 0.0, 0)
 
-    def delayed(self, factor: float) -> Links:
-        """The links with `factor` times the seconds of small messages."""
-        return self._replace(latency=self.latency * factor, base=self.base * factor)
+    def delayed(self, transfers: float, rings: float) -> Links:
+        """The links with so many times the seconds of small messages, in transfers and in collectives."""
+        return self._replace(latency=self.latency * transfers, base=self.base * rings, step=self.step * rings)
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ class Figures:
     op: float = 0.0
     slower: float = 1.0
     """How many times as long as alone compute takes in steps: the figures are of steps."""
+    cache: float = 0.0
+    """Bytes of a core's own cache."""
     sharing: CoreSharing | None = None
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     """By numbers of ranks: of the steps on so many measured / predicted."""
@@ -215,7 +219,9 @@ def calibrate(
     links = _links(what, device, phases)
     usual = load_runtime("distir").communication
     issue, transfer = (median(x) if x else usual for x in (profiled.issues, profiled.sends))
-    figures = fit_figures(profiled.samples, Figures(kind, count, memory, OpSpeed(), {}, {}, links, issue, transfer))
+    cache = host_cache() if kind == "cpu" else 0.0
+    known = Figures(kind, count, memory, OpSpeed(), {}, {}, links, issue, transfer, cache=cache)
+    figures = fit_figures(profiled.samples, known)
     measured = _measure_steps(what, options, phases)
     phases.next("fitting")
     figures = fit_steps(figures, measured)
@@ -287,7 +293,8 @@ def _timed(what: Suite, ranks: int) -> list[tuple[Training, list[Plan]]]:
 def _count(what: Suite, device: str) -> int:
     steps = sum(len(plans) for n in what.ranks for _, plans in _timed(what, n)) + len(_launched(what, device))
     others = len(what.dtypes) if what.products is not None else 0
-    return sum([len(t.microbatches) for t in what.trainings]) + others + (2 if len(what.ranks) > 1 else 0) + steps + 1
+    several = 2 + len(_split(what)) if len(what.ranks) > 1 else 0
+    return sum([len(t.microbatches) for t in what.trainings]) + others + several + steps + 1
 
 
 def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
@@ -304,13 +311,23 @@ def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
         phases.next("issuing communication")
         found.issues.extend(measure_ops(what.trainings[0].model(), Plan(tp=2), options).issues)
         found.sends.extend(measure_ops(what.trainings[0].model(), Plan(pp=2, microbatches=4), options).sends)
+        known = {(s.op, s.dtype) for s in found.samples}
+        for t, plan in _split(what):
+            phases.next("ops of split programs")
+            samples = measure_ops(t.model(), plan, options).samples
+            found.samples.extend(s for s in samples if (s.op, s.dtype) not in known)
     return found
+
+
+def _split(what: Suite) -> list[tuple[Training, Plan]]:
+    """Programs on two ranks, which may have ops that none on one rank has."""
+    return [(t, plan) for t, _ in _timed(what, 2) for plan in (Plan(tp=2), Plan(pp=2))]
 
 
 def _links(what: Suite, device: str, phases: _Phases) -> Links:
     """The links between two ranks; without a second device those of a loop within the first, which are never used."""
     if len(what.ranks) < 2:
-        return Links(0.0, 1e10, 0.0, 1e10)
+        return Links(0.0, 1e10, 0.0, 0.0, 1e10)
     from distir.backends.processes.bench_collectives import bench_collectives
 
     phases.next("collectives")
@@ -320,11 +337,16 @@ def _links(what: Suite, device: str, phases: _Phases) -> Links:
 
 
 def fit_links(transfers: Sequence[tuple[float, float]], reductions: Sequence[tuple[float, float]]) -> Links:
-    """Links from (bytes, seconds) of transfers and of all-reduces between two ranks, in a ring of two steps."""
+    """Links from (bytes, seconds) of transfers and of all-reduces between two ranks, in a ring of two steps.
+
+    A step of the ring has the latency of a transfer; but where an all-reduce takes less than two (in shared memory each
+    rank reads what it needs, and all are told once), half of the all-reduce.
+    """
     latency, bandwidth = fit_transfer(*zip(*transfers, strict=True))
     both, ring = fit_transfer(*zip(*reductions, strict=True))
     pairs = [(latency + n / bandwidth, s) for n, s in transfers] + [(both + n / ring, s) for n, s in reductions]
-    return Links(latency, bandwidth, max(0.0, both - 2 * latency), ring, errors(*zip(*pairs, strict=True)))
+    step = min(latency, both / 2)
+    return Links(latency, bandwidth, both - 2 * step, step, ring, errors(*zip(*pairs, strict=True)))
 
 
 def fit_figures(samples: Sequence[Sample], known: Figures) -> Figures:
@@ -367,23 +389,24 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     The sum of squared logarithms of these ratios is least: first over the steps of one rank, for compute and calls (on
     GPUs what the host takes to issue an op, and launches in a graph); then on a CPU over all, for compute, what a
     transfer takes of a rank beside what its profile says (a thread wakes up for it, and again when it is done), the
-    latency of links (that of a benchmark differs by half from run to run), and how ranks share the cores.
+    latency of transfers and of collectives (those of benchmarks differ by half from run to run), and how ranks share
+    the cores.
     """
 
     def far(found: Figures, measured: Iterable[TimedStep]) -> list[float]:
         return [math.log(ratio) for ratio in ratios_of(found, measured)]
 
     inline = figures.kind == "cpu"
-    sharing = CoreSharing(figures.count, communication=1.0 if inline else 0.0)
+    sharing = CoreSharing(figures.count, communication=1.0 if inline else 0.0, cache=figures.cache)
 
     def alone(x: Sequence[float]) -> Figures:
         host = {"call" if inline else "op": x[1] * _HOST}
         return replace(figures, **host, sharing=sharing).slowed(x[0], *[less * _GAP for less in x[2:]])
 
     def shared(x: Sequence[float]) -> Figures:
-        slower, transfer, latency, contention, jitter, feeding = x
+        slower, transfer, latency, step, contention, jitter, feeding = x
         cores = sharing._replace(contention=contention, jitter=jitter, feeding=feeding)
-        links = figures.links.delayed(latency)
+        links = figures.links.delayed(latency, step)
         return replace(found.slowed(slower), transfer=figures.transfer * transfer, links=links, sharing=cores)
 
     # in a graph kernels follow each other more closely than with timestamps between them
@@ -392,7 +415,7 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     if inline and len(steps) > 1:
         every = [step for measured in steps.values() for step in measured]
         factor = _LEAST, _MOST
-        start, limits = [1.0, 2.0, 1.0, 0.5, 5e-4, 5e-4], [factor] * 3 + [(1e-3, 10.0), (1e-6, 1.0), (1e-6, 1e-2)]
+        start, limits = [1.0, 2.0, 1.0, 1.0, 0.5, 5e-4, 5e-4], [factor] * 4 + [(1e-3, 10.0), (1e-6, 1.0), (1e-6, 1e-2)]
         found = shared(nearest(lambda x: far(shared(x), every), start, limits))
     return replace(found, ratios={n: tuple(ratios_of(found, _in_runs(rows))) for n, rows in sorted(steps.items())})
 
@@ -454,14 +477,17 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
     link += [f"bus_gbs = {_number(links.ring / 1e9)}"]
     lines += ["", "[node]", f"devices = {f.count}", *link, "", "[[node.collective]]", 'kind = "ring"']
     lines += [f"base_us = {_number(links.base * 1e6)}"]
-    lines += [f"{k}_us = {_number(links.latency * 1e6)}" for k in ("intra", "inter")]
+    lines += [f"{k}_us = {_number(links.step * 1e6)}" for k in ("intra", "inter")]
     lines += ["", "[network]", *link, "note = 'As the node: other machines were not measured'"]
     lines += ["", "[runtime]", f"op_us = {_number(f.op * 1e6)}", f"communication_us = {_number(f.issue * 1e6)}"]
     lines += [f"transfer_us = {_number(f.transfer * 1e6)}", f"call_us = {_number(f.call * 1e6)}"]
     lines += ["inline = true" if f.kind == "cpu" else "graphs = true"]
     if f.sharing is not None:
         lines += ["", "[sharing]", f"cores = {f.sharing.cores}", f"contention = {_number(f.sharing.contention)}"]
-        lines += [f"communication = {_number(f.sharing.communication)}"]
+        lines += [
+            f"communication = {_number(f.sharing.communication)}",
+            f"cache_mib = {_number(f.sharing.cache / MIB)}",
+        ]
         lines += [f"jitter_us = {_number(f.sharing.jitter * 1e6)}", f"feeding_us = {_number(f.sharing.feeding * 1e6)}"]
     for n, ratios in f.ratios.items():
         lines += ["", "[[residuals]]", f"ranks = {n}", f"steps = {len(ratios)}"]
@@ -497,7 +523,7 @@ def _rows(f: Figures, samples: Sequence[Sample]) -> list[tuple[str, ...]]:
         rows.append(("issue of an op", f"{f.op * 1e6:.1f} us", "-", "-", "-"))
     if f.sharing is not None:
         late, fed = (f"{x * 1e6:.0f} us" for x in (f.sharing.jitter, f.sharing.feeding))
-        text = f"bytes x {f.sharing.contended(2):.2f} beside another rank, jitter {late}, feeding {fed}"
+        text = f"bytes x {f.sharing.contended(2):.2f} beside another core, jitter {late}, feeding {fed}"
         rows.append((f"sharing of {f.count} cores", text, "-", "-", "-"))
     for n, ratios in f.ratios.items():
         text = f"compute x {f.slower:.2f}"

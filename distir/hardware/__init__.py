@@ -18,10 +18,11 @@ bytes. `attention_efficiency` is that of FlashAttention-2, to which cuDNN's is `
 
 A cluster that was measured (`distir calibrate`) may also have the speeds of single ops, `[device.ops.DTYPE.OP]`; the
 runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (`CoreSharing`):
-`contention`, how many times longer bytes take for each other rank that is busy, `communication`, the share of a core
-that a rank takes while it communicates, `jitter_us`, how far compute varies, and `feeding_us`, how long in each step
-the process that started the ranks computes; and for numbers of `ranks`, `[[residuals]]`: the least and greatest of
-measured / predicted time of a step, `low` and `high`, in so many `steps`.
+`contention`, how many times longer bytes that the cache of a core, of `cache_mib`, does not hold take for each other
+core that is busy, `communication`, the share of a core that a rank takes while it communicates, `jitter_us`, how far
+compute varies, and `feeding_us`, how long in each step the process that started the ranks computes; and for numbers of
+`ranks`, `[[residuals]]`: the least and greatest of measured / predicted time of a step, `low` and `high`, in so many
+`steps`.
 
 Collectives of a node that were measured (`distir bench collectives --out`) may have a table each, `[[node.measured]]`:
 `collective` among `ranks` takes `us` for each of `bytes`. It counts instead of links and algorithms. `in_turn`: one
@@ -38,6 +39,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
@@ -120,6 +122,16 @@ def host_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def host_cache() -> int:
+    """The bytes of the level-2 cache of a core of this host; 1 MiB where Linux does not say."""
+    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        with suppress(OSError):
+            level, size = ((folder / x).read_text().strip() for x in ("level", "size"))
+            if level == "2" and size.endswith("K"):
+                return int(size[:-1]) << 10
+    return MIB
+
+
 def interpolated(points: Sequence[tuple[int, float]], n: float) -> float:
     """The value at n of points (number, value) in ascending order: linear between them, beyond the last in proportion
     to n, below the first the first's."""
@@ -170,7 +182,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _sharing(t: _Table) -> CoreSharing:
     contention, communication = t.figure("contention", 0.0), t.figure("communication", 1.0)
     jitter, feeding = (t.figure(key, 0.0) * 1e-6 for key in ("jitter_us", "feeding_us"))
-    return CoreSharing(t.whole("cores"), contention, communication, jitter, feeding)
+    cache = t.figure("cache_mib", 0.0) * MIB
+    return CoreSharing(t.whole("cores"), contention, communication, jitter, feeding, cache)
 
 
 def _residuals(t: _Table) -> Residuals:

@@ -213,8 +213,9 @@ class CoreSharing(NamedTuple):
     While more ranks are busy than there are `cores`, compute takes longer in proportion. A rank is busy while it
     computes; while it communicates it takes `communication` of a core.
 
-    The bytes that an op moves go through caches and memory that all cores share: for each other rank that is busy, the
-    seconds in which they would go at the memory's bandwidth are `contention` times longer.
+    What the cache of a core does not hold, `cache` bytes of each tensor, goes through caches and memory that all cores
+    share: for each other core that is busy, the seconds in which these bytes would go at the memory's bandwidth are
+    `contention` times longer.
 
     What else runs interrupts ranks, for about a slice of the scheduler: so the last rank of a collective is late, in
     proportion to the seconds since they last communicated if these are few, and to their root if many, as sums of
@@ -230,6 +231,7 @@ class CoreSharing(NamedTuple):
     communication: float = 1.0
     jitter: float = 0.0
     feeding: float = 0.0
+    cache: float = 0.0
 
     def slower(self, busy: float) -> float:
         """How many times as long compute takes while so many ranks are busy."""
@@ -237,7 +239,7 @@ class CoreSharing(NamedTuple):
 
     def contended(self, busy: float) -> float:
         """How many times as long as other compute bytes take then."""
-        return 1.0 + self.contention * max(0.0, busy - 1.0)
+        return 1.0 + self.contention * max(0.0, min(busy, self.cores) - 1.0)
 
     def late(self, seconds: float) -> float:
         """How many seconds the last of the ranks of a collective is late, after so many without communication."""

@@ -224,7 +224,12 @@ _REDUCED = Wire(
     collective="all-reduce",
 )
 
-op("MPIAllreduce", attributes="axis:mesh-axis", comm=_along(Partial, Replicate, _replicated, _REDUCED, bundles=True))
+op(
+    "MPIAllreduce",
+    attributes="axis:mesh-axis",
+    comm=_along(Partial, Replicate, _replicated, _REDUCED, bundles=True),
+    donates=(0,),
+)
 op(
     "MPIAllgather",
     attributes="axis:mesh-axis",

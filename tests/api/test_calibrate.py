@@ -27,7 +27,7 @@ from distir.api.compilation import distribute, simulated
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.fitting import ProductFit, Sample
 from distir.executor.simulator.labels import by_label
-from distir.hardware import load_cluster
+from distir.hardware import host_cache, load_cluster
 from distir.ir.errors import UsageError
 from distir.ir.function import Op
 from distir.ir.topology import CoreSharing, OpSpeed, Topology
@@ -45,7 +45,7 @@ FIGURES = Figures(
     OpSpeed(2e-6, math.inf, 1e10),
     {"f32": ProductFit(5e-6, 5e10, 1e6), "f64": ProductFit(6e-6, 2e10, 0.0)},
     {("MatMul", "f32"): SPEED, ("Relu", "f32"): OpSpeed(1e-6, math.inf, 4e9)},
-    Links(1e-4, 3e9, 2e-5, 2e9),
+    Links(1e-4, 3e9, 2e-5, 8e-5, 2e9),
     5e-5,
     2e-5,
 )
@@ -79,7 +79,7 @@ def steps(figures: Figures, ranks: int) -> list[TimedStep]:
 
 
 def test_the_file_gives_back_the_figures(tmp_path: Path) -> None:
-    sharing = CoreSharing(2, 0.125, 1.0, 5e-4, 3e-4)
+    sharing = CoreSharing(2, 0.125, 1.0, 5e-4, 3e-4, 3 * 2**19)
     figures = replace(FIGURES, call=1e-5, sharing=sharing, ratios={1: (0.9, 1.2, 1.0), 4: (1.1, 1.3)})
     file = tmp_path / "mine.toml"
     file.write_text(to_toml(figures, "mine", "a test"))
@@ -122,23 +122,26 @@ def test_figures_of_exact_samples() -> None:
 def test_links_of_exact_timings() -> None:
     sizes = [1e3, 1e5, 1e7]
     found = fit_links([(n, 1e-4 + n / 3e9) for n in sizes], [(n, 2.5e-4 + n / 2e9) for n in sizes])
-    assert found[:4] == pytest.approx((1e-4, 3e9, 5e-5, 2e9))
+    assert found[:5] == pytest.approx((1e-4, 3e9, 5e-5, 1e-4, 2e9))
     assert found.error.worst < 1e-6
+    # an all-reduce that takes less than two transfers
+    quick = fit_links([(n, 1e-4 + n / 3e9) for n in sizes], [(n, 1.2e-4 + n / 2e9) for n in sizes])
+    assert quick[:5] == pytest.approx((1e-4, 3e9, 0.0, 6e-5, 2e9), rel=1e-9, abs=1e-12)
 
 
 def test_figures_of_exact_steps() -> None:
     slower, transfer = 1.25, 3 * FIGURES.transfer
-    sharing = CoreSharing(2, contention=0.25, jitter=4e-3, feeding=6e-4)
-    links = FIGURES.links._replace(latency=1.5e-4, base=3e-5)
+    sharing = CoreSharing(2, contention=0.25, jitter=4e-3, feeding=6e-4, cache=4096.0)
+    links = FIGURES.links._replace(latency=1.5e-4, base=1.6e-5, step=6.4e-5)
     true = replace(FIGURES, call=4e-5, transfer=transfer, links=links, sharing=sharing).slowed(slower)
-    found = fit_steps(FIGURES, {n: steps(true, n) for n in (1, 2, 4)})
+    found = fit_steps(replace(FIGURES, cache=4096.0), {n: steps(true, n) for n in (1, 2, 4)})
     assert found.slower == pytest.approx(slower, rel=0.05)
     assert found.call == pytest.approx(4e-5 * slower, rel=0.2)
     assert found.ops["MatMul", "f32"] == pytest.approx(true.ops["MatMul", "f32"], rel=0.05)
     assert found.sharing is not None
     assert found.sharing == pytest.approx(sharing, rel=0.15)
     assert found.transfer == pytest.approx(transfer, rel=0.1)
-    assert found.links[:4] == pytest.approx(links[:4], rel=0.05)
+    assert found.links[:5] == pytest.approx(links[:5], rel=0.05)
     assert [len(found.ratios[n]) for n in (1, 2, 4)] == [4, 6, 4]
     assert all([0.95 < x < 1.05 for ratios in found.ratios.values() for x in ratios])
 
@@ -240,6 +243,36 @@ def test_ops_of_floats_are_timed_where_bytes_count(device: str, least: float) ->
                     largest[found.op] = max(found.bytes, largest.get(found.op, 0.0))
     assert "Accumulate" in largest  # of gradients
     assert not {op for op, size in largest.items() if size < least}
+
+
+def timed_ops(model: distir.Model, plan: Plan) -> set[str]:
+    """The ops of floats of a program that compute in a time of their own."""
+    ops = [op for op in by_label(as_run(distribute(model, plan))).values() if is_timed(op) and op.outputs]
+    return {found.op for op in ops if not is_scalar(op) and (found := sample(op, 1.0)).dtype == "f32"}
+
+
+def test_ops_of_split_programs_are_timed() -> None:
+    """A program on several ranks has ops that none on one rank has, such as the sums of a loss over split classes."""
+    what = suite("cpu", 2)
+    known = set[str]().union(*[timed_ops(t.model(), Plan(microbatches=n)) for t in what.trainings for n in (1, 2)])
+    split = set[str]().union(*[timed_ops(t.model(), plan) for t, plan in module._split(what)])
+    assert {"LogitSums", "AdamW", "SGD"} <= split - known
+    for t in what.trainings:
+        for plan in (Plan(dp=2), Plan(tp=2), Plan(pp=2, microbatches=4), Plan(dp=2, pp=2), Plan(tp=2, pp=2)):
+            assert timed_ops(t.model(), plan) <= known | split, plan
+
+
+@pytest.mark.slow
+def test_a_calibration_on_two_ranks() -> None:
+    """Of ops of split programs, too."""
+    sizes = [f"gpt:layers=1,hidden={n},heads=2,vocab={4 * n},seq=8" for n in (8, 16)]
+    what = Suite([Training(x, 4, "sgd", 2) for x in sizes], None, (), (1, 2), (64, 4096), spread=(0, 1))
+    phases: list[str] = []
+    done = calibrate("cpu", None, lambda name, number, total: phases.append(f"{number} {total}"), what)
+    assert len(phases) == int(phases[0].split()[1])
+    assert ("LogitSums", "f32") in done.figures.ops
+    assert done.figures.sharing is not None
+    assert done.figures.sharing.cache == host_cache() > 0
 
 
 def test_a_calibration(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from distir.api.calibrate import Calibration, Figures, Links
 from distir.cli import calibrating, main
 from distir.ir.topology import OpSpeed
 
-FIGURES = Figures("cpu", 2, 8e9, OpSpeed(1e-6, math.inf, 1e10), {}, {}, Links(0, 1e9, 0, 1e9), 1e-5, 1e-5)
+FIGURES = Figures("cpu", 2, 8e9, OpSpeed(1e-6, math.inf, 1e10), {}, {}, Links(0, 1e9, 0, 0, 1e9), 1e-5, 1e-5)
 ROWS = [("figure", "value", "mean error", "worst", "measurements"), ("other ops", "1.0 us, 10 GB/s", "3%", "9%", "12")]
 
 

@@ -10,12 +10,13 @@ import distir
 from distir.api.calibration_runs import perceptron
 from distir.api.compilation import cost_model
 from distir.executor.cost_model import CostModel
+from distir.executor.cost_model.seconds import work
 from distir.hardware import interpolated, load_cluster, load_runtime
 from distir.ir import FunctionMaker
 from distir.ir.errors import UsageError
 from distir.ir.spec import lookup
 from distir.ir.topology import CoreSharing, OpSpeed
-from distir.ir.type import DType, Float32, Float64, Tensor
+from distir.ir.type import DType, Float32, Float64, Int64, Tensor
 
 FILE = """
 name = "mine"
@@ -52,6 +53,7 @@ inline = true
 cores = 2
 contention = 0.5
 communication = 0.25
+cache_mib = 0.5
 jitter_us = 40
 feeding_us = 300
 
@@ -115,7 +117,7 @@ def test_ranks_that_share_cores(file: Path) -> None:
     assert (cluster.nodes, cluster.per_node, cluster.sharing) == (
         1,
         4,
-        pytest.approx(CoreSharing(2, 0.5, 0.25, 4e-5, 3e-4)),
+        pytest.approx(CoreSharing(2, 0.5, 0.25, 4e-5, 3e-4, 2**19)),
     )
     assert CostModel(load_cluster(file)).sharing == cluster.sharing
     assert CostModel.distir2021(load_cluster(file)).sharing is None
@@ -125,7 +127,23 @@ def test_ranks_that_share_cores(file: Path) -> None:
 def test_how_much_slower_ranks_are() -> None:
     sharing = CoreSharing(2, contention=0.5)
     assert [sharing.slower(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1, 1.5, 2])
-    assert [sharing.contended(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1.5, 2, 2.5])
+    assert [sharing.contended(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1.5, 1.5, 1.5])
+
+
+def test_bytes_that_a_cache_holds_move_in_no_time(file: Path) -> None:
+    cost, spec = cost_model(file, distir.Plan()), lookup("Add")
+    device = cost.topology.devices[0]
+    rate = cost.topology.spec(device).bandwidth
+    small, large = (Tensor(Float32, (n, 1024)) for n in (100, 1000))
+    assert cost.moving(spec, {}, [small, small], [small], device) == 0
+    beyond = [4096000 - 2**19] * 3
+    assert cost.moving(spec, {}, [large, large], [large], device) == pytest.approx(sum(beyond) / rate)
+    # less than its operands: what an op says that it moves
+    table, rows = Tensor(Float32, (100000, 64)), Tensor(Int64, (4000,))
+    out = Tensor(Float32, (4000, 64))
+    assert cost.moving(lookup("Gather"), {"axis": 0}, [table, rows], [out], device) == pytest.approx(
+        work(lookup("Gather"), {"axis": 0}, [table, rows], [out])[1] / rate
+    )
 
 
 def test_interpolation() -> None:

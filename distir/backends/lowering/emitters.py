@@ -51,7 +51,11 @@ def _starter(b: FunctionWriter, op: Op, before: Sequence[Tensor], after: Sequenc
         start = proxy_launcher(op.spec.name, Launch(b.network, op.attributes, before, after, ()))
         if start is not None:
             return start
-    within = _within(b, op) if op.spec.comm is not None and op.spec.comm.gathers else ()
+    within: Sequence[bool] = ()
+    if op.spec.comm is not None and op.spec.comm.gathers:
+        within = _within(b, op)
+    elif op.spec.donates:
+        within = b.memory.renewable(op, b.now)
     return LAUNCHERS[op.spec.name](Launch(b.network, op.attributes, before, after, within))
 
 

@@ -30,7 +30,7 @@ class Launch(NamedTuple):
     before: Sequence[Tensor]
     after: Sequence[Tensor]
     within: Sequence[bool]
-    """For each member, whether it may be gathered in place (see `gather` in `exchange`)."""
+    """For each member, whether it may be gathered in place (see `gather` in `exchange`), or reduced in place."""
 
     @property
     def axis(self) -> AxisNames:
@@ -40,7 +40,7 @@ class Launch(NamedTuple):
 def _allreduce(x: Launch) -> Start:
     network, before, after, axis = x.network, x.before, x.after, x.axis
     if len(before) == 1:
-        return _single(network.allreduce(before[0], axis))
+        return _single(network.allreduce(before[0], axis, own=x.within == [True]))
     cuts = cuts_of(before)
     reduce = network.allreduce(_flat(before[0], (cuts[-1],), axis, before[0].on(axis)), axis, own=True)
 

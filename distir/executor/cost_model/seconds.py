@@ -128,9 +128,13 @@ class CostModel:
         return seconds
 
     def moving(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device) -> float:
-        """Seconds in which the bytes that an op reads and writes pass at the bandwidth of a device's memory."""
-        what = self.topology.spec(device)
-        return work(spec, attrs, ins, outs)[1] / what.bandwidth
+        """Seconds in which the bytes of an op that the cache of a core does not hold (see `CoreSharing`) pass at the
+        bandwidth of a device's memory."""
+        held = self.sharing.cache if self.sharing is not None else 0.0
+        moved = work(spec, attrs, ins, outs)[1]
+        if held:
+            moved = min(moved, sum([max(0.0, t.bytes - held) for t in (*ins, *outs)]))
+        return moved / self.topology.spec(device).bandwidth
 
     @property
     def sharing(self) -> CoreSharing | None:

@@ -2,9 +2,9 @@
 
 A rank is busy while it computes, and, where its cores do the work, while it communicates; one that waits or sleeps is
 not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing);
-the bytes that it moves take longer the more ranks are busy, whether these share a core or not. Collectives and
-transfers are not slowed, but the ranks of a collective do not arrive together, and when a step begins, the process that
-started the ranks computes, too (see `CoreSharing`).
+the bytes that it moves take longer the more cores are busy. Collectives and transfers are not slowed, but the ranks of
+a collective do not arrive together, and when a step begins, the process that started the ranks computes, too (see
+`CoreSharing`).
 
 The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each
 part has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.

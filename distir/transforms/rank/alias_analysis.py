@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from distir.ir.function import Function, Op, Value
@@ -99,19 +100,31 @@ class FunctionMemory:
 
     def renewable(self, op: Op, k: int) -> list[bool]:
         """Whether op number k, whose result may be a view of its operand, may write into it; one answer per member."""
-        made: dict[Value, int] = {}
-        for number, other in enumerate(self.function.ops[:k]):
-            made.update(dict.fromkeys(other.outputs, number))
-        later: set[Root] = set()  # roots of values that exist by then and are used after op k
-        for v, used in self.used.items():
-            if used > k and (v in made or v in self.function.inputs):
-                later.update(*[part.roots for part in each_part(self.parts[v])])
+        made, lying = self._lying
+
+        def ends(root: Root) -> bool:
+            """Whether no value that exists by then lies there and is used after the op."""
+            return not any(made[v] < k < self.used[v] for v in lying.get(root, ()))
+
         parts = list(each_part(self.parts[op.inputs[0]]))
         own = [part.plain and not part.in_buffer and all(map(self._owns, part.roots)) for part in parts]
         return [
-            mine and part.roots.isdisjoint(later) and self._exclusive([part], op)
+            mine and all(map(ends, part.roots)) and self._exclusive([part], op)
             for mine, part in zip(own, parts, strict=True)
         ]
+
+    @cached_property
+    def _lying(self) -> tuple[dict[Value, int], dict[Root, list[Value]]]:
+        """The number of the op that makes each value, -1 for inputs; and the values that lie in each root."""
+        made: dict[Value, int] = dict.fromkeys(self.function.inputs, -1)
+        for number, op in enumerate(self.function.ops):
+            made.update(dict.fromkeys(op.outputs, number))
+        lying: dict[Root, list[Value]] = {}
+        for v in made:
+            for part in each_part(self.parts[v]):
+                for root in part.roots:
+                    lying.setdefault(root, []).append(v)
+        return made, lying
 
     def _exclusive(self, parts: Iterable[TensorMemory], op: Op) -> bool:
         """Whether none of these parts shares memory with another operand of the op, or with each other."""
@@ -171,7 +184,7 @@ class FunctionMemory:
     def _moved(self, op: Op, ins: Sequence[ValueMemory]) -> Sequence[ValueMemory]:
         """The results of a communication op. Operands that it still reads count as part of its result: the wait for the
         result ends these reads."""
-        if op.spec.donates:
+        if op.spec.donates and op.spec.route == "here":
             return [self._new(v.type) for v in op.outputs]
         if is_idle(op):
             return ins[:1]

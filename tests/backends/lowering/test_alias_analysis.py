@@ -185,6 +185,25 @@ def test_a_function_that_is_called_twice_keeps_no_buffer() -> None:
         assert error(row, program.results()) <= TOLERANCE
 
 
+@pytest.mark.parametrize("read", ["never", "later", "by the caller"])
+def test_a_sum_is_reduced_in_place_only_if_nothing_else_reads_it(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh([Device("cpu", k) for k in range(2)], {"dp": 2}, "all")
+    f = FunctionMaker()
+    x = f.add_input_value("x", Tensor.whole(Float64, (4, 3), mesh, (Shard(0, 2),)))
+    part = f.emit("ReduceSum", x, axes=(0,), keepdims=0)
+    total = f.emit("MPIAllreduce", part, axis="dp")
+    later = [f.emit("MPIAllreduce", f.emit("Neg", part), axis="dp")] if read == "later" else []
+    f.set_outputs([total, *later, *([part] if read == "by the caller" else [])])
+    program = Program(f.finalize(), [np.arange(12.0).reshape(4, 3) + 1])
+    copies: list[torch.Tensor] = []
+    copy = memory.DeviceMemory.copy
+    monkeypatch.setattr(memory.DeviceMemory, "copy", lambda self, x: copies.append(x) or copy(self, x))
+    got, _ = on_ranks(program, program.function, 2)
+    for row in got:
+        assert error(row, program.results()) <= TOLERANCE
+    assert len(copies) == (0 if read == "never" else 2 * STEPS)
+
+
 def test_what_is_given_twice_is_not_overwritten() -> None:
     """An output that is a view of what replaces an input, and two inputs that are replaced by one memory."""
     f = FunctionMaker()

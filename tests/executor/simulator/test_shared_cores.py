@@ -40,7 +40,7 @@ def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bo
     """Whether each op of compute got its seconds alone, at the rate that is left to it by what is busy beside it, last
     those of its bytes at theirs; and communication its own. The process that feeds the ranks takes a core from the
     begin until it has its seconds."""
-    what = alone.program.cost.topology.devices[0]
+    what, cost = alone.program.cost.topology.devices[0], shared.program.cost
     events = list(zip(alone.trace, shared.trace, strict=True))
     weights = [(e.ts, e.ts + e.dur, 1.0 if e.tid == "compute" else sharing.communication) for _, e in events]
     edges = sorted({0.0, *[t for s, e, _ in weights for t in (s, e)]})
@@ -61,7 +61,7 @@ def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bo
         if before.tid == "compute":
             op = before.op
             ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-            moving = min(before.dur, alone.program.cost.moving(op.spec, op.attributes, ins, outs, what))
+            moving = min(before.dur, cost.moving(op.spec, op.attributes, ins, outs, what))
             got, left = 0.0, before.dur - moving
             for a, b, n in spans:
                 if after.ts <= a and b <= after.ts + after.dur:
@@ -81,6 +81,7 @@ SHARINGS = st.builds(
     st.sampled_from([0.0, 0.6, 1.0]),
     st.just(0.0),
     st.sampled_from([0.0, 2e-5, 1.0]),
+    st.sampled_from([0.0, 64.0]),
 )
 
 
@@ -164,14 +165,16 @@ def test_chains_by_hand(cores: int, lengths: list[int], seconds: list[float]) ->
 
 def test_bytes_take_longer_beside_other_ranks() -> None:
     """Each op launches for 1 ms and moves bytes for 1 ms. Of three ranks on two cores each gets two thirds of a core,
-    and the bytes of each wait for those of two others."""
+    and the bytes of each wait for those of the other core; with three cores for those of two others."""
     f, t = chains([1, 1, 1])
     assert t.regular is not None
     spec = replace(t.regular.spec, dram_bandwidth=16e3, memory_efficiency=0.5)
     t = Topology(replace(t.regular, spec=spec))
-    for cores, ms in ((2, 1.5 * (1 + 1.2)), (3, 1 + 1.2)):
+    for cores, ms in ((2, 1.5 * (1 + 1.1)), (3, 1 + 1.2)):
         shared = simulated(f, t, CoreSharing(cores, contention=0.1))
         assert [shared.timestamps[d] * 1e3 for d in t.devices[:3]] == pytest.approx([ms] * 3)
+    shared = simulated(f, t, CoreSharing(3, contention=0.1, cache=3.0))  # of the 4 bytes of each tensor
+    assert [shared.timestamps[d] * 1e3 for d in t.devices[:3]] == pytest.approx([1 + 0.75 + 0.25 * 1.2] * 3)
 
 
 def reduced(*compute: int) -> tuple[Function, Topology]:
