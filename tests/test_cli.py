@@ -836,8 +836,8 @@ class Corrupt(MetaPathFinder):  # once the backend is loaded, rank 1 puts a wron
 
             right = Network.allreduce
 
-            def wrong(self, before, axis):
-                start = right(self, before, axis)
+            def wrong(self, before, axis, own=False):
+                start = right(self, before, axis, own)
                 return lambda x: start(x + 1e-2 if self.rank == 1 else x)
 
             Network.allreduce = wrong

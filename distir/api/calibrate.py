@@ -320,8 +320,9 @@ def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
 
 
 def _split(what: Suite) -> list[tuple[Training, Plan]]:
-    """Programs on two ranks, which may have ops that none on one rank has."""
-    return [(t, plan) for t, _ in _timed(what, 2) for plan in (Plan(tp=2), Plan(pp=2))]
+    """Programs on two ranks that have ops of their own: decoders, of those that are timed on several ranks."""
+    decoders = [t for t, _ in _timed(what, 2) if ":" in t.sizes]
+    return [(t, plan) for t in decoders for plan in (Plan(tp=2), Plan(pp=2))]
 
 
 def _links(what: Suite, device: str, phases: _Phases) -> Links:

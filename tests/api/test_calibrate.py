@@ -256,8 +256,8 @@ def test_ops_of_split_programs_are_timed() -> None:
     what = suite("cpu", 2)
     known = set[str]().union(*[timed_ops(t.model(), Plan(microbatches=n)) for t in what.trainings for n in (1, 2)])
     split = set[str]().union(*[timed_ops(t.model(), plan) for t, plan in module._split(what)])
-    assert {"LogitSums", "AdamW", "SGD"} <= split - known
-    for t in what.trainings:
+    assert {"LogitSums", "AdamW"} <= split - known
+    for t, _ in module._timed(what, 2):
         for plan in (Plan(dp=2), Plan(tp=2), Plan(pp=2, microbatches=4), Plan(dp=2, pp=2), Plan(tp=2, pp=2)):
             assert timed_ops(t.model(), plan) <= known | split, plan
 
