@@ -23,8 +23,8 @@ from distir.importer import import_from_onnx
 from distir.ir import Function
 from distir.ir.device import Device, Mesh
 from distir.ir.errors import InfeasibleError
-from distir.ir.function import FunctionMaker, Role
-from distir.ir.type import REPLICATE, Float64, Shard, Tensor
+from distir.ir.function import FunctionMaker, Role, Value
+from distir.ir.type import REPLICATE, SUM, Float64, Shard, Tensor
 from distir.transforms.differentiation.training import training_step
 from distir.transforms.rewriting.precision import with_dtype
 from tests.backends.threads import World
@@ -202,6 +202,48 @@ def test_a_sum_is_reduced_in_place_only_if_nothing_else_reads_it(read: str, monk
     for row in got:
         assert error(row, program.results()) <= TOLERANCE
     assert len(copies) == (0 if read == "never" else 2 * STEPS)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_sum_that_a_caller_gives_away_is_reduced_in_place(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the callee reads it again."""
+    mesh = Mesh([Device("cpu", k) for k in range(2)], {"dp": 2}, "all")
+    body = FunctionMaker("body")
+    part = body.add_input_value("part", Tensor.whole(Float64, (3,), mesh, (SUM,)))
+    total = body.emit("MPIAllreduce", body.emit("Reshape", part, shape=(3, 1)), axis="dp")
+    body.set_outputs(
+        [
+            body.emit("Mul", total, total),
+            *([body.emit("MPIAllreduce", body.emit("Neg", part), axis="dp")] if later else []),
+        ]
+    )
+    callee, f = body.finalize(), FunctionMaker("main")
+    x = f.add_input_value("x", Tensor.whole(Float64, (4, 3), mesh, (Shard(0, 2),)))
+    made = f.add_op("Call", None, [f.emit("ReduceSum", x, axes=(0,), keepdims=0)], {}, [callee])
+    f.set_outputs([made] if isinstance(made, Value) else made)
+    program = Program(f.finalize(), [np.arange(12.0).reshape(4, 3) + 1])
+    copies: list[torch.Tensor] = []
+    copy = memory.DeviceMemory.copy
+    monkeypatch.setattr(memory.DeviceMemory, "copy", lambda self, x: copies.append(x) or copy(self, x))
+    got, _ = on_ranks(program, program.function, 2)
+    for row in got:
+        assert error(row, program.results()) <= TOLERANCE
+    assert len(copies) == (2 * STEPS if later else 0)
+
+
+def test_a_sum_that_is_reduced_is_copied_into_a_buffer() -> None:
+    """Of a second reduction, along another axis: the first does not compute into it."""
+    mesh = Mesh([Device("cpu", k) for k in range(4)], {"dp": 2, "tp": 2}, "all")
+    f = FunctionMaker()
+    x = f.add_input_value("x", Tensor.whole(Float64, (4, 4), mesh, (Shard(0, 2), Shard(1, 2))))
+    rows = [f.emit("ReduceSum", y, axes=(0, 1), keepdims=0) for y in (x, f.emit("Exp", x))]
+    sums = [f.emit("MPIAllreduce", row, axis="tp") for row in rows]
+    f.set_outputs(f.emit("Unpack", f.emit("MPIAllreduce", f.emit("Pack", *sums), axis="dp")))
+    program = Program(f.finalize(), [np.arange(16.0).reshape(4, 4) / 16])
+    got, seen = on_ranks(program, program.function, 4)
+    assert seen["bucket"] > 0
+    for row in got:
+        assert error(row, program.results()) <= TOLERANCE
 
 
 def test_what_is_given_twice_is_not_overwritten() -> None:
