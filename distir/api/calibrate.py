@@ -321,7 +321,7 @@ def _profile(what: Suite, options: RunOptions, phases: _Phases) -> Profiled:
 
 def _split(what: Suite) -> list[tuple[Training, Plan]]:
     """Programs on two ranks that have ops of their own: decoders, of those that are timed on several ranks."""
-    decoders = [t for t, _ in _timed(what, 2) if ":" in t.sizes]
+    decoders = [t for t, _ in _timed(what, 2) if t.decodes]
     return [(t, plan) for t in decoders for plan in (Plan(tp=2), Plan(pp=2))]
 
 

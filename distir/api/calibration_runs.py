@@ -53,9 +53,14 @@ class Training(NamedTuple):
     precision: str = "fp32"
     microbatches: Sequence[int] = (1,)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it is of a decoder."""
+        return ":" in self.sizes
+
     def model(self, dtype: str = "f32") -> Model:
         """The model of the training step."""
-        if ":" in self.sizes:
+        if self.decodes:
             settings = {"optimizer": self.optimizer, "precision": self.precision}
             return load(self.sizes, {"batch": self.batch}, loss="cross-entropy", **settings)
         widths = [int(n) for n in self.sizes.split(",")]

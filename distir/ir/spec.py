@@ -163,6 +163,11 @@ class Spec:
         n, own = attrs["count"], self.each.count(attrs) + 1  # for each result the value before; and the gradient
         return [[*slots[k * own : (k + 1) * own], *slots[n * own :]] for k in range(n)]
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether it is a communication op that computes with what its device has, and may overwrite an operand."""
+        return self.comm is not None and self.route == "here" and bool(self.donates)
+
     def donated(self, attrs: Attrs, operands: int) -> list[int]:
         """The numbers of the operands whose buffers a result may take over."""
         if self.each is None:

@@ -92,7 +92,7 @@ def bucket_of(b: FunctionWriter, collective: Op) -> Bucket | None:
 def _placeable(op: Op) -> bool:
     """Whether the op's result can be computed into given memory."""
     if op.spec.comm is not None:
-        return bool(op.spec.donates) and op.spec.route == "here" and isinstance(op.outputs[0].type, Tensor)
+        return op.spec.accumulates and isinstance(op.outputs[0].type, Tensor)
     return len(op.outputs) == 1 and not updates_weights(op)
 
 

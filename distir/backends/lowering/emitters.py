@@ -54,7 +54,7 @@ def _starter(b: FunctionWriter, op: Op, before: Sequence[Tensor], after: Sequenc
     within: Sequence[bool] = ()
     if op.spec.comm is not None and op.spec.comm.gathers:
         within = _within(b, op)
-    elif op.spec.donates:
+    elif op.spec.donates and len(before) == 1:  # several are copied into one buffer
         within = b.memory.renewable(op, b.now)
     return LAUNCHERS[op.spec.name](Launch(b.network, op.attributes, before, after, within))
 

@@ -40,7 +40,7 @@ class Launch(NamedTuple):
 def _allreduce(x: Launch) -> Start:
     network, before, after, axis = x.network, x.before, x.after, x.axis
     if len(before) == 1:
-        return _single(network.allreduce(before[0], axis, own=x.within == [True]))
+        return _single(network.allreduce(before[0], axis, own=any(x.within)))
     cuts = cuts_of(before)
     reduce = network.allreduce(_flat(before[0], (cuts[-1],), axis, before[0].on(axis)), axis, own=True)
 

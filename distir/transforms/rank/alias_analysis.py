@@ -184,7 +184,7 @@ class FunctionMemory:
     def _moved(self, op: Op, ins: Sequence[ValueMemory]) -> Sequence[ValueMemory]:
         """The results of a communication op. Operands that it still reads count as part of its result: the wait for the
         result ends these reads."""
-        if op.spec.donates and op.spec.route == "here":
+        if op.spec.accumulates:
             return [self._new(v.type) for v in op.outputs]
         if is_idle(op):
             return ins[:1]

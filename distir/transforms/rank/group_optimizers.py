@@ -161,7 +161,7 @@ class _Arrivals:
                 v = op.inputs[0]
             elif op.spec.comm is not None and op.inputs and (is_idle(op) or op.spec.alias):
                 v = op.inputs[0]
-            elif op.spec.comm is None or (op.spec.donates and op.spec.route == "here"):
+            elif op.spec.comm is None or op.spec.accumulates:
                 return NO_COLLECTIVE
             else:
                 k = self._number(f, op)

@@ -185,8 +185,20 @@ def test_a_function_that_is_called_twice_keeps_no_buffer() -> None:
         assert error(row, program.results()) <= TOLERANCE
 
 
+def copies_on_two_ranks(program: Program) -> int:
+    """How many operands of communication are copied in all steps, whose results must be right."""
+    copies: list[torch.Tensor] = []
+    copy = memory.DeviceMemory.copy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory.DeviceMemory, "copy", lambda self, x: copies.append(x) or copy(self, x))
+        got, _ = on_ranks(program, program.function, 2)
+    for row in got:
+        assert error(row, program.results()) <= TOLERANCE
+    return len(copies)
+
+
 @pytest.mark.parametrize("read", ["never", "later", "by the caller"])
-def test_a_sum_is_reduced_in_place_only_if_nothing_else_reads_it(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_is_reduced_in_place_only_if_nothing_else_reads_it(read: str) -> None:
     mesh = Mesh([Device("cpu", k) for k in range(2)], {"dp": 2}, "all")
     f = FunctionMaker()
     x = f.add_input_value("x", Tensor.whole(Float64, (4, 3), mesh, (Shard(0, 2),)))
@@ -195,40 +207,24 @@ def test_a_sum_is_reduced_in_place_only_if_nothing_else_reads_it(read: str, monk
     later = [f.emit("MPIAllreduce", f.emit("Neg", part), axis="dp")] if read == "later" else []
     f.set_outputs([total, *later, *([part] if read == "by the caller" else [])])
     program = Program(f.finalize(), [np.arange(12.0).reshape(4, 3) + 1])
-    copies: list[torch.Tensor] = []
-    copy = memory.DeviceMemory.copy
-    monkeypatch.setattr(memory.DeviceMemory, "copy", lambda self, x: copies.append(x) or copy(self, x))
-    got, _ = on_ranks(program, program.function, 2)
-    for row in got:
-        assert error(row, program.results()) <= TOLERANCE
-    assert len(copies) == (0 if read == "never" else 2 * STEPS)
+    assert copies_on_two_ranks(program) == (0 if read == "never" else 2 * STEPS)
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_sum_that_a_caller_gives_away_is_reduced_in_place(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_a_caller_gives_away_is_reduced_in_place(later: bool) -> None:
     """Unless the callee reads it again."""
     mesh = Mesh([Device("cpu", k) for k in range(2)], {"dp": 2}, "all")
     body = FunctionMaker("body")
     part = body.add_input_value("part", Tensor.whole(Float64, (3,), mesh, (SUM,)))
     total = body.emit("MPIAllreduce", body.emit("Reshape", part, shape=(3, 1)), axis="dp")
-    body.set_outputs(
-        [
-            body.emit("Mul", total, total),
-            *([body.emit("MPIAllreduce", body.emit("Neg", part), axis="dp")] if later else []),
-        ]
-    )
+    again = [body.emit("MPIAllreduce", body.emit("Neg", part), axis="dp")] if later else []
+    body.set_outputs([body.emit("Mul", total, total), *again])
     callee, f = body.finalize(), FunctionMaker("main")
     x = f.add_input_value("x", Tensor.whole(Float64, (4, 3), mesh, (Shard(0, 2),)))
     made = f.add_op("Call", None, [f.emit("ReduceSum", x, axes=(0,), keepdims=0)], {}, [callee])
     f.set_outputs([made] if isinstance(made, Value) else made)
     program = Program(f.finalize(), [np.arange(12.0).reshape(4, 3) + 1])
-    copies: list[torch.Tensor] = []
-    copy = memory.DeviceMemory.copy
-    monkeypatch.setattr(memory.DeviceMemory, "copy", lambda self, x: copies.append(x) or copy(self, x))
-    got, _ = on_ranks(program, program.function, 2)
-    for row in got:
-        assert error(row, program.results()) <= TOLERANCE
-    assert len(copies) == (2 * STEPS if later else 0)
+    assert copies_on_two_ranks(program) == (2 * STEPS if later else 0)
 
 
 def test_a_sum_that_is_reduced_is_copied_into_a_buffer() -> None:
