@@ -53,6 +53,32 @@ _LEAST, _MOST = 0.25, 100.0
 """Limits of the factors that are fitted to steps."""
 
 
+class _Expected(NamedTuple):
+    """What a number that is fitted to steps on several ranks is expected to be, before they are seen: `start`, within a
+    factor of `spread`; its limits."""
+
+    start: float
+    spread: float
+    least: float = _LEAST
+    most: float = _MOST
+
+
+_SHARED = {
+    "slower": _Expected(1.0, 2.0),
+    "transfer": _Expected(1.0, 2.0),
+    "latency": _Expected(1.0, 1.25),  # of benchmarks: they differ by a quarter from run to run
+    "step": _Expected(1.0, 1.25),
+    "bandwidth": _Expected(1.0, 2.0, 0.02, _MOST),
+    "communication": _Expected(0.7, 2.0, 0.1, 1.0),
+    "jitter": _Expected(5e-4, 10.0, 1e-6, 1.0),
+    "feeding": _Expected(5e-4, 10.0, 1e-6, 1e-2),
+}
+"""Of `fit_steps`: factors of compute, of what a transfer takes of a rank, and of the latencies of transfers and of a
+ring's step; then what `CoreSharing` has, its bandwidth as a multiple of that of ops that only move bytes, on a core."""
+_NOISE = 0.1
+"""How far steps are from their predictions, as a logarithm: it says how much what is expected weighs against them."""
+
+
 class Suite(NamedTuple):
     """What is measured: training steps with a profile, products by dtype, ranks, sizes; `spread`: which of the training
     steps are timed on several ranks, too."""
@@ -72,7 +98,7 @@ _CPU = (
     Training("gpt:layers=1,hidden=384,heads=6,vocab=4000,seq=160", 8, "sgd", 7),
     Training("48,96,192,384,768,1024,512,64", 128, "sgd", 30),
     # few rows: weights are read for little work; gradients as large are accumulated
-    Training("1024,1024,1024,1024,1024", 32, "sgd", 20, microbatches=(1, 2)),
+    Training("1024,1024,1024,1024,1024,1024,1024,1024,1024", 32, "sgd", 12, microbatches=(1, 2)),
 )
 _SPREAD = 0, 1, 2, 5
 """On a CPU decoders that mostly compute, and a perceptron whose weights the ranks read from the memory they share."""
@@ -99,7 +125,7 @@ _CUDA = (  # short and long sequences, weights and activations that fit in the c
 )
 _WIDTHS = Training("32,64,128,256,512,1024", 128, "sgd", 5)
 _WIDE = Training("512,1024,2048,4096,8192", 4096, "sgd", 5)
-_SIZES = 1 << 10, 1 << 14, 1 << 18, 1 << 22
+_SIZES = 1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25
 """Of collectives and transfers, in bytes."""
 
 
@@ -390,8 +416,8 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
     The sum of squared logarithms of these ratios is least: first over the steps of one rank, for compute and calls (on
     GPUs what the host takes to issue an op, and launches in a graph); then on a CPU over all, for compute, what a
     transfer takes of a rank beside what its profile says (a thread wakes up for it, and again when it is done), the
-    latency of transfers and of collectives (those of benchmarks differ by half from run to run), and how ranks share
-    the cores.
+    latency of transfers and of collectives, and how ranks share the cores. There the squared logarithm of each number
+    by what is expected of it counts, too (ridge regression): steps that say little of one leave it there.
     """
 
     def far(found: Figures, measured: Iterable[TimedStep]) -> list[float]:
@@ -405,19 +431,22 @@ def fit_steps(figures: Figures, steps: dict[int, list[TimedStep]]) -> Figures:
         return replace(figures, **host, sharing=sharing).slowed(x[0], *[less * _GAP for less in x[2:]])
 
     def shared(x: Sequence[float]) -> Figures:
-        slower, transfer, latency, step, contention, jitter, feeding = x
-        cores = sharing._replace(contention=contention, jitter=jitter, feeding=feeding)
-        links = figures.links.delayed(latency, step)
+        given = dict(zip(_SHARED, x, strict=True))
+        slower, transfer, latency, step = (given.pop(k) for k in ("slower", "transfer", "latency", "step"))
+        given["bandwidth"] *= figures.general.bandwidth
+        links, cores = figures.links.delayed(latency, step), sharing._replace(**given)
         return replace(found.slowed(slower), transfer=figures.transfer * transfer, links=links, sharing=cores)
+
+    def unexpected(x: Sequence[float]) -> list[float]:
+        return [_NOISE * math.log(v / e.start) / math.log(e.spread) for v, e in zip(x, _SHARED.values(), strict=True)]
 
     # in a graph kernels follow each other more closely than with timestamps between them
     bounds = [(_LEAST, _MOST), (_LEAST, _MOST), *([] if inline else [(0.1, 10.0)])]
     found = alone(nearest(lambda x: far(alone(x), steps[1]), [1.0] * len(bounds), bounds))
     if inline and len(steps) > 1:
         every = [step for measured in steps.values() for step in measured]
-        factor = _LEAST, _MOST
-        start, limits = [1.0, 2.0, 1.0, 1.0, 0.5, 5e-4, 5e-4], [factor] * 4 + [(1e-3, 10.0), (1e-6, 1.0), (1e-6, 1e-2)]
-        found = shared(nearest(lambda x: far(shared(x), every), start, limits))
+        start, limits = [e.start for e in _SHARED.values()], [(e.least, e.most) for e in _SHARED.values()]
+        found = shared(nearest(lambda x: [*far(shared(x), every), *unexpected(x)], start, limits))
     return replace(found, ratios={n: tuple(ratios_of(found, _in_runs(rows))) for n, rows in sorted(steps.items())})
 
 
@@ -483,13 +512,11 @@ def to_toml(figures: Figures, name: str, source: str) -> str:
     lines += ["", "[runtime]", f"op_us = {_number(f.op * 1e6)}", f"communication_us = {_number(f.issue * 1e6)}"]
     lines += [f"transfer_us = {_number(f.transfer * 1e6)}", f"call_us = {_number(f.call * 1e6)}"]
     lines += ["inline = true" if f.kind == "cpu" else "graphs = true"]
-    if f.sharing is not None:
-        lines += ["", "[sharing]", f"cores = {f.sharing.cores}", f"contention = {_number(f.sharing.contention)}"]
-        lines += [
-            f"communication = {_number(f.sharing.communication)}",
-            f"cache_mib = {_number(f.sharing.cache / MIB)}",
-        ]
-        lines += [f"jitter_us = {_number(f.sharing.jitter * 1e6)}", f"feeding_us = {_number(f.sharing.feeding * 1e6)}"]
+    if (c := f.sharing) is not None:
+        lines += ["", "[sharing]", f"cores = {c.cores}", f"communication = {_number(c.communication)}"]
+        lines += [f"bandwidth_gbs = {_number(c.bandwidth / 1e9)}"] if c.bandwidth < math.inf else []
+        lines += [f"cache_mib = {_number(c.cache / MIB)}"]
+        lines += [f"jitter_us = {_number(c.jitter * 1e6)}", f"feeding_us = {_number(c.feeding * 1e6)}"]
     for n, ratios in f.ratios.items():
         lines += ["", "[[residuals]]", f"ranks = {n}", f"steps = {len(ratios)}"]
         lines += [f"low = {_number(min(ratios))}", f"high = {_number(max(ratios))}"]
@@ -524,7 +551,8 @@ def _rows(f: Figures, samples: Sequence[Sample]) -> list[tuple[str, ...]]:
         rows.append(("issue of an op", f"{f.op * 1e6:.1f} us", "-", "-", "-"))
     if f.sharing is not None:
         late, fed = (f"{x * 1e6:.0f} us" for x in (f.sharing.jitter, f.sharing.feeding))
-        text = f"bytes x {f.sharing.contended(2):.2f} beside another core, jitter {late}, feeding {fed}"
+        memory = f"memory {f.sharing.bandwidth / 1e9:.3g} GB/s, " if f.sharing.bandwidth < math.inf else ""
+        text = f"{memory}communication {f.sharing.communication:.0%} of a core, jitter {late}, feeding {fed}"
         rows.append((f"sharing of {f.count} cores", text, "-", "-", "-"))
     for n, ratios in f.ratios.items():
         text = f"compute x {f.slower:.2f}"

@@ -211,11 +211,11 @@ class CoreSharing(NamedTuple):
     """How the ranks of a host share its cores.
 
     While more ranks are busy than there are `cores`, compute takes longer in proportion. A rank is busy while it
-    computes; while it communicates it takes `communication` of a core.
+    computes; while it communicates it takes `communication` of a core, and so much of that takes longer, too.
 
-    What the cache of a core does not hold, `cache` bytes of each tensor, goes through caches and memory that all cores
-    share: for each other core that is busy, the seconds in which these bytes would go at the memory's bandwidth are
-    `contention` times longer.
+    What the cache of a core, of `cache` bytes, does not hold goes through memory that all cores share: all together get
+    `bandwidth` bytes/s of it, those who want less than an equal share what they want, the others equal shares of the
+    rest (max-min fairness).
 
     What else runs interrupts ranks, for about a slice of the scheduler: so the last rank of a collective is late, in
     proportion to the seconds since they last communicated if these are few, and to their root if many, as sums of
@@ -227,7 +227,7 @@ class CoreSharing(NamedTuple):
     """
 
     cores: int
-    contention: float = 0.0
+    bandwidth: float = math.inf
     communication: float = 1.0
     jitter: float = 0.0
     feeding: float = 0.0
@@ -237,9 +237,20 @@ class CoreSharing(NamedTuple):
         """How many times as long compute takes while so many ranks are busy."""
         return max(1.0, busy / self.cores)
 
-    def contended(self, busy: float) -> float:
-        """How many times as long as other compute bytes take then."""
-        return 1.0 + self.contention * max(0.0, min(busy, self.cores) - 1.0)
+    def share(self, demands: Iterable[float]) -> float:
+        """The bytes/s that each rank gets at most while they want so many; infinite if all get what they want.
+
+        One alone gets what it wants, which may be more than `bandwidth`: it has the last level of cache to itself.
+        """
+        left, wanted = self.bandwidth, sorted(demands)
+        if len(wanted) < 2:
+            return math.inf
+        for k, demand in enumerate(wanted):
+            equal = left / (len(wanted) - k)
+            if demand > equal:
+                return equal
+            left -= demand
+        return math.inf
 
     def late(self, seconds: float) -> float:
         """How many seconds the last of the ranks of a collective is late, after so many without communication."""

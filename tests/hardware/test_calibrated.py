@@ -16,7 +16,7 @@ from distir.ir import FunctionMaker
 from distir.ir.errors import UsageError
 from distir.ir.spec import lookup
 from distir.ir.topology import CoreSharing, OpSpeed
-from distir.ir.type import DType, Float32, Float64, Int64, Tensor
+from distir.ir.type import BFloat16, DType, Float32, Float64, Int64, Tensor
 
 FILE = """
 name = "mine"
@@ -51,7 +51,7 @@ inline = true
 
 [sharing]
 cores = 2
-contention = 0.5
+bandwidth_gbs = 40
 communication = 0.25
 cache_mib = 0.5
 jitter_us = 40
@@ -117,7 +117,7 @@ def test_ranks_that_share_cores(file: Path) -> None:
     assert (cluster.nodes, cluster.per_node, cluster.sharing) == (
         1,
         4,
-        pytest.approx(CoreSharing(2, 0.5, 0.25, 4e-5, 3e-4, 2**19)),
+        pytest.approx(CoreSharing(2, 4e10, 0.25, 4e-5, 3e-4, 2**19)),
     )
     assert CostModel(load_cluster(file)).sharing == cluster.sharing
     assert CostModel.distir2021(load_cluster(file)).sharing is None
@@ -125,25 +125,22 @@ def test_ranks_that_share_cores(file: Path) -> None:
 
 
 def test_how_much_slower_ranks_are() -> None:
-    sharing = CoreSharing(2, contention=0.5)
+    sharing = CoreSharing(2)
     assert [sharing.slower(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1, 1.5, 2])
-    assert [sharing.contended(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1.5, 1.5, 1.5])
 
 
-def test_bytes_that_a_cache_holds_move_in_no_time(file: Path) -> None:
-    cost, spec = cost_model(file, distir.Plan()), lookup("Add")
-    device = cost.topology.devices[0]
-    rate = cost.topology.spec(device).bandwidth
-    small, large = (Tensor(Float32, (n, 1024)) for n in (100, 1000))
-    assert cost.moving(spec, {}, [small, small], [small], device) == 0
-    beyond = [4096000 - 2**19] * 3
-    assert cost.moving(spec, {}, [large, large], [large], device) == pytest.approx(sum(beyond) / rate)
-    # less than its operands: what an op says that it moves
-    table, rows = Tensor(Float32, (100000, 64)), Tensor(Int64, (4000,))
-    out = Tensor(Float32, (4000, 64))
-    assert cost.moving(lookup("Gather"), {"axis": 0}, [table, rows], [out], device) == pytest.approx(
-        work(lookup("Gather"), {"axis": 0}, [table, rows], [out])[1] / rate
-    )
+def test_tensors_that_a_cache_holds_do_not_go_through_memory(file: Path) -> None:
+    cost, add = cost_model(file, distir.Plan()), (lookup("Add"), {})
+    small, large = (Tensor(Float32, shape) for shape in ((1024,), (1000, 1024)))
+    assert cost.streamed(*add, [small, small], [small]) == 0
+    assert cost.streamed(*add, [large, small], [large]) == 2 * 4096000
+    # a result of another type than the operands is read before it is written
+    halves = Tensor(BFloat16, (1000, 1024))
+    assert cost.streamed(lookup("Cast"), {"to": "bf16"}, [large], [halves]) == 4096000 + 2 * 2048000
+    # what an op says that it moves is less than its operands
+    table, rows, out = Tensor(Float32, (100000, 64)), Tensor(Int64, (4000,)), Tensor(Float32, (4000, 64))
+    gather = lookup("Gather"), {"axis": 0}
+    assert cost.streamed(*gather, [table, rows], [out]) == work(*gather, [table, rows], [out])[1] + out.bytes
 
 
 def test_interpolation() -> None:
@@ -168,7 +165,7 @@ def test_the_host_of_a_cpu_computes_nothing_while_it_issues(file: Path) -> None:
     [
         ("low = 0.9", "low = 1.3", r"residuals\[0\]\.low: expected at most high, 1.2, got 1.3"),
         ("cores = 2", "cores = 0", r"sharing\.cores: expected"),
-        ("contention = 0.5", "contention = -1", r"sharing\.contention: expected a number of at least 0"),
+        ("bandwidth_gbs = 40", "bandwidth_gbs = 0", r"sharing\.bandwidth_gbs: expected a number above 0"),
         ("gbs = 1\n\n[node]", "gbs = 0\n\n[node]", r"device\.ops\.f32\.Relu\.gbs: expected a number above 0"),
         ("inline = true", "inline = 1", r"runtime\.inline: expected true or false"),
     ],

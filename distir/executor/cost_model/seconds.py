@@ -127,14 +127,17 @@ class CostModel:
             seconds = memo[key] = quantize(seconds)
         return seconds
 
-    def moving(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device) -> float:
-        """Seconds in which the bytes of an op that the cache of a core does not hold (see `CoreSharing`) pass at the
-        bandwidth of a device's memory."""
+    def streamed(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types) -> float:
+        """The bytes of an op that go through the memory that all cores of a host share: of what it moves, tensors that
+        the cache of a core does not hold (see `CoreSharing`).
+
+        What is written is first read into the cache (write-allocate), unless an operand of its type may be there.
+        """
         held = self.sharing.cache if self.sharing is not None else 0.0
-        moved = work(spec, attrs, ins, outs)[1]
-        if held:
-            moved = min(moved, sum([max(0.0, t.bytes - held) for t in (*ins, *outs)]))
-        return moved / self.topology.spec(device).bandwidth
+        operands = {_form(t) for t in ins}
+        beyond = sum([t.bytes for t in (*ins, *outs) if t.bytes > held])
+        anew = sum([t.bytes for t in outs if t.bytes > held and _form(t) not in operands])
+        return min(beyond, work(spec, attrs, ins, outs)[1]) + anew
 
     @property
     def sharing(self) -> CoreSharing | None:

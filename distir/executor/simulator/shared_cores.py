@@ -1,10 +1,10 @@
 """Ranks that share the cores of a host: compute takes longer while more ranks are busy than there are cores.
 
 A rank is busy while it computes, and, where its cores do the work, while it communicates; one that waits or sleeps is
-not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing);
-the bytes that it moves take longer the more cores are busy. Collectives and transfers are not slowed, but the ranks of
-a collective do not arrive together, and when a step begins, the process that started the ranks computes, too (see
-`CoreSharing`).
+not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing),
+and communication takes longer by what it needs of a core; parts that move more bytes than their share of the memory's
+bandwidth wait for it. The ranks of a collective do not arrive together, and when a step begins, the process that
+started the ranks computes, too (see `CoreSharing`).
 
 The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each
 part has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
@@ -12,9 +12,9 @@ part has the seconds that it took, each call code of its own, and the simulator'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 from distir.executor.cost_model.seconds import quantize
@@ -26,8 +26,8 @@ from distir.ir.topology import CoreSharing
 
 class _Task(NamedTuple):
     """A part of the program, or the issue of one: seconds alone, streams, the tasks it waits for, busy ranks, whether
-    it computes, and the classes that communicate in it; `meets`: in a collective; `moving`: of its seconds those of the
-    bytes that it moves; `feeds`: the processes, other than ranks, that are busy."""
+    it computes, and the classes that communicate in it; `meets`: in a collective; `demand`: bytes/s that each rank
+    moves through the memory that all share; `feeds`: the processes, other than ranks, that are busy."""
 
     seconds: float
     streams: tuple[int, ...]
@@ -36,7 +36,7 @@ class _Task(NamedTuple):
     computes: bool = True
     classes: tuple[int, ...] = ()
     meets: bool = False
-    moving: float = 0.0
+    demand: float = 0.0
     feeds: int = 0
 
 
@@ -50,12 +50,13 @@ class _Timed(NamedTuple):
 def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledProgram:
     """The program with the seconds that its parts take on shared cores, quantized as all durations."""
     ranks = sum(program.classes.sizes)
-    beside = ranks > 1 and (sharing.communication or sharing.contention or sharing.jitter)
+    limited = sharing.bandwidth < math.inf
+    beside = ranks > 1 and (sharing.communication or limited or sharing.jitter)
     if ranks + (sharing.feeding > 0) <= sharing.cores and not beside:
         return program
     tasks: list[_Task] = []
     timed: list[_Timed] = []
-    _Flattened(program, tasks, timed, sharing.contention > 0).run(program.main, [() for _ in program.main.columns])
+    _Flattened(program, tasks, timed, limited).run(program.main, [() for _ in program.main.columns])
     streams = len(program.streams)
     tasks.append(_Task(sharing.feeding, (streams,), (), feeds=1))
     seconds = _run(tasks, streams + 1, len(program.classes.sizes), sharing)
@@ -65,13 +66,13 @@ def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledP
 
 
 class _Flattened:
-    """Adds the tasks of runs of code to `tasks`, calls expanded, and those of each part to `timed`. `contended`: the
+    """Adds the tasks of runs of code to `tasks`, calls expanded, and those of each part to `timed`. `limited`: the
     bytes that they move count."""
 
     def __init__(
-        self, program: CompiledProgram, tasks: list[_Task], timed: list[_Timed], contended: bool = False
+        self, program: CompiledProgram, tasks: list[_Task], timed: list[_Timed], limited: bool = False
     ) -> None:
-        self._program, self._tasks, self._timed, self._contended = program, tasks, timed, contended
+        self._program, self._tasks, self._timed, self._limited = program, tasks, timed, limited
         self._parts: dict[Code, list[_Task]] = {}
 
     def run(self, code: Code, given: Iterable[Sequence[int]]) -> list[Sequence[int]]:
@@ -114,12 +115,11 @@ class _Flattened:
         ranks = 0 if sleeps else sum([self._program.classes.sizes[c] for c in part.classes])
         among = part.classes if part.communicates else ()
         meets = part.communicates and part.sources == part.targets != () and ranks > 1
-        computes, moving = not (part.communicates or sleeps), 0.0
-        if self._contended and computes and part.sources:
+        computes, demand = not (part.communicates or sleeps), 0.0
+        if self._limited and computes and part.sources and part.duration:
             ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
-            first = self._program.classes.first[part.classes[0]]
-            moving = min(part.duration, self._program.cost.moving(op.spec, op.attributes, ins, outs, first))
-        return _Task(part.duration, part.streams, (), ranks, computes, among, meets, moving)
+            demand = self._program.cost.streamed(op.spec, op.attributes, ins, outs) / part.duration
+        return _Task(part.duration, part.streams, (), ranks, computes, among, meets, demand)
 
 
 def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharing) -> list[float]:
@@ -130,11 +130,8 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
     now = 0.0
     busy = [0, 0]  # ranks that communicate, that compute
     feeding = 0
-    running: list[list[tuple[float, int]]] = [[], [], []]
-    """The tasks that communicate, that compute, and of those that compute the ones whose bytes are left: each by its
-    end in seconds of its kind, as in `clock`."""
-    clock = [0.0, 0.0, 0.0]
-    """By kind: the seconds that each such task has had since the start."""
+    left: dict[int, float] = {}
+    """Of the tasks that have begun: the seconds that each would still take alone."""
     start, taken = [0.0] * len(tasks), [0.0] * len(tasks)
     ready = [k for k, n in enumerate(missing) if not n]
     while True:
@@ -144,23 +141,17 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
             feeding += task.feeds
             start[k] = now
             waits = sharing.late(now - min([met[c] for c in task.classes])) if task.meets else 0.0
-            kind = int(task.computes)
-            heappush(running[kind], (clock[kind] + task.seconds - task.moving + waits, k))
+            left[k] = task.seconds + waits
         ready.clear()
-        ranks = busy[1] + busy[0] * sharing.communication
-        slower = sharing.slower(ranks + feeding)
-        rates = 1.0, slower, slower * sharing.contended(ranks)
-        ends = [(now + (first[0][0] - clock[i]) * rates[i], i) for i, first in enumerate(running) if first]
-        if not ends:
+        if not left:
             return taken
-        end, kind = min(ends)
-        _, k = heappop(running[kind])
-        for i, rate in enumerate(rates):
-            clock[i] += (end - now) / rate
-        now, task = end, tasks[k]
-        if kind == 1 and task.moving:
-            heappush(running[2], (clock[2] + task.moving, k))
-            continue
+        slower = sharing.slower(busy[1] + busy[0] * sharing.communication + feeding)
+        rates = _rates([tasks[k] for k in left], sharing, slower)
+        passed, k = min([(x / rate, k) for (k, x), rate in zip(left.items(), rates, strict=True)])
+        for (j, x), rate in zip(left.items(), rates, strict=True):
+            left[j] = x - passed * rate
+        del left[k]
+        now, task = now + passed, tasks[k]
         busy[task.computes] -= task.ranks
         feeding -= task.feeds
         taken[k] = now - start[k]
@@ -170,6 +161,21 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
             missing[j] -= 1
             if not missing[j]:
                 ready.append(j)
+
+
+def _rates(running: Sequence[_Task], sharing: CoreSharing, slower: float) -> list[float]:
+    """How fast each of the tasks that run together goes, as a share of how fast it goes alone. `slower`: how many times
+    as long as alone compute takes for want of cores."""
+    least = math.inf
+    if sharing.bandwidth < math.inf:
+        least = sharing.share([t.demand / slower for t in running if t.demand for _ in range(t.ranks)])
+    rates: list[float] = []
+    for t in running:
+        if t.computes:
+            rates.append(min(1 / slower, least / t.demand) if t.demand else 1 / slower)
+        else:
+            rates.append(1 / (1 + sharing.communication * (slower - 1)) if t.ranks else 1.0)
+    return rates
 
 
 def _order(tasks: Sequence[_Task], streams: int) -> tuple[list[int], list[list[int]]]:
