@@ -1,7 +1,8 @@
 """Tune glibc's malloc to keep freed memory.
 
 All memory of a step is free when the step ends. By default glibc returns it to the system, and the next step allocates
-it again page by page, each with a page fault: 7 to 14 ms of the 95 ms of a step of eight layers of 1,024 x 1,024.
+it again page by page, each with a page fault: 7 to 14 ms of the 95 ms of a step of eight layers of 1,024 x 1,024, and
+32 ms of the 236 ms of one of GPT-2 with 33 MB of logits.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_ON_HEAP = 32 << 20
-"""Larger blocks are mapped, and unmapped when freed: this is glibc's largest threshold, which it reaches by itself."""
+_LARGEST_ON_HEAP = 256 << 20
+"""Larger blocks are mapped, and unmapped when freed: on the heap they would leave gaps as large. By itself glibc raises
+this threshold to 32 MiB at most."""
 
 
 def give_back() -> None:

@@ -16,6 +16,7 @@ if not keep_freed():
     sys.exit()
 def step():
     tensors = [torch.zeros(1 << 20) for _ in range(24)]  # 96 MB
+    large = torch.zeros(32 << 20)  # 128 MB
 for _ in range(3):
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
