@@ -306,7 +306,7 @@ def plans_of(ranks: int, small: bool) -> list[Plan]:
     if ranks == 2:
         return [*found, Plan(pp=2)]
     half = ranks // 2
-    return [found[0], Plan(dp=half, tp=2), Plan(dp=half, pp=2, microbatches=2), Plan(tp=half, pp=2, microbatches=2)]
+    return [*found, Plan(dp=half, tp=2), Plan(dp=half, pp=2, microbatches=2), Plan(tp=half, pp=2, microbatches=2)]
 
 
 def _timed(what: Suite, ranks: int) -> list[tuple[Training, list[Plan]]]:

@@ -193,6 +193,16 @@ def test_ranks_share_the_bandwidth_of_memory() -> None:
     assert [shared.timestamps[d] * 1e3 for d in t.devices[:2]] == pytest.approx([3, 2])
 
 
+def test_a_rank_that_needs_little_bandwidth_goes_on_as_alone() -> None:
+    """Two ranks that want 8 and 16 kB/s of 18 get 8 and 10; when the first ends after 1 ms, the second has all."""
+    _, t = chains([0, 0])
+    f = FunctionMaker("unequal")
+    xs = [f.add_input_value(f"x{d.index}", Tensor(Float32, (d.index + 1,), device=d)) for d in t.devices[:2]]
+    f.set_outputs([f.emit("Relu", x) for x in xs])
+    shared = simulated(f.finalize(), t, CoreSharing(2, 18e3))
+    assert [shared.timestamps[d] * 1e3 for d in t.devices[:2]] == pytest.approx([1.0, 1 + 6 / 16])
+
+
 def test_what_needs_little_bandwidth_gets_it() -> None:
     share = CoreSharing(2, bandwidth=10.0).share
     assert [share(x) for x in ([], [20.0], [5.0, 5.0])] == [math.inf] * 3
