@@ -97,7 +97,7 @@ _CPU = (
     Training("gpt:layers=2,hidden=256,heads=4,vocab=3000,seq=128", 8, "adamw", 12),
     Training("gpt:layers=1,hidden=384,heads=6,vocab=4000,seq=160", 8, "sgd", 7),
     Training("48,96,192,384,768,1024,512,64", 128, "sgd", 30),
-    # few rows: weights are read for little work; gradients as large are accumulated
+    # few rows: weights are read for little work; gradients as large are accumulated, and few caches hold both
     Training("1024,1024,1024,1024,1024,1024,1024,1024,1024", 32, "sgd", 12, microbatches=(1, 2)),
 )
 _SPREAD = 0, 1, 2, 5

@@ -237,19 +237,22 @@ class CoreSharing(NamedTuple):
         """How many times as long compute takes while so many ranks are busy."""
         return max(1.0, busy / self.cores)
 
-    def share(self, demands: Iterable[float]) -> float:
-        """The bytes/s that each rank gets at most while they want so many; infinite if all get what they want.
+    def share(self, demands: Iterable[tuple[float, int]]) -> float:
+        """The bytes/s that each rank gets at most; infinite if all get what they want. `demands`: bytes/s that each of
+        so many ranks wants.
 
         One alone gets what it wants, which may be more than `bandwidth`: it has the last level of cache to itself.
         """
-        left, wanted = self.bandwidth, sorted(demands)
-        if len(wanted) < 2:
+        wanted = sorted(demands)
+        left, ranks = self.bandwidth, sum([n for _, n in wanted])
+        if ranks < 2:
             return math.inf
-        for k, demand in enumerate(wanted):
-            equal = left / (len(wanted) - k)
+        for demand, n in wanted:
+            equal = left / ranks
             if demand > equal:
                 return equal
-            left -= demand
+            left -= demand * n
+            ranks -= n
         return math.inf
 
     def late(self, seconds: float) -> float:

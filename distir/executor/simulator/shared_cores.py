@@ -166,13 +166,13 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
 def _rates(running: Sequence[_Task], sharing: CoreSharing, slower: float) -> list[float]:
     """How fast each of the tasks that run together goes, as a share of how fast it goes alone. `slower`: how many times
     as long as alone compute takes for want of cores."""
-    least = math.inf
+    most = math.inf
     if sharing.bandwidth < math.inf:
-        least = sharing.share([t.demand / slower for t in running if t.demand for _ in range(t.ranks)])
+        most = sharing.share([(t.demand / slower, t.ranks) for t in running if t.demand])
     rates: list[float] = []
     for t in running:
         if t.computes:
-            rates.append(min(1 / slower, least / t.demand) if t.demand else 1 / slower)
+            rates.append(min(1 / slower, most / t.demand) if t.demand else 1 / slower)
         else:
             rates.append(1 / (1 + sharing.communication * (slower - 1)) if t.ranks else 1.0)
     return rates

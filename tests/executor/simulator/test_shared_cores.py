@@ -175,8 +175,8 @@ def test_chains_by_hand(cores: int, lengths: list[int], seconds: list[float]) ->
 
 
 def test_ranks_share_the_bandwidth_of_memory() -> None:
-    """Each op takes 1 ms, and reads 4 bytes and overwrites them. Three ranks that move 8 kB/s each get 6 kB/s, on two
-    cores when they have no need of more than 5.3; one alone has what it wants. Smaller tensors stay in the cache."""
+    """Each op takes 1 ms, and reads 4 bytes and overwrites them. Of 18 kB/s three ranks that want 8 get 6; on two cores
+    each works two thirds of the time and wants 5.3. One alone gets what it wants. Smaller tensors stay in the cache."""
     f, t = chains([1, 1, 1])
     for cores, bandwidth, cache, ms in (
         (3, 18e3, 0.0, 8 / 6),
@@ -205,10 +205,10 @@ def test_a_rank_that_needs_little_bandwidth_goes_on_as_alone() -> None:
 
 def test_what_needs_little_bandwidth_gets_it() -> None:
     share = CoreSharing(2, bandwidth=10.0).share
-    assert [share(x) for x in ([], [20.0], [5.0, 5.0])] == [math.inf] * 3
-    assert share([6.0, 6.0]) == 5
-    assert share([8.0, 2.0, 9.0]) == 4
-    assert share([1.0, 20.0]) == 9
+    assert [share(x) for x in ([], [(20.0, 1)], [(5.0, 2)])] == [math.inf] * 3
+    assert share([(6.0, 2)]) == share([(6.0, 1), (6.0, 1)]) == 5
+    assert share([(8.0, 1), (2.0, 1), (9.0, 1)]) == share([(9.0, 2), (1.0, 2)]) == 4
+    assert share([(1.0, 1), (20.0, 1)]) == 9
 
 
 def test_communication_takes_longer_by_what_it_needs_of_a_core() -> None:
