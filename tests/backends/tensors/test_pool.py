@@ -105,6 +105,26 @@ def test_what_was_once_in_use_stays_mapped() -> None:
     assert x.numel() == 2 * N
 
 
+def test_sizes_in_turn_share_a_block() -> None:
+    """A step with tensors of several sizes, one after the other, maps nothing when it is repeated."""
+    pool, places = Pool(), set[int]()
+    for n in (6, 4, 5, 6, 4):
+        x = pool.empty((n * N,), torch.float32)
+        assert x.numel() == n * N
+        places.add(x.data_ptr())
+        del x
+    assert len(places) == 1
+    small = pool.empty((4 * N - 1,), torch.float32)  # less than two thirds of it
+    assert small.data_ptr() not in places
+    assert pool._mapped == small.nbytes
+
+
+def test_the_smallest_block_that_holds_a_tensor_is_taken() -> None:
+    pool = Pool()
+    at = {n: x.data_ptr() for n, x in [(n, pool.empty((n * N,), torch.float32)) for n in (8, 5, 4, 6)]}
+    assert pool.empty(((9 * N) // 2,), torch.float32).data_ptr() == at[5]
+
+
 def test_only_idle_blocks_are_given_back() -> None:
     pool = Pool()
     row = [pool.empty((N,), torch.float32) for _ in range(2)]
