@@ -9,6 +9,7 @@ from typing import NamedTuple
 from distir.executor.cost_model import CostModel
 from distir.ir.device import Mesh, names_of
 from distir.ir.function import Op
+from distir.ir.spec import lookup
 from distir.ir.type import Type
 from distir.transforms.pipeline.stages import PLAIN, StageCost
 from distir.transforms.plan import BATCH, Plan
@@ -46,7 +47,8 @@ class OpSeconds(NamedTuple):
 def stage_cost(
     cost: CostModel, plan: Plan, mesh: Mesh | None = None, sized: Callable[[Type], Type] = _as_it_is
 ) -> StageCost:
-    """The stage cost of a plan: seconds on its first device, and of the link from the first stage to the second.
+    """The stage cost of a plan: seconds on its first device, of the link from the first stage to the second, and of a
+    message: its latency, and what it takes the host to issue it.
 
     What replicas send each other takes place beside compute and costs nothing: so stages do not depend on how many
     replicas there are, or what these split. `mesh` and `sized` are those of `OpSeconds`.
@@ -57,4 +59,5 @@ def stage_cost(
     link = cost.topology.link(devices[0], devices[plan.spacing(plan.stages.name)])
     replicas = frozenset([axis.name for axis in plan.sharding.along(BATCH)])
     # each device sends only its own piece of a microbatch
-    return StageCost(OpSeconds(cost, mesh, sized, replicas), 1 / (link.bandwidth * plan.sharding.pieces))
+    message = link.latency + cost.issue(lookup("Send"))
+    return StageCost(OpSeconds(cost, mesh, sized, replicas), 1 / (link.bandwidth * plan.sharding.pieces), message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
 _CANDIDATES = 400
 _SLACK = 1e-6
 """For sums in another order, as a share of the whole."""
+_EVEN = 2e-3
+"""By so little, as a share of the longest stage, stages may be longer for others to be more even: with stages that do
+next to nothing less than that is gained."""
 
 
 class Ways(NamedTuple):
@@ -25,12 +27,13 @@ class Ways(NamedTuple):
 
     Every union of the first stages is a closed set of ops: one that contains what its ops depend on. If there are few
     closed sets, `member` has a row for each, a column an op; `subset[i, j]` says whether set i is a proper subset of
-    set j; `border` has the bytes that cross the border of each. Else these are None and the ops are cut in the order
-    given: `crossing` has the bytes that cross before each op. Bytes are global ones, of values and their gradients.
+    set j; `border` has the bytes that cross the border of each, and in how many messages: two columns. Else these are
+    None and the ops are cut in the order given: `crossing` has what crosses before each op, as `border`. Bytes are
+    global ones, of values and their gradients.
     """
 
     ops: Sequence[Op]
-    crossing: Sequence[int]
+    crossing: np.ndarray | None = None
     sets: Sequence[int] = ()
     member: np.ndarray | None = None
     border: np.ndarray | None = None
@@ -43,7 +46,7 @@ def ways(forward: Sequence[Op]) -> Ways:
     found = _closed(tuple([sum(1 << i for i in {place[v] for v in op.inputs if v in place}) for op in forward]))
     if found is None:
         return Ways(forward, _crossing(forward))
-    return Ways(forward, (), found.sets, found.member, _borders(forward, found.member), found.subset)
+    return Ways(forward, None, found.sets, found.member, _borders(forward, found.member), found.subset)
 
 
 class Choices(NamedTuple):
@@ -58,13 +61,13 @@ class Choices(NamedTuple):
     cut_cost: np.ndarray | None = None
 
 
-def choices(given: Ways, costs: Sequence[float], byte: float) -> Choices:
-    """The ways to cut ops of these costs; `byte` is the cost of a byte sent between stages."""
-    if given.border is None:
-        import numpy as np
-
-        return Choices(given, costs, (byte * np.asarray(given.crossing, float)).tolist())
-    return Choices(given, costs, (), _loads(given.sets, costs), byte * given.border)
+def choices(given: Ways, costs: Sequence[float], byte: float, message: float = 0.0) -> Choices:
+    """The ways to cut ops of these costs; `byte` is the cost of a byte sent between stages, `message` what a message
+    costs beside its bytes."""
+    if given.border is not None:
+        return Choices(given, costs, (), _loads(given.sets, costs), given.border @ (byte, message))
+    assert given.crossing is not None
+    return Choices(given, costs, (given.crossing @ (byte, message)).tolist())
 
 
 class _ClosedSets(NamedTuple):
@@ -185,12 +188,13 @@ def _check_pieces(count: int, parts: int) -> None:
 
 
 def _best_chain(stages: _Stages, parts: int) -> list[int]:
-    """The sets at the borders of the best chain of `parts` stages: it minimises the maximum stage cost; among such
-    chains, the sum of squares."""
+    """The sets at the borders of the best chain of `parts` stages: of those whose maximum stage cost is the least, but
+    for `_EVEN` of it, the one with the least sum of squares."""
     import numpy as np
 
-    worst, (begin, cost) = _worst(stages, parts)
-    square = np.where(cost <= worst * (1 + 1e-9), cost**2, np.inf)
+    worst = _worst(stages, parts) * (1 + _EVEN)
+    begin, cost = stages.within(min(worst, stages.most))
+    square = np.where(cost <= worst, cost**2, np.inf)
     best = [np.full(len(cost), np.inf)]
     best[0][0] = 0.0
     for ends in _ends(stages.total, parts, worst):
@@ -205,8 +209,8 @@ def _best_chain(stages: _Stages, parts: int) -> list[int]:
     return chain[::-1]
 
 
-def _worst(stages: _Stages, parts: int) -> tuple[float, _Band]:
-    """The least maximum stage cost of a chain of `parts` from the first set to the last, and a band in which it is.
+def _worst(stages: _Stages, parts: int) -> float:
+    """The least maximum stage cost of a chain of `parts` from the first set to the last.
 
     Costly stages are left out at first: what is found without them is the least, if anything is.
     """
@@ -214,14 +218,14 @@ def _worst(stages: _Stages, parts: int) -> tuple[float, _Band]:
 
     limit = 1.1 * float(stages.total[-1]) / parts
     while True:
-        begin, cost = band = stages.within(min(limit, stages.most))
+        begin, cost = stages.within(min(limit, stages.most))
         worst = np.full(len(cost), np.inf)
         worst[0] = 0.0
         for ends in _ends(stages.total, parts, limit):
             before, worst = worst, np.full(len(cost), np.inf)
             worst[ends] = np.maximum(before[begin[ends]], cost[ends]).min(axis=1)
         if worst[-1] < np.inf or limit >= stages.most:
-            return float(worst[-1]), band
+            return float(worst[-1])
         limit = 1.2 * limit or stages.most
 
 
@@ -284,8 +288,8 @@ def _loads(sets: Sequence[int], costs: Sequence[float]) -> np.ndarray:
 
 
 def _borders(forward: Sequence[Op], member: np.ndarray) -> np.ndarray:
-    """The bytes that cross the border of each set (a row of 0 and 1): of the values made in it and used outside, and
-    their gradients back."""
+    """The bytes that cross the border of each set (a row of 0 and 1), and in how many messages: values made in it and
+    used outside, and their gradients back."""
     import numpy as np
 
     users: dict[Value, set[int]] = {}
@@ -297,26 +301,29 @@ def _borders(forward: Sequence[Op], member: np.ndarray) -> np.ndarray:
     used[[i for _, v in made for i in users[v]], [k for k, (_, v) in enumerate(made) for _ in users[v]]] = 1
     here = member.astype(np.float32) @ used  # how many of a value's users are in a set
     crossing = (member[:, [i for i, _ in made]] > 0) & (here < used.sum(axis=0))
-    sent = np.array([_sent(v) for _, v in made])
-    return (crossing.T * sent[:, None]).sum(axis=0)
+    sent = np.array([_sent(v) for _, v in made], float).reshape(-1, 2)
+    return crossing @ sent
 
 
-def _sent(v: Value) -> int:
-    """The bytes of a value sent to another stage, and of its gradient sent back."""
-    return 2 * math.prod(shape_of(v)) * tensor(v).dtype.size
+def _sent(v: Value) -> tuple[int, int]:
+    """The bytes of a value sent to another stage, and of its gradient sent back, in two messages."""
+    return 2 * math.prod(shape_of(v)) * tensor(v).dtype.size, 2
 
 
-def _crossing(forward: Sequence[Op]) -> list[int]:
-    """The bytes that cross before each op: of the values made before it and used from it on, and their gradients."""
+def _crossing(forward: Sequence[Op]) -> np.ndarray:
+    """What crosses before each op, as `_borders` has it: values made before it and used from it on, and their
+    gradients."""
+    import numpy as np
+
     made = {v: i for i, op in enumerate(forward) for v in op.outputs}
     last = dict(made)
     for i, op in enumerate(forward):  # in topological order: the last use is the one found last
         for v in op.inputs:
             if v in last:
                 last[v] = i
-    change = [0] * (len(forward) + 1)
+    change = np.zeros((len(forward) + 1, 2))
     for v, i in made.items():
         sent = _sent(v)
         change[i + 1] += sent
         change[last[v] + 1] -= sent
-    return list(itertools.accumulate(change))
+    return change.cumsum(axis=0)

@@ -47,13 +47,15 @@ AnOp = TypeVar("AnOp")
 
 
 class StageCost(NamedTuple):
-    """The cost by which stages are balanced: of an op on one device, and of a byte sent to the next stage.
+    """The cost by which stages are balanced: of an op on one device, of a byte sent to the next stage, and of a message
+    beside its bytes.
 
     Ops of one spec, attributes and types cost the same.
     """
 
     op: Callable[[Op], float]
     sent: float
+    message: float = 0.0
 
 
 def plain_cost(op: Op) -> float:
@@ -125,7 +127,7 @@ def forward_stages(
     else:
         given = stage_ways(function, rules)
         costs = to_price(function, rules).costs(cost.op)
-        stage = dict(zip(given.ops, balanced(choices(given, costs, cost.sent), parts), strict=True))
+        stage = dict(zip(given.ops, balanced(choices(given, costs, cost.sent, cost.message), parts), strict=True))
     if rules.kept:
         used = users(function)
         for op in [op for op in reversed(function.ops) if op in rules.kept]:  # where the weight is first used

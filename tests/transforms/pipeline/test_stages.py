@@ -19,6 +19,7 @@ from distir.ir.type import Float64, Tensor
 from distir.models import mlp
 from distir.ops.rules import shape_of, tensor
 from distir.transforms.differentiation.training import training_step
+from distir.transforms.pipeline import partition
 from distir.transforms.pipeline.partition import balanced, balanced_cut, choices, ways
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, phases
 from distir.transforms.pipeline.stages import PLAIN, Follows, StageCost, backward_stages, cut_stages
@@ -46,7 +47,7 @@ def test_a_sequence_is_cut_best(cost: list[int], parts: int, rng: random.Random)
     cuts = tuple(balanced_cut(cost, cut_cost, parts))
     assert list(cuts) == sorted(set(cuts))
     best = min(max_cost(c, cost, cut_cost) for c in itertools.combinations(range(1, len(cost)), parts - 1))
-    assert max_cost(cuts, cost, cut_cost) == best
+    assert best <= max_cost(cuts, cost, cut_cost) <= best * (1 + partition._EVEN)
 
 
 @given(st.integers(2, 3), st.randoms(use_true_random=False))
@@ -71,7 +72,7 @@ def test_closed_sets_are_cut_best(parts: int, rng: random.Random) -> None:
     best = min(cost(c) for c in chains if all(subset[a, b] for a, b in itertools.pairwise(c)))
     stages = balanced(found, parts)
     first = [sum([1 << i for i, s in enumerate(stages) if s < k]) for k in range(parts + 1)]
-    assert cost(tuple([program.sets.index(ops) for ops in first])) == pytest.approx(best)
+    assert best <= cost(tuple([program.sets.index(ops) for ops in first])) * (1 + 1e-9) <= best * (1 + partition._EVEN)
 
 
 def test_of_equal_cuts_the_most_even() -> None:
@@ -79,8 +80,33 @@ def test_of_equal_cuts_the_most_even() -> None:
     assert balanced_cut([1.0] * 6 + [9.0], [0.0] * 8, 4) == [2, 4, 6]
 
 
+def test_stages_are_even_where_that_costs_next_to_nothing() -> None:
+    """The best cut leaves a stage with 2 of 2,001, and is 0.1 % better than an even one; next one that is 1 % better."""
+    assert balanced_cut([600.0, 400.0, 999.0, 2.0], [0.0] * 5, 3) == [1, 2]
+    assert balanced_cut([600.0, 400.0, 990.0, 20.0], [0.0] * 5, 3) == [2, 3]
+
+
 def test_what_costs_nothing_is_cut_where_least_is_sent() -> None:
     assert balanced_cut([0.0] * 4, [0.0, 3.0, 1.0, 2.0, 0.0], 2) == [2]
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_messages_have_a_price(few: bool) -> None:
+    """Of a chain of four ops of equal cost two values cross the middle, where a cut is even, and one before the last."""
+    m = FunctionMaker()
+    x = m.emit("Relu", m.add_input_value("x", Tensor(Float64, (4,))))
+    y = m.emit("Exp", x)
+    z = m.emit("Add", x, y)
+    m.set_outputs([m.emit("Neg", z)])
+    given = ways(m.finalize().ops)
+    given = given if few else partition.Ways(given.ops, partition._crossing(given.ops))
+    crossing = given.border if few else given.crossing
+    assert crossing is not None
+    assert crossing.tolist() == [[0, 0], [64, 2], [128, 4], [64, 2], [0, 0]]
+    assert balanced(choices(given, [1.0] * 4, 0.0), 2) == [0, 0, 1, 1]
+    assert balanced(choices(given, [1.0] * 4, 0.0, 0.4), 2) == [0, 0, 1, 1]  # 2 + 4 x 0.4 are less than 3 + 2 x 0.4
+    assert balanced(choices(given, [1.0] * 4, 0.0, 0.6), 2) != [0, 0, 1, 1]
+    assert balanced(choices(given, [1.0] * 4, 1 / 64), 2) != [0, 0, 1, 1]  # for the bytes
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
@@ -172,7 +198,7 @@ def test_as_cheap_as_brute_force(seed: int, parts: int) -> None:
     mine = {v.name: s for op, s in found.items() for v in op.outputs}
     stage = {op: mine[op.outputs[0].name] for op in forward}
     assert cut is not None
-    assert stage_price(placed, stage, parts) <= best * (1 + 1e-9)
+    assert stage_price(placed, stage, parts) <= best * (1 + partition._EVEN) * (1 + 1e-9)
 
 
 def test_embedding_and_head_are_part_of_the_balance() -> None:
