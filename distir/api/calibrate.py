@@ -28,6 +28,7 @@ from distir.executor.cost_model.fitting import (
     Error,
     ProductFit,
     Sample,
+    by_size,
     errors,
     fit_products,
     fit_robust,
@@ -71,7 +72,7 @@ _SHARED = {
     "bandwidth": _Expected(1.0, 2.0, 0.02, _MOST),
     "communication": _Expected(0.7, 2.0, 0.1, 1.0),
     "jitter": _Expected(5e-4, 10.0, 1e-6, 1.0),
-    "feeding": _Expected(5e-4, 10.0, 1e-6, 1e-2),
+    "feeding": _Expected(3e-4, 10.0, 1e-6, 1e-2),
 }
 """Of `fit_steps`: factors of compute, of what a transfer takes of a rank, and of the latencies of transfers and of a
 ring's step; then what `CoreSharing` has, its bandwidth as a multiple of that of ops that only move bytes, on a core."""
@@ -378,6 +379,7 @@ def fit_links(transfers: Sequence[tuple[float, float]], reductions: Sequence[tup
 
 def fit_figures(samples: Sequence[Sample], known: Figures) -> Figures:
     """The figures with the speeds fitted to samples: of single ops, of products by dtype, of all other ops together."""
+    samples = by_size(samples)
     fit = nonnegative if known.kind == "gpu" else fit_robust
     pointwise = [s for s in samples if not s.kernel and s.dtype == "f32"]
     products: dict[str, list[Sample]] = {}

@@ -20,7 +20,7 @@ A cluster that was measured (`distir calibrate`) may also have the speeds of sin
 runtime it was measured with, `[runtime]`; how the ranks of its one host share its `cores`, `[sharing]` (`CoreSharing`):
 `bandwidth_gbs` of the memory that they share, through which goes what the cache of a core, of `cache_mib`, does not
 hold, `communication`, the share of a core that a rank takes while it communicates, `jitter_us`, how far compute varies,
-and `feeding_us`, how long in each step the process that started the ranks computes; and for numbers of `ranks`,
+and `feeding_us`, how long in each step others compute for each rank, to feed it; and for numbers of `ranks`,
 `[[residuals]]`: the least and greatest of measured / predicted time of a step, `low` and `high`, in so many `steps`.
 
 Collectives of a node that were measured (`distir bench collectives --out`) may have a table each, `[[node.measured]]`:

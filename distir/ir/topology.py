@@ -220,10 +220,10 @@ class CoreSharing(NamedTuple):
     What else runs interrupts ranks, for about a slice of the scheduler: so the last rank of a collective is late, in
     proportion to the seconds since they last communicated if these are few, and to their root if many, as sums of
     random delays are: sqrt(b^2 + `jitter` * seconds) - b seconds, with b of 1 ms, a third of a slice of Linux
-    (`base_slice_ns`, 3 ms on some cores). `jitter` is in seconds.
+    (`base_slice_ns`, 3 ms on some cores). `jitter` is in seconds. Those that wait for it are not busy.
 
-    Beside the ranks of a step computes the process that started them, for `feeding` seconds from its begin: it draws or
-    reads the next data, sends them, and receives what the ranks report.
+    Beside each rank of a step another thread computes for `feeding` seconds from its begin: one of the rank reads the
+    next data, which the process that started the ranks draws and sends to each, as it receives what each reports.
     """
 
     cores: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,14 @@ class Sample(NamedTuple):
     flops: float
     bytes: float
     seconds: float
+
+
+def by_size(samples: Iterable[Sample]) -> list[Sample]:
+    """One sample for each op, dtype and size, with the median of their seconds: layers that are alike count once."""
+    seconds: dict[Sample, list[float]] = {}
+    for s in samples:
+        seconds.setdefault(s._replace(seconds=0.0), []).append(s.seconds)
+    return [s._replace(seconds=median(times)) for s, times in seconds.items()]
 
 
 class Error(NamedTuple):

@@ -3,8 +3,8 @@
 A rank is busy while it computes, and, where its cores do the work, while it communicates; one that waits or sleeps is
 not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing),
 and communication takes longer by what it needs of a core; parts that move more bytes than their share of the memory's
-bandwidth wait for it. The ranks of a collective do not arrive together, and when a step begins, the process that
-started the ranks computes, too (see `CoreSharing`).
+bandwidth wait for it. The ranks of a collective do not arrive together, and when a step begins, other threads compute,
+too, that feed the ranks (see `CoreSharing`).
 
 The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each
 part has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
@@ -27,7 +27,7 @@ from distir.ir.topology import CoreSharing
 class _Task(NamedTuple):
     """A part of the program, or the issue of one: seconds alone, streams, the tasks it waits for, busy ranks, whether
     it computes, and the classes that communicate in it; `meets`: in a collective; `demand`: bytes/s that each rank
-    moves through the memory that all share; `feeds`: the processes, other than ranks, that are busy."""
+    moves through the memory that all share; `feeds`: the threads beside ranks that are busy."""
 
     seconds: float
     streams: tuple[int, ...]
@@ -38,6 +38,10 @@ class _Task(NamedTuple):
     meets: bool = False
     demand: float = 0.0
     feeds: int = 0
+
+
+_WAITS = _Task(0.0, (), (), computes=False)
+"""What ranks do that wait for another."""
 
 
 class _Timed(NamedTuple):
@@ -52,13 +56,13 @@ def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledP
     ranks = sum(program.classes.sizes)
     limited = sharing.bandwidth < math.inf
     beside = ranks > 1 and (sharing.communication or limited or sharing.jitter)
-    if ranks + (sharing.feeding > 0) <= sharing.cores and not beside:
+    if ranks * (1 + (sharing.feeding > 0)) <= sharing.cores and not beside:
         return program
     tasks: list[_Task] = []
     timed: list[_Timed] = []
     _Flattened(program, tasks, timed, limited).run(program.main, [() for _ in program.main.columns])
     streams = len(program.streams)
-    tasks.append(_Task(sharing.feeding, (streams,), (), feeds=1))
+    tasks.append(_Task(sharing.feeding, (streams,), (), feeds=ranks))
     seconds = _run(tasks, streams + 1, len(program.classes.sizes), sharing)
     out = copy(program)
     out.main = _with_seconds(program.main, program.streams, iter(timed), seconds)
@@ -132,26 +136,37 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
     feeding = 0
     left: dict[int, float] = {}
     """Of the tasks that have begun: the seconds that each would still take alone."""
+    late: set[int] = set()
+    """Of these the collectives whose last rank has not arrived: the others wait, and are not busy."""
     start, taken = [0.0] * len(tasks), [0.0] * len(tasks)
     ready = [k for k, n in enumerate(missing) if not n]
     while True:
         for k in ready:
             task = tasks[k]
-            busy[task.computes] += task.ranks
-            feeding += task.feeds
             start[k] = now
             waits = sharing.late(now - min([met[c] for c in task.classes])) if task.meets else 0.0
-            left[k] = task.seconds + waits
+            if waits:
+                late.add(k)
+                left[k] = waits
+            else:
+                busy[task.computes] += task.ranks
+                feeding += task.feeds
+                left[k] = task.seconds
         ready.clear()
         if not left:
             return taken
         slower = sharing.slower(busy[1] + busy[0] * sharing.communication + feeding)
-        rates = _rates([tasks[k] for k in left], sharing, slower)
+        rates = _rates([_WAITS if k in late else tasks[k] for k in left], sharing, slower)
         passed, k = min([(x / rate, k) for (k, x), rate in zip(left.items(), rates, strict=True)])
         for (j, x), rate in zip(left.items(), rates, strict=True):
             left[j] = x - passed * rate
-        del left[k]
         now, task = now + passed, tasks[k]
+        if k in late:
+            late.remove(k)
+            busy[task.computes] += task.ranks
+            left[k] = task.seconds
+            continue
+        del left[k]
         busy[task.computes] -= task.ranks
         feeding -= task.feeds
         taken[k] = now - start[k]

@@ -48,8 +48,9 @@ def level(demands: list[float], bandwidth: float) -> float:
 
 
 def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bool:
-    """Whether each op got its seconds alone, at the rate that is left to it by what is busy beside it. The process that
-    feeds the ranks takes a core from the begin until it has its seconds."""
+    """Whether each op got its seconds alone, at the rate that is left to it by what is busy beside it. What feeds the
+    ranks takes a core for each from the begin until it has its seconds."""
+    ranks = sum(shared.program.classes.sizes)
     cost = shared.program.cost
     events = list(zip(alone.trace, shared.trace, strict=True))
     spans = [(e.ts, e.ts + e.dur) for _, e in events]
@@ -65,7 +66,7 @@ def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bo
         return [k for k, (s, t) in enumerate(spans) if s <= a and b <= t]
 
     def slower(running: list[int], fed: bool) -> float:
-        return sharing.slower(sum([1.0 if computes[k] else sharing.communication for k in running]) + fed)
+        return sharing.slower(sum([1.0 if computes[k] else sharing.communication for k in running]) + ranks * fed)
 
     left, end = sharing.feeding, 0.0
     for a, b in pairwise([*edges, math.inf]):
@@ -248,14 +249,38 @@ def test_the_ranks_of_a_collective_do_not_arrive_together(compute: list[int]) ->
     assert [late(x) for x in (0.0, 1e-6, 1.0)] == pytest.approx([0.0, 0.5e-6, 1e-3**0.5 - 1e-3], rel=1e-3)
 
 
-def test_the_process_that_feeds_the_ranks_takes_a_core() -> None:
-    """Beside two ranks on two cores, for 2 ms of its own: all three get two thirds of a core until 3 ms; then the ranks
-    have a core each. With a core of its own it slows none, and the step does not wait for it."""
+def test_those_that_wait_for_the_last_rank_of_a_collective_take_no_core() -> None:
+    """Two ranks compute for 4 ms and wait; a third, which has 20 ms to compute, has one of the two cores meanwhile. As
+    collectives take one, too, three share two before and after that."""
+    f, t = reduced(4)
+    alone = simulated(f, t, CoreSharing(2), overlap=False)
+    sent = alone.seconds - 4e-3
+    _, t = chains([0, 0, 0])
+    m = FunctionMaker("beside")
+    mesh = Mesh(t.devices[:2], {"dp": 2}, "all")
+    x = m.add_input_value("x", Tensor.whole(Float32, (2,), mesh, [SUM]))
+    y = m.add_input_value("y", Tensor(Float32, (1,), device=t.devices[2]))
+    for _ in range(4):
+        x = m.emit("Add", x, x)
+    for _ in range(20):
+        y = m.emit("Relu", y)
+    m.set_outputs([m.emit("MPIAllreduce", x, axis="dp"), y])
+    jitter = 24e-3
+    late = (1e-6 + jitter * 6e-3) ** 0.5 - 1e-3  # of 6 ms, in which three had two cores
+    assert sent < late < 20e-3 - 4e-3 - sent
+    shared = simulated(m.finalize(), t, CoreSharing(2, jitter=jitter), overlap=False)
+    assert shared.timestamps[t.devices[0]] == pytest.approx(6e-3 + late + 1.5 * sent)
+    assert shared.timestamps[t.devices[2]] == pytest.approx(20e-3 + 2e-3 + 0.5 * sent)
+
+
+def test_what_feeds_the_ranks_takes_a_core_for_each() -> None:
+    """Beside two ranks on three cores, for 2 ms of two threads: each of the four gets three quarters of a core until
+    8/3 ms; then the ranks have a core each. With cores of their own they slow none, and the step does not wait."""
     f, t = chains([4, 4])
-    fed = simulated(f, t, CoreSharing(2, communication=0.0, feeding=2e-3))
-    assert [fed.timestamps[d] * 1e3 for d in t.devices[:2]] == pytest.approx([5, 5])
+    fed = simulated(f, t, CoreSharing(3, communication=0.0, feeding=2e-3))
+    assert [fed.timestamps[d] * 1e3 for d in t.devices[:2]] == pytest.approx([2 + 8 / 3, 2 + 8 / 3])
     f, t = chains([4, 2])
-    fed = simulated(f, t, CoreSharing(3, communication=0.0, feeding=1.0))
+    fed = simulated(f, t, CoreSharing(4, communication=0.0, feeding=1.0))
     assert [fed.timestamps[d] * 1e3 for d in t.devices[:2]] == pytest.approx([4, 2])
 
 
