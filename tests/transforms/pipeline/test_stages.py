@@ -81,7 +81,7 @@ def test_of_equal_cuts_the_most_even() -> None:
 
 
 def test_stages_are_even_where_that_costs_next_to_nothing() -> None:
-    """The best cut leaves a stage with 2 of 2,001, and is 0.1 % better than an even one; next one that is 1 % better."""
+    """The best cut leaves a stage with 2 of 2,001: first it is 0.1 % better than an even one, then 1 %."""
     assert balanced_cut([600.0, 400.0, 999.0, 2.0], [0.0] * 5, 3) == [1, 2]
     assert balanced_cut([600.0, 400.0, 990.0, 20.0], [0.0] * 5, 3) == [2, 3]
 
@@ -92,7 +92,7 @@ def test_what_costs_nothing_is_cut_where_least_is_sent() -> None:
 
 @pytest.mark.parametrize("few", [True, False])
 def test_messages_have_a_price(few: bool) -> None:
-    """Of a chain of four ops of equal cost two values cross the middle, where a cut is even, and one before the last."""
+    """Of four ops of equal cost two values cross the middle, where a cut is even, and one the other borders."""
     m = FunctionMaker()
     x = m.emit("Relu", m.add_input_value("x", Tensor(Float64, (4,))))
     y = m.emit("Exp", x)
