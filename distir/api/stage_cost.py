@@ -47,8 +47,8 @@ class OpSeconds(NamedTuple):
 def stage_cost(
     cost: CostModel, plan: Plan, mesh: Mesh | None = None, sized: Callable[[Type], Type] = _as_it_is
 ) -> StageCost:
-    """The stage cost of a plan: seconds on its first device, of the link from the first stage to the second, and of a
-    message: its latency, and what it takes the host to issue it.
+    """The stage cost of a plan: seconds on its first device, of the link from the first stage to the second, and, where
+    cores do what links do elsewhere (an inline runtime), of a message beside its bytes.
 
     What replicas send each other takes place beside compute and costs nothing: so stages do not depend on how many
     replicas there are, or what these split. `mesh` and `sized` are those of `OpSeconds`.
@@ -59,5 +59,6 @@ def stage_cost(
     link = cost.topology.link(devices[0], devices[plan.spacing(plan.stages.name)])
     replicas = frozenset([axis.name for axis in plan.sharding.along(BATCH)])
     # each device sends only its own piece of a microbatch
-    message = link.latency + cost.issue(lookup("Send"))
+    waits = cost.runtime is not None and cost.runtime.inline
+    message = link.latency + cost.issue(lookup("Send")) if waits else 0.0
     return StageCost(OpSeconds(cost, mesh, sized, replicas), 1 / (link.bandwidth * plan.sharding.pieces), message)

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 _CANDIDATES = 400
 _SLACK = 1e-6
 """For sums in another order, as a share of the whole."""
-_EVEN = 2e-3
-"""By so little, as a share of the longest stage, stages may be longer for others to be more even: with stages that do
-next to nothing less than that is gained."""
 
 
 class Ways(NamedTuple):
@@ -188,13 +185,12 @@ def _check_pieces(count: int, parts: int) -> None:
 
 
 def _best_chain(stages: _Stages, parts: int) -> list[int]:
-    """The sets at the borders of the best chain of `parts` stages: of those whose maximum stage cost is the least, but
-    for `_EVEN` of it, the one with the least sum of squares."""
+    """The sets at the borders of the best chain of `parts` stages: it minimises the maximum stage cost; among such
+    chains, the sum of squares."""
     import numpy as np
 
-    worst = _worst(stages, parts) * (1 + _EVEN)
-    begin, cost = stages.within(min(worst, stages.most))
-    square = np.where(cost <= worst, cost**2, np.inf)
+    worst, (begin, cost) = _worst(stages, parts)
+    square = np.where(cost <= worst * (1 + 1e-9), cost**2, np.inf)
     best = [np.full(len(cost), np.inf)]
     best[0][0] = 0.0
     for ends in _ends(stages.total, parts, worst):
@@ -209,8 +205,8 @@ def _best_chain(stages: _Stages, parts: int) -> list[int]:
     return chain[::-1]
 
 
-def _worst(stages: _Stages, parts: int) -> float:
-    """The least maximum stage cost of a chain of `parts` from the first set to the last.
+def _worst(stages: _Stages, parts: int) -> tuple[float, _Band]:
+    """The least maximum stage cost of a chain of `parts` from the first set to the last, and a band in which it is.
 
     Costly stages are left out at first: what is found without them is the least, if anything is.
     """
@@ -218,14 +214,14 @@ def _worst(stages: _Stages, parts: int) -> float:
 
     limit = 1.1 * float(stages.total[-1]) / parts
     while True:
-        begin, cost = stages.within(min(limit, stages.most))
+        begin, cost = band = stages.within(min(limit, stages.most))
         worst = np.full(len(cost), np.inf)
         worst[0] = 0.0
         for ends in _ends(stages.total, parts, limit):
             before, worst = worst, np.full(len(cost), np.inf)
             worst[ends] = np.maximum(before[begin[ends]], cost[ends]).min(axis=1)
         if worst[-1] < np.inf or limit >= stages.most:
-            return float(worst[-1])
+            return float(worst[-1]), band
         limit = 1.2 * limit or stages.most
 
 
