@@ -248,10 +248,10 @@ def calibrate(
     issue, transfer = (median(x) if x else usual for x in (profiled.issues, profiled.sends))
     cache = host_cache() if kind == "cpu" else 0.0
     known = Figures(kind, count, memory, OpSpeed(), {}, {}, links, issue, transfer, cache=cache)
-    figures = fit_figures(profiled.samples, known)
+    fitted = fit_figures(profiled.samples, known)
     measured = _measure_steps(what, options, phases)
     phases.next("fitting")
-    figures = fit_steps(figures, measured)
+    figures = fit_steps(fitted, measured)
     if device == "cuda":
         from distir.backends.lowering.timing import overheads
 
@@ -263,7 +263,7 @@ def calibrate(
     if out is not None:
         with written(out) as path:
             path.write_text(text, encoding="utf-8")
-    return Calibration(figures, _rows(figures, profiled.samples), text, None if out is None else os.fspath(out))
+    return Calibration(figures, _rows(figures, fitted, profiled.samples), text, None if out is None else os.fspath(out))
 
 
 def check_out(out: str | os.PathLike[str]) -> None:
@@ -530,18 +530,24 @@ def _number(x: float) -> str:
     return f"{x:.6g}"
 
 
-def _rows(f: Figures, samples: Sequence[Sample]) -> list[tuple[str, ...]]:
-    """The table of figures and residuals."""
+def _rows(f: Figures, fitted: Figures, samples: Sequence[Sample]) -> list[tuple[str, ...]]:
+    """The table of figures and residuals. `fitted`: the figures of ops in a profile, not in steps, as samples are."""
     rows: list[tuple[str, ...]] = [("figure", "value", "mean error", "worst", "measurements")]
     for dtype, fit in f.peaks.items():
         of = [s for s in samples if (s.kernel, s.dtype) == ("product", dtype)]
         text = f"{fit.launch * 1e6:.1f} us, {fit.flops / 1e9:.3g} GFLOP/s, half of it at {fit.half / 1e9:.2g} GFLOP"
-        rows.append((f"products {dtype}", text, *_error(errors(map(fit.seconds, [s.flops for s in of]), _seconds(of)))))
+        rows.append(
+            (
+                f"products {dtype}",
+                text,
+                *_error(errors([fitted.peaks[dtype].seconds(s.flops) for s in of], _seconds(of))),
+            )
+        )
     of = [s for s in samples if (s.kernel, s.dtype) == ("", "f32")]
-    rows.append(("other ops", _rate(f.general), *_error(_errors(f.general, of))))
+    rows.append(("other ops", _rate(f.general), *_error(_errors(fitted.general, of))))
     for (op, dtype), speed in f.ops.items():
         of = [s for s in samples if (s.op, s.dtype) == (op, dtype)]
-        rows.append((f"{op} {dtype}", _rate(speed), *_error(_errors(speed, of))))
+        rows.append((f"{op} {dtype}", _rate(speed), *_error(_errors(fitted.ops[op, dtype], of))))
     links = f.links
     if links.error.count:
         text = f"{links.latency * 1e6:.1f} us, {links.bandwidth / 1e9:.3g} GB/s; ring {links.ring / 1e9:.3g} GB/s"

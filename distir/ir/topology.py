@@ -199,8 +199,9 @@ class Residuals(NamedTuple):
     steps: int
 
     def interval(self, seconds: float) -> tuple[float, float]:
-        """Where a step that is predicted to take `seconds` is expected."""
-        return seconds * self.low, seconds * self.high
+        """Where a step that is predicted to take `seconds` is expected. It contains the prediction, though all steps on
+        so many ranks may have been quicker, or slower, than the figures say that fit those on other numbers best."""
+        return seconds * min(1.0, self.low), seconds * max(1.0, self.high)
 
 
 _BURST = 1e-3

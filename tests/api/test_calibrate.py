@@ -119,6 +119,27 @@ def test_figures_of_exact_samples() -> None:
     assert found.general == pytest.approx(OpSpeed(1e-6, math.inf, 4e9), rel=1e-6)
 
 
+def test_errors_of_a_fit_are_of_ops_as_they_were_profiled() -> None:
+    """Not of the figures for steps, in which ops take longer."""
+    samples = [Sample("Relu", "f32", "", b, b, 1e-6 + b / 4e9) for b in (1e3, 1e5, 1e7)]
+    samples += [Sample("MatMul", "f32", "product", f, f, 2e-6 + f / 1e11) for f in (1e6, 1e8, 1e9)]
+    fitted = fit_figures(samples, FIGURES)
+    rows = {row[0]: row[2:] for row in module._rows(fitted.slowed(1.5), fitted, samples)}
+    assert rows["Relu f32"] == rows["MatMul f32"] == rows["products f32"] == ("0%", "0%", "3")
+
+
+def test_layers_that_are_alike_count_once() -> None:
+    """Sixteen products of one size, twice as slow as others say, in one step: with one of them the fit is the same."""
+    others = [Sample("MatMul", "f32", "product", f, 0.0, 1e-6 + f / 1e11) for f in (1e6, 3e6, 1e8, 1e9)]
+    others += [Sample("Relu", "f32", "", b, b, 1e-6 + b / 4e9) for b in (1e3, 1e5)]
+    found = [
+        fit_figures([*others, *[Sample("MatMul", "f32", "product", 3e7, 0.0, x) for x in alike]], FIGURES)
+        for alike in ([6e-4], [4e-4] + [6e-4] * 14 + [9e-4])
+    ]
+    assert found[0].ops == found[1].ops
+    assert found[0].peaks == found[1].peaks
+
+
 def test_links_of_exact_timings() -> None:
     sizes = [1e3, 1e5, 1e7]
     found = fit_links([(n, 1e-4 + n / 3e9) for n in sizes], [(n, 2.5e-4 + n / 2e9) for n in sizes])
@@ -311,7 +332,7 @@ def test_a_calibration(tmp_path: Path) -> None:
     prediction = distir.simulate(perceptron([16, 32, 8], 16, Float32), cluster=str(out))
     assert prediction.interval is not None
     low, high = min(done.figures.ratios[1]), max(done.figures.ratios[1])
-    expected = low * prediction.step_seconds, high * prediction.step_seconds
+    expected = min(1.0, low) * prediction.step_seconds, max(1.0, high) * prediction.step_seconds
     assert prediction.interval == pytest.approx(expected, rel=1e-5)
 
 

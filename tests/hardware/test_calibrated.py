@@ -15,7 +15,7 @@ from distir.hardware import interpolated, load_cluster, load_runtime
 from distir.ir import FunctionMaker
 from distir.ir.errors import UsageError
 from distir.ir.spec import lookup
-from distir.ir.topology import CoreSharing, OpSpeed
+from distir.ir.topology import CoreSharing, OpSpeed, Residuals
 from distir.ir.type import BFloat16, DType, Float32, Float64, Int64, Tensor
 
 FILE = """
@@ -102,6 +102,11 @@ def test_a_prediction_has_an_interval(file: Path) -> None:
     assert found.to_json()["interval"] == found.interval
     assert "step 108.0 us (97.2 us .. 129.6 us)" in str(found)
     assert distir.simulate(relus(1), cluster="cpu-2core").interval is None
+
+
+@pytest.mark.parametrize(("low", "high", "expected"), [(0.5, 0.8, (1.0, 2.0)), (1.5, 3.0, (2.0, 6.0))])
+def test_an_interval_contains_the_prediction(low: float, high: float, expected: tuple[float, float]) -> None:
+    assert Residuals(1, low, high, 9).interval(2.0) == expected
 
 
 @pytest.mark.parametrize(("ranks", "low", "high"), [(1, 0.9, 1.2), (2, 0.5, 2.0), (4, 0.5, 2.0)])

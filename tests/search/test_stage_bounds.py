@@ -15,6 +15,7 @@ from distir.hardware import load_cluster
 from distir.ir import FunctionMaker, Topology
 from distir.ir.errors import DistirError
 from distir.ir.function import Role
+from distir.ir.host_runtime import Runtime
 from distir.ir.pause import no_collection
 from distir.ir.type import Float32, Tensor
 from distir.search.best_first import search
@@ -24,6 +25,7 @@ from distir.search.placed_sizes import template_of
 from distir.search.simulating import Simulators
 from distir.search.space import Candidate, space
 from distir.transforms.differentiation.training import AdamW, training_step
+from distir.transforms.pipeline import partition, stages
 
 DEEP = "llama:layers=8,hidden=512,heads=8,vocab=1000,seq=256"
 PLANS = (
@@ -155,6 +157,28 @@ def test_stages_do_not_depend_on_replicas(name, precision):
         assert 0.4 * memory < fewer
         compared += c.dp > 1
     assert compared > 5
+
+
+def test_messages_have_a_price_as_in_the_program(monkeypatch):
+    """Under a runtime whose messages take longer than the stages differ, a search cuts as the programs are cut."""
+    free = setting_of("gpt:layers=3,hidden=64,heads=4,vocab=1000,seq=32", 16, 8)
+    runtime = Runtime("inline", transfer=1e-3, inline=True)
+    dear = free._replace(cost=CostModel(free.cost.topology, runtime=runtime))
+    cuts = []
+
+    def noted(given, parts):
+        cuts.append(list(partition.balanced(given, parts)))
+        return cuts[-1]
+
+    monkeypatch.setattr(stages, "balanced", noted)
+    moved = 0
+    for c in (Candidate(2, 1, 4, 2), Candidate(1, 2, 4, 2), Candidate(2, 2, 2, 1)):
+        said = list(Bounds(dear)._cuts_of(c, True)._forward_stages(c))
+        cuts.clear()
+        evaluate(dear, c)
+        assert cuts[-1] == said
+        moved += said != list(Bounds(free)._cuts_of(c, True)._forward_stages(c))
+    assert moved
 
 
 def test_nothing_is_said_without_replicas_where_these_have_another_cut():

@@ -77,7 +77,7 @@ class Pool:
 
     def _give_back(self, size: int) -> None:
         """Unmap idle blocks of at least `size` bytes in total, as far as there are any."""
-        for row in self._blocks.values():
+        for known, row in list(self._blocks.items()):
             for k in reversed(range(len(row))):
                 if size <= 0:
                     return
@@ -85,3 +85,5 @@ class Pool:
                     size -= row[k].size
                     self._mapped -= row[k].size
                     del row[k]
+            if not row:
+                del self._blocks[known]

@@ -121,8 +121,16 @@ def test_sizes_in_turn_share_a_block() -> None:
 
 def test_the_smallest_block_that_holds_a_tensor_is_taken() -> None:
     pool = Pool()
-    at = {n: x.data_ptr() for n, x in [(n, pool.empty((n * N,), torch.float32)) for n in (8, 5, 4, 6)]}
+    at = {n: x.data_ptr() for n, x in [(n, pool.empty((n * N,), torch.float32)) for n in (8, 6, 4, 5)]}
     assert pool.empty(((9 * N) // 2,), torch.float32).data_ptr() == at[5]
+
+
+def test_sizes_of_which_there_is_no_block_are_forgotten() -> None:
+    """Else a program of many sizes would look for blocks among them all."""
+    pool = Pool()
+    for n in range(LARGE, 9 * LARGE, LARGE):
+        pool.empty((n,), torch.float32)
+    assert len(pool._blocks) <= 2
 
 
 def test_only_idle_blocks_are_given_back() -> None:
