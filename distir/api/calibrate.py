@@ -536,13 +536,8 @@ def _rows(f: Figures, fitted: Figures, samples: Sequence[Sample]) -> list[tuple[
     for dtype, fit in f.peaks.items():
         of = [s for s in samples if (s.kernel, s.dtype) == ("product", dtype)]
         text = f"{fit.launch * 1e6:.1f} us, {fit.flops / 1e9:.3g} GFLOP/s, half of it at {fit.half / 1e9:.2g} GFLOP"
-        rows.append(
-            (
-                f"products {dtype}",
-                text,
-                *_error(errors([fitted.peaks[dtype].seconds(s.flops) for s in of], _seconds(of))),
-            )
-        )
+        predicted = [fitted.peaks[dtype].seconds(s.flops) for s in of]
+        rows.append((f"products {dtype}", text, *_error(errors(predicted, _seconds(of)))))
     of = [s for s in samples if (s.kernel, s.dtype) == ("", "f32")]
     rows.append(("other ops", _rate(f.general), *_error(_errors(fitted.general, of))))
     for (op, dtype), speed in f.ops.items():

@@ -181,13 +181,14 @@ class Cuts:
             return [0] * len(self._forward)
         plan = c.plan(self.setting.batch)
         inside = c.microbatch, *[plan.spacing(axis.name) for axis in plan.axes if axis.strategy in (WEIGHTS, INPUTS)]
-        _, *sent = stage_cost(cost, plan)
-        key = inside, *sent, parts
+        price = stage_cost(cost, plan)
+        key = inside, price.sent, price.message, parts
         if key not in self._balanced:
             if inside not in self._costs:
                 mesh = stage_meshes(plan, cost.topology.devices[: plan.size]).meshes[0]
                 self._costs[inside] = self._to_price.costs(stage_cost(cost, plan, mesh, self._sizes(c)).op)
-            self._balanced[key] = balanced(choices(self._ways, self._costs[inside], *sent), parts)
+            given = choices(self._ways, self._costs[inside], price.sent, price.message)
+            self._balanced[key] = balanced(given, parts)
         return self._balanced[key]
 
     def _stages(self, forward: Sequence[int], parts: int) -> Sequence[int]:

@@ -159,11 +159,15 @@ def test_stages_do_not_depend_on_replicas(name, precision):
     assert compared > 5
 
 
-def test_messages_have_a_price_as_in_the_program(monkeypatch):
-    """Under a runtime whose messages take longer than the stages differ, a search cuts as the programs are cut."""
+@pytest.mark.parametrize(("transfer", "slower"), [(1e-3, 1), (0.0, 1000)])
+def test_what_is_sent_has_a_price_as_in_the_program(monkeypatch, transfer, slower):
+    """Where messages, or their bytes, take longer than the stages differ, a search cuts as the programs are cut."""
     free = setting_of("gpt:layers=3,hidden=64,heads=4,vocab=1000,seq=32", 16, 8)
-    runtime = Runtime("inline", transfer=1e-3, inline=True)
-    dear = free._replace(cost=CostModel(free.cost.topology, runtime=runtime))
+    regular = free.cost.topology.regular
+    assert regular is not None
+    links = regular.intra._replace(bandwidth=regular.intra.bandwidth / slower)
+    runtime = Runtime("inline", transfer=transfer, inline=True)
+    dear = free._replace(cost=CostModel(Topology(replace(regular, intra=links)), runtime=runtime))
     cuts = []
 
     def noted(given, parts):

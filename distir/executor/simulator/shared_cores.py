@@ -13,7 +13,7 @@ part has the seconds that it took, each call code of its own, and the simulator'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -25,9 +25,9 @@ from distir.ir.topology import CoreSharing
 
 
 class _Task(NamedTuple):
-    """A part of the program, or the issue of one: seconds alone, streams, the tasks it waits for, busy ranks, whether
-    it computes, and the classes that communicate in it; `meets`: in a collective; `demand`: bytes/s that each rank
-    moves through the memory that all share; `feeds`: the threads beside ranks that are busy."""
+    """A part of the program, the issue of one, or what feeds the ranks: seconds alone, streams, the tasks it waits for,
+    how many ranks are busy, or threads beside them, whether they compute, and the classes that communicate; `meets`: in
+    a collective; `demand`: bytes/s that each rank moves through the memory that all share."""
 
     seconds: float
     streams: tuple[int, ...]
@@ -37,7 +37,6 @@ class _Task(NamedTuple):
     classes: tuple[int, ...] = ()
     meets: bool = False
     demand: float = 0.0
-    feeds: int = 0
 
 
 _WAITS = _Task(0.0, (), (), computes=False)
@@ -62,7 +61,7 @@ def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledP
     timed: list[_Timed] = []
     _Flattened(program, tasks, timed, limited).run(program.main, [() for _ in program.main.columns])
     streams = len(program.streams)
-    tasks.append(_Task(sharing.feeding, (streams,), (), feeds=ranks))
+    tasks.append(_Task(sharing.feeding, (streams,), (), ranks))
     seconds = _run(tasks, streams + 1, len(program.classes.sizes), sharing)
     out = copy(program)
     out.main = _with_seconds(program.main, program.streams, iter(timed), seconds)
@@ -132,12 +131,10 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
     met = [0.0] * classes
     """When each class last communicated."""
     now = 0.0
-    busy = [0, 0]  # ranks that communicate, that compute
-    feeding = 0
+    running: dict[int, _Task] = {}
+    """Of those that have begun what they do now: a collective first waits for its last rank."""
     left: dict[int, float] = {}
-    """Of the tasks that have begun: the seconds that each would still take alone."""
-    late: set[int] = set()
-    """Of these the collectives whose last rank has not arrived: the others wait, and are not busy."""
+    """The seconds that each would still take alone."""
     start, taken = [0.0] * len(tasks), [0.0] * len(tasks)
     ready = [k for k, n in enumerate(missing) if not n]
     while True:
@@ -145,30 +142,19 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
             task = tasks[k]
             start[k] = now
             waits = sharing.late(now - min([met[c] for c in task.classes])) if task.meets else 0.0
-            if waits:
-                late.add(k)
-                left[k] = waits
-            else:
-                busy[task.computes] += task.ranks
-                feeding += task.feeds
-                left[k] = task.seconds
+            running[k], left[k] = (_WAITS, waits) if waits else (task, task.seconds)
         ready.clear()
         if not left:
             return taken
-        slower = sharing.slower(busy[1] + busy[0] * sharing.communication + feeding)
-        rates = _rates([_WAITS if k in late else tasks[k] for k in left], sharing, slower)
+        rates = _rates(running.values(), sharing)
         passed, k = min([(x / rate, k) for (k, x), rate in zip(left.items(), rates, strict=True)])
         for (j, x), rate in zip(left.items(), rates, strict=True):
             left[j] = x - passed * rate
         now, task = now + passed, tasks[k]
-        if k in late:
-            late.remove(k)
-            busy[task.computes] += task.ranks
-            left[k] = task.seconds
+        if running[k] is _WAITS:
+            running[k], left[k] = task, task.seconds
             continue
-        del left[k]
-        busy[task.computes] -= task.ranks
-        feeding -= task.feeds
+        del running[k], left[k]
         taken[k] = now - start[k]
         for c in task.classes:
             met[c] = now
@@ -178,9 +164,11 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
                 ready.append(j)
 
 
-def _rates(running: Sequence[_Task], sharing: CoreSharing, slower: float) -> list[float]:
-    """How fast each of the tasks that run together goes, as a share of how fast it goes alone. `slower`: how many times
-    as long as alone compute takes for want of cores."""
+def _rates(running: Collection[_Task], sharing: CoreSharing) -> list[float]:
+    """How fast each of the tasks that run together goes, as a share of how fast it goes alone."""
+    computing = sum([t.ranks for t in running if t.computes])
+    sending = sum([t.ranks for t in running if not t.computes])
+    slower = sharing.slower(computing + sending * sharing.communication)
     most = math.inf
     if sharing.bandwidth < math.inf:
         most = sharing.share([(t.demand / slower, t.ranks) for t in running if t.demand])

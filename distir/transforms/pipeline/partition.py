@@ -22,18 +22,19 @@ _SLACK = 1e-6
 class Ways(NamedTuple):
     """The ways in which ops, in topological order, can be cut into stages, at no prices.
 
+    `border` has the bytes that cross a border, and in how many messages: two columns. Bytes are global ones, of values
+    and their gradients.
+
     Every union of the first stages is a closed set of ops: one that contains what its ops depend on. If there are few
     closed sets, `member` has a row for each, a column an op; `subset[i, j]` says whether set i is a proper subset of
-    set j; `border` has the bytes that cross the border of each, and in how many messages: two columns. Else these are
-    None and the ops are cut in the order given: `crossing` has what crosses before each op, as `border`. Bytes are
-    global ones, of values and their gradients.
+    set j; `border` has a row for each. Else these are None and the ops are cut in the order given: `border` has a row
+    for what crosses before each op.
     """
 
     ops: Sequence[Op]
-    crossing: np.ndarray | None = None
+    border: np.ndarray
     sets: Sequence[int] = ()
     member: np.ndarray | None = None
-    border: np.ndarray | None = None
     subset: np.ndarray | None = None
 
 
@@ -43,7 +44,7 @@ def ways(forward: Sequence[Op]) -> Ways:
     found = _closed(tuple([sum(1 << i for i in {place[v] for v in op.inputs if v in place}) for op in forward]))
     if found is None:
         return Ways(forward, _crossing(forward))
-    return Ways(forward, None, found.sets, found.member, _borders(forward, found.member), found.subset)
+    return Ways(forward, _borders(forward, found.member), found.sets, found.member, found.subset)
 
 
 class Choices(NamedTuple):
@@ -61,10 +62,10 @@ class Choices(NamedTuple):
 def choices(given: Ways, costs: Sequence[float], byte: float, message: float = 0.0) -> Choices:
     """The ways to cut ops of these costs; `byte` is the cost of a byte sent between stages, `message` what a message
     costs beside its bytes."""
-    if given.border is not None:
-        return Choices(given, costs, (), _loads(given.sets, costs), given.border @ (byte, message))
-    assert given.crossing is not None
-    return Choices(given, costs, (given.crossing @ (byte, message)).tolist())
+    cut_cost = given.border @ (byte, message)
+    if given.member is None:
+        return Choices(given, costs, cut_cost.tolist())
+    return Choices(given, costs, (), _loads(given.sets, costs), cut_cost)
 
 
 class _ClosedSets(NamedTuple):
@@ -95,7 +96,7 @@ def balanced(given: Choices, parts: int) -> list[int]:
     """The stage of each op, in their order. Raises InfeasibleError if there are fewer ops than stages."""
     import numpy as np
 
-    ops, _, _, member, _, subset = given.ways
+    ops, _, _, member, subset = given.ways
     _check_pieces(len(ops), parts)
     if member is None or given.total is None or given.cut_cost is None or subset is None:
         sizes = np.diff([0, *balanced_cut(given.costs, given.crossing, parts), len(ops)])

@@ -249,28 +249,29 @@ def test_the_ranks_of_a_collective_do_not_arrive_together(compute: list[int]) ->
     assert [late(x) for x in (0.0, 1e-6, 1.0)] == pytest.approx([0.0, 0.5e-6, 1e-3**0.5 - 1e-3], rel=1e-3)
 
 
-def test_those_that_wait_for_the_last_rank_of_a_collective_take_no_core() -> None:
-    """Two ranks compute for 4 ms and wait; a third, which has 20 ms to compute, has one of the two cores meanwhile. As
-    collectives take one, too, three share two before and after that."""
+@pytest.mark.parametrize(("others", "cores"), [(1, 2), (2, 1)])
+def test_those_that_wait_for_the_last_rank_of_a_collective_take_no_core(others: int, cores: int) -> None:
+    """Two ranks compute for 4 ms and wait; others, which have 30 ms to compute, have all cores meanwhile, and do not
+    make it longer. As a collective takes cores, too, all share them before and after that."""
     f, t = reduced(4)
-    alone = simulated(f, t, CoreSharing(2), overlap=False)
-    sent = alone.seconds - 4e-3
-    _, t = chains([0, 0, 0])
+    sent = simulated(f, t, CoreSharing(2), overlap=False).seconds - 4e-3
+    _, t = chains([0] * (2 + others))
     m = FunctionMaker("beside")
     mesh = Mesh(t.devices[:2], {"dp": 2}, "all")
     x = m.add_input_value("x", Tensor.whole(Float32, (2,), mesh, [SUM]))
-    y = m.add_input_value("y", Tensor(Float32, (1,), device=t.devices[2]))
+    ys = [m.add_input_value(f"y{d.index}", Tensor(Float32, (1,), device=d)) for d in t.devices[2 : 2 + others]]
     for _ in range(4):
         x = m.emit("Add", x, x)
-    for _ in range(20):
-        y = m.emit("Relu", y)
-    m.set_outputs([m.emit("MPIAllreduce", x, axis="dp"), y])
-    jitter = 24e-3
-    late = (1e-6 + jitter * 6e-3) ** 0.5 - 1e-3  # of 6 ms, in which three had two cores
-    assert sent < late < 20e-3 - 4e-3 - sent
-    shared = simulated(m.finalize(), t, CoreSharing(2, jitter=jitter), overlap=False)
-    assert shared.timestamps[t.devices[0]] == pytest.approx(6e-3 + late + 1.5 * sent)
-    assert shared.timestamps[t.devices[2]] == pytest.approx(20e-3 + 2e-3 + 0.5 * sent)
+    for _ in range(30):
+        ys = [m.emit("Relu", y) for y in ys]
+    m.set_outputs([m.emit("MPIAllreduce", x, axis="dp"), *ys])
+    # how much slower all are together, and the others by themselves
+    shared, alone, jitter = (2 + others) / cores, max(1.0, others / cores), 24e-3
+    late = (1e-6 + jitter * 4e-3 * shared) ** 0.5 - 1e-3
+    assert sent < late < 26e-3
+    found = simulated(m.finalize(), t, CoreSharing(cores, jitter=jitter), overlap=False)
+    assert found.timestamps[t.devices[0]] == pytest.approx(4e-3 * shared + late + shared * sent)
+    assert found.timestamps[t.devices[2]] == pytest.approx((4e-3 + sent) * shared + (26e-3 - sent) * alone)
 
 
 def test_what_feeds_the_ranks_takes_a_core_for_each() -> None:

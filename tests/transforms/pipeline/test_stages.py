@@ -94,13 +94,20 @@ def test_messages_have_a_price(few: bool) -> None:
     m.set_outputs([m.emit("Neg", z)])
     given = ways(m.finalize().ops)
     given = given if few else partition.Ways(given.ops, partition._crossing(given.ops))
-    crossing = given.border if few else given.crossing
-    assert crossing is not None
-    assert crossing.tolist() == [[0, 0], [64, 2], [128, 4], [64, 2], [0, 0]]
+    assert given.border.tolist() == [[0, 0], [64, 2], [128, 4], [64, 2], [0, 0]]
     assert balanced(choices(given, [1.0] * 4, 0.0), 2) == [0, 0, 1, 1]
     assert balanced(choices(given, [1.0] * 4, 0.0, 0.4), 2) == [0, 0, 1, 1]  # 2 + 4 x 0.4 are less than 3 + 2 x 0.4
     assert balanced(choices(given, [1.0] * 4, 0.0, 0.6), 2) != [0, 0, 1, 1]
     assert balanced(choices(given, [1.0] * 4, 1 / 64), 2) != [0, 0, 1, 1]  # for the bytes
+
+
+def test_one_op_sends_nothing_and_makes_no_two_stages() -> None:
+    m = FunctionMaker()
+    m.set_outputs([m.emit("Relu", m.add_input_value("x", Tensor(Float64, (4,))))])
+    given = ways(m.finalize().ops)
+    assert given.border.tolist() == [[0, 0], [0, 0]]
+    with pytest.raises(InfeasibleError, match="1 cuttable pieces cannot make 2 stages"):
+        balanced(choices(given, [1.0], 1.0, 1.0), 2)
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
