@@ -104,6 +104,20 @@ def test_bounds_of_bytes_where_a_device_has_tensors_alone(model, gpus, precision
 
 
 @pytest.mark.parametrize(
+    ("cluster", "runtime", "batch", "first", "sharded"),
+    [(CALIBRATED, "torch-eager", 4, "tp", 3), (MEASURED, None, 8, "ep", 2), (MEASURED, None, 8, "ep", 3)],
+)
+def test_bounds_of_bytes_where_gradients_are_split_over_experts(cluster, runtime, batch, first, sharded):
+    """Stages are those of the plan without ZeRO, though its reductions, of each microbatch, are along the experts."""
+    found = case(MODELS[4], batch, 8, cluster, "fp32", runtime)
+    about = (1, 2, 2, 2, 1, sharded, first)
+    chosen = [c for c in found.candidates if (c.dp, c.tp, c.pp, c.ep, c.microbatch, c.zero, c.order[0]) == about]
+    assert chosen
+    for c in chosen:
+        assert not too_high(found, c)
+
+
+@pytest.mark.parametrize(
     ("model", "batch", "precision", "c"),
     [
         (MODELS[6], 16, "fp32", Candidate(1, 4, 1, 4, "1f1b", 1, 0, "full", sequence_parallel=True)),
