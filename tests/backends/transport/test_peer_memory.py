@@ -160,6 +160,22 @@ def test_far_more_than_pipes_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(most) <= (1 << 11) // (3 * 3 * 32)
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_least_of_all_ranks(n: int) -> None:
+    """Of each number, on all of them; none has it before the last has come."""
+    came, had = [0.0] * n, [0.0] * n
+
+    def work(end: PeerMemory) -> list[int]:
+        time.sleep(0.05 * end.rank)
+        came[end.rank] = time.monotonic()
+        found = end.least([end.rank, -end.rank, (1 << 62) - end.rank])
+        had[end.rank] = time.monotonic()
+        return found
+
+    assert together(n, work) == [[0, 1 - n, (1 << 62) - n + 1]] * n
+    assert min(had) >= max(came)
+
+
 def test_nothing_is_kept() -> None:
     def work(end: PeerMemory) -> int:
         for k in range(50):

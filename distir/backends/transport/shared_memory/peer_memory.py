@@ -181,6 +181,12 @@ class PeerMemory:
             self._groups[members] = number
         return number
 
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The least of all ranks, of each number, where each reaches all; a barrier, too."""
+        row = torch.tensor([-n for n in numbers], dtype=torch.int64)
+        self.allreduce(row, range(len(self._reach)), "max").wait()
+        return [-n for n in row.tolist()]
+
     # --- operations: buffers may not be changed before the work is complete
 
     def allreduce(self, x: torch.Tensor, ranks: Sequence[int], kind: str) -> PeerWork:
