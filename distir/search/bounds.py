@@ -3,7 +3,7 @@
 With F and B the seconds for which the forward and the backward pass of one microbatch of the whole model keep compute
 streams from other work, added over the stages (`segments`), m microbatches and p pipeline ranks:
 
-- some rank is kept for at least (m (F + B) + updates) / p;
+- some rank is kept for at least (m (F + B) + updates) / p; and some host, by the calls and the ops that it issues;
 - under 1F1B rank r begins its first backward pass when the first microbatch has gone through all stages, and has then
   done at most w = min(m, p - r) forward passes; the last microbatch's gradient has to go through the stages before it.
   So step >= chain + (m - 1) B_r + (m - w) F_r, where the chain is the time of a microbatch through all stages and back.
@@ -26,12 +26,14 @@ from typing import NamedTuple
 
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
+from distir.executor.cost_model.fusion import Fused
 from distir.executor.cost_model.seconds import wire_of
 from distir.ir.device import AxisNames, names_of
 from distir.ir.function import Op
 from distir.ir.spec import lookup
 from distir.ir.topology import Group, Regular, regular_group
 from distir.ir.type import SUM, Tensor, Type
+from distir.search.most_fused import with_others
 from distir.search.segments import COMPUTE, Kind, Profile, Segment, axis_of, is_free
 from distir.search.space import Candidate, spacing_of, starts
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE
@@ -65,13 +67,14 @@ class StepCost:
     """The seconds of a model at one degree of tensor parallelism and of further axes, and size of microbatch.
 
     `once`: of prologue and update. `unit`: of the longest forward op with the backward ops that stay on its stage.
-    `profile` has the bytes.
+    `issued`: of hosts, for the compute ops of a microbatch. `profile` has the bytes.
     """
 
     forward: PassCost
     backward: PassCost
     once: float
     unit: float
+    issued: float
     profile: Profile
 
 
@@ -85,23 +88,29 @@ GroupsAlong = Mapping[AxisNames, Sequence[Group]]
 """The kinds of groups of devices along the axes of a profile."""
 
 
-def step_cost(profile: Profile, microbatch: int, cost: CostModel, groups: GroupsAlong) -> StepCost:
-    """The seconds of a profile with another size of microbatch."""
+def step_cost(
+    profile: Profile, microbatch: int, cost: CostModel, groups: GroupsAlong, several: bool = False
+) -> StepCost:
+    """The seconds of a profile with another size of microbatch; `several`: of steps of more than one."""
     scale = microbatch // profile.samples
-    seconds = [_seconds(kind, scale, cost, groups) for kind in profile.kinds]
+    at_once = [_seconds(kind, scale, cost, groups) for kind in profile.kinds]
+    seconds = [_seconds(kind, scale, cost, groups, True) for kind in profile.kinds] if several else at_once
     forward = _pass(profile, FORWARD, profile.forward, seconds)
     backward = _pass(profile, BACKWARD, profile.backward, seconds)
     what = cost.topology.spec(cost.topology.devices[0])
     rows = [(k, n) for word in (PROLOGUE, UPDATE) for k, n in profile.every[word].items()]
-    once = sum([n * max(0.0, seconds[k] - what.kernel_launch_overhead) for k, n in rows if not profile.kinds[k].axis])
+    once = sum([n * max(0.0, at_once[k] - what.kernel_launch_overhead) for k, n in rows if not profile.kinds[k].axis])
     compute = [0.0 if kind.axis else x for kind, x in zip(profile.kinds, seconds, strict=True)]
     unit = max([sum([compute[k] for k in kinds]) for kinds in profile.units], default=0.0)
+    rows = [(k, n) for word in (FORWARD, BACKWARD) for k, n in profile.every[word].items()]
+    issued = sum([n * _issued(profile.kinds[k], cost, several) for k, n in rows])
     # measured ops have launches of their own, which ops in groups share
-    return StepCost(forward, backward, 0.0 if what.ops else once, unit, profile)
+    return StepCost(forward, backward, 0.0 if what.ops else once, unit, issued, profile)
 
 
-def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong) -> float:
-    """Of an op of a kind; under a runtime, which may fuse others into chains, of products and collectives alone."""
+def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong, repeated: bool = False) -> float:
+    """Of an op of a kind, less what it does not move where a runtime runs it with others. `repeated`: it certainly is
+    done for each of several microbatches."""
     op = kind.op
     if not kind.priced:
         return 0.0
@@ -111,9 +120,32 @@ def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong) -> fl
     if kind.axis is not None:
         along = groups.get(kind.axis, ())
         return min([cost.least(op.spec, op.attributes, ins, outs, group) for group in along], default=0.0)
-    if op.spec.comm is not None or (cost.runtime is not None and not op.spec.kernel):
+    if op.spec.comm is not None:
         return 0.0
-    return cost.least_compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
+    device = cost.topology.devices[0]
+    alone = least_alone(kind.product, cost, lambda t: scaled(t, scale))
+    return min(alone, cost.least_compute(op.spec, op.attributes, ins, outs, device, _fused(kind, cost, repeated)))
+
+
+def least_alone(product: Op | None, cost: CostModel, sized: Callable[[Type], Type]) -> float:
+    """Seconds of a product, where there is one, if it is not run as one with what follows it."""
+    if product is None:
+        return math.inf
+    ins, outs = ([sized(v.type) for v in values] for values in (product.inputs, product.outputs))
+    return cost.least_compute(product.spec, product.attributes, ins, outs, cost.topology.devices[0])
+
+
+def _fused(kind: Kind, cost: CostModel, repeated: bool) -> Fused:
+    return kind.fused if repeated or kind.op.spec.kernel else with_others(kind.fused, cost.runtime)
+
+
+def _issued(kind: Kind, cost: CostModel, repeated: bool) -> float:
+    """Seconds in which a host issues a compute op of a kind, at least, where that keeps it from others."""
+    op, r = kind.op, cost.runtime
+    if r is None or r.inline or r.graphs or not kind.priced or op.spec.comm is not None or adds_sums(op):
+        return 0.0
+    ins = [v.type for v in op.inputs]
+    return 0.0 if cost.free(op.spec, op.attributes, ins) else cost.issue(op.spec, fused=_fused(kind, cost, repeated))
 
 
 def scaled(t: Type, scale: int) -> Type:
@@ -224,7 +256,8 @@ def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel, enough
     m, p, borders = c.microbatches(batch), c.pp, c.pp * c.chunks - 1
     forward, backward = (_busy(x, borders) for x in (step.forward, step.backward))
     once = step.once / (c.owners if c.zero else 1)
-    found = max((m * (forward + backward) + once) / p, m * step.unit)
+    calls = 2 * p * c.chunks * cost.enter() if m > 1 else 0.0  # each stage is called for each pass of a microbatch
+    found = max((m * (forward + backward) + once) / p, m * step.unit, m * (step.issued + calls) / p)
     if found * ROUNDING >= enough:
         return found * ROUNDING
     found = max(found, _replica_bound(c, m, step, cost, forward, backward))

@@ -64,9 +64,10 @@ class Bounds:
         if memory > self._room or not self.refines:
             return 0.0, memory
         groups = tuple([(axis, groups_along(c, cost, axis)) for axis in profile.axes])
-        key = relatives(c), c.microbatch, groups
+        several = c.microbatches(batch) > 1
+        key = relatives(c), c.microbatch, groups, several
         if key not in self._steps:
-            self._steps[key] = step_cost(profile, c.microbatch, cost, dict(groups))
+            self._steps[key] = step_cost(profile, c.microbatch, cost, dict(groups), several)
         return step_bound(c, batch, self._steps[key], cost, enough), memory
 
     def of_all(self, key: Relatives, microbatch: int, gpus: int) -> float:
@@ -113,7 +114,9 @@ class Bounds:
 
     def _alone(self, key: Relatives) -> Cuts:
         plan = self._plan(key)
-        placed = placed_program(self._placed(plan), PhaseRules(BACKWARD, False), bucketed_axes(plan))
+        placed = placed_program(
+            self._placed(plan), PhaseRules(BACKWARD, False), bucketed_axes(plan), self.setting.cost.runtime
+        )
         return Cuts(self.setting, placed, False)
 
     def profile(self, key: Relatives) -> Profile | None:
@@ -121,7 +124,7 @@ class Bounds:
         if key not in self._profiles:
             try:
                 plan = self._plan(key)
-                self._profiles[key] = profile_of(self._placed(plan), 1, bucketed_axes(plan))
+                self._profiles[key] = profile_of(self._placed(plan), 1, bucketed_axes(plan), self.setting.cost.runtime)
             except DistirError:
                 self._profiles[key] = None
         return self._profiles[key]

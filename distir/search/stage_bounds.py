@@ -26,10 +26,11 @@ from distir.ir.device import TIME, AxisNames
 from distir.ir.function import Op
 from distir.ir.topology import Group
 from distir.ir.type import Type
-from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
+from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, least_alone, slope
 from distir.search.cut_stages import CellOp, CutStages, Handed, Moves, Replicas, StagePrograms
 from distir.search.exact import Setting
-from distir.search.placed_program import PlacedProgram
+from distir.search.most_fused import with_others
+from distir.search.placed_program import AsRun, PlacedProgram
 from distir.search.placed_sizes import Sized
 from distir.search.schedule_bounds import CellWork, Reach, StageWork, followed, rank_memory, step_seconds
 from distir.search.segments import COMPUTE, axis_of
@@ -110,8 +111,8 @@ class Cuts:
         self._programs.known.clear()
 
     def _works_of(self, c: Candidate, cut: NumberedCut) -> list[StageWork]:
-        replicas = c.dp, c.order, c.microbatches(self.setting.batch) > 1
-        key = cut, self._groups(c), c.microbatch, replicas if self._replicated else None
+        several = c.microbatches(self.setting.batch) > 1
+        key = cut, self._groups(c), c.microbatch, several, (c.dp, c.order) if self._replicated else None
         if key not in self._works:
             self._works[key] = self._of(c, cut)
         return self._works[key]
@@ -206,10 +207,11 @@ class Cuts:
     def _prices(self, c: Candidate) -> Sequence[_Taken]:
         """What the kinds of ops take at a plan's sizes and groups of devices."""
         groups = self._groups(c)
-        key = c.microbatch, groups
+        several = c.microbatches(self.setting.batch) > 1
+        key = c.microbatch, groups, several
         if key not in self._seconds:
             along, sized = dict(groups), self._sizes(c)
-            self._seconds[key] = [_taken(op, self.setting.cost, along, sized) for op in self._kinds]
+            self._seconds[key] = [_taken(kind, self.setting.cost, along, sized, several) for kind in self._kinds]
         return self._seconds[key]
 
     def _among_replicas(self, c: Candidate, stages: CutStages, sized: Sized) -> Replicas[_Move]:
@@ -262,19 +264,21 @@ _Taken = tuple[AxisNames, float]
 """A stream, of compute or of an axis inside a replica, and seconds."""
 
 
-def _taken(op: Op | None, cost: CostModel, along: GroupsAlong, sized: Sized) -> _Taken:
-    """What an op takes; what becomes part of another op costs nothing of its own."""
-    if op is None:
+def _taken(kind: AsRun | None, cost: CostModel, along: GroupsAlong, sized: Sized, repeated: bool) -> _Taken:
+    """What an op takes; what becomes part of another op costs nothing of its own. `repeated`: it is done for each of
+    several microbatches."""
+    if kind is None:
         return COMPUTE, 0.0
+    op = kind.op
     axis = axis_of(op)
     ins, outs = ([sized(v.type) for v in values] for values in (op.inputs, op.outputs))
     if axis is not None and axis in along:
         return axis, min([cost.least(op.spec, op.attributes, ins, outs, g) for g in along[axis]], default=0.0)
     if axis is not None or op.spec.comm is not None or cost.free(op.spec, op.attributes, ins):
         return COMPUTE, 0.0
-    if cost.runtime is not None and not op.spec.kernel:  # it may be fused into a chain
-        return COMPUTE, 0.0
-    return COMPUTE, cost.least_compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0])
+    fused = kind.fused if repeated or op.spec.kernel else with_others(kind.fused, cost.runtime)
+    seconds = cost.least_compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0], fused)
+    return COMPUTE, min(seconds, least_alone(kind.product, cost, sized))
 
 
 class _Move(NamedTuple):

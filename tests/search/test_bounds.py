@@ -130,6 +130,17 @@ def test_bounds_where_kernels_are_those_of_products(model, batch, precision, c):
     assert not too_high(case(model, batch, c.devices, MEASURED, precision, "megatron-core"), c)
 
 
+def test_bounds_where_a_product_is_quicker_alone(monkeypatch):
+    """Measured, a product and its bias take longer as one op than as two, as which they run where weights are gathered
+    first. Seeded: they always are one."""
+    about, c = (MODELS[6], 8, 2, CALIBRATED, "bf16", "torch-compiled"), Candidate(2, 1, 1, 2, "1f1b", 1, 3, "full")
+    assert not too_high(case(*about), c)
+    for module in ("segments", "placed_program"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"distir.search.{module}.products_inside", lambda placed, as_run: {})
+            assert too_high(case.__wrapped__(*about), c)
+
+
 @pytest.mark.parametrize("runtime", ["megatron-core+fp8", "torchtitan-compiled+fp8", "torchtitan-async+fp8"])
 @pytest.mark.parametrize("seed", range(4))
 def test_bounds_where_products_are_in_8_bits(seed, runtime):

@@ -203,9 +203,11 @@ class CostModel:
         other.runtime, other._memo = replace(self.runtime, fp8=False), {}
         return other
 
-    def least_compute(self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device) -> float:
-        """Seconds that an op takes at least, in 8 bits or in 16."""
-        given = spec, attrs, ins, outs, device
+    def least_compute(
+        self, spec: Spec, attrs: Attrs, ins: Types, outs: Types, device: Device, fused: Fused = UNFUSED
+    ) -> float:
+        """Seconds that an op takes at least, in 8 bits or in 16. `fused`: as of `compute`."""
+        given = spec, attrs, ins, outs, device, fused
         return min(self.compute(*given), self.in_16_bits.compute(*given))
 
     def enter(self) -> float:
@@ -431,14 +433,18 @@ def _wide(dtype: DType | None) -> bool:
 def product_of(spec: Spec, attrs: Attrs, ins: Types, outs: Types, flops: float) -> Product:
     """The sizes of a product on one device, whose FLOPs are known.
 
-    What `axes` does not describe, such as a convolution, counts as one product with a square result.
+    What `axes` does not describe counts as one product: with a matrix of weights, of the rows and columns of its
+    result; else, such as a convolution, with a square result.
     """
     shapes = [t.shape for t in ins if isinstance(t, Tensor)]
     f = spec.factors(attrs, shapes)
     if f is None or len(f.ins) != 2:
         count = math.prod(outs[0].shape) if isinstance(outs[0], Tensor) else 1
-        side = max(1, round(math.sqrt(count)))
-        return Product(1, side, side, max(1, round(flops / (2 * side * side))))
+        n = max(1, round(math.sqrt(count)))
+        if spec.weight is not None and isinstance(w := ins[spec.weight], Tensor) and len(w.shape) == 2:
+            n = outs[0].shape[-1]  # type: ignore[union-attr]
+        m = max(1, count // n)
+        return Product(1, m, n, max(1, round(flops / (2 * m * n))))
     of, sizes = [set(names) for names in f.ins], [1, 1, 1, 1]
     for name, size in f.sizes.items():
         inside = (name in of[0], name in of[1])

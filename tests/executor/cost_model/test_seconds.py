@@ -186,7 +186,8 @@ def test_the_sizes_of_products() -> None:
         ("MatMul", (a, Tensor(Float(), (16, 48))), (1, 3 * 5 * 64, 48, 16)),
         ("MatMul", (a, b), (3, 5 * 64, 48, 16)),
         ("MatMulGradWeight", (a, Tensor(Float(), (3, 5, 64, 48))), (1, 16, 48, 3 * 5 * 64)),
-        ("Gemm", (Tensor(Float(), (64, 16)), Tensor(Float(), (16, 64))), (1, 64, 64, 16)),
+        ("Gemm", (Tensor(Float(), (64, 16)), Tensor(Float(), (16, 48))), (1, 64, 48, 16)),
+        ("Gemm", (Tensor(Float(), (3, 64, 16)), *(Tensor(Float(), n) for n in ((16, 48), (48,)))), (1, 192, 48, 16)),
     ):
         f = FunctionMaker()
         f.emit(op_type, *[f.add_input_value("x", t) for t in types])
