@@ -1,14 +1,14 @@
 """Benchmark of the search for plans: GPT-2 124M on 64 devices, Llama-3 8B on 64, Llama 70B on 1,024.
 
-    python benchmarks/plan.py [--runs N] [--small] [--known] [--only NAME] [--json] [--tables FILE]
+    python benchmarks/plan.py [--runs N] [--small] [--known] [--only NAME] [--runtime NAME] [--json] [--tables FILE]
 
 Wall-clock seconds, as a search uses all cores: until a first plan that fits is known, and of loading and the whole
 search, verifying the plans that are shown included; and CPU seconds of all processes; medians over the runs. Memory is
 the most that was resident: of this process and, for each core, of the largest that it started. Goals, on 2 cores: a
 first plan in 3 s; GPT-2 in 20 s, of at least 1,000 plans; Llama 70B in 60 s, of at least 5,000; less than 2 GB.
 
-With --known the models and clusters are those of which others have published steps; --tables writes what `distir plan`
-prints for each.
+With --runtime the hosts and kernels of that software count, as in `distir plan --runtime`. With --known the models and
+clusters are those of which others have published steps; --tables writes what `distir plan` prints for each.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 
 from laps import machine, parser, table
 
+from distir.api.compilation import cost_model
 from distir.api.model import load
 from distir.hardware import host_cores
 from distir.search.plan_table import PlanTable
 from distir.search.planning import plan
+from distir.transforms.plan import Plan
 
 
 class Task(NamedTuple):
@@ -64,11 +66,12 @@ def resident_mib() -> float:
     return (own + host_cores() * child) / 1024
 
 
-def measure(task: Task) -> tuple[float, float, PlanTable]:
+def measure(task: Task, runtime: str | None) -> tuple[float, float, PlanTable]:
     """Wall-clock and CPU seconds of loading and searching, and what was found."""
     begin, cpu = time.perf_counter(), cpu_seconds()
     model = load(task.model, {"batch": task.batch}, loss="cross-entropy", optimizer="adamw", precision="bf16")
-    found = plan(model, task.cluster, task.gpus)
+    cost = cost_model(task.cluster, Plan(dp=task.gpus), runtime=runtime)
+    found = plan(model, cost, task.gpus)
     return time.perf_counter() - begin, cpu_seconds() - cpu, found
 
 
@@ -77,6 +80,7 @@ def main() -> None:
     flags.add_argument("--small", action="store_true", help="a tiny model, to test the script")
     flags.add_argument("--known", action="store_true", help="models and clusters with published steps")
     flags.add_argument("--only", choices=sorted({*TASKS, *KNOWN}))
+    flags.add_argument("--runtime", metavar="NAME", help="the software that launches the ops; default: none")
     flags.add_argument("--tables", metavar="FILE", help="write what `distir plan` prints")
     args = flags.parse_args()
     tasks = SMALL if args.small else KNOWN if args.known else TASKS
@@ -85,7 +89,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     tables: list[str] = []
     for name, task in tasks.items():
-        runs = [measure(task) for _ in range(args.runs)]
+        runs = [measure(task, args.runtime) for _ in range(args.runs)]
         found = runs[0][2]
         row = {
             "task": name,

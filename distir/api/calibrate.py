@@ -76,6 +76,8 @@ _SHARED = {
 }
 """Of `fit_steps`: factors of compute, of what a transfer takes of a rank, and of the latencies of transfers and of a
 ring's step; then what `CoreSharing` has, its bandwidth as a multiple of that of ops that only move bytes, on a core."""
+_DOUBTFUL = 1.3
+"""Steps that are so many times as long, or as short, as predicted make a calibration doubtful."""
 _NOISE = 0.1
 """How far steps are from their predictions, as a logarithm: it says how much what is expected weighs against them."""
 
@@ -205,9 +207,24 @@ class Calibration:
     text: str = field(repr=False)
     path: str | None = None
 
+    @property
+    def notes(self) -> list[str]:
+        """What says that the figures may not be those of an idle machine."""
+        found: list[str] = []
+        for n, ratios in self.figures.ratios.items():
+            low, high = min(ratios), max(ratios)
+            if max(high, 1 / low) > _DOUBTFUL:
+                found.append(
+                    f"steps on {counted(n, 'rank')} took {low:.2f} to {high:.2f} times what these figures predict: if "
+                    "other programs ran, calibrate again without them"
+                )
+        return found
+
     def lines(self) -> list[str]:
-        """The table of figures, and where they were written."""
-        return [*aligned(self.rows), *([f"\nwritten to {self.path}"] if self.path is not None else [])]
+        """The table of figures, notes, and where they were written."""
+        notes = [f"note: {x}" for x in self.notes]
+        written_to = [f"written to {self.path}"] if self.path is not None else []
+        return [*aligned(self.rows), *[f"\n{x}" for x in (*notes, *written_to)]]
 
     def to_json(self) -> dict[str, Any]:
         """JSON of the table, the numbers of ranks, and the file."""
@@ -218,6 +235,7 @@ class Calibration:
             "slower_in_steps": f.slower,
             "sharing": f.sharing and f.sharing._asdict(),
             "ratios": {str(n): list(found) for n, found in f.ratios.items()},
+            "notes": self.notes,
             "file": self.path,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,17 @@ def test_prints_figures_and_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     found = json.loads(capsys.readouterr().out)
     assert found["figures"] == [dict(zip(*ROWS, strict=True))]
     assert found["file"] is None
+
+
+@pytest.mark.parametrize(
+    ("ratios", "noted"), [((0.78, 1.29), False), ((0.78, 1.31), True), ((0.76, 1.2), True), ((1.35, 1.4), True)]
+)
+def test_steps_far_from_what_is_predicted_are_noted(ratios: tuple[float, ...], noted: bool) -> None:
+    found = Calibration(replace(FIGURES, ratios={1: (1.0,), 2: ratios}), list(ROWS), "", "mine.toml")
+    text = f"steps on 2 ranks took {min(ratios):.2f} to {max(ratios):.2f} times what these figures predict"
+    assert [text in x for x in found.to_json()["notes"]] == [True] * noted
+    assert (f"note: {text}" in str(found)) == noted
+    assert str(found).endswith("\nwritten to mine.toml")
 
 
 def test_a_bad_file_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
