@@ -77,7 +77,7 @@ _SHARED = {
 """Of `fit_steps`: factors of compute, of what a transfer takes of a rank, and of the latencies of transfers and of a
 ring's step; then what `CoreSharing` has, its bandwidth as a multiple of that of ops that only move bytes, on a core."""
 _DOUBTFUL = 1.3
-"""Steps that are so many times as long, or as short, as predicted make a calibration doubtful."""
+"""How many times as long, or as short, as predicted steps are where a calibration is in doubt."""
 _NOISE = 0.1
 """How far steps are from their predictions, as a logarithm: it says how much what is expected weighs against them."""
 
@@ -209,7 +209,7 @@ class Calibration:
 
     @property
     def notes(self) -> list[str]:
-        """What says that the figures may not be those of an idle machine."""
+        """Reasons to doubt that the figures are those of an idle machine."""
         found: list[str] = []
         for n, ratios in self.figures.ratios.items():
             low, high = min(ratios), max(ratios)

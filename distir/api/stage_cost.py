@@ -19,7 +19,7 @@ def _as_it_is(t: Type) -> Type:
     return t
 
 
-def _is_gradient(t: Type) -> bool:
+def _is_summed(t: Type) -> bool:
     """Whether values of the type are to be summed over microbatches, as gradients of weights are."""
     return isinstance(t, Tensor) and t.over_time.kind is not None
 
@@ -28,7 +28,7 @@ class OpSeconds(NamedTuple):
     """Seconds of an op of a placed program on one device, for one microbatch; as if it were placed on `mesh`.
 
     Collectives along the axes `beside` cost nothing, nor do reductions of weights' gradients (sums over microbatches)
-    along the axes `owners`.
+    along the axes `further`.
     """
 
     cost: CostModel
@@ -36,7 +36,7 @@ class OpSeconds(NamedTuple):
     sized: Callable[[Type], Type] = _as_it_is
     """Gives the type for which a type of the program stands."""
     beside: AbstractSet[str] = frozenset()
-    owners: AbstractSet[str] = frozenset()
+    further: AbstractSet[str] = frozenset()
 
     def __call__(self, op: Op) -> float:
         cost, spec, attrs = self.cost, op.spec, op.attributes
@@ -47,7 +47,7 @@ class OpSeconds(NamedTuple):
         if (axis := cost.collective_axis(spec, attrs, ins)) is not None:
             if not self.beside.isdisjoint(names_of(axis)):
                 return 0.0
-            if not self.owners.isdisjoint(names_of(axis)) and _is_gradient(ins[0]):
+            if not self.further.isdisjoint(names_of(axis)) and _is_summed(ins[0]):
                 return 0.0
             return cost.collective(spec, attrs, ins, outs, cost.topology.group(mesh.group(axis)))
         return cost.compute(spec, attrs, ins, outs, mesh.devices[0])
@@ -68,9 +68,9 @@ def stage_cost(
         return PLAIN
     link = cost.topology.link(devices[0], devices[plan.spacing(plan.stages.name)])
     replicas = frozenset([axis.name for axis in plan.sharding.along(BATCH)])
-    owners = frozenset([split.axis for split in plan.split])
+    further = frozenset([split.axis for split in plan.split])
     # each device sends only its own piece of a microbatch
     waits = cost.runtime is not None and cost.runtime.inline
     message = link.latency + cost.issue(lookup("Send")) if waits else 0.0
-    op = OpSeconds(cost, mesh, sized, replicas, owners)
+    op = OpSeconds(cost, mesh, sized, replicas, further)
     return StageCost(op, 1 / (link.bandwidth * plan.sharding.pieces), message)

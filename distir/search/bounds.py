@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 from distir.executor.cost_model import CostModel
 from distir.executor.cost_model.collective_cost import collective
-from distir.executor.cost_model.fusion import Fused
 from distir.executor.cost_model.seconds import wire_of
 from distir.ir.device import AxisNames, names_of
 from distir.ir.function import Op
@@ -89,12 +88,12 @@ GroupsAlong = Mapping[AxisNames, Sequence[Group]]
 
 
 def step_cost(
-    profile: Profile, microbatch: int, cost: CostModel, groups: GroupsAlong, several: bool = False
+    profile: Profile, microbatch: int, cost: CostModel, groups: GroupsAlong, repeated: bool = False
 ) -> StepCost:
-    """The seconds of a profile with another size of microbatch; `several`: of steps of more than one."""
+    """The seconds of a profile with another size of microbatch; `repeated`: of steps of several."""
     scale = microbatch // profile.samples
     at_once = [_seconds(kind, scale, cost, groups) for kind in profile.kinds]
-    seconds = [_seconds(kind, scale, cost, groups, True) for kind in profile.kinds] if several else at_once
+    seconds = [_seconds(kind, scale, cost, groups, True) for kind in profile.kinds] if repeated else at_once
     forward = _pass(profile, FORWARD, profile.forward, seconds)
     backward = _pass(profile, BACKWARD, profile.backward, seconds)
     what = cost.topology.spec(cost.topology.devices[0])
@@ -102,8 +101,8 @@ def step_cost(
     once = sum([n * max(0.0, at_once[k] - what.kernel_launch_overhead) for k, n in rows if not profile.kinds[k].axis])
     compute = [0.0 if kind.axis else x for kind, x in zip(profile.kinds, seconds, strict=True)]
     unit = max([sum([compute[k] for k in kinds]) for kinds in profile.units], default=0.0)
-    rows = [(k, n) for word in (FORWARD, BACKWARD) for k, n in profile.every[word].items()]
-    issued = sum([n * _issued(profile.kinds[k], cost, several) for k, n in rows])
+    timed = [(k, n) for word in (FORWARD, BACKWARD) for k, n in profile.every[word].items()]
+    issued = sum([n * _issued(profile.kinds[k], cost, repeated) for k, n in timed])
     # measured ops have launches of their own, which ops in groups share
     return StepCost(forward, backward, 0.0 if what.ops else once, unit, issued, profile)
 
@@ -124,7 +123,8 @@ def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong, repea
         return 0.0
     device = cost.topology.devices[0]
     alone = least_alone(kind.product, cost, lambda t: scaled(t, scale))
-    return min(alone, cost.least_compute(op.spec, op.attributes, ins, outs, device, _fused(kind, cost, repeated)))
+    fused = with_others(op, kind.fused, cost.runtime, repeated)
+    return min(alone, cost.least_compute(op.spec, op.attributes, ins, outs, device, fused))
 
 
 def least_alone(product: Op | None, cost: CostModel, sized: Callable[[Type], Type]) -> float:
@@ -135,17 +135,14 @@ def least_alone(product: Op | None, cost: CostModel, sized: Callable[[Type], Typ
     return cost.least_compute(product.spec, product.attributes, ins, outs, cost.topology.devices[0])
 
 
-def _fused(kind: Kind, cost: CostModel, repeated: bool) -> Fused:
-    return kind.fused if repeated or kind.op.spec.kernel else with_others(kind.fused, cost.runtime)
-
-
 def _issued(kind: Kind, cost: CostModel, repeated: bool) -> float:
     """Seconds in which a host issues a compute op of a kind, at least, where that keeps it from others."""
     op, r = kind.op, cost.runtime
-    if r is None or r.inline or r.graphs or not kind.priced or op.spec.comm is not None or adds_sums(op):
+    if r is None or r.inline or not kind.priced or op.spec.comm is not None or adds_sums(op):
         return 0.0
-    ins = [v.type for v in op.inputs]
-    return 0.0 if cost.free(op.spec, op.attributes, ins) else cost.issue(op.spec, fused=_fused(kind, cost, repeated))
+    if cost.free(op.spec, op.attributes, [v.type for v in op.inputs]):
+        return 0.0
+    return cost.issue(op.spec, fused=with_others(op, kind.fused, r, repeated))
 
 
 def scaled(t: Type, scale: int) -> Type:
@@ -256,8 +253,10 @@ def step_bound(c: Candidate, batch: int, step: StepCost, cost: CostModel, enough
     m, p, borders = c.microbatches(batch), c.pp, c.pp * c.chunks - 1
     forward, backward = (_busy(x, borders) for x in (step.forward, step.backward))
     once = step.once / (c.owners if c.zero else 1)
-    calls = 2 * p * c.chunks * cost.enter() if m > 1 else 0.0  # each stage is called for each pass of a microbatch
-    found = max((m * (forward + backward) + once) / p, m * step.unit, m * (step.issued + calls) / p)
+    issued = step.issued
+    if m > 1 and p == 1 and issued:  # a call counts with the first op that is issued: a stage may have none
+        issued += 2 * cost.enter()
+    found = max((m * (forward + backward) + once) / p, m * step.unit, m * issued / p)
     if found * ROUNDING >= enough:
         return found * ROUNDING
     found = max(found, _replica_bound(c, m, step, cost, forward, backward))

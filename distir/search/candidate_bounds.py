@@ -64,10 +64,10 @@ class Bounds:
         if memory > self._room or not self.refines:
             return 0.0, memory
         groups = tuple([(axis, groups_along(c, cost, axis)) for axis in profile.axes])
-        several = c.microbatches(batch) > 1
-        key = relatives(c), c.microbatch, groups, several
+        repeated = c.microbatches(batch) > 1
+        key = relatives(c), c.microbatch, groups, repeated
         if key not in self._steps:
-            self._steps[key] = step_cost(profile, c.microbatch, cost, dict(groups), several)
+            self._steps[key] = step_cost(profile, c.microbatch, cost, dict(groups), repeated)
         return step_bound(c, batch, self._steps[key], cost, enough), memory
 
     def of_all(self, key: Relatives, microbatch: int, gpus: int) -> float:

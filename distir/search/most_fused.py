@@ -34,6 +34,9 @@ def most_fused(placed: Function, runtime: Runtime | None) -> Mapping[Op, Fused]:
     return out
 
 
-def with_others(x: Fused, runtime: Runtime | None) -> Fused:
-    """The same of an op that runs once a step, where a kernel of many tensors may run it with others."""
-    return x if runtime is None or not runtime.multi_tensor else x._replace(launched=True)
+def with_others(op: Op, x: Fused, runtime: Runtime | None, repeated: bool) -> Fused:
+    """The same, where a kernel of many tensors may also run an op with others: if it is not `repeated`, for each of
+    several microbatches."""
+    if repeated or op.spec.kernel or runtime is None or not runtime.multi_tensor:
+        return x
+    return x._replace(launched=True)

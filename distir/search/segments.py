@@ -154,7 +154,7 @@ def _types(op: Op) -> list[Type]:
 
 def products_inside(placed: Function, as_run: Mapping[Value, Op]) -> dict[Op, Op]:
     """Of ops of a placed program that ranks run as one with a product, that product: under another plan, as where the
-    weight is gathered first, it may be run alone, and that be quicker. `as_run`: by first results."""
+    weight is gathered first, it may run alone, which may be quicker. `as_run`: by first results."""
     products = {op.outputs[0]: op for op in placed.ops if op.spec.kernel == "product"}
     found: dict[Op, Op] = {}
     for op in placed.ops:

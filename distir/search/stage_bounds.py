@@ -111,8 +111,8 @@ class Cuts:
         self._programs.known.clear()
 
     def _works_of(self, c: Candidate, cut: NumberedCut) -> list[StageWork]:
-        several = c.microbatches(self.setting.batch) > 1
-        key = cut, self._groups(c), c.microbatch, several, (c.dp, c.order) if self._replicated else None
+        repeated = c.microbatches(self.setting.batch) > 1
+        key = cut, self._groups(c), c.microbatch, repeated, (c.dp, c.order) if self._replicated else None
         if key not in self._works:
             self._works[key] = self._of(c, cut)
         return self._works[key]
@@ -207,11 +207,11 @@ class Cuts:
     def _prices(self, c: Candidate) -> Sequence[_Taken]:
         """What the kinds of ops take at a plan's sizes and groups of devices."""
         groups = self._groups(c)
-        several = c.microbatches(self.setting.batch) > 1
-        key = c.microbatch, groups, several
+        repeated = c.microbatches(self.setting.batch) > 1
+        key = c.microbatch, groups, repeated
         if key not in self._seconds:
             along, sized = dict(groups), self._sizes(c)
-            self._seconds[key] = [_taken(kind, self.setting.cost, along, sized, several) for kind in self._kinds]
+            self._seconds[key] = [_taken(kind, self.setting.cost, along, sized, repeated) for kind in self._kinds]
         return self._seconds[key]
 
     def _among_replicas(self, c: Candidate, stages: CutStages, sized: Sized) -> Replicas[_Move]:
@@ -276,7 +276,7 @@ def _taken(kind: AsRun | None, cost: CostModel, along: GroupsAlong, sized: Sized
         return axis, min([cost.least(op.spec, op.attributes, ins, outs, g) for g in along[axis]], default=0.0)
     if axis is not None or op.spec.comm is not None or cost.free(op.spec, op.attributes, ins):
         return COMPUTE, 0.0
-    fused = kind.fused if repeated or op.spec.kernel else with_others(kind.fused, cost.runtime)
+    fused = with_others(op, kind.fused, cost.runtime, repeated)
     seconds = cost.least_compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0], fused)
     return COMPUTE, min(seconds, least_alone(kind.product, cost, sized))
 

@@ -14,10 +14,12 @@ from distir.ir.host_runtime import Runtime
 from distir.ir.spec import Spec
 from distir.search import most_fused as module
 from distir.search.bounds import adds_sums, step_cost
-from distir.search.exact import Setting
+from distir.search.candidate_bounds import Bounds
+from distir.search.exact import Setting, evaluate
 from distir.search.most_fused import most_fused, with_others
 from distir.search.placed_program import place
 from distir.search.segments import is_free, profile_of
+from distir.search.space import Candidate
 from distir.transforms.passes import bucketed_axes
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, phases
 from distir.transforms.plan import Plan
@@ -49,8 +51,7 @@ def joined_more(sizes: str, plan: Plan, runtime: Runtime) -> tuple[int, list[tup
             if found is None:  # its operands have other names
                 continue
             count += 1
-            if f not in repeated:
-                found = with_others(found, runtime)
+            found = with_others(op, found, runtime, f in repeated)
             if not (x.operands <= found.operands and x.result <= found.result and x.launched <= found.launched):
                 less.append((x, found))
     return count, less
@@ -82,20 +83,20 @@ def test_a_part_that_is_left_out_is_seen(what: str, monkeypatch: pytest.MonkeyPa
     elif what == "ends_time":
         monkeypatch.setattr(module, what, lambda op: False)
     else:
-        monkeypatch.setattr("tests.search.test_most_fused.with_others", lambda x, runtime: x)
+        monkeypatch.setattr("tests.search.test_most_fused.with_others", lambda op, x, runtime, repeated: x)
     assert joined_more(GPT, Plan(microbatches=2), runtime)[1]
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_what_hosts_issue(several: bool) -> None:
-    """Each op that no chain, or kernel of many tensors, launches; none where the host is the device, or in a graph."""
+@pytest.mark.parametrize("repeated", [False, True])
+def test_what_hosts_issue(repeated: bool) -> None:
+    """Each op that no chain, or kernel of many tensors, launches; none where the host is the device."""
     model, plan = load(GPT, {"batch": 24}, loss="cross-entropy"), Plan(microbatches=24)
     topology = load_cluster("dgx-a100", devices=1)
 
     def issued(runtime: Runtime) -> float:
         cost = CostModel(topology, runtime=runtime)
         profile = profile_of(place(Setting(model, 24, cost, 0.0), plan), 1, bucketed_axes(plan), runtime)
-        return step_cost(profile, 1, cost, {}, several).issued
+        return step_cost(profile, 1, cost, {}, repeated).issued
 
     alone = Runtime("alone", op=2.0**-10)
     cost = CostModel(topology, runtime=alone)
@@ -110,7 +111,16 @@ def test_what_hosts_issue(several: bool) -> None:
     )
     products = [op for op in ops if op.spec.kernel]
     many = Runtime("many", op=2.0**-10, multi_tensor=True)
-    assert issued(many) == 2.0**-10 * len(ops if several else products)
-    assert (
-        issued(Runtime("inline", op=2.0**-10, inline=True)) == issued(Runtime("graph", op=2.0**-10, graphs=True)) == 0
-    )
+    assert issued(many) == 2.0**-10 * len(ops if repeated else products)
+    assert issued(Runtime("inline", op=2.0**-10, inline=True)) == 0.0
+
+
+@pytest.mark.parametrize("op", [0.0, 2.0**-10])
+def test_calls_count_with_ops_that_are_issued(op: float) -> None:
+    """A call is issued with the first op of a function; a host that issues none is not waited for."""
+    model, runtime = load(GPT, {"batch": 8}, loss="cross-entropy"), Runtime("calls", op=op, call=2.0**-6)
+    setting = Setting(model, 8, CostModel(load_cluster("dgx-a100", devices=1), runtime=runtime), 0.0)
+    c = Candidate(1, 1, 1, 1)
+    bound, simulated = Bounds(setting).of(c)[0], evaluate(setting, c).seconds
+    assert bound <= simulated
+    assert (bound > 8 * 2 * 2.0**-6) == (op > 0)

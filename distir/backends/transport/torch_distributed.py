@@ -369,12 +369,14 @@ def least(numbers: Sequence[int], device: torch.device) -> list[int]:
     if _mpi is not None:
         return _mpi.least(numbers)
     if _peer_memory is not None and _peer_memory.reaches(range(dist.get_world_size())):
-        return _peer_memory.least(numbers)  # gloo takes five times as long: it wakes more threads
-    row = torch.tensor(numbers, dtype=torch.int64, device=control_device(device))
-    dist.all_reduce(row, dist.ReduceOp.MIN)
+        found = _peer_memory.least(numbers)  # gloo takes five times as long: it wakes more threads
+    else:
+        row = torch.tensor(numbers, dtype=torch.int64, device=control_device(device))
+        dist.all_reduce(row, dist.ReduceOp.MIN)
+        found = row.tolist()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return row.tolist()
+    return found
 
 
 def over_mpi() -> Mpi | None:

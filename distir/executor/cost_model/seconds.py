@@ -442,7 +442,7 @@ def product_of(spec: Spec, attrs: Attrs, ins: Types, outs: Types, flops: float) 
         count = math.prod(outs[0].shape) if isinstance(outs[0], Tensor) else 1
         n = max(1, round(math.sqrt(count)))
         if spec.weight is not None and isinstance(w := ins[spec.weight], Tensor) and len(w.shape) == 2:
-            n = outs[0].shape[-1]  # type: ignore[union-attr]
+            n = max(1, outs[0].shape[-1])  # type: ignore[union-attr]
         m = max(1, count // n)
         return Product(1, m, n, max(1, round(flops / (2 * m * n))))
     of, sizes = [set(names) for names in f.ins], [1, 1, 1, 1]

@@ -168,11 +168,11 @@ def test_the_least_of_all_ranks(n: int) -> None:
     def work(end: PeerMemory) -> list[int]:
         time.sleep(0.05 * end.rank)
         came[end.rank] = time.monotonic()
-        found = end.least([end.rank, -end.rank, (1 << 62) - end.rank])
+        found = end.least([end.rank, -end.rank, (1 << 62) - end.rank, -(1 << 63)])
         had[end.rank] = time.monotonic()
         return found
 
-    assert together(n, work) == [[0, 1 - n, (1 << 62) - n + 1]] * n
+    assert together(n, work) == [[0, 1 - n, (1 << 62) - n + 1, -(1 << 63)]] * n
     assert min(had) >= max(came)
 
 

@@ -52,7 +52,7 @@ the program needs.
 """
 _WIDEST_BYTES = 8
 """Size of the widest element."""
-_REDUCE = {"max": torch.maximum}
+_REDUCE = {"max": torch.maximum, "min": torch.minimum}
 """All other kinds are sums."""
 _CHECK_SECONDS = 0.5
 """Interval at which a waiting rank checks that the others are alive."""
@@ -183,14 +183,14 @@ class PeerMemory:
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The least of all ranks, of each number, where each reaches all; a barrier, too."""
-        row = torch.tensor([-n for n in numbers], dtype=torch.int64)
-        self.allreduce(row, range(len(self._reach)), "max").wait()
-        return [-n for n in row.tolist()]
+        row = torch.tensor(numbers, dtype=torch.int64)
+        self.allreduce(row, range(len(self._reach)), "min").wait()
+        return row.tolist()
 
     # --- operations: buffers may not be changed before the work is complete
 
     def allreduce(self, x: torch.Tensor, ranks: Sequence[int], kind: str) -> PeerWork:
-        """Reduce `x`, contiguous, in place, by "sum" or "max"; each of `ranks` reduces one part for all."""
+        """Reduce `x`, contiguous, in place, by "sum", "max" or "min"; each of `ranks` reduces one part for all."""
         me, row = ranks.index(self.rank), x.view(-1)
         others = [r for r in ranks if r != self.rank]
         line = _LINE_BYTES // x.itemsize
