@@ -32,7 +32,7 @@ from distir.ir.function import Op
 from distir.ir.spec import lookup
 from distir.ir.topology import Group, Regular, regular_group
 from distir.ir.type import SUM, Tensor, Type
-from distir.search.most_fused import with_others
+from distir.search.run_ops import least_seconds, with_others
 from distir.search.segments import COMPUTE, Kind, Profile, Segment, axis_of, is_free
 from distir.search.space import Candidate, spacing_of, starts
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, PROLOGUE, UPDATE
@@ -92,13 +92,13 @@ def step_cost(
 ) -> StepCost:
     """The seconds of a profile with another size of microbatch; `repeated`: of steps of several."""
     scale = microbatch // profile.samples
-    at_once = [_seconds(kind, scale, cost, groups) for kind in profile.kinds]
-    seconds = [_seconds(kind, scale, cost, groups, True) for kind in profile.kinds] if repeated else at_once
+    seconds = [_seconds(kind, scale, cost, groups, repeated) for kind in profile.kinds]
     forward = _pass(profile, FORWARD, profile.forward, seconds)
     backward = _pass(profile, BACKWARD, profile.backward, seconds)
     what = cost.topology.spec(cost.topology.devices[0])
-    rows = [(k, n) for word in (PROLOGUE, UPDATE) for k, n in profile.every[word].items()]
-    once = sum([n * max(0.0, at_once[k] - what.kernel_launch_overhead) for k, n in rows if not profile.kinds[k].axis])
+    rows = [(profile.kinds[k], n) for word in (PROLOGUE, UPDATE) for k, n in profile.every[word].items()]
+    each = [(n, _seconds(kind, scale, cost, groups, False)) for kind, n in rows if not kind.axis]
+    once = sum([n * max(0.0, x - what.kernel_launch_overhead) for n, x in each])
     compute = [0.0 if kind.axis else x for kind, x in zip(profile.kinds, seconds, strict=True)]
     unit = max([sum([compute[k] for k in kinds]) for kinds in profile.units], default=0.0)
     timed = [(k, n) for word in (FORWARD, BACKWARD) for k, n in profile.every[word].items()]
@@ -107,7 +107,7 @@ def step_cost(
     return StepCost(forward, backward, 0.0 if what.ops else once, unit, issued, profile)
 
 
-def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong, repeated: bool = False) -> float:
+def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong, repeated: bool) -> float:
     """Of an op of a kind, less what it does not move where a runtime runs it with others. `repeated`: it certainly is
     done for each of several microbatches."""
     op = kind.op
@@ -121,18 +121,7 @@ def _seconds(kind: Kind, scale: int, cost: CostModel, groups: GroupsAlong, repea
         return min([cost.least(op.spec, op.attributes, ins, outs, group) for group in along], default=0.0)
     if op.spec.comm is not None:
         return 0.0
-    device = cost.topology.devices[0]
-    alone = least_alone(kind.product, cost, lambda t: scaled(t, scale))
-    fused = with_others(op, kind.fused, cost.runtime, repeated)
-    return min(alone, cost.least_compute(op.spec, op.attributes, ins, outs, device, fused))
-
-
-def least_alone(product: Op | None, cost: CostModel, sized: Callable[[Type], Type]) -> float:
-    """Seconds of a product, where there is one, if it is not run as one with what follows it."""
-    if product is None:
-        return math.inf
-    ins, outs = ([sized(v.type) for v in values] for values in (product.inputs, product.outputs))
-    return cost.least_compute(product.spec, product.attributes, ins, outs, cost.topology.devices[0])
+    return least_seconds(kind.run, cost, lambda t: scaled(t, scale), repeated)
 
 
 def _issued(kind: Kind, cost: CostModel, repeated: bool) -> float:
@@ -142,7 +131,7 @@ def _issued(kind: Kind, cost: CostModel, repeated: bool) -> float:
         return 0.0
     if cost.free(op.spec, op.attributes, [v.type for v in op.inputs]):
         return 0.0
-    return cost.issue(op.spec, fused=with_others(op, kind.fused, r, repeated))
+    return cost.issue(op.spec, fused=with_others(kind.run, r, repeated))
 
 
 def scaled(t: Type, scale: int) -> Type:
@@ -244,7 +233,7 @@ def compute_bound(profile: Profile, microbatch: int, batch: int, gpus: int, shar
         for k, n in profile.every[word].items():
             kind = profile.kinds[k]
             if kind.axis is None and not adds_sums(kind.op):
-                found += n * _seconds(kind, scale, cost, {})
+                found += n * _seconds(kind, scale, cost, {}, False)
     return found * batch * shards / (microbatch * gpus) * ROUNDING
 
 

@@ -7,15 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from distir.api.named_dims import named_dims
-from distir.executor.cost_model.fusion import UNFUSED, Fused
 from distir.ir.device import AxisNames, names_of
 from distir.ir.function import Function, Op, Value
 from distir.ir.host_runtime import Runtime
 from distir.ir.type import Type
 from distir.search.bounds import adds_sums
 from distir.search.exact import Setting
-from distir.search.most_fused import most_fused
-from distir.search.segments import axis_of, is_free, made_once, products_inside
+from distir.search.run_ops import RunOp, run_ops
+from distir.search.segments import axis_of, is_free, made_once
 from distir.search.space import Candidate
 from distir.transforms.passes import PassContext, bucketed_axes, run_passes
 from distir.transforms.pipeline.copies import copies
@@ -30,16 +29,6 @@ from distir.transforms.pipeline.phases import (
     phases,
 )
 from distir.transforms.plan import Plan
-from distir.transforms.rank.recompose import recompose
-
-
-class AsRun(NamedTuple):
-    """An op as the ranks run it, what it does not move at most (`most_fused`), and the product that it may otherwise
-    be (`products_inside`)."""
-
-    op: Op
-    fused: Fused
-    product: Op | None
 
 
 class PlacedProgram(NamedTuple):
@@ -61,7 +50,7 @@ class PlacedProgram(NamedTuple):
     sums: Sequence[Op]
     reducing: Sequence[Op]
     kind: Mapping[Op, int]
-    kinds: Sequence[AsRun | None]
+    kinds: Sequence[RunOp | None]
     parts: Mapping[Op, Op]
     copied: Mapping[Value, Value]
     maker: Mapping[Value, Op]
@@ -88,13 +77,13 @@ def place_template(setting: Setting, c: Candidate) -> PlacedProgram:
 
 
 def placed_program(
-    function: Function, rules: PhaseRules, bucketed: Collection[str], runtime: Runtime | None = None
+    function: Function, rules: PhaseRules, bucketed: Collection[str], runtime: Runtime | None
 ) -> PlacedProgram:
     """A program that is placed, but not cut."""
     maker = {v: op for op in function.ops for v in op.outputs}
     phase = phases(function, rules)
     timed = [op for op in function.ops if phase[op] in (FORWARD, BACKWARD)]
-    as_run = {op.outputs[0]: op for op in recompose(function).ops if op.outputs}
+    as_run = run_ops(function, runtime and runtime.joins)
     made = {v for op in timed for v in op.outputs}
     given = dict.fromkeys([v for op in timed for v in op.inputs if v not in made])
     once = {v: made_once(v, maker, phase) for v in given}
@@ -118,11 +107,11 @@ def placed_program(
         rules,
         bucketed,
         timed,
-        {op for op in timed if is_free(as_run.get(op.outputs[0], op))},
+        {op for op in timed if is_free(as_run[op].op if op in as_run else op)},
         [(owned, state) for owned, state in updates if owned and state],
         [op for op in reducing if ends_time(op) and op.inputs[0] in made and not adds_sums(maker[op.inputs[0]])],
         reducing,
-        *_kinds(as_run, timed, most_fused(function, runtime and runtime.joins), products_inside(function, as_run)),
+        *_kinds(timed, as_run),
         copies(function),
         maker,
         once,
@@ -137,29 +126,23 @@ def of_replicas(axis: AxisNames) -> bool:
     return "dp" in names_of(axis)
 
 
-def _kinds(
-    as_run: Mapping[Value, Op], timed: Sequence[Op], fused: Mapping[Op, Fused], products: Mapping[Op, Op]
-) -> tuple[dict[Op, int], list[AsRun | None], dict[Op, Op]]:
-    """`as_run`: the ops as the ranks run them, by their first results."""
-    kinds: list[AsRun | None] = [None]
+def _kinds(timed: Sequence[Op], as_run: Mapping[Op, RunOp]) -> tuple[dict[Op, int], list[RunOp | None], dict[Op, Op]]:
+    kinds: list[RunOp | None] = [None]
     known: dict[tuple[object, ...], int] = {}
     number: dict[Op, int] = {}
     for op in timed:
-        run = as_run.get(op.outputs[0])
-        if run is None or is_free(run) or adds_sums(run):
+        run = as_run.get(op)
+        if run is None or is_free(run.op) or adds_sums(run.op):
             number[op] = 0  # becomes part of another op, or costs nothing
             continue
-        joined, product = fused.get(run, UNFUSED), products.get(op)
-        apart = () if product is None else (product.spec, *[v.type for v in product.inputs])
-        key = run.spec, run.attributes or None, joined, *[v.type for v in run.inputs], apart
-        if key not in known:
-            known[key] = len(kinds)
-            kinds.append(AsRun(run, joined, product))
-        number[op] = known[key]
+        if run.form not in known:
+            known[run.form] = len(kinds)
+            kinds.append(run)
+        number[op] = known[run.form]
     parts: dict[Op, Op] = {}
     user = {v: op for op in reversed(timed) for v in op.inputs}
     for op in reversed(timed):
-        if op.outputs[0] not in as_run and (whole := user.get(op.outputs[0])) is not None:
+        if op not in as_run and (whole := user.get(op.outputs[0])) is not None:
             parts[op] = parts.get(whole, whole)
     return number, kinds, parts
 

@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from distir.executor.cost_model.fusion import UNFUSED, Fused
 from distir.ir.device import AxisNames, Mesh
 from distir.ir.function import Function, Op, Value
 from distir.ir.host_runtime import Runtime
-from distir.ir.type import Tensor, Type
-from distir.search.most_fused import most_fused
+from distir.ir.type import Tensor
+from distir.search.run_ops import RunOp, run_ops
 from distir.search.shared_buckets import may_share
 from distir.transforms.pipeline.phases import BACKWARD, FORWARD, FREE, PROLOGUE, UPDATE, ends_time, phases
-from distir.transforms.rank.recompose import recompose
 from distir.transforms.roles import weights
 
 COMPUTE = ""
@@ -60,14 +58,16 @@ class GradientSum(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Ops of equal cost; `op` is one of them. `axis` is that of a collective. A kind that is not `priced` is free.
-    `fused`: see `most_fused`. `product`: see `products_inside`."""
+    """Ops of equal cost; `run` is one of them. `axis` is that of a collective. A kind that is not `priced` is free."""
 
-    op: Op
+    run: RunOp
     axis: AxisNames | None
     priced: bool
-    fused: Fused = UNFUSED
-    product: Op | None = None
+
+    @property
+    def op(self) -> Op:
+        """One of the ops."""
+        return self.run.op
 
 
 class Reduced(NamedTuple):
@@ -133,37 +133,17 @@ def _divides(shape: Sequence[int], ways: int) -> bool:
 
 
 class _Kinds:
-    def __init__(self, fused: Mapping[Op, Fused]) -> None:
+    def __init__(self) -> None:
         self.found: list[Kind] = []
-        self._fused = fused
         self._number: dict[object, int] = {}
 
-    def of(self, op: Op, priced: bool, product: Op | None = None) -> int:
-        fused, apart = self._fused.get(op, UNFUSED), () if product is None else (product.spec, *_types(product))
-        key = (op.spec, op.attributes or None, priced, fused, *_types(op), apart)
+    def of(self, run: RunOp, priced: bool) -> int:
+        key = run.form, priced
         n = self._number.get(key)
         if n is None:
             n = self._number[key] = len(self.found)
-            self.found.append(Kind(op, axis_of(op), priced, fused, product))
+            self.found.append(Kind(run, axis_of(run.op), priced))
         return n
-
-
-def _types(op: Op) -> list[Type]:
-    return [v.type for v in op.inputs]
-
-
-def products_inside(placed: Function, as_run: Mapping[Value, Op]) -> dict[Op, Op]:
-    """Of ops of a placed program that ranks run as one with a product, that product: under another plan, as where the
-    weight is gathered first, it may run alone, which may be quicker. `as_run`: by first results."""
-    products = {op.outputs[0]: op for op in placed.ops if op.spec.kernel == "product"}
-    found: dict[Op, Op] = {}
-    for op in placed.ops:
-        run = as_run.get(op.outputs[0]) if op.outputs else None
-        if run is not None and run.spec is not op.spec:
-            product = next((products[v] for v in op.inputs if v in products), None)
-            if product is not None:
-                found[op] = product
-    return found
 
 
 def axis_of(op: Op) -> AxisNames | None:
@@ -174,23 +154,22 @@ def axis_of(op: Op) -> AxisNames | None:
     return op.attributes["axis"]
 
 
-def profile_of(placed: Function, samples: int, bucketed: Collection[str], runtime: Runtime | None = None) -> Profile:
+def profile_of(placed: Function, samples: int, bucketed: Collection[str], runtime: Runtime | None) -> Profile:
     """The profile of a program that is placed along axes of weights and inputs and over time, not over replicas;
     reductions along axes that are `bucketed` share buckets."""
     phase = phases(placed)
-    made = {op.outputs[0]: op for op in recompose(placed).ops if op.outputs}
-    products = products_inside(placed, made)
-    kinds = _Kinds(most_fused(placed, runtime and runtime.joins))
+    as_run = run_ops(placed, runtime and runtime.joins)
+    kinds = _Kinds()
     number: dict[Op, int] = {}
     for op in placed.ops:  # what becomes part of another op costs nothing of its own
-        as_run = made.get(op.outputs[0])
-        number[op] = kinds.of(as_run or op, as_run is not None and not is_free(as_run), products.get(op))
+        run = as_run.get(op)
+        number[op] = kinds.of(run or RunOp(op), run is not None and not is_free(run.op))
     forward = [op for op in placed.ops if phase[op] == FORWARD]
     backward = [op for op in placed.ops if phase[op] == BACKWARD]
 
     def in_segment(ops: Sequence[Op]) -> Mapping[Op, int]:
         shared = may_share(ops, bucketed, False)
-        return {op: kinds.of(op, False) if op in shared else number[op] for op in ops}
+        return {op: kinds.of(RunOp(op), False) if op in shared else number[op] for op in ops}
 
     cores = _cores(placed, forward)
     part: dict[Op | None, int] = {op: j for j, core in enumerate(cores) for op in core.ops}

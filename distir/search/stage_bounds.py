@@ -26,12 +26,12 @@ from distir.ir.device import TIME, AxisNames
 from distir.ir.function import Op
 from distir.ir.topology import Group
 from distir.ir.type import Type
-from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, least_alone, slope
+from distir.search.bounds import ROUNDING, GroupsAlong, groups_along, lane, slope
 from distir.search.cut_stages import CellOp, CutStages, Handed, Moves, Replicas, StagePrograms
 from distir.search.exact import Setting
-from distir.search.most_fused import with_others
-from distir.search.placed_program import AsRun, PlacedProgram
+from distir.search.placed_program import PlacedProgram
 from distir.search.placed_sizes import Sized
+from distir.search.run_ops import RunOp, least_seconds
 from distir.search.schedule_bounds import CellWork, Reach, StageWork, followed, rank_memory, step_seconds
 from distir.search.segments import COMPUTE, axis_of
 from distir.search.space import Candidate, spacing_of
@@ -264,7 +264,7 @@ _Taken = tuple[AxisNames, float]
 """A stream, of compute or of an axis inside a replica, and seconds."""
 
 
-def _taken(kind: AsRun | None, cost: CostModel, along: GroupsAlong, sized: Sized, repeated: bool) -> _Taken:
+def _taken(kind: RunOp | None, cost: CostModel, along: GroupsAlong, sized: Sized, repeated: bool) -> _Taken:
     """What an op takes; what becomes part of another op costs nothing of its own. `repeated`: it is done for each of
     several microbatches."""
     if kind is None:
@@ -276,9 +276,7 @@ def _taken(kind: AsRun | None, cost: CostModel, along: GroupsAlong, sized: Sized
         return axis, min([cost.least(op.spec, op.attributes, ins, outs, g) for g in along[axis]], default=0.0)
     if axis is not None or op.spec.comm is not None or cost.free(op.spec, op.attributes, ins):
         return COMPUTE, 0.0
-    fused = with_others(op, kind.fused, cost.runtime, repeated)
-    seconds = cost.least_compute(op.spec, op.attributes, ins, outs, cost.topology.devices[0], fused)
-    return COMPUTE, min(seconds, least_alone(kind.product, cost, sized))
+    return COMPUTE, least_seconds(kind, cost, sized, repeated)
 
 
 class _Move(NamedTuple):

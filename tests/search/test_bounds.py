@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from distir.api.model import load
 from distir.executor.cost_model import CostModel
 from distir.hardware import load_cluster, load_runtime
-from distir.search import cut_stages, placed_program
+from distir.search import cut_stages, placed_program, run_ops
 from distir.search.bounds import groups_along, lane, slope
 from distir.search.candidate_bounds import Bounds, relatives
 from distir.search.exact import Setting, evaluate
@@ -135,9 +135,14 @@ def test_bounds_where_a_product_is_quicker_alone(monkeypatch):
     first. Seeded: they always are one."""
     about, c = (MODELS[6], 8, 2, CALIBRATED, "bf16", "torch-compiled"), Candidate(2, 1, 1, 2, "1f1b", 1, 3, "full")
     assert not too_high(case(*about), c)
+    joined = run_ops.run_ops
+
+    def one(placed, joins):
+        return {op: run._replace(product=None) for op, run in joined(placed, joins).items()}
+
     for module in ("segments", "placed_program"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"distir.search.{module}.products_inside", lambda placed, as_run: {})
+            patch.setattr(f"distir.search.{module}.run_ops", one)
             assert too_high(case.__wrapped__(*about), c)
 
 

@@ -439,11 +439,11 @@ def product_of(spec: Spec, attrs: Attrs, ins: Types, outs: Types, flops: float) 
     shapes = [t.shape for t in ins if isinstance(t, Tensor)]
     f = spec.factors(attrs, shapes)
     if f is None or len(f.ins) != 2:
-        count = math.prod(outs[0].shape) if isinstance(outs[0], Tensor) else 1
-        n = max(1, round(math.sqrt(count)))
-        if spec.weight is not None and isinstance(w := ins[spec.weight], Tensor) and len(w.shape) == 2:
-            n = max(1, outs[0].shape[-1])  # type: ignore[union-attr]
-        m = max(1, count // n)
+        shape = outs[0].shape if isinstance(outs[0], Tensor) else ()
+        weight = None if spec.weight is None else ins[spec.weight]
+        matrix = isinstance(weight, Tensor) and len(weight.shape) == 2
+        n = max(1, shape[-1] if matrix and shape else round(math.sqrt(math.prod(shape))))
+        m = max(1, math.prod(shape) // n)
         return Product(1, m, n, max(1, round(flops / (2 * m * n))))
     of, sizes = [set(names) for names in f.ins], [1, 1, 1, 1]
     for name, size in f.sizes.items():

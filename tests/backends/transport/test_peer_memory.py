@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distir.backends.transport import torch_distributed
 from distir.backends.transport.shared_memory import crossmemory, peer_memory
 from distir.backends.transport.shared_memory.peer_memory import PeerMemory, PeerWork
 from distir.backends.transport.transfers import wait_all
@@ -174,6 +175,29 @@ def test_the_least_of_all_ranks(n: int) -> None:
 
     assert together(n, work) == [[0, 1 - n, (1 << 62) - n + 1, -(1 << 63)]] * n
     assert min(had) >= max(came)
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_the_device_is_idle_after_ranks_agree(monkeypatch: pytest.MonkeyPatch, near: bool, where: str) -> None:
+    """Through shared memory if all ranks reach each other, else through the process group."""
+    told: list[str] = []
+
+    class Reached:
+        def reaches(self, ranks: Sequence[int]) -> bool:
+            return near and list(ranks) == [0, 1]
+
+        def least(self, numbers: Sequence[int]) -> list[int]:
+            told.append("shared memory")
+            return list(numbers)
+
+    monkeypatch.setattr(torch_distributed, "_peer_memory", Reached())
+    monkeypatch.setattr(torch_distributed, "control_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(torch_distributed.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch_distributed.dist, "all_reduce", lambda row, op: told.append("process group"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append("idle"))
+    assert torch_distributed.least([3, 5], torch.device(where)) == [3, 5]
+    assert told == ["shared memory" if near else "process group", *["idle"] * (where == "cuda")]
 
 
 def test_nothing_is_kept() -> None:

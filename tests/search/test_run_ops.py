@@ -12,12 +12,12 @@ from distir.hardware import load_cluster, load_runtime
 from distir.ir.function import Op
 from distir.ir.host_runtime import Runtime
 from distir.ir.spec import Spec
-from distir.search import most_fused as module
+from distir.search import run_ops as module
 from distir.search.bounds import adds_sums, step_cost
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting, evaluate
-from distir.search.most_fused import most_fused, with_others
 from distir.search.placed_program import place
+from distir.search.run_ops import run_ops, with_others
 from distir.search.segments import is_free, profile_of
 from distir.search.space import Candidate
 from distir.transforms.passes import bucketed_axes
@@ -41,17 +41,16 @@ def joined_more(sizes: str, plan: Plan, runtime: Runtime) -> tuple[int, list[tup
     model = load(sizes, {"batch": 24}, loss="cross-entropy", precision="bf16")
     cost = CostModel(load_cluster("dgx-a100", devices=plan.size), runtime=runtime)
     placed = place(Setting(model, 24, cost, 0.0), plan)
-    most = {named(op): x for op, x in most_fused(placed, runtime.joins).items()}
+    most = {named(x.op): x for x in run_ops(placed, runtime.joins).values()}
     run = as_run(distribute(model, plan, cost.topology.devices[: plan.size]))
     repeated = {op.callee for op in run.ops if op.attributes.get("mb") is not None}
     count, less = 0, list[tuple[Fused, Fused]]()
     for f in run.callees():
         for op, x in fused(f, runtime.joins, f in repeated).items():
-            found = most.get(named(op))
-            if found is None:  # its operands have other names
+            if named(op) not in most:  # its operands have other names
                 continue
             count += 1
-            found = with_others(op, found, runtime, f in repeated)
+            found = with_others(most[named(op)], runtime, f in repeated)
             if not (x.operands <= found.operands and x.result <= found.result and x.launched <= found.launched):
                 less.append((x, found))
     return count, less
@@ -83,7 +82,7 @@ def test_a_part_that_is_left_out_is_seen(what: str, monkeypatch: pytest.MonkeyPa
     elif what == "ends_time":
         monkeypatch.setattr(module, what, lambda op: False)
     else:
-        monkeypatch.setattr("tests.search.test_most_fused.with_others", lambda op, x, runtime, repeated: x)
+        monkeypatch.setattr("tests.search.test_run_ops.with_others", lambda run, runtime, repeated: run.fused)
     assert joined_more(GPT, Plan(microbatches=2), runtime)[1]
 
 
