@@ -16,12 +16,12 @@ from distir.search import run_ops as module
 from distir.search.bounds import adds_sums, step_cost
 from distir.search.candidate_bounds import Bounds
 from distir.search.exact import Setting, evaluate
-from distir.search.placed_program import place
+from distir.search.placed_program import place, placed_program
 from distir.search.run_ops import run_ops, with_others
 from distir.search.segments import is_free, profile_of
 from distir.search.space import Candidate
 from distir.transforms.passes import bucketed_axes
-from distir.transforms.pipeline.phases import BACKWARD, FORWARD, phases
+from distir.transforms.pipeline.phases import BACKWARD, FORWARD, RULES, phases
 from distir.transforms.plan import Plan
 from distir.transforms.rank.as_run import as_run
 from distir.transforms.rank.recompose import recompose
@@ -117,9 +117,29 @@ def test_what_hosts_issue(repeated: bool) -> None:
 @pytest.mark.parametrize("op", [0.0, 2.0**-10])
 def test_calls_count_with_ops_that_are_issued(op: float) -> None:
     """A call is issued with the first op of a function; a host that issues none is not waited for."""
-    model, runtime = load(GPT, {"batch": 8}, loss="cross-entropy"), Runtime("calls", op=op, call=2.0**-6)
-    setting = Setting(model, 8, CostModel(load_cluster("dgx-a100", devices=1), runtime=runtime), 0.0)
-    c = Candidate(1, 1, 1, 1)
-    bound, simulated = Bounds(setting).of(c)[0], evaluate(setting, c).seconds
-    assert bound <= simulated
-    assert (bound > 8 * 2 * 2.0**-6) == (op > 0)
+    model, call = load(GPT, {"batch": 8}, loss="cross-entropy"), 2.0**-6
+    c, topology = Candidate(1, 1, 1, 1), load_cluster("dgx-a100", devices=1)
+
+    def bound(runtime: Runtime) -> float:
+        setting = Setting(model, 8, CostModel(topology, runtime=runtime), 0.0)
+        found = Bounds(setting).of(c)[0]
+        assert found <= evaluate(setting, c).seconds
+        return found
+
+    more = bound(Runtime("calls", op=op, call=call)) - bound(Runtime("none", op=op))
+    assert more == pytest.approx(8 * 2 * call if op else 0.0, rel=1e-5)
+
+
+def test_products_with_transposed_results_are_not_free() -> None:
+    """The ranks compute the transposed result at once, where a placed program has a product and a view."""
+    model, plan = load(GPT, {"batch": 8}, loss="cross-entropy"), Plan(microbatches=8)
+    setting = Setting(model, 8, CostModel(load_cluster("dgx-a100", devices=1)), 0.0)
+    placed = placed_program(place(setting, plan), RULES, bucketed_axes(plan), None)
+    as_run = run_ops(placed.function, None)
+    turned = [op for op in placed.timed if op.spec.alias and op in as_run and as_run[op].op.spec.kernel == "product"]
+    assert turned
+    for op in turned:
+        assert op not in placed.free
+        kind = placed.kinds[placed.kind[op]]
+        assert kind is not None
+        assert kind.op.spec is as_run[op].op.spec
