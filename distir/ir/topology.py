@@ -208,11 +208,20 @@ _BURST = 1e-3
 """Seconds: b of `CoreSharing`."""
 
 
+def cores_of(rank: int, ranks: int, cores: int) -> range:
+    """The cores of a host that one of its ranks is bound to: equal shares in a row; if there are more ranks than cores,
+    each core in turn, if that gives all cores the same number, else all of them."""
+    if ranks <= cores:
+        return range(rank * cores // ranks, (rank + 1) * cores // ranks)
+    return range(cores) if ranks % cores else range(rank % cores, rank % cores + 1)
+
+
 class CoreSharing(NamedTuple):
     """How the ranks of a host share its cores.
 
-    While more ranks are busy than there are `cores`, compute takes longer in proportion. A rank is busy while it
-    computes; while it communicates it takes `communication` of a core, and so much of that takes longer, too.
+    While more ranks are busy than the `cores` that they are bound to (`cores_of`), compute takes longer in proportion. A
+    rank is busy while it computes; while it communicates it takes `communication` of a core, and so much of that takes
+    longer, too.
 
     What the cache of a core, of `cache` bytes, does not hold goes through memory that all cores share: all together get
     `bandwidth` bytes/s of it, those who want less than an equal share what they want, the others equal shares of the
@@ -233,10 +242,6 @@ class CoreSharing(NamedTuple):
     jitter: float = 0.0
     feeding: float = 0.0
     cache: float = 0.0
-
-    def slower(self, busy: float) -> float:
-        """How many times as long compute takes while so many ranks are busy."""
-        return max(1.0, busy / self.cores)
 
     def share(self, demands: Iterable[tuple[float, int]]) -> float:
         """The bytes/s that each rank gets at most; infinite if all get what they want. `demands`: bytes/s that each of

@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distir import CostModel, Plan, simulate
 from distir.ir import Device, Topology
 from distir.ir.errors import UsageError
-from distir.ir.topology import DeviceSpec, Link, Regular
+from distir.ir.topology import DeviceSpec, Link, Regular, cores_of
 from distir.models.mlp import mlp
 
 
@@ -211,3 +213,16 @@ def test_routes_through_switches_take_the_least_latency() -> None:
     c = t.add_device("gpu")
     with pytest.raises(UsageError, match="no bandwidth is set between gpu:0 and gpu:2"):
         t.link(a, c)
+
+
+@given(st.integers(1, 40), st.integers(1, 16))
+def test_ranks_get_equal_shares_of_cores(ranks: int, cores: int) -> None:
+    """None where that cannot be: then the kernel moves them between all."""
+    shares = [list(cores_of(r, ranks, cores)) for r in range(ranks)]
+    if ranks <= cores:
+        assert [c for share in shares for c in share] == list(range(cores))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    elif ranks % cores:
+        assert shares == [list(range(cores))] * ranks
+    else:
+        assert [c for share in shares for c in share] == list(range(cores)) * (ranks // cores)

@@ -398,6 +398,9 @@ def main() -> None:
     """The process of one rank, started by `bench_collectives`."""
     from torch._C._distributed_c10d import FileStore
 
+    from distir.backends.processes.cores import bind
+    from distir.backends.processes.preflight import ON_CPUS
+
     folder, rank, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     die_with(parent, f"distir-rank{rank}")
     settings = Settings(*json.loads((folder / "job.json").read_text()))
@@ -409,6 +412,8 @@ def main() -> None:
             out.write(json.dumps(t) + "\n")
 
         try:
+            if settings.backend in ON_CPUS:
+                bind(rank, settings.world)
             _measure_all(rank, rank, settings, store, report)
         except Exception:
             traceback.print_exc()

@@ -144,13 +144,15 @@ def _run(job: Job, rank: int, folder: Path, link: Connection) -> None:
     import torch
     from torch._C._distributed_c10d import FileStore
 
+    from distir.backends.processes.cores import bind
     from distir.backends.processes.rank_loop import execute
     from distir.backends.transport.torch_distributed import leave_group, start_group
 
     torch.set_num_threads(rank_threads())
     backend, where = backend_and_device(job.options.resolved_backend, rank)
-    device = torch.device(where)
-    world = job.world
+    device, world = torch.device(where), job.world
+    if where == "cpu":
+        bind(rank, world)
     store = FileStore(str(folder / "store"), world)
     patience = max(1.0, job.options.timeout - 2 * GRACE_SECONDS)  # ranks time out before the parent does
     start_group(backend, rank, world, device, store, patience)

@@ -1,9 +1,9 @@
 """Ranks that share the cores of a host: compute takes longer while more ranks are busy than there are cores.
 
-A rank is busy while it computes, and, where its cores do the work, while it communicates; one that waits or sleeps is
-not. While more are busy than there are cores, each part of compute gets an equal share of these (processor sharing),
-and communication takes longer by what it needs of a core; parts that move more bytes than their share of the memory's
-bandwidth wait for it. The ranks of a collective do not arrive together, and when a step begins, other threads compute,
+Ranks are bound to cores as `cores_of` says. A rank is busy while it computes, and, where its cores do the work, while it
+communicates; one that waits or sleeps is not. While more are busy than the cores that they are bound to, each part of
+compute gets an equal share of these (processor sharing), and communication takes longer by what it needs of a core;
+parts that move more bytes than their share of the memory's bandwidth wait for it. The ranks of a collective do not arrive together, and when a step begins, other threads compute,
 too, that feed the ranks (see `CoreSharing`).
 
 The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each
@@ -19,20 +19,34 @@ from typing import NamedTuple
 
 from distir.executor.cost_model.seconds import quantize
 from distir.executor.simulator.compile import CompiledProgram
+from distir.executor.simulator.device_classes import DeviceClasses
 from distir.executor.simulator.maxplus import Call, Code, OpPart, OpPlan
 from distir.ir.function import Function, Op
-from distir.ir.topology import CoreSharing
+from distir.ir.topology import CoreSharing, cores_of
+
+
+class _Share(NamedTuple):
+    """Cores to which the same ranks are bound: how many, and the number of these ranks by class."""
+
+    cores: int
+    ranks: tuple[int, ...]
+
+    def among(self, classes: Iterable[int]) -> int:
+        """The number of these ranks in some classes."""
+        return sum([self.ranks[c] for c in classes])
 
 
 class _Task(NamedTuple):
     """A part of the program, the issue of one, or what feeds the ranks: seconds alone, streams, the tasks it waits for,
-    how many ranks are busy, or threads beside them, whether they compute, and the classes that communicate; `meets`: in
-    a collective; `demand`: bytes/s that each rank moves through the memory that all share."""
+    how many ranks are busy, or threads beside them, and how many on each share of the cores, whether they compute, and
+    the classes that communicate; `meets`: in a collective; `demand`: bytes/s that each rank moves through the memory
+    that all share."""
 
     seconds: float
     streams: tuple[int, ...]
     needs: Sequence[int]
     ranks: int = 0
+    busy: tuple[int, ...] = ()
     computes: bool = True
     classes: tuple[int, ...] = ()
     meets: bool = False
@@ -59,13 +73,24 @@ def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledP
         return program
     tasks: list[_Task] = []
     timed: list[_Timed] = []
-    _Flattened(program, tasks, timed, limited).run(program.main, [() for _ in program.main.columns])
-    streams = len(program.streams)
-    tasks.append(_Task(sharing.feeding, (streams,), (), ranks))
-    seconds = _run(tasks, streams + 1, len(program.classes.sizes), sharing)
+    shares = _shares(program.classes, sharing.cores)
+    _Flattened(program, tasks, timed, shares, limited).run(program.main, [() for _ in program.main.columns])
+    streams, classes = len(program.streams), range(len(program.classes.sizes))
+    tasks.append(_Task(sharing.feeding, (streams,), (), ranks, tuple([s.among(classes) for s in shares])))
+    seconds = _run(tasks, streams + 1, len(classes), sharing, [s.cores for s in shares])
     out = copy(program)
     out.main = _with_seconds(program.main, program.streams, iter(timed), seconds)
     return out
+
+
+def _shares(classes: DeviceClasses, cores: int) -> list[_Share]:
+    """The shares of a host's cores; of those with equally many cores, and ranks of each class, one."""
+    devices = sorted(classes.devices(), key=lambda found: (found[0].index, found[0].kind))
+    counts: dict[range, list[int]] = {}
+    for rank, (_, c) in enumerate(devices):
+        own = cores_of(rank, len(devices), cores)
+        counts.setdefault(own, [0] * len(classes.sizes))[c] += 1
+    return list(dict.fromkeys([_Share(len(own), tuple(row)) for own, row in counts.items()]))
 
 
 class _Flattened:
@@ -73,9 +98,15 @@ class _Flattened:
     bytes that they move count."""
 
     def __init__(
-        self, program: CompiledProgram, tasks: list[_Task], timed: list[_Timed], limited: bool = False
+        self,
+        program: CompiledProgram,
+        tasks: list[_Task],
+        timed: list[_Timed],
+        shares: Sequence[_Share] = (),
+        limited: bool = False,
     ) -> None:
-        self._program, self._tasks, self._timed, self._limited = program, tasks, timed, limited
+        self._program, self._tasks, self._timed = program, tasks, timed
+        self._shares, self._limited = shares, limited
         self._parts: dict[Code, list[_Task]] = {}
 
     def run(self, code: Code, given: Iterable[Sequence[int]]) -> list[Sequence[int]]:
@@ -106,7 +137,8 @@ class _Flattened:
             for host, seconds in issue or ():
                 hosts.append((host, len(tasks)))
                 waits.append(len(tasks))
-                tasks.append(_Task(seconds, (host,), (), sizes[streams[host][0]]))
+                c = streams[host][0]
+                tasks.append(_Task(seconds, (host,), (), sizes[c], tuple([s.ranks[c] for s in self._shares])))
             self._timed.append(_Timed(tuple(hosts), len(tasks)))
             slots.append((len(tasks),))
             tasks.append(next(alone)._replace(needs=waits))
@@ -115,18 +147,22 @@ class _Flattened:
     def _task(self, op: Op, part: OpPart) -> _Task:
         """A part's task, in all runs, but for what it waits for."""
         sleeps = op.spec.comm is not None and op.spec.comm.seconds is not None
-        ranks = 0 if sleeps else sum([self._program.classes.sizes[c] for c in part.classes])
+        at_work = () if sleeps else part.classes
+        ranks = sum([self._program.classes.sizes[c] for c in at_work])
+        busy = tuple([share.among(at_work) for share in self._shares])
         among = part.classes if part.communicates else ()
         meets = part.communicates and part.sources == part.targets != () and ranks > 1
         computes, demand = not (part.communicates or sleeps), 0.0
         if self._limited and computes and part.sources and part.duration:
             ins, outs = [v.type for v in op.inputs], [v.type for v in op.outputs]
             demand = self._program.cost.streamed(op.spec, op.attributes, ins, outs) / part.duration
-        return _Task(part.duration, part.streams, (), ranks, computes, among, meets, demand)
+        return _Task(part.duration, part.streams, (), ranks, busy, computes, among, meets, demand)
 
 
-def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharing) -> list[float]:
-    """The seconds of each task. Each stream runs its tasks in their order."""
+def _run(
+    tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharing, cores: Sequence[int]
+) -> list[float]:
+    """The seconds of each task, on shares of so many cores. Each stream runs its tasks in their order."""
     missing, after = _order(tasks, streams)
     met = [0.0] * classes
     """When each class last communicated."""
@@ -146,7 +182,7 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
         ready.clear()
         if not left:
             return taken
-        rates = _rates(running.values(), sharing)
+        rates = _rates(running.values(), sharing, cores)
         passed, k = min([(x / rate, k) for (k, x), rate in zip(left.items(), rates, strict=True)])
         for (j, x), rate in zip(left.items(), rates, strict=True):
             left[j] = x - passed * rate
@@ -164,20 +200,24 @@ def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharin
                 ready.append(j)
 
 
-def _rates(running: Collection[_Task], sharing: CoreSharing) -> list[float]:
-    """How fast each of the tasks that run together goes, as a share of how fast it goes alone."""
-    computing = sum([t.ranks for t in running if t.computes])
-    sending = sum([t.ranks for t in running if not t.computes])
-    slower = sharing.slower(computing + sending * sharing.communication)
+def _rates(running: Collection[_Task], sharing: CoreSharing, cores: Sequence[int]) -> list[float]:
+    """How fast each of the tasks that run together goes, as a share of how fast it goes alone: as fast as the slowest of
+    its ranks."""
+    busy = [0.0] * len(cores)
+    for t in running:
+        for k, n in enumerate(t.busy):
+            busy[k] += n if t.computes else n * sharing.communication
+    full = [max(1.0, n / own) for n, own in zip(busy, cores, strict=True)]
+    slower = [max([x for x, n in zip(full, t.busy, strict=False) if n], default=1.0) for t in running]
     most = math.inf
     if sharing.bandwidth < math.inf:
-        most = sharing.share([(t.demand / slower, t.ranks) for t in running if t.demand])
+        most = sharing.share([(t.demand / x, t.ranks) for t, x in zip(running, slower, strict=True) if t.demand])
     rates: list[float] = []
-    for t in running:
+    for t, x in zip(running, slower, strict=True):
         if t.computes:
-            rates.append(min(1 / slower, most / t.demand) if t.demand else 1 / slower)
+            rates.append(min(1 / x, most / t.demand) if t.demand else 1 / x)
         else:
-            rates.append(1 / (1 + sharing.communication * (slower - 1)) if t.ranks else 1.0)
+            rates.append(1 / (1 + sharing.communication * (x - 1)))
     return rates
 
 

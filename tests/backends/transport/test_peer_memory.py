@@ -85,11 +85,13 @@ def brought(rank: int, k: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @settings(max_examples=30, deadline=None)
-@given(several_exchanges(), st.booleans(), st.sampled_from([8, 1 << 10, 1 << 15]))
+@given(
+    several_exchanges(), st.booleans(), st.sampled_from([8, 1 << 10, 1 << 15]), st.sampled_from([-1, 500, 1 << 18])
+)
 def test_what_is_exchanged(
-    case: tuple[int, list[tuple[str, int, torch.dtype, int, int]]], late: bool, chunk: int
+    case: tuple[int, list[tuple[str, int, torch.dtype, int, int]]], late: bool, chunk: int, background: int
 ) -> None:
-    """Waited for at once, or when all have begun."""
+    """Waited for at once, or when all have begun; in the background all, the larger ones, or none."""
     n, rows = case
     ranks = list(range(n))[::-1]
 
@@ -122,6 +124,7 @@ def test_what_is_exchanged(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer_memory, "_CHUNK", chunk)
+        patch.setattr(peer_memory, "_IN_BACKGROUND_BYTES", background)
         found = together(n, work)
     for rank, results in enumerate(found):
         at = iter(results)
@@ -141,6 +144,82 @@ def test_what_is_exchanged(
                 for j, (r, x) in enumerate(zip(ranks, xs, strict=True)):
                     want = x.new_full((size,), 7) if r == rank else x if kind == "gather" else x + rank
                     assert torch.equal(out[j], want)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_large_exchanges_proceed_while_a_rank_computes(size: int) -> None:
+    """Small ones when it next waits, or starts one."""
+    computing, computed = threading.Event(), threading.Event()
+
+    def work(end: PeerMemory) -> tuple[bool, float]:
+        x = torch.full((size,), 1.0 + end.rank)
+        begun = end.allreduce(x, [0, 1], "sum")
+        if end.rank == 0:
+            computing.set()
+            early = computed.wait(0.5 if size == 10 else SECONDS)
+            end.allreduce(torch.ones(3), [0, 1], "sum").wait()
+        else:
+            assert computing.wait(SECONDS)
+            begun.wait()
+            early = True
+            computed.set()
+            end.allreduce(torch.ones(3), [0, 1], "sum").wait()
+        assert begun.finished.is_set()
+        return early, float(x[-1])
+
+    assert together(2, work) == [(size > 10, 3.0), (True, 3.0)]
+
+
+def test_threads_read_only_while_they_have_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between large exchanges a rank reads the records itself."""
+    monkeypatch.setattr(peer_memory, "_IN_BACKGROUND_BYTES", 1000)
+    read: list[tuple[int, bool]] = []
+    handle = PeerMemory._handle
+
+    def handled(end: PeerMemory, *args: Any) -> None:
+        read.append((phase[end.rank], threading.current_thread().name == "distir-peer-memory"))
+        handle(end, *args)
+
+    phase = [0, 0]
+    monkeypatch.setattr(PeerMemory, "_handle", handled)
+
+    def work(end: PeerMemory) -> None:
+        for k in range(6):
+            phase[end.rank] = k
+            xs = [torch.ones(1000 if k % 2 else 10) for _ in range(5)]
+            wait_all([end.allreduce(x, [0, 1], "sum") for x in xs])
+            begin = time.monotonic()
+            while end._thread_reads and time.monotonic() < begin + SECONDS:
+                time.sleep(0.001)  # it is about to hear that there is nothing more
+            meet.wait()
+
+    meet = threading.Barrier(2, timeout=SECONDS)
+    together(2, work)
+    assert {(k, thread) for k, thread in read if k % 2 == 0} == {(0, False), (2, False), (4, False)}
+    assert {(1, True), (3, True), (5, True)} <= set(read)
+
+
+def test_where_some_ranks_are_out_of_reach_threads_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for one of them, by other means, does not read."""
+    connect, done = PeerMemory._connect, threading.Event()
+
+    def apart(end: PeerMemory, rank: int, *args: Any) -> None:
+        if 2 not in (rank, end.rank):
+            connect(end, rank, *args)
+
+    monkeypatch.setattr(PeerMemory, "_connect", apart)
+
+    def work(end: PeerMemory) -> bool:
+        if end.rank == 2:
+            return True
+        begun = end.allreduce(torch.ones(3), [0, 1], "sum")
+        if end.rank == 0:
+            return done.wait(SECONDS)
+        begun.wait()
+        done.set()
+        return True
+
+    assert together(3, work) == [True] * 3
 
 
 def test_far_more_than_pipes_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from distir.executor.simulator.simulation import Simulation, Simulator
 from distir.hardware import load_cluster, this_host
 from distir.ir import Device, Function, FunctionMaker, Mesh, Value
 from distir.ir.host_runtime import Runtime
-from distir.ir.topology import CoreSharing, Topology
+from distir.ir.topology import CoreSharing, Topology, cores_of
 from distir.ir.type import SUM, Float32, Tensor
 from tests.executor.random_schedules import random_program, random_runtime
 
@@ -62,15 +62,31 @@ def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bo
             demands[k] = cost.streamed(e.op.spec, e.op.attributes, ins, outs) / e.dur
     edges = sorted({0.0, *[x for span in spans for x in span]})
 
+    devices = sorted([d for d, _ in shared.program.classes.devices()], key=lambda d: d.index)
+    own = [set(cores_of(r, ranks, sharing.cores)) for r in range(ranks)]
+    """The cores of each rank."""
+    rank_of = [[repr(d) for d in devices].index(e.pid) for _, e in events]
+    together: dict[object, set[int]] = {}
+    for k, (_, e) in enumerate(events):
+        together.setdefault((id(e.op), e.ts, e.dur), set()).add(rank_of[k])
+    ranks_of = [together[id(e.op), e.ts, e.dur] for _, e in events]
+    """Those that do an op together, or alike: as fast as the slowest of them."""
+
     def busy(a: float, b: float) -> list[int]:
         return [k for k, (s, t) in enumerate(spans) if s <= a and b <= t]
 
-    def slower(running: list[int], fed: bool) -> float:
-        return sharing.slower(sum([1.0 if computes[k] else sharing.communication for k in running]) + ranks * fed)
+    def slower(running: list[int], fed: bool, among: set[int]) -> float:
+        """How much slower the slowest of some ranks is: each by what is busy on its cores."""
+        wanted = [0.0] * ranks
+        for k in running:
+            wanted[rank_of[k]] += 1.0 if computes[k] else sharing.communication
+        return max(
+            [1.0, *[sum([fed + wanted[x] for x in range(ranks) if own[x] == own[r]]) / len(own[r]) for r in among]]
+        )
 
     left, end = sharing.feeding, 0.0
     for a, b in pairwise([*edges, math.inf]):
-        rate = slower(busy(a, b), True)
+        rate = slower(busy(a, b), True, set(range(ranks)))
         end = min(b, a + left * rate)
         left -= (end - a) / rate
         if end < b:
@@ -78,10 +94,11 @@ def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bo
     got = [0.0] * len(events)
     for a, b in pairwise(sorted({*edges, end})):
         running = busy(a, b)
-        cores = slower(running, b <= end)
-        most = level([demands[k] / cores for k in running if demands[k]], sharing.bandwidth)
+        cores = {k: slower(running, b <= end, ranks_of[k]) for k in running}
+        most = level([demands[k] / cores[k] for k in running if demands[k]], sharing.bandwidth)
         for k in running:
-            rate = 1 / cores if computes[k] else 1 / (1 - sharing.communication + sharing.communication * cores)
+            compute, send = 1 / cores[k], 1 / (1 - sharing.communication + sharing.communication * cores[k])
+            rate = compute if computes[k] else send
             got[k] += (b - a) * (min(rate, most / demands[k]) if demands[k] else rate)
     return all(x == pytest.approx(e.dur, rel=1e-6, abs=1e-12) for x, (e, _) in zip(got, events, strict=True))
 
@@ -167,6 +184,8 @@ def chains(lengths: list[int]) -> tuple[Function, Topology]:
         (1, [2, 5], [4, 7]),
         # three on two cores at two thirds: 1 ms takes 1.5 ms; then each has a core
         (2, [1, 3, 3], [1.5, 3.5, 3.5]),
+        # the first and the third are bound to one core, which they share until the third ends; the others to one
+        (2, [4, 1, 3, 1], [7, 2, 6, 2]),
     ],
 )
 def test_chains_by_hand(cores: int, lengths: list[int], seconds: list[float]) -> None:
@@ -275,11 +294,12 @@ def test_those_that_wait_for_the_last_rank_of_a_collective_take_no_core(others: 
 
 
 def test_what_feeds_the_ranks_takes_a_core_for_each() -> None:
-    """Beside two ranks on three cores, for 2 ms of two threads: each of the four gets three quarters of a core until
-    8/3 ms; then the ranks have a core each. With cores of their own they slow none, and the step does not wait."""
+    """Beside two ranks, for 2 ms of two threads: on a core each gets half until 4 ms. With cores of their own they slow
+    none, and the step does not wait."""
     f, t = chains([4, 4])
-    fed = simulated(f, t, CoreSharing(3, communication=0.0, feeding=2e-3))
-    assert [fed.timestamps[d] * 1e3 for d in t.devices[:2]] == pytest.approx([2 + 8 / 3, 2 + 8 / 3])
+    for cores, ms in ((2, [6, 6]), (3, [6, 4])):  # the second rank is bound to two
+        fed = simulated(f, t, CoreSharing(cores, communication=0.0, feeding=2e-3))
+        assert [fed.timestamps[d] * 1e3 for d in t.devices[:2]] == pytest.approx(ms)
     f, t = chains([4, 2])
     fed = simulated(f, t, CoreSharing(4, communication=0.0, feeding=1.0))
     assert [fed.timestamps[d] * 1e3 for d in t.devices[:2]] == pytest.approx([4, 2])

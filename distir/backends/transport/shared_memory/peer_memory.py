@@ -1,9 +1,13 @@
 """Collectives and messages between ranks of one host that read and write each other's memory, not through sockets.
 
 An exchange is one collective or one message. Its sources post the addresses of their buffers; when all have, each
-worker copies what it needs, writes its results, and reports completion. Ranks notify each other by records over pipes;
-in each rank a thread reads them and does the rank's part, independently of the program. An exchange completes as soon
-as all ranks have started it, as with gloo, so what `check_order` proves holds.
+worker copies what it needs, writes its results, and reports completion. Ranks notify each other by records over pipes.
+
+A rank that waits, or starts the next exchange, reads the records itself, and does its part of each exchange that is
+ready. Of a large exchange a thread reads them instead, so that it proceeds while the rank computes; of a small one that
+would take longer, as two threads would have to wake up, and hold up the program more. So an exchange completes at the
+latest when each of its ranks waits, for anything; what `check_order` proves holds. Where some ranks are out of reach
+the thread reads all records: a rank that waits for one of these does not.
 
 The kernel copies directly between processes (process_vm_readv(2), cross-memory attach): nothing is mapped and no file
 is left. Pipes are opened as files of the other process under /proc. Where the kernel does not allow this (another host
@@ -26,6 +30,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,6 +57,8 @@ the program needs.
 """
 _WIDEST_BYTES = 8
 """Size of the widest element."""
+_IN_BACKGROUND_BYTES = 1 << 18
+"""An exchange with larger buffers proceeds while the rank computes."""
 _REDUCE = {"max": torch.maximum, "min": torch.minimum}
 """All other kinds are sums."""
 _CHECK_SECONDS = 0.5
@@ -75,8 +82,9 @@ class PeerWork:
         self.peer_memory = peer_memory
         self.posted: dict[int, int] = {}
         self.done: set[int] = set()
-        self.joined = self.worked = False
-        """`joined`: this rank has started the exchange and the fields below are set; `worked`: it has done its part."""
+        self.joined = self.worked = self.in_background = False
+        """`joined`: this rank has started the exchange and the fields below are set; `worked`: it has done its part;
+        `in_background`: it is to proceed while the rank computes."""
         self.sources: Sequence[int] = ()
         self.workers: Sequence[int] = ()
         self.work_on: Work | None = None
@@ -118,6 +126,8 @@ class PeerMemory:
     def __init__(self, rank: int, timeout: float, exchange: Callable[[bytes], list[bytes]]) -> None:
         self.rank, self.timeout = rank, timeout
         self._inbox, self._slot = os.pipe()
+        self._poll = select.poll()
+        self._poll.register(self._inbox, select.POLLIN)
         self._pids: dict[int, int] = {}
         self._pipes: dict[int, int] = {rank: self._slot}
         self._copier = copier()
@@ -142,6 +152,7 @@ class PeerMemory:
         self._reach = [{k for k, flag in enumerate(row) if flag} for row in reached]
         self.near = frozenset(r for r in range(len(identities)) if self.reaches((rank, r)))
         """The ranks that this one reaches and that reach it."""
+        self._reaches_all = self.reaches(range(len(identities)))
         self._groups: dict[tuple[int, ...], int] = {}
         self._counts: Counter[Key] = Counter()
         """Number of exchanges so far, by group and message."""
@@ -150,6 +161,16 @@ class PeerMemory:
         self._flushed = threading.Event()
         """Set when all records sent before it was cleared have been handled."""
         self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        """Guards which thread reads: the one that computes, or, while `_thread_reads`, the other. That reads while any
+        exchange is in flight that proceeds in the background, of which there are `_in_background`, and until `_awaited`
+        is complete, for which the rank waits."""
+        self._thread_reads = False
+        self._in_background = 0
+        self._awaited: PeerWork | None = None
+        self._begin = threading.Semaphore(0)
+        """Released when the thread is to read."""
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="distir-peer-memory", daemon=True)
         self._thread.start()
 
@@ -294,6 +315,13 @@ class PeerMemory:
             self._limit_in_flight()
         work = self._works.setdefault(key, PeerWork(self))  # the thread creates it if another rank starts first
         work.sources, work.workers, work.work_on, work.buffers = sources, workers, work_on, buffers
+        if not self._reaches_all or sum([x.nbytes for x in buffers]) > _IN_BACKGROUND_BYTES:
+            with self._lock:
+                work.in_background = True
+                self._in_background += 1
+                if not self._thread_reads:
+                    self._thread_reads = True
+                    self._begin.release()
         if is_source:
             work.posted[self.rank] = 0
             self._in_flight.append(work)
@@ -301,10 +329,12 @@ class PeerMemory:
                 if r != self.rank:
                     self._notify(r, _POSTED, key, addresses[r])
         work.joined = True
-        if work.done or self._ready(work):  # the thread may have handled all records before this rank joined
+        if work.done or self._ready(work):  # all records may have been handled before this rank joined
             self._notify(self.rank, _READY, key)
-        if self._failure is not None:  # the thread has ended
+        if self._failure is not None:
             work.end()
+        elif not self._thread_reads:
+            self._progress(0.0)
         return work
 
     def _limit_in_flight(self) -> None:
@@ -320,9 +350,19 @@ class PeerMemory:
 
     def wait_for(self, work: PeerWork) -> None:
         """Wait until an exchange is complete. Raises RuntimeError on timeout, or if a rank has exited."""
+        if not work.finished.is_set():
+            with self._lock:
+                self._awaited = work
+                until = work.finished.wait if self._thread_reads else partial(self._read_until, work)
+            self._wait(work, until)
+        if self._failure is not None and len(work.done) < max(1, len(work.workers)):
+            raise RuntimeError(str(self._failure)) from self._failure
+
+    def _wait(self, work: PeerWork, until: Callable[[float], bool]) -> None:
+        """`until(seconds)` waits for so long, and returns whether the exchange is complete."""
         end = time.monotonic() + self.timeout
         exited: set[int] = set()
-        while not work.finished.wait(max(0.0, min(_CHECK_SECONDS, end - time.monotonic()))):
+        while not until(max(0.0, min(_CHECK_SECONDS, end - time.monotonic()))):
             absent = set(work.sources) - work.posted.keys() or set(work.workers) - work.done
             if absent & exited and self._flushed.is_set():
                 raise RuntimeError(f"rank {_listed(absent & exited)} has exited")
@@ -332,8 +372,33 @@ class PeerMemory:
                 exited |= left
                 self._flushed.clear()  # handle all records that they sent before they exited
                 self._notify(self.rank, _FLUSH, (0, 0))
-        if self._failure is not None and len(work.done) < max(1, len(work.workers)):
-            raise RuntimeError(str(self._failure)) from self._failure
+
+    def _read_until(self, work: PeerWork, seconds: float) -> bool:
+        """Read records until an exchange is complete, for so long at most; returns whether it is."""
+        end = time.monotonic() + seconds
+        while not work.finished.is_set() and self._progress(max(0.0, end - time.monotonic())):
+            pass
+        return work.finished.is_set()
+
+    def _progress(self, seconds: float) -> bool:
+        """Wait for records for so long at most, and handle them; returns whether there were any."""
+        if not self._poll.poll(seconds * 1e3):
+            return False
+        try:
+            self._read()
+        except Exception as e:  # raised again in `wait_for`
+            self._fail(e)
+        return True
+
+    def _read(self) -> None:
+        """Wait for records, and handle them."""
+        for what, rank, group, number, address in _RECORD.iter_unpack(os.read(self._inbox, _BATCH_BYTES)):
+            if what == _END:
+                self._ended = True
+            elif what == _FLUSH:
+                self._flushed.set()
+            else:
+                self._handle(what, rank, (group, number), address)
 
     def _has_exited(self, rank: int) -> bool:
         """Whether a rank's pipe has no reader any more."""
@@ -352,19 +417,26 @@ class PeerMemory:
 
     def _run(self) -> None:
         try:
-            with torch.inference_mode():
-                while True:
-                    for what, rank, group, number, address in _RECORD.iter_unpack(os.read(self._inbox, _BATCH_BYTES)):
-                        if what == _END:
-                            return
-                        if what == _FLUSH:
-                            self._flushed.set()
-                            continue
-                        self._handle(what, rank, (group, number), address)
+            while not self._ended:
+                self._begin.acquire()
+                self._read_in_background()
         except BaseException as e:  # raised again in `wait_for`
-            self._failure = e
-            for work in list(self._works.values()):
-                work.end()
+            self._fail(e)
+
+    def _read_in_background(self) -> None:
+        while not self._ended:
+            self._read()
+            with self._lock:
+                waits = self._awaited is not None and not self._awaited.finished.is_set()
+                if not self._in_background and not waits:
+                    self._thread_reads = False
+                    return
+
+    def _fail(self, e: BaseException) -> None:
+        """End all exchanges."""
+        self._failure = e
+        for work in list(self._works.values()):
+            work.end()
 
     def _handle(self, what: int, rank: int, key: Key, address: int) -> None:
         work = self._works.get(key)
@@ -380,13 +452,17 @@ class PeerMemory:
             work.worked = True
             if work.work_on is None:
                 raise WorkerError(f"rank {self.rank} has no part in a collective that is ready")
-            work.work_on(work.posted)
+            with torch.inference_mode():  # in which the buffers may have been made
+                work.work_on(work.posted)
             for r in {*work.sources, *work.workers} - {self.rank}:
                 self._notify(r, _DONE, key)
             work.done.add(self.rank)
         if work.joined and len(work.done) == len(work.workers):
             del self._works[key]
             work.work_on, work.buffers = None, ()  # the work may outlive its buffers
+            if work.in_background:
+                with self._lock:
+                    self._in_background -= 1
             work.end()
 
     @staticmethod
@@ -399,6 +475,9 @@ class PeerMemory:
         while done and self._in_flight:
             self.wait_for(self._in_flight.popleft())
         self._notify(self.rank, _END, (0, 0))
+        with self._lock:
+            self._in_background += 1  # the thread reads until it has read the record
+        self._begin.release()
         self._thread.join(_LEAVE_SECONDS)
         if self._thread.is_alive():
             return  # blocked in writing to a rank that does not read: it ends with the process
