@@ -129,11 +129,6 @@ def test_ranks_that_share_cores(file: Path) -> None:
     assert load_cluster("cpu-2core").regular.sharing is None  # type: ignore[union-attr]
 
 
-def test_how_much_slower_ranks_are() -> None:
-    sharing = CoreSharing(2)
-    assert [sharing.slower(n) for n in (0, 1, 2, 3, 4)] == pytest.approx([1, 1, 1, 1.5, 2])
-
-
 def test_tensors_that_a_cache_holds_do_not_go_through_memory(file: Path) -> None:
     cost, add = cost_model(file, distir.Plan()), (lookup("Add"), {})
     small, large = (Tensor(Float32, shape) for shape in ((1024,), (1000, 1024)))

@@ -1,10 +1,10 @@
 """Ranks that share the cores of a host: compute takes longer while more ranks are busy than there are cores.
 
-Ranks are bound to cores as `cores_of` says. A rank is busy while it computes, and, where its cores do the work, while it
-communicates; one that waits or sleeps is not. While more are busy than the cores that they are bound to, each part of
-compute gets an equal share of these (processor sharing), and communication takes longer by what it needs of a core;
-parts that move more bytes than their share of the memory's bandwidth wait for it. The ranks of a collective do not arrive together, and when a step begins, other threads compute,
-too, that feed the ranks (see `CoreSharing`).
+Ranks are bound to cores as `cores_of` says. A rank is busy while it computes, and, where its cores do the work, while
+it communicates; one that waits or sleeps is not. While more are busy than the cores that they are bound to, each part
+of compute gets an equal share of these (processor sharing), and communication takes longer by what it needs of a core;
+parts that move more bytes than their share of the memory's bandwidth wait for it. The ranks of a collective do not
+arrive together, and when a step begins, other threads compute, too, that feed the ranks (see `CoreSharing`).
 
 The program is run once through such a simulation, in which a part's seconds depend on what runs beside it; then each
 part has the seconds that it took, each call code of its own, and the simulator's loop runs as on any cluster.
@@ -159,9 +159,7 @@ class _Flattened:
         return _Task(part.duration, part.streams, (), ranks, busy, computes, among, meets, demand)
 
 
-def _run(
-    tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharing, cores: Sequence[int]
-) -> list[float]:
+def _run(tasks: Sequence[_Task], streams: int, classes: int, sharing: CoreSharing, cores: Sequence[int]) -> list[float]:
     """The seconds of each task, on shares of so many cores. Each stream runs its tasks in their order."""
     missing, after = _order(tasks, streams)
     met = [0.0] * classes
@@ -201,8 +199,8 @@ def _run(
 
 
 def _rates(running: Collection[_Task], sharing: CoreSharing, cores: Sequence[int]) -> list[float]:
-    """How fast each of the tasks that run together goes, as a share of how fast it goes alone: as fast as the slowest of
-    its ranks."""
+    """How fast each of the tasks that run together goes, as a share of how fast it goes alone: as the slowest of its
+    ranks."""
     busy = [0.0] * len(cores)
     for t in running:
         for k, n in enumerate(t.busy):

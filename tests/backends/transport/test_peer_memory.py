@@ -85,9 +85,7 @@ def brought(rank: int, k: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    several_exchanges(), st.booleans(), st.sampled_from([8, 1 << 10, 1 << 15]), st.sampled_from([-1, 500, 1 << 18])
-)
+@given(several_exchanges(), st.booleans(), st.sampled_from([8, 1 << 10, 1 << 15]), st.sampled_from([-1, 500, 1 << 18]))
 def test_what_is_exchanged(
     case: tuple[int, list[tuple[str, int, torch.dtype, int, int]]], late: bool, chunk: int, background: int
 ) -> None:
