@@ -151,13 +151,14 @@ def test_large_exchanges_proceed_while_a_rank_computes(size: int) -> None:
 
     def work(end: PeerMemory) -> tuple[bool, float]:
         x = torch.full((size,), 1.0 + end.rank)
+        if end.rank == 1:
+            assert computing.wait(SECONDS)
         begun = end.allreduce(x, [0, 1], "sum")
         if end.rank == 0:
             computing.set()
             early = computed.wait(0.5 if size == 10 else SECONDS)
             end.allreduce(torch.ones(3), [0, 1], "sum").wait()
         else:
-            assert computing.wait(SECONDS)
             begun.wait()
             early = True
             computed.set()
