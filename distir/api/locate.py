@@ -57,7 +57,7 @@ def locate(job: Job, executor: Callable[..., SequentialExecutor] = SequentialExe
     backend numpy.
     """
     options = replace(job.options, check=False, profile=None, allow_nonfinite=True)
-    job = replace(job, options=options, epochs=None, saving=None, bytes_per_rank=0)
+    job = replace(job, options=options, epochs=None, saving=None)
     try:
         return _search(job, executor)
     except DistirError as e:  # such as a lack of memory, or of GPUs, for the ranks of all hosts

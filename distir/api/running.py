@@ -27,7 +27,7 @@ from distir.api.run_result import RunResult
 from distir.api.stage_cost import stage_cost
 from distir.api.steps import compute_steps
 from distir.backends.processes.launch import run as launch
-from distir.backends.processes.preflight import available_memory
+from distir.backends.processes.preflight import LESS, available_memory, check_memory, joins
 from distir.executor.reference.sequential import SequentialExecutor
 from distir.hardware import this_host
 from distir.ir.errors import CopiesError, InfeasibleError, MismatchError, UsageError
@@ -139,12 +139,14 @@ class _Prepared(NamedTuple):
 
 
 def _prepare(model: Model, plan: Plan, options: RunOptions, data: AnyData | None, cluster: Cluster | None) -> _Prepared:
-    """Compile and predict the program, and collect its initial arrays and data."""
-    function, arrays = model.function, model.initial(options.seed)
-    fed = data if isinstance(data, Data) else Data(function, arrays, data, options.seed, options.tokenizer)
+    """Compile and predict the program, check that it fits in memory, and collect its initial arrays and data."""
+    function = model.function
     cost = cost_model(this_host(plan.size) if cluster is None else cluster, plan)
     program = distribute(model, plan, cost.topology.devices[: plan.size], cost=stage_cost(cost, plan))
     prediction = predict(model, plan, program, cost)
+    _check_memory(prediction, options.resolved_backend, plan.size)
+    arrays = model.initial(options.seed)
+    fed = data if isinstance(data, Data) else Data(function, arrays, data, options.seed, options.tokenizer)
     if options.profile is not None:
         start_profile(Path(options.profile), options.resolved_backend, prediction)
     work = plan_work(fed, function, program, options)
@@ -158,7 +160,6 @@ def _prepare(model: Model, plan: Plan, options: RunOptions, data: AnyData | None
         work.steps,
         options,
         epochs=work.epochs,
-        bytes_per_rank=prediction.peak_memory,
     )
     return _Prepared(job, fed, prediction, metrics)
 
@@ -198,10 +199,6 @@ def _execute(job: Job, prediction: Prediction, callbacks: JobCallbacks) -> Outco
         return Outcome(inputs={k: job.arrays[k] for k in updated_inputs(job.program)})
     if job.options.resolved_backend != "numpy":
         return launch(job, callbacks)
-    need, have = _memory(prediction), available_memory()
-    if have is not None and need > have:
-        hint = "more microbatches or a smaller batch need less"
-        raise InfeasibleError(f"{size(need)} of memory are needed, {size(have)} are available", hint)
     try:
         return compute_steps(job, callbacks=callbacks)
     except CopiesError as e:
@@ -226,6 +223,17 @@ def _check(model: Model, job: Job, done: Outcome, prediction: Prediction, on_che
         hint = "AdamW magnifies the rounding of gradients near its eps: float64 distinguishes rounding from an error"
         raise MismatchError(f"the run differs from the sequential one: {first}; {where}", hint if adam else None)
     return comparison
+
+
+def _check_memory(prediction: Prediction, backend: str, ranks: int) -> None:
+    """Raises InfeasibleError if a run does not fit in the memory of this host, before its arrays take any."""
+    if backend != "numpy":
+        launched = joins(backend)
+        check_memory(prediction.peak_memory, launched.here if launched else ranks, backend)
+        return
+    need, have = _memory(prediction), available_memory()
+    if have is not None and need > have:
+        raise InfeasibleError(f"{size(need)} of memory are needed, {size(have)} are available", LESS)
 
 
 def _memory(prediction: Prediction) -> int:

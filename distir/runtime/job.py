@@ -48,9 +48,8 @@ class Job:
     `arrays`: whole arrays by input position; those that change from step to step come from `data` (samples are read by
     the ranks themselves). An output that is an update replaces its input before the next step. `epochs`: length and
     evaluation of epochs. `saving`: checkpoints to write, and the one to resume from. `record`: a folder in which ranks
-    record every value (see `distir.runtime.record`); the outcome then has no inputs. `bytes_per_rank`:
-    predicted memory, for the preflight check. `proxy`: the program computes nothing, and inputs without an array are
-    buffers of any contents.
+    record every value (see `distir.runtime.record`); the outcome then has no inputs. `proxy`: the program computes
+    nothing, and inputs without an array are buffers of any contents.
     """
 
     program: Function
@@ -62,7 +61,6 @@ class Job:
     epochs: Epochs | None = None
     saving: Saving | None = None
     record: Path | None = None
-    bytes_per_rank: int = 0
     proxy: bool = False
 
     @property

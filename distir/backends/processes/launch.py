@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distir.backends.processes.host import run_here
-from distir.backends.processes.preflight import check_backend, check_memory, check_repeats, joins
+from distir.backends.processes.preflight import check_backend, check_repeats, joins
 from distir.ir.errors import UsageError, counted
 from distir.runtime.job import NO_CALLBACKS, Job, JobCallbacks
 from distir.runtime.outcome import Outcome
@@ -18,8 +18,8 @@ def run(job: Job, callbacks: JobCallbacks = NO_CALLBACKS, alone: bool = False) -
     started here and ended with the call in any case.
 
     Raises UsageError for arguments that do not fit, or a checkpoint that cannot be written or read; InfeasibleError if
-    memory does not suffice; WorkerError, naming the rank, if one fails, is killed or does not respond in time; and any
-    DistirError that a rank raises.
+    the memory of a GPU does not suffice; WorkerError, naming the rank, if one fails, is killed or does not respond in
+    time; and any DistirError that a rank raises.
     """
     world = job.world
     launched = None if alone else joins(job.options.resolved_backend)
@@ -29,7 +29,6 @@ def run(job: Job, callbacks: JobCallbacks = NO_CALLBACKS, alone: bool = False) -
         raise UsageError(f"steps: expected at least {job.first + 1}, got {job.steps}")
     here, backend = launched.here if launched else world, job.options.resolved_backend
     check_backend(backend, here)
-    check_memory(job.bytes_per_rank, here, backend)
     _check_programs(job)
     if launched:
         from distir.backends.processes.launched_rank import join  # loads torch

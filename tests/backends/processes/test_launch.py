@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+import distir
 from distir.backends.processes import launch
 from distir.backends.processes.preflight import backend_and_device, check_backend, check_memory, out_of_memory
 from distir.backends.processes.worker import _failure
@@ -284,8 +285,16 @@ def test_a_gpu_without_memory_is_reported_in_one_line():
 def test_gpus_do_not_compute_in_the_host_s_memory():
     check_memory(1 << 60, 2, "nccl")
     check_memory(1 << 60, 2, STAGED)
-    with pytest.raises(InfeasibleError):
-        check_memory(1 << 60, 2)
+    with pytest.raises(InfeasibleError, match=r"2 ranks of 1048576\.0 GiB need 2097152\.0 GiB"):
+        check_memory(1 << 50, 2)
+
+
+@pytest.mark.parametrize(("backend", "need"), [("gloo", "2 ranks of"), ("numpy", "of memory are needed")])
+def test_a_model_that_does_not_fit_draws_no_weights(backend: str, need: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(distir.Model, "initial", lambda *_: pytest.fail("its weights are drawn"))
+    model = distir.load("gpt:layers=4,hidden=65536,heads=64,vocab=50000,seq=8,batch=2", loss="cross-entropy")
+    with pytest.raises(InfeasibleError, match=need):
+        distir.run(model, distir.Plan(dp=2), backend=backend)
 
 
 def test_temporary_files_of_ranks_go_with_the_run():
@@ -422,8 +431,6 @@ def test_what_is_refused_before_anything_starts():
         run(main, arrays, backend="ucc")
     with pytest.raises(UsageError, match="steps: expected at least 1, got 0"):
         run(main, arrays, 0)
-    with pytest.raises(InfeasibleError, match=r"2 ranks of 1048576\.0 GiB need 2097152\.0 GiB"):
-        run(main, arrays, bytes_per_rank=1 << 50)
 
 
 def test_programs_of_ranks_are_verified_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
