@@ -37,6 +37,7 @@ Where = tuple[Function, Op]
 _LAYERS = "layers"
 _WAYS = {PHASES[letter].word: PHASES[letter].body for letter in (FORWARD, BACKWARD, UPDATE)}
 """The passes of a layer, and how the names of functions with their ops begin."""
+_TOGETHER = "weights of several layers are updated together: give the time of the function, or use --bucket-mb 0"
 _SHOWN = 8
 """The most names that a hint lists."""
 
@@ -61,20 +62,24 @@ def given_times(
     for (layer, way), ops in _of_layers(name, layers, model, program).items():
         if any([where in found for where in ops]):
             raise UsageError(f"{name}: ops of layer {layer!r} are also in a function with a time", "give one of them")
-        found |= _shared(f"{name}: {way} of {layer}", ops, layers[layer][way], predicted)
+        hint = _TOGETHER if way == PHASES[UPDATE].word else None
+        found |= _shared(f"{name}: {way} of {layer}", ops, layers[layer][way], predicted, hint)
     return found
 
 
-def _shared(what: str, ops: Iterable[Where], micros: object, predicted: Callable[[Op], float]) -> dict[Where, float]:
+def _shared(
+    what: str, ops: Iterable[Where], micros: object, predicted: Callable[[Op], float], hint: str | None = None
+) -> dict[Where, float]:
     """Microseconds shared among ops as predicted; equally if all are predicted to take none.
 
-    The ops may be in functions of several stages, and in variants of each, of which one runs at a time.
+    The ops may be in functions of several stages, and in variants of each, of which one runs at a time. Raises
+    UsageError, with the hint, if there are none.
     """
     if isinstance(micros, bool) or not isinstance(micros, int | float) or not 0 <= micros < math.inf:
         raise UsageError(f"{what}: expected microseconds, a number from 0, got {micros!r}")
     each = {where: predicted(where[1]) for where in ops}
     if micros and not each:
-        raise UsageError(f"{what}: nothing is computed that could take {micros:g} us")
+        raise UsageError(f"{what}: nothing is computed that could take {micros:g} us", hint)
     if not any(each.values()):
         each = dict.fromkeys(each, 1.0)
     own: dict[Function, float] = {}
