@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 from distir.backends.processes.preflight import rank_threads
@@ -34,10 +35,13 @@ def bind(rank: int, world: int) -> None:
 def _host_cores() -> list[int]:
     """The cores that this process may use; hardware threads of one core in a row."""
 
-    def place(core: int) -> tuple[int, ...]:
+    def place(core: int) -> tuple[int, int, int]:
+        folder = Path(_TOPOLOGY.format(core))
         try:
-            return *[int(Path(_TOPOLOGY.format(core), x).read_text()) for x in ("physical_package_id", "core_id")], core
+            package = int((folder / "physical_package_id").read_text())
+            first = int(re.split("[-,]", (folder / "thread_siblings_list").read_text())[0])
         except (OSError, ValueError):
-            return (core,)
+            return 0, core, core
+        return package, first, core
 
     return sorted(os.sched_getaffinity(0), key=place)

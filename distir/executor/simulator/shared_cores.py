@@ -31,22 +31,18 @@ class _Share(NamedTuple):
     cores: int
     ranks: tuple[int, ...]
 
-    def among(self, classes: Iterable[int]) -> int:
-        """The number of these ranks in some classes."""
-        return sum([self.ranks[c] for c in classes])
-
 
 class _Task(NamedTuple):
     """A part of the program, the issue of one, or what feeds the ranks: seconds alone, streams, the tasks it waits for,
-    how many ranks are busy, or threads beside them, and how many on each share of the cores, whether they compute, and
-    the classes that communicate; `meets`: in a collective; `demand`: bytes/s that each rank moves through the memory
-    that all share."""
+    whether it computes, and the classes that communicate; `busy`: the numbers of the shares of cores on which it keeps
+    ranks busy, or threads beside them, each with how many; `ranks`: how many on all cores; `meets`: in a collective;
+    `demand`: bytes/s that each rank moves through the memory that all share."""
 
     seconds: float
     streams: tuple[int, ...]
     needs: Sequence[int]
     ranks: int = 0
-    busy: tuple[int, ...] = ()
+    busy: tuple[tuple[int, int], ...] = ()
     computes: bool = True
     classes: tuple[int, ...] = ()
     meets: bool = False
@@ -76,7 +72,7 @@ def on_shared_cores(program: CompiledProgram, sharing: CoreSharing) -> CompiledP
     shares = _shares(program.classes, sharing.cores)
     _Flattened(program, tasks, timed, shares, limited).run(program.main, [() for _ in program.main.columns])
     streams, classes = len(program.streams), range(len(program.classes.sizes))
-    tasks.append(_Task(sharing.feeding, (streams,), (), ranks, tuple([s.among(classes) for s in shares])))
+    tasks.append(_Task(sharing.feeding, (streams,), (), ranks, _busy(shares, classes)))
     seconds = _run(tasks, streams + 1, len(classes), sharing, [s.cores for s in shares])
     out = copy(program)
     out.main = _with_seconds(program.main, program.streams, iter(timed), seconds)
@@ -91,6 +87,12 @@ def _shares(classes: DeviceClasses, cores: int) -> list[_Share]:
         own = cores_of(rank, len(devices), cores)
         counts.setdefault(own, [0] * len(classes.sizes))[c] += 1
     return list(dict.fromkeys([_Share(len(own), tuple(row)) for own, row in counts.items()]))
+
+
+def _busy(shares: Sequence[_Share], classes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """The numbers of the shares that have ranks of some classes, each with how many."""
+    counts = enumerate([sum([share.ranks[c] for c in classes]) for share in shares])
+    return tuple([(k, n) for k, n in counts if n])
 
 
 class _Flattened:
@@ -138,7 +140,7 @@ class _Flattened:
                 hosts.append((host, len(tasks)))
                 waits.append(len(tasks))
                 c = streams[host][0]
-                tasks.append(_Task(seconds, (host,), (), sizes[c], tuple([s.ranks[c] for s in self._shares])))
+                tasks.append(_Task(seconds, (host,), (), sizes[c], _busy(self._shares, (c,))))
             self._timed.append(_Timed(tuple(hosts), len(tasks)))
             slots.append((len(tasks),))
             tasks.append(next(alone)._replace(needs=waits))
@@ -147,9 +149,9 @@ class _Flattened:
     def _task(self, op: Op, part: OpPart) -> _Task:
         """A part's task, in all runs, but for what it waits for."""
         sleeps = op.spec.comm is not None and op.spec.comm.seconds is not None
-        at_work = () if sleeps else part.classes
-        ranks = sum([self._program.classes.sizes[c] for c in at_work])
-        busy = tuple([share.among(at_work) for share in self._shares])
+        # a message is copied by who receives it
+        at_work = () if sleeps else part.targets or part.classes
+        ranks, busy = sum([self._program.classes.sizes[c] for c in at_work]), _busy(self._shares, at_work)
         among = part.classes if part.communicates else ()
         meets = part.communicates and part.sources == part.targets != () and ranks > 1
         computes, demand = not (part.communicates or sleeps), 0.0
@@ -203,10 +205,10 @@ def _rates(running: Collection[_Task], sharing: CoreSharing, cores: Sequence[int
     ranks."""
     busy = [0.0] * len(cores)
     for t in running:
-        for k, n in enumerate(t.busy):
+        for k, n in t.busy:
             busy[k] += n if t.computes else n * sharing.communication
     full = [max(1.0, n / own) for n, own in zip(busy, cores, strict=True)]
-    slower = [max([x for x, n in zip(full, t.busy, strict=False) if n], default=1.0) for t in running]
+    slower = [max([full[k] for k, _ in t.busy], default=1.0) for t in running]
     most = math.inf
     if sharing.bandwidth < math.inf:
         most = sharing.share([(t.demand / x, t.ranks) for t, x in zip(running, slower, strict=True) if t.demand])

@@ -144,29 +144,45 @@ def test_what_is_exchanged(
                     assert torch.equal(out[j], want)
 
 
-@pytest.mark.parametrize("size", [10, 100_000])
-def test_large_exchanges_proceed_while_a_rank_computes(size: int) -> None:
-    """Small ones when it next waits, or starts one."""
-    computing, computed = threading.Event(), threading.Event()
+@pytest.mark.parametrize(("size", "meanwhile"), [(10, "computes"), (10, "starts another"), (100_000, "computes")])
+def test_when_exchanges_proceed(size: int, meanwhile: str) -> None:
+    """Large ones while a rank computes, small ones when it next waits, or starts one."""
+    begun, posted, completed = threading.Event(), threading.Event(), threading.Event()
 
     def work(end: PeerMemory) -> tuple[bool, float]:
-        x = torch.full((size,), 1.0 + end.rank)
-        if end.rank == 1:
-            assert computing.wait(SECONDS)
-        begun = end.allreduce(x, [0, 1], "sum")
+        x, y = torch.full((size,), 1.0 + end.rank), torch.ones(3)
         if end.rank == 0:
-            computing.set()
-            early = computed.wait(0.5 if size == 10 else SECONDS)
-            end.allreduce(torch.ones(3), [0, 1], "sum").wait()
+            first = end.allreduce(x, [0, 1], "sum")
+            begun.set()
+            assert posted.wait(SECONDS)
+            if meanwhile == "starts another":
+                end.send(y, 1, 0)
+            early = completed.wait(0.5 if (size, meanwhile) == (10, "computes") else SECONDS)
         else:
-            begun.wait()
+            assert begun.wait(SECONDS)
+            first = end.allreduce(x, [0, 1], "sum")
+            posted.set()
+            first.wait()
+            completed.set()
             early = True
-            computed.set()
-            end.allreduce(torch.ones(3), [0, 1], "sum").wait()
-        assert begun.finished.is_set()
+        end.allreduce(y, [0, 1], "sum").wait()
+        if meanwhile == "starts another" and end.rank == 1:
+            end.receive(y, 0, 0).wait()
+        first.wait()
         return early, float(x[-1])
 
-    assert together(2, work) == [(size > 10, 3.0), (True, 3.0)]
+    assert together(2, work) == [((size, meanwhile) != (10, "computes"), 3.0), (True, 3.0)]
+
+
+def test_buffers_made_in_inference_mode_are_added_to_outside_of_it() -> None:
+    def work(end: PeerMemory) -> float:
+        with torch.inference_mode():
+            x = torch.full((4,), 1.0 + end.rank)
+            begun = end.allreduce(x, [0, 1], "sum")
+        begun.wait()
+        return float(x[0])
+
+    assert together(2, work) == [3.0, 3.0]
 
 
 def test_threads_read_only_while_they_have_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +216,7 @@ def test_threads_read_only_while_they_have_to(monkeypatch: pytest.MonkeyPatch) -
 
 def test_where_some_ranks_are_out_of_reach_threads_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits for one of them, by other means, does not read."""
-    connect, done = PeerMemory._connect, threading.Event()
+    connect, begun, done = PeerMemory._connect, threading.Event(), threading.Event()
 
     def apart(end: PeerMemory, rank: int, *args: Any) -> None:
         if 2 not in (rank, end.rank):
@@ -211,10 +227,13 @@ def test_where_some_ranks_are_out_of_reach_threads_read(monkeypatch: pytest.Monk
     def work(end: PeerMemory) -> bool:
         if end.rank == 2:
             return True
-        begun = end.allreduce(torch.ones(3), [0, 1], "sum")
+        if end.rank == 1:
+            assert begun.wait(SECONDS)
+        first = end.allreduce(torch.ones(3), [0, 1], "sum")
         if end.rank == 0:
+            begun.set()
             return done.wait(SECONDS)
-        begun.wait()
+        first.wait()
         done.set()
         return True
 
@@ -286,7 +305,7 @@ def test_nothing_is_kept() -> None:
             (end.send(x, 1, 3) if end.rank == 0 else end.receive(x, 0, 3)).wait()
         begin = time.monotonic()
         while end._works and time.monotonic() < begin + SECONDS:
-            time.sleep(0.001)  # its thread is about to hear of the last
+            time.sleep(0.001)  # the last is about to end
         return len(end._works)
 
     files = len(os.listdir("/proc/self/fd"))
@@ -301,7 +320,7 @@ def test_who_is_notified_of_the_end() -> None:
         work = end.allreduce(torch.ones(4), [0, 1], "sum")
         work.get_future().add_done_callback(notified.append)
         work.wait()
-        end.allreduce(torch.ones(4), [0, 1], "sum").wait()  # its thread has then ended the one before
+        end.allreduce(torch.ones(4), [0, 1], "sum").wait()  # the one before has then ended
         early = len(notified)
         work.add_done_callback(notified.append)
         return early, len(notified)

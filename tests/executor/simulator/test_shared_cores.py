@@ -17,10 +17,11 @@ from distir.executor.cost_model import CostModel
 from distir.executor.simulator import shared_cores
 from distir.executor.simulator.simulation import Simulation, Simulator
 from distir.hardware import load_cluster, this_host
-from distir.ir import Device, Function, FunctionMaker, Mesh, Value
+from distir.ir import Device, Function, FunctionMaker, Mesh, Op, Value
 from distir.ir.host_runtime import Runtime
 from distir.ir.topology import CoreSharing, Topology, cores_of
 from distir.ir.type import SUM, Float32, Tensor
+from distir.transforms.rank.project import homes_of
 from tests.executor.random_schedules import random_program, random_runtime
 
 
@@ -66,9 +67,11 @@ def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bo
     own = [set(cores_of(r, ranks, sharing.cores)) for r in range(ranks)]
     """The cores of each rank."""
     rank_of = [[repr(d) for d in devices].index(e.pid) for _, e in events]
+    works = [computes[k] or e.pid in made_on(e.op) for k, (_, e) in enumerate(events)]
+    """What is sent is copied by who receives it."""
     together: dict[object, set[int]] = {}
     for k, (_, e) in enumerate(events):
-        together.setdefault((id(e.op), e.ts, e.dur), set()).add(rank_of[k])
+        together.setdefault((id(e.op), e.ts, e.dur), set()).update([rank_of[k]] * works[k])
     ranks_of = [together[id(e.op), e.ts, e.dur] for _, e in events]
     """Those that do an op together, or alike: as fast as the slowest of them."""
 
@@ -79,7 +82,7 @@ def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bo
         """How much slower the slowest of some ranks is: each by what is busy on its cores."""
         wanted = [0.0] * ranks
         for k in running:
-            wanted[rank_of[k]] += 1.0 if computes[k] else sharing.communication
+            wanted[rank_of[k]] += 1.0 if computes[k] else works[k] * sharing.communication
         return max(
             [1.0, *[sum([fed + wanted[x] for x in range(ranks) if own[x] == own[r]]) / len(own[r]) for r in among]]
         )
@@ -101,6 +104,12 @@ def law_holds(alone: Simulation, shared: Simulation, sharing: CoreSharing) -> bo
             rate = compute if computes[k] else send
             got[k] += (b - a) * (min(rate, most / demands[k]) if demands[k] else rate)
     return all(x == pytest.approx(e.dur, rel=1e-6, abs=1e-12) for x, (e, _) in zip(got, events, strict=True))
+
+
+def made_on(op: Op) -> set[str]:
+    """The devices of an op's results."""
+    homes = [home for v in op.outputs for home in homes_of(v.type)]
+    return {repr(d) for home in homes for d in (home.devices if isinstance(home, Mesh) else (home,))}
 
 
 SHARINGS = st.builds(
@@ -238,6 +247,22 @@ def test_communication_takes_longer_by_what_it_needs_of_a_core() -> None:
     for communication, slower in ((0.0, 1.0), (0.5, 1.0), (0.75, 1 + 0.75 * 0.5), (1.0, 2.0)):
         shared = simulated(f, t, CoreSharing(1, communication=communication)).seconds - 8e-3
         assert shared == pytest.approx(full * slower)
+
+
+def test_a_message_takes_a_core_of_who_receives_it() -> None:
+    """Each rank computes for 9 ms beside it, on a core of its own: the receiver loses as long as the message takes."""
+    _, t = chains([0, 0])
+    f = FunctionMaker("sent")
+    xs = [f.add_input_value(f"x{d.index}", Tensor(Float32, (1,), device=d)) for d in t.devices[:2]]
+    sent = f.emit("Send", xs[0], to=t.devices[1])
+    for _ in range(9):
+        xs = [f.emit("Relu", x) for x in xs]
+    f.set_outputs([*xs, sent])
+    program = f.finalize()
+    alone = simulated(program, t, None)
+    [seconds] = {e.dur for e in alone.trace if e.op.spec.name == "Send"}
+    shared = simulated(program, t, CoreSharing(2))
+    assert [shared.timestamps[d] for d in t.devices[:2]] == pytest.approx([9e-3, 9e-3 + seconds])
 
 
 def reduced(*compute: int) -> tuple[Function, Topology]:

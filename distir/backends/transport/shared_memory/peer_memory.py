@@ -3,11 +3,11 @@
 An exchange is one collective or one message. Its sources post the addresses of their buffers; when all have, each
 worker copies what it needs, writes its results, and reports completion. Ranks notify each other by records over pipes.
 
-A rank that waits, or starts the next exchange, reads the records itself, and does its part of each exchange that is
-ready. Of a large exchange a thread reads them instead, so that it proceeds while the rank computes; of a small one that
-would take longer, as two threads would have to wake up, and hold up the program more. So an exchange completes at the
-latest when each of its ranks waits, for anything; what `check_order` proves holds. Where some ranks are out of reach
-the thread reads all records: a rank that waits for one of these does not.
+A rank reads the records, and does its part of each exchange that is ready, while it waits for any exchange, and when
+it starts one. While a large exchange is in flight a second thread of the rank reads them instead, so that it proceeds
+while the rank computes; for small ones waking up that thread would take longer than the exchange. So an exchange
+completes at the latest when all of its ranks wait, for any exchange: what `check_order` proves holds. If some ranks are
+out of reach the second thread always reads: a rank that waits for one of them, through gloo, reads no records.
 
 The kernel copies directly between processes (process_vm_readv(2), cross-memory attach): nothing is mapped and no file
 is left. Pipes are opened as files of the other process under /proc. Where the kernel does not allow this (another host
@@ -58,7 +58,7 @@ the program needs.
 _WIDEST_BYTES = 8
 """Size of the widest element."""
 _IN_BACKGROUND_BYTES = 1 << 18
-"""An exchange with larger buffers proceeds while the rank computes."""
+"""An exchange with more bytes in buffers of this rank proceeds while the rank computes."""
 _REDUCE = {"max": torch.maximum, "min": torch.minimum}
 """All other kinds are sums."""
 _CHECK_SECONDS = 0.5
@@ -162,12 +162,13 @@ class PeerMemory:
         """Set when all records sent before it was cleared have been handled."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        """Guards which thread reads: the one that computes, or, while `_thread_reads`, the other. That reads while any
-        exchange is in flight that proceeds in the background, of which there are `_in_background`, and until `_awaited`
-        is complete, for which the rank waits."""
+        """Guards the three fields below."""
         self._thread_reads = False
+        """Whether the second thread reads records: while there are any `_in_background`, and until `_awaited` ends."""
         self._in_background = 0
+        """The number of exchanges in flight that proceed in the background."""
         self._awaited: PeerWork | None = None
+        """The exchange that the rank waits for, or last waited for."""
         self._begin = threading.Semaphore(0)
         """Released when the thread is to read."""
         self._ended = False
@@ -315,7 +316,8 @@ class PeerMemory:
             self._limit_in_flight()
         work = self._works.setdefault(key, PeerWork(self))  # the thread creates it if another rank starts first
         work.sources, work.workers, work.work_on, work.buffers = sources, workers, work_on, buffers
-        if not self._reaches_all or sum([x.nbytes for x in buffers]) > _IN_BACKGROUND_BYTES:
+        size = sum({x.data_ptr(): x.nbytes for x in buffers}.values())  # a row may be there once for each rank
+        if not self._reaches_all or size > _IN_BACKGROUND_BYTES:
             with self._lock:
                 work.in_background = True
                 self._in_background += 1
